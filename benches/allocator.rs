@@ -1,6 +1,6 @@
-//! What a cached allocation costs: pairs of allocate and free on the simulated driver, beside `offset-allocator`.
+//! Measures a cached allocation: pairs of allocate and free on the simulated driver, compared with `offset-allocator`.
 //!
-//! `cargo bench --bench allocator` prints a table; `-- --json` prints one object a line.
+//! `cargo bench --bench allocator` prints a table; with `-- --json` it prints one JSON object per line.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -12,9 +12,10 @@ use claystone::{Device, Tensor};
 
 /// Times are medians over this many rounds.
 const ROUNDS: usize = 15;
+/// The number of allocate-free pairs in a round.
 const PAIRS: usize = 100_000;
 
-/// Sizes log-uniform in 512 B..16 MiB, the same for everybody.
+/// A generator of sizes, log-uniform in 512 B..16 MiB, with the same sequence for every allocator.
 struct Sizes(u64);
 
 impl Sizes {
@@ -42,7 +43,7 @@ fn allocate(allocator: &CachingAllocator, bytes: usize) -> Block {
     allocator.allocate(bytes, StreamId::DEFAULT).expect("the simulated device is never full")
 }
 
-/// The median of ns a pair over the rounds; `round` does [`PAIRS`] pairs.
+/// Returns the median time of a pair over the rounds, in ns; `round` runs [`PAIRS`] pairs.
 fn median(mut round: impl FnMut()) -> f64 {
     (0..3).for_each(|_| round());
     let mut times: Vec<f64> = (0..ROUNDS)
@@ -68,7 +69,7 @@ fn same_size(bytes: usize) -> f64 {
     pairs(&allocator(), bytes)
 }
 
-/// A tensor without values made and dropped, with all that it is beside its block; PyTorch's `torch.empty`.
+/// Times making and dropping an uninitialised tensor, including all work beside its block (PyTorch's `torch.empty`).
 fn tensor(bytes: usize, device: Device) -> f64 {
     median(|| {
         for _ in 0..PAIRS {
@@ -77,21 +78,21 @@ fn tensor(bytes: usize, device: Device) -> f64 {
     })
 }
 
-/// With the history on; with call stacks, from a function so many calls deep.
+/// Times pairs while the history is recorded, optionally with call stacks, from a function `depth` calls deep.
 fn with_history(bytes: usize, stacks: bool, depth: usize) -> f64 {
     let allocator = allocator();
     allocator.record_memory_history(HistoryOptions { stacks, ..Default::default() }).expect("room for the entries");
-    deeper(depth, &|| pairs(&allocator, bytes))
+    call_nested(depth, &|| pairs(&allocator, bytes))
 }
 
-/// Calls `f` from so many functions around it.
+/// Calls `f` from `depth` nested functions.
 #[inline(never)]
-fn deeper(depth: usize, f: &dyn Fn() -> f64) -> f64 {
-    let result = if depth == 0 { f() } else { deeper(depth - 1, f) };
-    black_box(result) // after the call, so that it does not become a jump
+fn call_nested(depth: usize, f: &dyn Fn() -> f64) -> f64 {
+    let result = if depth == 0 { f() } else { call_nested(depth - 1, f) };
+    black_box(result) // used after the call, so that the call does not become a jump
 }
 
-/// Frees a random one of `live` blocks and allocates another of a random size.
+/// Times freeing a random one of `live` blocks and allocating another of a random size.
 fn random(live: usize) -> f64 {
     let allocator = allocator();
     let mut sizes = Sizes(1);
@@ -108,7 +109,7 @@ fn random(live: usize) -> f64 {
     time
 }
 
-fn random_peer(live: usize) -> f64 {
+fn random_offset_allocator(live: usize) -> f64 {
     let mut peer = offset_allocator::Allocator::<u32>::with_max_allocs(u32::MAX >> 1, 1 << 20);
     let mut sizes = Sizes(1);
     let units = |bytes: usize| (bytes / 512) as u32;
@@ -122,7 +123,7 @@ fn random_peer(live: usize) -> f64 {
     })
 }
 
-/// What the loop of [`random`] costs by itself: choosing handles, moving them about, and missing caches with that.
+/// Times the loop of [`random`] alone: choosing handles, moving these, and the cache misses of both.
 fn random_loop(live: usize) -> f64 {
     let mut sizes = Sizes(1);
     let mut blocks: Vec<[usize; 3]> = (0..live).map(|_| [sizes.size(), 0, 0]).collect(); // as large as a Block
@@ -135,9 +136,9 @@ fn random_loop(live: usize) -> f64 {
     })
 }
 
-/// Million pairs a second that one thread does, that two do together, and the median of the ratios of neighbouring
-/// runs: what else the machine does meanwhile hits both.
-fn together() -> (f64, f64, f64) {
+/// Returns million pairs a second for one thread, for two threads together, and the median ratio of adjacent runs, which other load on the
+/// machine affects equally.
+fn thread_scaling() -> (f64, f64, f64) {
     let allocator = allocator();
     let run = |threads: usize| {
         let start = Instant::now();
@@ -179,10 +180,10 @@ fn main() {
     }
     for live in [64, 1024, 16_384] {
         rows.push((format!("random sizes, {live} live"), random(live), "ns a pair"));
-        rows.push((format!("random sizes, {live} live, offset-allocator"), random_peer(live), "ns a pair"));
+        rows.push((format!("random sizes, {live} live, offset-allocator"), random_offset_allocator(live), "ns a pair"));
         rows.push((format!("random sizes, {live} live, of which the loop"), random_loop(live), "ns a pair"));
     }
-    let (one, two, ratio) = together();
+    let (one, two, ratio) = thread_scaling();
     rows.push(("one thread".into(), one, "million pairs a second"));
     rows.push(("two threads".into(), two, "million pairs a second"));
     rows.push(("two threads to one".into(), ratio, "times"));

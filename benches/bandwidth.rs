@@ -1,7 +1,7 @@
-//! Operations that move bytes rather than compute, on one device: `bandwidth [--device D] [--seconds S] [FILTER]`.
+//! Operations that are limited by memory bandwidth, on one device: `bandwidth [--device D] [--seconds S] [FILTER]`.
 //!
-//! Prints a JSON line a case, checked before it is timed. `benches/bandwidth_torch.py` runs PyTorch on the same cases,
-//! and prints both side by side.
+//! Checks each case before timing it, and prints one JSON line per case. `benches/bandwidth_torch.py` runs PyTorch on the same cases and
+//! prints both side by side.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -14,31 +14,31 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 type Op<'a> = Box<dyn Fn() -> claystone::Result<Tensor> + 'a>;
 
 const MI: usize = 1 << 20;
-const BIG: usize = 1 << 28;
+const LARGE_LEN: usize = 1 << 28;
 
 struct Bench {
     device: Device,
     budget: Duration,
     filter: String,
-    /// Of the matrix that the case works on.
+    /// The shape of the matrix in the current case.
     shape: Cell<Option<[usize; 2]>>,
 }
 
-/// (i mod m) / m - off: the inputs of every peer.
+/// Returns (i mod m) / m - off, the inputs of every library.
 fn fill(n: usize, m: usize, off: f32) -> Vec<f32> {
     (0..n).map(|i| (i % m) as f32 / m as f32 - off).collect()
 }
 
 impl Bench {
-    fn up(&self, n: usize, m: usize, off: f32, dtype: DType) -> Outcome<Tensor> {
-        // Large ones are made on the device: a transfer is not what is measured.
+    fn upload(&self, n: usize, m: usize, off: f32, dtype: DType) -> Outcome<Tensor> {
+        // Large tensors are made on the device, because a transfer is not part of the measurement.
         if n <= 1 << 25 {
             return Ok(Tensor::from_slice(&fill(n, m, off), [n], self.device)?.to_dtype(dtype)?);
         }
         Ok(Tensor::rand(&[n], (dtype, self.device))?.add_scalar(-0.5)?)
     }
 
-    /// Times `op`, whose result at `i` must be `want(i)`, and prints the line. `moved`: bytes read and written.
+    /// Times `op`, checks that its result at `i` is `want(i)`, and prints a line. `moved` is the number of bytes read and written.
     fn run(
         &self,
         case: &str,
@@ -86,13 +86,13 @@ impl Bench {
         Ok(())
     }
 
-    fn wanted(&self, case: &str) -> bool {
+    fn is_selected(&self, case: &str) -> bool {
         case.contains(&self.filter)
     }
 
     fn elementwise(&self, n: usize, dtype: DType) -> Outcome<()> {
         let size = n * dtype.size();
-        let (a, b) = (self.up(n, 1009, 0.5, dtype)?, self.up(n, 613, 0.3, dtype)?);
+        let (a, b) = (self.upload(n, 1009, 0.5, dtype)?, self.upload(n, 613, 0.3, dtype)?);
         let known = n <= 1 << 25;
         let (x, y) = (
             |i: usize| f64::from((i % 1009) as f32 / 1009.0 - 0.5),
@@ -100,17 +100,17 @@ impl Bench {
         );
         let (add, relu, exp) = (|i| x(i) + y(i), |i| x(i).max(0.0), |i| x(i).exp());
         let check = |f| known.then_some(f);
-        if self.wanted("add") {
+        if self.is_selected("add") {
             self.run("add", n, dtype, 3 * size, Box::new(|| a.add(&b)), check(&add as &dyn Fn(usize) -> f64))?;
         }
-        if self.wanted("relu") {
+        if self.is_selected("relu") {
             self.run("relu", n, dtype, 2 * size, Box::new(|| a.relu()), check(&relu))?;
         }
-        if self.wanted("exp") {
+        if self.is_selected("exp") {
             self.run("exp", n, dtype, 2 * size, Box::new(|| a.exp()), check(&exp))?;
         }
         drop(b);
-        if self.wanted("sum_all") && dtype.is_float() {
+        if self.is_selected("sum_all") && dtype.is_float() {
             let total: f64 = (0..n).map(x).sum();
             let sum = |_| total;
             let known = known && dtype == DType::F32;
@@ -123,11 +123,11 @@ impl Bench {
                 known.then_some(&sum as &dyn Fn(usize) -> f64),
             )?;
         }
-        if self.wanted("fill") {
+        if self.is_selected("fill") {
             let ones = |_| 1.0;
             self.run("fill", n, dtype, size, Box::new(|| Tensor::ones(&[n], (dtype, self.device))), Some(&ones))?;
         }
-        if self.wanted("clone") {
+        if self.is_selected("clone") {
             self.run("clone", n, dtype, 2 * size, Box::new(|| a.try_clone()), check(&x))?;
         }
         Ok(())
@@ -136,11 +136,11 @@ impl Bench {
     fn rows(&self, rows: usize, columns: usize, dtype: DType) -> Outcome<()> {
         let (n, size) = (rows * columns, rows * columns * dtype.size());
         self.shape.set(Some([rows, columns]));
-        let x = self.up(n, 1009, 0.5, dtype)?.reshape([rows, columns])?;
-        let r = self.up(columns, 613, 0.3, dtype)?;
+        let x = self.upload(n, 1009, 0.5, dtype)?.reshape([rows, columns])?;
+        let r = self.upload(columns, 613, 0.3, dtype)?;
         let known = n <= 1 << 25;
         let at = |i: usize| f64::from((i % 1009) as f32 / 1009.0 - 0.5);
-        if self.wanted("broadcast_add") {
+        if self.is_selected("broadcast_add") {
             let add = |i: usize| at(i) + f64::from((i % columns % 613) as f32 / 613.0 - 0.3);
             self.run(
                 "broadcast_add",
@@ -151,7 +151,7 @@ impl Bench {
                 known.then_some(&add as &dyn Fn(usize) -> f64),
             )?;
         }
-        if self.wanted("sum_axis1") {
+        if self.is_selected("sum_axis1") {
             let sum = |i: usize| (0..columns).map(|j| at(i * columns + j)).sum();
             self.run(
                 "sum_axis1",
@@ -162,10 +162,10 @@ impl Bench {
                 known.then_some(&sum as &dyn Fn(usize) -> f64),
             )?;
         }
-        if self.wanted("sum_axis0") {
+        if self.is_selected("sum_axis0") {
             self.run("sum_axis0", n, dtype, size, Box::new(|| x.sum(0, false)), None)?;
         }
-        if self.wanted("softmax") {
+        if self.is_selected("softmax") {
             let softmax = |i: usize| {
                 let row = i / columns * columns;
                 at(i).exp() / (0..columns).map(|j| at(row + j).exp()).sum::<f64>()
@@ -185,9 +185,9 @@ impl Bench {
     fn transposed(&self, side: usize, dtype: DType) -> Outcome<()> {
         let (n, size) = (side * side, side * side * dtype.size());
         self.shape.set(Some([side, side]));
-        let t = self.up(n, 1009, 0.5, dtype)?.reshape([side, side])?.t()?;
+        let t = self.upload(n, 1009, 0.5, dtype)?.reshape([side, side])?.t()?;
         let at = |i: usize| f64::from(((i % side * side + i / side) % 1009) as f32 / 1009.0 - 0.5);
-        if self.wanted("transpose_copy") {
+        if self.is_selected("transpose_copy") {
             let known = n <= 1 << 25;
             self.run(
                 "transpose_copy",
@@ -198,8 +198,8 @@ impl Bench {
                 known.then_some(&at as &dyn Fn(usize) -> f64),
             )?;
         }
-        if self.wanted("strided_copy") {
-            // Every second row: runs of one row.
+        if self.is_selected("strided_copy") {
+            // Every second row, so that each contiguous run is one row.
             let half = t.t()?.reshape([side / 2, 2, side])?.narrow(1, 0, 1)?;
             self.run("strided_copy", n / 2, dtype, size, Box::new(|| half.contiguous()), None)?;
         }
@@ -211,17 +211,17 @@ impl Bench {
         let host = Tensor::from_slice(&fill(bytes / 4, 1009, 0.5), [bytes / 4], Device::Cpu)?;
         let here = host.to_device(self.device)?;
         let at = |i: usize| f64::from((i % 1009) as f32 / 1009.0 - 0.5);
-        if self.wanted("h2d") {
+        if self.is_selected("h2d") {
             self.run("h2d", bytes, DType::F32, bytes, Box::new(|| host.to_device(self.device)), Some(&at))?;
         }
-        if self.wanted("d2h") {
+        if self.is_selected("d2h") {
             self.run("d2h", bytes, DType::F32, bytes, Box::new(|| here.to_device(Device::Cpu)), Some(&at))?;
         }
         let pinned = host.pin_memory(self.device)?;
-        if self.wanted("h2d_pinned") {
+        if self.is_selected("h2d_pinned") {
             self.run("h2d_pinned", bytes, DType::F32, bytes, Box::new(|| pinned.to_device(self.device)), Some(&at))?;
         }
-        if self.wanted("d2h_pinned") {
+        if self.is_selected("d2h_pinned") {
             let back = || pinned.copy_(&here).map(Tensor::shallow_clone);
             self.run("d2h_pinned", bytes, DType::F32, bytes, Box::new(back), Some(&at))?;
         }
@@ -236,7 +236,7 @@ fn main() -> Outcome<()> {
         filter: String::new(),
         shape: Cell::new(None),
     };
-    let (mut most, mut args) = (BIG, std::env::args().skip(1));
+    let (mut most, mut args) = (LARGE_LEN, std::env::args().skip(1));
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} needs a value"));
         match &*arg {
@@ -247,11 +247,11 @@ fn main() -> Outcome<()> {
             _ => bench.filter = arg,
         }
     }
-    for n in [10_000, 1_000_000, 10_000_000, BIG].into_iter().filter(|&n| n <= most) {
+    for n in [10_000, 1_000_000, 10_000_000, LARGE_LEN].into_iter().filter(|&n| n <= most) {
         bench.elementwise(n, DType::F32)?;
     }
     for dtype in [DType::F16, DType::BF16] {
-        [10_000_000, BIG].into_iter().filter(|&n| n <= most).try_for_each(|n| bench.elementwise(n, dtype))?;
+        [10_000_000, LARGE_LEN].into_iter().filter(|&n| n <= most).try_for_each(|n| bench.elementwise(n, dtype))?;
     }
     for (rows, columns) in [(4096, 1024), (8192, 8192), (1 << 18, 1 << 10), (1 << 14, 1 << 14)] {
         for dtype in [DType::F32, DType::F16].into_iter().filter(|_| rows * columns <= most) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""bandwidth_torch.py FILE.jsonl: PyTorch on the cases that `bandwidth` printed to FILE, on this machine's GPU; a table
-of both in microseconds, a call at a time (with its wait) and in a row (many calls, one wait), and ours / PyTorch's.
-`cargo bench --bench bandwidth > FILE.jsonl` makes the file."""
+"""bandwidth_torch.py FILE.jsonl: runs the cases that `bandwidth` printed to FILE in PyTorch, on this machine's GPU.
+Prints a table of both in microseconds, for single calls (each with its wait) and for calls in a row (many calls, one wait), with the
+ratio of claystone's time to PyTorch's. `cargo bench --bench bandwidth > FILE.jsonl` makes the file."""
 import json
 import statistics
 import sys
@@ -23,7 +23,7 @@ def rand(*shape, dtype=torch.float32):
 
 
 def op(case, n, dtype, shape):
-    """The same operation as ours, as a function without arguments."""
+    """Returns claystone's operation in PyTorch, as a function without arguments."""
     t = DTYPES[dtype]
     if case in ("add", "relu", "exp", "sum_all", "clone"):
         a = rand(n, dtype=t)

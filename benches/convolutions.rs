@@ -1,7 +1,8 @@
-//! The convolutions of ResNet-50 and the depthwise ones of MobileNetV2, each distinct one, forward and with both gradients, of channels-last
-//! images and weights and of row-major ones: `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format] [--precision P]`, a line of
-//! JSON each: microseconds of a call, the median of seven runs of ten. P is what `set_float32_matmul_precision` takes.
-//! `benches/convolutions_torch.py` sets PyTorch's of the same formats beside them.
+//! Each distinct convolution of ResNet-50, and each distinct depthwise convolution of MobileNetV2, forward and with both gradients, with
+//! channels-last and row-major images and weights:
+//! `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format] [--precision P]`. Prints a JSON line for each
+//! with the microseconds of a call, the median of seven runs of ten. P is an argument of `set_float32_matmul_precision`.
+//! `benches/convolutions_torch.py` compares PyTorch in the same formats.
 
 use std::error::Error;
 use std::time::Instant;
@@ -10,10 +11,10 @@ use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::ops::ConvOptions;
 use claystone::{DType, Device, MemoryFormat, Result, Tensor, set_float32_matmul_precision};
 
-/// Images of a call.
+/// The number of images in a call.
 const BATCH: usize = 64;
 
-/// Channels in, channels out, side of the images, side of the kernel, stride; groups are 1.
+/// Channels in, channels out, side of the images, side of the kernel, stride; one group.
 const RESNET_50: [[usize; 5]; 19] = [
     [3, 64, 224, 7, 2],
     [64, 64, 56, 1, 1],
@@ -36,7 +37,7 @@ const RESNET_50: [[usize; 5]; 19] = [
     [512, 512, 7, 3, 1],
 ];
 
-/// The same of those with a group for each channel.
+/// The same numbers for depthwise convolutions, with one group per channel.
 const MOBILENET_V2: [[usize; 5]; 6] = [
     [32, 32, 112, 3, 1],
     [96, 96, 112, 3, 2],
@@ -71,7 +72,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             let options =
                 ConvOptions { stride: [stride; 2], padding: (kernel / 2).into(), groups, ..ConvOptions::default() };
             let forward = || x.detach().conv2d(&w.detach(), None, options);
-            // Of the result's strides.
+            // Has the strides of the result.
             let grad = forward()?;
             let both = || {
                 let y = x.conv2d(&w, None, options)?;
@@ -88,7 +89,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Microseconds of a call, ten of them at a time: the median of seven.
+/// Returns the microseconds of a call: the median of seven runs of ten calls.
 fn time(device: Device, f: impl Fn() -> Result<()>) -> Result<f64> {
     (0..3).try_for_each(|_| f())?;
     let mut times = Vec::new();

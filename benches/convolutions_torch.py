@@ -1,5 +1,5 @@
-"""PyTorch's convolutions beside those of benches/convolutions.rs on CUDA, in the same formats: a line for each, and the ratios of the sums by
-kind, dtype and format.
+"""Compares PyTorch's convolutions on CUDA with those of benches/convolutions.rs, in the same formats. Prints a line for each, and the
+ratios of the sums by kind, dtype and format.
 
     cargo bench --bench convolutions -- --device opencl:0 > FILE.jsonl; python3 benches/convolutions_torch.py FILE.jsonl"""
 

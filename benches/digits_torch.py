@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""digits_torch.py [DEVICE]: what `cargo run --release --example digits` does, in eager PyTorch: the same network, data,
-optimiser and minibatches. Prints the median time of an epoch, its test included, and the accuracy at the end."""
+"""digits_torch.py [DEVICE]: the example `cargo run --release --example digits` in eager PyTorch, with the same network, data,
+optimiser and minibatches. Prints the median time of an epoch, including its test, and the final accuracy."""
 import csv
 import gzip
 import pathlib

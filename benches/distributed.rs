@@ -1,6 +1,6 @@
-//! What collectives cost beside MPI's own: `cargo bench --features mpi --bench distributed [-- all_reduce | overlap]`.
+//! Compares the cost of collectives with MPI's own: `cargo bench --features mpi --bench distributed [-- all_reduce | overlap]`.
 //!
-//! This program starts itself under `mpirun` as two ranks of one core each, the peers in turns, and prints medians.
+//! This program starts itself under `mpirun` as two ranks of one core each, alternating between the libraries, and prints medians.
 
 use std::error::Error;
 use std::process::Command;
@@ -14,13 +14,13 @@ use mpi::traits::{Communicator, CommunicatorCollectives};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
-/// Jobs of each kind.
+/// The number of jobs of each kind.
 const JOBS: usize = 5;
 
-/// Measurements in each job.
+/// The number of measurements in each job.
 const TIMES: usize = 15;
 
-/// Bytes of f32 that are summed.
+/// The sizes of the summed f32 buffers, in bytes.
 const SIZES: [usize; 5] = [4 << 10, 256 << 10, 4 << 20, 25 << 20, 64 << 20];
 
 fn main() -> Outcome {
@@ -37,7 +37,7 @@ fn main() -> Outcome {
     }
 }
 
-/// Runs this program on two ranks; the numbers that rank 0 prints.
+/// Runs this program on two ranks, and returns the numbers that rank 0 prints.
 fn job(arguments: &[&str]) -> Outcome<Vec<f64>> {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "core", "-n", "2"]);
@@ -50,7 +50,7 @@ fn job(arguments: &[&str]) -> Outcome<Vec<f64>> {
     text.split_whitespace().map(|word| Ok(word.parse()?)).collect()
 }
 
-/// The devices that are measured: the CPU, and OpenCL's first where there is one.
+/// Returns the measured devices: the CPU, and the first OpenCL device if there is one.
 fn devices() -> impl Iterator<Item = Device> {
     [Device::Cpu, Device::OpenCL(0)].into_iter().filter(Device::is_available)
 }
@@ -60,7 +60,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Times `f`, after two that are not counted.
+/// Times `f`, after two calls that are not counted.
 fn time(mut f: impl FnMut() -> Outcome) -> Outcome<f64> {
     let mut times = Vec::new();
     for i in 0..TIMES + 2 {
@@ -96,7 +96,7 @@ fn all_reduce() -> Outcome {
     Ok(())
 }
 
-/// `MPI_Allreduce` on plain memory.
+/// Times `MPI_Allreduce` on plain memory.
 fn rank_of_mpi() -> Outcome {
     let universe = mpi::initialize().ok_or("MPI has been started already")?;
     let world = universe.world();

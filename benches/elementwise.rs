@@ -1,4 +1,4 @@
-//! `a + b` on every device, beside ndarray on the host.
+//! Compares `a + b` on every device with ndarray on the host.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ndarray::Array1;

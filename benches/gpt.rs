@@ -1,5 +1,5 @@
-//! Training steps of the GPT of `examples/char_transformer` on tokens drawn at random, rarer ones with greater numbers: ms a step, after ten
-//! steps that are not timed. `--save FILE` keeps weights, tokens and losses for `benches/gpt_torch.py`, which begins with the same weights.
+//! Training steps of the GPT of `examples/char_transformer` on random tokens, of which larger numbers are rarer. Prints ms per step, after
+//! ten untimed steps. `--save FILE` saves weights, tokens and losses for `benches/gpt_torch.py`, which starts from the same weights.
 
 #[allow(dead_code)]
 #[path = "../examples/char_transformer/model.rs"]
@@ -40,7 +40,7 @@ struct Args {
     /// Write the first weights, the tokens and the losses to FILE (safetensors)
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
-    /// What cargo adds
+    /// Passed by cargo
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -50,10 +50,10 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         Args::parse();
     manual_seed(1);
     let mut gpt = Gpt::new(Sizes { vocabulary, context, width, layers, heads, tied: false, dropout: 0.0 }, device)?;
-    let drawn = Tensor::rand(&[steps::WARM + count, batch, context + 1], device)?;
+    let drawn = Tensor::rand(&[steps::WARM_UP_STEPS + count, batch, context + 1], device)?;
     let windows =
         drawn.pow_scalar(3)?.mul_scalar(vocabulary as f64)?.to_dtype(DType::I64)?.clamp_max(vocabulary - 1)?;
-    let saved = steps::first(save, &gpt, &[("windows", &windows)]);
+    let saved = steps::copy_first_state(save, &gpt, &[("windows", &windows)]);
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: 3e-4, ..Default::default() })?;
     let step = |number: usize| -> Result<Tensor> {
         optimizer.zero_grad();

@@ -1,8 +1,8 @@
-"""The model of examples/char_transformer in PyTorch, eager or compiled: ms a training step, as `cargo bench --bench gpt` prints it.
+"""The model of examples/char_transformer in PyTorch, eager or compiled. Prints ms per training step, as `cargo bench --bench gpt` does.
 
 python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf16 [STEPS [eager|compile [FILE]]]
 
-With the FILE of that bench's `--save` it begins with the same weights, has the same tokens, and says how far the losses are apart."""
+With the FILE of that bench's `--save` it starts from the same weights, uses the same tokens, and prints how far the losses differ."""
 
 import sys
 

@@ -1,5 +1,5 @@
-//! Kernels that read images beside those that read buffers, and what `claystone tune` has chosen of the two, in turns:
-//! `images [--device D] [--rounds N]`. Microseconds, the median of the rounds, and their ratio to buffers.
+//! Compares kernels that read images with kernels that read buffers, and with the choice of `claystone tune`, in turns:
+//! `images [--device D] [--rounds N]`. Prints microseconds, the median of the rounds, and ratios to buffers.
 
 use std::error::Error;
 use std::time::Instant;
@@ -58,7 +58,7 @@ fn main() -> Outcome {
     })
 }
 
-/// Three convolutions, the second of 1 x 1, with pooling, and a linear layer.
+/// Returns a network of three convolutions, the second of 1 x 1, with pooling, and a linear layer.
 fn network(device: Device) -> Outcome<Sequential> {
     let same = ConvOptions { padding: Padding::Same, ..ConvOptions::default() };
     let conv = |from, to, side| Conv2d::new(from, to, [side, side], same, device);
@@ -79,12 +79,12 @@ fn network(device: Device) -> Outcome<Sequential> {
 fn compare(name: &str, rounds: usize, mut f: impl FnMut() -> Outcome) -> Outcome {
     let mut times = MODES.map(|_| Vec::new());
     for round in 0..rounds + 3 {
-        // In another order every time: what one leaves in the caches helps or hinders the next.
+        // The order changes every round, because one mode's cache contents help or hinder the next mode.
         for i in 0..MODES.len() {
             let (mode, times) = (MODES[(i + round) % MODES.len()], &mut times[(i + round) % MODES.len()]);
             let from = Instant::now();
             with_memory_mode(mode, &mut f)?;
-            // The first rounds build kernels, and see that a matrix is constant.
+            // The first rounds build kernels, and let the backend notice that a matrix is constant.
             if round >= 3 {
                 times.push(from.elapsed().as_secs_f64() * 1e6);
             }
@@ -95,7 +95,7 @@ fn compare(name: &str, rounds: usize, mut f: impl FnMut() -> Outcome) -> Outcome
     Ok(())
 }
 
-/// Waits until a result is there.
+/// Waits until a result is computed.
 fn wait_for(result: Tensor) -> Outcome {
     Ok(result.device().synchronize()?)
 }

@@ -1,8 +1,8 @@
-//! What an operation costs the host: `launch [--device D] [--only CASE] [--rounds N]`. Small tensors, many operations in a
-//! row, nanoseconds a call. On the CPU also what a loop that several threads share costs, by the crate's own hand-over and by
-//! plain rayon, in turns: case `hand-over`.
+//! Measures the host's cost of an operation: `launch [--device D] [--only CASE] [--rounds N]`. Runs many operations on small tensors in a
+//! row, and prints nanoseconds per call. On the CPU, the case `hand-over` also compares a loop shared by several threads through the
+//! crate's own hand-over with plain rayon, in turns.
 //!
-//! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md) it is our own part.
+//! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md) it measures claystone alone.
 
 use std::cell::{Cell, RefCell};
 use std::error::Error;
@@ -26,7 +26,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     weight.sum((), false)?.backward()?;
     let sgd = RefCell::new(sgd);
     let momentum = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
-    let (six, adamw): (Sgd, AdamW) = (of_six(momentum, device)?, of_six(AdamWConfig::default(), device)?);
+    let (six, adamw): (Sgd, AdamW) =
+        (optimizer_of_six(momentum, device)?, optimizer_of_six(AdamWConfig::default(), device)?);
     let (six, adamw) = (RefCell::new(six), RefCell::new(adamw));
     type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
     let rate = Cell::new(0.1);
@@ -82,7 +83,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// `relu_` of a few elements and the same loop on one thread and on rayon's, in pieces of the same size.
+/// Compares `relu_` of a few elements with the same loop on one thread and on rayon's threads, in pieces of the same size.
 fn hand_over(rounds: usize) -> Result<(), Box<dyn Error>> {
     const PIECE: usize = 16 << 10;
     let relu = |x: &mut [f32]| x.iter_mut().for_each(|x| *x = x.max(0.0));
@@ -117,8 +118,8 @@ fn hand_over(rounds: usize) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The optimiser of six parameters with gradients, a small network's.
-fn of_six<R: Rule>(rule: R, device: Device) -> claystone::Result<Fused<R>> {
+/// Returns an optimiser of six parameters with gradients, as of a small network.
+fn optimizer_of_six<R: Rule>(rule: R, device: Device) -> claystone::Result<Fused<R>> {
     let leaf = |i: usize| Tensor::rand(&[8, [8, 1][i % 2]], device)?.requires_grad_(true);
     let mut parameters = (0..6).map(leaf).collect::<claystone::Result<Vec<Tensor>>>()?;
     let optimizer = Fused::new(parameters.iter_mut().collect(), rule)?;

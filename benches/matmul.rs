@@ -1,8 +1,8 @@
-//! Products of square matrices, checked against f64 in places, then timed: a line of JSON each, like
-//! `matmul_torch.py` beside this file. `cargo bench --bench matmul -- --help`.
+//! Times products of square matrices, after checking some elements against f64. Prints a JSON line each, like `matmul_torch.py` in this
+//! folder. `cargo bench --bench matmul -- --help`.
 //!
-//! With `--halves` it is products in f32, bf16 and f16 in turns, of few rows, square, and batches of small ones, with the medians of
-//! the turns' ratios to f32; `matmul_torch.py halves` prints the same of PyTorch on the CPU.
+//! With `--halves` it times products in f32, bf16 and f16 in turns: products of few rows, square products, and batches of small products.
+//! The bench prints the medians of the ratios to f32 in each turn. `matmul_torch.py halves` prints the same for PyTorch on the CPU.
 
 use std::time::Instant;
 
@@ -13,22 +13,22 @@ use claystone::{DType, Device, Result, Tensor, manual_seed, set_float32_matmul_p
 
 #[derive(Parser)]
 struct Args {
-    /// Where: cpu, opencl:0, ...; the best device unless told.
+    /// The device: cpu, opencl:0, ...; by default the best device.
     #[arg(long)]
     device: Option<Device>,
     #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192")]
     sizes: Vec<usize>,
-    /// Of f32, f16, bf16.
+    /// Dtypes: f32, f16, bf16.
     #[arg(long, value_delimiter = ',', default_value = "f32,f16,bf16")]
     dtypes: Vec<String>,
-    /// Of f32: highest, high, medium.
+    /// The precision of f32 products: highest, high, medium.
     #[arg(long, default_value = "highest")]
     precision: String,
-    /// Halves beside f32 instead, in turns.
+    /// Compare halves with f32 in turns.
     #[arg(long)]
     halves: bool,
     #[arg(long, hide = true)]
-    bench: bool, // what cargo adds
+    bench: bool, // passed by cargo
 }
 
 fn main() -> Result<()> {
@@ -61,7 +61,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The largest error of some results, relative to the root of n: a product's size.
+/// Returns the largest error of some elements, relative to the square root of n, the magnitude of a product's elements.
 fn check(a: &Tensor, b: &Tensor, n: usize) -> Result<f64> {
     let c = a.matmul(b)?;
     let values = |t: Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec::<f64>();
@@ -75,7 +75,7 @@ fn check(a: &Tensor, b: &Tensor, n: usize) -> Result<f64> {
     Ok(most)
 }
 
-/// The median time of one in a row of products, in seconds.
+/// Returns the median time of one of several products in a row, in seconds.
 fn time(f: impl Fn() -> Result<Tensor>, device: Device) -> Result<f64> {
     let row = |count: usize| -> Result<f64> {
         let start = Instant::now();
@@ -92,12 +92,12 @@ fn time(f: impl Fn() -> Result<Tensor>, device: Device) -> Result<f64> {
     Ok(samples[3])
 }
 
-/// A batch of products of `[m, k]` and `[k, n]`, the right ones laid out as `[n, k]` where that is said.
+/// A batch of products of `[m, k]` and `[k, n]`. The right matrices are stored as `[n, k]` if the last field is true.
 type Case = (usize, [usize; 3], bool);
 
 const HALVES: [Case; 10] = [
     (1, [1, 4096, 4096], false),
-    (1, [1, 4096, 4096], true), // a weight, as layers have it: decoding
+    (1, [1, 4096, 4096], true), // a weight as layers store it: decoding
     (1, [4, 4096, 4096], false),
     (1, [4, 4096, 4096], true),
     (1, [512, 512, 512], false),
@@ -108,7 +108,7 @@ const HALVES: [Case; 10] = [
     (512, [4, 64, 64], false),
 ];
 
-/// Products of one case in f32, bf16 and f16 in turns.
+/// Times products of one case in f32, bf16 and f16 in turns.
 fn halves((batch, [m, k, n], turned): Case, device: Device) -> Result<()> {
     const TURNS: usize = 31;
     manual_seed(1);

@@ -1,5 +1,5 @@
-"""What matmul.rs does, by PyTorch on a CUDA device: the same sizes, the same timing, the same lines of JSON. `matmul_torch.py halves`
-does what its `--halves` does, on the CPU, with one thread unless OMP_NUM_THREADS says otherwise."""
+"""The cases of matmul.rs in PyTorch on a CUDA device, with the same sizes, timing and JSON lines. `matmul_torch.py halves` runs the
+cases of its `--halves` on the CPU, with one thread unless OMP_NUM_THREADS is set."""
 import json
 import os
 import statistics

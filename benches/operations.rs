@@ -1,8 +1,8 @@
-//! What operations cost that no other bench has, small and large: `operations [--device D] [--only TEXT]`, a line of JSON each,
-//! the median of many calls in microseconds. `benches/operations_torch.py` sets PyTorch's beside them.
+//! Times operations that no other bench measures, small and large: `operations [--device D] [--only TEXT]`. Prints a JSON line each with
+//! the median of many calls in microseconds. `benches/operations_torch.py` compares PyTorch.
 //!
-//! With `--level L` each case is tuned at that level first; then calls without and with what was chosen are timed in turns. The
-//! lines have the seconds that tuning took, both medians, and their ratio. Without `--large` these are only the smaller sizes.
+//! With `--level L` each case is first tuned at that level. Calls without and with the choices are then timed in turns. The
+//! lines contain the seconds of tuning, both medians, and their ratio. Without `--large` only the smaller sizes run.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -14,12 +14,12 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::tune::{self, Level};
 use claystone::{BatchNormOptions, ConvOptions, DType, Device, Interpolation, PadMode, Result, Tensor};
 
-/// Time that a case is measured for.
+/// The time for which a case is measured.
 const BUDGET: Duration = Duration::from_millis(150);
 
 type Case<'a> = (&'static str, Box<dyn Fn() -> Result<()> + 'a>);
 
-/// Cases of these names, of expressions that give something.
+/// Makes a list of named cases from expressions that return a result.
 macro_rules! cases {
     ($($name:literal => $e:expr;)*) => { vec![$(($name, Box::new(|| $e.map(|made| _ = black_box(made))) as Box<dyn Fn() -> Result<()>>)),*] };
 }
@@ -27,15 +27,16 @@ macro_rules! cases {
 struct Suite {
     device: Device,
     only: String,
-    /// At which each case is tuned first.
+    /// The level at which each case is tuned first.
     level: Option<Level>,
 }
 
-/// Calls of a case after which what is on trial is left so.
-const CALLS: usize = 5000;
-/// Turns without and with what was chosen, and the time of each.
+/// The maximum number of calls of a case for tuning; trials that are still open then are abandoned.
+const MAX_TUNING_CALLS: usize = 5000;
+/// The number of turns without and with the choices.
 const TURNS: usize = 15;
-const TURN: Duration = Duration::from_millis(10);
+/// The minimum time of a turn.
+const MIN_TURN_TIME: Duration = Duration::from_millis(10);
 
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
@@ -53,7 +54,7 @@ impl Suite {
             };
             (0..3).try_for_each(|_| call().map(drop))?;
             if let Some(level) = self.level {
-                self.tuned(level, &call, &format!("\"case\": \"{name}\", \"size\": \"{size}\""))?;
+                self.compare_tuned(level, &call, &format!("\"case\": \"{name}\", \"size\": \"{size}\""))?;
                 continue;
             }
             let (begun, mut times) = (Instant::now(), Vec::new());
@@ -66,11 +67,11 @@ impl Suite {
         Ok(())
     }
 
-    /// Tunes a case, and times it without and with what was chosen, in turns.
-    fn tuned(&self, level: Level, call: &dyn Fn() -> Result<f64>, case: &str) -> Result<()> {
+    /// Tunes a case, and times it without and with the choices, in turns.
+    fn compare_tuned(&self, level: Level, call: &dyn Fn() -> Result<f64>, case: &str) -> Result<()> {
         let (device, from, known) = (self.device, Instant::now(), tune::choices(self.device)?.len());
         tune::set_level(device, level)?;
-        for _ in 0..CALLS {
+        for _ in 0..MAX_TUNING_CALLS {
             let begun = tune::on_trial(device)?;
             call()?;
             if begun + tune::on_trial(device)? == 0 {
@@ -82,12 +83,12 @@ impl Suite {
         let (took, chosen) = (from.elapsed().as_secs_f64(), tune::choices(device)?.len() - known);
         let mut turns = [Vec::new(), Vec::new()];
         for turn in 0..2 * TURNS {
-            // Neither always comes first.
+            // The order alternates between pairs of turns.
             let on = (turn + turn / 2) % 2;
             tune::use_choices(device, on == 1)?;
             call()?;
             let (begun, mut times) = (Instant::now(), Vec::new());
-            while times.len() < 3 || begun.elapsed() < TURN {
+            while times.len() < 3 || begun.elapsed() < MIN_TURN_TIME {
                 times.push(call()?);
             }
             turns[on].push(median(times));
@@ -293,7 +294,7 @@ impl Suite {
         )
     }
 
-    /// Attention of `heads` heads in each of `n` sequences.
+    /// Times attention with `heads` heads in each of `n` sequences.
     fn sequences(&self, [n, heads, length, width]: [usize; 4]) -> Result<()> {
         let made = || Tensor::randn(&[n * heads, length, width], self.device);
         let (q, k, v) = (made()?, made()?, made()?);
@@ -316,7 +317,7 @@ impl Suite {
         };
         let size = format!("{n}x{heads}x{length}x{width}");
         if length <= 4096 {
-            // Longer ones have more scores than memory has room for.
+            // Longer sequences have more scores than fit in memory.
             self.run(&size, cases! { "bmm" => q.bmm(&k.transpose(1, 2)?); })?;
         }
         self.run(
@@ -373,7 +374,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     suite.sequences([16, 12, 256, 64])?;
     suite.sequences([1, 8, 2048, 64])?;
     if device != Device::Cpu && (suite.level.is_none() || args.iter().any(|a| a == "--large")) {
-        // What fills a GPU.
+        // Sizes that fill a GPU.
         suite.matrices(8192, 4096)?;
         suite.optimisers(8192, 4096)?;
         for (rows, classes) in [(8192, 4096), (64, 50_257), (8, 128_000)] {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""operations_torch.py FILE.jsonl [DEVICE]: PyTorch on the cases that `operations` printed to FILE, on DEVICE (cpu), with two
-threads there unless OMP_NUM_THREADS says otherwise; a table of both medians in microseconds and ours / PyTorch's, the largest first.
-`cargo bench --bench operations -- --device cpu > FILE.jsonl` makes the file."""
+"""operations_torch.py FILE.jsonl [DEVICE]: runs the cases that `operations` printed to FILE in PyTorch, on DEVICE (cpu), with two
+CPU threads unless OMP_NUM_THREADS is set. Prints a table of both medians in microseconds and the ratio of claystone's time to
+PyTorch's, the largest first. `cargo bench --bench operations -- --device cpu > FILE.jsonl` makes the file."""
 import json
 import os
 import statistics
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 dev = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
-torch.backends.cudnn.allow_tf32 = False  # f32 is f32 here, as in products
+torch.backends.cudnn.allow_tf32 = False  # computes f32 convolutions in f32, as products
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 

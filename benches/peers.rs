@@ -1,8 +1,8 @@
-//! The cases that other libraries are compared on, through this library's public interface: `scripts/compare` runs them
-//! beside those libraries. Prints a JSON line a case, with a null time and the error for one that fails.
+//! The cases for the comparison with other libraries, through this library's public interface. `scripts/compare` runs these
+//! cases beside the other libraries. Prints a JSON line per case, with a null time and the error for a case that fails.
 //!
-//! `cargo bench --bench peers -- --device opencl:0`; `PEERS_TIME` is the seconds of samples a case (0.5), `PEERS_ONLY`
-//! names the cases to run: parts of their names, with `|` in between.
+//! `cargo bench --bench peers -- --device opencl:0`. `PEERS_TIME` is the sampling time of a case in seconds (0.5), and
+//! `PEERS_ONLY` selects cases by parts of their names, separated by `|`.
 
 #[path = "../examples/common/measure.rs"]
 mod measure;
@@ -25,27 +25,28 @@ const MIB: usize = 1 << 20;
 const ALLOCATIONS: [usize; 3] = [4 * KIB, MIB, 64 * MIB];
 const CLONES: [usize; 4] = [4 * KIB, MIB, 64 * MIB, 256 * MIB];
 const TRANSFERS: [usize; 2] = [MIB, 64 * MIB];
-const SUMS: [usize; 3] = [10_000, 1_000_000, MANY];
-const MANY: usize = 10_000_000;
-/// Of what is reduced along its rows.
+const SUMS: [usize; 3] = [10_000, 1_000_000, LARGE_LEN];
+const LARGE_LEN: usize = 10_000_000;
+/// The rows of the matrix that is reduced along its rows.
 const ROWS: usize = 4096;
+/// The columns of that matrix.
 const COLUMNS: usize = 1024;
-/// Of what is transposed.
+/// The side of the matrix that is transposed.
 const SIDE: usize = 4096;
 const PRODUCTS: [usize; 4] = [128, 512, 1024, 2048];
 const BATCHES: [usize; 3] = [64, 1024, 8192];
 const LAYERS: [usize; 4] = [784, 256, 128, 10];
 
-/// Measures every case that the peers measure, and prints a JSON line each
+/// Measures every case of the comparison, and prints a JSON line each
 #[derive(Parser)]
 struct Args {
-    /// Where to run: cpu, opencl:N or best
+    /// The device: cpu, opencl:N or best
     #[arg(long, default_value = "best", value_parser = device)]
     device: Device,
-    /// What the lines call this library
+    /// The library's name in the lines
     #[arg(long)]
     peer: Option<String>,
-    /// What cargo bench passes to every bench
+    /// Passed by cargo bench to every bench
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -58,9 +59,9 @@ fn setting(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-// ---- inputs and checks: the same numbers in every peer ---------------------------------------------------------------
+// ---- inputs and checks: the same numbers in every library ------------------------------------------------------------
 
-/// `(i mod m) / m - offset`.
+/// Returns `(i mod m) / m - offset`.
 fn fill(n: usize, m: usize, offset: f32) -> Vec<f32> {
     (0..n).map(|i| (i % m) as f32 / m as f32 - offset).collect()
 }
@@ -73,7 +74,7 @@ fn second(n: usize) -> Vec<f32> {
     fill(n, 613, 0.3)
 }
 
-/// Deterministic and as good as random, in 0..1.
+/// Returns deterministic pseudo-random numbers in 0..1.
 fn noise(n: usize, seed: u64) -> Vec<f32> {
     let mix = |i: u64| {
         let x = (i + 1 + seed * 1_000_003).wrapping_mul(2_654_435_761) & 0xFFFF_FFFF;
@@ -84,7 +85,7 @@ fn noise(n: usize, seed: u64) -> Vec<f32> {
 }
 
 /// Fails unless `got[i]` is within `absolute + 1e-4 |want(i)|` of `want(i)`, for every `step`-th i.
-fn near(got: &[f32], n: usize, step: usize, absolute: f64, want: impl Fn(usize) -> f64) -> Outcome {
+fn check_close(got: &[f32], n: usize, step: usize, absolute: f64, want: impl Fn(usize) -> f64) -> Outcome {
     if got.len() != n {
         return Err(format!("{} elements, not {n}", got.len()).into());
     }
@@ -124,16 +125,16 @@ impl Suite {
         Ok(Suite { meter, device: args.device, peer, only: setting("PEERS_ONLY") })
     }
 
-    fn wants(&self, case: &str) -> bool {
+    fn is_selected(&self, case: &str) -> bool {
         self.only.as_ref().is_none_or(|only| only.split('|').any(|part| case.contains(part)))
     }
 
-    /// Whether inputs that these cases share have to be made.
-    fn wants_any(&self, cases: &[&str]) -> bool {
-        cases.iter().any(|case| self.wants(case))
+    /// True if one of the cases runs, so that their shared inputs are needed.
+    fn is_any_selected(&self, cases: &[&str]) -> bool {
+        cases.iter().any(|case| self.is_selected(case))
     }
 
-    fn up(&self, values: &[f32], shape: &[usize]) -> Outcome<Tensor> {
+    fn upload(&self, values: &[f32], shape: &[usize]) -> Outcome<Tensor> {
         Ok(Tensor::from_slice(values, shape, self.device)?)
     }
 
@@ -141,7 +142,7 @@ impl Suite {
         Case { peer: self.peer.clone(), name, n, dtype: "f32", work }
     }
 
-    /// Checks what a call gives, measures it and prints the line.
+    /// Checks the result of a call, measures the call and prints the line.
     fn run<T>(
         &self,
         case: Case,
@@ -160,10 +161,10 @@ impl Suite {
         mut call: impl FnMut() -> claystone::Result<T>,
         check: impl FnOnce(T) -> Outcome,
     ) {
-        if !self.wants(case.name) {
+        if !self.is_selected(case.name) {
             return;
         }
-        // On the CPU an operation is done when it returns: there is nothing to be ahead of.
+        // On the CPU an operation is complete when it returns, so calls cannot be pipelined.
         let calls = match (calls, self.device) {
             (Calls::Pipelined, Device::Cpu) => Calls::Single,
             (calls, _) => calls,
@@ -182,17 +183,17 @@ impl Suite {
         }
     }
 
-    /// Allocations, copies on the device, and transfers from and to ordinary host memory: `d2h` to memory of the library's
-    /// own, seen as a slice (PyTorch's `cpu().numpy()`), `d2h_vec` to a vector.
+    /// Allocations, copies on the device, and transfers from and to ordinary host memory: `d2h` to memory of the library's own,
+    /// viewed as a slice (PyTorch's `cpu().numpy()`), and `d2h_vec` to a vector.
     fn memory(&self) -> Outcome {
         for n in ALLOCATIONS {
             let allocate = || Tensor::empty([n / 4], self.device);
             self.run(self.case("alloc_free", n, Work::Nothing), Calls::Batch(100), allocate, |_| Ok(()));
         }
-        for n in CLONES.into_iter().filter(|_| self.wants("clone_into")) {
+        for n in CLONES.into_iter().filter(|_| self.is_selected("clone_into")) {
             let values = first(n / 4);
-            let same = |t: &Tensor| near(&host(t)?, n / 4, n / 64, 0.0, |i| values[i].into());
-            let a = self.up(&values, &[n / 4])?;
+            let same = |t: &Tensor| check_close(&host(t)?, n / 4, n / 64, 0.0, |i| values[i].into());
+            let a = self.upload(&values, &[n / 4])?;
             self.run(
                 self.case("clone", n, Work::Bytes(2 * n)),
                 Calls::Pipelined,
@@ -206,9 +207,9 @@ impl Suite {
             let copy = || out.copy_(&a);
             self.run(self.case("clone_into", n, Work::Bytes(2 * n)), Calls::Pipelined, copy, same);
         }
-        for n in TRANSFERS.into_iter().filter(|_| self.wants_any(&["h2d", "d2h", "d2h_vec"])) {
+        for n in TRANSFERS.into_iter().filter(|_| self.is_any_selected(&["h2d", "d2h", "d2h_vec"])) {
             let values = first(n / 4);
-            let same = |got: &[f32]| near(got, n / 4, 997, 0.0, |i| values[i].into());
+            let same = |got: &[f32]| check_close(got, n / 4, 997, 0.0, |i| values[i].into());
             let up = || Tensor::from_slice(&values, [n / 4], self.device);
             self.run(self.case("h2d", n, Work::Bytes(n)), Calls::Single, up, |c| same(&host(&c)?));
             let a = up()?;
@@ -220,19 +221,19 @@ impl Suite {
     }
 
     fn elementwise(&self) -> Outcome {
-        if !self.wants_any(&["add_into", "relu", "exp_into", "sum_all", "axpy_inplace"]) {
+        if !self.is_any_selected(&["add_into", "relu", "exp_into", "sum_all", "axpy_inplace"]) {
             return Ok(());
         }
         for n in SUMS {
             let (ha, hb) = (first(n), second(n));
-            let (a, b) = (self.up(&ha, &[n])?, self.up(&hb, &[n])?);
+            let (a, b) = (self.upload(&ha, &[n])?, self.upload(&hb, &[n])?);
             let out = a.zeros_like()?;
             let bytes = Work::Bytes(12 * n);
-            let sum = |t: &Tensor| near(&host(t)?, n, 97, 1e-6, |i| (ha[i] + hb[i]).into());
+            let sum = |t: &Tensor| check_close(&host(t)?, n, 97, 1e-6, |i| (ha[i] + hb[i]).into());
             self.run(self.case("add", n, bytes), Calls::Pipelined, || a.add(&b), |c| sum(&c));
             let into = || Tensor::map_into(&[&a, &b], &[], &[&out], |x, _| vec![&x[0] + &x[1]]);
             self.run(self.case("add_into", n, bytes), Calls::Pipelined, into, |()| sum(&out));
-            if n == MANY {
+            if n == LARGE_LEN {
                 self.unary(&ha, &a, &out)?;
             }
         }
@@ -242,9 +243,9 @@ impl Suite {
     fn unary(&self, values: &[f32], a: &Tensor, out: &Tensor) -> Outcome {
         let n = values.len();
         let bytes = Work::Bytes(8 * n);
-        let relu = |c: Tensor| near(&host(&c)?, n, 97, 0.0, |i| values[i].max(0.0).into());
+        let relu = |c: Tensor| check_close(&host(&c)?, n, 97, 0.0, |i| values[i].max(0.0).into());
         self.run(self.case("relu", n, bytes), Calls::Pipelined, || a.relu(), relu);
-        let exp = |t: &Tensor| near(&host(t)?, n, 97, 0.0, |i| f64::from(values[i]).exp());
+        let exp = |t: &Tensor| check_close(&host(t)?, n, 97, 0.0, |i| f64::from(values[i]).exp());
         self.run(self.case("exp", n, bytes), Calls::Pipelined, || a.exp(), |c| exp(&c));
         let into = || Tensor::map_into(&[a], &[], &[out], |x, _| vec![x[0].exp()]);
         self.run(self.case("exp_into", n, bytes), Calls::Pipelined, into, |()| exp(out));
@@ -253,64 +254,64 @@ impl Suite {
             self.case("sum_all", n, Work::Bytes(4 * n)),
             Calls::Pipelined,
             || a.sum((), false),
-            |c| near(&host(&c)?, 1, 1, 1.0, |_| total),
+            |c| check_close(&host(&c)?, 1, 1, 1.0, |_| total),
         );
         let sums = a.zeros_like()?;
         self.run(
             self.case("axpy_inplace", n, Work::Bytes(12 * n)),
             Calls::Pipelined,
             || sums.add_(a).map(|_| ()),
-            |()| near(&host(&sums)?, n, 97, 0.0, |i| values[i].into()),
+            |()| check_close(&host(&sums)?, n, 97, 0.0, |i| values[i].into()),
         );
         Ok(())
     }
 
-    /// What goes along rows, and the transposed copy.
+    /// Reductions and softmax along rows, and the transposed copy.
     fn rows(&self) -> Outcome {
-        if !self.wants_any(&["broadcast_add", "sum_axis1", "softmax", "transpose_copy"]) {
+        if !self.is_any_selected(&["broadcast_add", "sum_axis1", "softmax", "transpose_copy"]) {
             return Ok(());
         }
         let n = ROWS * COLUMNS;
         let (hx, hr) = (first(n), second(COLUMNS));
-        let (x, r) = (self.up(&hx, &[ROWS, COLUMNS])?, self.up(&hr, &[COLUMNS])?);
+        let (x, r) = (self.upload(&hx, &[ROWS, COLUMNS])?, self.upload(&hr, &[COLUMNS])?);
         let bytes = 8 * n + 4 * COLUMNS;
         self.run(
             self.case("broadcast_add", n, Work::Bytes(bytes)),
             Calls::Pipelined,
             || x.add(&r),
-            |c| near(&host(&c)?, n, 97, 1e-6, |i| (hx[i] + hr[i % COLUMNS]).into()),
+            |c| check_close(&host(&c)?, n, 97, 1e-6, |i| (hx[i] + hr[i % COLUMNS]).into()),
         );
         let row = |i: usize| hx[i * COLUMNS..(i + 1) * COLUMNS].iter().map(|&v| f64::from(v));
         self.run(
             self.case("sum_axis1", n, Work::Bytes(4 * n)),
             Calls::Pipelined,
             || x.sum(1, false),
-            |c| near(&host(&c)?, ROWS, 1, 1e-2, |i| row(i).sum()),
+            |c| check_close(&host(&c)?, ROWS, 1, 1e-2, |i| row(i).sum()),
         );
         let totals: Vec<f64> = (0..ROWS).map(|i| row(i).map(f64::exp).sum()).collect();
         self.run(
             self.case("softmax", n, Work::Bytes(8 * n)),
             Calls::Pipelined,
             || x.softmax(1),
-            |c| near(&host(&c)?, n, 1, 1e-6, |i| f64::from(hx[i]).exp() / totals[i / COLUMNS]),
+            |c| check_close(&host(&c)?, n, 1, 1e-6, |i| f64::from(hx[i]).exp() / totals[i / COLUMNS]),
         );
         let n = SIDE * SIDE;
         let values = first(n);
-        let turned = self.up(&values, &[SIDE, SIDE])?.t()?;
+        let turned = self.upload(&values, &[SIDE, SIDE])?.t()?;
         self.run(
             self.case("transpose_copy", n, Work::Bytes(8 * n)),
             Calls::Pipelined,
             || turned.contiguous(),
-            |c| near(&host(&c)?, n, 1, 0.0, |i| values[i % SIDE * SIDE + i / SIDE].into()),
+            |c| check_close(&host(&c)?, n, 1, 0.0, |i| values[i % SIDE * SIDE + i / SIDE].into()),
         );
         Ok(())
     }
 
     fn products(&self) -> Outcome {
-        for n in PRODUCTS.into_iter().filter(|_| self.wants("matmul_tn")) {
+        for n in PRODUCTS.into_iter().filter(|_| self.is_selected("matmul_tn")) {
             let (ha, hb) = (first(n * n), second(n * n));
-            let (a, b) = (self.up(&ha, &[n, n])?, self.up(&hb, &[n, n])?);
-            // A few places against sums in f64; `at(i, k)` is the left operand's element.
+            let (a, b) = (self.upload(&ha, &[n, n])?, self.upload(&hb, &[n, n])?);
+            // Checks a few elements against sums in f64; `at(i, k)` is the index of the left operand's element.
             let check = |c: Tensor, tolerance: f64, at: &dyn Fn(usize, usize) -> usize| {
                 let c = host(&c)?;
                 for (i, j) in [(0, 0), (n - 1, n - 1), (3, 5), (n / 2, n - 2)] {
@@ -340,10 +341,10 @@ impl Suite {
         Ok(())
     }
 
-    /// A training step of a small network; the largest batch is for GPUs.
+    /// A training step of a small network. The largest batch runs on GPUs only.
     fn training(&self) -> Outcome {
         let most = if self.device.info()?.kind == DeviceKind::Cpu { 1024 } else { usize::MAX };
-        for batch in BATCHES.into_iter().filter(|&batch| batch <= most && self.wants("mlp_step_async")) {
+        for batch in BATCHES.into_iter().filter(|&batch| batch <= most && self.is_selected("mlp_step_async")) {
             let mut probe = Training::new(batch, self.device)?;
             let losses = (0..20).map(|_| Ok(probe.step()?.item::<f32>()?)).collect::<Outcome<Vec<f32>>>()?;
             assert!(losses[19] < losses[0], "training makes the loss smaller: {losses:?}");

@@ -1,7 +1,7 @@
-//! What recording a profile costs: steps of the network of `examples/digits.rs` while nothing is profiled and while something
-//! is, in turns, on every device. `cargo bench --bench profiler`
+//! Measures the cost of recording a profile: steps of the network of `examples/digits.rs`, with and without a profile in turns, on every
+//! device. `cargo bench --bench profiler`
 //!
-//! Prints the median of a step's microseconds and of the turns' ratios. Starting, stopping and saving are not measured.
+//! Prints the median microseconds of a step and the median of the turns' ratios. Starting, stopping and saving are not measured.
 
 use std::time::Instant;
 

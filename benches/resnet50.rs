@@ -1,5 +1,5 @@
-//! Training steps of ResNet-50 on made-up images, which are channels-last, as weights are: ms a step, after ten steps that are not timed. `--save FILE`
-//! keeps weights, images, labels and losses for `benches/resnet50_torch.py`, which begins with the same weights.
+//! Training steps of ResNet-50 on random images, with channels-last images and weights. Prints ms per step, after ten untimed steps.
+//! `--save FILE` saves weights, images, labels and losses for `benches/resnet50_torch.py`, which starts from the same weights.
 
 mod steps;
 
@@ -14,7 +14,7 @@ use claystone::ops::{ConvOptions, MaxPoolOptions};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, MemoryFormat, Result, Tensor, autocast, manual_seed};
 
-/// Batches that steps have in turns.
+/// The number of different batches, which steps use in turn.
 const BATCHES: usize = 4;
 const CLASSES: i64 = 1000;
 
@@ -35,12 +35,12 @@ struct Args {
     /// Write the first weights, the data and the losses to FILE (safetensors)
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
-    /// What cargo adds
+    /// Passed by cargo
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// A convolution and the batch norm of its result.
+/// Returns a convolution followed by a batch norm.
 fn conv(from: usize, to: usize, kernel: usize, stride: usize, device: Device) -> Result<Sequential> {
     let options = ConvOptions { stride: [stride; 2], padding: (kernel / 2).into(), ..ConvOptions::default() };
     let conv = Conv2d::new(from, to, [kernel; 2], options, device)?.without_bias();
@@ -73,7 +73,8 @@ impl Module for Bottleneck {
     }
 }
 
-/// As in "Deep Residual Learning for Image Recognition" (2015), with the strides in the 3 x 3 convolutions, as torchvision's.
+/// Builds the network of "Deep Residual Learning for Image Recognition" (2015), with the strides in the 3 x 3
+/// convolutions as in torchvision.
 fn resnet50(device: Device) -> Result<Sequential> {
     let options = MaxPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..MaxPoolOptions::default() };
     let pool = MaxPool2d { options, ..MaxPool2d::new([3, 3]) };
@@ -95,7 +96,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     net.to_memory_format(MemoryFormat::ChannelsLast)?;
     let images = Tensor::randn(&[BATCHES, batch, side, side, 3], device)?;
     let labels = Tensor::randint(0, CLASSES, &[BATCHES, batch], (DType::I64, device))?;
-    let saved = steps::first(save, &net, &[("images", &images), ("labels", &labels)]);
+    let saved = steps::copy_first_state(save, &net, &[("images", &images), ("labels", &labels)]);
     let mut optimizer = Sgd::new(net.parameters_mut(), SgdConfig { lr: 1e-4, momentum: 0.9, ..Default::default() })?;
     let half = (dtype != DType::F32).then_some(dtype);
     let step = |number: usize| -> Result<Tensor> {

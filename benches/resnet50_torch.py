@@ -1,8 +1,8 @@
-"""The network of benches/resnet50.rs in PyTorch, channels-last, eager or compiled: ms a training step, as `cargo bench --bench resnet50` prints it.
+"""The network of benches/resnet50.rs in PyTorch, channels-last, eager or compiled. Prints ms per training step, as the bench does.
 
 python3 benches/resnet50_torch.py BATCH SIDE f32|f16|bf16 [STEPS [eager|compile [FILE]]]
 
-With the FILE of that bench's `--save` it begins with the same weights, has the same images, and says how far the losses are apart."""
+With the FILE of that bench's `--save` it starts from the same weights, uses the same images, and prints how far the losses differ."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Training steps of ResNet-18 on images of 32 x 32 by PyTorch, on the CPU in f32 and under autocast to bf16: the peer of examples/resnet.
+"""Training steps of ResNet-18 on images of 32 x 32 in PyTorch, on the CPU in f32 and under autocast to bf16, to compare with
+examples/resnet.
 
-    python3 benches/resnet_torch.py [STEPS]    the median and the least time of a step, a JSON line for each dtype"""
+    python3 benches/resnet_torch.py [STEPS]    prints the median and the minimum time of a step, a JSON line for each dtype"""
 
 import json
 import sys

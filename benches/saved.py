@@ -1,4 +1,4 @@
-"""What peers of the benches of training steps share: what these save, and the time and the losses of steps."""
+"""Helpers for the PyTorch side of benches of training steps: loading the saved tensors, timing steps and comparing losses."""
 
 import json
 import struct
@@ -10,7 +10,7 @@ DTYPES = {"F32": torch.float32, "I64": torch.int64}
 
 
 def tensors(path):
-    """Those of a safetensors file: the length of a JSON header, the header, and the bytes."""
+    """Reads the tensors of a safetensors file: the length of a JSON header, the header, and the bytes."""
     with open(path, "rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
         data = bytearray(file.read())
@@ -21,7 +21,7 @@ def tensors(path):
     }
 
 
-WARM = 10  # steps that are not timed
+WARM = 10  # untimed steps
 
 
 def wait():

@@ -1,14 +1,14 @@
-//! What the first use of a device costs a process: `startup [--device D]`.
+//! Measures the cost of a process's first use of a device: `startup [--device D]`.
 //!
-//! Runs itself again and again as two small programs, and prints medians in milliseconds. One opens the device, adds two
-//! tensors and reads the sum, with the program cache warm. The other makes the driver's calls that this takes, and nothing
-//! else: the context, a queue, buffers, the same programs from the same cache, a write and a read. The difference is ours.
+//! The program repeatedly starts itself as two small processes, and prints medians in milliseconds. One process opens the device, adds two
+//! tensors and reads the sum, with a warm program cache. The other makes only the driver calls that this takes: the context, a queue,
+//! buffers, the same programs from the same cache, a write and a read. The difference is claystone's own cost.
 //!
-//! `startup --blob [--device D]` compares the first training step of processes that have both caches warm, claystone's and PoCL's,
-//! with that of processes that have both empty and import what `export_cache` wrote; in turns.
+//! `startup --blob [--device D]` compares the first training step of two kinds of processes, in turns. The first kind starts with warm
+//! caches of claystone and PoCL. The second starts with both caches empty and imports a file of `export_cache`.
 //!
-//! `startup --cold [--device D]` prints what the first training steps of a variational autoencoder take in a process that has both
-//! caches empty, and in one that finds what that left; three times.
+//! `startup --cold [--device D]` prints the times of the first training steps of a variational autoencoder, three times: in a
+//! process whose caches are both empty, and in a second process that uses the caches of the first.
 
 use std::env;
 use std::error::Error;
@@ -24,18 +24,18 @@ use opencl3::types::{cl_device_id, cl_int};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-/// Processes of each kind.
+/// The number of processes of each kind.
 const RUNS: usize = 9;
 const N: usize = 1024;
-/// Before the binary in a file of the program cache: a name and a checksum.
+/// The bytes before the binary in a file of the program cache: a name and a checksum.
 const HEADER: usize = 16 + 32;
 
 fn milliseconds(from: Instant) -> f64 {
     from.elapsed().as_secs_f64() * 1e3
 }
 
-/// The first operation of a process. Prints when the device was known, when its memory was there, and when the sum was.
-fn ours(device: Device) -> Outcome<()> {
+/// Runs the first operation of a process. Prints the times at which the device was known, its memory was allocated, and the sum was read.
+fn first_operation(device: Device) -> Outcome<()> {
     let from = Instant::now();
     device.info()?;
     let known = milliseconds(from);
@@ -50,8 +50,8 @@ fn ours(device: Device) -> Outcome<()> {
     Ok(())
 }
 
-/// A training step of a small convolution network, with the files that it imports before and exports after. Prints the
-/// milliseconds of the import, and until the step was done.
+/// Runs a training step of a small convolution network, after an optional import and before an optional export of the cache. Prints the
+/// milliseconds of the import, and the milliseconds until the step was done.
 fn step(device: Device, import: Option<&String>, export: Option<&String>) -> Outcome<()> {
     let from = Instant::now();
     if let Some(file) = import {
@@ -79,8 +79,8 @@ fn step(device: Device, import: Option<&String>, export: Option<&String>) -> Out
     Ok(())
 }
 
-/// Three training steps of the variational autoencoder of PyTorch's examples, on random pictures. Prints the milliseconds until
-/// the model was there and until the end of each step.
+/// Runs three training steps of the variational autoencoder of PyTorch's examples, on random pictures. Prints the milliseconds until the
+/// model was built and until the end of each step.
 fn vae(device: Device) -> Outcome<()> {
     let from = Instant::now();
     let mut net = Vae {
@@ -134,12 +134,12 @@ impl Vae {
     }
 }
 
-/// Runs this program with these options and folders of caches: the milliseconds that it prints, and of the whole process.
-fn process<const N: usize>(device: Device, caches: &Path, options: &[&str]) -> Outcome<([f64; N], f64)> {
+/// Runs this program with options and cache folders. Returns the milliseconds that the process prints, and its total milliseconds.
+fn run_process<const N: usize>(device: Device, caches: &Path, options: &[&str]) -> Outcome<([f64; N], f64)> {
     let from = Instant::now();
     let mut child = Command::new(env::current_exe()?);
     child.args(["--device", &device.to_string()]).args(options);
-    // PoCL makes no folders above its own.
+    // PoCL creates its own folder but not the parents.
     let [ours, pocl] = ["claystone", "pocl"].map(|name| caches.join(name));
     std::fs::create_dir_all(&pocl)?;
     let out = child.env("CLAYSTONE_CACHE_DIR", ours).env("POCL_CACHE_DIR", pocl).output()?;
@@ -151,37 +151,37 @@ fn process<const N: usize>(device: Device, caches: &Path, options: &[&str]) -> O
     }
 }
 
-/// Runs [`step`] in a process of its own.
-fn step_of_process(device: Device, caches: &Path, options: &[&str]) -> Outcome<[f64; 3]> {
-    let ([imported, done], whole) = process(device, caches, &[&["--step"], options].concat())?;
+/// Runs [`step`] in a new process.
+fn run_step_process(device: Device, caches: &Path, options: &[&str]) -> Outcome<[f64; 3]> {
+    let ([imported, done], whole) = run_process(device, caches, &[&["--step"], options].concat())?;
     Ok([imported, done, whole])
 }
 
-fn cold(device: Device) -> Outcome<()> {
+fn print_cold_times(device: Device) -> Outcome<()> {
     println!("{}: ms until the model, steps 1, 2 and 3 are done, and of the process", device.info()?.name);
     let folder = tempfile::tempdir()?;
     for run in 0..3 {
         let caches = folder.path().join(run.to_string());
         for which in ["cold", "warm"] {
-            let (times, whole) = process::<4>(device, &caches, &["--vae"])?;
+            let (times, whole) = run_process::<4>(device, &caches, &["--vae"])?;
             println!("{which} {times:9.1?} {whole:9.1}");
         }
     }
     Ok(())
 }
 
-fn blob(device: Device) -> Outcome<()> {
+fn compare_blob(device: Device) -> Outcome<()> {
     let folder = tempfile::tempdir()?;
     let (warm, file) = (folder.path().join("warm"), folder.path().join("blob"));
     let file = file.to_str().ok_or("a path that is no text")?;
-    let cold = step_of_process(device, &warm, &[])?;
-    // The second process loads what the first compiled: what the driver caches of launches is there, too.
-    step_of_process(device, &warm, &["--export", file])?;
+    let cold = run_step_process(device, &warm, &[])?;
+    // The second process loads the programs that the first compiled, so the export also contains what the driver caches at launches.
+    run_step_process(device, &warm, &["--export", file])?;
     println!("{}: {} KiB", device.info()?.name, std::fs::metadata(file)?.len() >> 10);
     let [mut with_warm, mut with_blob] = [Vec::new(), Vec::new()];
     for run in 0..RUNS + 2 {
-        with_warm.push(step_of_process(device, &warm, &[])?);
-        with_blob.push(step_of_process(device, &folder.path().join(format!("empty{run}")), &["--import", file])?);
+        with_warm.push(run_step_process(device, &warm, &[])?);
+        with_blob.push(run_step_process(device, &folder.path().join(format!("empty{run}")), &["--import", file])?);
     }
     let median = |rows: &[[f64; 3]], column: usize| {
         let mut times: Vec<f64> = rows.iter().map(|row| row[column]).collect();
@@ -200,8 +200,8 @@ fn fail(what: &'static str) -> impl Fn(cl_int) -> String {
     move |code| format!("{what}: {code}")
 }
 
-/// The driver's part of the same, by the device's place among the drivers' (`CLAYSTONE_DEVICES`'s first, else a name).
-fn driver(name: &str, cache: &Path) -> Outcome<()> {
+/// Makes the driver calls alone. `name` is the device's name.
+fn driver_calls(name: &str, cache: &Path) -> Outcome<()> {
     use opencl3::device::{CL_DEVICE_NAME, CL_DEVICE_TYPE_ALL};
     let from = Instant::now();
     cl3::load_library().as_ref().map_err(|e| e.to_string())?;
@@ -217,7 +217,7 @@ fn driver(name: &str, cache: &Path) -> Outcome<()> {
     let id = chosen.ok_or("no such device")?;
     let known = milliseconds(from);
     let context = cl3::context::create_context(&[id], ptr::null(), None, ptr::null_mut()).map_err(fail("context"))?;
-    // SAFETY: plain calls with live objects; every pointer is to memory of the size that is said beside it.
+    // SAFETY: plain calls with live objects; every pointer is to memory of the size that is passed beside it.
     unsafe {
         let queue = cl3::command_queue::create_command_queue(context, id, 0).map_err(fail("queue"))?;
         let buffer = cl3::memory::create_buffer(context, 1, 2 * N * 4, ptr::null_mut()).map_err(fail("buffer"))?;
@@ -242,7 +242,7 @@ fn driver(name: &str, cache: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Medians of what a child prints, over as many runs; and of the whole process's time.
+/// Returns the medians of the numbers that a child process prints over [`RUNS`] runs, and the median of the process's total time.
 fn medians(args: &[&str], cache: &Path) -> Outcome<[f64; 4]> {
     let mut rows: Vec<[f64; 4]> = Vec::new();
     for _ in 0..RUNS {
@@ -268,7 +268,7 @@ fn main() -> Outcome<()> {
     let value = |name: &str| args.iter().position(|a| a == name).and_then(|i| args.get(i + 1));
     let device: Device = value("--device").map_or(Ok(Device::best()), |d| d.parse())?;
     if args.iter().any(|a| a == "--ours") {
-        return ours(device);
+        return first_operation(device);
     }
     if args.iter().any(|a| a == "--step") {
         return step(device, value("--import"), value("--export"));
@@ -277,13 +277,13 @@ fn main() -> Outcome<()> {
         return vae(device);
     }
     if args.iter().any(|a| a == "--cold") {
-        return cold(device);
+        return print_cold_times(device);
     }
     if args.iter().any(|a| a == "--blob") {
-        return blob(device);
+        return compare_blob(device);
     }
     if let Some(name) = value("--driver") {
-        return driver(name, env::var_os("CLAYSTONE_CACHE_DIR").ok_or("no cache")?.as_ref());
+        return driver_calls(name, env::var_os("CLAYSTONE_CACHE_DIR").ok_or("no cache")?.as_ref());
     }
     let cache = tempfile::tempdir()?;
     let (name, shown) = (device.info()?.name, device.to_string());

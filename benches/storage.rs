@@ -1,4 +1,4 @@
-//! What the allocator and a deep clone cost, on every device.
+//! Measures the allocator and a deep clone on every device.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
@@ -6,7 +6,7 @@ use claystone::{Device, Tensor};
 
 const SIZES: [usize; 3] = [4 << 10, 1 << 20, 64 << 20];
 
-/// An allocation served from the cache, and given back.
+/// Times an allocation from the cache and its release.
 fn allocate(c: &mut Criterion) {
     for device in Device::all() {
         let mut group = c.benchmark_group(format!("allocate and free/{device}"));

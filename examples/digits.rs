@@ -1,6 +1,6 @@
-//! Trains a small network to read handwritten digits: 64 pixels in, two hidden layers of 128 and 64, ten classes out.
+//! Trains a small network to classify handwritten digits: 64 pixels, hidden layers of 128 and 64, ten classes.
 //!
-//! `cargo run --release --example digits -- --help`; on two devices, or as two processes of one:
+//! `cargo run --release --example digits -- --help`; on two devices, or as two processes on one device:
 //! `cargo build --release --features mpi --example digits && mpirun -n 2 target/release/examples/digits --distributed`
 
 mod common;
@@ -15,10 +15,10 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use common::images::{self, HELD_OUT, accuracy};
 use common::{Curve, phase};
 
-/// Reads handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 it never saw.
+/// Classifies handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 others.
 #[derive(Parser)]
 struct Args {
-    /// Images a step, on every rank
+    /// Images per step, on every rank
     #[arg(long, default_value_t = 32)]
     batch: usize,
     /// Learning rate of AdamW
@@ -32,6 +32,7 @@ struct Args {
     run: common::Run,
 }
 
+/// Pixels of an image.
 const PIXELS: usize = 64;
 
 fn main() -> common::Outcome {
@@ -48,7 +49,7 @@ fn main() -> common::Outcome {
         .push(Linear::new(64, 10, options)?);
     let mut net = DataParallel::new(net, &group, DataParallelOptions::default())?;
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
-    // The generator has the order of the images of the epochs to come.
+    // The generator's state determines the order of the images in later epochs.
     let (mut epoch, mut generator) = (0, Generator::current());
     args.training.resume(&mut [
         ("model", &mut net),
@@ -71,7 +72,7 @@ fn main() -> common::Outcome {
     while epoch < epochs {
         epoch += 1;
         let begun = Instant::now();
-        let shuffled = train.shuffled()?; // alike on every rank, from one seed
+        let shuffled = train.shuffled()?; // the same order on every rank, because of the common seed
         let mut losses = Vec::new();
         for from in images::batches(train.len(), args.batch, &group) {
             let batch = shuffled.batch(from, args.batch)?;
@@ -82,7 +83,7 @@ fn main() -> common::Outcome {
             adam.zero_grad();
             losses.push(loss.detach());
         }
-        // The queue has run ahead until here: reading a number waits for the device, so it is done once an epoch.
+        // The host has run ahead of the device until here. Reading a number waits for the device, so it is done once per epoch.
         let mean = common::mean(&losses)?;
         let error = 1.0 - accuracy(&net, &test, |x| x.flatten(1, -1))?;
         times.push(begun.elapsed().as_secs_f64() * 1e3);

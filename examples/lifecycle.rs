@@ -1,4 +1,4 @@
-//! `rand(3,4)[0] + rand(3,4)`, step by step: who owns the bytes, and when they go back to the allocator.
+//! `rand(3,4)[0] + rand(3,4)`, step by step: who owns the memory, and when it returns to the allocator.
 //!
 //! `cargo run --release --example lifecycle -- --help`
 
@@ -7,7 +7,7 @@ mod common;
 use clap::Parser;
 use claystone::{Device, Tensor};
 
-/// Follows the memory behind `rand(3,4)[0] + rand(3,4)`: a view keeps its base's storage alive, a result outlives both.
+/// Follows the memory of `rand(3,4)[0] + rand(3,4)`: a view keeps its base's storage alive, and a result outlives both.
 #[derive(Parser)]
 struct Args {
     /// Where to run: cpu, opencl:N or best
@@ -15,8 +15,8 @@ struct Args {
     device: Device,
 }
 
-/// Prints a step, a line of code, and what the allocator holds after it.
-fn after(device: Device, step: &str, note: &str) -> claystone::Result<()> {
+/// Prints a step (a line of code) and the allocator's statistics after it.
+fn print_step(device: Device, step: &str, note: &str) -> claystone::Result<()> {
     let s = device.memory_stats()?;
     println!("{step}");
     println!(
@@ -34,7 +34,7 @@ fn main() -> common::Outcome {
     let bar = common::progress(7).with_message("lifecycle");
     let step = |code: &str, note: &str| {
         bar.inc(1);
-        bar.suspend(|| after(device, code, note))
+        bar.suspend(|| print_step(device, code, note))
     };
 
     claystone::manual_seed(7);

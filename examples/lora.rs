@@ -1,5 +1,5 @@
-//! LoRA on all-MiniLM-L6-v2: adapters of queries and values learn to tell questions from statements, and are saved alone:
-//! `cargo run --release --example lora -- --model DIR`, with the folder of the example minilm.
+//! LoRA on all-MiniLM-L6-v2: adapters of queries and values learn to distinguish questions from statements. Only the adapters
+//! are saved. `cargo run --release --example lora -- --model DIR`, with the folder of the example minilm.
 
 #[allow(dead_code)]
 #[path = "minilm/main.rs"]
@@ -11,7 +11,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Result, Tensor, io};
 use std::{error::Error, path::Path};
 
-/// `base(x) + b(a(x))`, of which `a` and `b` have four features between them (Hu et al., 2021).
+/// Computes `base(x) + b(a(x))`; there are four features between `a` and `b` (Hu et al., 2021).
 struct Lora {
     base: Box<dyn Module>,
     lora_a: Linear,
@@ -23,7 +23,7 @@ impl Module for Lora {
         self.base.forward(x)?.add(&self.lora_b.forward(&self.lora_a.forward(x)?)?)
     }
 }
-/// Returns the losses of 20 steps.
+/// Trains the adapters and returns the losses of 20 steps.
 pub fn train(folder: &Path, device: Device) -> Result<Vec<f32>, Box<dyn Error>> {
     let mut model = minilm::MiniLm::load(folder, device)?;
     model.requires_grad_(false)?;
@@ -31,7 +31,7 @@ pub fn train(folder: &Path, device: Device) -> Result<Vec<f32>, Box<dyn Error>> 
     let linear = |inputs, outputs| Linear::new(inputs, outputs, device).map(Linear::without_bias);
     let adapted = |layer: &mut Box<dyn Module>| -> Result<()> {
         let (lora_a, lora_b) = (linear(width, 4)?, linear(4, width)?);
-        init::constant_(lora_b.weight(), 0.0)?; // the model begins as it is
+        init::constant_(lora_b.weight(), 0.0)?; // the adapter initially adds nothing
         *layer = Box::new(Lora { base: std::mem::replace(layer, Box::new(Identity)), lora_a, lora_b });
         Ok(())
     };
@@ -55,6 +55,6 @@ pub fn train(folder: &Path, device: Device) -> Result<Vec<f32>, Box<dyn Error>> 
     Ok(losses)
 }
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("losses {:.4?}", train(&minilm::Args::parse().model.ok_or(minilm::HINT)?, Device::best())?);
+    println!("losses {:.4?}", train(&minilm::Args::parse().model.ok_or(minilm::MODEL_ADVICE)?, Device::best())?);
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! Trains a small convolutional network to read digits: two convolutions with batch norm, max pooling, one linear layer.
+//! Trains a small convolutional network to classify digits: two convolutions with batch norm and max pooling, one linear layer.
 //!
-//! `cargo run --release --example mnist -- --data DIR` reads MNIST, or any set in its format, from a folder.
-//! `cargo run --release --example mnist` takes the 8 x 8 digits of this repository and ends with `test accuracy 0.997` (PoCL).
+//! `cargo run --release --example mnist -- --data DIR` reads MNIST, or another data set in its format, from a folder.
+//! `cargo run --release --example mnist` uses this repository's 8 x 8 digits and ends with `test accuracy 0.997` (PoCL).
 //! Built with `--features mpi`, `mpirun -n 2 target/release/examples/mnist --distributed` trains on two devices or processes.
 
 mod common;
@@ -16,16 +16,16 @@ use claystone::optim::{AdamW, AdamWConfig, OneCycleLr, Optimizer, Scheduler};
 use claystone::{ConvOptions, DType, Device};
 use common::images::{self, accuracy};
 
-/// Reads digits with a small convolutional network.
+/// Classifies digits with a small convolutional network.
 #[derive(Parser)]
 struct Args {
-    /// A folder with the four IDX files of MNIST, gzipped or not; without it the digits of this repository are taken
+    /// A folder with the four IDX files of MNIST, gzipped or not [default: the digits of this repository]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Passes over the training set; 3 with --data, 20 without, unless said
+    /// Passes over the training set [default: 3 with --data, else 20]
     #[arg(long)]
     epochs: Option<usize>,
-    /// Images a step, on every rank
+    /// Images per step, on every rank
     #[arg(long, default_value_t = 64)]
     batch: usize,
     /// Highest learning rate of AdamW
@@ -37,10 +37,10 @@ struct Args {
     run: common::Run,
 }
 
-/// For images of one channel, of any size that can be halved twice.
+/// Builds the network for images of one channel, of any size that can be halved twice.
 fn network(rows: usize, columns: usize, options: (DType, Device)) -> claystone::Result<Sequential> {
     let same = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
-    // Batch norm takes a bias away again.
+    // Batch norm would cancel a bias.
     let conv = |from, to| Conv2d::new(from, to, [3, 3], same, options).map(Conv2d::without_bias);
     Ok(Sequential::new()
         .push(conv(1, 16)?)
@@ -86,7 +86,7 @@ fn main() -> common::Outcome {
     let mut training = Duration::ZERO;
     for epoch in 1..=epochs {
         let begun = Instant::now();
-        let shuffled = train.shuffled()?; // alike on every rank, from one seed
+        let shuffled = train.shuffled()?; // the same order on every rank, because of the common seed
         let mut losses = Vec::new();
         for from in batches() {
             let batch = shuffled.batch(from, args.batch)?;
@@ -97,7 +97,7 @@ fn main() -> common::Outcome {
             scheduler.step(&mut adam)?;
             losses.push(loss.detach());
         }
-        // Reading a number waits for the device: once an epoch.
+        // Reading a number waits for the device, so it is done once per epoch.
         let loss = common::mean(&losses)?;
         training += begun.elapsed();
         let error = 1.0 - accuracy(&net, &test, |x| Ok(x.shallow_clone()))?;

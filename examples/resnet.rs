@@ -1,4 +1,4 @@
-//! Trains ResNet-18 on CIFAR-10, or on made-up images of its shape: `cargo run --release --example resnet -- --help`
+//! Trains ResNet-18 on CIFAR-10, or on synthetic images of its shape: `cargo run --release --example resnet -- --help`
 
 mod common;
 
@@ -9,19 +9,19 @@ use claystone::optim::{OneCycleLr, Optimizer, Scheduler, Sgd, SgdConfig};
 use claystone::{ConvOptions, Generator, Result, Tensor, TensorOptions};
 use common::images::{self, Augmented, accuracy, normalised};
 
-/// Trains ResNet-18 on CIFAR-10, or on made-up images of its shape.
+/// Trains ResNet-18 on CIFAR-10, or on synthetic images of its shape.
 #[derive(Parser)]
 pub struct Args {
     /// A folder with the binary version of CIFAR-10
     #[arg(long)]
     data: Option<std::path::PathBuf>,
-    /// Made-up images to train on where there is no folder
+    /// Number of synthetic images to train on if there is no folder
     #[arg(long, default_value_t = 2000)]
     images: usize,
     /// Channels of the first layer
     #[arg(long, default_value_t = 64)]
     width: usize,
-    /// Images a step
+    /// Images per step
     #[arg(long, default_value_t = 128)]
     batch: usize,
     #[command(flatten)]
@@ -30,13 +30,14 @@ pub struct Args {
     run: common::Run,
 }
 
-/// A convolution and the batch norm of its result.
+/// A convolution followed by batch norm.
 fn conv(from: usize, to: usize, kernel: usize, stride: usize, at: TensorOptions) -> Result<Sequential> {
     let options = ConvOptions { stride: [stride; 2], padding: (kernel / 2).into(), ..ConvOptions::default() };
     let conv = Conv2d::new(from, to, [kernel; 2], options, at)?.without_bias();
     Ok(Sequential::new().push(conv).push(BatchNorm2d::new(to, at)?))
 }
 
+/// Two convolutions with a shortcut around them.
 struct BasicBlock {
     residual: Sequential,
     shortcut: Sequential,
@@ -61,7 +62,7 @@ pub fn resnet18(width: usize, classes: usize, at: TensorOptions) -> Result<Seque
     Ok(net.push(AdaptiveAvgPool2d([1, 1])).push(Flatten::default()).push(Linear::new(8 * width, classes, at)?))
 }
 
-/// The accuracy on images that were not trained on.
+/// Trains the network and returns the accuracy on test images.
 pub fn train(args: &Args) -> std::result::Result<f64, Box<dyn std::error::Error>> {
     let watching = args.run.start()?;
     let (train, test) = args.data.as_deref().map_or_else(|| images::patterns(args.images), images::cifar10)?;

@@ -1,4 +1,4 @@
-//! Separates three interleaved spirals with a small network and draws where it decides what.
+//! Separates three interleaved spirals with a small network and draws its decision regions.
 //!
 //! `cargo run --release --example spiral -- --help`
 
@@ -12,7 +12,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Tensor, no_grad};
 use plotters::prelude::*;
 
-/// Classifies points of interleaved spirals with an MLP 2-64-64-3 and draws the decision boundary as a PNG.
+/// Classifies points of interleaved spirals with an MLP 2-64-64-3 and draws the decision regions as a PNG.
 #[derive(Parser)]
 struct Args {
     /// Training steps, each on all points
@@ -28,12 +28,13 @@ struct Args {
     run: common::Run,
 }
 
+/// Number of spirals, and of classes.
 const ARMS: usize = 3;
-/// The picture shows -EXTENT..EXTENT in both directions, in GRID x GRID cells.
+/// The figure shows -EXTENT..EXTENT in both directions, in GRID x GRID cells.
 const EXTENT: f32 = 1.25;
 const GRID: usize = 240;
 
-/// Points and the arm each lies on: arm k starts at the centre in direction k / ARMS and winds outwards, with noise.
+/// Returns points and their arms. Arm k starts at the centre in direction k / ARMS and winds outwards, with noise.
 fn spirals(points: usize) -> claystone::Result<(Vec<[f32; 2]>, Vec<i64>)> {
     let noise = Tensor::randn([ARMS, points], Device::Cpu)?.to_vec::<f32>()?;
     let at = |i: usize| {
@@ -44,7 +45,7 @@ fn spirals(points: usize) -> claystone::Result<(Vec<[f32; 2]>, Vec<i64>)> {
     Ok(((0..ARMS * points).map(at).collect(), (0..ARMS * points).map(|i| (i / points) as i64).collect()))
 }
 
-/// The arm the network sees at each point.
+/// Returns the arm that the network predicts for each point.
 fn classify(net: &Sequential, points: &Tensor) -> claystone::Result<Vec<i64>> {
     no_grad(|| net.forward(points)?.argmax(1, false))?.to_vec::<i64>()
 }
@@ -78,7 +79,7 @@ fn main() -> common::Outcome {
     }
     bar.finish_and_clear();
 
-    // The decision at the centre of every cell of the picture, in one forward pass.
+    // Predict the arm at the centre of every cell of the figure, in one forward pass.
     let centre = |i: usize| EXTENT * ((2 * i + 1) as f32 / GRID as f32 - 1.0);
     let cells: Vec<f32> = (0..GRID * GRID).flat_map(|i| [centre(i % GRID), centre(i / GRID)]).collect();
     let cells = Tensor::from_slice(&cells, [GRID * GRID, 2], args.run.device)?.to_dtype(args.run.dtype)?;

@@ -1,4 +1,4 @@
-//! Trains a variational autoencoder on handwritten digits and draws some that nobody wrote.
+//! Trains a variational autoencoder on handwritten digits and draws new ones.
 //!
 //! `cargo run --release --example vae -- --help`
 
@@ -13,22 +13,22 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Generator, Interpolation, LossReduction, PadMode, Result, Tensor, TensorOptions, no_grad};
 use common::{Outcome, images};
 
-/// Trains a variational autoencoder on handwritten digits and draws some that nobody wrote.
+/// Trains a variational autoencoder on handwritten digits and draws new ones.
 #[derive(Parser)]
 pub struct Args {
-    /// A folder with the four IDX files of MNIST, gzipped or not; without it the digits of this repository are taken
+    /// A folder with the four IDX files of MNIST, gzipped or not [default: the digits of this repository]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Where pictures go: one of samples after each epoch that is a multiple of --every, and after the last
+    /// Folder of the pictures: samples after each epoch that is a multiple of --every, and after the last epoch
     #[arg(long, default_value = "target/vae")]
     pictures: PathBuf,
     /// Epochs between pictures
     #[arg(long, default_value_t = 20)]
     every: usize,
-    /// Numbers that an image is squeezed into
+    /// Size of the latent code of an image
     #[arg(long, default_value_t = 8)]
     latent: usize,
-    /// Images a step
+    /// Images per step
     #[arg(long, default_value_t = 64)]
     batch: usize,
     #[command(flatten)]
@@ -37,6 +37,7 @@ pub struct Args {
     run: common::Run,
 }
 
+/// The encoder with its two heads, and the decoder.
 struct Vae {
     encoder: Sequential,
     mean: Linear,
@@ -58,7 +59,7 @@ impl Vae {
         })
     }
 
-    /// The evidence lower bound, negative, per image: how badly images come back, and how far their codes are from normal.
+    /// Returns the negative evidence lower bound per image: the reconstruction loss plus the divergence of codes from the normal.
     fn loss(&self, x: &Tensor) -> Result<Tensor> {
         let h = self.encoder.forward(x)?;
         let (mean, log_variance) = (self.mean.forward(&h)?, self.log_variance.forward(&h)?);
@@ -74,13 +75,13 @@ impl Vae {
 impl Module for Vae {
     claystone::parts!(encoder, mean, log_variance, decoder);
 
-    /// Images of codes.
+    /// Decodes latent codes to images.
     fn forward(&self, code: &Tensor) -> Result<Tensor> {
         self.decoder.forward(code)?.sigmoid()
     }
 }
 
-/// Images `[n, rows * columns]` of numbers in 0..1 as a PNG of ten a row with a rim, 64 pixels high at least.
+/// Draws images `[n, rows * columns]` of numbers in 0..1 as a PNG, ten per row with a border, at least 64 pixels high each.
 fn draw(path: &Path, images: &Tensor, [rows, columns]: [usize; 2]) -> Outcome {
     let zoom = 64usize.div_ceil(rows);
     let (across, down) = (10, images.shape().dims()[0] / 10);
@@ -93,7 +94,7 @@ fn draw(path: &Path, images: &Tensor, [rows, columns]: [usize; 2]) -> Outcome {
     Ok(())
 }
 
-/// The mean loss of the images that were not trained on.
+/// Trains the autoencoder and returns the mean loss of the test images.
 pub fn train(args: &Args) -> std::result::Result<f64, Box<dyn Error>> {
     let watching = args.run.start()?;
     let (train, test) = match &args.data {
@@ -104,7 +105,7 @@ pub fn train(args: &Args) -> std::result::Result<f64, Box<dyn Error>> {
     std::fs::create_dir_all(&args.pictures)?;
     let mut vae = Vae::new(rows * columns, args.latent, args.run.options().into())?;
     let mut adam = AdamW::new(vae.parameters_mut(), AdamWConfig { lr: 2e-3, ..Default::default() })?;
-    // The same codes each time, so that pictures can be compared.
+    // The same codes every time, so that pictures can be compared.
     let mut codes = Tensor::randn([100, args.latent], args.run.options())?;
     let (mut epoch, mut random) = (0, Generator::current());
     args.training.resume(&mut [

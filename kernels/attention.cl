@@ -1,17 +1,19 @@
-// Scaled dot-product attention without its scores in memory (Dao 2023, "FlashAttention-2"): a work-group keeps a tile of queries and
-// goes over tiles of keys and values. The host gives A (dtype), ACC and ACC_NAME (float F32, double F64), NB (batch dims), and one of
-//   FORWARD   the result and the log-sum-exp of each row of scores; with SPLIT each group goes over some of the keys only, and
+// Scaled dot-product attention without a score matrix in memory (Dao 2023, "FlashAttention-2"): a work-group keeps a tile of queries
+// and iterates over tiles of keys and values. The host defines A (dtype), ACC and ACC_NAME (float F32, double F64), NB (batch dims),
+// and one of
+//   FORWARD   the result and the log-sum-exp of each row of scores. With SPLIT each group processes some of the keys only, and
 //             writes its greatest score, its sum of exponentials and its unnormalised result
 //   COMBINE   the result from these parts
 //   QUERIES   the gradient of queries, and delta: the sum of each row of `grad * out`
-//   KEYS      the gradients of keys and values: the tile is of keys, and the group goes over tiles of queries
-// MASK is 0 without a mask, 1 for a bool mask and 2 for one that is added (dtype Z); with DROPOUT weights are dropped. DK and DV are the
-// widths of keys and values, padded to what the tiles need. This file has what all devices share; after it comes attention_tiles.cl, or
-// attention_mma.cl for tensor cores (MMA). In both a group's tile has OWN rows, and it goes over tiles of OTHER rows.
+//   KEYS      the gradients of keys and values: the group keeps a tile of keys, and iterates over tiles of queries
+// MASK is 0 without a mask, 1 for a bool mask and 2 for an additive mask (dtype Z). With DROPOUT weights are dropped. DK and DV are the
+// widths of keys and values, padded to multiples that the tiles need. This file is shared by all devices. It is followed by
+// attention_tiles.cl, or by attention_mma.cl for tensor cores (MMA). In both a group's own tile has OWN rows, and the tiles that the
+// group iterates over have OTHER rows.
 //
 // Queries of all heads that share a head of keys are the rows of one matrix: row r is query r % queries of head r / queries. Decoding
-// thus reads keys once for all these heads, and gradients of keys are sums over the heads without another pass.
-// All sums have a fixed order. Every work-item reaches every barrier: trip counts of loops depend on the group only.
+// therefore reads keys once for all these heads, and gradients of keys are sums over the heads without another pass.
+// All sums have a fixed order. Every work-item reaches every barrier, because trip counts of loops depend on the group only.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
@@ -31,7 +33,7 @@ typedef struct {
     ulong batches, heads, queries, keys, width, value_width, causal, parts;
 } Sizes;
 
-// Inlined, because PoCL 3.1 gives NaN where a kernel calls a function that works on local and private arrays twice.
+// Inlined, because PoCL 3.1 returns NaN if a kernel calls a function twice that works on local and private arrays.
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE long batch_at(const Sizes *n, const Strides *s, uint b) {
@@ -43,7 +45,7 @@ INLINE long batch_at(const Sizes *n, const Strides *s, uint b) {
     return at + (long)b * s->batch[0];
 }
 
-// Keys and values have one head.
+// The row length of keys and values, which have one head.
 #define ONE_HEAD 0xffffffffu
 INLINE long row_at(const Strides *s, uint r, uint length) {
     return (long)(r / length) * s->head + (long)(r % length) * s->row;
@@ -51,7 +53,7 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
-// The score x with the mask's element `at` applied: -inf where it is masked out.
+// The score x with the mask's element `at` applied; -inf if masked out.
 #if MASK == 1
 #define MASKED(x, at) (CAT(load_, Z)(mask, at) ? (x) : -INFINITY)
 #elif MASK == 2
@@ -60,10 +62,10 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 #define MASKED(x, at) (x)
 #endif
 
-// How many keys the query of row r attends to.
+// The number of keys that the query of row r attends to.
 #define KEYS_OF(r) ((r) >= rows ? 0 : n.causal ? min((r) % queries + 1, keys) : keys)
 
-// The factor of dropout for a weight: that of `dropout` applied to all weights in row-major order.
+// The dropout factor of a weight. It equals the factor from `dropout` applied to all weights in row-major order.
 #ifdef DROPOUT
 #define KEPT(r, j) ((ACC)random_uniform(key, stream, ((ulong)b * rows + (r)) * keys + (j)) < dropped ? 0 : rescale)
 #else
@@ -72,8 +74,8 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 
 #define OPERAND(type, name) type name, ulong name##_at, const Strides name##_by
 
-// The tile of work-group `group`: batch b, rows `first` to `last`, and `most`, the largest number of keys that any of its rows attends to.
-// With a causal mask the last queries have the most keys: their tiles are started first, to balance the load.
+// Defines the tile of work-group `group`: batch b, rows `first` to `last`, and `most`, the largest number of keys that one of its rows
+// attends to. With a causal mask the last queries have the most keys, so their tiles are started first, to balance the load.
 #define SIZES                                                                                                                     \
     const uint queries = n.queries, rows = n.heads * n.queries, keys = n.keys, width = n.width, value_width = n.value_width;
 #define TILE_OF_QUERIES(group)                                                                                                    \
@@ -86,11 +88,11 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
     const uint first = (uint)get_group_id(0) % tiles * OWN;
 #define START(x) (x##_at + batch_at(&n, &x##_by, b))
 
-// The log-sum-exp of row r, and infinity for a row that attends to no key, whose weights are then 0.
+// The log-sum-exp of row r; infinity for a row that attends to no key, whose weights are then 0.
 #define BASE(r) ((r) >= rows || lse[lse_at + (ulong)b * rows + (r)] == -INFINITY ? INFINITY : lse[lse_at + (ulong)b * rows + (r)])
 
 #ifdef KEYS
-// The first row of the next tile of `other` queries, from row `r0` on, of which one attends to key `first`.
+// Returns the first row, at or after `r0`, of a tile of `other` queries of which at least one attends to key `first`.
 INLINE uint next_tile(const Sizes *n, uint r0, uint first, const uint other) {
     const uint queries = n->queries, rows = n->heads * queries;
     for (; n->causal && r0 < rows; r0 += other) {

@@ -1,11 +1,11 @@
-// Attention on tensor cores; comes after attention.cl, mma.cl and attention_products.cl. A group goes over tiles of OTHER rows: one is
+// Attention on tensor cores; follows attention.cl, mma.cl and attention_products.cl. A group iterates over tiles of OTHER rows: one tile is
 // multiplied while the next is copied to local memory. Scores stay in registers: the accumulator of one product, rounded for halves, is the
-// left operand of the next. COPY bytes are copied at once. With OUT_WIDE results are stored two halves or four f32 at a time.
+// left operand of the next product. COPY bytes are copied at once. With OUT_WIDE two halves or four f32 are stored at once.
 
-#define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of two buffers for both kinds of tiles that a group goes over
+#define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of two buffers for both kinds of tiles that a group iterates over
 #define LOG2_E 1.4426950408889634f
 
-// Starts the copy of `lines` rows of `width` elements from row `first` on, with zeros past row `rows` and past the width.
+// Starts the copy of `lines` rows of `width` elements, from row `first` on, with zeros past row `rows` and past the width.
 INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint period, uint width, uint t)
 {
@@ -30,7 +30,7 @@ INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, 
 }
 #define COMMIT_COPIES asm volatile("cp.async.commit_group;")
 
-INLINE float of_neighbour(float x, const int distance)
+INLINE float shuffle_xor(float x, const int distance)
 {
     float y;
     asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(y) : "f"(x), "r"(distance));
@@ -39,23 +39,23 @@ INLINE float of_neighbour(float x, const int distance)
 // Reductions over the four lanes that share a row.
 INLINE float row_max(float x)
 {
-    x = fmax(x, of_neighbour(x, 1));
-    return fmax(x, of_neighbour(x, 2));
+    x = fmax(x, shuffle_xor(x, 1));
+    return fmax(x, shuffle_xor(x, 2));
 }
 INLINE float row_sum(float x)
 {
-    x += of_neighbour(x, 1);
-    return x + of_neighbour(x, 2);
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
 }
 
-// Whether x is true in any lane of the warp.
-INLINE bool of_any_lane(bool x)
+// True if x is true in any lane of the warp.
+INLINE bool any_lane(bool x)
 {
     uint any;
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\nvote.sync.any.pred p, p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(any) : "r"((uint)x));
     return any;
 }
-// 2^x in one instruction; subnormal results are 0.
+// Computes 2^x in one instruction. Subnormal results are 0.
 INLINE float power_of_two(float x)
 {
     float y;
@@ -63,9 +63,10 @@ INLINE float power_of_two(float x)
     return y;
 }
 
-// HIDE applies the mask to products s[i][c][r] of queries and key COLUMN; keys from `visible` on become -inf. WEIGHT turns a product into its
-// weight, given BASE_OF the log-sum-exp. An additive mask may hide keys by the smallest number of a dtype: products are then scaled before it
-// is added, and clamped to stay finite. So a row with all keys hidden like this has equal weights, as by the definition.
+// HIDE applies the mask to products s[i][c][r] of queries and key COLUMN: keys from `visible` on become -inf. WEIGHT turns a
+// product into its weight, given BASE_OF the log-sum-exp. An additive mask may hide keys by the smallest number of a dtype.
+// Products are therefore scaled before the mask is added, and clamped to stay finite. A row in which all keys are hidden like
+// this then has equal weights, as the definition says.
 #if MASK == 2
 #define UNDER_MASK(x, at) finite(MASKED((x) * scale, at))
 #define WEIGHT(x, base) power_of_two(((x) - (base)) * LOG2_E)
@@ -85,7 +86,7 @@ INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x;
         const uint column = COLUMN;                                                                                               \
         s[i][c][r] = column < (visible) ? UNDER_MASK(s[i][c][r], (mask_row) + (long)column * mask_by.column) : -INFINITY;            \
     }
-// For each row of a tile of queries, the number of keys that it attends to, and the offset of its row of the mask.
+// For each row of a tile of queries: the number of keys that the row attends to, and the offset of its row of the mask.
 #define VISIBLE_KEYS                                                                                                                  \
     uint visible[MT][2];                                                                                                             \
     ulong mask_row[MT][2];                                                                                                        \
@@ -99,7 +100,7 @@ INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x;
 
 // STORE_ROWS writes rows of sums to `out`: row 16 i + 8 h of the warp is multiplied by SCALE(i, h).
 #if SIZE == 4
-#define PIECE 4 // neighbouring columns in a lane
+#define PIECE 4 // adjacent columns in a lane
 #define PIECES(length) ((length) / 16)
 #define COLUMN_OF_PIECE(c) COLUMN_OF_SUM((c) / 2 * 4, (c) % 2)
 #define SUM_OF_PIECE(sum, c, h, e) sum[(c) / 2 * 4 + (e)][2 * (h) + (c) % 2]
@@ -134,8 +135,8 @@ INLINE void store_piece(Out out, ulong to, long step, int columns, const float x
         }                                                                                                                         \
     }
 
-// A kernel goes over its tiles between TRY and UNTIL(POISON(sum, columns) ..). In f32 it does so twice where one of these sums is not finite:
-// the second time `exact` is true.
+// A kernel iterates over its tiles between TRY and UNTIL(POISON(sum, columns) ..). In f32 the loop runs twice if one of these sums is not
+// finite; `exact` is true in the second run.
 #if SIZE == 4
 #define TRY                                                                                                                       \
     __local uint not_finite;                                                                                                      \
@@ -144,10 +145,10 @@ INLINE void store_piece(Out out, ulong to, long step, int columns, const float x
 #define UNTIL(poisons)                                                                                                            \
         float poison = 0;                                                                                                         \
         poisons                                                                                                                   \
-        if (exact || !of_any_item(poison != 0, &not_finite, t))                                                                   \
+        if (exact || !any_item(poison != 0, &not_finite, t))                                                                   \
             break;                                                                                                                \
     }
-INLINE bool of_any_item(bool x, __local uint *any, uint t)
+INLINE bool any_item(bool x, __local uint *any, uint t)
 {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (t == 0) *any = 0;
@@ -167,12 +168,12 @@ INLINE bool of_any_item(bool x, __local uint *any, uint t)
 #define LANES const uint t = get_local_id(0), lane = t % 32, m = t / 32 * (MT * 16);
 #define RANDOM float scale, float dropped, float rescale, ulong key, ulong stream
 
-// Waits until the copied tile is in local memory and all work-items are done with the previous one.
+// Waits until the copied tile is in local memory and all work-items have finished with the previous tile.
 #define NEXT_TILE                                                                                                                 \
     WAIT_BUT(0);                                                                                                                  \
     FENCE_WGMMA;                                                                                                                         \
     barrier(CLK_LOCAL_MEM_FENCE);
-// Starts the copies of the tiles of keys and values from key `j` on.
+// Starts the copies of the tiles of keys and values that begin at key `j`.
 #define FETCH_KEYS(slot, j)                                                                                                       \
     {                                                                                                                             \
         fetch(k_tiles + (slot) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j, keys, ONE_HEAD, width, t);                         \
@@ -213,14 +214,14 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             HIDE(s, visible[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
         WEIGHTS(weights);
         EACH(i, MT) EACH(h, 2) {
-            // fmax may drop a NaN, which then still reaches the sum.
+            // fmax may drop a NaN, but the NaN still reaches the sum.
             float next = top[i][h];
             EACH(c, NT) next = fmax(next, fmax(s[i][c][2 * h], s[i][c][2 * h + 1]));
             next = row_max(next);
             const float base = next == -INFINITY ? 0 : next * power, shrink = WEIGHT(top[i][h], base);
             top[i][h] = next;
             total[i][h] *= shrink;
-            if (of_any_lane(shrink != 1)) {
+            if (any_lane(shrink != 1)) {
                 EACH(c, DV / 8) {
                     sum[i][c][2 * h] *= shrink;
                     sum[i][c][2 * h + 1] *= shrink;
@@ -368,11 +369,11 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             COMMIT_COPIES;
         }
         const uint q_tile = q_tiles + slot * BYTES(OTHER, DK), grad_tile = grad_tiles + slot * BYTES(OTHER, DV);
-        // The query of a row, counted in its head; without a division where the tile is of one head.
+        // The index of a row's query in its head, without a division if the tile belongs to one head.
         const uint head = r0 / queries * queries;
         const bool one_head = r0 + OTHER <= head + queries;
         #define QUERY(row) (one_head ? (row) - head : (row) % queries)
-        // No masking is needed where the first query attends to the last key of this tile.
+        // No masking is needed if the first query attends to the last key of this tile.
         const uint visible_to_all = !n.causal ? keys : one_head ? min(QUERY(r0) + 1, keys) : 0;
         const bool whole = !MASK && r0 + OTHER <= rows && first + OWN <= visible_to_all;
         float s[MT][NT][4];

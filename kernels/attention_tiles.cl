@@ -1,5 +1,5 @@
-// Attention computed in ACC, without tensor cores; comes after attention.cl. TX x TY work-items have MI x NI scores each. DK and DV are
-// multiples of 4 TX; VEC neighbours are loaded at once (as WIDE_T where VEC is above 1).
+// Attention computed in ACC, without tensor cores; follows attention.cl. Each of TX x TY work-items has MI x NI scores. DK and DV are
+// multiples of 4 TX. VEC adjacent elements are loaded at once, as WIDE_T if VEC is above 1.
 
 typedef CAT(ACC, 4) FOUR;
 
@@ -14,7 +14,7 @@ typedef CAT(ACC, 4) FOUR;
 #define FOURS_K (DK / 4 / TX)
 #define FOURS_V (DV / 4 / TX)
 
-// Copies `count` rows from row `first` on, of `rows` in all, each `width` elements, to local memory, with zeros beyond the edges.
+// Copies `count` of `rows` rows, from row `first` on, each of `width` elements, to local memory, with zeros beyond the edges.
 INLINE void stage(__local ACC *to, const int pitch, const int count, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint length, uint width, uint t) {
     const uint chunks = (pitch - 4) / VEC;
@@ -34,7 +34,7 @@ INLINE void stage(__local ACC *to, const int pitch, const int count, In x, ulong
     }
 }
 
-// s[i][j] = the product of row ty + i TY of `own` and row tx + j TX of `other`, of `depth` elements, a multiple of 4.
+// s[i][j] = the product of row ty + i TY of `own` and row tx + j TX of `other`, over `depth` elements, a multiple of 4.
 INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local ACC *other, const int pitch, uint depth, uint tx,
                                  uint ty) {
     #pragma unroll
@@ -79,7 +79,7 @@ INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local A
 #define CLEAR(sum, fours)                                                                                               \
     _Pragma("unroll") for (int i = 0; i < MI; ++i) _Pragma("unroll") for (int c = 0; c < fours; ++c) sum[i][c] = 0;
 
-// Writes rows of sums, `scale` times row i of them, to `out`.
+// Writes rows of sums to `out`, row i multiplied by `scale`.
 #define STORE_ROWS(sum, fours, out, at, s, rows, length, width, scale)                                                  \
     for (int i = 0; i < MI; ++i) {                                                                                      \
         const uint r = first + ty + i * TY;                                                                             \
@@ -152,7 +152,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         stage(others, PITCH_V, OTHER, v, v0, &v_by, j0, keys, ONE_HEAD, value_width, t);
         #pragma unroll
         for (int i = 0; i < MI; ++i) {
-            // fmax may drop a NaN, which then still reaches the sum.
+            // fmax may drop a NaN, but the NaN still reaches the sum.
             ACC next = top[i];
             #pragma unroll
             for (int c = 0; c < TX; ++c)

@@ -1,22 +1,22 @@
-// Channels-last copies of images, for products that read windows of them. The channels of each group are contiguous and padded with zeros to
-// multiples of 16 bytes, or to as many as divide 16 bytes; the image is padded with zeros too.
+// Channels-last copies of images, for products that read windows of images. The channels of each group are contiguous. They are
+// padded with zeros to a multiple of 16 bytes, or to a number that divides 16 bytes; the image is padded with zeros, too.
 //
-// The host gives V, an unsigned type as wide as an element, and EACH, the number of elements in 16 bytes. A work-group transposes a tile of
-// CHANNELS channels by TILE pixels: it reads along rows of the image, or with CONTIGUOUS along channels, and writes along channels. Where 16
-// bytes have all channels of their pixels, work-items read what they write.
+// The host defines V, an unsigned type as wide as an element, and EACH, the number of elements in 16 bytes. A work-group transposes a tile of
+// CHANNELS channels by TILE pixels: it reads along rows of the image, or with CONTIGUOUS along channels, and writes along channels. If 16
+// bytes hold all channels of their pixels, a work-item reads the elements that it writes, without a tile.
 
 typedef struct {
-    int rows, cols, above, left; // of the copy, and how many of them are padding above and to the left of the image
+    int rows, cols, above, left; // of the copy, and the rows and columns of padding above and to the left of the image
     int image_rows, image_cols;
-    int groups, channels, padded; // channels of a group in the image, and with padding
+    int groups, channels, padded; // channels of a group in the image, without and with padding
     int unused;
-    long from[5]; // strides of the image, in elements: images, groups, channels, rows, columns
-    long to[3];   // of the copy: images, groups, pixels
+    long from[5]; // strides of the image in elements: images, groups, channels, rows, columns
+    long to[3]; // strides of the copy: images, groups, pixels
 } sizes;
 
 #define GROUP 256
 
-// An element of the copy of an image.
+// Returns an element of the copy of an image.
 static inline V element(const __global V* from, const sizes s, uint channel, uint pixel)
 {
     const int row = (int)(pixel / s.cols) - s.above, col = (int)(pixel % s.cols) - s.left;

@@ -1,8 +1,9 @@
-// Cross-entropy with class labels on GPUs: the loss and its gradient in one launch, or in up to three where few long rows are cut into
-// slices. Comes after row_blocks.cl. The host gives its definitions, and A (dtype), B (the losses' dtype), T (the labels' dtype), ACC and
-// ACC_NAME, IDX, GROUP, WITH_GRAD where the gradient is wanted, and WHOLE where a block is a whole row. With LAST_GROUP_SUMS the last
-// work-group to arrive adds up the losses of all. Slices have `chunk` elements: with SLICES a group writes the maximum and the sum of
-// exponentials of a slice, with COMBINES the lanes of a row combine these, and with GRADIENTS a group writes the gradient of a slice.
+// Cross-entropy with class labels on GPUs: the loss and its gradient in one launch, or in up to three if few long rows are cut into
+// slices. Follows row_blocks.cl. The host defines the macros of row_blocks.cl, and A (dtype), B (the losses' dtype), T (the labels'
+// dtype), ACC and ACC_NAME, IDX, GROUP, WITH_GRAD if the gradient is computed, and WHOLE if a block is a whole row. With
+// LAST_GROUP_SUMS the last work-group to arrive adds up the losses of all groups. Slices have `chunk` elements: with SLICES a group
+// writes the maximum and the sum of exponentials of a slice, with COMBINES the lanes of a row combine these, and with GRADIENTS a group
+// writes the gradient of a slice.
 
 #define COUNT_HERE 0
 #define COUNT_ONE 1
@@ -18,7 +19,7 @@
         FOLD(PLUS, v);                                                                                                 \
     }
 
-// Writes a lane's part of the gradient; zeros where `scale` is 0, even where lse is not finite.
+// Writes a lane's part of the gradient: zeros if `scale` is 0, even if lse is not finite.
 static inline void write_gradient(ACC *v, Out grad, ulong at, IDX first, IDX stop, ACC lse, IDX target, ACC scale) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k) {
@@ -36,7 +37,7 @@ static inline void write_gradient(ACC *v, Out grad, ulong at, IDX first, IDX sto
 #define LAST_GROUP_PARAMETERS
 #endif
 #if defined(SLICES) || defined(COMBINES) || defined(GRADIENTS)
-#define SLICE_PARAMETERS , __global Two *of_slices, ulong of_slices_at, uint slices, ulong chunk
+#define SLICE_PARAMETERS , __global Two *slice_parts, ulong of_slices_at, uint slices, ulong chunk
 #else
 #define SLICE_PARAMETERS
 #endif
@@ -58,7 +59,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS)
     sum_online(x, at, first + lane * VEC, stop, stride, &m, &base, &s);
     COMBINE(most);
     if (lid == 0)
-        of_slices[of_slices_at + get_group_id(0)] = (Two)(most, s);
+        slice_parts[of_slices_at + get_group_id(0)] = (Two)(most, s);
 #else
     ACC count = counting == COUNT_ONE ? 1 : 0;
     if (counting != COUNT_ONE) {
@@ -80,9 +81,10 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS)
 }
 #else
 
-// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
-// `count` is the number of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), and counted[0] with COUNT_GIVEN. With
-// COUNT_HERE every group counts all labels, and with COUNT_ALONG those of its rows, which suffices where one group divides the sum. With
+// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 if the label is `ignore`.
+// `count` is the number of labels that are not ignored: 1 with COUNT_ONE (no mean), and counted[0] with COUNT_GIVEN. With COUNT_HERE
+// every group counts all labels. With COUNT_ALONG a group counts the labels of its rows, which suffices if one group
+// divides the sum. With
 // `sums`, group g writes the sum of its losses divided by the count to loss[g]; otherwise every row's loss is written.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
 row(PARAMETERS) {

@@ -1,16 +1,16 @@
-// Elementwise formulas. The host gives `compute` (the formulas), ARGUMENTS and PARAMETERS (the operands), INDEX (a type wide enough for every
-// position) and, for one of four forms:
-// - scalar: `element` computes one position. PER_ITEM is 1 on processors, where compilers vectorise across work-items; on GPUs a work-item
+// Elementwise formulas. The host defines `compute` (the formulas), ARGUMENTS and PARAMETERS (the operands), INDEX (a type wide enough for
+// every position), and the macros of one of four forms:
+// - scalar: `element` computes one position. PER_ITEM is 1 on CPUs, where compilers vectorise across work-items. On GPUs a work-item
 //   has several elements, a work-group apart, to have more loads in flight.
-// - DRAWN: DRAW computes the random numbers of DRAWN neighbours (`random.cl`), and ELEMENT one position of them.
-// - VEC: `elements` computes VEC neighbours, with one load and one store per operand; with TAIL `element` computes the rest.
-// - TILE: TRANSPOSED operands are contiguous along another dim than the result. Tiles of TILE elements along the one by ACROSS along the
-//   other go through local memory, so that both sides are accessed in whole lines. On processors the side of a tile is a line of LINE
-//   elements, and tiles are in private memory, which stays in the cache.
+// - DRAWN: DRAW computes the random numbers of DRAWN adjacent elements (`random.cl`), and ELEMENT computes one of these elements.
+// - VEC: `elements` computes VEC adjacent elements, with one load and one store per operand. With TAIL `element` computes the rest.
+// - TILE: TRANSPOSED operands are contiguous along another dim than the result. Tiles of TILE elements along that dim by ACROSS elements
+//   along the result's dim go through local memory, so that both sides are accessed in whole lines. On CPUs the side of a tile is a line
+//   of LINE elements, and tiles are in private memory, which stays in the cache.
 
 #ifdef TILE
 #ifdef LINE
-// Loads and stores one vector of a line. Stores are non-temporal where the result exceeds the cache: a plain store reads the line first.
+// Loads and stores one vector of a line. Stores are non-temporal if the result exceeds the cache: a plain store reads the line first.
 #define LOAD_LINE(from, to) CAT(vstore, LINE)(CAT(vload, LINE)(0, from), 0, to)
 #if defined(STREAMED) && defined(__has_builtin)
 #if __has_builtin(__builtin_nontemporal_store)
@@ -31,7 +31,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
     TRANSPOSED
     const INDEX group = get_group_id(0);
 #ifdef LINE
-    // Consecutive groups have consecutive tiles of the transposed operands.
+    // Consecutive groups process consecutive tiles of the transposed operands.
     const INDEX row = group % down * TILE, column = group / down % across * TILE;
 #else
     const INDEX column = group % across * ACROSS, row = group / across % down * TILE;

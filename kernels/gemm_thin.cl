@@ -1,18 +1,19 @@
-// C = epilogue(A B) on GPUs where A has few rows, MR. Comes after gemm.cl. Every element of B is read once, VEC neighbours along its
-// contiguous direction at a time, as WIDE_B; with WIDE_A A is read so too, where both are contiguous along k. LANES work-items share
-// each of WIDTH columns, or groups of VEC columns, and a tree reduction adds up their partial sums. With PARTS (split-k) as many
-// work-groups share a tile, each with PART_DEPTH of k; the last to arrive adds up the parts.
+// C = epilogue(A B) on GPUs for an A of few rows, MR. Follows gemm.cl. Every element of B is read once, VEC adjacent elements
+// along its contiguous direction at a time, as WIDE_B. With WIDE_A A is read in the same way, if both are contiguous along k.
+// LANES work-items share each of WIDTH columns, or groups of VEC columns, and a tree reduction adds up their partial sums. With
+// PARTS (split-k) PARTS work-groups share a tile, each with PART_DEPTH of k. The last group to arrive adds up the parts.
 
 #define THREADS (LANES * WIDTH)
-#define OWN (B_ALONG_K ? 1 : VEC)     // columns of a work-item
-#define ALONG (B_ALONG_K ? VEC : 1)   // elements of a column that a work-item loads at once
+#define OWN (B_ALONG_K ? 1 : VEC) // columns of a work-item
+#define ALONG (B_ALONG_K ? VEC : 1) // elements of a column that a work-item loads at once
 #define COLUMNS (WIDTH * OWN)
 #define LANE (B_ALONG_K ? t % LANES : t / WIDTH)
 #define COLUMN (B_ALONG_K ? t / LANES : t % WIDTH)
 #define NEXT_LANE (B_ALONG_K ? 1 : WIDTH)
 #define AT_ONCE (MR > 1 ? 4 : 8) // loads of B in flight per work-item
 
-// Element j of a vector load, as ACC. Halves are extracted from words: else compilers split the load into pieces of 8 bytes.
+// Element j of a vector load, as ACC. Halves are extracted from words, because compilers would otherwise split the load
+// into pieces of 8 bytes.
 typedef union { WIDE_B bits; CAT(B, _t) each[VEC]; uint word[(sizeof(WIDE_B) + 3) / 4]; } RightLoad;
 #define OF(T, loaded, j)                                                                                               \
     ((ACC)CAT(from_, T)(sizeof(CAT(T, _t)) == 2 && VEC > 1 ? (CAT(T, _t))((loaded).word[(j) / 2] >> (j) % 2 * 16) : (loaded).each[j]))

@@ -1,10 +1,10 @@
 // Concatenation. Inputs and result have the same number of rows. An input's rows are contiguous and become some of the result's columns.
-// Elements are copied in units of type T, in which all numbers count. The host gives COUNT, the number of inputs, INPUTS, their parameters,
-// and CHOOSE_ALL, which is CHOOSE(k) for each input but the first.
+// Elements are copied in units of type T; all numbers count units. The host defines COUNT, the number of inputs, INPUTS, their
+// parameters, and CHOOSE_ALL, which is CHOOSE(k) for each input except the first.
 
 typedef struct {
     long items, width, columns;
-    // Of each input: the column where it starts, and the step from one of its rows to the next.
+    // For each input: the column where it starts, and the step between its rows.
     struct {
         long start, step;
     } of[COUNT];

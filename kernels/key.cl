@@ -1,7 +1,9 @@
-// Comes before sort.cl and select.cl: unsigned keys that order as the elements do. -0 and 0 are equal, NaN is above everything.
-// The host gives KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (the type that A computes in; I32 for integers of at most four bytes) and LOWEST
+// Unsigned keys that have the same order as the elements. Precedes sort.cl and select.cl. -0 equals 0, and NaN is
+// greater than everything.
+// The host defines KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (the type in which A is computed; I32 for integers of at most
+// four bytes) and LOWEST
 // (the smallest of these integers, as uint). KEY_OF needs `flip` in its scope: all bits for descending order, or none.
-// On processors KEY16_OF gives the keys of sixteen elements.
+// On CPUs KEY16_OF computes the keys of sixteen elements.
 
 #ifdef KEY_F32
 typedef uint Key;

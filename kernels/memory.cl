@@ -1,4 +1,4 @@
-// Fills and copies, sixteen bytes a work-item.
+// Fills and copies memory, sixteen bytes per work-item.
 
 // Fills `count` units of sixteen bytes with the pattern, from unit `first` on.
 __kernel void fill(__global uint4* y, const ulong first, const uint4 pattern, const ulong count)

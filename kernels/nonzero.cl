@@ -1,7 +1,8 @@
-// The nonzero elements of a strided tensor, in row-major order. The host gives A (its dtype), NK (rank), IDX, and one of COUNT, ROWS and
-// ELEMENTS. COUNT counts them in every chunk; the sum of the counts before a chunk is the offset of its results. ROWS writes the indices of
-// each nonzero element (a row of RANK, for a tensor of `sizes`), and ELEMENTS the element of another tensor (rank NV, elements of the
-// size of V) at the same position. A chunk belongs to a work-item on processors, and on GPUs to a group of GROUP work-items.
+// The nonzero elements of a strided tensor, in row-major order. The host defines A (its dtype), NK (rank), IDX, and one of
+// COUNT, ROWS and ELEMENTS. COUNT counts the nonzero elements in every chunk. The sum of the counts before a chunk is the offset
+// of its results. ROWS writes the indices of each nonzero element (a row of RANK, for a tensor of `sizes`). ELEMENTS writes the
+// element of another tensor (rank NV, elements of the size of V) at the same position. A chunk belongs to a work-item on CPUs,
+// and to a group of GROUP work-items on GPUs.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -13,9 +14,9 @@ typedef struct {
     ulong size[RANK];
 } Sizes;
 #define RESULTS , __global long *y, ulong y_at, Sizes sizes, ulong most
-// Writes row `to`: the indices of element i.
+// PUT writes row `to`: the indices of element i.
 #if RANK == 2
-// One store of both indices: a new tensor is aligned to sixteen bytes.
+// One store of both indices, because a new tensor is aligned to sixteen bytes.
 #define PUT(to, i)                                                                                                     \
     {                                                                                                                  \
         const IDX element = i, row = element / (IDX)sizes.size[1];                                                     \
@@ -42,8 +43,8 @@ STRIDED_DIMS(From, NV)
 #define IS_TRUE(at) (CAT(load_, A)(x, x_at + (at)) != 0)
 
 #ifdef IS_CPU
-// Elements of a run whose nonzero ones are found, without branches, before any is written.
-#define SOME 256
+// The length of a run, whose nonzero elements are all found, without branches, before they are written.
+#define RUN_LEN 256
 
 __kernel void count(PARAMETERS) {
     const IDX n = (IDX)n_, chunk = (IDX)chunk_, item = (IDX)get_global_id(0);
@@ -59,7 +60,7 @@ __kernel void count(PARAMETERS) {
     ulong to = 0;
     for (IDX k = 0; k < item; ++k)
         to += counts[counts_at + k];
-    uint found[SOME];
+    uint found[RUN_LEN];
 #endif
     while (i < end) {
         // A run along the innermost dim.
@@ -79,7 +80,7 @@ __kernel void count(PARAMETERS) {
         for (; k < len; ++k)
             total += IS_TRUE(at + (long)k * step);
 #else
-        len = min(len, (IDX)SOME);
+        len = min(len, (IDX)RUN_LEN);
         uint here = 0;
         for (uint k = 0; k < len; ++k) {
             found[here] = k;
@@ -95,7 +96,7 @@ __kernel void count(PARAMETERS) {
 #endif
 }
 #else
-// Elements of a work-item in a tile.
+// The number of elements of a work-item in a tile.
 #define PER 16
 #define TILE (GROUP * PER)
 #define PLUS(a, b) ((a) + (b))
@@ -128,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void count(PARAMETER
         before += counts[counts_at + k];
     FOLD(PLUS, before);
     for (IDX tile = first; tile < end; tile += TILE) {
-        // Work-items read interleaved elements, for coalesced loads, and then take consecutive ones.
+        // Work-items read interleaved elements, for coalesced loads, and then process consecutive elements.
         #pragma unroll
         for (uint k = 0; k < PER; ++k) {
             const IDX i = tile + k * GROUP + lid;

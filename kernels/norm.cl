@@ -1,15 +1,16 @@
-// Rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift: the layers named norm. A row is
-// two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. Comes after norm_arguments.cl.
-// The host gives A (dtype), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are. Processors: one
-// work-item a row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED times VEC neighbours each (loaded
-// as WIDE_T where VEC is above 1), so that it is read once. Longer rows are cut in `slices` of `chunk` elements, which go
-// through registers block by block: a launch with PARTS leaves what the slices add up to, one with APPLY combines it, always in
-// the same order, and writes. EACH: neighbours have weights of their own. COLUMNS: a lane's rows follow one another, and it
-// leaves what the gradients of weights add up. VARIANCE: only the sum of squared deviations over eps is wanted, or its ROOT.
+// Norm layers: rows are normalised to mean 0 and variance 1, or to a mean square of 1, then scaled and shifted. A row is two
+// dims of a view of four, [rows, inner rows | outer, inner], so a channel of a batch can also be a row. Follows
+// norm_arguments.cl. The host defines A (dtype), ACC and ACC_NAME, IDX, FLAT if rows have one outer index, and RMS if the mean
+// is not subtracted. CPUs: one work-item per row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED
+// times VEC adjacent elements each (loaded as WIDE_T if VEC is above 1), so that the row is read once. Longer rows are cut into
+// `slices` of `chunk` elements, which go through registers block by block: a launch with PARTS writes the sums of the slices,
+// and a launch with APPLY combines these, always in the same order, and writes the result.
+// EACH: every element has its own weight. COLUMNS: a lane's rows are consecutive, and the lane writes its sums for the gradients of weights.
+// VARIANCE: only the sum of squared deviations divided by eps is computed, or with ROOT its square root.
 
 typedef struct {
     ulong inner_rows, outer, inner;
-    // Of what is read, of the result, and of what there is of the forward's input, weight and bias.
+    // Strides of the input, of the result, and of the forward pass's input, weight and bias if they exist.
     long x[4], y[4], z[4], w[4], b[4];
 } Rows;
 
@@ -17,15 +18,15 @@ typedef struct {
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 #ifdef FLAT
-#define PLACE(s2, s3) ((long)e * (s3))
+#define ELEMENT_OFFSET(s2, s3) ((long)e * (s3))
 #else
-#define PLACE(s2, s3) ((long)(e / inner) * (s2) + (long)(e % inner) * (s3))
+#define ELEMENT_OFFSET(s2, s3) ((long)(e / inner) * (s2) + (long)(e % inner) * (s3))
 #endif
-#define AT(base, s) ((base) + PLACE((s)[2], (s)[3]))
+#define AT(base, s) ((base) + ELEMENT_OFFSET((s)[2], (s)[3]))
 #define ROW(base, s) ((base) + (long)(r / (IDX)d.inner_rows) * (s)[0] + (long)(r % (IDX)d.inner_rows) * (s)[1])
 
-// Forward: the statistics of each row are written. Backward: x is the gradient of the result, z the forward's input; the
-// row's sums of the gradient, and of its products with the normalised input, are written too, unweighted.
+// Forward: the statistics of each row are written. Backward: x is the gradient of the result and z the input of the forward
+// pass. For each row the sum of the gradient, and of its products with the normalised input, is written too, unweighted.
 #define PARAMETERS                                                                                                     \
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics,                   \
         ulong statistics_at, ITS_SUMS Rows d, ulong count_, ACC eps
@@ -35,7 +36,7 @@ typedef struct {
 #define BLOCK (LANES * KEPT)
 #define PLUS(a, b) ((a) + (b))
 
-// What VEC neighbours are multiplied by, or what is added to them.
+// Loads the factors of VEC adjacent elements, or the numbers that are added to them.
 static inline void factors(ACC *v, Weights w, ulong at) {
 #ifdef EACH
     get(v, w, at);
@@ -47,12 +48,12 @@ static inline void factors(ACC *v, Weights w, ulong at) {
 #endif
 }
 
-// A lane's part of a block that ends at `stop`, of which element e is its first; `other` past the end.
+// Loads a lane's part of a block that ends at `stop`; e is its first element. Elements past the end are `other`.
 static inline void block_of(ACC *v, In x, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
         if (e < stop) {
-            get(v + k * VEC, x, at + PLACE(s2, s3));
+            get(v + k * VEC, x, at + ELEMENT_OFFSET(s2, s3));
         } else {
             #pragma unroll
             for (int j = 0; j < VEC; ++j)
@@ -69,7 +70,7 @@ static inline ACC sum_of(const ACC *v) {
     return s;
 }
 
-// The sums of the elements' deviations from `mean`, and of their squares.
+// Returns the sums of the elements' deviations from `mean`, and of the squares of these deviations.
 static inline Two sums_above(const ACC *v, ACC mean, IDX e, IDX stop) {
     Two s = 0;
     #pragma unroll
@@ -111,7 +112,7 @@ static inline void weigh(ACC *v, Weights w, ulong at, long s2, long s3, IDX inne
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
         if (e < stop) {
             ACC f[VEC];
-            factors(f, w, at + PLACE(s2, s3));
+            factors(f, w, at + ELEMENT_OFFSET(s2, s3));
             #pragma unroll
             for (int j = 0; j < VEC; ++j)
                 v[k * VEC + j] *= f[j];
@@ -148,7 +149,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #elif defined(APPLY)
     const IDX r = group, slice = 0, chunk = (IDX)chunk_;
 #elif !defined(COLUMNS)
-    // Work-items past the last row see an empty one, and come to every barrier.
+    // Work-items past the last row have an empty row, so that they reach every barrier.
     const IDX mine = group * (GROUP / LANES) + lid / LANES, r = min(mine, count - 1), stop = mine < count ? n : 0;
     const IDX first = lane * VEC, slice = mine < count ? 0 : 1;
 #endif
@@ -156,7 +157,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #ifndef BACKWARD
     __local ACC scratch[GROUP];
     __local Two pairs[GROUP];
-    // The mean is `mean + low`, of elements times the factor.
+    // The mean is `mean + low`, of elements multiplied by the factor.
     ACC factor = 1, mean, low, squares;
 #ifdef VARIANCE
 #define LEAST_OF_VARIANCE 0
@@ -196,7 +197,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
             break;
         factor = needed;
     }
-    // The root of the mean square is in range, as the elements are.
+    // The root of the mean square is in range, because the elements are.
     if (lane == 0)
         parts[parts_at + (ulong)r * slices + slice] = (Two)((mean + low) / factor, sqrt(squares / (ACC)(stop - start)) / factor);
 #else
@@ -246,7 +247,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
         factor = factor_for(mean, squares, LEAST_OF_VARIANCE);
         if (factor != 1)
             again = 1;
-        // Rows of a group go on together: every work-item comes to every barrier.
+        // Rows of a group continue together, because every work-item must reach every barrier.
         barrier(CLK_LOCAL_MEM_FENCE);
         if (!again)
             break;
@@ -349,7 +350,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #else
         ACC weight = 1;
 #ifdef WEIGHTED_ROWS
-        // One weight for the whole row: what its gradient needs are the same sums.
+        // One weight for the whole row: its gradient needs the same sums.
         if (lane == 0 && slice == 0) {
             sums[sums_at + r] = s.x;
             sums[sums_at + count + r] = s.y;

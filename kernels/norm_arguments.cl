@@ -1,6 +1,7 @@
-// Arguments that norms of rows may have, and the statistics that they leave for backward. Comes after neighbours.cl. The host gives W
-// (dtype of weights, A where they are not a whole row's), BACKWARD for the gradient, WEIGHT and BIAS where there are some, and
-// WEIGHTED_ROWS where backward gives the sums of whole rows. Statistics are means, 1 / sqrt(var + eps) and, forward alone, variances.
+// Optional arguments of norms, and the statistics for the backward pass. Follows neighbours.cl. The host defines W (dtype of
+// weights; A unless a weight belongs to a whole row), BACKWARD for the gradient, WEIGHT and BIAS if they exist, and
+// WEIGHTED_ROWS if the backward pass writes the sums of whole rows. Statistics are means, 1 / sqrt(var + eps) and, in the
+// forward pass only, variances.
 
 typedef __global const CAT(W, _t) *Weights;
 typedef CAT(ACC, 2) Two;
@@ -27,14 +28,15 @@ typedef CAT(ACC, 2) Two;
 #define ITS_SUMS
 #endif
 
-// The factor of a row's elements whose plain moments left the range of ACC, else 1: the mean, and the sum of squared deviations. Squares
-// that vanish do not matter beside `eps`. LARGEST, LEAST, DOWN and UP are those of reductions.
+// Returns the factor for a row's elements if the row's plain moments (the mean, and the sum of squared deviations) left the range of ACC,
+// otherwise 1. Squares that vanish do not matter beside `eps`. LARGEST, LEAST, DOWN and UP are those of reductions.
 static inline ACC factor_for(ACC mean, ACC squares, ACC eps) {
     const bool overflow = !(fabs(mean) <= LARGEST) | !(squares <= LARGEST);
     return overflow ? DOWN : (squares < LEAST) & (eps < LEAST) ? UP : 1;
 }
 
-// The sum of squared deviations of n elements from their mean, by the sums of deviations, and of their squares, from a number near it.
+// Returns the sum of squared deviations of n elements from their mean, given the sums of deviations from a number near
+// it and of their squares.
 static inline ACC squares_about_mean(Two sums, ACC n) {
     const ACC squares = sums.y - sums.x * (sums.x / n);
     return squares < 0 ? 0 : squares;

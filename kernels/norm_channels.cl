@@ -1,22 +1,23 @@
-// Batch norm of tensors whose channels lie innermost: rows of `channels` neighbours, of which each channel has a mean and a variance over
-// all rows. Comes after norm_arguments.cl. The host gives IDX. A work-item has VEC neighbouring channels, LANES of a group's GROUP share a row, so that a group has a block of
-// LANES * VEC channels, no more than it has work-items. Each slice of `chunk` rows has groups of its own: a launch with PARTS leaves what
-// the slices add up to, one with APPLY combines it and writes. Without either, a group has all rows. Sums are in the same order in every run.
+// Batch norm of channels-last tensors: rows of `channels` adjacent elements. Each channel has a mean and a variance over all
+// rows. Follows norm_arguments.cl. The host defines IDX. A work-item has VEC adjacent channels, and LANES of a group's GROUP
+// work-items share a row, so a group has a block of LANES * VEC channels, no more than it has work-items. Each slice of `chunk`
+// rows has its own groups: a launch with PARTS writes the sums of the slices, and a launch with APPLY combines these and writes
+// the result. Without either macro, a group has all rows. Sums have the same order in every run.
 
 #define BLOCK (LANES * VEC)
 #define ROWS (GROUP / LANES)
-// Rows from one turn of a work-item to the next. It loads AT_ONCE rows of x, and of z, before it computes.
+// The rows from one iteration of a work-item to the next. A work-item loads AT_ONCE rows of x, and of z, before it computes.
 #define TURN (ROWS * AT_ONCE)
 
-// Rows r, r + ROWS and so on of this work-item's channels; the last row again behind it, so that loads do not depend on conditions.
+// Loads rows r, r + ROWS and so on of this work-item's channels. Rows past the end repeat the last row, so loads need no conditions.
 static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
     #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
         raw[k] = raw_at(x, at + (ulong)((long)min(r + k * ROWS, last) * step));
 }
 
-// v of work-item t of the first BLOCK becomes the sum of all whose number is t modulo BLOCK. Macros, for PoCL shares local memory that
-// functions are given between groups.
+// Makes v of work-item t of the first BLOCK the sum over all work-items whose number is t modulo BLOCK. A macro, because PoCL
+// shares local memory that is passed to functions between groups.
 #define OVER_BLOCK(v)                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     scratch[lid] = v;                                                                                                  \
@@ -26,8 +27,8 @@ static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
         _Pragma("unroll") for (int k = 0; k < GROUP / BLOCK; ++k) v += scratch[lid + k * BLOCK];                       \
     }
 
-// The same where each has VEC channels: `sum` of t becomes that of channel t of the block, over all rows.
-#define PITCH (GROUP + 32 / VEC) // a column of work-items that read is in different banks
+// Like OVER_BLOCK for VEC channels per work-item: `sum` of work-item t becomes the sum of channel t of the block, over all rows.
+#define PITCH (GROUP + 32 / VEC) // so that a column of work-items reads from different banks
 #define OVER_ROWS(v, sum)                                                                                              \
     ACC sum = 0;                                                                                                       \
     _Pragma("unroll") for (int j = 0; j < VEC; ++j) all[j * PITCH + lid] = v[j];                                       \
@@ -44,11 +45,12 @@ static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
 
 typedef struct {
     ulong rows, channels, chunk, slices;
-    // From one row to the next of what is read, of the result, and of the forward's input; from one channel's weight, and bias, to the next.
+    // Strides between rows of the input, of the result, and of the forward pass's input; strides between channels of the
+    // weight and the bias.
     long x, y, z, w, b;
 } Sizes;
 
-// Forward, x is normalised. Backward, it is the gradient of the result, and z the forward's input.
+// Forward: x is normalised. Backward: x is the gradient of the result, and z the input of the forward pass.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics, ulong statistics_at,
     ITS_SUMS Sizes d, ACC eps SLICED) {
@@ -58,7 +60,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     const uint lid = get_local_id(0), lane = lid % LANES, row = lid / LANES;
     const IDX blocks = (channels + BLOCK - 1) / BLOCK, group = (IDX)get_group_id(0), slice = group / blocks;
     const IDX first = group % blocks * BLOCK, c = first + lane * VEC;
-    // A channel of the block, which this work-item combines parts of, and its numbers are the work of the first that has it.
+    // The channel of the block whose parts this work-item combines. The first work-item of each channel writes the channel's results.
     const IDX own = first + lid % BLOCK;
     const bool counts = own < channels, writes = counts & (lid < BLOCK);
     __global ACC *means = statistics + statistics_at, *scales = means + channels;
@@ -70,7 +72,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
 #endif
 
 #ifndef BACKWARD
-    // The mean is `sum_a + low`; squares are of elements times the factor. All work-items go on by another factor where a channel needs it.
+    // The mean is `sum_a + low`; squares are of elements multiplied by the factor. If one channel needs another factor,
+    // all work-items repeat.
     ACC low = 0, own_factor = 1;
     __local uint needed[3];
     if (lid < 3)
@@ -95,7 +98,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     }
 #endif
 #ifdef APPLY
-    // The parts of every slice. Means are added up around one of them, so that where they are far from 0 no digits are lost.
+    // Combines the parts of all slices. Means are added up relative to one of them, so that no digits are lost if they are far from 0.
     ACC sum_a = 0, sum_b = 0;
     parts += parts_at + own;
     const IDX slices = counts ? (IDX)d.slices : 0;
@@ -138,7 +141,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     for (int j = 0; j < VEC; ++j)
         of_a[j] = of_b[j] = mean[j] = 0;
 #ifdef BACKWARD
-    // Sums of the gradient, and of its products with what was normalised but for the scale.
+    // Sums of the gradient, and of its products with the normalised input without the scale.
     if (start < stop) {
         #pragma unroll
         for (int j = 0; j < VEC; ++j)
@@ -166,8 +169,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     if (writes)
         sum_b *= scales[own];
 #else
-    // The mean and the squared deviations so far, of elements times the factor. The mean moves when the number of elements has doubled, by the
-    // sum of deviations: half of the squares at most is subtracted then, and few moves are rounded.
+    // The mean and the squared deviations so far, of elements multiplied by the factor. The mean is moved by the sum of deviations whenever
+    // the number of elements has doubled. At most half of the squares is then subtracted, and there are few moves that round.
     ACC sum_a = 0, sum_b = 0;
     FOR_EACH_FACTOR
         ACC n = 0, moved_at = 0;
@@ -228,7 +231,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
         #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const ACC apart = mean[j] - of_block[lane * VEC + j] - of_block[BLOCK + lane * VEC + j];
-            // Without rows the mean is none.
+            // A work-item without rows has no mean.
             sums[j] = n > 0 ? fma(apart, fma(n, apart, 2 * of_a[j]), of_b[j]) : 0;
         }
         OVER_ROWS(sums, squares);
@@ -242,12 +245,12 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
 #ifdef BACKWARD
         parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sum_b);
 #else
-        // The root of the mean square is in range, as the elements are.
+        // The root of the mean square is in range, because the elements are.
         parts[parts_at + (ulong)slice * channels + own] =
             (Two)(sum_a, sqrt(sum_b / (ACC)(min(start + chunk, rows) - start)) / own_factor);
 #endif
 #else
-    // Forward, results are (x - first number) * second + third; backward x * first + (z - fourth) * second + third.
+    // Forward, results are (x - first) * second + third. Backward, results are x * first + (z - fourth) * second + third.
     barrier(CLK_LOCAL_MEM_FENCE);
     if (writes) {
         ACC weight = 1;
@@ -293,7 +296,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
         fourth_of[j] = of_block[3 * BLOCK + lane * VEC + j];
 #endif
     }
-    // From the last row to the first: the last ones that were read may still be in a cache.
+    // Iterates from the last row to the first, because the rows that were read last may still be in a cache.
     for (IDX turn = (stop - start + TURN - 1) / TURN; turn > 0; --turn) {
         const IDX r = start + row + (turn - 1) * TURN;
         Raw of_x[AT_ONCE];

@@ -1,5 +1,5 @@
 // The beginning of every kernel's source: storage types, conversions, the primitives of formulas, random numbers.
-// HAS_F64 is defined by the host where the device computes in double.
+// The host defines HAS_F64 if the device computes in double.
 
 #ifdef HAS_F64
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
@@ -9,9 +9,9 @@
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 
-// A memory fence between work-groups of a launch, for global memory. OpenCL 1.2 has none; compilers that take NVIDIA's PTX have one, and
-// those of processors with BUILTIN_FENCE. Where only the last group continues after a barrier, a kernel must end with another barrier: between
-// the last barrier and the end, PoCL's compiler has all work-items take the branch that the first one takes.
+// A fence for global memory between work-groups of a launch. OpenCL 1.2 has none; compilers that accept NVIDIA's PTX have one,
+// and so have those of CPUs with BUILTIN_FENCE. If only the last group continues after a barrier, a kernel must end with another
+// barrier: between the last barrier and the end, PoCL's compiler makes all work-items take the branch that the first takes.
 #ifdef BUILTIN_FENCE
 #define FENCE __sync_synchronize()
 #else
@@ -40,14 +40,14 @@ typedef uchar u8_t;
 typedef uint u32_t;
 typedef uchar bool_t;
 
-// Nearest, ties to even; a NaN stays one although its payload is cut.
+// Rounds to nearest, ties to even. A NaN remains a NaN although its payload is cut.
 static inline ushort bf16_from_float(float v)
 {
     uint u = as_uint(v);
     return v != v ? (ushort)((u >> 16) | 0x40) : (ushort)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Core OpenCL converts halves only in memory: this memory is private, so that compilers keep it in registers.
+// Core OpenCL converts halves only in memory. This memory is private, so that compilers keep it in registers.
 static inline ushort f16_from_float(float v)
 {
     ushort bits;
@@ -55,7 +55,7 @@ static inline ushort f16_from_float(float v)
     return bits;
 }
 
-// Saturating, towards zero, 0 for NaN.
+// Saturates, rounds towards zero, and returns 0 for NaN.
 static inline long long_from_float(float v)
 {
     return v != v ? 0 : v >= 9223372036854775808.0f ? LONG_MAX : v <= -9223372036854775808.0f ? LONG_MIN : (long)v;
@@ -71,7 +71,7 @@ static inline long from_u8(u8_t x) { return x; }
 static inline long from_u32(u32_t x) { return x; }
 static inline long from_bool(bool_t x) { return x != 0; }
 
-// to_T_C: a value computed in C as stored bits. f64 goes to the half types through f32, on the CPU too.
+// to_T_C: the stored bits of a value computed in C. f64 is converted to the half types through f32, as on the CPU.
 #define BITS_OF_FLOAT(C, T, TO_LONG)                                                                                 \
     static inline f32_t to_f32_##C(T v) { return (float)v; }                                                         \
     static inline f16_t to_f16_##C(T v) { return f16_from_float((float)v); }                                         \
@@ -158,7 +158,7 @@ FLOAT_PRIMITIVES(float)
 FLOAT_PRIMITIVES(double)
 #endif
 
-// Integers wrap; signed overflow is only defined through unsigned.
+// Integers wrap. The arithmetic is unsigned, because signed overflow is undefined.
 static inline long max_long(long a, long b) { return a > b ? a : b; }
 static inline long min_long(long a, long b) { return a < b ? a : b; }
 static inline long neg_long(long x) { return (long)(0UL - (ulong)x); }
@@ -193,7 +193,7 @@ static inline long gcd_long(long a, long b)
     return (long)x;
 }
 
-// By squaring; a negative power is 0 unless the base is 1 or -1.
+// Computes powers by squaring. A negative power is 0 unless the base is 1 or -1.
 static inline long pow_long(long a, long b)
 {
     if (b < 0) return a == 1 ? 1 : a == -1 ? 1 - 2 * (b & 1) : 0;
@@ -205,7 +205,7 @@ static inline long pow_long(long a, long b)
     return (long)power;
 }
 
-// ---- random numbers: bit for bit those of expr/philox.rs ----
+// ---- random numbers: bit for bit as in expr/philox.rs ----
 
 static inline uint4 philox_block(ulong key, ulong stream, ulong block)
 {
@@ -234,7 +234,7 @@ static inline float random_uniform(ulong key, ulong stream, ulong index)
     return (float)(random_bits(key, stream, index) >> 8) * (1.0f / 16777216.0f);
 }
 
-// Only additions, subtractions and multiplications in a fixed order, so that all devices give the same bits.
+// Uses only additions, subtractions and multiplications in a fixed order, so that all devices compute the same bits.
 static inline float random_normal(ulong key, ulong stream, ulong index)
 {
     uint4 words = philox_block(key, stream, index >> 2);

@@ -1,7 +1,7 @@
-// Tests whether the compiler accepts NVIDIA's tensor core instructions and the device computes them correctly: cp.async into the end of
-// LOCAL bytes of local memory, ldmatrix and mma.sync, or with SM_90A wgmma, in f16 and bf16. It runs on four warps.
+// Tests whether the compiler accepts NVIDIA's tensor core instructions and the device computes them correctly: cp.async to the end of
+// LOCAL bytes of local memory, ldmatrix and mma.sync, or with SM_90A wgmma, in f16 and bf16. The kernel runs on four warps.
 //
-// a: two matrices [64, 16] (f16, bf16), b: two [8, 16], c: two [64, 8], each a times b transposed.
+// a: two matrices [64, 16] (f16, bf16); b: two matrices [8, 16]; c: two matrices [64, 8], each a times b transposed.
 
 static inline void multiply(const uint a[4], const uint b[2], float c[4], const bool bf16)
 {
@@ -42,7 +42,7 @@ void probe(const __global ushort* a, const __global ushort* b, __global float* c
     for (uint bf16 = 0; bf16 < 2; bf16++) {
         const ulong from_a = (ulong)(a + bf16 * 1024 + t * 8), from_b = (ulong)(b + bf16 * 128 + t % 16 * 8);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at_a + HALF_AT(t / 2, t % 2)), "l"(from_a));
-        // The first 16 have a chunk of b; the others copy nothing and write zeros behind it.
+        // The first 16 work-items copy a chunk of b each. The others copy nothing and write zeros behind b.
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(t < 16 ? at_b + HALF_AT(t / 2, t % 2) : at_b + 512),
                      "l"(from_b), "r"(t < 16 ? 16 : 0));
         asm volatile("cp.async.commit_group;");
@@ -51,8 +51,8 @@ void probe(const __global ushort* a, const __global ushort* b, __global float* c
 #ifdef SM_90A
         asm volatile("fence.proxy.async.shared::cta;");
         barrier(CLK_LOCAL_MEM_FENCE);
-        const ulong lies = (ulong)1 << 16 | (ulong)(256 >> 4) << 32 | (ulong)3 << 62;
-        multiply_group((at_a & 0x3ffff) >> 4 | lies, (at_b & 0x3ffff) >> 4 | lies, sum, bf16);
+        const ulong layout_bits = (ulong)1 << 16 | (ulong)(256 >> 4) << 32 | (ulong)3 << 62;
+        multiply_group((at_a & 0x3ffff) >> 4 | layout_bits, (at_b & 0x3ffff) >> 4 | layout_bits, sum, bf16);
 #else
         barrier(CLK_LOCAL_MEM_FENCE);
         uint fa[4], fb[4];

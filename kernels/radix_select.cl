@@ -1,13 +1,14 @@
 // Radix selection from few long lines, which are cut into slices: the element of one rank, or the first k elements in the order of their
-// indices. Comes after key.cl. The host gives A (dtype), V (an unsigned type of the element's size), NK (rank), IDX, GROUP (1 on
-// processors), BITS (of a digit), BINS (the values of a digit), FLOATS where elements may be NaN, and one of:
-//   COUNT   the histogram of a digit, bits `low` to `high` of the keys, in each slice; where `low` is `high`, how many keys are less
-//           than the key found, and how many are equal. Its last bin has the number of NaN.
+// indices. Follows key.cl. The host defines A (dtype), V (an unsigned type of the element's size), NK (rank), IDX, GROUP
+// (1 on CPUs), BITS
+// (of a digit), BINS (the values of a digit), FLOATS if elements may be NaN, and one of:
+//   COUNT   the histogram of a digit, bits `low` to `high` of the keys, in each slice. If `low` equals `high`: how many keys are less
+//           than the found key, and how many are equal. The last bin counts NaN.
 //   NARROW  finds the digit of the element of the rank
-//   COLLECT writes the elements: with TOP all that are less than the key found and the first of those that are equal, else the one of
-//           the rank among these
-//   WHOLE   all of this for the element of a rank, on processors: a line belongs to a work-item
-// The state of a line: the digits found so far, the rank, from 1, among the elements that have these digits, and the last digit.
+//   COLLECT writes the elements: with TOP all elements less than the found key and the first of the equal ones, otherwise the element of
+//           the rank
+//   WHOLE   all stages for the element of one rank, on CPUs: a line belongs to a work-item
+// The state of a line: the digits found so far, the rank (from 1) among the elements that have these digits, and the last digit.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -15,8 +16,8 @@ STRIDED_DIMS(Rest, NK)
 #define NEED state[state_at + 4 * line + 1]
 #define LAST_DIGIT state[state_at + 4 * line + 2]
 
-// Which rank is selected; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any. NAN_MEDIAN:
-// the middle one of those that are not NaN. Otherwise the rank, counted from 0, is read from `ranks`.
+// The rule that determines the rank; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any.
+// NAN_MEDIAN: the middle of the elements that are not NaN. Otherwise the rank, counted from 0, is read from `ranks`.
 #define PLAIN 0
 #define OR_NAN 1
 #define NAN_MEDIAN 2
@@ -28,7 +29,7 @@ STRIDED_DIMS(Rest, NK)
         uint high, ulong flip_
 #define KEY(i) KEY_OF(CAT(load_, A)(x, (ulong)(start + (long)(i) * stride)))
 #define COUNT_AT(slice, bin) (counts_at + ((ulong)line * slices + (slice)) * (BINS + 1) + (bin))
-// The slice of a work-item of a processor, or of a group.
+// The slice of a CPU's work-item, or of a group.
 #define SLICE                                                                                                          \
     const IDX n = (IDX)n_, line = (IDX)get_group_id(0) / slices, slice = (IDX)get_group_id(0) % slices;                 \
     const IDX share = n / slices, rest_of = n % slices;                                                                \
@@ -37,13 +38,14 @@ STRIDED_DIMS(Rest, NK)
     const Key flip = (Key)flip_, found = begins ? 0 : (Key)FOUND;                                                      \
     const uint lid = get_local_id(0)
 
-// Whether a key has the digits found so far, and its next digit.
+// MATCHES: whether a key has the digits found so far. DIGIT: its next digit.
 #define MATCHES(key) (classes || ((key) >> (high - 1)) >> 1 == found)
 #define DIGIT(key) (classes ? (uint)((key) >> low > found) + (uint)((key) >> low >= found) : (uint)((key) >> low) & mask)
 #define CLASSES const int classes = low == high; const uint mask = (1u << (high - low)) - 1
 
 #ifdef IS_CPU
-// Adds elements `first` to `end` of a line to two histograms: neighbours often have the same digit, and one count would wait for the other.
+// Adds elements `first` to `end` of a line to two histograms: adjacent elements often have the same digit, and one count
+// would wait for the other.
 static inline void count_digits(uint (*bins)[BINS + 1], __global const CAT(A, _t) *x, long start, long stride, IDX first, IDX end,
                                 int begins, Key found, uint low, uint high, Key flip) {
     CLASSES;
@@ -171,7 +173,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
 }
 #endif
 
-// Writes element i of the line as result p of RESULTS.
+// PUT writes element i of the line as result p of RESULTS.
 #ifdef TOP
 #define RESULTS k_
 #else
@@ -183,7 +185,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
         y[y_at + put_at] = ((__global const V *)x)[start + (long)(i) * stride];                                        \
         indices[indices_at + put_at] = (long)(i);                                                                      \
     }
-// Places an element after `less` smaller and `same` equal elements of its line.
+// PUT_EQUAL writes an element after `less` smaller and `same` equal elements of its line.
 #ifdef TOP
 #define IS_LESS(key) ((key) >> low < found)
 #define EQUAL_BIN 1
@@ -199,7 +201,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
 #endif
 
 #ifdef WHOLE
-// A work-item of a processor selects from a whole line.
+// A work-item of a CPU selects from a whole line.
 __kernel void select_whole(PARAMETERS) {
     const IDX n = (IDX)n_, line = (IDX)get_global_id(0);
     if (line >= (IDX)lines_)
@@ -271,7 +273,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_collect(
 #define PLUS(a, b) ((a) + (b))
     const uint lane = lid, lanes = GROUP, step = 1;
     __local ulong scratch[GROUP];
-    // 1 for an element that is less, 16 for one that is equal.
+    // 1 for an element that is less, 16 for an equal element.
     __local uchar flags[TILE];
     __local uint sums[2][GROUP];
     for (uint s = lid; s < slice; s += GROUP) {
@@ -285,7 +287,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_collect(
         return;
 #endif
     for (IDX tile = first; tile < end; tile += TILE) {
-        // Work-items read interleaved elements, for coalesced loads, and then take consecutive ones.
+        // Work-items read interleaved elements, for coalesced loads, and then process consecutive elements.
         #pragma unroll
         for (uint s = 0; s < PER; ++s) {
             const IDX i = tile + s * GROUP + lid;
@@ -299,7 +301,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_collect(
         barrier(CLK_LOCAL_MEM_FENCE);
         uchar own[PER];
         vstore8(vload8(lid, flags), 0, own);
-        // One sum has both counts: of elements that are less, and above bit 16 of equal ones.
+        // One sum holds both counts: smaller elements in the low 16 bits, equal elements above.
         uint count = 0, now = 0;
         #pragma unroll
         for (uint s = 0; s < PER; ++s)

@@ -1,4 +1,4 @@
-// Random numbers of DRAWN neighbouring elements at once, on processors, whose compilers vectorise explicit vectors only. The numbers are
+// Random numbers of DRAWN adjacent elements at once, for CPUs, whose compilers vectorise only explicit vectors. The numbers are
 // bit for bit those of prelude.cl: element e + k, for e a multiple of DRAWN, has number [k % 4][k / 4].
 
 #define DRAWN 64
@@ -9,7 +9,7 @@ static inline void random_multiply(const uint16 x, const uint factor, uint16 *lo
     *high = convert_uint16(product >> 32);
 }
 
-// The words of the blocks from `first`, a multiple of 16, on.
+// Computes the words of 16 blocks, starting at `first`, a multiple of 16.
 static inline void random_blocks(ulong key, ulong stream, ulong first, uint16 *x) {
     x[0] = (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + (uint)first;
     x[1] = (uint16)((uint)(first >> 32));

@@ -1,12 +1,12 @@
-// Reductions by work-groups, for GPUs. Comes after reduce.cl.
+// Reductions by work-groups, for GPUs. Follows reduce.cl.
 
 #ifndef IS_CPU
 #if VEC > 1
-// Loads in flight per lane; fewer for halves, which need more arithmetic.
+// The number of loads in flight per lane; fewer for halves, which need more arithmetic.
 #define AHEAD (VEC > 4 ? 4 : 8)
 
 #ifdef ARG
-// The best of a lane's elements from r to `end`: first for each position in a vector, then among these.
+// Returns the best of a lane's elements from r to `end`: first for each position in a vector, then among these.
 static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC factor) {
     if (r >= end)
         return neutral();
@@ -63,7 +63,7 @@ static inline void take(Acc *acc, __global const In *x, ACC factor) {
 }
 
 #ifdef COLUMNS
-// A lane's partial results of VEC neighbouring outputs, of its elements from r to `end`.
+// Computes a lane's partial results of VEC adjacent outputs, from its elements r to `end`.
 static inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX r, IDX end, uint lanes,
                           ACC factor) {
     #pragma unroll
@@ -89,7 +89,7 @@ static inline void shares(Acc *total, __global const In *x, const Reduced *reduc
     }
 }
 #else
-// A lane's partial result, of its elements from r to `end`.
+// Returns a lane's partial result, from its elements r to `end`.
 static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC factor) {
     Acc total = neutral();
     while (r < end) {
@@ -97,7 +97,7 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
         #pragma unroll
         for (int k = 0; k < VEC; ++k)
             acc[k] = neutral();
-        // Blocks keep the running sums' rounding small.
+        // Blocks keep the rounding errors of running sums small.
         uint blocks = 0;
         for (; blocks < 128 / AHEAD && r + (AHEAD - 1) * lanes * VEC + VEC <= end; ++blocks, r += AHEAD * lanes * VEC) {
             #pragma unroll
@@ -120,12 +120,12 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 #endif
 #endif
 
-// A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or with `by_column`
-// neighbouring outputs, so that they read neighbouring elements.
+// A group has `lanes` work-items for each of GROUP / lanes outputs. Adjacent work-items are adjacent lanes, or with `by_column` adjacent
+// outputs, so that they read adjacent elements.
 #ifdef LAST_GROUP_SUMS
-// Slices write to `partial`; the last work-group of an output to arrive combines them, always in the same order.
+// Slices write to `partial`. The last work-group of an output to arrive combines the slices, always in the same order.
 #define LAST_GROUP_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
-// With RESCALED partial results are in range: roots of squares, divided already as is the part of a mean.
+// With RESCALED partial results are in range: they are roots of sums of squares, and for a mean already divided by the count.
 #if defined(RESCALED) && defined(SQUARES)
 #ifdef ROOT
 #define PARTIAL_OF(a) FINISH(a)
@@ -187,7 +187,8 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 #define COMBINE_SLICES(o, there)
 #endif
 
-// Goes through all elements once, and with RESCALED again by each factor that a sum of the group needs: every work-item comes to every barrier.
+// Processes all elements once, and with RESCALED again by each factor that a sum of the group needs: every work-item
+// reaches every barrier.
 #ifdef RESCALED
 // The first FOLD puts a barrier between the zeros of `needed` and the writes to it.
 #define FOR_EACH_FACTOR                                                                                                \
@@ -260,7 +261,7 @@ void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
             total = share(x + x_at + base, slice * chunk + lane * VEC, end, lanes, FACTOR_HERE);
 #else
             IDX r = slice * chunk + lane;
-            // Four chains hide the latency of loads; blocks keep the running sum's rounding small.
+            // Four chains hide the latency of loads. Blocks keep the rounding error of the running sum small.
             while (r < end) {
                 Acc a = neutral(), b = neutral(), c = neutral(), d = neutral();
                 uint k = 0;

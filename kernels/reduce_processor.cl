@@ -1,10 +1,10 @@
-// Reductions on processors. Comes after reduce.cl. A work-item has one output of one slice, or with `by_column` sixteen neighbouring columns. It uses sixteen accumulators
-// and no local memory.
+// Reductions on CPUs. Follows reduce.cl. A work-item has one output of one slice, or with `by_column` sixteen adjacent columns. It uses
+// sixteen accumulators and no local memory.
 #ifdef IS_CPU
 #ifndef PAIRS
 typedef CAT(ACC, 16) Acc16;
 #ifdef ARG
-// For each vector lane, the best element so far and its step (-1: none yet).
+// For each vector lane: the best element so far and its step (-1 if there is none yet).
 typedef struct {
     Acc16 v;
     STEP16 from;
@@ -28,7 +28,7 @@ static inline Wide combine16(Wide w, Acc16 v, long step) { return COMBINE(w, v);
 #endif
 #define GET16(at) ELEMENT16(CAT(load16_, A)(x, x_at + (at)))
 
-// Reduces the sixteen lanes of w; step s of lane k has index first + s * by + k * lane.
+// Splits the sixteen lanes of w: step s of lane k has index first + s * by + k * lane.
 static inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 #ifdef ARG
     ACC v[16];
@@ -43,13 +43,13 @@ static inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 }
 #endif
 
-// The reduction of n elements `stride` apart; the first has index r.
+// Reduces n elements `stride` apart, of which the first has index r.
 static inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long stride, long r, ACC factor) {
     Acc total = neutral();
     IDX i = 0;
 #ifndef PAIRS
     if (stride == 1 && n >= 32) {
-        // Blocks keep the running sums' rounding small.
+        // Blocks keep the rounding errors of running sums small.
         while (i + 32 <= n) {
             const IDX first = i;
             Wide a = neutral16(), b = neutral16();
@@ -83,7 +83,7 @@ static inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long str
     return total;
 }
 
-// The reduction of positions [r, end) of one output, in runs along the innermost dim.
+// Reduces positions [r, end) of one output, in runs along the innermost dim.
 static inline Acc line(__global const In *x, ulong x_at, long base, const Reduced *reduced, IDX r, IDX end, ACC factor) {
     const IDX inner = (IDX)reduced->size[NR - 1];
     Acc total = neutral();
@@ -96,7 +96,7 @@ static inline Acc line(__global const In *x, ulong x_at, long base, const Reduce
     return total;
 }
 
-// Puts the result of `made`, a sum by `factor`; once more by another factor where the first sum needs one.
+// Stores the result of `made`, a reduction with `factor`; computes it again with another factor if the first result needs one.
 #ifdef RESCALED
 #define PUT_MADE(o, made)                                                                                              \
     {                                                                                                                  \

@@ -1,6 +1,6 @@
-// Rows that are read into registers block by block: LANES work-items share a row, and each has CACHED groups of VEC neighbours of a block
-// (loaded as WIDE_T where VEC is above 1). Comes before cross_entropy.cl and softmax_slices.cl, with the same definitions in front. Where
-// there are few rows, each of a row's `slices` of `chunk` elements has its own group, which writes its partial result to `of_slices`.
+// Rows that are read into registers block by block: LANES work-items share a row, and each has CACHED groups of VEC adjacent elements of a
+// block (loaded as WIDE_T if VEC is above 1). Precedes cross_entropy.cl and softmax_slices.cl, whose definitions it shares. If there are few
+// rows, each of a row's `slices` of `chunk` elements has its own group, which writes its partial result to `slice_parts`.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
@@ -11,7 +11,7 @@ typedef CAT(ACC, 2) Two;
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 
-// Loads a lane's part of a block, from element i on; `other` from `stop` on.
+// Loads a lane's part of a block, from element i on. Elements from `stop` on are `other`.
 static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
@@ -28,7 +28,7 @@ static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride, A
     }
 }
 
-// fmax may drop a NaN, which then still reaches the sum.
+// fmax may drop a NaN, but the NaN still reaches the sum.
 static inline ACC largest_of(const ACC *v) {
     ACC m = -INFINITY;
     #pragma unroll
@@ -45,7 +45,7 @@ static inline ACC sum_exp_of(const ACC *v, ACC m) {
     return s;
 }
 
-// The online softmax of a lane's elements from i on: their maximum m, and s, the sum of exp(x - base). The base follows the maximum.
+// Online softmax of a lane's elements from i on: m is their maximum, and s the sum of exp(x - base). The base follows the maximum.
 static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC *base, ACC *s) {
     ACC v[KEPT];
     for (; i < stop; i += BLOCK) {
@@ -57,7 +57,7 @@ static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC 
     }
 }
 
-// In a row with an infinity exp(x - m) would have inf - inf, which is NaN; for logsumexp the result is the infinity.
+// In a row with an infinity exp(x - m) would contain inf - inf, which is NaN. For logsumexp the result is the infinity.
 #ifdef LOGSUMEXP
 #define IF_INFINITE(s) (s)
 #else
@@ -76,7 +76,7 @@ static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC 
 
 // Loads the partial result of one slice of row r for each lane.
 #define TAKE_SLICE(r, there)                                                                                           \
-    const Two own = there ? of_slices[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
+    const Two own = there ? slice_parts[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
     ACC m = own.x, s = own.y, base = isinf(m) ? 0 : m
 
 // Stores a lane's part of a block.

@@ -1,6 +1,6 @@
-// Comes after strided_dims.cl and before softmax.cl and softmax_slices.cl; NK is the rank of the rows.
+// The offsets of rows in three tensors. Follows strided_dims.cl, precedes softmax.cl and softmax_slices.cl. NK is the rank of the rows.
 
-// The offset of a row in each of three tensors.
+// Sizes and strides of rows in the three tensors; at_rows returns a row's offsets.
 typedef struct {
     ulong size[NK];
     long x[NK], y[NK], z[NK];

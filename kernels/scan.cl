@@ -1,8 +1,9 @@
-// Inclusive scans along a dim of a strided tensor: cumulative sums, products, extremes with their indices, and log-sum-exps. The host gives
-// A (input dtype), B (output dtype), ACC and ACC_NAME (the type of the running value), one of OP_SUM OP_PROD OP_MAX OP_MIN OP_LOG_SUM,
-// ARG for the extremes, INTEGERS where ACC is long, NK (rank), IDX, and PHASE. PHASE 0 scans whole lines. Where lines are few they
-// are cut into slices: PHASE 1 computes each slice's total, 2 scans the totals of a line, 3 scans the slices from these. SERIAL: a
-// slice is one work-item's (processors; interleaved lines). Otherwise it is that of GROUP work-items, each with PER neighbours at a time.
+// Inclusive scans along a dim of a strided tensor: cumulative sums, products, extremes with their indices, and log-sum-exps. The host
+// defines A (input dtype), B (output dtype), ACC and ACC_NAME (the type of the running value), one of OP_SUM OP_PROD OP_MAX OP_MIN
+// OP_LOG_SUM, ARG for the extremes, INTEGERS if ACC is long, NK (rank), IDX, and PHASE. PHASE 0 scans whole lines. Few lines are cut into
+// slices: PHASE 1 computes each slice's total, PHASE 2 scans the totals of a line, and PHASE 3 scans the slices starting from these
+// totals. SERIAL: a slice belongs to one work-item (on CPUs, or for interleaved lines). Otherwise it belongs to GROUP work-items, each
+// with PER adjacent elements at a time.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -29,7 +30,7 @@ static inline Acc pair(ACC v, long i) {
     return a;
 }
 static inline Acc neutral(void) { return pair((ACC)0, -1); }
-// The better one: the later among equals, and any NaN, of which the last counts.
+// Returns the better pair: the later among equals, and any NaN, of which the last counts.
 static inline Acc combine(Acc a, Acc b) {
 #ifdef OP_MAX
     const int reaches = b.v >= a.v;
@@ -76,7 +77,7 @@ static inline Acc combine(Acc a, Acc b) {
 #define PUT(i, a) STORE(i, a)
 #endif
 
-// Line `line` begins at offset `from` in x, and at offset `to` in the results, where its elements are `inner` apart.
+// Line `line` begins at offset `from` in x, and at offset `to` in the results, in which its elements are `inner` apart.
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global CAT(B, _t) *y, ulong y_at, __global long *indices,               \
         ulong indices_at, __global Acc *totals, ulong totals_at, Rest rest, ulong lines_, ulong n_, long stride,        \
@@ -107,7 +108,7 @@ __kernel void scan(PARAMETERS) {
     SLICE_OF((IDX)get_global_id(0));
     IDX i = first;
     while (i < end) {
-        // Blocks keep the running sum's rounding small.
+        // Blocks keep the rounding error of the running sum small.
         const IDX stop = min(i + 64, end);
         Acc own = neutral();
         for (; i < stop; ++i) {

@@ -1,17 +1,19 @@
 // Selection along a dim of a strided tensor on GPUs, without sorting: the first k elements in order (TOP), or the element of one rank in
-// ascending order. Comes after key.cl. The host gives A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or
-// ulong), NK (rank), IDX, GROUP, PER (elements that a work-item has in registers at a time), CAP (the capacity of a group's candidates,
-// a multiple of GROUP), and FROM where the indices are read from a tensor. Equal keys are ordered by their indices.
-// Functions with barriers are not static: the inliner of LLVM 15 crashes on them in PoCL 3.1.
+// ascending order. Follows key.cl. The host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK
+// (rank), IDX, GROUP, PER (elements that a work-item has in registers at a time), CAP (the capacity of a group's
+// candidates, a multiple of
+// GROUP), and FROM if the indices are read from a tensor. Equal keys are ordered by their indices.
+// Functions with barriers are not static, because the inliner of LLVM 15 crashes on them in PoCL 3.1.
 
 STRIDED_DIMS(Rest, NK)
 
-// The histogram of the current digit, sums of eight bins each, and the result of find_digit; `count` is that of `together`.
+// The histogram of the current digit, sums of eight bins each, and the result of find_digit; `count` is used by `together`.
 typedef struct {
     uint bins[256], sums[32], digit, below, inside, count;
 } Digits;
 
-// Digits are the bytes of (key, index): 0 is the lowest of the index, which has `low` digits, and `low` the lowest of the key.
+// Digits are the bytes of (key, index): digit 0 is the lowest of the index, which has `low` digits, and digit `low` is
+// the lowest of the key.
 #define DIGIT(key, at, d, low) (((d) >= (low) ? (uint)((key) >> 8 * ((d) - (low))) : (uint)((at) >> 8 * (d))) & 255)
 
 inline int index_digits(ulong n) {
@@ -27,7 +29,8 @@ inline void clear(__local Digits *d, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
-// The digit of the need-th smallest element in the bins, how many elements have a smaller digit, and how many have this one.
+// Finds the digit of the need-th smallest element in the bins, the number of elements with a smaller digit, and the
+// number with this digit.
 inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     uint own = 0;
@@ -55,7 +58,7 @@ inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
-// The sum of v over the group.
+// Returns the sum of v over the group.
 inline uint together(__local Digits *d, uint v, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lid == 0)
@@ -90,7 +93,7 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 #define SLOTS (CAP / GROUP)
 #define ENTRIES (PER + SLOTS)
 
-// An upper bound of the `need` smallest keys; each work-item that is `alive` has one key.
+// Returns an upper bound of the `need` smallest keys. Each work-item that is `alive` has one key.
 inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
     Key found = 0, mask = 0;
     for (int digit = (int)sizeof(Key) - 1; digit >= 0; --digit) {
@@ -107,8 +110,8 @@ inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) 
     return found | ~mask;
 }
 
-// The `need` smallest of the entries whose bit is set in `alive`, as bits. Their keys are at most *bound, which with *exact is the
-// largest of them.
+// Returns, as bits, the `need` smallest of the entries whose bit is set in `alive`. Their keys are at most *bound, which with
+// *exact is the largest of these keys.
 inline uint least(const Key *key, const INDEX_TYPE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
                   int *exact) {
     uint taken = 0;
@@ -139,8 +142,8 @@ inline uint least(const Key *key, const INDEX_TYPE *at, uint alive, uint need, i
     }
 }
 
-// Every group goes through a slice of a line, tile by tile, and holds the candidates for the first k: elements below a limit. Where it
-// would hold more than `rule`, it lowers the limit and drops the rest.
+// Every group processes a slice of a line, tile by tile, and holds the candidates for the first k: elements below a limit. If it
+// would hold more than `rule` candidates, it lowers the limit and drops the rest.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
     const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0) / slices, slice = (IDX)get_group_id(0) % slices;
     const IDX share = n / slices, rest_of = n % slices;
@@ -169,7 +172,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
                 alive |= (uint)(open || key[s] < limit) << s;
             }
         }
-        // One sum has both counts: of candidates, and above bit 16 of work-items with any.
+        // One sum holds both counts: candidates in the low 16 bits, work-items with candidates above.
         uint counts = together(&digits, popcount(alive) | (uint)(alive != 0) << 16, lid);
         uint found = counts & 0xffff;
         if (found == 0)
@@ -207,7 +210,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
             alive = least(key, at, alive, k, low, lid, &digits, &bound, &exact);
             held = 0;
             found = k;
-            // Later elements have larger indices: one that equals the k-th key comes after it.
+            // Later elements have larger indices, so an element that equals the k-th key comes after it.
             limit = exact ? bound : bound + 1;
             open = !exact && bound == (Key)-1;
         }
@@ -258,8 +261,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         PUT(line * slices + slice, j, held_at[j]);
 }
 #else
-// Which rank is selected; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any. NAN_MEDIAN:
-// the middle one of those that are not NaN. Otherwise the rank, counted from 0, is read from `from`.
+// The rule that determines the rank; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any.
+// NAN_MEDIAN: the middle of the elements that are not NaN. Otherwise the rank, counted from 0, is read from `from`.
 #define PLAIN 0
 #define OR_NAN 1
 #define NAN_MEDIAN 2

@@ -1,4 +1,4 @@
-// Values of arange and linspace. The host gives T (the dtype), PER_ITEM, and FLOAT where they are computed in double.
+// Values of arange and linspace. The host defines T (the dtype), PER_ITEM, and FLOAT if values are computed in double.
 
 #ifdef FLOAT
 // No fused multiply-add, because the host rounds the product as well.
@@ -10,7 +10,7 @@ typedef ulong Value; // wraps
 #define PUT(at, v) CAT(CAT(store_, T), _I64)(y, y_at + (at), (long)(v))
 #endif
 
-// y[i] = start + i * step for i < middle, and end - (count - 1 - i) * step from there on.
+// y[i] = start + i * step for i < middle, and end - (count - 1 - i) * step from `middle` on.
 __kernel void sequence(__global CAT(T, _t) *y, ulong y_at, ulong count, Value start, Value step, ulong middle, Value end) {
     const ulong group = get_local_size(0), first = (ulong)get_group_id(0) * group * PER_ITEM + get_local_id(0);
     for (uint k = 0; k < PER_ITEM; ++k) {

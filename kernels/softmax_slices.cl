@@ -1,7 +1,7 @@
-// Softmax, log-softmax, logsumexp and their gradients of rows that are too long for registers, in two launches with a group for each slice
-// of a row. With SLICES a group writes the partial sums of its slice. Without, it combines those of the whole row, always in the same
-// order, and writes the results of its slice, or LOGSUMEXP of the row. Comes after rows.cl and row_blocks.cl, and needs softmax.cl's
-// definitions.
+// Softmax, log-softmax, logsumexp and their gradients for rows that are too long for registers, in two launches with a group for
+// each slice of a row. With SLICES a group writes the partial sums of its slice. Without SLICES a group combines the partial
+// sums of the whole row, always in the same order, and writes the results of its slice, or LOGSUMEXP of the row. Follows rows.cl
+// and row_blocks.cl, and needs softmax.cl's definitions.
 
 #if defined(SOFTMAX_GRAD)
 #define TERM(v, g) ((g) * (v))
@@ -17,7 +17,7 @@
 
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
 row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, long xs, long ys, long zs,
-    __global Two *of_slices, ulong of_slices_at, uint slices, ulong chunk) {
+    __global Two *slice_parts, ulong of_slices_at, uint slices, ulong chunk) {
     const IDX n = (IDX)n_, group = (IDX)get_group_id(0);
 #if defined(LOGSUMEXP) && !defined(SLICES)
     const IDX r = group, slice = 0;
@@ -30,7 +30,7 @@ row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, 
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     __local ACC scratch[GROUP];
 #ifdef TERM
-    // x is the result of forward, z its gradient.
+    // x is the result of the forward pass, z its gradient.
     ACC v[KEPT], g[KEPT];
 #ifdef SLICES
     ACC s = 0;
@@ -43,9 +43,9 @@ row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, 
     }
     FOLD(PLUS, s);
     if (lid == 0)
-        of_slices[of_slices_at + group] = (Two)(s, 0);
+        slice_parts[of_slices_at + group] = (Two)(s, 0);
 #else
-    ACC s = lane < slices ? of_slices[of_slices_at + (ulong)r * slices + lane].x : 0;
+    ACC s = lane < slices ? slice_parts[of_slices_at + (ulong)r * slices + lane].x : 0;
     FOLD(PLUS, s);
     for (IDX i = first; i < stop; i += BLOCK) {
         fetch(v, x, xa, i, stop, xs, 0);
@@ -61,7 +61,7 @@ row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, 
     sum_online(x, xa, first, stop, xs, &m, &base, &s);
     COMBINE(most);
     if (lid == 0)
-        of_slices[of_slices_at + group] = (Two)(most, s);
+        slice_parts[of_slices_at + group] = (Two)(most, s);
 #else
     TAKE_SLICE(r, lane < slices);
     COMBINE(most);

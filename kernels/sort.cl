@@ -1,6 +1,7 @@
-// Stable sorting along a dim of a strided tensor, and binary search in sorted lines (SEARCH, which needs no key.cl; the others come after it).
-// The host gives A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, FIRST where the
-// launch reads the elements, FINAL where it writes the results, FROM where indices are read from a tensor, and one of:
+// Stable sorting along a dim of a strided tensor, and binary search in sorted lines (SEARCH, which needs no key.cl; the
+// others follow it).
+// The host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, FIRST if the launch
+// reads the elements, FINAL if it writes the results, FROM if indices are read from a tensor, and one of:
 //   BLOCKS  sorts every block of BLOCK elements, with RADIX by the digits from bit FROM_BIT to TO_BIT
 //   MERGE   merges pairs of sorted runs of `run` elements
 //   COUNT   the histogram of each tile: how many of its keys have each value of the byte that starts at bit `run`
@@ -34,9 +35,8 @@ STRIDED_DIMS(Rest, NK)
         indices[indices_at + put_at] = INDEX(line, p);                                                                 \
     }
 
-// The tile that a group, or a work-item of a processor, works on: tile `segment` of the `segments` of a line, with `len` elements from
-// element `first` on. KEY_AT(s) is the
-// key of the tile's element s.
+// The tile of a group, or of a CPU's work-item: tile `segment` of the `segments` of a line, with `len` elements from element `first` on.
+// KEY_AT(s) is the key of the tile's element s.
 #ifdef IS_CPU
 #define TILE_ID get_global_id(0)
 #else
@@ -53,7 +53,7 @@ STRIDED_DIMS(Rest, NK)
 #else
 #define KEY_AT(s) keys[keys_at + line * n + first + (s)]
 #endif
-// The index in `counts` of this tile's count of a byte: running sums go byte by byte, and within a byte tile by tile.
+// The index in `counts` of this tile's count of a byte. Running sums are ordered by byte, and within a byte by tile.
 #define COUNT_AT(byte) (line * 256 * segments + (byte) * segments + segment)
 #endif
 
@@ -83,7 +83,7 @@ __kernel void sort_tiles(PARAMETERS) {
     }
 }
 #elif defined(IS_CPU)
-// A work-item merges its block bottom up, back and forth between the two pairs of buffers.
+// A work-item merges its block bottom up, alternating between the two pairs of buffers.
 __kernel void sort_blocks(PARAMETERS) {
     NUMBERS;
     const IDX segments = (n + BLOCK - 1) / BLOCK, item = (IDX)get_global_id(0);
@@ -126,19 +126,19 @@ __kernel void sort_blocks(PARAMETERS) {
 // element, so that equal digits stay in order. SCATTER sorts by one byte, and then moves each run of equal bytes to its final position.
 #define ITEMS (TILE / GROUP)
 #define DIGIT(key, bit) ((uint)((key) >> (bit)) & 15)
-// Padding: without it accesses a power of two apart conflict in one bank of local memory. Indices are stored in pairs of 16 bits.
+// Padding: without it, accesses a power of two apart conflict in one bank of local memory. Indices are stored in pairs of 16 bits.
 #define PADDED(p) ((p) + ((p) >> 5))
 #define PADDED_INDEX(p) ((p) + ((p) >> 6) * 2)
-// The counts of digits d and d + 8, in one word so that one running sum adds up both. Row d has those of all work-items, of work-item i at
-// SWIZZLED(i): this avoids bank conflicts both of counting and of the sums over eight consecutive words.
+// The counts of digits d and d + 8 share one word, so that one running sum adds up both. Row d holds the counts of all work-items, with
+// work-item i at SWIZZLED(i). This avoids bank conflicts both when counting and when summing over eight consecutive words.
 typedef union {
     ushort each[2];
     uint both;
 } Counts;
 #define SWIZZLED(i) ((i) ^ ((i) % GROUP >> 3 & 4))
 #define COUNT_OF(digit) counted[((digit) & 7) * GROUP].each[(digit) >> 3]
-// Element i of a work-item: its old position in the tile (12 bits), and how many of the work-item's elements with the same digit precede
-// it (4 bits).
+// For element i of a work-item: its old position in the tile (12 bits), and the number of the work-item's preceding elements
+// with the same digit (4 bits).
 #define OLD_POSITION(i) (packed[(i) / 2] >> (i) % 2 * 16 & 0xfff)
 #define RANK(i) (packed[(i) / 2] >> ((i) % 2 * 16 + 12) & 15)
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARAMETERS) {
@@ -150,7 +150,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     } a;
     __local uint4 of_digits[2 * GROUP];
     __local uint sums[GROUP], rows[GROUP / 16];
-    // Pointers to a work-item's own elements: the offsets from them are constants of the instructions.
+    // Pointers to a work-item's own elements, so that the offsets from them are constants of the instructions.
     __local Key *const own_k = k + PADDED(lid * ITEMS);
     __local uint *const own_a = a.two + PADDED_INDEX(lid * ITEMS) / 2;
     __local Counts *const counted = (__local Counts *)of_digits + SWIZZLED(lid);
@@ -205,8 +205,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
         *low = before + (uint4)(0, first_four.xyz);
         *high = before + (uint4)(first_four.w, last_four.xyz);
         barrier(CLK_LOCAL_MEM_FENCE);
-        // Equal to `bit` (the upper half of run_ is 0), which compilers cannot know: else they keep the counts' addresses in registers,
-        // and fewer groups run at once.
+        // Equal to `bit`, because the upper half of run_ is 0, but compilers cannot know this. Otherwise they would keep the
+        // counts' addresses in registers, and fewer groups would run at once.
         const uint again = bit + (uint)(run_ >> 32);
         #pragma unroll
         for (uint i = 0; i < ITEMS; ++i) {
@@ -218,7 +218,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     barrier(CLK_LOCAL_MEM_FENCE);
 #ifdef SCATTER
 #define BYTE(s) ((uint)(k[PADDED(s)] >> (uint)run_) & 255)
-    // For each byte, what is added to a position in the tile to get the position in the line.
+    // For each byte, the number that is added to a position in the tile to get the position in the line.
     __local INDEX_TYPE moved[256];
     for (uint s = lid; s < len; s += GROUP) {
         if (s == 0 || BYTE(s) != BYTE(s - 1)) {
@@ -326,7 +326,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_count(PARA
 #endif
 
 #ifdef MERGE
-// Merges sorted runs of `run` elements into runs of twice as many. An element's new position is its position in its own run plus the
+// Merges sorted runs of `run` elements into runs of twice that length. An element's new position is its position in its own run plus the
 // number of elements of the other run that precede it, by binary search.
 __kernel void sort_merge(PARAMETERS) {
     NUMBERS;
@@ -358,8 +358,8 @@ __kernel void sort_merge(PARAMETERS) {
 #endif
 
 #ifdef SEARCH
-// The number of elements of a sorted line that are less than each value, or with RIGHT at most it; with FINDS whether the value is among
-// them.
+// The number of elements of a sorted line that are less than each value, or with RIGHT at most the value. With FINDS: whether
+// the value is an element of the line.
 #ifdef FINDS
 #define RESULT uchar
 #else

@@ -1,7 +1,7 @@
-// Comes after the prelude and before reduce.cl, softmax.cl and gather.cl: offsets in strided tensors, 16-wide loads, and FOLD.
-// IDX is uint where every count fits in 31 bits (64-bit division is slow on GPUs), else ulong.
+// Offsets in strided tensors, 16-wide loads, and FOLD. Follows the prelude, precedes reduce.cl, softmax.cl and gather.cl.
+// IDX is uint if every count fits in 31 bits (64-bit division is slow on GPUs), otherwise ulong.
 
-// The index along dim k of the linear position i, which becomes the position in the outer dims. Dim 0 needs no division.
+// Returns the index along dim k of the linear position i, which becomes the position in the outer dims. Dim 0 needs no division.
 #define NEXT(i, size, k) ((k) == 0 ? (i) : next_index(&(i), (IDX)(size)[k]))
 static inline IDX next_index(IDX *i, IDX n) {
     const IDX q = *i / n, r = *i - q * n;
@@ -22,7 +22,7 @@ static inline IDX next_index(IDX *i, IDX n) {
         return at;                                                                                                     \
     }
 
-// Sixteen neighbours in the compute type: vectors are explicit, because PoCL vectorises no loop inside a work-item.
+// Sixteen adjacent elements in the compute type. Vectors are explicit, because PoCL vectorises no loop inside a work-item.
 #ifdef IS_CPU
 #define load16_f32(p, i) vload16(0, (p) + (i))
 #define load16_f64(p, i) vload16(0, (p) + (i))
@@ -43,9 +43,10 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
 }
 #endif
 
-// FOLD reduces v over the lanes of a row, `lanes` work-items `step` apart; all lanes get the result. 256 lanes first combine the others'
-// values, then sixteen lanes those of 256, and every lane combines these sixteen. It is unrolled by hand, so that loads overlap, because a
-// macro cannot have a loop pragma. Every work-item of the group must reach it, with lid, lane and scratch[GROUP]; GROUP is at most 1024.
+// FOLD reduces v over the lanes of a row, `lanes` work-items `step` apart; all lanes get the result. First 256 lanes combine the
+// values of the other lanes, then sixteen lanes combine those of the 256, and finally every lane combines these sixteen. The
+// loops are unrolled by hand, so that loads overlap, because a macro cannot contain a loop pragma. Every work-item of the group
+// must reach FOLD, with lid, lane and scratch[GROUP] in scope; GROUP is at most 1024.
 #ifndef IS_CPU
 #define TAKE(OP, v, scratch, at, i)                                                                                    \
     if ((i) < lanes)                                                                                                   \
@@ -57,7 +58,7 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     TAKE(OP, v, s, at, 10 * by) TAKE(OP, v, s, at, 11 * by) TAKE(OP, v, s, at, 12 * by) TAKE(OP, v, s, at, 13 * by)    \
     TAKE(OP, v, s, at, 14 * by) TAKE(OP, v, s, at, 15 * by)
 #define FOLD(OP, v) FOLD_IN(OP, v, scratch)
-// FOLD in an array of another name.
+// FOLD with an array of another name.
 #define FOLD_IN(OP, v, scratch)                                                                                        \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     scratch[lid] = v;                                                                                                  \

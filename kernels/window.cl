@@ -1,14 +1,14 @@
 // Windows over the last two dims of images: im2col (UNFOLD), col2im (FOLD_WINDOWS), max-pooling (MAX), average pooling (MEAN), and the
-// gradients of pooling (UNMAX, UNMEAN). The host gives one of those names, IDX, V (an unsigned type of the element's size) or A (dtype)
-// with ACC and ACC_NAME, and ADAPTIVE for adaptive pooling. INT is the type of positions in an image: int where they fit, because 64-bit
+// gradients of pooling (UNMAX, UNMEAN). The host defines one of these names, IDX, V (an unsigned type of the element's size) or A (dtype)
+// with ACC and ACC_NAME, and ADAPTIVE for adaptive pooling. INT is the type of positions in an image: int if they fit, because 64-bit
 // products and divisions cost GPUs more than the windows' elements. All kernels are gathers: a work-item computes one element of a
-// contiguous result (in UNFOLD and pooling maybe several), so that there are no atomics and results are reproducible.
+// contiguous result (several in UNFOLD and in vectorised pooling), so there are no atomics and results are reproducible.
 
-// Pairs are rows and columns; `padding` is before an image, `behind` after it.
+// Pairs are rows and columns. `padding` is before an image, `behind` after it.
 typedef struct {
     long image[2], taps[2], grid[2], stride[2], padding[2], behind[2], dilation[2];
     long n, c;
-    // Strides of the input: n, c, then rows and columns of an image, or rows and columns of taps and of windows, or those of a pool's windows.
+    // Strides of the input: n, c, then rows and columns of an image, or rows and columns of taps and of windows, or of a pool's windows.
     long x[6];
 } Windows;
 
@@ -21,7 +21,7 @@ typedef struct {
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
-// The elements of the image in window o along direction d: from start to before stop, a dilation apart.
+// Computes the elements of the image in window o along direction d: from start to before stop, a dilation apart.
 static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #ifdef ADAPTIVE
     *start = o * W(image, d) / W(grid, d);
@@ -33,8 +33,8 @@ static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #endif
 }
 
-// The windows, first to last, that may contain element h along direction d.
-static inline void holders(const Windows *w, int d, INT h, INT *first, INT *last) {
+// Computes the windows, first to last, that may contain element h along direction d.
+static inline void windows_containing(const Windows *w, int d, INT h, INT *first, INT *last) {
 #ifdef ADAPTIVE
     *first = h * W(grid, d) / W(image, d);
     *last = ((h + 1) * W(grid, d) - 1) / W(image, d);
@@ -46,8 +46,8 @@ static inline void holders(const Windows *w, int d, INT h, INT *first, INT *last
 }
 
 #ifdef UNFOLD
-// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; taps outside the image are 0. A work-item writes `each` rows of
-// taps of one of `count` windows of all channels, and divides once for them.
+// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]. Taps outside the image are 0. A work-item writes `each`
+// rows of taps of one of the `count` windows of all channels, with one set of divisions.
 __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint each,
                      uint inside) {
     IDX i = (IDX)get_global_id(0);
@@ -76,8 +76,8 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 }
 #else
 
-// The indices of a work-item's element p in an [n, c, rows, columns] result, or with LAST in a channels-last one. After neighbours.cl a
-// work-item has VEC neighbouring channels.
+// Computes the indices of a work-item's element p in an [n, c, rows, columns] result, or with LAST in a channels-last result. After
+// neighbours.cl a work-item has VEC adjacent channels.
 #ifdef LAST
 #define CHANNEL_LAST const long c = (long)next_index(&n, (IDX)w.c / VEC) * VEC;
 #define CHANNEL_FIRST
@@ -102,7 +102,8 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 #define VEC 1
 #endif
 
-// The divisor of a mean: `divide` where that is positive; else the number of the window's elements, with 0 including those in the padding.
+// Returns the divisor of a mean: `divide` if positive, otherwise the number of the window's elements, which includes those in the
+// padding if `divide` is 0.
 static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
     if (divide > 0)
         return (ACC)divide;
@@ -126,8 +127,8 @@ static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count) {
     POSITION(w.image[0], w.image[1]);
     INT top, bottom, left, right;
-    holders(&w, 0, h, &top, &bottom);
-    holders(&w, 1, v, &left, &right);
+    windows_containing(&w, 0, h, &top, &bottom);
+    windows_containing(&w, 1, v, &left, &right);
     ACC sum = 0;
     for (INT oh = top; oh <= bottom; ++oh) {
         const INT dh = h + (INT)w.padding[0] - oh * (INT)w.stride[0];
@@ -145,7 +146,7 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 #endif
 
 #ifdef MAX
-// The greatest element and its index in the image: the last NaN if there is one, else the first among equals.
+// The greatest element and its index in the image: the last NaN if there is one, otherwise the first among equals.
 __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.grid[0], w.grid[1]);
     INT top, bottom, left, right;
@@ -181,7 +182,7 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, 
 #if defined(MAX_OF_IMAGE) || defined(MEAN_OF_IMAGE)
 __constant sampler_t PIXEL = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_NONE | CLK_FILTER_NEAREST;
 
-// MAX and MEAN of an OpenCL image as in image.cl: a work-item computes four channels of a window.
+// MAX and MEAN of an OpenCL image, as in image.cl. A work-item computes four channels of a window.
 __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at, __global long *index, ulong index_at, Windows w,
                      ulong count, long divide) {
     IDX n = (IDX)get_global_id(0);
@@ -236,8 +237,8 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global const long *i
     index += index_at + ((ulong)n * w.c + c) * w.grid[0] * w.grid[1];
 #endif
     INT top, bottom, left, right;
-    holders(&w, 0, h, &top, &bottom);
-    holders(&w, 1, v, &left, &right);
+    windows_containing(&w, 0, h, &top, &bottom);
+    windows_containing(&w, 1, v, &left, &right);
     ACC sum[VEC], value[VEC];
     EACH_CHANNEL sum[j] = 0;
     const long here = h * (INT)w.image[1] + v;
@@ -245,7 +246,7 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global const long *i
         for (INT ow = left; ow <= right; ++ow) {
             __global const long *of_window = index + (ulong)(oh * (INT)w.grid[1] + ow) * between;
             GET(value, oh, ow);
-            // Whole indices are compared, for compilers would load halves of them one by one.
+            // Whole indices are compared, because compilers would otherwise load halves of them one by one.
 #if VEC > 1
             #pragma unroll
             for (int j = 0; j < VEC; j += 2) {
@@ -286,8 +287,8 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, Windows w, ulong count
 __kernel void window(In x, ulong x_at, Out y, ulong y_at, Windows w, ulong count, long divide) {
     POSITION(w.image[0], w.image[1]);
     INT top, bottom, left, right;
-    holders(&w, 0, h, &top, &bottom);
-    holders(&w, 1, v, &left, &right);
+    windows_containing(&w, 0, h, &top, &bottom);
+    windows_containing(&w, 1, v, &left, &right);
     ACC sum[VEC], value[VEC];
     EACH_CHANNEL sum[j] = 0;
     for (INT oh = top; oh <= bottom; ++oh) {

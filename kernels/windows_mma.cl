@@ -1,10 +1,10 @@
-// Implicit im2col for gemm_mma.cl, before which it comes: the matrix of windows over images is not in memory, and its elements are read
-// from the images. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last, so that a
-// copy of 16 bytes is inside one tap; taps outside of an image read zeros. Where rows of a kernel are taps, CHANNELS are the elements of a
-// row, and what is in memory behind its first INSIDE elements reads as zeros.
+// Implicit im2col for gemm_mma.cl, which it precedes: the matrix of windows over images is never stored, and its elements are
+// read from the images. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last,
+// so that a copy of 16 bytes is inside one tap. Taps outside an image read zeros. If rows of a kernel are taps, CHANNELS is the
+// number of elements of a row, and memory behind its first INSIDE elements reads as zeros.
 //
-// Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right one, image after image. WINDOWS is the index
-// in p.v of the first parameter: sizes and steps of windows are in pixels, strides of images in elements.
+// Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right matrix, image after image. WINDOWS is the index
+// in p.v of the first parameter. Sizes and steps of windows are in pixels, strides of images in elements.
 
 #if defined(MMA) && defined(WINDOWS)
 #define CHANNELS (uint)p.v[WINDOWS]
@@ -28,9 +28,10 @@
 #define TAP_ROW (DILATION_ROW * IMAGE_ROW)
 #define TAP_COL (DILATION_COL * PIXEL)
 
-// RESULT_OFFSET(j): the offset of the result of window j, or of element j of a window, in elements of the result. Without APART results of
-// an image are contiguous, and AFTER is what is skipped between images. With APART windows have strides of images, rows and columns,
-// and elements have strides of channels and taps; elements of the channels and taps that pad to 16 bytes are not stored (IS_STORED).
+// RESULT_OFFSET(j): the offset of the result of window j, or of element j of a window, in elements of the result. Without APART
+// results of an image are contiguous, and AFTER is the distance that is skipped between images. With APART windows have strides
+// of images, rows and columns, and elements have strides of channels and taps. Elements of the channels and taps that pad to 16
+// bytes are not stored (IS_STORED).
 #define IS_STORED(j) true
 #if defined(APART) && (LEFT || B_ALONG_K)
 #define RESULT_OFFSET(j) result_offset(p, (uint)(j))
@@ -41,7 +42,7 @@ static inline long result_offset(const params p, uint window)
 }
 #elif defined(APART)
 #define PADDED (uint)p.v[WINDOWS + 19] // elements of a pixel
-#define FILLER p.v[WINDOWS + 20]       // pixels of a tap that pad
+#define FILLER p.v[WINDOWS + 20] // padding pixels of a tap
 #define RESULT_OFFSET(j) ((uint)(j) % PADDED * AFTER + ((uint)(j) / PADDED - (uint)(j) / CHANNELS * FILLER) * p.v[WINDOWS + 18])
 #undef IS_STORED
 #define IS_STORED(j) ((uint)(j) % PADDED < p.v[WINDOWS + 17] && (uint)(j) % CHANNELS < INSIDE)
@@ -49,8 +50,9 @@ static inline long result_offset(const params p, uint window)
 #define RESULT_OFFSET(j) ((j) + (uint)(j) / GRID * AFTER)
 #endif
 
-// The offset of a window in bytes from the first image, negative in the padding. `inside` has a bit for each row of taps that is inside
-// the image, and above these one for each column. Images of windows with more than MOST_TAPS rows or columns have the padding in memory.
+// Returns the offset of a window in bytes from the first image, negative in the padding. `inside` has a bit for each row of taps that is
+// inside the image, and above these one for each column. Images for windows with more than MOST_TAPS rows or columns are
+// stored with padding.
 #define MOST_TAPS 16
 static inline int window_at(const params p, uint window, uint* inside)
 {
@@ -63,16 +65,16 @@ static inline int window_at(const params p, uint window, uint* inside)
     *inside = bits;
     return at;
 }
-// The offset in bytes of an element from its window, and the bits of its tap in `inside`.
+// Returns the offset in bytes of an element from its window.
 static inline int element_at(const params p, uint tap_row, uint tap_col, uint channel)
 {
     return ((int)channel + (int)tap_row * TAP_ROW + (int)tap_col * TAP_COL) * BYTES;
 }
-// How many of 16 bytes that begin at an element of a tap are inside the window.
+// Returns how many of 16 bytes that begin at an element of a tap are inside the window.
 static inline int bytes_inside(const params p, uint channel) { return clamp((INSIDE - (int)channel) * BYTES, 0, 16); }
 static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row % MOST_TAPS | 1u << (MOST_TAPS + tap_col % MOST_TAPS); }
 
-// Definitions for the operand that the windows are.
+// Definitions for the operand that consists of windows.
 #if LEFT
 #define OF(x) A_##x
 #define FROM from_a
@@ -134,7 +136,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
     bytes_there = bytes_inside(p, channel);
 
 #if LEFT && !B_ALONG_K
-// The right matrix is the weight as it is in memory, with strides between its taps. A slice is inside one tap.
+// The right matrix is the weight as stored, with strides between its taps. A slice is inside one tap.
 #define WEIGHT_ROW p.v[WINDOWS + 19]
 #define WEIGHT_COL p.v[WINDOWS + 20]
 #define NEXT_TAP_COL from_b += (WEIGHT_COL - CHANNELS * B_ROW) * BYTES;
@@ -151,7 +153,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #endif
 #else
 // Windows along k: every slice has other windows. Each lane computes the offset of one of the windows that its warp copies, and the lanes
-// exchange them by shuffles.
+// exchange these offsets by shuffles.
 #define WINDOWS_AT_ONCE (B_CHUNKS < 32 ? 32 / B_CHUNKS : 1)
 #define LANE_OF_COPY(e) ((e) * WINDOWS_AT_ONCE + lane * WINDOWS_AT_ONCE / 32)
 #define WINDOW_FROM(from, step, e) ((from) + (long)(int)of_lane((uint)window, LANE_OF_COPY(e)))

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven through its debugging pipe: what scripts/test-pages and scripts/pictures open pages with."""
+"""Headless Chromium, driven through its debugging pipe. scripts/test-pages opens pages with it."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 
 
 def find():
-    """Where Chromium is, which is installed where it can be; None where it cannot."""
+    """The path of Chromium, which is installed if missing; None if that is not possible."""
     names = ["chromium", "chromium-browser", "google-chrome"]
     found = next(filter(None, map(shutil.which, names)), None)
     if found or not shutil.which("apt-get"):
@@ -36,7 +36,7 @@ def find():
 
 
 class Browser:
-    """A browser with a profile of its own, which goes when it is closed. Only one page is open at a time."""
+    """A browser with a temporary profile, and one open page at a time."""
 
     def __init__(self, path):
         self.folder = tempfile.TemporaryDirectory(prefix="pages-", ignore_cleanup_errors=True)
@@ -60,7 +60,7 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        os.close(self.write)  # which ends the browser
+        os.close(self.write)  # ends the browser
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -70,7 +70,7 @@ class Browser:
         self.folder.cleanup()
 
     def message(self, until):
-        """The next message of the browser."""
+        """Returns the browser's next message."""
         while b"\0" not in self.buffer:
             ready, _, _ = select.select([self.read], [], [], max(0, until - time.monotonic()))
             chunk = os.read(self.read, 1 << 20) if ready else b""
@@ -81,7 +81,7 @@ class Browser:
         return json.loads(text)
 
     def call(self, method, **params):
-        """What a command of the protocol returns; events that come meanwhile are kept in `events`."""
+        """Sends a protocol command and returns its result; events that arrive meanwhile are appended to `events`."""
         self.last += 1
         command = {"id": self.last, "method": method, "params": params}
         if self.session:
@@ -99,7 +99,7 @@ class Browser:
             self.events.append(message)
 
     def open(self, page, width=1280, height=800, dark=False, ratio=1):
-        """Opens a file and returns the milliseconds from navigation to the first drawing, by the page's own clock."""
+        """Opens a file and returns the milliseconds from navigation to the first drawing, by the page's clock."""
         self.events.clear()
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
@@ -109,7 +109,7 @@ class Browser:
         return float(self.wait("document.documentElement?.dataset.drawn"))
 
     def wait(self, expression, seconds=60):
-        """The value of an expression once it is true."""
+        """Waits until an expression is true and returns its value."""
         until = time.monotonic() + seconds
         while True:
             value = self.value(expression)
@@ -119,14 +119,14 @@ class Browser:
             time.sleep(0.02)
 
     def value(self, expression):
-        """The value of an expression of the page's script."""
+        """Evaluates an expression in the page's script."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def settle(self):
-        """Waits until what has been asked for is drawn."""
+        """Waits until pending changes are drawn."""
         self.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))")
 
     def mouse(self, kind, x, y, **more):
@@ -163,7 +163,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def box(self, selector):
-        """The place of an element in the window: x, y, width, height."""
+        """The position of an element in the window: x, y, width, height."""
         found = f"(({{x, y, width, height}}) => [x, y, width, height])(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
         return self.value(found)
 
@@ -178,7 +178,7 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png", clip=clip)["data"])
 
     def faults(self):
-        """What went wrong on the page since it was opened: exceptions, errors in the console, requests."""
+        """The faults since the page was opened: exceptions, console errors and network requests."""
         self.value("0")
         found = []
         for event in self.events:
@@ -196,7 +196,7 @@ class Browser:
 
 
 def pixels(png):
-    """Width, height and the rows of a PNG as bytes, 3 or 4 a pixel."""
+    """Width, height, number of channels (3 or 4) and the rows of a PNG as bytes."""
     at, data = 8, b""
     while at < len(png):
         length, kind = struct.unpack(">I4s", png[at : at + 8])
@@ -216,7 +216,7 @@ def pixels(png):
 
 
 def unfiltered(kind, row, above, channels):
-    """A row of a PNG from its differences."""
+    """Undoes the filter of a PNG row."""
     for i in range(len(row) if kind else 0):
         left = row[i - channels] if i >= channels else 0
         up = above[i]
@@ -235,7 +235,7 @@ def unfiltered(kind, row, above, channels):
 
 
 def colours(png):
-    """How many colours at least a hundred pixels have."""
+    """The number of colours that at least 100 pixels have."""
     _, _, channels, rows = pixels(png)
     seen = {}
     for row in rows:
@@ -246,7 +246,7 @@ def colours(png):
 
 
 def difference(one, other):
-    """The share of pixels that differ between two screenshots of one size."""
+    """The fraction of pixels that differ between two screenshots of the same size."""
     (width, height, channels, a), (*_, b) = pixels(one), pixels(other)
     differing = sum(
         p[i : i + channels] != q[i : i + channels] for p, q in zip(a, b) for i in range(0, len(p), channels)

@@ -1,4 +1,4 @@
-//! Element types: what a tensor's bytes mean.
+//! Element types.
 
 mod promotion;
 mod range;
@@ -14,9 +14,9 @@ use crate::{Error, Result};
 pub(crate) use promotion::category;
 pub use promotion::{can_cast, get_default_dtype, promote_types, set_default_dtype};
 
-/// The type of a tensor's elements in storage.
+/// The type of a tensor's elements.
 ///
-/// `F16` and `BF16` are storage types: arithmetic on them is done in f32 and rounded to nearest even when stored.
+/// `F16` and `BF16` are storage types: arithmetic uses f32 and rounds to nearest even when a result is stored.
 /// Integers and `Bool` (one byte, 0 or 1) compute as i64 and wrap when stored.
 ///
 /// ```
@@ -25,7 +25,7 @@ pub use promotion::{can_cast, get_default_dtype, promote_types, set_default_dtyp
 /// assert_eq!("f16".parse::<DType>().unwrap(), DType::F16);
 /// ```
 ///
-/// With the feature `serde` it is written as its name:
+/// With the feature `serde`, a dtype serialises as its name:
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -44,7 +44,7 @@ pub enum DType {
     BF16,
     /// 64-bit IEEE float.
     F64,
-    /// 64-bit signed integer: labels and indices.
+    /// 64-bit signed integer, for labels and indices.
     I64,
     /// 32-bit signed integer.
     I32,
@@ -52,7 +52,7 @@ pub enum DType {
     U8,
     /// 32-bit unsigned integer.
     U32,
-    /// One byte, 0 or 1: what comparisons give.
+    /// One byte, 0 or 1: the result of comparisons.
     Bool,
 }
 
@@ -61,7 +61,7 @@ impl DType {
     pub const ALL: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
-    /// What its bits are in OpenCL C.
+    /// The OpenCL C type that holds an element's bits.
     pub(crate) const fn cl_storage(self) -> &'static str {
         match self {
             DType::F64 => "double",
@@ -74,7 +74,7 @@ impl DType {
         }
     }
 
-    /// Bytes an element takes in storage.
+    /// The size of an element in bytes.
     pub const fn size(self) -> usize {
         match self {
             DType::F64 | DType::I64 => 8,
@@ -84,12 +84,12 @@ impl DType {
         }
     }
 
-    /// Whether it is one of the four floating-point types.
+    /// True for the four floating-point types.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
     }
 
-    /// The name used in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
+    /// The name in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -104,7 +104,7 @@ impl DType {
         }
     }
 
-    /// An error for integers and bool, in an operation or a layer that is defined on floats only.
+    /// Returns an error for integers and bool, for operations and layers that are defined on floats only.
     ///
     /// ```
     /// use claystone::DType;
@@ -118,7 +118,7 @@ impl DType {
         if self.is_float() { Ok(()) } else { Err(Error::UnsupportedDType { op, dtype: self, expected: "floats" }) }
     }
 
-    /// The type arithmetic on this dtype is done in.
+    /// The type that arithmetic on this dtype uses.
     pub(crate) const fn compute(self) -> Compute {
         match self {
             DType::F32 | DType::F16 | DType::BF16 => Compute::F32,
@@ -147,7 +147,7 @@ impl std::str::FromStr for DType {
 
 crate::error::serde_as_text!(DType);
 
-/// The three types arithmetic is done in, on every device. Ordered: operands of several meet in the greatest.
+/// The three types that arithmetic uses on every device. Ordered: operands of several types compute in the greatest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Compute {
     I64,
@@ -165,7 +165,7 @@ impl Compute {
         }
     }
 
-    /// The dtype that stores it exactly.
+    /// The dtype that stores this type exactly.
     pub(crate) const fn dtype(self) -> DType {
         match self {
             Compute::I64 => DType::I64,
@@ -179,7 +179,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that can be a tensor's element. Sealed: one for each [`DType`].
+/// A Rust type that can be a tensor's element. Sealed: there is exactly one for each [`DType`].
 pub trait Element:
     sealed::Sealed
     + NoUninit
@@ -192,7 +192,7 @@ pub trait Element:
     + fmt::Display
     + 'static
 {
-    /// The dtype whose elements have this type.
+    /// The dtype of elements of this type.
     const DTYPE: DType;
 }
 
@@ -207,16 +207,16 @@ macro_rules! elements {
 
 elements!(f32 => F32, f16 => F16, bf16 => BF16, f64 => F64, i64 => I64, i32 => I32, u8 => U8, u32 => U32, bool => Bool);
 
-/// The elements that have these bytes.
+/// Casts bytes to elements.
 ///
 /// # Errors
-/// [`Error::Invalid`] where some are no `T`: a bool's are 0 or 1.
+/// [`Error::Invalid`] if some bytes are not a valid `T`: a bool must be 0 or 1.
 pub(crate) fn elements<'a, T: Element>(op: &'static str, bytes: &'a [u8]) -> Result<&'a [T]> {
-    let refused = |_| Error::invalid(op, format!("the storage holds bytes that are no {}", T::DTYPE));
+    let refused = |_| Error::invalid(op, format!("the storage holds bytes that are no valid {}", T::DTYPE));
     bytemuck::checked::try_cast_slice(bytes).map_err(refused)
 }
 
-/// A number given on the host: `2.0`, `3`, `true`. Converted to the tensor's dtype where it is used.
+/// A number given by the caller: `2.0`, `3`, `true`. Each operation converts it to the tensor's dtype.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scalar {
     /// From any float.
@@ -234,7 +234,7 @@ impl Scalar {
         }
     }
 
-    /// The value as i64, saturating, truncated towards zero; NaN gives 0 (Rust's `as`).
+    /// The value as i64: truncated towards zero and saturating, 0 for NaN (Rust's `as`).
     pub fn to_i64(self) -> i64 {
         match self {
             Scalar::Float(x) => x as i64,
@@ -242,9 +242,9 @@ impl Scalar {
         }
     }
 
-    /// The bytes of one element of `dtype` with this value, into `out`, which has just that size. As kernels store it:
-    /// halves are rounded from f32, floats saturate to integers, integers wrap, what is not 0 is true.
-    #[inline(always)] // where the dtype is known nothing is left of the choice
+    /// Writes one element of `dtype` with this value to `out`, which has exactly its size. Converts as the kernels do: halves are rounded
+    /// from f32, floats saturate to integers, integers wrap, and every number except 0 is true.
+    #[inline(always)] // where the dtype is known, the match disappears
     pub(crate) fn encode(self, dtype: DType, out: &mut [u8]) {
         macro_rules! int {
             ($t:ty) => {
@@ -255,7 +255,7 @@ impl Scalar {
             };
         }
         let x = self.to_f64();
-        // Rounded once.
+        // Converted directly, so that an integer is rounded only once.
         let single = if let Scalar::Int(i) = self { i as f32 } else { x as f32 };
         match dtype {
             DType::F32 => out.copy_from_slice(bytemuck::bytes_of(&single)),
@@ -270,7 +270,7 @@ impl Scalar {
         }
     }
 
-    /// The value of one element of `dtype`: what [`Scalar::encode`] wrote.
+    /// Reads one element of `dtype`, as written by [`Scalar::encode`].
     pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Scalar {
         fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> T {
             bytemuck::pod_read_unaligned(bytes)
@@ -304,7 +304,7 @@ scalars!(f64 => Float(|x| x), f32 => Float(f64::from), f16 => Float(f64::from), 
     i64 => Int(|x| x), i32 => Int(i64::from), i16 => Int(i64::from), i8 => Int(i64::from), isize => Int(|x| x as i64),
     u32 => Int(i64::from), u16 => Int(i64::from), u8 => Int(i64::from), bool => Int(i64::from));
 
-/// Above what i64 has, the nearest float.
+/// A number above `i64::MAX` becomes the nearest float.
 impl From<u64> for Scalar {
     fn from(x: u64) -> Scalar {
         i64::try_from(x).map_or(Scalar::Float(x as f64), Scalar::Int)
@@ -322,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scalars_are_made_of_every_number() {
+    fn scalars_convert_from_every_number_type() {
         assert_eq!(
             [Scalar::from(3i8), 3i16.into(), 3u16.into(), 3u64.into(), 3usize.into(), 3isize.into()],
             [Scalar::Int(3); 6]

@@ -1,16 +1,16 @@
-//! The one error type of the crate.
+//! The error type of the crate.
 //!
-//! Every fallible method returns [`Result`]. A message is one sentence that names the operation, what it was given
-//! (shapes, dtypes, devices) and what to do about it. After any error every other tensor still holds its values.
+//! Every fallible method returns [`Result`]. A message is one sentence that names the operation, its arguments (shapes,
+//! dtypes, devices) and the remedy. After an error, all tensors that the operation does not write to keep their values.
 
 use std::fmt::{self, Display, Write};
 
 use crate::{DType, Device, tensor::Shape};
 
-/// `Result` with claystone's [`Error`], unless another is named.
+/// `Result` whose error type is claystone's [`Error`] by default.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, with the operation's name and what it was given.
+/// The error of an operation: its kind, the operation's name and the arguments that matter.
 ///
 /// ```
 /// use claystone::{Device, Error, Tensor};
@@ -19,34 +19,34 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// assert!(matches!(a.add(&b), Err(Error::ShapeMismatch { op: "add", .. })));
 /// # Ok::<(), Error>(())
 /// ```
-/// `{:?}` is the sentence as well, as that is what a `main` that returns an error and `unwrap` print.
+/// `{:?}` prints the same sentence as `{}`, because `unwrap` and a `main` that returns an error print `{:?}`.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
-#[allow(missing_docs)] // of the fields: `op` is the method's name, and each message shows what the others are
+#[allow(missing_docs)] // fields: `op` is the method's name, and the messages explain the others
 pub enum Error {
-    /// Two shapes do not go together in this operation.
-    #[error("{op}: shapes {lhs} and {rhs} do not go together: {hint}")]
+    /// Two shapes are not compatible in this operation.
+    #[error("{op}: shapes {lhs} and {rhs} are not compatible: {hint}")]
     ShapeMismatch { op: &'static str, lhs: Shape, rhs: Shape, hint: &'static str },
     /// A dimension does not exist in a tensor of this rank.
-    #[error("{op}: dimension {dim} is out of range: {}", dims_there_are(*rank))]
+    #[error("{op}: dimension {dim} is out of range: {}", valid_dims(*rank))]
     DimOutOfRange { op: &'static str, dim: isize, rank: usize },
     /// An index does not exist in a dimension of this size.
     #[error("{op}: index {index} is out of range for a dimension of size {size}")]
     IndexOutOfRange { op: &'static str, index: i64, size: usize },
-    /// Two operands have different dtypes, in an operation that does not promote them (elementwise ones and `cat` do).
+    /// Two operands have different dtypes, and the operation does not promote dtypes. (Elementwise operations and `cat` do.)
     #[error("{op}: dtypes {lhs} and {rhs} differ: convert one with .to_dtype()")]
     DTypeMismatch { op: &'static str, lhs: DType, rhs: DType },
     /// The operation is not defined for this dtype.
     #[error("{op}: dtype {dtype} is not supported: it takes {expected}")]
     UnsupportedDType { op: &'static str, dtype: DType, expected: &'static str },
-    /// Two operands live on different devices.
-    #[error("{op}: tensors are on {lhs} and {rhs}: bring one over with .to_device()")]
+    /// Two operands are on different devices.
+    #[error("{op}: tensors are on {lhs} and {rhs}: move one with .to_device()")]
     DeviceMismatch { op: &'static str, lhs: Device, rhs: Device },
-    /// The device asked for is not there.
+    /// The requested device does not exist or cannot be used.
     #[error("{device} is not available: {reason}")]
     NoDevice { device: Device, reason: String },
-    /// The device, after giving back everything cached, cannot hold the allocation.
-    #[error("{device} is out of memory: tried to allocate {}; {detail}. {NEED_LESS}", requested_bytes(*requested))]
+    /// The device cannot hold the allocation, even after the allocator returned all cached memory.
+    #[error("{device} is out of memory: tried to allocate {}; {detail}. {OOM_ADVICE}", requested_bytes(*requested))]
     OutOfMemory { device: Device, requested: usize, detail: String },
     /// An integer was divided by zero.
     #[error("{op}: integer division by zero: divide floats, or mask the zeros first")]
@@ -57,28 +57,28 @@ pub enum Error {
     /// An OpenCL program did not compile.
     #[error("{device}: kernel {kernel} does not compile:\n{log}")]
     Build { device: Device, kernel: String, log: String },
-    /// An operation in place failed after a part of it was done, or may have been: what it writes to holds neither the old
-    /// values nor all of the new ones. Any other failure of a device or of memory but [`DeviceLost`](Error::DeviceLost)
-    /// leaves it as it was, so that the operation can be tried again; after this one its contents have to be set anew first.
-    /// Errors that trying again cannot mend, such as a division by zero that a kernel found, stay what they are.
-    #[error("{op} was done in part, so what it writes to has to be set anew before it is tried again: {source}")]
+    /// An in-place operation failed after a part of the work was done, or may have been done. Its output holds a mixture of old
+    /// and new values and has to be set again before a retry. After any other device or memory failure except
+    /// [`DeviceLost`](Error::DeviceLost) the output is unchanged, and the operation can be retried. Errors that a retry cannot
+    /// fix, such as a division by zero in a kernel, are not converted to this variant.
+    #[error("{op} was only partly done, so its output has to be set again before a retry: {source}")]
     Partial { op: &'static str, source: Box<Error> },
-    /// The device has faulted; nothing can run on it in this process any more.
+    /// The device has faulted. This process can run nothing on it any more.
     #[error("{device} is lost after a device fault ({cause}): restart the process to use it again")]
     DeviceLost { device: Device, cause: String },
     /// A gradient cannot be computed, or an in-place change would make one wrong.
     #[error("{op}: {reason}")]
     Autograd { op: &'static str, reason: String },
-    /// Another rank of a group did not do its part of a collective.
+    /// Another rank of a process group did not take part in a collective operation.
     #[error("{op}: rank {rank} {reason}")]
     Rank { op: &'static str, rank: usize, reason: String },
-    /// An argument makes no sense; the sentence says which and why.
+    /// An argument is invalid; the sentence says which argument and why.
     #[error("{op}: {reason}")]
     Invalid { op: &'static str, reason: String },
 }
 
-/// Advice of every out-of-memory error: means to need less memory, and the tool that estimates the need.
-const NEED_LESS: &str = "Smaller batches, bf16 (autocast, Module::to_dtype) and autograd::checkpoint need less; `claystone \
+/// Advice at the end of every out-of-memory error: how to use less memory, and the tool that estimates the need.
+const OOM_ADVICE: &str = "Smaller batches, bf16 (autocast, Module::to_dtype) and autograd::checkpoint need less; `claystone \
                          replay --min-capacity` tells how much a program needs of a snapshot with a history \
                          (Device::record_memory_history)";
 
@@ -89,8 +89,8 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// [`Error::Invalid`] of the operation `op`, for layers, optimisers and file formats of your own. Of a reason longer than
-    /// 2,000 bytes the start and the end are kept.
+    /// Creates an [`Error::Invalid`] of the operation `op`, for layers, optimisers and file formats of your own. The middle of a
+    /// reason longer than 2,000 bytes is cut out.
     ///
     /// ```
     /// use claystone::Error;
@@ -98,11 +98,11 @@ impl Error {
     /// assert_eq!(error.to_string(), "Highway::new: the gate needs a bias");
     /// ```
     pub fn invalid(op: &'static str, reason: impl Into<String>) -> Error {
-        Error::Invalid { op, reason: shortened(reason.into()) }
+        Error::Invalid { op, reason: shorten_reason(reason.into()) }
     }
 
-    /// The same error of another operation: of the one that the user called, where it is made of others.
-    pub(crate) fn of(mut self, name: &'static str) -> Error {
+    /// Replaces the operation's name by that of the public operation that the user called.
+    pub(crate) fn with_op(mut self, name: &'static str) -> Error {
         use Error::*;
         if let ShapeMismatch { op, .. }
         | DimOutOfRange { op, .. }
@@ -120,9 +120,9 @@ impl Error {
         self
     }
 
-    /// The error of an operation in place of which a part was done before: [`Error::Partial`] where the device or memory
-    /// failed. What the caller did wrong stays what it is.
-    pub(crate) fn in_part(self, op: &'static str) -> Error {
+    /// Converts device and memory errors to [`Error::Partial`], for an in-place operation that has already changed its output.
+    /// Other errors, such as invalid arguments, are returned unchanged.
+    pub(crate) fn into_partial(self, op: &'static str) -> Error {
         match self {
             source @ (Error::OpenCl { .. } | Error::OutOfMemory { .. } | Error::Build { .. }) => {
                 Error::Partial { op, source: Box::new(source) }
@@ -133,9 +133,9 @@ impl Error {
     }
 }
 
-/// Runs `f`, an operation in place of several steps. `version` is that of what it writes to
-/// ([`Storage::version`](crate::storage::Storage::version)), which grows with every change: where the device or memory fails
-/// after a change, the error is [`Error::Partial`].
+/// Runs `f`, an in-place operation that consists of several steps. `version` returns the version counter of the output
+/// ([`Storage::version`](crate::storage::Storage::version)), which grows with every change. If the device or memory fails
+/// after the counter has grown, the error is [`Error::Partial`].
 ///
 /// ```
 /// use claystone::{Device, Result, Tensor, in_steps};
@@ -154,14 +154,14 @@ impl Error {
 /// ```
 ///
 /// # Errors
-/// Those of `f`.
+/// The errors of `f`.
 pub fn in_steps<T>(op: &'static str, version: impl Fn() -> u64, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = version();
-    f().map_err(|e| if version() != before { e.in_part(op) } else { e })
+    f().map_err(|e| if version() != before { e.into_partial(op) } else { e })
 }
 
-/// An operation in place that is made of several, such as an optimiser's step: calls `f` for each item up to the first that
-/// fails. Where the device or memory fails after the first item, the error is [`Error::Partial`].
+/// Runs an in-place operation over several items, such as an optimiser's step over parameters: calls `f` for each item and
+/// stops at the first error. If the device or memory fails after the first item, the error is [`Error::Partial`].
 ///
 /// ```
 /// use claystone::{Device, Tensor, for_each_part};
@@ -172,17 +172,20 @@ pub fn in_steps<T>(op: &'static str, version: impl Fn() -> u64, f: impl FnOnce()
 /// ```
 ///
 /// # Errors
-/// Those of `f`.
+/// The errors of `f`.
 pub fn for_each_part<T>(
     op: &'static str,
     items: impl IntoIterator<Item = T>,
     mut f: impl FnMut(T) -> Result<()>,
 ) -> Result<()> {
-    items.into_iter().enumerate().try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.in_part(op) } else { e }))
+    items
+        .into_iter()
+        .enumerate()
+        .try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.into_partial(op) } else { e }))
 }
 
-/// Text of a file or a user as the reasons of [`Error::invalid`] quote it: on one line, and no more than its first 80
-/// characters.
+/// Text from a file or a user, shortened for error messages: control characters are escaped, and at most 80 characters
+/// are printed.
 ///
 /// ```
 /// use claystone::Excerpt;
@@ -196,22 +199,22 @@ pub struct Excerpt<'a>(
 );
 
 impl Excerpt<'_> {
-    /// How many characters are quoted.
-    const LENGTH: usize = 80;
+    /// The maximum number of characters that are printed.
+    const MAX_CHARS: usize = 80;
 }
 
 impl Display for Excerpt<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut chars = self.0.chars();
-        for c in chars.by_ref().take(Excerpt::LENGTH) {
+        for c in chars.by_ref().take(Excerpt::MAX_CHARS) {
             if c.is_control() { write!(f, "{}", c.escape_default())? } else { f.write_char(c)? }
         }
         if chars.next().is_some() { f.write_str("...") } else { Ok(()) }
     }
 }
 
-/// Bytes as a person reads them, `19.07 MiB`, and as `{:#}` exactly as well, `19.07 MiB (20000000 bytes)`. Two digits follow the
-/// point unless the format says otherwise.
+/// Prints a size for people, `19.07 MiB`, and with `{:#}` also the exact number, `19.07 MiB (20000000 bytes)`. The default
+/// precision is two decimals.
 #[derive(Clone, Copy)]
 pub(crate) struct Size(pub(crate) u64);
 
@@ -227,30 +230,31 @@ impl Display for Size {
     }
 }
 
-/// Reasons longer than this are shortened: those of libraries that read a file may quote all of it.
-const LONGEST: usize = 2000;
+/// Reasons longer than this number of bytes are shortened: a parser's error message may quote a whole file.
+const MAX_REASON_BYTES: usize = 2000;
 
-fn shortened(reason: String) -> String {
-    if reason.len() <= LONGEST {
+/// Leaves out the middle of a reason that is too long.
+fn shorten_reason(reason: String) -> String {
+    if reason.len() <= MAX_REASON_BYTES {
         return reason;
     }
     let boundary = |at: &usize| reason.is_char_boundary(*at);
-    let head = (0..LONGEST / 2).rev().find(boundary).unwrap_or(0);
-    let tail = (reason.len() - LONGEST / 4..reason.len()).find(boundary).unwrap_or(reason.len());
+    let head = (0..MAX_REASON_BYTES / 2).rev().find(boundary).unwrap_or(0);
+    let tail = (reason.len() - MAX_REASON_BYTES / 4..reason.len()).find(boundary).unwrap_or(reason.len());
     format!("{} ... ({} bytes left out) ... {}", &reason[..head], tail - head, &reason[tail..])
 }
 
-/// Sizes that cannot be counted are asked for as the largest that can.
+/// `usize::MAX` stands for a size that overflowed.
 fn requested_bytes(bytes: usize) -> String {
-    if bytes == usize::MAX { "more bytes than can be counted".into() } else { format!("{:#}", Size(bytes as u64)) }
+    if bytes == usize::MAX { "more than usize::MAX bytes".into() } else { format!("{:#}", Size(bytes as u64)) }
 }
 
-/// Which dims a tensor of this rank has.
-fn dims_there_are(rank: usize) -> String {
-    if rank == 0 { "there is none".into() } else { format!("give one in -{rank}..{rank}") }
+/// The valid range of a dimension argument.
+fn valid_dims(rank: usize) -> String {
+    if rank == 0 { "the tensor is a scalar".into() } else { format!("give one in -{rank}..{rank}") }
 }
 
-/// With the feature `serde`, a type is written as the text that Display prints, and read back from it.
+/// With the feature `serde`, serialises a type as its Display text and parses that text back.
 macro_rules! serde_as_text {
     ($type:ty) => {
         #[cfg(feature = "serde")]
@@ -276,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_for_people_and_exact() {
+    fn sizes_print_with_a_unit_and_exactly() {
         for (bytes, want) in [
             (0, "0 bytes"),
             (1023, "1023 bytes"),
@@ -292,9 +296,9 @@ mod tests {
         assert_eq!(format!("{:.1} {}", Size(150_119_776_256), Size(150_119_776_256)), "139.8 GiB 139.81 GiB");
     }
 
-    /// What a `main` that returns an error prints.
+    /// A `main` that returns an error prints its Debug text.
     #[test]
-    fn debug_is_the_sentence() {
+    fn debug_prints_the_display_text() {
         let error = Error::OutOfMemory { device: Device::OpenCL(0), requested: 20_000_000, detail: "no more".into() };
         let sentence =
             "opencl:0 is out of memory: tried to allocate 19.07 MiB (20000000 bytes); no more. Smaller batches";
@@ -306,17 +310,17 @@ mod tests {
     }
 
     #[test]
-    fn what_errors_quote_is_short_and_on_one_line() {
+    fn quoted_text_is_short_and_on_one_line() {
         assert_eq!(Excerpt("layer 1").to_string(), "layer 1");
         assert_eq!(Excerpt("a\nb\u{1b}[31m").to_string(), "a\\nb\\u{1b}[31m");
         let quoted = Excerpt(&"é".repeat(1 << 20)).to_string();
         assert_eq!(quoted, format!("{}...", "é".repeat(80)));
         for short in ["", "x", &"é".repeat(1000)] {
-            assert_eq!(shortened(short.to_owned()), short);
+            assert_eq!(shorten_reason(short.to_owned()), short);
         }
         let error = Error::invalid("load", format!("the start, {} and the end", "é".repeat(1 << 20))).to_string();
         assert!(
-            error.starts_with("load: the start") && error.ends_with("and the end") && error.len() < LONGEST,
+            error.starts_with("load: the start") && error.ends_with("and the end") && error.len() < MAX_REASON_BYTES,
             "{error}"
         );
     }

@@ -1,4 +1,4 @@
-//! Files read and replaced as a whole: whoever opens one finds the old contents or the new, whatever happens meanwhile.
+//! Files that are read and replaced as a whole: a reader gets either the old or the new contents, even after a crash.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
-/// What is read of a pipe or a device, which does not say how much it has and may never end.
-const MOST_OF_A_STREAM: u64 = 64 << 20;
+/// Upper bound, in bytes, on the contents of a pipe or a device, which has no known size and may never end.
+const MAX_STREAM_BYTES: u64 = 64 << 20;
 
-/// The bytes of a file; of a pipe or a device no more than 64 MiB.
+/// Reads all bytes of a file. At most 64 MiB are read from a pipe or a device.
 ///
 /// ```
 /// # let folder = tempfile::tempdir()?;
@@ -20,7 +20,7 @@ const MOST_OF_A_STREAM: u64 = 64 << 20;
 /// ```
 ///
 /// # Errors
-/// What the file system fails with; more than 64 MiB where that is no regular file.
+/// Any failure of the file system; more than 64 MiB from a pipe or a device.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     if file.metadata()?.is_file() {
@@ -28,21 +28,22 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
         file.read_to_end(&mut bytes)?;
         return Ok(bytes);
     }
-    // Once as large as it gets: a vector that grows is there twice.
-    let mut bytes = Vec::with_capacity(MOST_OF_A_STREAM as usize + 2);
-    file.take(MOST_OF_A_STREAM + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > MOST_OF_A_STREAM {
-        true => Err(io::Error::other("it is no regular file and has more than 64 MiB: copy it to a file first")),
+    // The whole capacity is reserved at once: growing a vector needs the old and the new memory together.
+    let mut bytes = Vec::with_capacity(MAX_STREAM_BYTES as usize + 2);
+    file.take(MAX_STREAM_BYTES + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > MAX_STREAM_BYTES {
+        true => Err(io::Error::other("it is not a regular file and has more than 64 MiB: copy it to a file first")),
         false => Ok(bytes),
     }
 }
 
-/// How many links a name may go through, as on Linux.
-const LINKS: usize = 40;
+/// The maximum number of symbolic links that are followed, as on Linux.
+const MAX_SYMLINKS: usize = 40;
 
-/// A file that takes its name in [`commit`](NewFile::commit), once all of it is on the disk; until then whatever has the
-/// name keeps it, and a file that is dropped before leaves nothing behind. For checkpoints in formats of your own, as
-/// [`io`](crate::io) writes its own.
+/// A file that takes its final name in [`commit`](NewFile::commit), after all bytes are on the disk.
+///
+/// Until then an existing file of that name stays as it is. Dropping a `NewFile` without a commit removes the temporary
+/// file. [`io`](crate::io) writes its checkpoints this way; use it for formats of your own.
 ///
 /// ```
 /// use std::io::Write;
@@ -58,22 +59,23 @@ const LINKS: usize = 40;
 /// ```
 pub struct NewFile(Target);
 
+/// The destination of the bytes.
 enum Target {
-    /// Written beside the file that it replaces, under an unpredictable name that nothing had.
+    /// A temporary file with an unpredictable, unused name in the folder of the file that it replaces.
     Temporary { file: NamedTempFile, target: PathBuf },
-    /// A pipe or a device, which is written to and never replaced.
+    /// A pipe or a device, which is written to directly and never replaced.
     Stream(File),
 }
 
 impl NewFile {
-    /// Begins a file with the mode that creating it would give, or the mode and the owner of the file that it replaces. A
-    /// link stays, and the file that it names is replaced. Pipes and devices are written to at once.
+    /// Creates the temporary file. It gets the mode and the owner of the file that it replaces, or the default mode.
+    /// A symbolic link is kept, and its target is replaced. Pipes and devices are written to directly.
     ///
     /// # Errors
-    /// Where there is a folder or a file that may not be written to, and where the folder takes no new file.
+    /// The path is a folder or a file without write permission; the folder does not accept new files.
     pub fn create(path: &Path) -> io::Result<NewFile> {
-        let target = behind_links(path);
-        // A file that may not be written to, and a folder, are refused as if they were opened to be overwritten.
+        let target = resolve_symlinks(path);
+        // Folders and files without write permission are refused, as if they were opened for overwriting.
         let old = match OpenOptions::new().write(true).open(&target) {
             Ok(old) => Some(old),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
@@ -88,13 +90,13 @@ impl NewFile {
         let mut temporary = tempfile::Builder::new();
         temporary.prefix(".claystone-").suffix(".tmp");
         #[cfg(unix)]
-        temporary.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666)); // less the process's umask
-        let file = temporary.tempfile_in(folder(&target))?;
+        temporary.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666)); // minus the process's umask
+        let file = temporary.tempfile_in(parent_folder(&target))?;
         if let Some(attributes) = attributes {
             #[cfg(unix)]
             {
                 use std::os::unix::fs::MetadataExt;
-                // Only root may give files away; for others the file becomes their own.
+                // Only root may give files away. For other users the new file belongs to the user.
                 let _ = std::os::unix::fs::fchown(file.as_file(), Some(attributes.uid()), Some(attributes.gid()));
             }
             file.as_file().set_permissions(attributes.permissions())?;
@@ -102,20 +104,20 @@ impl NewFile {
         Ok(NewFile(Target::Temporary { file, target }))
     }
 
-    /// Gives the file its name, after its contents are on the disk.
+    /// Renames the file to its final name after its contents are on the disk.
     ///
     /// # Errors
-    /// What the file system fails with; the name is then as it was.
+    /// Any failure of the file system; the final name is then unchanged.
     pub fn commit(self) -> io::Result<()> {
         let Target::Temporary { file, target } = self.0 else { return Ok(()) };
         file.as_file().sync_all()?;
         file.persist(&target)?;
-        // Not every file system can sync a folder; without it a crash of the machine may bring the old file back, whole.
-        let _ = File::open(folder(&target)).and_then(|folder| folder.sync_all());
+        // Not every file system can sync a folder. Without the sync, a crash may bring the old file back, but intact.
+        let _ = File::open(parent_folder(&target)).and_then(|folder| folder.sync_all());
         Ok(())
     }
 
-    fn file(&mut self) -> &mut File {
+    fn file_mut(&mut self) -> &mut File {
         match &mut self.0 {
             Target::Temporary { file, .. } => file.as_file_mut(),
             Target::Stream(file) => file,
@@ -125,37 +127,37 @@ impl NewFile {
 
 impl Write for NewFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.file().write(bytes)
+        self.file_mut().write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.file().flush()
+        self.file_mut().flush()
     }
 }
 
 impl Seek for NewFile {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        self.file().seek(to)
+        self.file_mut().seek(to)
     }
 }
 
-/// Writes a file whole or not at all.
+/// Replaces a file atomically: all bytes are written, or the old file stays.
 pub(crate) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = NewFile::create(path)?;
     file.write_all(bytes)?;
     file.commit()
 }
 
-/// The file that a name stands for, there or not: opening a link for writing creates the file that it names.
-fn behind_links(path: &Path) -> PathBuf {
+/// Follows symbolic links, also to a file that does not exist: opening a link for writing creates its target.
+fn resolve_symlinks(path: &Path) -> PathBuf {
     let mut target = path.to_owned();
-    for _ in 0..LINKS {
+    for _ in 0..MAX_SYMLINKS {
         let Ok(next) = fs::read_link(&target) else { break };
-        target = folder(&target).join(next);
+        target = parent_folder(&target).join(next);
     }
     target
 }
 
-fn folder(path: &Path) -> &Path {
+fn parent_folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

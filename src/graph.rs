@@ -1,4 +1,4 @@
-//! Work recorded once and replayed: a training step without what it costs the host.
+//! Graph capture and replay: records the commands of a training step once, and submits them again without the host's cost per operation.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -6,16 +6,17 @@ use std::sync::Mutex;
 use crate::backend::problem::recording::Recording;
 use crate::device::capture::{self, ReplayHook, ReplayMode};
 use crate::device::lock;
-use crate::storage::{Allocator, Captured, MemPool, MemPoolOptions};
+use crate::storage::{Allocator, CapturedMemory, MemPool, MemPoolOptions};
 use crate::{Device, Error, Result, Stream, backend, with_stream};
 
-/// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
+/// Commands of an OpenCL device that are recorded once and replayed many times (PyTorch's `torch.cuda.CUDAGraph`).
 ///
-/// [`Graph::capture`] runs a closure once and writes down the kernels, fills and copies it would have submitted, without
-/// running any of them: until the first [`Graph::replay`] the tensors made inside hold nothing in particular. A replay
-/// submits all of it with everything decided: kernels have objects of their own whose arguments are set, so that the host
-/// only enqueues, or enqueues a command buffer that has them all ([`ReplayMode`]). It computes what the closure would compute, on the tensors it used: change their contents (`copy_`) for
-/// other inputs.
+/// [`Graph::capture`] runs a closure and records the kernels, fills and copies that the closure submits, without running them.
+/// Tensors made by the closure have undefined contents until the first [`Graph::replay`].
+///
+/// A replay submits the recorded commands again. Every kernel has its own object with its arguments set, so the host only enqueues
+/// kernels, or one command buffer that holds all of them ([`ReplayMode`]). A replay computes on the tensors that the closure used:
+/// to change an input, change its contents (`copy_`).
 ///
 /// ```
 /// use claystone::{Device, Graph, Tensor};
@@ -30,61 +31,61 @@ use crate::{Device, Error, Result, Stream, backend, with_stream};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// A whole training step is captured likewise: `zero_grad`, forward, `backward`,
-/// [`clip_grad_norm_`](crate::optim::clip_grad_norm_) and the step of any optimiser of [`optim`](crate::optim). What changes from
-/// step to step changes from replay to replay, to the same bits as if the closure were called again:
+/// A whole training step can be captured: `zero_grad`, forward, `backward`, [`clip_grad_norm_`](crate::optim::clip_grad_norm_)
+/// and the step of any optimiser of [`optim`](crate::optim). Values that change from step to step also change from replay to
+/// replay, and the results have the same bits as calls of the closure:
 ///
-/// - **Optimisers** count a replay as a step, and each replay brings the numbers of its step to the device: bias corrections, and
-///   the learning rate that the optimiser has then. Set it between replays, directly or by a
-///   [`Scheduler`](crate::optim::Scheduler) (PyTorch's `capturable=True`, and its learning rate in a tensor).
-/// - **Random numbers**: each replay draws from the [`Generator`](crate::Generator) what a call would draw, and advances it as a call
-///   would, so calls and replays may alternate. This holds for every generator that was current during the capture.
-/// - Other numbers of the host are what they were at the capture, unless [`on_replay`](Self::on_replay) brings them.
-///   [`GradScaler`](crate::optim::GradScaler) reads the gradients, which cannot be captured: bf16 does without.
+/// - **Optimisers** count a replay as a step. Each replay sends its step's bias corrections and the optimiser's current learning
+///   rate to the device. Set the learning rate between replays, directly or with a [`Scheduler`](crate::optim::Scheduler)
+///   (PyTorch's `capturable=True`, with its learning rate in a tensor).
+/// - **Random numbers**: each replay draws the numbers that a call would draw from the [`Generator`](crate::Generator), and advances
+///   the generator as a call would. Calls and replays may alternate. Every generator that was current during the capture is covered.
+/// - Other numbers of the host keep their values from the capture, unless [`on_replay`](Self::on_replay) updates them.
+///   [`GradScaler`](crate::optim::GradScaler) reads the gradients, which cannot be captured. Use bf16, which needs no scaler.
 ///
-/// **Fewer launches.** A chain of elementwise operations becomes one launch. An operation is joined into the one that reads its
-/// result if nothing else uses that result (inside the graph, or afterwards through a handle), if both have the same shape, if its
-/// operands have not changed by then, and if both compute in the dtype of the result: f32, f64 or i64. So the bits are those of
-/// calls. An elementwise operation whose result nobody uses is left out.
+/// **Fewer launches.** A chain of elementwise operations becomes one launch. An operation is fused into the operation that reads its
+/// result if four conditions hold. Nothing else uses that result, inside the graph or afterwards through a handle. Both operations
+/// have the same shape. The operands have not changed in between. Both compute in the dtype of the result: f32, f64 or i64. Fusion
+/// therefore keeps the bits of separate calls. An elementwise operation whose result is never used is removed.
 ///
-/// **Memory.** What is allocated inside comes from a pool of the graph's own, or of [several](Self::capture_in): as long as the graph lives nobody else is
-/// given it, also what was dropped inside. Tensors from outside are kept alive and do not move. When the graph is dropped,
-/// it waits for its replays, and the memory becomes the allocator's.
+/// **Memory.** Allocations inside a capture come from a pool of the graph, or from a pool shared with [other graphs](Self::capture_in).
+/// While the graph lives, the pool's memory goes to no other user, even if the tensor was dropped inside the capture. Tensors
+/// from outside are kept alive and do not move. Dropping the graph waits for its replays and returns the memory to the allocator.
 ///
-/// **Order.** Replays go to the stream that was current at the capture, behind everything submitted there before.
+/// **Order.** Replays go to the stream that was current at the capture, behind everything submitted to that stream before.
 ///
-/// What a kernel finds wrong with its operands (a label out of range) is told to the thread that captured, when it waits.
+/// If a kernel finds an invalid operand (such as a label out of range), the thread that captured the graph gets the error when it waits.
 pub struct Graph {
-    /// Keeps the stream from being given to others.
+    /// Keeps the stream from being handed out again.
     stream: Stream,
     recording: Box<dyn Recording>,
-    memory: Captured,
+    memory: CapturedMemory,
     hooks: Vec<ReplayHook>,
-    /// Held by a replay that has hooks, whose commands are to see what these did.
-    replaying: Mutex<()>,
+    /// Locked during a replay that has hooks, so that its commands read the values that these hooks wrote.
+    replay_lock: Mutex<()>,
 }
 
 impl Graph {
-    /// Runs `f` and records what this thread submits to the device's current stream inside, without running it. Gives
-    /// what `f` gives, usually tensors that replays fill. Work on other devices, and of other threads, is done as ever.
+    /// Runs `f`, and records the commands that this thread submits to the device's current stream instead of running them. Returns
+    /// the graph and the result of `f`, usually tensors that replays fill. Work of other threads and on other devices runs normally.
     ///
     /// # Errors
-    /// Those of `f`. [`Error::Invalid`] for a device that is no OpenCL device, or whose allocator is not the caching one;
-    /// inside another capture; and from what cannot be captured: reading values and waiting, writing values from the host,
-    /// work on other streams, and events. After an error nothing has run, and the graph's memory is free again; what `f`
-    /// itself did on the host (forgetting gradients, say) stays done.
+    /// Errors of `f`. [`Error::Invalid`] for a device that is not an OpenCL device or whose allocator is not the caching allocator,
+    /// for a capture inside a capture, and for work that cannot be captured: reads to the host, waits, writes from the host, work on
+    /// other streams, and events. After an error no command has run and the graph's memory is free again. Changes that `f` made on
+    /// the host, such as cleared gradients, remain.
     pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
-        let pool = MemPool::of_device(device, MemPoolOptions::default())?; // may be the device's first use, so not recorded
+        let pool = MemPool::of_device(device, MemPoolOptions::default())?; // this may open the device, so it comes before the recording
         Graph::capture_in(&pool, f)
     }
 
-    /// [`capture`](Self::capture) with memory of a pool that other graphs have as well, PyTorch's `torch.cuda.graph(g,
-    /// pool=...)`: what one graph allocated and dropped inside serves the next, so that graphs of a pool need little more than
-    /// the largest of them.
+    /// Captures like [`capture`](Self::capture), with memory from a pool that several graphs share (PyTorch's `torch.cuda.graph(g,
+    /// pool=...)`). Memory that one graph allocated and released during its capture is reused by the next, so that the graphs of a pool
+    /// need little more memory than the largest of them.
     ///
-    /// Replay them one after another, in the order in which they were captured. A result is good until an earlier graph of the
-    /// pool is replayed again, for it may lie where that one has something of its own for a while: read or copy it before. What the
-    /// capture uses of earlier graphs' results is kept, as everything from outside.
+    /// Replay the graphs one after another, in the order of their captures. A result is valid until an earlier graph of the pool is
+    /// replayed again, because that graph may use the same memory for temporary tensors: read or copy the result before. Results
+    /// of earlier graphs that the capture uses are kept, like all tensors from outside.
     ///
     /// ```
     /// use claystone::{Device, Graph, Tensor};
@@ -101,8 +102,8 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// Those of [`capture`](Self::capture); [`Error::Invalid`] where the pool has memory of another stream, which no replay
-    /// would wait for, where it lends its memory to others (`use_on_oom`), and while another thread captures into it.
+    /// Errors of [`capture`](Self::capture). [`Error::Invalid`] if the pool has memory of another stream, which no replay would wait
+    /// for, if the pool lends its memory to other allocations (`use_on_oom`), or while another thread captures into the pool.
     pub fn capture_in<R>(pool: &MemPool, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
         let device = pool.allocator().device();
         let stream = Stream::current(device)?;
@@ -111,43 +112,48 @@ impl Graph {
             let (other, own) = (other.index(), stream.id().index());
             return fail(format!("the pool has memory of stream {other}: capture on that stream, not on {own}"));
         }
-        if pool.lends() {
-            return fail("the pool's free memory may be given to others: make it without use_on_oom".into());
+        if pool.has_use_on_oom() {
+            return fail("the pool lends its free memory to other allocations: make it without use_on_oom".into());
         }
         let Some(_capturing) = pool.begin_capture() else {
-            return fail("another graph is being captured into the pool: one after another".into());
+            return fail("another thread is capturing a graph into the pool: capture one graph at a time".into());
         };
-        let recorder = backend::of(device).record(device)?;
-        let (mut memory, result) = Captured::during(pool.clone(), f)?;
+        let recorder = backend::of_device(device).record(device)?;
+        let (mut memory, result) = CapturedMemory::capture(pool.clone(), f)?;
         let (uses, hooks) = (memory.take_uses(), capture::take_hooks());
-        Ok((Graph { stream, recording: recorder.finish(uses), memory, hooks, replaying: Mutex::new(()) }, result))
+        Ok((Graph { stream, recording: recorder.finish(uses), memory, hooks, replay_lock: Mutex::new(()) }, result))
     }
 
-    /// Submits everything recorded, in order. Returns when it is submitted.
+    /// Submits all recorded commands in order, and returns without waiting for them.
     ///
     /// # Errors
     /// [`Error::Invalid`] inside a capture, or if parameters that the graph updates in one launch have since had different numbers of
-    /// optimiser steps (capture again); an error of a hook of [`on_replay`](Self::on_replay); what the driver refuses, and
-    /// [`Error::DeviceLost`]. [`Error::Partial`] where the driver refuses one command after others were submitted: what the graph
-    /// writes to has to be set anew. After any other error nothing was submitted.
+    /// optimiser steps (capture again). An error of a hook of [`on_replay`](Self::on_replay), errors of the driver, and
+    /// [`Error::DeviceLost`]. [`Error::Partial`] if the driver refuses a command after earlier commands were submitted:
+    /// set the tensors that
+    /// the graph writes to again. After any other error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
         let device = self.device();
-        capture::refuse(device, "Graph::replay", "graphs are not made of graphs")?;
-        let _alone = (!self.hooks.is_empty()).then(|| lock(&self.replaying));
+        capture::refuse_while_capturing(
+            device,
+            "Graph::replay",
+            "a capture cannot contain the replay of another graph",
+        )?;
+        let _guard = (!self.hooks.is_empty()).then(|| lock(&self.replay_lock));
         if !self.hooks.is_empty() {
             with_stream(&self.stream, || self.hooks.iter().try_for_each(|hook| (hook.before)()))?;
         }
         let replayed = self.recording.replay();
         if matches!(replayed, Ok(()) | Err(Error::Partial { .. })) {
-            self.memory.replayed();
+            self.memory.count_replay();
             self.hooks.iter().for_each(|hook| (hook.after)());
         }
         replayed
     }
 
-    /// Runs `f` so that what it allocates during a capture comes from the device's allocator and not from the graph's pool. The pool gives
-    /// the same memory to one tensor after another, so a replay would overwrite it. Use this for tensors that a hook of
-    /// [`on_replay`](Self::on_replay) writes to. Outside of captures it only runs `f`.
+    /// Runs `f`, with allocations from the device's allocator instead of the captured graph's pool. The pool gives the same memory to
+    /// several tensors, so a replay would overwrite them. Use this for tensors that a hook of [`on_replay`](Self::on_replay) writes
+    /// to. Outside of captures this function only runs `f`.
     ///
     /// ```
     /// use claystone::{Device, Graph, Tensor};
@@ -156,13 +162,14 @@ impl Graph {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn outside<R>(f: impl FnOnce() -> R) -> R {
-        Captured::outside(f)
+        CapturedMemory::run_outside_pool(f)
     }
 
-    /// For the graph that this thread is capturing on the device: each replay calls `before` ahead of its commands, on the graph's stream,
-    /// and `after` once they are submitted. Use it for values that the host computes for each step. `before` passes them on with `fill_`
-    /// or [`Tensor::map_into`](crate::Tensor::map_into) on tensors that the commands read, made before the capture or with
-    /// [`outside`](Self::outside). Do not write values from the host there: that waits for the previous replay.
+    /// Adds hooks to the graph that this thread is capturing on the device. Each replay calls `before` ahead of its commands, on
+    /// the graph's stream, and `after` once they are submitted. Use hooks for values that the host computes for each step:
+    /// `before` passes these values on with `fill_` or [`Tensor::map_into`](crate::Tensor::map_into), to tensors that the
+    /// commands read and that were made before the capture or with [`outside`](Self::outside). Do not write values from the host
+    /// there: that waits for the previous replay.
     ///
     /// ```
     /// use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -184,7 +191,7 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where this thread captures no graph of the device. An error of `before` is returned by
+    /// [`Error::Invalid`] if this thread is not capturing a graph of the device. An error of `before` is returned by
     /// [`replay`](Self::replay), which then submits nothing.
     pub fn on_replay(
         device: Device,
@@ -192,15 +199,18 @@ impl Graph {
         after: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
         if !Graph::is_capturing(device) {
-            return Err(Error::invalid("Graph::on_replay", format!("no graph of {device} is captured by this thread")));
+            return Err(Error::invalid(
+                "Graph::on_replay",
+                format!("this thread is not capturing a graph of {device}"),
+            ));
         }
         capture::on_replay(Box::new(before), Box::new(after));
         Ok(())
     }
 
-    /// How [`replay`](Self::replay) submits the commands: in command buffers that the driver keeps where the device has
-    /// them, from the host otherwise. What the driver does not keep after all is [`ReplayMode::Host`] from the first replay
-    /// on, and so is every replay while something is profiled, whose times are those of single commands.
+    /// How [`replay`](Self::replay) submits the commands: in command buffers that the driver keeps if the device supports them,
+    /// otherwise from the host. If the driver rejects the command buffers, the mode is [`ReplayMode::Host`] from the first replay on.
+    /// While a profile is recorded every replay uses `Host`, because profiles time single commands.
     ///
     /// ```
     /// use claystone::device::ReplayMode;
@@ -219,54 +229,54 @@ impl Graph {
         self.recording.mode()
     }
 
-    /// Has [`replay`](Self::replay) submit the commands in another way from now on.
+    /// Changes how [`replay`](Self::replay) submits the commands.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the device does not have that, or the graph has commands that it does not take.
+    /// [`Error::Invalid`] if the device does not support `mode`, or if `mode` does not support one of the graph's commands.
     pub fn set_replay_mode(&mut self, mode: ReplayMode) -> Result<()> {
         self.recording.set_mode(mode)
     }
 
-    /// Whether this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).
+    /// True if this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).
     pub fn is_capturing(device: Device) -> bool {
         capture::is_capturing(device)
     }
 
-    /// A number that differs between the captures of this thread; `None` where this thread captures no graph of the device (as the id
-    /// of CUDA's `cudaStreamGetCaptureInfo`). Captures of two threads may have the same number.
+    /// Returns a number that identifies the current capture among those of this thread, or `None` if this thread captures no graph of the
+    /// device (as the id of CUDA's `cudaStreamGetCaptureInfo`). Captures of two threads may have the same number.
     pub fn capture_id(device: Device) -> Option<u64> {
-        Graph::is_capturing(device).then(capture::number)
+        Graph::is_capturing(device).then(capture::capture_id)
     }
 
-    /// The device.
+    /// The device of the captured stream.
     pub fn device(&self) -> Device {
         self.stream.device()
     }
 
-    /// The stream that replays go to.
+    /// The stream to which replays are submitted.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// How many commands a replay submits: kernels, fills and copies.
+    /// The number of commands that a replay submits: kernels, fills and copies.
     pub fn commands(&self) -> usize {
         self.recording.len()
     }
 
-    /// The pool that its memory is of, for other graphs to [share](Self::capture_in): PyTorch's `CUDAGraph.pool`. What is
-    /// allocated from it outside of captures is overwritten by replays.
+    /// The graph's memory pool, which other graphs can [share](Self::capture_in) (PyTorch's `CUDAGraph.pool`). Replays overwrite
+    /// memory that is allocated from the pool outside of captures.
     pub fn pool(&self) -> &MemPool {
         self.memory.pool()
     }
 
-    /// Bytes of device memory that its pool has: the graph's own, unless others share it.
+    /// The number of bytes of device memory that the pool has reserved, including memory for other graphs that share the pool.
     pub fn reserved_bytes(&self) -> u64 {
         self.pool().stats().reserved_bytes
     }
 }
 
 impl Drop for Graph {
-    /// Waits for replays under way: their memory is about to be others'.
+    /// Waits for replays that are still running, because their memory is about to be reused.
     fn drop(&mut self) {
         self.recording.drain(self.stream.id());
     }

@@ -1,8 +1,8 @@
-//! The tensor storage layer for machine learning on OpenCL.
+//! A tensor storage layer for machine learning on OpenCL.
 //!
-//! [`Tensor`]s are views of [`storage::Storage`] in device memory that an allocator hands out; `clone` copies on the
-//! device, views share, and host and device exchange data through ndarray, f16 and bf16 included. The same code runs on
-//! every OpenCL 1.2 device and, where there is none, on the CPU.
+//! A [`Tensor`] is a view of a [`storage::Storage`], which is device memory from a caching allocator. Views share the
+//! storage; `clone` copies the elements on the device. Host and device exchange data through ndarray, f16 and bf16
+//! included. The same code runs on every OpenCL 1.2 device, and on the CPU where there is no OpenCL device.
 //!
 //! ```
 //! use claystone::{Device, Tensor};
@@ -24,20 +24,21 @@
 //!
 //! # The modules
 //!
-//! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
+//! - [`tensor`]: shapes, strides and offsets over a storage. Creation, views, conversion, display.
 //! - [`ops`]: the operations, by name and as methods of [`Tensor`]. [`expr`]: formulas of elementwise operations.
-//! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
-//! - [`data`]: data sets, and batches of them made by worker threads. [`distributed`]: training on several devices and machines.
-//! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
-//! - [`device`]: where work runs. Discovery, streams and events, the program cache.
-//! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): files that are replaced as a whole. [`tune`]: measuring which parameters of kernels suit a device.
+//! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers.
+//! - [`data`]: data sets, and worker threads that make batches. [`distributed`]: training on several devices and machines.
+//! - [`storage`]: device memory. Three allocators and their configuration, plans, history and snapshots, transfers.
+//! - [`device`]: OpenCL devices and the CPU. Discovery, streams and events, the program cache.
+//! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): atomic replacement of files.
+//! - [`tune`]: measures which kernel parameters suit a device.
 //!
 //! - [`profiler`]: where the time goes, as a trace and as a table.
 //!
 //! `docs/architecture.md` describes the private layers between them.
 //!
-//! Methods return [`Result`]: one sentence with the operation, the shapes or dtypes and what to do. The operators
-//! `+ - * /` on tensors panic with the same sentence.
+//! Methods return [`Result`]. The message of an error is one sentence: the operation, the shapes or dtypes and the
+//! remedy. The operators `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
 
 pub mod autograd;
@@ -82,10 +83,70 @@ pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// The guide's snippets run as doctests.
+/// The snippets of each chapter of the guide run as doctests.
 #[cfg(doctest)]
-#[doc = include_str!("../docs/guide.md")]
+#[doc = include_str!("../docs/guide/README.md")]
 struct Guide;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/tensors.md")]
+struct GuideTensors;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/operations.md")]
+struct GuideOperations;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/gradients.md")]
+struct GuideGradients;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/training.md")]
+struct GuideTraining;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/images-and-sequences.md")]
+struct GuideImagesAndSequences;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/data-and-files.md")]
+struct GuideDataAndFiles;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/streams-and-graphs.md")]
+struct GuideStreamsAndGraphs;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/distributed.md")]
+struct GuideDistributed;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/memory.md")]
+struct GuideMemory;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/profiling.md")]
+struct GuideProfiling;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/tuning.md")]
+struct GuideTuning;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/interop.md")]
+struct GuideInterop;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/extending.md")]
+struct GuideExtending;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/examples.md")]
+struct GuideExamples;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide/reporting-bugs.md")]
+struct GuideReportingBugs;
 
 /// The example of the allocator's page runs as a doctest.
 #[cfg(doctest)]

@@ -1,19 +1,21 @@
-//! Finding out which parameters of kernels suit a device: `claystone tune`.
+//! Tuning of kernel parameters for a device: `claystone tune`.
 //!
-//! Each parameter that depends on the device has a few choices and a default for each class of devices. [`tune`] tries
-//! them one after another: a choice has to give the CPU's results, to the last bit of whole numbers, at sizes around the edges
-//! that it makes, before it is timed. It becomes the device's where it is at least 3 % faster than what was; the result
-//! is kept beside the cached programs, and later processes have it.
+//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter.
+//! Before a choice is timed, its results must match the CPU's at sizes around its block boundaries, and exactly for whole
+//! numbers. A choice replaces the current value if it is at least 3 % faster. The results are saved beside the cached programs,
+//! where later processes load them.
 //!
-//! What suits a device on the whole need not suit each kernel at each size. With a [`Level`] above `none`, by [`set_level`] or
-//! the environment variable `CLAYSTONE_TUNING`, the first launches of a kernel over about so many work-items (a class: sizes
-//! with the same power of two below them) try other work-groups, and those of a parameter's kernels its other values. Each
-//! launch does its work once, with a candidate, and is timed alone: the first launches wait, and sums of floats may be
-//! rounded otherwise in them than later. A candidate is chosen if it is at least 3 % faster than the default, in the median of
-//! 15 launches in turns with it. The device should have nothing else to do meanwhile. [`ahead`] does that for usual sizes.
-//! Choices are kept in the same file, are in what [`Device::export_cache`] writes, and are used at every level, until [`tune`]
-//! or [`forget`]; a class that is chosen for is not measured again. The driver's own choice of a group is not a candidate: it
-//! follows from the divisors of one size, and a class has many.
+//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or
+//! the environment variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well. A class is a kernel with a range of sizes: all
+//! numbers of work-items with the same integer logarithm to base 2. The first launches of a class try other work-group sizes, or other
+//! values of the kernel's parameter. Each launch computes its result once, with one candidate, and is timed alone. These launches
+//! wait, and their sums of floats may be rounded differently from later ones. A candidate is chosen if it is at least 3 % faster
+//! than the default, in the median of 15 launches that alternate with the default's. The device should be otherwise idle.
+//! [`ahead`] runs these trials for usual sizes.
+//!
+//! Choices are kept in the same file, are part of [`Device::export_cache`], and are used at every level until [`tune`] or
+//! [`forget`]. A class that has a choice is not measured again. The driver's own work-group size is not a candidate, because
+//! it depends on the divisors of one size and a class has many sizes.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,49 +23,49 @@ use std::time::Instant;
 
 pub use crate::backend::problem::tuning::{Choice, Level, Parameter};
 use crate::backend::problem::tuning::{Tuning, Workload};
-use crate::device::level::WORTH;
+use crate::device::level::MAX_TIME_RATIO;
 use crate::ops::Attention;
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor, backend};
 
-/// Calls of a workload after which it is left as it is: what is on trial then is not measured by it.
-const CALLS: usize = 2000;
-/// Times that a choice is measured, in turns with the others.
-const ROUNDS: usize = 5;
-/// Microseconds that a measurement takes at least.
-const SAMPLE: f64 = 4000.0;
+/// The maximum number of calls of one workload by [`ahead`]; trials that are still open then are abandoned.
+const MAX_CALLS: usize = 2000;
+/// The number of times that each choice is measured, in turns with the other choices.
+const MEASUREMENT_ROUNDS: usize = 5;
+/// The minimum duration of a measurement, in microseconds.
+const MIN_SAMPLE_MICROS: f64 = 4000.0;
 
-/// A parameter with what its choices take.
+/// A parameter and the measured times of its choices.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Measured {
-    /// With the value that was chosen.
+    /// The parameter with its new value.
     pub parameter: Parameter,
-    /// Microseconds of each choice.
+    /// The time of each choice in microseconds, in the order of [`Parameter::choices`].
     pub times: Vec<f64>,
 }
 
-/// The parameters of a device's kernels, as they are now.
+/// Returns the parameters of a device's kernels with their current values.
 ///
 /// # Errors
-/// [`Error::NoDevice`] if it is not there; [`Error::Invalid`] for the CPU, whose loops have none.
+/// [`Error::NoDevice`] if the device does not exist; [`Error::Invalid`] for the CPU, whose loops have no parameters.
 pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
-    Ok(backend::of(device).tuning(device)?.parameters())
+    Ok(backend::of_device(device).tuning(device)?.parameters())
 }
 
-/// Measures every parameter's choices, sets the best, and keeps them for later processes: gives the file, unless there is no
-/// cache of programs. `each` is told of every parameter as it is done. Takes a minute or two, most of it for building
-/// kernels; the device should have nothing else to do.
+/// Measures the choices of every parameter, sets the best, and saves them for later processes. Returns the file, or `None` if there is
+/// no cache of programs. Calls `each` after every parameter. Takes one to two minutes, mostly for building kernels. The device
+/// should be otherwise idle.
 ///
 /// # Errors
-/// As [`parameters`]; where a choice gives a wrong result, nothing is kept, and all parameters are what they were.
+/// Errors of [`parameters`]. If a choice gives a wrong result, nothing is saved and all parameters get their previous values back.
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
-    let tuning = backend::of(device).tuning(device)?;
+    let tuning = backend::of_device(device).tuning(device)?;
     let before = tuning.parameters();
-    let _alone = Alone::new(&*tuning);
+    let _guard = ChoicesDisabled::new(&*tuning);
     before.iter().enumerate().for_each(|(i, p)| tuning.set(i, p.default));
     for i in 0..before.len() {
-        match measure(&*tuning, device, i) {
+        match measure_parameter(&*tuning, device, i) {
             Ok(measured) => each(&measured),
             Err(error) => {
                 before.iter().enumerate().for_each(|(i, p)| tuning.set(i, p.value));
@@ -71,17 +73,17 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
             }
         }
     }
-    tuning.forget_choices(); // they were made beside other values
-    tuning.save().map_err(|error| not_kept(&error))
+    tuning.forget_choices(); // they were measured with other parameter values
+    tuning.save().map_err(|error| save_error(&error))
 }
 
 /// Runs every choice of every parameter at the sizes that [`tune`] checks, and compares the results with the CPU's.
 ///
 /// # Errors
-/// As [`tune`].
+/// Errors of [`tune`].
 pub fn check(device: Device) -> Result<()> {
-    let tuning = backend::of(device).tuning(device)?;
-    let _alone = Alone::new(&*tuning);
+    let tuning = backend::of_device(device).tuning(device)?;
+    let _guard = ChoicesDisabled::new(&*tuning);
     for (i, p) in tuning.parameters().iter().enumerate() {
         let checked = p.choices.iter().try_for_each(|&choice| check_choice(&*tuning, device, i, p.name, choice));
         tuning.set(i, p.value);
@@ -90,16 +92,16 @@ pub fn check(device: Device) -> Result<()> {
     Ok(())
 }
 
-/// How much is tried in ordinary work on the device.
+/// Returns how much tuning is done during ordinary work on the device.
 ///
 /// # Errors
-/// As [`parameters`].
+/// Errors of [`parameters`].
 pub fn level(device: Device) -> Result<Level> {
-    Ok(backend::of(device).tuning(device)?.level())
+    Ok(backend::of_device(device).tuning(device)?.level())
 }
 
-/// Has more or less tried, in this process from now on. Without this it is what `CLAYSTONE_TUNING` says, else
-/// [`Level::None`].
+/// Sets how much tuning this process does during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
+/// [`Level::None`] without it.
 ///
 /// ```
 /// use claystone::{Device, tune};
@@ -112,61 +114,61 @@ pub fn level(device: Device) -> Result<Level> {
 /// ```
 ///
 /// # Errors
-/// As [`parameters`].
+/// Errors of [`parameters`].
 pub fn set_level(device: Device, level: Level) -> Result<()> {
-    backend::of(device).tuning(device)?.set_level(level);
+    backend::of_device(device).tuning(device)?.set_level(level);
     Ok(())
 }
 
-/// What was chosen for kernels and classes of sizes, by this process and those before.
+/// Returns the choices made for kernels and classes of sizes, by this process and earlier processes.
 ///
 /// # Errors
-/// As [`parameters`].
+/// Errors of [`parameters`].
 pub fn choices(device: Device) -> Result<Vec<Choice>> {
-    Ok(backend::of(device).tuning(device)?.choices())
+    Ok(backend::of_device(device).tuning(device)?.choices())
 }
 
-/// How many choices have been begun and are not made yet. A call that makes one may begin another the next time: once there
-/// is none before a step and none after it, the step has nothing left to choose.
+/// The number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call:
+/// a step is fully tuned once this number is 0 both before and after it.
 ///
 /// # Errors
-/// As [`parameters`].
+/// Errors of [`parameters`].
 pub fn on_trial(device: Device) -> Result<usize> {
-    Ok(backend::of(device).tuning(device)?.on_trial())
+    Ok(backend::of_device(device).tuning(device)?.on_trial())
 }
 
-/// Whether [`choices`] are used, in this process from now on: to compare times with and without them. The defaults are used
-/// otherwise, and nothing is tried.
+/// Enables or disables [`choices`] for this process, to compare times with and without them. While choices are disabled the
+/// defaults are used and nothing is tried.
 ///
-/// # Errors
+/// Errors of [`parameters`].
 /// As [`parameters`].
 pub fn use_choices(device: Device, on: bool) -> Result<()> {
-    backend::of(device).tuning(device)?.use_choices(on);
+    backend::of_device(device).tuning(device)?.use_choices(on);
     Ok(())
 }
 
-/// Forgets [`choices`], and the file has none: for a driver or a machine that has changed.
+/// Deletes all [`choices`], in this process and in the file. Use this after a change of the driver or the machine.
 ///
 /// # Errors
-/// As [`parameters`], and where the file cannot be written.
+/// Errors of [`parameters`], and an error if the file cannot be written.
 pub fn forget(device: Device) -> Result<()> {
-    let tuning = backend::of(device).tuning(device)?;
+    let tuning = backend::of_device(device).tuning(device)?;
     tuning.forget_choices();
-    tuning.save().map(drop).map_err(|error| not_kept(&error))
+    tuning.save().map(drop).map_err(|error| save_error(&error))
 }
 
-/// Makes choices for sums, copies and products of many usual sizes, trying as much as the level says, and calls `each` after
-/// every one with how many choices there are. They are kept as they are made.
+/// Makes choices for sums, copies and products of many usual sizes, with as many trials as `level` says. Calls `each` after every
+/// workload with the number of choices so far. Each choice is saved when it is made.
 ///
 /// # Errors
-/// As [`parameters`], and those of the operations.
+/// Errors of [`parameters`] and of the operations.
 pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Result<()> {
-    let tuning = backend::of(device).tuning(device)?;
+    let tuning = backend::of_device(device).tuning(device)?;
     let before = tuning.level();
     let done = tuning.ordinary().into_iter().try_for_each(|workload| {
-        tuning.set_level(level); // and what another workload left on trial is not any more
+        tuning.set_level(level); // also abandons trials that the previous workload left open
         let operands = workload.operands(device)?;
-        for _ in 0..CALLS {
+        for _ in 0..MAX_CALLS {
             let begun = tuning.on_trial();
             workload.run(&operands)?;
             if begun + tuning.on_trial() == 0 {
@@ -180,26 +182,26 @@ pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Resul
     done
 }
 
-fn not_kept(error: &io::Error) -> Error {
-    Error::invalid("tune", format!("the results cannot be kept: {error}"))
+fn save_error(error: &io::Error) -> Error {
+    Error::invalid("tune", format!("the results cannot be saved: {error}"))
 }
 
-/// Measures a device's parameters as if there were no choices, and tries nothing meanwhile.
-struct Alone<'a> {
+/// Disables choices and trials while a device's parameters are measured, and restores the previous setting when dropped.
+struct ChoicesDisabled<'a> {
     tuning: &'a dyn Tuning,
-    /// Whether choices were used before.
-    used: bool,
+    /// Whether choices were enabled before.
+    were_enabled: bool,
 }
 
-impl Alone<'_> {
-    fn new(tuning: &dyn Tuning) -> Alone<'_> {
-        Alone { tuning, used: tuning.use_choices(false) }
+impl ChoicesDisabled<'_> {
+    fn new(tuning: &dyn Tuning) -> ChoicesDisabled<'_> {
+        ChoicesDisabled { tuning, were_enabled: tuning.use_choices(false) }
     }
 }
 
-impl Drop for Alone<'_> {
+impl Drop for ChoicesDisabled<'_> {
     fn drop(&mut self) {
-        self.tuning.use_choices(self.used);
+        self.tuning.use_choices(self.were_enabled);
     }
 }
 
@@ -209,31 +211,31 @@ fn check_choice(tuning: &dyn Tuning, device: Device, i: usize, name: &str, choic
     tuning.edges(i).into_iter().try_for_each(|workload| workload.check(device, name, choice))
 }
 
-fn measure(tuning: &dyn Tuning, device: Device, i: usize) -> Result<Measured> {
+fn measure_parameter(tuning: &dyn Tuning, device: Device, i: usize) -> Result<Measured> {
     let p = tuning.parameters().swap_remove(i);
     let workload = tuning.workload(i);
     let operands = workload.operands(device)?;
     let mut times = vec![f64::INFINITY; p.choices.len()];
-    for round in 0..ROUNDS {
+    for round in 0..MEASUREMENT_ROUNDS {
         for (time, &choice) in times.iter_mut().zip(p.choices) {
             tuning.set(i, choice);
             if round == 0 {
                 check_choice(tuning, device, i, p.name, choice)?;
                 workload.check(device, p.name, choice)?;
             }
-            *time = time.min(sample(device, || workload.run(&operands))?);
+            *time = time.min(time_call(device, || workload.run(&operands))?);
         }
     }
     let timed = || p.choices.iter().copied().zip(times.iter().copied());
     let now = timed().find(|&(choice, _)| choice == p.value).map_or(f64::INFINITY, |(_, time)| time);
-    let best = timed().min_by(|a, b| a.1.total_cmp(&b.1)).filter(|&(_, time)| time < WORTH * now);
+    let best = timed().min_by(|a, b| a.1.total_cmp(&b.1)).filter(|&(_, time)| time < MAX_TIME_RATIO * now);
     let value = best.map_or(p.value, |(choice, _)| choice);
     tuning.set(i, value);
     Ok(Measured { parameter: Parameter { value, ..p }, times })
 }
 
 /// Microseconds of a call among several in a row.
-fn sample(device: Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
+fn time_call(device: Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let timed = |calls: usize| -> Result<f64> {
         let from = Instant::now();
         for _ in 0..calls {
@@ -242,7 +244,7 @@ fn sample(device: Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
         device.synchronize()?;
         Ok(from.elapsed().as_secs_f64() * 1e6)
     };
-    let calls = (SAMPLE / timed(1)?).ceil().clamp(1.0, 100.0) as usize;
+    let calls = (MIN_SAMPLE_MICROS / timed(1)?).ceil().clamp(1.0, 100.0) as usize;
     Ok(timed(calls)? / calls as f64)
 }
 
@@ -258,16 +260,16 @@ impl Workload {
             false => make(&[rows, cols], cols, dtype),
         };
         match self {
-            Workload::Sum(n) => Ok([make(&[n], 0, DType::F32)?, make(&[n], 1, DType::F32)?]),
-            Workload::Shifted(n) => {
+            Workload::Add(n) => Ok([make(&[n], 0, DType::F32)?, make(&[n], 1, DType::F32)?]),
+            Workload::AddUnaligned(n) => {
                 let shifted = |seed| make(&[n + 1], seed, DType::F32)?.narrow(0, 1, n);
                 Ok([shifted(0)?, shifted(1)?])
             }
-            Workload::Transposed(rows, cols, dtype) => {
+            Workload::CopyTransposed(rows, cols, dtype) => {
                 let t = matrix(rows, cols, true, dtype)?;
                 Ok([t.shallow_clone(), t])
             }
-            Workload::Product([m, n, k], [a, b], dtype) => Ok([matrix(m, k, a, dtype)?, matrix(k, n, b, dtype)?]),
+            Workload::MatMul([m, n, k], [a, b], dtype) => Ok([matrix(m, k, a, dtype)?, matrix(k, n, b, dtype)?]),
             Workload::Convolution([n, c, o, side], k) => {
                 Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[o, c, k, k], 1, DType::F32)?])
             }
@@ -275,27 +277,27 @@ impl Workload {
             Workload::Depthwise([n, c, side], k) => {
                 Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[c, 1, k, k], 1, DType::F32)?])
             }
-            Workload::Sorted(dims, dtype) => {
+            Workload::Sort(dims, dtype) => {
                 let lines = make(&dims, 0, dtype)?;
                 Ok([lines.shallow_clone(), lines])
             }
-            Workload::Pooling([n, c, side]) | Workload::Added([n, c, side]) => {
+            Workload::Pooling([n, c, side]) | Workload::AddImages([n, c, side]) => {
                 Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[n, c, side, side], 1, DType::F32)?])
             }
         }
     }
 
     fn run(self, [a, b]: &[Tensor; 2]) -> Result<Tensor> {
-        // Whatever the process has: what is chosen is for this mode.
+        // Always in mode Auto, whatever mode the process has: choices apply to this mode.
         with_memory_mode(MemoryMode::Auto, || match self {
-            Workload::Sum(_) | Workload::Shifted(_) | Workload::Added(_) => a.add(b),
-            Workload::Transposed(..) => a.contiguous(),
-            Workload::Product(..) => a.matmul(b),
+            Workload::Add(_) | Workload::AddUnaligned(_) | Workload::AddImages(_) => a.add(b),
+            Workload::CopyTransposed(..) => a.contiguous(),
+            Workload::MatMul(..) => a.matmul(b),
             Workload::Convolution(..) => a.conv2d(b, None, ConvOptions::default()),
             Workload::Pooling(_) => a.max_pool2d([2, 2], MaxPoolOptions::default()),
             Workload::Attention(_) => a.scaled_dot_product_attention(b, b, Attention::default()),
             Workload::Depthwise([_, groups, _], _) => a.conv2d(b, None, ConvOptions { groups, ..Default::default() }),
-            Workload::Sorted(..) => Ok(a.sort(-1, false)?.1),
+            Workload::Sort(..) => Ok(a.sort(-1, false)?.1),
         })
     }
 
@@ -314,7 +316,7 @@ impl Workload {
         if ours.len() == right.len() && ours.iter().zip(&right).all(|(a, b)| (a - b).abs() <= self.tolerance()) {
             return Ok(());
         }
-        let reason = format!("{self:?} is wrong on {device} where {name} is {choice}: nothing is kept");
+        let reason = format!("{self:?} gives a wrong result on {device} with {name} = {choice}: nothing is saved");
         Err(Error::invalid("tune", reason))
     }
 }

@@ -1,4 +1,4 @@
-//! The end of the process while devices, and threads that use them, are at work.
+//! Ends processes while devices, and threads that use them, are working.
 
 mod common;
 
@@ -11,10 +11,10 @@ use std::time::Duration;
 use claystone::{Device, Result, Stream, Tensor, with_stream};
 use tempfile::TempDir;
 
-/// What a process does before it ends, by name.
-type End = (&'static str, fn(Device));
+/// The name and the last actions of a process that then ends.
+type Ending = (&'static str, fn(Device));
 
-const ENDS: [End; 4] = [
+const ENDINGS: [Ending; 4] = [
     ("work is queued", |device| queue(device, 20).unwrap()),
     ("exit is called", |device| {
         queue(device, 1).unwrap();
@@ -30,23 +30,23 @@ const ENDS: [End; 4] = [
     }),
 ];
 
-/// A child that is forked while exit handlers are registered, on account of the driver, can register one.
+/// Checks that a forked child can register an exit handler while the driver registers its own.
 fn registers_in_a_child() {
-    // SAFETY: the child calls C functions only, which do not unwind, and ends without a destructor.
+    // SAFETY: the child calls only C functions, which do not unwind, and exits without running destructors.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: the same; where the handler cannot be registered, the alarm ends the child.
+        // SAFETY: as above. If registering the handler blocks, the alarm ends the child.
         unsafe {
             libc::alarm(10);
             libc::_exit(libc::atexit(linger))
         };
     }
     let mut status = 0;
-    // SAFETY: the place for the status lives.
+    // SAFETY: `status` outlives the call.
     assert_eq!((unsafe { libc::waitpid(child, &mut status, 0) }, status), (child, 0));
 }
 
-/// Work of several kernels on three streams, for which nobody waits.
+/// Enqueues several kernels on each of three streams without waiting.
 fn queue(device: Device, operations: usize) -> Result<()> {
     let x = Tensor::ones([100, 100], device)?;
     for _ in 0..3 {
@@ -56,18 +56,18 @@ fn queue(device: Device, operations: usize) -> Result<()> {
     Ok(())
 }
 
-/// Registered before there is a driver, and so called after the driver's own handlers: if the driver still compiles
-/// then, it crashes.
+/// An exit handler that is registered before the driver is loaded, and so runs after the driver's handlers. If the driver is
+/// still compiling then, the process crashes.
 extern "C" fn linger() {
     thread::sleep(Duration::from_millis(1500));
 }
 
-/// How long after a thread has begun to use a device, which nobody has used before, the process ends: in milliseconds.
-const MOMENTS: [u64; 16] = [0, 1, 2, 4, 8, 15, 25, 40, 60, 100, 200, 350, 600, 1000, 1500, 2500];
-/// The status that it ends with then.
+/// Milliseconds between a thread's first use of a device and the end of the process.
+const MOMENTS_MS: [u64; 16] = [0, 1, 2, 4, 8, 15, 25, 40, 60, 100, 200, 350, 600, 1000, 1500, 2500];
+/// The exit status of these processes.
 const STATUS: i32 = 7;
 
-/// This program again, told how it ends. Whatever runs there is compiled first.
+/// Starts this program again and tells it how to end. Its caches are empty, so every kernel is compiled.
 fn start(end: String) -> (Child, TempDir) {
     let cache = tempfile::tempdir().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap());
@@ -83,20 +83,20 @@ fn ends_with(status: i32, what: &str, children: [(Child, TempDir); 2]) {
     }
 }
 
-fn a_process_ends_well_whatever_is_under_way() {
+fn process_ends_cleanly_while_work_is_pending() {
     for device in common::devices() {
-        for (index, (name, _)) in ENDS.iter().enumerate() {
+        for (index, (name, _)) in ENDINGS.iter().enumerate() {
             ends_with(0, &format!("{name} on {device}"), [(); 2].map(|()| start(format!("whatever {index} {device}"))));
         }
     }
 }
 
-/// At some of these moments the driver is being loaded, at most it compiles for the first time: a program, or for the
-/// launch of a kernel. PoCL registers exit handlers while it does either. One process is ended by its main thread while
-/// another thread uses the device, the other by another thread while the main thread uses it.
-fn a_process_ends_well_while_it_compiles_for_the_first_time() {
+/// Ends processes while the driver is being loaded, or while it compiles a program or the code of a launch for the first time. PoCL
+/// registers exit handlers during both. In one process the main thread exits while another thread uses the device, in the
+/// other process the other way round.
+fn process_ends_cleanly_during_first_compilation() {
     for device in common::devices() {
-        for delay in MOMENTS {
+        for delay in MOMENTS_MS {
             let children = ["main", "another"].map(|thread| start(format!("{thread} {delay} {device}")));
             ends_with(STATUS, &format!("after {delay} ms on {device}"), children);
         }
@@ -129,15 +129,15 @@ fn end(how: &str) {
     // SAFETY: a C function, which does not unwind.
     assert_eq!(unsafe { libc::atexit(linger) }, 0);
     assert_eq!(Tensor::ones([4], device).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 4.0);
-    ENDS[number as usize].1(device)
+    ENDINGS[number as usize].1(device)
 }
 
-/// Without a harness, which runs tests in threads of their own: this is about the main thread's end.
+/// This test has no harness, because a harness would run tests in other threads, but the main thread has to end.
 fn main() {
     if let Ok(how) = std::env::var("CLAYSTONE_EXIT") {
         return end(&how);
     }
-    a_process_ends_well_whatever_is_under_way();
-    a_process_ends_well_while_it_compiles_for_the_first_time();
+    process_ends_cleanly_while_work_is_pending();
+    process_ends_cleanly_during_first_compilation();
     println!("every process ended well");
 }

@@ -1,5 +1,5 @@
-//! An operation asks the host's heap for nothing, once its kernel and its memory are there; and whatever formulas are computed, a
-//! bounded number of them is kept there.
+//! Checks that an operation whose kernel and memory exist already allocates nothing on the host's heap, and that a bounded number of
+//! formulas is cached.
 
 mod common;
 
@@ -12,21 +12,21 @@ use claystone::optim::*;
 use claystone::profiler::{Category, profile};
 use claystone::{DType, Device, Expr, Graph, Result, Tensor, no_grad};
 
-/// Counts what this thread asks for. Drivers have their own heap.
+/// Counts this thread's allocations. Drivers have their own heap.
 struct Counting;
 
 thread_local! {
-    static ASKED: Cell<u64> = const { Cell::new(0) };
-    /// Bytes that this thread has asked for and not given back.
-    static HELD: Cell<isize> = const { Cell::new(0) };
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    /// Bytes that this thread has allocated and not freed.
+    static HELD_BYTES: Cell<isize> = const { Cell::new(0) };
 }
 
 fn count(bytes: isize) {
-    let _ = ASKED.try_with(|asked| asked.set(asked.get() + u64::from(bytes > 0)));
-    let _ = HELD.try_with(|held| held.set(held.get() + bytes));
+    let _ = ALLOCATIONS.try_with(|asked| asked.set(asked.get() + u64::from(bytes > 0)));
+    let _ = HELD_BYTES.try_with(|held| held.set(held.get() + bytes));
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: all calls are forwarded to the system allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
@@ -42,7 +42,7 @@ unsafe impl GlobalAlloc for Counting {
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size as isize);
-        let _ = HELD.try_with(|held| held.set(held.get() - layout.size() as isize));
+        let _ = HELD_BYTES.try_with(|held| held.set(held.get() - layout.size() as isize));
         // SAFETY: as above.
         unsafe { System.realloc(at, layout, size) }
     }
@@ -53,7 +53,7 @@ static COUNTING: Counting = Counting;
 
 type Step = Box<dyn FnMut() -> Result<()>>;
 
-/// Steps of every optimiser, two parameters in f32 or bf16, with another learning rate each time.
+/// A step of every optimizer, on two parameters in f32 or bf16, with a new learning rate each time.
 fn optimisers(device: Device) -> Result<Vec<(String, Step)>> {
     fn of<R: Rule + 'static>(rule: R, dtype: DType, device: Device) -> Result<(String, Step)> {
         let leaf = |n: usize| Tensor::ones(n, (dtype, device))?.requires_grad_(true);
@@ -81,7 +81,7 @@ fn optimisers(device: Device) -> Result<Vec<(String, Step)>> {
 }
 
 #[test]
-fn launches_ask_the_heap_for_nothing() {
+fn launches_do_not_allocate_on_the_heap() {
     for device in common::devices().into_iter().filter(|&d| d != Device::Cpu) {
         let make = |seed: usize| -> Result<Tensor> {
             let values: Vec<f32> = (0..24).map(|i| (i * 7 % (11 + seed)) as f32 / 8.0).collect();
@@ -113,35 +113,35 @@ fn launches_ask_the_heap_for_nothing() {
             ("cross_entropy", Box::new(|| x.cross_entropy(&labels))),
         ];
         for (name, op) in &cases {
-            (0..3).for_each(|_| drop(op().unwrap())); // builds the kernel, fills the caches
-            let before = ASKED.get();
+            (0..3).for_each(|_| drop(op().unwrap())); // builds the kernel and fills the caches
+            let before = ALLOCATIONS.get();
             (0..20).for_each(|_| drop(op().unwrap()));
-            assert_eq!(ASKED.get() - before, 0, "20 times {name} on {device}");
+            assert_eq!(ALLOCATIONS.get() - before, 0, "20 times {name} on {device}");
         }
-        // In place, and given back on the way.
+        // In place.
         (0..3).for_each(|_| _ = y.add_(&x).unwrap());
-        let before = ASKED.get();
+        let before = ALLOCATIONS.get();
         (0..20).for_each(|_| _ = y.add_(&x).unwrap());
-        assert_eq!(ASKED.get() - before, 0, "add_ on {device}");
-        // Steps of optimisers, whose learning rate changes.
+        assert_eq!(ALLOCATIONS.get() - before, 0, "add_ on {device}");
+        // Optimizer steps with a changing learning rate.
         for (name, step) in &mut optimisers(device).unwrap() {
             (0..3).for_each(|_| step().unwrap());
-            let before = ASKED.get();
+            let before = ALLOCATIONS.get();
             (0..20).for_each(|_| step().unwrap());
-            assert_eq!(ASKED.get() - before, 0, "20 steps of {name} on {device}");
+            assert_eq!(ALLOCATIONS.get() - before, 0, "20 steps of {name} on {device}");
         }
-        // Replays, of kernels, fills and copies.
+        // Graph replays of kernels, fills and copies.
         let work = || Tensor::zeros(6, device)?.add(&x)?.softmax(1)?.t()?.contiguous();
         let (graph, _out) = Graph::capture(device, work).unwrap();
         graph.replay().unwrap();
-        let before = ASKED.get();
+        let before = ALLOCATIONS.get();
         (0..20).for_each(|_| graph.replay().unwrap());
-        assert_eq!(ASKED.get() - before, 0, "a replay on {device}");
+        assert_eq!(ALLOCATIONS.get() - before, 0, "a replay on {device}");
         device.synchronize().unwrap();
     }
 }
 
-/// Sign descent whose rate is a number in the formula.
+/// A sign-descent rule whose learning rate is a literal number in the formula.
 #[derive(Clone)]
 struct Literal {
     lr: f64,
@@ -163,10 +163,10 @@ impl Rule for Literal {
     }
 }
 
-/// Every door for a formula, with a number in it; how often it is tried on the CPU.
-type Door<'a> = (&'a str, usize, Box<dyn Fn(f64) -> Result<f32> + 'a>);
+/// An API function that takes a formula with a number in it: its name, how often to call it on the CPU, and the call.
+type FormulaApi<'a> = (&'a str, usize, Box<dyn Fn(f64) -> Result<f32> + 'a>);
 
-fn doors(device: Device) -> Result<Vec<Door<'static>>> {
+fn formula_apis(device: Device) -> Result<Vec<FormulaApi<'static>>> {
     let x = Tensor::from_slice(&[0.5f32, -1.5, 2.0, 4.0], [2, 2], device)?;
     let w = x.try_clone()?.requires_grad_(true)?;
     let weight = Tensor::ones([2, 2], device)?.requires_grad_(true)?;
@@ -249,13 +249,13 @@ fn doors(device: Device) -> Result<Vec<Door<'static>>> {
 }
 
 #[test]
-fn numbers_that_change_cost_no_programs_and_no_memory() {
-    // Fills the caches that other tests measure.
-    if !common::alone("numbers_that_change_cost_no_programs_and_no_memory") {
+fn changing_numbers_in_formulas_adds_no_programs_or_memory() {
+    // In its own process, because it fills caches that other tests measure.
+    if !common::in_own_process("changing_numbers_in_formulas_adds_no_programs_or_memory") {
         return;
     }
     for device in common::devices() {
-        for (name, times, door) in doors(device).unwrap() {
+        for (name, times, door) in formula_apis(device).unwrap() {
             let nth = |i: usize| 0.0137 + i as f64 * 1.7e-5;
             let times = if device == Device::Cpu { times } else { times.min(2_000) };
             let work = || (0..50).for_each(|i| _ = door(nth(i)).unwrap());
@@ -263,30 +263,30 @@ fn numbers_that_change_cost_no_programs_and_no_memory() {
             let compiled = profile.events().iter().filter(|event| event.category == Category::Compile).count();
             assert!(compiled <= 24, "{name} on {device}: {compiled} programs");
             drop(profile);
-            let before = HELD.get();
+            let before = HELD_BYTES.get();
             (50..times).for_each(|i| _ = door(nth(i)).unwrap());
-            let grown = HELD.get() - before;
+            let grown = HELD_BYTES.get() - before;
             assert!(grown < 128 << 10, "{name} on {device}: {grown} bytes more after {times} numbers");
         }
     }
 }
 
-/// The formula with this number.
-fn nth(x: &Expr, n: usize) -> Expr {
+/// A different formula for each `n`.
+fn formula(x: &Expr, n: usize) -> Expr {
     (0..usize::BITS - n.leading_zeros()).fold(x.clone(), |e, bit| if n >> bit & 1 == 1 { e.abs() + x } else { e * x })
 }
 
 #[test]
-fn formulas_without_end_are_forgotten() {
-    // Fills the caches that other tests measure.
-    if !common::alone("formulas_without_end_are_forgotten") {
+fn cache_of_formulas_is_bounded() {
+    // In its own process, because it fills caches that other tests measure.
+    if !common::in_own_process("cache_of_formulas_is_bounded") {
         return;
     }
     let x = Tensor::from_slice(&[0.5f32, -1.5], 2, Device::Cpu).unwrap();
-    let compute = |n: usize| no_grad(|| Tensor::map(&[&x], |e| nth(&e[0], n))).unwrap();
+    let compute = |n: usize| no_grad(|| Tensor::map(&[&x], |e| formula(&e[0], n))).unwrap();
     (0..20_000).for_each(|n| drop(compute(n)));
-    let before = HELD.get();
+    let before = HELD_BYTES.get();
     (20_000..100_000).for_each(|n| drop(compute(n)));
-    let grown = HELD.get() - before;
+    let grown = HELD_BYTES.get() - before;
     assert!(grown < 4 << 20, "{grown} bytes more");
 }

@@ -1,7 +1,7 @@
-//! Under a limit of N bytes, operations on inputs of N / 8 bytes hold at most N and a little scratch memory: every operation of the
-//! catalogue, contiguous and strided. `MEMORY_LIMIT_OP=name` runs one.
+//! Under a memory limit of N bytes, an operation on inputs of N / 8 bytes must use at most N bytes and a little scratch memory. The test
+//! runs every operation in the catalogue with contiguous and strided inputs. `MEMORY_LIMIT_OP=name` selects one operation.
 //!
-//! On the CPU device the heap beside the allocator is counted, and the process's resident memory as the system has it.
+//! On the CPU device it also checks the heap used outside the allocator, and the process's resident memory as the system reports it.
 
 mod common;
 
@@ -12,14 +12,14 @@ use claystone::ops::{self, Argument, Kind, Operation, ParameterKind};
 use claystone::{DType, Device, Error, Result, Tensor};
 
 const MIB: usize = 1 << 20;
-const LIMIT: usize = 64 * MIB;
-/// Heap that is left for everything beside the allocator, and for each thread.
-const SCRATCH: usize = 8 * MIB;
-const OF_THREAD: usize = 4 * MIB;
-/// Elements of a row.
+const LIMIT_BYTES: usize = 64 * MIB;
+/// Bytes of heap that may be used outside the allocator: in total, and for each thread.
+const SCRATCH_BYTES: usize = 8 * MIB;
+const SCRATCH_BYTES_PER_THREAD: usize = 4 * MIB;
+/// Elements in a row.
 const ROW: usize = 512;
 
-/// Operations that may run out of memory, because they keep 8-byte indices of each element; even so they stay below the limit.
+/// Operations that may run out of memory, because they keep an 8-byte index of each element. They still stay below the limit.
 const OUT_OF_MEMORY: [&str; 9] = [
     "masked_scatter",
     "masked_scatter_",
@@ -32,17 +32,17 @@ const OUT_OF_MEMORY: [&str; 9] = [
     "unique_inverse",
 ];
 
-/// Operations that may run out of memory on OpenCL devices as well: sorts keep keys and indices of two passes, and transposed
-/// convolutions of volumes a copy in f32.
+/// Operations that may also run out of memory on OpenCL devices: sorts keep the keys and indices of two passes, and transposed 3-D
+/// convolutions keep a copy in f32.
 const OUT_OF_MEMORY_ON_OPENCL: [&str; 3] = ["argsort", "conv_transpose3d", "sort"];
 
-/// The heap in use, and the most of it, without the segments of the CPU device's allocator.
+/// Counts the heap in use and its peak, without the segments of the CPU device's allocator.
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
 static PEAK: AtomicIsize = AtomicIsize::new(0);
 
-/// Adds `sign` times the size. Segments are aligned to 16 bytes, which elements of no vector are.
+/// Adds `sign` times the size. Segments are excluded by their 16-byte alignment, which no vector of elements has.
 fn count(layout: Layout, sign: isize) {
     if layout.align() < 16 || layout.size() < MIB {
         let change = sign * layout.size() as isize;
@@ -51,7 +51,7 @@ fn count(layout: Layout, sign: isize) {
     }
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: all calls are forwarded to the system allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout, 1);
@@ -75,19 +75,19 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// A tensor of a call.
+/// A tensor argument of a call.
 enum Input {
-    /// Numbers of the tested dtype, from above 0 to 1, or from 1 to 100.
+    /// Numbers in the tested dtype: floats in (0, 1), integers from 1 to 100.
     Numbers(Vec<usize>),
-    /// I64, below this.
+    /// I64 indices below this bound.
     Index(Vec<usize>, usize),
     Mask(Vec<usize>),
-    /// The tested dtype, ascending.
+    /// Ascending numbers in the tested dtype.
     Sorted(usize),
     None,
 }
 
-/// The tensors and arguments that an operation is called with: tensors of about `n` elements together. `None` for what computes nothing.
+/// The arguments of an operation, with about `n` tensor elements in total. `None` for operations that compute nothing.
 fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<Input>, Vec<Argument>)> {
     use Input::{Index, Mask, None as Missing, Numbers, Sorted};
     let x = |dims: &[usize]| Numbers(dims.to_vec());
@@ -98,7 +98,7 @@ fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<I
     let (rows, half) = (n / ROW, n / 2 / ROW);
     let side = n.isqrt();
     let index = |below: usize, dims: &[usize]| Index(dims.to_vec(), below);
-    // Indices are 8 bytes, whatever the dtype is.
+    // Indices have 8 bytes in every dtype.
     let few = n * dtype.size() / (dtype.size() + 8) / ROW;
     let pair = || vec![x(&[half, ROW]), x(&[half, ROW])];
     let indexed = || vec![x(&[few, ROW]), index(few, &[few, ROW]), x(&[few, ROW])];
@@ -228,7 +228,7 @@ fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<I
         "cosine_embedding_loss" => (vec![x(&[half, ROW]), x(&[half, ROW]), x(&[half])], vec![]),
         "cross_entropy" | "nll_loss" => (vec![x(&[rows, ROW]), index(ROW, &[rows])], vec![]),
         "nan_to_num" | "nan_to_num_" => (vec![x(&[rows, ROW])], vec![int(0), int(1), int(1)]),
-        // The required parameters: numbers of one shape, and arguments by their kinds.
+        // The required parameters: tensors of one shape, and other arguments by their kinds.
         _ => {
             let required = || op.signature().parameters.iter().filter(|p| p.default.is_none());
             let tensors = required().filter(|p| p.kind == ParameterKind::Tensor).count();
@@ -253,7 +253,7 @@ impl Input {
                 return Tensor::linspace(top / *n as f64, top, *n, device)?.to_dtype(dtype).map(Some);
             }
         };
-        // Dims from last to first, and every other element of the first.
+        // Strided: reversed dims, and every other element of the first dim.
         let mut memory = dims.clone();
         if strided {
             memory.reverse();
@@ -280,7 +280,7 @@ impl Input {
     }
 }
 
-/// The most memory of the process since the last call, in bytes.
+/// Peak resident memory of the process since the last call, in bytes.
 fn peak_resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -289,9 +289,9 @@ fn peak_resident() -> usize {
     kib << 10
 }
 
-/// Runs one operation, and returns a message where its memory exceeds the bounds.
+/// Runs one operation, and returns a message if its memory use exceeds the bounds.
 fn check(op: &Operation, dtype: DType, strided: bool, device: Device) -> Result<Option<String>> {
-    let elements = LIMIT / 8 / dtype.size() / if strided { 2 } else { 1 };
+    let elements = LIMIT_BYTES / 8 / dtype.size() / if strided { 2 } else { 1 };
     let Some((inputs, arguments)) = call(op, elements, dtype, device) else { return Ok(None) };
     device.empty_cache()?;
     let tensors = inputs.iter().map(|t| t.make(dtype, device, strided)).collect::<Result<Vec<_>>>()?;
@@ -315,65 +315,65 @@ fn check(op: &Operation, dtype: DType, strided: bool, device: Device) -> Result<
     Ok(match result {
         Err(Error::OutOfMemory { .. }) if device != Device::Cpu && OUT_OF_MEMORY_ON_OPENCL.contains(&op.name) => None,
         Err(Error::OutOfMemory { .. })
-            if OUT_OF_MEMORY.contains(&op.name) && (device != Device::Cpu || growth <= LIMIT + 64 * MIB) =>
+            if OUT_OF_MEMORY.contains(&op.name) && (device != Device::Cpu || growth <= LIMIT_BYTES + 64 * MIB) =>
         {
             None
         }
         Err(error @ Error::OutOfMemory { .. }) => {
-            // Results and inputs may be more than the limit by themselves.
+            // The inputs and results alone may exceed the limit.
             device.set_memory_limit(u64::MAX)?;
             let results = ops::call(op.name, &tensors, &arguments)?;
             let bytes: usize = results.iter().map(|t| t.storage().nbytes()).sum();
             drop(results);
             device.empty_cache()?;
-            device.set_memory_limit(LIMIT as u64)?;
-            (held + bytes < LIMIT - MIB).then(|| format!("{name}: {error}; results are {} MiB", bytes / MIB))
+            device.set_memory_limit(LIMIT_BYTES as u64)?;
+            (held + bytes < LIMIT_BYTES - MIB).then(|| format!("{name}: {error}; results are {} MiB", bytes / MIB))
         }
         Err(error) => Some(format!("{name}: cannot be called: {error}")),
-        Ok(_) if device == Device::Cpu && scratch > SCRATCH + threads * OF_THREAD => {
+        Ok(_) if device == Device::Cpu && scratch > SCRATCH_BYTES + threads * SCRATCH_BYTES_PER_THREAD => {
             Some(format!("{name}: {} MiB of heap beside the allocator", scratch / MIB))
         }
-        Ok(_) if device == Device::Cpu && growth > LIMIT + 64 * MIB => {
+        Ok(_) if device == Device::Cpu && growth > LIMIT_BYTES + 64 * MIB => {
             Some(format!("{name}: {} MiB resident", growth / MIB))
         }
         Ok(_) => None,
     })
 }
 
-/// Memory of the process, in bytes.
+/// Resident memory of the process, in bytes.
 fn resident() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
     pages.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }
 
 #[test]
-fn no_operation_takes_more_memory_than_the_limit() {
+fn every_operation_stays_within_the_memory_limit() {
     let mut wrong = Vec::new();
     let only = std::env::var("MEMORY_LIMIT_OP").ok();
     let opencl = common::devices().into_iter().find(|&device| device != Device::Cpu);
     for device in [Device::Cpu].into_iter().chain(opencl) {
-        device.set_memory_limit(LIMIT as u64).unwrap();
+        device.set_memory_limit(LIMIT_BYTES as u64).unwrap();
         for (i, op) in ops::operations().iter().enumerate() {
             if only.as_deref().is_some_and(|only| only != op.name) {
                 continue;
             }
-            // Formulas on each element take one way through a backend: each has one dtype, on OpenCL one of many is run.
+            // All elementwise formulas take the same path through a backend: each is tested in one dtype, and on OpenCL only every 16th.
             let is_row = op.row().is_some();
             if is_row && device != Device::Cpu && i % 16 > 0 && only.is_none() {
                 continue;
             }
-            let mut dtypes: Vec<DType> = DType::ALL.into_iter().filter(|&t| op.takes.contain(t)).collect();
+            let mut dtypes: Vec<DType> = DType::ALL.into_iter().filter(|&t| op.takes.contains(t)).collect();
             if is_row && op.name.ends_with('_') {
-                // A result in floats does not fit into integers, nor one in integers into bool.
-                dtypes.retain(|&t| t.is_float() || (t != DType::Bool && !op.takes.contain(DType::F32)));
+                // Float results cannot be stored in integers, nor integer results in bool.
+                dtypes.retain(|&t| t.is_float() || (t != DType::Bool && !op.takes.contains(DType::F32)));
             }
-            // Temporaries of other dtypes are largest beside the smallest ones.
+            // Temporaries in other dtypes are relatively largest for the smallest dtype.
             let smallest = dtypes.iter().copied().min_by_key(|t| t.size()).unwrap();
             let mut variants = vec![(smallest, false), (smallest, true), (dtypes[i % dtypes.len()], i % 2 == 0)];
             if is_row {
                 variants = vec![variants[2]];
             } else if device != Device::Cpu {
-                variants.pop(); // each dtype takes kernels of its own
+                variants.pop(); // each dtype needs its own kernels
             }
             variants.dedup();
             for (dtype, strided) in variants {

@@ -1,6 +1,5 @@
-//! Tiny shapes through every family of kernels. `scripts/test` runs this file a second time under Oclgrind, which then
-//! finds accesses out of bounds, data races between work-items and wrong use of the API; what the kernels compute is
-//! compared with the CPU device here, whatever OpenCL device runs it.
+//! Tiny shapes in every kernel family, compared with the CPU device. `scripts/test` also runs this file under Oclgrind, which detects
+//! accesses out of bounds, data races between work-items and wrong use of the OpenCL API.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,7 +9,7 @@ use claystone::ops::{Attention, ConvOptions, MaxPoolOptions, ScatterReduce};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::{BatchNormOptions, DType, Device, Interpolation, MemoryFormat, Result, Tensor, manual_seed};
 
-/// Small sizes around the edges of vectors, work-groups and tiles.
+/// Sizes just below and above the widths of vectors, work-groups and tiles.
 const SIZES: [usize; 6] = [1, 2, 15, 16, 17, 33];
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -27,20 +26,20 @@ fn devices() -> Vec<Device> {
     devices
 }
 
-/// Runs `f` on each OpenCL device and on the CPU with the same seed; the results have to agree.
-fn agree(tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
+/// Asserts that `f` has the same results on each OpenCL device and on the CPU, with the same seed.
+fn assert_devices_agree(tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
     agree_on(devices(), tolerance, f);
 }
 
-/// [`agree`] of these devices and the CPU.
+/// Like [`assert_devices_agree`], for these devices and the CPU.
 fn agree_on(devices: Vec<Device>, tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
     let run = |device| {
-        // The seed is the process's: one test at a time.
+        // The seed is process-wide, so only one test at a time may use it.
         static SEED: Mutex<()> = Mutex::new(());
         let _alone = SEED.lock().unwrap_or_else(PoisonError::into_inner);
         manual_seed(3);
         let tensors = f(device).unwrap();
-        // On the host: not every device has doubles.
+        // Converted on the host, because not every device supports f64.
         let values = |t: &Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec::<f64>();
         tensors.iter().map(|t| values(t).unwrap()).collect::<Vec<_>>()
     };
@@ -58,13 +57,13 @@ fn agree_on(devices: Vec<Device>, tolerance: f64, f: impl Fn(Device) -> Result<V
 
 fn numbers(n: usize, dtype: DType, device: Device) -> Result<Tensor> {
     let values: Vec<f32> = (0..n).map(|i| (i * 37 % 19) as f32 / 8.0 - 1.0).collect();
-    // Converted on the host, so that both devices start from the same bits.
+    // Converted on the host, so that all devices start from the same bits.
     Tensor::from_slice(&values, n, Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
-/// What this runs on: `scripts/test-implementations` reads it for its table.
+/// Prints the device, which `scripts/test-implementations` shows in its table.
 #[test]
-fn devices_have_what_kernels_need() {
+fn devices_meet_the_minimum_that_kernels_need() {
     for device in devices() {
         let info = device.info().unwrap();
         let (group, local) = (info.max_work_group, info.local_memory >> 10);
@@ -78,7 +77,7 @@ fn devices_have_what_kernels_need() {
 fn elementwise() {
     for n in SIZES {
         for dtype in FLOATS {
-            agree(1e-2, |device| {
+            assert_devices_agree(1e-2, |device| {
                 let (a, b) = (numbers(n, dtype, device)?, numbers(n, dtype, device)?.flip(0)?);
                 let row = numbers(2 * n, dtype, device)?.reshape([2, n])?;
                 Ok(vec![
@@ -114,7 +113,7 @@ fn conversions_and_copies() {
 fn reductions_and_rows() {
     for n in SIZES {
         for dtype in FLOATS {
-            agree(1e-2, |device| {
+            assert_devices_agree(1e-2, |device| {
                 let a = numbers(3 * n * 2, dtype, device)?.reshape([3, n, 2])?;
                 let rows = a.select(2, 1)?;
                 Ok(vec![
@@ -135,7 +134,7 @@ fn reductions_and_rows() {
 fn products() {
     for (m, k, n) in [(1, 1, 1), (3, 5, 2), (17, 16, 15), (33, 17, 20)] {
         for dtype in FLOATS {
-            agree(2e-2, |device| {
+            assert_devices_agree(2e-2, |device| {
                 let a = numbers(m * k, dtype, device)?.reshape([m, k])?;
                 let b = numbers(n * k, dtype, device)?.reshape([n, k])?;
                 let batch = numbers(2 * m * k, dtype, device)?.reshape([2, m, k])?;
@@ -147,7 +146,7 @@ fn products() {
 
 #[test]
 fn gathers() {
-    agree(0.0, |device| {
+    assert_devices_agree(0.0, |device| {
         let a = numbers(35, DType::F32, device)?.reshape([7, 5])?;
         let rows = Tensor::from_slice(&[6i64, 0, 3, 3], 4, device)?;
         let index = Tensor::from_slice(&[4i64, 0, 1, 2, 3, 4, 0], [7, 1], device)?;
@@ -164,7 +163,7 @@ fn gathers() {
 
 #[test]
 fn indices() {
-    agree(1e-5, |device| {
+    assert_devices_agree(1e-5, |device| {
         let a = numbers(35, DType::F32, device)?.reshape([7, 5])?.requires_grad_(true)?;
         let index = Tensor::from_slice(&[4i64, 0, 1, 1, 3, 2, 0, 4], [2, 4], device)?;
         let source = numbers(8, DType::F32, device)?.reshape([2, 4])?;
@@ -189,7 +188,7 @@ fn indices() {
 #[test]
 fn scans_and_sorts() {
     for n in SIZES {
-        agree(2e-2, |device| {
+        assert_devices_agree(2e-2, |device| {
             let a = numbers(3 * n, DType::F32, device)?.reshape([3, n])?;
             let half = numbers(3 * n, DType::F16, device)?.reshape([3, n])?;
             let whole = a.mul_scalar(8)?.to_dtype(DType::I64)?;
@@ -216,7 +215,7 @@ fn scans_and_sorts() {
 #[test]
 fn windows() {
     for dtype in FLOATS {
-        agree(5e-2, |device| {
+        assert_devices_agree(5e-2, |device| {
             let x = numbers(2 * 4 * 5 * 6, dtype, device)?.reshape([2, 4, 5, 6])?.requires_grad_(true)?;
             let w = numbers(6 * 2 * 3 * 2, dtype, device)?.reshape([6, 2, 3, 2])?.requires_grad_(true)?;
             let bias = numbers(6, dtype, device)?.requires_grad_(true)?;
@@ -231,11 +230,11 @@ fn windows() {
     }
 }
 
-/// Norms and pools of images whose channels lie innermost; groups of 32 work-items cut 144 pixels in slices.
+/// Norms and pools of channels-last images; work-groups of 32 split 144 pixels into slices.
 #[test]
 fn windows_and_norms_of_channels_last() {
     for (dtype, c) in [(DType::F32, 8), (DType::BF16, 16), (DType::F32, 3)] {
-        agree(5e-2, |device| {
+        assert_devices_agree(5e-2, |device| {
             let x = numbers(2 * c * 9 * 8, dtype, device)?.reshape([2, c, 9, 8])?;
             let x = x.to_memory_format(MemoryFormat::ChannelsLast)?.requires_grad_(true)?;
             let (weight, bias) = (numbers(c, dtype, device)?, numbers(c, dtype, device)?);
@@ -257,7 +256,7 @@ fn windows_and_norms_of_channels_last() {
     }
 }
 
-/// Sizes that grow, shrink and stay, of one to three dims, and their gradients.
+/// Resizes images of one to three dims to larger, smaller and equal sizes, with gradients.
 #[test]
 fn images_of_other_sizes() {
     let linear = [false, true].map(|align_corners| Interpolation::Linear { align_corners });
@@ -273,7 +272,7 @@ fn images_of_other_sizes() {
     .enumerate()
     {
         for (k, mode) in modes.into_iter().enumerate() {
-            agree(1e-2, |device| {
+            assert_devices_agree(1e-2, |device| {
                 let x = numbers(from.iter().product(), FLOATS[(i + k) % 3], device)?.reshape(from)?;
                 let x = x.flip(-1)?.requires_grad_(true)?;
                 let y = x.interpolate(to, mode)?;
@@ -287,7 +286,7 @@ fn images_of_other_sizes() {
 #[test]
 fn norms_and_attention() {
     for n in [1, 15, 33] {
-        agree(2e-2, |device| {
+        assert_devices_agree(2e-2, |device| {
             let x = numbers(2 * 3 * n, DType::F32, device)?.reshape([2, 3, n])?.requires_grad_(true)?;
             let w = numbers(n, DType::F32, device)?.requires_grad_(true)?;
             let normal = x.layer_norm(&[n], Some(&w), None, 1e-5)?;
@@ -306,11 +305,11 @@ fn norms_and_attention() {
     }
 }
 
-/// Masks, heads in groups and dropout; of the last call, groups share the keys of few queries.
+/// Attention with masks, grouped heads and dropout. In the last case, work-groups share the keys of few queries.
 #[test]
 fn attention() {
     for (dtype, queries, keys) in [(DType::F32, 11, 17), (DType::F16, 5, 9), (DType::F32, 1, 520)] {
-        agree(2e-2, |device| {
+        assert_devices_agree(2e-2, |device| {
             let made = |heads: usize, length: usize| {
                 let t = numbers(heads * length * 6, dtype, device)?.reshape([1, heads, length, 6])?;
                 t.narrow(-1, 1, 4)?.detach().requires_grad_(true)
@@ -328,7 +327,7 @@ fn attention() {
 
 #[test]
 fn random_numbers() {
-    agree(1e-5, |device| {
+    assert_devices_agree(1e-5, |device| {
         Ok(vec![
             Tensor::rand([3, 7], device)?,
             Tensor::randn(33, device)?,
@@ -341,14 +340,14 @@ fn random_numbers() {
 #[test]
 fn training_steps() {
     for dtype in FLOATS {
-        agree(5e-2, |device| {
+        assert_devices_agree(5e-2, |device| {
             let mut net = Sequential::new()
                 .push(Linear::new(5, 7, (dtype, device))?.with_activation(Activation::Relu))
                 .push(Linear::new(7, 3, (dtype, device))?);
             let x = numbers(20, dtype, device)?.reshape([4, 5])?;
             let y = Tensor::from_slice(&[0i64, 2, 1, 2], 4, device)?;
             let mut losses = Vec::new();
-            // One after the other: an optimiser takes the parameters over.
+            // One optimizer at a time, because an optimizer takes over the parameters.
             for sgd in [true, false] {
                 let parameters = net.parameters_mut();
                 let mut optimizer: Box<dyn Optimizer> = match sgd {

@@ -1,6 +1,6 @@
-//! Endurance: networks train for as long as the environment asks, and what the process holds does not grow.
+//! Endurance test: networks train for a given time, and the memory, descriptors and cache of the process must not grow.
 //!
-//! Ten seconds unless `CLAYSTONE_SOAK_SECONDS` says otherwise: `CLAYSTONE_SOAK_SECONDS=3600 cargo test --release --test soak --
+//! Runs for ten seconds unless `CLAYSTONE_SOAK_SECONDS` is set: `CLAYSTONE_SOAK_SECONDS=3600 cargo test --release --test soak --
 //! --nocapture` prints a line of measurements for each hundredth of the time.
 
 mod common;
@@ -14,25 +14,25 @@ use claystone::nn::{Activation, Conv2d, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::{HistoryOptions, Recording};
 use claystone::{ConvOptions, DType, Device, Result, Stream, Tensor, with_stream};
-use common::{again_with, devices};
+use common::{devices, in_child_with};
 
 const THREADS: usize = 4;
-/// Measurements of a run.
+/// Number of measurements in a run.
 const SAMPLES: u32 = 100;
 
-/// What the process holds at one moment.
+/// The resources that the process holds at one moment.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sample {
     resident: u64,
-    /// Reserved by the allocators of all devices.
+    /// Bytes reserved by the allocators of all devices.
     reserved: u64,
     descriptors: u64,
-    /// Bytes of the program cache on disk.
+    /// Size of the program cache on disk, in bytes.
     cache: u64,
 }
 
 impl Sample {
-    fn take() -> Sample {
+    fn take_sample() -> Sample {
         let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
         let pages: u64 = pages.split_whitespace().nth(1).unwrap().parse().unwrap();
         let reserved = devices().iter().map(|d| d.memory_stats().unwrap().reserved_bytes.current).sum::<u64>();
@@ -41,7 +41,7 @@ impl Sample {
         Sample { resident: pages * 4096, reserved, descriptors, cache }
     }
 
-    /// The greater of both in each field.
+    /// The maximum of both in each field.
     fn max(self, other: Sample) -> Sample {
         Sample {
             resident: self.resident.max(other.resident),
@@ -52,13 +52,13 @@ impl Sample {
     }
 }
 
-/// A cache of programs of this test's own: other tests, which run beside it, fill the user's.
+/// A program cache for this test only, because other tests fill the user's cache meanwhile.
 const CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/soak-cache");
-/// Batches have all sizes up to this one: 48 steps in a row meet each of them once.
+/// The largest batch size. 48 consecutive steps use each size from 1 to 48 once.
 const SIZES: usize = 48;
 
-/// Trains two networks, convolutions with AdamW and layers with SGD, in turn on two streams, for as long as `more` of the
-/// step's number says.
+/// Trains two networks, convolutions with AdamW and linear layers with SGD, in turns on two streams, until `more(step)` is
+/// false.
 fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &AtomicU64) -> Result<()> {
     let streams = [Stream::new(device)?, Stream::new(device)?];
     let mut images = Sequential::new()
@@ -77,7 +77,7 @@ fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &Ato
         let labels = Tensor::randint(0, 10, &[batch], (DType::I64, device))?;
         streams[step % 2].wait_stream(&Stream::current(device)?)?;
         let loss = with_stream(&streams[step % 2], || -> Result<Tensor> {
-            // Of another stream from now on as well.
+            // The labels are used on another stream from now on.
             labels.storage().record_stream(&streams[step % 2])?;
             let (net, optimizer, shape): (&Sequential, &mut dyn Optimizer, Vec<usize>) = match step / 2 % 2 {
                 0 => (&rows, &mut sgd, vec![batch, 64]),
@@ -87,7 +87,7 @@ fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &Ato
             let loss = net.forward(&Tensor::rand(shape, device)?)?.cross_entropy(&labels)?;
             loss.backward()?;
             optimizer.step()?;
-            streams[step % 2].synchronize()?; // the next step of this network may be on the other stream
+            streams[step % 2].synchronize()?; // the next step of this network may use the other stream
             Ok(loss)
         })?;
         assert!(loss.item::<f32>()?.is_finite());
@@ -101,8 +101,8 @@ fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &Ato
 }
 
 #[test]
-fn memory_descriptors_and_the_cache_stay_as_they_are() {
-    if !again_with("memory_descriptors_and_the_cache_stay_as_they_are", "CLAYSTONE_CACHE_DIR", CACHE) {
+fn memory_descriptors_and_cache_do_not_grow() {
+    if !in_child_with("memory_descriptors_and_cache_do_not_grow", "CLAYSTONE_CACHE_DIR", CACHE) {
         return;
     }
     let seconds = std::env::var("CLAYSTONE_SOAK_SECONDS").map_or(10, |s| s.parse().expect("a number of seconds"));
@@ -110,7 +110,7 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
     let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
     for device in devices() {
         device.record_memory_history(options).unwrap();
-        train(device, 0, |step| step < SIZES, &AtomicU64::new(0)).unwrap(); // compiles what the threads need
+        train(device, 0, |step| step < SIZES, &AtomicU64::new(0)).unwrap(); // compiles all kernels that the threads need
     }
     let mut samples = Vec::new();
     thread::scope(|scope| {
@@ -126,19 +126,19 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
         for i in 1..=SAMPLES {
             let at = Duration::from_secs(seconds) * i / SAMPLES;
             thread::sleep((begin + at).saturating_duration_since(Instant::now()));
-            let sample = Sample::take();
+            let sample = Sample::take_sample();
             println!("{:6.1} s, {} steps: {sample:?}", at.as_secs_f64(), steps.load(Relaxed));
             samples.push(sample);
         }
         stop.store(true, Relaxed);
     });
-    // The first half is for the allocators to learn what is needed.
+    // During the first half the allocators may still grow.
     let most = |part: &[Sample]| part.iter().fold(Sample::default(), |most, &s| most.max(s));
     let (early, late) = samples.split_at(samples.len() / 2);
     let (before, after) = (most(early), most(late));
     println!("at most {before:?} in the first half, {after:?} in the second");
     assert!(steps.load(Relaxed) > 0);
-    let slack = 16 << 20; // of the system's allocator, and of what threads happen to hold at the same time
+    let slack = 16 << 20; // bytes, for the system allocator and for varying overlaps between threads
     assert!(after.resident <= before.resident + before.resident / 20 + slack, "resident memory grows");
     assert!(after.reserved <= before.reserved + before.reserved / 20 + slack, "reserved memory grows");
     assert!(after.descriptors <= before.descriptors + 2, "descriptors are not closed");

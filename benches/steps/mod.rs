@@ -1,4 +1,4 @@
-//! What benches of training steps share: the first weights and the data for PyTorch's side, and the time and the losses of steps.
+//! Helpers for benches of training steps: saving the first weights and the data for PyTorch, and timing steps and recording losses.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -7,29 +7,33 @@ use claystone::io::{self, StateDict};
 use claystone::nn::Module;
 use claystone::{Device, Result, Tensor};
 
-/// Steps that are not timed: kernels are compiled, and memory is allocated.
-pub const WARM: usize = 10;
+/// The number of untimed steps, in which kernels are compiled and memory is allocated.
+pub const WARM_UP_STEPS: usize = 10;
 
-/// The weights as they are now, and the data, to be written to `path` after the steps.
-pub fn first(path: Option<PathBuf>, net: &impl Module, data: &[(&str, &Tensor)]) -> Option<(PathBuf, StateDict)> {
+/// Copies the current weights and the data, to be written to `path` after the steps.
+pub fn copy_first_state(
+    path: Option<PathBuf>,
+    net: &impl Module,
+    data: &[(&str, &Tensor)],
+) -> Option<(PathBuf, StateDict)> {
     let path = path?;
-    // Copies: parameters whose storage others hold are not updated all at once.
+    // Copies, because parameters whose storage is shared are not updated in one launch.
     let mut first: StateDict = net.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
     data.iter().for_each(|(name, t)| first.insert(*name, t.shallow_clone()));
     Some((path, first))
 }
 
-/// Takes [`WARM`] steps and `steps` more, of which it prints the time, and writes what was to be saved, with the losses.
+/// Takes [`WARM_UP_STEPS`] steps and then `steps` timed steps, prints the time, and writes `saved` with the losses.
 pub fn run(
     device: Device,
     steps: usize,
     mut step: impl FnMut(usize) -> Result<Tensor>,
     saved: Option<(PathBuf, StateDict)>,
 ) -> Result<()> {
-    let mut losses = (0..WARM).map(&mut step).collect::<Result<Vec<_>>>()?;
+    let mut losses = (0..WARM_UP_STEPS).map(&mut step).collect::<Result<Vec<_>>>()?;
     device.synchronize()?;
     let started = Instant::now();
-    for number in WARM..WARM + steps {
+    for number in WARM_UP_STEPS..WARM_UP_STEPS + steps {
         losses.push(step(number)?);
     }
     device.synchronize()?;

@@ -1,10 +1,10 @@
-//! Trains a small GPT on text, character by character, and lets it write.
+//! Trains a small GPT on text, character by character, and generates text.
 //!
-//! `cargo run --release --example char_transformer` reads this crate's own sources. On two cores of a processor (PoCL) the
-//! default 300 steps take two or three minutes, and the loss on the text held out falls below 2.2 nats a character (2.12), from 4.8
-//! where every character is as likely as any other. `--dtype bf16` does the same in mixed precision. Other text:
-//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`. With `--graph` an OpenCL device is given the whole
-//! step at once. Built with `--features mpi`,
+//! `cargo run --release --example char_transformer` reads this crate's own sources. On two CPU cores (PoCL) the default 300 steps
+//! take two or three minutes. The loss on held-out text falls below 2.2 nats a character (2.12), from 4.8 for the uniform
+//! distribution. `--dtype bf16` trains in mixed precision. Other text:
+//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`. With `--graph` each step is one replay of a
+//! captured graph on an OpenCL device. Built with `--features mpi`,
 //! `mpirun -n 2 target/release/examples/char_transformer --distributed` trains on two devices or processes.
 
 #[path = "../common/mod.rs"]
@@ -23,42 +23,42 @@ use claystone::{DType, Device, Graph, Result, Tensor, manual_seed, no_grad};
 use common::{Outcome, phase};
 use model::{Gpt, Sizes, Text, windows};
 
-/// Trains a small GPT on text and lets it write; f16 and bf16 are autocast's.
+/// Trains a small GPT on text and generates text; f16 and bf16 use autocast.
 #[derive(Parser)]
 struct Args {
-    /// Text files, and folders of Rust sources; this crate's own sources where there are none
+    /// Text files, and folders of Rust sources [default: this crate's own sources]
     text: Vec<PathBuf>,
     /// Training steps
     #[arg(long, default_value_t = 300)]
     steps: usize,
-    /// Windows a step, on every rank
+    /// Windows per step, on every rank
     #[arg(long, default_value_t = 16)]
     batch: usize,
-    /// Characters that the model looks back on
+    /// Length of the context in characters
     #[arg(long, default_value_t = 64)]
     context: usize,
-    /// Numbers a character is inside of the model
+    /// Width: the number of features of a character inside the model
     #[arg(long, default_value_t = 128)]
     width: usize,
-    /// Blocks
+    /// Number of blocks
     #[arg(long, default_value_t = 3)]
     layers: usize,
     /// Attention heads
     #[arg(long, default_value_t = 4)]
     heads: usize,
-    /// Uses the embedding for the projection onto the vocabulary too
+    /// Use the embedding as the projection onto the vocabulary, too
     #[arg(long)]
     tied: bool,
-    /// Probability that a number that a block adds is left out in training
+    /// Dropout probability of the features that a block adds
     #[arg(long, default_value_t = 0.0)]
     dropout: f64,
-    /// Captures a step, which an OpenCL device then replays
+    /// Capture a step as a graph, which an OpenCL device then replays
     #[arg(long, conflicts_with = "distributed")]
     graph: bool,
-    /// Learning rate of AdamW; it falls to a tenth along a cosine
+    /// Initial learning rate of AdamW; it falls to a tenth along a cosine
     #[arg(long, default_value_t = 2e-3)]
     lr: f64,
-    /// Characters to write at the end
+    /// Number of characters to generate at the end
     #[arg(long, default_value_t = 400)]
     sample: usize,
     #[command(flatten)]
@@ -67,7 +67,7 @@ struct Args {
     run: common::Run,
 }
 
-/// The text of a file, or of all sources in a folder, in the order of their names.
+/// Appends the text of a file, or of all Rust sources in a folder in the order of their names.
 fn read(path: &Path, text: &mut String) -> Result<(), Box<dyn std::error::Error>> {
     if path.is_dir() {
         let mut inside: Vec<PathBuf> = fs::read_dir(path)?.map(|e| Ok(e?.path())).collect::<std::io::Result<_>>()?;
@@ -79,14 +79,14 @@ fn read(path: &Path, text: &mut String) -> Result<(), Box<dyn std::error::Error>
     }
 }
 
-/// Goes on from the last characters in `numbers`, one after the other.
+/// Generates `count` characters after `numbers`, one after the other.
 fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec<i64>> {
     const TEMPERATURE: f64 = 0.7;
     let mut numbers = numbers.to_vec();
     let start = numbers.len();
     while numbers.len() < start + count {
         let logits = gpt.next(&numbers, device)?;
-        // The greatest of logits with Gumbel's noise is drawn from their softmax.
+        // The argmax of logits with Gumbel noise is a sample from their softmax.
         let uniform = Tensor::rand(logits.shape(), device)?;
         let noisy = Tensor::map(&[&logits, &uniform], |e| &e[0] * (1.0 / TEMPERATURE) - (-(&e[1] + 1e-9).log()).log())?;
         numbers.push(noisy.argmax(1, false)?.item::<i64>()?);
@@ -122,7 +122,7 @@ fn main() -> Outcome {
         tied: args.tied,
         dropout: args.dropout,
     };
-    // Gradients travel in the precision in which they were computed.
+    // Gradients are sent in the precision in which they were computed.
     let gradient_dtype = (args.run.dtype == DType::BF16).then_some(DType::BF16);
     let options = DataParallelOptions { gradient_dtype, ..DataParallelOptions::default() };
     let mut gpt = DataParallel::new(Gpt::new(sizes, args.run.device)?, &group, options)?;
@@ -135,7 +135,7 @@ fn main() -> Outcome {
         args.run.dtype
     ));
     if group.rank() > 0 {
-        manual_seed(args.run.seed + group.rank() as u64); // every rank has windows of its own
+        manual_seed(args.run.seed + group.rank() as u64); // every rank draws different windows
     }
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
     let bar = args.run.progress(args.steps);
@@ -150,7 +150,7 @@ fn main() -> Outcome {
         })?;
         Ok(loss)
     };
-    // Replays draw other windows each time, and follow the learning rate.
+    // Each replay draws other windows and uses the current learning rate.
     let graph = args.graph.then(|| Graph::capture(args.run.device, || step(&mut optimizer))).transpose()?;
     let started = Instant::now();
     for number in 1..=args.steps {
@@ -181,6 +181,7 @@ fn main() -> Outcome {
     let gpt = gpt.module();
     gpt.eval();
     let mut total = 0.0;
+    /// Number of batches of held-out text over which the final loss is averaged.
     const BATCHES: usize = 10;
     for _ in 0..BATCHES {
         total +=

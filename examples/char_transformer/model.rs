@@ -1,5 +1,5 @@
-//! A small GPT: token and position embeddings, blocks of causal attention and an MLP with the norms in front, and a
-//! projection onto the vocabulary.
+//! A small GPT: token and position embeddings, pre-norm blocks of causal attention and an MLP, and a projection onto the
+//! vocabulary.
 
 use claystone::nn::{Activation, Dropout, Embedding, LayerNorm, Linear, Module, init};
 use claystone::ops::Attention;
@@ -9,21 +9,21 @@ use claystone::{DType, Device, Result, Tensor, autocast, no_grad};
 #[derive(Clone, Copy)]
 pub struct Sizes {
     pub vocabulary: usize,
-    /// Characters that it looks back on.
+    /// Length of the context in characters.
     pub context: usize,
     pub width: usize,
     pub layers: usize,
     pub heads: usize,
-    /// Whether the projection onto the vocabulary is the embedding of tokens.
+    /// Whether the projection onto the vocabulary shares the weight of the token embedding.
     pub tied: bool,
-    /// The probability that a number that a block adds is left out in training; 0 for none.
+    /// The dropout probability of the features that a block adds; 0 for none.
     pub dropout: f64,
 }
 
-/// Attention and an MLP, each added to what came in.
+/// Attention and an MLP, each with a residual connection.
 struct Block {
     ln_1: LayerNorm,
-    /// Queries, keys and values of all heads at once.
+    /// The projection to queries, keys and values of all heads.
     attn: Linear,
     proj: Linear,
     ln_2: LayerNorm,
@@ -47,10 +47,10 @@ impl Block {
             dropout: (sizes.dropout > 0.0).then(|| Dropout::new(sizes.dropout)).transpose()?,
             heads: sizes.heads,
         };
-        // As GPT-2: what is added to the residual stream is the smaller the more layers add to it.
+        // As in GPT-2: layers that add to the residual stream start smaller if there are more of them.
         let small = 0.02 / (2.0 * sizes.layers as f64).sqrt();
         for (layer, std) in [(&block.attn, 0.02), (&block.proj, small), (&block.fc, 0.02), (&block.out, small)] {
-            start(layer.weight(), std)?;
+            init_weight(layer.weight(), std)?;
             no_grad(|| layer.bias().map(|b| b.zero_().map(drop)).transpose())?;
         }
         Ok(block)
@@ -63,7 +63,7 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let heads = self.attn.forward(&self.ln_1.forward(x)?)?;
         let causal = Attention { is_causal: true, ..Attention::default() };
-        // What is added up stays in f32, whatever the products are computed in.
+        // The residual stream stays in f32, whatever dtype autocast chooses for the products.
         let plus = |x: &Tensor, y: Tensor| {
             let y = self.dropout.as_ref().map_or(Ok(y.shallow_clone()), |dropout| dropout.forward(&y))?;
             x.add(&y)
@@ -73,7 +73,7 @@ impl Module for Block {
     }
 }
 
-/// The model: characters `[batch, length]` as i64 to logits `[batch, length, vocabulary]`.
+/// The model: maps characters `[batch, length]` as i64 to logits `[batch, length, vocabulary]`.
 pub struct Gpt {
     wte: Embedding,
     wpe: Embedding,
@@ -97,18 +97,21 @@ impl Gpt {
             context: sizes.context,
         };
         let head = gpt.lm_head.as_ref().map(Linear::weight);
-        [gpt.wte.weight(), gpt.wpe.weight()].into_iter().chain(head).try_for_each(|weight| start(weight, 0.02))?;
+        [gpt.wte.weight(), gpt.wpe.weight()]
+            .into_iter()
+            .chain(head)
+            .try_for_each(|weight| init_weight(weight, 0.02))?;
         Ok(gpt)
     }
 
-    /// The logits after the last of these characters, as far as the model looks back.
+    /// Returns the logits after the last of these characters, computed from the last `context` characters.
     pub fn next(&self, numbers: &[i64], device: Device) -> Result<Tensor> {
         let seen = &numbers[numbers.len().saturating_sub(self.context)..];
         self.forward(&Tensor::from_slice(seen, [1, seen.len()], device)?)?.select(1, -1)
     }
 
-    /// The mean cross-entropy of the last `context` characters of each window `[batch, context + 1]`, given those before.
-    /// In `precision`: f32, or the dtype of autocast.
+    /// Returns the mean cross-entropy of predicting each next character in the windows `[batch, context + 1]`. `precision` is f32,
+    /// or the dtype of autocast.
     pub fn loss(&self, windows: &Tensor, precision: DType) -> Result<Tensor> {
         let length = windows.shape().dims()[1] - 1;
         autocast((precision != DType::F32).then_some(precision), || {
@@ -122,8 +125,8 @@ impl Module for Gpt {
     claystone::parts!(wte, wpe, h, ln_f, lm_head);
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let places = self.wpe.weight().narrow(0, 0, x.shape().dims()[1])?;
-        let x = self.wte.forward(x)?.add(&places)?;
+        let positions = self.wpe.weight().narrow(0, 0, x.shape().dims()[1])?;
+        let x = self.wte.forward(x)?.add(&positions)?;
         let x = self.h.iter().try_fold(x, |x, block| block.forward(&x))?;
         let x = self.ln_f.forward(&x)?;
         match &self.lm_head {
@@ -133,11 +136,11 @@ impl Module for Gpt {
     }
 }
 
-fn start(weight: &Tensor, std: f64) -> Result<()> {
+fn init_weight(weight: &Tensor, std: f64) -> Result<()> {
     init::normal_(weight, 0.0, std)
 }
 
-/// A text as numbers: which of its distinct characters each one is.
+/// A text as numbers: the index of each character among its distinct characters.
 pub struct Text {
     pub characters: Vec<char>,
     pub numbers: Vec<i64>,
@@ -154,9 +157,9 @@ impl Text {
     }
 }
 
-/// `batch` windows of `length` characters from anywhere in the text, the same on every device.
+/// Returns `batch` random windows of `length` characters.
 pub fn windows(text: &Tensor, batch: usize, length: usize) -> Result<Tensor> {
-    let all = text.unfold(0, length, 1)?; // a view: windows overlap
+    let all = text.unfold(0, length, 1)?; // a view whose windows overlap
     let first = Tensor::randint(0, all.shape().dims()[0] as i64, &[batch], (DType::I64, text.device()))?;
     all.index_select(0, &first)
 }

@@ -1,4 +1,4 @@
-//! Images with labels: the digits of this repository, sets in the IDX format, which is MNIST's, CIFAR-10, and made-up ones.
+//! Labelled images: the digits of this repository, data sets in MNIST's IDX format, CIFAR-10, and synthetic ones.
 
 use std::error::Error;
 use std::fs::File;
@@ -11,10 +11,11 @@ use claystone::nn::Module;
 use claystone::{DType, Device, Generator, Interpolation, PadMode, Tensor, no_grad, with_generator};
 use flate2::read::GzDecoder;
 
-/// The digits: an image of 8 x 8 a row, then its label.
+/// The digits: each row has an image of 8 x 8 pixels and its label.
 const DIGITS: &[u8] = include_bytes!("../data/digits.csv.gz");
+/// Number of images in the test set.
 pub const HELD_OUT: usize = 360;
-/// The split into training and test set does not depend on an example's `--seed`.
+/// Seed of the split into training and test set, independent of an example's `--seed`.
 const SPLIT_SEED: u64 = 20;
 
 /// Images `[N, channels, rows, columns]` and labels `[N]`.
@@ -24,23 +25,23 @@ pub struct Set {
 }
 
 impl Set {
-    /// The rows of `order`, in that order: two gather kernels.
+    /// Selects the rows `order`, in that order, with two gather kernels.
     pub fn select(&self, order: &Tensor) -> claystone::Result<Set> {
         Ok(Set { images: self.images.index_select(0, order)?, labels: self.labels.index_select(0, order)? })
     }
 
-    /// The same in random order.
+    /// Returns the images in random order.
     pub fn shuffled(&self) -> claystone::Result<Set> {
         self.select(&Tensor::randperm(self.len(), self.labels.device())?)
     }
 
-    /// Row `from` and at most `len - 1` after it: views, nothing is copied.
+    /// Returns up to `len` rows, beginning with row `from`, as views.
     pub fn batch(&self, from: usize, len: usize) -> claystone::Result<Set> {
         let len = len.min(self.len() - from);
         Ok(Set { images: self.images.narrow(0, from, len)?, labels: self.labels.narrow(0, from, len)? })
     }
 
-    /// The same on a device.
+    /// Copies the set to a device.
     pub fn to_device(&self, device: Device) -> claystone::Result<Set> {
         Ok(Set { images: self.images.to_device(device)?, labels: self.labels.to_device(device)? })
     }
@@ -50,7 +51,7 @@ impl Set {
     }
 }
 
-/// A set for training as is usual for CIFAR-10: half of the images mirrored, each moved by up to four pixels.
+/// The usual augmentation for CIFAR-10: half of the images are mirrored, and each is shifted by up to four pixels.
 pub struct Augmented(pub Set);
 
 impl Dataset for Augmented {
@@ -71,19 +72,19 @@ impl Dataset for Augmented {
     }
 }
 
-/// Where this rank's batches of a set begin: the ranks take them in turns, all equally many.
+/// Returns the starts of this rank's batches. The ranks take batches in turns, and all take the same number.
 pub fn batches(images: usize, batch: usize, group: &Group) -> impl Iterator<Item = usize> + use<> {
     let count = images.div_ceil(batch) / group.size();
     (0..images).step_by(batch).skip(group.rank()).step_by(group.size()).take(count)
 }
 
-/// Images of bytes as numbers of about zero mean and a variance of one, as networks want them.
+/// Converts bytes to numbers with about zero mean and unit variance.
 pub fn normalised(images: &Tensor, dtype: DType) -> claystone::Result<Tensor> {
     images.to_dtype(dtype)?.sub_scalar(128)?.div_scalar(64)
 }
 
-/// The part of a set where the greatest of the logits is the label's: 1,000 images at a time, of which `input` makes what the
-/// network takes.
+/// Computes the fraction of images whose largest logit is that of the label, 1,000 images at a time. `input` converts images to
+/// the input of the network.
 pub fn accuracy(
     net: &dyn Module,
     set: &Set,
@@ -100,7 +101,7 @@ pub fn accuracy(
     Ok(Tensor::stack(&right, 0)?.sum((), false)?.item::<i64>()? as f64 / set.len() as f64)
 }
 
-/// The digits, for training and for testing, on the device and with pixels in 0..1, as those of [`idx`] are.
+/// Loads the digits for training and for testing on the device, with pixels in 0..1 like those of [`idx`].
 pub fn digits(device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>> {
     let mut reader = csv::ReaderBuilder::new().has_headers(false).from_reader(GzDecoder::new(DIGITS));
     let (mut pixels, mut labels) = (Vec::<f32>::new(), Vec::<i64>::new());
@@ -119,7 +120,7 @@ pub fn digits(device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>
     Ok((train, all.select(&order.narrow(0, 0, HELD_OUT)?)?))
 }
 
-/// The four files of MNIST and its like in a folder, for training and for testing: `train-images-idx3-ubyte`,
+/// Loads a data set in MNIST's format for training and for testing. The folder has the files `train-images-idx3-ubyte`,
 /// `t10k-labels-idx1-ubyte` and so on, gzipped (`.gz`) or not.
 pub fn idx(folder: &Path, device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>> {
     let set = |name: &str| -> Result<Set, Box<dyn Error>> {
@@ -138,8 +139,8 @@ pub fn idx(folder: &Path, device: Device, dtype: DType) -> Result<(Set, Set), Bo
     Ok((set("train")?, set("t10k")?))
 }
 
-/// The shape and the bytes of an IDX file: two zeros, the type (8 for bytes), the number of dimensions, each of them in four
-/// bytes with the highest first, the elements.
+/// Reads the shape and the bytes of an IDX file. The format: two zeros, the type (8 for bytes), the number of dimensions, each
+/// dimension as four big-endian bytes, the elements.
 fn idx_file(folder: &Path, name: &str) -> Result<(Vec<usize>, Vec<u8>), Box<dyn Error>> {
     let plain = folder.join(name);
     let packed = folder.join(format!("{name}.gz"));
@@ -160,32 +161,32 @@ fn idx_file(folder: &Path, name: &str) -> Result<(Vec<usize>, Vec<u8>), Box<dyn 
     Ok((shape, elements.to_vec()))
 }
 
-/// The binary version of CIFAR-10 in a folder, for training and for testing: `data_batch_1.bin` to `data_batch_5.bin` and
-/// `test_batch.bin`. Images `[N, 3, 32, 32]` of bytes, on the CPU.
+/// Loads the binary version of CIFAR-10 for training and for testing: `data_batch_1.bin` to `data_batch_5.bin` and
+/// `test_batch.bin`. Images are bytes `[N, 3, 32, 32]` on the CPU.
 pub fn cifar10(folder: &Path) -> Result<(Set, Set), Box<dyn Error>> {
-    // A byte for the label, then the pixels.
-    const IMAGE: usize = 1 + 3 * 32 * 32;
+    // One byte for the label, then the pixels.
+    const IMAGE_BYTES: usize = 1 + 3 * 32 * 32;
     let set = |names: &[String]| -> Result<Set, Box<dyn Error>> {
         let mut bytes = Vec::new();
         for file in names.iter().map(|name| folder.join(name)) {
             let before = bytes.len();
             bytes.extend(std::fs::read(&file).map_err(|e| format!("{}: {e}", file.display()))?);
-            if bytes.len() == before || !bytes.len().is_multiple_of(IMAGE) {
+            if bytes.len() == before || !bytes.len().is_multiple_of(IMAGE_BYTES) {
                 let size = bytes.len() - before;
-                return Err(format!("{}: {size} bytes are not images of {IMAGE} bytes", file.display()).into());
+                return Err(format!("{}: {size} bytes are not images of {IMAGE_BYTES} bytes", file.display()).into());
             }
         }
-        let n = bytes.len() / IMAGE;
-        let all = Tensor::from_vec(bytes, [n, IMAGE], Device::Cpu)?;
-        let images = all.narrow(1, 1, IMAGE - 1)?.reshape([n, 3, 32, 32])?;
+        let n = bytes.len() / IMAGE_BYTES;
+        let all = Tensor::from_vec(bytes, [n, IMAGE_BYTES], Device::Cpu)?;
+        let images = all.narrow(1, 1, IMAGE_BYTES - 1)?.reshape([n, 3, 32, 32])?;
         Ok(Set { images, labels: all.select(1, 0)?.to_dtype(DType::I64)? })
     };
     let train: Vec<String> = (1..=5).map(|i| format!("data_batch_{i}.bin")).collect();
     Ok((set(&train)?, set(&["test_batch.bin".into()])?))
 }
 
-/// Made-up images like those of [`cifar10`], as many for testing as half of those for training: a coarse pattern for each of
-/// ten classes, under noise.
+/// Generates images like those of [`cifar10`]: a coarse pattern for each of ten classes, with noise. The test set is half as
+/// large as the training set.
 pub fn patterns(train: usize) -> Result<(Set, Set), Box<dyn Error>> {
     let coarse = Tensor::rand([10, 3, 4, 4], Device::Cpu)?;
     let classes = coarse.interpolate(&[32, 32], Interpolation::Nearest)?;

@@ -1,5 +1,5 @@
-//! Timing as every program we are compared with does it, and the JSON lines all of them print: many samples of a case,
-//! their median, and where it makes sense the time of a call when many are enqueued before one wait.
+//! Timing, and results as JSON lines in the common format of all programs of a comparison: the median of many samples of a case,
+//! and, if meaningful, the time of a call when many calls are enqueued before one wait.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// What a call does, for its rate.
+/// The work of a call, from which its rate is computed.
 #[derive(Clone, Copy)]
 pub enum Work {
     Nothing,
@@ -17,42 +17,42 @@ pub enum Work {
     Flops(f64),
 }
 
-/// What is measured: one line of the results.
+/// One measurement: a line of the results.
 #[derive(Clone)]
 pub struct Case {
     pub peer: String,
     pub name: &'static str,
-    /// Bytes, elements, rows of a matrix or of a batch, as the case goes.
+    /// The size: bytes, elements, rows of a matrix or of a batch, depending on the case.
     pub n: usize,
     pub dtype: &'static str,
     pub work: Work,
 }
 
-/// How a case is sampled.
+/// The sampling of a case.
 #[derive(Clone, Copy)]
 pub enum Calls {
-    /// One call, then the wait.
+    /// Wait after each call.
     Single,
-    /// As `Single`, and once more with many calls before one wait.
+    /// Like `Single`, and additionally many calls before one wait.
     Pipelined,
-    /// That many calls before every wait; times are of one call.
+    /// This number of calls before each wait; times are per call.
     Batch(usize),
 }
 
-/// A measured case; it was checked before.
+/// The result of a case whose correctness was checked before.
 pub struct Line {
     pub case: Case,
     pub device: String,
     pub median_us: f64,
     min_us: f64,
-    /// A call when many are enqueued before one wait.
+    /// Time per call when many calls are enqueued before one wait.
     pipe_us: Option<f64>,
     samples: usize,
     pub note: Option<String>,
 }
 
 impl Line {
-    /// GB/s or GFLOP/s of a call and its wait.
+    /// Returns GB/s or GFLOP/s of a call and its wait.
     pub fn rate(&self) -> f64 {
         let work = match self.case.work {
             Work::Nothing => 0.0,
@@ -88,7 +88,7 @@ impl Case {
         json!({ "peer": self.peer, "device": device, "case": self.name, "n": self.n, "dtype": self.dtype })
     }
 
-    /// The line of a case that could not be done.
+    /// Returns the line of a case that failed.
     pub fn failed(&self, device: &str, error: &dyn Error) -> Value {
         let mut line = self.json(device);
         line["median_us"] = Value::Null;
@@ -101,7 +101,7 @@ fn round(x: f64) -> f64 {
     (x * 1e3).round() / 1e3
 }
 
-/// Measures for about `budget` a case.
+/// Measures each case for about `budget`.
 pub struct Meter {
     pub budget: Duration,
     pub device: String,
@@ -134,7 +134,7 @@ impl Meter {
             Ok::<_, Box<dyn Error>>(times)
         };
         let batch = if let Calls::Batch(n) = calls { n } else { 1 };
-        let mut times = sample(batch, self.budget / 4)?; // warms caches and clocks
+        let mut times = sample(batch, self.budget / 4)?; // warms up caches and clocks
         if times[0] < 1e6 {
             times = sample(batch, self.budget)?;
         }
@@ -151,21 +151,22 @@ impl Meter {
         Ok(Line { case, device, median_us, min_us, pipe_us, samples, note: None })
     }
 
-    /// Times two calls in turns, some of each at a time, so that what else the machine does hits both alike.
-    #[allow(dead_code)] // not every program compares
+    /// Times two calls in turns of several samples, so that other load on the machine affects both alike.
+    #[allow(dead_code)] // not used by every program
     pub fn beside(
         &self,
         cases: [Case; 2],
         mut calls: [&mut dyn FnMut() -> Result<(), Box<dyn Error>>; 2],
     ) -> Result<[Line; 2], Box<dyn Error>> {
-        const TURN: usize = 25;
+        /// Number of samples of one call in a row.
+        const TURN_SAMPLES: usize = 25;
         let mut times = [Vec::new(), Vec::new()];
         let start = Instant::now();
-        let enough = |n: usize| n >= 3 * TURN && (start.elapsed() > 2 * self.budget || n >= 5000);
+        let enough = |n: usize| n >= 3 * TURN_SAMPLES && (start.elapsed() > 2 * self.budget || n >= 5000);
         while !enough(times[0].len()) {
             for (call, times) in calls.iter_mut().zip(&mut times) {
-                call()?; // the first of a turn finds the caches as the other left them
-                for _ in 0..TURN {
+                call()?; // the first call of a turn refills the caches
+                for _ in 0..TURN_SAMPLES {
                     let from = Instant::now();
                     call()?;
                     times.push(from.elapsed().as_secs_f64() * 1e6);

@@ -1,5 +1,5 @@
-//! What the examples share: arguments, progress bars and plots as PNG.
-#![allow(dead_code)] // each example uses its part
+//! Shared code of the examples: arguments, progress bars, and plots as PNG.
+#![allow(dead_code)] // each example uses a part
 
 pub mod images;
 pub mod measure;
@@ -17,54 +17,54 @@ use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use plotters::style::register_font;
 
-/// What `main` returns.
+/// The result of `main`.
 pub type Outcome = Result<(), Box<dyn Error>>;
 
-/// Reads `cpu`, `opencl:N` or `best`.
+/// Parses `cpu`, `opencl:N` or `best`.
 pub fn device(name: &str) -> Result<Device, claystone::Error> {
     if name == "best" { Ok(Device::best()) } else { name.parse() }
 }
 
-/// Says where the work will run.
+/// Prints the device that will be used.
 pub fn announce(device: Device) -> claystone::Result<()> {
     let info = device.info()?;
     println!("device {device}: {} ({} compute units)", info.name.trim(), info.compute_units);
     Ok(())
 }
 
-/// The arguments of every example that computes something: where, in what, from which seed, and what is recorded meanwhile.
+/// The common arguments of examples: device, dtype, seed, and recordings.
 #[derive(Debug, clap::Args)]
 pub struct Run {
     /// Where to run: cpu, opencl:N or best
     #[arg(long, default_value = "best", value_parser = device)]
     pub device: Device,
-    /// What networks compute in: f32, f16 or bf16
+    /// Dtype that networks compute in: f32, f16 or bf16
     #[arg(long, default_value = "f32")]
     pub dtype: DType,
-    /// Seed of weights and of everything else that is random
+    /// Seed of weights and all other random numbers
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Record a profile to FILE (for ui.perfetto.dev, claystone profile and claystone view) and print its table
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Record the history of memory and save a snapshot to FILE (.pickle or .json, for claystone snapshot and view)
+    /// Record the memory history and save a snapshot to FILE (.pickle or .json, for claystone snapshot and view)
     #[arg(long, value_name = "FILE")]
     snapshot: Option<PathBuf>,
-    /// This process's number in the job: the first one prints
+    /// This process's rank in the job; only rank 0 prints
     #[arg(skip)]
     rank: usize,
 }
 
-/// The argument of examples that train on several devices and machines.
+/// The argument of examples that can train on several devices and machines.
 #[derive(Debug, clap::Args)]
 pub struct Ranks {
-    /// Be one rank of a job that mpirun has started: every rank trains on batches of its own (needs --features mpi)
+    /// Be one rank of a job that mpirun has started: each rank trains on its own batches (needs --features mpi)
     #[arg(long)]
     distributed: bool,
 }
 
 impl Ranks {
-    /// The ranks of the job, each with its device; this process alone without `--distributed`.
+    /// Joins the ranks of the job, each with its own device; without `--distributed` a group of this process alone.
     pub fn join(&self, run: &mut Run) -> Result<Group, Box<dyn Error>> {
         if !self.distributed {
             return Ok(Group::threads(&[run.device])?.remove(0));
@@ -83,20 +83,20 @@ impl Ranks {
     }
 }
 
-/// What is recorded until [`finish`](Self::finish).
-pub struct Watching<'a> {
+/// Recordings that are in progress until [`finish`](Self::finish).
+pub struct Recording<'a> {
     profile: Option<(Profiler, &'a Path)>,
     snapshot: Option<(Device, &'a Path)>,
 }
 
 impl Run {
-    /// Says where the work will run, seeds the generator, and begins to record what the options ask for.
-    pub fn start(&self) -> claystone::Result<Watching<'_>> {
+    /// Prints the device, seeds the generator, and starts the requested recordings.
+    pub fn start(&self) -> claystone::Result<Recording<'_>> {
         if self.rank == 0 {
             announce(self.device)?;
         }
         manual_seed(self.seed);
-        // One file: that of the first rank.
+        // Only rank 0 records, because all ranks would write the same file.
         let (profile, snapshot) = match self.rank {
             0 => (self.profile.as_deref(), self.snapshot.as_deref()),
             _ => (None, None),
@@ -105,29 +105,29 @@ impl Run {
             self.device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
         }
         let profile = profile.map(|file| Ok((Profiler::start()?, file))).transpose()?;
-        Ok(Watching { profile, snapshot: snapshot.map(|file| (self.device, file)) })
+        Ok(Recording { profile, snapshot: snapshot.map(|file| (self.device, file)) })
     }
 
-    /// Prints a line, once for all ranks.
+    /// Prints a line on rank 0 only.
     pub fn print(&self, line: impl Display) {
         if self.rank == 0 {
             println!("{line}");
         }
     }
 
-    /// [`progress`], once for all ranks.
+    /// Returns [`progress`] on rank 0, and a hidden bar on other ranks.
     pub fn progress(&self, steps: usize) -> ProgressBar {
         if self.rank == 0 { progress(steps) } else { ProgressBar::hidden() }
     }
 
-    /// The dtype and the device of tensors.
+    /// Returns the dtype and the device of new tensors.
     pub fn options(&self) -> (DType, Device) {
         (self.dtype, self.device)
     }
 }
 
-impl Watching<'_> {
-    /// Writes what was recorded.
+impl Recording<'_> {
+    /// Saves the recordings.
     pub fn finish(self) -> claystone::Result<()> {
         if let Some((device, file)) = self.snapshot {
             device.memory_snapshot()?.save(file)?;
@@ -145,13 +145,13 @@ impl Watching<'_> {
     }
 }
 
-/// The arguments of examples whose training can be cut off and started again.
+/// The arguments of examples whose training can be interrupted and resumed.
 #[derive(Debug, clap::Args)]
 pub struct Training<const EPOCHS: usize> {
     /// Passes over the training set
     #[arg(long, default_value_t = EPOCHS)]
     pub epochs: usize,
-    /// Go on from the checkpoint FILE (.safetensors) if there is one, and save to it after each epoch
+    /// Resume from the checkpoint FILE (.safetensors) if it exists, and save to it after each epoch
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
 }
@@ -165,29 +165,29 @@ impl<const EPOCHS: usize> Training<EPOCHS> {
         Ok(())
     }
 
-    /// Saves a checkpoint, if one is wanted.
+    /// Saves a checkpoint if `--resume` was given.
     pub fn save(&self, parts: &[(&str, &dyn io::Stateful)]) -> claystone::Result<()> {
         self.resume.as_ref().map_or(Ok(()), |file| io::save_checkpoint(file, parts))
     }
 }
 
-/// The mean of losses, in f64. Reading numbers waits for the device: once an epoch is enough.
+/// Computes the mean of losses in f64. Reading a number waits for the device, so call it once per epoch.
 pub fn mean(losses: &[Tensor]) -> claystone::Result<f64> {
     Tensor::stack(losses, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.mean((), false)?.item::<f64>()
 }
 
-/// Names what `f` does, in profiles and snapshots.
+/// Runs `f` under a name that profiles and snapshots show.
 pub fn phase<R>(name: &str, f: impl FnOnce() -> R) -> R {
     annotate(name, || with_context(name, f))
 }
 
-/// A bar of `steps` steps on stderr; nothing where stderr is not a terminal.
+/// Creates a bar of `steps` steps on stderr; hidden if stderr is not a terminal.
 pub fn progress(steps: usize) -> ProgressBar {
     let style = "{elapsed_precise} {bar:40} {pos}/{len} {msg}";
     ProgressBar::new(steps as u64).with_style(ProgressStyle::with_template(style).expect("the template is valid"))
 }
 
-/// Where a figure goes: `target/NAME` in the crate's folder, or in the current one where that is gone.
+/// Returns the path of a figure: `target/NAME` in the crate's folder, or in the current folder if the former does not exist.
 pub fn figure(name: &str) -> std::io::Result<PathBuf> {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = if manifest.is_dir() { manifest.join("target") } else { PathBuf::from("target") };
@@ -195,7 +195,7 @@ pub fn figure(name: &str) -> std::io::Result<PathBuf> {
     Ok(folder.join(name))
 }
 
-/// The colour of series `i`: readable on white, distinct without red against green.
+/// Returns the colour of series `i`: readable on white, and without red-green contrasts.
 pub fn colour(i: usize) -> RGBColor {
     const COLOURS: [(u8, u8, u8); 6] =
         [(0, 90, 160), (230, 130, 0), (0, 150, 110), (170, 60, 140), (90, 90, 90), (90, 180, 230)];
@@ -203,7 +203,7 @@ pub fn colour(i: usize) -> RGBColor {
     RGBColor(r, g, b)
 }
 
-/// A white picture of `size` pixels, written to `path` by `present`. Text is in a font that the program brings along.
+/// Creates a white picture of `size` pixels, which `present` writes to `path`. Text uses a font that is built in.
 pub fn canvas(
     path: &Path,
     size: (u32, u32),
@@ -215,13 +215,13 @@ pub fn canvas(
     Ok(area)
 }
 
-/// One curve of a plot.
+/// A curve of a plot.
 pub struct Curve {
     pub name: String,
     pub points: Vec<(f64, f64)>,
 }
 
-/// The least and greatest of some values, for an axis.
+/// Returns the range of some values, for an axis.
 pub fn span(values: impl Iterator<Item = f64>) -> Range<f64> {
     let (lo, hi) = values.fold((f64::MAX, f64::MIN), |(lo, hi), v| (lo.min(v), hi.max(v)));
     if lo < hi { lo..hi } else { lo - 1.0..lo + 1.0 }
@@ -232,7 +232,7 @@ pub fn plot(path: &Path, labels: (&str, &str, &str), curves: &[Curve]) -> Outcom
     let area = canvas(path, (720, 420))?;
     let points = || curves.iter().flat_map(|c| c.points.iter());
     let heights = span(points().map(|p| p.1).filter(|&y| y > 0.0));
-    let floor = heights.start * 0.8; // where a 0 is drawn
+    let floor = heights.start * 0.8; // zeros are drawn at this height
     let mut chart = ChartBuilder::on(&area)
         .caption(labels.0, ("sans-serif", 20))
         .margin(12)

@@ -1,7 +1,7 @@
-//! Writes text with GPT-2: `cargo run --release --example gpt2 -- --model DIR --prompt "Once upon a time"`.
+//! Generates text with GPT-2: `cargo run --release --example gpt2 -- --model DIR --prompt "Once upon a time"`.
 //!
-//! The folder is a copy of one of `openai-community/gpt2`, `gpt2-medium`, .. of Hugging Face's hub: `model.safetensors`, and
-//! `vocab.json` with `merges.txt` for text. Without one the weights are random, and only the speed means something.
+//! The folder is a copy of `openai-community/gpt2`, `gpt2-medium` and so on from the Hugging Face hub: `model.safetensors`, and
+//! `vocab.json` with `merges.txt` for text. Without a folder the weights are random, and only the speed is meaningful.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -18,39 +18,41 @@ use claystone::{DType, Result, Tensor, no_grad};
 use model::{Gpt2, Sizes};
 use tokenizer::Tokenizer;
 
-/// Writes text with GPT-2, and says how many tokens a second.
+/// Generates text with GPT-2 and prints the number of tokens per second.
 #[derive(Parser)]
 pub struct Args {
     /// A folder with `model.safetensors`, `vocab.json` and `merges.txt`
     #[arg(long)]
     model: Option<PathBuf>,
-    /// What the text begins with; numbers of tokens, such as "464 3290", where there is no vocabulary
+    /// Beginning of the text; without a vocabulary, numbers of tokens such as "464 3290"
     #[arg(long, default_value = "464")]
     prompt: String,
-    /// Tokens to write
+    /// Number of tokens to generate
     #[arg(long, default_value_t = 100)]
     tokens: usize,
-    /// Texts to write side by side
+    /// Number of texts to generate in parallel
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Logits are divided by this; with 0 the likeliest token is taken
+    /// Divisor of the logits; with 0 the most likely token is taken
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
-    /// How many of the likeliest tokens are drawn from
+    /// Number of most likely tokens to sample from
     #[arg(long, default_value_t = 40)]
     top_k: usize,
-    /// Layers, width and heads of a model with random weights; the heads also of one with a folder where they are not 64 wide
+    /// Number of layers of a model with random weights
     #[arg(long, default_value_t = 12)]
     layers: usize,
+    /// Width of a model with random weights
     #[arg(long, default_value_t = 768)]
     width: usize,
+    /// Number of heads; with --model only needed if they are not 64 wide [default: width / 64]
     #[arg(long)]
     heads: Option<usize>,
     #[command(flatten)]
     run: common::Run,
 }
 
-/// One token for each row of logits, `[batch, 1]`.
+/// Samples one token for each row of logits, `[batch, 1]`.
 fn sample(logits: &Tensor, args: &Args) -> Result<Tensor> {
     if args.temperature == 0.0 {
         return logits.argmax(-1, true);
@@ -61,7 +63,7 @@ fn sample(logits: &Tensor, args: &Args) -> Result<Tensor> {
     tokens.gather(1, &drawn)
 }
 
-/// What was written after the prompt, as numbers of tokens.
+/// Generates the tokens after the prompt.
 pub fn write(args: &Args) -> std::result::Result<Vec<Vec<i64>>, Box<dyn Error>> {
     let watching = args.run.start()?;
     let at = args.run.options();
@@ -88,7 +90,7 @@ pub fn write(args: &Args) -> std::result::Result<Vec<Vec<i64>>, Box<dyn Error>> 
     }
 
     let device = args.run.device;
-    device.synchronize()?; // the weights are not part of what is timed
+    device.synchronize()?; // the time of loading the weights is not measured
     let (bar, begin) = (common::progress(args.tokens), Instant::now());
     let written = no_grad(|| {
         let prompt = Tensor::from_slice(&prompt, [1, prompt.len()], device)?.expand([args.batch, prompt.len()])?;
@@ -97,7 +99,7 @@ pub fn write(args: &Args) -> std::result::Result<Vec<Vec<i64>>, Box<dyn Error>> 
         device.synchronize()?;
         let (read, begin) = (begin.elapsed().as_secs_f64(), Instant::now());
         for _ in bar.wrap_iter(1..args.tokens) {
-            // Tokens stay on the device, so that it never waits for the host.
+            // Tokens stay on the device, so that the device never waits for the host.
             let next = sample(&gpt.call((&written[written.len() - 1], &mut cache))?, args)?;
             written.push(next);
         }

@@ -1,4 +1,4 @@
-//! GPT-2 with the names of parameters of Hugging Face's `GPT2LMHeadModel`, and a cache of keys and values.
+//! GPT-2 with a cache of keys and values. Parameters have the names of Hugging Face's `GPT2LMHeadModel`.
 
 use std::path::Path;
 
@@ -10,14 +10,14 @@ use claystone::{DType, Device, Error, Result, Tensor, io};
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     pub vocabulary: usize,
-    /// Tokens that it looks back on.
+    /// Length of the context in tokens.
     pub context: usize,
     pub width: usize,
     pub layers: usize,
     pub heads: usize,
 }
 
-/// A linear layer whose weight is `[inputs, outputs]`, as Hugging Face's `Conv1D`.
+/// A linear layer with a weight `[inputs, outputs]`, like Hugging Face's `Conv1D`.
 struct Conv1d {
     weight: Tensor,
     bias: Tensor,
@@ -29,7 +29,7 @@ impl Conv1d {
     }
 
     fn map(&self, x: &Tensor, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
-        x.linear_map(&self.weight.t()?, Some(&self.bias), f) // a view: nothing is transposed in memory
+        x.linear_map(&self.weight.t()?, Some(&self.bias), f) // `t` is a view and copies nothing
     }
 }
 
@@ -47,6 +47,7 @@ fn random(shape: &[usize], at: (DType, Device)) -> Result<Tensor> {
     Ok(weight)
 }
 
+/// Causal self-attention with a cache.
 struct SelfAttention {
     c_attn: Conv1d,
     c_proj: Conv1d,
@@ -57,13 +58,13 @@ impl Module for SelfAttention {
     claystone::parts!(c_attn, c_proj);
 }
 
-/// The keys and values of all tokens so far, `[batch, heads, context, width of a head]` each, and how many tokens that is.
+/// The keys and values of all previous tokens, each `[batch, heads, context, head width]`, and the number of these tokens.
 pub struct Cache {
     layers: Vec<[Tensor; 2]>,
     pub length: usize,
 }
 
-/// One layer's part of the cache, and the number of tokens before.
+/// One layer's part of the cache, and the number of previous tokens.
 type Past<'a> = (&'a [Tensor; 2], usize);
 
 impl Forward<(&Tensor, Past<'_>)> for SelfAttention {
@@ -78,12 +79,13 @@ impl Forward<(&Tensor, Past<'_>)> for SelfAttention {
             cache.narrow(2, length, new)?.copy_(&part(i)?)?;
         }
         let [k, v] = [cache[0].narrow(2, 0, length + new)?, cache[1].narrow(2, 0, length + new)?];
-        // A token that comes alone sees all that were before it.
+        // A single new token attends to all previous tokens, without a mask.
         let options = Attention { is_causal: new > 1, ..Attention::default() };
         self.c_proj.forward(&part(0)?.scaled_dot_product_attention(&k, &v, options)?.transpose(1, 2)?.flatten(2, 3)?)
     }
 }
 
+/// The feed-forward block.
 struct Mlp {
     c_fc: Conv1d,
     c_proj: Conv1d,
@@ -97,6 +99,7 @@ impl Module for Mlp {
     }
 }
 
+/// Attention and an MLP, each with a residual connection and a norm before.
 struct Block {
     ln_1: LayerNorm,
     attn: SelfAttention,
@@ -117,6 +120,7 @@ impl Forward<(&Tensor, Past<'_>)> for Block {
     }
 }
 
+/// The model; the token embedding is also the output projection.
 pub struct Gpt2 {
     wte: Embedding,
     wpe: Embedding,
@@ -126,7 +130,7 @@ pub struct Gpt2 {
 }
 
 impl Gpt2 {
-    /// A model with random weights.
+    /// Creates a model with random weights.
     pub fn new(sizes: Sizes, at: (DType, Device)) -> Result<Gpt2> {
         let width = sizes.width;
         let block = |_| {
@@ -148,7 +152,7 @@ impl Gpt2 {
         Ok(Gpt2 { wte, wpe, h, ln_f: LayerNorm::new(&[width], at)?, sizes })
     }
 
-    /// The model of a safetensors file, whose shapes say all but the number of heads; they are 64 wide in OpenAI's models.
+    /// Loads a safetensors file, whose shapes determine all sizes but the number of heads; heads are 64 wide in OpenAI's models.
     pub fn load(path: &Path, heads: Option<usize>, at: (DType, Device)) -> Result<Gpt2> {
         let state = io::load(path, at.1)?.strip_prefix("transformer");
         let missing = |name: &str| Error::invalid("gpt2", format!("{} has no {name}", path.display()));
@@ -160,14 +164,14 @@ impl Gpt2 {
         let layers = (0..).take_while(|i| state.get(&format!("h.{i}.ln_1.weight")).is_some()).count();
         let heads = heads.unwrap_or(width.div_ceil(64));
         let mut gpt = nn::uninit(|| Gpt2::new(Sizes { vocabulary, context, width, layers, heads }, at))?;
-        // Files have causal masks and the projection besides, which is the embedding.
+        // Files also contain causal masks, and the output projection, which is the token embedding.
         match gpt.assign_state_dict(state, false)?.missing_keys.first() {
             Some(name) => Err(missing(name)),
             None => Ok(gpt),
         }
     }
 
-    /// An empty cache.
+    /// Creates an empty cache.
     pub fn cache(&self, batch: usize) -> Result<Cache> {
         let Sizes { context, width, heads, .. } = self.sizes;
         let weight = self.wte.weight();
@@ -181,7 +185,7 @@ impl Module for Gpt2 {
     claystone::parts!(wte, wpe, h, ln_f);
 }
 
-/// Tokens `[batch, length]`, many at first and then one at a time, to the logits after the last, `[batch, vocabulary]`.
+/// Maps tokens `[batch, length]`, first the whole prompt and then one token at a time, to the last logits `[batch, vocabulary]`.
 impl Forward<(&Tensor, &mut Cache)> for Gpt2 {
     type Output = Tensor;
 

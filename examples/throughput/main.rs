@@ -1,4 +1,4 @@
-//! How fast tensors are cloned and moved, over sizes, beside the host's memcpy and the driver's own calls.
+//! Measures how fast tensors are cloned and transferred, for many sizes, compared with memcpy and bare driver calls.
 //!
 //! `cargo run --release --example throughput -- --help`
 
@@ -15,23 +15,24 @@ use claystone::{Device, Tensor};
 use common::measure::{Calls, Case, Line, Meter, Work};
 use driver::Driver;
 
-/// Measures deep clones, copies, transfers and strided copies of f32 tensors from 4 KiB up, on each device.
+/// Measures deep clones, copies, transfers and strided copies of f32 tensors of 4 KiB and more, on each device.
 #[derive(Parser)]
 struct Args {
     /// Where to run: cpu, opencl:N, best or all
     #[arg(long, default_value = "all", value_parser = devices)]
     device: Devices,
-    /// The greatest size, as 4K, 64M or 1G; less where memory does not allow it
+    /// The largest size, such as 4K, 64M or 1G; reduced if memory does not allow it
     #[arg(long, default_value = "1G", value_parser = size)]
     max: usize,
-    /// Seconds of samples a case
+    /// Seconds of sampling per case
     #[arg(long, default_value_t = 0.2)]
     seconds: f64,
-    /// Prints a JSON line a measurement, no tables and no plot
+    /// Print one JSON line per measurement instead of tables and plots
     #[arg(long)]
     json: bool,
 }
 
+/// The devices of `--device`.
 #[derive(Clone)]
 struct Devices(Vec<Device>);
 
@@ -54,12 +55,12 @@ fn size(text: &str) -> Result<usize, String> {
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-/// The value at index `i` of every tensor that is moved around.
+/// Returns the value at index `i` of all measured tensors.
 fn value(i: usize) -> f32 {
     (i % 1009) as f32 / 1009.0 - 0.5
 }
 
-/// Fails unless `get(i)` is what it should be at a few places.
+/// Returns an error unless `get(i)` is the expected value at a few indices.
 fn check(
     case: &str,
     len: usize,
@@ -83,7 +84,7 @@ fn case(peer: &str, name: &'static str, n: usize, moved: usize) -> Case {
     Case { peer: peer.into(), name, n, dtype: "f32", work: Work::Bytes(moved) }
 }
 
-/// Deep clones, in turns with the driver's copy of as many bytes between two ready buffers.
+/// Measures deep clones, in turns with the driver's copy of the same number of bytes between two existing buffers.
 fn clones(meter: &Meter, a: &Tensor, driver: Option<&Driver>) -> Outcome<Vec<Line>> {
     let size = a.numel() * a.dtype().size();
     let mine = case("claystone", "clone", size, 2 * size);
@@ -97,11 +98,11 @@ fn clones(meter: &Meter, a: &Tensor, driver: Option<&Driver>) -> Outcome<Vec<Lin
     Ok(meter.beside(cases, [&mut clone, &mut copy])?.into())
 }
 
-/// The library's own cases on one device, and the driver's copy.
-fn library(meter: &Meter, device: Device, driver: Option<&Driver>, host: &[f32]) -> Outcome<Vec<Line>> {
+/// Measures the library's cases on one device; clones also with the driver's copy.
+fn measure_library(meter: &Meter, device: Device, driver: Option<&Driver>, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
     let case = |name, moved| case("claystone", name, size, moved);
-    let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // a clone and what reaches the host have waited
+    let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // clones and copies to the host have already waited
     let mut lines = Vec::new();
 
     let a = Tensor::from_slice(host, [len], device)?;
@@ -117,11 +118,11 @@ fn library(meter: &Meter, device: Device, driver: Option<&Driver>, host: &[f32])
     drop(copy);
 
     let side = len.isqrt();
-    let turned = a.reshape([side, side])?.t()?;
-    check("transpose_copy", len, |i| element(&turned.contiguous()?, i), |i| value(i % side * side + i / side))?;
-    let transpose = Case { n: len, ..case("transpose_copy", 2 * size) }; // counted in elements, the others in bytes
-    lines.push(meter.time(transpose, Calls::Pipelined, || turned.contiguous(), wait)?);
-    drop(turned);
+    let transposed = a.reshape([side, side])?.t()?;
+    check("transpose_copy", len, |i| element(&transposed.contiguous()?, i), |i| value(i % side * side + i / side))?;
+    let transpose = Case { n: len, ..case("transpose_copy", 2 * size) }; // counted in elements; the other cases in bytes
+    lines.push(meter.time(transpose, Calls::Pipelined, || transposed.contiguous(), wait)?);
+    drop(transposed);
 
     if device != Device::Cpu {
         let here = Tensor::from_slice(host, [len], Device::Cpu)?;
@@ -133,9 +134,9 @@ fn library(meter: &Meter, device: Device, driver: Option<&Driver>, host: &[f32])
     Ok(lines)
 }
 
-/// The driver's calls on the same device: a copy between two ready buffers, and transfers from and to pageable and
+/// Measures the driver's calls on the same device: a copy between two existing buffers, and transfers from and to pageable and
 /// pinned host memory.
-fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
+fn measure_driver(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
     let case = |name, moved| case("driver", name, size, moved);
     let bytes: &[u8] = bytemuck::cast_slice(host);
@@ -159,7 +160,7 @@ fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
     Ok(lines)
 }
 
-/// The host's memcpy, on one thread.
+/// Measures memcpy on one thread of the host.
 fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
     let mut to = vec![0f32; host.len()];
     let case = case("host", "memcpy", size_of_val(host), 2 * size_of_val(host));
@@ -171,14 +172,14 @@ fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
     meter.time(case, Calls::Single, copy, || Ok(()))
 }
 
-/// Everything at one size.
+/// Measures all cases at one size.
 fn measure(meter: &Meter, device: Device, driver: Option<&Driver>, size: usize) -> Outcome<Vec<Line>> {
     let host: Vec<f32> = (0..size / 4).map(value).collect();
-    let mut lines = library(meter, device, driver, &host)?;
+    let mut lines = measure_library(meter, device, driver, &host)?;
     device.empty_cache()?;
     Device::Cpu.empty_cache()?;
     if let Some(driver) = driver {
-        lines.extend(bare(meter, driver, &host)?);
+        lines.extend(measure_driver(meter, driver, &host)?);
     }
     lines.push(memcpy(meter, &host)?);
     Ok(lines)
@@ -192,11 +193,11 @@ fn main() -> common::Outcome {
         let driver = if device == Device::Cpu {
             None
         } else {
-            // Devices of one name are told apart by their order.
+            // Devices of the same name are distinguished by their order.
             let before = names.iter().take_while(|(d, _)| *d != device).filter(|(_, name)| *name == info.name).count();
             Some(Driver::open(&info.name, before)?)
         };
-        // A tensor, its copies, the driver's buffers and, on the host, their sources: eight times the size at most.
+        // A tensor, its copies, the driver's buffers and their sources on the host take at most eight times the size.
         let room = info.memory.min(Device::Cpu.info()?.memory) / 8;
         let largest = args.max.min(room as usize).min(info.largest_buffer as usize);
         let sizes: Vec<usize> = (0..10).map(|i| 4096 << (2 * i)).take_while(|&s| s <= largest).collect();

@@ -1,11 +1,11 @@
-//! The table, the plot and the closing figure of a device.
+//! The table, the plot and the summary of a device.
 
 use claystone::Device;
 use plotters::prelude::*;
 
 use crate::common::{self, measure::Line};
 
-/// 4096 as `4 KiB`.
+/// Formats a number of bytes, such as 4096 as `4 KiB`.
 pub fn bytes(n: usize) -> String {
     match n.ilog2() / 10 {
         0 => format!("{n} B"),
@@ -13,7 +13,7 @@ pub fn bytes(n: usize) -> String {
     }
 }
 
-/// Columns: heading, peer, case.
+/// The columns: heading, peer, case.
 const HOST: &[(&str, &str, &str)] = &[
     ("clone", "claystone", "clone"),
     ("copy_", "claystone", "clone_into"),
@@ -43,12 +43,12 @@ fn find<'a>(lines: &'a [(usize, Line)], peer: &str, case: &str, size: usize) -> 
     lines.iter().find(found).map(|(_, line)| line)
 }
 
-/// The rate of a clone over that of clEnqueueCopyBuffer and clFinish on two ready buffers.
+/// Returns the rate of a clone divided by that of clEnqueueCopyBuffer and clFinish on two existing buffers.
 fn ratio(lines: &[(usize, Line)], size: usize) -> Option<f64> {
     Some(find(lines, "claystone", "clone", size)?.rate() / find(lines, "driver", "clone_raw", size)?.rate())
 }
 
-/// Prints GB/s, a row a size.
+/// Prints GB/s, with a row for each size.
 pub fn table(device: Device, sizes: &[usize], lines: &[(usize, Line)]) {
     println!("GB/s (clone, copy_, strided and memcpy: bytes read + written; transfers: bytes moved), medians");
     print!("{:>8}", "size");
@@ -67,7 +67,7 @@ pub fn table(device: Device, sizes: &[usize], lines: &[(usize, Line)]) {
     }
 }
 
-/// Prints what the device comes to, in a line.
+/// Prints the result of the device in one line.
 pub fn summary(sizes: &[usize], lines: &[(usize, Line)]) {
     let Some(&size) = sizes.last() else { return };
     let Some(clone) = find(lines, "claystone", "clone", size) else { return };
@@ -79,8 +79,9 @@ pub fn summary(sizes: &[usize], lines: &[(usize, Line)]) {
     println!("clone of {}: {:.1} GB/s{beside}\n", bytes(size), clone.rate());
 }
 
-/// Writes the curves as `target/throughput-DEVICE.png`.
+/// Draws the curves to `target/throughput-DEVICE.png`.
 pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[(usize, Line)]) -> common::Outcome {
+    /// The curves: legend, peer, case.
     const CURVES: [(&str, &str, &str); 6] = [
         ("clone", "claystone", "clone"),
         ("driver's copy", "driver", "clone_raw"),

@@ -1,6 +1,6 @@
-"""Builds claystone's C library by cargo, unless CLAYSTONE_LIBRARY names the folder that has it, and the extension against the
-installed torch, which it does not import: pip builds in an environment of its own, where torch is not, but the interpreter's
-site-packages are where they were."""
+"""Builds claystone's C library with cargo, unless CLAYSTONE_LIBRARY names a folder that contains it, and the extension against the
+installed torch. It does not import torch, because pip builds in an isolated environment without torch; it looks in the
+interpreter's site-packages instead."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ def torch_folder():
         if (Path(candidate) / "torch/include/ATen").is_dir():
             return Path(candidate) / "torch"
     raise SystemExit(
-        "claystone-torch is built with the torch that is installed, and there is none in this environment: "
-        "pip install torch first, or set CLAYSTONE_TORCH_SITE to the site-packages folder that has it"
+        "claystone-torch is built against an installed torch, but this environment has none: "
+        "pip install torch first, or set CLAYSTONE_TORCH_SITE to the site-packages folder that contains it"
     )
 
 
 def library():
-    """claystone's C library: that in the folder CLAYSTONE_LIBRARY, or else what cargo builds."""
+    """The path of claystone's C library: in the folder CLAYSTONE_LIBRARY, or built by cargo."""
     given = os.environ.get("CLAYSTONE_LIBRARY")
     if given:
         built = Path(given).resolve() / "libclaystone_capi.so"
@@ -38,7 +38,7 @@ def library():
     profile = os.environ.get("CLAYSTONE_TORCH_PROFILE", "release")
     subprocess.run(["cargo", "build", "-p", "claystone-capi", "--profile", profile], cwd=repository, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
-    # The folder of the profile `dev` is `debug`.
+    # cargo's profile `dev` builds into the folder `debug`.
     return repository / target / ("debug" if profile == "dev" else profile) / "libclaystone_capi.so"
 
 
@@ -52,7 +52,7 @@ class BuildExt(build_ext):
         super().run()
 
     def build_extensions(self):
-        # Setuptools compiles one file after another; the headers of torch take their time.
+        # Compiles in parallel: setuptools compiles one file after another, and torch's headers are slow to compile.
         compile_one = self.compiler._compile
         jobs = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -1,4 +1,4 @@
-//! The scope of mixed precision that a thread is in. What operations do in it is in `ops::dispatch::autocast`.
+//! A thread's mixed-precision scope. `ops::dispatch::autocast` says what operations do in it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -7,27 +7,34 @@ use super::is_grad_enabled;
 use crate::{DType, Result, Tensor};
 
 thread_local! {
-    static ACTIVE: Cell<Option<DType>> = const { Cell::new(None) };
-    /// Parameters cast already, by their place in the graph; kept while there is any scope.
-    static WEIGHTS: RefCell<HashMap<Weight, Tensor>> = RefCell::new(HashMap::new());
-    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// The dtype of the innermost scope.
+    static AUTOCAST_DTYPE: Cell<Option<DType>> = const { Cell::new(None) };
+    /// Parameters already cast, kept until the outermost scope ends.
+    static CAST_PARAMETERS: RefCell<HashMap<CastKey, Tensor>> = RefCell::new(HashMap::new());
+    /// The number of nested scopes.
+    static SCOPE_DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
+/// A parameter cast to a dtype.
 #[derive(PartialEq, Eq, Hash)]
-struct Weight {
+struct CastKey {
     node: u64,
-    /// Of its storage: an optimiser's step makes another weight of it.
+    /// The storage's version: after an optimiser's step the parameter is cast again.
     version: u64,
     dtype: DType,
-    /// A cast made without recording passes no gradient on.
+    /// Whether the cast was recorded. A cast that was not passes no gradient on.
     recorded: bool,
 }
 
-/// Runs `f` in mixed precision (PyTorch's `torch.autocast`): matrix products, linear layers, convolutions, attention, einsum
-/// and `prelu` take their inputs in `dtype`, BF16 or F16, and give it; softmax, losses, norms, distances, sums and products
-/// (cumulative ones too), powers, exponentials and logarithms take halves in f32, and give that. Everything else keeps the
-/// dtype of its inputs. A parameter is cast once a scope, however often it
-/// is used. f64 stays as it is. `None` switches it off inside; backward runs without, in the dtypes of forward.
+/// Runs `f` in mixed precision (PyTorch's `torch.autocast`).
+///
+/// Matrix products, linear layers, convolutions, attention, einsum and `prelu` convert their inputs to `dtype`, BF16 or
+/// F16, and return it. Softmax, losses, norms, distances, sums and products (cumulative ones too), powers, exponentials
+/// and logarithms convert half-precision inputs to f32, and return f32. Other operations keep the dtype of their
+/// inputs, and f64 is never converted.
+///
+/// A parameter is cast once a scope, however often it is used. `None` disables autocast inside `f`. Backward always
+/// runs without autocast, in the dtypes of forward.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autocast};
@@ -45,33 +52,34 @@ pub fn autocast<R>(dtype: impl Into<Option<DType>>, f: impl FnOnce() -> R) -> R 
     struct Restore(Option<DType>);
     impl Drop for Restore {
         fn drop(&mut self) {
-            ACTIVE.set(self.0);
-            DEPTH.set(DEPTH.get() - 1);
-            if DEPTH.get() == 0 {
-                // Taken out first: dropping a tensor may run anything.
-                drop(WEIGHTS.take());
+            AUTOCAST_DTYPE.set(self.0);
+            SCOPE_DEPTH.set(SCOPE_DEPTH.get() - 1);
+            if SCOPE_DEPTH.get() == 0 {
+                // Taken out first: dropping a tensor may run code that uses the map.
+                drop(CAST_PARAMETERS.take());
             }
         }
     }
-    DEPTH.set(DEPTH.get() + 1);
-    let _restore = Restore(ACTIVE.replace(dtype.into()));
+    SCOPE_DEPTH.set(SCOPE_DEPTH.get() + 1);
+    let _restore = Restore(AUTOCAST_DTYPE.replace(dtype.into()));
     f()
 }
 
-/// What [`autocast`] this thread is in (PyTorch's `torch.get_autocast_dtype`, None where that is not enabled).
+/// Returns the dtype of this thread's [`autocast`] scope (PyTorch's `torch.get_autocast_dtype`); None outside any
+/// scope.
 #[inline]
 pub fn autocast_dtype() -> Option<DType> {
-    ACTIVE.get()
+    AUTOCAST_DTYPE.get()
 }
 
-/// The tensor in `dtype`; of a parameter the same one each time in a scope.
+/// Returns the tensor in `dtype`. A parameter is cast only once a scope.
 pub(crate) fn cast_once(t: &Tensor, dtype: DType) -> Result<Tensor> {
     let Some(node) = t.leaf_id().filter(|_| t.dtype != dtype) else { return t.to_dtype(dtype) };
-    let key = Weight { node, version: t.storage.version(), dtype, recorded: is_grad_enabled() };
-    if let Some(known) = WEIGHTS.with_borrow(|weights| weights.get(&key).map(Tensor::shallow_clone)) {
+    let key = CastKey { node, version: t.storage.version(), dtype, recorded: is_grad_enabled() };
+    if let Some(known) = CAST_PARAMETERS.with_borrow(|weights| weights.get(&key).map(Tensor::shallow_clone)) {
         return Ok(known);
     }
     let made = t.to_dtype(dtype)?;
-    WEIGHTS.with_borrow_mut(|weights| weights.insert(key, made.shallow_clone()));
+    CAST_PARAMETERS.with_borrow_mut(|weights| weights.insert(key, made.shallow_clone()));
     Ok(made)
 }

@@ -7,21 +7,22 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::context::{Context, Gradient, address};
-use super::grad::Wanted;
+use super::grad::WantedNodes;
 use super::node::{Leaf, Node, Operation, State};
 use super::{Gradients, autocast, enable_grad, hooks, modes, no_grad};
-use crate::device::profiler::{self, Kind};
+use crate::device::profiler::{self, RecordKind};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{Error, Result, Tensor};
 
 thread_local! {
-    /// What is to be done when the backward pass under way on this thread has ended; None where none is.
+    /// Callbacks to run at the end of this thread's backward pass; None if none is in progress.
     static CALLBACKS: RefCell<Option<Vec<Callback>>> = const { RefCell::new(None) };
 }
 
+/// A callback queued by [`queue_callback`].
 type Callback = Box<dyn FnOnce() -> Result<()>>;
 
-/// A backward pass under way, or one inside of another.
+/// A backward pass in progress, possibly inside another one.
 struct Callbacks {
     is_outermost: bool,
 }
@@ -35,8 +36,8 @@ impl Callbacks {
         })
     }
 
-    /// Calls what was queued. Nothing of a pass that failed is called.
-    fn run(self) -> Result<()> {
+    /// Runs the queued callbacks, unless this pass is inside another one. Callbacks of a failed pass are dropped.
+    fn run_queued(self) -> Result<()> {
         let queued = match self.is_outermost {
             true => CALLBACKS.with_borrow_mut(Option::take).unwrap_or_default(),
             false => Vec::new(),
@@ -53,8 +54,9 @@ impl Drop for Callbacks {
     }
 }
 
-/// Has `f` called once when the backward pass ends that is under way on this thread: hooks call this (PyTorch's
-/// `Variable._execution_engine.queue_callback`). Its error is that of the pass. If the pass fails it is not called.
+/// Runs `f` once, at the end of the backward pass in progress on this thread. Call this function from a hook (PyTorch's
+/// `Variable._execution_engine.queue_callback`). An error of `f` becomes the error of the pass; if the pass fails, `f`
+/// is not called.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -72,9 +74,9 @@ impl Drop for Callbacks {
 /// ```
 ///
 /// # Errors
-/// [`Error::Autograd`] where no backward pass is under way on this thread.
+/// [`Error::Autograd`] if no backward pass is in progress on this thread.
 pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
-    let reason = "no backward pass is under way on this thread: call it in a hook";
+    let reason = "no backward pass is in progress on this thread: call it from a hook";
     CALLBACKS.with_borrow_mut(|callbacks| match callbacks {
         Some(callbacks) => {
             callbacks.push(Box::new(f));
@@ -84,44 +86,45 @@ pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
     })
 }
 
-/// A node waiting in the heap, the greatest number first: its own, which is the order of age, or more for a leaf whose gradient
-/// is complete.
-struct Pending {
+/// A node in the heap, which pops the highest `order` first. The order is the node's number, which is the order of age,
+/// or the maximum for a leaf whose gradient is complete.
+struct QueuedNode {
     order: u64,
     node: Arc<Node>,
 }
 
-impl Pending {
-    fn by_age(node: Arc<Node>) -> Pending {
-        Pending { order: node.seq, node }
+impl QueuedNode {
+    fn by_age(node: Arc<Node>) -> QueuedNode {
+        QueuedNode { order: node.seq, node }
     }
 }
 
-impl PartialEq for Pending {
-    fn eq(&self, other: &Pending) -> bool {
+impl PartialEq for QueuedNode {
+    fn eq(&self, other: &QueuedNode) -> bool {
         self.order == other.order
     }
 }
 
-impl Eq for Pending {}
+impl Eq for QueuedNode {}
 
-impl PartialOrd for Pending {
-    fn partial_cmp(&self, other: &Pending) -> Option<std::cmp::Ordering> {
+impl PartialOrd for QueuedNode {
+    fn partial_cmp(&self, other: &QueuedNode) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Pending {
-    fn cmp(&self, other: &Pending) -> std::cmp::Ordering {
+impl Ord for QueuedNode {
+    fn cmp(&self, other: &QueuedNode) -> std::cmp::Ordering {
         self.order.cmp(&other.order)
     }
 }
 
-/// Of each leaf that somebody waits for, how many gradients it is to have from the operations that the roots are made of. Leaves
-/// are older than these and would be last: so many later it is known that the gradient is complete.
-fn leaves_waited_for<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
+/// Counts, for each leaf with post-accumulate hooks, the gradients that operations reachable from the roots will add.
+/// Leaves are older than those operations and would be visited last; the count shows earlier that a gradient is
+/// complete.
+fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
     let mut leaves = HashMap::new();
-    if !hooks::are_leaves_waited_for() {
+    if !hooks::has_post_accumulate_hooks() {
         return leaves;
     }
     let mut nodes: Vec<&Arc<Node>> = roots.collect();
@@ -129,7 +132,9 @@ fn leaves_waited_for<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<
     while let Some(node) = nodes.pop() {
         for input in node.inputs.iter().flatten() {
             match &*input.state() {
-                State::Leaf(leaf) if !leaf.collected.is_empty() => *leaves.entry(input.seq).or_insert(0) += 1,
+                State::Leaf(leaf) if !leaf.post_accumulate_hooks.is_empty() => {
+                    *leaves.entry(input.seq).or_insert(0) += 1
+                }
                 State::Leaf(_) => {}
                 _ if seen.insert(input.seq) => nodes.push(input),
                 _ => {}
@@ -139,57 +144,60 @@ fn leaves_waited_for<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<
     leaves
 }
 
-/// One traversal of the graph, from the youngest node to the oldest.
+/// One traversal of the graph, from the newest node to the oldest.
 #[derive(Default)]
 pub(super) struct Engine {
-    /// Whether the closures are kept for another traversal.
+    /// Whether to keep the closures for another traversal.
     pub(super) retain_graph: bool,
-    /// Whether what the closures do is recorded.
+    /// Whether to record the operations of the closures.
     pub(super) create_graph: bool,
-    /// The nodes whose gradients are returned, instead of accumulated in leaves.
-    pub(super) wanted: Option<Wanted>,
-    /// Whether it is part of another backward pass, which goes on from the gradients that this one returns, and calls their
-    /// hooks.
-    pub(super) inner: bool,
-    /// The slots of wanted leaves that the pass around has lent to the operation whose backward this is, by node.
+    /// The nodes whose gradients are returned; with None, leaves accumulate theirs instead.
+    pub(super) wanted: Option<WantedNodes>,
+    /// Whether this pass is part of another backward pass. The outer pass continues from the returned gradients and
+    /// calls their hooks.
+    pub(super) is_nested: bool,
+    /// Gradient slots of wanted leaves, by node, that the outer pass has lent to the operation whose backward is this
+    /// pass.
     pub(super) lent: RefCell<HashMap<u64, Tensor>>,
-    /// Whether a leaf has collected a gradient: a failure after that leaves some leaves with theirs and others without.
-    pub(super) collected: Cell<bool>,
+    /// Whether a leaf has accumulated a gradient. A later failure leaves some leaves with their gradients and others
+    /// without.
+    pub(super) has_accumulated: Cell<bool>,
 }
 
 impl Engine {
-    /// Whether a gradient is wanted of this node, or of one beyond it.
+    /// True if a gradient is wanted of this node, or of a node that it depends on.
     pub(super) fn leads_to_wanted(&self, node: &Node) -> bool {
         self.wanted.as_ref().is_none_or(|wanted| wanted.leads_to_wanted(node.seq))
     }
 
-    /// Whether the gradient of this node is returned.
-    pub(super) fn captures(&self, node: &Node) -> bool {
-        self.wanted.as_ref().is_some_and(|wanted| wanted.captures(node.seq))
+    pub(super) fn returns_gradient_of(&self, node: &Node) -> bool {
+        self.wanted.as_ref().is_some_and(|wanted| wanted.returns_gradient_of(node.seq))
     }
 
-    /// Runs from `seeds`. Gives the gradients of the nodes wanted, by number.
-    pub(super) fn run(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
+    /// Runs the pass from `seeds`. Returns the gradients of the wanted nodes, by number.
+    pub(super) fn run_pass(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
         let traverse = || match self.create_graph {
             true => enable_grad(|| self.traverse(seeds)),
             false => no_grad(|| self.traverse(seeds)),
         };
-        // In the dtypes of forward, wherever backward is called. What it reads is read once, and no image is worth while.
+        // Without autocast, so that backward uses the dtypes of forward. With buffers, because each operand is read
+        // only once and converting it to an image would not pay off.
         let outermost = Callbacks::begin();
-        let captured = with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
-        let ended = captured.and_then(|captured| outermost.run().map(|()| captured));
-        ended.map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
+        let returned = with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
+        let ended = returned.and_then(|returned| outermost.run_queued().map(|()| returned));
+        ended.map_err(|e| if self.has_accumulated.get() { e.into_partial("backward") } else { e })
     }
 
     fn traverse(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
-        let mut captured = HashMap::new();
+        let mut returned = HashMap::new();
         let mut gradients: HashMap<u64, Gradient> = HashMap::new();
         let mut heap = BinaryHeap::new();
-        let mut waited_for = match self.wanted {
-            None => leaves_waited_for(seeds.iter().map(|(root, _)| root)),
+        let mut expected_gradients = match self.wanted {
+            None => count_expected_gradients(seeds.iter().map(|(root, _)| root)),
             Some(_) => HashMap::new(),
         };
-        // No slot is lent in whose memory one of these gradients is. Handles on them would make them look shared.
+        // A slot is not lent if a seed gradient uses its memory. Only addresses are kept: handles would make the seeds
+        // look shared.
         let given: SmallVec<[usize; 1]> = seeds.iter().filter_map(|(_, gradient)| gradient.address()).collect();
         for (root, gradient) in seeds {
             let gradient = match gradients.remove(&root.seq) {
@@ -197,32 +205,32 @@ impl Engine {
                 None => gradient,
             };
             gradients.insert(root.seq, gradient);
-            heap.push(Pending::by_age(root));
+            heap.push(QueuedNode::by_age(root));
         }
-        while let Some(Pending { node, .. }) = heap.pop() {
+        while let Some(QueuedNode { node, .. }) = heap.pop() {
             let Some(mut grad) = gradients.remove(&node.seq) else { continue };
-            let captured_here = self.captures(&node);
-            if let Some(hooks) = node.hooks().filter(|_| !(self.inner && captured_here))
-                && let Some(replaced) = hooks.run(node.op, &grad.tensor()?)?
+            let is_returned = self.returns_gradient_of(&node);
+            if let Some(hooks) = node.hooks().filter(|_| !(self.is_nested && is_returned))
+                && let Some(replaced) = hooks.call(node.op, &grad.tensor()?)?
             {
-                grad = self.untracked(replaced).into();
+                grad = self.detach_unless_recording(replaced).into();
             }
-            if captured_here {
-                captured.insert(node.seq, grad.tensor()?);
+            if is_returned {
+                returned.insert(node.seq, grad.tensor()?);
             }
-            let Some(operation) = self.operation(&node, &mut grad)? else { continue };
+            let Some(operation) = self.take_operation(&node, &mut grad)? else { continue };
             let slots: Gradients =
-                (0..node.inputs.len()).map(|i| self.free_slot(&node, i, &gradients, &given)).collect();
+                (0..node.inputs.len()).map(|i| self.lend_slot(&node, i, &gradients, &given)).collect();
             let offered: Gradients = slots.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
             let factor = operation.factor.filter(|_| !grad.multiplied());
             let multiplied = SmallVec::from_elem(false, node.inputs.len());
             let mut context =
                 Context { engine: self, node: &node, grad, gradients: &gradients, slots, factor, multiplied };
-            let recorded = profiler::span(Kind::Backward, node.op, None, 0, 0);
+            let recorded = profiler::span(RecordKind::Backward, node.op, None, 0, 0);
             let results = (operation.backward)(&mut context)?;
             drop(recorded);
             let multiplied = std::mem::take(&mut context.multiplied);
-            // They go before the results are added up: their handles on gradients would make these look shared.
+            // Dropped before the results are added: handles on gradients would make them look shared.
             drop(context);
             drop(operation.backward);
             debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
@@ -233,18 +241,19 @@ impl Engine {
                 let mut in_slot = offered.as_ref().is_some_and(is_slot);
                 if result.is_none()
                     && offered.is_some()
-                    && !self.inner
+                    && !self.is_nested
                     && let State::Leaf(leaf) = &mut *input.state()
                 {
                     leaf.lent = false;
                 }
                 let Some(result) = result else { continue };
-                let mut result = self.untracked(result);
+                let mut result = self.detach_unless_recording(result);
                 if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()? {
                     let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
                     return Err(Error::Autograd { op: node.op, reason });
                 }
-                // Leaves are visited last: until then the gradients of all would be in memory twice.
+                // Copied into the slot now: leaves are visited last, so until then all gradients would be in memory
+                // twice.
                 if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
                     slot.copy_(&result)?;
                     (result, in_slot) = (slot, true);
@@ -252,50 +261,50 @@ impl Engine {
                 let sum = match gradients.remove(&input.seq) {
                     Some(first) => first.add(result)?,
                     None => {
-                        heap.push(Pending::by_age(input.clone()));
+                        heap.push(QueuedNode::by_age(input.clone()));
                         Gradient::Tensor { tensor: result, in_slot, multiplied }
                     }
                 };
                 gradients.insert(input.seq, sum);
             }
-            if waited_for.is_empty() {
+            if expected_gradients.is_empty() {
                 continue;
             }
             for input in node.inputs.iter().flatten() {
-                let Some(missing) = waited_for.get_mut(&input.seq) else { continue };
+                let Some(missing) = expected_gradients.get_mut(&input.seq) else { continue };
                 *missing -= 1;
                 if *missing == 0 {
-                    heap.push(Pending { order: u64::MAX, node: input.clone() });
+                    heap.push(QueuedNode { order: u64::MAX, node: input.clone() });
                 }
             }
         }
-        Ok(captured)
+        Ok(returned)
     }
 
-    /// A gradient as it may leave a closure: in no graph, unless one is created.
-    fn untracked(&self, grad: Tensor) -> Tensor {
+    /// Takes a closure's gradient out of the graph, unless a graph is being created.
+    fn detach_unless_recording(&self, grad: Tensor) -> Tensor {
         if self.create_graph { grad } else { grad.into_detached() }
     }
 
-    /// What to do with the gradient of a node that is an operation's result; None where the pass ends here. A leaf
-    /// collects it.
-    fn operation(&self, node: &Node, grad: &mut Gradient) -> Result<Option<Operation>> {
+    /// Returns the operation to differentiate at a node, or None if the pass ends there. A leaf accumulates `grad`.
+    fn take_operation(&self, node: &Node, grad: &mut Gradient) -> Result<Option<Operation>> {
         let mut state = node.state();
         if let State::Leaf(leaf) = &mut *state {
             if self.wanted.is_none() {
                 let in_slot = grad.in_slot();
                 leaf.grad = Some(accumulate(leaf, grad)?);
                 leaf.lent &= !in_slot;
-                self.collected.set(true);
-                if !leaf.collected.is_empty() {
-                    let (hooks, grad) = (leaf.collected.clone(), leaf.grad.as_ref().map(Tensor::shallow_clone));
-                    drop(state); // a hook may look at the leaf
+                self.has_accumulated.set(true);
+                if !leaf.post_accumulate_hooks.is_empty() {
+                    let (hooks, grad) =
+                        (leaf.post_accumulate_hooks.clone(), leaf.grad.as_ref().map(Tensor::shallow_clone));
+                    drop(state); // a hook may access the leaf
                     hooks.iter().try_for_each(|(_, hook)| grad.iter().try_for_each(|grad| hook(grad)))?;
                 }
             }
             return Ok(None);
         }
-        if self.inner && self.captures(node) {
+        if self.is_nested && self.returns_gradient_of(node) {
             return Ok(None);
         }
         if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_to_wanted(input)) {
@@ -311,18 +320,19 @@ impl Engine {
                 }
             },
         };
-        if self.create_graph && !operation.twice {
+        if self.create_graph && !operation.is_differentiable {
             let reason = "its gradient is computed by kernels that have no gradient of their own, so create_graph stops here: write this operation as a composition of others, or do without create_graph";
             return Err(Error::Autograd { op: node.op, reason: reason.into() });
         }
         Ok(Some(operation))
     }
 
-    /// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
-    fn free_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>, given: &[usize]) -> Option<Tensor> {
+    /// Lends the gradient slot of input `i`, if that is a leaf with a slot and no gradient, whose slot was not lent
+    /// already.
+    fn lend_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>, given: &[usize]) -> Option<Tensor> {
         let input = node.inputs[i].as_ref()?;
         let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);
-        if self.inner && !taken {
+        if self.is_nested && !taken {
             return self.lent.borrow_mut().remove(&input.seq);
         }
         if self.create_graph || self.wanted.is_some() || input.hooks().is_some() {
@@ -339,12 +349,12 @@ impl Engine {
     }
 }
 
-/// A leaf's gradient with `grad` added: in its slot if it has one.
+/// Returns a leaf's gradient with `grad` added, in the leaf's slot if it has one.
 fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
     let in_slot = grad.in_slot();
     let tensor = grad.tensor()?;
-    // The only handle on a gradient that is nobody else's.
-    *grad = Gradient::one(&tensor);
+    // Replaced, so that `tensor` is the only handle on a gradient that no other code uses.
+    *grad = Gradient::ones(&tensor);
     match (&leaf.grad, leaf.slot.as_ref().filter(|_| in_slot || !leaf.lent)) {
         (Some(total), _) if total.requires_grad() || tensor.requires_grad() => total.add(&tensor),
         (Some(total), _) => {
@@ -356,8 +366,8 @@ fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
             slot.copy_(&tensor)?;
             Ok(slot.shallow_clone())
         }
-        // A gradient that others can see (an expanded view, the caller's own tensor) becomes the leaf's own.
-        (None, None) if !tensor.storage.is_unique() || !tensor.layout.is_dense() => tensor.copied(false),
+        // A gradient with other users (an expanded view, or the caller's own tensor) is copied for the leaf.
+        (None, None) if !tensor.storage.is_unique() || !tensor.layout.is_dense() => tensor.deep_copy(false),
         (None, _) => Ok(tensor),
     }
 }

@@ -3,12 +3,12 @@
 use super::{GradOptions, enable_grad, grad_with_options};
 use crate::{DType, Error, Result, Tensor, no_grad};
 
-/// Checks the gradients that [`Tensor::backward`] gives for `f` against central differences
-/// (`(f(x+h) - f(x-h)) / 2h` with `h` = 1e-6 of the value's scale), element by element (PyTorch's `gradcheck`).
+/// Compares the gradients that [`Tensor::backward`] computes for `f` with central differences, element by element
+/// (PyTorch's `gradcheck`). The differences are `(f(x+h) - f(x-h)) / 2h`, with `h` = 1e-6 of the value's scale.
 ///
-/// `inputs` are f64 tensors of any shape, strides and device; `f` must be deterministic and give an f64 tensor of any shape. Each
-/// element of the result takes a forward and a backward pass, and each element of the inputs two forward passes.
-/// An element passes when both agree to `tolerance`, absolute below 1 and relative above.
+/// `inputs` are f64 tensors of any shape, strides and device. `f` must be deterministic and return an f64 tensor of any
+/// shape. Each element of the result takes a forward and a backward pass, and each element of the inputs two forward
+/// passes. An element passes if both gradients agree to `tolerance`, absolute below 1 and relative above.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradcheck};
@@ -18,8 +18,8 @@ use crate::{DType, Error, Result, Tensor, no_grad};
 /// ```
 ///
 /// # Errors
-/// [`Error::Autograd`] naming the first element that differs; [`Error::UnsupportedDType`] for inputs or a result that are not f64; and
-/// whatever `f` returns.
+/// [`Error::Autograd`] naming the first element that differs; [`Error::UnsupportedDType`] for inputs or a result that
+/// are not f64; and errors of `f`.
 pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
     let op = "gradcheck";
     let check_dtype = |t: &Tensor| match t.dtype() {
@@ -27,7 +27,7 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
         dtype => Err(Error::UnsupportedDType { op, dtype, expected: "f64: differences need the digits" }),
     };
     inputs.iter().try_for_each(check_dtype)?;
-    // For each element of the result the gradients of the inputs.
+    // The gradients of the inputs, for each element of the result.
     let mut analytic: Vec<Vec<Vec<f64>>> = Vec::new();
     for j in 0.. {
         let leaves = inputs.iter().map(|t| t.detach().requires_grad_(true)).collect::<Result<Vec<_>>>()?;
@@ -82,14 +82,14 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
     Ok(())
 }
 
-/// The sum of the elements with fixed weights, which differ from one to the next.
+/// Returns the sum of the elements, weighted with fixed numbers that differ between neighbouring elements.
 fn weighted_sum(x: &Tensor) -> Result<Tensor> {
     let weights: Vec<f64> = (0..x.numel()).map(|k| 0.5 + ((7 * k + 3) % 11) as f64 / 11.0).collect();
     x.mul(&Tensor::from_slice(&weights, x.shape(), x.device())?)?.sum((), false)
 }
 
-/// Checks gradients of gradients: that the gradient of `f`, recorded with `create_graph` and weighted with fixed numbers,
-/// has the gradient that central differences of it give (PyTorch's `gradgradcheck`). As [`gradcheck`] otherwise.
+/// Checks gradients of gradients (PyTorch's `gradgradcheck`). The gradient of `f`, recorded with `create_graph` and
+/// weighted with fixed numbers, is checked as in [`gradcheck`].
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradgradcheck};
@@ -99,13 +99,13 @@ fn weighted_sum(x: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`gradcheck`]; [`Error::Autograd`] where an operation's backward is not made of differentiable operations.
+/// As for [`gradcheck`]; [`Error::Autograd`] if an operation's backward is not made of differentiable operations.
 pub fn gradgradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
     if inputs.is_empty() {
         return Ok(());
     }
     let weighted = |x: &[Tensor]| {
-        // Differences come with plain tensors, under no_grad.
+        // Central differences pass plain tensors, under no_grad.
         let leaf = |t: &Tensor| if t.requires_grad() { Ok(t.shallow_clone()) } else { t.detach().requires_grad_(true) };
         enable_grad(|| {
             let x = x.iter().map(leaf).collect::<Result<Vec<_>>>()?;
@@ -113,7 +113,7 @@ pub fn gradgradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor],
             let result = f(&x)?;
             let result = if result.numel() == 1 { result } else { weighted_sum(&result)? };
             let gradients = grad_with_options(&[&result], &x.iter().collect::<Vec<_>>(), options)?;
-            // Depends on the first input, even where no gradient does.
+            // Makes the result depend on the first input, even if no gradient does.
             let total = x[0].sum((), false)?.mul_scalar(0)?;
             gradients.iter().flatten().try_fold(total, |total, gradient| total.add(&weighted_sum(gradient)?))
         })

@@ -1,21 +1,22 @@
-//! Checkpoints: memory for time.
+//! Checkpointing, which trades computing time for memory.
 
 use std::sync::Arc;
 
 use super::modes::{dependencies_only, enable_grad, is_grad_enabled};
 use super::node::{Node, next_seq};
-use super::record::record_of_nodes;
+use super::record::record_with_input_nodes;
 use super::{Saved, autocast, autocast_dtype};
-use crate::autograd::rng_replay::{recorded, replayed};
+use crate::autograd::rng_replay::{record_draws, replay_draws};
 use crate::{Result, Tensor};
 
-/// `f(inputs)` without keeping what its operations save for backward: `f` runs once more in backward, with the same random
-/// numbers, and is differentiated then (PyTorch's `torch.utils.checkpoint.checkpoint`). Memory of the size of the inputs
-/// instead of all that `f` computes, for its time once more.
+/// Computes `f(inputs)` without keeping the tensors that its operations would save for backward (PyTorch's
+/// `torch.utils.checkpoint.checkpoint`). In backward, `f` runs again with the same random numbers and is then
+/// differentiated. This takes memory of the size of the inputs instead of all intermediate results, and the time of `f`
+/// once more.
 ///
-/// Gradients also flow to tensors that `f` holds itself: a layer's parameters. Between the two runs neither these nor the
-/// inputs may be changed in place; for the inputs that is checked. A module checkpoints itself by
-/// [`Module::forward_checkpointed`](crate::nn::Module::forward_checkpointed).
+/// Gradients also flow to tensors that `f` captures, such as a layer's parameters. Neither these nor the inputs may be
+/// changed in place between the two runs; this is checked for the inputs.
+/// [`Module::forward_checkpointed`](crate::nn::Module::forward_checkpointed) checkpoints a module.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::checkpoint};
@@ -29,7 +30,7 @@ use crate::{Result, Tensor};
 /// ```
 ///
 /// # Errors
-/// Those of `f`, here and in backward, and there where `f` gives a tensor of another shape, dtype or device.
+/// Errors of `f`, here and in backward; in backward also if `f` returns another shape, dtype or device than before.
 pub fn checkpoint(
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     inputs: &[&Tensor],
@@ -39,31 +40,31 @@ pub fn checkpoint(
     if !is_grad_enabled() {
         return f(&given);
     }
-    // Nodes without closures tell what the result depends on: everything that was there before.
+    // Nodes without closures record which earlier nodes the result depends on.
     let first = next_seq();
-    let (out, seeds) = recorded(|| dependencies_only(|| f(&given)));
+    let (out, seeds) = record_draws(|| dependencies_only(|| f(&given)));
     let out = out?;
     let Some(root) = out.node() else { return Ok(out) };
     let outside = outside(&root, first);
     if outside.iter().any(|node| node.seq == root.seq) {
-        return Ok(out); // nothing was computed: it is an input itself
+        return Ok(out); // `f` returned an input
     }
-    // A view of an input would have a place in the graph beside that of the input.
-    let out = if given.iter().any(|t| t.shares_storage(&out)) { out.copied(false)? } else { out.detach() };
+    // A view of an input would have a second node, in addition to the input's.
+    let out = if given.iter().any(|t| t.shares_storage(&out)) { out.deep_copy(false)? } else { out.detach() };
     let precision = autocast_dtype();
     let saved: Vec<Saved> = given.iter().map(Saved::new).collect();
-    Ok(record_of_nodes(op, out, outside, move |ctx| {
+    Ok(record_with_input_nodes(op, out, outside, move |ctx| {
         let given = saved.iter().map(|s| s.unpack(op)).collect::<Result<Vec<_>>>()?;
-        let again = autocast(precision, || replayed(&seeds, || enable_grad(|| f(&given))))?;
-        ctx.through(&again)
+        let again = autocast(precision, || replay_draws(&seeds, || enable_grad(|| f(&given))))?;
+        ctx.differentiate_through(&again)
     }))
 }
 
-/// [`checkpoint`] of one function after another, each on the result of the one before (PyTorch's
-/// `checkpoint_sequential`): of `n` layers, what lies between them is kept, and what is inside is not.
+/// Applies functions one after another, each as a [`checkpoint`] (PyTorch's `checkpoint_sequential`): the tensors
+/// between the functions are kept, and those inside are not.
 ///
 /// # Errors
-/// As [`checkpoint`].
+/// As for [`checkpoint`].
 pub fn checkpoint_sequential<F>(functions: impl IntoIterator<Item = F>, input: &Tensor) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
@@ -71,7 +72,7 @@ where
     functions.into_iter().try_fold(input.shallow_clone(), |x, f| checkpoint(move |x| f(&x[0]), &[&x]))
 }
 
-/// The nodes older than `first` that `root` depends on, the youngest of each path, each once.
+/// Returns, for each path from `root`, the newest node older than `first`; each node once.
 fn outside(root: &Arc<Node>, first: u64) -> Vec<Arc<Node>> {
     let mut seen = std::collections::HashSet::new();
     let (mut open, mut outside) = (vec![root], Vec::new());

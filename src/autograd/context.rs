@@ -1,4 +1,4 @@
-//! What an operation's closure sees of the backward pass.
+//! The interface between an operation's backward closure and the backward pass.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -7,32 +7,36 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::backward::Engine;
-use super::grad::Wanted;
+use super::grad::WantedNodes;
 use super::node::{Factor, Node};
 use super::{Gradients, Saved};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
-/// What an operation's backward is given.
+/// The argument of an operation's backward closure.
 pub(crate) struct Context<'a> {
     pub(super) engine: &'a Engine,
-    /// Whose gradient it is.
+    /// The node whose gradient is given.
     pub(super) node: &'a Arc<Node>,
+    /// The gradient of the node's result.
     pub(super) grad: Gradient,
-    /// Those that have arrived elsewhere so far.
+    /// The gradients accumulated so far for nodes not yet visited, by node.
     pub(super) gradients: &'a HashMap<u64, Gradient>,
+    /// Gradient slots of the inputs that are leaves: see [`Context::slot`].
     pub(super) slots: Gradients,
+    /// The factor that the result's gradient has yet to be multiplied by.
     pub(super) factor: Option<Arc<Factor>>,
-    /// Whether the gradient of an input was multiplied by its factor.
+    /// For each input, whether its gradient is multiplied by the input's own factor.
     pub(super) multiplied: SmallVec<[bool; 3]>,
 }
 
 impl Context<'_> {
-    /// The gradient of the operation's result, of its shape and dtype.
+    /// Returns the gradient of the operation's result, of its shape and dtype.
     pub(crate) fn grad(&self) -> Result<Tensor> {
         self.grad.tensor()
     }
 
-    /// The gradient, or None where it is the implicit 1 that `backward()` starts from: a factor to leave out.
+    /// Returns the gradient, or None if it is the implicit 1 that `backward()` starts from, so that a multiplication
+    /// can be skipped.
     pub(crate) fn grad_unless_one(&self) -> Option<Tensor> {
         match &self.grad {
             Gradient::One { .. } => None,
@@ -40,37 +44,39 @@ impl Context<'_> {
         }
     }
 
-    /// Whether what the closure does is recorded: then it keeps to recorded operations, and there are no slots and no
-    /// factors of inputs. Only closures that said they can ([`record_twice`](super::record_twice)) see this.
+    /// True if the closure's operations are recorded. It may then use recorded operations only, and there are no slots
+    /// and no input factors. Only closures recorded with [`record_differentiable`](super::record_differentiable) can get true.
     pub(crate) fn create_graph(&self) -> bool {
         self.engine.create_graph
     }
 
-    /// The operation's own result, saved before it had a node, in its place in the graph.
-    pub(crate) fn result(&self, saved: &Saved) -> Result<Tensor> {
+    /// Returns the operation's own result, which was saved before it had a node, with its node.
+    pub(crate) fn unpack_result(&self, saved: &Saved) -> Result<Tensor> {
         let node = self.create_graph().then(|| self.node.clone());
         Ok(Tensor { made_by: node, ..saved.unpack(self.node.op)? })
     }
 
-    /// Values with the place in the graph of input `i`.
-    pub(crate) fn input(&self, i: usize, values: Tensor) -> Tensor {
+    /// Returns `values` with the node of input `i`.
+    pub(crate) fn with_input_node(&self, i: usize, values: Tensor) -> Tensor {
         Tensor { made_by: self.node.inputs[i].clone(), ..values }
     }
 
-    /// The gradients of the inputs through `again`: the result computed once more from them, by operations whose gradients
-    /// have gradients. It is what a closure of other kernels does where [`Context::create_graph`].
-    pub(crate) fn through(&mut self, again: &Tensor) -> Result<Gradients> {
+    /// Computes the inputs' gradients by differentiating `again`: the operation's result, recomputed from the inputs by
+    /// operations whose gradients have gradients. For closures that otherwise call kernels without a gradient, if
+    /// [`Context::create_graph`].
+    pub(crate) fn differentiate_through(&mut self, again: &Tensor) -> Result<Gradients> {
         let inputs = &self.node.inputs;
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
         let Some(root) = again.node() else { return Ok(gradients) };
         let grad = self.grad()?;
         if !again.is_like(&grad) {
-            let (first, again) = (grad.described(), again.described());
-            let reason = format!("it gave {first} and, computed again in backward, {again}");
+            let (first, again) = (grad.describe(), again.describe());
+            let reason = format!("it returned {first} in forward, but {again} when computed again in backward");
             return Err(Error::Autograd { op: self.node.op, reason });
         }
-        let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
-        let wanted = Wanted::new(std::iter::once(&root), needed);
+        let needed =
+            inputs.iter().enumerate().filter(|(i, _)| self.needs_gradient(*i)).filter_map(|(_, node)| node.as_ref());
+        let wanted = WantedNodes::new(std::iter::once(&root), needed);
         let create_graph = self.create_graph();
         let slots = inputs.iter().zip(&mut self.slots);
         let lent = slots.filter_map(|(node, slot)| Some((node.as_ref()?.seq, slot.take()?))).collect();
@@ -78,37 +84,36 @@ impl Context<'_> {
             retain_graph: create_graph,
             create_graph,
             wanted: Some(wanted),
-            inner: true,
+            is_nested: true,
             lent: RefCell::new(lent),
             ..Default::default()
         };
-        let mut found = engine.run(vec![(root, grad.into())])?;
-        // Of an input that is given twice the first has the gradient of both.
+        let mut found = engine.run_pass(vec![(root, grad.into())])?;
+        // If an input is given twice, the first gets the gradient of both.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {
             *gradient = node.as_ref().and_then(|node| found.remove(&node.seq));
         }
         Ok(gradients)
     }
 
-    /// How many inputs the operation has.
-    pub(crate) fn inputs(&self) -> usize {
+    pub(crate) fn num_inputs(&self) -> usize {
         self.node.inputs.len()
     }
 
-    /// Whether the gradient of input `i` is wanted.
-    pub(crate) fn needs(&self, i: usize) -> bool {
+    /// True if the gradient of input `i` is wanted.
+    pub(crate) fn needs_gradient(&self, i: usize) -> bool {
         self.node.inputs[i].as_ref().is_some_and(|input| self.engine.leads_to_wanted(input))
     }
 
-    /// What the operation was recorded with, if the gradient is still to be multiplied by it.
-    pub(crate) fn factor(&mut self) -> Option<Arc<Factor>> {
+    /// Takes the factor that the operation was recorded with, if the gradient is still to be multiplied by it.
+    pub(crate) fn take_factor(&mut self) -> Option<Arc<Factor>> {
         self.factor.take()
     }
 
-    /// What the gradient of input `i` is multiplied by next. Whoever asks has to do it, where there is something.
-    pub(crate) fn factor_of(&mut self, i: usize) -> Option<Arc<Factor>> {
+    /// Returns the factor that the gradient of input `i` is multiplied by next. The caller must then multiply by it.
+    pub(crate) fn take_input_factor(&mut self, i: usize) -> Option<Arc<Factor>> {
         let input = self.node.inputs[i].as_ref()?;
-        if self.create_graph() || self.engine.captures(input) || self.gradients.contains_key(&input.seq) {
+        if self.create_graph() || self.engine.returns_gradient_of(input) || self.gradients.contains_key(&input.seq) {
             return None;
         }
         let factor = input.factor();
@@ -116,23 +121,23 @@ impl Context<'_> {
         factor
     }
 
-    /// Where the gradient of input `i` had best be written (an optimiser's flat buffer); optional to obey.
+    /// Returns memory in which to compute the gradient of input `i` (a view of an optimiser's flat buffer); using it is
+    /// optional.
     pub(crate) fn slot(&mut self, i: usize) -> Option<Tensor> {
         self.slots[i].take()
     }
 }
 
-/// The address of a tensor's allocation.
 pub(super) fn address(t: &Tensor) -> usize {
     std::ptr::from_ref(t.storage.allocation()).addr()
 }
 
-/// A gradient on its way to a node.
+/// A gradient that is passed to a node.
 pub(super) enum Gradient {
-    /// Ones: what `backward()` starts from. Nothing is launched until somebody asks for the tensor.
+    /// Ones: the gradient `backward()` starts from. The tensor is created only when it is needed.
     One { shape: Shape, dtype: DType, device: Device },
-    /// `in_slot`: lies in the leaf's slot, which nobody else reads yet, so it may be added to in place.
-    /// `multiplied`: by the factor of the node it goes to; there is no other gradient to add then.
+    /// `in_slot`: the tensor is in the leaf's slot, which no other code reads yet, so it may be changed in place.
+    /// `multiplied`: the tensor was multiplied by the receiving node's factor; then no other gradient is added to it.
     Tensor { tensor: Tensor, in_slot: bool, multiplied: bool },
 }
 
@@ -143,8 +148,7 @@ impl From<Tensor> for Gradient {
 }
 
 impl Gradient {
-    /// Ones for this tensor.
-    pub(super) fn one(of: &Tensor) -> Gradient {
+    pub(super) fn ones(of: &Tensor) -> Gradient {
         Gradient::One { shape: of.shape().clone(), dtype: of.dtype, device: of.device() }
     }
 
@@ -155,7 +159,6 @@ impl Gradient {
         }
     }
 
-    /// The address of its allocation, where it has memory.
     pub(super) fn address(&self) -> Option<usize> {
         match self {
             Gradient::One { .. } => None,
@@ -171,7 +174,7 @@ impl Gradient {
         matches!(self, Gradient::Tensor { multiplied: true, .. })
     }
 
-    /// The sum of both; in place where one of them is nobody else's and part of no graph.
+    /// Adds two gradients. In place if one of them has no other user and is in no graph.
     pub(super) fn add(self, other: Tensor) -> Result<Gradient> {
         let owned = |t: &Tensor| !t.requires_grad() && t.storage.is_unique() && t.layout.is_dense();
         let untracked = !other.requires_grad();

@@ -1,15 +1,15 @@
-//! Operations of the user's: a forward and a backward of any code.
+//! Users' own operations: a forward and a backward function in any code.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::record::{is_tracked, record, record_twice};
+use super::record::{is_tracked, record, record_differentiable};
 use super::{Context, Gradients, Saved, no_grad};
 use crate::{Error, Result, Tensor};
 
-/// An operation with its own backward (PyTorch's `torch.autograd.Function`): a closure over other operations, host code,
-/// or a [`Kernel`](crate::Kernel). [`Tensor::apply_op`] runs it.
+/// An operation with its own backward function (PyTorch's `torch.autograd.Function`): a composition of other
+/// operations, host code, or a [`Kernel`](crate::Kernel). [`Tensor::apply_op`] runs it.
 ///
 /// ```
 /// use claystone::autograd::{CustomOp, OpContext};
@@ -40,51 +40,52 @@ use crate::{Error, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait CustomOp: Send + Sync + 'static {
-    /// What messages call it.
+    /// Returns the operation's name for messages.
     fn name(&self) -> &'static str;
 
-    /// The result. Nothing inside is recorded. What backward will need goes into `ctx`.
+    /// Computes the result. Operations inside are not recorded. Store in `ctx` the tensors that backward needs.
     ///
     /// # Errors
-    /// Whatever goes wrong; the caller of [`Tensor::apply_op`] gets it.
+    /// Any errors, which [`Tensor::apply_op`] returns.
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// For each input its gradient, from the gradient of the result; None where none flows. Called once in every
-    /// backward.
+    /// Computes the gradient of each input from the gradient of the result; None if an input has no gradient. Called
+    /// once in every backward pass.
     ///
     /// # Errors
-    /// Whatever goes wrong; the caller of backward gets it.
+    /// Any errors, which the backward pass returns.
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>>;
 
-    /// Whether backward is made of recorded operations only, on the gradient and on saved inputs and results, so that
-    /// gradients of gradients can be computed. Without it `create_graph` stops here with an error.
+    /// True if `backward` uses only recorded operations, on the gradient and on saved inputs and results, so that
+    /// gradients of gradients can be computed. Otherwise `create_graph` fails at this operation.
     fn differentiable_twice(&self) -> bool {
         false
     }
 }
 
-/// What forward leaves for backward.
+/// Data passed from forward to backward.
 #[derive(Default)]
+/// Saved tensors, and whether each is the operation's result.
 pub struct OpContext {
     saved: Vec<(Saved, bool)>,
     needs: SmallVec<[bool; 3]>,
     slots: Gradients,
     name: &'static str,
-    /// In a backward that creates a graph the operation's result is saved with its place in it.
+    /// The operation's result with its node, in a backward pass that creates a graph.
     result: Option<Tensor>,
 }
 
 impl OpContext {
-    /// Keeps tensors for backward, after those kept already (PyTorch's `save_for_backward`): inputs, the result, or
-    /// anything else. One that is changed in place before backward is an error there.
+    /// Saves tensors for backward, after those saved before (PyTorch's `save_for_backward`). They may be inputs, the
+    /// result, or any other tensors. Changing a saved tensor in place before backward is an error there.
     pub fn save_for_backward(&mut self, tensors: &[&Tensor]) {
         self.saved.extend(tensors.iter().map(|t| (Saved::new(t), false)));
     }
 
-    /// What was kept, in that order (PyTorch's `saved_tensors`).
+    /// Returns the saved tensors in order (PyTorch's `saved_tensors`).
     ///
     /// # Errors
-    /// [`Error::Autograd`] where one was changed in place since.
+    /// [`Error::Autograd`] if a tensor was changed in place since it was saved.
     pub fn saved_tensors(&self) -> Result<Vec<Tensor>> {
         let get = |(saved, is_result): &(Saved, bool)| match &self.result {
             Some(result) if *is_result => Ok(result.shallow_clone()),
@@ -93,24 +94,24 @@ impl OpContext {
         self.saved.iter().map(get).collect()
     }
 
-    /// In backward: memory of the shape, dtype and device of input `i`, in which its gradient is best computed, and returned:
-    /// a part of an optimiser's buffer, for which the gradient is copied otherwise. [`ops::call_into`](crate::ops::call_into)
-    /// computes into it. None where there is none, in forward, and where a graph is created.
+    /// In backward, returns memory of the shape, dtype and device of input `i`, which is a part of an optimiser's
+    /// buffer. Compute the gradient there, for instance with [`ops::call_into`](crate::ops::call_into), and return it,
+    /// to save a copy. None if there is no such memory, in forward, and if a graph is created.
     pub fn grad_slot(&self, i: usize) -> Option<Tensor> {
         self.slots.get(i)?.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// Whether the gradient of input `i` is wanted (PyTorch's `needs_input_grad`).
+    /// True if the gradient of input `i` is wanted (PyTorch's `needs_input_grad`).
     pub fn needs_input_grad(&self, i: usize) -> bool {
         self.needs.get(i).copied().unwrap_or(false)
     }
 }
 
 impl Tensor {
-    /// An operation of your own: see [`CustomOp`].
+    /// Runs your own operation: see [`CustomOp`].
     ///
     /// # Errors
-    /// Those of its forward.
+    /// Errors of its forward function.
     pub fn apply_op(custom: impl CustomOp, inputs: &[&Tensor]) -> Result<Tensor> {
         let name = custom.name();
         let tracked = is_tracked(inputs);
@@ -120,13 +121,13 @@ impl Tensor {
         if !tracked || !out.dtype.is_float() {
             return Ok(out.detach());
         }
-        // An input handed through, or a view of one, would lose its own place in the graph.
+        // An input that forward returns, or a view of one, would lose its own node.
         let out = match inputs.iter().any(|t| t.shares_storage(&out)) {
-            true => out.copied(true)?,
+            true => out.deep_copy(true)?,
             false => out.detach(),
         };
         for (saved, is_result) in &mut kept.saved {
-            *is_result = saved.is(&out);
+            *is_result = saved.is_same_tensor(&out);
         }
         let twice = custom.differentiable_twice();
         let shapes: Vec<_> = inputs.iter().map(|t| (t.shape().clone(), t.dtype, t.device())).collect();
@@ -134,11 +135,11 @@ impl Tensor {
         let result = kept.saved.iter().any(|(_, is_result)| *is_result).then(|| Saved::new(&out));
         let backward = move |ctx: &mut Context| -> Result<Gradients> {
             let again = OpContext {
-                saved: kept.saved.iter().map(|(saved, is_result)| (saved.share(), *is_result)).collect(),
-                needs: (0..ctx.inputs()).map(|i| ctx.needs(i)).collect(),
-                slots: (0..ctx.inputs()).map(|i| ctx.slot(i)).collect(),
+                saved: kept.saved.iter().map(|(saved, is_result)| (saved.another_handle(), *is_result)).collect(),
+                needs: (0..ctx.num_inputs()).map(|i| ctx.needs_gradient(i)).collect(),
+                slots: (0..ctx.num_inputs()).map(|i| ctx.slot(i)).collect(),
                 name,
-                result: result.as_ref().filter(|_| ctx.create_graph()).map(|r| ctx.result(r)).transpose()?,
+                result: result.as_ref().filter(|_| ctx.create_graph()).map(|r| ctx.unpack_result(r)).transpose()?,
             };
             let gradients: Gradients = custom.backward(&again, &ctx.grad()?)?.into_iter().collect();
             if gradients.len() != shapes.len() {
@@ -160,7 +161,7 @@ impl Tensor {
             Ok(gradients)
         };
         Ok(match twice {
-            true => record_twice(name, out, inputs, backward),
+            true => record_differentiable(name, out, inputs, backward),
             false => record(name, out, inputs, backward),
         })
     }

@@ -1,4 +1,4 @@
-//! Starting a backward pass: [`Tensor::backward`] in its forms, and [`grad`].
+//! Entry points of the backward pass: the variants of [`Tensor::backward`], and [`grad`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -10,18 +10,18 @@ use crate::storage::Caller;
 use crate::{Error, Result, Tensor};
 
 /// The nodes whose gradients a backward pass returns.
-pub(super) struct Wanted {
+pub(super) struct WantedNodes {
     nodes: HashSet<u64>,
-    /// All nodes from which one of them is reached, themselves included.
-    towards: HashSet<u64>,
+    /// All nodes that depend on one of `nodes`, and `nodes` themselves.
+    dependents: HashSet<u64>,
 }
 
-impl Wanted {
-    /// `nodes`, reached from `roots`.
+impl WantedNodes {
+    /// Selects `nodes`, which are searched for from `roots`.
     pub(super) fn new<'a>(
         roots: impl Iterator<Item = &'a Arc<Node>>,
         nodes: impl Iterator<Item = &'a Arc<Node>>,
-    ) -> Wanted {
+    ) -> WantedNodes {
         let nodes: HashSet<u64> = nodes.map(|node| node.seq).collect();
         let oldest = nodes.iter().copied().min().unwrap_or(u64::MAX);
         let mut below: HashMap<u64, &Arc<Node>> = HashMap::new();
@@ -31,56 +31,60 @@ impl Wanted {
                 open.extend(node.inputs.iter().flatten());
             }
         }
-        // An operation is younger than its inputs.
+        // In the order of age, because an operation is newer than its inputs.
         let mut order: Vec<u64> = below.keys().copied().collect();
         order.sort_unstable();
-        let mut towards = HashSet::new();
+        let mut dependents = HashSet::new();
         for seq in order {
-            let through = || below[&seq].inputs.iter().flatten().any(|input| towards.contains(&input.seq));
+            let through = || below[&seq].inputs.iter().flatten().any(|input| dependents.contains(&input.seq));
             if nodes.contains(&seq) || through() {
-                towards.insert(seq);
+                dependents.insert(seq);
             }
         }
-        Wanted { nodes, towards }
+        WantedNodes { nodes, dependents }
     }
 
-    pub(super) fn captures(&self, seq: u64) -> bool {
+    pub(super) fn returns_gradient_of(&self, seq: u64) -> bool {
         self.nodes.contains(&seq)
     }
 
     pub(super) fn leads_to_wanted(&self, seq: u64) -> bool {
-        self.towards.contains(&seq)
+        self.dependents.contains(&seq)
     }
 }
 
-/// What [`Tensor::backward_with_options`] starts from, keeps and records.
+/// Options of [`Tensor::backward_with_options`].
 #[derive(Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
-    /// The gradient of the final value with respect to the tensor, of its shape, dtype and device; without one the
-    /// tensor has one element and this is 1.
+    /// The gradient of the final value with respect to the tensor, of its shape, dtype and device. `None` stands for 1,
+    /// and requires a tensor of one element.
     pub gradient: Option<&'a Tensor>,
-    /// Keeps the graph, and all that it saved, for another backward. Without it memory is freed on the way.
+    /// Whether to keep the graph, and the tensors it saved, for another backward pass. Otherwise memory is freed on the
+    /// way.
     pub retain_graph: bool,
-    /// Records the backward pass itself, so that gradients have gradients; keeps the graph too. The leaves' [`Tensor::grad`] then
-    /// hold on to the graph and it to the leaves: [`Tensor::zero_grad`] them, or use [`grad_with_options`].
+    /// Whether to record the backward pass itself, so that gradients have gradients; also keeps the graph. The leaves'
+    /// [`Tensor::grad`] and the graph then keep each other alive: call [`Tensor::zero_grad`], or use
+    /// [`grad_with_options`].
     pub create_graph: bool,
 }
 
-/// What [`grad_with_options`] starts from, keeps and records.
+/// Options of [`grad_with_options`].
 #[derive(Clone, Copy, Default)]
 pub struct GradOptions<'a> {
-    /// For each output the gradient of the final value with respect to it; empty where all outputs have one element, for 1.
+    /// The gradient of the final value with respect to each output. Empty for gradients of 1, if all outputs have one
+    /// element.
     pub grad_outputs: &'a [&'a Tensor],
     /// As in [`BackwardOptions`].
     pub retain_graph: bool,
     /// As in [`BackwardOptions`].
     pub create_graph: bool,
-    /// Gives None for an input that no output depends on, instead of an error.
+    /// Whether an input that no output depends on gets None instead of causing an error.
     pub allow_unused: bool,
 }
 
-/// The gradients of the sum of `outputs`, tensors of one element, with respect to `inputs` (PyTorch's
-/// `torch.autograd.grad`): leaves or results of operations. No leaf's [`Tensor::grad`] changes. The graph between is consumed.
+/// Returns the gradients of the sum of `outputs`, tensors of one element, with respect to `inputs`, which may be leaves
+/// or results of operations (PyTorch's `torch.autograd.grad`). No leaf's [`Tensor::grad`] changes. The graph between is
+/// consumed.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -92,14 +96,15 @@ pub struct GradOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// As [`Tensor::backward`]; [`Error::Autograd`] for an input that requires no gradient or that no output depends on.
+/// As for [`Tensor::backward`]; [`Error::Autograd`] for an input that requires no gradient or that no output depends
+/// on.
 #[track_caller]
 pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let gradients = grad_with_options(outputs, inputs, GradOptions::default())?;
     Ok(gradients.into_iter().flatten().collect())
 }
 
-/// [`grad`] of outputs of any shape, as often as one likes, and differentiable itself.
+/// Like [`grad`], for outputs of any shape, with options to keep the graph and to differentiate the gradients.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::{GradOptions, grad, grad_with_options}};
@@ -113,8 +118,8 @@ pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
 /// ```
 ///
 /// # Errors
-/// As [`grad`]; where `grad_outputs` do not match `outputs`; with `create_graph` where the backward of an operation on
-/// the way is not made of differentiable operations.
+/// As for [`grad`]; also if `grad_outputs` does not match `outputs`, and with `create_graph` if an operation's backward
+/// is not made of differentiable operations.
 #[track_caller]
 pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradOptions) -> Result<Vec<Option<Tensor>>> {
     let _caller = Caller::enter();
@@ -126,24 +131,24 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     }
     let mut seeds = Vec::with_capacity(outputs.len());
     for (i, output) in outputs.iter().enumerate() {
-        // As in PyTorch an output may be a constant as long as another one is not.
-        let gradient = seed(op, output, grad_outputs.get(i).copied(), create_graph)?;
+        // As in PyTorch, outputs may be constants as long as one of them is not.
+        let gradient = seed_gradient(op, output, grad_outputs.get(i).copied(), create_graph)?;
         seeds.extend(output.node().map(|node| (node, gradient)));
     }
     if seeds.is_empty() {
-        return Err(untracked(op));
+        return Err(untracked_error(op));
     }
     if let Some(i) = inputs.iter().position(|t| !t.requires_grad()) {
         let reason = format!("input {i} requires no gradient: call requires_grad_(true) on it before it is used");
         return Err(Error::Autograd { op, reason });
     }
     let nodes: Vec<Option<Arc<Node>>> = inputs.iter().map(|t| t.node()).collect();
-    let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), nodes.iter().flatten());
+    let wanted = WantedNodes::new(seeds.iter().map(|(node, _)| node), nodes.iter().flatten());
     let retain_graph = retain_graph || create_graph;
     let engine = Engine { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
-    let captured = engine.run(seeds)?;
+    let returned = engine.run_pass(seeds)?;
     let take = |(i, node): (usize, &Option<Arc<Node>>)| {
-        let gradient = node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
+        let gradient = node.as_ref().and_then(|node| returned.get(&node.seq)).map(Tensor::shallow_clone);
         if gradient.is_none() && !allow_unused {
             let reason = format!("no output depends on input {i}: leave it out, or set allow_unused");
             return Err(Error::Autograd { op, reason });
@@ -153,30 +158,31 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     nodes.iter().enumerate().map(take).collect()
 }
 
-/// The gradient that a backward pass starts with at `output`.
-fn seed(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_graph: bool) -> Result<Gradient> {
+/// Returns the gradient at `output` that a backward pass starts with.
+fn seed_gradient(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_graph: bool) -> Result<Gradient> {
     let Some(gradient) = gradient else {
         if output.numel() != 1 {
             let reason = format!(
-                "only a tensor of one element has a gradient of 1 to start from, this one has shape {}: reduce it with sum() or mean(), or give a gradient, as backward_with() takes it",
+                "backward without a gradient needs a tensor of one element, and this one has shape {}: reduce it with sum() or mean(), or pass a gradient to backward_with()",
                 output.shape()
             );
             return Err(Error::invalid(op, reason));
         }
-        return Ok(Gradient::one(output));
+        return Ok(Gradient::ones(output));
     };
     output.check_like(op, gradient, "the gradient has the shape of the tensor")?;
     Ok(if create_graph { gradient.shallow_clone() } else { gradient.detach() }.into())
 }
 
-fn untracked(op: &'static str) -> Error {
+/// Returns the error for a tensor that depends on no leaf that requires a gradient.
+fn untracked_error(op: &'static str) -> Error {
     let reason = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
     Error::Autograd { op, reason: reason.into() }
 }
 
 impl Tensor {
-    /// Computes the gradient of this one-element tensor with respect to every leaf it was made from and adds it to
-    /// their [`Tensor::grad`]. The graph is consumed: a second call is an error.
+    /// Computes the gradient of this one-element tensor with respect to every leaf it depends on, and adds it to the
+    /// leaf's [`Tensor::grad`]. The graph is consumed: a second call is an error.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -187,25 +193,27 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] where nothing requires a gradient, the graph was already consumed, or a saved tensor was
-    /// changed in place; [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]); [`Error::Partial`]
-    /// where the device fails after some leaves have collected their gradients: call `zero_grad` before another try.
+    /// [`Error::Autograd`] if nothing requires a gradient, the graph was already consumed, or a saved tensor was
+    /// changed in place. [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]).
+    /// [`Error::Partial`] if the device fails after some leaves have accumulated their gradients: call `zero_grad`
+    /// before another attempt.
     #[track_caller]
     pub fn backward(&self) -> Result<()> {
         self.run_backward("backward", BackwardOptions::default())
     }
 
-    /// [`Tensor::backward`] from any shape, given the gradient of the final value with respect to this tensor
-    /// (PyTorch's `backward(gradient)`): same shape, dtype and device.
+    /// Like [`Tensor::backward`], for any shape, given the gradient of the final value with respect to this tensor
+    /// (PyTorch's `backward(gradient)`). `gradient` has the tensor's shape, dtype and device.
     ///
     /// # Errors
-    /// As [`Tensor::backward`], and where `gradient` does not match.
+    /// As for [`Tensor::backward`]; also if `gradient` does not match.
     #[track_caller]
     pub fn backward_with(&self, gradient: &Tensor) -> Result<()> {
         self.run_backward("backward_with", BackwardOptions { gradient: Some(gradient), ..Default::default() })
     }
 
-    /// [`Tensor::backward`] with all that PyTorch's takes: a gradient to start from, the graph kept, the backward pass recorded.
+    /// Like [`Tensor::backward`], with all options of PyTorch's: the initial gradient, keeping the graph, and recording
+    /// the pass.
     ///
     /// ```
     /// use claystone::{Device, Tensor, autograd::BackwardOptions};
@@ -218,7 +226,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::backward_with`]; with `create_graph` where the backward of an operation on the way is not made of
+    /// As for [`Tensor::backward_with`]; also with `create_graph` if an operation's backward is not made of
     /// differentiable operations.
     #[track_caller]
     pub fn backward_with_options(&self, options: BackwardOptions) -> Result<()> {
@@ -229,9 +237,9 @@ impl Tensor {
     fn run_backward(&self, op: &'static str, options: BackwardOptions) -> Result<()> {
         let _caller = Caller::enter();
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
-        let gradient = seed(op, self, gradient, create_graph)?;
-        let Some(root) = self.node() else { return Err(untracked(op)) };
+        let gradient = seed_gradient(op, self, gradient, create_graph)?;
+        let Some(root) = self.node() else { return Err(untracked_error(op)) };
         let engine = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
-        engine.run(vec![(root, gradient)]).map(drop)
+        engine.run_pass(vec![(root, gradient)]).map(drop)
     }
 }

@@ -1,4 +1,4 @@
-//! Looking at gradients on their way: hooks, and gradients kept of tensors that are no leaves.
+//! Access to gradients during backward: hooks, and retained gradients of tensors that are not leaves.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -7,9 +7,10 @@ use super::node::{Node, State};
 use crate::device::lock;
 use crate::{Error, Result, Tensor};
 
-/// What is called with the gradient that a leaf has collected.
-pub(super) type Collected = Arc<dyn Fn(&Tensor) -> Result<()> + Send + Sync>;
+/// A hook that is called with the gradient that a leaf has accumulated.
+pub(super) type PostAccumulateHook = Arc<dyn Fn(&Tensor) -> Result<()> + Send + Sync>;
 
+/// A hook that may replace a gradient: see [`Tensor::register_hook`].
 type Hook = Arc<dyn Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync>;
 
 /// The hooks of a node, and its retained gradient.
@@ -19,25 +20,25 @@ pub(super) struct Hooks {
     retained: Mutex<Retained>,
 }
 
-/// The gradient kept of an operation's result.
+/// The gradient kept for an operation's result.
 #[derive(Default)]
 pub(super) enum Retained {
-    /// Nobody asked for it.
+    /// [`Tensor::retain_grad`] was not called.
     #[default]
     No,
     Yes(Option<Tensor>),
 }
 
 impl Hooks {
-    /// Calls the hooks in order. Gives the gradient that they replaced `grad` by, if any did.
-    pub(super) fn run(&self, op: &'static str, grad: &Tensor) -> Result<Option<Tensor>> {
-        // Hooks run outside the lock: one may remove itself.
+    /// Calls the hooks in order. Returns the replacement of `grad`, if any hook returned one.
+    pub(super) fn call(&self, op: &'static str, grad: &Tensor) -> Result<Option<Tensor>> {
+        // Hooks run without the lock, because a hook may remove itself.
         let hooks: Vec<Hook> = lock(&self.hooks).iter().map(|(_, hook)| hook.clone()).collect();
         let mut replaced: Option<Tensor> = None;
         for hook in hooks {
             let Some(new) = hook(replaced.as_ref().unwrap_or(grad))? else { continue };
             if !new.is_like(grad) {
-                let (new, old) = (new.described(), grad.described());
+                let (new, old) = (new.describe(), grad.describe());
                 let reason = format!("a hook gave a gradient of shape {new}, in place of one of shape {old}");
                 return Err(Error::Autograd { op, reason });
             }
@@ -53,8 +54,7 @@ impl Hooks {
         Ok(replaced)
     }
 
-    /// Goes on keeping the gradient of a tensor that another node is of from now on.
-    pub(super) fn retain_instead(old: &Node, new: &Node) {
+    pub(super) fn move_retained_gradient(old: &Node, new: &Node) {
         let Some(hooks) = old.hooks() else { return };
         let kept = std::mem::take(&mut *hooks.retained());
         if let Retained::Yes(_) = kept {
@@ -67,7 +67,7 @@ impl Hooks {
     }
 }
 
-/// Takes a hook away again: see [`Tensor::register_hook`]. Dropping it leaves the hook where it is.
+/// Removes a hook: see [`Tensor::register_hook`]. Dropping the handle leaves the hook in place.
 #[derive(Debug)]
 pub struct HookHandle {
     node: Weak<Node>,
@@ -75,22 +75,23 @@ pub struct HookHandle {
 }
 
 impl HookHandle {
-    /// The hook is not called any more.
+    /// Removes the hook.
     pub fn remove(self) {
         if let Some(node) = self.node.upgrade() {
             lock(&node.hooks_or_new().hooks).retain(|(id, _)| *id != self.id);
             if let State::Leaf(leaf) = &mut *node.state() {
-                leaf.collected.retain(|(id, _)| *id != self.id);
+                leaf.post_accumulate_hooks.retain(|(id, _)| *id != self.id);
             }
         }
     }
 }
 
-/// Whether somebody has asked to be told of collected gradients in this process: otherwise no graph is searched for such leaves.
-static LEAVES_ARE_WAITED_FOR: AtomicBool = AtomicBool::new(false);
+/// Whether a post-accumulate hook was ever registered in this process. Otherwise no graph is searched for leaves with
+/// hooks.
+static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
 
-pub(super) fn are_leaves_waited_for() -> bool {
-    LEAVES_ARE_WAITED_FOR.load(Ordering::Relaxed)
+pub(super) fn has_post_accumulate_hooks() -> bool {
+    HAS_POST_ACCUMULATE_HOOKS.load(Ordering::Relaxed)
 }
 
 fn next_id() -> u64 {
@@ -99,9 +100,10 @@ fn next_id() -> u64 {
 }
 
 impl Tensor {
-    /// Calls `hook` with the gradient of this tensor in every backward that reaches it, all contributions summed, before a
-    /// leaf collects it or an operation passes it on. What the hook gives, if anything, takes its place (PyTorch's
-    /// `register_hook`). Several hooks are called in the order they came. The hook should not change the gradient in place.
+    /// Calls `hook` with the gradient of this tensor in every backward pass that reaches it (PyTorch's
+    /// `register_hook`). The gradient is the sum of all contributions, before a leaf accumulates it or an operation
+    /// passes it on. If the hook returns a tensor, that replaces the gradient. Several hooks are called in the order of
+    /// registration. The hook should not change the gradient in place.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -115,19 +117,20 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] where the tensor requires no gradient.
+    /// [`Error::Autograd`] if the tensor requires no gradient.
     pub fn register_hook(
         &self,
         hook: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
     ) -> Result<HookHandle> {
-        let node = self.tracked("register_hook")?;
+        let node = self.tracked_node("register_hook")?;
         let id = next_id();
         lock(&node.hooks_or_new().hooks).push((id, Arc::new(hook)));
         Ok(HookHandle { node: Arc::downgrade(&node), id })
     }
 
-    /// Calls `hook` with the gradient of this leaf, each time a backward has added to it (PyTorch's
-    /// `register_post_accumulate_grad_hook`): as soon as it is complete, while older operations are still to come. It may change the gradient in place, or use it and forget it.
+    /// Calls `hook` with the gradient of this leaf each time a backward pass has added to it (PyTorch's
+    /// `register_post_accumulate_grad_hook`). The call comes as soon as the gradient is complete, before older
+    /// operations are differentiated. The hook may change the gradient in place, or use it and drop it.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -140,23 +143,23 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] where this is no leaf that requires a gradient.
+    /// [`Error::Autograd`] if the tensor is not a leaf that requires a gradient.
     pub fn register_post_accumulate_grad_hook(
         &self,
         hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
     ) -> Result<HookHandle> {
         let (op, id) = ("register_post_accumulate_grad_hook", next_id());
-        self.with_leaf(op, |leaf| leaf.collected.push((id, Arc::new(hook))))?;
-        LEAVES_ARE_WAITED_FOR.store(true, Ordering::Relaxed);
-        Ok(HookHandle { node: Arc::downgrade(&self.tracked(op)?), id })
+        self.with_leaf_state(op, |leaf| leaf.post_accumulate_hooks.push((id, Arc::new(hook))))?;
+        HAS_POST_ACCUMULATE_HOOKS.store(true, Ordering::Relaxed);
+        Ok(HookHandle { node: Arc::downgrade(&self.tracked_node(op)?), id })
     }
 
-    /// Keeps the gradient of this tensor in [`Tensor::grad`], which leaves do anyway (PyTorch's `retain_grad`).
+    /// Keeps the gradient of this tensor in [`Tensor::grad`], as leaves always do (PyTorch's `retain_grad`).
     ///
     /// # Errors
-    /// [`Error::Autograd`] where the tensor requires no gradient.
+    /// [`Error::Autograd`] if the tensor requires no gradient.
     pub fn retain_grad(&self) -> Result<()> {
-        let node = self.tracked("retain_grad")?;
+        let node = self.tracked_node("retain_grad")?;
         if !node.is_leaf() {
             let mut retained = node.hooks_or_new().retained();
             if let Retained::No = *retained {
@@ -166,15 +169,17 @@ impl Tensor {
         Ok(())
     }
 
-    /// Whether [`Tensor::retain_grad`] was called on this result of an operation (PyTorch's `retains_grad`).
+    /// True if [`Tensor::retain_grad`] was called on this result of an operation (PyTorch's `retains_grad`).
     pub fn retains_grad(&self) -> bool {
         let node = self.node();
         let hooks = node.as_ref().and_then(|node| node.hooks());
         hooks.is_some_and(|hooks| matches!(*hooks.retained(), Retained::Yes(_)))
     }
 
-    fn tracked(&self, op: &'static str) -> Result<Arc<Node>> {
-        let reason = "the tensor requires no gradient: call requires_grad_(true) on it, or on what it is made from";
+    /// Returns the tensor's node, or an error if it requires no gradient.
+    fn tracked_node(&self, op: &'static str) -> Result<Arc<Node>> {
+        let reason =
+            "the tensor requires no gradient: call requires_grad_(true) on it, or on a tensor it is computed from";
         self.node().ok_or_else(|| Error::Autograd { op, reason: reason.into() })
     }
 }

@@ -1,14 +1,14 @@
-//! Leaves as optimisers and conversions of modules see them: where their values and gradients are, and what replaces them.
+//! Leaves, as seen by optimisers and conversions of modules: their values, gradients and replacements.
 
 use smallvec::SmallVec;
 
 use super::node::{Leaf, Node, State};
 use crate::{Error, Result, Tensor};
 
-/// What optimisers and containers of layers do with parameters.
+/// Methods for optimisers and containers of layers.
 impl Tensor {
-    /// A number that all handles on this leaf have and no other leaf has (Python's `id` of a parameter): layers whose
-    /// weights are tied hold the same leaf. None for tensors outside the graph and for results of operations.
+    /// Returns a number shared by all handles on this leaf and by no other leaf (Python's `id` of a parameter). Layers
+    /// with tied weights hold the same leaf. None for tensors outside the graph and for results of operations.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -21,8 +21,9 @@ impl Tensor {
         self.node_or_frozen().filter(|node| node.is_leaf()).map(|node| node.seq)
     }
 
-    /// Freezes (`false`) this leaf, or trains it again (`true`), for all its handles (PyTorch's `p.requires_grad = flag`). A
-    /// frozen leaf is outside the graph. It keeps its gradient and its place in optimisers, which skip it.
+    /// Freezes this leaf (`false`) or makes it trainable again (`true`), for all its handles (PyTorch's
+    /// `p.requires_grad = flag`). A frozen leaf is outside the graph. It keeps its gradient and its position in
+    /// optimisers, which skip it.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -36,16 +37,17 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] for a tensor that has never been a leaf that requires a gradient: [`Tensor::requires_grad_`] makes one.
+    /// [`Error::Autograd`] if the tensor never was a leaf that requires a gradient: call [`Tensor::requires_grad_`].
     pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
-        self.with_leaf("set_requires_grad", |_| ())?;
+        self.with_leaf_state("set_requires_grad", |_| ())?;
         let node = self.node_or_frozen().expect("a leaf has a node");
         node.set_frozen(!requires_grad);
         Ok(())
     }
 
-    /// This leaf with its values in `data`, of the same shape, dtype and device (PyTorch's `parameter.data = data`): how an
-    /// optimiser puts its parameters into one buffer. Other handles keep their memory, so this one has to take their place.
+    /// Returns this leaf with its values in `data`, of the same shape, dtype and device (PyTorch's `parameter.data =
+    /// data`). Optimisers use it to put parameters into one buffer. Other handles keep the old memory, so replace them
+    /// by the returned one.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -58,17 +60,18 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] where this is no leaf; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] and
+    /// [`Error::Autograd`] if the tensor is not a leaf; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] and
     /// [`Error::DeviceMismatch`].
     pub fn with_data(&self, data: Tensor) -> Result<Tensor> {
         let op = "with_data";
-        self.with_leaf(op, |_| ())?;
+        self.with_leaf_state(op, |_| ())?;
         self.check_like(op, &data, "a leaf keeps its shape")?;
         Ok(Tensor { made_by: self.node_or_frozen(), ..data })
     }
 
-    /// Tells backward to write this leaf's gradient into `view`, contiguous, of the leaf's shape, dtype and device: a part of one
-    /// buffer for the gradients of many parameters (PyTorch's `gradient_as_bucket_view`). [`Tensor::grad`] is then that view.
+    /// Makes backward write this leaf's gradient into `view`, which [`Tensor::grad`] then returns. `view` is
+    /// contiguous, has the leaf's shape, dtype and device, and may be part of a buffer for many gradients (PyTorch's
+    /// `gradient_as_bucket_view`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -81,15 +84,15 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::with_data`]; [`Error::Invalid`] for a view that is not contiguous.
+    /// As for [`Tensor::with_data`]; [`Error::Invalid`] for a view that is not contiguous.
     pub fn set_grad_slot(&self, view: Tensor) -> Result<()> {
         let op = "set_grad_slot";
         self.check_slot(op, &view)?;
-        self.with_leaf(op, |leaf| leaf.slot = Some(view.detach()))
+        self.with_leaf_state(op, |leaf| leaf.slot = Some(view.detach()))
     }
 
-    /// Makes `grad` this leaf's gradient (PyTorch's `parameter.grad = grad`): for one that something else than backward has
-    /// computed. The handle shares its storage.
+    /// Makes `grad` this leaf's gradient, for gradients computed by other means than backward (PyTorch's
+    /// `parameter.grad = grad`). The leaf shares the storage of `grad`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -100,17 +103,18 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::with_data`].
+    /// As for [`Tensor::with_data`].
     pub fn set_grad(&self, grad: Tensor) -> Result<()> {
         if let Some(new) = self.successor() {
             return new.set_grad(grad);
         }
         let op = "set_grad";
         self.check_like(op, &grad, "a gradient has the shape of its leaf")?;
-        self.with_leaf(op, |leaf| leaf.grad = Some(grad.detach()))
+        self.with_leaf_state(op, |leaf| leaf.grad = Some(grad.detach()))
     }
 
-    /// Where backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] said so; an optimiser does.
+    /// Returns the memory in which backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] was called;
+    /// optimisers call it.
     pub fn grad_slot(&self) -> Option<Tensor> {
         match &*self.node_or_frozen()?.state() {
             State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
@@ -118,9 +122,9 @@ impl Tensor {
         }
     }
 
-    /// The leaf that stands for this one since its module was converted
-    /// ([`Module::to_dtype`](crate::nn::Module::to_dtype), [`Tensor::succeeded_by`]): what an optimiser that was given this
-    /// one goes on with. None where it stands for itself.
+    /// Returns the leaf that has replaced this one, after its module was converted
+    /// ([`Module::to_dtype`](crate::nn::Module::to_dtype), [`Tensor::succeeded_by`]). An optimiser of this leaf
+    /// continues with its successor. None if the leaf was not replaced.
     pub fn successor(&self) -> Option<Tensor> {
         let node = self.node_or_frozen()?;
         let State::Leaf(leaf) = &*node.state() else { return None };
@@ -128,9 +132,9 @@ impl Tensor {
         next.successor().or_else(|| Some(next.shallow_clone()))
     }
 
-    /// A leaf over `data`, of the same shape, that replaces this one: [`Tensor::grad`] and [`Tensor::successor`] of this one
-    /// are the new one's from now on. `grad` is its gradient so far and `slot` where further ones are written
-    /// ([`Tensor::set_grad_slot`]), both like `data`.
+    /// Makes a leaf over `data`, of the same shape, that replaces this one. [`Tensor::grad`] and [`Tensor::successor`]
+    /// of this leaf return the new leaf's from now on. `grad` is the new leaf's initial gradient and `slot` its
+    /// gradient slot ([`Tensor::set_grad_slot`]), both with the shape, dtype and device of `data`.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -143,7 +147,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::set_grad_slot`]; [`Error::UnsupportedDType`] for integers.
+    /// As for [`Tensor::set_grad_slot`]; [`Error::UnsupportedDType`] for integers.
     pub fn succeeded_by(&self, data: Tensor, grad: Option<Tensor>, slot: Option<Tensor>) -> Result<Tensor> {
         let op = "succeeded_by";
         data.dtype.check_float(op)?;
@@ -156,46 +160,40 @@ impl Tensor {
         let state = State::Leaf(Box::new(Leaf { grad, slot, ..Leaf::default() }));
         let new = Tensor { made_by: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
         let successor = Some(new.shallow_clone());
-        let old = self.with_leaf(op, |leaf| std::mem::replace(leaf, Leaf { successor, ..Leaf::default() }))?;
-        new.with_leaf(op, |leaf| leaf.collected = old.collected)?;
+        let old = self.with_leaf_state(op, |leaf| std::mem::replace(leaf, Leaf { successor, ..Leaf::default() }))?;
+        new.with_leaf_state(op, |leaf| leaf.post_accumulate_hooks = old.post_accumulate_hooks)?;
         new.set_requires_grad(self.requires_grad())?;
         Ok(new)
     }
 
-    /// Calls `f` with what this leaf collects.
-    pub(super) fn with_leaf<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
+    pub(super) fn with_leaf_state<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
         if let Some(node) = self.node_or_frozen()
             && let State::Leaf(leaf) = &mut *node.state()
         {
             return Ok(f(leaf));
         }
-        let reason =
-            "the tensor is no leaf that requires a gradient: call requires_grad_(true) on one outside the graph";
+        let reason = "the tensor is not a leaf that requires a gradient: call requires_grad_(true) on a tensor outside the graph";
         Err(Error::Autograd { op, reason: reason.into() })
     }
 
-    /// An error unless gradients of this tensor can be written to `view`.
+    /// Returns an error unless gradients of this tensor can be written to `view`.
     fn check_slot(&self, op: &'static str, view: &Tensor) -> Result<()> {
         if !view.layout.is_dense() {
-            return Err(Error::invalid(
-                op,
-                "gradients are written to a view that lies in one piece, this one does not",
-            ));
+            return Err(Error::invalid(op, "a gradient slot must be contiguous in memory, and this view is not"));
         }
         self.check_like(op, view, "a gradient has the shape of its leaf")
     }
 
-    /// Whether both have one shape, dtype and device.
+    /// True if both tensors have the same shape, dtype and device.
     pub(super) fn is_like(&self, other: &Tensor) -> bool {
         (self.shape(), self.dtype, self.device()) == (other.shape(), other.dtype, other.device())
     }
 
-    /// Shape, dtype and device as messages have them.
-    pub(super) fn described(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         format!("{}, {} on {}", self.shape(), self.dtype, self.device())
     }
 
-    /// An error unless `given` has the shape, dtype and device of this tensor.
+    /// Returns an error unless `given` has the shape, dtype and device of this tensor.
     pub(super) fn check_like(&self, op: &'static str, given: &Tensor, hint: &'static str) -> Result<()> {
         if given.shape() != self.shape() {
             return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: given.shape().clone(), hint });

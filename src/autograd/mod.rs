@@ -1,18 +1,20 @@
-//! Reverse-mode differentiation: the graph belongs to the tensors.
+//! Reverse-mode differentiation on a graph that the tensors own.
 //!
-//! A tensor that [`Tensor::requires_grad_`] owns a leaf node; every operation on a tracked tensor gives a tensor with a
-//! node that holds its inputs' nodes and one closure, which turns the gradient of the result into gradients of the inputs.
-//! There is no tape: drop the tensors and the graph is gone. [`Tensor::backward`] visits the nodes from the youngest to the
-//! oldest with a heap (no recursion, however long the chain), consumes each closure as it goes, so that what it saved is
-//! freed at once, and leaves the sums in the leaves' [`Tensor::grad`]; [`grad()`] gives them to the caller instead.
-//! [`BackwardOptions`] keep the graph for another backward, or record the backward pass itself, for gradients of gradients.
+//! [`Tensor::requires_grad_`] gives a tensor a leaf node. Every operation on a tracked tensor returns a tensor with a
+//! node. The node holds the inputs' nodes and a closure that computes the inputs' gradients from the result's gradient.
+//! There is no tape: dropping the tensors drops the graph.
 //!
-//! An operation saves tensors as `Saved`, which remembers the storage's version: an in-place change between forward and
-//! backward is an error, never a wrong gradient. Operations in place are recorded too, whether they change a tensor or a view of
-//! one; a leaf that requires a gradient is changed in [`no_grad`] only.
+//! [`Tensor::backward`] visits the nodes from the newest to the oldest with a heap, so long chains need no recursion.
+//! It consumes each closure on the way, which frees the tensors the closure saved, and adds the results to the leaves'
+//! [`Tensor::grad`]. [`grad()`] returns the gradients to the caller instead. [`BackwardOptions`] can keep the graph for
+//! another backward pass, or record the backward pass itself for gradients of gradients.
 //!
-//! One file a subject: `node` is the graph, `record` how operations enter it, `in_place` and `history` how those in place do,
-//! `backward` the engine, `context` what a closure sees of it. The others are what users do with it.
+//! Operations save tensors as `Saved`, which remembers the storage's version: an in-place change between forward and
+//! backward is an error, never a wrong gradient. In-place operations are recorded too, whether they change a tensor or
+//! a view of one. A leaf that requires a gradient can be changed in [`no_grad`] only.
+//!
+//! `node` defines the graph, and `record` adds operations to it. `in_place` and `history` record in-place operations.
+//! `backward` is the engine, and `context` the closures' interface to it. The other modules are features for users.
 
 mod autocast;
 mod backward;
@@ -44,19 +46,23 @@ pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;
 pub use custom::{CustomOp, OpContext};
 pub use grad::{BackwardOptions, GradOptions, grad, grad_with_options};
-pub(crate) use history::Group;
+pub(crate) use history::DetachedGroup;
 pub use hooks::HookHandle;
-pub(crate) use in_place::{InPlace, check_unrecorded, in_place};
+pub(crate) use in_place::{InPlace, begin_in_place, check_unrecorded};
 pub use modes::{detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled};
 pub(crate) use modes::{gradients_only, is_gradients_only};
 pub(crate) use node::{Factor, Node};
-pub(crate) use record::{Saved, is_tracked, record, record_twice, record_unary_twice, record_view, record_with_factor};
+pub(crate) use record::{
+    Saved, is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
+};
 
-/// The gradients of an operation's inputs, in order; None where none flows or none was wanted.
+/// The gradients of an operation's inputs, in order. `None` for an input without a gradient, or whose gradient is not
+/// wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
 
 impl Tensor {
-    /// This tensor as a leaf whose gradient is collected (`true`), or outside the graph (`false`). Shares the storage.
+    /// Makes this tensor a leaf that accumulates its gradient (`true`), or takes it out of the graph (`false`). Shares
+    /// the storage.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Autograd`] for the result of a tracked operation.
@@ -79,27 +85,29 @@ impl Tensor {
         Ok(Tensor { made_by: requires_grad.then(leaf), ..self })
     }
 
-    /// Takes this handle out of the graph (PyTorch's `detach_`); [`Tensor::detach`] makes another.
+    /// Takes this handle out of the graph (PyTorch's `detach_`); [`Tensor::detach`] returns another handle.
     pub fn detach_(&mut self) -> &mut Tensor {
         *self = self.detach();
         self
     }
 
-    /// Whether gradients flow to or through this tensor.
+    /// True if gradients flow to or through this tensor.
     #[inline]
     pub fn requires_grad(&self) -> bool {
         self.made_by.as_ref().is_some_and(|node| !node.is_frozen())
             || self.storage.has_attachment() && self.node().is_some()
     }
 
-    /// Whether no tracked operation made this tensor: [`Tensor::backward`] leaves gradients in leaves only.
+    /// True if no tracked operation made this tensor. [`Tensor::backward`] stores gradients in leaves only.
     pub fn is_leaf(&self) -> bool {
         self.node().is_none_or(|n| n.is_leaf())
     }
 
-    /// The gradient collected so far, of this tensor's shape and dtype; None before the first [`Tensor::backward`], for
-    /// tensors that are no leaf (unless [`Tensor::retain_grad`]), and after [`Tensor::zero_grad`]. The handle shares its storage: the next backward may
-    /// write there, so keep a `clone()`.
+    /// Returns the gradient accumulated so far, with this tensor's shape and dtype. `None` before the first
+    /// [`Tensor::backward`], after [`Tensor::zero_grad`], and for tensors that are not leaves (unless
+    /// [`Tensor::retain_grad`] was called).
+    ///
+    /// The handle shares the gradient's storage. The next backward pass may write there, so keep a `clone()`.
     pub fn grad(&self) -> Option<Tensor> {
         let node = self.node_or_frozen()?;
         if let State::Leaf(leaf) = &*node.state() {
@@ -114,12 +122,12 @@ impl Tensor {
         }
     }
 
-    /// Forgets the gradient; the next backward moves a new one in (PyTorch's `zero_grad(set_to_none=True)`).
+    /// Drops the gradient; the next backward pass moves a new one in (PyTorch's `zero_grad(set_to_none=True)`).
     pub fn zero_grad(&self) {
         let Some(node) = self.node_or_frozen() else { return };
         if let State::Leaf(leaf) = &mut *node.state() {
             leaf.grad = None;
-            leaf.lent = false; // where a backward failed
+            leaf.lent = false; // may still be set by a backward pass that failed
             if let Some(new) = &leaf.successor {
                 new.zero_grad();
             }

@@ -1,21 +1,25 @@
-//! What this thread does with operations on tracked tensors: record them or not, look for NaN or not.
+//! A thread's modes for operations on tracked tensors: whether to record them, and whether to check gradients for NaN.
 
 use std::cell::Cell;
 
 thread_local! {
+    /// Whether operations on tracked tensors are recorded.
     static GRAD_ENABLED: Cell<bool> = const { Cell::new(true) };
+    /// Whether backward checks gradients for NaN.
     static ANOMALY: Cell<bool> = const { Cell::new(false) };
+    /// Whether nodes are recorded without closures.
     static DEPENDENCIES_ONLY: Cell<bool> = const { Cell::new(false) };
+    /// Whether results that gradients do not depend on may be left uncomputed.
     static GRADIENTS_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread records operations on tracked tensors.
+/// True if this thread records operations on tracked tensors.
 pub fn is_grad_enabled() -> bool {
     GRAD_ENABLED.get()
 }
 
-/// Runs `f` without recording anything in this thread (PyTorch's `torch.no_grad`). In-place changes of tracked leaves are
-/// allowed inside, which is what an optimiser's step does.
+/// Runs `f` without recording operations on this thread (PyTorch's `torch.no_grad`). Tracked leaves may be changed in
+/// place inside, as optimisers do.
 ///
 /// ```
 /// use claystone::{Device, Tensor, no_grad};
@@ -28,26 +32,26 @@ pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
     with_flag(&GRAD_ENABLED, false, f)
 }
 
-/// Runs `f` recording, inside a [`no_grad`] too (PyTorch's `torch.enable_grad`).
+/// Runs `f` with recording on, even inside [`no_grad`] (PyTorch's `torch.enable_grad`).
 pub fn enable_grad<R>(f: impl FnOnce() -> R) -> R {
     with_flag(&GRAD_ENABLED, true, f)
 }
 
-/// [`no_grad`] by the name that PyTorch gives its stricter form (`torch.inference_mode`). Tensors made inside are ordinary
-/// ones here: what they would save, claystone spends on no tensor.
+/// The same as [`no_grad`], under the name of PyTorch's stricter form (`torch.inference_mode`). Tensors made inside are
+/// ordinary tensors, because claystone's tensors do not have the overhead that PyTorch's mode avoids.
 pub fn inference_mode<R>(f: impl FnOnce() -> R) -> R {
     no_grad(f)
 }
 
-/// Switches recording in this thread on or off until further notice and gives what it was (PyTorch's
-/// `torch.set_grad_enabled`). [`no_grad`] and [`enable_grad`] put it back by themselves.
+/// Switches recording on this thread on or off, and returns the previous setting (PyTorch's `torch.set_grad_enabled`).
+/// Prefer [`no_grad`] and [`enable_grad`], which restore the setting.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     GRAD_ENABLED.replace(enabled)
 }
 
-/// Runs `f` with every backward of this thread looking for NaN in the gradients of each operation, and naming the first
-/// that gave one (PyTorch's `torch.autograd.detect_anomaly`). Waits for the device after every operation: for finding
-/// errors only.
+/// Runs `f` with a check for NaN in the gradients of each operation of every backward pass on this thread. The error
+/// names the first operation that returned NaN (PyTorch's `torch.autograd.detect_anomaly`). The check waits for the
+/// device after every operation, so use it only to find errors.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::detect_anomaly};
@@ -61,32 +65,31 @@ pub fn detect_anomaly<R>(f: impl FnOnce() -> R) -> R {
     with_flag(&ANOMALY, true, f)
 }
 
-/// Whether gradients are looked at for NaN.
 pub(super) fn anomaly() -> bool {
     ANOMALY.get()
 }
 
-/// Runs `f` recording which nodes depend on which, without the closures that differentiate them.
+/// Runs `f` recording only the dependencies between nodes, without the closures that differentiate them.
 pub(super) fn dependencies_only<R>(f: impl FnOnce() -> R) -> R {
     with_flag(&DEPENDENCIES_ONLY, true, f)
 }
 
-/// Whether nodes are recorded without closures.
 pub(super) fn is_dependencies_only() -> bool {
     DEPENDENCIES_ONLY.get()
 }
 
-/// Runs `f`, which calls one operation for its gradients: where these do not depend on the result, it is not computed.
+/// Runs `f`, which calls one operation only for its gradients. The operation need not compute a result that its
+/// gradients do not depend on.
 pub(crate) fn gradients_only<R>(f: impl FnOnce() -> R) -> R {
     with_flag(&GRADIENTS_ONLY, true, f)
 }
 
-/// Whether results that gradients do not depend on may be of any elements.
+/// True if results that gradients do not depend on may have arbitrary elements.
 pub(crate) fn is_gradients_only() -> bool {
     GRADIENTS_ONLY.get()
 }
 
-/// Runs `f` with a flag of this thread set, and puts it back however `f` ends.
+/// Runs `f` with a flag of this thread set, and restores the flag even if `f` panics.
 fn with_flag<R>(flag: &'static std::thread::LocalKey<Cell<bool>>, value: bool, f: impl FnOnce() -> R) -> R {
     struct Restore(&'static std::thread::LocalKey<Cell<bool>>, bool);
     impl Drop for Restore {

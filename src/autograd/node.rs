@@ -1,39 +1,42 @@
-//! The graph's nodes, and what keeps them.
+//! The nodes of the graph, and their state.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use smallvec::SmallVec;
 
-use super::hooks::{Collected, Hooks};
+use super::hooks::{Hooks, PostAccumulateHook};
 use super::{Context, Gradients, Saved};
 use crate::tensor::Layout;
 use crate::{Expr, Result, Tensor};
 
-/// Nodes of an operation's inputs, in order; None for those that no gradient is wanted of.
+/// The nodes of an operation's inputs, in order. None for inputs that need no gradient.
 pub(super) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
 
+/// Computes the gradients of an operation's inputs.
 type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + Sync;
 
-/// A place in the graph: a leaf that collects a gradient, or an operation's result.
+/// A node of the graph: a leaf that accumulates a gradient, or the result of an operation.
 pub(crate) struct Node {
-    /// Grows with every node: an operation's number is above its inputs'.
+    /// The node's number. Later nodes have higher numbers, so an operation's number is above those of its inputs.
     pub(super) seq: u64,
     pub(super) op: &'static str,
     pub(super) inputs: Inputs,
-    /// How often it was an operation's input.
+    /// The number of operations that have this node as an input.
     uses: AtomicU32,
-    /// Whether it is a leaf that collects no gradient: its tensors are outside the graph until it is trained again.
+    /// Whether this is a leaf that accumulates no gradient. Its tensors are outside the graph until it is trained
+    /// again.
     frozen: AtomicBool,
     state: Mutex<State>,
-    /// What is called with the gradient that arrives here; most nodes have none.
+    /// Hooks on the gradient that arrives here; most nodes have none.
     hooks: OnceLock<Box<Hooks>>,
-    /// Of a view: the layout of its input, in the same storage.
+    /// For a view, the layout of its input, which has the same storage.
     view_of: Option<Box<Layout>>,
-    /// Of a tensor that was changed in place: which one, and by which change of its storage.
+    /// For a tensor changed in place, the id of the tensor, and the number of the change of its storage.
     changed: OnceLock<(u64, u32)>,
 }
 
+/// The role of a node, and whether it was consumed.
 pub(super) enum State {
     /// Boxed, because most nodes are operations.
     Leaf(Box<Leaf>),
@@ -41,41 +44,42 @@ pub(super) enum State {
     Consumed,
 }
 
-/// How an operation's gradient becomes its inputs'.
+/// How to compute the gradients of an operation's inputs.
 #[derive(Clone)]
 pub(super) struct Operation {
     pub(super) backward: Arc<BackwardFn>,
     pub(super) factor: Option<Arc<Factor>>,
-    /// Whether the closure, too, is made of recorded operations, wherever [`Context::create_graph`] says so.
-    pub(super) twice: bool,
+    /// Whether the closure is made of recorded operations if [`Context::create_graph`].
+    pub(super) is_differentiable: bool,
 }
 
-/// What the gradient of a result is multiplied by before anything else happens to it. Whoever computes that gradient may
-/// do this in the same launch.
+/// A factor that a result's gradient is multiplied by before anything else. The operation that computes the gradient
+/// may multiply in the same launch.
 pub(crate) struct Factor {
-    /// Of the gradient, input 0, and the tensor, input 1.
+    /// The product, as an expression of the gradient (input 0) and the tensor (input 1).
     pub(crate) product: Expr,
-    /// Of the result's shape.
+    /// The tensor, of the result's shape.
     pub(crate) tensor: Saved,
 }
 
-/// What a leaf collects.
+/// The state of a leaf.
 #[derive(Default)]
 pub(super) struct Leaf {
     pub(super) grad: Option<Tensor>,
-    /// Where an optimiser wants the gradient written: a view of its flat gradient buffer.
+    /// The memory in which an optimiser wants the gradient: a view of its flat gradient buffer.
     pub(super) slot: Option<Tensor>,
-    /// Whether a backward may be writing to the slot, which that of another thread does not use then.
+    /// Whether a backward pass may be writing to the slot; a pass on another thread then does not use the slot.
     pub(super) lent: bool,
-    /// What is called when a gradient has been collected.
-    pub(super) collected: Vec<(u64, Collected)>,
-    /// The leaf that took this one's place when its module was converted: the gradient is collected there.
+    /// Hooks to call after a gradient was accumulated.
+    pub(super) post_accumulate_hooks: Vec<(u64, PostAccumulateHook)>,
+    /// The leaf that replaced this one when its module was converted, and accumulates the gradient instead.
     pub(super) successor: Option<Tensor>,
 }
 
+/// The number of the next node.
 static SEQ: AtomicU64 = AtomicU64::new(0);
 
-/// The number of the next node, or one below it.
+/// Returns a bound that is above the numbers of all nodes made so far.
 pub(super) fn next_seq() -> u64 {
     SEQ.load(Ordering::Relaxed)
 }
@@ -85,7 +89,7 @@ impl Node {
         Node::view(op, inputs, state, None)
     }
 
-    /// A node of a view of its only input, which has the layout `view_of`.
+    /// Makes the node of a view; its only input has the layout `view_of`.
     pub(super) fn view(op: &'static str, inputs: Inputs, state: State, view_of: Option<Box<Layout>>) -> Arc<Node> {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
         let seq = SEQ.fetch_add(1, Ordering::Relaxed);
@@ -98,13 +102,12 @@ impl Node {
         self.frozen.load(Ordering::Relaxed)
     }
 
-    /// Freezes a leaf, or trains it again.
     pub(super) fn set_frozen(&self, frozen: bool) {
         self.frozen.store(frozen, Ordering::Relaxed);
     }
 
-    /// The node of the tensor that this is a view of, through all views between, and that tensor's layout; itself and
-    /// `layout`, its own, where it is no view.
+    /// Returns the node and the layout of the tensor that this is a view of, followed through all views. If this is not
+    /// a view, returns the node itself and `layout`, which is its own.
     pub(super) fn base<'a>(self: &'a Arc<Node>, layout: &'a Layout) -> (&'a Arc<Node>, &'a Layout) {
         let (mut node, mut layout) = (self, layout);
         while let (Some(of), Some(Some(input))) = (&node.view_of, node.inputs.first()) {
@@ -113,13 +116,13 @@ impl Node {
         (node, layout)
     }
 
-    /// A number that the tensor keeps through all changes in place, and the last change of its storage that made its node.
-    pub(super) fn change(&self) -> (u64, u32) {
+    /// Returns the id that the tensor keeps through all in-place changes, and the number of the storage's change that
+    /// made this node.
+    pub(super) fn change_id(&self) -> (u64, u32) {
         self.changed.get().copied().unwrap_or((self.seq, 0))
     }
 
-    /// Says that this new node is of tensor `id`, after this change.
-    pub(super) fn set_change(&self, id: u64, change: u32) {
+    pub(super) fn set_change_id(&self, id: u64, change: u32) {
         self.changed.set((id, change)).expect("a new node is of one change");
     }
 
@@ -127,7 +130,6 @@ impl Node {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The operation whose result this is.
     pub(crate) fn op(&self) -> &'static str {
         self.op
     }
@@ -136,18 +138,16 @@ impl Node {
         matches!(*self.state(), State::Leaf(_))
     }
 
-    /// The hooks, if there are any.
     pub(super) fn hooks(&self) -> Option<&Hooks> {
         self.hooks.get().map(|hooks| &**hooks)
     }
 
-    /// The hooks of this node, made where there are none yet.
     pub(super) fn hooks_or_new(&self) -> &Hooks {
         self.hooks.get_or_init(Box::default)
     }
 
-    /// What its gradient will be multiplied by, where all of the gradient comes from the one operation that asks and
-    /// there are no hooks.
+    /// Returns the factor that the gradient is multiplied by. None if the calling operation is not the only one that
+    /// contributes to the gradient, or if there are hooks.
     pub(super) fn factor(&self) -> Option<Arc<Factor>> {
         match &*self.state() {
             State::Operation(operation) if self.uses.load(Ordering::Relaxed) == 1 && self.hooks().is_none() => {
@@ -159,11 +159,11 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Takes the chain of inputs apart in a loop: the default would recurse once a node.
+    /// Drops the chain of inputs in a loop, because the default would recurse once per node.
     fn drop(&mut self) {
         let mut orphans: Vec<Arc<Node>> = Vec::new();
         let dismantle = |node: &mut Node, orphans: &mut Vec<Arc<Node>>| {
-            // What a closure saved holds inputs too: it goes first, while `inputs` still hold them.
+            // The closure is dropped first: its saved tensors hold inputs too, which `inputs` still keeps alive.
             let state = node.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             drop(std::mem::replace(state, State::Consumed));
             orphans.extend(node.inputs.drain(..).flatten());

@@ -1,4 +1,4 @@
-//! How operations put themselves into the graph.
+//! Functions with which operations add themselves to the graph.
 
 use std::sync::Arc;
 
@@ -6,39 +6,44 @@ use smallvec::SmallVec;
 
 use super::modes::is_dependencies_only;
 use super::node::{Factor, Inputs, Node, Operation, State};
-use super::{Context, Gradients, Group, is_grad_enabled};
+use super::{Context, DetachedGroup, Gradients, is_grad_enabled};
 use crate::device::capture::is_capturing;
 use crate::tensor::Layout;
 use crate::{Error, Result, Tensor};
 
-/// What gives the gradients of an operation's inputs from that of its result.
+/// A closure that computes the gradients of an operation's inputs from the gradient of its result.
 pub(crate) trait Backward: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static {}
 
 impl<F: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static> Backward for F {}
 
-/// Whether an operation on these inputs is to be recorded.
+/// True if an operation on these inputs must be recorded.
 #[inline]
 pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
     is_grad_enabled() && inputs.iter().any(|t| t.requires_grad())
 }
 
-/// `out` with a node: `backward` gets the gradient of `out` and gives the inputs' gradients, in the order of `inputs`.
-/// Call it only where [`is_tracked`]; what the closure keeps should be [`Saved`] tensors.
+/// Returns `out` with a node. `backward` gets the gradient of `out` and returns the inputs' gradients, in the order of
+/// `inputs`. Call this function only if [`is_tracked`]. The closure should keep tensors as [`Saved`].
 ///
-/// The closure may launch what it likes, so its own result has no gradient: a backward that creates a graph stops here
-/// with an error. [`record_twice`] is for closures that can be recorded.
+/// The closure may launch any kernels, so its own result has no gradient: a backward pass that creates a graph fails
+/// here. For closures that can be recorded, use [`record_differentiable`].
 pub(crate) fn record(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
-    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: false })
+    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, is_differentiable: false })
 }
 
-/// [`record`] for a closure that is made of recorded operations itself, at least where [`Context::create_graph`]:
-/// methods of tensors, on the gradient and on what [`Saved::get`] and [`Context::result`] give.
-pub(crate) fn record_twice(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
-    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: true })
+/// Like [`record`], for a closure that uses only recorded operations, at least if [`Context::create_graph`]. These are
+/// methods of tensors, on the gradient and on the results of [`Saved::get`] and [`Context::unpack_result`].
+pub(crate) fn record_differentiable(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    backward: impl Backward,
+) -> Tensor {
+    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, is_differentiable: true })
 }
 
-/// [`record_twice`] for an operation that first multiplies its gradient by something, unless [`Context::factor`] says
-/// that it has been.
+/// Like [`record_differentiable`], for an operation that first multiplies its gradient by a factor, unless [`Context::take_factor`]
+/// reports that this was done.
 pub(crate) fn record_with_factor(
     op: &'static str,
     out: Tensor,
@@ -50,13 +55,13 @@ pub(crate) fn record_with_factor(
         op,
         out,
         inputs,
-        Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), twice: true },
+        Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), is_differentiable: true },
     )
 }
 
-/// [`record_twice`] for an operation of one input, where it is tracked: `backward` maps gradient to gradient, as the opposite
-/// of a view does.
-pub(crate) fn record_unary_twice(
+/// Like [`record_differentiable`], for an operation with one input, recorded if that is tracked. `backward` maps the result's
+/// gradient to the input's, as the inverse of a view does.
+pub(crate) fn record_unary_differentiable(
     op: &'static str,
     out: Tensor,
     input: &Tensor,
@@ -65,18 +70,22 @@ pub(crate) fn record_unary_twice(
     if !is_tracked(&[input]) {
         return out;
     }
-    record_twice(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
+    record_differentiable(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
 }
 
-/// A node, of an operation whose closure can be recorded, with these inputs.
-pub(super) fn node_of(op: &'static str, inputs: Inputs, backward: impl Backward) -> Arc<Node> {
-    let operation = Operation { backward: Arc::new(backward), factor: None, twice: true };
+pub(super) fn operation_node(op: &'static str, inputs: Inputs, backward: impl Backward) -> Arc<Node> {
+    let operation = Operation { backward: Arc::new(backward), factor: None, is_differentiable: true };
     Node::new(op, inputs, state(operation))
 }
 
-/// [`record_twice`] for what depends on these nodes.
-pub(super) fn record_of_nodes(op: &'static str, out: Tensor, nodes: Vec<Arc<Node>>, backward: impl Backward) -> Tensor {
-    Tensor { made_by: Some(node_of(op, nodes.into_iter().map(Some).collect(), backward)), ..out }
+/// Like [`record_differentiable`], for a result that depends on these nodes.
+pub(super) fn record_with_input_nodes(
+    op: &'static str,
+    out: Tensor,
+    nodes: Vec<Arc<Node>>,
+    backward: impl Backward,
+) -> Tensor {
+    Tensor { made_by: Some(operation_node(op, nodes.into_iter().map(Some).collect(), backward)), ..out }
 }
 
 fn with_operation(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
@@ -87,11 +96,12 @@ fn with_node(op: &'static str, out: Tensor, inputs: Inputs, operation: Operation
     Tensor { made_by: Some(Node::new(op, inputs, state(operation))), ..out }
 }
 
+/// Returns the state of a new operation node; without the closure in [`dependencies_only`](super::modes::dependencies_only).
 fn state(operation: Operation) -> State {
     if is_dependencies_only() { State::Consumed } else { State::Operation(operation) }
 }
 
-/// The view `layout` of a tensor, recorded where that is tracked: `backward` brings a gradient back to the tensor's shape.
+/// Returns a view of a tensor, recorded if the tensor is tracked. `backward` maps a gradient to the tensor's shape.
 pub(crate) fn record_view(
     op: &'static str,
     layout: Layout,
@@ -103,13 +113,13 @@ pub(crate) fn record_view(
         return out;
     }
     if !is_grad_enabled() {
-        return Tensor { group: Group::UNRECORDED_VIEW, ..out };
+        return Tensor { group: DetachedGroup::UNRECORDED_VIEW, ..out };
     }
     let made_by = input.node().map(|node| view_node(op, node, input.layout.clone(), backward));
     Tensor { made_by, ..out }
 }
 
-/// The node of a view of what has this node and the layout `of`.
+/// Makes the node of a view of a tensor that has this node and the layout `of`.
 pub(super) fn view_node(
     op: &'static str,
     node: Arc<Node>,
@@ -117,18 +127,20 @@ pub(super) fn view_node(
     backward: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Arc<Node> {
     let backward = Arc::new(move |ctx: &mut Context| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])));
-    let operation = Operation { backward, factor: None, twice: true };
+    let operation = Operation { backward, factor: None, is_differentiable: true };
     Node::view(op, SmallVec::from_iter([Some(node)]), state(operation), Some(Box::new(of)))
 }
 
-/// A tensor kept for backward, with the version its storage had. It keeps its place in the graph, so that a backward
-/// which creates a graph finds it there: save inputs themselves, not detached views of them. An operation's own result
-/// has no place yet when it is saved; [`Context::result`] gives it one. It does not keep what is recorded of changes of its
-/// storage: that may hold it.
+/// A tensor kept for backward, with the version of its storage.
+///
+/// The tensor keeps its node, which a backward pass that creates a graph needs: save inputs themselves, not detached
+/// views of them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds it. A saved
+/// tensor does not keep its storage's record of in-place changes alive, because that record may hold the saved tensor.
 pub(crate) struct Saved {
     tensor: Tensor,
     version: u64,
-    /// None for what a capture saved: a backward pass after a replay needs what the replay has written.
+    /// The storage's replay count. None for a tensor saved in a graph capture: backward after a replay needs the values
+    /// that the replay has written.
     replays: Option<u64>,
 }
 
@@ -138,27 +150,26 @@ impl Saved {
         Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version(), replays)
     }
 
-    /// The same, kept by somebody else.
-    pub(super) fn share(&self) -> Saved {
+    pub(super) fn another_handle(&self) -> Saved {
         Saved::of(self.tensor.shallow_clone(), self.version, self.replays)
     }
 
     fn of(tensor: Tensor, version: u64, replays: Option<u64>) -> Saved {
-        tensor.storage.save();
+        tensor.storage.add_saved_handle();
         Saved { tensor, version, replays }
     }
 
-    /// Whether it is this tensor: the same elements of the same storage.
-    pub(super) fn is(&self, tensor: &Tensor) -> bool {
+    /// True if this is the saved `tensor`: the same elements of the same storage.
+    pub(super) fn is_same_tensor(&self, tensor: &Tensor) -> bool {
         self.tensor.shares_storage(tensor) && self.tensor.layout == tensor.layout
     }
 
-    /// Another handle on the tensor, unless its storage was changed in place since.
+    /// Returns another handle on the tensor, or an error if its storage was changed in place since.
     pub(crate) fn unpack(&self, op: &'static str) -> Result<Tensor> {
         self.get(op).map(Tensor::shallow_clone)
     }
 
-    /// The tensor, unless its storage was changed in place since.
+    /// Returns the tensor, or an error if its storage was changed in place since.
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
         let storage = &self.tensor.storage;
         if storage.version() == self.version && self.replays.is_none_or(|replays| replays == storage.replays()) {
@@ -174,6 +185,6 @@ impl Saved {
 
 impl Drop for Saved {
     fn drop(&mut self) {
-        self.tensor.storage.unsave();
+        self.tensor.storage.remove_saved_handle();
     }
 }

@@ -1,4 +1,4 @@
-//! Seeds drawn again: what lets a checkpoint compute the same random numbers twice, whatever other threads draw meanwhile.
+//! Replay of random seeds. A checkpoint computes the same random numbers twice, whatever other threads draw meanwhile.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -7,54 +7,54 @@ use std::sync::Arc;
 use crate::Tensor;
 use crate::expr::philox::Seed;
 
-/// What the numbers of a random operation come from.
+/// The source of a random operation's numbers.
 #[derive(Clone)]
-pub(crate) struct Drawn {
+pub(crate) struct RandomSource {
     pub(crate) seed: Seed,
-    /// Of a draw that a graph captured: in device memory, what every replay adds to the seed.
+    /// For a draw captured in a graph: the number in device memory that every replay adds to the seed.
     pub(crate) base: Option<Arc<Tensor>>,
 }
 
 thread_local! {
-    /// One list for each [`recorded`] that this thread is in.
-    static LISTS: RefCell<Vec<Vec<Drawn>>> = const { RefCell::new(Vec::new()) };
-    /// What [`replayed`] has left to give.
-    static AGAIN: RefCell<Option<VecDeque<Drawn>>> = const { RefCell::new(None) };
+    /// The seeds drawn so far, a list for each [`record_draws`] call that this thread is in.
+    static DRAW_LISTS: RefCell<Vec<Vec<RandomSource>>> = const { RefCell::new(Vec::new()) };
+    /// The seeds that [`replay_draws`] has yet to return.
+    static REPLAY_QUEUE: RefCell<Option<VecDeque<RandomSource>>> = const { RefCell::new(None) };
 }
 
-/// The seed of the next random operation of this thread: `fresh`, unless one is to be drawn again.
-pub(crate) fn draw(fresh: impl FnOnce() -> Drawn) -> Drawn {
-    let again = AGAIN.with_borrow_mut(|again| again.as_mut().and_then(VecDeque::pop_front));
+/// Returns the seed of this thread's next random operation: `fresh`, unless a seed is being replayed.
+pub(crate) fn draw_seed(fresh: impl FnOnce() -> RandomSource) -> RandomSource {
+    let again = REPLAY_QUEUE.with_borrow_mut(|again| again.as_mut().and_then(VecDeque::pop_front));
     let seed = again.unwrap_or_else(fresh);
-    LISTS.with_borrow_mut(|lists| lists.iter_mut().for_each(|list| list.push(seed.clone())));
+    DRAW_LISTS.with_borrow_mut(|lists| lists.iter_mut().for_each(|list| list.push(seed.clone())));
     seed
 }
 
-/// What `f` gives, and the seeds that it drew.
-pub(crate) fn recorded<R>(f: impl FnOnce() -> R) -> (R, Vec<Drawn>) {
+/// Runs `f`, and returns its result and the seeds that it drew.
+pub(crate) fn record_draws<R>(f: impl FnOnce() -> R) -> (R, Vec<RandomSource>) {
     struct Remove(usize);
     impl Drop for Remove {
         fn drop(&mut self) {
-            LISTS.with_borrow_mut(|lists| lists.truncate(self.0));
+            DRAW_LISTS.with_borrow_mut(|lists| lists.truncate(self.0));
         }
     }
-    let depth = LISTS.with_borrow_mut(|lists| {
+    let depth = DRAW_LISTS.with_borrow_mut(|lists| {
         lists.push(Vec::new());
         lists.len() - 1
     });
     let _remove = Remove(depth);
     let result = f();
-    (result, LISTS.with_borrow_mut(|lists| std::mem::take(&mut lists[depth])))
+    (result, DRAW_LISTS.with_borrow_mut(|lists| std::mem::take(&mut lists[depth])))
 }
 
-/// Runs `f` drawing `seeds` again, in order.
-pub(crate) fn replayed<R>(seeds: &[Drawn], f: impl FnOnce() -> R) -> R {
-    struct Restore(Option<VecDeque<Drawn>>);
+/// Runs `f`, which draws `seeds` again, in order.
+pub(crate) fn replay_draws<R>(seeds: &[RandomSource], f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<VecDeque<RandomSource>>);
     impl Drop for Restore {
         fn drop(&mut self) {
-            AGAIN.set(self.0.take());
+            REPLAY_QUEUE.set(self.0.take());
         }
     }
-    let _restore = Restore(AGAIN.replace(Some(seeds.iter().cloned().collect())));
+    let _restore = Restore(REPLAY_QUEUE.replace(Some(seeds.iter().cloned().collect())));
     f()
 }

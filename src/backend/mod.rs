@@ -1,10 +1,9 @@
 //! How operations are computed.
 //!
-//! An operation checks its operands, makes its results and describes the work as a problem ([`problem`]). A [`Backend`]
-//! decides how the problem is tiled, vectorised, cached and launched. This file is the only place that chooses by the kind
-//! of a device.
+//! An operation checks its operands, allocates its results and describes the work as a problem (see [`problem`]). A [`Backend`] decides how to
+//! tile, vectorise, cache and launch that problem. Outside the rooms that own devices and memory, only this file matches on the kind of a device.
 
-/// Methods that call one function each.
+/// Defines trait methods whose body is one function call.
 macro_rules! methods {
     ($($name:ident($($arg:tt: $t:ty),*) -> $made:ty = $call:expr;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {
@@ -22,7 +21,8 @@ mod reference;
 
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Task, Tuning, Views, Windows,
+    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning, Views,
+    Windows,
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
@@ -31,47 +31,55 @@ use crate::layout::Layout;
 use crate::storage::Image;
 use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor};
 
-/// A way to compute on a kind of device. Tensors of a problem are on one device, and results have elements.
+/// Computes problems on one kind of device. All tensors of a problem are on the same device, and its results are not empty.
 ///
-/// Methods that return `Option` or `bool` may decline: the operation is then composed of others.
+/// Methods that return `Option` or `bool` may decline: the caller then composes the operation of others.
 pub(crate) trait Backend: Sync {
-    /// Formulas over tensors, broadcast and strided.
+    /// Evaluates formulas elementwise over tensors of any strides, with broadcasting.
     fn map(&self, formulas: &Formulas) -> Result<()>;
-    /// `start + i * step` as element i of a vector; false where the host has to compute it.
+    /// Fills the vector `out` with `start + i * step`; returns false if the host has to compute the elements.
     fn sequence(&self, _values: Sequence, _out: &Tensor) -> Result<bool> {
         Ok(false)
     }
-    /// Tensors one after another along dim `d` of `out`; false where copies one by one are as good.
+    /// Concatenates tensors along dim `d` of `out`; returns false if one copy a tensor is as fast.
     fn join(&self, _out: &Tensor, _tensors: &[&Tensor], _d: usize) -> Result<bool> {
         Ok(false)
     }
-    /// A copy of matrices with zeros where column - row is in `from..to`.
-    fn zeroed(&self, _x: &Tensor, _from: isize, _to: isize) -> Result<Option<Tensor>> {
+    /// Copies a batch of matrices, with zeros where column - row is in `from..to` (`tril` and `triu`).
+    fn tril_triu(&self, _x: &Tensor, _from: isize, _to: isize) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// A matrix product with an epilogue; whether the sums of rows that it may ask for were made as well.
+    /// Computes a matrix product with an epilogue; returns true if it also computed the row sums that [`Gemm::sums`] asks for.
     fn gemm(&self, product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>;
-    /// A reduction over any dims.
+    /// Reduces any dims.
     fn reduce(&self, reduction: &Reduction) -> Result<()>;
-    /// A running reduction along dim `d`, with the indices of extremes.
+    /// Computes a running reduction along dim `d`; `indices` receives the indices of running maxima or minima.
     fn scan(&self, scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()>;
 
-    /// Stable sort along dim `d`, with the indices of the sorted elements.
+    /// Sorts stably along dim `d`; `indices` receives each element's index before the sort.
     fn sort(&self, x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()>;
-    /// Where the values `v` would be inserted into lines sorted along their last dim, whose steps are `step`; in a bool `out`, whether
-    /// they are in their lines.
-    fn search(&self, x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()>;
-    /// The first `k` elements along dim `d` in sorted order; None where sorting is the way.
-    fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>>;
-    /// The element of one rank of each line along dim `d`; None where sorting is the way.
-    fn nth(&self, x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>>;
+    /// Finds the insertion index of each value of `v` in lines sorted along their last dim, whose elements are `step` apart.
+    /// If `out` is bool, stores whether the line contains the value instead.
+    fn searchsorted(
+        &self,
+        x: &Tensor,
+        lines: &Layout,
+        step: isize,
+        v: &Tensor,
+        right: bool,
+        out: &Tensor,
+    ) -> Result<()>;
+    /// Returns the first `k` elements along dim `d` in sorted order; None if a full sort is the better method.
+    fn topk(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>>;
+    /// Returns the element of one rank from each line along dim `d`; None if a full sort is the better method.
+    fn kth(&self, x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>>;
 
     /// Reads elements through an index.
     fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;
-    /// Writes elements through an index into `target`, which is read as `layout` says and indexed along dim `d`.
+    /// Writes elements through an index into `target`, which is viewed with `layout` and indexed along dim `d`.
     fn scatter(&self, g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()>;
-    /// Adds `index * step` of an axis `(size, step)` to linear indices, or writes it with `base` added.
+    /// Adds `index * step` to the linear indices in `out`, for an axis `(size, step)`. With a `base`, overwrites them with `base + index * step`.
     fn linear_index(
         &self,
         op: &'static str,
@@ -80,47 +88,47 @@ pub(crate) trait Backend: Sync {
         axis: (usize, isize),
         base: Option<i64>,
     ) -> Result<()>;
-    /// Ones at the classes and zeros elsewhere.
+    /// Writes 1 at each row's class and 0 elsewhere.
     fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()>;
-    /// The indices of elements that are not zero, as of a tensor of sizes `dims`. `mask` makes a contiguous bool tensor of x.
+    /// Returns the indices of nonzero elements of x, in a tensor with the sizes `dims`. `mask` converts x to a contiguous bool tensor.
     fn nonzero(&self, x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor>;
-    /// The elements of x where the mask, of its shape, is true.
+    /// Returns the elements of x at which the mask, a tensor of the same shape, is true.
     fn masked_select(&self, _x: &Tensor, _mask: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// Softmax and its kin over rows along a dim.
+    /// Computes softmax, log-softmax, logsumexp or a gradient over rows along a dim.
     fn softmax(&self, softmax: &Softmax) -> Result<()>;
-    /// The loss of logits and class labels, or parts of it that add up to it, and the gradient of the logits where wanted.
+    /// Returns the cross-entropy loss of logits and class labels, or partial losses that sum to it, and writes the gradient of the logits if asked.
     fn cross_entropy(&self, entropy: &LabelEntropy) -> Result<Tensor>;
     /// Normalises rows, forward or backward.
     fn norm(&self, rows: &Normalisation) -> Result<()>;
-    /// Forward of tensors as they are given, whose `views` are rows. Tensors like these and the same `numbers` make the same launch.
+    /// Normalises rows of tensors in their original shapes. `numbers` is the launch-cache key; `views` builds the row views on demand.
     fn norm_forward(
         &self,
         given: &Normalisation,
         _numbers: &[u64; 4],
         views: &dyn Fn() -> Result<Views>,
     ) -> Result<()> {
-        self.norm(&given.of(&views()?))
+        self.norm(&given.with_views(&views()?))
     }
-    /// Where the gradients of weight and bias of rows of n elements are added up in parts; None where they are not.
-    fn norm_columns(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
-    /// `(x - mean) * scale + shift` of each channel.
+    /// Allocates the partial sums of the weight's and bias's gradients, for rows of n elements; None if the device does not accumulate them.
+    fn alloc_column_sums(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
+    /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift a channel.
     fn normalise_channels(&self, _x: &Tensor, _numbers: Channels, _eps: f64) -> Result<Option<Tensor>> {
         Ok(None)
     }
-    /// Whether variances of rows may be asked for: see [`variance`](Self::variance).
+    /// True if [`variance`](Self::variance) may be called.
     fn has_variance(&self) -> bool {
         false
     }
-    /// The variances of rows of four dims, or their roots; false where they have to be composed.
+    /// Computes the variance of each row of a 4-D tensor, or its square root; returns false if the caller has to compose it.
     fn variance(&self, _rows: &Tensor, _out: &Tensor, _freedom: f64, _root: bool) -> Result<bool> {
         Ok(false)
     }
 
-    /// A convolution without columns, forward and each gradient; None where it is a product of columns.
-    /// `single` says that images are their own columns.
+    /// Returns a convolution, forward and gradients, that needs no im2col matrix; None if im2col and a product are faster.
+    /// `single` is true if the im2col matrix is the image itself.
     fn convolution(
         &self,
         _windows: Windows,
@@ -131,7 +139,7 @@ pub(crate) trait Backend: Sync {
     ) -> Option<Box<dyn Convolution>> {
         None
     }
-    /// A convolution's forward pass in one launch where that is better than a product of columns, which its gradients are.
+    /// Computes the forward pass in one launch where that is faster than im2col and a product. The gradients still use products.
     fn forward_convolution(
         &self,
         _windows: &Windows,
@@ -142,130 +150,134 @@ pub(crate) trait Backend: Sync {
     ) -> Result<Option<Tensor>> {
         Ok(None)
     }
-    /// A tensor as an image; None where the device has none, or none like that.
+    /// Copies a tensor into an image object; None if the device has no images, or none of this size and format.
     fn to_image(&self, _x: &Tensor) -> Result<Option<Image>> {
         Ok(None)
     }
-    /// Fills a tensor from its image.
+    /// Fills a tensor from its image object.
     fn read_image(&self, image: &Image, _out: &Tensor) -> Result<()> {
-        Err(Error::invalid("from_image", format!("{image:?} is of another device")))
+        Err(Error::invalid("from_image", format!("{image:?} belongs to another device")))
     }
-    /// The elements of each window: im2col.
-    fn unfold(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()>;
-    /// Columns added up where they come from: col2im.
-    fn fold(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()>;
-    /// Pooling of windows and its gradients.
-    fn pool(&self, windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()>;
-    /// Images of other sizes, or the transpose of that.
+    /// Gathers the elements of each window into columns: im2col.
+    fn im2col(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()>;
+    /// Adds the elements of columns to the image elements that they were gathered from: col2im.
+    fn col2im(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()>;
+    /// Computes pooling over windows, or its gradient.
+    fn pool(&self, windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()>;
+    /// Resizes images; if `transposed`, applies the transposed linear map, which is the gradient.
     fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()>;
-    /// Whether [`attention`](Self::attention) like this one, and its gradients, are computed without scores in memory.
+    /// True if [`attention`](Self::attention) and its gradients can be computed without storing the scores in memory.
     fn has_attention(&self, _a: &FusedAttention) -> Result<bool> {
         Ok(false)
     }
-    /// The result, and the log-sum-exp of each row of scores: see [`AttentionBackward`]. For what [`has_attention`](Self::has_attention).
+    /// Computes the result and the log-sum-exp of each row of scores (see [`AttentionBackward`]). Requires [`has_attention`](Self::has_attention).
     fn attention(&self, a: &FusedAttention, _out: &Tensor, _logsumexp: &Tensor) -> Result<()> {
-        Err(Error::invalid("scaled_dot_product_attention", format!("{} computes it of products", a.q.device())))
+        Err(Error::invalid("scaled_dot_product_attention", format!("{} has no fused attention kernel", a.q.device())))
     }
-    /// The gradients of queries, keys and values, each of the shape of its operand.
+    /// Computes the gradients of queries, keys and values, each with the shape of its operand.
     fn attention_backward(&self, a: &FusedAttention, _of: &AttentionBackward, _results: [&Tensor; 3]) -> Result<()> {
-        Err(Error::invalid("scaled_dot_product_attention", format!("{} computes it of products", a.q.device())))
+        Err(Error::invalid("scaled_dot_product_attention", format!("{} has no fused attention kernel", a.q.device())))
     }
-    /// How large the blocks of attention's scores are; `cheap` where blocks save work.
-    fn blocking(&self, memory: usize, cheap: bool) -> Blocking;
+    /// Returns the block sizes for attention's scores; `cheap` is true if blocks also save work.
+    fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
 
-    /// Has what this thread submits to the device recorded and not run, where there is a queue.
+    /// Starts to record the commands that this thread submits to the device, instead of running them.
     fn record(&self, _device: Device) -> Result<Box<dyn Recorder>> {
-        let reason = "the CPU does its work at once, there is no queue to record: call the closure itself";
+        let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
         Err(Error::invalid("Graph::capture", reason))
     }
-    /// The parameters of the device's kernels, where they have any.
+    /// Returns the tuning parameters of the device's kernels.
     fn tuning(&self, _device: Device) -> Result<Box<dyn Tuning>> {
         Err(Error::invalid("tune", "the CPU's loops have no parameters: name an OpenCL device"))
     }
 }
 
-/// The backend of a device.
+/// Returns the backend of a device, wrapped in [`Profiled`] while a profiler is on.
 #[inline(always)]
-pub(crate) fn of(device: Device) -> &'static dyn Backend {
+pub(crate) fn of_device(device: Device) -> &'static dyn Backend {
     match device {
-        _ if profiler::is_on() => profiled(device),
+        _ if profiler::is_on() => profiled_backend(device),
         Device::Cpu => &cpu::Cpu,
         Device::OpenCL(_) => &opencl::OpenCl,
     }
 }
 
 #[cold]
-fn profiled(device: Device) -> &'static dyn Backend {
+fn profiled_backend(device: Device) -> &'static dyn Backend {
     match device {
         Device::Cpu => &Profiled(&cpu::Cpu),
         Device::OpenCL(_) => &Profiled(&opencl::OpenCl),
     }
 }
 
-/// Runs `f` with the backend of the device that `outputs` are on, and moves their version counters.
+/// Calls `f` with the backend of the outputs' device, and increments the outputs' version counters.
 pub(crate) fn launch<'t, R>(
     outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
     f: impl FnOnce(&dyn Backend) -> Result<R>,
 ) -> Result<R> {
     let outputs = outputs.into_iter();
-    let launched = f(of_outputs(outputs.clone()));
-    // A kernel that finds a division by zero has written all the same, and so has what failed after a part of it.
+    let launched = f(backend_of_outputs(outputs.clone()));
+    // A kernel that detects a division by zero, and a launch that fails partway, have already written to the outputs.
     if matches!(launched, Ok(_) | Err(Error::DivisionByZero { .. } | Error::Partial { .. })) {
         outputs.for_each(|t| t.storage.bump_version());
     }
     launched
 }
 
-/// [`launch`] for `outputs` that nobody has seen yet, whose version counters need not move.
+/// [`launch`] for new `outputs`, which no other tensor can have saved: their version counters need not be incremented.
 #[inline]
 pub(crate) fn fill<'t, R>(
     outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
     f: impl FnOnce(&dyn Backend) -> Result<R>,
 ) -> Result<R> {
     let outputs = outputs.into_iter();
-    let filled = f(of_outputs(outputs.clone()))?;
-    outputs.for_each(|t| t.storage.filled());
+    let filled = f(backend_of_outputs(outputs.clone()))?;
+    outputs.for_each(|t| t.storage.mark_filled());
     Ok(filled)
 }
 
-/// A new tensor that `f` fills. Nothing is launched where it has no elements.
+/// Allocates a tensor and calls `f` to fill it, unless it is empty.
 pub(crate) fn compute(
     shape: impl Into<Shape>,
     dtype: DType,
     device: Device,
     f: impl FnOnce(&dyn Backend, &Tensor) -> Result<()>,
 ) -> Result<Tensor> {
-    let out = Tensor::empty_like_shape(shape, dtype, device)?;
+    let out = Tensor::empty_with_shape(shape, dtype, device)?;
     if out.numel() > 0 {
         fill([&out], |b| f(b, &out))?;
     }
     Ok(out)
 }
 
-/// [`fill`] where the backend makes the outputs itself, or declines.
-pub(crate) fn choose(x: &Tensor, f: impl FnOnce(&dyn Backend) -> Result<Option<Selected>>) -> Result<Option<Selected>> {
-    let chosen = f(of(x.device()))?;
+/// Like [`fill`], for a backend method that allocates the outputs itself or declines.
+pub(crate) fn fill_or_decline(
+    x: &Tensor,
+    f: impl FnOnce(&dyn Backend) -> Result<Option<Selected>>,
+) -> Result<Option<Selected>> {
+    let chosen = f(of_device(x.device()))?;
     let outputs = chosen.iter().flat_map(|c| c.values.iter().chain([&c.indices]));
-    outputs.for_each(|t| t.storage.filled());
+    outputs.for_each(|t| t.storage.mark_filled());
     Ok(chosen)
 }
 
 #[inline]
-fn of_outputs<'t>(mut outputs: impl Iterator<Item = &'t Tensor>) -> &'static dyn Backend {
+fn backend_of_outputs<'t>(mut outputs: impl Iterator<Item = &'t Tensor>) -> &'static dyn Backend {
     let device = outputs.next().expect("a launch has an output").device();
     debug_assert!(outputs.all(|t| t.device() == device), "the outputs of a launch are on one device");
-    of(device)
+    of_device(device)
 }
 
-/// A tensor that a kernel has just written, its version counter moved.
-pub(crate) fn written(made: Tensor) -> Tensor {
+/// Increments the version counter of a tensor that a kernel has just written, and returns the tensor.
+pub(crate) fn mark_written(made: Tensor) -> Tensor {
     made.storage.bump_version();
     made
 }
 
-/// How to fill a new result with a primitive of operands that have its dtype, shape and strides, where the device has a short way.
+/// Returns a closure that computes one primitive into a new result, if the device has a fast path for it.
+/// Requires that all operands have the result's dtype, shape and strides.
 #[inline]
-pub(crate) fn primitive<'a>(
+pub(crate) fn primitive_fast_path<'a>(
     op: &'static str,
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
@@ -274,7 +286,7 @@ pub(crate) fn primitive<'a>(
 ) -> Option<impl FnOnce(&Tensor) -> Result<()> + 'a> {
     match inputs.first()?.device() {
         Device::Cpu => {
-            let primitive = cpu::flat::Primitive::of(inputs, scalars, program, dtype)?;
+            let primitive = cpu::flat::Primitive::try_new(inputs, scalars, program, dtype)?;
             Some(move |out: &Tensor| {
                 let _recorded = profiler::operation(|| describe(op, inputs.iter().copied().chain([out])));
                 cpu::counted(primitive.fill(out))

@@ -1,4 +1,4 @@
-//! A backend whose operations are recorded: what [`of`](super::of) gives while something is profiled.
+//! A backend that records every operation for the profiler: the one that [`of_device`](super::of_device) returns while profiling is on.
 
 use smallvec::SmallVec;
 
@@ -6,17 +6,18 @@ use crate::backend::Backend;
 use crate::backend::problem::softmax::RowOp;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Task, Tuning, Views, Windows,
+    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning, Views,
+    Windows,
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
 use crate::storage::Image;
 use crate::{Device, Result, Shape, Tensor};
 
-/// Records the operations of another backend.
+/// Records each operation, then calls the wrapped backend.
 pub(crate) struct Profiled(pub(super) &'static dyn Backend);
 
-/// An operation on these tensors, the results among them, of which the first tells device and dtype.
+/// Describes an operation over `tensors`, which include the results. The first tensor determines the device and the dtype.
 pub(crate) fn describe<'t>(name: &'static str, tensors: impl IntoIterator<Item = &'t Tensor>) -> Operation {
     let mut described =
         Operation { name, device: Device::Cpu, shapes: SmallVec::new(), dtype: None, bytes: 0, flops: 0 };
@@ -25,7 +26,7 @@ pub(crate) fn describe<'t>(name: &'static str, tensors: impl IntoIterator<Item =
             (described.device, described.dtype) = (t.device(), Some(t.dtype));
         }
         described.shapes.push(SmallVec::from_slice(t.shape().dims()));
-        // What a dim of stride 0 repeats is read once.
+        // A dim with stride 0 repeats one element, which is read once.
         let dims = t.shape().dims().iter().zip(t.strides());
         let elements: usize = dims.map(|(&n, &stride)| if stride == 0 { n.min(1) } else { n }).product();
         described.bytes += (elements * t.dtype.size()) as u64;
@@ -33,7 +34,7 @@ pub(crate) fn describe<'t>(name: &'static str, tensors: impl IntoIterator<Item =
     described
 }
 
-/// [`describe`] with the number of floating-point operations.
+/// Like [`describe`], with the number of floating-point operations.
 pub(crate) fn describe_flops<'t>(
     name: &'static str,
     tensors: impl IntoIterator<Item = &'t Tensor>,
@@ -42,14 +43,15 @@ pub(crate) fn describe_flops<'t>(
     Operation { flops: flops as u64, ..describe(name, tensors) }
 }
 
-fn of_gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Operation {
+/// Describes a matrix product; its last operand dim is the depth of each sum.
+fn describe_gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Operation {
     let depth = product.a.shape().dims().last().copied().unwrap_or(0);
     let tensors = [product.a, product.b].into_iter().chain(product.extras.iter().copied()).chain(outs);
     describe_flops(product.op, tensors, 2 * shape.numel() * depth)
 }
 
-/// As many products with matrices of the size of all scores.
-fn of_attention<'t>(
+/// Describes attention that computes `products` matrix products of the size of all scores.
+fn describe_attention<'t>(
     name: &'static str,
     a: &FusedAttention<'t>,
     others: impl IntoIterator<Item = &'t Tensor>,
@@ -60,20 +62,20 @@ fn of_attention<'t>(
     describe_flops(name, [a.q, a.k, a.v].into_iter().chain(a.mask).chain(others), flops)
 }
 
-/// Of images or of windows, each element of which the weight is multiplied by where they meet.
-pub(crate) fn of_convolution(name: &'static str, w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
+/// Describes a convolution: the whole weight is multiplied once for every window.
+pub(crate) fn describe_convolution(name: &'static str, w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
     let windows: usize = w.grid.iter().product();
     let flops = 2 * x.shape().dims()[0] * windows * weight.numel();
     describe_flops(name, [x, weight], flops)
 }
 
-/// Of what is indexed only the elements that are wanted are read.
-fn of_gather(g: &Indexed, out: &Tensor) -> Operation {
+/// Describes a gather, which reads only the indexed elements of its source.
+fn describe_gather(g: &Indexed, out: &Tensor) -> Operation {
     let bytes = describe(g.op, [out, g.index, out]).bytes;
     Operation { bytes, ..describe(g.op, [g.x, g.index, out]) }
 }
 
-fn of_softmax(softmax: &Softmax) -> Operation {
+fn describe_softmax(softmax: &Softmax) -> Operation {
     let name = match softmax.kind {
         RowOp::Softmax => "softmax",
         RowOp::MaskedSoftmax => "masked_softmax",
@@ -86,7 +88,7 @@ fn of_softmax(softmax: &Softmax) -> Operation {
     describe(name, [softmax.x].into_iter().chain(second).chain([softmax.out]))
 }
 
-fn of_scan(scan: Scan) -> &'static str {
+fn scan_name(scan: Scan) -> &'static str {
     match scan {
         Scan::Sum => "cumsum",
         Scan::Prod => "cumprod",
@@ -96,7 +98,7 @@ fn of_scan(scan: Scan) -> &'static str {
     }
 }
 
-fn of_norm(rows: &Normalisation) -> Operation {
+fn describe_norm(rows: &Normalisation) -> Operation {
     let forward = std::ptr::eq(rows.x, rows.y) || rows.z.is_none();
     let name = match (rows.rms, forward) {
         (true, true) => "rms_norm",
@@ -107,16 +109,16 @@ fn of_norm(rows: &Normalisation) -> Operation {
     describe(name, rows.tensors())
 }
 
-fn of_windows(task: Task) -> &'static str {
+fn pool_name(task: PoolTask) -> &'static str {
     match task {
-        Task::Max => "max_pool2d",
-        Task::MaxBackward => "max_pool2d backward",
-        Task::Mean(_) => "avg_pool2d",
-        Task::MeanBackward(_) => "avg_pool2d backward",
+        PoolTask::Max => "max_pool2d",
+        PoolTask::MaxBackward => "max_pool2d backward",
+        PoolTask::Mean(_) => "avg_pool2d",
+        PoolTask::MeanBackward(_) => "avg_pool2d backward",
     }
 }
 
-/// Methods that record the operation that the last expression describes, and call those of the same name.
+/// Defines methods that record the described operation and then call the wrapped backend's method of the same name.
 macro_rules! recorded {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty = $operation:expr;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {
@@ -126,13 +128,13 @@ macro_rules! recorded {
     )* };
 }
 
-/// Methods that may decline, of which nothing is recorded then.
+/// Like `recorded`, for methods that may decline: a declined call is not recorded.
 macro_rules! recorded_unless_declined {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty = $operation:expr;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {
             let recorded = operation(|| $operation);
             let made = self.0.$name($($arg),*);
-            if made.as_ref().is_ok_and(Answer::is_declined) {
+            if made.as_ref().is_ok_and(MayDecline::is_declined) {
                 if let Some(recorded) = recorded {
                     recorded.forget();
                 }
@@ -142,24 +144,24 @@ macro_rules! recorded_unless_declined {
     )* };
 }
 
-/// What a method that may decline answers.
-trait Answer {
+/// The result of a method that may decline.
+trait MayDecline {
     fn is_declined(&self) -> bool;
 }
 
-impl Answer for bool {
+impl MayDecline for bool {
     fn is_declined(&self) -> bool {
         !self
     }
 }
 
-impl<T> Answer for Option<T> {
+impl<T> MayDecline for Option<T> {
     fn is_declined(&self) -> bool {
         self.is_none()
     }
 }
 
-/// Methods that call those of the same name.
+/// Defines methods that only call the wrapped backend's method of the same name.
 macro_rules! forwarded {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {
@@ -172,15 +174,15 @@ impl Backend for Profiled {
     recorded! {
         map(formulas: &Formulas) -> Result<()> =
             describe(formulas.op, formulas.inputs.iter().chain(formulas.outputs).copied());
-        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = of_gemm(product, shape, outs);
+        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = describe_gemm(product, shape, outs);
         reduce(reduction: &Reduction) -> Result<()> = describe(reduction.op, [reduction.x, reduction.out]);
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
-            describe(of_scan(scan), [x, values].into_iter().chain(indices));
+            describe(scan_name(scan), [x, values].into_iter().chain(indices));
         sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
             describe("sort", [x, values, indices]);
-        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
             describe("searchsorted", [x, v, out]);
-        gather(g: &Indexed, out: &Tensor) -> Result<()> = of_gather(g, out);
+        gather(g: &Indexed, out: &Tensor) -> Result<()> = describe_gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
             describe(g.op, [g.x, g.index, target]);
         linear_index(
@@ -189,21 +191,21 @@ impl Backend for Profiled {
         one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> = describe(op, [x, out]);
         nonzero(x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
             describe("nonzero", [x]);
-        softmax(softmax: &Softmax) -> Result<()> = of_softmax(softmax);
+        softmax(softmax: &Softmax) -> Result<()> = describe_softmax(softmax);
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> =
             describe("cross_entropy", [entropy.logits, entropy.labels].into_iter().chain(entropy.grad));
-        norm(rows: &Normalisation) -> Result<()> = of_norm(rows);
+        norm(rows: &Normalisation) -> Result<()> = describe_norm(rows);
         norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
-            of_norm(given);
+            describe_norm(given);
         read_image(image: &Image, out: &Tensor) -> Result<()> = describe("from_image", [out]);
-        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
-        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
-        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
-            describe(of_windows(task), [x, index, out]);
+        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
+        col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
+        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            describe(pool_name(task), [x, index, out]);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
-            of_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
+            describe_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
         attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
-            of_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(results), 5);
+            describe_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(results), 5);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             describe(if transposed { "interpolate backward" } else { "interpolate" }, [x, out]);
     }
@@ -211,13 +213,13 @@ impl Backend for Profiled {
     recorded_unless_declined! {
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
         forward_convolution(windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize)
-            -> Result<Option<Tensor>> = of_convolution("conv2d", windows, x, weight);
+            -> Result<Option<Tensor>> = describe_convolution("conv2d", windows, x, weight);
         to_image(x: &Tensor) -> Result<Option<Image>> = describe("to_image", [x]);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             describe("cat", tensors.iter().copied().chain([out]));
-        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> = describe("topk", [x]);
-        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> = describe("kthvalue", [x]);
+        tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
+        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> = describe("topk", [x]);
+        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> = describe("kthvalue", [x]);
         masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             describe("batch_norm", [x, x]);
@@ -227,11 +229,11 @@ impl Backend for Profiled {
 
     forwarded! {
         has_attention(a: &FusedAttention) -> Result<bool>;
-        norm_columns(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
+        alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
         has_variance() -> bool;
         convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)
             -> Option<Box<dyn Convolution>>;
-        blocking(memory: usize, cheap: bool) -> Blocking;
+        attention_blocking(memory: usize, cheap: bool) -> Blocking;
         record(device: Device) -> Result<Box<dyn Recorder>>;
         tuning(device: Device) -> Result<Box<dyn Tuning>>;
     }

@@ -1,9 +1,10 @@
-//! Batches of items.
+//! Collation of items to batches.
 
 use crate::{Device, Element, Error, Result, Tensor};
 
-/// What batches are made of (PyTorch's `default_collate`): tensors are stacked, numbers become a tensor, and pairs, triples and
-/// vectors are collated part by part. Implement it for an item of your own, or give a function to [`DataLoader::with_collate`](super::DataLoader::with_collate).
+/// Makes a batch of items (PyTorch's `default_collate`): tensors are stacked, numbers become a tensor, and pairs, triples and
+/// vectors are collated part by part. Implement it for an item type of your own, or pass a function to
+/// [`DataLoader::with_collate`](super::DataLoader::with_collate).
 ///
 /// ```
 /// use claystone::data::Collate;
@@ -14,10 +15,10 @@ use crate::{Device, Element, Error, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Collate: Sized {
-    /// The batch.
+    /// The type of a batch.
     type Batch;
 
-    /// The batch of these items, of which there is at least one.
+    /// Makes the batch of these items; there is at least one.
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`] for tensors of different shapes, [`Error::Invalid`] for vectors of different lengths.
@@ -38,7 +39,8 @@ impl<T: Collate> Collate for Vec<T> {
     fn collate(items: Vec<Vec<T>>) -> Result<Vec<T::Batch>> {
         let lengths: Vec<usize> = items.iter().map(Vec::len).collect();
         if let Some(other) = lengths.iter().find(|n| **n != lengths[0]) {
-            let reason = format!("items have {} parts and {other}: give all as many, or use with_collate", lengths[0]);
+            let reason =
+                format!("items have {} and {other} parts: give all the same number, or use with_collate", lengths[0]);
             return Err(Error::invalid("collate", reason));
         }
         let mut parts: Vec<_> = items.into_iter().map(Vec::into_iter).collect();
@@ -68,12 +70,12 @@ impl<A: Collate, B: Collate, C: Collate> Collate for (A, B, C) {
 
 macro_rules! numbers {
     ($($type:ty),*) => { $(
-        /// A number an item.
+        /// One number for each item.
         impl Collate for $type {
             type Batch = Tensor;
 
             fn collate(items: Vec<$type>) -> Result<Tensor> {
-                row(&items)
+                number_tensor(&items)
             }
         }
     )* };
@@ -81,6 +83,6 @@ macro_rules! numbers {
 
 numbers!(f64, f32, i64, i32, u32, u8, bool);
 
-fn row<T: Element>(items: &[T]) -> Result<Tensor> {
+fn number_tensor<T: Element>(items: &[T]) -> Result<Tensor> {
     Tensor::from_slice(items, items.len(), Device::default())
 }

@@ -1,28 +1,28 @@
-//! A data set in batches.
+//! The data loader: iterates over a data set in batches.
 
 use std::sync::Arc;
 
 use super::transfer::{receive, send};
-use super::workers::{Make, Workers, attempt};
-use super::{Collate, Dataset, Sampler, Transfer, permutation};
+use super::workers::{MakeFn, Workers, make_catching_panics};
+use super::{Collate, Dataset, Sampler, Transfer, random_permutation};
 use crate::device::Event;
 use crate::{DType, Device, Error, Generator, Result, Seed, Stream, Tensor, with_generator};
 
-/// How a [`DataLoader`] works; PyTorch's names and defaults.
+/// Options of [`DataLoader`], with PyTorch's names and defaults.
 #[derive(Debug, Clone)]
 pub struct DataLoaderConfig {
-    /// Items a batch.
+    /// The number of items per batch.
     pub batch_size: usize,
-    /// Whether each pass goes through the items in an order of its own.
+    /// Whether each pass has its own random order.
     pub shuffle: bool,
-    /// Whether a last batch that is smaller is left out.
+    /// Whether to leave out a last batch that is smaller.
     pub drop_last: bool,
-    /// Threads that make batches ahead; without any the caller makes them.
+    /// The number of threads that make batches ahead; with 0 the caller makes them.
     pub num_workers: usize,
-    /// How many batches each worker makes ahead, at least 1.
+    /// The number of batches that each worker makes ahead, at least 1.
     pub prefetch_factor: usize,
-    /// What draws the order and the random numbers of a pass; without one it is [`Generator::current`] at its beginning. A
-    /// `Generator::new(seed)` gives the same passes in every run.
+    /// The generator of the order and the random numbers of a pass; by default [`Generator::current`] at the beginning of the pass.
+    /// With `Generator::new(seed)` the passes are the same in every run.
     pub generator: Option<Generator>,
 }
 
@@ -39,9 +39,9 @@ impl Default for DataLoaderConfig {
     }
 }
 
-/// A [`Dataset`] in batches of type `B` (PyTorch's `torch.utils.data.DataLoader`). Each pass is an iterator; what it gives is the
-/// same for any number of workers, in order and to the bit, random augmentations included. A panic or an error of the data set is an
-/// error in the place of its batch, and the next batches follow.
+/// Iterates over a [`Dataset`] in batches of type `B` (PyTorch's `torch.utils.data.DataLoader`). Each pass is an iterator. Its
+/// batches are identical for any number of workers: in order and bit for bit, including random augmentations. A panic or an error
+/// of the data set is returned as an error instead of that batch, and the following batches are still made.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -65,29 +65,29 @@ impl Default for DataLoaderConfig {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct DataLoader<B> {
-    /// Of the data set.
+    /// The number of items of the data set.
     items: usize,
     sampler: Option<Arc<dyn Sampler>>,
-    load: Load<B>,
+    load: LoadFn<B>,
     config: DataLoaderConfig,
-    route: Option<Arc<Route<B>>>,
+    route: Option<Arc<DeviceTransfer<B>>>,
 }
 
-/// Makes the batch of some indices.
-type Load<B> = Arc<dyn Fn(&[usize]) -> Result<B> + Send + Sync>;
+/// Makes the batch of the given indices.
+type LoadFn<B> = Arc<dyn Fn(&[usize]) -> Result<B> + Send + Sync>;
 
-/// The way of batches to a device.
-struct Route<B> {
+/// The stream and functions that transfer batches to a device.
+struct DeviceTransfer<B> {
     stream: Stream,
     send: fn(B, &Stream) -> Result<(B, Event)>,
     receive: fn(B, &Event, Device) -> Result<B>,
 }
 
 /// A batch, and the event after which it is on its device.
-type Sent<B> = (B, Option<Event>);
+type SentBatch<B> = (B, Option<Event>);
 
 impl<B: Send + 'static> DataLoader<B> {
-    /// Batches that [`Collate`] makes.
+    /// Creates a loader that makes batches with [`Collate`].
     ///
     /// # Errors
     /// [`Error::Invalid`] for a batch size of 0.
@@ -99,7 +99,7 @@ impl<B: Send + 'static> DataLoader<B> {
         DataLoader::with_collate(dataset, config, D::Item::collate)
     }
 
-    /// Batches that `collate` makes of their items (PyTorch's `collate_fn`), such as padded sequences; the workers call it.
+    /// Creates a loader that makes batches with `collate` (PyTorch's `collate_fn`), such as padded sequences. Workers call `collate`.
     ///
     /// ```
     /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -119,7 +119,7 @@ impl<B: Send + 'static> DataLoader<B> {
         collate: impl Fn(Vec<D::Item>) -> Result<B> + Send + Sync + 'static,
     ) -> Result<DataLoader<B>> {
         if config.batch_size == 0 {
-            return Err(Error::invalid("DataLoader", "a batch has at least one item: batch_size is 0"));
+            return Err(Error::invalid("DataLoader", "batch_size is 0: a batch needs at least one item"));
         }
         let items = dataset.len();
         let item = move |&index: &usize| {
@@ -132,24 +132,24 @@ impl<B: Send + 'static> DataLoader<B> {
         Ok(DataLoader { items, sampler: None, load: Arc::new(load), config, route: None })
     }
 
-    /// With passes through the items that a sampler gives (PyTorch's `sampler`), instead of through all of them.
+    /// Makes passes over the items that a sampler selects (PyTorch's `sampler`), instead of all items.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the loader shuffles too.
+    /// [`Error::Invalid`] if the loader shuffles, too.
     pub fn with_sampler(mut self, sampler: impl Sampler + 'static) -> Result<DataLoader<B>> {
         if self.config.shuffle {
             return Err(Error::invalid(
                 "DataLoader",
-                "the order is the sampler's: have it shuffle, and the loader not",
+                "the sampler determines the order: let the sampler shuffle instead of the loader",
             ));
         }
         self.sampler = Some(Arc::new(sampler));
         Ok(self)
     }
 
-    /// With batches brought to `device` by the workers, through pinned memory and on a stream of its own, while the device
-    /// computes (`pin_memory=True` and `.to(device, non_blocking=True)` in PyTorch). The stream that is current where a batch is
-    /// taken waits for it, and the host does not.
+    /// Makes workers copy batches to `device`, through pinned memory and on a separate stream, while the device computes
+    /// (`pin_memory=True` and `.to(device, non_blocking=True)` in PyTorch). When a batch is taken, the current stream waits for
+    /// the copy; the host does not wait.
     ///
     /// # Errors
     /// As [`Stream::new`].
@@ -157,28 +157,29 @@ impl<B: Send + 'static> DataLoader<B> {
     where
         B: Transfer,
     {
-        self.route = Some(Arc::new(Route { stream: Stream::new(device)?, send, receive }));
+        self.route = Some(Arc::new(DeviceTransfer { stream: Stream::new(device)?, send, receive }));
         Ok(self)
     }
 
-    /// Goes through the items once; the first workers begin at once.
+    /// Begins a pass; the workers start immediately.
     pub fn iter(&self) -> Batches<B> {
-        let (source, end) = match self.begin() {
+        let (source, end) = match self.start_pass() {
             Ok(source) => (source, self.len()),
-            Err(e) => (Source::Failed(Some(e)), 1),
+            Err(e) => (BatchSource::Failed(Some(e)), 1),
         };
         Batches { source, next: 0, end, route: self.route.clone() }
     }
 
-    fn begin(&self) -> Result<Source<B>> {
+    /// Draws the order and the random key of a pass, and starts the workers, if any.
+    fn start_pass(&self) -> Result<BatchSource<B>> {
         let (load, route) = (self.load.clone(), self.route.clone());
         let DataLoaderConfig { batch_size, num_workers, prefetch_factor, .. } = self.config;
         let generator = self.config.generator.clone().unwrap_or_else(Generator::current);
         let order = self.order(&generator)?;
         let bits = with_generator(&generator, || Tensor::randint(0, 1 << 31, 2, (DType::I64, Device::default())))?;
         let key = bits.to_vec::<i64>()?.iter().fold(0, |key, &bits| key << 31 | bits as u64);
-        let make: Make<Sent<B>> = Arc::new(move |batch: usize| {
-            // Draws of different batches are in different streams, whoever makes them.
+        let make: MakeFn<SentBatch<B>> = Arc::new(move |batch: usize| {
+            // Each batch draws from its own random stream, so that the draws do not depend on the worker.
             let generator = Generator::new(key);
             generator.set_state(Seed { key, stream: (batch as u64) << 32 });
             let from = batch * batch_size;
@@ -190,25 +191,25 @@ impl<B: Send + 'static> DataLoader<B> {
             })
         });
         Ok(match num_workers {
-            0 => Source::Caller(make),
-            n => Source::Workers(Workers::start(n, prefetch_factor, self.len(), &make)?),
+            0 => BatchSource::Caller(make),
+            n => BatchSource::Workers(Workers::start(n, prefetch_factor, self.len(), &make)?),
         })
     }
 
-    /// The items of a pass.
+    /// Returns the order of the items in a pass.
     fn order(&self, generator: &Generator) -> Result<Vec<usize>> {
         let Some(sampler) = &self.sampler else {
             return if self.config.shuffle {
-                permutation(self.items, generator)
+                random_permutation(self.items, generator)
             } else {
                 Ok((0..self.items).collect())
             };
         };
         let order = sampler.indices()?;
         let reason = match order.iter().find(|&&i| i >= self.items) {
-            Some(i) => format!("the sampler gives item {i}, and the data set has {}", self.items),
+            Some(i) => format!("the sampler returned item {i}, but the data set has {}", self.items),
             None if order.len() != sampler.len() => {
-                format!("the sampler gives {} items, and its len() says {}", order.len(), sampler.len())
+                format!("the sampler returned {} items, but its len() is {}", order.len(), sampler.len())
             }
             None => return Ok(order),
         };
@@ -217,7 +218,7 @@ impl<B: Send + 'static> DataLoader<B> {
 }
 
 impl<B> DataLoader<B> {
-    /// How many batches a pass has.
+    /// Returns the number of batches of a pass.
     pub fn len(&self) -> usize {
         let items = self.sampler.as_ref().map_or(self.items, |sampler| sampler.len());
         match self.config.drop_last {
@@ -226,7 +227,7 @@ impl<B> DataLoader<B> {
         }
     }
 
-    /// Whether it has none.
+    /// True if a pass has no batches.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -241,19 +242,20 @@ impl<B: Send + 'static> IntoIterator for &DataLoader<B> {
     }
 }
 
-/// A pass of a [`DataLoader`]. When it is dropped, its workers end after the batch they are at.
+/// A pass of a [`DataLoader`]. If it is dropped, each worker ends after its current batch.
 pub struct Batches<B> {
-    source: Source<B>,
+    source: BatchSource<B>,
     next: usize,
     end: usize,
-    route: Option<Arc<Route<B>>>,
+    route: Option<Arc<DeviceTransfer<B>>>,
 }
 
-enum Source<B> {
-    /// The pass could not begin: the error comes in the place of the first batch.
+/// The source of a pass's batches.
+enum BatchSource<B> {
+    /// The pass could not begin: the error is returned instead of the first batch.
     Failed(Option<Error>),
-    Caller(Make<Sent<B>>),
-    Workers(Workers<Sent<B>>),
+    Caller(MakeFn<SentBatch<B>>),
+    Workers(Workers<SentBatch<B>>),
 }
 
 impl<B: Send + 'static> Iterator for Batches<B> {
@@ -264,9 +266,9 @@ impl<B: Send + 'static> Iterator for Batches<B> {
             return None;
         }
         let sent = match &mut self.source {
-            Source::Failed(error) => Err(error.take()?),
-            Source::Caller(make) => attempt(make, self.next),
-            Source::Workers(workers) => workers.next(),
+            BatchSource::Failed(error) => Err(error.take()?),
+            BatchSource::Caller(make) => make_catching_panics(make, self.next),
+            BatchSource::Workers(workers) => workers.next(),
         };
         self.next += 1;
         Some(sent.and_then(|(batch, sent)| match (&self.route, sent) {

@@ -1,9 +1,9 @@
-//! Data sets, and batches of them made by worker threads while the device computes.
+//! Data sets, and loaders whose worker threads make batches while the device computes.
 //!
-//! A [`Dataset`] gives the item of an index; a [`DataLoader`] goes through it in batches, shuffled or not, and
-//! [`DataLoader::to_device`] brings them over on a stream of its own. What a batch holds does not depend on the number of
-//! workers: each batch is collated in the order of its indices, arrives in its turn, and draws random numbers from a generator of
-//! its own, so that augmentations are repeated to the bit.
+//! A [`Dataset`] returns the item of an index. A [`DataLoader`] iterates over it in batches, shuffled or not, and
+//! [`DataLoader::to_device`] copies the batches on a separate stream. The contents of a batch do not depend on the number of
+//! workers: each batch is collated in the order of its indices, arrives in order, and draws random numbers from its own
+//! generator, so that augmentations are repeatable bit for bit.
 
 mod collate;
 mod loader;
@@ -18,7 +18,7 @@ pub use transfer::Transfer;
 
 use crate::{Error, Generator, Result, Tensor, with_generator};
 
-/// Items by their index (PyTorch's map-style `torch.utils.data.Dataset`). Workers ask for several at a time.
+/// Items by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may ask for items at the same time.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, Dataset};
@@ -48,25 +48,25 @@ use crate::{Error, Generator, Result, Tensor, with_generator};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Dataset: Send + Sync {
-    /// An item: what [`Collate`] makes batches of, such as a pair of a tensor and a label.
+    /// The type of an item, which [`Collate`] makes batches of, such as a pair of a tensor and a label.
     type Item;
 
-    /// How many items there are.
+    /// Returns the number of items.
     fn len(&self) -> usize;
 
-    /// The item of an index below [`Dataset::len`].
+    /// Returns the item of an index below [`Dataset::len`].
     ///
     /// # Errors
-    /// Whatever goes wrong, for example [`Error::invalid`] with the file that cannot be read; a [`DataLoader`] gives it to its caller.
+    /// Any failure, for example [`Error::invalid`] with the file that cannot be read. A [`DataLoader`] returns it to its caller.
     fn get(&self, index: usize) -> Result<Self::Item>;
 
-    /// Whether there are none.
+    /// True if there are no items.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Tensors of the same first size, whose items are vectors of one row of each (PyTorch's `TensorDataset`).
+/// Tensors with the same size of dim 0; an item is a vector with one row of each (PyTorch's `TensorDataset`).
 ///
 /// ```
 /// use claystone::data::{Dataset, TensorDataset};
@@ -80,10 +80,10 @@ pub trait Dataset: Send + Sync {
 pub struct TensorDataset(Vec<Tensor>);
 
 impl TensorDataset {
-    /// A set of these tensors.
+    /// Creates a data set of these tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for no tensor, for one without dims, and for first sizes that differ.
+    /// [`Error::Invalid`] for no tensor, for a tensor without dims, and for different sizes of dim 0.
     pub fn new(tensors: Vec<Tensor>) -> Result<TensorDataset> {
         let op = "TensorDataset::new";
         let rows = |t: &Tensor| t.shape().dims().first().copied();
@@ -92,7 +92,10 @@ impl TensorDataset {
             None => Ok(TensorDataset(tensors)),
             Some(other) => {
                 let shapes = format!("{} and {}", first.shape(), other.shape());
-                Err(Error::invalid(op, format!("the tensors have shapes {shapes}: their first sizes must be the same")))
+                Err(Error::invalid(
+                    op,
+                    format!("the tensors have shapes {shapes}: their sizes of dim 0 must be the same"),
+                ))
             }
         }
     }
@@ -110,7 +113,7 @@ impl Dataset for TensorDataset {
     }
 }
 
-/// Some items of another set (PyTorch's `Subset`); [`random_split`] makes them.
+/// Some items of another data set (PyTorch's `Subset`); see [`random_split`].
 #[derive(Debug)]
 pub struct Subset<D> {
     dataset: D,
@@ -118,10 +121,10 @@ pub struct Subset<D> {
 }
 
 impl<D: Dataset> Subset<D> {
-    /// The items of these indices, in their order.
+    /// Creates a data set of the items at these indices, in order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an index that the set does not have.
+    /// [`Error::Invalid`] for an index that is out of range.
     pub fn new(dataset: D, indices: Vec<usize>) -> Result<Subset<D>> {
         match indices.iter().find(|&&i| i >= dataset.len()) {
             None => Ok(Subset { dataset, indices }),
@@ -145,7 +148,7 @@ impl<D: Dataset> Dataset for Subset<D> {
     }
 }
 
-/// A set that several share is a set: the parts of [`random_split`], or several loaders.
+/// A data set can be shared, for example by the parts of [`random_split`] or by several loaders.
 impl<D: Dataset> Dataset for std::sync::Arc<D> {
     type Item = D::Item;
 
@@ -158,8 +161,8 @@ impl<D: Dataset> Dataset for std::sync::Arc<D> {
     }
 }
 
-/// Divides a set at random into parts of these lengths, which together are all of it (PyTorch's `random_split`): the same
-/// generator in the same state gives the same parts.
+/// Divides a data set randomly into parts of these lengths, which must add up to its length (PyTorch's `random_split`). The same
+/// state of the generator gives the same parts.
 ///
 /// ```
 /// use claystone::data::{Dataset, TensorDataset, random_split};
@@ -179,10 +182,10 @@ pub fn random_split<D: Dataset>(
 ) -> Result<Vec<Subset<std::sync::Arc<D>>>> {
     let (sum, len) = (lengths.iter().fold(0usize, |sum, n| sum.saturating_add(*n)), dataset.len());
     if sum != len {
-        let reason = format!("the lengths {lengths:?} are {sum} together, and the set has {len} items");
+        let reason = format!("the lengths {lengths:?} add up to {sum}, but the set has {len} items");
         return Err(Error::invalid("random_split", reason));
     }
-    let (order, dataset) = (permutation(len, generator)?, std::sync::Arc::new(dataset));
+    let (order, dataset) = (random_permutation(len, generator)?, std::sync::Arc::new(dataset));
     let mut rest = &order[..];
     let part = |&n: &usize| {
         let (part, others) = rest.split_at(n);
@@ -192,8 +195,8 @@ pub fn random_split<D: Dataset>(
     lengths.iter().map(part).collect()
 }
 
-/// The numbers below `n` in an order that the generator draws.
-fn permutation(n: usize, generator: &Generator) -> Result<Vec<usize>> {
+/// Returns a random permutation of the numbers below `n`.
+fn random_permutation(n: usize, generator: &Generator) -> Result<Vec<usize>> {
     let order = with_generator(generator, || Tensor::randperm(n, crate::Device::default()))?;
     Ok(order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect())
 }

@@ -1,10 +1,10 @@
-//! Which items a pass goes through, in which order.
+//! Samplers: the items of a pass and their order.
 
 use crate::Result;
 
-/// The order of a [`DataLoader`](super::DataLoader)'s passes (PyTorch's `torch.utils.data.Sampler`):
-/// [`DataLoader::with_sampler`](super::DataLoader::with_sampler) takes one.
-/// [`distributed::DistributedSampler`](crate::distributed::DistributedSampler) gives each rank its share.
+/// Selects and orders the items of a [`DataLoader`](super::DataLoader)'s passes (PyTorch's `torch.utils.data.Sampler`); see
+/// [`DataLoader::with_sampler`](super::DataLoader::with_sampler).
+/// [`distributed::DistributedSampler`](crate::distributed::DistributedSampler) gives each rank its part of the items.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, Sampler, TensorDataset};
@@ -29,16 +29,16 @@ use crate::Result;
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Sampler: Send + Sync {
-    /// How many items a pass has.
+    /// Returns the number of items of a pass.
     fn len(&self) -> usize;
 
-    /// The items of the pass that begins, in order.
+    /// Returns the items of the pass that begins now, in order.
     ///
     /// # Errors
-    /// Whatever goes wrong; the loader gives it in the place of its first batch.
+    /// Any failure; the loader returns it instead of the first batch.
     fn indices(&self) -> Result<Vec<usize>>;
 
-    /// Whether a pass has none.
+    /// True if a pass has no items.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,15 +1,15 @@
-//! Batches on their way to a device.
+//! Transfer of batches to a device.
 
 use crate::device::Event;
 use crate::{Device, Result, Stream, Tensor, with_stream};
 
-/// What has tensors that can be brought to a device: a batch. Tensors, pairs, triples, vectors and options of those are; for a
-/// type of your own call it for its fields.
+/// A batch whose tensors can be copied to a device. Implemented for tensors, and for pairs, triples, vectors and options of them;
+/// for a type of your own call `map_tensors` of its fields.
 pub trait Transfer: Sized {
-    /// The same with each tensor replaced by what `f` makes of it.
+    /// Replaces each tensor by the result of `f`.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
@@ -43,7 +43,7 @@ impl<A: Transfer, B: Transfer, C: Transfer> Transfer for (A, B, C) {
     }
 }
 
-/// Sends a batch to the stream's device through pinned memory; the event is done when it is there.
+/// Copies a batch to the stream's device through pinned memory. The event completes when the copy is done.
 pub(super) fn send<B: Transfer>(batch: B, stream: &Stream) -> Result<(B, Event)> {
     let device = stream.device();
     let there = with_stream(stream, || {
@@ -55,7 +55,7 @@ pub(super) fn send<B: Transfer>(batch: B, stream: &Stream) -> Result<(B, Event)>
     Ok((there, stream.record_event()?))
 }
 
-/// Makes this thread's stream wait for a batch, and keeps the batch's memory for it: the host does not wait.
+/// Makes the calling thread's stream wait for a batch, and records the stream as a user of its memory. The host does not wait.
 pub(super) fn receive<B: Transfer>(batch: B, sent: &Event, device: Device) -> Result<B> {
     let stream = Stream::current(device)?;
     stream.wait_event(sent)?;

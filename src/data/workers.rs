@@ -1,4 +1,4 @@
-//! Threads that make a few things ahead, handed out in order.
+//! Worker threads that compute a few results ahead, which are returned in order.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -8,31 +8,33 @@ use std::thread::JoinHandle;
 
 use crate::{Error, Result};
 
-/// Makes the thing of a number.
-pub(super) type Make<T> = Arc<dyn Fn(usize) -> Result<T> + Send + Sync>;
+/// Computes the result with the given number.
+pub(super) type MakeFn<T> = Arc<dyn Fn(usize) -> Result<T> + Send + Sync>;
 
-/// What worker threads make of the numbers from 0 on, in order. They stop when this is dropped.
+/// Worker threads that compute the results 0, 1, 2 and so on. They stop when this handle is dropped.
 pub(super) struct Workers<T> {
     shared: Arc<Shared<T>>,
     threads: Vec<JoinHandle<()>>,
 }
 
+/// The queue that workers and the caller share.
 struct Shared<T> {
     queue: Mutex<Queue<T>>,
-    /// Something was made.
+    /// Signalled after a result was computed.
     made: Condvar,
-    /// Something was taken, so that more may be made.
+    /// Signalled after a result was taken, so that more may be computed.
     taken: Condvar,
 }
 
+/// The state of the queue.
 struct Queue<T> {
-    /// What nobody makes yet.
+    /// The next number that a worker will claim.
     next: usize,
-    /// How many there are in all.
+    /// The total number of results.
     end: usize,
-    /// What is handed out next.
+    /// The number of the result that is returned next.
     wanted: usize,
-    /// How many may be made or kept ahead of that.
+    /// How many results may be in progress or stored ahead of `wanted`.
     ahead: usize,
     made: BTreeMap<usize, Result<T>>,
 }
@@ -42,7 +44,7 @@ impl<T> Shared<T> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next number to make something of, once there is room for it; none at the end.
+    /// Claims the next number to compute, waiting until it may be computed; `None` at the end.
     fn claim(&self) -> Option<usize> {
         let is_full = |q: &mut Queue<T>| q.next < q.end && q.next >= q.wanted.saturating_add(q.ahead);
         let mut queue = self.taken.wait_while(self.lock(), is_full).unwrap_or_else(PoisonError::into_inner);
@@ -55,8 +57,8 @@ impl<T> Shared<T> {
 }
 
 impl<T: Send + 'static> Workers<T> {
-    /// `count` threads, which make `end` things with `make`, each thread `ahead` in advance.
-    pub(super) fn start(count: usize, ahead: usize, end: usize, make: &Make<T>) -> Result<Workers<T>> {
+    /// Starts `count` threads that compute `end` results with `make`, up to `ahead` in advance for each thread.
+    pub(super) fn start(count: usize, ahead: usize, end: usize, make: &MakeFn<T>) -> Result<Workers<T>> {
         let ahead = count.saturating_mul(ahead.max(1));
         let queue = Mutex::new(Queue { next: 0, end, wanted: 0, ahead, made: BTreeMap::new() });
         let shared = Arc::new(Shared { queue, made: Condvar::new(), taken: Condvar::new() });
@@ -65,20 +67,20 @@ impl<T: Send + 'static> Workers<T> {
             let (shared, make) = (workers.shared.clone(), make.clone());
             let work = move || {
                 while let Some(number) = shared.claim() {
-                    let made = attempt(&make, number);
+                    let made = make_catching_panics(&make, number);
                     shared.lock().made.insert(number, made);
                     shared.made.notify_all();
                 }
             };
             let thread = std::thread::Builder::new().name(format!("claystone-data-{i}")).spawn(work);
-            workers
-                .threads
-                .push(thread.map_err(|e| Error::invalid("DataLoader", format!("no thread for a worker: {e}")))?);
+            workers.threads.push(
+                thread.map_err(|e| Error::invalid("DataLoader", format!("a worker thread cannot be started: {e}")))?,
+            );
         }
         Ok(workers)
     }
 
-    /// What was made of the next number; waits for it.
+    /// Returns the next result; waits for it.
     pub(super) fn next(&mut self) -> Result<T> {
         let is_missing = |q: &mut Queue<T>| !q.made.contains_key(&q.wanted);
         let mut queue =
@@ -92,22 +94,22 @@ impl<T: Send + 'static> Workers<T> {
 
 impl<T> Drop for Workers<T> {
     fn drop(&mut self) {
-        // Nothing is left to claim, so that each thread ends after what it is at.
+        // After this no number can be claimed, so each thread ends after its current result.
         self.shared.lock().end = 0;
         self.shared.taken.notify_all();
         self.threads.drain(..).for_each(|thread| _ = thread.join());
     }
 }
 
-/// What `make` makes, or an error with the message it panicked with.
-pub(super) fn attempt<T>(make: &Make<T>, number: usize) -> Result<T> {
+/// Calls `make`, and turns a panic into an error with the panic's message.
+pub(super) fn make_catching_panics<T>(make: &MakeFn<T>, number: usize) -> Result<T> {
     catch_unwind(AssertUnwindSafe(|| make(number))).unwrap_or_else(|panic| {
-        let message = message(&*panic);
+        let message = panic_message(&*panic);
         Err(Error::invalid("DataLoader", format!("the data set panicked in batch {number}: {message}")))
     })
 }
 
-fn message(panic: &(dyn Any + Send)) -> &str {
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(|s| &s[..]);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }

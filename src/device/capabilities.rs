@@ -1,9 +1,10 @@
-//! What a device can do, in detail.
+//! The detailed capabilities of a device.
 
 use std::fs;
 
-/// What [`Device::capabilities`](super::Device::capabilities) tells, beyond [`DeviceInfo`](super::DeviceInfo). What a driver
-/// does not answer is `None`: it has an older version of OpenCL, or not the feature. A list is empty then.
+/// The result of [`Device::capabilities`](super::Device::capabilities): more detail than [`DeviceInfo`](super::DeviceInfo).
+/// A property that the driver does not answer is `None`, and a list is empty: the driver has an older version of OpenCL, or
+/// lacks the feature.
 ///
 /// ```
 /// let capabilities = claystone::Device::best().capabilities()?;
@@ -16,103 +17,103 @@ use std::fs;
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// The name of the platform, which is the driver's.
+    /// The name of the platform, which is the driver's name.
     pub platform: Option<String>,
-    /// The version of OpenCL that the device has, as `OpenCL 3.0 ...`.
+    /// The device's version of OpenCL, as `OpenCL 3.0 ...`.
     pub version: Option<String>,
-    /// The OpenCL C that its compiler takes by default, as `OpenCL C 1.2 ...`.
+    /// The compiler's default version of OpenCL C, as `OpenCL C 1.2 ...`.
     pub opencl_c: Option<String>,
     /// `FULL_PROFILE` or `EMBEDDED_PROFILE`.
     pub profile: Option<String>,
     /// The greatest clock rate in MHz.
     pub clock_mhz: Option<u64>,
-    /// Bits of an address.
+    /// The number of bits of an address.
     pub address_bits: Option<u64>,
-    /// The cache of global memory in bytes; the CPU's largest.
+    /// The size of the cache of global memory, in bytes; on the CPU, the size of the largest cache.
     pub cache: Option<u64>,
-    /// A line of that cache in bytes.
+    /// The size of a line of that cache, in bytes.
     pub cache_line: Option<u64>,
-    /// How many work-items run as one: the multiple that work-groups should have, by OpenCL 3 or by NVIDIA's and AMD's
-    /// extensions (a warp, a wavefront).
+    /// The number of work-items that run in lockstep (a warp, a wavefront), which work-group sizes should be a multiple of.
+    /// Known from OpenCL 3, or from NVIDIA's and AMD's extensions.
     pub wave_size: Option<u64>,
     /// The largest work-group in each dimension, in work-items.
     pub work_item_sizes: Vec<u64>,
-    /// The most sub-groups in a work-group; 0 where it has none.
+    /// The maximum number of sub-groups in a work-group; 0 without sub-groups.
     pub sub_groups: Option<u64>,
-    /// Whether local memory is a memory of its own, rather than part of global memory.
+    /// True if local memory is dedicated memory, rather than part of global memory.
     pub local_memory_is_own: Option<bool>,
-    /// The largest constant buffer in bytes.
+    /// The maximum size of a constant buffer, in bytes.
     pub constant_buffer: Option<u64>,
-    /// All arguments of a kernel together, in bytes.
+    /// The maximum size of all arguments of a kernel together, in bytes.
     pub parameter_size: Option<u64>,
     /// The preferred widths of vectors, in elements.
     pub vector_widths: VectorWidths,
-    /// How it computes in 16-bit floats; `None` where it does not.
+    /// Arithmetic in 16-bit floats; `None` if unsupported.
     pub half: Option<FloatSupport>,
-    /// How it computes in 32-bit floats.
+    /// Arithmetic in 32-bit floats.
     pub single: Option<FloatSupport>,
-    /// How it computes in 64-bit floats; `None` where it does not.
+    /// Arithmetic in 64-bit floats; `None` if unsupported.
     pub double: Option<FloatSupport>,
-    /// What shared virtual memory it has.
+    /// The kinds of shared virtual memory that the device supports.
     pub svm: Option<SharedVirtualMemory>,
-    /// Whether it has dot products of four 8-bit integers in a 32-bit word (`cl_khr_integer_dot_product`).
+    /// True if the device has dot products of four 8-bit integers in a 32-bit word (`cl_khr_integer_dot_product`).
     pub int8_dot_products: Option<bool>,
-    /// The limits of images; `None` where it has none.
+    /// The limits of images; `None` without images.
     pub images: Option<ImageLimits>,
-    /// What one step of the times of profiling is, in nanoseconds.
+    /// The resolution of profiling times, in nanoseconds.
     pub profiling_resolution_ns: Option<u64>,
-    /// Whether commands of one queue may run out of order.
+    /// True if commands of one queue may run out of order.
     pub out_of_order_queues: Option<bool>,
-    /// OpenCL's extensions; of the CPU its vector instructions that this crate may use.
+    /// OpenCL's extensions; on the CPU, the vector instruction sets that this crate may use.
     pub extensions: Vec<String>,
 }
 
-/// The preferred widths of vectors, in elements; 0 for a type that a device does not have.
+/// The preferred widths of vectors, in elements; 0 for a type that the device does not support.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct VectorWidths {
-    /// Of 8-bit integers.
+    /// Width for 8-bit integers.
     pub char: Option<u64>,
-    /// Of 32-bit integers.
+    /// Width for 32-bit integers.
     pub int: Option<u64>,
-    /// Of 16-bit floats.
+    /// Width for 16-bit floats.
     pub half: Option<u64>,
-    /// Of 32-bit floats.
+    /// Width for 32-bit floats.
     pub float: Option<u64>,
-    /// Of 64-bit floats.
+    /// Width for 64-bit floats.
     pub double: Option<u64>,
 }
 
-/// How a device computes with floats of a size.
+/// The properties of a device's arithmetic in one floating-point type.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct FloatSupport {
-    /// Whether numbers below the least normal one are kept, and not made zero.
+    /// True if subnormal numbers are kept, rather than flushed to zero.
     pub denormals: bool,
-    /// Whether it has infinities and NaN.
+    /// True if infinities and NaN are supported.
     pub inf_nan: bool,
-    /// Whether it rounds to the nearest number.
+    /// True if results are rounded to nearest.
     pub round_to_nearest: bool,
-    /// Whether a product and a sum may be rounded once.
+    /// True if there is a fused multiply-add, which rounds once.
     pub fma: bool,
-    /// Whether division and square roots are rounded correctly.
+    /// True if division and square roots are rounded correctly.
     pub correct_division: bool,
 }
 
-/// What shared virtual memory a device has.
+/// The kinds of shared virtual memory that a device supports.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct SharedVirtualMemory {
-    /// Buffers that are mapped.
+    /// Shared buffers that the host has to map.
     pub coarse_grain_buffer: bool,
-    /// Buffers that host and device use at the same time.
+    /// Shared buffers that host and device use at the same time.
     pub fine_grain_buffer: bool,
-    /// All of the host's memory.
+    /// All of the host's memory is shared.
     pub fine_grain_system: bool,
-    /// Atomics between host and device.
+    /// Atomic operations between host and device.
     pub atomics: bool,
 }
 
@@ -123,38 +124,38 @@ pub struct SharedVirtualMemory {
 pub struct ImageLimits {
     /// Width and height of an image of two dimensions.
     pub size_2d: Option<[u64; 2]>,
-    /// Width, height and depth of one of three.
+    /// Width, height and depth of an image of three dimensions.
     pub size_3d: Option<[u64; 3]>,
-    /// The pixels of one made of a buffer.
+    /// The maximum number of pixels of an image made from a buffer.
     pub buffer: Option<u64>,
-    /// How many a kernel may read.
+    /// The maximum number of images that a kernel reads.
     pub read_arguments: Option<u64>,
-    /// How many a kernel may write.
+    /// The maximum number of images that a kernel writes.
     pub write_arguments: Option<u64>,
 }
 
-/// An OpenCL platform: a driver. What it does not answer is `None`.
+/// An OpenCL platform: a driver. A property that the driver does not answer is `None`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Platform {
-    /// Its name.
+    /// The platform's name.
     pub name: Option<String>,
-    /// Who makes it.
+    /// The platform's maker.
     pub vendor: Option<String>,
-    /// The version of OpenCL that it has, and its own.
+    /// The version of OpenCL, followed by the platform's own version.
     pub version: Option<String>,
     /// `FULL_PROFILE` or `EMBEDDED_PROFILE`.
     pub profile: Option<String>,
     /// The extensions that all of its devices have.
     pub extensions: Vec<String>,
-    /// How many devices it has, whether they can be used or not.
+    /// The number of devices, usable or not.
     pub devices: Option<usize>,
 }
 
-/// The CPU's.
+/// Returns the capabilities of the host's processor.
 pub(super) fn cpu() -> Capabilities {
-    // In IEEE 754's arithmetic, as Rust has it.
+    // IEEE 754 arithmetic, which Rust guarantees.
     let ieee =
         FloatSupport { denormals: true, inf_nan: true, round_to_nearest: true, fma: true, correct_division: true };
     let (cache, cache_line) = largest_cache();
@@ -170,11 +171,12 @@ pub(super) fn cpu() -> Capabilities {
     }
 }
 
+/// Reads a number from a file of sysfs.
 fn read_number(path: &str) -> Option<u64> {
     number(&fs::read_to_string(path).ok()?)
 }
 
-/// `64`, or `32768K`.
+/// Parses `64`, or `32768K` with a binary unit.
 fn number(text: &str) -> Option<u64> {
     let text = text.trim();
     match text.strip_suffix('K') {
@@ -183,7 +185,7 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// The bytes of the last level that the first processor has, and of a line, where Linux tells.
+/// Returns the size of the first processor's largest cache and of its line, in bytes, where Linux reports them.
 fn largest_cache() -> (Option<u64>, Option<u64>) {
     let read = |index, what| read_number(&format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{what}"));
     let caches = (0..8).filter_map(|index| Some((read(index, "size")?, read(index, "coherency_line_size"))));
@@ -196,12 +198,12 @@ mod tests {
     use crate::Device;
 
     #[test]
-    fn sizes_of_caches() {
+    fn cache_sizes_are_parsed() {
         assert_eq!((number("64\n"), number("512K\n"), number("x"), number("")), (Some(64), Some(524_288), None, None));
     }
 
     #[test]
-    fn every_device_tells() {
+    fn every_device_reports_its_capabilities() {
         for device in Device::all() {
             let capabilities = device.capabilities().unwrap();
             assert!(capabilities.single.is_some_and(|single| single.round_to_nearest), "{device}: {capabilities:?}");

@@ -1,4 +1,4 @@
-//! Which device a thread captures a graph of, whose work is then recorded instead of submitted.
+//! Graph capture on the current thread: the device whose commands are recorded instead of submitted.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -8,10 +8,10 @@ use std::sync::OnceLock;
 use super::Device;
 use crate::{Error, Result};
 
-/// How the commands of a [`Graph`](crate::Graph) get to the device when it is replayed. The results are the same.
+/// How a replay submits the commands of a [`Graph`](crate::Graph). All modes give the same results.
 ///
-/// `CLAYSTONE_GRAPH_REPLAY` chooses one for all graphs by its name; [`Graph::set_replay_mode`](crate::Graph::set_replay_mode)
-/// for one graph.
+/// `CLAYSTONE_GRAPH_REPLAY` selects a mode by name for all graphs,
+/// [`Graph::set_replay_mode`](crate::Graph::set_replay_mode) for one graph.
 ///
 /// ```
 /// use claystone::device::ReplayMode;
@@ -21,25 +21,26 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ReplayMode {
-    /// The host enqueues every command, a kernel with arguments that were set at the capture.
+    /// The host enqueues every command; kernel arguments were set at the capture.
     Host,
-    /// The driver has the commands ready in command buffers (`cl_khr_command_buffer`), which the host enqueues: the usual
-    /// way where the device has the extension in a version that is known here (0.9.0 to 0.9.8).
+    /// The host enqueues command buffers (`cl_khr_command_buffer`) that the driver has prepared. The default if the device
+    /// has the extension in a supported version (0.9.0 to 0.9.8).
     CommandBuffer,
-    /// The driver has them ready in recordings of Qualcomm's extension `cl_qcom_recordable_queues`. Only where it is asked
-    /// for, as drivers are known that crash with it, and only for graphs that have kernels and no copies or fills. It was
-    /// never run on such a device.
+    /// The host enqueues recordings of Qualcomm's extension `cl_qcom_recordable_queues`. Used only on request, because some
+    /// drivers crash with the extension, and only for graphs without copies and fills. This mode has never been run on a
+    /// device that has the extension.
     RecordableQueue,
 }
 
 impl ReplayMode {
+    /// The modes with their names.
     const NAMES: [(&str, ReplayMode); 3] = [
         ("host", ReplayMode::Host),
         ("command_buffer", ReplayMode::CommandBuffer),
         ("recordable_queue", ReplayMode::RecordableQueue),
     ];
 
-    /// What `CLAYSTONE_GRAPH_REPLAY` asks for, read once.
+    /// Returns the mode in `CLAYSTONE_GRAPH_REPLAY`, which is read once.
     pub(crate) fn from_environment() -> Option<ReplayMode> {
         static ASKED: OnceLock<Option<ReplayMode>> = OnceLock::new();
         *ASKED.get_or_init(|| {
@@ -64,86 +65,87 @@ impl FromStr for ReplayMode {
     type Err = String;
 
     /// # Errors
-    /// A sentence with the names that there are.
+    /// A sentence that lists the names of the modes.
     fn from_str(name: &str) -> Result<ReplayMode, String> {
         let found = ReplayMode::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, mode)| mode);
         found.ok_or_else(|| format!("'{name}' is neither host nor command_buffer nor recordable_queue"))
     }
 }
 
-/// What each replay does on the host: before its commands, and after they were submitted.
+/// Callbacks that each replay runs on the host: before its commands, and after they were submitted.
 pub(crate) struct ReplayHook {
     pub(crate) before: Box<dyn Fn() -> Result<()> + Send + Sync>,
     pub(crate) after: Box<dyn Fn() + Send + Sync>,
 }
 
 thread_local! {
+    /// The device whose commands this thread captures.
     static CAPTURING: Cell<Option<Device>> = const { Cell::new(None) };
-    /// How many captures this thread has begun.
-    static NUMBER: Cell<u64> = const { Cell::new(0) };
-    /// How many commands the capture under way has recorded.
-    static COMMANDS: Cell<usize> = const { Cell::new(0) };
-    /// Those of the capture under way.
+    /// The number of captures that this thread has begun.
+    static CAPTURE_COUNT: Cell<u64> = const { Cell::new(0) };
+    /// The number of commands that the current capture has recorded.
+    static COMMAND_COUNT: Cell<usize> = const { Cell::new(0) };
+    /// The hooks of the current capture.
     static HOOKS: RefCell<Vec<ReplayHook>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Whether this thread captures a graph of the device.
+/// True if this thread captures a graph of the device.
 #[inline]
 pub(crate) fn is_capturing(device: Device) -> bool {
     CAPTURING.get() == Some(device)
 }
 
-/// Has this thread capture what it submits to the device.
+/// Starts to capture the commands that this thread submits to the device.
 ///
 /// # Errors
-/// [`Error::Invalid`] where it captures a graph already.
+/// [`Error::Invalid`] if this thread already captures a graph.
 pub(super) fn begin(device: Device) -> Result<()> {
     if CAPTURING.get().is_some() {
         return Err(Error::invalid("Graph::capture", "this thread is capturing a graph already"));
     }
     CAPTURING.set(Some(device));
-    NUMBER.set(NUMBER.get() + 1);
-    COMMANDS.set(0);
+    CAPTURE_COUNT.set(CAPTURE_COUNT.get() + 1);
+    COMMAND_COUNT.set(0);
     Ok(())
 }
 
-/// Counts a command that was recorded.
+/// Counts a recorded command.
 pub(super) fn count_command() {
-    COMMANDS.set(COMMANDS.get() + 1);
+    COMMAND_COUNT.set(COMMAND_COUNT.get() + 1);
 }
 
-/// How many commands the capture of this thread has recorded so far.
-pub(crate) fn commands() -> usize {
-    COMMANDS.get()
+/// Returns the number of commands that this thread's capture has recorded so far.
+pub(crate) fn command_count() -> usize {
+    COMMAND_COUNT.get()
 }
 
-/// What tells the captures of this thread apart; from 1 on.
-pub(crate) fn number() -> u64 {
-    NUMBER.get()
+/// Returns a number, from 1 on, that identifies the capture among this thread's captures.
+pub(crate) fn capture_id() -> u64 {
+    CAPTURE_COUNT.get()
 }
 
-/// Has the replays of the graph that this thread captures do this.
+/// Registers callbacks with the graph that this thread captures; each replay runs them.
 pub(crate) fn on_replay(before: Box<dyn Fn() -> Result<()> + Send + Sync>, after: Box<dyn Fn() + Send + Sync>) {
     HOOKS.with_borrow_mut(|hooks| hooks.push(ReplayHook { before, after }));
 }
 
-/// What [`on_replay`] was given in the capture under way.
+/// Takes the hooks that [`on_replay`] registered during the current capture.
 pub(crate) fn take_hooks() -> Vec<ReplayHook> {
     HOOKS.take()
 }
 
-/// Ends what [`begin`] began.
+/// Ends the capture that [`begin`] started.
 pub(super) fn end() {
-    drop(take_hooks()); // of a capture that failed, which they can ask
+    drop(take_hooks()); // left over from a failed capture; a hook's destructor may call `is_capturing`
     CAPTURING.set(None);
 }
 
-/// An error for what cannot be part of a graph.
+/// Refuses an operation that cannot be part of a graph.
 ///
 /// # Errors
-/// [`Error::Invalid`] while this thread captures one of the device.
+/// [`Error::Invalid`] while this thread captures a graph of the device.
 #[inline]
-pub(crate) fn refuse(device: Device, op: &'static str, why: &str) -> Result<()> {
+pub(crate) fn refuse_while_capturing(device: Device, op: &'static str, why: &str) -> Result<()> {
     match is_capturing(device) {
         true => Err(Error::invalid(op, format!("not while a graph is captured: {why}"))),
         false => Ok(()),

@@ -1,30 +1,30 @@
-//! What drivers are told about the work of a stream.
+//! Hints to the driver about a stream's work.
 
-/// How urgent a stream's work is, beside other streams and other programs on the device.
+/// The urgency of a stream's work, relative to other streams and other programs on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Priority {
-    /// Before other work.
+    /// Runs before other work.
     High,
-    /// As the driver has it unless told otherwise.
+    /// The driver's default.
     #[default]
     Normal,
-    /// When nothing else is to be done.
+    /// Runs when there is no other work.
     Low,
 }
 
-/// How much power a device may take for a stream's work.
+/// The power that a device may use for a stream's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Throttle {
-    /// The fastest, whatever it takes.
+    /// Fastest, at any power.
     High,
-    /// As the driver has it unless told otherwise.
+    /// The driver's default.
     #[default]
     Normal,
-    /// The least energy, however long it takes.
+    /// Least energy, at any speed.
     Low,
 }
 
-/// What a driver is told about a stream's work when its queue is created. Drivers may do nothing about it.
+/// Hints with which a stream's queue is created. Drivers may ignore hints.
 ///
 /// ```
 /// use claystone::device::{Priority, StreamHints, Throttle};
@@ -33,8 +33,8 @@ pub enum Throttle {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct StreamHints {
-    /// The extension `cl_khr_priority_hints`.
+    /// Passed by the extension `cl_khr_priority_hints`.
     pub priority: Priority,
-    /// The extension `cl_khr_throttle_hints`.
+    /// Passed by the extension `cl_khr_throttle_hints`.
     pub throttle: Throttle,
 }

@@ -1,23 +1,23 @@
-//! What a device says about itself.
+//! The description of a device.
 
 use std::fmt;
 use std::sync::OnceLock;
 
 use crate::error::Size;
 
-/// What a device is: the order in which [`Device::all`](crate::Device::all) lists OpenCL devices is that of the kinds
-/// with memory of their own first.
+/// The kind of a device. [`Device::all`](crate::Device::all) lists OpenCL devices with dedicated memory before GPUs
+/// that share the host's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum DeviceKind {
-    /// A processor: the host itself, or an OpenCL device such as PoCL's that runs on it.
+    /// A processor: the host itself, or an OpenCL device on the host's processor, such as PoCL's.
     Cpu,
-    /// A GPU with memory of its own.
+    /// A GPU with dedicated memory.
     DiscreteGpu,
     /// A GPU that shares the host's memory.
     IntegratedGpu,
-    /// Anything else that computes.
+    /// Any other device that computes.
     Accelerator,
 }
 
@@ -32,7 +32,7 @@ impl fmt::Display for DeviceKind {
     }
 }
 
-/// What [`Device::info`](crate::Device::info) tells. Display prints it as a small table.
+/// The result of [`Device::info`](crate::Device::info). Display prints a small table.
 ///
 /// ```
 /// let info = claystone::Device::best().info()?;
@@ -46,28 +46,28 @@ impl fmt::Display for DeviceKind {
 pub struct DeviceInfo {
     /// The model.
     pub name: String,
-    /// Who makes it.
+    /// The maker.
     pub vendor: String,
     /// The driver's version.
     pub driver: String,
-    /// What sort of device it is.
+    /// The kind of device.
     pub kind: DeviceKind,
     /// Compute units: multiprocessors of a GPU, threads of a processor.
     pub compute_units: usize,
-    /// Memory in bytes; 0 where it could not be found out.
+    /// The size of the memory, in bytes; 0 if unknown.
     pub memory: u64,
-    /// The largest single buffer, in bytes, that the driver promises (`CL_DEVICE_MAX_MEM_ALLOC_SIZE`). It is asked for larger
-    /// ones all the same: NVIDIA's promises a quarter of the memory and grants all of it.
+    /// The maximum size of a buffer, in bytes, that the driver promises (`CL_DEVICE_MAX_MEM_ALLOC_SIZE`). The allocator requests
+    /// larger buffers all the same: NVIDIA's driver promises a quarter of the memory and grants all of it.
     pub largest_buffer: u64,
     /// Alignment of the start of a buffer, in bytes.
     pub base_alignment: usize,
-    /// Whether kernels may compute in 16-bit floats (`cl_khr_fp16`). Tensors of f16 work without.
+    /// True if kernels can compute in 16-bit floats (`cl_khr_fp16`). Tensors of f16 do not need this.
     pub fp16: bool,
-    /// Whether it has 64-bit floats.
+    /// True if kernels can compute in 64-bit floats.
     pub fp64: bool,
-    /// Whether it shares the host's memory.
+    /// True if the device shares the host's memory.
     pub unified_memory: bool,
-    /// Memory shared by a work-group, in bytes.
+    /// The size of a work-group's local memory, in bytes.
     pub local_memory: usize,
     /// The largest work-group, in work-items.
     pub max_work_group: usize,
@@ -90,7 +90,7 @@ impl fmt::Display for DeviceInfo {
     }
 }
 
-/// The host.
+/// Returns the description of the host's processor.
 pub(super) fn cpu() -> &'static DeviceInfo {
     static INFO: OnceLock<DeviceInfo> = OnceLock::new();
     INFO.get_or_init(|| {
@@ -114,7 +114,7 @@ pub(super) fn cpu() -> &'static DeviceInfo {
     })
 }
 
-/// The value of the first `name : value` line.
+/// Returns the value of the first line `name : value`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let mut lines = text.lines().filter_map(|l| l.split_once(':'));
     lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim()).filter(|v| !v.is_empty())

@@ -1,18 +1,19 @@
-//! Counts what a thread launches.
+//! The launch counter of the current thread.
 
 use std::cell::Cell;
 
 thread_local! {
+    /// The number of launches by this thread.
     static LAUNCHES: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Counts one for [`count_launches`]: every kernel launch, and every operation on the CPU.
+/// Adds 1 to the counter of [`count_launches`]: at every kernel launch, and at every operation on the CPU.
 pub(crate) fn count_launch() {
     LAUNCHES.set(LAUNCHES.get() + 1);
 }
 
-/// Runs `f` and counts what this thread launched inside it: kernels on OpenCL devices, and operations on the CPU, which
-/// count as one each. Copies, fills, reads and writes are not launches. What an optimisation saved is best asserted.
+/// Runs `f` and returns its result with the number of launches by this thread in between: kernels on OpenCL devices, and
+/// operations on the CPU. Copies, fills, reads and writes are not counted. Tests assert with this how many launches fusion saves.
 ///
 /// ```
 /// let (sum, launches) = claystone::device::count_launches(|| 1 + 1);

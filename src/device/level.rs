@@ -1,14 +1,14 @@
-//! How much is tried to find out what suits a device.
+//! The tuning level: how many candidates are timed to find the fastest for a device.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// A candidate is chosen if it takes less than this part of the default's time.
-pub(crate) const WORTH: f64 = 0.97;
+/// A candidate replaces the default if its time is less than this fraction of the default's time.
+pub(crate) const MAX_TIME_RATIO: f64 = 0.97;
 
-/// How many choices are measured for each kernel and class of sizes: MNN's levels, from none to the most.
+/// How many candidates are timed for each kernel and size class, from none to the most. These are MNN's levels.
 ///
 /// | level | sizes of work-groups | parameters of kernels |
 /// |---|---|---|
@@ -18,7 +18,7 @@ pub(crate) const WORTH: f64 = 0.97;
 /// | `wide` | powers of two from 8 on, and halfway between them | every choice |
 /// | `heavy` | all that `wide` tries, and every multiple of 32 | every choice |
 ///
-/// Groups have at most 1024 work-items. What was found before is used at every level, `none` too.
+/// Work-groups have at most 1024 work-items. Earlier results are used at every level, also at `none`.
 ///
 /// ```
 /// use claystone::tune::Level;
@@ -31,18 +31,18 @@ pub enum Level {
     /// Nothing is measured.
     #[default]
     None,
-    /// Few choices, near the defaults.
+    /// A few candidates around the defaults.
     Fast,
     /// Powers of two.
     Normal,
-    /// More of them: MNN's default.
+    /// More sizes than powers of two: MNN's default.
     Wide,
-    /// Everything that is not absurd.
+    /// Every reasonable candidate.
     Heavy,
 }
 
 impl Level {
-    /// All of them, from none to the most.
+    /// All levels, from none to the most.
     pub const ALL: [Level; 5] = [Level::None, Level::Fast, Level::Normal, Level::Wide, Level::Heavy];
 
     fn name(self) -> &'static str {
@@ -60,12 +60,12 @@ impl FromStr for Level {
     type Err = Error;
 
     /// # Errors
-    /// [`Error::Invalid`] for another word.
+    /// [`Error::Invalid`] for any other word.
     fn from_str(word: &str) -> Result<Level> {
         let named = Level::ALL.into_iter().find(|level| level.name() == word);
         named.ok_or_else(|| {
             let word = crate::Excerpt(word);
-            Error::invalid("Level", format!("\"{word}\" is no level of tuning: none, fast, normal, wide or heavy"))
+            Error::invalid("Level", format!("\"{word}\" is not a tuning level: none, fast, normal, wide or heavy"))
         })
     }
 }

@@ -1,49 +1,51 @@
 //! Messages for the application's `tracing` subscriber.
 //!
-//! A subscriber may do anything: allocate tensors, launch, ask for devices. So a message about what happens under a lock
-//! that this would need is held back until the lock is released.
+//! A subscriber may do anything: allocate tensors, launch kernels, open devices. Therefore a message is deferred while
+//! this thread holds a lock that the subscriber might need.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
 
+/// Deferred messages, and the number of guards that defer them.
 #[derive(Default)]
-struct Held {
-    /// How many [`Deferred`] there are on this thread.
-    by: usize,
+struct DeferredMessages {
+    /// The number of live [`Deferred`] guards on this thread.
+    guards: usize,
     messages: Vec<Box<dyn FnOnce()>>,
 }
 
 thread_local! {
-    static HELD: RefCell<Held> = RefCell::default();
+    /// This thread's deferred messages.
+    static DEFERRED_MESSAGES: RefCell<DeferredMessages> = RefCell::default();
 }
 
-/// Holds back this thread's messages while it lives: the last one to be dropped emits them. To be made before the lock is
-/// taken, and so dropped after it.
+/// A guard that defers this thread's messages: dropping the thread's last guard emits them. Create the guard before taking
+/// the lock, so that the guard is dropped after the lock is released.
 pub(crate) struct Deferred(PhantomData<*const ()>);
 
-/// Holds back this thread's messages.
+/// Defers this thread's messages until the guard is dropped.
 pub(crate) fn defer() -> Deferred {
-    let _ = HELD.try_with(|held| held.borrow_mut().by += 1);
+    let _ = DEFERRED_MESSAGES.try_with(|held| held.borrow_mut().guards += 1);
     Deferred(PhantomData)
 }
 
 impl Drop for Deferred {
     fn drop(&mut self) {
-        let messages = HELD.try_with(|held| {
+        let messages = DEFERRED_MESSAGES.try_with(|held| {
             let held = &mut *held.borrow_mut();
-            held.by -= 1;
-            if held.by == 0 { std::mem::take(&mut held.messages) } else { Vec::new() }
+            held.guards -= 1;
+            if held.guards == 0 { std::mem::take(&mut held.messages) } else { Vec::new() }
         });
         messages.unwrap_or_default().into_iter().for_each(|message| message());
     }
 }
 
-/// Has `message` call the subscriber, now or when nothing holds it back any more.
+/// Calls `message`, which calls the subscriber: now, or when the thread's last [`Deferred`] guard is dropped.
 pub(crate) fn emit(message: impl FnOnce() + 'static) {
     let mut message = Some(message);
-    let _ = HELD.try_with(|held| {
+    let _ = DEFERRED_MESSAGES.try_with(|held| {
         let held = &mut *held.borrow_mut();
-        if held.by > 0 {
+        if held.guards > 0 {
             held.messages.extend(message.take().map(|message| Box::new(message) as Box<dyn FnOnce()>));
         }
     });
@@ -59,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_come_in_order_and_not_while_one_holds_them_back() {
+    fn messages_are_deferred_and_keep_their_order() {
         let said = Rc::new(RefCell::new(Vec::new()));
         let say = |number: i32| {
             let said = Rc::clone(&said);
@@ -81,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_may_have_others_emitted() {
+    fn a_message_may_emit_messages() {
         let said = Rc::new(RefCell::new(Vec::new()));
         let to = Rc::clone(&said);
         let held = defer();

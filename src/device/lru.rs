@@ -1,10 +1,11 @@
-//! A map of bounded size, which forgets the entries that were used least recently.
+//! A map of bounded size with least-recently-used eviction.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A map of at most `capacity` entries. Launches look entries up: the hash is a rotation and a multiplication a word.
+/// A map of at most `capacity` entries. Every launch looks up a key, so the hash is only a rotation and a multiplication
+/// per 8-byte word.
 pub(crate) struct Lru<K, V> {
     entries: HashMap<K, Entry<V>, BuildHasherDefault<KeyHasher>>,
     capacity: usize,
@@ -12,6 +13,7 @@ pub(crate) struct Lru<K, V> {
     inserted: u64,
 }
 
+/// A value, and the number of insertions at its last use.
 struct Entry<V> {
     value: V,
     used: AtomicU64,
@@ -22,22 +24,22 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
         Lru { entries: HashMap::default(), capacity, inserted: 0 }
     }
 
-    /// The value of a key, which becomes the one used last.
+    /// Returns the value of a key and marks the key as used.
     pub(crate) fn get(&self, key: &K) -> Option<&V> {
         let entry = self.entries.get(key)?;
         if entry.used.load(Relaxed) != self.inserted {
-            entry.used.store(self.inserted, Relaxed); // only then, because threads share the line of the cache
+            entry.used.store(self.inserted, Relaxed); // stored only on a change, because threads share the cache line
         }
         Some(&entry.value)
     }
 
-    /// The value of a key, made if there is none; and the values evicted for it, to be dropped without a lock.
+    /// Returns the value of a key, made if absent, and the evicted values, which the caller should drop outside its lock.
     pub(crate) fn get_or_insert(&mut self, key: K, make: impl FnOnce() -> V) -> (&mut V, Vec<V>) {
         let full = self.entries.len() >= self.capacity && !self.entries.contains_key(&key);
         let evicted = if full { self.evict() } else { Vec::new() };
         let entry = self.entries.entry(key).or_insert_with(|| Entry { value: make(), used: AtomicU64::new(0) });
         entry.used = AtomicU64::new(self.inserted);
-        self.inserted += 1; // whatever is used from now on is younger
+        self.inserted += 1; // every later use counts as newer
         (&mut entry.value, evicted)
     }
 
@@ -51,7 +53,7 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
         self.entries.remove(key);
     }
 
-    /// Removes a sixteenth of the entries, the least recently used ones: so a removal looks at 16 others.
+    /// Evicts the least recently used sixteenth of the entries, so that the scan of all entries costs 16 entries per evicted entry.
     fn evict(&mut self) -> Vec<V> {
         let excess = self.entries.len() + 1 - self.capacity.max(1);
         let count = excess.max(self.capacity / 16).min(self.entries.len());
@@ -67,13 +69,14 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
         self.entries.iter().map(|(key, entry)| (key, &entry.value))
     }
 
-    /// Changes the bound; returns the previous one. Later insertions keep to it.
+    /// Changes the bound for later insertions and returns the previous bound.
     #[cfg(test)]
     pub(crate) fn set_capacity(&mut self, capacity: usize) -> usize {
         std::mem::replace(&mut self.capacity, capacity)
     }
 }
 
+/// The hash function of [`Lru`]'s keys, as in rustc's FxHasher.
 #[derive(Default)]
 struct KeyHasher(u64);
 
@@ -93,7 +96,7 @@ impl Hasher for KeyHasher {
     }
 
     fn finish(&self) -> u64 {
-        // The map takes its bucket from the low bits, which depend on little.
+        // The map takes its bucket from the low bits, which a multiplication mixes least.
         self.0 ^ (self.0 >> 32)
     }
 }
@@ -103,12 +106,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_recently_used_go_first() {
+    fn least_recently_used_entries_are_evicted_first() {
         for capacity in [1, 2, 7, 32, 100] {
             let mut lru = Lru::new(capacity);
             let (mut made, mut gone) = (0, 0);
             for i in 0..1000u64 {
-                // Entry 0 is used all the time.
+                // Entry 0 is used in every iteration.
                 let kept = lru.get(&0).is_some();
                 assert!(kept || i == 0 || capacity == 1, "{i} of {capacity}");
                 let (value, evicted) = lru.get_or_insert(i, || {
@@ -125,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_made_once_and_a_smaller_bound_is_kept() {
+    fn values_are_made_once_and_a_smaller_capacity_evicts() {
         let mut lru = Lru::new(40);
         (0..40).for_each(|i| drop(lru.get_or_insert(i, || i)));
         let (value, evicted) = lru.get_or_insert(39, || unreachable!("it is there"));

@@ -1,31 +1,30 @@
-//! Where work runs.
+//! Devices: where work runs.
 //!
-//! A [`Device`] is a plain name: the host's processor, or an OpenCL device by its index. Naming one opens nothing; the
-//! first tensor on it does, and it stays open as long as the process lives. No OpenCL at all is a normal state:
-//! [`Device::all`] is then just the CPU, and asking for an OpenCL device gives an error that says what to install.
+//! A [`Device`] is a plain name: the host's processor, or an OpenCL device by its index. The first tensor on a device opens
+//! the device, which then stays open until the process ends. A machine without OpenCL is a normal case: [`Device::all`]
+//! returns only the CPU, and an operation on an OpenCL device fails with an error that says what to install.
 //!
-//! Work on a device is asynchronous: an operation returns when it is submitted, in order with everything before it on
-//! the same [`Stream`]. Reading values, cloning and [`Device::synchronize`] wait. This room knows queues and programs,
-//! never tensors.
+//! Work on a device is asynchronous: an operation returns once its commands are submitted. Commands on the same [`Stream`]
+//! run in order. Reading values, cloning and [`Device::synchronize`] wait. This module handles queues and programs, never
+//! tensors.
 //!
 //! # Compiled kernels
 //!
-//! What is compiled for a device, and what `claystone tune` measures on it, is kept in files for later processes: in the
-//! folder `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone` (where that is an absolute path), else in
+//! Compiled kernels, and the measurements of `claystone tune`, are stored in files for later processes. The folder is
+//! `CLAYSTONE_CACHE_DIR`, else `$XDG_CACHE_HOME/claystone` (if that path is absolute), else
 //! `~/.cache/claystone`, `~/Library/Caches/claystone` (macOS) or `%LOCALAPPDATA%\claystone` (Windows).
-//! `CLAYSTONE_CACHE_DIR=off` keeps none. Kernels may take `CLAYSTONE_CACHE_MAXSIZE` bytes, 256 MiB
-//! unless set; beyond that those go that were not used for longest. `claystone cache` prints where they are and how large,
-//! `claystone cache --clear` removes them; so may anybody, at any time. PoCL keeps the crate's own kernels itself, in
-//! `POCL_CACHE_DIR`.
+//! `CLAYSTONE_CACHE_DIR=off` stores nothing. `CLAYSTONE_CACHE_MAXSIZE` bounds the folder's size in bytes (default 256 MiB);
+//! beyond the bound, the least recently used kernels are deleted. `claystone cache` prints the folder's path and size.
+//! `claystone cache --clear` deletes the kernels. Files may be deleted at any time. PoCL caches the crate's own kernels
+//! itself, in `POCL_CACHE_DIR`.
 //!
-//! `CLAYSTONE_TUNING` says how much is tried to find out which sizes of work-groups and parameters suit each kernel at each
-//! class of sizes, while it does its work: `none` (the default), `fast`, `normal`, `wide` or `heavy`. See
-//! [`tune`](crate::tune).
+//! `CLAYSTONE_TUNING` says how many work-group sizes and kernel parameters are timed, per kernel and size class, while the
+//! program does its work: `none` (the default), `fast`, `normal`, `wide` or `heavy`. See [`tune`](crate::tune).
 //!
-//! As a compiled kernel is code, the folder has to be the user's own with mode 0700, as which it is made. One that others
-//! may enter is not used, and a warning (through `tracing`) says so once; but if others could only read, and nothing else
-//! is in there, it is closed to them. What a file holds that is damaged, another user's, a link or the file of another
-//! kernel is compiled anew.
+//! A compiled kernel is code, so the folder must belong to the user and have mode 0700; claystone creates it that way. A
+//! folder to which other users have access is not used, and a `tracing` warning says so once. There is one exception: if
+//! other users have no write access and the folder holds nothing but cache files, the mode is set to 0700. A cache file that
+//! is damaged, owned by another user, a symbolic link, or made for another kernel is ignored: the kernel is compiled again.
 
 mod capabilities;
 pub(crate) mod capture;
@@ -60,26 +59,27 @@ pub use opencl::{ProgramCache, report_faults_to_any_thread, reported_faults};
 pub use stream::{Event, Stream, StreamId, set_stream, with_stream};
 
 impl Device {
-    /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
-    /// then the CPU. A device keeps its index as long as the process lives. Where a driver fails to tell which devices it
-    /// has, after several attempts, there is only the CPU and a warning in the log; the next call asks again.
+    /// Returns every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
+    /// then the CPU. A device keeps its index for the life of the process. If a driver still fails to list its devices after
+    /// several attempts, the result is only the CPU, and the log has a warning; the next call asks the driver again.
     ///
-    /// The environment variable `CLAYSTONE_DEVICES` chooses and orders the OpenCL devices: a list, separated by commas,
-    /// of `platform:index` (as the drivers count them) or of parts of names. `CLAYSTONE_DEVICES=0:1,nvidia` takes the
-    /// first platform's second device, then everything by NVIDIA; `CLAYSTONE_DEVICES=none`, as nothing has that name,
-    /// takes none. It is read once.
+    /// The environment variable `CLAYSTONE_DEVICES` selects and orders the OpenCL devices. It is a comma-separated list of
+    /// `platform:index` (in the drivers' numbering) or of parts of names. `CLAYSTONE_DEVICES=0:1,nvidia` selects the
+    /// first platform's second device, then every NVIDIA device; `CLAYSTONE_DEVICES=none` matches no name and so selects
+    /// none. The variable is read once.
     pub fn all() -> Vec<Device> {
         (0..opencl::count()).map(Device::OpenCL).chain([Device::Cpu]).collect()
     }
 
-    /// The first of [`Device::all`]: the first OpenCL device where there is one, otherwise the CPU. Where a driver is there
-    /// but fails to tell which devices it has, `opencl:0`, so that nobody computes on the CPU without knowing: the first
-    /// use asks the driver again, and what it then fails with is the error of that use.
+    /// Returns the first of [`Device::all`]: the first OpenCL device if there is one, otherwise the CPU.
+    ///
+    /// If a driver is installed but fails to list its devices, the result is `opencl:0`, so that a program never falls back to
+    /// the CPU unnoticed. The first use of `opencl:0` asks the driver again and reports the driver's error.
     pub fn best() -> Device {
         if opencl::may_have_any() { Device::OpenCL(0) } else { Device::Cpu }
     }
 
-    /// Whether the device exists and has not been lost to a fault. Opens nothing.
+    /// True if the device exists and has not been lost to a fault. Does not open the device.
     pub fn is_available(&self) -> bool {
         match *self {
             Device::Cpu => true,
@@ -87,19 +87,19 @@ impl Device {
         }
     }
 
-    /// What the device is and has. Opens nothing.
+    /// Returns the device's description. Does not open the device.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if it is not there, [`Error::OpenCl`] where its driver fails to tell; a later call asks again.
+    /// [`Error::NoDevice`] if there is no such device, [`Error::OpenCl`] if its driver fails to answer; a later call asks again.
     pub fn info(&self) -> Result<DeviceInfo> {
         self.known().cloned()
     }
 
-    /// What the device can do in detail: it is asked anew each time. Opens nothing.
+    /// Returns the device's capabilities in detail, queried anew at each call. Does not open the device.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if it is not there, [`Error::OpenCl`] where its driver fails to tell which devices it has. What it
-    /// refuses of a single property is `None`.
+    /// [`Error::NoDevice`] if there is no such device, [`Error::OpenCl`] if its driver fails to list its devices. A property
+    /// that the driver refuses is `None`.
     pub fn capabilities(&self) -> Result<Capabilities> {
         match *self {
             Device::Cpu => Ok(capabilities::cpu()),
@@ -107,10 +107,10 @@ impl Device {
         }
     }
 
-    /// Writes what this process has compiled and found out for the device to one file: its programs, what `claystone tune`
-    /// measured, and answers of the device to probes. A process that [imports](Self::import_cache) it compiles none of these
-    /// programs again: MNN's `setCache` and `updateCache`. Run a step first, so that its programs are there. Says how many
-    /// programs the file has.
+    /// Writes this process's compiled programs for the device, its `claystone tune` measurements and its probe results to one
+    /// file. A process that [imports](Self::import_cache) the file compiles none of these programs again, as with MNN's
+    /// `setCache` and `updateCache`. Run a step first, so that the step's programs are compiled. Returns the number of programs
+    /// in the file.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -125,23 +125,24 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Invalid`] for the CPU device, which has no programs, and for a file that cannot be written;
-    /// [`Error::NoDevice`], and what the driver refuses.
+    /// [`Error::NoDevice`], and the driver's errors.
     pub fn export_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
         self.opencl("export_cache")?.export_cache(path.as_ref())
     }
 
-    /// Takes over what [`export_cache`](Self::export_cache) wrote, for this process: programs come from there before they come
-    /// from the cache's folder, and the tuning is in force from now on. Says how many programs the file has.
+    /// Loads a file that [`export_cache`](Self::export_cache) wrote, for this process. Programs are then taken from the file
+    /// before the cache folder, and the file's tuning takes effect. Returns the number of programs in the file.
     ///
     /// Programs are code: import only a file that you trust. A checksum finds damage, not malice.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for the CPU device, and for a file that cannot be read, is damaged, or is of another device, driver or
-    /// version of claystone: nothing of it is used then. [`Error::NoDevice`], and what the driver refuses.
+    /// [`Error::Invalid`] for the CPU device, and for a file that cannot be read, is damaged, or was made by another device,
+    /// driver or version of claystone: nothing of the file is used then. [`Error::NoDevice`], and the driver's errors.
     pub fn import_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
         self.opencl("import_cache")?.import_cache(path.as_ref())
     }
 
+    /// Opens the OpenCL device, or fails with an error that names `op` on the CPU device.
     fn opencl(self, op: &'static str) -> Result<&'static opencl::ClDevice> {
         match self {
             Device::Cpu => {
@@ -152,28 +153,27 @@ impl Device {
         }
     }
 
-    /// The `cl_context` of an OpenCL device, for other code that makes buffers for
-    /// [`Storage::import_cl`](crate::storage::Storage::import_cl). It lives until the process ends.
+    /// Returns the `cl_context` of an OpenCL device, for other code that makes buffers for
+    /// [`Storage::import_cl`](crate::storage::Storage::import_cl). The context lives until the process ends.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for the CPU device, [`Error::NoDevice`] if the device is not there, and what the driver refuses.
+    /// [`Error::Invalid`] for the CPU device, [`Error::NoDevice`] if there is no such device, and the driver's errors.
     pub fn cl_context(&self) -> Result<*mut std::ffi::c_void> {
         Ok(self.opencl("cl_context")?.context())
     }
 
-    /// A device of an OpenCL context of other code, whose default stream is a queue of that code: a new device, the last
-    /// OpenCL device of [`Device::all`], for programs that use OpenCL already (ArrayFire's `afcl_add_device_context`, OpenCV's
-    /// `attachContext`). Buffers of the context become tensors by [`Storage::import_cl`](crate::storage::Storage::import_cl),
-    /// and kernels of the other code take tensors' buffers ([`Storage::export_cl`](crate::storage::Storage::export_cl)).
+    /// Adds a device in an OpenCL context of other code, with a queue of that code as the default stream. The new device becomes
+    /// the last OpenCL device of [`Device::all`]. Compare ArrayFire's `afcl_add_device_context` and OpenCV's `attachContext`.
+    /// Buffers of the context become tensors by [`Storage::import_cl`](crate::storage::Storage::import_cl),
+    /// and kernels of the other code read tensors' buffers by [`Storage::export_cl`](crate::storage::Storage::export_cl).
     ///
-    /// Commands of both sides run in the order in which they were enqueued, without a wait of the host; other streams of the
+    /// Commands of both sides run in the order in which they were enqueued, without a wait on the host. Other streams of the
     /// device are ordered with the queue as [`Stream`] says. [`Stream::synchronize`] and [`Device::synchronize`] promise to wait
-    /// for this crate's commands only. While something is profiled, commands of the default stream have times if the queue was
-    /// created with `CL_QUEUE_PROFILING_ENABLE`. The device has an allocator of its own, which knows nothing of other memory in
-    /// the context.
+    /// for this crate's commands only. While profiling, commands of the default stream have times if the queue was created with
+    /// `CL_QUEUE_PROFILING_ENABLE`. The device has its own allocator, which does not count other memory in the context.
     ///
-    /// The context and the queue are retained as long as the process lives: the caller may release its handles at any time.
-    /// The same three give the same device again. A process adopts up to 64.
+    /// The context and the queue are retained until the process ends: the caller may release its handles at any time.
+    /// The same three handles return the same device again. A process adopts at most 64 devices.
     ///
     /// ```no_run
     /// # use std::ffi::c_void;
@@ -189,15 +189,15 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a null handle, a device that is not of the context, a queue of another context or device or one
-    /// that runs commands out of order, a device that kernels cannot run on, and for more than 64; [`Error::OpenCl`] for what
-    /// the driver refuses.
+    /// [`Error::Invalid`] for a null handle, a device that is not in the context, a queue of another context or device, an
+    /// out-of-order queue, a device that cannot run the crate's kernels, and for more than 64 devices. [`Error::OpenCl`] for
+    /// the driver's errors.
     ///
     /// # Safety
     /// `context`, `device` and `queue` are a `cl_context`, a `cl_device_id` and a `cl_command_queue` that live during the call
     /// and were made by the OpenCL library that this process loads (`OPENCL_DYLIB_PATH`, else the system's) or by a driver
-    /// behind the same ICD loader. A device that is a sub-device is not released before the process ends. What other code does
-    /// to tensors' buffers follows the rules of [`Storage::export_cl`](crate::storage::Storage::export_cl).
+    /// behind the same ICD loader. If `device` is a sub-device, the caller does not release it before the process ends. Other
+    /// code uses tensors' buffers only as [`Storage::export_cl`](crate::storage::Storage::export_cl) allows.
     pub unsafe fn adopt(
         context: *mut std::ffi::c_void,
         device: *mut std::ffi::c_void,
@@ -206,7 +206,7 @@ impl Device {
         opencl::adopt(context, device, queue)
     }
 
-    /// [`info`](Self::info), which is kept.
+    /// Returns a reference to the cached [`info`](Self::info).
     pub(crate) fn known(self) -> Result<&'static DeviceInfo> {
         match self {
             Device::Cpu => Ok(info::cpu()),
@@ -214,8 +214,8 @@ impl Device {
         }
     }
 
-    /// How fast it copies within its memory, in bytes read and written a second: measured here. None where there is no memory
-    /// for it, or the driver refuses.
+    /// Measures the rate of copies within the device's memory: bytes read plus bytes written, a second. None if there is no
+    /// memory for the buffers, or the driver refuses.
     pub(crate) fn copy_rate(self) -> Option<f64> {
         match self {
             Device::Cpu => Some(cpu::bulk::copy_rate()),
@@ -223,11 +223,12 @@ impl Device {
         }
     }
 
-    /// Waits until everything submitted to the device so far, on every stream, is done. The CPU is never behind.
+    /// Waits until all work submitted to the device so far, on every stream, is done. Returns at once on the CPU, whose work is
+    /// done when the operation returns.
     ///
     /// # Errors
-    /// What a kernel found wrong with its operands meanwhile (an index out of range, an integer division by zero),
-    /// [`Error::DeviceLost`] after a fault, [`Error::NoDevice`] if the device is not there.
+    /// Invalid operands that a kernel found since the last wait (an index out of range, an integer division by zero),
+    /// [`Error::DeviceLost`] after a fault, [`Error::NoDevice`] if there is no such device.
     pub fn synchronize(&self) -> Result<()> {
         match *self {
             Device::Cpu => Ok(()),
@@ -239,25 +240,26 @@ impl Device {
     }
 }
 
-/// Has the commands of all devices that are open timed from now on, or no longer. Waits for what was submitted.
+/// Switches command timing on all open devices to the profiler's current state. Waits for the submitted work.
 ///
 /// # Errors
-/// That of the first device that fails; the others are tried all the same.
+/// The error of the first device that fails; the remaining devices are switched nevertheless.
 pub(crate) fn set_profiling() -> Result<()> {
     let set: Vec<Result<()>> = opened().map(|device| device.set_profiling()).collect();
     set.into_iter().collect()
 }
 
-/// Waits for what every device has to do. What kernels found wrong is left for who waits next; a lost device is done.
+/// Waits for all devices. Errors found by kernels stay stored for the next wait, and a lost device counts as done.
 pub(crate) fn drain_all() {
     opened().for_each(|device| _ = device.drain());
 }
 
+/// Returns the open OpenCL devices.
 fn opened() -> impl Iterator<Item = &'static opencl::ClDevice> {
     (0..opencl::count()).filter_map(opencl::opened)
 }
 
-/// The OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` takes.
+/// Lists the OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` selects.
 ///
 /// ```
 /// match claystone::device::platforms() {
@@ -267,13 +269,13 @@ fn opened() -> impl Iterator<Item = &'static opencl::ClDevice> {
 /// ```
 ///
 /// # Errors
-/// [`Error::NoDevice`] where there is none or `CLAYSTONE_DEVICES=none`, with what to install;
-/// [`Error::OpenCl`] where the loader fails to tell.
+/// [`Error::NoDevice`] if there is no driver or `CLAYSTONE_DEVICES=none`, with what to install;
+/// [`Error::OpenCl`] if the loader fails to list the drivers.
 pub fn platforms() -> Result<Vec<Platform>> {
     opencl::platforms()
 }
 
-/// Reads what Display prints: `cpu`, `opencl:0`; `opencl` alone is `opencl:0`. Case does not matter.
+/// Parses the format of Display: `cpu`, `opencl:0`. `opencl` alone means `opencl:0`, and case does not matter.
 impl std::str::FromStr for Device {
     type Err = Error;
 
@@ -287,7 +289,7 @@ impl std::str::FromStr for Device {
             _ => None,
         }
         .ok_or_else(|| {
-            let reason = format!("'{}' is no device: write cpu, or opencl:0, opencl:1, ...", Excerpt(s));
+            let reason = format!("'{}' is not a device: write cpu, or opencl:0, opencl:1, ...", Excerpt(s));
             Error::invalid("device", reason)
         })
     }
@@ -298,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names() {
+    fn device_names_print_and_parse() {
         for device in [Device::Cpu, Device::OpenCL(0), Device::OpenCL(17)] {
             assert_eq!(device.to_string().parse::<Device>().unwrap(), device);
         }
@@ -313,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn launches_are_counted_by_thread_and_nest() {
+    fn launches_are_counted_per_thread_and_nest() {
         let ((_, inner), outer) = count_launches(|| {
             count_launch();
             std::thread::spawn(count_launch).join().unwrap();

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A place where tensors live and work runs. A plain name: nothing is opened until it is used.
+/// A device that stores tensors and runs work. The value is only a name: the device is opened at its first use.
 ///
 /// ```
 /// use claystone::Device;
@@ -13,13 +13,13 @@ use std::fmt;
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// With the feature `serde` it is written as what Display prints: `"opencl:1"`.
+/// With the feature `serde`, a device is serialised in the format of Display: `"opencl:1"`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Device {
-    /// The host's processor and memory: what [`Default`] gives, as in PyTorch.
+    /// The host's processor and memory. This is the [`Default`], as in PyTorch.
     #[default]
     Cpu,
-    /// The OpenCL device of this index in [`Device::all`].
+    /// The OpenCL device with this index in [`Device::all`].
     OpenCL(usize),
 }
 
@@ -27,7 +27,7 @@ impl Device {
     /// The device whose memory is the host's.
     pub(crate) const HOST: Device = Device::Cpu;
 
-    /// A number that tells it from every other device.
+    /// Returns a number that is unique to the device.
     pub(crate) fn number(self) -> u64 {
         match self {
             Device::Cpu => u64::MAX,
@@ -35,7 +35,7 @@ impl Device {
         }
     }
 
-    /// Whether it is the CPU device.
+    /// True for the CPU device.
     pub(crate) fn is_cpu(self) -> bool {
         self == Device::Cpu
     }

@@ -1,7 +1,7 @@
-//! The recorder behind [`crate::profiler`]: what the program does while it is profiled, in a ring of bounded length.
+//! The recorder behind [`crate::profiler`]: records what the program does into a bounded ring.
 //!
-//! It is here, below the profiler itself, because queues, allocators and operations all record into it. While it is off,
-//! recording costs one relaxed load.
+//! The recorder is below the profiler in the module order because queues, allocators and operations all record into it.
+//! While profiling is off, recording costs one relaxed load.
 
 mod ring;
 
@@ -17,22 +17,23 @@ use crate::{DType, Device};
 use ring::Ring;
 pub(crate) use ring::{MemoryBefore, MemoryChange, MemoryRecord};
 
+/// True while profiling.
 static ON: AtomicBool = AtomicBool::new(false);
 
-/// Whether something is being profiled.
+/// True while profiling.
 #[inline(always)]
 pub(crate) fn is_on() -> bool {
     ON.load(Relaxed)
 }
 
-/// What a record is about.
+/// The kind of event that a record describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Kind {
-    /// An operation, while the host submits it, or on the CPU device while it runs.
+pub(crate) enum RecordKind {
+    /// An operation: on the host while submitting, or on the CPU device while computing.
     Operation,
     /// The gradient of an operation, on the host.
     Backward,
-    /// A span that [`annotate`](crate::storage::annotate) names, with the number of the annotation.
+    /// A span named by [`annotate`](crate::storage::annotate), with the annotation's number.
     Annotation(u32),
     Kernel,
     Copy,
@@ -51,59 +52,60 @@ pub(crate) enum Kind {
     Load,
 }
 
-/// What an operation computes: what its record and those of its launches tell.
+/// The description of an operation, for its record and for the records of its launches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Operation {
     pub name: &'static str,
     pub device: Device,
-    /// Of its operands.
+    /// The shapes of the operands.
     pub shapes: SmallVec<[SmallVec<[usize; 4]>; 4]>,
     pub dtype: Option<DType>,
-    /// Read and written, counting elements that broadcasting repeats once.
+    /// Bytes read and written; elements repeated by broadcasting count once.
     pub bytes: u64,
-    /// 0 where the number is not known.
+    /// Floating-point operations; 0 if unknown.
     pub flops: u64,
 }
 
-/// The name of transfers through memory that is mapped.
+/// The record name of transfers through mapped memory.
 pub(crate) const MAPPED: &str = "clEnqueueMapBuffer";
 
-/// Something that happened. Times are in nanoseconds.
+/// One event. Times are in nanoseconds.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
-    pub kind: Kind,
-    /// Empty for annotations, whose numbers tell theirs.
+    pub kind: RecordKind,
+    /// Empty for annotations, which are named by their number.
     pub name: &'static str,
     pub device: Option<Device>,
-    /// The number of the stream, 0 for the default one.
+    /// The number of the stream; 0 is the default stream.
     pub stream: u32,
     pub thread: u32,
-    /// The annotation in force, as storage numbers them.
+    /// The number of the annotation in force.
     pub annotation: u32,
-    /// When the host began and ended, by [`now`].
+    /// The times of [`now`] at which the host began and ended.
     pub host: [u64; 2],
-    /// When a command was queued, submitted, started and ended, by the device's clock.
+    /// The times at which a command was queued, submitted, started and ended, by the device's clock.
     pub device_times: Option<Box<[u64; 4]>>,
     pub bytes: u64,
-    /// The operation that it is part of.
+    /// The operation to which the event belongs.
     pub operation: Option<Execution>,
 }
 
-/// An operation while it is executed.
+/// One execution of an operation.
 #[derive(Debug, Clone)]
 pub(crate) struct Execution {
-    /// Tells executions apart.
+    /// A number that identifies the execution.
     pub number: u32,
-    pub of: Arc<Operation>,
+    pub operation: Arc<Operation>,
 }
 
+/// The current recording, if any.
 static RING: Mutex<Option<Ring>> = Mutex::new(None);
 
-/// What was recorded.
+/// The result of a recording.
 #[derive(Default)]
 pub(crate) struct Recorded {
     pub records: Vec<Record>,
-    /// Older ones that did not fit.
+    /// The number of older records that did not fit.
     pub dropped: u64,
     /// Numbers and names of the threads that recorded.
     pub threads: Vec<(u32, String)>,
@@ -111,7 +113,7 @@ pub(crate) struct Recorded {
     pub devices: Vec<MemoryBefore>,
 }
 
-/// Begins recording up to `capacity` records; false where it has begun already.
+/// Starts to record, keeping the latest `capacity` records; false if a recording is running already.
 pub(crate) fn begin(capacity: usize) -> bool {
     let mut ring = lock(&RING);
     if ring.is_some() {
@@ -123,8 +125,8 @@ pub(crate) fn begin(capacity: usize) -> bool {
     true
 }
 
-/// Forgets what was recorded until now, the time that it gives.
-pub(crate) fn begin_again() -> u64 {
+/// Discards the records made so far and returns the current time, at which the recording restarts.
+pub(crate) fn restart() -> u64 {
     let began = now();
     if let Some(ring) = &mut *lock(&RING) {
         ring.records.clear();
@@ -136,12 +138,12 @@ pub(crate) fn begin_again() -> u64 {
     began
 }
 
-/// Records nothing more, except what [`push`] is still given until [`take`].
+/// Stops recording. Records passed to [`push`] are still kept until [`take`].
 pub(crate) fn pause() {
     ON.store(false, SeqCst);
 }
 
-/// Ends recording and gives what was recorded.
+/// Ends the recording and returns the records.
 pub(crate) fn take() -> Recorded {
     pause();
     let Some(ring) = lock(&RING).take() else { return Recorded::default() };
@@ -154,29 +156,33 @@ pub(crate) fn take() -> Recorded {
     }
 }
 
-/// Nanoseconds since the first call.
+/// Returns the nanoseconds since the first call.
 pub(crate) fn now() -> u64 {
     static FIRST: OnceLock<Instant> = OnceLock::new();
     FIRST.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// Grows with every recording, so that threads introduce themselves to each.
+/// The number of recordings so far. A thread registers its name once per recording.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 thread_local! {
+    /// The generation of the recording that knows this thread's name, and the thread's number.
     static THREAD: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
+    /// The number of the annotation in force.
     static ANNOTATION: Cell<u32> = const { Cell::new(0) };
+    /// True inside [`without_recording`].
     static UNRECORDED: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread has called a driver for a segment since it last recorded a change of memory.
+    /// True if this thread has called a driver for a segment since it last recorded a change of memory.
     static CHANGED_SEGMENTS: Cell<bool> = const { Cell::new(false) };
+    /// The operation that this thread executes.
     static OPERATION: RefCell<Option<Execution>> = const { RefCell::new(None) };
 }
 
-/// The thread of records that are not kept.
-const NOBODY: u32 = u32::MAX;
+/// The thread number of records that are discarded.
+const UNRECORDED_THREAD: u32 = u32::MAX;
 
-/// Runs `f`, of which nothing is recorded on this thread.
-pub(crate) fn unrecorded<R>(f: impl FnOnce() -> R) -> R {
+/// Runs `f` without recording on this thread.
+pub(crate) fn without_recording<R>(f: impl FnOnce() -> R) -> R {
     let outer = UNRECORDED.replace(true);
     let result = f();
     UNRECORDED.set(outer);
@@ -187,10 +193,10 @@ fn is_unrecorded() -> bool {
     UNRECORDED.try_with(Cell::get).unwrap_or(false)
 }
 
-/// This thread's number, and its name if the recording does not know it yet.
+/// Returns this thread's number, and the thread's name if the current recording does not have it yet.
 fn thread() -> (u32, Option<String>) {
     if is_unrecorded() {
-        return (NOBODY, None);
+        return (UNRECORDED_THREAD, None);
     }
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let generation = GENERATION.load(Relaxed);
@@ -205,8 +211,8 @@ fn thread() -> (u32, Option<String>) {
 }
 
 impl Record {
-    /// A record of this thread, which begins now and has not ended.
-    pub(crate) fn begin(kind: Kind, name: &'static str, device: impl Into<Option<Device>>) -> Record {
+    /// Creates a record by this thread that starts now and has no end yet.
+    pub(crate) fn begin(kind: RecordKind, name: &'static str, device: impl Into<Option<Device>>) -> Record {
         let (thread, introduction) = thread();
         if let Some(name) = introduction
             && let Some(ring) = &mut *lock(&RING)
@@ -237,16 +243,16 @@ impl Record {
         self
     }
 
-    /// It has ended on the host now.
+    /// Sets the end on the host to now.
     pub(crate) fn ended(mut self) -> Record {
         self.host[1] = now();
         self
     }
 }
 
-/// Keeps a record. The oldest makes place for it where the ring is full.
+/// Adds a record. If the ring is full, the oldest record is dropped.
 pub(crate) fn push(record: Record) {
-    if record.thread == NOBODY {
+    if record.thread == UNRECORDED_THREAD {
         return;
     }
     if let Some(ring) = &mut *lock(&RING) {
@@ -254,10 +260,10 @@ pub(crate) fn push(record: Record) {
     }
 }
 
-/// Records what takes from this call until the value is dropped. Nothing while nothing is profiled.
+/// Records an event from this call until the value is dropped; `None` if not profiling.
 #[inline]
 pub(crate) fn span(
-    kind: Kind,
+    kind: RecordKind,
     name: &'static str,
     device: impl Into<Option<Device>>,
     stream: u32,
@@ -266,7 +272,7 @@ pub(crate) fn span(
     is_on().then(|| Span::new(Record::begin(kind, name, device).on_stream(stream).with_bytes(bytes)))
 }
 
-/// A record that ends when this is dropped.
+/// A record that ends when the value is dropped.
 pub(crate) struct Span(Option<Record>);
 
 impl Span {
@@ -276,7 +282,7 @@ impl Span {
 }
 
 impl Span {
-    /// Records nothing: it was something else.
+    /// Discards the record, because the event turned out to be another one.
     pub(crate) fn forget(mut self) {
         self.0 = None;
     }
@@ -290,65 +296,65 @@ impl Drop for Span {
     }
 }
 
-/// An operation in progress on this thread: records made meanwhile belong to it.
-pub(crate) struct InOperation {
+/// An operation in progress on this thread: new records belong to the operation.
+pub(crate) struct OperationSpan {
     outer: Option<Execution>,
     span: Span,
 }
 
-/// Records an operation until the value is dropped. Nothing while nothing is profiled.
+/// Records an operation until the value is dropped; `None` if not profiling.
 #[inline(always)]
-pub(crate) fn operation(describe: impl FnOnce() -> Operation) -> Option<InOperation> {
-    if is_on() { Some(in_operation(describe())) } else { None }
+pub(crate) fn operation(describe: impl FnOnce() -> Operation) -> Option<OperationSpan> {
+    if is_on() { Some(start_operation(describe())) } else { None }
 }
 
 #[cold]
-fn in_operation(operation: Operation) -> InOperation {
+fn start_operation(operation: Operation) -> OperationSpan {
     static EXECUTIONS: AtomicU32 = AtomicU32::new(0);
-    let mut record = Record::begin(Kind::Operation, operation.name, operation.device);
+    let mut record = Record::begin(RecordKind::Operation, operation.name, operation.device);
     record.bytes = operation.bytes;
-    let of = match &mut *lock(&RING) {
+    let operation = match &mut *lock(&RING) {
         Some(ring) => ring.share(operation),
         None => Arc::new(operation), // the recording has just ended
     };
-    let execution = Execution { number: EXECUTIONS.fetch_add(1, Relaxed), of };
+    let execution = Execution { number: EXECUTIONS.fetch_add(1, Relaxed), operation };
     record.operation = Some(execution.clone());
     let outer = OPERATION.try_with(|current| current.replace(Some(execution))).ok().flatten();
-    InOperation { outer, span: Span::new(record) }
+    OperationSpan { outer, span: Span::new(record) }
 }
 
-impl InOperation {
-    /// Records nothing: the operation was declined.
+impl OperationSpan {
+    /// Discards the record, because the backend declined the operation.
     pub(crate) fn forget(mut self) {
         self.span.0 = None;
     }
 }
 
-impl Drop for InOperation {
+impl Drop for OperationSpan {
     fn drop(&mut self) {
         let outer = self.outer.take();
         let _ = OPERATION.try_with(|current| *current.borrow_mut() = outer);
     }
 }
 
-/// How often a driver has made or released a segment.
+/// The number of segments that drivers have made, changed or released.
 static SEGMENT_CHANGES: AtomicU32 = AtomicU32::new(0);
 
-/// Records a call that makes, changes or releases a segment, until the value is dropped. Nothing while nothing is profiled.
+/// Records a driver call that makes, changes or releases a segment, until the value is dropped; `None` if not profiling.
 #[inline]
-pub(crate) fn segment(name: &'static str, device: Option<Device>, bytes: usize) -> Option<Span> {
+pub(crate) fn segment_span(name: &'static str, device: Option<Device>, bytes: usize) -> Option<Span> {
     if !is_on() {
         return None;
     }
     SEGMENT_CHANGES.fetch_add(1, Relaxed);
     let _ = CHANGED_SEGMENTS.try_with(|changed| changed.set(true));
-    span(Kind::Segment, name, device, 0, bytes)
+    span(RecordKind::Segment, name, device, 0, bytes)
 }
 
-/// Records that so many bytes more are allocated on a device, or fewer. `now` asks the allocator what is allocated and
-/// reserved since: the first time, and when there are other segments.
+/// Records that the bytes allocated on a device grew by `bytes`, which may be negative. `now` asks the allocator for the
+/// bytes allocated and reserved: for the device's first record, and after a change of segments.
 #[cold]
-pub(crate) fn memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2]) {
+pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2]) {
     if is_unrecorded() {
         return;
     }
@@ -363,7 +369,7 @@ pub(crate) fn memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2])
         }
         None => return,
     }
-    let [allocated, reserved] = now(); // under locks of the allocator
+    let [allocated, reserved] = now(); // takes the allocator's locks
     if let Some(ring) = &mut *lock(&RING) {
         match ring.devices.iter_mut().find(|known| known.device == device) {
             Some(known) => known.changes = changes,
@@ -376,24 +382,25 @@ pub(crate) fn memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2])
     }
 }
 
-/// Tells the names of an annotation by its number, the innermost first.
+/// Returns the names of an annotation by its number, the innermost first.
 type NamesOf = fn(u32) -> Vec<String>;
 
+/// The function that looks up the names of annotations.
 static NAMES: OnceLock<NamesOf> = OnceLock::new();
 
-/// Makes the annotation of this number the one in force on this thread, and gives the one before. `names_of` is the same
-/// function in every call.
+/// Makes the annotation of this number the one in force on this thread, and returns the previous number. `names_of` must be
+/// the same function in every call.
 pub(crate) fn set_annotation(number: u32, names_of: NamesOf) -> u32 {
     NAMES.get_or_init(|| names_of);
     ANNOTATION.try_with(|current| current.replace(number)).unwrap_or(0)
 }
 
-/// The number of the annotation in force on this thread, 0 for none.
+/// Returns the number of the annotation in force on this thread; 0 for none.
 pub(crate) fn annotation() -> u32 {
     ANNOTATION.try_with(Cell::get).unwrap_or(0)
 }
 
-/// The names of an annotation, the innermost first; none for 0.
+/// Returns the names of an annotation, the innermost first; empty for number 0.
 pub(crate) fn annotation_names(number: u32) -> Vec<String> {
     match NAMES.get() {
         Some(names_of) if number != 0 => names_of(number),
@@ -401,8 +408,8 @@ pub(crate) fn annotation_names(number: u32) -> Vec<String> {
     }
 }
 
-/// Has `f` called when the process exits, after the devices' last commands.
+/// Registers `f` to run when the process exits, after the devices' last commands.
 pub(crate) fn at_exit(f: extern "C" fn()) {
-    // SAFETY: a function of the type that C wants, which does not unwind: a panic in an `extern "C"` function aborts.
+    // SAFETY: `f` has the type that `atexit` expects and does not unwind: a panic in an `extern "C"` function aborts.
     unsafe { libc::atexit(f) };
 }

@@ -1,8 +1,8 @@
-//! Streams: lines of work on one device, each in order, none ordered behind another unless told.
+//! Streams: in-order queues of work on one device. Streams are unordered with each other unless one waits for another.
 //!
-//! Every thread submits to its current stream, the device's default one unless inside [`with_stream`]. Two streams may
-//! overlap; [`Stream::wait_stream`] and [`Stream::wait_event`] put the work of one behind that of another without the
-//! host waiting. The names and rules are those of `torch.cuda.Stream` and `torch.cuda.Event`.
+//! Every thread submits to its current stream: the device's default stream, or the stream of the innermost
+//! [`with_stream`]. Two streams may overlap; [`Stream::wait_stream`] and [`Stream::wait_event`] order the work of one stream
+//! behind the work of another without a wait on the host. Names and rules are those of `torch.cuda.Stream` and `torch.cuda.Event`.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
@@ -14,45 +14,49 @@ use super::opencl::{self, ClDevice, ClEvent};
 use crate::device::lock;
 use crate::{Device, Error, Result};
 
-/// Streams of one device at a time.
+/// The maximum number of streams of a device at a time.
 pub(super) const MAX_STREAMS: usize = 1024;
 
-/// Names a stream of one device: what a block of memory remembers of the stream it belongs to.
+/// The number of a stream on its device. A block of memory stores the id of the stream that owns the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct StreamId(pub(crate) u32);
 
 impl StreamId {
-    /// The stream every device has.
+    /// The default stream, which every device has.
     pub const DEFAULT: StreamId = StreamId(0);
 
-    /// The stream of this number, for memory whose streams are a [`Driver`](crate::storage::Driver)'s of your own.
+    /// Returns the stream of this number, for memory of a user-defined [`Driver`](crate::storage::Driver).
     pub fn new(index: u32) -> StreamId {
         StreamId(index)
     }
 
-    /// A small number: 0 for the default stream. Numbers of streams that are gone are given again.
+    /// Returns a small number: 0 for the default stream. The numbers of dropped streams are reused.
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Hands out ids: those given back first, the latest foremost, so that memory cached for one is used again soon.
+/// Allocates stream ids. The id released last is reused first, so that memory cached for its stream is reused soon.
 #[derive(Debug)]
-pub(super) struct Ids {
+pub(super) struct StreamIds {
     next: u32,
     idle: Vec<(StreamId, StreamHints)>,
 }
 
-impl Ids {
-    /// Ids from `first` on.
-    pub(super) const fn from(first: u32) -> Ids {
-        Ids { next: first, idle: Vec::new() }
+impl StreamIds {
+    /// Creates an allocator of ids from `first` on.
+    pub(super) const fn from(first: u32) -> StreamIds {
+        StreamIds { next: first, idle: Vec::new() }
     }
 
-    /// An id nobody has, of a stream with these hints. One that nobody ever had is given to `make` first.
-    pub(super) fn take(&mut self, hints: StreamHints, make: impl FnOnce(StreamId) -> Result<()>) -> Result<StreamId> {
+    /// Returns an unused id, preferably of a stream with these hints. `make` creates the queue of an id used for the first time.
+    pub(super) fn acquire(
+        &mut self,
+        hints: StreamHints,
+        make: impl FnOnce(StreamId) -> Result<()>,
+    ) -> Result<StreamId> {
         let fits = |(_, of): &(StreamId, StreamHints)| *of == hints;
-        // Where there can be no more streams, one with other hints is better than none.
+        // If no stream can be added, a stream with other hints is better than an error.
         let any = (self.next as usize >= MAX_STREAMS).then(|| self.idle.len().checked_sub(1)).flatten();
         if let Some(at) = self.idle.iter().rposition(fits).or(any) {
             return Ok(self.idle.remove(at).0);
@@ -67,25 +71,26 @@ impl Ids {
         Ok(id)
     }
 
-    pub(super) fn give_back(&mut self, id: StreamId, hints: StreamHints) {
+    /// Releases an id for reuse.
+    pub(super) fn release(&mut self, id: StreamId, hints: StreamHints) {
         self.idle.push((id, hints));
     }
 }
 
-/// The ids of the CPU's streams.
-static CPU: Mutex<Ids> = Mutex::new(Ids::from(1));
+/// Allocates the ids of the CPU's streams.
+static CPU_STREAM_IDS: Mutex<StreamIds> = Mutex::new(StreamIds::from(1));
 
-/// A line of work on a device: what is submitted to it runs in order. PyTorch's `torch.cuda.Stream`.
+/// A queue of work on a device: submitted work runs in order. PyTorch's `torch.cuda.Stream`.
 ///
-/// A handle: clones are the same stream. When the last one is dropped, what was submitted still runs; the queue behind
-/// it then serves the next [`Stream::new`].
+/// A handle: clones refer to the same stream. When the last clone is dropped, submitted work still runs, and the next
+/// [`Stream::new`] reuses the queue.
 ///
-/// **Memory.** A tensor belongs to the stream on which it was made. Before another stream uses it, that one must wait
-/// for the first ([`wait_stream`](Stream::wait_stream)); and as the tensor's memory is given to the next tensor of the
-/// first stream as soon as it is dropped, the use on the second has to be announced
-/// ([`Tensor::record_stream`](crate::Tensor::record_stream)), unless the tensor is kept until the first stream has in turn waited for the second.
+/// **Memory.** A tensor belongs to the stream on which it was made. Before another stream uses the tensor, that stream must
+/// wait for the owning stream ([`wait_stream`](Stream::wait_stream)). When the tensor is dropped, its memory is reused at once
+/// for the next tensor of the owning stream. So either keep the tensor until the owning stream has waited for the other
+/// stream, or announce the use with [`Tensor::record_stream`](crate::Tensor::record_stream).
 ///
-/// On the CPU work is done when the call returns: streams are names, always idle.
+/// On the CPU, work is done when the call returns: streams are only names, and always idle.
 ///
 /// ```
 /// use claystone::{Device, Stream, Tensor, with_stream};
@@ -101,6 +106,7 @@ static CPU: Mutex<Ids> = Mutex::new(Ids::from(1));
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Stream(Arc<Inner>);
 
+/// The shared state of a [`Stream`]'s clones; its drop releases the id.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Inner {
     device: Device,
@@ -112,23 +118,23 @@ impl Drop for Inner {
     fn drop(&mut self) {
         match self.device {
             _ if self.id == StreamId::DEFAULT => {}
-            Device::Cpu => lock(&CPU).give_back(self.id, StreamHints::default()),
-            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id)),
+            Device::Cpu => lock(&CPU_STREAM_IDS).release(self.id, StreamHints::default()),
+            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.release_stream(self.id)),
         }
     }
 }
 
 impl Stream {
-    /// A stream of its own: nobody else submits to it, and nothing orders it with others.
+    /// Creates a stream that no other handle submits to and that is not ordered with other streams.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if the device is not there, [`Error::Invalid`] if it has 1,024 streams already, and what the
-    /// driver refuses.
+    /// [`Error::NoDevice`] if there is no such device, [`Error::Invalid`] if the device has 1,024 streams already, and the
+    /// driver's errors.
     pub fn new(device: Device) -> Result<Stream> {
         Stream::with_hints(device, StreamHints::default())
     }
 
-    /// [`new`](Self::new) with a priority, PyTorch's `torch.cuda.Stream(priority=...)`. A hint, as in
+    /// Creates a stream with a priority, as PyTorch's `torch.cuda.Stream(priority=...)`. The priority is a hint, as in
     /// [`with_hints`](Self::with_hints).
     ///
     /// ```
@@ -140,69 +146,69 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with_priority(device: Device, priority: Priority) -> Result<Stream> {
         Stream::with_hints(device, StreamHints { priority, ..StreamHints::default() })
     }
 
-    /// [`new`](Self::new) with hints for the driver: OpenCL's `cl_khr_priority_hints` and `cl_khr_throttle_hints`. A hint that
-    /// the driver does not take is ignored, which a `tracing` message at level `TRACE` says.
+    /// Creates a stream with hints for the driver: OpenCL's `cl_khr_priority_hints` and `cl_khr_throttle_hints`. A hint that
+    /// the driver does not accept is ignored, with a `tracing` message at level `TRACE`.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with_hints(device: Device, hints: StreamHints) -> Result<Stream> {
         let id = match device {
-            Device::Cpu => lock(&CPU).take(StreamHints::default(), |_| Ok(()))?,
-            Device::OpenCL(i) => opencl::open(i)?.take_stream(hints)?,
+            Device::Cpu => lock(&CPU_STREAM_IDS).acquire(StreamHints::default(), |_| Ok(()))?,
+            Device::OpenCL(i) => opencl::open(i)?.acquire_stream(hints)?,
         };
         Ok(Stream(Arc::new(Inner { device, id, hints })))
     }
 
-    /// The stream every device has, which all threads use unless told otherwise.
+    /// Returns the device's default stream, which all threads use unless told otherwise.
     /// PyTorch's `torch.cuda.default_stream`.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if the device is not there.
+    /// [`Error::NoDevice`] if there is no such device.
     pub fn default_stream(device: Device) -> Result<Stream> {
         device.info()?;
         Ok(Stream(Arc::new(Inner { device, id: StreamId::DEFAULT, hints: StreamHints::default() })))
     }
 
-    /// The stream to which this thread's work on the device goes: that of the innermost [`with_stream`], else the
-    /// default one. PyTorch's `torch.cuda.current_stream`.
+    /// Returns the stream to which this thread submits work for the device: the stream of the innermost [`with_stream`], else
+    /// the default stream. PyTorch's `torch.cuda.current_stream`.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if the device is not there.
+    /// [`Error::NoDevice`] if there is no such device.
     pub fn current(device: Device) -> Result<Stream> {
-        let mine = CURRENT.try_with(|stack| find(&stack.borrow(), device).cloned()).ok().flatten();
+        let mine = CURRENT_STREAMS.try_with(|stack| topmost_stream(&stack.borrow(), device).cloned()).ok().flatten();
         mine.map_or_else(|| Stream::default_stream(device), Ok)
     }
 
-    /// The device.
+    /// Returns the stream's device.
     pub fn device(&self) -> Device {
         self.0.device
     }
 
-    /// Which of the device's streams it is.
+    /// Returns the stream's number on its device.
     pub fn id(&self) -> StreamId {
         self.0.id
     }
 
-    /// What it was made with.
+    /// Returns the hints with which the stream was created.
     pub fn hints(&self) -> StreamHints {
         self.0.hints
     }
 
-    /// Waits until everything submitted to the stream so far is done.
+    /// Waits until all work submitted to the stream so far is done.
     ///
     /// # Errors
-    /// What a kernel that this thread submitted to the stream found wrong with its operands (an index out of range, an
-    /// integer division by zero), [`Error::DeviceLost`] after a fault.
+    /// Invalid operands that a kernel of this thread on this stream found (an index out of range, an integer division by zero),
+    /// [`Error::DeviceLost`] after a fault.
     pub fn synchronize(&self) -> Result<()> {
         self.cl()?.map_or(Ok(()), |cl| cl.finish_stream(self.id()))
     }
 
-    /// Whether everything submitted to the stream is done. Does not wait. PyTorch's `query`, CUDA's `cudaStreamQuery`.
+    /// True if all work submitted to the stream is done. Does not wait. PyTorch's `query`, CUDA's `cudaStreamQuery`.
     ///
     /// # Errors
     /// [`Error::DeviceLost`] after a fault.
@@ -210,59 +216,60 @@ impl Stream {
         self.cl()?.map_or(Ok(true), |cl| cl.is_idle(self.id()))
     }
 
-    /// An event that is done when everything submitted to the stream so far is.
+    /// Records an event that is done when all work submitted to the stream so far is done.
     ///
     /// # Errors
-    /// What the driver refuses, [`Error::DeviceLost`] after a fault.
+    /// The driver's errors, [`Error::DeviceLost`] after a fault.
     pub fn record_event(&self) -> Result<Event> {
-        capture::refuse(self.device(), "record_event", BETWEEN)?;
+        capture::refuse_while_capturing(self.device(), "record_event", NO_EVENTS_REASON)?;
         let event = self.cl()?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
         Ok(Event { device: self.device(), event, timed: None })
     }
 
-    /// [`record_event`](Self::record_event) with an event that knows when it was done: PyTorch's
-    /// `torch.cuda.Event(enable_timing=True)`. [`Event::elapsed_time`] is for two of these.
+    /// Records an event with its time of completion, as PyTorch's `torch.cuda.Event(enable_timing=True)`.
+    /// [`Event::elapsed_time`] takes two of these events.
     ///
     /// # Errors
-    /// Those of [`record_event`](Self::record_event).
+    /// The errors of [`record_event`](Self::record_event).
     pub fn record_timed_event(&self) -> Result<Event> {
-        capture::refuse(self.device(), "record_timed_event", BETWEEN)?;
+        capture::refuse_while_capturing(self.device(), "record_timed_event", NO_EVENTS_REASON)?;
         let event = self.cl()?.map(|cl| cl.record_timed(self.id())).transpose()?.map(Arc::new);
         Ok(Event { device: self.device(), event, timed: Some(Instant::now()) })
     }
 
-    /// Holds back everything submitted to the stream from now on until the event is done. The host does not wait,
-    /// unless the event is another device's: these share no events.
+    /// Makes work submitted to the stream from now on wait for the event. The host does not wait, unless the event belongs to
+    /// another device: devices share no events.
     ///
     /// # Errors
-    /// What the driver refuses, [`Error::DeviceLost`] after a fault.
+    /// The driver's errors, [`Error::DeviceLost`] after a fault.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
-        capture::refuse(self.device(), "wait_event", BETWEEN)?;
+        capture::refuse_while_capturing(self.device(), "wait_event", NO_EVENTS_REASON)?;
         match (self.cl()?, &event.event) {
             (Some(cl), Some(there)) if self.device() == event.device => cl.stream_waits(self.id(), there),
             _ => event.synchronize(),
         }
     }
 
-    /// Holds back everything submitted to the stream from now on until what was submitted to `other` so far is done.
-    /// The host does not wait, unless `other` is another device's.
+    /// Makes work submitted to the stream from now on wait for the work submitted to `other` so far.
+    /// The host does not wait, unless `other` belongs to another device.
     ///
     /// # Errors
-    /// What the driver refuses, [`Error::DeviceLost`] after a fault.
+    /// The driver's errors, [`Error::DeviceLost`] after a fault.
     pub fn wait_stream(&self, other: &Stream) -> Result<()> {
         if self == other { Ok(()) } else { self.wait_event(&other.record_event()?) }
     }
 
+    /// Opens the stream's device; `None` for the CPU.
     fn cl(&self) -> Result<Option<&'static ClDevice>> {
-        cl(self.device())
+        open_cl(self.device())
     }
 }
 
-/// Why a graph has no events.
-const BETWEEN: &str = "a graph is one line of work on one stream";
+/// The reason why a graph cannot contain events.
+const NO_EVENTS_REASON: &str = "a graph records the commands of one stream";
 
-/// The open device; none for the CPU.
-fn cl(device: Device) -> Result<Option<&'static ClDevice>> {
+/// Opens the device; `None` for the CPU.
+fn open_cl(device: Device) -> Result<Option<&'static ClDevice>> {
     match device {
         Device::Cpu => Ok(None),
         Device::OpenCL(i) => opencl::open(i).map(Some),
@@ -273,30 +280,31 @@ fn cl(device: Device) -> Result<Option<&'static ClDevice>> {
 #[derive(Debug, Clone)]
 pub struct Event {
     device: Device,
-    /// None on the CPU, where everything is done already.
+    /// None on the CPU, where the work is done already.
     event: Option<Arc<ClEvent>>,
-    /// When it was recorded, if its time is wanted: on the CPU that is when it was done.
+    /// For timed events, the host's time at recording: on the CPU, the time of completion.
     timed: Option<Instant>,
 }
 
 impl Event {
-    /// Whether everything before the event is done. Does not wait. PyTorch's `query`.
+    /// True if all work before the event is done. Does not wait. PyTorch's `query`.
     ///
     /// # Errors
     /// A command that failed, [`Error::DeviceLost`] after a fault.
     pub fn is_done(&self) -> Result<bool> {
-        self.ask(true, ClDevice::query)
+        self.query_event(true, ClDevice::query)
     }
 
-    /// Waits until everything before the event is done.
+    /// Waits until all work before the event is done.
     ///
     /// # Errors
     /// A command that failed, [`Error::DeviceLost`] after a fault.
     pub fn synchronize(&self) -> Result<()> {
-        self.ask((), ClDevice::wait)
+        self.query_event((), ClDevice::wait)
     }
 
-    /// The milliseconds from this event to `end`, by the device's clock; both are waited for. PyTorch's `elapsed_time`.
+    /// Waits for both events and returns the milliseconds from this event to `end`, by the device's clock. PyTorch's
+    /// `elapsed_time`.
     ///
     /// ```
     /// use claystone::{Device, Stream, Tensor};
@@ -309,8 +317,8 @@ impl Event {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for events of two devices, or without a time ([`Stream::record_timed_event`] makes those with); a
-    /// command that failed, [`Error::DeviceLost`] after a fault.
+    /// [`Error::Invalid`] for events of two devices, or for events without times ([`Stream::record_timed_event`] records the
+    /// time); a command that failed, [`Error::DeviceLost`] after a fault.
     pub fn elapsed_time(&self, end: &Event) -> Result<f64> {
         let op = "elapsed_time";
         if self.device != end.device {
@@ -318,11 +326,11 @@ impl Event {
             return Err(Error::invalid(op, reason));
         }
         let (Some(from), Some(to)) = (self.timed, end.timed) else {
-            return Err(Error::invalid(op, "both events have to be those of record_timed_event"));
+            return Err(Error::invalid(op, "both events must be made by record_timed_event"));
         };
         self.synchronize()?;
         end.synchronize()?;
-        Ok(match (cl(self.device)?, &self.event, &end.event) {
+        Ok(match (open_cl(self.device)?, &self.event, &end.event) {
             (Some(cl), Some(start), Some(end)) => {
                 (i128::from(cl.done_at(end)?) - i128::from(cl.done_at(start)?)) as f64 / 1e6
             }
@@ -333,8 +341,9 @@ impl Event {
         })
     }
 
-    fn ask<R>(&self, done: R, ask: impl FnOnce(&ClDevice, &ClEvent) -> Result<R>) -> Result<R> {
-        match (cl(self.device)?, &self.event) {
+    /// Calls `ask` with the open device and the event; returns `done` on the CPU.
+    fn query_event<R>(&self, done: R, ask: impl FnOnce(&ClDevice, &ClEvent) -> Result<R>) -> Result<R> {
+        match (open_cl(self.device)?, &self.event) {
             (Some(cl), Some(event)) => ask(cl, event),
             _ => Ok(done),
         }
@@ -342,23 +351,23 @@ impl Event {
 }
 
 thread_local! {
-    /// The streams that this thread has set, and above them those of the [`with_stream`]s that it is in.
-    static CURRENT: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
+    /// This thread's current streams: at the bottom those of [`set_stream`], above them those of enclosing [`with_stream`]s.
+    static CURRENT_STREAMS: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The innermost of the device.
-fn find(stack: &[Stream], device: Device) -> Option<&Stream> {
+/// Returns the device's topmost stream in the stack.
+fn topmost_stream(stack: &[Stream], device: Device) -> Option<&Stream> {
     stack.iter().rev().find(|stream| stream.device() == device)
 }
 
-/// The id of the stream to which this thread's work on the device goes. A few ns: every allocation asks.
+/// Returns the id of this thread's current stream on the device. Takes a few ns, because every allocation calls it.
 pub(crate) fn current_id(device: Device) -> StreamId {
-    let mine = CURRENT.try_with(|stack| find(&stack.borrow(), device).map(Stream::id)).ok().flatten();
+    let mine = CURRENT_STREAMS.try_with(|stack| topmost_stream(&stack.borrow(), device).map(Stream::id)).ok().flatten();
     mine.unwrap_or(StreamId::DEFAULT)
 }
 
-/// Runs `f` with `stream` as this thread's current stream of its device; other devices keep theirs. Afterwards, also
-/// after a panic, it is the stream that it was before. Waits for nothing. PyTorch's `torch.cuda.stream`.
+/// Runs `f` with `stream` as this thread's current stream of its device. Current streams of other devices stay unchanged.
+/// The previous stream is restored afterwards, also after a panic. Does not wait. PyTorch's `torch.cuda.stream`.
 ///
 /// ```
 /// use claystone::{Device, Stream, with_stream};
@@ -371,18 +380,18 @@ pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
     struct Restore;
     impl Drop for Restore {
         fn drop(&mut self) {
-            // The handle is dropped when the stack is no longer borrowed.
-            let _last = CURRENT.try_with(|stack| stack.borrow_mut().pop());
+            // Dropped after the borrow of the stack has ended.
+            let _last = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().pop());
         }
     }
-    // A thread that is ending has no streams of its own any more.
-    let entered = CURRENT.try_with(|stack| stack.borrow_mut().push(stream.clone()));
+    // While a thread ends, the stack is gone.
+    let entered = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().push(stream.clone()));
     let _restore = entered.is_ok().then_some(Restore);
     f()
 }
 
-/// Makes `stream` this thread's current stream of its device, until another is set or the [`with_stream`] that it is called
-/// in ends. For callers whose scopes are not Rust's. Waits for nothing. PyTorch's `torch.cuda.set_stream`.
+/// Makes `stream` this thread's current stream of its device, until the next call or the end of the enclosing
+/// [`with_stream`]. For callers whose scopes are not Rust's. Does not wait. PyTorch's `torch.cuda.set_stream`.
 ///
 /// ```
 /// use claystone::{Device, Stream, device::set_stream};
@@ -393,12 +402,12 @@ pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn set_stream(stream: &Stream) {
-    // What was set before is dropped when the stack is no longer borrowed. A thread that is ending has no streams any more.
-    let _before = CURRENT.try_with(|stack| {
+    // The previous stream is dropped after the borrow of the stack has ended. While a thread ends, the stack is gone.
+    let _before = CURRENT_STREAMS.try_with(|stack| {
         let mut stack = stack.borrow_mut();
         match stack.iter_mut().rev().find(|set| set.device() == stream.device()) {
             Some(set) => Some(std::mem::replace(set, stream.clone())),
-            // Below the streams of all `with_stream`s, which take theirs from the top.
+            // Below the streams of all enclosing `with_stream`s, which pop the top.
             None => {
                 stack.insert(0, stream.clone());
                 None

@@ -1,4 +1,4 @@
-//! Differences between operating systems: where libOpenCL and the cache are, what to install, and the memory of the host.
+//! Differences between operating systems: paths of libOpenCL and of the cache, installation hints, memory size.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,12 +6,12 @@ use std::path::PathBuf;
 /// The operating system, as [`std::env::consts::OS`] names it.
 pub(crate) const OS: &str = std::env::consts::OS;
 
-/// Names of the OpenCL library, in the order in which they are tried.
+/// Returns the names of the OpenCL library, in the order in which they are tried.
 pub(crate) fn opencl_libraries(os: &str) -> &'static [&'static str] {
     match os {
         "windows" => &["OpenCL.dll"],
         "macos" => &["/System/Library/Frameworks/OpenCL.framework/OpenCL"],
-        // An app sees a vendor's library by its name if its manifest asks for it; Mali's may be part of the one for OpenGL.
+        // An app can load a vendor's library by name if the app's manifest asks for it; Mali's may be part of the OpenGL library.
         "android" if cfg!(target_pointer_width = "32") => &[
             "libOpenCL.so",
             "/vendor/lib/libOpenCL.so",
@@ -36,7 +36,7 @@ pub(crate) fn opencl_libraries(os: &str) -> &'static [&'static str] {
     }
 }
 
-/// How to get a driver.
+/// Returns a hint how to install a driver.
 pub(crate) fn install_hint(os: &str) -> &'static str {
     match os {
         "windows" => {
@@ -54,7 +54,7 @@ pub(crate) fn install_hint(os: &str) -> &'static str {
     }
 }
 
-/// Where the library looks for drivers.
+/// Returns a phrase for error messages that says where the OpenCL library looks for drivers.
 pub(crate) fn driver_registry(os: &str) -> &'static str {
     match os {
         "windows" => "looked in the registry, HKEY_LOCAL_MACHINE\\SOFTWARE\\Khronos\\OpenCL\\Vendors",
@@ -63,8 +63,8 @@ pub(crate) fn driver_registry(os: &str) -> &'static str {
     }
 }
 
-/// The folder in which programs keep caches; a variable that is no absolute path counts as not set, as the XDG specification
-/// has it.
+/// Returns the user's folder for caches. A variable that is not an absolute path counts as unset, as the XDG specification
+/// requires.
 pub(crate) fn cache_folder(os: &str, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let own = || match os {
@@ -75,7 +75,7 @@ pub(crate) fn cache_folder(os: &str, variable: impl Fn(&str) -> Option<OsString>
     absolute("XDG_CACHE_HOME").or_else(own)
 }
 
-/// Bytes of the host's memory; `None` where they could not be found out.
+/// Returns the size of the host's memory in bytes; `None` if unknown.
 pub(crate) fn total_memory() -> Option<u64> {
     #[cfg(any(windows, target_os = "macos"))]
     {
@@ -97,7 +97,7 @@ mod tests {
     const ALL: [&str; 5] = ["linux", "windows", "macos", "android", "freebsd"];
 
     #[test]
-    fn every_system_has_its_library_and_its_hint() {
+    fn every_system_has_a_library_and_an_install_hint() {
         let first = ALL.map(|os| opencl_libraries(os)[0]);
         let framework = "/System/Library/Frameworks/OpenCL.framework/OpenCL";
         assert_eq!(first, ["libOpenCL.so.1", "OpenCL.dll", framework, "libOpenCL.so", "libOpenCL.so.1"]);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn every_system_has_its_cache() {
+    fn every_system_has_a_cache_folder() {
         let set = |pairs: &'static [(&str, &str)]| {
             move |name: &str| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into())
         };

@@ -1,5 +1,5 @@
-//! Checkpoints of a job: one file, or a folder with one file of each rank. The part that a rank has of a sharded tensor is saved
-//! under a name that says which elements it has.
+//! Checkpoints of a job: one file, or a folder with one file for each rank. A rank's part of a sharded tensor is saved under a
+//! name that includes the range of its elements.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use super::Group;
 use crate::io::{self, StateDict, Stateful};
 use crate::{DType, Device, Error, Excerpt, Result, Tensor};
 
-/// The elements of a sharded tensor that one rank has.
+/// The elements of a sharded tensor that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     /// Their range in the flattened tensor.
@@ -19,13 +19,13 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// The name under which these elements of the tensor `name` are saved, such as `exp_avg[0..5 of 4x3]`.
+    /// Returns the name under which these elements of the tensor `name` are saved, such as `exp_avg[0..5 of 4x3]`.
     pub fn name(&self, name: &str) -> String {
         let dims: Vec<String> = self.shape.iter().map(usize::to_string).collect();
         format!("{name}[{}..{} of {}]", self.elements.start, self.elements.end, dims.join("x"))
     }
 
-    /// The inverse of [`name`](Self::name): the tensor's name and the elements.
+    /// Parses what [`name`](Self::name) returned into the tensor's name and the elements.
     fn parse(name: &str) -> Option<(&str, Piece)> {
         let (name, piece) = name.strip_suffix(']')?.rsplit_once('[')?;
         let (elements, shape) = piece.split_once(" of ")?;
@@ -35,13 +35,13 @@ impl Piece {
         Some((name, Piece { elements, shape: dims.collect::<Option<_>>()? }))
     }
 
-    /// The name of the tensor to which an entry of a state belongs.
+    /// Returns the name of the tensor that an entry of a state belongs to.
     pub fn tensor(name: &str) -> &str {
         Piece::parse(name).map_or(name, |(tensor, _)| tensor)
     }
 
-    /// These elements, flat, from a state that has the full tensor or this piece; None where it has neither.
-    pub fn of(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
+    /// Returns these elements, flat, from a state that has the full tensor or this piece; `None` if it has neither.
+    pub fn slice_from(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
         let Some(whole) = state.get(name) else {
             let none = || Tensor::zeros(0, Device::Cpu); // empty pieces are not saved
             let nothing = self.elements.is_empty().then(none).transpose()?;
@@ -56,8 +56,8 @@ impl Piece {
     }
 }
 
-/// The state with pieces concatenated to full tensors.
-fn unsharded(state: StateDict) -> Result<StateDict> {
+/// Concatenates the pieces in a state to full tensors.
+fn unshard(state: StateDict) -> Result<StateDict> {
     let (mut whole, mut pieces) = (StateDict::new(), BTreeMap::<String, Vec<(Piece, Tensor)>>::new());
     for (name, tensor) in state {
         match Piece::parse(&name) {
@@ -74,7 +74,7 @@ fn unsharded(state: StateDict) -> Result<StateDict> {
             end = if fits { piece.elements.end } else { usize::MAX };
         }
         if shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) != Some(end) {
-            let reason = format!("the parts of {} are not all of it: a rank's are missing", Excerpt(&name));
+            let reason = format!("some parts of {} are missing: those of at least one rank", Excerpt(&name));
             return Err(Error::invalid("load_checkpoint", reason));
         }
         let parts: Vec<Tensor> = pieces.into_iter().map(|(_, part)| part).collect();
@@ -83,24 +83,24 @@ fn unsharded(state: StateDict) -> Result<StateDict> {
     Ok(whole)
 }
 
-/// Waits until all ranks have called it. An error on every rank where `done` is one on any of them, else this rank's value.
-fn all_succeeded<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
+/// Waits until all ranks have called it. Returns an error on every rank if `done` is an error on any rank.
+fn agree_on_success<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
     let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::Cpu)?;
     let all = group.all_gather(&failed)?.to_vec::<u8>()?;
     let done = done?;
     match all.iter().position(|&failed| failed == 1) {
-        Some(rank) => Err(Error::Rank { op, rank, reason: "failed to do its part: its own error says why".into() }),
+        Some(rank) => Err(Error::Rank { op, rank, reason: "failed: its own error says why".into() }),
         None => Ok(done),
     }
 }
 
-fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error {
+fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error {
     Error::invalid(op, format!("{}: {reason}", path.display()))
 }
 
-/// Saves a checkpoint of a job in one file, which rank 0 writes as [`io::save_checkpoint`] does. The parts of a
+/// Saves a checkpoint of a job in one file, which rank 0 writes like [`io::save_checkpoint`]. The parts of a
 /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, from which a single process can
-/// resume as well; other state is saved as rank 0 has it. All ranks call it, and it returns when the file is complete.
+/// also resume. Other state is saved from rank 0. All ranks must call it; it returns when the file is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -118,16 +118,16 @@ fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error 
 /// ```
 ///
 /// # Errors
-/// Those of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
+/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
 pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let op = "save_checkpoint";
-    let state = all_succeeded(op, group, StateDict::from_parts(parts))?;
+    let state = agree_on_success(op, group, StateDict::from_parts(parts))?;
     let all = gather_at_rank_0(group, state)?;
-    let saved = all.map_or(Ok(()), |all| io::save(path, &unsharded(all)?));
-    all_succeeded(op, group, saved)
+    let saved = all.map_or(Ok(()), |all| io::save(path, &unshard(all)?));
+    agree_on_success(op, group, saved)
 }
 
-/// On rank 0 its state with the pieces of all other ranks; none on these.
+/// Returns rank 0's state with the pieces of all other ranks on rank 0, and `None` on the others.
 fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
     let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::Cpu);
     if group.rank() > 0 {
@@ -144,7 +144,7 @@ fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateD
         group.recv(&length, rank)?;
         let list = Tensor::zeros(length.item::<i64>()? as usize, (DType::U8, Device::Cpu))?;
         group.recv(&list, rank)?;
-        let wrong = |e| Error::invalid("save_checkpoint", format!("rank {rank} sends no list of names: {e}"));
+        let wrong = |e| Error::invalid("save_checkpoint", format!("rank {rank} sent an invalid list of names: {e}"));
         let list: Vec<(String, String)> = serde_json::from_slice(&list.to_vec::<u8>()?).map_err(wrong)?;
         for (name, dtype) in list {
             let elements = Piece::parse(&name).map_or(0, |(_, piece)| piece.elements.len());
@@ -157,10 +157,10 @@ fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateD
     state.into_iter().map(on_host).collect::<Result<_>>().map(Some)
 }
 
-/// The file that names the current checkpoint of a folder. It is replaced last.
+/// The file with the current generation of a folder's checkpoints. It is replaced last, which commits a checkpoint.
 const INDEX: &str = "index.safetensors";
 
-/// The contents of [`INDEX`], from which the names of the ranks' files follow.
+/// The contents of [`INDEX`], which determine the names of the ranks' files.
 #[derive(Debug, Default)]
 struct Index {
     /// The number of checkpoints that were saved in the folder.
@@ -169,7 +169,7 @@ struct Index {
 }
 
 impl Index {
-    /// Generation 0 where the folder has no index.
+    /// Reads the index; generation 0 if the folder has none.
     fn read(folder: &Path) -> Result<Index> {
         let (path, mut index) = (folder.join(INDEX), Index::default());
         if path.exists() {
@@ -192,7 +192,7 @@ impl Index {
         let own: Vec<String> = (0..self.ranks).map(|rank| self.file(rank)).collect();
         for entry in std::fs::read_dir(folder)? {
             let name = entry?.file_name().to_string_lossy().into_owned();
-            if is_shard(&name) && !own.contains(&name) {
+            if is_shard_file(&name) && !own.contains(&name) {
                 std::fs::remove_file(folder.join(name))?;
             }
         }
@@ -200,8 +200,8 @@ impl Index {
     }
 }
 
-/// Whether a file has a name that [`Index::file`] gives.
-fn is_shard(name: &str) -> bool {
+/// True if a file name has the form that [`Index::file`] returns.
+fn is_shard_file(name: &str) -> bool {
     let numbers: Option<Vec<&str>> = name.strip_suffix(".safetensors").and_then(|name| {
         let (generation, rest) = name.split_once("-rank-")?;
         let (rank, ranks) = rest.split_once("-of-")?;
@@ -210,9 +210,9 @@ fn is_shard(name: &str) -> bool {
     numbers.is_some_and(|numbers| numbers.iter().all(|n| n.parse::<u64>().is_ok()))
 }
 
-/// Saves a checkpoint of a job in a folder of a file system that all ranks share. Every rank writes a file with its part of each
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), rank 0 also the state that is not sharded. All ranks call it. The
-/// folder keeps the checkpoint before until every file of this one is complete.
+/// Saves a checkpoint of a job in a folder on a file system that all ranks share. Every rank writes a file with its part of each
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer); rank 0 also writes all state that is not sharded. All ranks must
+/// call it. The previous checkpoint stays valid until every file of this checkpoint is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group, ZeroRedundancyOptimizer};
@@ -231,32 +231,32 @@ fn is_shard(name: &str) -> bool {
 /// ```
 ///
 /// # Errors
-/// Those of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
+/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
 pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let (op, folder) = ("save_sharded_checkpoint", folder.as_ref());
     let begun = || {
-        std::fs::create_dir_all(folder).map_err(|e| fail(op, folder, e))?;
+        std::fs::create_dir_all(folder).map_err(|e| file_error(op, folder, e))?;
         let generation = if group.rank() == 0 { Index::read(folder)?.generation + 1 } else { 0 };
         Ok((StateDict::from_parts(parts)?, Tensor::from_slice(&[generation as i64], 1, Device::Cpu)?))
     };
-    let (state, generation) = all_succeeded(op, group, begun())?;
+    let (state, generation) = agree_on_success(op, group, begun())?;
     group.broadcast(&generation, 0)?;
     let index = Index { generation: generation.item::<i64>()? as u64, ranks: group.size() };
     let is_own = |name: &str| group.rank() == 0 || Piece::parse(name).is_some();
     let own: StateDict = state.into_iter().filter(|(name, _)| is_own(name)).collect();
-    all_succeeded(op, group, io::save(folder.join(index.file(group.rank())), &own))?;
+    agree_on_success(op, group, io::save(folder.join(index.file(group.rank())), &own))?;
     let committed = || {
         index.write(folder)?;
-        index.remove_others(folder).map_err(|e| fail(op, folder, e))
+        index.remove_others(folder).map_err(|e| file_error(op, folder, e))
     };
-    all_succeeded(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
+    agree_on_success(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
 }
 
-/// Loads a checkpoint of [`save_checkpoint`] or [`save_sharded_checkpoint`], on any number of ranks or in one process without a
-/// group. Every rank reads the full checkpoint into host memory and takes its part.
+/// Loads a checkpoint of [`save_checkpoint`] or [`save_sharded_checkpoint`], on any number of ranks, or in one process without a
+/// group. Every rank reads the full checkpoint into host memory and selects its part.
 ///
 /// # Errors
-/// Those of [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and where parts of a tensor are missing.
+/// The errors of [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint, or if parts of a tensor are missing.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let (op, path) = ("load_checkpoint", path.as_ref());
     if !path.is_dir() {
@@ -264,13 +264,13 @@ pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stat
     }
     let index = Index::read(path)?;
     if index.ranks == 0 {
-        return Err(fail(op, path, format!("the folder has no {INDEX}, so no checkpoint was completed there")));
+        return Err(file_error(op, path, format!("the folder has no {INDEX}, so no checkpoint was completed there")));
     }
     let files: Vec<PathBuf> = (0..index.ranks).map(|rank| path.join(index.file(rank))).collect();
     let mut state = StateDict::new();
     files.iter().try_for_each(|file| io::load(file, Device::Cpu).map(|part| state.merge(part)))?;
-    unsharded(state)?.load_parts(parts).map_err(|e| match e {
-        Error::Invalid { reason, .. } => fail(op, path, reason),
+    unshard(state)?.load_parts(parts).map_err(|e| match e {
+        Error::Invalid { reason, .. } => file_error(op, path, reason),
         e => e,
     })
 }

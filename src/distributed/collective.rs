@@ -1,30 +1,30 @@
-//! The algorithms of the collectives, on the bytes of tensors. These are cut into slices, and each slice is copied to the host,
+//! The algorithms of the collectives, on tensors as bytes. Tensors are cut into slices. Each slice is copied to the host,
 //! exchanged, reduced and copied back, so that staging buffers for a few slices suffice. The exchange of a slice follows a
-//! [`Plan`], which several threads carry out concurrently where all ranks are on one machine.
+//! [`Plan`], which several threads execute concurrently if all ranks are on one machine.
 //!
-//! A *part* of a slice is what one rank reduces and then sends to all.
+//! A *part* of a slice is the section that one rank reduces and then sends to all ranks.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::plan::{self, ALIGN, PIECE, Phase, Plan};
+use super::plan::{self, ALIGN_BYTES, PIECE_BYTES, Phase, Plan};
 use super::reduce::ReduceOp;
-use super::staging::{Buffers, Staging, Steps};
+use super::staging::{Buffers, SliceSteps, Staging};
 use super::transport::{Call, Transport};
 use crate::{DType, Device, Error, Result, Stream, Tensor};
 
-/// The ranks of a group, and what this one keeps for its collectives.
+/// The ranks of a group, and the resources that this rank keeps for its collectives.
 pub(super) struct Membership {
     /// This rank's number in the group.
     pub rank: usize,
-    /// For each rank of the group its number in the job.
+    /// For each rank of the group, its number in the job.
     pub ranks: Vec<usize>,
     /// Distinguishes the group's messages from those of other groups (MPI's context id).
     pub context: u32,
     pub device: Device,
     /// The stream of the collectives' copies, which overlap work on other streams.
     pub stream: Stream,
-    /// Whether calls are compared with the other ranks'.
+    /// Whether calls are compared with the calls of other ranks.
     pub debug: bool,
     buffers: Buffers,
     /// The memory of scratch blocks, kept from one collective to the next.
@@ -37,7 +37,7 @@ impl Membership {
         Ok(Membership { rank, ranks, context, device, stream, debug, buffers, scratch })
     }
 
-    /// Runs one call of the group. Where it fails this rank leaves the job, because the others wait for it.
+    /// Runs one call of the group. If the call fails, this rank leaves the job, because the other ranks wait for its messages.
     pub(super) fn call<R>(
         &self,
         transport: &mut dyn Transport,
@@ -45,7 +45,7 @@ impl Membership {
         call: Option<String>,
         f: impl FnOnce(&mut Member) -> Result<R>,
     ) -> Result<R> {
-        let mut m = Member { transport, of: self, op };
+        let mut m = Member { transport, membership: self, op };
         let compared = call.filter(|_| self.debug).map_or(Ok(()), |call| m.compare(&call));
         let result = compared.and_then(|()| f(&mut m));
         if let Err(e) = &result {
@@ -58,17 +58,17 @@ impl Membership {
 /// A rank of a group during one call.
 pub(super) struct Member<'a> {
     transport: &'a mut dyn Transport,
-    of: &'a Membership,
+    membership: &'a Membership,
     op: &'static str,
 }
 
 impl Member<'_> {
     fn rank(&self) -> usize {
-        self.of.rank
+        self.membership.rank
     }
 
     fn size(&self) -> usize {
-        self.of.ranks.len()
+        self.membership.ranks.len()
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -77,15 +77,15 @@ impl Member<'_> {
     }
 
     fn call(&self) -> Call {
-        Call { op: self.op, context: self.of.context }
+        Call { op: self.op, context: self.membership.context }
     }
 
-    /// A message to or from rank p of the group: its number in the job, and the block.
+    /// Returns a message to or from rank p of the group: the rank's number in the job, and the block.
     fn message(&self, p: usize, block: usize) -> (usize, usize) {
-        (self.of.ranks[p], block)
+        (self.membership.ranks[p], block)
     }
 
-    /// Reads, exchanges and writes each slice of tensors on a device, through staging buffers of so many bytes. `blocks` gives the
+    /// Reads, exchanges and writes each slice of tensors on a device, through staging buffers of `buffer` bytes. `blocks` returns the
     /// ranges of the plan's blocks in the buffer for a slice, in ascending order.
     fn in_slices<R, W>(
         &mut self,
@@ -100,23 +100,23 @@ impl Member<'_> {
         R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
         W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
     {
-        let (of, call) = (self.of, self.call());
-        let (lanes, piece) = match self.transport.lanes(&of.ranks) {
-            Some(lanes) => (lanes.count(), PIECE),
+        let (membership, call) = (self.membership, self.call());
+        let (lanes, piece) = match self.transport.lanes(&membership.ranks) {
+            Some(lanes) => (lanes.count(), PIECE_BYTES),
             None => (1, usize::MAX),
         };
         let scratch = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
-        let mut words = of.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut words = membership.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let exchange = |host: &mut [u8], slice: Range<usize>| {
-            let blocks = blocks_of(host, blocks(&slice));
-            let block = piece.min(blocks[plan.own].len()).next_multiple_of(ALIGN).max(ALIGN);
+            let blocks = split_blocks(host, blocks(&slice));
+            let block = piece.min(blocks[plan.own].len()).next_multiple_of(ALIGN_BYTES).max(ALIGN_BYTES);
             if words.len() * 8 < block * scratch * lanes {
                 *words = vec![0; block * scratch * lanes / 8];
             }
             let mut chunks = bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(block);
             let scratch = (0..lanes).map(|_| chunks.by_ref().take(scratch).collect()).collect();
-            let lanes = plan::lanes(blocks, piece, scratch);
-            let exchanged = match self.transport.lanes(&of.ranks) {
+            let lanes = plan::cut_into_lanes(blocks, piece, scratch);
+            let exchanged = match self.transport.lanes(&membership.ranks) {
                 Some(on_node) => on_node.exchange(call, plan, lanes),
                 None => lanes.into_iter().try_for_each(|mut lane| {
                     while lane.phase(plan).is_some() {
@@ -129,13 +129,13 @@ impl Member<'_> {
             };
             exchanged.map_err(|fault| fault.into_error(call.op))
         };
-        of.buffers.in_slices(device, buffer, slices, Steps { read, exchange, write })
+        membership.buffers.in_slices(device, buffer, slices, SliceSteps { read, exchange, write })
     }
 
     /// Gathers a few bytes from every rank, in the order of the ranks.
     fn all_gather_bytes<const N: usize>(&mut self, own: [u8; N]) -> Result<Vec<[u8; N]>> {
         let mut all = vec![own; self.size()];
-        let (rank, ranks) = (self.rank(), &self.of.ranks);
+        let (rank, ranks) = (self.rank(), &self.membership.ranks);
         let values = all.iter_mut().zip(ranks).enumerate().filter(|(other, _)| *other != rank);
         let mut receives: Vec<_> = values.map(|(_, (value, &from))| (from, value.as_mut_slice())).collect();
         let sends: Vec<_> = self.others().map(|other| (ranks[other], own.as_slice())).collect();
@@ -144,7 +144,7 @@ impl Member<'_> {
         Ok(all)
     }
 
-    /// Fails unless all ranks make this call.
+    /// Returns an error unless all ranks make this call.
     fn compare(&mut self, call: &str) -> Result<()> {
         let mut text = [0; 120];
         for (to, from) in text.iter_mut().zip(call.bytes()) {
@@ -162,8 +162,9 @@ impl Member<'_> {
     }
 }
 
-/// The ranks of the job in this rank's new group, and the context of its messages; none without a color. New contexts are greater
-/// than any that a rank of the old group has used, so that groups that share a rank have different ones.
+/// Splits a group. Returns the ranks (numbers in the job) of this rank's new group and the context of its messages, or `None`
+/// without a color. New contexts are greater than all contexts of the old group's ranks, so that groups that share a rank have
+/// different contexts.
 pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
     let next = *m.transport.next_context();
     let mut own = [0; 20];
@@ -182,33 +183,33 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
         (0..all.len()).filter(|&r| i64_at(&all[r], 0) == color).map(|r| (i64_at(&all[r], 8), r)).collect();
     members.sort_unstable();
     let context = first + colors.iter().position(|&c| c == color).expect("one of them") as u32;
-    Ok(Some((members.into_iter().map(|(_, r)| m.of.ranks[r]).collect(), context)))
+    Ok(Some((members.into_iter().map(|(_, r)| m.membership.ranks[r]).collect(), context)))
 }
 
-/// The ranges of the ranks' parts of so many bytes.
-fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
-    let share = bytes.div_ceil(ranks).next_multiple_of(ALIGN);
+/// Divides a number of bytes into one aligned range for each rank.
+fn rank_ranges(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
+    let share = bytes.div_ceil(ranks).next_multiple_of(ALIGN_BYTES);
     (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
 }
 
-/// Cuts tensors of so many bytes, one for each rank, into slices. Gives these and the distance of two ranks' blocks in a buffer.
-fn slices_of(
+/// Cuts tensors of `bytes` bytes, one for each rank, into slices. Also returns the distance of two ranks' blocks in a buffer.
+fn cut_slices(
     m: &Member,
     bytes: usize,
     ranks: usize,
 ) -> (impl ExactSizeIterator<Item = Range<usize>> + Send + use<>, usize) {
-    let slice = (m.transport.slice_bytes() / ranks).next_multiple_of(ALIGN);
+    let slice = (m.transport.slice_bytes() / ranks).next_multiple_of(ALIGN_BYTES);
     let slices = (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes));
-    (slices, slice.min(bytes).next_multiple_of(ALIGN))
+    (slices, slice.min(bytes).next_multiple_of(ALIGN_BYTES))
 }
 
-/// The range of a slice of part p, where parts of so many bytes follow each other.
+/// Returns the range of a slice within part p, if parts of `bytes` bytes follow each other.
 fn part_range(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
     p * bytes + slice.start..p * bytes + slice.end
 }
 
-/// The bytes of a slice's buffer in these ranges, which are in ascending order.
-fn blocks_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
+/// Splits a slice's buffer into these ranges, which must be in ascending order.
+fn split_blocks(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     let mut at = 0;
     let mut one = |range: Range<usize>| {
         let (_, rest) = std::mem::take(&mut host).split_at_mut(range.start - at);
@@ -219,63 +220,63 @@ fn blocks_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     ranges.into_iter().map(&mut one).collect()
 }
 
-/// The ranges of a buffer's blocks, which begin `block` bytes apart and have the length of the slice.
+/// Returns the ranges of a buffer's blocks, which begin `block` bytes apart and have the length of the slice.
 fn equal_blocks(block: usize, blocks: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
     move |slice| (0..blocks).map(|p| p * block..p * block + slice.len()).collect()
 }
 
-/// Sends every other rank its part, and receives this rank's part from all, to be reduced.
-fn scatter(m: &Member, dtype: DType, op: ReduceOp) -> Phase {
+/// Sends every other rank its part, and receives this rank's part from all ranks, to be reduced.
+fn scatter_phase(m: &Member, dtype: DType, op: ReduceOp) -> Phase {
     let sends = m.others().map(|p| m.message(p, p)).collect();
     let receives = m.others().enumerate().map(|(i, p)| m.message(p, m.size() + i)).collect();
     Phase { sends, receives, reduces: Some((dtype, op)) }
 }
 
-/// Sends this rank's part to all others, and receives theirs.
-fn gather(m: &Member) -> Phase {
+/// Sends this rank's part to all other ranks, and receives their parts.
+fn gather_phase(m: &Member) -> Phase {
     let sends = m.others().map(|p| m.message(p, m.rank())).collect();
     Phase { sends, receives: m.others().map(|p| m.message(p, p)).collect(), reduces: None }
 }
 
-fn shared(tensors: &[Tensor]) -> Vec<Tensor> {
+fn shallow_clones(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(Tensor::shallow_clone).collect()
 }
 
-/// Every rank reduces its part of a slice, in the order of the ranks, and sends the result to all. A rank sends and receives
-/// fewer than two bytes for each byte of a slice, however many ranks there are, and all get the same bits.
+/// Every rank reduces its part of a slice, in the order of the ranks, and sends the result to all ranks. For each byte of a slice,
+/// a rank sends and receives fewer than two bytes, for any number of ranks. All ranks get the same bits.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let n = m.size();
-    let (slices, buffer) = slices_of(m, tensors.iter().map(Tensor::numel).sum(), 1);
-    let plan = Plan { phases: vec![scatter(m, dtype, op), gather(m)], own: m.rank() };
-    let (from, to) = (shared(tensors), shared(tensors));
+    let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let plan = Plan { phases: vec![scatter_phase(m, dtype, op), gather_phase(m)], own: m.rank() };
+    let (from, to) = (shallow_clones(tensors), shallow_clones(tensors));
     let read = move |staging: &mut Staging, slice| staging.read_all(&from, slice);
     let write = move |staging: &mut Staging, slice| staging.write_all(&to, slice);
-    m.in_slices(tensors[0].device(), buffer, slices, &plan, |slice| parts(slice.len(), n), (read, write))
+    m.in_slices(tensors[0].device(), buffer, slices, &plan, |slice| rank_ranges(slice.len(), n), (read, write))
 }
 
 /// Broadcasts along a binomial tree.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
-    let (slices, buffer) = slices_of(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
     let at = |rank: usize| m.message((rank + root) % n, 0);
-    // A rank receives from the rank whose number lacks its lowest set bit, and sends to those with one lower bit set besides.
+    // In the binomial tree, a rank receives from its number without the lowest set bit, and sends to its number plus each lower bit.
     let lowest = if rank == 0 { n.next_power_of_two() } else { 1 << rank.trailing_zeros() };
     let receives = if rank == 0 { Vec::new() } else { vec![at(rank - lowest)] };
     let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
     let sends = bits.map(|bit| rank + bit).filter(|&to| to < n).map(at).collect();
     let phases = vec![Phase { receives, ..Phase::default() }, Phase { sends, ..Phase::default() }];
-    let (from, to) = (shared(tensors), shared(tensors));
+    let (from, to) = (shallow_clones(tensors), shallow_clones(tensors));
     let read = move |staging: &mut Staging, slice| if rank == 0 { staging.read_all(&from, slice) } else { Ok(()) };
     let write = move |staging: &mut Staging, slice| if rank != 0 { staging.write_all(&to, slice) } else { Ok(()) };
     m.in_slices(tensors[0].device(), buffer, slices, &Plan { phases, own: 0 }, equal_blocks(buffer, 1), (read, write))
 }
 
-/// Concatenates `own` of every rank in `to`, in the order of the ranks.
+/// Concatenates the `own` tensors of all ranks in `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
-    let (slices, block) = slices_of(m, bytes, n);
-    let plan = Plan { phases: vec![gather(m)], own: rank };
+    let (slices, block) = cut_slices(m, bytes, n);
+    let plan = Plan { phases: vec![gather_phase(m)], own: rank };
     let (from, to) = (own.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice| staging.read(rank * block, &from, slice);
     let write = move |staging: &mut Staging, slice: Range<usize>| {
@@ -284,11 +285,11 @@ pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()
     m.in_slices(own.device(), n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
-/// Writes this rank's part of the reduction of all ranks' `from` to `to`.
+/// Reduces the `from` tensors of all ranks and writes this rank's part of the result to `to`.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
-    let (slices, block) = slices_of(m, bytes, n);
-    let plan = Plan { phases: vec![scatter(m, dtype, op)], own: rank };
+    let (slices, block) = cut_slices(m, bytes, n);
+    let plan = Plan { phases: vec![scatter_phase(m, dtype, op)], own: rank };
     let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.read(p * block, &from, part_range(p, bytes, &slice)))
@@ -297,11 +298,11 @@ pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: 
     m.in_slices(device, n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
-/// Sends part p of `from` to rank p, and receives part p of `to` from it.
+/// Sends part p of `from` to rank p, and receives part p of `to` from rank p.
 pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
-    let (slices, block) = slices_of(m, bytes, n);
+    let (slices, block) = cut_slices(m, bytes, n);
     // Blocks 0 to n - 1 are sent and n to 2 n - 1 received; a rank's own part stays in its sent block.
     let sends = m.others().map(|p| m.message(p, p)).collect();
     let phase = Phase { sends, receives: m.others().map(|p| m.message(p, n + p)).collect(), reduces: None };
@@ -318,7 +319,7 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
-    let (slices, buffer) = slices_of(m, bytes.numel(), 1);
+    let (slices, buffer) = cut_slices(m, bytes.numel(), 1);
     let plan = Plan { phases: vec![Phase { sends: vec![m.message(to, 0)], ..Phase::default() }], own: 0 };
     let from = bytes.shallow_clone();
     let read = move |staging: &mut Staging, slice| staging.read(0, &from, slice);
@@ -327,7 +328,7 @@ pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
-    let (slices, buffer) = slices_of(m, bytes.numel(), 1);
+    let (slices, buffer) = cut_slices(m, bytes.numel(), 1);
     let plan = Plan { phases: vec![Phase { receives: vec![m.message(from, 0)], ..Phase::default() }], own: 0 };
     let to = bytes.shallow_clone();
     let read = |_: &mut Staging, _| Ok(());

@@ -1,4 +1,4 @@
-//! Data parallel training: every rank has the model and a share of the batch.
+//! Data parallel training: every rank has the model and a part of the batch.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -6,21 +6,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
 use crate::nn::{BatchNorm, Forward, Module, Role};
-use crate::optim::joined_views;
+use crate::optim::join_adjacent_views;
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
-/// How [`DataParallel`] works.
+/// Options of [`DataParallel`].
 #[derive(Debug, Clone)]
 pub struct DataParallelOptions {
-    /// The most bytes of a bucket, whose gradients are reduced in one collective as soon as backward has computed them: 25 MiB, as
-    /// in PyTorch.
+    /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
+    /// collective as soon as backward has computed all of them.
     pub bucket_bytes: usize,
-    /// Whether a backward may leave out parameters, as long as it reaches one on every rank. Gradients are then reduced only after
-    /// backward, with one small collective more. Without it such a backward is an error that names the parameters.
+    /// Whether a backward pass may leave out parameters; it must still reach at least one parameter on every rank. Gradients are then
+    /// reduced only after backward, with one more small collective. If false, such a pass is an error that names the parameters.
     pub find_unused_parameters: bool,
-    /// Whether each forward that records gradients first broadcasts the buffers of rank 0, such as running statistics.
+    /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
     pub broadcast_buffers: bool,
-    /// The dtype in which gradients are sent, such as bf16 to halve the bytes of f32 (PyTorch's `bf16_compress_hook`).
+    /// The dtype in which gradients are sent; bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`).
     pub gradient_dtype: Option<DType>,
 }
 
@@ -31,12 +31,12 @@ impl Default for DataParallelOptions {
     }
 }
 
-/// A module that is replicated on every rank and trained with the rank's share of the batch (PyTorch's `DistributedDataParallel`). Backward
-/// leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the ranks' optimisers take the same steps.
+/// A module that is replicated on every rank and trained on the rank's part of the batch (PyTorch's `DistributedDataParallel`).
+/// Backward leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the optimisers of all ranks take the same steps.
 ///
-/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets, those of the last layers
-/// first, while backward computes the others. Parameters have the names that they have in the module, so that checkpoints fit
-/// both. With a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank gets only its part of the mean gradients.
+/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets while backward computes
+/// the rest, beginning with the last layers. Parameters keep the names of the module, so both can load the same checkpoints. With
+/// a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank gets only its part of the mean gradients.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group};
@@ -64,10 +64,10 @@ pub struct DataParallel<M> {
 }
 
 impl<M: Module> DataParallel<M> {
-    /// Wraps a module that has the same structure on every rank. All ranks call it.
+    /// Wraps a module that has the same structure on every rank. All ranks must call it.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without parameters that require a gradient; those of [`Group::broadcast`].
+    /// [`Error::Invalid`] if no parameter requires a gradient; the errors of [`Group::broadcast`].
     pub fn new(module: M, group: &Group, options: DataParallelOptions) -> Result<DataParallel<M>> {
         let op = "DataParallel::new";
         let mut tensors = Vec::new();
@@ -77,7 +77,10 @@ impl<M: Module> DataParallel<M> {
         let parameters: Vec<(String, Tensor)> =
             parameters.map(|(name, p)| Ok((name, without_memory(p)?))).collect::<Result<_>>()?;
         if parameters.is_empty() {
-            return Err(Error::invalid(op, "the module has no parameters that require a gradient: it needs no ranks"));
+            return Err(Error::invalid(
+                op,
+                "the module has no parameters that require a gradient: use it without DataParallel",
+            ));
         }
         let reducer = Arc::new(Reducer::new(group.clone(), options, parameters));
         for (i, (_, parameter)) in reducer.parameters.iter().enumerate() {
@@ -90,18 +93,18 @@ impl<M: Module> DataParallel<M> {
         Ok(DataParallel { module, reducer })
     }
 
-    /// The wrapped module.
+    /// Returns the wrapped module.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// Unwraps the module, whose gradients are no longer reduced.
+    /// Unwraps the module. Its gradients are no longer reduced.
     pub fn into_module(self) -> M {
         self.module
     }
 
-    /// Runs `f`, in which backward accumulates gradients on this rank without reducing them: for all but the last backward before a
-    /// step (PyTorch's `no_sync`).
+    /// Runs `f`, in which backward accumulates gradients on this rank without reducing them. Use it for all but the last backward
+    /// before a step (PyTorch's `no_sync`).
     pub fn no_sync<R>(&self, f: impl FnOnce() -> R) -> R {
         struct Restore<'a>(&'a AtomicBool, bool);
         impl Drop for Restore<'_> {
@@ -113,12 +116,12 @@ impl<M: Module> DataParallel<M> {
         f()
     }
 
-    /// The module and its reducer.
+    /// Returns the module and its reducer.
     pub(super) fn parts_mut(&mut self) -> (&mut M, &Reducer) {
         (&mut self.module, &self.reducer)
     }
 
-    /// Broadcasts rank 0's buffers, before a forward that records gradients.
+    /// Broadcasts rank 0's buffers before a forward pass that records gradients.
     fn broadcast_buffers(&self) -> Result<()> {
         let Reducer { options, syncs, group, .. } = &*self.reducer;
         if !options.broadcast_buffers || !is_grad_enabled() || !syncs.load(Relaxed) {
@@ -181,8 +184,8 @@ fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<(
     work.into_iter().try_for_each(Work::wait)
 }
 
-/// The indices of the tensors of each bucket, from the last tensor to the first. A bucket has one dtype and device, and at most so
-/// many bytes unless it is a single tensor.
+/// Returns the indices of the tensors of each bucket, from the last tensor to the first. A bucket has one dtype and device, and at
+/// most `most` bytes unless it is a single tensor.
 fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let mut bytes = 0; // in the last bucket
@@ -203,38 +206,38 @@ fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     buckets
 }
 
-/// Another handle on a leaf that does not share its storage: an optimiser moves a parameter into its buffer only where no other
+/// Returns a handle on a leaf that does not share its storage. An optimiser moves a parameter into its buffer only if no other
 /// tensor shares the parameter's storage.
 fn without_memory(p: &Tensor) -> Result<Tensor> {
     p.with_data(Tensor::zeros(1, (p.dtype(), p.device()))?.expand(p.shape())?)
 }
 
-/// Reduces gradients over the ranks while backward computes the others (PyTorch's `Reducer`).
+/// Reduces gradients over the ranks while backward computes other gradients (PyTorch's `Reducer`).
 pub(super) struct Reducer {
     pub group: Group,
     options: DataParallelOptions,
-    /// The names of the parameters and handles on their leaves, [without memory](without_memory).
+    /// The names of the parameters, and handles on their leaves [without memory](without_memory).
     pub parameters: Vec<(String, Tensor)>,
     /// The indices of each bucket's parameters, in the order in which every rank reduces the buckets: the last parameters first.
     pub buckets: Vec<Vec<usize>>,
     /// False in [`DataParallel::no_sync`].
     syncs: AtomicBool,
-    pass: Mutex<Pass>,
+    pass: Mutex<BackwardPass>,
     /// The shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), if the model has one.
     shards: Mutex<Weak<Shards>>,
 }
 
 /// One backward pass.
 #[derive(Default)]
-struct Pass {
-    /// The gradients that it has computed.
+struct BackwardPass {
+    /// The gradients that have been computed.
     gradients: Vec<Option<Tensor>>,
-    /// The collectives of the buckets that were sent, in their order.
-    sent: Vec<Sent>,
+    /// The collectives of the buckets that were sent, in order.
+    sent: Vec<BucketWork>,
 }
 
-impl Pass {
-    /// Makes space for the gradients if the pass has none, and returns whether that was so.
+impl BackwardPass {
+    /// Makes room for the gradients at the first call of a pass. Returns whether this is the first call.
     fn begin(&mut self, parameters: usize) -> bool {
         let begins = self.gradients.is_empty();
         self.gradients.resize_with(parameters, || None);
@@ -242,20 +245,20 @@ impl Pass {
     }
 }
 
-/// Resets the reducer when a backward pass ends or fails, so that the next one starts from an empty [`Pass`].
+/// Resets the reducer when a backward pass ends or fails, so that the next pass starts from an empty [`BackwardPass`].
 struct PassGuard(Arc<Reducer>);
 
 impl Drop for PassGuard {
     fn drop(&mut self) {
-        *self.0.pass() = Pass::default();
+        *self.0.pass() = BackwardPass::default();
     }
 }
 
-/// The collective of a bucket.
-enum Sent {
-    /// The mean on every rank. `converted` has gradients with their copies in the dtype in which they are sent.
+/// The collective of a bucket of gradients.
+enum BucketWork {
+    /// All-reduce of the mean. `converted` pairs gradients with their copies in the dtype in which they are sent.
     AllReduce { work: Work, converted: Vec<(Tensor, Tensor)> },
-    /// The mean of this rank's part.
+    /// Reduce-scatter: the mean of this rank's part.
     ReduceScatter(Work<Tensor>),
 }
 
@@ -267,11 +270,11 @@ impl Reducer {
         Reducer { group, options, parameters, buckets, syncs, pass: Mutex::default(), shards: Mutex::default() }
     }
 
-    fn pass(&self) -> MutexGuard<'_, Pass> {
+    fn pass(&self) -> MutexGuard<'_, BackwardPass> {
         self.pass.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The hook of parameter i, called when its gradient is complete: sends the buckets that are complete.
+    /// The hook of parameter i, called when its gradient is complete. Sends all buckets that are complete.
     fn gradient_ready(self: Arc<Self>, i: usize, grad: &Tensor) -> Result<()> {
         if !self.syncs.load(Relaxed) {
             return Ok(());
@@ -279,18 +282,18 @@ impl Reducer {
         let begins = self.pass().begin(self.parameters.len());
         if begins {
             let guard = PassGuard(Arc::clone(&self));
-            autograd::queue_callback(move || guard.0.end())?;
+            autograd::queue_callback(move || guard.0.finish_pass())?;
         }
         let mut pass = self.pass();
         pass.gradients[i] = Some(grad.detach());
         match self.options.find_unused_parameters {
-            // All ranks must send in one order: one that lacks a gradient would send after collectives that the module itself makes.
+            // Buckets are sent at the end: a rank without some gradient would otherwise send them after collectives of the module itself.
             true => Ok(()),
             false => self.send_complete(&mut pass),
         }
     }
 
-    /// From now on gradients are reduced to these shards.
+    /// Makes later passes reduce gradients to these shards.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
         *self.shards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shards);
     }
@@ -299,8 +302,8 @@ impl Reducer {
         self.shards.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
     }
 
-    /// Sends the next buckets while they are complete, so that all ranks send them in one order.
-    fn send_complete(&self, pass: &mut Pass) -> Result<()> {
+    /// Sends the next buckets as long as they are complete, so that all ranks send buckets in the same order.
+    fn send_complete(&self, pass: &mut BackwardPass) -> Result<()> {
         while let Some(bucket) = self.buckets.get(pass.sent.len()) {
             let gradients: Option<Vec<Tensor>> =
                 bucket.iter().map(|&i| Some(pass.gradients[i].as_ref()?.shallow_clone())).collect();
@@ -311,32 +314,33 @@ impl Reducer {
         Ok(())
     }
 
-    fn send(&self, bucket: usize, gradients: Vec<Tensor>) -> Result<Sent> {
+    /// Starts the all-reduce or reduce-scatter of a bucket's gradients, converted to the gradient dtype of the options.
+    fn send(&self, bucket: usize, gradients: Vec<Tensor>) -> Result<BucketWork> {
         let dtype = self.options.gradient_dtype.filter(|&dtype| dtype != gradients[0].dtype());
         if let Some(shards) = self.shards() {
-            return Ok(Sent::ReduceScatter(shards.send(bucket, &gradients, dtype)?));
+            return Ok(BucketWork::ReduceScatter(shards.send(bucket, &gradients, dtype)?));
         }
-        // Gradients that are adjacent in an optimiser's buffer are sent as one tensor, if contiguous: ranks may differ in memory format.
-        let joined = joined_views(gradients.iter().rev().map(Tensor::shallow_clone), Tensor::is_contiguous)?;
-        let gradients = if joined.is_empty() { gradients } else { joined }; // where none has elements
+        // Gradients that are adjacent in an optimiser's buffer are sent as one tensor, if contiguous: memory formats may differ by rank.
+        let joined = join_adjacent_views(gradients.iter().rev().map(Tensor::shallow_clone), Tensor::is_contiguous)?;
+        let gradients = if joined.is_empty() { gradients } else { joined }; // no gradient has elements
         let travel = match dtype {
             Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,
             None => gradients.iter().map(Tensor::shallow_clone).collect(),
         };
         let work = self.group.all_reduce_coalesced_async(&travel.iter().collect::<Vec<_>>(), ReduceOp::Mean)?;
         let converted = if dtype.is_some() { gradients.into_iter().zip(travel).collect() } else { Vec::new() };
-        Ok(Sent::AllReduce { work, converted })
+        Ok(BucketWork::AllReduce { work, converted })
     }
 
-    /// The end of backward on this rank: sends the remaining buckets and waits for all.
-    fn end(&self) -> Result<()> {
+    /// Ends backward on this rank: sends the remaining buckets and waits for all of them.
+    fn finish_pass(&self) -> Result<()> {
         let mut pass = std::mem::take(&mut *self.pass());
         let missing: Vec<usize> = (0..self.parameters.len()).filter(|&i| pass.gradients[i].is_none()).collect();
         if !missing.is_empty() && !self.options.find_unused_parameters {
             let names: Vec<&str> = missing.iter().map(|&i| &*self.parameters[i].0).collect();
             let reason = format!(
                 "backward has not reached {}, so the other ranks would wait for their gradients: set find_unused_parameters, or \
-                 have every parameter take part",
+                 use every parameter in the loss",
                 names.join(", ")
             );
             return Err(Error::Autograd { op: "DataParallel", reason });
@@ -344,7 +348,7 @@ impl Reducer {
         let mut without = Vec::new();
         for i in missing {
             let parameter = &self.parameters[i].1;
-            // An earlier backward, in no_sync, may have computed it.
+            // An earlier backward in `no_sync` may have computed the gradient.
             pass.gradients[i] = Some(match parameter.grad() {
                 Some(grad) => grad.detach(),
                 None => {
@@ -360,11 +364,11 @@ impl Reducer {
         };
         for (bucket, sent) in pass.sent.into_iter().enumerate() {
             match sent {
-                Sent::AllReduce { work, converted } => {
+                BucketWork::AllReduce { work, converted } => {
                     work.wait()?;
                     converted.iter().try_for_each(|(grad, travelled)| grad.copy_(travelled).map(|_| ()))?;
                 }
-                Sent::ReduceScatter(work) => {
+                BucketWork::ReduceScatter(work) => {
                     let mean = work.wait()?;
                     // The optimiser may have been dropped since the bucket was sent.
                     self.shards().map_or(Ok(()), |shards| shards.receive(bucket, &mean, &reached))?;
@@ -374,14 +378,14 @@ impl Reducer {
         if self.shards().is_some() {
             return Ok(());
         }
-        // A parameter that only other ranks reached gets the mean gradient here, too. One that no rank reached has none.
+        // A parameter that only other ranks reached gets the mean gradient here, too. A parameter that no rank reached gets none.
         without.into_iter().filter(|&i| reached[i]).try_for_each(|i| {
             let gradient = pass.gradients[i].as_ref().expect("zeros, summed with the others'");
             self.parameters[i].1.set_grad(gradient.shallow_clone())
         })
     }
 
-    /// Which parameters have a gradient on any rank; on this one all but those `without`.
+    /// Returns for each parameter whether any rank has a gradient; this rank lacks the gradients of `without`.
     fn reached_by_any(&self, without: &[usize]) -> Result<Vec<bool>> {
         let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!without.contains(&i))).collect();
         let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;

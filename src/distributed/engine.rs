@@ -1,4 +1,4 @@
-//! The thread on which a rank's collectives run, one after another in the order of the calls.
+//! The thread that runs a rank's collectives, one after another, in the order of the calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
@@ -10,7 +10,7 @@ use super::transport::Transport;
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
-/// How long a thread with a core to itself spins before it blocks: about as long as being woken takes.
+/// How long a thread spins before it blocks: about as long as waking a thread takes. With a single core threads do not spin.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// Receives from a channel, spinning for a short time before it blocks.
@@ -29,11 +29,12 @@ pub(super) fn recv_spinning<T>(from: &Receiver<T>) -> std::result::Result<T, Rec
     from.recv()
 }
 
+/// Work for the thread, which gets the transport.
 type Job = Box<dyn FnOnce(&mut dyn Transport) + Send>;
 
-/// A handle on the thread, which ends when the last handle is dropped.
+/// A handle on the thread. The thread ends when the last handle is dropped.
 pub(super) struct Engine {
-    /// None once the thread has been told to end.
+    /// `None` after the thread was told to end.
     jobs: Mutex<Option<Sender<Job>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Makes the rank leave the job for the given reason; callable from any thread while the engine waits for other ranks.
@@ -80,7 +81,7 @@ impl Engine {
         let (done, result) = channel();
         let job: Job = Box::new(move |transport| drop(done.send(f(transport))));
         if let Some(jobs) = &*self.jobs.lock().unwrap_or_else(PoisonError::into_inner) {
-            let _ = jobs.send(job); // where the thread has ended, `Work::wait` returns the error
+            let _ = jobs.send(job); // if the thread has ended, `Work::wait` returns the error
         }
         Work { op, result }
     }
@@ -91,9 +92,9 @@ impl Engine {
     pub(super) fn end(&self) {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // The thread itself may be the one that exits the process: it cannot join itself.
+        // If this thread itself exits the process, it cannot join itself.
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
-            let _ = thread.join(); // the message of a panic has been printed
+            let _ = thread.join(); // the panic message has already been printed
         }
     }
 }
@@ -112,18 +113,18 @@ pub struct Work<R = ()> {
 }
 
 impl<R> Work<R> {
-    /// Work that is already complete.
+    /// Returns completed work.
     pub(super) fn done(op: &'static str, value: R) -> Work<R> {
         let (done, result) = channel();
         let _ = done.send(Ok(value)); // cannot fail: the receiver exists
         Work { op, result }
     }
 
-    /// Waits for the collective and gives its result. Commands enqueued after that see the new values.
+    /// Waits for the collective and returns its result. Commands that are enqueued afterwards read the new values.
     ///
     /// # Errors
-    /// [`Error::Rank`] where another rank failed or did not make the call; those of transfers. The values of the tensors that the
-    /// collective writes to are undefined after an error.
+    /// [`Error::Rank`] if another rank failed or did not make the call; errors of transfers. After an error, the tensors that the
+    /// collective writes to have undefined values.
     pub fn wait(self) -> Result<R> {
         let ended = |_| Error::invalid(self.op, "the thread of the group ended: a collective panicked");
         recv_spinning(&self.result).map_err(ended)?

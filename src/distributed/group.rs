@@ -31,15 +31,15 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// Tensors stay on their devices; messages go through host memory. Each rank has one thread that runs collectives one after
-/// another in the order of the calls, including those of groups [split](Self::split) from this one, so ranks must make the calls
-/// of all their groups in the same order. Each collective has an asynchronous form that returns [`Work`]: its tensors must not be
-/// written to before [`Work::wait`]. Reductions give the same bits on every rank, and in every run with as many ranks.
+/// Tensors stay on their devices; messages go through host memory. Each rank has one thread that runs collectives in the order of
+/// the calls, including calls of groups [split](Self::split) from this group. All ranks must therefore make the calls of all their
+/// groups in the same order. Each collective has an asynchronous form that returns [`Work`]; do not write to its tensors before
+/// [`Work::wait`]. Reductions give the same bits on every rank, and in every run with the same number of ranks.
 ///
-/// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it; after an error the groups of a job cannot be
-/// used any more. Mismatched calls are noticed by the sizes of the messages, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds
-/// (600), which is also how late a rank may be. With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective, except
-/// `send` and `recv`, before it runs, and the error says which rank calls what.
+/// If a rank fails, the calls of the other ranks fail with [`Error::Rank`], which names that rank. After an error all groups of
+/// the job are unusable. Mismatched calls are detected by different message sizes, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT`
+/// seconds (600), which is also how late a rank may be. With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective,
+/// except `send` and `recv`, before it runs, and the error names the rank and its call.
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<Engine>,
@@ -47,7 +47,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group of ranks in this process, one for each device: use each on a thread of its own.
+    /// Creates a group of ranks in this process, one for each device. Use each on a thread of its own.
     ///
     /// # Errors
     /// [`Error::Invalid`] without devices, [`Error::NoDevice`].
@@ -56,66 +56,66 @@ impl Group {
         if devices.is_empty() {
             return Err(Error::invalid(op, "there are no devices: give one for each rank"));
         }
-        let ends = Threads::new(devices.len(), timeout(op)?);
+        let ends = Threads::new(devices.len(), timeout_from_env(op)?);
         ends.into_iter()
             .zip(devices)
             .map(|(end, &device)| {
                 let other_end = end.clone();
                 let engine = Engine::start(op, move || Ok(end), move |why| other_end.clone().leave(why))?;
-                Group::of_job(engine, device)
+                Group::for_job(engine, device)
             })
             .collect()
     }
 
-    /// All ranks of the job under `mpirun` or another MPI launcher; a group of one without a launcher. A rank with local rank `i`
-    /// on its machine has OpenCL device `i` modulo their number (see `CLAYSTONE_DEVICES`), or the CPU where there are none.
+    /// Creates the group of all ranks of the job under `mpirun` or another MPI launcher; a group of one rank without a launcher. The
+    /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU without any.
     ///
-    /// This initialises MPI, which is finalised when the process exits. A rank that fails or is killed ends the job with a message
-    /// on standard error, instead of the [`Error`] that ranks in threads get, because pending MPI messages cannot be cancelled.
+    /// This initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the job ends with a message
+    /// on standard error. Ranks in threads get an [`Error`] instead, which MPI does not allow: its pending messages cannot be cancelled.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where another library has initialised MPI, or MPI was finalised.
+    /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was finalised.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";
-        let engine = super::mpi::engine(op, timeout(op)?)?;
+        let engine = super::mpi::engine(op, timeout_from_env(op)?)?;
         let local = super::mpi::local_rank();
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| *d != Device::Cpu).collect();
         let device = devices.get(local % devices.len().max(1)).copied().unwrap_or(Device::Cpu);
         if engine.size > 1 && !device.is_cpu() && threads() == 1 {
             tracing::warn!(
-                "a rank with {device} has one core, so that backward and what it sends take turns: mpirun --bind-to none"
+                "a rank with {device} has one core, so backward and communication take turns: use mpirun --bind-to none"
             );
         }
-        Group::of_job(engine, device)
+        Group::for_job(engine, device)
     }
 
-    fn of_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
+    fn for_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
         let (rank, ranks) = (engine.rank, (0..engine.size).collect());
-        let member = Membership::new(rank, ranks, 0, device, is_on("CLAYSTONE_DISTRIBUTED_DEBUG"))?;
+        let member = Membership::new(rank, ranks, 0, device, is_env_on("CLAYSTONE_DISTRIBUTED_DEBUG"))?;
         Ok(Group { engine, member: Arc::new(member) })
     }
 
-    /// This rank's number in the group, from 0.
+    /// Returns this rank's number in the group, from 0.
     pub fn rank(&self) -> usize {
         self.member.rank
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.member.ranks.len()
     }
 
-    /// The device of this rank.
+    /// Returns the device of this rank.
     pub fn device(&self) -> Device {
         self.member.device
     }
 
-    /// Splits the ranks into one group for each color, ranked by key and then by old rank (MPI's `MPI_Comm_split`, PyTorch's
-    /// `new_group`). None for a rank without a color. All ranks call it.
+    /// Splits the ranks into one group for each color, ordered by key and then by old rank (MPI's `MPI_Comm_split`, PyTorch's
+    /// `new_group`). Returns `None` on a rank without a color. All ranks must call it.
     ///
     /// # Errors
-    /// Those of collectives.
+    /// The errors of collectives.
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>> {
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
@@ -127,20 +127,20 @@ impl Group {
         Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
     }
 
-    /// Returns when every rank has called it (PyTorch's `barrier`).
+    /// Waits until every rank has called it (PyTorch's `barrier`).
     ///
     /// # Errors
-    /// Those of collectives.
+    /// The errors of collectives.
     pub fn barrier(&self) -> Result<()> {
         let nothing = Tensor::zeros(1, Device::Cpu)?;
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
-    /// Copies the root's tensor to every rank's (PyTorch's `broadcast`). Any dtype and strides; the same shape and dtype on all
-    /// ranks.
+    /// Copies the root's tensor to the tensors of all other ranks (PyTorch's `broadcast`). Any dtype and strides; shape and dtype must
+    /// be the same on all ranks.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a root that is no rank; [`Error::Rank`] where another rank fails or does not make the call; those
+    /// [`Error::Invalid`] for a root that is not a rank; [`Error::Rank`] if another rank fails or does not make the call; errors
     /// of transfers.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
         self.broadcast_async(tensor, root)?.wait()
@@ -149,30 +149,30 @@ impl Group {
     /// The asynchronous form of [`broadcast`](Self::broadcast).
     ///
     /// # Errors
-    /// Those of [`broadcast`](Self::broadcast) that concern its arguments.
+    /// The errors of [`broadcast`](Self::broadcast) that concern its arguments.
     pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
-        self.broadcast_of(&[tensor], tensor.shape(), root)
+        self.submit_broadcast(&[tensor], tensor.shape(), root)
     }
 
     /// [`broadcast`](Self::broadcast) of several tensors of one dtype and device in one collective (PyTorch's
     /// `_broadcast_coalesced`).
     pub(super) fn broadcast_coalesced_async(&self, tensors: &[&Tensor], root: usize) -> Result<Work> {
-        self.broadcast_of(tensors, &elements(tensors), root)
+        self.submit_broadcast(tensors, &flat_shape(tensors), root)
     }
 
-    fn broadcast_of(&self, tensors: &[&Tensor], shape: &Shape, root: usize) -> Result<Work> {
+    fn submit_broadcast(&self, tensors: &[&Tensor], shape: &Shape, root: usize) -> Result<Work> {
         self.check_rank("broadcast", root)?;
-        self.in_place("broadcast", tensors, shape, &format!("root {root}"), move |m, bytes| {
+        self.submit_in_place("broadcast", tensors, shape, &format!("root {root}"), move |m, bytes| {
             collective::broadcast(m, bytes, root)
         })
     }
 
     /// Replaces every rank's tensor by the sum (or another [`ReduceOp`]) over all ranks (PyTorch's `all_reduce`). Any dtype and
-    /// strides; the same shape and dtype on all ranks.
+    /// strides; shape and dtype must be the same on all ranks.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] where another rank fails or
-    /// does not make the call; those of transfers.
+    /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] if another rank fails or
+    /// does not make the call; errors of transfers.
     pub fn all_reduce(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<()> {
         self.all_reduce_async(tensor, reduce)?.wait()
     }
@@ -180,16 +180,16 @@ impl Group {
     /// The asynchronous form of [`all_reduce`](Self::all_reduce).
     ///
     /// # Errors
-    /// Those of [`all_reduce`](Self::all_reduce) that concern its arguments.
+    /// The errors of [`all_reduce`](Self::all_reduce) that concern its arguments.
     pub fn all_reduce_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work> {
-        self.all_reduce_of(&[tensor], tensor.shape(), reduce)
+        self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
     }
 
     /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype and device in one collective, such as the many small
     /// gradients of a network (PyTorch's `all_reduce_coalesced`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; those of
+    /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; the errors of
     /// [`all_reduce`](Self::all_reduce).
     pub fn all_reduce_coalesced(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<()> {
         self.all_reduce_coalesced_async(tensors, reduce)?.wait()
@@ -198,12 +198,12 @@ impl Group {
     /// The asynchronous form of [`all_reduce_coalesced`](Self::all_reduce_coalesced).
     ///
     /// # Errors
-    /// Those of [`all_reduce_coalesced`](Self::all_reduce_coalesced) that concern its arguments.
+    /// The errors of [`all_reduce_coalesced`](Self::all_reduce_coalesced) that concern its arguments.
     pub fn all_reduce_coalesced_async(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<Work> {
-        self.all_reduce_of(tensors, &elements(tensors), reduce)
+        self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
     }
 
-    fn all_reduce_of(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
+    fn submit_all_reduce(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
         let op = "all_reduce";
         let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
         let dtype = first.dtype();
@@ -216,15 +216,15 @@ impl Group {
                 return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
             }
         }
-        self.in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
+        self.submit_in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
             collective::all_reduce(m, bytes, dtype, reduce)
         })
     }
 
-    /// The tensors of all ranks, stacked in a new first dimension: `[size, ...]` (PyTorch's `all_gather`).
+    /// Returns the tensors of all ranks, stacked in a new first dimension: `[size, ...]` (PyTorch's `all_gather`).
     ///
     /// # Errors
-    /// [`Error::Rank`] where another rank fails or does not make the call; [`Error::OutOfMemory`]; those of transfers.
+    /// [`Error::Rank`] if another rank fails or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
         self.all_gather_async(tensor)?.wait()
     }
@@ -232,24 +232,24 @@ impl Group {
     /// The asynchronous form of [`all_gather`](Self::all_gather).
     ///
     /// # Errors
-    /// Those of [`all_gather`](Self::all_gather) that concern its arguments.
+    /// The errors of [`all_gather`](Self::all_gather) that concern its arguments.
     pub fn all_gather_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
         let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
-        self.to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
+        self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
     }
 
-    /// Concatenates the tensors of all ranks in `into`, which is contiguous (PyTorch's `all_gather_into_tensor`).
+    /// Concatenates the tensors of all ranks in `into`, which must be contiguous (PyTorch's `all_gather_into_tensor`).
     pub(super) fn all_gather_into_async(&self, tensor: &Tensor, into: &Tensor) -> Result<Work> {
-        let (source, into) = (tensor.detach().contiguous()?, bytes_of(into)?);
-        let call = describe("all_gather", tensor.dtype(), tensor.shape(), "");
+        let (source, into) = (tensor.detach().contiguous()?, as_byte_tensor(into)?);
+        let call = describe_call("all_gather", tensor.dtype(), tensor.shape(), "");
         self.submit("all_gather", Some(call), &[source], move |m, bytes| collective::all_gather(m, &bytes[0], &into))
     }
 
-    /// Reduces the tensors of all ranks and gives this rank its part of the first dimension, whose size is a multiple of the
-    /// group's (PyTorch's `reduce_scatter_tensor`).
+    /// Reduces the tensors of all ranks and returns this rank's part of the first dimension, whose size must be a multiple of the
+    /// group's size (PyTorch's `reduce_scatter_tensor`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the first dimension is no such multiple; those of [`all_reduce`](Self::all_reduce).
+    /// [`Error::Invalid`] if the first dimension is not such a multiple; the errors of [`all_reduce`](Self::all_reduce).
     pub fn reduce_scatter(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Tensor> {
         self.reduce_scatter_async(tensor, reduce)?.wait()
     }
@@ -257,7 +257,7 @@ impl Group {
     /// The asynchronous form of [`reduce_scatter`](Self::reduce_scatter).
     ///
     /// # Errors
-    /// Those of [`reduce_scatter`](Self::reduce_scatter) that concern its arguments.
+    /// The errors of [`reduce_scatter`](Self::reduce_scatter) that concern its arguments.
     pub fn reduce_scatter_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work<Tensor>> {
         let (op, dtype) = ("reduce_scatter", tensor.dtype());
         reduce.check(op, dtype)?;
@@ -266,15 +266,15 @@ impl Group {
         shape[0] = part;
         let f =
             move |m: &mut Member, from: &Tensor, to: &Tensor| collective::reduce_scatter(m, from, to, dtype, reduce);
-        self.to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
+        self.submit_to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
     }
 
     /// Sends part i of the first dimension to rank i, and concatenates the parts received in the order of the ranks (PyTorch's
     /// `all_to_all_single`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the first dimension is no multiple of the group's size; [`Error::Rank`] where another rank fails
-    /// or does not make the call; [`Error::OutOfMemory`]; those of transfers.
+    /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size; [`Error::Rank`] if another rank fails
+    /// or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
     pub fn all_to_all(&self, tensor: &Tensor) -> Result<Tensor> {
         self.all_to_all_async(tensor)?.wait()
     }
@@ -282,18 +282,18 @@ impl Group {
     /// The asynchronous form of [`all_to_all`](Self::all_to_all).
     ///
     /// # Errors
-    /// Those of [`all_to_all`](Self::all_to_all) that concern its arguments.
+    /// The errors of [`all_to_all`](Self::all_to_all) that concern its arguments.
     pub fn all_to_all_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
         self.rows_per_rank("all_to_all", tensor)?;
-        self.to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
+        self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
     }
 
-    /// Sends a tensor to another rank, which [receives](Self::recv) it into one of the same shape and dtype (PyTorch's `send`).
-    /// Two ranks that both send to each other first may deadlock: let one receive first, or call
+    /// Sends a tensor to another rank, which [receives](Self::recv) it into a tensor of the same shape and dtype (PyTorch's `send`).
+    /// Two ranks that both send to each other first may deadlock: let one of them receive first, or call
     /// [`all_to_all`](Self::all_to_all).
     ///
     /// # Errors
-    /// [`Error::Invalid`] for this rank itself and for a number that is no rank; [`Error::Rank`]; those of transfers.
+    /// [`Error::Invalid`] for this rank itself and for a number that is not a rank; [`Error::Rank`]; errors of transfers.
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
         self.send_async(tensor, to)?.wait()
     }
@@ -301,7 +301,7 @@ impl Group {
     /// The asynchronous form of [`send`](Self::send).
     ///
     /// # Errors
-    /// Those of [`send`](Self::send) that concern its arguments.
+    /// The errors of [`send`](Self::send) that concern its arguments.
     pub fn send_async(&self, tensor: &Tensor, to: usize) -> Result<Work> {
         self.check_other("send", to)?;
         let source = tensor.detach().contiguous()?;
@@ -311,7 +311,7 @@ impl Group {
     /// Receives a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
     ///
     /// # Errors
-    /// Those of [`send`](Self::send).
+    /// The errors of [`send`](Self::send).
     pub fn recv(&self, tensor: &Tensor, from: usize) -> Result<()> {
         self.recv_async(tensor, from)?.wait()
     }
@@ -319,19 +319,22 @@ impl Group {
     /// The asynchronous form of [`recv`](Self::recv).
     ///
     /// # Errors
-    /// Those of [`recv`](Self::recv) that concern its arguments.
+    /// The errors of [`recv`](Self::recv) that concern its arguments.
     pub fn recv_async(&self, tensor: &Tensor, from: usize) -> Result<Work> {
         self.check_other("recv", from)?;
-        self.in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
+        self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
     }
 
-    /// The first dimension's size divided by the number of ranks.
+    /// Returns the size of the first dimension divided by the number of ranks.
     fn rows_per_rank(&self, op: &'static str, tensor: &Tensor) -> Result<usize> {
         match tensor.shape().dims().first() {
             Some(rows) if rows % self.size() == 0 => Ok(rows / self.size()),
             _ => {
-                let reason =
-                    format!("the first dimension of shape {} has no {} equal parts", tensor.shape(), self.size());
+                let reason = format!(
+                    "the first dimension of shape {} cannot be divided into {} equal parts",
+                    tensor.shape(),
+                    self.size()
+                );
                 Err(Error::invalid(op, reason + ": pad it to a multiple of the group's size"))
             }
         }
@@ -351,8 +354,8 @@ impl Group {
         }
     }
 
-    /// Submits a collective that writes to its tensors; `detail` is what the debug mode compares besides op, dtype and shape.
-    fn in_place(
+    /// Submits a collective that writes to its tensors. The debug mode compares `detail` in addition to op, dtype and shape.
+    fn submit_in_place(
         &self,
         op: &'static str,
         tensors: &[&Tensor],
@@ -360,12 +363,12 @@ impl Group {
         detail: &str,
         f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        let call = describe(op, tensors[0].dtype(), shape, detail);
-        self.in_place_unchecked(op, Some(call), tensors, f)
+        let call = describe_call(op, tensors[0].dtype(), shape, detail);
+        self.submit_in_place_unchecked(op, Some(call), tensors, f)
     }
 
-    /// [`in_place`](Self::in_place) without a description to compare. Tensors that are not contiguous are written through a copy.
-    fn in_place_unchecked(
+    /// [`submit_in_place`](Self::submit_in_place) without a description to compare. Tensors that are not contiguous are written through a copy.
+    fn submit_in_place_unchecked(
         &self,
         op: &'static str,
         call: Option<String>,
@@ -377,7 +380,7 @@ impl Group {
             return Err(Error::Autograd { op, reason });
         }
         if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()) {
-            let reason = format!("several elements of a tensor of strides {:?} are one: give a clone()", t.strides());
+            let reason = format!("elements of a tensor with strides {:?} share memory: pass a clone()", t.strides());
             return Err(Error::invalid(op, reason));
         }
         if self.size() == 1 {
@@ -388,13 +391,13 @@ impl Group {
         self.submit(op, call, &dense, move |m, bytes| {
             let mut copied = targets.iter().zip(&own).filter(|(target, own)| !target.shares_storage(own));
             let done = f(m, bytes).and_then(|()| copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ())));
-            // Before the targets are dropped: their memory may belong to another tensor afterwards.
+            // Synchronise before the targets are dropped, because their memory may then be reused for another tensor.
             Stream::current(targets[0].device())?.synchronize().and(done)
         })
     }
 
-    /// Contiguous tensors with the targets' elements, and a view of them in the shape of each target. On an OpenCL device several
-    /// targets are concatenated first, because a transfer each would take longer than that launch.
+    /// Returns contiguous tensors with the targets' elements, and views of them in the shapes of the targets. On an OpenCL device,
+    /// several targets are concatenated first, because separate transfers would take longer than that launch.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         if targets.len() == 1 || targets[0].device().is_cpu() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
@@ -410,7 +413,7 @@ impl Group {
     }
 
     /// Submits a collective that returns a new tensor on the tensor's device.
-    fn to_new(
+    fn submit_to_new(
         &self,
         op: &'static str,
         tensor: &Tensor,
@@ -420,14 +423,14 @@ impl Group {
     ) -> Result<Work<Tensor>> {
         let source = tensor.detach().contiguous()?;
         let result = Tensor::empty(shape, (tensor.dtype(), tensor.device()))?;
-        self.submit(op, Some(describe(op, tensor.dtype(), tensor.shape(), detail)), &[source], move |m, bytes| {
-            f(m, &bytes[0], &bytes_of(&result)?)?;
+        self.submit(op, Some(describe_call(op, tensor.dtype(), tensor.shape(), detail)), &[source], move |m, bytes| {
+            f(m, &bytes[0], &as_byte_tensor(&result)?)?;
             Ok(result)
         })
     }
 
-    /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, after the commands that this thread has
-    /// enqueued there. All copies have completed when the work is done.
+    /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, after the commands that the calling thread
+    /// has enqueued there. All copies are complete when the work is done.
     fn submit<R: Send + 'static>(
         &self,
         op: &'static str,
@@ -435,7 +438,7 @@ impl Group {
         tensors: &[Tensor],
         f: impl FnOnce(&mut Member, &[Tensor]) -> Result<R> + Send + 'static,
     ) -> Result<Work<R>> {
-        let bytes = tensors.iter().map(bytes_of).collect::<Result<Vec<_>>>()?;
+        let bytes = tensors.iter().map(as_byte_tensor).collect::<Result<Vec<_>>>()?;
         let device = tensors[0].device();
         let submitted = Stream::current(device)?.record_event()?;
         let member = Arc::clone(&self.member);
@@ -455,7 +458,7 @@ impl Group {
     }
 }
 
-/// A handle that is dropped while its thread panics makes the rank leave the job, so that the others do not wait for it.
+/// If a handle is dropped while its thread panics, the rank leaves the job, so that other ranks do not wait for it.
 impl Drop for Group {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -470,26 +473,26 @@ impl std::fmt::Debug for Group {
     }
 }
 
-/// The elements of a contiguous tensor as one dimension of bytes.
-fn bytes_of(tensor: &Tensor) -> Result<Tensor> {
+/// Returns the elements of a contiguous tensor as one dimension of bytes.
+fn as_byte_tensor(tensor: &Tensor) -> Result<Tensor> {
     tensor.detach().reshape(tensor.numel())?.view_dtype(DType::U8)
 }
 
-fn describe(op: &str, dtype: DType, shape: &Shape, detail: &str) -> String {
+fn describe_call(op: &str, dtype: DType, shape: &Shape, detail: &str) -> String {
     format!("{op} of {dtype} {shape} {detail}").trim_end().into()
 }
 
-fn is_on(key: &str) -> bool {
+fn is_env_on(key: &str) -> bool {
     std::env::var(key).is_ok_and(|v| !matches!(&*v, "" | "0" | "off"))
 }
 
-/// The shape by which coalesced calls are compared: that of all elements in one dimension, since ranks may cut them differently.
-fn elements(tensors: &[&Tensor]) -> Shape {
+/// Returns the shape used to compare coalesced calls: all elements in one dimension, because ranks may cut tensors differently.
+fn flat_shape(tensors: &[&Tensor]) -> Shape {
     tensors.iter().map(|t| t.numel()).sum::<usize>().into()
 }
 
-/// How long a rank waits for the others, by default 10 minutes.
-fn timeout(op: &'static str) -> Result<Duration> {
+/// Returns how long a rank waits for other ranks, by default 10 minutes.
+fn timeout_from_env(op: &'static str) -> Result<Duration> {
     let key = "CLAYSTONE_DISTRIBUTED_TIMEOUT";
     let Ok(text) = std::env::var(key) else { return Ok(Duration::from_secs(600)) };
     match text.parse::<u32>() {

@@ -1,4 +1,4 @@
-//! The progress of a lane: one thread's part of the exchange of a slice, through the lane's own rings in shared memory.
+//! Progress of a lane: one thread's part of the exchange of a slice, through the lane's own rings in shared memory.
 
 use std::hint::spin_loop;
 use std::time::{Duration, Instant};
@@ -6,18 +6,19 @@ use std::time::{Duration, Instant};
 use super::plan::{Lane, Plan};
 use super::rings::{Progress, Rings};
 
-/// How many polls a lane makes before it reads the clock and yields its core to other threads.
-const SPINS: usize = 256;
+/// Number of polls after which a lane reads the clock and yields its core to other threads.
+const POLLS_PER_YIELD: usize = 256;
 
+/// A lane during an exchange.
 pub(super) struct RunningLane<'a> {
     lane: Lane<'a>,
-    /// The number of the lane, which its rings have too.
+    /// The number of the lane and of its rings.
     number: usize,
-    /// The progress of each message of the current phase: those received, then those sent.
+    /// The progress of each message of the current phase, first the received, then the sent messages.
     progress: Vec<Progress>,
-    /// Whether any words were copied since this was last reset.
+    /// Whether any words were copied since this field was last reset.
     pub moved: bool,
-    /// The local rank that sent another message than expected, and what it sent.
+    /// The local rank that sent an unexpected message, and a description of the message.
     pub mismatch: Option<(usize, String)>,
 }
 
@@ -30,7 +31,7 @@ impl<'a> RunningLane<'a> {
         self.lane.phase(plan).is_none()
     }
 
-    /// Runs until the lane is done, or nothing has arrived for the time `patience`. The plan has local ranks.
+    /// Runs until the lane is done, or nothing has arrived for the duration `patience`. The plan must have local ranks.
     pub(super) fn run(&mut self, rings: &Rings, context: u32, plan: &Plan, patience: Duration) {
         let mut idle_since = None;
         let mut spins = 0;
@@ -40,7 +41,7 @@ impl<'a> RunningLane<'a> {
                 continue;
             }
             spins += 1;
-            if spins % SPINS != 0 {
+            if spins % POLLS_PER_YIELD != 0 {
                 spin_loop();
                 continue;
             }
@@ -51,13 +52,13 @@ impl<'a> RunningLane<'a> {
         }
     }
 
-    /// Copies the words that can be sent or received now, and returns whether there were any or a phase ended.
+    /// Copies the words that can be sent or received now. Returns whether there was progress.
     pub(super) fn step(&mut self, rings: &Rings, context: u32, plan: &Plan) -> bool {
         let Some(phase) = self.lane.phase(plan) else { return false };
         self.progress.resize_with(phase.receives.len() + phase.sends.len(), Progress::default);
         let (received, sent) = self.progress.split_at_mut(phase.receives.len());
         let (mut moved, mut is_complete) = (false, true);
-        // Sends come first, because other ranks wait for them.
+        // Send first, because other ranks wait for these messages.
         for (&(to, block), progress) in phase.sends.iter().zip(sent) {
             let bytes = self.lane.block(plan, block);
             if !progress.is_complete(bytes.len()) {
@@ -83,7 +84,7 @@ impl<'a> RunningLane<'a> {
         moved || is_complete
     }
 
-    /// The local ranks with which messages of the current phase are incomplete.
+    /// Returns the local ranks with incomplete messages in the current phase.
     pub(super) fn waits_for(&mut self, plan: &Plan) -> Vec<usize> {
         let Some(phase) = self.lane.phase(plan) else { return Vec::new() };
         let progress = self.progress.iter().copied().chain(std::iter::repeat(Progress::default()));

@@ -1,5 +1,5 @@
-//! Ranks that are processes under `mpirun`. MPI is called on one thread only, that of the rank's [`Engine`]. Ranks of one machine
-//! exchange messages through shared memory, on several threads where they have them.
+//! Ranks that are processes under `mpirun`. Only the thread of the rank's [`Engine`] calls MPI. Ranks on one machine
+//! exchange messages through shared memory, on several threads if a rank has several.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,66 +19,69 @@ use super::engine::Engine;
 use super::lanes::RunningLane;
 use super::plan::{Lane, Plan};
 use super::rings::{Progress, Rings};
-use super::threads::{SAME_CALLS, did_not_come};
+use super::threads::{SAME_CALLS_ADVICE, timeout_reason};
 use super::transport::{Call, Fault, Lanes, Transport, default_slice_bytes};
 use crate::device::cpu::{parallel, threads};
 use crate::device::profiler::at_exit;
 use crate::storage::SharedMemory;
 use crate::{Error, Result};
 
-/// Set to 0 on all ranks, it makes those of one machine exchange messages through MPI as well.
-const SHARED_MEMORY: &str = "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY";
+/// If set to 0 on all ranks, ranks on one machine also exchange messages through MPI.
+const SHARED_MEMORY_KEY: &str = "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY";
 
-/// The tag of the message that a rank leaves the job; other messages have their context plus 1.
-const LEAVES: i32 = 0;
+/// The tag of the message that a rank leaves the job. The tag of other messages is their context plus 1.
+const LEAVE_TAG: i32 = 0;
 
-/// How long all threads of a rank poll before only the engine's thread does, which then checks for ranks that have left.
+/// How long all threads of a rank poll. Then only the engine's thread polls, and checks for ranks that have left.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
-/// How long the engine's thread polls before it sleeps between polls. With one core it sleeps after [`SPIN_TIME`]: others need it.
+/// How long the engine's thread polls before it sleeps between polls. With one core it sleeps after [`SPIN_TIME`], because other
+/// threads need the core.
 const POLL_TIME: Duration = Duration::from_millis(2);
 
-/// How long it sleeps between polls.
-const SLEEP: Duration = Duration::from_micros(50);
+/// Duration of the sleep between polls.
+const SLEEP_TIME: Duration = Duration::from_micros(50);
 
-/// The most lanes, and so threads of a rank that exchange messages: the ranks of a machine with several GPUs share its cores.
+/// Maximum number of lanes, which is the number of threads per rank that exchange messages: the ranks of a machine share its
+/// cores.
 const MAX_LANES: usize = 8;
 
-/// A poisoned lock is used like any other: only a lane can panic under one, and that ends the engine.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex even if it is poisoned: only a lane can panic while it holds a lock, and that ends the engine.
+fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Requests to end the rank, from `mpirun` or another thread.
+/// Requests to end this rank, from `mpirun` or another thread.
 #[derive(Clone, Default)]
 struct Shutdown {
     /// Set by SIGTERM, which `mpirun` sends to all ranks after one has died.
     terminated: Arc<AtomicBool>,
-    /// Why this rank is to leave the job.
+    /// Why this rank has to leave the job.
     reason: Arc<Mutex<Option<String>>>,
 }
 
 impl Shutdown {
     fn reason(&self) -> Option<String> {
-        locked(&self.reason).clone()
+        lock_ignoring_poison(&self.reason).clone()
     }
 }
 
 /// The engine of the process. It lives until the process exits, because MPI cannot be initialised a second time.
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
+/// Returns the engine of the process; the first call initialises MPI and starts it.
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
-    let mut engine = locked(&ENGINE);
+    let mut engine = lock_ignoring_poison(&ENGINE);
     if let Some(engine) = &*engine {
         return Ok(Arc::clone(engine));
     }
     let shutdown = Shutdown::default();
-    let of_transport = shutdown.clone();
+    let transport_shutdown = shutdown.clone();
     let made = Engine::start(
         op,
-        move || Mpi::start(op, of_transport, timeout),
+        move || Mpi::start(op, transport_shutdown, timeout),
         move |why| {
-            locked(&shutdown.reason).get_or_insert_with(|| why.into());
+            lock_ignoring_poison(&shutdown.reason).get_or_insert_with(|| why.into());
         },
     )?;
     at_exit(end);
@@ -87,25 +90,26 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
 
 /// Ends the engine when the process exits; calls of groups that still exist fail from then on.
 extern "C" fn end() {
-    if let Some(engine) = locked(&ENGINE).take() {
+    if let Some(engine) = lock_ignoring_poison(&ENGINE).take() {
         engine.end();
     }
 }
 
-/// The rank of this process among those of its machine.
+/// The rank of this process among the ranks on its machine.
 static LOCAL_RANK: OnceLock<usize> = OnceLock::new();
 
 pub(super) fn local_rank() -> usize {
     LOCAL_RANK.get().copied().unwrap_or_default()
 }
 
-/// The ranks of this machine.
+/// The ranks on this machine.
 struct Node {
     rings: Rings,
-    /// The local rank of each of them.
+    /// Maps ranks of the job to local ranks.
     local_ranks: HashMap<usize, usize>,
 }
 
+/// The transport of a process under `mpirun`.
 struct Mpi {
     world: Rc<SimpleCommunicator>,
     rank: usize,
@@ -114,7 +118,7 @@ struct Mpi {
     next_context: u32,
     timeout: Duration,
     shutdown: Shutdown,
-    /// Ranks that have left, and why.
+    /// Ranks that have left, and the reasons.
     left: HashMap<usize, String>,
     node: Option<Rc<Node>>,
     /// Finalises MPI when dropped, after the communicator.
@@ -125,16 +129,16 @@ impl Mpi {
     fn start(op: &'static str, shutdown: Shutdown, timeout: Duration) -> Result<Mpi> {
         let started = ::mpi::initialize_with_threading(Threading::Funneled);
         let Some((universe, _)) = started else {
-            return Err(Error::invalid(op, "MPI has been started in this process by someone else, or has ended"));
+            return Err(Error::invalid(op, "MPI was initialised by another library in this process, or was finalised"));
         };
         let world = Rc::new(universe.world());
         let (rank, size) = (world.rank() as usize, world.size() as usize);
         if size > 1 {
-            // `mpirun` ends a job with SIGTERM: the collective that is waiting then says for which rank.
+            // `mpirun` ends a job with SIGTERM. The waiting collective then reports the rank it waited for.
             signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&shutdown.terminated))
                 .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
         }
-        let node = node(&world).map(Rc::new);
+        let node = connect_machine(&world).map(Rc::new);
         let mut slice = 0;
         world.all_reduce_into(&default_slice_bytes(), &mut slice, SystemOperation::min());
         Ok(Mpi {
@@ -151,35 +155,35 @@ impl Mpi {
         })
     }
 
-    /// A fault if one of these ranks has left the job, or the timeout has passed.
-    fn fault(&mut self, waiting_for: &[usize], since: Instant) -> Option<Fault> {
-        while let Some(message) = self.world.any_process().immediate_probe_with_tag(LEAVES) {
+    /// Returns a fault if one of these ranks has left the job, or the timeout has passed.
+    fn check_fault(&mut self, waiting_for: &[usize], since: Instant) -> Option<Fault> {
+        while let Some(message) = self.world.any_process().immediate_probe_with_tag(LEAVE_TAG) {
             let mut text = vec![0u8; message.count(u8::equivalent_datatype()) as usize];
             let from = message.source_rank();
-            self.world.process_at_rank(from).receive_into_with_tag(&mut text[..], LEAVES);
+            self.world.process_at_rank(from).receive_into_with_tag(&mut text[..], LEAVE_TAG);
             let why = String::from_utf8_lossy(&text).into_owned();
-            self.left.entry(from as usize).or_insert(why); // the first reason is the cause of later ones
+            self.left.entry(from as usize).or_insert(why); // the first reason is the cause of later reasons
         }
         if let Some((&rank, why)) = self.left.iter().find(|(rank, _)| waiting_for.contains(rank)) {
             return Some(Fault { rank, reason: why.clone() });
         }
         let rank = waiting_for[0];
-        (since.elapsed() > self.timeout).then(|| Fault { rank, reason: did_not_come(self.timeout) })
+        (since.elapsed() > self.timeout).then(|| Fault { rank, reason: timeout_reason(self.timeout) })
     }
 
-    /// Yields or sleeps between two polls, and checks now and then for ranks that have left. `moved` says whether the last poll
-    /// made progress, `pending` gives the ranks with incomplete messages.
+    /// Yields or sleeps between two polls, and regularly checks for ranks that have left. `moved` tells whether the last poll
+    /// made progress; `pending` returns the ranks with incomplete messages.
     fn wait(&mut self, call: Call, waiting: &mut Waiting, moved: bool, pending: impl Fn() -> Vec<usize>) {
-        // A rank that left may have sent messages before, which arrive first: the fault counts once nothing more arrives.
+        // Messages that a rank sent before it left still arrive, so the fault counts only after nothing more arrives.
         if let Some(Fault { rank, reason }) = waiting.fault.take().filter(|f| !moved && pending().contains(&f.rank)) {
-            self.end(&format!("{}: rank {rank} {reason}", call.op));
+            self.exit_process(&format!("{}: rank {rank} {reason}", call.op));
         }
         if moved {
             waiting.last_progress = Instant::now();
         }
         match waiting.last_progress.elapsed() < if threads() == 1 { SPIN_TIME } else { POLL_TIME } {
             true => std::thread::yield_now(),
-            false => std::thread::sleep(SLEEP),
+            false => std::thread::sleep(SLEEP_TIME),
         }
         if waiting.last_check.elapsed() < SPIN_TIME {
             return;
@@ -190,38 +194,38 @@ impl Mpi {
             return; // all lanes are at the start of a phase
         }
         if let Some(reason) = self.shutdown.reason() {
-            self.end(&format!("{reason} while {} was under way", call.op));
+            self.exit_process(&format!("{reason} while {} was under way", call.op));
         }
         if self.shutdown.terminated.load(Relaxed) {
-            self.end(&format!("the job was ended while {} waited for rank {}", call.op, ranks[0]));
+            self.exit_process(&format!("the job was ended while {} waited for rank {}", call.op, ranks[0]));
         }
-        waiting.fault = self.fault(&ranks, waiting.since);
+        waiting.fault = self.check_fault(&ranks, waiting.since);
     }
 
-    /// Exits the process, because MPI may still write to buffers of pending messages; `mpirun` then ends the other ranks. It exits
-    /// without `MPI_Abort`, which may hang where several ranks call it, and without exit handlers, which may wait.
-    fn end(&self, sentence: &str) -> ! {
+    /// Exits the process, because MPI may still write to buffers of pending messages; `mpirun` then ends the other ranks. It avoids
+    /// `MPI_Abort`, which may hang if several ranks call it, and exit handlers, which may wait.
+    fn exit_process(&self, sentence: &str) -> ! {
         eprintln!("claystone: rank {} of {}: {sentence}", self.rank, self.size);
         signal_hook::low_level::exit(if self.shutdown.terminated.load(Relaxed) { 143 } else { 1 })
     }
 }
 
-/// Makes the rings between the ranks of this machine, unless they cannot share memory. All ranks call it.
-fn node(world: &SimpleCommunicator) -> Option<Node> {
+/// Creates the rings between the ranks of this machine; `None` if they cannot share memory. All ranks must call it.
+fn connect_machine(world: &SimpleCommunicator) -> Option<Node> {
     let machine = world.split_shared(world.rank());
     let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
     let _ = LOCAL_RANK.set(rank); // cannot fail: MPI is initialised once
     let mut local_ranks = vec![0i32; ranks];
     machine.all_gather_into(&world.rank(), &mut local_ranks[..]);
-    if std::env::var(SHARED_MEMORY).is_ok_and(|value| value == "0") {
+    if std::env::var(SHARED_MEMORY_KEY).is_ok_and(|value| value == "0") {
         return None;
     }
     let mut most = 0;
     machine.all_reduce_into(&threads().min(MAX_LANES), &mut most, SystemOperation::min());
-    let (lanes, words) = Rings::lanes(ranks, most)?; // the same on all of them
+    let (lanes, words) = Rings::lanes(ranks, most)?; // the same on all ranks of the machine
     let first = machine.process_at_rank(0);
     let created = (rank == 0).then(|| SharedMemory::create(words).ok()).flatten();
-    // A path in /dev/shm is shorter than this.
+    // A path in /dev/shm is shorter than this array.
     let mut path = [0u8; 256];
     if let Some(name) = created.as_ref().and_then(|(_, file)| file.path().to_str()).filter(|name| name.len() < 256) {
         path[..name.len()].copy_from_slice(name.as_bytes());
@@ -230,13 +234,13 @@ fn node(world: &SimpleCommunicator) -> Option<Node> {
     let name = String::from_utf8_lossy(&path);
     let (own, file) = created.unzip();
     let memory = own.or_else(|| SharedMemory::open(Path::new(name.trim_end_matches('\0')), words).ok());
-    // Rings are used by all ranks of the machine or by none.
+    // Either all ranks of the machine use rings, or none does.
     let mut all = 0i32;
     machine.all_reduce_into(&i32::from(memory.is_some()), &mut all, SystemOperation::min());
     drop(file);
     if all == 0 && rank == 0 {
         tracing::warn!(
-            "the ranks of this machine share no memory, /dev/shm is full or missing: MPI carries their messages"
+            "the ranks of this machine cannot share memory, because /dev/shm is full or missing: MPI carries their messages"
         );
     }
     let local_ranks = local_ranks.into_iter().enumerate().map(|(number, rank)| (rank as usize, number)).collect();
@@ -244,16 +248,16 @@ fn node(world: &SimpleCommunicator) -> Option<Node> {
     Some(Node { rings: Rings::new(memory, ranks, rank, lanes), local_ranks })
 }
 
-/// A message that is not complete.
+/// An incomplete message.
 enum Pending<'a, 'r, 's> {
-    /// A request, with the expected number of bytes if it receives.
+    /// An MPI request, with the expected number of bytes if it is a receive.
     Mpi(Request<'s, [u8], &'r LocalScope<'s>>, Option<usize>),
     Sending(&'a Rings, usize, &'a [u8], Progress),
     Receiving(&'a Rings, usize, &'a mut [u8], Progress),
 }
 
 impl Pending<'_, '_, '_> {
-    /// Continues the message: whether there was progress, and the message unless it is complete.
+    /// Continues the message. Returns whether there was progress, and the message if it is still incomplete.
     fn step(self, context: u32) -> Result<(bool, Option<Self>), String> {
         match self {
             Pending::Mpi(request, expected) => match request.test() {
@@ -295,7 +299,7 @@ impl Waiting {
         Waiting { since, last_progress: since, last_check: since, fault: None }
     }
 
-    /// Whether there was progress within the last [`SPIN_TIME`].
+    /// True if there was progress within the last [`SPIN_TIME`].
     fn is_recent(&self) -> bool {
         self.last_progress.elapsed() < SPIN_TIME
     }
@@ -325,12 +329,14 @@ impl Transport for Mpi {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
         let tag = call.context as i32 + 1;
-        let (world, near) = (Rc::clone(&self.world), self.node.clone());
-        let near = |rank: &usize| near.as_deref().and_then(|near| Some((&near.rings, *near.local_ranks.get(rank)?)));
+        let (world, local_node) = (Rc::clone(&self.world), self.node.clone());
+        let local_node = |rank: &usize| {
+            local_node.as_deref().and_then(|local_node| Some((&local_node.rings, *local_node.local_ranks.get(rank)?)))
+        };
         scope(|scope| {
             let mut pending: Vec<(usize, Pending)> = Vec::with_capacity(sends.len() + receives.len());
             for (from, into) in receives.iter_mut() {
-                let receive = match near(from) {
+                let receive = match local_node(from) {
                     Some((rings, number)) => Pending::Receiving(rings, number, into, Progress::default()),
                     None => {
                         let from = world.process_at_rank(*from as i32);
@@ -341,7 +347,7 @@ impl Transport for Mpi {
                 pending.push((*from, receive));
             }
             for (to, bytes) in sends {
-                let send = match near(to) {
+                let send = match local_node(to) {
                     Some((rings, number)) => Pending::Sending(rings, number, bytes, Progress::default()),
                     None => {
                         let to = world.process_at_rank(*to as i32);
@@ -360,7 +366,9 @@ impl Transport for Mpi {
                             moved |= any;
                             left.extend(rest.map(|rest| (rank, rest)));
                         }
-                        Err(what) => self.end(&format!("{}: rank {rank} {what}: {SAME_CALLS}", call.op)),
+                        Err(what) => {
+                            self.exit_process(&format!("{}: rank {rank} {what}: {SAME_CALLS_ADVICE}", call.op))
+                        }
                     }
                 }
                 pending = left;
@@ -374,29 +382,29 @@ impl Transport for Mpi {
     }
 
     fn lanes(&mut self, ranks: &[usize]) -> Option<&mut dyn Lanes> {
-        let near = self.node.as_ref()?;
-        ranks.iter().all(|rank| near.local_ranks.contains_key(rank)).then_some(self)
+        let local_node = self.node.as_ref()?;
+        ranks.iter().all(|rank| local_node.local_ranks.contains_key(rank)).then_some(self)
     }
 
     fn leave(&mut self, why: &str) {
         let why = self.shutdown.reason().unwrap_or_else(|| why.into());
         for other in (0..self.size).filter(|&other| other != self.rank) {
-            self.world.process_at_rank(other as i32).send_with_tag(why.as_bytes(), LEAVES);
+            self.world.process_at_rank(other as i32).send_with_tag(why.as_bytes(), LEAVE_TAG);
         }
     }
 }
 
 impl Lanes for Mpi {
     fn count(&self) -> usize {
-        self.node.as_ref().map_or(1, |near| near.rings.lanes)
+        self.node.as_ref().map_or(1, |local_node| local_node.rings.lanes)
     }
 
-    /// Lanes run on this thread and those of the pool. A lane without progress returns after [`SPIN_TIME`], so that this thread can
-    /// check for ranks that have left.
+    /// Runs lanes on this thread and the threads of the pool. A lane without progress returns after [`SPIN_TIME`], so that this
+    /// thread can check for ranks that have left.
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault> {
-        let Some(near) = self.node.clone() else { return Ok(()) };
-        let Node { rings, local_ranks } = &*near;
-        let plan = &plan.with_ranks(|rank| local_ranks[&rank]);
+        let Some(local_node) = self.node.clone() else { return Ok(()) };
+        let Node { rings, local_ranks } = &*local_node;
+        let plan = &plan.map_ranks(|rank| local_ranks[&rank]);
         let rank_of = |number: usize| local_ranks.iter().find(|(_, n)| **n == number).map_or(number, |(rank, _)| *rank);
         let mut lanes: Vec<Mutex<RunningLane>> =
             lanes.into_iter().enumerate().map(|(i, lane)| Mutex::new(RunningLane::new(lane, i))).collect();
@@ -404,25 +412,26 @@ impl Lanes for Mpi {
         loop {
             if waiting.is_recent() || waiting.fault.is_some() {
                 parallel::for_each_in_order(lanes.len(), 1, |i| {
-                    locked(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
+                    lock_ignoring_poison(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
                 });
             } else {
-                // While other ranks are late, only this thread polls, so that the pool's threads are free for other work.
-                lanes.iter().any(|lane| locked(lane).step(rings, call.context, plan));
+                // While other ranks are late, only this thread polls, and the pool's threads are free for other work.
+                lanes.iter().any(|lane| lock_ignoring_poison(lane).step(rings, call.context, plan));
             }
             let mut moved = false;
             lanes.retain_mut(|lane| {
-                let mut lane = locked(lane);
+                let mut lane = lock_ignoring_poison(lane);
                 moved |= std::mem::take(&mut lane.moved);
                 if let Some((number, what)) = &lane.mismatch {
-                    self.end(&format!("{}: rank {} {what}: {SAME_CALLS}", call.op, rank_of(*number)));
+                    self.exit_process(&format!("{}: rank {} {what}: {SAME_CALLS_ADVICE}", call.op, rank_of(*number)));
                 }
                 !lane.is_done(plan)
             });
             if lanes.is_empty() {
                 return Ok(());
             }
-            let pending = || lanes.iter().flat_map(|lane| locked(lane).waits_for(plan)).map(rank_of).collect();
+            let pending =
+                || lanes.iter().flat_map(|lane| lock_ignoring_poison(lane).waits_for(plan)).map(rank_of).collect();
             self.wait(call, &mut waiting, moved, pending);
         }
     }

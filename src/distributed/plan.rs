@@ -1,61 +1,65 @@
-//! The messages by which ranks exchange a slice, and how they are divided among lanes for several threads.
+//! The messages with which ranks exchange a slice, and their division among lanes for several threads.
 
 use super::reduce::ReduceOp;
 use crate::DType;
 
-/// The alignment in bytes of pieces and of the ranks' parts; a multiple of the size of every dtype.
-pub(super) const ALIGN: usize = 64;
+/// Alignment in bytes of pieces and of the ranks' parts; a multiple of the size of every dtype.
+pub(super) const ALIGN_BYTES: usize = 64;
 
-/// The most bytes of a block that a lane exchanges at a time: few enough to stay in the L2 cache from one phase to the next.
-pub(super) const PIECE: usize = 1 << 17;
+/// Maximum bytes of a block that a lane exchanges at a time. Pieces of this size stay in the L2 cache from one phase to the next.
+pub(super) const PIECE_BYTES: usize = 1 << 17;
 
-/// The fewest bytes of a block for which a further lane is used.
+/// Minimum bytes of a block for which another lane is used.
 const MIN_LANE_BYTES: usize = 1 << 14;
 
-/// The phases of the exchange of a slice, in their order; a phase may send what the one before has received.
+/// The phases of the exchange of a slice, in order. A phase may send data that the previous phase has received.
 ///
-/// A *block* is a part of the slice's buffer, or a scratch block, into which another rank's values of the own block are received
-/// to be reduced. Scratch blocks are numbered after those of the buffer. All blocks are cut into pieces at the same offsets,
-/// because the piece of a block that is reduced needs the same bytes of every scratch block.
+/// A *block* is a section of the slice's buffer, or a scratch block that receives another rank's values of the own block for the
+/// reduction. Scratch blocks are numbered after the blocks of the buffer. All blocks are cut into pieces at the same offsets,
+/// because the reduction of a piece needs the same bytes of every scratch block.
 pub(super) struct Plan {
     pub phases: Vec<Phase>,
-    /// The block that this rank reduces, and its rank in the group. Scratch blocks are in the order of the other ranks.
+    /// The block that this rank reduces, which equals its rank in the group. Scratch blocks are in the order of the other ranks.
     pub own: usize,
 }
 
 #[cfg(feature = "mpi")]
 impl Plan {
-    /// The same plan with each rank replaced by `number` of it.
-    pub(super) fn with_ranks(&self, number: impl Fn(usize) -> usize) -> Plan {
+    /// Returns the same plan with each rank replaced by `number(rank)`.
+    pub(super) fn map_ranks(&self, number: impl Fn(usize) -> usize) -> Plan {
         let all = |messages: &[(usize, usize)]| messages.iter().map(|&(rank, block)| (number(rank), block)).collect();
         let phase = |phase: &Phase| Phase { sends: all(&phase.sends), receives: all(&phase.receives), ..*phase };
         Plan { phases: self.phases.iter().map(phase).collect(), own: self.own }
     }
 }
 
-/// Messages that are sent and received concurrently, each the peer's rank in the job and the number of a block.
+/// Messages that are sent and received concurrently, each with the peer's rank in the job and the number of a block.
 #[derive(Default)]
 pub(super) struct Phase {
     pub sends: Vec<(usize, usize)>,
     pub receives: Vec<(usize, usize)>,
-    /// The reduction of all ranks' values of the own block that follows, in the order of the ranks.
+    /// The reduction that follows: all ranks' values of the own block, in the order of the ranks.
     pub reduces: Option<(DType, ReduceOp)>,
 }
 
 /// The pieces of a slice that one thread exchanges, one after another.
 pub(super) struct Lane<'a> {
-    /// For each piece, its bytes of every block of the buffer.
+    /// For each piece, its bytes of every block in the buffer.
     pieces: Vec<Vec<&'a mut [u8]>>,
-    /// The scratch blocks, reused by every piece.
+    /// The scratch blocks, reused for every piece.
     scratch: Vec<&'a mut [u8]>,
     piece: usize,
     phase: usize,
 }
 
-/// Cuts blocks into pieces of at most `piece` bytes and divides these among lanes, at most one for each set of scratch blocks.
-pub(super) fn lanes<'a>(blocks: Vec<&'a mut [u8]>, piece: usize, scratch: Vec<Vec<&'a mut [u8]>>) -> Vec<Lane<'a>> {
+/// Cuts blocks into pieces of at most `piece` bytes and divides the pieces among lanes, at most one for each set of scratch blocks.
+pub(super) fn cut_into_lanes<'a>(
+    blocks: Vec<&'a mut [u8]>,
+    piece: usize,
+    scratch: Vec<Vec<&'a mut [u8]>>,
+) -> Vec<Lane<'a>> {
     let longest = blocks.iter().map(|block| block.len()).max().unwrap_or(0);
-    let piece = piece.min(longest.div_ceil(scratch.len()).max(MIN_LANE_BYTES).next_multiple_of(ALIGN));
+    let piece = piece.min(longest.div_ceil(scratch.len()).max(MIN_LANE_BYTES).next_multiple_of(ALIGN_BYTES));
     let pieces = longest.div_ceil(piece);
     let mut rest: Vec<_> = blocks.into_iter().map(|block| block.chunks_mut(piece)).collect();
     let count = scratch.len().min(pieces);
@@ -68,16 +72,16 @@ pub(super) fn lanes<'a>(blocks: Vec<&'a mut [u8]>, piece: usize, scratch: Vec<Ve
     lanes
 }
 
-/// The messages to send and those to receive, each with the peer's rank.
+/// Messages to send and messages to receive, each with the peer's rank.
 pub(super) type Messages<'a> = (Vec<(usize, &'a [u8])>, Vec<(usize, &'a mut [u8])>);
 
 impl Lane<'_> {
-    /// The current phase; none when the lane is done.
+    /// Returns the current phase, or `None` if the lane is done.
     pub(super) fn phase<'p>(&self, plan: &'p Plan) -> Option<&'p Phase> {
         (self.piece < self.pieces.len()).then(|| &plan.phases[self.phase])
     }
 
-    /// The bytes that the current piece has of a block.
+    /// Returns the current piece's bytes of a block.
     #[cfg(feature = "mpi")]
     pub(super) fn block(&mut self, plan: &Plan, block: usize) -> &mut [u8] {
         let piece = &mut self.pieces[self.piece];
@@ -87,7 +91,7 @@ impl Lane<'_> {
         }
     }
 
-    /// The messages of the current phase; empty ones are left out.
+    /// Returns the messages of the current phase, without empty ones.
     pub(super) fn messages(&mut self, plan: &Plan) -> Messages<'_> {
         let (phase, piece) = (&plan.phases[self.phase], &mut self.pieces[self.piece]);
         let own = piece[plan.own].len();
@@ -106,7 +110,7 @@ impl Lane<'_> {
         (sends, receives)
     }
 
-    /// Ends the current phase, whose messages are complete, with its reduction.
+    /// Ends the current phase after its messages are complete, and performs its reduction.
     pub(super) fn end_phase(&mut self, plan: &Plan) {
         let own = &mut self.pieces[self.piece][plan.own];
         if let Some((dtype, op)) = plan.phases[self.phase].reduces.filter(|_| !own.is_empty()) {
@@ -127,15 +131,15 @@ mod tests {
 
     /// Every byte of every block is in exactly one piece, in order, and a piece has the same bytes of each block.
     #[test]
-    fn lanes_have_every_byte_once() {
+    fn lanes_contain_every_byte_once() {
         for (longest, count, expected) in [(0, 3, 0), (1, 3, 1), (1 << 15, 3, 2), (3 << 17, 2, 2), (5 << 20, 8, 8)] {
             let mut blocks = [vec![0u8; longest], vec![0; longest.saturating_sub(100)]];
             let scratch = (0..count).map(|_| Vec::new()).collect();
-            let mut lanes = lanes(blocks.iter_mut().map(Vec::as_mut_slice).collect(), PIECE, scratch);
+            let mut lanes = cut_into_lanes(blocks.iter_mut().map(Vec::as_mut_slice).collect(), PIECE_BYTES, scratch);
             assert_eq!(lanes.len(), expected, "{longest} bytes in {count} lanes");
             let pieces = lanes.iter_mut().flat_map(|lane| &mut lane.pieces);
             for (i, piece) in pieces.enumerate() {
-                assert!(piece[0].len() <= PIECE && piece[1].len() <= piece[0].len());
+                assert!(piece[0].len() <= PIECE_BYTES && piece[1].len() <= piece[0].len());
                 piece.iter_mut().for_each(|block| block.iter_mut().for_each(|byte| *byte += 1 + i as u8));
             }
             for block in blocks {

@@ -1,4 +1,4 @@
-//! Elementwise reductions over ranks, always in the order of the ranks, so that every rank gets the same bits.
+//! Elementwise reductions over ranks, always in the order of the ranks, so that all ranks get the same bits.
 
 use bytemuck::Zeroable;
 use half::{bf16, f16};
@@ -6,35 +6,36 @@ use half::{bf16, f16};
 use crate::device::cpu::{convert, parallel};
 use crate::{DType, Error, Result};
 
-/// How a collective combines the ranks' values of an element (PyTorch's `ReduceOp`).
+/// How a collective combines the values of an element from all ranks (PyTorch's `ReduceOp`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// Their sum: f16 and bf16 are added in f32 and rounded once, integers wrap around.
+    /// The sum: f16 and bf16 are added in f32 and rounded once, integers wrap around.
     Sum,
-    /// Their sum divided by the number of ranks; floats only (PyTorch's `AVG`).
+    /// The sum divided by the number of ranks; floats only (PyTorch's `AVG`).
     Mean,
-    /// The largest; NaN where any is NaN.
+    /// The largest value; NaN if any value is NaN.
     Max,
-    /// The smallest; NaN where any is NaN.
+    /// The smallest value; NaN if any value is NaN.
     Min,
 }
 
-/// Elements that are reduced at a time, so that their accumulators stay in the L1 cache.
-const TILE: usize = 512;
+/// Number of elements that are reduced at a time, so that their accumulators stay in the L1 cache.
+const TILE_ELEMENTS: usize = 512;
 
 /// Bytes of a thread's unit of work.
-const CHUNK: usize = 1 << 17;
+const CHUNK_BYTES: usize = 1 << 17;
 
-/// An element type, and the type in which it is accumulated.
+/// An element type and the type in which it is accumulated.
 trait Accumulate: bytemuck::Pod + Send + Sync {
     type Acc: Copy + Zeroable;
-    /// `from` in that type: itself, or converted into `buffer`, which has its length.
+    /// Returns `from` in the accumulator type: unchanged, or converted into `buffer`, which has the same length.
     fn widen<'a>(from: &'a [Self], buffer: &'a mut [Self::Acc]) -> &'a [Self::Acc];
+    /// Rounds the accumulated values to the element type.
     fn narrow(from: &[Self::Acc], to: &mut [Self]);
     fn sum(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn min(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    fn divided(v: Self::Acc, n: usize) -> Self::Acc;
+    fn divide(v: Self::Acc, n: usize) -> Self::Acc;
 }
 
 macro_rules! floats {
@@ -46,7 +47,7 @@ macro_rules! floats {
             fn sum(a: $wide, b: $wide) -> $wide { a + b }
             fn max(a: $wide, b: $wide) -> $wide { if a >= b || a.is_nan() { a } else { b } }
             fn min(a: $wide, b: $wide) -> $wide { if a <= b || a.is_nan() { a } else { b } }
-            fn divided(v: $wide, n: usize) -> $wide { v / n as $wide }
+            fn divide(v: $wide, n: usize) -> $wide { v / n as $wide }
         }
     )* };
 }
@@ -60,7 +61,7 @@ macro_rules! integers {
             fn sum(a: $t, b: $t) -> $t { a.wrapping_add(b) }
             fn max(a: $t, b: $t) -> $t { Ord::max(a, b) }
             fn min(a: $t, b: $t) -> $t { Ord::min(a, b) }
-            fn divided(v: $t, n: usize) -> $t { v / n as $t }
+            fn divide(v: $t, n: usize) -> $t { v / n as $t }
         }
     )* };
 }
@@ -92,18 +93,20 @@ floats! {
 integers!(i64, i32, u32, u8);
 
 impl ReduceOp {
-    /// Fails with [`Error::UnsupportedDType`] where elements of this dtype do not have the reduction.
+    /// Returns [`Error::UnsupportedDType`] if the reduction is not defined for this dtype.
     pub(super) fn check(self, op: &'static str, dtype: DType) -> Result<()> {
         let expected = match self {
-            ReduceOp::Mean if !dtype.is_float() => "floats for the mean: take the sum",
-            ReduceOp::Sum if dtype == DType::Bool => "numbers: the maximum of bools says whether any is true",
+            ReduceOp::Mean if !dtype.is_float() => "floats for the mean: use the sum",
+            ReduceOp::Sum if dtype == DType::Bool => {
+                "numbers: for bools use the maximum, which tells whether any is true"
+            }
             _ => return Ok(()),
         };
         Err(Error::UnsupportedDType { op, dtype, expected })
     }
 
-    /// Reduces the values of the ranks before this one, its own and those of the ranks after it, into `own`. All have as many
-    /// bytes, which are elements of this dtype.
+    /// Reduces the values of the ranks before this one, its own values and the values of the ranks after it into `own`. All slices
+    /// have the same number of bytes, which are elements of this dtype.
     pub(super) fn reduce(self, dtype: DType, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
         match dtype {
             DType::F32 => self.reduce_as::<f32>(before, own, after),
@@ -120,15 +123,16 @@ impl ReduceOp {
     fn reduce_as<T: Accumulate>(self, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
         let n = before.len() + 1 + after.len();
         match self {
-            ReduceOp::Sum => fold::<T>(before, own, after, T::sum, |v| v),
-            ReduceOp::Mean => fold::<T>(before, own, after, T::sum, |v| T::divided(v, n)),
-            ReduceOp::Max => fold::<T>(before, own, after, T::max, |v| v),
-            ReduceOp::Min => fold::<T>(before, own, after, T::min, |v| v),
+            ReduceOp::Sum => reduce_ranks::<T>(before, own, after, T::sum, |v| v),
+            ReduceOp::Mean => reduce_ranks::<T>(before, own, after, T::sum, |v| T::divide(v, n)),
+            ReduceOp::Max => reduce_ranks::<T>(before, own, after, T::max, |v| v),
+            ReduceOp::Min => reduce_ranks::<T>(before, own, after, T::min, |v| v),
         }
     }
 }
 
-fn fold<T: Accumulate>(
+/// Combines the ranks' elements in the order of the ranks by `step`, applies `last` to each result and writes it to `own`.
+fn reduce_ranks<T: Accumulate>(
     before: &[&[u8]],
     own: &mut [u8],
     after: &[&[u8]],
@@ -138,11 +142,11 @@ fn fold<T: Accumulate>(
     let [before, after] =
         [before, after].map(|ranks| -> Vec<&[T]> { ranks.iter().map(|&bytes| bytemuck::cast_slice(bytes)).collect() });
     let own: &mut [T] = bytemuck::cast_slice_mut(own);
-    let chunk = CHUNK / size_of::<T>();
+    let chunk = CHUNK_BYTES / size_of::<T>();
     parallel::for_each_chunk(own, chunk, |i, own| {
-        for (j, own) in own.chunks_mut(TILE).enumerate() {
-            let at = i * chunk + j * TILE;
-            let (mut sums, mut buffer) = ([T::Acc::zeroed(); TILE], [T::Acc::zeroed(); TILE]);
+        for (j, own) in own.chunks_mut(TILE_ELEMENTS).enumerate() {
+            let at = i * chunk + j * TILE_ELEMENTS;
+            let (mut sums, mut buffer) = ([T::Acc::zeroed(); TILE_ELEMENTS], [T::Acc::zeroed(); TILE_ELEMENTS]);
             let (sums, buffer) = (&mut sums[..own.len()], &mut buffer[..own.len()]);
             let mut first = true;
             let mut add = |values: &[T]| {

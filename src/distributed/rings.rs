@@ -1,22 +1,22 @@
-//! Messages between the ranks of one machine through shared memory: a ring buffer of words for each ordered pair of ranks and
-//! each lane, so that several threads of a rank exchange parts of a slice concurrently.
+//! Messages between ranks on one machine through shared memory. There is a ring buffer of words for each ordered pair of ranks and
+//! each lane, so that several threads of a rank can exchange parts of a slice concurrently.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::storage::SharedMemory;
 
-/// The most words of all rings of a machine together.
+/// Maximum number of words of all rings of a machine together.
 const TOTAL_WORDS: usize = (32 << 20) / size_of::<u64>();
 
-/// The fewest and the most words of a ring: those of a longer one have left the cache when they are read.
+/// Minimum and maximum number of words of a ring. Words of a longer ring would have left the cache when they are read.
 const RING_WORDS: std::ops::RangeInclusive<usize> = (1 << 13)..=(1 << 15);
 
-/// The header of a ring: word 0 counts the words written, word [`READ_COUNT`] those read, each in its own cache line.
-const HEADER: usize = 16;
-const READ_COUNT: usize = 8;
+/// Words of a ring's header. Word 0 counts the words written and word [`READ_COUNT_WORD`] the words read, each in its own cache line.
+const HEADER_WORDS: usize = 16;
+const READ_COUNT_WORD: usize = 8;
 
-/// Words that are copied before the counter is published: few, so that sender and receiver copy at the same time.
+/// Words that are copied before the counter is published: few, so that sender and receiver can copy at the same time.
 const CHUNK_WORDS: usize = 1 << 12;
 
 /// The rings between the ranks of a machine.
@@ -25,40 +25,40 @@ pub(super) struct Rings {
     ranks: usize,
     /// This process's local rank.
     rank: usize,
-    /// Rings from one rank to another, one for each lane.
+    /// Number of rings from one rank to another, one for each lane.
     pub lanes: usize,
 }
 
 impl Rings {
-    /// The number of lanes for so many ranks, at most `most`, and the words of shared memory that all rings need. None for so many
-    /// ranks that their rings would be too short.
+    /// Returns the number of lanes for `ranks` ranks, at most `most`, and the words of shared memory for all rings. Returns `None` if
+    /// there are too many ranks for rings of the minimum length.
     pub(super) fn lanes(ranks: usize, most: usize) -> Option<(usize, usize)> {
         let pairs = ranks * ranks;
         let lanes = (TOTAL_WORDS / pairs / RING_WORDS.start()).min(most);
         (ranks > 1 && lanes > 0).then(|| {
             let ring = (TOTAL_WORDS / pairs / lanes).min(*RING_WORDS.end());
-            (lanes, (HEADER + ring / HEADER * HEADER) * pairs * lanes)
+            (lanes, (HEADER_WORDS + ring / HEADER_WORDS * HEADER_WORDS) * pairs * lanes)
         })
     }
 
-    /// Rings in shared memory of the size that [`lanes`](Self::lanes) gave.
+    /// Creates rings in shared memory of the size that [`lanes`](Self::lanes) returned.
     pub(super) fn new(memory: SharedMemory, ranks: usize, rank: usize, lanes: usize) -> Rings {
         Rings { memory, ranks, rank, lanes }
     }
 
-    /// The header and the data of a ring, and the index of its first data word in the memory.
+    /// Returns the header and the data of a ring, and the index of its first data word in the memory.
     fn ring(&self, from: usize, to: usize, lane: usize) -> (&[AtomicU64], &[AtomicU64], usize) {
         let words = self.memory.words();
         let each = words.len() / (self.ranks * self.ranks * self.lanes);
         let start = ((from * self.ranks + to) * self.lanes + lane) * each;
-        let (header, data) = words[start..start + each].split_at(HEADER);
-        (header, data, start + HEADER)
+        let (header, data) = words[start..start + each].split_at(HEADER_WORDS);
+        (header, data, start + HEADER_WORDS)
     }
 
-    /// Writes as much of a message to another rank as the ring has space for, and returns whether that was any.
+    /// Writes as much of a message to another rank as the ring has space for. Returns whether anything was written.
     pub(super) fn send(&self, to: usize, lane: usize, context: u32, bytes: &[u8], progress: &mut Progress) -> bool {
         let (header, data, start) = self.ring(self.rank, to, lane);
-        let (mut written, read) = (header[0].load(Relaxed), header[READ_COUNT].load(Acquire));
+        let (mut written, read) = (header[0].load(Relaxed), header[READ_COUNT_WORD].load(Acquire));
         let mut free = data.len() - (written - read) as usize;
         let before = written;
         if !progress.begun && free > 0 {
@@ -70,20 +70,20 @@ impl Rings {
             let rest = &bytes[progress.done..];
             let words = free.min(data.len() - at).min(rest.len().div_ceil(8)).min(CHUNK_WORDS);
             let now = &rest[..rest.len().min(words * 8)];
-            self.memory.write(start + at, now); // the receiver has read these words: they are free
+            self.memory.write(start + at, now); // free words: the receiver has read them
             (progress.done, written, free) = (progress.done + now.len(), written + words as u64, free - words);
-            header[0].store(written, Release); // the receiver copies them while the next chunk is written
+            header[0].store(written, Release); // the receiver copies these words while the next chunk is written
         }
         if written != before {
-            header[0].store(written, Release); // only after progress: a waiting rank leaves the cache line alone
+            header[0].store(written, Release); // only after progress, so that a waiting rank does not touch the cache line
         }
         written != before
     }
 
-    /// Reads the part of a message that has arrived, and returns whether any had.
+    /// Reads the part of a message that has arrived. Returns whether anything was read.
     ///
     /// # Errors
-    /// The other rank sends another number of bytes, or the message of another group.
+    /// The other rank sends another number of bytes, or a message of another group.
     pub(super) fn receive(
         &self,
         from: usize,
@@ -93,7 +93,7 @@ impl Rings {
         progress: &mut Progress,
     ) -> Result<bool, String> {
         let (header, data, start) = self.ring(from, self.rank, lane);
-        let (written, mut read) = (header[0].load(Acquire), header[READ_COUNT].load(Relaxed));
+        let (written, mut read) = (header[0].load(Acquire), header[READ_COUNT_WORD].load(Relaxed));
         let before = read;
         if !progress.begun && written > read {
             let first_word = data[read as usize % data.len()].load(Relaxed);
@@ -112,18 +112,18 @@ impl Rings {
             let rest = &mut bytes[progress.done..];
             let words = available.min(data.len() - at).min(rest.len().div_ceil(8));
             let now = rest.len().min(words * 8);
-            self.memory.read(start + at, &mut rest[..now]); // the sender has published these words
+            self.memory.read(start + at, &mut rest[..now]); // published words: the sender does not change them
             (progress.done, read) = (progress.done + now, read + words as u64);
-            header[READ_COUNT].store(read, Release); // the sender overwrites them while the next chunk is read
+            header[READ_COUNT_WORD].store(read, Release); // the sender overwrites these words while the next chunk is read
         }
         if read != before {
-            header[READ_COUNT].store(read, Release);
+            header[READ_COUNT_WORD].store(read, Release);
         }
         Ok(read != before)
     }
 }
 
-/// A message's first word: the context in the upper 24 bits, and the number of bytes.
+/// Returns a message's first word: the context in the upper 24 bits, and the number of bytes.
 fn first_word(context: u32, bytes: usize) -> u64 {
     (u64::from(context) << 40) ^ bytes as u64
 }
@@ -131,14 +131,14 @@ fn first_word(context: u32, bytes: usize) -> u64 {
 /// The progress of a message.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Progress {
-    /// Whether its first word was copied.
+    /// Whether the message's first word was copied.
     begun: bool,
-    /// The bytes that were copied.
+    /// The number of bytes that were copied.
     done: usize,
 }
 
 impl Progress {
-    /// Whether all of a message's bytes were copied; empty messages are not sent.
+    /// True if all of a message's bytes were copied. Empty messages are not sent.
     pub(super) fn is_complete(self, bytes: usize) -> bool {
         self.done == bytes && (self.begun || bytes == 0)
     }
@@ -148,8 +148,8 @@ impl Progress {
 mod tests {
     use super::*;
 
-    /// The rings of two ranks, in two mappings of the same memory.
-    fn two() -> [Rings; 2] {
+    /// Returns the rings of two ranks, in two mappings of the same memory.
+    fn two_ranks() -> [Rings; 2] {
         let (lanes, words) = Rings::lanes(2, 3).unwrap();
         let (memory, file) = SharedMemory::create(words).unwrap();
         let other = SharedMemory::open(file.path(), words).unwrap();
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn messages_longer_than_a_ring_arrive_in_order_on_every_lane() {
-        let [a, b] = two();
+        let [a, b] = two_ranks();
         let (a, b) = (&a, &b);
         let sizes = [1, 7, 8, 9, 100_003, 5_000_001, 64, 3];
         let message = |n: usize, lane: usize| (0..n).map(|i| (i * 7 + n + lane) as u8).collect::<Vec<u8>>();
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn mismatched_messages_are_errors() {
-        let [a, b] = two();
+        let [a, b] = two_ranks();
         assert!(a.send(1, 0, 3, &[0; 16], &mut Progress::default()));
         let receive = |context, bytes: &mut [u8]| b.receive(0, 0, context, bytes, &mut Progress::default());
         assert_eq!(receive(3, &mut [0; 8]).unwrap_err(), "sends 16 bytes where 8 are expected");

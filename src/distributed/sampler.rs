@@ -1,4 +1,4 @@
-//! Each rank's share of a data set.
+//! Each rank's part of a data set.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,14 +7,14 @@ use super::Group;
 use crate::data::Sampler;
 use crate::{Device, Generator, Result, Tensor, with_generator};
 
-/// How [`DistributedSampler`] works; PyTorch's names and defaults.
+/// Options of [`DistributedSampler`], with PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DistributedSamplerConfig {
-    /// Whether the items are shuffled anew for each epoch.
+    /// Whether the items are shuffled again for each epoch.
     pub shuffle: bool,
-    /// The seed of the shuffles; the same on all ranks.
+    /// The seed of the shuffles; must be the same on all ranks.
     pub seed: u64,
-    /// Whether the last items are left out where they are fewer than the ranks; otherwise the first items are repeated.
+    /// Whether the remainder is dropped if the ranks do not divide the number of items; otherwise the first items are repeated.
     pub drop_last: bool,
 }
 
@@ -24,11 +24,11 @@ impl Default for DistributedSamplerConfig {
     }
 }
 
-/// Gives each rank an equal share of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's
+/// Gives each rank an equal part of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's
 /// order, which is the same on all ranks. If the batch size is divided by the number of ranks, step i of an epoch trains on the
 /// same items for any number of ranks.
 ///
-/// Clones share the epoch: give one to the loader, and call [`set_epoch`](Self::set_epoch) on another.
+/// Clones share the epoch: give one clone to the loader, and call [`set_epoch`](Self::set_epoch) on another.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -49,7 +49,7 @@ impl Default for DistributedSamplerConfig {
 /// ```
 #[derive(Debug, Clone)]
 pub struct DistributedSampler {
-    /// The length of the data set.
+    /// The number of items of the data set.
     items: usize,
     rank: usize,
     ranks: usize,
@@ -58,12 +58,12 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// The sampler of a data set of so many items, at epoch 0.
+    /// Creates the sampler of a data set with `items` items, at epoch 0.
     pub fn new(items: usize, group: &Group, config: DistributedSamplerConfig) -> DistributedSampler {
         DistributedSampler { items, rank: group.rank(), ranks: group.size(), config, epoch: Arc::default() }
     }
 
-    /// Sets the epoch, from which the next order follows: the same on all ranks. Without it every epoch has the same order.
+    /// Sets the epoch, which determines the order; must be the same on all ranks. Without this call all epochs have the same order.
     pub fn set_epoch(&self, epoch: u64) {
         self.epoch.store(epoch, Relaxed);
     }
@@ -77,7 +77,7 @@ impl Sampler for DistributedSampler {
     fn indices(&self) -> Result<Vec<usize>> {
         let order: Vec<usize> = if self.config.shuffle {
             let generator = Generator::new(self.config.seed.wrapping_add(self.epoch.load(Relaxed)));
-            // Always on the CPU, so that ranks with different devices have the same order.
+            // The order is drawn on the CPU, so that it is the same on ranks with different devices.
             let order = with_generator(&generator, || Tensor::randperm(self.items, Device::Cpu))?;
             order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect()
         } else {

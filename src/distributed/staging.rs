@@ -8,12 +8,12 @@ use std::thread::Builder;
 use super::engine::recv_spinning;
 use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
 
-/// Slices in flight: one is read, one exchanged, one written.
-const IN_FLIGHT: usize = 3;
+/// Number of slices in flight: one is read, one exchanged, one written.
+const SLICES_IN_FLIGHT: usize = 3;
 
 /// A buffer in host memory, pinned for an OpenCL device.
 pub(super) struct Staging {
-    /// None during a copy.
+    /// `None` during a copy.
     host: Option<HostArray<u8>>,
     device: Device,
 }
@@ -35,12 +35,12 @@ impl Staging {
 
     /// Copies a range of `from` to offset `at` of the buffer.
     pub(super) fn read(&mut self, at: usize, from: &Tensor, range: Range<usize>) -> Result<()> {
-        self.copy(|host| part(host, at..at + range.len())?.copy_(&part(from, range)?).map(|_| ()))
+        self.copy(|host| byte_range(host, at..at + range.len())?.copy_(&byte_range(from, range)?).map(|_| ()))
     }
 
     /// Copies from offset `at` of the buffer to a range of `to`.
     pub(super) fn write(&mut self, at: usize, to: &Tensor, range: Range<usize>) -> Result<()> {
-        self.copy(|host| part(to, range.clone())?.copy_(&part(host, at..at + range.len())?).map(|_| ()))
+        self.copy(|host| byte_range(to, range.clone())?.copy_(&byte_range(host, at..at + range.len())?).map(|_| ()))
     }
 
     /// [`read`](Self::read) from a range of the concatenation of tensors.
@@ -61,8 +61,8 @@ impl Staging {
     }
 }
 
-/// Cuts a range of the concatenation of tensors at their boundaries. Calls `f` with each part's offset in the range, the tensor,
-/// and the tensor's own range.
+/// Cuts a range of the concatenation of tensors at the boundaries of the tensors. Calls `f` for each part with its offset in the
+/// range, the tensor, and its range in the tensor.
 fn each_part(
     tensors: &[Tensor],
     range: Range<usize>,
@@ -80,21 +80,21 @@ fn each_part(
     Ok(())
 }
 
-fn part(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
+fn byte_range(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
     bytes.narrow(0, range.start, range.len())
 }
 
-/// The steps of a collective for each slice.
-pub(super) struct Steps<R, E, W> {
-    /// Copies it from the device to the host.
+/// The steps of a collective, each performed for every slice.
+pub(super) struct SliceSteps<R, E, W> {
+    /// Copies a slice from the device to the host.
     pub read: R,
-    /// Exchanges it with the other ranks.
+    /// Exchanges a slice with the other ranks.
     pub exchange: E,
-    /// Copies the result back to the device.
+    /// Copies the result of a slice back to the device.
     pub write: W,
 }
 
-/// A thread that runs jobs in their order, and ends when its handle is dropped.
+/// A thread that runs jobs in order, and ends when its handle is dropped.
 struct Worker(Sender<Box<dyn FnOnce() + Send>>);
 
 impl Worker {
@@ -110,15 +110,15 @@ impl Worker {
         Ok(Worker(jobs))
     }
 
-    /// Runs a job and gives the channel of its result, which is closed without one where the job panics and ends the thread.
-    fn run(&self, job: impl FnOnce() -> Result<()> + Send + 'static) -> Receiver<Result<()>> {
+    /// Runs a job and returns the channel of its result. If the job panics, the thread ends and the channel is closed without a result.
+    fn submit(&self, job: impl FnOnce() -> Result<()> + Send + 'static) -> Receiver<Result<()>> {
         let (done, result) = channel();
-        let _ = self.0.send(Box::new(move || drop(done.send(job())))); // fails where the thread has ended: `done` is dropped
+        let _ = self.0.send(Box::new(move || drop(done.send(job())))); // if the thread has ended, this fails and drops `done`
         result
     }
 }
 
-/// The threads that copy slices while others are exchanged.
+/// The threads that copy slices while other slices are exchanged.
 struct Copiers {
     device: Device,
     reader: Worker,
@@ -134,7 +134,7 @@ impl Copiers {
     }
 }
 
-/// The staging buffers and copying threads of a group, kept from one collective to the next, because pinning memory and starting
+/// The staging buffers and copying threads of a group. They are kept between collectives, because pinning memory and starting
 /// threads is slow.
 #[derive(Default)]
 pub(super) struct Buffers {
@@ -142,6 +142,7 @@ pub(super) struct Buffers {
     copiers: Mutex<Option<Copiers>>,
 }
 
+/// Staging buffers that are not in use.
 #[derive(Default)]
 struct Pool(Mutex<Vec<Staging>>);
 
@@ -150,7 +151,7 @@ impl Pool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A buffer of at least so many bytes.
+    /// Takes a buffer of at least this many bytes.
     fn take(&self, bytes: usize, device: Device) -> Result<Staging> {
         let mut kept = self.lock();
         match kept.iter().position(|one| one.device == device && one.len() >= bytes) {
@@ -159,33 +160,33 @@ impl Pool {
         }
     }
 
-    /// Returns a buffer; the [`IN_FLIGHT`] largest are kept.
-    fn give_back(&self, staging: Staging) {
+    /// Returns a buffer to the pool, which keeps the [`SLICES_IN_FLIGHT`] largest.
+    fn return_buffer(&self, staging: Staging) {
         let mut kept = self.lock();
         kept.push(staging);
-        if kept.len() > IN_FLIGHT {
+        if kept.len() > SLICES_IN_FLIGHT {
             kept.sort_by_key(|one| std::cmp::Reverse(one.len()));
-            kept.truncate(IN_FLIGHT);
+            kept.truncate(SLICES_IN_FLIGHT);
         }
     }
 }
 
 impl Buffers {
-    /// Runs the steps of a collective slice by slice, through staging buffers of so many bytes. On an OpenCL device a slice is
-    /// exchanged while the next one is read and the last one is written, on two streams.
+    /// Runs the steps of a collective slice by slice, through staging buffers of `buffer` bytes. On an OpenCL device a slice is
+    /// exchanged while the next slice is read and the previous slice is written, on two streams.
     pub(super) fn in_slices<R, E, W>(
         &self,
         device: Device,
         buffer: usize,
         slices: impl ExactSizeIterator<Item = Range<usize>> + Send + 'static,
-        steps: Steps<R, E, W>,
+        steps: SliceSteps<R, E, W>,
     ) -> Result<()>
     where
         R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
         E: FnMut(&mut [u8], Range<usize>) -> Result<()>,
         W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
     {
-        let Steps { read, mut exchange, write } = steps;
+        let SliceSteps { read, mut exchange, write } = steps;
         if device.is_cpu() || slices.len() < 2 {
             let mut staging = self.pool.take(buffer, device)?;
             for slice in slices {
@@ -193,7 +194,7 @@ impl Buffers {
                 exchange(&mut staging.bytes()[..buffer], slice.clone())?;
                 write(&mut staging, slice)?;
             }
-            self.pool.give_back(staging);
+            self.pool.return_buffer(staging);
             return Ok(());
         }
         let mut copiers = self.copiers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -202,17 +203,17 @@ impl Buffers {
             None => copiers.insert(Copiers::start(device)?),
         };
         let (reading, writing) = (Stream::current(device)?, writing.clone());
-        // Commands enqueued before may still read the tensors that are written.
+        // Commands that were enqueued before may still read the tensors that are written here.
         let submitted = reading.record_event()?;
-        let (give_back, free) = channel();
-        for _ in 0..IN_FLIGHT {
-            let _ = give_back.send(self.pool.take(buffer, device)?);
+        let (return_buffer, free) = channel();
+        for _ in 0..SLICES_IN_FLIGHT {
+            let _ = return_buffer.send(self.pool.take(buffer, device)?);
         }
         let (to_exchange, to_be_exchanged) = channel();
         let (to_write, to_be_written) = channel::<(Staging, Range<usize>)>();
         let pool = Arc::clone(&self.pool);
         // A step that fails drops its channels, which ends the other steps.
-        let read = reader.run(move || {
+        let read = reader.submit(move || {
             with_stream(&reading, || {
                 for slice in slices {
                     let Ok(mut staging) = recv_spinning(&free) else { break };
@@ -222,16 +223,16 @@ impl Buffers {
                     }
                 }
                 drop(to_exchange);
-                free.into_iter().for_each(|staging| pool.give_back(staging));
+                free.into_iter().for_each(|staging| pool.return_buffer(staging));
                 Ok(())
             })
         });
-        let written = writer.run(move || {
+        let written = writer.submit(move || {
             with_stream(&writing, || {
                 writing.wait_event(&submitted)?;
                 while let Ok((mut staging, slice)) = recv_spinning(&to_be_written) {
                     write(&mut staging, slice)?;
-                    let _ = give_back.send(staging); // the reader may have failed
+                    let _ = return_buffer.send(staging); // fails if the reader has failed
                 }
                 writing.synchronize()
             })
@@ -239,7 +240,7 @@ impl Buffers {
         let mut exchange_all = || {
             while let Ok((mut staging, slice)) = recv_spinning(&to_be_exchanged) {
                 exchange(&mut staging.bytes()[..buffer], slice.clone())?;
-                let _ = to_write.send((staging, slice)); // fails where the writer has: then the reader ends, too
+                let _ = to_write.send((staging, slice)); // fails if the writer has failed; then the reader ends, too
             }
             Ok(())
         };

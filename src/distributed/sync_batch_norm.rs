@@ -8,12 +8,12 @@ use crate::nn::{BatchNorm, Module, Role};
 use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
-/// [`BatchNorm`] whose mean and variance in training are those of all ranks' batches together (PyTorch's
-/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Its parameters have the names of
-/// [`BatchNorm`]'s, so that checkpoints fit both, and evaluation is the same.
+/// [`BatchNorm`] that in training uses the mean and variance of all ranks' batches together (PyTorch's
+/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Parameters have the same names as in
+/// [`BatchNorm`], so both can load the same checkpoints. Evaluation is the same.
 ///
-/// Forward and backward are collectives of a few numbers for each channel, so all ranks must run the same layers in one order.
-/// It cannot be differentiated twice.
+/// Forward and backward are collectives of a few numbers for each channel, so all ranks must run the same layers in the same
+/// order. Second derivatives are not supported.
 ///
 /// ```
 /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -36,7 +36,7 @@ use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape,
 pub struct SyncBatchNorm(BatchNorm);
 
 impl SyncBatchNorm {
-    /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -46,18 +46,18 @@ impl SyncBatchNorm {
         Ok(SyncBatchNorm(norm))
     }
 
-    /// With another momentum: the weight of a batch in the running statistics.
+    /// Sets the momentum: the weight of a batch's statistics in the running statistics.
     pub fn with_momentum(self, momentum: f64) -> SyncBatchNorm {
         SyncBatchNorm(self.0.with_momentum(momentum))
     }
 
-    /// With another `eps`, which is added to the variance.
+    /// Sets `eps`, the number added to the variance.
     pub fn with_eps(self, eps: f64) -> SyncBatchNorm {
         SyncBatchNorm(self.0.with_eps(eps))
     }
 
-    /// Makes every [`BatchNorm`] of a module use the statistics of all ranks from now on, and gives the number of them. These are
-    /// the ones that [`Module::named_modules`] lists, and the module itself. It works before and after
+    /// Makes every [`BatchNorm`] of a module use the statistics of all ranks, and returns the number of converted layers. Converts
+    /// the layers that [`Module::named_modules`] lists, and the module itself. It works before and after
     /// [`DataParallel`](super::DataParallel) wraps the module.
     ///
     /// ```
@@ -107,7 +107,7 @@ impl Module for SyncBatchNorm {
 
 const OP: &str = "SyncBatchNorm";
 
-/// [`Tensor::batch_norm`] in training, with the statistics of all ranks.
+/// Computes [`Tensor::batch_norm`] in training, with the statistics of all ranks.
 fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Tensor> {
     let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
     let (Some(weight), Some(bias)) = (weight, bias) else {
@@ -115,7 +115,7 @@ fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Te
     };
     x.dtype().check_float(OP)?;
     if x.shape().dims().get(1) != Some(&weight.numel()) {
-        let reason = format!("shape {} is not [N, {}, ..]: it has other channels", x.shape(), weight.numel());
+        let reason = format!("shape {} is not [N, {}, ..]: the number of channels differs", x.shape(), weight.numel());
         return Err(Error::invalid(OP, reason));
     }
     let running = [running_mean, running_var].map(|t| t.map(Tensor::shallow_clone));
@@ -123,7 +123,7 @@ fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Te
     Tensor::apply_op(Normalise { group, running, momentum, eps, elements }, &[x, weight, bias])
 }
 
-/// The custom operation of one forward and its backward.
+/// The custom operation of one forward pass and its backward pass.
 struct Normalise {
     group: Group,
     running: [Option<Tensor>; 2],
@@ -133,30 +133,30 @@ struct Normalise {
     elements: OnceLock<f64>,
 }
 
-/// Rows with a number for each channel, on the host in f64, in which all ranks compute the same statistics.
+/// Copies rows with one number for each channel to the host as f64, so that all ranks compute the same statistics.
 fn to_host(rows: &[&Tensor]) -> Result<Vec<f64>> {
     Tensor::stack(rows, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Rows with a number for each channel, as tensors on x's device in its compute dtype.
+/// Copies rows with one number for each channel to x's device, in x's compute dtype.
 fn from_host(rows: &[Vec<f64>], x: &Tensor) -> Result<Vec<Tensor>> {
     let all = Tensor::from_slice(&rows.concat(), [rows.len(), rows[0].len()], Device::Cpu)?;
     let all = all.to_dtype(compute_dtype(x))?.to_device(x.device())?;
     (0..rows.len()).map(|row| all.select(0, row as isize)).collect()
 }
 
-/// The dtype to compute in: f32 for f16 and bf16, else x's own.
+/// Returns the dtype to compute in: f32 for f16 and bf16, else x's own.
 fn compute_dtype(x: &Tensor) -> DType {
     if x.dtype().size() < 4 { DType::F32 } else { x.dtype() }
 }
 
-/// The dims that statistics are taken over: all but that of the channels.
+/// Returns the dims that statistics are taken over: all but the channel dim.
 fn reduced_dims(x: &Tensor) -> Vec<isize> {
     (0..x.rank() as isize).filter(|&d| d != 1).collect()
 }
 
 impl Normalise {
-    /// Mean and variance of all ranks' elements, from those of each rank's.
+    /// Computes mean and variance over all ranks' elements from the statistics of each rank.
     fn statistics(&self, x: &Tensor) -> Result<[Vec<f64>; 2]> {
         let channels = x.shape().dims()[1];
         let n = x.numel() / channels.max(1);
@@ -172,7 +172,7 @@ impl Normalise {
         let ranks = || all.chunks(own.len());
         let total: f64 = ranks().map(|rank| rank[2 * channels]).sum();
         if total == 1.0 {
-            let reason = "the ranks have one element a channel together, which has no variance";
+            let reason = "all ranks together have one element per channel, which has no variance";
             return Err(Error::invalid(OP, reason));
         }
         let _ = self.elements.set(total);

@@ -6,18 +6,19 @@ use std::time::{Duration, Instant};
 
 use super::transport::{Call, Fault, Transport, default_slice_bytes};
 
-/// The capacity of a queue: a rank that sends more messages waits until the first is received.
+/// The capacity of a queue. A rank that sends more messages waits until the first is received.
 const QUEUE_CAPACITY: usize = 4;
 
-/// The state of all ranks.
+/// Pending messages and ranks that have left.
 #[derive(Default)]
 struct Queues {
-    /// Messages not received yet, by sender, receiver and context.
+    /// Messages that have not been received yet, by sender, receiver and context.
     messages: HashMap<(usize, usize, u32), VecDeque<Vec<u8>>>,
-    /// The ranks that have left, and why.
+    /// The ranks that have left, and the reasons.
     left: HashMap<usize, String>,
 }
 
+/// The queues, and the signal that they have changed.
 #[derive(Default)]
 struct Shared {
     queues: Mutex<Queues>,
@@ -25,7 +26,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// A poisoned lock is used like any other: no code panics between two changes that belong together.
+    /// Locks the queues even if the lock is poisoned: no code panics between two changes that belong together.
     fn lock(&self) -> MutexGuard<'_, Queues> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -42,13 +43,13 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// The transports of `size` ranks.
+    /// Creates the transports of `size` ranks.
     pub(super) fn new(size: usize, timeout: Duration) -> Vec<Threads> {
         let shared = Arc::new(Shared::default());
         (0..size).map(|rank| Threads { rank, size, shared: Arc::clone(&shared), next_context: 1, timeout }).collect()
     }
 
-    /// Waits until `ready` gives a result, or the peer has left or times out.
+    /// Waits until `ready` returns a result, or the peer has left or times out.
     fn wait<R>(&self, peer: usize, mut ready: impl FnMut(&mut Queues) -> Option<R>) -> Result<R, Fault> {
         let deadline = Instant::now() + self.timeout;
         let mut queues = self.shared.lock();
@@ -62,7 +63,7 @@ impl Threads {
                 return Err(Fault { rank: peer, reason: why.clone() });
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                return Err(Fault { rank: peer, reason: did_not_come(self.timeout) });
+                return Err(Fault { rank: peer, reason: timeout_reason(self.timeout) });
             };
             queues = self.shared.changed.wait_timeout(queues, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -80,7 +81,8 @@ impl Threads {
         let key = (from, self.rank, call.context);
         let message = self.wait(from, |queues| queues.messages.get_mut(&key).and_then(VecDeque::pop_front))?;
         if message.len() != into.len() {
-            let reason = format!("sends {} bytes where {} are expected: {SAME_CALLS}", message.len(), into.len());
+            let reason =
+                format!("sends {} bytes where {} are expected: {SAME_CALLS_ADVICE}", message.len(), into.len());
             return Err(Fault { rank: from, reason });
         }
         into.copy_from_slice(&message);
@@ -88,12 +90,13 @@ impl Threads {
     }
 }
 
-/// The remedy that errors of mismatched calls name.
-pub(super) const SAME_CALLS: &str = "all ranks make the same calls with the same shapes and dtypes in the same order";
+/// The remedy in error messages of mismatched calls.
+pub(super) const SAME_CALLS_ADVICE: &str =
+    "all ranks must make the same calls with the same shapes and dtypes in the same order";
 
-pub(super) fn did_not_come(timeout: Duration) -> String {
+pub(super) fn timeout_reason(timeout: Duration) -> String {
     format!(
-        "did not come within {} seconds: {SAME_CALLS} (CLAYSTONE_DISTRIBUTED_DEBUG=1 tells which)",
+        "did not come within {} seconds: {SAME_CALLS_ADVICE} (CLAYSTONE_DISTRIBUTED_DEBUG=1 tells which)",
         timeout.as_secs()
     )
 }

@@ -1,26 +1,26 @@
-//! The interface through which collectives send bytes to other ranks: MPI or threads implement it.
+//! The interface through which collectives send bytes to other ranks, implemented for MPI and for threads.
 
 use super::plan::{Lane, Plan};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
-/// Point-to-point messages. Ranks are those of the job, and the `context` of a [`Call`] says which of its groups a message belongs to.
+/// Point-to-point messages. Ranks are those of the job; the `context` of a [`Call`] identifies the group that a message belongs to.
 pub(super) trait Transport {
     fn rank(&self) -> usize;
 
     fn size(&self) -> usize;
 
-    /// The bytes of a slice, into which collectives cut tensors: the same on every rank.
+    /// Returns the bytes of a slice, into which collectives cut tensors: the same on every rank.
     fn slice_bytes(&self) -> usize;
 
-    /// The smallest context that no group of this rank has used.
+    /// Returns the smallest context that no group of this rank has used.
     fn next_context(&mut self) -> &mut u32;
 
-    /// Sends and receives these messages concurrently, each with its peer's rank. Messages between two ranks in one context are
-    /// received in the order in which they were sent, each with the size with which it was sent.
+    /// Sends and receives these messages concurrently, each with its peer's rank. Messages between two ranks in one context arrive in
+    /// the order of sending, and with the size with which they were sent.
     ///
     /// # Errors
-    /// A [`Fault`] where a peer has left the job, or times out.
+    /// A [`Fault`] if a peer has left the job or times out.
     fn exchange(
         &mut self,
         call: Call,
@@ -28,36 +28,36 @@ pub(super) trait Transport {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault>;
 
-    /// The lanes between these ranks, which include this one; none unless all of them run on one machine.
+    /// Returns the lanes between these ranks, which include this rank; `None` unless all of them run on one machine.
     fn lanes(&mut self, _ranks: &[usize]) -> Option<&mut dyn Lanes> {
         None
     }
 
-    /// Tells the other ranks that this one sends no more messages, and why.
+    /// Tells the other ranks that this rank sends no more messages, and why.
     fn leave(&mut self, why: &str);
 }
 
-/// Parallel paths between the ranks of one machine (NCCL's channels), each served by one thread of a rank at a time. Messages
-/// between two ranks on one lane are received in the order in which they were sent.
+/// Parallel paths between the ranks of one machine (NCCL's channels). Each lane is served by one thread of a rank at a time.
+/// Messages between two ranks on one lane arrive in the order of sending.
 pub(super) trait Lanes {
-    /// The number of lanes, the same on every rank.
+    /// Returns the number of lanes, the same on every rank.
     fn count(&self) -> usize;
 
-    /// Exchanges one slice, each lane its own part of it.
+    /// Exchanges one slice; each lane exchanges its own part of the slice.
     ///
     /// # Errors
     /// As [`Transport::exchange`].
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 
-/// The bytes of a slice: few enough for the caches of a process with one thread, or enough to share among several threads.
+/// Returns the bytes of a slice: few enough for the caches of a process with one thread, or enough to divide among threads.
 pub(super) fn default_slice_bytes() -> usize {
     if threads() == 1 { 1 << 20 } else { 4 << 20 }
 }
 
 /// The collective that an exchange belongs to.
 #[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // `op` is for the message that MPI ranks print before they exit
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // `op` is only printed by MPI ranks before they exit
 pub(super) struct Call {
     pub op: &'static str,
     pub context: u32,

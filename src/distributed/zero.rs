@@ -1,9 +1,9 @@
 //! Optimisers whose state is sharded among the ranks (ZeRO, stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 //! Training Trillion Parameter Models").
 //!
-//! The parameters of a bucket of [`DataParallel`] are views of one buffer, their gradients of another, and each rank has an equal
-//! part of both. Backward gives a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser steps its
-//! part of the parameters, and `all_gather` sends the new parameters to all ranks: as many bytes as an `all_reduce` sends.
+//! The parameters of a bucket of [`DataParallel`] are views of one buffer, and their gradients are views of another. Each rank owns
+//! an equal part of both. Backward gives a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser
+//! updates its part of the parameters, and `all_gather` sends the new parameters to all ranks. An `all_reduce` sends as many bytes.
 
 use std::sync::Arc;
 
@@ -17,13 +17,13 @@ use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 
 const OP: &str = "ZeroRedundancyOptimizer";
 
-/// An optimiser whose state is sharded among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`): each steps
-/// `1 / group.size()` of the parameters' elements and has their state, including the f32 master weights of f16 and bf16. The
-/// steps are those of an unsharded optimiser on every rank, and as many bytes are sent. Gradients are sent while backward
-/// computes the rest.
+/// An optimiser whose state is sharded among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`). Each rank updates
+/// `1 / group.size()` of the parameters' elements and stores their state, including the f32 master weights of f16 and bf16. The
+/// updates equal those of an unsharded optimiser on every rank, and the number of bytes sent is the same. Gradients are sent while
+/// backward computes the rest.
 ///
-/// Any elementwise optimiser can be sharded. It is given the parts of the parameters that this rank has: tensors of as many
-/// dimensions as the parameters, `[1, .., 1, n]`, where `n` may be 0.
+/// Any elementwise optimiser can be sharded. It gets this rank's parts of the parameters: tensors with the rank of the
+/// parameters and shape `[1, .., 1, n]`, where `n` may be 0.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group, ZeroRedundancyOptimizer};
@@ -51,20 +51,20 @@ const OP: &str = "ZeroRedundancyOptimizer";
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// After a synchronised backward [`Tensor::grad`] of the model's parameters is none, because each rank has only its part of the
+/// After a synchronised backward, [`Tensor::grad`] of the model's parameters is `None`, because each rank has only its part of the
 /// gradients; [`clip_grad_norm_`](Self::clip_grad_norm_) clips by the norm of all parts. [`GradScaler`](crate::optim::GradScaler)
-/// and schedules work as with other optimisers. In [`DataParallel::no_sync`] each rank accumulates full gradients until a
-/// backward outside of it.
+/// and schedules work as with other optimisers. Within [`DataParallel::no_sync`] each rank accumulates full gradients until the
+/// next backward outside of it.
 ///
-/// Its state dict has this rank's part. [`save_checkpoint`](super::save_checkpoint) saves the parts as one unsharded state,
-/// [`save_sharded_checkpoint`](super::save_sharded_checkpoint) saves each rank's part in a file of its own, and
+/// The state dict has this rank's part. [`save_checkpoint`](super::save_checkpoint) saves all parts as one unsharded state,
+/// [`save_sharded_checkpoint`](super::save_sharded_checkpoint) saves each rank's part in its own file, and
 /// [`load_checkpoint`](super::load_checkpoint) reads both on any number of ranks.
 pub struct ZeroRedundancyOptimizer<O> {
     inner: O,
     shards: Arc<Shards>,
-    /// For each parameter of `inner` the elements that it has of a model's parameter.
+    /// For each parameter of `inner`, its range of elements in a parameter of the model.
     pieces: Vec<Piece>,
-    /// For each bucket the [`Shard::version`] from which this rank's part was last copied.
+    /// For each bucket, the [`Shard::version`] at which this rank's part was last copied.
     versions: Vec<u64>,
 }
 
@@ -74,32 +74,32 @@ pub(super) struct Shards {
     buckets: Vec<Shard>,
 }
 
-/// A bucket's parameters, and this rank's part of them.
+/// The parameters of a bucket, and this rank's part of them.
 struct Shard {
     /// The indices of the parameters in the model, in ascending order.
     indices: Vec<usize>,
     parameters: Vec<Tensor>,
     /// The values and gradients of all parameters.
-    values: Flat,
-    gradients: Flat,
-    /// This rank's part of the values and of the gradients. The values do not share `values`' storage: `all_gather` writes to that,
-    /// which would count as a change of the weights, so that f32 master weights would be made anew from rounded ones.
+    values: FlatViews,
+    gradients: FlatViews,
+    /// This rank's part of the values and of the gradients. The values do not share storage with `values`: `all_gather` writes to
+    /// that storage, which would count as a change of the weights, and f32 masters would be replaced by rounded weights.
     own_values: Tensor,
     own_gradients: Tensor,
-    /// For each parameter the elements that are this rank's, as a leaf in `own_values`, and its gradient in `own_gradients`.
+    /// For each parameter this rank's elements, as a leaf in `own_values`, and their gradient in `own_gradients`.
     leaves: Vec<Tensor>,
     slots: Vec<Tensor>,
     pieces: Vec<Piece>,
 }
 
-/// A buffer, and a view of it for each parameter, in their order.
-struct Flat {
+/// A flat buffer, and a view of it for each parameter, in order.
+struct FlatViews {
     buffer: Tensor,
     views: Vec<Tensor>,
 }
 
-impl Flat {
-    fn new(parameters: &[&Tensor], elements: usize) -> Result<Flat> {
+impl FlatViews {
+    fn new(parameters: &[&Tensor], elements: usize) -> Result<FlatViews> {
         let buffer = Tensor::zeros(elements, (parameters[0].dtype(), parameters[0].device()))?;
         let mut start = 0;
         let view = |p: &&Tensor| {
@@ -107,29 +107,29 @@ impl Flat {
             buffer.narrow(0, start - p.numel(), p.numel())?.view(p.shape())
         };
         let views = parameters.iter().map(view).collect::<Result<_>>()?;
-        Ok(Flat { buffer, views })
+        Ok(FlatViews { buffer, views })
     }
 }
 
-/// Whether both tensors are the same elements of one storage.
+/// True if both tensors are the same elements of one storage.
 fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
 impl Shard {
-    /// Copies the parameters' values; the parameters themselves are not changed before [`take_over`](Self::take_over).
+    /// Copies the parameters' values. The parameters themselves are changed only by [`take_over`](Self::take_over).
     fn new(group: &Group, indices: Vec<usize>, parameters: &[&Tensor]) -> Result<Shard> {
         let elements: usize = parameters.iter().map(|p| p.numel()).sum();
         let share = elements.div_ceil(group.size());
-        let values = Flat::new(parameters, share * group.size())?;
-        let gradients = Flat::new(parameters, share * group.size())?;
+        let values = FlatViews::new(parameters, share * group.size())?;
+        let gradients = FlatViews::new(parameters, share * group.size())?;
         values.views.iter().zip(parameters).try_for_each(|(view, p)| view.copy_(p).map(|_| ()))?;
         let own = group.rank() * share;
         let own_values = values.buffer.narrow(0, own, share)?.try_clone()?;
         let own_gradients = Tensor::zeros(share, &own_values)?;
         let (mut leaves, mut slots, mut pieces, mut start) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for p in parameters {
-            // Clamped to this rank's part, which gives an empty range where the part has no element of the parameter.
+            // Clamped to this rank's part; the range is empty if the part has no element of the parameter.
             let at = |element: usize| (start + element).clamp(own, own + share);
             let (from, to) = (at(0), at(p.numel()));
             let shape: Shape = (1..p.rank()).map(|_| 1).chain([to - from]).collect();
@@ -147,7 +147,7 @@ impl Shard {
         Ok(Shard { indices, parameters, values, gradients, own_values, own_gradients, leaves, slots, pieces })
     }
 
-    /// Moves parameters into the buffer. Those whose storage other tensors share keep it, so that these see every step.
+    /// Moves parameters into the buffer. Parameters whose storage other tensors share are not moved, so that those see every step.
     fn take_over(&mut self, parameters: Vec<&mut Tensor>) -> Result<()> {
         for ((p, view), slot) in parameters.into_iter().zip(&self.values.views).zip(&self.gradients.views) {
             if p.storage().is_unique() {
@@ -161,12 +161,12 @@ impl Shard {
         Ok(())
     }
 
-    /// Parameters that kept their own storage, with their views of the buffer.
+    /// Returns the parameters that kept their own storage, with their views of the buffer.
     fn outside_buffer(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
         self.parameters.iter().zip(&self.values.views).filter(|(p, view)| !is_same_view(p, view))
     }
 
-    /// Grows with every change of the parameters in place.
+    /// Returns a number that grows with every in-place change of the parameters.
     fn version(&self) -> u64 {
         self.parameters.iter().map(|p| p.storage().version()).sum()
     }
@@ -210,12 +210,12 @@ impl Shards {
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// An optimiser of all parameters of a model that require a gradient. `make` is given this rank's parts of them under the
-    /// parameters' names, and gives an optimiser, such as `AdamW::grouped(parameters, |_, _| config)`. All ranks call it.
+    /// Creates an optimiser of all parameters of a model that require a gradient. `make` gets this rank's parts of them under the
+    /// parameters' names, and returns an optimiser, such as `AdamW::grouped(parameters, |_, _| config)`. All ranks must call it.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that has such an optimiser already;
-    /// [`Error::OutOfMemory`]; those of `make`.
+    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that already has such an optimiser;
+    /// [`Error::OutOfMemory`]; the errors of `make`.
     #[track_caller]
     pub fn new<M: Module>(
         model: &mut DataParallel<M>,
@@ -224,31 +224,34 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         let (module, reducer) = model.parts_mut();
         let Reducer { group, parameters: known, buckets, .. } = reducer;
         if reducer.shards().is_some() {
-            return Err(Error::invalid(OP, "the model has one already: drop it first, or give one all parameters"));
+            return Err(Error::invalid(
+                OP,
+                "the model already has such an optimiser: drop it first, or use one for all parameters",
+            ));
         }
         let named = module.named_parameters_mut("").into_iter().filter(|(_, p)| p.requires_grad());
         let (names, mut parameters): (Vec<String>, Vec<Option<&mut Tensor>>) =
             named.map(|(name, p)| (name, Some(p))).unzip();
         let ids = parameters.iter().flatten().map(|p| p.leaf_id());
         if !ids.eq(known.iter().map(|(_, p)| p.leaf_id())) {
-            let reason = "the model has other parameters than when DataParallel was made: convert it before that";
+            let reason = "the model's parameters have changed since DataParallel was made: convert the model before";
             return Err(Error::invalid(OP, reason));
         }
-        // Everything that can fail comes first, so that on an error the model keeps its parameters.
+        // All fallible operations come first, so that on an error the model keeps its parameters.
         let shard = |bucket: &Vec<usize>| {
             let indices: Vec<usize> = bucket.iter().rev().copied().collect();
             let of_bucket: Vec<&Tensor> = indices.iter().filter_map(|&i| parameters[i].as_deref()).collect();
             Shard::new(group, indices, &of_bucket)
         };
         let mut shards = no_grad(|| buckets.iter().map(shard).collect::<Result<Vec<_>>>())?;
-        // In the order of the model's parameters: the first bucket has the last ones.
+        // In the order of the model's parameters: the first bucket has the last parameters.
         let ascending = || shards.iter().rev();
         let mut leaves: Vec<Tensor> = ascending().flat_map(|s| &s.leaves).map(Tensor::shallow_clone).collect();
         let inner = make(names.into_iter().zip(&mut leaves).collect())?;
         let all: Vec<(&Tensor, &Piece)> = ascending().flat_map(|s| s.leaves.iter().zip(&s.pieces)).collect();
         let piece = |p: &&Tensor| {
             let own = all.iter().find(|(leaf, _)| leaf.leaf_id() == p.leaf_id() && is_same_view(leaf, p));
-            let reason = "the optimiser has moved the parameters it was given, or has others";
+            let reason = "the optimiser has moved the parameters it was given, or has other parameters";
             own.map(|(_, piece)| (*piece).clone()).ok_or_else(|| Error::invalid(OP, reason))
         };
         let pieces = inner.parameters().iter().map(piece).collect::<Result<_>>()?;
@@ -262,16 +265,17 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(ZeroRedundancyOptimizer { inner, shards, pieces, versions })
     }
 
-    /// The optimiser of this rank's part.
+    /// Returns the optimiser of this rank's part.
     pub fn inner(&self) -> &O {
         &self.inner
     }
 
-    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) by the norm over the parts of all ranks: scales gradients so that
-    /// their total norm is at most `max_norm`, and gives the norm before as a scalar. All ranks call it, and wait for each other.
+    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) with the norm over the parts of all ranks: scales gradients so that
+    /// their total norm is at most `max_norm`, and returns the norm before scaling as a scalar. All ranks must call it, and wait for
+    /// each other.
     ///
     /// # Errors
-    /// Those of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
+    /// The errors of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
     pub fn clip_grad_norm_(&self, max_norm: f64, norm_type: f64) -> Result<Tensor> {
         let parts = self.inner.parameters();
         let own = get_total_norm(parts.iter().filter_map(|p| p.grad()), norm_type)?;
@@ -287,7 +291,8 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     fn refresh(&mut self) -> Result<()> {
         for (shard, version) in self.shards.buckets.iter().zip(&mut self.versions) {
             if shard.parameters.iter().any(|p| p.successor().is_some()) {
-                let reason = "the model was converted: make DataParallel and this optimiser of the converted one";
+                let reason =
+                    "the model was converted: make DataParallel and this optimiser again from the converted model";
                 return Err(Error::invalid(OP, reason));
             }
             if shard.version() != *version {
@@ -298,7 +303,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(())
     }
 
-    /// The piece of a parameter that an entry of the optimiser's state belongs to; none for entries of another shape, such as `step`.
+    /// Returns the piece of a parameter that an entry of the optimiser's state belongs to; `None` for other entries, such as `step`.
     fn piece(&self, name: &str, entry: &Tensor) -> Option<&Piece> {
         let i: usize = name.strip_prefix("state.")?.split('.').next()?.parse().ok()?;
         let shape = self.inner.parameters().get(i)?.shape().clone();
@@ -307,7 +312,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
 }
 
 impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
-    /// All ranks call it.
+    /// All ranks must call it.
     #[track_caller]
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
         no_grad(|| {
@@ -329,7 +334,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         self.shards.buckets.iter().flat_map(|s| &s.parameters).for_each(Tensor::zero_grad);
     }
 
-    /// This rank's parts of the model's parameters.
+    /// Returns this rank's parts of the model's parameters.
     fn parameters(&self) -> Vec<&Tensor> {
         self.inner.parameters()
     }
@@ -342,7 +347,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         self.inner.set_learning_rates(rates)
     }
 
-    /// Whether the gradients of all ranks are finite. All ranks call it.
+    /// True if the gradients of all ranks are finite. All ranks must call it.
     fn gradients_are_finite(&self) -> Result<bool> {
         let own = u8::from(self.inner.gradients_are_finite()?);
         let all = Tensor::from_slice(&[own], 1, Device::Cpu)?;
@@ -350,7 +355,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(all.item::<u8>()? == 1)
     }
 
-    /// This rank's part: `state.3.exp_avg[0..5 of 4x3]` has the first 5 elements of an unsharded optimiser's `state.3.exp_avg`.
+    /// Returns this rank's part: `state.3.exp_avg[0..5 of 4x3]` has the first 5 elements of an unsharded `state.3.exp_avg`.
     fn state_dict(&self) -> Result<StateDict> {
         let mut state = StateDict::new();
         for (name, entry) in self.inner.state_dict()? {
@@ -364,25 +369,24 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(state)
     }
 
-    /// Loads this rank's part from the state of an unsharded optimiser or from that part itself.
+    /// Loads this rank's part from the state of an unsharded optimiser, or from that part itself.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let mut own = StateDict::new();
         for (name, entry) in self.inner.state_dict()? {
             let loaded = match self.piece(&name, &entry) {
-                Some(piece) => piece.of(state, &name)?.map(|part| part.view(entry.shape())).transpose()?,
+                Some(piece) => piece.slice_from(state, &name)?.map(|part| part.view(entry.shape())).transpose()?,
                 None => state.get(&name).map(Tensor::shallow_clone),
             };
-            let reason =
-                || format!("the state has no {name} of this optimiser, or a part of it that is not this rank's");
+            let reason = || format!("the state lacks {name} of this optimiser, or has another rank's part of it");
             own.insert(name.clone(), loaded.ok_or_else(|| Error::invalid(OP, reason()))?);
         }
         if let Some(name) = state.names().find(|name| own.get(Piece::tensor(name)).is_none()) {
             return Err(Error::invalid(
                 OP,
-                format!("the state has {name}, which this optimiser does not: make the same one"),
+                format!("the state has {name}, which this optimiser lacks: make the same optimiser"),
             ));
         }
-        // Before master weights are loaded, which a later refresh would replace by rounded ones.
+        // Before master weights are loaded: a later refresh would replace them by rounded weights.
         no_grad(|| self.refresh())?;
         self.inner.load_state_dict(&own)
     }

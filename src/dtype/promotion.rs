@@ -1,7 +1,7 @@
-//! PyTorch's rules of promotion, as far as dtypes alone decide, and the dtype where nothing does.
+//! Type promotion: PyTorch's rules where dtypes alone decide, and the default dtype.
 //!
-//! There are three categories: bool, integers, floats. The highest that an operand is of decides; `ops::dispatch::promote` has
-//! what decides within one.
+//! There are three categories: bool, integer and float. The operands of the highest category decide the result's dtype.
+//! `ops::dispatch::promote` adds the rules for scalars and tensors without dims.
 
 use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,11 +9,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::DType;
 use crate::Result;
 
-/// An index of `DType::ALL`.
+/// The default dtype, as an index of `DType::ALL`.
 static DEFAULT: AtomicU8 = AtomicU8::new(0);
 
-/// Sets the dtype of new tensors where none is given, and of the results of operations on integers that are floats
-/// (PyTorch's `set_default_dtype`), for the whole process. It is f32 at first.
+/// Sets the default dtype for the whole process (PyTorch's `set_default_dtype`): the dtype of new tensors, and of float results of
+/// operations on integers. It is f32 at first.
 ///
 /// # Errors
 /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for integers and bool.
@@ -24,12 +24,12 @@ pub fn set_default_dtype(dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// What [`set_default_dtype`] set last (PyTorch's `get_default_dtype`).
+/// The dtype that [`set_default_dtype`] set last (PyTorch's `get_default_dtype`).
 pub fn get_default_dtype() -> DType {
     DType::ALL[usize::from(DEFAULT.load(Relaxed))]
 }
 
-/// The three kinds of dtypes, from the least to the one that decides.
+/// The three categories of dtypes, in ascending order of precedence.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Category {
     Bool,
@@ -37,7 +37,7 @@ pub(crate) enum Category {
     Float,
 }
 
-/// Which of two operands' dtypes decides.
+/// The category of a dtype.
 pub(crate) fn category(dtype: DType) -> Category {
     match dtype {
         DType::Bool => Category::Bool,
@@ -46,7 +46,7 @@ pub(crate) fn category(dtype: DType) -> Category {
     }
 }
 
-/// The smallest dtype that both convert to without leaving a category (PyTorch's `promote_types`).
+/// The smallest dtype that both convert to without leaving the higher category (PyTorch's `promote_types`).
 ///
 /// ```
 /// use claystone::{DType, promote_types};
@@ -70,7 +70,7 @@ pub fn promote_types(a: DType, b: DType) -> DType {
     }
 }
 
-/// Whether a result of dtype `from` may be stored in a tensor of dtype `to` (PyTorch's `can_cast`): not floats in integers,
+/// True if a result of dtype `from` may be stored in a tensor of dtype `to` (PyTorch's `can_cast`). Floats may not be stored in integers,
 /// nor numbers in bools.
 ///
 /// ```

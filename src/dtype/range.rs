@@ -1,11 +1,11 @@
-//! Which numbers a dtype holds: one rule for every operation that takes a number from the host.
+//! The range of each dtype: one rule for every operation that takes a number from the caller.
 
 use half::{bf16, f16};
 
 use crate::{DType, Error, Result, Scalar};
 
 impl DType {
-    /// The least and the greatest number of an integer dtype; `None` for floats and bool.
+    /// The least and greatest number of an integer dtype; None for floats and bool.
     const fn integers(self) -> Option<(i128, i128)> {
         match self {
             DType::I64 => Some((i64::MIN as i128, i64::MAX as i128)),
@@ -26,7 +26,7 @@ impl DType {
         }
     }
 
-    /// The smallest positive number of a float dtype that every device computes with: some take subnormals of f32 for 0.
+    /// The smallest positive number that every device computes with. Some devices flush subnormals of f32 to 0.
     pub(crate) fn smallest(self) -> f64 {
         match self {
             DType::F16 => f16::MIN_POSITIVE_SUBNORMAL.to_f64(),
@@ -35,7 +35,7 @@ impl DType {
         }
     }
 
-    /// `x` rounded to the nearest number of a float dtype.
+    /// Rounds `x` to the nearest number of a float dtype.
     pub(crate) fn rounded(self, x: f64) -> f64 {
         match self {
             DType::F16 => f16::from_f32(x as f32).to_f64(),
@@ -45,7 +45,7 @@ impl DType {
         }
     }
 
-    /// The greatest number of a float dtype that is at most `x`, or, where `open`, below `x`.
+    /// The greatest number of a float dtype that is at most `x`, or less than `x` if `open`.
     pub(crate) fn at_most(self, x: f64, open: bool) -> f64 {
         let (nearest, smallest) = (self.rounded(x), self.smallest());
         match self {
@@ -71,12 +71,12 @@ impl DType {
 }
 
 impl Scalar {
-    /// The number that an element of `dtype` holds once this one is stored, by PyTorch's rule but for fractions: unsigned dtypes wrap
-    /// integers from `-MAX` to -1, and bool is true for all but 0. Floats round, and keep NaN and infinities.
+    /// Returns the number that an element of `dtype` holds after storing this one. Follows PyTorch except for fractions: unsigned dtypes
+    /// wrap integers from `-MAX` to -1, and bool is true for all numbers except 0. Floats round, and keep NaN and infinities.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a fraction into integers or bool, and for other numbers out of the dtype's range, finite ones that round to
-    /// an infinity among them.
+    /// [`Error::Invalid`] for a fraction into integers or bool, and for any other number out of the dtype's range. A finite number that
+    /// rounds to infinity is out of range.
     #[inline]
     pub(crate) fn stored(self, op: &'static str, dtype: DType) -> Result<Scalar> {
         let x = self.to_f64();
@@ -85,7 +85,7 @@ impl Scalar {
             return if overflows { Err(self.out_of_range(op, dtype)) } else { Ok(self) };
         }
         if x.is_finite() && x.fract() != 0.0 {
-            let reason = format!("{x} is not whole and the tensor is {dtype}: convert it with .to_dtype()");
+            let reason = format!("{x} is not an integer, but the tensor is {dtype}: convert it with .to_dtype()");
             return Err(Error::invalid(op, reason));
         }
         let Some((lowest, greatest)) = dtype.integers() else { return Ok(Scalar::from(x != 0.0)) };
@@ -102,14 +102,14 @@ impl Scalar {
         }
     }
 
-    /// [`Scalar::stored`] without wrapping, for bounds.
+    /// Like [`Scalar::stored`], but an integer that would wrap is an error. For bounds.
     pub(crate) fn check_within(self, op: &'static str, dtype: DType) -> Result<()> {
         let stored = self.stored(op, dtype)?;
         let wrapped = dtype.integers().is_some() && stored.to_i64() != self.to_i64();
         if wrapped { Err(self.out_of_range(op, dtype)) } else { Ok(()) }
     }
 
-    /// An error for a factor that integer arithmetic would change: a fraction, or a number out of the dtype's range.
+    /// Returns an error for a factor that integer arithmetic would change: a fraction, or a number out of the dtype's range.
     pub(crate) fn check_factor(self, op: &'static str, dtype: DType) -> Result<()> {
         if dtype.is_float() { Ok(()) } else { self.stored(op, dtype).map(drop) }
     }
@@ -132,7 +132,7 @@ impl Scalar {
 mod tests {
     use super::*;
 
-    /// The neighbours of numbers of every float dtype, by its own conversion from f64.
+    /// Compares with each float dtype's own rounding from f64.
     #[test]
     fn the_nearest_numbers_below_and_above() {
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
@@ -140,7 +140,7 @@ mod tests {
                 let (below, least) = (dtype.at_most(x, true), dtype.at_least(x));
                 assert!(below < x && x <= least, "{x} of {dtype}: {below} {least}");
                 assert_eq!([below, least].map(|x| dtype.rounded(x)), [below, least], "{x} of {dtype}");
-                // Nothing between the two but x itself.
+                // No number of the dtype is strictly between them, except x itself.
                 let middle = dtype.rounded(0.5 * (below + least));
                 let flushed = middle.abs() < dtype.smallest();
                 assert!(flushed || [below, least, x].contains(&middle), "{x} of {dtype}: {middle}");

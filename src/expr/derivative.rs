@@ -1,9 +1,8 @@
-//! Symbolic derivatives: every gradient follows from its formula.
+//! Symbolic derivatives: every gradient is derived from its formula.
 //!
-//! Forward differentiation over the numbered graph, one derivative a node, so shared nodes are differentiated once.
-//! A derivative that is zero everywhere is not built at all. At kinks the conventions are PyTorch's: `abs'(0) = 0`,
-//! ties of `max` and `min` split the gradient in half, `select` passes it to the branch taken, and rounding and
-//! comparisons have none.
+//! Forward differentiation over the numbered graph, so that a shared node is differentiated once. A derivative that is zero everywhere is not
+//! built at all. The conventions at kinks are PyTorch's: `abs'(0) = 0`, ties of `max` and `min` split the gradient in half, and `select` passes
+//! the gradient to the branch taken. Rounding and comparisons have no gradient.
 
 use crate::expr::{Binary, Dag, Expr, Leaf, Op, Unary};
 
@@ -42,7 +41,7 @@ fn or_zero(d: Option<&Expr>) -> Expr {
     d.cloned().unwrap_or_else(|| Expr::constant(0.0))
 }
 
-/// dy/dx of `y = op(x)`; none where it is zero almost everywhere.
+/// dy/dx of `y = op(x)`; None if it is zero almost everywhere.
 fn unary(op: Unary, x: &Expr, y: &Expr) -> Option<Expr> {
     Some(match op {
         Unary::Floor | Unary::Ceil | Unary::Round | Unary::Trunc => return None,
@@ -66,7 +65,7 @@ fn unary(op: Unary, x: &Expr, y: &Expr) -> Option<Expr> {
     })
 }
 
-/// The derivative of `y = op(a, b)`, given those of a and b.
+/// The derivative of `y = op(a, b)`, given the derivatives of a and b.
 fn binary(op: Binary, a: &Expr, b: &Expr, y: &Expr, da: Option<&Expr>, db: Option<&Expr>) -> Option<Expr> {
     let da_times = |f: &dyn Fn() -> Expr| da.map(|d| d * f());
     let db_times = |f: &dyn Fn() -> Expr| db.map(|d| d * f());
@@ -74,31 +73,31 @@ fn binary(op: Binary, a: &Expr, b: &Expr, y: &Expr, da: Option<&Expr>, db: Optio
         Binary::Lt | Binary::Le | Binary::Eq => None,
         Binary::And | Binary::Or | Binary::Xor | Binary::Shl | Binary::Shr | Binary::Gcd => None,
         Binary::Copysign => da_times(&|| a.eq(0.0).select(0.0, y / a)),
-        Binary::Add => sum(da.cloned(), db.cloned()),
-        Binary::Sub => sum(da.cloned(), db.map(|d| -d)),
-        Binary::Mul => sum(da_times(&|| b.clone()), db_times(&|| a.clone())),
-        Binary::Div => sum(da.map(|d| d / b), db_times(&|| -(y / b))),
-        Binary::Rem => sum(da.cloned(), db_times(&|| -(a / b).trunc())),
+        Binary::Add => add_optional(da.cloned(), db.cloned()),
+        Binary::Sub => add_optional(da.cloned(), db.map(|d| -d)),
+        Binary::Mul => add_optional(da_times(&|| b.clone()), db_times(&|| a.clone())),
+        Binary::Div => add_optional(da.map(|d| d / b), db_times(&|| -(y / b))),
+        Binary::Rem => add_optional(da.cloned(), db_times(&|| -(a / b).trunc())),
         Binary::Pow => {
-            // 0 where the exponent is 0, whatever the base; 0 for the exponent at base 0
+            // By base: 0 if the exponent is 0, for every base. By exponent: 0 at base 0.
             let by_base = || b.eq(0.0).select(0.0, b * a.pow(b - 1.0));
             let by_exponent = || (a.eq(0.0) * b.ge(0.0)).select(0.0, y * a.log());
-            sum(da_times(&by_base), db_times(&by_exponent))
+            add_optional(da_times(&by_base), db_times(&by_exponent))
         }
-        Binary::Max => choose(&a.lt(b), &b.lt(a), da, db),
-        Binary::Min => choose(&b.lt(a), &a.lt(b), da, db),
+        Binary::Max => select_gradient(&a.lt(b), &b.lt(a), da, db),
+        Binary::Min => select_gradient(&b.lt(a), &a.lt(b), da, db),
     }
 }
 
-fn sum(a: Option<Expr>, b: Option<Expr>) -> Option<Expr> {
+fn add_optional(a: Option<Expr>, b: Option<Expr>) -> Option<Expr> {
     match (a, b) {
         (Some(a), Some(b)) => Some(a + b),
         (a, b) => a.or(b),
     }
 }
 
-/// `db` where b was chosen, `da` where a was, half of each on a tie.
-fn choose(chose_b: &Expr, chose_a: &Expr, da: Option<&Expr>, db: Option<&Expr>) -> Option<Expr> {
+/// Selects `db` where b was chosen, `da` where a was chosen, and half of each on a tie.
+fn select_gradient(chose_b: &Expr, chose_a: &Expr, da: Option<&Expr>, db: Option<&Expr>) -> Option<Expr> {
     let weight = |won: &Expr, lost: &Expr| 0.5 * (1.0 + won - lost);
-    sum(da.map(|d| d * weight(chose_a, chose_b)), db.map(|d| d * weight(chose_b, chose_a)))
+    add_optional(da.map(|d| d * weight(chose_a, chose_b)), db.map(|d| d * weight(chose_b, chose_a)))
 }

@@ -1,7 +1,7 @@
-//! The methods of [`Expr`]: its primitives by name, and the formulas composed of them.
+//! The methods of [`Expr`]: its primitives by name, and formulas composed of primitives.
 //!
-//! A composite is written so that its symbolic derivative is finite wherever the function's is, and so that it takes
-//! PyTorch's side at kinks: `relu'(0) = 0`, `clamp'` is 1 on its bounds.
+//! A composite is written so that its symbolic derivative is finite wherever the function's derivative is, and so that the derivative at
+//! kinks is PyTorch's: `relu'(0) = 0`, and `clamp'` is 1 on the bounds.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -22,7 +22,7 @@ macro_rules! unary {
 macro_rules! binary {
     ($($(#[$doc:meta])* $name:ident => $op:ident;)*) => {
         /// Primitives of two operands.
-        #[allow(clippy::should_implement_trait)] // they build formulas; the operators have their traits
+        #[allow(clippy::should_implement_trait)] // the operators themselves implement the traits
         impl Expr { $(
             $(#[$doc])*
             pub fn $name(&self, other: impl Into<Expr>) -> Expr {
@@ -35,13 +35,13 @@ macro_rules! binary {
 unary! {
     /// `|x|`; its derivative at 0 is 0.
     abs => Abs;
-    /// The greatest integer not above x.
+    /// The greatest integer that is at most x.
     floor => Floor;
-    /// The least integer not below x.
+    /// The least integer that is at least x.
     ceil => Ceil;
     /// The nearest integer, ties to even.
     round => Round;
-    /// x without its fraction.
+    /// The integer part of x.
     trunc => Trunc;
     /// The square root.
     sqrt => Sqrt;
@@ -53,9 +53,9 @@ unary! {
     log2 => Log2;
     /// The logarithm to base 10.
     log10 => Log10;
-    /// `exp(x) - 1`, exact near 0.
+    /// `exp(x) - 1`, accurate near 0.
     expm1 => Expm1;
-    /// `log(1 + x)`, exact near 0.
+    /// `log(1 + x)`, accurate near 0.
     log1p => Log1p;
     /// The sine, x in radians.
     sin => Sin;
@@ -65,7 +65,7 @@ unary! {
     tanh => Tanh;
     /// The error function.
     erf => Erf;
-    /// `1 - erf(x)`, exact where that is small.
+    /// `1 - erf(x)`, accurate where the result is small.
     erfc => Erfc;
     /// The logarithm of |gamma(x)|.
     lgamma => Lgamma;
@@ -76,23 +76,23 @@ unary! {
 }
 
 binary! {
-    /// x to the power of `other`. In integers: by squaring, wrapping; a negative power is 0 unless x is 1 or -1.
+    /// x to the power of `other`. Integers: by repeated squaring, with wrapping; a negative power is 0 unless x is 1 or -1.
     pow => Pow;
-    /// The greater of the two; NaN if either is. Ties give each side half of the gradient.
+    /// The greater operand; NaN if either is NaN. On a tie each operand gets half of the gradient.
     max => Max;
-    /// The lesser of the two; NaN if either is. Ties give each side half of the gradient.
+    /// The lesser operand; NaN if either is NaN. On a tie each operand gets half of the gradient.
     min => Min;
     /// 1 where x is less than `other`, else 0.
     lt => Lt;
     /// 1 where x is less than or equal to `other`, else 0.
     le => Le;
-    /// 1 where x equals `other`, else 0. (Formulas themselves are compared with `==`.)
+    /// 1 where x equals `other`, else 0. (`==` compares the formulas themselves.)
     eq => Eq;
     /// x with the sign of `other`.
     copysign => Copysign;
 }
 
-/// Comparisons and logic: 1 and 0; whatever is not 0 is true.
+/// Comparisons and logic. The results are 1 and 0; every number except 0 is true.
 #[allow(clippy::should_implement_trait)] // they build formulas
 impl Expr {
     /// 1 where x is greater than `other`, else 0.
@@ -168,33 +168,32 @@ impl Expr {
         self.sqrt().recip()
     }
 
-    /// x without its integer part; it has the sign of x.
+    /// The fractional part of x, with the sign of x.
     pub fn frac(&self) -> Expr {
         self - self.trunc()
     }
 
-    /// The remainder with the sign of the divisor, Python's `%`.
+    /// The remainder with the sign of the divisor (Python's `%`).
     pub fn remainder(&self, other: impl Into<Expr>) -> Expr {
         let b = other.into();
         let r = self % &b;
-        r.wrong_side(&b).select(&r + &b, &r)
+        r.has_wrong_sign(&b).select(&r + &b, &r)
     }
 
-    /// The quotient rounded down, Python's `//`; exact where dividing and rounding would not be.
+    /// The quotient rounded down (Python's `//`). Exact, where rounding the float quotient might not be.
     pub fn floor_divide(&self, other: impl Into<Expr>) -> Expr {
         let b = other.into();
         let r = self % &b;
-        let exact = ((self - &r) / &b - r.wrong_side(&b)).round();
+        let exact = ((self - &r) / &b - r.has_wrong_sign(&b)).round();
         b.eq(0.0).select(self / &b, exact).floor()
     }
 
-    /// Whether the remainder `self` is not 0 and has the other sign than the divisor.
-    fn wrong_side(&self, divisor: &Expr) -> Expr {
+    /// 1 where the remainder `self` is nonzero and its sign differs from the divisor's, else 0.
+    fn has_wrong_sign(&self, divisor: &Expr) -> Expr {
         self.ne(0.0) * self.lt(0.0).ne(divisor.lt(0.0))
     }
 
-    /// x, but not below `low` nor above `high`, which is the result where it is below `low`; the derivative is 1 on both
-    /// bounds.
+    /// x limited to `low..=high`; `high` if the bounds are reversed. The derivative is 1 on both bounds.
     pub fn clamp(&self, low: impl Into<Expr>, high: impl Into<Expr>) -> Expr {
         let (low, high) = (low.into(), high.into());
         let raised = self.lt(&low).select(&low, self);
@@ -208,12 +207,12 @@ impl Expr {
         w.lt(0.5).select(self + &w * &d, &end - (1.0 - &w) * &d)
     }
 
-    /// `sqrt(x² + other²)` without overflow on the way.
+    /// `sqrt(x² + other²)` without intermediate overflow.
     pub fn hypot(&self, other: impl Into<Expr>) -> Expr {
         let (a, b) = (self.abs(), other.into().abs());
         let (big, small) = (a.max(&b), a.min(&b));
         let root = &big * (1.0 + (&small / &big).square()).sqrt();
-        // An infinite side makes it infinite, whatever the other is: NaN, too.
+        // An infinite operand makes the result infinite, even if the other operand is NaN.
         let endless = a.eq(f64::INFINITY).or(b.eq(f64::INFINITY));
         endless.select(f64::INFINITY, big.eq(0.0).select(&big, root))
     }
@@ -245,7 +244,7 @@ impl Expr {
     pub fn atan2(&self, x: impl Into<Expr>) -> Expr {
         let x = x.into();
         let (origin, endless) = (self.eq(0.0) * x.eq(0.0), self.is_inf() * x.is_inf());
-        // A zero is 0 here, never -0: the quotient's sign is that of the angle.
+        // A zero `x` counts as 0, never -0, so that the quotient's sign is the sign of the angle.
         let quotient = endless.select(self.sign() * x.sign(), self / x.eq(0.0).select(0.0, &x));
         let angle = origin.select(0.0, quotient).atan();
         let left = x.lt(0.0) + origin * Expr::constant(1.0).copysign(&x).lt(0.0);
@@ -256,14 +255,14 @@ impl Expr {
     pub fn logaddexp(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
         let (below, greater) = (self.lt(&other), self.max(&other));
-        // Not by |self - other|, which has no second derivative where they are equal.
+        // Not through |self - other|, which has no second derivative where the operands are equal.
         let apart = below.select(self - &other, &other - self);
         greater.is_inf().select(&greater, below.select(&other, self) + apart.exp().log1p())
     }
 
     /// The hyperbolic sine.
     pub fn sinh(&self) -> Expr {
-        // Of halved arguments and squared: exp(x) alone overflows where half of it is finite.
+        // exp(x) overflows where exp(x) / 2 is still finite, so the exponential of half the argument is squared.
         let half = (self.abs() * 0.5).exp();
         let large = self.lt(0.0).select(-0.5, 0.5) * &half * &half;
         self.abs().gt(20.0).select(large, (self.expm1() - (-self).expm1()) * 0.5)
@@ -303,33 +302,33 @@ impl Expr {
         self.le(0.0).select(0.0, self)
     }
 
-    /// x above 0, `slope * x` below.
+    /// x where x is positive, else `slope * x`.
     pub fn leaky_relu(&self, slope: impl Into<Expr>) -> Expr {
         self.gt(0.0).select(self, self * slope.into())
     }
 
-    /// x above 0, `alpha * (exp(x) - 1)` below.
+    /// x where x is positive, else `alpha * (exp(x) - 1)`.
     pub fn elu(&self, alpha: impl Into<Expr>) -> Expr {
         self.gt(0.0).select(self, alpha.into() * self.expm1())
     }
 
-    /// [`elu`](Expr::elu) with the constants that keep mean and variance (Klambauer et al., 2017).
+    /// [`elu`](Expr::elu) with the constants that preserve mean and variance (Klambauer et al., 2017).
     pub fn selu(&self) -> Expr {
         1.0507009873554805 * self.elu(1.6732632423543772)
     }
 
-    /// x between the bounds; unlike [`clamp`](Expr::clamp)'s, the derivative is 0 on both.
+    /// x limited to the bounds. Unlike [`clamp`](Expr::clamp), the derivative is 0 on both bounds.
     pub fn hardtanh(&self, low: impl Into<Expr>, high: impl Into<Expr>) -> Expr {
         let (low, high) = (low.into(), high.into());
         self.le(&low).select(&low, high.le(self).select(&high, self))
     }
 
-    /// x times the normal distribution's cumulative function, through `erf`.
+    /// x times the cumulative distribution function of the standard normal distribution, computed with `erf`.
     pub fn gelu(&self) -> Expr {
         0.5 * self * (1.0 + (self * FRAC_1_SQRT_2).erf())
     }
 
-    /// [`gelu`](Expr::gelu) approximated through `tanh`.
+    /// The approximation of [`gelu`](Expr::gelu) with `tanh`.
     pub fn gelu_tanh(&self) -> Expr {
         let inner = SQRT_2_OVER_PI * (self + GELU_CUBE * self.square() * self);
         0.5 * self * (1.0 + inner.tanh())
@@ -340,14 +339,14 @@ impl Expr {
         self * self.sigmoid()
     }
 
-    /// `log(1 + exp(x))`, and x itself above 20 where the two are the same.
+    /// `log(1 + exp(x))`; above 20 x itself, which is the same.
     pub fn softplus(&self) -> Expr {
         self.gt(20.0).select(self, self.exp().log1p())
     }
 
     /// `log(sigmoid(x))` without overflow.
     pub fn logsigmoid(&self) -> Expr {
-        // Not by |x|, which has no second derivative at 0.
+        // Not through |x|, which has no second derivative at 0.
         let below = self.lt(0.0);
         below.select(self, 0.0) - below.select(self, -self).exp().log1p()
     }

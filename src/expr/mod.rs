@@ -1,11 +1,11 @@
-//! Formulas as values: what an elementwise operation computes.
+//! Formulas as values: the computation of an elementwise operation.
 //!
-//! An [`Expr`] is an immutable graph over a few leaves (tensor elements, run-time scalars, constants, random numbers)
-//! and about thirty primitives. It is written with ordinary operators and methods, shared freely, compared by
-//! structure, and read three ways: evaluated in tiles on the CPU, printed as OpenCL C, and differentiated.
+//! An [`Expr`] is an immutable graph of leaves (tensor elements, run-time scalars, constants, random numbers) and about thirty
+//! primitives. Formulas are written with ordinary operators and methods, and compared by structure. A formula has three uses: the CPU
+//! interprets it in tiles, the OpenCL backend prints it as OpenCL C, and autograd differentiates it.
 //!
-//! Comparisons give 1 and 0. A formula is evaluated in one type throughout (f32, f64, or i64 for integers); `max` and
-//! `min` give NaN when either side is NaN, as PyTorch's do. `select` evaluates both of its branches.
+//! Comparisons return 1 and 0. A formula is evaluated in one type throughout: f32, f64, or i64 for integers. `max` and `min` return NaN
+//! if either operand is NaN, as in PyTorch. `select` evaluates both of its branches.
 
 pub(crate) mod derivative;
 pub(crate) mod formulas;
@@ -25,9 +25,9 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::expr::program::Program;
 
-pub(crate) use crate::expr::primitives::{Binary, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Unary, is_number, is_whole};
+pub(crate) use crate::expr::primitives::{Binary, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Unary, is_argument, is_integer};
 
-/// A formula over tensor elements, see the [module](self).
+/// A formula over tensor elements; see the [module](self).
 ///
 /// ```
 /// use claystone::ops::Expr;
@@ -41,13 +41,13 @@ pub struct Expr(Arc<Node>);
 
 struct Node {
     hash: u64,
-    /// Bit i: the formula reads operand i; the last bit stands for all from 63 on. Asked on every launch.
+    /// Bit i: the formula reads operand i; the last bit covers operands 63 and up. Every launch tests it.
     reads: u64,
     op: Op,
     args: Args<Expr>,
-    /// The hash of the formula with any numbers in place of its own: see [`is_number`].
+    /// The hash of the formula with its numbers left out: see [`is_argument`].
     shape: u64,
-    /// The program of this formula alone, once it was asked for; None for a program's own formulas, which it would keep alive.
+    /// The cached program of this formula. None in formulas that a program owns, which would otherwise keep that program alive.
     program: OnceLock<Option<Arc<Program>>>,
 }
 
@@ -56,35 +56,35 @@ pub(crate) type Args<T> = SmallVec<[T; 3]>;
 
 /// Leaves.
 impl Expr {
-    /// The element of the `i`-th operand.
+    /// The current element of the `i`-th operand.
     pub fn input(i: usize) -> Expr {
         Expr::leaf(Leaf::Input(i))
     }
 
-    /// The `i`-th scalar argument, given when the formula is run: a learning rate costs no new kernel.
+    /// The `i`-th scalar argument, passed when the formula runs: another learning rate needs no new kernel.
     pub fn scalar(i: usize) -> Expr {
         Expr::leaf(Leaf::Scalar(i))
     }
 
-    /// A constant. Formulas that differ in such numbers only share a program, which takes them as arguments; 0, 1, 2, 3, 1/2,
-    /// their negatives, infinities and NaN are part of its code.
+    /// A constant. Formulas that differ only in such numbers share a program, which takes the numbers as arguments. The numbers 0, 1, 2, 3,
+    /// 1/2, their negatives, infinities and NaN are part of the program's code.
     pub fn constant(c: f64) -> Expr {
         Expr::leaf(Leaf::Const(c))
     }
 
-    /// A random number in [0, 1), a multiple of 2⁻²⁴, from the `i`-th seed and the element's index: the same on every
-    /// device and in f32 and f64.
+    /// A random number in [0, 1), a multiple of 2⁻²⁴, from the `i`-th seed and the element's index. Identical on every device, and in f32
+    /// and f64.
     pub fn uniform(i: usize) -> Expr {
         Expr::leaf(Leaf::Uniform(i))
     }
 
-    /// A random number of the standard normal distribution from the `i`-th seed and the element's index: the same on
-    /// every device and in f32 and f64 (it is computed in f32).
+    /// A standard normal random number, from the `i`-th seed and the element's index. Computed in f32, and identical on every device and in
+    /// f32 and f64.
     pub fn normal(i: usize) -> Expr {
         Expr::leaf(Leaf::Normal(i))
     }
 
-    /// 32 random bits as a number in 0..2³² (rounded where the formula is evaluated in f32).
+    /// 32 random bits as a number in 0..2³², rounded if the formula is evaluated in f32.
     pub fn bits(i: usize) -> Expr {
         Expr::leaf(Leaf::Bits(i))
     }
@@ -100,12 +100,12 @@ impl Expr {
             Op::Binary(b) => (7, b as u64),
             Op::Select => (8, 0),
         };
-        let own = mix(u64::from(tag) + 1, payload);
-        let hash = args.iter().fold(own, |h, a| mix(h, a.0.hash));
+        let own = hash_step(u64::from(tag) + 1, payload);
+        let hash = args.iter().fold(own, |h, a| hash_step(h, a.0.hash));
         let shape = match op {
-            Op::Leaf(Leaf::Const(c)) if is_number(c) => mix(0, is_whole(c).into()),
-            Op::Leaf(Leaf::Number { whole, .. }) => mix(0, whole.into()),
-            _ => args.iter().fold(own, |h, a| mix(h, a.0.shape)),
+            Op::Leaf(Leaf::Const(c)) if is_argument(c) => hash_step(0, is_integer(c).into()),
+            Op::Leaf(Leaf::Number { whole, .. }) => hash_step(0, whole.into()),
+            _ => args.iter().fold(own, |h, a| hash_step(h, a.0.shape)),
         };
         let reads = match op {
             Op::Leaf(Leaf::Input(i)) => read_bit(i),
@@ -114,39 +114,39 @@ impl Expr {
         Expr(Arc::new(Node { hash, shape, reads, op, args, program: OnceLock::new() }))
     }
 
-    /// A number of a program, its `index`-th argument.
-    pub(crate) fn number(index: usize, whole: bool) -> Expr {
+    /// The `index`-th number argument of a program.
+    pub(crate) fn number_argument(index: usize, whole: bool) -> Expr {
         Expr::leaf(Leaf::Number { index, whole })
     }
 
-    /// The formula with a program that has all constants in its code: for the formulas of tables, whose number is bounded.
-    pub(crate) fn fixed(&self) -> Expr {
-        self.rooted(Some(Arc::new(Program::new(std::slice::from_ref(self)))))
+    /// Attaches a program with all constants in its code. For the formulas of tables, whose number is bounded.
+    pub(crate) fn with_fixed_program(&self) -> Expr {
+        self.with_program(Some(Arc::new(Program::new(std::slice::from_ref(self)))))
     }
 
-    /// The formula with a root of its own, which keeps this program or none.
-    pub(crate) fn rooted(&self, program: Option<Arc<Program>>) -> Expr {
+    /// Copies the root node, with this program or none attached.
+    pub(crate) fn with_program(&self, program: Option<Arc<Program>>) -> Expr {
         let Node { hash, shape, reads, op, ref args, .. } = *self.0;
         Expr(Arc::new(Node { hash, shape, reads, op, args: args.clone(), program: OnceLock::from(program) }))
     }
 }
 
-/// The bit of operand i in [`Node::reads`].
+/// The bit for operand i in [`Node::reads`].
 fn read_bit(i: usize) -> u64 {
     1 << i.min(63)
 }
 
-/// One step of a hash that depends on nothing but its arguments (splitmix64's finaliser).
-fn mix(h: u64, x: u64) -> u64 {
+/// Mixes x into the hash h with splitmix64's finaliser. Depends on nothing else, so hashes are the same in every process.
+fn hash_step(h: u64, x: u64) -> u64 {
     let z = h.rotate_left(17).wrapping_add(x).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// Construction with the simplifications that change no value: constants are folded (in f64), `x + 0`, `x * 1`,
-/// `x - 0`, `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and a selection between equals. `x * 0` stays: NaN and
-/// infinity must come through it. (`x + 0` keeps the sign of a negative zero.)
+/// Construction, with simplifications that change no value: constant folding in f64, `x + 0`, `x * 1`, `x - 0`, `x / 1`, `-(-x)`, `pow` by
+/// 0, 1, 2, 3 and 1/2, and a selection between equal branches. `x * 0` is kept, because NaN and infinity must propagate.
+/// (`x + 0` keeps the sign of a negative zero.)
 impl Expr {
     pub(crate) fn unary(op: Unary, x: Expr) -> Expr {
         if let Some(c) = x.as_const() {
@@ -174,7 +174,7 @@ impl Expr {
         }
     }
 
-    /// `a` where this is not zero, else `b`. Both are evaluated.
+    /// `a` where this formula is not zero, else `b`. Both are evaluated.
     pub fn select(&self, a: impl Into<Expr>, b: impl Into<Expr>) -> Expr {
         let (a, b) = (a.into(), b.into());
         match self.as_const() {
@@ -185,17 +185,17 @@ impl Expr {
         }
     }
 
-    /// Where its program is kept.
+    /// The cache of the formula's program.
     pub(crate) fn program(&self) -> &OnceLock<Option<Arc<Program>>> {
         &self.0.program
     }
 
-    /// A hash of the formula with any numbers in place of its own.
+    /// The hash of the formula with its numbers left out.
     pub(crate) fn shape_hash(&self) -> u64 {
         self.0.shape
     }
 
-    /// Whether the two are one object.
+    /// True if both are the same object.
     pub(crate) fn is_same(&self, other: &Expr) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -217,30 +217,30 @@ impl Expr {
     }
 }
 
-/// Questions about a formula.
+/// Properties of a formula.
 impl Expr {
-    /// Whether the formula reads its `i`-th operand.
+    /// True if the formula reads its `i`-th operand.
     pub fn uses_input(&self, i: usize) -> bool {
         let may = self.0.reads & read_bit(i) != 0;
         may && (i < 63 || Dag::new(std::slice::from_ref(self)).leaves().any(|l| l == Leaf::Input(i)))
     }
 
-    /// Whether the formula draws random numbers from the `i`-th seed.
+    /// True if the formula draws random numbers from the `i`-th seed.
     pub fn uses_seed(&self, i: usize) -> bool {
         Dag::new(std::slice::from_ref(self))
             .leaves()
             .any(|l| matches!(l, Leaf::Uniform(j) | Leaf::Normal(j) | Leaf::Bits(j) if i == j))
     }
 
-    /// How many operands the formula takes: one more than the greatest index of an input.
+    /// The number of operands: one more than the greatest index of an input.
     pub fn arity(&self) -> usize {
         Dag::new(std::slice::from_ref(self)).arity()
     }
 }
 
-/// Formulas as one numbered list: every node once (equal ones share a number), operands before users.
+/// Formulas as one numbered list of distinct nodes, operands before users. Equal nodes share a number.
 ///
-/// Linear in the number of distinct nodes, and without recursion, however deep or shared the formulas are.
+/// Built in time linear in the number of node objects, and without recursion, however deep or shared the formulas are.
 pub(crate) struct Dag {
     pub(crate) nodes: Vec<DagNode>,
     pub(crate) roots: Vec<usize>,
@@ -285,7 +285,7 @@ impl Dag {
         })
     }
 
-    /// One more than the greatest index of an input.
+    /// The number of operands: one more than the greatest index of an input.
     pub(crate) fn arity(&self) -> usize {
         self.leaves()
             .filter_map(|l| if let Leaf::Input(i) = l { Some(i.saturating_add(1)) } else { None })
@@ -294,8 +294,7 @@ impl Dag {
     }
 }
 
-/// Formulas with other leaves: what `leaf` gives for one takes its place. Nothing is simplified: every operation that is left
-/// computes what it did.
+/// Replaces each leaf for which `leaf` returns a formula. Nothing is simplified: every remaining operation is unchanged.
 pub(crate) fn with_leaves(exprs: &[Expr], leaf: impl Fn(Leaf) -> Option<Expr>) -> Vec<Expr> {
     let dag = Dag::new(exprs);
     let mut made: Vec<Expr> = Vec::with_capacity(dag.nodes.len());
@@ -310,18 +309,18 @@ pub(crate) fn with_leaves(exprs: &[Expr], leaf: impl Fn(Leaf) -> Option<Expr>) -
 }
 
 impl PartialEq for Expr {
-    /// Kernels are looked up by formula on every launch: small ones are compared where they are. What is shared deeply
-    /// has too many paths to follow and is numbered first.
+    /// Every launch looks up kernels by formula, so small formulas are compared in place. A deeply shared formula has too many paths
+    /// for that and is numbered first.
     fn eq(&self, other: &Expr) -> bool {
-        same(self, other, &mut 64).unwrap_or_else(|| {
+        equal_within(self, other, &mut 64).unwrap_or_else(|| {
             let dag = Dag::new(&[self.clone(), other.clone()]);
             dag.roots[0] == dag.roots[1]
         })
     }
 }
 
-/// Whether two formulas are equal, if looking at `budget` nodes is enough to tell.
-fn same(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
+/// Compares two formulas; None if `budget` nodes are not enough to decide.
+fn equal_within(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
     if Arc::ptr_eq(&a.0, &b.0) {
         return Some(true);
     }
@@ -330,7 +329,7 @@ fn same(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
     }
     *budget = budget.checked_sub(1)?;
     for (a, b) in a.args().iter().zip(b.args()) {
-        if !same(a, b, budget)? {
+        if !equal_within(a, b, budget)? {
             return Some(false);
         }
     }
@@ -340,7 +339,7 @@ fn same(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
 impl Eq for Expr {}
 
 impl Expr {
-    /// A hash of its structure, computed when it was made.
+    /// The hash of the formula's structure, computed when it was built.
     pub(crate) fn hash_value(&self) -> u64 {
         self.0.hash
     }
@@ -353,7 +352,7 @@ impl Hash for Expr {
 }
 
 impl Drop for Node {
-    /// Long chains are taken apart in a loop: the default would recurse once a node.
+    /// Frees long chains in a loop: the default drop would recurse once a node.
     fn drop(&mut self) {
         let mut orphans = std::mem::take(&mut self.args).into_vec();
         while let Some(Expr(node)) = orphans.pop() {
@@ -365,7 +364,7 @@ impl Drop for Node {
 }
 
 impl fmt::Debug for Expr {
-    /// The formula as a list of assignments, one a distinct node: sharing keeps it short.
+    /// Prints one assignment for each distinct node, so that shared nodes are printed once.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let dag = Dag::new(std::slice::from_ref(self));
         for (i, n) in dag.nodes.iter().enumerate() {
@@ -478,7 +477,7 @@ mod tests {
         assert_eq!(x.pow(2.0), &x * &x);
         assert_eq!(Expr::constant(2.0) * 3.0 + 1.0, Expr::constant(7.0));
         assert_eq!(x.lt(0.0).select(&x, &x), x);
-        assert_ne!(&x * 0.0, Expr::constant(0.0)); // NaN must come through
+        assert_ne!(&x * 0.0, Expr::constant(0.0)); // NaN must propagate
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! An element's number is a function of the seed and the element's index alone, so any number of threads on any device
-//! give the same tensor. Element `e` takes lane `e % 4` of the block whose counter is `e / 4` and the seed's stream.
+//! An element's number is a function of the seed and the element's index alone, so any number of threads on any device produces the same
+//! tensor. Element `e` takes word `e % 4` of the block with counter `e / 4` in the seed's stream.
 //!
-//! Normals come in pairs from two lanes by Box and Muller's method, in f32, from integer operations and additions,
-//! subtractions and multiplications only. Those are rounded exactly everywhere (division, square root and the library's
-//! functions are not), so the bits are the same on every device; `kernels/prelude.cl` repeats it step by step.
+//! Normal numbers come in pairs, from two words, by the Box-Muller transform in f32. It uses only integer operations and additions,
+//! subtractions and multiplications, which every device rounds correctly, unlike division, square root and library functions. So the bits
+//! are the same on every device; `kernels/prelude.cl` repeats the computation step by step.
 
 use std::marker::PhantomData;
 
@@ -13,23 +13,24 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::device::cpu::math::{cos_small, log_near_one, sin_small};
 
-/// Which random numbers: `key` is the user's seed, `stream` counts the draws made from it.
+/// A source of random numbers: `key` is the user's seed, `stream` counts the draws made from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Seed {
     /// The user's seed.
     pub key: u64,
-    /// Which draw from it.
+    /// The index of the draw.
     pub stream: u64,
 }
 
+/// The rounds, multipliers and Weyl constants of Philox4x32-10.
 const ROUNDS: usize = 10;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Blocks computed side by side, in the lanes of vector registers.
-const WIDE: usize = 32;
+/// The number of blocks computed side by side, in the lanes of vector registers.
+const BLOCKS_AT_ONCE: usize = 32;
 
-/// The four words of one block.
+/// Computes the four words of one block from its counter and key.
 #[inline(always)]
 fn block([mut x0, mut x1, mut x2, mut x3]: [u32; 4], [mut k0, mut k1]: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
@@ -42,17 +43,17 @@ fn block([mut x0, mut x1, mut x2, mut x3]: [u32; 4], [mut k0, mut k1]: [u32; 2])
     [x0, x1, x2, x3]
 }
 
-/// The numbers of four elements from the words of their block.
+/// Converts the four words of a block to the numbers of four elements.
 pub(crate) trait Draw {
     type Number: Copy + Default;
     fn draw(words: [u32; 4]) -> [Self::Number; 4];
 }
 
-/// The bits as they are.
+/// Raw bits.
 pub(crate) struct Bits;
 /// Uniform numbers in [0, 1), multiples of 2⁻²⁴.
 pub(crate) struct Uniform;
-/// Normal numbers.
+/// Standard normal numbers.
 pub(crate) struct Normal;
 
 impl Draw for Bits {
@@ -84,12 +85,13 @@ impl Draw for Normal {
 }
 
 impl Seed {
-    /// Fills `out` with the numbers of the elements from `first` on.
+    /// Fills `out` with the numbers of elements `first`, `first + 1`, ...
     pub(crate) fn fill<D: Draw, C>(self, first: u64, out: &mut [C], convert: impl Fn(D::Number) -> C) {
         Arch::new().dispatch(Fill::<C, D, _> { seed: self, first, out, convert, draw: PhantomData });
     }
 }
 
+/// The arguments of [`Seed::fill`], for dispatch to the best vector instructions.
 struct Fill<'a, C, D, F> {
     seed: Seed,
     first: u64,
@@ -104,26 +106,26 @@ impl<C, D: Draw, F: Fn(D::Number) -> C> WithSimd for Fill<'_, C, D, F> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         let (key, stream) = (words(self.seed.key), words(self.seed.stream));
-        let (mut out, group) = (self.out, 4 * WIDE as u64);
-        let mut start = self.first / group * WIDE as u64; // aligned, so that the low words do not carry
+        let (mut out, group) = (self.out, 4 * BLOCKS_AT_ONCE as u64);
+        let mut start = self.first / group * BLOCKS_AT_ONCE as u64; // a multiple of BLOCKS_AT_ONCE, so that `low | i` needs no carry
         let mut skip = (self.first % group) as usize;
         while !out.is_empty() {
             let [low, high] = words(start);
-            let mut lanes = [[D::Number::default(); WIDE]; 4];
+            let mut lanes = [[D::Number::default(); BLOCKS_AT_ONCE]; 4];
             let [x, y, z, w] = &mut lanes;
-            for i in 0..WIDE {
+            for i in 0..BLOCKS_AT_ONCE {
                 [x[i], y[i], z[i], w[i]] = D::draw(block([low | i as u32, high, stream[0], stream[1]], key));
             }
-            let n = (4 * WIDE - skip).min(out.len());
+            let n = (4 * BLOCKS_AT_ONCE - skip).min(out.len());
             let (now, rest) = out.split_at_mut(n);
-            if n == 4 * WIDE {
+            if n == 4 * BLOCKS_AT_ONCE {
                 for (i, four) in now.chunks_exact_mut(4).enumerate() {
                     (0..4).for_each(|k| four[k] = (self.convert)(lanes[k][i]));
                 }
             } else {
                 now.iter_mut().zip(skip..).for_each(|(o, e)| *o = (self.convert)(lanes[e % 4][e / 4]));
             }
-            (out, skip, start) = (rest, 0, start.wrapping_add(WIDE as u64));
+            (out, skip, start) = (rest, 0, start.wrapping_add(BLOCKS_AT_ONCE as u64));
         }
     }
 }
@@ -133,7 +135,7 @@ fn words(x: u64) -> [u32; 2] {
     [x as u32, (x >> 32) as u32]
 }
 
-/// Two independent normal numbers from two words. Every operation here is rounded exactly, none is fused.
+/// Two independent normal numbers from two words. Every operation is correctly rounded, and none is fused.
 #[inline(always)]
 fn normal_pair(a: u32, b: u32) -> [f32; 2] {
     // t = -2 ln(u), u = n / 2^24 in (0, 1]: n = m * 2^e with m in [0.75, 1.5)
@@ -143,7 +145,7 @@ fn normal_pair(a: u32, b: u32) -> [f32; 2] {
     let z = f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000)) - 1.0;
     let t = -2.0 * (log_near_one(z) + (e - 24.0) * std::f32::consts::LN_2);
 
-    // r = sqrt(t) = t * rsqrt(t): an estimate from the exponent, improved by Newton's method
+    // r = sqrt(t) = t * rsqrt(t): an estimate from the exponent, then Newton's method
     let mut y = f32::from_bits(0x5F37_59DFu32.wrapping_sub(t.to_bits() >> 1));
     let half = 0.5 * t;
     for _ in 0..3 {
@@ -151,7 +153,7 @@ fn normal_pair(a: u32, b: u32) -> [f32; 2] {
     }
     let r = t * y;
 
-    // the angle 2 pi n / 2^24: the nearest quarter turn, and what is left of it in [-pi/4, pi/4]
+    // the angle 2 pi n / 2^24: the nearest quarter turn, plus a remainder in [-pi/4, pi/4]
     let n = b >> 8;
     let quarter = (n + 0x0020_0000) >> 22;
     let left = n.wrapping_sub(quarter << 22) as i32 as f32;
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn every_window_sees_the_same_numbers() {
+    fn every_range_of_a_stream_has_the_same_numbers() {
         let seed = Seed { key: 0x0123_4567_89ab_cdef, stream: 7 << 33 };
         let mut all = vec![0; 200];
         seed.fill::<Bits, _>(0, &mut all, |b| b);
@@ -191,7 +193,7 @@ mod tests {
                 assert_eq!(part, all[first..first + len], "{first} {len}");
             }
         }
-        let mut far = [0; 8]; // the counter's upper word
+        let mut far = [0; 8]; // needs the counter's upper word
         seed.fill::<Bits, _>(1 << 40, &mut far, |b| b);
         assert_eq!(far[..4], block([0, 1 << 6, 0, 14], [0x89ab_cdef, 0x0123_4567]));
     }

@@ -1,9 +1,9 @@
-//! The closed set of things a formula is made of, and what each is in f64.
+//! The closed set of primitives that formulas are built from, and the value of each in f64.
 
 use std::f64::consts::FRAC_1_SQRT_2;
 use std::hash::{Hash, Hasher};
 
-/// What a node is.
+/// The operation of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Op {
     Leaf(Leaf),
@@ -13,7 +13,7 @@ pub(crate) enum Op {
     Select,
 }
 
-/// Where values come from.
+/// A node without operands: the source of a value.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Leaf {
     Input(usize),
@@ -22,7 +22,7 @@ pub(crate) enum Leaf {
     Uniform(usize),
     Normal(usize),
     Bits(usize),
-    /// An argument of the program for a constant of its formulas, never NaN.
+    /// An argument that a program takes in place of a constant of its formulas; never NaN.
     Number {
         index: usize,
         whole: bool,
@@ -30,7 +30,7 @@ pub(crate) enum Leaf {
 }
 
 impl Leaf {
-    /// The kind of random number and the seed, of a leaf that draws one.
+    /// The kind of random number and the index of the seed, for a leaf that draws one.
     pub(crate) fn draws(self) -> Option<(&'static str, usize)> {
         match self {
             Leaf::Uniform(i) => Some(("uniform", i)),
@@ -40,7 +40,7 @@ impl Leaf {
         }
     }
 
-    /// A unique pair for hashing and equality: constants differ by their bits, every NaN is the same.
+    /// A unique pair for hashing and equality. Constants differ by their bits, and all NaNs are equal.
     pub(crate) fn key(self) -> (u8, u64) {
         match self {
             Leaf::Input(i) => (0, i as u64),
@@ -67,24 +67,26 @@ impl Hash for Leaf {
     }
 }
 
-/// `sqrt(2 / pi)`, and the coefficient of the cube in [`Expr::gelu_tanh`].
+/// `sqrt(2 / pi)`, in [`Expr::gelu_tanh`].
 pub(crate) const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
+/// The coefficient of the cube in [`Expr::gelu_tanh`].
 pub(crate) const GELU_CUBE: f64 = 0.044715;
 
-/// Constants that simplifications, small powers and fused functions look for.
-const CODE: [f64; 12] = [0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 0.5, -0.5, FRAC_1_SQRT_2, SQRT_2_OVER_PI, GELU_CUBE];
+/// Constants that simplifications, small powers and fused functions match on.
+const INLINE_CONSTANTS: [f64; 12] =
+    [0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 0.5, -0.5, FRAC_1_SQRT_2, SQRT_2_OVER_PI, GELU_CUBE];
 
-/// Whether a constant is an argument of programs, and not part of their code.
-pub(crate) fn is_number(c: f64) -> bool {
-    c.is_finite() && !CODE.contains(&c)
+/// True if a constant is passed to programs as an argument; false if it is part of their code.
+pub(crate) fn is_argument(c: f64) -> bool {
+    c.is_finite() && !INLINE_CONSTANTS.contains(&c)
 }
 
-/// Whether integers hold the constant.
-pub(crate) fn is_whole(c: f64) -> bool {
+/// True if integers can represent the constant.
+pub(crate) fn is_integer(c: f64) -> bool {
     c.trunc() == c && c.abs() <= 9e15
 }
 
-/// Primitives of one operand.
+/// Primitives with one operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(crate) enum Unary {
@@ -112,13 +114,13 @@ pub(crate) enum Unary {
 }
 
 impl Unary {
-    /// Whether integers have to be converted to floats first.
+    /// True if integer operands must be converted to floats first.
     pub(crate) fn needs_float(self) -> bool {
         use Unary::*;
         !matches!(self, Neg | Abs | Floor | Ceil | Round | Trunc)
     }
 
-    /// The value in f64: how constants are folded.
+    /// The value in f64, for constant folding.
     pub(crate) fn eval(self, x: f64) -> f64 {
         match self {
             Unary::Neg => -x,
@@ -146,7 +148,7 @@ impl Unary {
     }
 }
 
-/// Primitives of two operands.
+/// Primitives with two operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(crate) enum Binary {
@@ -154,7 +156,7 @@ pub(crate) enum Binary {
     Sub,
     Mul,
     Div,
-    /// Truncated: the result has the sign of the dividend (C's `fmod` and `%`).
+    /// Truncated remainder: the result has the sign of the dividend (C's `fmod` and `%`).
     Rem,
     Pow,
     Max,
@@ -163,31 +165,31 @@ pub(crate) enum Binary {
     Le,
     Eq,
     Copysign,
-    // of integers only
+    // Integers only.
     And,
     Or,
     Xor,
-    /// 0 where the shift is not in 0..64.
+    /// Shift left; 0 for a shift outside 0..64.
     Shl,
-    /// Keeps the sign; all of it is left where the shift is not in 0..64.
+    /// Arithmetic shift right; -1 or 0, by the sign, for a shift outside 0..64.
     Shr,
-    /// The greatest common divisor, not negative; 0 of two zeros.
+    /// The greatest common divisor; never negative, and 0 for two zeros.
     Gcd,
 }
 
 impl Binary {
-    /// Whether an integer divisor of zero is an error.
+    /// True if an integer divisor of zero is an error.
     pub(crate) fn divides(self) -> bool {
         matches!(self, Binary::Div | Binary::Rem)
     }
 
-    /// Whether it works on the bits of integers.
+    /// True if the primitive works on the bits of integers.
     pub(crate) fn needs_integers(self) -> bool {
         use Binary::*;
         matches!(self, And | Or | Xor | Shl | Shr | Gcd)
     }
 
-    /// The value in f64: how constants are folded.
+    /// The value in f64, for constant folding.
     pub(crate) fn eval(self, a: f64, b: f64) -> f64 {
         let integers = |f: fn(i64, i64) -> i64| f(a as i64, b as i64) as f64;
         match self {
@@ -215,13 +217,13 @@ impl Binary {
     }
 }
 
-/// A shift to the left; 0 where the shift is not in 0..64.
+/// Shift left; 0 for a shift outside 0..64.
 #[inline(always)]
 pub(crate) fn shl(a: i64, b: i64) -> i64 {
     if (0..64).contains(&b) { a << b } else { 0 }
 }
 
-/// A shift to the right that keeps the sign; all of it is left where the shift is not in 0..64.
+/// Arithmetic shift right; -1 or 0, by the sign, for a shift outside 0..64.
 #[inline(always)]
 pub(crate) fn shr(a: i64, b: i64) -> i64 {
     a >> if (0..64).contains(&b) { b } else { 63 }

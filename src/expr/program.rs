@@ -1,4 +1,4 @@
-//! Formulas computed together, and what is known about them: how many operands they take and which types they need.
+//! Programs: formulas that are computed together, with their numbers of operands and their type requirements.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -8,22 +8,22 @@ use std::sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock};
 use smallvec::SmallVec;
 
 use crate::device::lru::Lru;
-use crate::expr::{Binary, Dag, Expr, Leaf, Op, is_number, is_whole, with_leaves};
+use crate::expr::{Binary, Dag, Expr, Leaf, Op, is_argument, is_integer, with_leaves};
 use crate::{Compute, Scalar};
 
-/// Numbers of formulas, in the order in which the formulas read them first.
+/// The number arguments of a program's formulas, in the order of their first use.
 type Numbers = SmallVec<[f64; 4]>;
 
-/// The most numbers that a program takes as arguments: drivers grant kernels 1 KiB of arguments at least.
+/// The most numbers that a program takes as arguments: OpenCL guarantees kernels 1 KiB of arguments.
 const MAX_NUMBERS: usize = 48;
-/// The most programs kept for formulas that are not used again as the same object.
+/// The most programs in the global cache, which serves formulas that are rebuilt for every call.
 const MAX_PROGRAMS: usize = 1024;
-/// The most programs kept whose formulas differ in numbers, and in which of these are equal.
-const MAX_ALIKE: usize = 8;
-/// The nodes of a formula compared one by one; larger formulas are numbered first.
-const COMPARED: u32 = 256;
+/// The most cached programs with the same shape hash: their formulas differ in which of their numbers are equal.
+const MAX_PROGRAMS_PER_SHAPE: usize = 8;
+/// The most nodes that are compared one by one; larger formulas are numbered first.
+const MAX_COMPARED_NODES: u32 = 256;
 
-/// One formula or several.
+/// One or several formulas that are computed together.
 #[derive(Debug)]
 pub(crate) struct Program {
     exprs: Box<[Expr]>,
@@ -39,14 +39,14 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// A program whose `j`-th result is `exprs[j]`, with all constants in its code.
+    /// Builds a program whose `j`-th result is `exprs[j]`, with all constants in its code.
     pub(crate) fn new(exprs: &[Expr]) -> Program {
         let dag = Dag::new(exprs);
         let count =
             |f: fn(Leaf) -> Option<usize>| dag.leaves().filter_map(f).map(|i| i.saturating_add(1)).max().unwrap_or(0);
         let ops = || dag.nodes.iter().map(|n| n.expr.op());
         Program {
-            exprs: exprs.iter().map(|e| e.rooted(None)).collect(),
+            exprs: exprs.iter().map(|e| e.with_program(None)).collect(),
             inputs: dag.arity(),
             scalars: count(|l| match l {
                 Leaf::Scalar(i) | Leaf::Number { index: i, .. } => Some(i),
@@ -74,7 +74,7 @@ impl Program {
         }
     }
 
-    /// Whether there is more to do than to copy.
+    /// False if the program only copies operands, scalars or constants.
     pub(crate) fn computes(&self) -> bool {
         let leaf = |e: &Expr| {
             matches!(e.op(), Op::Leaf(Leaf::Input(_) | Leaf::Scalar(_) | Leaf::Const(_) | Leaf::Number { .. }))
@@ -82,18 +82,18 @@ impl Program {
         !self.exprs.iter().all(leaf)
     }
 
-    /// The program of these formulas with any numbers in place of their own. A formula that is used again and again keeps its program.
+    /// Returns the shared program of these formulas, which takes their numbers as arguments. A formula object caches its own program.
     #[inline]
-    pub(crate) fn of(exprs: &[Expr]) -> Cow<'_, Arc<Program>> {
+    pub(crate) fn shared(exprs: &[Expr]) -> Cow<'_, Arc<Program>> {
         if let [expr] = exprs
-            && let Some(program) = expr.program().get_or_init(|| Some(Program::looked_up(exprs)))
+            && let Some(program) = expr.program().get_or_init(|| Some(Program::intern(exprs)))
         {
             return Cow::Borrowed(program);
         }
-        Cow::Owned(Program::looked_up(exprs))
+        Cow::Owned(Program::intern(exprs))
     }
 
-    fn looked_up(exprs: &[Expr]) -> Arc<Program> {
+    fn intern(exprs: &[Expr]) -> Arc<Program> {
         type Alike = SmallVec<[Arc<Program>; 1]>;
         static PROGRAMS: LazyLock<RwLock<Lru<u64, Alike>>> = LazyLock::new(|| RwLock::new(Lru::new(MAX_PROGRAMS)));
         let shape = exprs.iter().fold(exprs.len() as u64, |h, e| h.rotate_left(7) ^ e.shape_hash());
@@ -106,7 +106,7 @@ impl Program {
         let made = Arc::new(Program::with_numbers_as_arguments(exprs));
         let mut programs = PROGRAMS.write().unwrap_or_else(PoisonError::into_inner);
         let (alike, evicted) = programs.get_or_insert(shape, Alike::new);
-        if alike.len() == MAX_ALIKE {
+        if alike.len() == MAX_PROGRAMS_PER_SHAPE {
             alike.remove(0);
         }
         alike.push(Arc::clone(&made));
@@ -118,7 +118,7 @@ impl Program {
     fn with_numbers_as_arguments(exprs: &[Expr]) -> Program {
         let plain = Program::new(exprs);
         let mut numbers = Numbers::new();
-        let number = |leaf: Leaf| if let Leaf::Const(c) = leaf { Some(c).filter(|&c| is_number(c)) } else { None };
+        let number = |leaf: Leaf| if let Leaf::Const(c) = leaf { Some(c).filter(|&c| is_argument(c)) } else { None };
         for c in Dag::new(exprs).leaves().filter_map(number) {
             if !numbers.contains(&c) {
                 numbers.push(c);
@@ -128,53 +128,54 @@ impl Program {
             return plain;
         }
         let index = |c: f64| plain.scalars + numbers.iter().position(|&n| n == c).unwrap_or(0);
-        Program::new(&with_leaves(exprs, |leaf| number(leaf).map(|c| Expr::number(index(c), is_whole(c)))))
+        Program::new(&with_leaves(exprs, |leaf| number(leaf).map(|c| Expr::number_argument(index(c), is_integer(c)))))
     }
 
-    /// The numbers that `exprs` have where the program has arguments; None where these are other formulas.
+    /// The numbers in `exprs` to pass for the program's arguments; None if the formulas differ in anything else.
     fn numbers_of(&self, exprs: &[Expr]) -> Option<Numbers> {
-        let (mut numbers, mut budget) = (Numbers::new(), COMPARED);
+        let (mut numbers, mut budget) = (Numbers::new(), MAX_COMPARED_NODES);
         if exprs.len() != self.exprs.len() {
             return None;
         }
         let mut formulas = exprs.iter().zip(&self.exprs);
-        match formulas.try_fold(true, |same, (e, own)| Some(same && self.has_shape(e, own, &mut numbers, &mut budget)?))
+        match formulas
+            .try_fold(true, |same, (e, own)| Some(same && self.same_shape(e, own, &mut numbers, &mut budget)?))
         {
             Some(same) => same.then_some(numbers),
             None => self.numbers_of_large(exprs),
         }
     }
 
-    /// [`numbers_of`](Self::numbers_of) by the numbered nodes.
+    /// [`numbers_of`](Self::numbers_of) for large formulas, by comparing numbered nodes.
     fn numbers_of_large(&self, exprs: &[Expr]) -> Option<Numbers> {
         let (dag, own, mut numbers) = (Dag::new(exprs), Dag::new(&self.exprs), Numbers::new());
         let mut nodes = dag.nodes.iter().zip(&own.nodes);
         let same = (dag.nodes.len(), &dag.roots) == (own.nodes.len(), &own.roots)
-            && nodes.all(|(a, b)| a.args == b.args && self.is_leaf(a.expr.op(), b.expr.op(), &mut numbers));
+            && nodes.all(|(a, b)| a.args == b.args && self.matches_node(a.expr.op(), b.expr.op(), &mut numbers));
         same.then_some(numbers)
     }
 
-    /// Whether `expr` is the program's formula `own` but for numbers, which are collected; None where `budget` nodes are not enough.
-    fn has_shape(&self, expr: &Expr, own: &Expr, numbers: &mut Numbers, budget: &mut u32) -> Option<bool> {
+    /// True if `expr` equals the program's formula `own` except for numbers, which are collected. None if `budget` nodes are not enough.
+    fn same_shape(&self, expr: &Expr, own: &Expr, numbers: &mut Numbers, budget: &mut u32) -> Option<bool> {
         if expr.is_same(own) {
             return Some(true);
         }
-        if expr.shape_hash() != own.shape_hash() || !self.is_leaf(expr.op(), own.op(), numbers) {
+        if expr.shape_hash() != own.shape_hash() || !self.matches_node(expr.op(), own.op(), numbers) {
             return Some(false);
         }
         *budget = budget.checked_sub(1)?;
         for (expr, own) in expr.args().iter().zip(own.args()) {
-            if !self.has_shape(expr, own, numbers, budget)? {
+            if !self.same_shape(expr, own, numbers, budget)? {
                 return Some(false);
             }
         }
         Some(true)
     }
 
-    /// Whether a node is the program's own, or a number where the program has an argument that has this or no number yet.
-    fn is_leaf(&self, op: Op, own: Op, numbers: &mut Numbers) -> bool {
+    /// True if a node equals the program's own node, or is a number for an argument that is unset or already has this value.
+    fn matches_node(&self, op: Op, own: Op, numbers: &mut Numbers) -> bool {
         let (Op::Leaf(Leaf::Const(c)), Op::Leaf(Leaf::Number { index, whole })) = (op, own) else { return op == own };
-        let Some(place) = index.checked_sub(self.given).filter(|_| is_number(c) && is_whole(c) == whole) else {
+        let Some(place) = index.checked_sub(self.given).filter(|_| is_argument(c) && is_integer(c) == whole) else {
             return false;
         };
         if place == numbers.len() {
@@ -183,7 +184,7 @@ impl Program {
         numbers.get(place) == Some(&c)
     }
 
-    /// Calls `f` with all scalar arguments of the program of `exprs`: their numbers follow the scalars that they were given.
+    /// Calls `f` with all scalar arguments of the program: the caller's scalars, then the numbers of `exprs`.
     #[inline(always)]
     pub(crate) fn with_arguments<R>(&self, exprs: &[Expr], given: &[Scalar], f: impl FnOnce(&[Scalar]) -> R) -> R {
         match self.scalars == self.given {
@@ -195,7 +196,7 @@ impl Program {
     #[inline(never)]
     fn arguments(&self, exprs: &[Expr], given: &[Scalar]) -> SmallVec<[Scalar; 12]> {
         let numbers = self.numbers_of(exprs).unwrap_or_default();
-        // Formulas that have arguments for their numbers already are given these, too.
+        // Formulas that already take their numbers as arguments find them among the caller's scalars.
         let given = if numbers.is_empty() { given } else { &given[..self.given] };
         let mut arguments = SmallVec::new();
         given.iter().for_each(|&s| arguments.push(s));
@@ -203,67 +204,70 @@ impl Program {
         arguments
     }
 
-    /// What an interpreter makes of the program, once: there is one interpreter a process.
+    /// The interpreter's compiled form of the program, created once: a process has one interpreter.
     #[inline]
     pub(crate) fn compiled<T: Send + Sync + 'static>(&self, compile: impl FnOnce() -> T) -> &T {
         let compiled = self.compiled.get_or_init(|| Box::new(compile()));
         compiled.downcast_ref().expect("a process has one interpreter of formulas")
     }
 
-    /// The formulas it computes, with arguments for numbers. Those of one program are the same objects: comparing them is free.
+    /// The formulas, with arguments for numbers. All uses of one program share these objects, so comparing them is free.
     pub(crate) fn exprs(&self) -> &[Expr] {
         &self.exprs
     }
 
-    /// How many operands, scalar arguments, seeds and results it has.
+    /// The number of operands.
     pub(crate) fn inputs(&self) -> usize {
         self.inputs
     }
+    /// The number of scalar arguments, including those for numbers.
     pub(crate) fn scalars(&self) -> usize {
         self.scalars
     }
-    /// The scalars that the formulas read, without arguments for their numbers.
+    /// The number of scalars that the caller passes, without the arguments for numbers.
     pub(crate) fn given(&self) -> usize {
         self.given
     }
+    /// The number of seeds.
     pub(crate) fn seeds(&self) -> usize {
         self.seeds
     }
-    /// Whether it is the first input, as it is.
+    /// True if the program only copies its first input.
     pub(crate) fn is_identity(&self) -> bool {
         matches!(&self.exprs[..], [e] if e.op() == Op::Leaf(Leaf::Input(0)))
     }
+    /// The number of results.
     pub(crate) fn outputs(&self) -> usize {
         self.exprs.len()
     }
 
-    /// Whether integer operands have to be converted to floats first: it takes roots, exponentials and the like, draws
-    /// uniform or normal numbers, or has a constant that is no integer.
+    /// True if integer operands must be converted to floats first: the program takes roots, exponentials and the like, draws uniform or normal
+    /// numbers, or has a constant that is not an integer.
     pub(crate) fn needs_float(&self) -> bool {
         self.needs_float
     }
 
-    /// The random numbers that it draws for each element: their kinds and seeds, in order.
+    /// The random numbers drawn for each element: kinds and seeds, in order.
     pub(crate) fn draws(&self) -> BTreeSet<(&'static str, usize)> {
         Dag::new(self.exprs()).leaves().filter_map(Leaf::draws).collect()
     }
 
-    /// Whether it draws raw random bits, which only integers hold, or works on the bits of integers.
+    /// True if the program draws raw random bits, which only integers hold, or works on the bits of integers.
     pub(crate) fn uses_bits(&self) -> bool {
         self.uses_bits
     }
 
-    /// Whether it takes exponentials, powers, random numbers and the like: many instructions an element.
+    /// True if the program computes exponentials, powers, random numbers and the like: many instructions an element.
     pub(crate) fn calls_functions(&self) -> bool {
         self.calls_functions
     }
 
-    /// Whether an integer may be divided by another.
+    /// True if the program may divide integers.
     pub(crate) fn divides(&self) -> bool {
         self.divides
     }
 
-    /// Whether a run in this type can meet an integer division by zero.
+    /// True if running the program in this type can divide an integer by zero.
     pub(crate) fn can_fault(&self, compute: Compute) -> bool {
         self.divides && compute == Compute::I64
     }
@@ -273,7 +277,7 @@ fn op_needs_float(op: Op) -> bool {
     match op {
         Op::Unary(u) => u.needs_float(),
         Op::Binary(b) => b == Binary::Copysign,
-        Op::Leaf(Leaf::Const(c)) => !is_whole(c),
+        Op::Leaf(Leaf::Const(c)) => !is_integer(c),
         Op::Leaf(Leaf::Uniform(_) | Leaf::Normal(_) | Leaf::Number { whole: false, .. }) => true,
         _ => false,
     }
@@ -284,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_integers_need() {
+    fn float_functions_need_floats_and_integer_ones_do_not() {
         let (a, b) = (Expr::input(0), Expr::input(1));
         assert!(!Program::new(&[a.floor_divide(&b)]).needs_float());
         assert!(Program::new(&[a.floor_divide(&b)]).can_fault(Compute::I64));
@@ -309,14 +313,14 @@ mod tests {
         ];
         for (formula, numbers) in formulas {
             let first = [formula(0.1, 7.25)];
-            let program = Program::of(&first);
+            let program = Program::shared(&first);
             assert_eq!((program.scalars() - program.given(), program.needs_float()), (numbers, true));
             for (a, b) in [(1e-9, 4.5), (1e300, 0.3), (-2.5, 1.0 / 3.0)] {
                 let (other, literal) = ([formula(a, b)], Program::new(&[formula(a, b)]));
-                assert!(Arc::ptr_eq(&program, &Program::of(&other)), "{other:?}");
+                assert!(Arc::ptr_eq(&program, &Program::shared(&other)), "{other:?}");
                 program.with_arguments(&other, &[Scalar::Int(9); 2], |scalars| {
                     let numbers: Vec<f64> = scalars[program.given()..].iter().map(|s| s.to_f64()).collect();
-                    // With its numbers in their places it is the formula again.
+                    // Substituting the numbers gives the original formula.
                     let back = with_leaves(program.exprs(), |leaf| match leaf {
                         Leaf::Number { index, .. } => Some(Expr::constant(numbers[index - program.given()])),
                         _ => None,
@@ -325,14 +329,14 @@ mod tests {
                 });
             }
         }
-        // Whole numbers do not make floats necessary, and what the code depends on is part of it.
-        assert!(!Program::of(&[&x * 7.0]).needs_float());
-        assert!(!Arc::ptr_eq(&Program::of(&[&x * 7.0]), &Program::of(&[&x * 7.5])));
-        assert!(Arc::ptr_eq(&Program::of(&[&x * 7.0]), &Program::of(&[&x * 19.0])));
+        // Integers do not force float arithmetic, and constants on which the code depends are not arguments.
+        assert!(!Program::shared(&[&x * 7.0]).needs_float());
+        assert!(!Arc::ptr_eq(&Program::shared(&[&x * 7.0]), &Program::shared(&[&x * 7.5])));
+        assert!(Arc::ptr_eq(&Program::shared(&[&x * 7.0]), &Program::shared(&[&x * 19.0])));
         for code in [0.5, 2.0, f64::INFINITY, f64::NAN] {
-            assert_eq!(Program::of(&[x.max(code)]).scalars(), 0);
+            assert_eq!(Program::shared(&[x.max(code)]).scalars(), 0);
         }
-        assert_eq!(Program::of(&[Expr::input(0).erfinv().fixed()]).scalars(), 0);
+        assert_eq!(Program::shared(&[Expr::input(0).erfinv().with_fixed_program()]).scalars(), 0);
     }
 
     #[test]
@@ -345,11 +349,11 @@ mod tests {
             e
         };
         let (a, b) = ([deep(0.3)], [deep(0.7)]);
-        assert!(Arc::ptr_eq(&Program::of(&a), &Program::of(&b)));
-        Program::of(&b).with_arguments(&b, &[], |s| assert_eq!(s[0], Scalar::Float(0.7)));
-        // More numbers than a kernel takes are part of the code.
+        assert!(Arc::ptr_eq(&Program::shared(&a), &Program::shared(&b)));
+        Program::shared(&b).with_arguments(&b, &[], |s| assert_eq!(s[0], Scalar::Float(0.7)));
+        // Beyond the argument limit, numbers become part of the code.
         let long = (0..100).fold(Expr::input(0), |e, i| e * (f64::from(i) + 0.25));
-        assert_eq!(Program::of(&[long]).scalars(), 0);
+        assert_eq!(Program::shared(&[long]).scalars(), 0);
     }
 
     #[test]
@@ -358,9 +362,9 @@ mod tests {
         let nth =
             |n: usize| (0..usize::BITS).fold(x.clone(), |e, bit| if n >> bit & 1 == 1 { e.sin() } else { e.cos() });
         let kept = [nth(0)];
-        let program = Arc::downgrade(&Program::of(&kept));
-        let first = Arc::downgrade(&Program::of(&[nth(1)]));
-        (2..3 * MAX_PROGRAMS).for_each(|n| drop(Program::of(&[nth(n)])));
+        let program = Arc::downgrade(&Program::shared(&kept));
+        let first = Arc::downgrade(&Program::shared(&[nth(1)]));
+        (2..3 * MAX_PROGRAMS).for_each(|n| drop(Program::shared(&[nth(n)])));
         assert_eq!((program.strong_count(), first.strong_count()), (1, 0));
         drop(kept);
         assert_eq!(program.strong_count(), 0);

@@ -1,10 +1,10 @@
-//! The rows. Each is
+//! The rows of the table of elementwise operations. The syntax of a row is
 //!
 //! ```text
-//! /// What it computes. PyTorch: `its_name`.
+//! /// The computation. PyTorch: `its_name`.
 //! name (operands; scalar arguments = a value to test with or a default) + name_in_place_: accepts -> output
-//!     { the formula, of expressions } { the closed form, of f64 } on [a range for each operand]
-//!     masks [operands that are masks] derivative [one for each operand, where the symbolic one will not do]
+//!     { the formula, over expressions } { the closed form, over f64 } on [a range for each operand]
+//!     masks [operands that are masks] derivative [one for each operand, if the symbolic derivative is not good enough]
 //!     numbers [scalar arguments that have to fit the dtype, each with its `Role`];
 //! ```
 
@@ -27,10 +27,9 @@ macro_rules! rows {
             sub_alpha (x, other; alpha = -0.7 or 1.0) + sub_alpha_: Any -> Same
                 { x - alpha * other } { x - alpha * other } on [-3.0..3.0, -3.0..3.0]
                 numbers [alpha Factor];
-            /// The quotient; of integers in floats. PyTorch: `div`.
+            /// The quotient, in floats for integers. PyTorch: `div`.
             div (x, other) + div_: Float -> Same { x / other } { x / other } on [-3.0..3.0, 0.5..3.0];
-            /// The quotient without its fraction; an integer divisor of 0 is an error. PyTorch: `div` with
-            /// `rounding_mode='trunc'`.
+            /// The quotient truncated to an integer; an integer divisor of 0 is an error. PyTorch: `div` with `rounding_mode='trunc'`.
             div_trunc (x, other) + div_trunc_: Any -> Same
                 { (x / other).trunc() } { (x / other).trunc() } on [-3.0..3.0, 0.7..2.0];
             /// The remainder with the sign of x; an integer divisor of 0 is an error. PyTorch: `fmod`.
@@ -41,33 +40,32 @@ macro_rules! rows {
             /// The quotient rounded down; an integer divisor of 0 is an error. PyTorch: `floor_divide`.
             floor_divide (x, other) + floor_divide_: Any -> Same
                 { x.floor_divide(other) } { (x / other).floor() } on [-3.0..3.0, 0.7..2.0];
-            /// x to the power of the other. Integers wrap; a negative power of one is 0 unless its base is 1 or -1.
-            /// PyTorch: `pow`.
+            /// x to the power of `exponent`. Integers wrap; an integer to a negative power is 0 unless x is 1 or -1. PyTorch: `pow`.
             pow (x, exponent) + pow_: Any -> Same { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0, -2.0..2.0];
-            /// The greater of the two; NaN if either is. PyTorch: `maximum`.
+            /// The greater operand; NaN if either is NaN. PyTorch: `maximum`.
             maximum (x, other) + maximum_: Any -> Same { x.max(other) } { x.max(other) } on [-3.0..3.0, -3.0..3.0];
-            /// The lesser of the two; NaN if either is. PyTorch: `minimum`.
+            /// The lesser operand; NaN if either is NaN. PyTorch: `minimum`.
             minimum (x, other) + minimum_: Any -> Same { x.min(other) } { x.min(other) } on [-3.0..3.0, -3.0..3.0];
-            /// The greater of the two, or the one that is not NaN. PyTorch: `fmax`.
+            /// The greater operand, or the operand that is not NaN. PyTorch: `fmax`.
             fmax (x, other): Any -> Same { x.fmax(other) } { x.max(other) } on [-3.0..3.0, -3.0..3.0];
-            /// The lesser of the two, or the one that is not NaN. PyTorch: `fmin`.
+            /// The lesser operand, or the operand that is not NaN. PyTorch: `fmin`.
             fmin (x, other): Any -> Same { x.fmin(other) } { x.min(other) } on [-3.0..3.0, -3.0..3.0];
-            /// x with the sign of the other. PyTorch: `copysign`.
+            /// x with the sign of `other`. PyTorch: `copysign`.
             copysign (x, other) + copysign_: Float -> Same
                 { x.copysign(other) } { x.abs() * other.signum() } on [-3.0..3.0, -3.0..3.0];
-            /// 0 where x is negative, the value where it is 0, else 1. PyTorch: `heaviside`.
+            /// 0 where x is negative, `values` where x is 0, else 1. PyTorch: `heaviside`.
             heaviside (x, values) + heaviside_: Any -> Same { x.eq(0.0).select(values, x.gt(0.0)) }
                 { if x == 0.0 { values } else { (x > 0.0) as u8 as f64 } } on [-3.0..3.0, -3.0..3.0];
             /// `x * 2^other`. PyTorch: `ldexp`.
             ldexp (x, other) + ldexp_: Float -> Same
                 { x * other.exp2() } { x * other.exp2() } on [-3.0..3.0, -3.0..3.0];
-            /// The sum with a number. PyTorch: `add`.
+            /// The sum of x and a number. PyTorch: `add`.
             add_scalar (x; other = 1.25) + add_scalar_: Any -> Same { x + other } { x + other } on [-3.0..3.0];
-            /// The difference with a number. PyTorch: `sub`.
+            /// x minus a number. PyTorch: `sub`.
             sub_scalar (x; other = 1.25) + sub_scalar_: Any -> Same { x - other } { x - other } on [-3.0..3.0];
-            /// The product with a number. PyTorch: `mul`.
+            /// The product of x and a number. PyTorch: `mul`.
             mul_scalar (x; other = -1.25) + mul_scalar_: Any -> Same { x * other } { x * other } on [-3.0..3.0];
-            /// The quotient by a number; of integers in floats. PyTorch: `div`.
+            /// x divided by a number, in floats for integers. PyTorch: `div`.
             div_scalar (x; other = 1.25) + div_scalar_: Float -> Same { x / other } { x / other } on [-3.0..3.0];
             /// [`div_trunc`](Self::div_trunc) by a number. PyTorch: `div` with `rounding_mode='trunc'`.
             div_trunc_scalar (x; other = 1.25) + div_trunc_scalar_: Any -> Same
@@ -80,16 +78,16 @@ macro_rules! rows {
             /// [`remainder`](Self::remainder) by a number. PyTorch: `remainder`.
             remainder_scalar (x; other = 1.25) + remainder_scalar_: Any -> Same
                 { x.remainder(other) } { x - other * (x / other).floor() } on [-3.0..3.0];
-            /// x to the power of a number; of 2, 1/2, -1/2 and -1 by a product, roots and a quotient. PyTorch: `pow`.
+            /// x to the power of a number. The exponents 2, 1/2, -1/2 and -1 use a product, roots and a quotient. PyTorch: `pow`.
             pow_scalar (x; exponent = 2.5) + pow_scalar_: Any -> Same
                 { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0];
             /// `other - x`. PyTorch: `rsub`.
             rsub_scalar (x; other = 1.25): Any -> Same { other - x } { other - x } on [-3.0..3.0];
-            /// `base` to the power of x. PyTorch: `pow` of a number.
+            /// `base` to the power of x. PyTorch: `pow` with a number as base.
             rpow_scalar (x; base = 1.75): Any -> Same { base.pow(x) } { base.powf(x) } on [-3.0..3.0];
             /// `other / x`. PyTorch: `other / x`.
             rdiv_scalar (x; other = 1.25): Float -> Same { other / x } { other / x } on [0.5..3.0];
-            /// A scaled and shifted x. PyTorch: `x * scale + shift`.
+            /// `x * scale + shift`. PyTorch: `x * scale + shift`.
             affine (x; scale = -1.5, shift = 0.5) + affine_: Any -> Same
                 { x * scale + shift } { x * scale + shift } on [-3.0..3.0];
             /// `x + value * tensor1 * tensor2`. PyTorch: `addcmul`.
@@ -102,10 +100,10 @@ macro_rules! rows {
             /// `x + weight * (end - x)`. PyTorch: `lerp`.
             lerp (x, end; weight = 0.3) + lerp_: Float -> Same
                 { x.lerp(end, weight) } { x + weight * (end - x) } on [-3.0..3.0, -3.0..3.0];
-            /// `x + weight * (end - x)` with a weight for each element. PyTorch: `lerp`.
+            /// `x + weight * (end - x)`, with a weight for each element. PyTorch: `lerp`.
             lerp_tensor (x, end, weight) + lerp_tensor_: Float -> Same
                 { x.lerp(end, weight) } { x + weight * (end - x) } on [-3.0..3.0, -3.0..3.0, -1.0..2.0];
-            /// `sqrt(x² + other²)` without overflow on the way. PyTorch: `hypot`.
+            /// `sqrt(x² + other²)` without intermediate overflow. PyTorch: `hypot`.
             hypot (x, other) + hypot_: Float -> Same { x.hypot(other) } { x.hypot(other) } on [-3.0..3.0, -3.0..3.0]
                 derivative [x / x.hypot(other), other / x.hypot(other)];
             /// The angle of the point (other, x) in radians. PyTorch: `atan2`.
@@ -118,52 +116,51 @@ macro_rules! rows {
             /// `log2(2^x + 2^other)` without overflow. PyTorch: `logaddexp2`.
             logaddexp2 (x, other): Float -> Same
                 { x.logaddexp2(other) } { (x.exp2() + other.exp2()).log2() } on [-3.0..3.0, -3.0..3.0];
-            /// `x * log(other)`, 0 where x is 0 unless the other is NaN. PyTorch: `xlogy`.
+            /// `x * log(other)`; 0 where x is 0, unless `other` is NaN. PyTorch: `xlogy`.
             xlogy (x, other) + xlogy_: Float -> Same
                 { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0]
                 derivative [(x.eq(0.0) * other.le(0.0)).select(0.0, other.log()), x / other];
-            /// `x * log(1 + other)`, 0 where x is 0 unless the other is NaN. PyTorch: `special.xlog1py`.
+            /// `x * log(1 + other)`; 0 where x is 0, unless `other` is NaN. PyTorch: `special.xlog1py`.
             xlog1py (x, other): Float -> Same { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log1p()) }
                 { x * other.ln_1p() } on [-3.0..3.0, -0.5..3.0]
                 derivative [(x.eq(0.0) * other.le(-1.0)).select(0.0, other.log1p()), x / (other + 1.0)];
 
             // ---- integers and their bits ----
-            /// The bits that both have. PyTorch: `bitwise_and`.
+            /// Bitwise and. PyTorch: `bitwise_and`.
             bitwise_and (x, other) + bitwise_and_: Integer -> Same
                 { x.bit_and(other) } { (x as i64 & other as i64) as f64 } on [-99.0..99.0, -99.0..99.0];
-            /// The bits that either has. PyTorch: `bitwise_or`.
+            /// Bitwise or. PyTorch: `bitwise_or`.
             bitwise_or (x, other) + bitwise_or_: Integer -> Same
                 { x.bit_or(other) } { (x as i64 | other as i64) as f64 } on [-99.0..99.0, -99.0..99.0];
-            /// The bits that one of the two has. PyTorch: `bitwise_xor`.
+            /// Bitwise exclusive or. PyTorch: `bitwise_xor`.
             bitwise_xor (x, other) + bitwise_xor_: Integer -> Same
                 { x.bit_xor(other) } { (x as i64 ^ other as i64) as f64 } on [-99.0..99.0, -99.0..99.0];
-            /// The bits moved up; 0 for a shift that is negative or 64 and more. PyTorch: `bitwise_left_shift`.
+            /// Shift left; 0 for a shift that is negative or at least 64. PyTorch: `bitwise_left_shift`.
             bitwise_left_shift (x, other) + bitwise_left_shift_: Integer -> Same
                 { x.shift_left(other) } { x * other.exp2() } on [-99.0..99.0, 0.0..20.0];
-            /// The bits moved down, the sign kept; the sign alone for a shift that is negative or 64 and more. PyTorch:
-            /// `bitwise_right_shift`.
+            /// Arithmetic shift right; -1 or 0, by the sign of x, for a shift that is negative or at least 64. PyTorch: `bitwise_right_shift`.
             bitwise_right_shift (x, other) + bitwise_right_shift_: Integer -> Same
                 { x.shift_right(other) } { (x / other.exp2()).floor() } on [-9999.0..9999.0, 0.0..20.0];
-            /// The bits that x and a number have. PyTorch: `bitwise_and`.
+            /// Bitwise and with a number. PyTorch: `bitwise_and`.
             bitwise_and_scalar (x; other = 21.0) + bitwise_and_scalar_: Integer -> Same
                 { x.bit_and(other) } { (x as i64 & other as i64) as f64 } on [-99.0..99.0];
-            /// The bits that x or a number has. PyTorch: `bitwise_or`.
+            /// Bitwise or with a number. PyTorch: `bitwise_or`.
             bitwise_or_scalar (x; other = 21.0) + bitwise_or_scalar_: Integer -> Same
                 { x.bit_or(other) } { (x as i64 | other as i64) as f64 } on [-99.0..99.0];
-            /// The bits that one of x and a number has. PyTorch: `bitwise_xor`.
+            /// Bitwise exclusive or with a number. PyTorch: `bitwise_xor`.
             bitwise_xor_scalar (x; other = 21.0) + bitwise_xor_scalar_: Integer -> Same
                 { x.bit_xor(other) } { (x as i64 ^ other as i64) as f64 } on [-99.0..99.0];
-            /// The bits moved up by a number. PyTorch: `bitwise_left_shift`.
+            /// Shift left by a number. PyTorch: `bitwise_left_shift`.
             bitwise_left_shift_scalar (x; other = 3.0) + bitwise_left_shift_scalar_: Integer -> Same
                 { x.shift_left(other) } { x * other.exp2() } on [-99.0..99.0];
-            /// The bits moved down by a number, the sign kept. PyTorch: `bitwise_right_shift`.
+            /// Arithmetic shift right by a number. PyTorch: `bitwise_right_shift`.
             bitwise_right_shift_scalar (x; other = 3.0) + bitwise_right_shift_scalar_: Integer -> Same
                 { x.shift_right(other) } { (x / other.exp2()).floor() } on [-99.0..99.0];
-            /// The greatest common divisor, not negative. PyTorch: `gcd`.
+            /// The greatest common divisor; never negative. PyTorch: `gcd`.
             gcd (x, other) + gcd_: Integer -> Same { x.gcd(other) }
                 { (1..100).map(f64::from).filter(|d| x % d == 0.0 && other % d == 0.0).fold(0.0, f64::max) }
                 on [-99.0..99.0, 1.0..99.0];
-            /// The least common multiple, not negative. PyTorch: `lcm`.
+            /// The least common multiple; never negative. PyTorch: `lcm`.
             lcm (x, other) + lcm_: Integer -> Same { x.lcm(other) }
                 { (1..100).map(|k| other * f64::from(k)).find(|m| x != 0.0 && m % x == 0.0).unwrap_or(0.0) }
                 on [-99.0..99.0, 1.0..99.0] derivative [Expr::constant(0.0), Expr::constant(0.0)];
@@ -183,23 +180,23 @@ macro_rules! rows {
             sqrt (x) + sqrt_: Float -> Same { x.sqrt() } { x.sqrt() } on [0.1..9.0];
             /// `1 / sqrt(x)`. PyTorch: `rsqrt`.
             rsqrt (x) + rsqrt_: Float -> Same { x.rsqrt() } { 1.0 / x.sqrt() } on [0.1..9.0];
-            /// The greatest integer not above x. PyTorch: `floor`.
+            /// The greatest integer that is at most x. PyTorch: `floor`.
             floor (x) + floor_: Any -> Same { x.floor() } { x.floor() } on [-3.0..3.0];
-            /// The least integer not below x. PyTorch: `ceil`.
+            /// The least integer that is at least x. PyTorch: `ceil`.
             ceil (x) + ceil_: Any -> Same { x.ceil() } { x.ceil() } on [-3.0..3.0];
             /// The nearest integer, ties to even. PyTorch: `round`.
             round (x) + round_: Any -> Same { x.round() } { x.round_ties_even() } on [-3.0..3.0];
-            /// x without its fraction. PyTorch: `trunc`.
+            /// The integer part of x. PyTorch: `trunc`.
             trunc (x) + trunc_: Any -> Same { x.trunc() } { x.trunc() } on [-3.0..3.0];
-            /// x without its integer part. PyTorch: `frac`.
+            /// The fractional part of x, with the sign of x. PyTorch: `frac`.
             frac (x) + frac_: Any -> Same { x.frac() } { x.fract() } on [-3.0..3.0];
-            /// An angle of degrees in radians. PyTorch: `deg2rad`.
+            /// Converts degrees to radians. PyTorch: `deg2rad`.
             deg2rad (x) + deg2rad_: Float -> Same
                 { x * (std::f64::consts::PI / 180.0) } { x.to_radians() } on [-360.0..360.0];
-            /// An angle of radians in degrees. PyTorch: `rad2deg`.
+            /// Converts radians to degrees. PyTorch: `rad2deg`.
             rad2deg (x) + rad2deg_: Float -> Same
                 { x * (180.0 / std::f64::consts::PI) } { x.to_degrees() } on [-7.0..7.0];
-            /// x with other numbers for NaN and the infinities. PyTorch: `nan_to_num`.
+            /// x, with NaN and the infinities replaced. PyTorch: `nan_to_num`.
             nan_to_num (x; nan = 0.5 or 0.0, posinf = 9.0, neginf = -9.0) + nan_to_num_: Any -> Same
                 { x.nan_to_num(nan, posinf, neginf) } { x } on [-3.0..3.0]
                 numbers [nan Element, posinf Element, neginf Element];
@@ -209,7 +206,7 @@ macro_rules! rows {
             exp (x) + exp_: Float -> Same { x.exp() } { x.exp() } on [-4.0..4.0];
             /// 2 to the power of x. PyTorch: `exp2`.
             exp2 (x) + exp2_: Float -> Same { x.exp2() } { x.exp2() } on [-4.0..4.0];
-            /// `exp(x) - 1`, exact near 0. PyTorch: `expm1`.
+            /// `exp(x) - 1`, accurate near 0. PyTorch: `expm1`.
             expm1 (x) + expm1_: Float -> Same { x.expm1() } { x.exp_m1() } on [-4.0..4.0];
             /// The natural logarithm. PyTorch: `log`.
             log (x) + log_: Float -> Same { x.log() } { x.ln() } on [0.1..9.0];
@@ -217,7 +214,7 @@ macro_rules! rows {
             log2 (x) + log2_: Float -> Same { x.log2() } { x.log2() } on [0.1..9.0];
             /// The logarithm to base 10. PyTorch: `log10`.
             log10 (x) + log10_: Float -> Same { x.log10() } { x.log10() } on [0.1..9.0];
-            /// `log(1 + x)`, exact near 0. PyTorch: `log1p`.
+            /// `log(1 + x)`, accurate near 0. PyTorch: `log1p`.
             log1p (x) + log1p_: Float -> Same { x.log1p() } { x.ln_1p() } on [-0.8..9.0];
 
             // ---- trigonometry ----
@@ -252,13 +249,13 @@ macro_rules! rows {
                 derivative [((1.0 - x) * (1.0 + x)).recip()];
             /// The error function. PyTorch: `erf`.
             erf (x) + erf_: Float -> Same { x.erf() } { libm::erf(x) } on [-3.0..3.0];
-            /// `1 - erf(x)`, exact where that is small. PyTorch: `erfc`.
+            /// `1 - erf(x)`, accurate where the result is small. PyTorch: `erfc`.
             erfc (x) + erfc_: Float -> Same { x.erfc() } { libm::erfc(x) } on [-3.0..3.0];
             /// The inverse of the error function. PyTorch: `erfinv`.
             erfinv (x) + erfinv_: Float -> Same { x.erfinv() }
                 { (0..60).fold(0.0, |y: f64, _| y - (libm::erf(y) - x) * (y * y).exp() / std::f64::consts::FRAC_2_SQRT_PI) }
                 on [-0.95..0.95] derivative [x.erfinv().square().exp() * (std::f64::consts::PI.sqrt() / 2.0)];
-            /// The normal distribution's cumulative function. PyTorch: `special.ndtr`.
+            /// The cumulative distribution function of the standard normal distribution. PyTorch: `special.ndtr`.
             ndtr (x): Float -> Same { x.ndtr() } { 0.5 + 0.5 * libm::erf(x / 2f64.sqrt()) } on [-3.0..3.0];
             /// The logarithm of |gamma(x)|. PyTorch: `lgamma`.
             lgamma (x) + lgamma_: Float -> Same { x.lgamma() } { libm::lgamma(x) } on [0.2..9.0];
@@ -280,29 +277,29 @@ macro_rules! rows {
             /// `sin(pi x) / (pi x)`, 1 at 0. PyTorch: `sinc`.
             sinc (x) + sinc_: Float -> Same { x.sinc() }
                 { (std::f64::consts::PI * x).sin() / (std::f64::consts::PI * x) } on [-3.0..3.0]
-                derivative [x.sinc_slope()];
+                derivative [x.sinc_derivative()];
             /// `log(x / (1 - x))`. PyTorch: `logit`.
             logit (x) + logit_: Float -> Same { x.logit() } { (x / (1.0 - x)).ln() } on [0.05..0.95];
-            /// `log(x / (1 - x))` of x brought into `eps..=1 - eps`. PyTorch: `logit` with `eps`.
+            /// `log(x / (1 - x))`, after limiting x to `eps..=1 - eps`. PyTorch: `logit` with `eps`.
             logit_eps (x; eps = 0.125) + logit_eps_: Float -> Same { x.clamp(eps, 1.0 - eps).logit() }
                 { (x.clamp(eps, 1.0 - eps) / (1.0 - x.clamp(eps, 1.0 - eps))).ln() } on [-0.5..1.5];
-            /// `-x * log(x)`: 0 at 0, -inf below. PyTorch: `special.entr`.
+            /// `-x * log(x)`; 0 at 0, and -inf for negative x. PyTorch: `special.entr`.
             entr (x): Float -> Same { x.lt(0.0).select(f64::NEG_INFINITY, x.eq(0.0).select(0.0, -x * x.log())) }
                 { -x * x.ln() } on [0.1..3.0];
 
-            // ---- bounds and choices ----
-            /// x, but not below min nor above max, which is the result where it is below min. PyTorch: `clamp`.
+            // ---- bounds and selection ----
+            /// x limited to `min..=max`; `max` if the bounds are reversed. PyTorch: `clamp`.
             clamp (x; min = -1.0, max = 1.5) + clamp_: Any -> Same
                 { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0]
                 numbers [min Lower, max Upper];
             /// [`clamp`](Self::clamp) with bounds for each element. PyTorch: `clamp`.
             clamp_tensor (x, min, max) + clamp_tensor_: Any -> Same
                 { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0, -2.0..0.0, 0.0..2.0];
-            /// x, but not below min. PyTorch: `clamp_min`.
+            /// x, but at least `min`. PyTorch: `clamp_min`.
             clamp_min (x; min = 0.5) + clamp_min_: Any -> Same
                 { x.lt(min).select(min, x) } { x.max(min) } on [-3.0..3.0]
                 numbers [min Lower];
-            /// x, but not above max. PyTorch: `clamp_max`.
+            /// x, but at most `max`. PyTorch: `clamp_max`.
             clamp_max (x; max = 0.5) + clamp_max_: Any -> Same
                 { max.lt(x).select(max, x) } { x.min(max) } on [-3.0..3.0]
                 numbers [max Upper];
@@ -310,7 +307,7 @@ macro_rules! rows {
             where_cond (condition, input, other): Any -> Same
                 { condition.select(input, other) } { if condition != 0.0 { input } else { other } } on [-1.0..1.0, -3.0..3.0, -3.0..3.0]
                 masks [0];
-            /// x where the mask is 0, else the value. PyTorch: `masked_fill`.
+            /// x where the mask is 0, else `value`. PyTorch: `masked_fill`.
             masked_fill (x, mask; value = 7.0) + masked_fill_: Any -> Same
                 { mask.select(value, x) } { if mask != 0.0 { value } else { x } } on [-3.0..3.0, -1.0..1.0] masks [1]
                 numbers [value Element];
@@ -324,22 +321,22 @@ macro_rules! rows {
             relu (x) + relu_: Any -> Same { x.relu() } { x.max(0.0) } on [-3.0..3.0];
             /// `min(max(x, 0), 6)`. PyTorch: `relu6`.
             relu6 (x) + relu6_: Any -> Same { x.hardtanh(0.0, 6.0) } { x.clamp(0.0, 6.0) } on [-3.0..9.0];
-            /// x above 0, `negative_slope * x` below. PyTorch: `leaky_relu`.
+            /// x where x is positive, else `negative_slope * x`. PyTorch: `leaky_relu`.
             leaky_relu (x; negative_slope = 0.1 or 0.01) + leaky_relu_: Float -> Same
                 { x.leaky_relu(negative_slope) } { if x > 0.0 { x } else { negative_slope * x } } on [-3.0..3.0];
-            /// x above 0, `alpha * (exp(x) - 1)` below. PyTorch: `elu`.
+            /// x where x is positive, else `alpha * (exp(x) - 1)`. PyTorch: `elu`.
             elu (x; alpha = 1.3 or 1.0) + elu_: Float -> Same
                 { x.elu(alpha) } { if x > 0.0 { x } else { alpha * x.exp_m1() } } on [-3.0..3.0];
-            /// ELU scaled to keep mean and variance. PyTorch: `selu`.
+            /// ELU, scaled to preserve mean and variance. PyTorch: `selu`.
             selu (x) + selu_: Float -> Same { x.selu() }
                 { 1.0507009873554805 * if x > 0.0 { x } else { 1.6732632423543772 * x.exp_m1() } } on [-3.0..3.0];
-            /// x above 0, `alpha * (exp(x / alpha) - 1)` below. PyTorch: `celu`.
+            /// x where x is positive, else `alpha * (exp(x / alpha) - 1)`. PyTorch: `celu`.
             celu (x; alpha = 1.3 or 1.0) + celu_: Float -> Same
                 { x.gt(0.0).select(x, alpha * (x / alpha).expm1()) }
                 { if x > 0.0 { x } else { alpha * (x / alpha).exp_m1() } } on [-3.0..3.0];
-            /// x times the normal distribution's cumulative function. PyTorch: `gelu`.
+            /// x times the cumulative distribution function of the standard normal distribution. PyTorch: `gelu`.
             gelu (x): Float -> Same { x.gelu() } { 0.5 * x * (1.0 + libm::erf(x / 2f64.sqrt())) } on [-4.0..4.0];
-            /// GELU approximated through tanh. PyTorch: `gelu` with `approximate='tanh'`.
+            /// The approximation of GELU with tanh. PyTorch: `gelu` with `approximate='tanh'`.
             gelu_tanh (x): Float -> Same { x.gelu_tanh() }
                 { 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh()) }
                 on [-4.0..4.0];
@@ -347,16 +344,16 @@ macro_rules! rows {
             silu (x) + silu_: Float -> Same { x.silu() } { x / (1.0 + (-x).exp()) } on [-5.0..5.0];
             /// `x * tanh(softplus(x))`. PyTorch: `mish`.
             mish (x) + mish_: Float -> Same { x * x.softplus().tanh() } { x * x.exp().ln_1p().tanh() } on [-5.0..5.0];
-            /// `log(1 + exp(x))`, and x itself above 20. PyTorch: `softplus`.
+            /// `log(1 + exp(x))`; x itself above 20. PyTorch: `softplus`.
             softplus (x): Float -> Same { x.softplus() } { if x > 20.0 { x } else { x.exp().ln_1p() } } on [-5.0..25.0];
-            /// `log(1 + exp(beta * x)) / beta`, and x itself where `beta * x` is above the threshold. PyTorch: `softplus` with
+            /// `log(1 + exp(beta * x)) / beta`; x itself where `beta * x` is above the threshold. PyTorch: `softplus` with
             /// `beta` and `threshold`.
             softplus_beta (x; beta = 1.5 or 1.0, threshold_at "threshold" = 6.0 or 20.0): Float -> Same
                 { (beta * x).gt(threshold_at).select(x, (beta * x).exp().log1p() / beta) }
                 { if beta * x > threshold_at { x } else { (beta * x).exp().ln_1p() / beta } } on [-5.0..9.0];
             /// `x / (1 + |x|)`. PyTorch: `softsign`.
             softsign (x): Float -> Same { x / (1.0 + x.abs()) } { x / (1.0 + x.abs()) } on [-3.0..3.0];
-            /// x between the bounds; the gradient is 0 on them. PyTorch: `hardtanh`.
+            /// x limited to the bounds; the gradient is 0 on the bounds. PyTorch: `hardtanh`.
             hardtanh (x; min_val = -1.0 or -1.0, max_val = 1.5 or 1.0) + hardtanh_: Any -> Same
                 { x.hardtanh(min_val, max_val) } { x.max(min_val).min(max_val) } on [-3.0..3.0]
                 numbers [min_val Lower, max_val Upper];
@@ -370,30 +367,30 @@ macro_rules! rows {
             /// `x - tanh(x)`. PyTorch: `tanhshrink`.
             tanhshrink (x): Float -> Same { x - x.tanh() } { x - x.tanh() } on [-3.0..3.0]
                 derivative [x.tanh().square()];
-            /// x moved towards 0 by lambd, 0 within it. PyTorch: `softshrink`.
+            /// x moved towards 0 by `lambd`; 0 where |x| is at most `lambd`. PyTorch: `softshrink`.
             softshrink (x; lambd = 0.5 or 0.5): Float -> Same
                 { x.gt(lambd).select(x - lambd, x.lt(-lambd).select(x + lambd, x.is_nan().select(x, 0.0))) }
                 { x.signum() * (x.abs() - lambd).max(0.0) } on [-3.0..3.0];
-            /// x, and 0 where |x| is at most lambd. PyTorch: `hardshrink`.
+            /// x, but 0 where |x| is at most `lambd`. PyTorch: `hardshrink`.
             hardshrink (x; lambd = 0.5 or 0.5): Float -> Same
                 { x.abs().le(lambd).select(0.0, x) } { if x.abs() > lambd { x } else { 0.0 } } on [-3.0..3.0];
-            /// x where it is above the threshold, else the value. PyTorch: `threshold`.
+            /// x where x is above the threshold, else `value`. PyTorch: `threshold`.
             threshold (x; threshold_at "threshold" = 0.3, value = -2.0) + threshold_: Any -> Same
                 { x.le(threshold_at).select(value, x) } { if x > threshold_at { x } else { value } } on [-3.0..3.0]
                 numbers [value Element];
 
             // ---- comparisons ----
-            /// Whether the two are equal. PyTorch: `eq`.
+            /// Whether x equals `other`. PyTorch: `eq`.
             eq (x, other) + eq_: Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
-            /// Whether the two differ. PyTorch: `ne`.
+            /// Whether x differs from `other`. PyTorch: `ne`.
             ne (x, other) + ne_: Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
-            /// Whether x is less. PyTorch: `lt`.
+            /// Whether x is less than `other`. PyTorch: `lt`.
             lt (x, other) + lt_: Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
-            /// Whether x is less or equal. PyTorch: `le`.
+            /// Whether x is less than or equal to `other`. PyTorch: `le`.
             le (x, other) + le_: Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
-            /// Whether x is greater. PyTorch: `gt`.
+            /// Whether x is greater than `other`. PyTorch: `gt`.
             gt (x, other) + gt_: Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
-            /// Whether x is greater or equal. PyTorch: `ge`.
+            /// Whether x is greater than or equal to `other`. PyTorch: `ge`.
             ge (x, other) + ge_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x equals a number. PyTorch: `eq`.
             eq_scalar (x; other = 0.5) + eq_scalar_: Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0]
@@ -414,14 +411,14 @@ macro_rules! rows {
             ge_scalar (x; other = 0.5) + ge_scalar_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0]
                 numbers [other Compared];
 
-            // ---- logic and kinds of numbers ----
-            /// Whether both are not 0. PyTorch: `logical_and`.
+            // ---- logic and classes of numbers ----
+            /// Whether both operands are nonzero. PyTorch: `logical_and`.
             logical_and (x, other) + logical_and_: Any -> Bool
                 { x.and(other) } { (x != 0.0 && other != 0.0) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
-            /// Whether either is not 0. PyTorch: `logical_or`.
+            /// Whether either operand is nonzero. PyTorch: `logical_or`.
             logical_or (x, other) + logical_or_: Any -> Bool
                 { x.or(other) } { (x != 0.0 || other != 0.0) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
-            /// Whether exactly one is not 0. PyTorch: `logical_xor`.
+            /// Whether exactly one operand is nonzero. PyTorch: `logical_xor`.
             logical_xor (x, other) + logical_xor_: Any -> Bool
                 { x.xor(other) } { ((x != 0.0) != (other != 0.0)) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
             /// Whether x is 0. PyTorch: `logical_not`.
@@ -438,11 +435,11 @@ macro_rules! rows {
             /// Whether x is infinite and negative. PyTorch: `isneginf`.
             isneginf (x): Float -> Bool
                 { x.eq(f64::NEG_INFINITY) } { (x == f64::NEG_INFINITY) as u8 as f64 } on [-3.0..3.0];
-            /// Whether x has a minus sign: -0 does. PyTorch: `signbit`.
+            /// Whether x has a minus sign, as -0 does. PyTorch: `signbit`.
             signbit (x): Float -> Bool { Expr::constant(1.0).copysign(x).lt(0.0) }
                 { x.is_sign_negative() as u8 as f64 } on [-3.0..3.0];
-            /// Whether the two differ by at most `atol + |rtol * other|`, or are equal; NaN is close to NaN where
-            /// `equal_nan` is true. PyTorch: `isclose`.
+            /// Whether x and `other` differ by at most `atol + |rtol * other|`, or are equal; NaN is close to NaN if `equal_nan` is true.
+            /// PyTorch: `isclose`.
             isclose (x, other; rtol = 0.25 or 1e-5, atol = 0.5 or 1e-8, equal_nan = 0.0 or 0.0): Float -> Bool
                 { x.is_close(other, rtol, atol, equal_nan) }
                 { ((x - other).abs() <= atol + rtol * other.abs()) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];

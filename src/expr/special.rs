@@ -1,19 +1,19 @@
-//! The methods of [`Expr`] for special functions, and for the bits of integers.
+//! Methods of [`Expr`] for special functions, and for the bits of integers.
 
 use std::f64::consts::{FRAC_1_SQRT_2, LOG2_E, PI};
 
 use crate::expr::{Binary, Expr};
 
-/// `1 + f(1) (1 + f(2) (1 + ...))`, to the n-th.
-fn nested(n: usize, f: impl Fn(f64) -> Expr) -> Expr {
+/// The nested series `1 + f(1) (1 + f(2) (1 + ... (1 + f(n))))`.
+fn nested_series(n: usize, f: impl Fn(f64) -> Expr) -> Expr {
     (1..=n).rev().fold(Expr::constant(1.0), |sum, k| f(k as f64) * sum + 1.0)
 }
 
 /// Special functions.
 impl Expr {
-    /// The logarithmic derivative of the gamma function; NaN at its poles but 0, where it is -inf.
+    /// The logarithmic derivative of the gamma function. -inf at 0, NaN at the other poles.
     pub fn digamma(&self) -> Expr {
-        // Below 1/2 by reflection; above by its asymptotic series ten steps on.
+        // Below 1/2 by reflection; above by the asymptotic series at x + 10.
         let low = self.lt(0.5);
         let x = low.select(1.0 - self, self);
         let z = &x + 10.0;
@@ -28,7 +28,7 @@ impl Expr {
 
     /// The inverse of the error function.
     pub fn erfinv(&self) -> Expr {
-        // Winitzki's approximation has three digits, and each of Halley's steps thrice as many.
+        // Winitzki's approximation has three digits; each of Halley's steps triples them.
         const A: f64 = 0.147;
         let y = self.abs();
         let log = ((1.0 - &y) * (1.0 + &y)).log();
@@ -36,12 +36,12 @@ impl Expr {
         let scaled = -&log / A;
         let mut x = (&scaled / ((half.square() + &scaled).sqrt() + &half)).sqrt();
         for _ in 0..2 {
-            // erf(x) - y, whose digits are lost near 1
+            // erf(x) - y; near 1 through erfc, because the difference would cancel
             let miss = y.gt(0.5).select((1.0 - &y) - x.erfc(), x.erf() - &y);
             let step = miss * x.square().exp() * (PI.sqrt() / 2.0);
             x = &x - &step / (1.0 + &x * &step);
         }
-        // Near 0, where the root has no derivative, by its series.
+        // Near 0, where the square root has no derivative, by the series of erfinv.
         let near = self * (PI.sqrt() / 2.0) * (1.0 + self.square() * (PI / 12.0));
         let far = y.eq(1.0).select(self * f64::INFINITY, self.lt(0.0).select(-1.0, 1.0) * x);
         y.lt(1e-4).select(near, far)
@@ -49,25 +49,25 @@ impl Expr {
 
     /// The modified Bessel function of the first kind of order 0.
     pub fn i0(&self) -> Expr {
-        // (x / 2)^2k / k!², and far out a series in 1 / x.
-        let series = |t: &Expr| nested(36, |k| t / (k * k));
+        // The series of (x / 2)^2k / k!², and for large x a series in 1 / x.
+        let series = |t: &Expr| nested_series(36, |k| t / (k * k));
         self.bessel(series, |k| (2.0 * k - 1.0).powi(2))
     }
 
     /// The modified Bessel function of the first kind of order 1.
     pub fn i1(&self) -> Expr {
-        let series = |t: &Expr| nested(36, |k| t / (k * (k + 1.0)));
-        // The series has the sign of x by its factor, which has a derivative at 0.
+        let series = |t: &Expr| nested_series(36, |k| t / (k * (k + 1.0)));
+        // The factor gives the series the sign of x, and has a derivative at 0.
         let value = self.bessel(|t| self * 0.5 * series(t), |k| (2.0 * k - 1.0).powi(2) - 4.0);
         self.le(-20.0).select(-&value, value)
     }
 
-    /// A modified Bessel function of |x|: a series of `x² / 4` up to 20, behind it one of `1 / 8x`, whose terms are each the
-    /// one before times `step(k) / k`.
+    /// A modified Bessel function of |x|: a series in `x² / 4` up to 20, and above 20 a series in `1 / 8x`. In the latter,
+    /// each term is the previous term times `step(k) / k`.
     fn bessel(&self, near: impl Fn(&Expr) -> Expr, step: impl Fn(f64) -> f64) -> Expr {
         let x = self.abs();
         let far = x.lt(20.0).select(20.0, &x);
-        let tail = nested(20, |k| (far.recip() * 0.125) * (step(k) / k));
+        let tail = nested_series(20, |k| (far.recip() * 0.125) * (step(k) / k));
         let beyond = far.exp() * (&far * (2.0 * PI)).rsqrt() * tail;
         let close = x.lt(20.0).select(&x, 0.0);
         x.lt(20.0).select(near(&(close.square() * 0.25)), x.is_nan().select(&x, beyond))
@@ -79,8 +79,8 @@ impl Expr {
         self.eq(0.0).select(1.0, angle.sin() / &angle)
     }
 
-    /// The derivative of [`sinc`](Expr::sinc); near 0, where its terms cancel, by its series.
-    pub(crate) fn sinc_slope(&self) -> Expr {
+    /// The derivative of [`sinc`](Expr::sinc); near 0, where its terms cancel, by a series.
+    pub(crate) fn sinc_derivative(&self) -> Expr {
         let z = (self * PI).square();
         let series = ((&z / 45360.0 - 1.0 / 840.0) * &z + 1.0 / 30.0) * &z - 1.0 / 3.0;
         let near = series * (self * (PI * PI));
@@ -92,7 +92,7 @@ impl Expr {
         (self / (1.0 - self)).log()
     }
 
-    /// The normal distribution's cumulative function.
+    /// The cumulative distribution function of the standard normal distribution.
     pub fn ndtr(&self) -> Expr {
         (self * -FRAC_1_SQRT_2).erfc() * 0.5
     }
@@ -100,33 +100,33 @@ impl Expr {
     /// `log2(2^x + 2^other)` without overflow.
     pub fn logaddexp2(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
-        // As in `logaddexp`.
+        // Not through |self - other|: see `logaddexp`.
         let (below, greater) = (self.lt(&other), self.max(&other));
         let apart = below.select(self - &other, &other - self);
         greater.is_inf().select(&greater, below.select(&other, self) + apart.exp2().log1p() * LOG2_E)
     }
 
-    /// The greater of the two, or the one that is not NaN.
+    /// The greater operand, or the operand that is not NaN.
     pub fn fmax(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
         self.ge(&other).or(other.is_nan()).select(self, &other)
     }
 
-    /// The lesser of the two, or the one that is not NaN.
+    /// The lesser operand, or the operand that is not NaN.
     pub fn fmin(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
         self.le(&other).or(other.is_nan()).select(self, &other)
     }
 
-    /// x, with other numbers for NaN and the infinities.
-    #[allow(clippy::eq_op)] // where a number minus itself is not 0 is the question
+    /// x, with NaN and the infinities replaced.
+    #[allow(clippy::eq_op)] // x - x is 0 only for finite x
     pub fn nan_to_num(&self, nan: impl Into<Expr>, posinf: impl Into<Expr>, neginf: impl Into<Expr>) -> Expr {
-        // In words that hold for integers too: of what is finite, and only of that, the difference with itself is 0.
+        // Written without `is_finite`, so that it also works for integers.
         let beyond = self.gt(0.0).select(posinf, neginf);
         (self - self).eq(0.0).select(self, self.is_nan().select(nan, beyond))
     }
 
-    /// Whether the two differ by at most `atol + |rtol * other|`, or are equal; NaN is near NaN where `equal_nan` is not 0.
+    /// 1 where the two differ by at most `atol + |rtol * other|` or are equal, else 0. NaN is close to NaN if `equal_nan` is not 0.
     pub fn is_close(
         &self,
         other: impl Into<Expr>,
@@ -152,24 +152,24 @@ macro_rules! primitives {
     )* };
 }
 
-/// Of integers; in the crate alone, for floats have none of them.
+/// Functions of integers. Crate-private, because floats have none of them.
 impl Expr {
     primitives! {
-        /// The bits that both have.
+        /// Bitwise and.
         bit_and => And;
-        /// The bits that either has.
+        /// Bitwise or.
         bit_or => Or;
-        /// The bits that one of the two has.
+        /// Bitwise exclusive or.
         bit_xor => Xor;
-        /// `x * 2^other`, 0 where the shift is not in 0..64.
+        /// `x * 2^other`; 0 for a shift outside 0..64.
         shift_left => Shl;
-        /// `x / 2^other` rounded down; a shift that is not in 0..64 leaves the sign.
+        /// `x / 2^other` rounded down; -1 or 0, by the sign of x, for a shift outside 0..64.
         shift_right => Shr;
-        /// The greatest common divisor, not negative.
+        /// The greatest common divisor; never negative.
         gcd => Gcd;
     }
 
-    /// The least common multiple, not negative; 0 where either is 0.
+    /// The least common multiple; never negative, and 0 if either operand is 0.
     pub(crate) fn lcm(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
         let divisor = self.gcd(&other);

@@ -1,8 +1,8 @@
-//! The table of elementwise operations: what a row holds, and what is made of it.
+//! The table of elementwise operations: the contents of a row, and everything derived from a row.
 //!
-//! A row (they are in `rows.rs`) is a name, a formula, a closed form of it in f64 and a domain to test it on. Everything
-//! else follows: the methods of `Tensor` (the operation, and where it has one its form in place), the CPU's loop, the
-//! OpenCL kernel, the gradient, the generated tests and the line in the documentation. A new operation is a new row.
+//! A row in `rows.rs` is a name, a formula, a closed form of the formula in f64, and a domain to test it on. Everything else follows: the
+//! methods of `Tensor`, including the in-place form, the CPU's loop, the OpenCL kernel, the gradient, the generated tests and the line in
+//! the documentation. To add an operation, add a row.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -13,51 +13,51 @@ use crate::expr::Expr;
 use crate::expr::rows::rows;
 use crate::{DType, Result, Scalar};
 
-/// What a row makes of its operands' dtype.
+/// How a row derives the result's dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Output {
-    /// The operands' common dtype (the default one where [`Accepts::Float`] had to convert integers).
+    /// The operands' common dtype; the default dtype if [`Accepts::Float`] converted integers.
     Same,
     /// `Bool`.
     Bool,
 }
 
-/// What a row takes.
+/// The dtypes that a row accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Accepts {
-    /// Every dtype, computed as it is.
+    /// Every dtype, without conversion.
     Any,
-    /// Floats; integers and `Bool` are converted to the default dtype first, as PyTorch does.
+    /// Floats. Integers and `Bool` are converted to the default dtype first, as in PyTorch.
     Float,
-    /// Integers and `Bool`; floats are refused.
+    /// Integers and `Bool`. Floats are an error.
     Integer,
 }
 
-/// How a row uses a scalar argument, where the number has to fit the dtype.
+/// The meaning of a scalar argument that has to fit the dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// An element of the result.
     Element,
-    /// The result where an operand is below.
+    /// A lower bound: the result for elements below it.
     Lower,
-    /// The result where an operand is above.
+    /// An upper bound: the result for elements above it.
     Upper,
     /// A factor.
     Factor,
-    /// Compared with elements, and rounded as they are.
+    /// A number to compare elements with, rounded to the same dtype.
     Compared,
 }
 
 impl Role {
-    /// The number that the row computes with in `dtype`.
+    /// Checks the argument against `dtype` and returns the number that the row computes with.
     fn apply(self, op: &'static str, number: Scalar, dtype: DType) -> Result<Scalar> {
         let x = number.to_f64();
         match self {
             Role::Element => return number.stored(op, dtype),
             Role::Factor => number.check_factor(op, dtype)?,
-            // A bound on the other side of the range is never reached.
+            // A bound beyond the other end of the range has no effect.
             Role::Lower if x > 0.0 => number.check_within(op, dtype)?,
             Role::Upper if x < 0.0 => number.check_within(op, dtype)?,
             Role::Compared if matches!(dtype, DType::F16 | DType::BF16) && dtype.rounded(x).is_finite() => {
@@ -69,7 +69,7 @@ impl Role {
     }
 }
 
-/// Made of the operands and the scalar arguments.
+/// Builds an expression from the operands and the scalar arguments.
 type Formula<T> = fn(&[Expr], &[Expr]) -> T;
 
 /// One elementwise operation.
@@ -77,26 +77,26 @@ type Formula<T> = fn(&[Expr], &[Expr]) -> T;
 pub struct Row {
     /// The method's name.
     pub name: &'static str,
-    /// What it computes, and the name of PyTorch's operation.
+    /// The computation, and the name of PyTorch's operation.
     pub doc: &'static str,
-    /// The name of its form in place, where it has one.
+    /// The name of the in-place method, if there is one.
     pub in_place: Option<&'static str>,
-    /// How many tensors it takes.
+    /// The number of tensor operands.
     pub arity: usize,
-    /// The names of these, PyTorch's.
+    /// PyTorch's names of the operands.
     pub operands: &'static [&'static str],
-    /// The operands that are masks: of any dtype, and without a say in the result's.
+    /// The operands that are masks: of any dtype, and ignored when the result's dtype is derived.
     pub masks: &'static [usize],
     /// A value for each of its scalar arguments, for tests.
     pub samples: &'static [f64],
-    /// The names of these, and what they are in a call by name that leaves them out.
+    /// The names of the scalar arguments, and the defaults for calls by name that omit them.
     pub scalars: &'static [(&'static str, Option<f64>)],
-    /// What it takes.
+    /// The accepted dtypes.
     pub accepts: Accepts,
-    /// What it gives.
+    /// The result's dtype.
     pub output: Output,
-    /// For each operand the range to test on, of whole numbers for [`Accepts::Integer`]. Within it the formula is finite, and smooth but for kinks and jumps at
-    /// single points.
+    /// The range to test each operand on, with integers for [`Accepts::Integer`]. Within the range the formula is finite, and smooth except for
+    /// kinks and jumps at single points.
     pub domain: &'static [(f64, f64)],
     /// The operation in f64 on one element of each operand and the scalar arguments, written without [`Expr`].
     pub reference: fn(&[f64], &[f64]) -> f64,
@@ -106,7 +106,7 @@ pub struct Row {
     derived: OnceLock<Derived>,
 }
 
-/// What is computed from a row once.
+/// The expressions of a row, built on first use.
 struct Derived {
     expr: Expr,
     derivatives: Vec<Expr>,
@@ -117,7 +117,7 @@ impl Row {
         self.derived.get_or_init(|| {
             let inputs: Vec<Expr> = (0..self.arity).map(Expr::input).collect();
             let scalars: Vec<Expr> = (0..self.samples.len()).map(Expr::scalar).collect();
-            let expr = (self.formula)(&inputs, &scalars).fixed();
+            let expr = (self.formula)(&inputs, &scalars).with_fixed_program();
             let derivatives = match self.derivative {
                 Some(of) => of(&inputs, &scalars),
                 None => (0..self.arity).map(|i| expr.diff(i)).collect(),
@@ -131,12 +131,12 @@ impl Row {
         &self.derived().expr
     }
 
-    /// The formula of these operands and scalar arguments.
+    /// Builds the formula over these operands and scalar arguments.
     pub(crate) fn build(&self, operands: &[Expr], scalars: &[Expr]) -> Expr {
         (self.formula)(operands, scalars)
     }
 
-    /// The scalar arguments as the row computes with them in `dtype`, in `buffer` where they may differ.
+    /// Returns the scalar arguments that the row computes with in `dtype`; uses `buffer` if some have to be checked or rounded.
     pub(crate) fn scalars_in<'a>(
         &self,
         scalars: &'a [Scalar],
@@ -155,8 +155,8 @@ impl Row {
         Ok(buffer)
     }
 
-    /// The derivatives with respect to each operand: the row's own, where the symbolic one would lose digits or be
-    /// undefined at a point where the true one is not. The constant 0 where there is none.
+    /// The derivative with respect to each operand, constant 0 where there is none. A row states its own derivative if the symbolic one would
+    /// lose digits, or be undefined at a point where the true derivative is defined.
     pub fn derivatives(&self) -> &[Expr] {
         &self.derived().derivatives
     }
@@ -168,7 +168,7 @@ impl fmt::Debug for Row {
     }
 }
 
-/// Makes the static of each row and the list of them. Called with all rows by `rows!`.
+/// Defines the static of each row and the list of all rows. `rows!` calls it with every row.
 macro_rules! define {
     ($(
         $(#[doc = $doc:literal])+
@@ -176,7 +176,7 @@ macro_rules! define {
         { $formula:expr } { $reference:expr } on [$($low:literal..$high:literal),+]
         $(masks $masks:tt)? $(derivative [$($derivative:expr),+])? $(numbers [$($number:ident $role:ident),+])?;
     )*) => {
-        /// Every row by its name.
+        /// All rows, each under its name.
         #[allow(non_upper_case_globals, unused_variables)]
         pub(crate) mod rows {
             use std::sync::OnceLock;
@@ -216,7 +216,7 @@ macro_rules! define {
     };
 }
 
-/// The tensor whose method it is goes by PyTorch's name for it.
+/// PyTorch's name of an operand: the tensor that the method is called on is `input`.
 macro_rules! operand {
     (x) => {
         "input"
@@ -251,7 +251,7 @@ mod tests {
     use crate::expr::philox::{Seed, Uniform};
     use crate::expr::program::Program;
 
-    /// `TILE` points of the row's domain, one column an operand; f32 holds them exactly.
+    /// `TILE` points of the row's domain, one column for each operand. All are exact in f32.
     fn points(row: &Row) -> Vec<Vec<f64>> {
         let column = |(k, &(low, high)): (usize, &(f64, f64))| {
             let mut u = vec![0.0; TILE];
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn every_value_is_its_reference() {
+    fn values_match_the_reference() {
         for row in ROWS {
             let columns = points(row);
             if row.accepts == Accepts::Integer {
@@ -296,7 +296,7 @@ mod tests {
                     row.name,
                     wide[i]
                 );
-                // scalars are rounded in f32: a jump may move
+                // Scalars are rounded to f32, so a jump may move.
                 let near = (narrow[i] - right).abs() <= 2e-6 * right.abs().max(1.0);
                 assert!(near, "{} {x:?} in f32: {} {right}", row.name, narrow[i]);
             }
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn every_derivative_is_the_slope() {
+    fn derivatives_match_finite_differences() {
         for row in ROWS.iter().filter(|row| row.accepts != Accepts::Integer) {
             let columns = points(row);
             assert_eq!(row.derivatives().len(), row.arity, "{}", row.name);
@@ -320,7 +320,7 @@ mod tests {
                         x[k] = middle - h;
                         (up - (row.reference)(&x, row.samples)) / (2.0 * h)
                     };
-                    // where two widths disagree there is a kink or a jump between them
+                    // If two step widths disagree, there is a kink or a jump between them.
                     let (right, other) = (slope(1e-5), slope(3e-6));
                     let tolerance = 1e-7 * right.abs().max(1.0);
                     if (right - other).abs() > tolerance {
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_say_what_they_take_and_give() {
+    fn rows_declare_their_operands_and_dtypes() {
         for (i, row) in ROWS.iter().enumerate() {
             assert!(ROWS[..i].iter().all(|other| other.name != row.name), "{} twice", row.name);
             assert_eq!(row.expr().arity(), row.arity, "{}", row.name);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn kinks_are_pytorchs() {
+    fn gradients_at_kinks_match_pytorch() {
         let slope = |row: &'static Row, x: f64| {
             run::<f64>(row, &row.derivatives()[0], &[vec![x; TILE], vec![x; TILE]][..row.arity])[0]
         };

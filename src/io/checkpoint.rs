@@ -1,14 +1,14 @@
-//! All that a training run goes on from, in one file.
+//! Checkpoints: the complete state of a training run in one file.
 
 use std::path::Path;
 
-use super::state::stripped;
-use super::{StateDict, fail, load, save};
+use super::state::strip_name_prefix;
+use super::{StateDict, file_error, load, save};
 use crate::{Device, Element, Error, Excerpt, Generator, Result, Seed, Tensor, for_each_part, no_grad};
 
-/// What can be saved in a checkpoint and go on from it (the protocol `Stateful` of PyTorch's `torch.distributed.checkpoint`).
-/// Modules, optimisers, schedulers and the gradient scaler are, and so are generators, tensors and numbers. A type of your own
-/// is by its parts:
+/// State that can be saved in a checkpoint and restored (like `Stateful` of PyTorch's `torch.distributed.checkpoint`).
+/// Implemented by modules, optimisers, schedulers, the gradient scaler, generators, tensors and numbers. Implement it for a type
+/// of your own in terms of its parts:
 ///
 /// ```
 /// use claystone::io::{StateDict, Stateful};
@@ -34,22 +34,22 @@ use crate::{Device, Element, Error, Excerpt, Generator, Result, Seed, Tensor, fo
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Stateful {
-    /// What to go on from. Tensors may share memory with what they are the state of.
+    /// Returns the state. Its tensors may share memory with the object.
     ///
     /// # Errors
     /// Device failures.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Goes on where [`Stateful::state_dict`] was taken.
+    /// Restores a state of [`Stateful::state_dict`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a state of something else; device failures.
+    /// [`Error::Invalid`] for the state of a different object; device failures.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 }
 
-/// Saves what a training run goes on from in one file, `.safetensors` or `.npz` by its name: each part's state below the part's
-/// name, and so `model.fc.weight`, `optimizer.state.0.exp_avg` and `epoch`. The file is replaced as a whole, as by [`save`].
-/// [`load_checkpoint`] goes on from it, to the bit if everything that changes from step to step is among the parts.
+/// Saves the state of a training run in one file, `.safetensors` or `.npz` by its extension. Each part's state is saved under the
+/// part's name: `model.fc.weight`, `optimizer.state.0.exp_avg`, `epoch`. The file is replaced atomically, like by [`save`].
+/// [`load_checkpoint`] resumes from the file, bit for bit if all state that changes from step to step is among the parts.
 ///
 /// ```
 /// use claystone::nn::{Linear, Module};
@@ -88,34 +88,35 @@ pub trait Stateful {
 /// ```
 ///
 /// # Errors
-/// As [`save`]; [`Error::Invalid`] for a part whose name is another's, or below it.
+/// As [`save`]; [`Error::Invalid`] if a part's name equals another part's name or is below it.
 pub fn save_checkpoint(path: impl AsRef<Path>, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     save(path, &StateDict::from_parts(parts)?)
 }
 
-/// Goes on from a file of [`save_checkpoint`]. Parts of the file that are not asked for are left out, so that a model alone can
-/// be loaded from the checkpoint of a run. Parts are loaded in the order in which they are given: the optimiser's after the model's.
+/// Restores parts from a file of [`save_checkpoint`], in the given order: pass the optimiser after the model. Other parts of the
+/// file are ignored, so a model alone can be loaded from the checkpoint of a run.
 ///
 /// # Errors
-/// As [`load`]; [`Error::Invalid`] with the file's and the part's name for one that the file does not have, before anything is
-/// changed, and for one that is the state of something else, when those before it are loaded.
+/// As [`load`]. [`Error::Invalid`] with the names of file and part if the file lacks the part, before anything is
+/// changed; or if a part's state is of a different object, after the parts before it were loaded.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let path = path.as_ref();
     load(path, Device::default())?.load_parts(parts).map_err(|e| match e {
-        Error::Invalid { reason, .. } => fail("load_checkpoint", path, reason),
+        Error::Invalid { reason, .. } => file_error("load_checkpoint", path, reason),
         e => e,
     })
 }
 
 impl StateDict {
-    /// The states of several parts, each below its name: what [`save_checkpoint`] writes. See [`Stateful`].
+    /// Collects the states of several parts, each under its name, like [`save_checkpoint`]. See [`Stateful`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a part whose name is another's, or below it; those of the parts.
+    /// [`Error::Invalid`] if a part's name equals another part's name or is below it; the errors of the parts.
     pub fn from_parts(parts: &[(&str, &dyn Stateful)]) -> Result<StateDict> {
         let mut all = StateDict::new();
         for (i, (name, part)) in parts.iter().enumerate() {
-            let clash = parts.iter().enumerate().find(|(j, (other, _))| *j != i && stripped(name, other).is_some());
+            let clash =
+                parts.iter().enumerate().find(|(j, (other, _))| *j != i && strip_name_prefix(name, other).is_some());
             if let Some((_, (other, _))) = clash {
                 let reason = format!("part {} is below part {}: give it another name", Excerpt(name), Excerpt(other));
                 return Err(Error::invalid("StateDict::from_parts", reason));
@@ -125,15 +126,16 @@ impl StateDict {
         Ok(all)
     }
 
-    /// Gives each part its state: what [`load_checkpoint`] does with a file. Other entries are left out.
+    /// Restores each part from its entries, like [`load_checkpoint`]. Other entries are ignored.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the part's name, before anything is changed, for one that has no entry; those of the parts,
-    /// when the parts before are loaded.
+    /// [`Error::Invalid`] with the part's name if a part has no entry, before anything is changed; the errors of the parts, after the
+    /// parts before were loaded.
     pub fn load_parts(&self, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
         let op = "StateDict::load_parts";
         let below = |part: &str| -> StateDict {
-            let entry = |(name, t): (&str, &Tensor)| Some((stripped(name, part)?.to_string(), t.shallow_clone()));
+            let entry =
+                |(name, t): (&str, &Tensor)| Some((strip_name_prefix(name, part)?.to_string(), t.shallow_clone()));
             self.iter().filter_map(entry).collect()
         };
         for (name, part) in parts.iter() {
@@ -155,39 +157,41 @@ impl StateDict {
     }
 }
 
-/// The entry of a state that is one tensor: it has no name of its own.
-fn only(state: &StateDict) -> Result<&Tensor> {
+/// Returns the only tensor of a state that is a single unnamed tensor.
+fn single_tensor(state: &StateDict) -> Result<&Tensor> {
     let names = || state.names().collect::<Vec<_>>().join(", ");
-    let wrong = || Error::invalid("load_state_dict", format!("it is no single value, it has {}", Excerpt(&names())));
+    let wrong =
+        || Error::invalid("load_state_dict", format!("the state is not a single value, it has {}", Excerpt(&names())));
     state.get("").ok_or_else(wrong)
 }
 
-/// The values of a state that is one tensor, from whatever dtype.
+/// Returns the values of such a tensor, converted from any dtype.
 fn values<T: Element>(state: &StateDict) -> Result<Vec<T>> {
-    only(state)?.to_dtype(T::DTYPE)?.to_vec()
+    single_tensor(state)?.to_dtype(T::DTYPE)?.to_vec()
 }
 
+/// Returns the only element of a state that holds a single number.
 fn value<T: Element>(state: &StateDict) -> Result<T> {
     match values(state)?[..] {
         [value] => Ok(value),
         ref all => {
-            let reason = format!("the state has {} values and this is one number: load it into a Vec<f64>", all.len());
+            let reason = format!("the state has {} values, not one number: load it into a Vec<f64>", all.len());
             Err(Error::invalid("load_state_dict", reason))
         }
     }
 }
 
-fn unnamed(tensor: Tensor) -> StateDict {
+fn unnamed_entry(tensor: Tensor) -> StateDict {
     [(String::new(), tensor)].into_iter().collect()
 }
 
-/// Numbers, each as a tensor of one element: its type, the element's, and both conversions.
+/// Implements [`Stateful`] for numbers, as tensors of one element: the type, the element type, and both conversions.
 macro_rules! numbers {
     ($($type:ty: $element:ty, $number:ident => $to:expr, $value:ident => $from:expr;)*) => { $(
         impl Stateful for $type {
             fn state_dict(&self) -> Result<StateDict> {
                 let $number = *self;
-                Ok(unnamed(Tensor::full((), $to, (<$element as Element>::DTYPE, Device::default()))?))
+                Ok(unnamed_entry(Tensor::full((), $to, (<$element as Element>::DTYPE, Device::default()))?))
             }
 
             fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
@@ -199,7 +203,7 @@ macro_rules! numbers {
     )* };
 }
 
-// There are no unsigned tensors of 64 bits: the bits are kept as they are.
+// There is no unsigned 64-bit dtype, so the bits are stored as i64.
 numbers! {
     f64: f64, x => x, x => x;
     f32: f32, x => x, x => x;
@@ -212,7 +216,7 @@ numbers! {
 
 impl Stateful for Vec<f64> {
     fn state_dict(&self) -> Result<StateDict> {
-        Ok(unnamed(Tensor::from_slice(self, self.len(), Device::default())?))
+        Ok(unnamed_entry(Tensor::from_slice(self, self.len(), Device::default())?))
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
@@ -221,20 +225,20 @@ impl Stateful for Vec<f64> {
     }
 }
 
-/// The values are copied into the tensor.
+/// Loading copies the values into the tensor.
 impl Stateful for Tensor {
     fn state_dict(&self) -> Result<StateDict> {
-        Ok(unnamed(self.detach()))
+        Ok(unnamed_entry(self.detach()))
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        let value = only(state)?;
+        let value = single_tensor(state)?;
         state.check_shape("load_state_dict", "", self)?;
         no_grad(|| self.copy_(&value.to_dtype(self.dtype())?.to_device(self.device())?)).map(|_| ())
     }
 }
 
-/// The seed and the number of draws: the next draw is the one that would have followed.
+/// Saves the seed and the number of draws, so that the next draw after loading is the draw that would have followed.
 impl Stateful for Generator {
     fn state_dict(&self) -> Result<StateDict> {
         let Seed { key, stream } = self.state();

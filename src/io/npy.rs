@@ -1,14 +1,14 @@
-//! npy: one array, a header that is a Python literal, and the elements.
+//! The npy format: one array, as a header (a Python literal) and its elements.
 
 use std::io::{BufReader, Read, Write};
 use std::path::Path;
 
-use super::{create, finish, located, open, read_elements, shape_of, unread, wrong};
+use super::{checked_shape, content_error, create, finish, open, read_elements, read_error, with_location};
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 
-/// The tensor in an npy file, on `device` (NumPy's `load`). Big-endian files too; one in Fortran's order gives a tensor with
-/// such strides.
+/// Reads the tensor in an npy file to `device` (NumPy's `load`). Big-endian files are supported. An array in Fortran order gives
+/// a tensor with such strides.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, io};
@@ -22,42 +22,42 @@ use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name: one that is not there, or no npy; [`crate::Error::OutOfMemory`].
+/// [`crate::Error::Invalid`] with the file's name if the file does not exist or is not npy; [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     let _caller = Caller::enter();
     let (op, path) = ("read_npy", path.as_ref());
     let (file, available) = open(op, path)?;
-    from_reader(BufReader::new(file), available, device).map_err(|e| located(e, op, path, None))
+    from_reader(BufReader::new(file), available, device).map_err(|e| with_location(e, op, path, None))
 }
 
 /// Writes the tensor as an npy file (NumPy's `save`).
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name where it cannot be written.
+/// [`crate::Error::Invalid`] with the file's name if it cannot be written.
 pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     let (op, path) = ("write_npy", path.as_ref());
     let mut file = create(op, path)?;
-    to_writer(tensor, &mut file).map_err(|e| located(e, op, path, None))?;
+    to_writer(tensor, &mut file).map_err(|e| with_location(e, op, path, None))?;
     finish(op, path, file)
 }
 
-/// The tensor that `from` gives; `available` is how many bytes it has, where that is known.
+/// Reads a tensor from npy data; `available` is the number of bytes of `from`, if known.
 pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: Device) -> Result<Tensor> {
     let (text, length) = header_text(&mut from)?;
     let available = available.map(|available| available.saturating_sub(length));
     let Header { descr, fortran, mut sizes } = Header::parse(&text)?;
-    let Some(Elements { dtype, bytes, swapped }) = Elements::of(descr) else {
-        // Objects are a pickle, and records have fields: all bytes as they are.
-        let all = available.ok_or_else(|| unknown(descr))?;
-        return read_elements(&mut from, available, shape_of([all].into_iter())?, DType::U8, device, 0);
+    let Some(ElementFormat { dtype, bytes, swapped }) = ElementFormat::parse(descr) else {
+        // Objects are pickled, and records have fields, so the raw bytes are returned.
+        let all = available.ok_or_else(|| unsupported_dtype(descr))?;
+        return read_elements(&mut from, available, checked_shape([all].into_iter())?, DType::U8, device, 0);
     };
     if fortran {
         sizes.reverse();
     }
     let rank = sizes.len() as isize;
     sizes.extend(bytes);
-    let read = read_elements(&mut from, available, shape_of(sizes.into_iter())?, dtype, device, swapped)?;
+    let read = read_elements(&mut from, available, checked_shape(sizes.into_iter())?, dtype, device, swapped)?;
     if !fortran {
         return Ok(read);
     }
@@ -65,33 +65,33 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     read.permute(&dims)
 }
 
-/// Headers are no longer than this in version 1 of the format; the others need no more for a dtype and a shape.
-const LONGEST_HEADER: u32 = u16::MAX as u32;
+/// Maximum header length in bytes: that of version 1 of the format. Later versions need no more for a dtype and a shape.
+const MAX_HEADER_BYTES: u32 = u16::MAX as u32;
 
-/// The Python literal before the elements, and where these begin.
+/// Reads the Python literal before the elements. Also returns the offset of the elements.
 fn header_text(from: &mut impl Read) -> Result<(String, u64)> {
     let mut start = [0; 8];
-    from.read_exact(&mut start).map_err(unread)?;
+    from.read_exact(&mut start).map_err(read_error)?;
     let [magic @ .., version, _] = start;
     if &magic != b"\x93NUMPY" || !(1..=3).contains(&version) {
-        return Err(wrong("it is no npy file of version 1, 2 or 3"));
+        return Err(content_error("it is not an npy file of version 1, 2 or 3"));
     }
-    // From version 2 on the length of the header has four bytes.
+    // From version 2 on, the length of the header takes four bytes.
     let mut length = [0; 4];
     let width = if version == 1 { 2 } else { 4 };
-    from.read_exact(&mut length[..width]).map_err(unread)?;
+    from.read_exact(&mut length[..width]).map_err(read_error)?;
     let length = u32::from_le_bytes(length);
-    if length > LONGEST_HEADER {
-        return Err(wrong(format!("its header of {length} bytes is longer than any array's")));
+    if length > MAX_HEADER_BYTES {
+        return Err(content_error(format!("its header of {length} bytes is too long for an array")));
     }
     let mut text = vec![0; length as usize];
-    from.read_exact(&mut text).map_err(unread)?;
-    let text = String::from_utf8(text).map_err(|_| wrong("its header is not UTF-8"))?;
+    from.read_exact(&mut text).map_err(read_error)?;
+    let text = String::from_utf8(text).map_err(|_| content_error("its header is not UTF-8"))?;
     Ok((text, (start.len() + width) as u64 + u64::from(length)))
 }
 
-/// What NumPy calls each dtype, after the order of its bytes.
-const ELEMENTS: [(DType, &str); 9] = [
+/// NumPy's name of each dtype, without the byte order.
+const DTYPE_NAMES: [(DType, &str); 9] = [
     (DType::F64, "f8"),
     (DType::F32, "f4"),
     (DType::F16, "f2"),
@@ -103,23 +103,23 @@ const ELEMENTS: [(DType, &str); 9] = [
     (DType::Bool, "b1"),
 ];
 
-/// How the elements of an array are read.
-struct Elements {
+/// The form in which the elements of an array are read.
+struct ElementFormat {
     dtype: DType,
-    /// The bytes of an element of a dtype that claystone lacks, which become one more dim.
+    /// The bytes of an element if claystone lacks the dtype; they become one more dim.
     bytes: Option<u64>,
-    /// The number of bytes that are in reverse together, where the highest byte comes first.
+    /// The number of bytes to reverse together, for big-endian elements; else 0.
     swapped: usize,
 }
 
-impl Elements {
-    /// Reads a `descr` such as `<f4`; None if the text does not say how many bytes an element has.
-    fn of(descr: &str) -> Option<Elements> {
+impl ElementFormat {
+    /// Parses a `descr` such as `<f4`; `None` if the text does not tell the number of bytes of an element.
+    fn parse(descr: &str) -> Option<ElementFormat> {
         let (order, element) =
             descr.split_at_checked(1).filter(|(order, _)| matches!(*order, "<" | ">" | "|" | "="))?;
         let swapped = |unit: usize| if order == ">" { unit } else { 0 };
-        if let Some(&(dtype, _)) = ELEMENTS.iter().find(|(_, name)| *name == element) {
-            return Some(Elements { dtype, bytes: None, swapped: swapped(dtype.size()) });
+        if let Some(&(dtype, _)) = DTYPE_NAMES.iter().find(|(_, name)| *name == element) {
+            return Some(ElementFormat { dtype, bytes: None, swapped: swapped(dtype.size()) });
         }
         let (kind, size) = element.split_at_checked(1)?;
         let size: u64 = size.split('[').next()?.parse().ok()?; // dates have their unit in brackets
@@ -130,36 +130,37 @@ impl Elements {
             _ => (size, 0),
         };
         let unit = swapped(usize::try_from(unit).ok().filter(|&unit| unit <= 16)?);
-        let fits = unit == 0 || unit.is_power_of_two(); // so that no element is in two pieces of a stream
-        fits.then_some(Elements { dtype: DType::U8, bytes: Some(bytes), swapped: unit })
+        let fits = unit == 0 || unit.is_power_of_two(); // so that no element spans two pieces of a stream
+        fits.then_some(ElementFormat { dtype: DType::U8, bytes: Some(bytes), swapped: unit })
     }
 }
 
+/// The parsed header of an npy file.
 struct Header<'a> {
     descr: &'a str,
-    /// The first dim's elements are beside each other.
+    /// Whether the first dim is contiguous (Fortran order).
     fortran: bool,
     sizes: Vec<u64>,
 }
 
 impl Header<'_> {
-    /// Reads a dict of `descr`, `fortran_order` and `shape`, in any order.
+    /// Parses a dict of `descr`, `fortran_order` and `shape`, in any order.
     fn parse(text: &str) -> Result<Header<'_>> {
-        let malformed = || wrong(format!("its header is not one of an array: {}", Excerpt(text.trim())));
+        let malformed = || content_error(format!("its header does not describe an array: {}", Excerpt(text.trim())));
         let (mut descr, mut fortran, mut sizes) = (None, None, None);
         let mut rest =
             text.trim().strip_prefix('{').and_then(|rest| rest.strip_suffix('}')).ok_or_else(malformed)?.trim();
         while !rest.is_empty() {
-            let (key, value) = string(rest).ok_or_else(malformed)?;
+            let (key, value) = parse_string(rest).ok_or_else(malformed)?;
             let value = value.trim_start().strip_prefix(':').ok_or_else(malformed)?.trim_start();
             let after = match key {
-                // A list of the dtypes of fields, which may have commas of their own: nothing after it counts.
+                // A list of the dtypes of fields, which may contain commas; the rest of the header is not needed.
                 "descr" if value.starts_with('[') => {
                     return Ok(Header { descr: value, fortran: false, sizes: Vec::new() });
                 }
-                "descr" => string(value).map(|(name, after)| (descr = Some(name), after).1),
-                "fortran_order" => boolean(value).map(|(is, after)| (fortran = Some(is), after).1),
-                "shape" => tuple(value).map(|(list, after)| (sizes = Some(list), after).1),
+                "descr" => parse_string(value).map(|(name, after)| (descr = Some(name), after).1),
+                "fortran_order" => parse_boolean(value).map(|(is, after)| (fortran = Some(is), after).1),
+                "shape" => parse_tuple(value).map(|(list, after)| (sizes = Some(list), after).1),
                 _ => None,
             };
             let after = after.ok_or_else(malformed)?.trim_start();
@@ -174,23 +175,23 @@ impl Header<'_> {
     }
 }
 
-fn unknown(descr: &str) -> Error {
-    wrong(format!("its dtype '{}' is none of claystone's", Excerpt(descr)))
+fn unsupported_dtype(descr: &str) -> Error {
+    content_error(format!("its dtype '{}' is not supported", Excerpt(descr)))
 }
 
-/// A string in quotes, and what comes after it.
-fn string(text: &str) -> Option<(&str, &str)> {
+/// Parses a quoted string, and returns it with the remaining text.
+fn parse_string(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
     text[1..].split_once(quote)
 }
 
-fn boolean(text: &str) -> Option<(bool, &str)> {
+fn parse_boolean(text: &str) -> Option<(bool, &str)> {
     let is = |word, value| text.strip_prefix(word).map(|after| (value, after));
     is("True", true).or_else(|| is("False", false))
 }
 
-/// A tuple of sizes. Python 2 wrote its long ones with an L.
-fn tuple(text: &str) -> Option<(Vec<u64>, &str)> {
+/// Parses a tuple of sizes, and returns it with the remaining text. Python 2 wrote long integers with an L.
+fn parse_tuple(text: &str) -> Option<(Vec<u64>, &str)> {
     let (list, after) = text.strip_prefix('(')?.split_once(')')?;
     let sizes = list.split_terminator(',').map(str::trim);
     let sizes = sizes.filter(|size| !size.is_empty()).map(|size| size.strip_suffix('L').unwrap_or(size).parse().ok());
@@ -198,14 +199,14 @@ fn tuple(text: &str) -> Option<(Vec<u64>, &str)> {
 }
 
 pub(super) fn to_writer(tensor: &Tensor, to: &mut dyn Write) -> Result<()> {
-    to.write_all(&header(tensor.shape(), tensor.dtype())).map_err(unread)?;
+    to.write_all(&encode_header(tensor.shape(), tensor.dtype())).map_err(read_error)?;
     tensor.write_to(to)
 }
 
-/// Version 1.0: magic, length, a literal filled up with spaces so that elements begin at a multiple of 64.
-fn header(shape: &Shape, dtype: DType) -> Vec<u8> {
+/// Creates a header of version 1.0: magic, length, and a literal padded with spaces so that elements begin at a multiple of 64.
+fn encode_header(shape: &Shape, dtype: DType) -> Vec<u8> {
     let order = if dtype.size() == 1 { '|' } else { '<' };
-    let element = ELEMENTS.iter().find(|(known, _)| *known == dtype).map_or("", |(_, name)| name);
+    let element = DTYPE_NAMES.iter().find(|(known, _)| *known == dtype).map_or("", |(_, name)| name);
     let sizes: String = shape.dims().iter().map(|d| format!("{d},")).collect();
     let literal = format!("{{'descr': '{order}{element}', 'fortran_order': False, 'shape': ({sizes}), }}");
     let length = (10 + literal.len() + 1).next_multiple_of(64) - 10;

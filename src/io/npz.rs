@@ -1,4 +1,4 @@
-//! npz: npy files in a zip archive.
+//! The npz format: npy files in a zip archive.
 
 use std::io::{BufReader, Read, Seek};
 use std::path::Path;
@@ -9,13 +9,13 @@ use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::npy::{from_reader, to_writer};
-use super::{StateDict, create, fail, fail_in, finish, located, open};
+use super::{StateDict, create, file_error, finish, open, tensor_error, with_location};
 use crate::storage::Caller;
 use crate::{Device, Result};
 
-/// The tensors of an npz file, on `device`, in the archive's order (NumPy's `load`); compressed ones too. Archives that
-/// unpack to more than 8 times their size and 32 MiB are refused, because so few bytes can claim any amount of memory:
-/// [`read_npz_limited`] reads those that are trusted.
+/// Reads the tensors of an npz file to `device`, in the archive's order, also compressed ones (NumPy's `load`). Archives that
+/// unpack to more than 8 times their size and 32 MiB are refused, because a few bytes can claim any amount of memory;
+/// use [`read_npz_limited`] for trusted archives.
 ///
 /// # Errors
 /// As [`read_npy`](super::read_npy), with the tensor's name.
@@ -24,7 +24,7 @@ pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     read("read_npz", path.as_ref(), device, None)
 }
 
-/// [`read_npz`] of an archive that may unpack to `max_bytes`, however small it is; `u64::MAX` for any number.
+/// [`read_npz`] for an archive that may unpack to `max_bytes`, regardless of its size; `u64::MAX` for no limit.
 ///
 /// ```
 /// use claystone::{Device, Tensor, io, nn::StateDict};
@@ -45,78 +45,80 @@ pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) 
     read("read_npz_limited", path.as_ref(), device, Some(max_bytes))
 }
 
-/// What an archive may unpack to without being asked for: so many times its size, and [`UNCHECKED`] bytes. Arrays of numbers
-/// are seldom compressed further.
-const RATIO: u64 = 8;
+/// By default an archive may unpack to this multiple of its size plus [`UNCHECKED_BYTES`] bytes. Arrays of numbers are seldom
+/// compressed further.
+const MAX_UNPACK_RATIO: u64 = 8;
 
+/// Reads all arrays of an archive. Entries that overlap, or that unpack to too many bytes, are an error.
 fn read(op: &'static str, path: &Path, device: Device, max_bytes: Option<u64>) -> Result<StateDict> {
     let (file, size) = open(op, path)?;
     let size = size.unwrap_or(0);
-    let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|e| fail(op, path, e))?;
-    // Entries that share bytes would let a small archive stand for any number of large tensors.
-    if archive.has_overlapping_entries().map_err(|e| fail(op, path, e))? {
-        return Err(fail(op, path, "its entries overlap"));
+    let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|e| file_error(op, path, e))?;
+    // Overlapping entries would let a small archive stand for any number of large tensors.
+    if archive.has_overlapping_entries().map_err(|e| file_error(op, path, e))? {
+        return Err(file_error(op, path, "its entries overlap"));
     }
-    let sum = (0..archive.len()).try_fold(0u64, |sum, i| Ok(sum.saturating_add(claimed(&archive.by_index(i)?))));
-    let sum = sum.map_err(|e: ZipError| fail(op, path, e))?;
-    let most = max_bytes.unwrap_or(size.saturating_mul(RATIO).saturating_add(UNCHECKED));
+    let sum = (0..archive.len()).try_fold(0u64, |sum, i| Ok(sum.saturating_add(claimed_bytes(&archive.by_index(i)?))));
+    let sum = sum.map_err(|e: ZipError| file_error(op, path, e))?;
+    let most = max_bytes.unwrap_or(size.saturating_mul(MAX_UNPACK_RATIO).saturating_add(UNCHECKED_BYTES));
     if sum > most {
-        let advice = "if it is to be trusted, read it with read_npz_limited";
-        return Err(fail(op, path, format!("its {size} bytes unpack to {sum}, more than {most}: {advice}")));
+        let advice = "use read_npz_limited if you trust the archive";
+        return Err(file_error(op, path, format!("its {size} bytes unpack to {sum}, more than {most}: {advice}")));
     }
-    if sum > size.saturating_add(UNCHECKED) {
-        check_sizes(&mut archive).map_err(|e| fail(op, path, e))?;
+    if sum > size.saturating_add(UNCHECKED_BYTES) {
+        check_sizes(&mut archive).map_err(|e| file_error(op, path, e))?;
     }
     let mut tensors = Vec::new();
     for i in 0..archive.len() {
-        let mut file = archive.by_index(i).map_err(|e| fail(op, path, e))?;
-        let name = file.name().map_err(|e| fail(op, path, e))?.into_owned();
+        let mut file = archive.by_index(i).map_err(|e| file_error(op, path, e))?;
+        let name = file.name().map_err(|e| file_error(op, path, e))?.into_owned();
         let name = name.strip_suffix(".npy").unwrap_or(&name).to_owned();
-        let available = claimed(&file);
-        let tensor = from_reader(&mut file, Some(available), device).map_err(|e| located(e, op, path, Some(&name)))?;
+        let available = claimed_bytes(&file);
+        let tensor =
+            from_reader(&mut file, Some(available), device).map_err(|e| with_location(e, op, path, Some(&name)))?;
         tensors.push((name, tensor));
     }
     Ok(tensors.into_iter().collect())
 }
 
-/// How far beyond the archive's own size its entries are believed to go without a look at all of them.
-const UNCHECKED: u64 = 32 << 20;
+/// Bytes beyond the archive's own size up to which the claimed sizes are trusted without decompressing all entries first.
+const UNCHECKED_BYTES: u64 = 32 << 20;
 
-/// The bytes of an entry, as the archive has it.
-fn claimed<R: Read>(file: &ZipFile<'_, R>) -> u64 {
+/// Returns the size in bytes of an entry, as claimed by the archive.
+fn claimed_bytes<R: Read>(file: &ZipFile<'_, R>) -> u64 {
     match file.compression() {
         CompressionMethod::Stored => file.compressed_size(),
         _ => file.size(),
     }
 }
 
-/// Decompresses everything, keeping nothing, to see that there is as much as the archive says.
+/// Decompresses all entries and discards the data, to check the sizes that the archive claims.
 fn check_sizes(archive: &mut ZipArchive<impl Read + Seek>) -> Result<(), String> {
     for i in 0..archive.len() {
         let file = archive.by_index(i).map_err(|e| e.to_string())?;
-        let claimed = claimed(&file);
+        let claimed = claimed_bytes(&file);
         let size = std::io::copy(&mut file.take(claimed.saturating_add(1)), &mut std::io::sink());
         match size.map_err(|e| e.to_string())? {
             size if size == claimed => {}
-            _ => return Err(format!("an entry has not the {claimed} bytes that the archive says")),
+            _ => return Err(format!("an entry does not have the {claimed} bytes that the archive claims")),
         }
     }
     Ok(())
 }
 
-/// Writes tensors as an npz file (NumPy's `savez`), not compressed.
+/// Writes tensors as an uncompressed npz file (NumPy's `savez`).
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name where it cannot be written.
+/// [`crate::Error::Invalid`] with the file's name if it cannot be written.
 pub fn write_npz(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_npz", path.as_ref());
     let mut archive = ZipWriter::new(create(op, path)?);
-    // Entries may be larger than 4 GiB.
+    // Allow entries larger than 4 GiB.
     let stored = SimpleFileOptions::default().compression_method(CompressionMethod::Stored).large_file(true);
     for (name, tensor) in tensors.iter() {
-        archive.start_file(format!("{name}.npy"), stored).map_err(|e| fail_in(op, path, name, e))?;
-        to_writer(tensor, &mut archive).map_err(|e| located(e, op, path, Some(name)))?;
+        archive.start_file(format!("{name}.npy"), stored).map_err(|e| tensor_error(op, path, name, e))?;
+        to_writer(tensor, &mut archive).map_err(|e| with_location(e, op, path, Some(name)))?;
     }
-    let file = archive.finish().map_err(|e| fail(op, path, e))?;
+    let file = archive.finish().map_err(|e| file_error(op, path, e))?;
     finish(op, path, file)
 }

@@ -1,4 +1,4 @@
-//! safetensors: a header in JSON and the elements, as Hugging Face's libraries write them.
+//! The safetensors format of Hugging Face: a JSON header and the elements.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -12,79 +12,79 @@ use serde::Deserialize;
 use serde::de::value::StrDeserializer;
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, Visitor};
 
-use super::{StateDict, create, fail, fail_in, finish, located, open, read_elements, shape_of};
+use super::{StateDict, checked_shape, create, file_error, finish, open, read_elements, tensor_error, with_location};
 use crate::storage::{Caller, MappedFile};
 use crate::{DType, Device, Excerpt, Result, Shape, Tensor};
 
-/// Headers larger than this are refused, as by the format's own library.
-const HEADER: u64 = 100_000_000;
+/// Maximum header length in bytes, the same as in the format's own library.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The tensors of a safetensors file, on `device`, in the file's order. [`SafeTensors`] reads some of them from a mapping.
+/// Reads the tensors of a safetensors file to `device`, in the file's order. [`SafeTensors`] reads single tensors from a mapping.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name, and the tensor's where it is one: a file that is not there, or damaged;
+/// [`crate::Error::Invalid`] with the names of the file and the tensor if the file does not exist or is damaged;
 /// [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let _caller = Caller::enter();
     let (op, path) = ("read_safetensors", path.as_ref());
     let (file, size) = open(op, path)?;
-    let size = size.ok_or_else(|| fail(op, path, "it is no regular file"))?;
+    let size = size.ok_or_else(|| file_error(op, path, "it is not a regular file"))?;
     let mut file = BufReader::new(file);
     let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|_| fail(op, path, TOO_SHORT))?;
-    let length = header_length(length, size).map_err(|e| fail(op, path, e))?;
+    file.read_exact(&mut length).map_err(|_| file_error(op, path, TOO_SHORT))?;
+    let length = header_length(length, size).map_err(|e| file_error(op, path, e))?;
     let mut header = Vec::new();
-    file.by_ref().take(length).read_to_end(&mut header).map_err(|e| fail(op, path, e))?;
-    let header = header_of(&header, size - 8 - length).map_err(|e| fail(op, path, e))?;
-    // In the order of their offsets there is nothing between them: the header was checked for that.
+    file.by_ref().take(length).read_to_end(&mut header).map_err(|e| file_error(op, path, e))?;
+    let header = parse_header(&header, size - 8 - length).map_err(|e| file_error(op, path, e))?;
+    // In the order of their offsets, tensors have no gaps between them: the header was checked for that.
     let read = |name: String| {
         let info = header.info(&name).expect("a name of its own");
-        let tensor = type_of(info)
-            .and_then(|(dtype, shape)| read_elements(&mut file, Some(bytes_of(info)), shape, dtype, device, 0));
-        Ok((name.clone(), tensor.map_err(|e| located(e, op, path, Some(&name)))?))
+        let tensor = readable_type(info)
+            .and_then(|(dtype, shape)| read_elements(&mut file, Some(data_bytes(info)), shape, dtype, device, 0));
+        Ok((name.clone(), tensor.map_err(|e| with_location(e, op, path, Some(&name)))?))
     };
     header.offset_keys().into_iter().map(read).collect()
 }
 
 const TOO_SHORT: &str = "it is too short for a safetensors file";
 
-/// The length of the header in a file of this size, from the file's first bytes.
+/// Returns the length of the header in a file of this size, from the file's first bytes.
 fn header_length(bytes: [u8; 8], size: u64) -> Result<u64, String> {
     let length = u64::from_le_bytes(bytes);
     match size.checked_sub(8) {
-        Some(rest) if length <= rest.min(HEADER) => Ok(length),
-        _ => Err(format!("a header of {length} bytes does not go with a file of {size}")),
+        Some(rest) if length <= rest.min(MAX_HEADER_BYTES) => Ok(length),
+        _ => Err(format!("a header of {length} bytes does not fit in a file of {size}")),
     }
 }
 
-/// The header, if it is about as many bytes of elements as are there.
-fn header_of(json: &[u8], available: u64) -> Result<Metadata, String> {
-    let Infos(tensors) = serde_json::from_slice(json).map_err(|e| e.to_string())?;
+/// Parses the header and checks that it describes all available bytes of elements.
+fn parse_header(json: &[u8], available: u64) -> Result<Metadata, String> {
+    let HeaderEntries(tensors) = serde_json::from_slice(json).map_err(|e| e.to_string())?;
     let mut tensors: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let header = Metadata::new(None, tensors).map_err(|e| e.to_string())?;
     match header.data_len() as u64 {
         told if told == available => Ok(header),
-        told => Err(format!("its header tells of {told} bytes of elements and there are {available}")),
+        told => Err(format!("its header describes {told} bytes of elements, but the file has {available}")),
     }
 }
 
-fn bytes_of(info: &TensorInfo) -> u64 {
+fn data_bytes(info: &TensorInfo) -> u64 {
     (info.data_offsets.1 - info.data_offsets.0) as u64
 }
 
-/// A tensor in the header, of whatever dtype.
+/// A tensor in the header, of any dtype.
 #[derive(Deserialize)]
-struct Info {
+struct HeaderEntry {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: (usize, usize),
 }
 
-impl Info {
-    /// A dtype that the format's library does not know is one of bytes.
-    fn known(self) -> TensorInfo {
+impl HeaderEntry {
+    /// Converts to the library's type. A dtype that the library does not know becomes bytes.
+    fn into_tensor_info(self) -> TensorInfo {
         let (start, end) = self.data_offsets;
         let name: StrDeserializer<'_, serde::de::value::Error> = self.dtype.as_str().into_deserializer();
         let (dtype, shape) = match Dtype::deserialize(name) {
@@ -95,20 +95,20 @@ impl Info {
     }
 }
 
-/// The tensors of a header by name. The library's own reader first keeps each value in a form of many times its size.
-struct Infos(HashMap<String, TensorInfo>);
+/// The tensors of a header by name. The library's own parser would first build a structure of many times the header's size.
+struct HeaderEntries(HashMap<String, TensorInfo>);
 
-impl<'de> Deserialize<'de> for Infos {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Infos, D::Error> {
+impl<'de> Deserialize<'de> for HeaderEntries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<HeaderEntries, D::Error> {
         struct Entries;
         impl<'de> Visitor<'de> for Entries {
-            type Value = Infos;
+            type Value = HeaderEntries;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("tensors by name")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Infos, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HeaderEntries, A::Error> {
                 let mut tensors = HashMap::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
@@ -116,24 +116,24 @@ impl<'de> Deserialize<'de> for Infos {
                         continue;
                     }
                     match tensors.entry(name) {
-                        Entry::Vacant(entry) => _ = entry.insert(map.next_value::<Info>()?.known()),
+                        Entry::Vacant(entry) => _ = entry.insert(map.next_value::<HeaderEntry>()?.into_tensor_info()),
                         Entry::Occupied(entry) => {
                             let name = Excerpt(entry.key());
-                            return Err(A::Error::custom(format_args!("tensor {name} is there twice")));
+                            return Err(A::Error::custom(format_args!("tensor {name} occurs twice")));
                         }
                     }
                 }
-                Ok(Infos(tensors))
+                Ok(HeaderEntries(tensors))
             }
         }
         deserializer.deserialize_map(Entries)
     }
 }
 
-/// Writes tensors as a safetensors file, those of wide dtypes first, so that all elements are aligned.
+/// Writes tensors as a safetensors file. Wider dtypes come first, so that all elements are aligned.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name where it cannot be written.
+/// [`crate::Error::Invalid`] with the file's name if it cannot be written.
 pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_safetensors", path.as_ref());
     let mut order: Vec<(&str, &Tensor)> = tensors.iter().collect();
@@ -145,19 +145,19 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
         let (dtype, shape) = (dtype_in_file(tensor.dtype()), tensor.shape().dims().to_vec());
         (name.to_string(), TensorInfo { dtype, shape, data_offsets: (start, end) })
     };
-    let header = Metadata::new(None, order.iter().map(info).collect()).map_err(|e| fail(op, path, e))?;
-    let mut header = serde_json::to_vec(&header).map_err(|e| fail(op, path, e))?;
+    let header = Metadata::new(None, order.iter().map(info).collect()).map_err(|e| file_error(op, path, e))?;
+    let mut header = serde_json::to_vec(&header).map_err(|e| file_error(op, path, e))?;
     header.resize(header.len().next_multiple_of(8), b' ');
     let mut file = create(op, path)?;
     let begun = file.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| file.write_all(&header));
-    begun.map_err(|e| fail(op, path, e))?;
+    begun.map_err(|e| file_error(op, path, e))?;
     for (name, tensor) in order {
-        tensor.write_to(&mut file).map_err(|e| located(e, op, path, Some(name)))?;
+        tensor.write_to(&mut file).map_err(|e| with_location(e, op, path, Some(name)))?;
     }
     finish(op, path, file)
 }
 
-/// Each dtype, and what the format calls it.
+/// The format's name of each dtype.
 const DTYPES: [(DType, Dtype); 9] = [
     (DType::F64, Dtype::F64),
     (DType::F32, Dtype::F32),
@@ -174,24 +174,24 @@ fn dtype_in_file(dtype: DType) -> Dtype {
     DTYPES.iter().find(|(own, _)| *own == dtype).expect("all dtypes are in the table").1
 }
 
-/// The dtype and shape that a tensor is read with: the bytes of its elements, in one more dim, where claystone lacks its dtype.
-fn type_of(info: &TensorInfo) -> Result<(DType, Shape)> {
+/// Returns the dtype and shape to read a tensor with: bytes with one more dim if claystone lacks its dtype.
+fn readable_type(info: &TensorInfo) -> Result<(DType, Shape)> {
     let sizes: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
     let (dtype, sizes) = match DTYPES.iter().find(|(_, in_file)| *in_file == info.dtype) {
         Some(&(own, _)) => (own, sizes),
         None if info.dtype.bitsize().is_multiple_of(8) => {
             (DType::U8, sizes.into_iter().chain([info.dtype.bitsize() as u64 / 8]).collect())
         }
-        None => (DType::U8, vec![bytes_of(info)]),
+        None => (DType::U8, vec![data_bytes(info)]),
     };
-    Ok((dtype, shape_of(sizes.into_iter())?))
+    Ok((dtype, checked_shape(sizes.into_iter())?))
 }
 
-/// The tensors of a mapped safetensors file: each goes from the file's pages straight to the device, and only those that
-/// are asked for are read at all: see [`MappedFile::open`].
+/// The tensors of a mapped safetensors file. Each tensor is copied from the file's pages directly to the device, and only
+/// requested tensors are read: see [`MappedFile::open`].
 pub struct SafeTensors<'a> {
     file: &'a MappedFile,
-    /// Where the elements begin.
+    /// The offset of the elements in the file.
     start: usize,
     names: Vec<String>,
     header: Metadata,
@@ -201,35 +201,36 @@ impl<'a> SafeTensors<'a> {
     /// Reads the header.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] with the file's name where it is no whole safetensors file.
+    /// [`crate::Error::Invalid`] with the file's name if it is not a complete safetensors file.
     pub fn new(file: &'a MappedFile) -> Result<SafeTensors<'a>> {
         let read = || {
             let (length, rest) = file.bytes().split_first_chunk::<8>().ok_or(TOO_SHORT)?;
             let length = header_length(*length, file.bytes().len() as u64)? as usize;
-            let header = header_of(&rest[..length], (rest.len() - length) as u64)?;
+            let header = parse_header(&rest[..length], (rest.len() - length) as u64)?;
             Ok((8 + length, header))
         };
-        let (start, header) = read().map_err(|e: String| fail("SafeTensors::new", file.path(), e))?;
+        let (start, header) = read().map_err(|e: String| file_error("SafeTensors::new", file.path(), e))?;
         Ok(SafeTensors { file, start, names: header.offset_keys(), header })
     }
 
-    /// The tensors' names, in the file's order.
+    /// Returns the names of the tensors, in the file's order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.iter().map(|n| &n[..])
     }
 
-    /// The tensor of this name, on `device`.
+    /// Copies the tensor of this name to `device`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] with the file's name and the tensor's where there is none; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::Invalid`] with the names of the file and the tensor if it does not exist; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
         let (op, path) = ("SafeTensors::get", self.file.path());
-        let info = self.header.info(name).ok_or_else(|| fail_in(op, path, name, "there is none of this name"))?;
+        let info =
+            self.header.info(name).ok_or_else(|| tensor_error(op, path, name, "there is no tensor of this name"))?;
         let (from, to) = info.data_offsets;
         let bytes = &self.file.bytes()[self.start..][from..to];
-        let tensor = type_of(info).and_then(|(dtype, shape)| Tensor::from_bytes(bytes, shape, (dtype, device)));
-        tensor.map_err(|e| located(e, op, path, Some(name)))
+        let tensor = readable_type(info).and_then(|(dtype, shape)| Tensor::from_bytes(bytes, shape, (dtype, device)));
+        tensor.map_err(|e| with_location(e, op, path, Some(name)))
     }
 }

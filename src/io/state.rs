@@ -1,11 +1,11 @@
-//! Named tensors in order: what is saved and loaded.
+//! Named tensors in order: the contents of saved files.
 
 use indexmap::IndexMap;
 
 use crate::{DType, Error, Excerpt, Result, Tensor};
 
-/// Tensors by name, in order: what [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] give. Those
-/// share memory with what they were taken of; a clone has memory of its own, and so stays what it was.
+/// Tensors by name, in order. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return it; its
+/// tensors then share memory with the module or optimiser. A clone has its own memory, and does not change with them.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::StateDict};
@@ -20,53 +20,53 @@ pub struct StateDict {
 }
 
 impl StateDict {
-    /// Without entries.
+    /// Creates an empty state dict.
     pub fn new() -> StateDict {
         StateDict::default()
     }
 
-    /// Adds an entry, or replaces the one of this name where it is.
+    /// Adds an entry, or replaces the entry of this name in its position.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) {
         self.entries.insert(name.into(), tensor);
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.entries.get(name)
     }
 
-    /// Takes the entry of this name out (PyTorch's `state.pop(name, None)`); the others keep their order.
+    /// Removes and returns the entry of this name (PyTorch's `state.pop(name, None)`); the others keep their order.
     pub fn remove(&mut self, name: &str) -> Option<Tensor> {
         self.entries.shift_remove(name)
     }
 
-    /// The names, in order.
+    /// Returns the names, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(|name| &name[..])
     }
 
-    /// Names and tensors, in order.
+    /// Returns names and tensors, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.entries.iter().map(|(name, t)| (&name[..], t))
     }
 
-    /// How many entries there are.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there are none.
+    /// True if there are no entries.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// The same tensors with `prefix` and a dot before each name: `encoder.weight` of `weight`. An entry without a name gets
-    /// the prefix alone.
+    /// Puts `prefix` and a dot before each name: `weight` becomes `encoder.weight`. An entry without a name gets the prefix
+    /// alone.
     pub fn with_prefix(self, prefix: &str) -> StateDict {
-        self.into_iter().map(|(name, t)| (joined(prefix, &name), t)).collect()
+        self.into_iter().map(|(name, t)| (join_names(prefix, &name), t)).collect()
     }
 
-    /// Takes `prefix` and its dot off the names that have it; the others stay as they are (PyTorch's
+    /// Removes `prefix` and its dot from the names that begin with it; the others are not changed (PyTorch's
     /// `consume_prefix_in_state_dict_if_present`).
     ///
     /// ```
@@ -77,11 +77,11 @@ impl StateDict {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn strip_prefix(self, prefix: &str) -> StateDict {
-        let stripped = |name: String| stripped(&name, prefix).map(String::from).unwrap_or(name);
+        let stripped = |name: String| strip_name_prefix(&name, prefix).map(String::from).unwrap_or(name);
         self.into_iter().map(|(name, t)| (stripped(name), t)).collect()
     }
 
-    /// The same tensors, each with the name that `f` makes of its name: for a file whose program named its layers differently.
+    /// Replaces each name by the result of `f`, for files of programs with other names for their layers.
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -91,7 +91,7 @@ impl StateDict {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where two entries get one name.
+    /// [`Error::Invalid`] if two entries get the same name.
     pub fn rename(self, f: impl Fn(&str) -> String) -> Result<StateDict> {
         let mut renamed = StateDict::new();
         for (name, t) in self {
@@ -105,7 +105,7 @@ impl StateDict {
         Ok(renamed)
     }
 
-    /// The entries whose names `f` accepts: the adapters of a model whose other weights are in a file already.
+    /// Keeps the entries whose names `f` accepts, for example the adapters of a model whose other weights are already in a file.
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -117,12 +117,12 @@ impl StateDict {
         self.into_iter().filter(|(name, _)| f(name)).collect()
     }
 
-    /// Adds the entries of `other`, which replace those of the same names.
+    /// Adds the entries of `other`, which replace entries of the same names.
     pub fn merge(&mut self, other: StateDict) {
         self.entries.extend(other.entries);
     }
 
-    /// The entries below `prefix`, without it, and the others: a backbone and its head.
+    /// Splits off the entries below `prefix`, and removes it from their names: for example a backbone and its head.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::StateDict};
@@ -136,21 +136,21 @@ impl StateDict {
     /// ```
     pub fn split(self, prefix: &str) -> (StateDict, StateDict) {
         let (below, others): (Vec<_>, Vec<_>) =
-            self.into_iter().partition(|(name, _)| stripped(name, prefix).is_some());
+            self.into_iter().partition(|(name, _)| strip_name_prefix(name, prefix).is_some());
         (StateDict::from_iter(below).strip_prefix(prefix), others.into_iter().collect())
     }
 
-    /// An error unless the names and shapes are those of `wanted`.
+    /// Checks that the names and shapes are those of `wanted`.
     pub(crate) fn check_against(&self, op: &'static str, wanted: &StateDict) -> Result<()> {
         let (missing, unknown) = (wanted.names_not_in(self), self.names_not_in(wanted));
         if !missing.is_empty() || !unknown.is_empty() {
-            let reason = format!("the state has other names: missing {missing:?}, not known {unknown:?}");
+            let reason = format!("the state has other names: missing {missing:?}, unknown {unknown:?}");
             return Err(Error::invalid(op, reason));
         }
         wanted.iter().try_for_each(|(name, t)| self.check_shape(op, name, t))
     }
 
-    /// An error unless the entry of this name has the shape of `t`.
+    /// Checks that the entry of this name, if any, has the shape of `t`.
     pub(crate) fn check_shape(&self, op: &'static str, name: &str, t: &Tensor) -> Result<()> {
         match self.get(name) {
             Some(own) if own.shape() != t.shape() => {
@@ -169,8 +169,8 @@ impl StateDict {
         }
     }
 
-    /// The names that only one of the two has.
-    pub(crate) fn compared_with(&self, wanted: &StateDict) -> IncompatibleKeys {
+    /// Returns the names that only one of the two state dicts has.
+    pub(crate) fn incompatible_keys(&self, wanted: &StateDict) -> IncompatibleKeys {
         let owned = |names: Vec<&str>| names.into_iter().map(String::from).collect();
         let missing_keys = owned(wanted.names_not_in(self));
         IncompatibleKeys { missing_keys, unexpected_keys: owned(self.names_not_in(wanted)) }
@@ -181,25 +181,25 @@ impl StateDict {
     }
 }
 
-/// A name below a prefix, with a dot between them where neither is empty: for [`parts!`](crate::parts).
+/// Joins a prefix and a name, with a dot between them if neither is empty. Used by [`parts!`](crate::parts).
 #[doc(hidden)]
-pub fn joined(prefix: &str, name: &str) -> String {
+pub fn join_names(prefix: &str, name: &str) -> String {
     let dot = if prefix.is_empty() || name.is_empty() { "" } else { "." };
     format!("{prefix}{dot}{name}")
 }
 
-/// The name that [`joined`] was given with this prefix, if it was.
-pub(super) fn stripped<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
+/// Removes the prefix from a name made by [`join_names`]; `None` if the name does not begin with it.
+pub(super) fn strip_name_prefix<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
     let rest = name.strip_prefix(prefix)?;
     if prefix.is_empty() || rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }
 }
 
-/// Names that a module and the state loaded into it do not have in common; see [`crate::nn::Module::load_state_dict`].
+/// Names that only the module or only the loaded state has; see [`crate::nn::Module::load_state_dict`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct IncompatibleKeys {
-    /// Tensors of the module that kept their values.
+    /// Tensors of the module that are not in the state and kept their values.
     pub missing_keys: Vec<String>,
-    /// Entries that the module has no tensor for.
+    /// Entries of the state that the module has no tensor for.
     pub unexpected_keys: Vec<String>,
 }
 

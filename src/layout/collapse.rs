@@ -1,19 +1,19 @@
-//! Merges dimensions: strided kernels and tile loops pay for each dimension, so there should be as few as possible.
+//! Collapses adjacent dimensions, because strided kernels and tile loops pay for every dimension.
 
 use smallvec::SmallVec;
 
 use crate::layout::shape::{Dims, Shape};
 
-/// The dims of an iteration over one shape in row-major order, merged as far as possible, and the strides of every operand.
+/// The dims of a row-major iteration over one shape, collapsed as far as possible, with the strides of every operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StridedDims {
     pub(crate) dims: Dims,
-    /// Strides in elements, one list an operand, each as long as `dims`.
+    /// One list of strides for each operand, in elements, as long as `dims`.
     pub(crate) strides: SmallVec<[Dims<isize>; 4]>,
 }
 
 impl StridedDims {
-    /// Leaves out dimensions of size 1 and merges neighbours that every operand steps through evenly.
+    /// Drops dimensions of size 1, and collapses neighbours wherever the strides of every operand allow.
     pub(crate) fn new<'a>(shape: &Shape, operands: impl IntoIterator<Item = &'a [isize]>) -> StridedDims {
         let operands: SmallVec<[&[isize]; 6]> = operands.into_iter().collect();
         let mut dims = Dims::new();
@@ -35,8 +35,8 @@ impl StridedDims {
         StridedDims { dims, strides }
     }
 
-    /// The same elements in the order in which operand `k` has them in memory; `None` where that is this one.
-    pub(crate) fn in_order_of(&self, k: usize) -> Option<StridedDims> {
+    /// Reorders the iteration to follow operand `k` through memory; None if it already does.
+    pub(crate) fn reordered_for(&self, k: usize) -> Option<StridedDims> {
         let step = |d: usize| self.strides[k][d].unsigned_abs();
         if (1..self.dims.len()).all(|d| step(d - 1) >= step(d)) {
             return None;
@@ -49,12 +49,12 @@ impl StridedDims {
         Some(StridedDims::new(&Shape::from(&dims[..]), strides.iter().map(|s| &s[..])))
     }
 
-    /// Whether operand `k` lies in one piece, in order: element `e` of the iteration is its element `e`.
+    /// True if operand `k` is contiguous: element `e` of the iteration is element `e` of the operand.
     pub(crate) fn is_contiguous(&self, k: usize) -> bool {
         self.is_contiguous_from(0, k)
     }
 
-    /// Whether it does along the dims from `d` on.
+    /// Like [`is_contiguous`](Self::is_contiguous), for the dims from `d` on.
     pub(crate) fn is_contiguous_from(&self, d: usize, k: usize) -> bool {
         let mut step = 1;
         self.dims[d..].iter().zip(&self.strides[k][d..]).rev().all(|(&size, &stride)| {
@@ -64,7 +64,7 @@ impl StridedDims {
         })
     }
 
-    /// The offset of element `element` of the iteration in every operand.
+    /// The offset of every operand at element `element` of the iteration.
     pub(crate) fn offsets(&self, element: usize) -> SmallVec<[isize; 8]> {
         let mut offsets: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
         let mut rest = element;
@@ -76,18 +76,17 @@ impl StridedDims {
         offsets
     }
 
-    /// The length of the runs along the last dimension and the dims before it, if the runs are shorter than `limit` and than the dim
-    /// before.
-    pub(crate) fn rows_shorter_than(&self, limit: usize) -> Option<(usize, StridedDims)> {
+    /// Splits off the last dim: returns its size and the outer dims. None unless the size is below `limit` and below the size of the dim before.
+    pub(crate) fn split_short_rows(&self, limit: usize) -> Option<(usize, StridedDims)> {
         let (&n, dims) = self.dims.split_last()?;
         let strides = self.strides.iter().map(|strides| Dims::from_slice(&strides[..dims.len()]));
         let outer = || StridedDims { dims: Dims::from_slice(dims), strides: strides.collect() };
         (n < limit && *dims.last()? > n).then(|| (n, outer()))
     }
 
-    /// Calls `f(position in the run, element offset of each operand, length)` for the runs along the last dimension that
-    /// make up elements `first..first + len`.
-    pub(crate) fn runs(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
+    /// Splits elements `first..first + len` into runs along the last dimension, and calls
+    /// `f(elements before the run, offset of each operand, length)` for each.
+    pub(crate) fn for_each_run(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
         let Some((&inner, outer)) = self.dims.split_last() else {
             let zeros: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
             return f(0, &zeros, len);
@@ -133,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broadcast_row_keeps_two() {
+    fn a_broadcast_row_keeps_two_dims() {
         let strided = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
         assert_eq!(strided.dims[..], [6, 4]);
         assert_eq!(strided.strides[1][..], [0, 1]);
@@ -141,19 +140,19 @@ mod tests {
     }
 
     #[test]
-    fn size_one_and_scalars_vanish() {
+    fn dims_of_size_one_and_scalars_are_dropped() {
         assert!(StridedDims::new(&Shape::from([1, 1]), [&[7, 9][..]]).dims.is_empty());
         assert_eq!(StridedDims::new(&Shape::from([5, 1, 2]), [&[0, 3, 0][..]]).dims[..], [10]);
     }
 
     #[test]
-    fn reordered_for_a_transposed_result() {
+    fn iteration_follows_a_transposed_result() {
         let strided = StridedDims::new(&Shape::from([2, 3, 4]), [&[1, 2, 6][..], &[12, 4, 1], &[0, 1, 0]]);
-        let ordered = strided.in_order_of(0).unwrap();
+        let ordered = strided.reordered_for(0).unwrap();
         assert_eq!((&ordered.dims[..], &ordered.strides[0][..]), (&[4, 3, 2][..], &[6, 2, 1][..]));
         assert_eq!((&ordered.strides[1][..], &ordered.strides[2][..]), (&[1, 4, 12][..], &[0, 1, 0][..]));
-        assert!(strided.in_order_of(1).is_none() && ordered.in_order_of(0).is_none());
-        let both = StridedDims::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).in_order_of(0).unwrap();
+        assert!(strided.reordered_for(1).is_none() && ordered.reordered_for(0).is_none());
+        let both = StridedDims::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).reordered_for(0).unwrap();
         assert_eq!(both.dims[..], [12], "dims merge once they are in order");
     }
 
@@ -173,7 +172,7 @@ mod tests {
         for first in 0..30 {
             for len in 0..=30 - first {
                 let mut got = vec![isize::MIN; len];
-                strided.runs(first, len, |at, offsets, n| {
+                strided.for_each_run(first, len, |at, offsets, n| {
                     assert_eq!(strided.offsets(first + at)[..], *offsets);
                     (0..n).for_each(|i| got[at + i] = offsets[0] + 3 * i as isize);
                 });

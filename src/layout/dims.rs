@@ -1,14 +1,14 @@
-//! The dims that a reduction goes over, as a caller names them.
+//! The arguments that name one or several dims.
 
 use smallvec::SmallVec;
 
-use super::shape::{Dims, Shape, conversions};
+use super::shape::{Dims, Shape, impl_from};
 use crate::{Error, Result};
 
-/// For each dim of a shape, whether it is reduced.
+/// For each dim of a shape, whether to reduce it.
 pub(crate) type Mask = SmallVec<[bool; 6]>;
 
-/// Which dimensions to reduce: `()` for all, an integer, an array or a slice; negative ones count from the end.
+/// The dimensions to reduce: `()` for all, an integer, an array or a slice. Negative numbers count from the end.
 /// An empty array reduces nothing.
 ///
 /// ```
@@ -22,7 +22,7 @@ pub(crate) type Mask = SmallVec<[bool; 6]>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReduceDims(Option<Dims<isize>>);
 
-/// One dim or several, from the end where negative: `-1`, `[0, 2]`, a slice or a `Vec`.
+/// One or several dims: `-1`, `[0, 2]`, a slice or a `Vec`. Negative numbers count from the end.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -34,7 +34,7 @@ pub struct ReduceDims(Option<Dims<isize>>);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DimList(pub(crate) Dims<isize>);
 
-conversions! { DimList:
+impl_from! { DimList:
     [] isize, dim => DimList::from([dim]);
     [] &[isize], dims => DimList(Dims::from_slice(dims));
     [] Vec<isize>, dims => DimList(Dims::from_vec(dims));
@@ -43,7 +43,7 @@ conversions! { DimList:
     [const N: usize] &[isize; N], dims => DimList::from(&dims[..]);
 }
 
-conversions! { ReduceDims:
+impl_from! { ReduceDims:
     [] (), () => ReduceDims(None);
     [] isize, dim => ReduceDims::from([dim]);
     [] &[isize], dims => ReduceDims(Some(Dims::from_slice(dims)));
@@ -54,17 +54,17 @@ conversions! { ReduceDims:
 }
 
 impl ReduceDims {
-    /// The dims; None for all.
+    /// The dims as passed; None for all.
     pub(crate) fn given(&self) -> Option<&[isize]> {
         self.0.as_deref()
     }
 
-    /// For each dim of `shape`, whether it is reduced.
+    /// For each dim of `shape`, whether to reduce it.
     pub(crate) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
         let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
         let mut mask: Mask = SmallVec::from_elem(false, shape.rank());
         for &dim in dims {
-            // PyTorch lets the only element of a scalar be reduced over one dim.
+            // As in PyTorch, a scalar may be reduced over dim 0 or -1.
             if shape.rank() == 0 && matches!(dim, -1 | 0) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! The orders in which the dims of images lie in memory.
+//! Memory formats of images: row-major or channels last.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use crate::layout::Layout;
 use crate::layout::shape::{Dims, Shape};
 use crate::{Error, Result};
 
-/// The order in which a tensor's elements lie in memory (PyTorch's `memory_format`). It changes strides, never shapes or indices.
+/// The order of a tensor's elements in memory (PyTorch's `memory_format`). It affects strides, never shapes or indices.
 ///
 /// ```
 /// use claystone::{Device, MemoryFormat, Tensor};
@@ -23,14 +23,14 @@ pub enum MemoryFormat {
     /// Row-major: the last dim is innermost.
     #[default]
     Contiguous,
-    /// Images `[N, C, H, W]` with the channels innermost: in memory they are `[N, H, W, C]`.
+    /// Images `[N, C, H, W]` with the channels innermost: `[N, H, W, C]` in memory.
     ChannelsLast,
-    /// Volumes `[N, C, D, H, W]` with the channels innermost: in memory they are `[N, D, H, W, C]`.
+    /// Volumes `[N, C, D, H, W]` with the channels innermost: `[N, D, H, W, C]` in memory.
     ChannelsLast3d,
 }
 
 impl MemoryFormat {
-    /// The format with the channels innermost of tensors of so many dims, if there is one.
+    /// The channels-last format for tensors of this rank, if there is one.
     pub(crate) fn channels_last(rank: usize) -> Option<MemoryFormat> {
         match rank {
             4 => Some(MemoryFormat::ChannelsLast),
@@ -39,20 +39,20 @@ impl MemoryFormat {
         }
     }
 
-    /// An error unless tensors of this shape can have the format.
+    /// Returns an error unless tensors of this shape can have the format.
     pub(crate) fn check(self, op: &'static str, shape: &Shape) -> Result<()> {
         let rank = match self {
             MemoryFormat::Contiguous => return Ok(()),
             MemoryFormat::ChannelsLast => 4,
             MemoryFormat::ChannelsLast3d => 5,
         };
-        let reason = || format!("{self} is an order of {rank} dims, and the shape {shape} has {}", shape.rank());
+        let reason = || format!("{self} needs {rank} dims, but the shape {shape} has {}", shape.rank());
         if shape.rank() == rank { Ok(()) } else { Err(Error::invalid(op, reason())) }
     }
 }
 
 impl fmt::Display for MemoryFormat {
-    /// PyTorch's names: `contiguous_format`, `channels_last`, `channels_last_3d`.
+    /// Prints PyTorch's name: `contiguous_format`, `channels_last` or `channels_last_3d`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             MemoryFormat::Contiguous => "contiguous_format",
@@ -65,7 +65,7 @@ impl fmt::Display for MemoryFormat {
 impl FromStr for MemoryFormat {
     type Err = Error;
 
-    /// As it prints.
+    /// Parses the printed name.
     fn from_str(name: &str) -> Result<MemoryFormat> {
         let all = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast, MemoryFormat::ChannelsLast3d];
         all.into_iter().find(|format| format.to_string() == name).ok_or_else(|| {
@@ -75,14 +75,14 @@ impl FromStr for MemoryFormat {
     }
 }
 
-/// Dims with the channels last, of a rank that has such a format.
+/// The dims in channels-last order, outermost first, for a rank that has such a format.
 fn channels_last_order(rank: usize) -> impl DoubleEndedIterator<Item = usize> {
     [0].into_iter().chain(2..rank).chain([1])
 }
 
 impl Layout {
-    /// A layout of `shape` in `format` from the start of a storage; row-major where the shape cannot have that format.
-    pub(crate) fn in_format(shape: Shape, format: MemoryFormat) -> Layout {
+    /// Lays out `shape` in `format` from the start of a storage; row-major if the shape cannot have that format.
+    pub(crate) fn with_format(shape: Shape, format: MemoryFormat) -> Layout {
         let rank = shape.rank();
         if format == MemoryFormat::Contiguous || MemoryFormat::channels_last(rank) != Some(format) {
             return Layout::contiguous(shape);
@@ -96,9 +96,9 @@ impl Layout {
         Layout { shape, strides, offset: 0 }
     }
 
-    /// Whether the elements lie one after another in the order of `format` (from `offset` on). Dims of size 1 have no order: a
-    /// layout may be in several formats.
-    pub(crate) fn is_in(&self, format: MemoryFormat) -> bool {
+    /// True if the elements are adjacent in memory in the order of `format`, from `offset` on. The order of dims of size 1 does not matter,
+    /// so a layout may have several formats.
+    pub(crate) fn has_format(&self, format: MemoryFormat) -> bool {
         if format == MemoryFormat::Contiguous {
             return self.is_contiguous();
         }
@@ -108,21 +108,21 @@ impl Layout {
             self.numel() == 0
                 || channels_last_order(rank).rev().filter(|&d| self.shape.dims()[d] != 1).all(|d| {
                     let fits = self.strides[d] == step;
-                    // Not of an expanded view, whose sizes may multiply to more than there are numbers.
+                    // After a mismatch the product stops: in an expanded view it could overflow.
                     step *= if fits { self.shape.dims()[d] as isize } else { 1 };
                     fits
                 })
         }
     }
 
-    /// The format that results of operations on tensors like this have: with the channels last where strides grow from the
-    /// channels to the images, with gaps too, else row-major. That is PyTorch's `suggest_memory_format`.
+    /// The format for results of operations on such a tensor (PyTorch's `suggest_memory_format`): channels last if the strides grow from the
+    /// channels to the images, gaps allowed; else row-major.
     pub(crate) fn format(&self) -> MemoryFormat {
         let Some(format) = MemoryFormat::channels_last(self.shape.rank()) else { return MemoryFormat::Contiguous };
         if self.is_contiguous() {
             return MemoryFormat::Contiguous;
         }
-        // What the dims so far span.
+        // The number of elements spanned by the dims visited so far.
         let mut span = 1;
         let grows = channels_last_order(self.shape.rank()).rev().filter(|&d| self.shape.dims()[d] != 1).all(|d| {
             let grows = self.strides[d] >= span;
@@ -132,13 +132,12 @@ impl Layout {
         if grows { format } else { MemoryFormat::Contiguous }
     }
 
-    /// Whether the elements lie one after another in the order of their format.
+    /// True if the elements are adjacent in memory, in the order of the layout's format.
     pub(crate) fn is_dense(&self) -> bool {
-        self.is_in(self.format())
+        self.has_format(self.format())
     }
 
-    /// The same elements with the channels as the last dim, of a layout of as many dims as `rank` at most, to which it is
-    /// broadcast: where a result of that rank is in a format with the channels last, it is row-major.
+    /// Moves the channels to the last dim, after broadcasting to `rank` dims. A channels-last result of that rank is then row-major.
     pub(crate) fn with_channels_last(&self, rank: usize) -> Layout {
         let mut layout = self.clone();
         while layout.shape.rank() < rank {
@@ -149,14 +148,14 @@ impl Layout {
     }
 }
 
-/// The layout of the elementwise result of operands, of that shape: in the format of the first operand that has the shape, as
-/// PyTorch's `TensorIterator` has it.
+/// The layout of an elementwise result of this shape: the format of the first operand with that shape (as PyTorch's `TensorIterator`),
+/// else row-major.
 pub(crate) fn result_layout<'a>(shape: Shape, operands: impl IntoIterator<Item = &'a Layout>) -> Layout {
     let format = match MemoryFormat::channels_last(shape.rank()) {
         Some(_) => operands.into_iter().find(|t| t.shape == shape).map(Layout::format),
         None => None,
     };
-    Layout::in_format(shape, format.unwrap_or_default())
+    Layout::with_format(shape, format.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -164,32 +163,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strides_of_formats() {
-        let images = Layout::in_format([2, 3, 4, 5].into(), MemoryFormat::ChannelsLast);
+    fn formats_have_their_strides() {
+        let images = Layout::with_format([2, 3, 4, 5].into(), MemoryFormat::ChannelsLast);
         assert_eq!(images.strides[..], [60, 1, 15, 3]);
-        assert!(images.is_in(MemoryFormat::ChannelsLast) && !images.is_contiguous() && images.is_dense());
-        let volumes = Layout::in_format([2, 3, 4, 5, 6].into(), MemoryFormat::ChannelsLast3d);
+        assert!(images.has_format(MemoryFormat::ChannelsLast) && !images.is_contiguous() && images.is_dense());
+        let volumes = Layout::with_format([2, 3, 4, 5, 6].into(), MemoryFormat::ChannelsLast3d);
         assert_eq!(volumes.strides[..], [360, 1, 90, 18, 3]);
         assert_eq!(volumes.format(), MemoryFormat::ChannelsLast3d);
-        assert_eq!(Layout::in_format([2, 3, 4].into(), MemoryFormat::ChannelsLast).strides[..], [12, 4, 1]);
+        assert_eq!(Layout::with_format([2, 3, 4].into(), MemoryFormat::ChannelsLast).strides[..], [12, 4, 1]);
     }
 
     #[test]
-    fn dims_of_one_are_of_both_formats() {
+    fn dims_of_size_one_fit_both_formats() {
         for shape in [[2, 1, 4, 5], [2, 3, 1, 1], [1, 1, 1, 1], [0, 3, 4, 5]] {
             let layout = Layout::contiguous(shape.into());
-            assert!(layout.is_in(MemoryFormat::ChannelsLast) && layout.is_contiguous());
+            assert!(layout.has_format(MemoryFormat::ChannelsLast) && layout.is_contiguous());
             assert_eq!(layout.format(), MemoryFormat::Contiguous);
         }
     }
 
     #[test]
-    fn results_are_like_the_first_operand_of_their_shape() {
+    fn results_take_the_format_of_the_first_operand_with_their_shape() {
         let shape = || Shape::from([2, 3, 4, 5]);
-        let last = Layout::in_format(shape(), MemoryFormat::ChannelsLast);
+        let last = Layout::with_format(shape(), MemoryFormat::ChannelsLast);
         let rows = Layout::contiguous(shape());
         let row = Layout::contiguous([1, 3, 1, 1].into());
-        let part = Layout::in_format([2, 6, 4, 5].into(), MemoryFormat::ChannelsLast).narrow("t", 1, 0, 3).unwrap();
+        let part = Layout::with_format([2, 6, 4, 5].into(), MemoryFormat::ChannelsLast).narrow("t", 1, 0, 3).unwrap();
         let of = |operands: &[&Layout]| result_layout(shape(), operands.iter().copied()).format();
         assert_eq!(of(&[&row, &last, &rows]), MemoryFormat::ChannelsLast);
         assert_eq!(of(&[&part, &last]), MemoryFormat::ChannelsLast);

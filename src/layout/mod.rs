@@ -1,4 +1,4 @@
-//! Where a tensor's elements lie in its storage: shape, strides and an offset, all in elements. Pure arithmetic.
+//! Layouts: the shape, strides and offset, in elements, that map a tensor's indices to its storage. Pure arithmetic.
 
 pub(crate) mod collapse;
 pub(crate) mod dims;
@@ -22,19 +22,19 @@ pub(crate) struct Layout {
 impl PartialEq for Layout {
     #[inline]
     fn eq(&self, other: &Layout) -> bool {
-        self.offset == other.offset && self.lies_like(other, 1)
+        self.offset == other.offset && self.same_layout(other, 1)
     }
 }
 
 impl Clone for Layout {
     #[inline]
     fn clone(&self) -> Layout {
-        Layout { shape: self.shape.clone(), strides: shape::copied(&self.strides), offset: self.offset }
+        Layout { shape: self.shape.clone(), strides: shape::copy_dims(&self.strides), offset: self.offset }
     }
 }
 
 impl Layout {
-    /// Row-major from the start of the storage.
+    /// The row-major layout that begins at the start of the storage.
     #[inline(always)]
     pub(crate) fn contiguous(shape: Shape) -> Layout {
         let strides = shape.contiguous_strides();
@@ -45,19 +45,19 @@ impl Layout {
         self.shape.numel()
     }
 
-    /// Whether shape and strides are the same, and the offsets the same but for a multiple of `aligned`. Every launch asks
-    /// for a few. Number by number: they are so few that it is sooner done than memory is compared.
+    /// True if shape and strides are equal, and the offsets are equal modulo `aligned`. Several of these run in every launch.
+    /// Lists this short are compared faster number by number than with a call to `memcmp`.
     #[inline]
-    pub(crate) fn lies_like(&self, other: &Layout, aligned: usize) -> bool {
-        fn alike<T: PartialEq>(a: &[T], b: &[T]) -> bool {
+    pub(crate) fn same_layout(&self, other: &Layout, aligned: usize) -> bool {
+        fn equal<T: PartialEq>(a: &[T], b: &[T]) -> bool {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a == b)
         }
         self.offset % aligned == other.offset % aligned
-            && alike(self.shape.dims(), other.shape.dims())
-            && alike(&self.strides, &other.strides)
+            && equal(self.shape.dims(), other.shape.dims())
+            && equal(&self.strides, &other.strides)
     }
 
-    /// Whether the elements lie one after another in row-major order (from `offset` on).
+    /// True if the elements are adjacent in memory, in row-major order from `offset` on.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut step = 1isize;
         for (&d, &s) in self.shape.dims().iter().zip(&self.strides).rev() {
@@ -71,7 +71,7 @@ impl Layout {
         true
     }
 
-    /// The same elements stretched to `shape`, which must be what [`Shape::broadcast`] gave.
+    /// Broadcasts to `shape`, which must be a result of [`Shape::broadcast`] with this shape.
     pub(crate) fn broadcast_to(&self, shape: &Shape) -> Layout {
         if self.shape == *shape {
             return self.clone();
@@ -86,7 +86,7 @@ impl Layout {
         Layout { shape: shape.clone(), strides, offset: self.offset }
     }
 
-    /// The first and last element touched, both included; None for an empty layout.
+    /// The lowest and highest storage index of an element, both inclusive; None for an empty layout.
     pub(crate) fn bounds(&self) -> Option<(usize, usize)> {
         if self.numel() == 0 {
             return None;
@@ -99,8 +99,8 @@ impl Layout {
         Some((lo as usize, hi as usize))
     }
 
-    /// Whether two positions may share an element (broadcast dims, or strides that fold onto each other).
-    /// Exact for every layout that views of a contiguous tensor can make, conservative otherwise.
+    /// True if two indices may refer to the same element: a dim is broadcast, or strides overlap.
+    /// Exact for every view of a contiguous tensor, conservative for other layouts.
     pub(crate) fn may_alias_itself(&self) -> bool {
         if self.shape.numel() == 0 {
             return false;
@@ -125,16 +125,16 @@ impl Layout {
     }
 }
 
-/// Views: the same elements in another order, some of them, or some several times.
+/// Views of the same storage.
 impl Layout {
-    /// Size and stride of each dimension.
+    /// The size and stride of each dimension.
     fn axes(&self) -> Dims<(usize, isize)> {
         self.shape.dims().iter().copied().zip(self.strides.iter().copied()).collect()
     }
 
     fn from_axes(axes: impl IntoIterator<Item = (usize, isize)>, offset: usize) -> Layout {
         let (mut dims, mut strides) = (Dims::new(), Dims::new());
-        // One by one: `unzip` calls for each of them.
+        // A loop, because `unzip` makes a function call for each element.
         for (size, stride) in axes {
             dims.push(size);
             strides.push(stride);
@@ -149,13 +149,13 @@ impl Layout {
         transposed
     }
 
-    /// Dimension `dims[i]` becomes dimension `i`; `dims` must name each once.
+    /// Makes dimension `dims[i]` dimension `i`. `dims` must be a permutation.
     pub(crate) fn permute(&self, dims: &[usize]) -> Layout {
         let axes = self.axes();
         Layout::from_axes(dims.iter().map(|&d| axes[d]), self.offset)
     }
 
-    /// With a dimension of size 1 before `dim`.
+    /// Inserts a dimension of size 1 before `dim`.
     pub(crate) fn insert(&self, dim: usize) -> Layout {
         let mut axes = self.axes();
         let stride = axes.get(dim).map_or(1, |&(d, s)| (d.max(1) as isize).saturating_mul(s));
@@ -163,44 +163,44 @@ impl Layout {
         Layout::from_axes(axes, self.offset)
     }
 
-    /// Without dimension `dim`, at its first index.
+    /// Removes dimension `dim`, at its first index.
     pub(crate) fn remove(&self, dim: usize) -> Layout {
         let mut axes = self.axes();
         axes.remove(dim);
         Layout::from_axes(axes, self.offset)
     }
 
-    /// Indexes `start`, `start + step`, ... (`len` of them, all in range) of dimension `dim`.
-    fn pick(&self, dim: usize, start: usize, step: isize, len: usize) -> Layout {
+    /// Selects the indices `start`, `start + step`, ... of dimension `dim`: `len` indices, all in range.
+    fn slice_dim(&self, dim: usize, start: usize, step: isize, len: usize) -> Layout {
         let mut axes = self.axes();
         let stride = axes[dim].1;
         axes[dim] = (len, if len > 1 { stride.saturating_mul(step) } else { stride });
-        // What is empty keeps the offset: there is no element to point to, and perhaps no storage.
+        // An empty view keeps the offset: there is no element to point to, and the storage may be empty.
         let skip = if len == 0 || self.numel() == 0 { 0 } else { start as isize * stride };
         Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
     }
 
-    /// Indexes `start..start + len` of dimension `dim`.
+    /// Selects the indices `start..start + len` of dimension `dim`.
     pub(crate) fn narrow(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Layout> {
         let size = self.shape.dims()[dim];
         if start.checked_add(len).is_none_or(|end| end > size) {
             let reason = format!("{len} elements from index {start} on do not fit in dimension {dim} of size {size}");
             return Err(Error::invalid(op, reason));
         }
-        Ok(self.pick(dim, start, 1, len))
+        Ok(self.slice_dim(dim, start, 1, len))
     }
 
-    /// Index `index` of dimension `dim`, counted from the end when negative; the dimension goes.
+    /// Selects index `index` of dimension `dim`, counted from the end if negative, and removes the dimension.
     pub(crate) fn select(&self, op: &'static str, dim: usize, index: isize) -> Result<Layout> {
         let size = self.shape.dims()[dim];
         let i = if index < 0 { index + size as isize } else { index };
         if i < 0 || i as usize >= size {
             return Err(Error::IndexOutOfRange { op, index: index as i64, size });
         }
-        Ok(self.pick(dim, i as usize, 1, 1).remove(dim))
+        Ok(self.slice_dim(dim, i as usize, 1, 1).remove(dim))
     }
 
-    /// Python's `[start:end:step]` in dimension `dim`: ends count from the end when negative and are clamped.
+    /// Python's `[start:end:step]` along dimension `dim`. Negative ends count from the end, and both ends are clamped.
     pub(crate) fn slice(
         &self,
         op: &'static str,
@@ -218,17 +218,17 @@ impl Layout {
         let (start, end) = (start.map_or(first, position), end.map_or(last, position));
         let span = if step > 0 { end - start } else { start - end };
         let len = (span.max(0) as usize).div_ceil(step.unsigned_abs());
-        Ok(self.pick(dim, start.max(0) as usize, step, len))
+        Ok(self.slice_dim(dim, start.max(0) as usize, step, len))
     }
 
-    /// Dimension `dim` backwards.
+    /// Reverses dimension `dim`.
     pub(crate) fn flip(&self, dim: usize) -> Layout {
         let size = self.shape.dims()[dim];
-        self.pick(dim, size.saturating_sub(1), -1, size)
+        self.slice_dim(dim, size.saturating_sub(1), -1, size)
     }
 
-    /// The elements whose indexes in dimensions `a` and `b` differ by `shift` (`b`'s is the greater when positive), as a
-    /// new last dimension in the place of both.
+    /// The elements whose index in dimension `b` minus their index in dimension `a` is `shift`, as a new last dimension.
+    /// Dimensions `a` and `b` are removed.
     pub(crate) fn diagonal(&self, shift: isize, a: usize, b: usize) -> Layout {
         let mut axes = self.axes();
         let ((rows, down), (columns, right)) = (axes[a], axes[b]);
@@ -241,7 +241,7 @@ impl Layout {
         Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
     }
 
-    /// Windows of `size`, `step` apart, along dimension `dim`, which is as large at least, as a new last dimension.
+    /// Views windows of `size` elements, `step` apart along dimension `dim`, as a new last dimension. The dimension has at least `size` elements.
     pub(crate) fn unfold(&self, dim: usize, size: usize, step: usize) -> Layout {
         let mut axes = self.axes();
         let (len, stride) = axes[dim];
@@ -250,12 +250,12 @@ impl Layout {
         Layout::from_axes(axes, self.offset)
     }
 
-    /// The same elements in the same order in another shape of equal `numel`, where strides can express it.
+    /// Views the elements in the same order as `shape`, which has the same `numel`; None if no strides can express that.
     pub(crate) fn reshape(&self, shape: &Shape) -> Option<Layout> {
         if self.numel() == 0 {
             return Some(Layout { offset: self.offset, ..Layout::contiguous(shape.clone()) });
         }
-        // Runs of dimensions that one stride steps through, outermost first.
+        // Groups of dimensions that can be merged into one stride, outermost first.
         let mut runs: Dims<(usize, isize)> = Dims::new();
         for (d, s) in self.axes().into_iter().filter(|(d, _)| *d != 1) {
             match runs.last_mut() {
@@ -263,7 +263,7 @@ impl Layout {
                 _ => runs.push((d, s)),
             }
         }
-        // The new dimensions are cut from the runs, innermost first; none may span two.
+        // The new dimensions are split off the groups, innermost first; none may span two groups.
         let (mut left, mut step) = runs.pop().unwrap_or((1, 1));
         let mut axes: Dims<(usize, isize)> = Dims::new();
         for &d in shape.dims().iter().rev() {
@@ -282,8 +282,8 @@ impl Layout {
         Some(Layout::from_axes(axes.into_iter().rev(), self.offset))
     }
 
-    /// The first and last `n` indexes of every dimension larger than `2 * n`, as two dimensions `[2, n]` in its place:
-    /// one view of all that a summary prints.
+    /// Selects the first and last `n` indices of every dimension larger than `2 * n`, as two dimensions `[2, n]` in its place.
+    /// This one view holds all elements that a printed summary shows.
     pub(crate) fn edges(&self, n: usize) -> Layout {
         let split = |(d, s): (usize, isize)| {
             let (outer, inner) = if d > 2 * n { ((2, (d - n) as isize * s), (n, s)) } else { ((1, 0), (d, s)) };

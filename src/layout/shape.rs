@@ -1,4 +1,4 @@
-//! Shapes and dimensions: pure numbers, no storage.
+//! Shapes and dimension sizes.
 
 use std::fmt;
 
@@ -6,13 +6,13 @@ use smallvec::SmallVec;
 
 use crate::{Error, Result};
 
-/// Small vectors of dimensions: no heap up to rank 6.
+/// A small vector with one entry a dimension, without heap allocation up to rank 6.
 pub(crate) type Dims<T = usize> = SmallVec<[T; 6]>;
 
-/// The same numbers. A few of them are put together in registers: what is stored number by number and then moved in
-/// vectors waits for the stores, and every tensor is moved.
+/// Copies dimensions. Up to three are assembled in registers, because every tensor is moved soon after: storing numbers one by one
+/// and then loading them as a vector would stall on store forwarding.
 #[inline(always)]
-pub(crate) fn copied<T: Copy + Default>(dims: &[T]) -> Dims<T> {
+pub(crate) fn copy_dims<T: Copy + Default>(dims: &[T]) -> Dims<T> {
     let zero = T::default();
     let few = |first: [T; 3]| [first[0], first[1], first[2], zero, zero, zero];
     match *dims {
@@ -23,7 +23,7 @@ pub(crate) fn copied<T: Copy + Default>(dims: &[T]) -> Dims<T> {
     }
 }
 
-/// The size of each dimension, outermost first; `[]` is a scalar.
+/// The size of each dimension, outermost first. `[]` is the shape of a scalar.
 ///
 /// ```
 /// use claystone::Shape;
@@ -37,12 +37,12 @@ pub struct Shape(Dims);
 impl Clone for Shape {
     #[inline]
     fn clone(&self) -> Shape {
-        Shape(copied(&self.0)) // at once: SmallVec's own clone goes one by one
+        Shape(copy_dims(&self.0)) // one vector copy, where SmallVec's clone copies number by number
     }
 }
 
 impl Shape {
-    /// The sizes.
+    /// The size of each dimension.
     pub fn dims(&self) -> &[usize] {
         &self.0
     }
@@ -52,55 +52,53 @@ impl Shape {
         self.0.swap(a, b);
     }
 
-    /// How many dimensions.
+    /// The number of dimensions.
     pub fn rank(&self) -> usize {
         self.0.len()
     }
 
-    /// How many elements: the product of the sizes, 1 for a scalar.
-    /// A product that overflows saturates, which no device can allocate.
+    /// The number of elements: the product of the sizes, 1 for a scalar. Saturates on overflow, which no device can allocate.
     pub fn numel(&self) -> usize {
         if self.0.contains(&0) { 0 } else { self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d)) }
     }
 
-    /// The product of the sizes but for zeros, which may hide how large the others are; `None` where strides and offsets
-    /// cannot be computed in isize.
-    fn reach(&self) -> Option<usize> {
+    /// The product of the sizes with every 0 counted as 1. None if strides and offsets would overflow isize.
+    fn nonzero_product(&self) -> Option<usize> {
         let reach = self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d.max(1)));
         isize::try_from(reach).is_ok().then_some(reach)
     }
 
-    /// This shape, or an error where its sizes are too large to compute with.
+    /// Returns this shape, or an error if its sizes are too large to compute strides with.
     pub(crate) fn checked(self, op: &'static str) -> Result<Shape> {
-        if self.reach().is_some() {
+        if self.nonzero_product().is_some() {
             return Ok(self);
         }
-        Err(Error::invalid(op, format!("the sizes of shape {self} multiply to more than a tensor can have")))
+        Err(Error::invalid(op, format!("the sizes of shape {self} are too large for a tensor")))
     }
 
-    /// Bytes of that many elements of `size` bytes; for sizes too large to compute with more than any device has.
+    /// The number of bytes for elements of `size` bytes; `usize::MAX` for shapes that are too large to compute with.
     pub(crate) fn bytes(&self, size: usize) -> usize {
-        match self.reach() {
+        match self.nonzero_product() {
             None => usize::MAX,
             Some(_) if self.0.contains(&0) => 0,
             Some(reach) => reach.saturating_mul(size),
         }
     }
 
-    /// Row-major strides in elements.
+    /// Row-major strides, in elements.
     #[inline(always)]
     pub(crate) fn contiguous_strides(&self) -> Dims<isize> {
         let step = |d: usize| d.max(1) as isize;
         match *self.dims() {
             [] => Dims::new(),
-            [_] => copied(&[1]),
-            [_, b] => copied(&[step(b), 1]),
-            [_, b, c] => copied(&[step(c).saturating_mul(step(b)), step(c), 1]),
-            _ => self.many_strides(),
+            [_] => copy_dims(&[1]),
+            [_, b] => copy_dims(&[step(b), 1]),
+            [_, b, c] => copy_dims(&[step(c).saturating_mul(step(b)), step(c), 1]),
+            _ => self.strides_of_high_rank(),
         }
     }
 
-    fn many_strides(&self) -> Dims<isize> {
+    fn strides_of_high_rank(&self) -> Dims<isize> {
         let mut strides: Dims<isize> = SmallVec::from_elem(0, self.rank());
         let mut step = 1isize;
         for (s, &d) in strides.iter_mut().zip(self.0.iter()).rev() {
@@ -110,14 +108,14 @@ impl Shape {
         strides
     }
 
-    /// `dim` counted from the end when negative, checked.
+    /// Resolves `dim`, which counts from the end if negative, and checks its range.
     pub(crate) fn dim(&self, op: &'static str, dim: isize) -> Result<usize> {
         let rank = self.rank();
         let d = if dim < 0 { dim + rank as isize } else { dim };
         if (0..rank as isize).contains(&d) { Ok(d as usize) } else { Err(Error::DimOutOfRange { op, dim, rank }) }
     }
 
-    /// The shape both broadcast to (NumPy's rule: align at the end, 1 stretches).
+    /// The shape that both shapes broadcast to, by NumPy's rule: align at the last dim, stretch size 1.
     pub(crate) fn broadcast(&self, op: &'static str, other: &Shape) -> Result<Shape> {
         if self == other {
             return Ok(self.clone());
@@ -151,8 +149,8 @@ impl fmt::Display for Shape {
     }
 }
 
-/// `From` for a type, of what it is made from: generics, the type, and the value.
-macro_rules! conversions {
+/// Implements `From` for a type: for each source, its generics, its type, a pattern and the conversion.
+macro_rules! impl_from {
     ($to:ty: $([$($generics:tt)*] $from:ty, $x:pat => $e:expr;)*) => { $(
         impl<$($generics)*> From<$from> for $to {
             fn from($x: $from) -> $to {
@@ -161,18 +159,18 @@ macro_rules! conversions {
         }
     )* };
 }
-pub(crate) use conversions;
+pub(crate) use impl_from;
 
-conversions! { Shape:
-    [] &[usize], dims => Shape(copied(dims));
+impl_from! { Shape:
+    [] &[usize], dims => Shape(copy_dims(dims));
     [] Dims, dims => Shape(dims);
     [] &Shape, shape => shape.clone();
     [] Vec<usize>, dims => Shape(SmallVec::from_vec(dims));
-    [] &Vec<usize>, dims => Shape(copied(dims));
+    [] &Vec<usize>, dims => Shape(copy_dims(dims));
     [] (), () => Shape::default();
     [] usize, dim => Shape::from([dim]);
-    [const N: usize] [usize; N], dims => Shape(copied(&dims));
-    [const N: usize] &[usize; N], dims => Shape(copied(dims));
+    [const N: usize] [usize; N], dims => Shape(copy_dims(&dims));
+    [const N: usize] &[usize; N], dims => Shape(copy_dims(dims));
 }
 
 impl FromIterator<usize> for Shape {
@@ -181,8 +179,8 @@ impl FromIterator<usize> for Shape {
     }
 }
 
-/// Sizes for [`Tensor::reshape`](crate::Tensor::reshape) and its kin, where one may be -1: whatever is left. Made from
-/// whatever makes a [`Shape`], and from slices and arrays of signed integers.
+/// Sizes for [`Tensor::reshape`](crate::Tensor::reshape) and similar methods. One size may be -1 and is then inferred. Converts from
+/// everything that converts to a [`Shape`], and from slices and arrays of signed integers.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -199,14 +197,14 @@ impl NewShape {
         &self.0
     }
 
-    /// The shape of `numel` elements that is meant.
+    /// Infers the size written as -1 and returns the shape, which must have `numel` elements.
     pub(crate) fn resolve(&self, op: &'static str, from: &dyn fmt::Display, numel: usize) -> Result<Shape> {
         let error =
             || Error::invalid(op, format!("{from} holds {numel} elements, which do not fill the sizes {:?}", self.0));
         let known: Shape = self.0.iter().filter(|&&d| d != -1).map(|&d| d.max(0) as usize).collect();
         let holes = self.0.len() - known.rank();
         if self.0.iter().any(|&d| d < -1) || holes > 1 {
-            return Err(Error::invalid(op, format!("of the sizes {:?} only one may be unknown, written -1", self.0)));
+            return Err(Error::invalid(op, format!("only one of the sizes {:?} may be -1", self.0)));
         }
         let rest = match (holes, known.numel()) {
             (0, n) if n == numel => 1,
@@ -217,22 +215,22 @@ impl NewShape {
     }
 }
 
-/// Any integer as a size: what does not fit saturates, and fits nothing.
-fn size<T: TryInto<isize>>(d: T) -> isize {
+/// Converts an integer to a size. Saturates: no tensor has a dimension of `isize::MAX`.
+fn saturating_size<T: TryInto<isize>>(d: T) -> isize {
     d.try_into().unwrap_or(isize::MAX)
 }
 
-conversions! { NewShape:
-    [] &Shape, shape => NewShape(shape.0.iter().map(|&d| size(d)).collect());
+impl_from! { NewShape:
+    [] &Shape, shape => NewShape(shape.0.iter().map(|&d| saturating_size(d)).collect());
     [] Shape, shape => NewShape::from(&shape);
     [] (), () => NewShape(Dims::new());
 }
 
 macro_rules! new_shapes {
     ($($t:ty),*) => { $(
-        conversions! { NewShape:
-            [] $t, d => NewShape([size(d)].into_iter().collect());
-            [] &[$t], dims => NewShape(dims.iter().map(|&d| size(d)).collect());
+        impl_from! { NewShape:
+            [] $t, d => NewShape([saturating_size(d)].into_iter().collect());
+            [] &[$t], dims => NewShape(dims.iter().map(|&d| saturating_size(d)).collect());
             [] Vec<$t>, dims => NewShape::from(&dims[..]);
             [const N: usize] [$t; N], dims => NewShape::from(&dims[..]);
             [const N: usize] &[$t; N], dims => NewShape::from(&dims[..]);
@@ -240,7 +238,7 @@ macro_rules! new_shapes {
     )* };
 }
 
-// i32 is what a bare literal becomes where several types would do.
+// i32 is the type of a bare literal when several types would fit.
 new_shapes!(usize, isize, i32, i64);
 
 #[cfg(test)]
@@ -248,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_size_may_be_left_open() {
+    fn one_size_may_be_inferred() {
         let resolve = |dims: &[isize], numel| {
             NewShape::from(dims).resolve("reshape", &"a test", numel).map(|s| s.dims().to_vec())
         };

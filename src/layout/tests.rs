@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use crate::layout::*;
 
 /// The storage index of every element, in row-major order of the layout.
-fn places(layout: &Layout) -> Vec<usize> {
+fn storage_indices(layout: &Layout) -> Vec<usize> {
     let mut out = vec![layout.offset as isize];
     for (d, s) in layout.axes() {
         out = out.iter().flat_map(|&o| (0..d as isize).map(move |i| o + i * s)).collect();
@@ -12,7 +12,7 @@ fn places(layout: &Layout) -> Vec<usize> {
     out.into_iter().map(|o| o as usize).collect()
 }
 
-/// ndarray's elements are their own storage indexes.
+/// An ndarray whose elements are their own storage indices.
 fn model(shape: &[usize]) -> ArrayD<usize> {
     let n = shape.iter().product();
     ArrayD::from_shape_vec(shape, (0..n).collect()).unwrap()
@@ -20,10 +20,10 @@ fn model(shape: &[usize]) -> ArrayD<usize> {
 
 fn same(layout: &Layout, array: &ArrayViewD<usize>) {
     assert_eq!(layout.shape.dims(), array.shape());
-    assert_eq!(places(layout), array.iter().copied().collect::<Vec<_>>());
+    assert_eq!(storage_indices(layout), array.iter().copied().collect::<Vec<_>>());
 }
 
-/// One view of either side.
+/// One view operation, applied to a layout and to an ndarray.
 #[derive(Debug, Clone)]
 enum View {
     Transpose(usize, usize),
@@ -48,7 +48,7 @@ fn view() -> impl Strategy<Value = View> {
     ]
 }
 
-/// Applies `view`, its numbers folded into range, to both sides.
+/// Applies `view` to both sides, with its numbers reduced to valid ranges.
 fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (Layout, ArrayViewD<'a, usize>) {
     let rank = layout.shape.rank();
     if rank == 0 && !matches!(view, View::Insert(_)) {
@@ -70,7 +70,7 @@ fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (L
         View::Slice(d, start, end, step) => {
             let (d, step) = (d % rank, if step == 0 { 1 } else { step });
             let picked = layout.slice("slice", d, (start, end), step).unwrap();
-            // ndarray cuts first and steps backwards from the end of the cut: other rules, so count by hand.
+            // ndarray slices first and then steps backwards from the end of the slice, unlike Python, so the test counts by itself.
             let n = size(d) as isize;
             let fix = |i: isize| if i < 0 { i + n } else { i };
             let (mut i, stop) = match step > 0 {
@@ -82,10 +82,11 @@ fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (L
                 wanted.push(i as usize);
                 i += step;
             }
-            let parts: Vec<usize> = wanted.iter().flat_map(|&i| places(&layout.pick(d, i, 1, 1))).collect();
+            let parts: Vec<usize> =
+                wanted.iter().flat_map(|&i| storage_indices(&layout.slice_dim(d, i, 1, 1))).collect();
             let mut got: Vec<usize> = vec![];
             for i in 0..picked.shape.dims()[d] {
-                got.extend(places(&picked.pick(d, i, 1, 1)));
+                got.extend(storage_indices(&picked.slice_dim(d, i, 1, 1)));
             }
             assert_eq!((picked.shape.dims()[d], got), (wanted.len(), parts));
             (layout, array)
@@ -106,7 +107,7 @@ fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (L
             }
             let shape: Vec<usize> = std::iter::once(n).chain(layout.shape.dims().iter().copied()).collect();
             let wide = layout.broadcast_to(&Shape::from(&shape[..]));
-            // ndarray lends a broadcast for the borrow of its owner only: compare here and go on with the original.
+            // An ndarray broadcast borrows its owner: compare here and continue with the original.
             same(&wide, &array.broadcast(shape).unwrap());
             (layout, array)
         }
@@ -130,7 +131,7 @@ proptest! {
                 prop_assert_eq!(hi, *array.iter().max().unwrap());
             }
             prop_assert!(!layout.is_contiguous() || array.is_standard_layout());
-            let distinct: std::collections::HashSet<_> = places(&layout).into_iter().collect();
+            let distinct: std::collections::HashSet<_> = storage_indices(&layout).into_iter().collect();
             prop_assert!(distinct.len() == layout.numel() || layout.may_alias_itself());
         }
     }
@@ -146,7 +147,7 @@ proptest! {
         for view in views {
             (layout, array) = apply(view, layout, array);
         }
-        // A shape of the same size: what divides, and the rest.
+        // Builds a shape of the same size from the cuts that divide it, and the remainder.
         let mut rest = layout.numel();
         let mut dims = vec![];
         for cut in cuts {
@@ -158,11 +159,11 @@ proptest! {
         dims.push(rest);
         if let Some(new) = layout.reshape(&Shape::from(&dims[..])) {
             prop_assert_eq!(new.shape.dims(), &dims[..]);
-            prop_assert_eq!(places(&new), places(&layout));
+            prop_assert_eq!(storage_indices(&new), storage_indices(&layout));
         } else {
             prop_assert!(!layout.is_contiguous());
         }
-        // Joining or adding a dimension of size 1 is always possible.
+        // Adding a dimension of size 1 is always possible.
         let mut with_one = layout.shape.dims().to_vec();
         with_one.insert(layout.shape.rank() / 2, 1);
         prop_assert!(layout.reshape(&Shape::from(with_one)).is_some());
@@ -185,11 +186,11 @@ fn reshape_splits_and_joins_strided_dimensions() {
 #[test]
 fn diagonals() {
     let l = Layout::contiguous(Shape::from([2, 3, 4]));
-    assert_eq!(places(&l.diagonal(0, 1, 2)), [0, 5, 10, 12, 17, 22]);
-    assert_eq!(places(&l.diagonal(2, 1, 2)), [2, 7, 14, 19]);
-    assert_eq!(places(&l.diagonal(-2, 1, 2)), [8, 20]);
+    assert_eq!(storage_indices(&l.diagonal(0, 1, 2)), [0, 5, 10, 12, 17, 22]);
+    assert_eq!(storage_indices(&l.diagonal(2, 1, 2)), [2, 7, 14, 19]);
+    assert_eq!(storage_indices(&l.diagonal(-2, 1, 2)), [8, 20]);
     assert_eq!(l.diagonal(1, 0, 2).shape.dims(), [3, 2]);
-    assert_eq!(places(&l.diagonal(1, 0, 2)), [1, 14, 5, 18, 9, 22]);
+    assert_eq!(storage_indices(&l.diagonal(1, 0, 2)), [1, 14, 5, 18, 9, 22]);
     assert_eq!(l.diagonal(9, 1, 2).shape.dims(), [2, 0]);
     assert_eq!(l.diagonal(isize::MIN, 1, 2).numel(), 0);
 }
@@ -208,6 +209,6 @@ fn extreme_numbers_do_not_overflow() {
 fn edges_hold_what_a_summary_prints() {
     let l = Layout::contiguous(Shape::from([100, 6])).edges(3);
     assert_eq!((l.shape.dims(), l.numel()), (&[2, 3, 1, 6][..], 36));
-    assert_eq!(places(&l)[..7], [0, 1, 2, 3, 4, 5, 6]);
-    assert_eq!(places(&l)[18], 97 * 6);
+    assert_eq!(storage_indices(&l)[..7], [0, 1, 2, 3, 4, 5, 6]);
+    assert_eq!(storage_indices(&l)[18], 97 * 6);
 }

@@ -1,12 +1,12 @@
-//! Activations: by a formula, which other layers apply in their own launch, and those with parameters or along a dim.
+//! Activation layers: formulas that other layers can fuse, activations with parameters, and activations along a dimension.
 
 use super::Module;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor, ops::Expr};
 
-/// What a layer applies to its result, inside the same launch. It is a layer of its own too, in one launch, where no other layer
-/// applies it: PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on.
+/// An elementwise activation. Layers such as [`Linear`](super::Linear) apply it inside their own launch. On its own it is a
+/// layer of one launch: PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Activation, Module}};
@@ -19,15 +19,15 @@ use crate::{Result, Tensor, ops::Expr};
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,
-    /// x above 0, x times this slope below (PyTorch's default is 0.01).
+    /// `x` if it is positive, otherwise x times this slope (PyTorch's default is 0.01).
     LeakyRelu(f64),
-    /// x above 0, `alpha * (exp(x) - 1)` below, for this alpha (PyTorch's default is 1).
+    /// `x` if it is positive, otherwise `alpha * (exp(x) - 1)` for this alpha (PyTorch's default is 1).
     Elu(f64),
     /// `log(1 + exp(x))`.
     Softplus,
     /// The Gaussian error linear unit, exact.
     Gelu,
-    /// [`Activation::Gelu`] approximated through the hyperbolic tangent (PyTorch's `nn.GELU("tanh")`, which GPT-2 has).
+    /// [`Activation::Gelu`] with the tanh approximation (PyTorch's `nn.GELU("tanh")`, used by GPT-2).
     GeluTanh,
     /// `x * sigmoid(x)`.
     Silu,
@@ -38,7 +38,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// The formula, the same as in the table of operations.
+    /// Returns the formula applied to `x`, identical to the formula of the operation of this name.
     pub fn expr(self, x: &Expr) -> Expr {
         match self {
             Activation::Relu => x.relu(),
@@ -53,8 +53,8 @@ impl Activation {
         }
     }
 
-    /// What the standard deviation of weights is multiplied by so that activations keep theirs from layer to layer (PyTorch's
-    /// `nn.init.calculate_gain`); 1 for those that PyTorch does not list.
+    /// Returns the gain: the factor for the standard deviation of weights that keeps the standard deviation of activations equal
+    /// from layer to layer (PyTorch's `nn.init.calculate_gain`). It is 1 for activations that PyTorch does not list.
     ///
     /// ```
     /// use claystone::nn::Activation;
@@ -81,7 +81,7 @@ impl Module for Activation {
     }
 }
 
-/// [`Tensor::prelu`] with a slope that is trained: one number, or one for each channel of `[N, C, ..]` (PyTorch's `nn.PReLU`).
+/// [`Tensor::prelu`] with a trained slope: one number, or one for each channel of `[N, C, ..]` (PyTorch's `nn.PReLU`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Module, PRelu}};
@@ -94,17 +94,17 @@ pub struct PRelu {
 }
 
 impl PRelu {
-    /// So many slopes, 1 or the number of channels, which start from `init` (PyTorch's defaults are 1 and 0.25).
+    /// Creates a layer with `num_parameters` slopes, 1 or the number of channels, all equal to `init` (PyTorch: 1 and 0.25).
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(num_parameters: usize, init: f64, options: impl Into<TensorOptions>) -> Result<PRelu> {
         let _caller = Caller::enter();
         Ok(PRelu { weight: Tensor::full(&[num_parameters], init, options)?.requires_grad_(true)? })
     }
 
-    /// The slopes, `[num_parameters]`.
+    /// Returns the slopes, `[num_parameters]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -120,7 +120,7 @@ impl Module for PRelu {
     }
 }
 
-/// Gives what it is given (PyTorch's `nn.Identity`): the same storage, no launch.
+/// Returns its input unchanged (PyTorch's `nn.Identity`): the same storage, no launch.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Identity;
 
@@ -134,12 +134,12 @@ impl Module for Identity {
     }
 }
 
-macro_rules! along_a_dim {
+macro_rules! dim_activations {
     ($($(#[$doc:meta])* $name:ident $method:ident;)*) => { $(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub struct $name(
-            /// The dim, from the end where it is negative.
+            /// The dimension; negative values count from the end.
             pub isize,
         );
 
@@ -155,8 +155,8 @@ macro_rules! along_a_dim {
     )* };
 }
 
-along_a_dim! {
-    /// [`Tensor::softmax`] along a dim (PyTorch's `nn.Softmax`).
+dim_activations! {
+    /// [`Tensor::softmax`] along a dimension (PyTorch's `nn.Softmax`).
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::{Linear, Module, Sequential, Softmax}};
@@ -165,8 +165,8 @@ along_a_dim! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Softmax softmax;
-    /// [`Tensor::log_softmax`] along a dim (PyTorch's `nn.LogSoftmax`).
+    /// [`Tensor::log_softmax`] along a dimension (PyTorch's `nn.LogSoftmax`).
     LogSoftmax log_softmax;
-    /// [`Tensor::softmin`] along a dim (PyTorch's `nn.Softmin`).
+    /// [`Tensor::softmin`] along a dimension (PyTorch's `nn.Softmin`).
     Softmin softmin;
 }

@@ -1,21 +1,26 @@
-//! Values of a file for the parameters of a module.
+//! Loads the values of a state dict into the tensors of a module.
 
 use std::collections::HashMap;
 
 use crate::io::{IncompatibleKeys, StateDict};
 use crate::{Result, Tensor, for_each_part, no_grad};
 
-/// An error for shapes that differ, and where strict for other names; the names that only one of the two has.
-pub(super) fn check(op: &'static str, own: &StateDict, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
+/// Compares shapes, and if `strict` also names. Returns the names that only one of the two state dicts has.
+pub(super) fn check_state(
+    op: &'static str,
+    own: &StateDict,
+    state: &StateDict,
+    strict: bool,
+) -> Result<IncompatibleKeys> {
     if strict {
         state.check_against(op, own)?;
     }
     own.iter().try_for_each(|(name, t)| state.check_shape(op, name, t))?;
-    Ok(state.compared_with(own))
+    Ok(state.incompatible_keys(own))
 }
 
 /// Copies the values of `state` into the tensors of `own` that have memory.
-pub(super) fn copy(op: &'static str, own: &StateDict, state: &StateDict) -> Result<()> {
+pub(super) fn copy_values(op: &'static str, own: &StateDict, state: &StateDict) -> Result<()> {
     let initialised = own.iter().filter(|(_, t)| !t.is_uninit());
     no_grad(|| {
         for_each_part(op, initialised, |(name, t)| match state.get(name) {
@@ -25,39 +30,39 @@ pub(super) fn copy(op: &'static str, own: &StateDict, state: &StateDict) -> Resu
     })
 }
 
-/// Gives the tensors without memory of `own` those of `state`, and copies into the others. `visit` calls a function with each
-/// tensor of the module. All that may fail comes before the first tensor is replaced.
-pub(super) fn assign(
+/// Replaces the tensors of `own` that have no memory by tensors of `state`, and copies values into the others. `visit` calls
+/// a function with each tensor of the module. All fallible conversions are done before the first tensor is replaced.
+pub(super) fn assign_values(
     op: &'static str,
     own: StateDict,
     mut state: StateDict,
     strict: bool,
     mut visit: impl FnMut(&mut dyn FnMut(String, &mut Tensor)),
 ) -> Result<IncompatibleKeys> {
-    let keys = check(op, &own, &state, strict)?;
+    let keys = check_state(op, &own, &state, strict)?;
     let mut values = HashMap::new();
     for (name, t) in own.iter().filter(|(_, t)| t.is_uninit()) {
         match state.remove(name) {
-            Some(value) => _ = values.insert(name.to_string(), owned(value, t)?),
+            Some(value) => _ = values.insert(name.to_string(), into_unique(value, t)?),
             None => t.storage().name_uninit(name),
         }
     }
-    copy(op, &own, &state)?;
+    copy_values(op, &own, &state)?;
     drop(own);
     let (mut assigned, mut result) = (Vec::new(), Ok(()));
-    // The second pass is for tensors whose value came with the name of one they are tied to.
+    // The second pass covers tied tensors that come before the tensor whose name has the value.
     for _ in 0..2 {
         visit(&mut |name, t| {
             if result.is_ok() && t.is_uninit() {
-                result = replace(t, values.remove(&name), &mut assigned);
+                result = assign_tensor(t, values.remove(&name), &mut assigned);
             }
         });
     }
     result.map(|()| keys)
 }
 
-/// Gives a tensor without memory its value, or that of the tensor it is tied to: both are the same view of one storage.
-fn replace(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]>) -> Result<()> {
+/// Replaces a tensor without memory by its value, or by the new tensor of a tied one: the same view of the same storage.
+fn assign_tensor(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]>) -> Result<()> {
     let view = |t: &Tensor| (t.shape().clone(), t.strides().to_vec(), t.offset());
     let tied = assigned.iter().find(|[old, _]| old.shares_storage(t) && view(old) == view(t));
     let new = match (tied, value) {
@@ -70,8 +75,8 @@ fn replace(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]
     Ok(())
 }
 
-/// A value in the dtype and on the device of `t`, in memory without another handle: its own where there is none.
-fn owned(value: Tensor, t: &Tensor) -> Result<Tensor> {
+/// Converts a value to the dtype and device of `t`, and copies it unless it is the only handle on a storage of that size.
+fn into_unique(value: Tensor, t: &Tensor) -> Result<Tensor> {
     no_grad(|| {
         let converted = value.detach().to_dtype(t.dtype())?.to_device(t.device())?;
         drop(value);

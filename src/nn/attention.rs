@@ -6,11 +6,11 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{DType, Error, Result, Tensor};
 
-/// Attention of several heads between a projection of what comes in and one of what goes out (PyTorch's
-/// `nn.MultiheadAttention` with `batch_first=True`): `[.., L, E]` to `[.., L, E]`. The parameters are PyTorch's:
-/// `in_proj_weight` `[3 E, E]`, `in_proj_bias` `[3 E]`, `out_proj.weight`, `out_proj.bias`.
+/// Multi-head attention with input and output projections (PyTorch's `nn.MultiheadAttention` with `batch_first=True`), from
+/// `[.., L, E]` to `[.., L, E]`. The parameters are PyTorch's: `in_proj_weight` `[3 E, E]`, `in_proj_bias` `[3 E]`,
+/// `out_proj.weight`, `out_proj.bias`.
 ///
-/// As a [`Module`] it is self-attention, in five launches; [`MultiheadAttention::attend`] takes queries, keys and values.
+/// As a [`Module`] it computes self-attention in five launches; [`MultiheadAttention::attend`] takes queries, keys and values.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Module, MultiheadAttention}};
@@ -28,23 +28,23 @@ pub struct MultiheadAttention {
     mode: Mode,
 }
 
-/// What [`MultiheadAttention::attend`] leaves out, and what it gives; PyTorch's arguments of these names.
+/// Masks and outputs of [`MultiheadAttention::attend`], named after PyTorch's arguments.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionMasks<'a> {
-    /// `[S]` or `[batch, S]`: keys that are padding, where true, or floats added to the scores.
+    /// `[S]` or `[batch, S]`: true for keys that are padding, or floats added to the scores.
     pub key_padding_mask: Option<&'a Tensor>,
-    /// `[L, S]` or `[batch * heads, L, S]`: pairs that may **not** attend, where true, or floats added to the scores.
+    /// `[L, S]` or `[batch * heads, L, S]`: true for pairs that may **not** attend, or floats added to the scores.
     pub attn_mask: Option<&'a Tensor>,
-    /// Whether to give the weights too, the mean over heads, `[.., L, S]`.
+    /// Whether to also return the attention weights, averaged over heads, `[.., L, S]`.
     pub need_weights: bool,
 }
 
 impl MultiheadAttention {
-    /// A layer for `embed_dim` features in `num_heads` heads, with biases, initialised as PyTorch's.
+    /// Creates a layer of `embed_dim` features in `num_heads` heads, with biases and PyTorch's initialisation.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `embed_dim` is no multiple of `num_heads`; [`Error::UnsupportedDType`] for dtypes that are
-    /// no floats; [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] if `embed_dim` is not a multiple of `num_heads`; [`Error::UnsupportedDType`] for dtypes that are
+    /// not floats; [`Error::OutOfMemory`].
     #[track_caller]
     pub fn new(embed_dim: usize, num_heads: usize, options: impl Into<TensorOptions>) -> Result<MultiheadAttention> {
         let _caller = Caller::enter();
@@ -53,7 +53,7 @@ impl MultiheadAttention {
             let reason = format!("{embed_dim} features are not a multiple of {num_heads} heads");
             return Err(Error::invalid("MultiheadAttention::new", reason));
         }
-        // Glorot's uniform distribution for [3 E, E].
+        // Glorot's uniform bound for a weight of shape [3 E, E].
         let bound = (6.0 / (4.0 * embed_dim.max(1) as f64)).sqrt();
         let width = embed_dim.saturating_mul(3);
         let weight = Tensor::rand(&[width, embed_dim], options)?;
@@ -73,32 +73,32 @@ impl MultiheadAttention {
         })
     }
 
-    /// The weight of the projections of queries, keys and values, `[3 E, E]` (PyTorch's `in_proj_weight`).
+    /// Returns the weight of the projections of queries, keys and values, `[3 E, E]` (PyTorch's `in_proj_weight`).
     pub fn weight(&self) -> &Tensor {
         &self.in_proj_weight
     }
 
-    /// The bias of the projections of queries, keys and values, `[3 E]` (PyTorch's `in_proj_bias`).
+    /// Returns the bias of the projections of queries, keys and values, `[3 E]` (PyTorch's `in_proj_bias`).
     pub fn bias(&self) -> Option<&Tensor> {
         self.in_proj_bias.as_ref()
     }
 
-    /// The projection of what the heads give (PyTorch's `out_proj`).
+    /// Returns the projection of the concatenated heads (PyTorch's `out_proj`).
     pub fn out_proj(&self) -> &Linear {
         &self.out_proj
     }
 
-    /// Without the biases.
+    /// Removes the biases.
     pub fn without_bias(self) -> MultiheadAttention {
         MultiheadAttention { in_proj_bias: None, out_proj: self.out_proj.without_bias(), ..self }
     }
 
-    /// With weights dropped with probability `p` in training.
+    /// Sets the probability with which attention weights are dropped in training.
     pub fn with_dropout(self, p: f64) -> MultiheadAttention {
         MultiheadAttention { dropout: p, ..self }
     }
 
-    /// Where position i attends to positions up to i only.
+    /// Enables the causal mask: position i attends only to positions up to i.
     pub fn with_causal(self) -> MultiheadAttention {
         MultiheadAttention { causal: true, ..self }
     }
@@ -107,8 +107,8 @@ impl MultiheadAttention {
         if self.mode.is_training() { self.dropout } else { 0.0 }
     }
 
-    /// Part i of the projection of what comes in, `[.., L, E]` to `[.., heads, L, E / heads]`.
-    fn projected(&self, i: usize, x: &Tensor) -> Result<Tensor> {
+    /// Computes projection i (0 queries, 1 keys, 2 values) and splits heads: `[.., L, E]` to `[.., heads, L, E / heads]`.
+    fn project_heads(&self, i: usize, x: &Tensor) -> Result<Tensor> {
         let width = self.in_proj_weight.shape().dims()[1];
         let part = |t: &Tensor| t.narrow(0, i * width, width);
         let bias = self.in_proj_bias.as_ref().map(part).transpose()?;
@@ -116,8 +116,8 @@ impl MultiheadAttention {
         x.unflatten(-1, [self.heads, width / self.heads])?.transpose(-2, -3)
     }
 
-    /// Attention of queries `[.., L, E]` to keys and values `[.., S, E]`: the result `[.., L, E]`, and the weights where they
-    /// are asked for.
+    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns the result `[.., L, E]` and, if
+    /// requested, the attention weights.
     ///
     /// # Errors
     /// As [`Tensor::scaled_dot_product_attention`].
@@ -131,8 +131,8 @@ impl MultiheadAttention {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let _caller = Caller::enter();
         check_shapes(query, key, value, masks)?;
-        let (q, k, v) = (self.projected(0, query)?, self.projected(1, key)?, self.projected(2, value)?);
-        let mask = self.mask(&q, masks)?;
+        let (q, k, v) = (self.project_heads(0, query)?, self.project_heads(1, key)?, self.project_heads(2, value)?);
+        let mask = self.combine_masks(&q, masks)?;
         let (heads, weights) = match masks.need_weights {
             false => {
                 let options = Attention {
@@ -144,15 +144,15 @@ impl MultiheadAttention {
                 (q.scaled_dot_product_attention(&k, &v, options)?, None)
             }
             true => {
-                let weights = self.weights(&q, &k, mask.as_ref())?;
+                let weights = self.attention_weights(&q, &k, mask.as_ref())?;
                 (weights.matmul(&v)?, Some(weights.mean(-3, false)?))
             }
         };
         Ok((self.out_proj.forward(&heads.transpose(-2, -3)?.flatten(-2, -1)?)?, weights))
     }
 
-    /// The weights of the values, which attention itself does not give.
-    fn weights(&self, q: &Tensor, k: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+    /// Computes the attention weights, which the fused attention operation does not return.
+    fn attention_weights(&self, q: &Tensor, k: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
         let width = q.shape().dims()[q.rank() - 1] as f64;
         let mut scores = q.matmul(&k.transpose(-2, -1)?)?.mul_scalar(1.0 / width.sqrt())?;
         if let Some(mask) = mask {
@@ -170,8 +170,8 @@ impl MultiheadAttention {
         if self.dropout_p() > 0.0 { weights.dropout(self.dropout_p()) } else { Ok(weights) }
     }
 
-    /// Both masks as one that broadcasts to the scores and is true where keys take part, or is added.
-    fn mask(&self, q: &Tensor, masks: AttentionMasks<'_>) -> Result<Option<Tensor>> {
+    /// Combines both masks into one that broadcasts to the scores: bool, true for pairs that attend, or floats to add.
+    fn combine_masks(&self, q: &Tensor, masks: AttentionMasks<'_>) -> Result<Option<Tensor>> {
         let padding = masks.key_padding_mask.map(|m| m.unsqueeze(-2)?.unsqueeze(-2)).transpose()?;
         let pairs = match masks.attn_mask {
             Some(m) if m.rank() == 3 && q.rank() > 3 => Some(m.unflatten(0, [-1, self.heads as isize])?),
@@ -190,30 +190,32 @@ impl MultiheadAttention {
     }
 }
 
-/// Checks the tensors of [`MultiheadAttention::attend`], so that errors do not name the shapes of heads.
+/// Checks the arguments of [`MultiheadAttention::attend`], so that errors show the caller's shapes instead of those of heads.
 fn check_shapes(query: &Tensor, key: &Tensor, value: &Tensor, masks: AttentionMasks<'_>) -> Result<()> {
     let mismatch = |lhs: &Tensor, rhs: &Tensor, hint| {
         let (lhs, rhs) = (lhs.shape().clone(), rhs.shape().clone());
         Err(Error::ShapeMismatch { op: "MultiheadAttention", lhs, rhs, hint })
     };
-    // Whether two shapes, or the last dims that both have, broadcast.
-    let fit = |a: &[usize], b: &[usize]| a.iter().rev().zip(b.iter().rev()).all(|(&a, &b)| a == b || a == 1 || b == 1);
-    let ([batch @ .., l, _], [of_keys @ .., s, _]) = (query.shape().dims(), key.shape().dims()) else {
+    // True if the trailing dims that both shapes have can be broadcast.
+    let can_broadcast =
+        |a: &[usize], b: &[usize]| a.iter().rev().zip(b.iter().rev()).all(|(&a, &b)| a == b || a == 1 || b == 1);
+    let ([batch @ .., l, _], [key_batch @ .., s, _]) = (query.shape().dims(), key.shape().dims()) else {
         return mismatch(query, key, "queries are [.., L, E] and keys [.., S, E]");
     };
-    if !fit(batch, of_keys) {
+    if !can_broadcast(batch, key_batch) {
         return mismatch(query, key, "queries are [.., L, E] and keys [.., S, E], whose first dims broadcast");
     }
-    if !matches!(value.shape().dims(), [of_values @ .., values, _] if values == s && fit(of_values, of_keys)) {
+    if !matches!(value.shape().dims(), [value_batch @ .., values, _] if values == s && can_broadcast(value_batch, key_batch))
+    {
         return mismatch(key, value, "there are as many values as keys");
     }
     if let Some(mask) = masks.key_padding_mask
-        && !fit(mask.shape().dims(), &[of_keys, &[*s]].concat())
+        && !can_broadcast(mask.shape().dims(), &[key_batch, &[*s]].concat())
     {
         return mismatch(key, mask, "a key_padding_mask is [S] or [batch, S] for keys [batch, S, E]");
     }
     match masks.attn_mask {
-        Some(mask) if !fit(mask.shape().dims(), &[*l, *s]) => {
+        Some(mask) if !can_broadcast(mask.shape().dims(), &[*l, *s]) => {
             mismatch(query, mask, "an attn_mask is [L, S] or [batch * heads, L, S]")
         }
         _ => Ok(()),

@@ -1,12 +1,12 @@
-//! A module whose weights are averages of another's.
+//! Averages of a module's weights over training steps.
 
 use super::{Buffer, Module, Role};
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Result, Scalar, Tensor, for_each_part, no_grad};
 
-/// A module whose parameters are averages of those that another has had (PyTorch's `torch.optim.swa_utils.AveragedModel`): call
-/// [`AveragedModel::update_parameters`] after each step of the optimiser, and evaluate the average. Its state dict has PyTorch's
-/// names, `n_averaged` and `module.fc.weight`, so that it is a part of [`crate::io::save_checkpoint`].
+/// A module whose parameters are averages of another module's over time (PyTorch's `torch.optim.swa_utils.AveragedModel`). Call
+/// [`AveragedModel::update_parameters`] after each optimiser step, and evaluate the average. Its state dict has PyTorch's
+/// names, `n_averaged` and `module.fc.weight`, so it can be saved with [`crate::io::save_checkpoint`].
 ///
 /// ```
 /// use claystone::nn::{AveragedModel, Linear, Module};
@@ -25,17 +25,17 @@ use crate::{DType, Device, Error, Result, Scalar, Tensor, for_each_part, no_grad
 pub struct AveragedModel<M> {
     n_averaged: Buffer,
     module: M,
-    /// Of an exponential moving average; all weights count alike without it.
+    /// The decay of an exponential moving average; `None` for the mean of all updates.
     decay: Option<f64>,
 }
 
 impl<M: Module> AveragedModel<M> {
-    /// An exponential moving average: each update is `decay * average + (1 - decay) * parameter` (PyTorch's
-    /// `get_ema_multi_avg_fn(decay)`, whose default is 0.999). `module` is made like the one that is trained and becomes the
-    /// average; it may be on another device, and in f32 where the other is in half precision, whose small changes would be lost.
+    /// Creates an exponential moving average: each update computes `decay * average + (1 - decay) * parameter` (PyTorch's
+    /// `get_ema_multi_avg_fn(decay)`, default 0.999). `module` has the architecture of the trained module and holds the average.
+    /// It may be on another device. If the trained module is in half precision, keep the average in f32, or small changes are lost.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a decay that is not in `0.0..=1.0`; [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a decay outside `0.0..=1.0`; [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ema(module: M, decay: f64) -> Result<AveragedModel<M>> {
         if !(0.0..=1.0).contains(&decay) {
@@ -44,8 +44,8 @@ impl<M: Module> AveragedModel<M> {
         AveragedModel::new(module, Some(decay))
     }
 
-    /// The mean of the weights at all updates: stochastic weight averaging (Izmailov et al., "Averaging Weights Leads to Wider
-    /// Optima and Better Generalization"). `module` is as for [`AveragedModel::ema`].
+    /// Creates the mean of the weights at all updates: stochastic weight averaging (Izmailov et al., "Averaging Weights Leads to
+    /// Wider Optima and Better Generalization"). For `module` see [`AveragedModel::ema`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -61,28 +61,29 @@ impl<M: Module> AveragedModel<M> {
         Ok(AveragedModel { n_averaged: Buffer(Tensor::zeros((), (DType::I64, device))?), module, decay })
     }
 
-    /// The average.
+    /// Returns the module with the averaged weights.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// Takes the parameters of `model` into the average, and copies its buffers. The first ones are copied. A launch for each
-    /// parameter, no wait.
+    /// Updates the average with the parameters of `model`, and copies its buffers. The first update copies the parameters. One
+    /// launch per parameter; does not wait for the device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the name of a tensor that only one of the two has, or in another shape;
-    /// [`Error::Partial`] where the device fails after some were updated.
+    /// [`Error::Invalid`] for a tensor that only one of the modules has, or whose shapes differ; [`Error::Partial`] if the device
+    /// fails after some tensors were updated.
     pub fn update_parameters(&self, model: &M) -> Result<()> {
         let op = "AveragedModel::update_parameters";
-        let (own, others) = (tensors(&self.module), tensors(model));
-        let describe = |t: Option<&Named>| match t {
+        let (own, others) = (named_tensors(&self.module), named_tensors(model));
+        let describe = |t: Option<&NamedTensor>| match t {
             Some((name, _, t)) => format!("{name} of shape {}", t.shape()),
             None => "no more tensors".to_string(),
         };
         for i in 0..own.len().max(others.len()) {
             let (average, model) = (describe(own.get(i)), describe(others.get(i)));
             if average != model {
-                let reason = format!("the average has {average} where the model has {model}: make both alike");
+                let reason =
+                    format!("the average has {average} where the model has {model}: give both the same architecture");
                 return Err(Error::invalid(op, reason));
             }
         }
@@ -90,7 +91,7 @@ impl<M: Module> AveragedModel<M> {
             for_each_part(op, own.iter().zip(&others), |((_, role, average), (.., other))| {
                 let other = other.detach().to_device(average.device())?;
                 match role {
-                    Role::Parameter => self.average(average, &other),
+                    Role::Parameter => self.update_average(average, &other),
                     Role::Buffer => average.copy_(&other.to_dtype(average.dtype())?).map(|_| ()),
                 }
             })?;
@@ -98,8 +99,8 @@ impl<M: Module> AveragedModel<M> {
         })
     }
 
-    /// The number of updates stays on the device, and so the formula tells the first one.
-    fn average(&self, average: &Tensor, other: &Tensor) -> Result<()> {
+    /// Updates one parameter. The number of updates stays on the device, so the formula itself detects the first update.
+    fn update_average(&self, average: &Tensor, other: &Tensor) -> Result<()> {
         let n = self.n_averaged.0.to_device(average.device())?;
         let weight: &[Scalar] = &[Scalar::Float(1.0 - self.decay.unwrap_or(0.0))];
         Tensor::map_into(&[average, other, &n], &weight[..self.decay.iter().len()], &[average], |x, s| {
@@ -109,9 +110,10 @@ impl<M: Module> AveragedModel<M> {
     }
 }
 
-type Named<'a> = (String, Role, &'a Tensor);
+/// A tensor of a module with its name and role.
+type NamedTensor<'a> = (String, Role, &'a Tensor);
 
-fn tensors<M: Module>(module: &M) -> Vec<Named<'_>> {
+fn named_tensors<M: Module>(module: &M) -> Vec<NamedTensor<'_>> {
     let mut all = Vec::new();
     module.visit("", &mut |name, role, t| all.push((name, role, t)));
     all

@@ -1,9 +1,9 @@
-//! Modules in boxes, whose types need not be known.
+//! Boxed modules, so that modules of different types can be stored together.
 
 use super::{BatchNorm, Module, Role};
 use crate::{Result, Tensor};
 
-/// A handle on a module of unknown type, implemented for all modules.
+/// Makes [`Module::shallow_clone`] available for `dyn Module`. Implemented for all modules.
 #[doc(hidden)]
 pub trait BoxedHandle {
     fn boxed_handle(&self) -> Box<dyn Module>
@@ -20,9 +20,9 @@ impl<M: Module> BoxedHandle for M {
     }
 }
 
-macro_rules! boxed {
+macro_rules! impl_boxed_module {
     ($([$($generics:tt)*] $module:ty: $this:ident => $handle:expr;)*) => { $(
-        /// A module in a box is the module.
+        /// A boxed module behaves like the module inside.
         impl<$($generics)*> Module for Box<$module> {
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 (**self).forward(x)
@@ -60,7 +60,7 @@ macro_rules! boxed {
     )* };
 }
 
-boxed! {
+impl_boxed_module! {
     [M: Module] M: module => Box::new(module.shallow_clone());
     [] dyn Module: module => module.boxed_handle();
 }

@@ -5,8 +5,8 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{ConvOptions, ConvTransposeOptions, Result, Tensor};
 
-macro_rules! layers {
-    ($($(#[$doc:meta])* $name:ident, $dims:literal, $options:ident, $method:ident, $turned:literal;)*) => { $(
+macro_rules! conv_layers {
+    ($($(#[$doc:meta])* $name:ident, $dims:literal, $options:ident, $method:ident, $transposed:literal;)*) => { $(
         $(#[$doc])*
         pub struct $name {
             weight: Tensor,
@@ -15,12 +15,12 @@ macro_rules! layers {
         }
 
         impl $name {
-            /// A layer from `inputs` to `outputs` channels with a bias; weight and bias uniform in ±1/√(elements of a window),
-            /// as PyTorch's.
+            /// Creates a layer from `inputs` to `outputs` channels with a bias. Weight and bias are uniform in
+            /// ±1/√(elements of a window), as in PyTorch.
             ///
             /// # Errors
-            /// [`crate::Error::Invalid`] where the groups do not divide both; [`crate::Error::UnsupportedDType`] for dtypes that
-            /// are no floats; [`crate::Error::OutOfMemory`].
+            /// [`crate::Error::Invalid`] if the groups do not divide both channel counts; [`crate::Error::UnsupportedDType`] for
+            /// dtypes that are not floats; [`crate::Error::OutOfMemory`].
             #[track_caller]
             pub fn new(
                 inputs: usize,
@@ -35,24 +35,24 @@ macro_rules! layers {
                     let reason = format!("{groups} groups do not divide {inputs} and {outputs} channels evenly");
                     return Err(crate::Error::invalid(concat!(stringify!($name), "::new"), reason));
                 }
-                let first = if $turned { [inputs, outputs / groups] } else { [outputs, inputs / groups] };
+                let first = if $transposed { [inputs, outputs / groups] } else { [outputs, inputs / groups] };
                 let shape: Vec<usize> = first.into_iter().chain(kernel).collect();
                 let fan = crate::Shape::from(&shape[1..]).numel();
                 let weight = init::default_parameter(&shape, fan, tensors)?;
                 Ok($name { weight, bias: Some(init::default_parameter(&[outputs], fan, tensors)?), options })
             }
 
-            /// Without the bias.
+            /// Removes the bias.
             pub fn without_bias(self) -> $name {
                 $name { bias: None, ..self }
             }
 
-            /// The weight.
+            /// Returns the weight.
             pub fn weight(&self) -> &Tensor {
                 &self.weight
             }
 
-            /// The bias, `[outputs]`.
+            /// Returns the bias, `[outputs]`.
             pub fn bias(&self) -> Option<&Tensor> {
                 self.bias.as_ref()
             }
@@ -70,10 +70,10 @@ macro_rules! layers {
     )* };
 }
 
-layers! {
-    /// [`Tensor::conv1d`] with a weight `[outputs, inputs / groups, kernel]` of its own (PyTorch's `nn.Conv1d`).
+conv_layers! {
+    /// [`Tensor::conv1d`] with a weight `[outputs, inputs / groups, kernel]` (PyTorch's `nn.Conv1d`).
     Conv1d, 1, ConvOptions, conv1d, false;
-    /// [`Tensor::conv2d`] with a weight `[outputs, inputs / groups, rows, columns]` of its own (PyTorch's `nn.Conv2d`).
+    /// [`Tensor::conv2d`] with a weight `[outputs, inputs / groups, rows, columns]` (PyTorch's `nn.Conv2d`).
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor, nn::{Conv2d, Module}};
@@ -83,7 +83,7 @@ layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Conv2d, 2, ConvOptions, conv2d, false;
-    /// [`Tensor::conv3d`] with a weight `[outputs, inputs / groups, slices, rows, columns]` of its own (PyTorch's `nn.Conv3d`).
+    /// [`Tensor::conv3d`] with a weight `[outputs, inputs / groups, slices, rows, columns]` (PyTorch's `nn.Conv3d`).
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor, nn::{Conv3d, Module}};
@@ -92,13 +92,11 @@ layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Conv3d, 3, ConvOptions, conv3d, false;
-    /// [`Tensor::conv_transpose1d`] with a weight `[inputs, outputs / groups, kernel]` of its own (PyTorch's
-    /// `nn.ConvTranspose1d`).
+    /// [`Tensor::conv_transpose1d`] with a weight `[inputs, outputs / groups, kernel]` (PyTorch's `nn.ConvTranspose1d`).
     ConvTranspose1d, 1, ConvTransposeOptions, conv_transpose1d, true;
-    /// [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` of its own (PyTorch's
-    /// `nn.ConvTranspose2d`).
+    /// [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` (PyTorch's `nn.ConvTranspose2d`).
     ConvTranspose2d, 2, ConvTransposeOptions, conv_transpose2d, true;
-    /// [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` of its own (PyTorch's
+    /// [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` (PyTorch's
     /// `nn.ConvTranspose3d`).
     ConvTranspose3d, 3, ConvTransposeOptions, conv_transpose3d, true;
 }

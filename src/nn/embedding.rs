@@ -1,11 +1,11 @@
-//! The table of vectors.
+//! The embedding layer.
 
 use super::{Module, init};
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// A vector for each number (PyTorch's `nn.Embedding`): integers of any shape give `[.., dim]`.
+/// A lookup table of vectors (PyTorch's `nn.Embedding`): integers of any shape give `[.., dim]`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Embedding, Module}};
@@ -20,10 +20,10 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A table of `count` vectors of `dim` numbers from the standard normal distribution.
+    /// Creates a table of `count` vectors of size `dim` from the standard normal distribution.
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(count: usize, dim: usize, options: impl Into<TensorOptions>) -> Result<Embedding> {
         let _caller = Caller::enter();
@@ -32,16 +32,16 @@ impl Embedding {
         Ok(Embedding { weight: weight.requires_grad_(true)?, padding_idx: None })
     }
 
-    /// With the vector of this number at zero, where it stays: it gets no gradient (PyTorch's `padding_idx`).
+    /// Zeroes the vector with this index and excludes it from training: it gets no gradient (PyTorch's `padding_idx`).
     ///
     /// # Errors
     /// [`crate::Error::IndexOutOfRange`].
     pub fn with_padding_idx(self, padding_idx: usize) -> Result<Embedding> {
-        self.weight.detach().select(0, padding_idx as isize).map_err(|e| e.of("Embedding"))?.zero_()?;
+        self.weight.detach().select(0, padding_idx as isize).map_err(|e| e.with_op("Embedding"))?.zero_()?;
         Ok(Embedding { padding_idx: Some(padding_idx), ..self })
     }
 
-    /// The table, `[count, dim]`.
+    /// Returns the table, `[count, dim]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }

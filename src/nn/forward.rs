@@ -1,10 +1,10 @@
-//! Modules of several inputs, and of a state.
+//! Modules of several inputs, or with a recurrent state.
 
 use super::{AveragedModel, Gru, GruCell, Lstm, LstmCell, Module, MultiheadAttention, Rnn, RnnCell};
 use crate::{Result, Tensor};
 
-/// A module as a function of other inputs than one tensor: of a tuple of tensors, or of an input and a state, which it gives back
-/// beside its output. Such a module leaves [`Module::forward`] out, and is still saved, trained and nested by its parts.
+/// A module as a function of inputs other than one tensor, such as a tuple of tensors, or an input and a recurrent state that is
+/// returned with the output. Such a module does not implement [`Module::forward`], but is saved, trained and nested as usual.
 ///
 /// ```
 /// use claystone::nn::{Forward, Linear, Module};
@@ -33,21 +33,21 @@ use crate::{Result, Tensor};
 /// assert_eq!(net.call((&images, &texts))?.shape().dims(), [5, 2]);
 /// assert_eq!(net.parameters().len(), 4);
 /// let error = net.forward(&images).unwrap_err().to_string();
-/// assert_eq!(error, "TwoTowers: it is no function of one tensor: use Forward::call, or a method of its own");
+/// assert_eq!(error, "TwoTowers: the module is not a function of one tensor: use Forward::call, or the module's own method");
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Forward<Inputs>: Module {
-    /// What it gives.
+    /// The type of the result.
     type Output;
 
-    /// The result for these inputs; recorded where parameters or inputs require gradients.
+    /// Computes the result; recorded if parameters or inputs require gradients.
     ///
     /// # Errors
-    /// Those of the operations inside: shapes, dtypes and devices that do not go together, memory.
+    /// Errors of the operations inside: incompatible shapes, dtypes or devices, and memory.
     fn call(&self, inputs: Inputs) -> Result<Self::Output>;
 }
 
-/// Queries, keys and values, without masks: [`MultiheadAttention::attend`] takes these too.
+/// Takes queries, keys and values without masks; [`MultiheadAttention::attend`] also takes masks.
 impl Forward<(&Tensor, &Tensor, &Tensor)> for MultiheadAttention {
     type Output = Tensor;
 
@@ -66,9 +66,9 @@ impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for AveragedModel<M> {
     }
 }
 
-macro_rules! recurrent {
+macro_rules! impl_recurrent_forward {
     ($($name:ident: $state:ty => $output:ty;)*) => { $(
-        /// The input and the state to start from, or zeros.
+        /// Takes the input and the initial state, or `None` for zeros.
         impl Forward<(&Tensor, Option<&$state>)> for $name {
             type Output = $output;
 
@@ -80,7 +80,7 @@ macro_rules! recurrent {
     )* };
 }
 
-recurrent! {
+impl_recurrent_forward! {
     Rnn: Tensor => (Tensor, Tensor);
     Lstm: (Tensor, Tensor) => (Tensor, (Tensor, Tensor));
     Gru: Tensor => (Tensor, Tensor);

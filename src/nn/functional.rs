@@ -1,3 +1,3 @@
-//! Operations whose names in PyTorch's `torch.nn.functional` mean something else for a tensor itself.
+//! Operations whose names in PyTorch's `torch.nn.functional` are taken by other methods of a tensor.
 
 pub use crate::ops::{fold, unfold};

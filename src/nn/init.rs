@@ -1,36 +1,36 @@
-//! First values of parameters, in place (PyTorch's `torch.nn.init`). Gradients do not see it.
+//! In-place initialisation of parameters (PyTorch's `torch.nn.init`). Autograd does not record it.
 
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Scalar, Tensor, in_steps, no_grad};
 
-/// Which side of a weight `[outputs, inputs, ..]` decides how large its elements are.
+/// Chooses the dimension of a weight `[outputs, inputs, ..]` that determines the scale of its elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fan {
-    /// Elements that an output is summed from: keeps the variance forward.
+    /// The number of inputs of an output element: keeps the variance in the forward pass.
     #[default]
     In,
-    /// Elements that an input goes into: keeps the variance backward.
+    /// The number of outputs that an input element contributes to: keeps the variance in the backward pass.
     Out,
 }
 
-/// The elements of a weight that one output has, and one input.
-fn fans(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
+/// Returns fan-in and fan-out of a weight.
+fn fan_in_and_out(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
     match t.shape().dims() {
         [outputs, inputs, kernel @ ..] => {
             let taps = kernel.iter().product::<usize>() as f64;
             Ok((*inputs as f64 * taps, *outputs as f64 * taps))
         }
-        _ => Err(Error::invalid(op, format!("a weight has two dims at least, this one has shape {}", t.shape()))),
+        _ => Err(Error::invalid(op, format!("a weight has at least two dims, not shape {}", t.shape()))),
     }
 }
 
-/// `t = random * scale + shift`.
+/// Computes `t = random * scale + shift`.
 fn fill_from(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Result<()> {
     let numbers = [Scalar::Float(scale), Scalar::Float(shift)];
     no_grad(|| Tensor::map_into(&[&random?], &numbers, &[t], |x, s| vec![&x[0] * &s[0] + &s[1]]))
 }
 
-/// All elements the same (`constant_`).
+/// Sets all elements to `value` (`constant_`).
 ///
 /// # Errors
 /// As [`Tensor::fill_`].
@@ -38,7 +38,7 @@ pub fn constant_(t: &Tensor, value: impl Into<Scalar>) -> Result<()> {
     no_grad(|| t.fill_(value).map(|_| ()))
 }
 
-/// Uniform in `low..high` (`uniform_`).
+/// Draws from the uniform distribution on `low..high` (`uniform_`).
 ///
 /// # Errors
 /// As [`Tensor::uniform_`].
@@ -46,7 +46,7 @@ pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
     no_grad(|| t.uniform_(low, high).map(drop))
 }
 
-/// Normal (`normal_`).
+/// Draws from the normal distribution (`normal_`).
 ///
 /// # Errors
 /// As [`uniform_`].
@@ -54,20 +54,20 @@ pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
     fill_from(t, Tensor::randn(t.shape(), t), std, mean)
 }
 
-/// Normal, drawn again where it is not within `low..=high` (`trunc_normal_`).
+/// Draws from the normal distribution, repeated for elements outside `low..=high` (`trunc_normal_`).
 ///
 /// # Errors
-/// As [`uniform_`]; [`Error::Invalid`] for bounds that hold less than a thousandth of the distribution; [`Error::Partial`]
-/// where the device fails after the first draw.
+/// As [`uniform_`]; [`Error::Invalid`] for bounds that contain less than a thousandth of the distribution; [`Error::Partial`]
+/// if the device fails after the first draw.
 pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Result<()> {
     let op = "trunc_normal_";
     let cdf = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
-    let inside = cdf(high) - cdf(low);
-    if inside.is_nan() || inside < 1e-3 {
-        return Err(Error::invalid(op, format!("{low}..={high} holds next to nothing of that distribution")));
+    let probability_inside = cdf(high) - cdf(low);
+    if probability_inside.is_nan() || probability_inside < 1e-3 {
+        return Err(Error::invalid(op, format!("{low}..={high} contains almost none of this distribution")));
     }
-    // As often as leaves hardly one of a billion elements outside, which is then clamped.
-    let rounds = ((1e-12f64).ln() / (1.0 - inside).max(1e-12).ln()).ceil() as usize;
+    // Enough rounds that about one of 1e12 elements is still outside and gets clamped.
+    let rounds = ((1e-12f64).ln() / (1.0 - probability_inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);
     let draws = || {
         normal_(t, mean, std)?;
@@ -83,13 +83,13 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     no_grad(|| in_steps(op, || t.storage().version(), draws))
 }
 
-/// Uniform with the variance that keeps that of activations under a leaky ReLU of slope `a` (He et al.; `kaiming_uniform_`):
-/// 0 for a ReLU.
+/// Draws from the uniform distribution whose variance keeps that of activations under a leaky ReLU of slope `a`, 0 for a ReLU
+/// (He et al.; `kaiming_uniform_`).
 ///
 /// # Errors
-/// As [`uniform_`]; [`Error::Invalid`] for less than two dims.
+/// As [`uniform_`]; [`Error::Invalid`] for fewer than two dims.
 pub fn kaiming_uniform_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
-    let bound = 3f64.sqrt() * kaiming("kaiming_uniform_", t, a, fan)?;
+    let bound = 3f64.sqrt() * kaiming_std("kaiming_uniform_", t, a, fan)?;
     uniform_(t, -bound, bound)
 }
 
@@ -98,21 +98,21 @@ pub fn kaiming_uniform_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
 /// # Errors
 /// As [`kaiming_uniform_`].
 pub fn kaiming_normal_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
-    normal_(t, 0.0, kaiming("kaiming_normal_", t, a, fan)?)
+    normal_(t, 0.0, kaiming_std("kaiming_normal_", t, a, fan)?)
 }
 
-fn kaiming(op: &'static str, t: &Tensor, a: f64, fan: Fan) -> Result<f64> {
-    let (inputs, outputs) = fans(op, t)?;
+fn kaiming_std(op: &'static str, t: &Tensor, a: f64, fan: Fan) -> Result<f64> {
+    let (inputs, outputs) = fan_in_and_out(op, t)?;
     let n = if fan == Fan::In { inputs } else { outputs };
     Ok((2.0 / (1.0 + a * a)).sqrt() / n.max(1.0).sqrt())
 }
 
-/// Uniform with the variance that suits both directions, times `gain²` (Glorot and Bengio; `xavier_uniform_`).
+/// Draws from the uniform distribution with variance `gain² * 2 / (fan_in + fan_out)` (Glorot and Bengio; `xavier_uniform_`).
 ///
 /// # Errors
 /// As [`kaiming_uniform_`].
 pub fn xavier_uniform_(t: &Tensor, gain: f64) -> Result<()> {
-    let (inputs, outputs) = fans("xavier_uniform_", t)?;
+    let (inputs, outputs) = fan_in_and_out("xavier_uniform_", t)?;
     let bound = gain * (6.0 / (inputs + outputs).max(1.0)).sqrt();
     uniform_(t, -bound, bound)
 }
@@ -122,12 +122,12 @@ pub fn xavier_uniform_(t: &Tensor, gain: f64) -> Result<()> {
 /// # Errors
 /// As [`kaiming_uniform_`].
 pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
-    let (inputs, outputs) = fans("xavier_normal_", t)?;
+    let (inputs, outputs) = fan_in_and_out("xavier_normal_", t)?;
     normal_(t, 0.0, gain * (2.0 / (inputs + outputs).max(1.0)).sqrt())
 }
 
-/// A matrix of orthonormal rows, or columns where these are fewer, times `gain`, uniformly distributed among those; the dims of a
-/// weight after the first count as one (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64.
+/// Fills with a uniformly distributed random matrix of orthonormal rows, or orthonormal columns if there are fewer columns, times
+/// `gain`. All dims after the first are treated as columns (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::init};
@@ -143,7 +143,7 @@ pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
 /// As [`kaiming_uniform_`].
 pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     let op = "orthogonal_";
-    fans(op, t)?;
+    fan_in_and_out(op, t)?;
     let outputs = t.shape().dims()[0];
     let inputs = t.numel().checked_div(outputs).unwrap_or(0);
     let (count, length) = (outputs.min(inputs), outputs.max(inputs));
@@ -158,7 +158,7 @@ pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     for i in 0..vectors.len() {
         let (before, after) = vectors.split_at_mut(i);
         let v = &mut after[0];
-        // Gram and Schmidt's, twice: once leaves what rounding makes of vectors that were nearly dependent.
+        // Gram-Schmidt is applied twice, because nearly dependent vectors are not orthogonal to rounding error after one pass.
         for u in before.iter().chain(before.iter()) {
             let along = dot(u, v);
             v.iter_mut().zip(u).for_each(|(v, u)| *v -= along * u);
@@ -174,7 +174,7 @@ pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     })
 }
 
-/// What layers start from unless told otherwise: uniform in ±1/√fan, requiring a gradient.
+/// Creates a parameter with the default initialisation of layers: uniform in ±1/√fan.
 pub(super) fn default_parameter(shape: &[usize], fan: usize, options: TensorOptions) -> Result<Tensor> {
     let bound = 1.0 / (fan.max(1) as f64).sqrt();
     let t = Tensor::rand(shape, options)?;

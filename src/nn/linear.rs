@@ -5,7 +5,8 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// `activation(x @ weight^T + bias)`: weight `[out, in]`, bias `[out]` (PyTorch's `nn.Linear`). One launch forward.
+/// Computes `activation(x @ weight^T + bias)` with weight `[out, in]` and bias `[out]` (PyTorch's `nn.Linear`). One launch
+/// forward.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, nn::{Linear, Module}};
@@ -21,10 +22,10 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer of `inputs` to `outputs` features with a bias; weight and bias uniform in ±1/√inputs, as PyTorch's.
+    /// Creates a layer from `inputs` to `outputs` features with a bias. Weight and bias are uniform in ±1/√inputs, as in PyTorch.
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(inputs: usize, outputs: usize, options: impl Into<TensorOptions>) -> Result<Linear> {
         let _caller = Caller::enter();
@@ -33,22 +34,22 @@ impl Linear {
         Ok(Linear { weight: uniform(&[outputs, inputs])?, bias: Some(uniform(&[outputs])?), activation: None })
     }
 
-    /// Without the bias.
+    /// Removes the bias.
     pub fn without_bias(self) -> Linear {
         Linear { bias: None, ..self }
     }
 
-    /// With `activation` applied to the result in the same launch.
+    /// Applies `activation` to the result in the same launch.
     pub fn with_activation(self, activation: Activation) -> Linear {
         Linear { activation: Some(activation), ..self }
     }
 
-    /// The weight, `[outputs, inputs]`.
+    /// Returns the weight, `[outputs, inputs]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, `[outputs]`.
+    /// Returns the bias, `[outputs]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }

@@ -1,8 +1,8 @@
 //! Layers and losses: short compositions of operations.
 //!
-//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the one trait. What a
-//! module is made of it says once, with [`parts!`](crate::parts): from that come the list of its parameters, their names (which
-//! are PyTorch's), saving and loading, and the switch between training and evaluation. Losses are methods of [`Tensor`]
+//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the trait. A module lists
+//! its fields once, with [`parts!`](crate::parts). From this list come its parameters, their names (the same as in PyTorch),
+//! saving and loading, and the switch between training and evaluation. Losses are methods of [`Tensor`]
 //! ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
 mod activation;
@@ -43,7 +43,7 @@ pub use norm::{
 };
 
 #[doc(hidden)]
-pub use crate::io::joined;
+pub use crate::io::join_names;
 pub use crate::storage::uninit;
 #[doc(hidden)]
 pub use part::field_name;
@@ -66,12 +66,12 @@ pub use upsample::{PixelShuffle, PixelUnshuffle, Upsample};
 
 use std::collections::HashSet;
 
-use self::replace::{replace, replace_each};
+use self::replace::{convert_tensors, replace_each};
 use crate::autograd::checkpoint;
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Excerpt, MemoryFormat, Result, Tensor};
 
-/// A layer or a network: a function of one tensor with parameters. [`Forward`] is for other inputs.
+/// A layer or a network: a function of one tensor, with parameters. For other inputs, see [`Forward`].
 ///
 /// ```
 /// use claystone::nn::{Conv2d, Linear, Module};
@@ -98,32 +98,31 @@ use crate::{DType, Device, Error, Excerpt, MemoryFormat, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Module: BoxedHandle + Send + Sync {
-    /// The result for a batch `x`; recorded where parameters or `x` require gradients. A module of several inputs or of a state
-    /// leaves this out: see [`Forward`].
+    /// Computes the result for a batch `x`; recorded if parameters or `x` require gradients. A module of several inputs or with a
+    /// recurrent state does not implement this method: see [`Forward`].
     ///
     /// # Errors
-    /// Those of the operations inside: shapes, dtypes and devices that do not go together, memory. [`crate::Error::Invalid`]
-    /// for a module that is no function of one tensor.
+    /// Errors of the operations inside: incompatible shapes, dtypes or devices, and memory. [`crate::Error::Invalid`]
+    /// for a module that is not a function of one tensor.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _ = x;
-        let reason = "it is no function of one tensor: use Forward::call, or a method of its own";
+        let reason = "the module is not a function of one tensor: use Forward::call, or the module's own method";
         Err(Error::invalid(self.type_name(), reason))
     }
 
-    /// Calls `visitor` with each tensor of the module in order: its name after `prefix`, what it is, and itself.
-    /// [`parts!`](crate::parts) writes this and the next four.
+    /// Calls `visitor` with the name (after `prefix`), the role and the handle of each tensor of the module, in a fixed order.
+    /// [`parts!`](crate::parts) implements this method and the next four.
     fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
-    /// [`Module::visit`] for who changes the tensors.
+    /// Mutable version of [`Module::visit`].
     fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
-    /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train(mode)`); most layers do
-    /// not.
+    /// Switches layers that behave differently in training and evaluation (PyTorch's `train(mode)`).
     fn set_training(&self, training: bool);
 
-    /// Returns another handle on this module: its tensors are the same, so that a step of one's optimiser is seen by both, as
-    /// with [`Tensor::shallow_clone`]. The switch between training and evaluation is its own. [`Module::try_clone`] copies the
-    /// tensors instead.
+    /// Returns another handle on this module with the same tensors, as [`Tensor::shallow_clone`]: an optimiser step through one
+    /// handle is visible through the other. Each handle has its own switch between training and evaluation.
+    /// [`Module::try_clone`] copies the tensors instead.
     ///
     /// ```
     /// use claystone::nn::{Linear, Module};
@@ -142,32 +141,32 @@ pub trait Module: BoxedHandle + Send + Sync {
     where
         Self: Sized;
 
-    /// Calls `visitor` with each module inside of this one, each before those inside of it, and with its name after `prefix`.
+    /// Calls `visitor` with each submodule and its name after `prefix`; a submodule comes before its own submodules.
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         let _ = (prefix, visitor);
     }
 
-    /// Switches to training (PyTorch's `train()`), which is what modules start in.
+    /// Switches to training (PyTorch's `train()`), the initial state of modules.
     fn train(&self) {
         self.set_training(true);
     }
 
-    /// Switches to evaluation (PyTorch's `eval()`): nothing is dropped out, batches are normalised by running statistics.
+    /// Switches to evaluation (PyTorch's `eval()`): no dropout, and batch norms use their running statistics.
     fn eval(&self) {
         self.set_training(false);
     }
 
-    /// The parameters, in a fixed order.
+    /// Returns the parameters in a fixed order.
     fn parameters(&self) -> Vec<&Tensor> {
         self.named_parameters("").into_iter().map(|(_, t)| t).collect()
     }
 
-    /// The parameters, for an optimiser to rehome, in the same order; one that is tied to another once.
+    /// Returns the parameters for an optimiser, which may move them into a flat buffer. Tied parameters are returned once.
     fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
         self.named_parameters_mut("").into_iter().map(|(_, t)| t).collect()
     }
 
-    /// [`Module::named_parameters`] for an optimiser to rehome: [`crate::optim::Fused::grouped`] makes groups by the names.
+    /// Mutable version of [`Module::named_parameters`]; [`crate::optim::Fused::grouped`] makes parameter groups by name.
     fn named_parameters_mut(&mut self, prefix: &str) -> Vec<(String, &mut Tensor)> {
         let (mut out, mut seen) = (Vec::new(), HashSet::new());
         self.visit_mut(prefix, &mut |name, role, t| {
@@ -176,49 +175,49 @@ pub trait Module: BoxedHandle + Send + Sync {
         out
     }
 
-    /// The parameters with PyTorch's dotted names, after `prefix` where that is not empty; one that is tied to another by the
-    /// first of its names.
+    /// Returns the parameters with PyTorch's dotted names, after `prefix` if it is not empty. A tied parameter is returned once,
+    /// under its first name.
     fn named_parameters(&self, prefix: &str) -> Vec<(String, &Tensor)> {
         let (mut out, mut seen) = (Vec::new(), HashSet::new());
         self.visit(prefix, &mut |name, role, t| out.extend(is_new_parameter(role, t, &mut seen).then_some((name, t))));
         out
     }
 
-    /// The tensors that are saved but not trained, such as running statistics, with their names.
+    /// Returns the tensors that are saved but not trained, such as running statistics, with their names.
     fn named_buffers(&self, prefix: &str) -> Vec<(String, &Tensor)> {
         let mut out = Vec::new();
         self.visit(prefix, &mut |name, role, t| out.extend((role == Role::Buffer).then_some((name, t))));
         out
     }
 
-    /// The modules inside of this one, each before those inside of it, with their names (PyTorch's `named_modules`, without the
-    /// module itself).
+    /// Returns the submodules with their names, each before its own submodules (PyTorch's `named_modules`, without the module
+    /// itself).
     fn named_modules(&self, prefix: &str) -> Vec<(String, &dyn Module)> {
         let mut out = Vec::new();
         self.visit_modules(prefix, &mut |name, module| out.push((name, module)));
         out
     }
 
-    /// The name of its type, such as `Linear`.
+    /// Returns the name of the module's type, such as `Linear`.
     fn type_name(&self) -> &'static str {
         let path = std::any::type_name::<Self>();
         let path = path.split('<').next().unwrap_or(path);
         path.rsplit("::").next().unwrap_or(path)
     }
 
-    /// This layer as the one that [`SyncBatchNorm`](crate::distributed::SyncBatchNorm) converts.
+    /// Returns this layer as a [`BatchNorm`] for the conversion to [`SyncBatchNorm`](crate::distributed::SyncBatchNorm).
     #[doc(hidden)]
     fn as_batch_norm(&self) -> Option<&BatchNorm> {
         None
     }
 
-    /// How many numbers the parameters hold.
+    /// Returns the number of elements of all parameters.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|p| p.numel()).sum()
     }
 
-    /// Freezes (`false`) or trains (`true`) all parameters, for every handle on them (PyTorch's `requires_grad_`): of a whole
-    /// module, or of a part of it. An optimiser that has a frozen parameter skips it and goes on with its state afterwards.
+    /// Freezes (`false`) or unfreezes (`true`) all parameters, for every handle on them (PyTorch's `requires_grad_`). An
+    /// optimiser skips a frozen parameter, and keeps its state until the parameter is trained again.
     ///
     /// ```
     /// use claystone::nn::{Linear, Module};
@@ -234,7 +233,7 @@ pub trait Module: BoxedHandle + Send + Sync {
     ///
     /// # Errors
     /// [`crate::Error::Autograd`] for a parameter that is the result of a recorded operation;
-    /// [`crate::Error::UnsupportedDType`] for one of integers.
+    /// [`crate::Error::UnsupportedDType`] for a parameter of integers.
     fn requires_grad_(&mut self, requires_grad: bool) -> Result<()> {
         replace_each(self, |role, t| match t.leaf_id() {
             _ if role == Role::Buffer => Ok(t.shallow_clone()),
@@ -243,17 +242,17 @@ pub trait Module: BoxedHandle + Send + Sync {
         })
     }
 
-    /// [`Module::parameters_mut`] without those that are frozen.
+    /// Returns [`Module::parameters_mut`] without frozen parameters.
     fn trainable_parameters_mut(&mut self) -> Vec<&mut Tensor> {
         self.parameters_mut().into_iter().filter(|p| p.requires_grad()).collect()
     }
 
-    /// Forgets the gradients of all parameters.
+    /// Clears the gradients of all parameters.
     fn zero_grad(&self) {
         self.parameters().into_iter().for_each(Tensor::zero_grad);
     }
 
-    /// Parameters and buffers by name, as PyTorch names them. The tensors share the module's memory, outside the graph.
+    /// Returns parameters and buffers under PyTorch's names. The tensors share the module's memory and are outside the graph.
     ///
     /// ```
     /// use claystone::nn::{BatchNorm2d, Module};
@@ -270,8 +269,8 @@ pub trait Module: BoxedHandle + Send + Sync {
         out.into_iter().collect()
     }
 
-    /// Copies the module with all its tensors (Python's `copy.deepcopy(model)`): a target network, or the module that
-    /// [`AveragedModel::ema`] averages in. Parameters that are tied stay so. Gradients are not copied.
+    /// Copies the module with all its tensors (Python's `copy.deepcopy(model)`), for example as a target network or for
+    /// [`AveragedModel::ema`]. Tied parameters stay tied. Gradients are not copied.
     ///
     /// ```
     /// use claystone::nn::{AveragedModel, Linear, Module};
@@ -296,7 +295,7 @@ pub trait Module: BoxedHandle + Send + Sync {
         Ok(copy)
     }
 
-    /// [`Module::forward`] that keeps only `x` for backward and computes the rest once more then: see
+    /// Computes [`Module::forward`] but keeps only `x` for backward, which computes the forward pass again: see
     /// [`checkpoint`]. [`Checkpoint`] is a layer that does this.
     ///
     /// # Errors
@@ -311,27 +310,27 @@ pub trait Module: BoxedHandle + Send + Sync {
         checkpoint(move |x| module.forward(&x[0]), &[x])
     }
 
-    /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. `strict` makes names
-    /// that are missing or unknown an error; otherwise they are returned, and the others loaded. Everything is checked before
-    /// anything is changed.
+    /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. If `strict`, missing
+    /// and unknown names are an error; otherwise they are returned, and all other tensors are loaded. Everything is checked
+    /// before the first change.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor of another shape, and where strict for other names; [`crate::Error::Partial`]
-    /// where the device fails after some were copied.
+    /// [`crate::Error::Invalid`] for a tensor of another shape, and, if strict, for names that differ; [`crate::Error::Partial`]
+    /// if the device fails after some tensors were copied.
     fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let (op, own) = ("load_state_dict", self.state_dict());
-        let keys = assign::check(op, &own, state, strict)?;
+        let keys = assign::check_state(op, &own, state, strict)?;
         if let Some((name, _)) = own.iter().find(|(name, t)| t.is_uninit() && state.get(name).is_some()) {
             let reason = format!("{} was made in nn::uninit and has no memory: use assign_state_dict", Excerpt(name));
             return Err(Error::invalid(op, reason));
         }
-        assign::copy(op, &own, state)?;
+        assign::copy_values(op, &own, state)?;
         Ok(keys)
     }
 
-    /// [`Module::load_state_dict`] that takes the tensors of `state` over where the module's were made in [`uninit`](fn@uninit)
-    /// (PyTorch's `load_state_dict(assign=True)`). A tensor of another dtype or device is converted, and one that has other
-    /// handles is copied; the rest is not, so that the weights are in memory once.
+    /// Like [`Module::load_state_dict`], but the tensors of `state` replace tensors made in [`uninit`](fn@uninit)
+    /// (PyTorch's `load_state_dict(assign=True)`), so that the weights are in memory once. Only a tensor of another dtype or
+    /// device is converted, and only a tensor with other handles is copied.
     ///
     /// ```
     /// use claystone::nn::{self, Linear, Module};
@@ -346,27 +345,29 @@ pub trait Module: BoxedHandle + Send + Sync {
     /// ```
     ///
     /// # Errors
-    /// As [`Module::load_state_dict`], and [`crate::Error::OutOfMemory`]. What is missing where not strict stays without values,
-    /// and its use is an error that names it.
+    /// As [`Module::load_state_dict`], and [`crate::Error::OutOfMemory`]. If not strict, tensors without a value in `state` stay
+    /// without memory, and using such a tensor is an error that has its name.
     fn assign_state_dict(&mut self, state: StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let own = self.state_dict();
-        assign::assign("assign_state_dict", own, state, strict, |f| self.visit_mut("", &mut |name, _, t| f(name, t)))
+        assign::assign_values("assign_state_dict", own, state, strict, |f| {
+            self.visit_mut("", &mut |name, _, t| f(name, t))
+        })
     }
 
-    /// Moves all tensors to a device, gradients too. An optimiser of the parameters goes on with them there, and its state
-    /// follows at its next step.
+    /// Moves all tensors and their gradients to a device. An optimiser of the parameters follows, and moves its state at its next
+    /// step.
     ///
     /// # Errors
-    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: tensors that were moved before that stay there, and
+    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: tensors that were already moved stay on the new device, and
     /// another call moves the rest.
     #[track_caller]
     fn to_device(&mut self, device: Device) -> Result<()> {
         let _caller = Caller::enter();
-        replace(self, true, |t| t.to_device(device))
+        convert_tensors(self, true, |t| t.to_device(device))
     }
 
-    /// Converts all tensors of floats, gradients too. An optimiser of the parameters goes on with them, and its state follows at
-    /// its next step.
+    /// Converts all float tensors and their gradients. An optimiser of the parameters follows, and converts its state at its next
+    /// step.
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`], as for
@@ -375,13 +376,13 @@ pub trait Module: BoxedHandle + Send + Sync {
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
         let _caller = Caller::enter();
         dtype.check_float("to_dtype")?;
-        replace(self, true, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
+        convert_tensors(self, true, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
     }
 
-    /// Brings the weights of as many dims as the format has, four or five, to this order in memory, gradients too (PyTorch's
-    /// `model.to(memory_format=torch.channels_last)`). Layers then keep the format of images that come in it, and convolutions
-    /// on tensor cores need no copies. Values, names and what is saved stay as they are. Best before an optimiser is made: one
-    /// goes on with the parameters at its next step, but no longer updates all of them in one launch.
+    /// Converts weights with the format's number of dims, four or five, and their gradients to this memory format (PyTorch's
+    /// `model.to(memory_format=torch.channels_last)`). Layers then keep the format of channels-last images, and convolutions on
+    /// tensor cores need no copies. Values, names and saved files do not change. Call it before making an optimiser: an existing
+    /// optimiser follows at its next step, but then no longer updates all parameters in one launch.
     ///
     /// ```
     /// use claystone::nn::{Activation, BatchNorm2d, Conv2d, Module, Sequential};
@@ -406,16 +407,16 @@ pub trait Module: BoxedHandle + Send + Sync {
             MemoryFormat::Contiguous => None,
         };
         let concerned = |t: &Tensor| rank.is_none_or(|rank| t.rank() == rank);
-        replace(self, false, |t| if concerned(t) { t.to_memory_format(format) } else { Ok(t.detach()) })
+        convert_tensors(self, false, |t| if concerned(t) { t.to_memory_format(format) } else { Ok(t.detach()) })
     }
 }
 
-/// Whether it is a parameter, and none of those seen before: layers that are tied have the same leaf.
+/// True if `t` is a parameter whose leaf is not in `seen`: tied parameters have the same leaf.
 fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
     role == Role::Parameter && t.leaf_id().is_none_or(|leaf| seen.insert(leaf))
 }
 
-/// A module's part of a checkpoint is its state dict, loaded strictly.
+/// Saves a module in a checkpoint as its state dict, and loads it strictly.
 impl<M: Module> Stateful for M {
     fn state_dict(&self) -> Result<StateDict> {
         Ok(Module::state_dict(self))
@@ -424,7 +425,7 @@ impl<M: Module> Stateful for M {
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let state = state.iter().map(|(name, t)| (name.to_string(), t.detach())).collect();
         let own = Module::state_dict(self);
-        assign::assign("load_state_dict", own, state, true, |f| self.visit_mut("", &mut |name, _, t| f(name, t)))
+        assign::assign_values("load_state_dict", own, state, true, |f| self.visit_mut("", &mut |name, _, t| f(name, t)))
             .map(|_| ())
     }
 }

@@ -1,4 +1,4 @@
-//! Normalising layers.
+//! Normalisation layers.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,7 +16,7 @@ fn zeros(n: &[usize], options: TensorOptions) -> Result<Tensor> {
 }
 
 /// [`Tensor::batch_norm`] with a weight, a bias and running statistics for each channel of `[N, C, ..]` (PyTorch's
-/// `nn.BatchNorm1d` and its kin).
+/// `nn.BatchNorm1d`, `nn.BatchNorm2d` and `nn.BatchNorm3d`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{BatchNorm2d, Module}};
@@ -36,25 +36,25 @@ pub struct BatchNorm {
     mode: Mode,
     momentum: f64,
     eps: f64,
-    /// What normalises in training in place of [`Tensor::batch_norm`].
+    /// Replaces [`Tensor::batch_norm`] in training if set.
     trained_by: Arc<Mutex<Option<Arc<BatchNormFn>>>>,
 }
 
-/// A function in place of [`Tensor::batch_norm`] in training.
+/// The signature of a replacement for [`Tensor::batch_norm`] in training.
 pub(crate) type BatchNormFn = dyn Fn(&Tensor, BatchNormOptions) -> Result<Tensor> + Send + Sync;
 
-/// [`BatchNorm`] by PyTorch's name for `[N, C]` and `[N, C, L]`.
+/// [`BatchNorm`] under PyTorch's name for `[N, C]` and `[N, C, L]`.
 pub type BatchNorm1d = BatchNorm;
-/// [`BatchNorm`] by PyTorch's name for `[N, C, H, W]`.
+/// [`BatchNorm`] under PyTorch's name for `[N, C, H, W]`.
 pub type BatchNorm2d = BatchNorm;
-/// [`BatchNorm`] by PyTorch's name for `[N, C, D, H, W]`.
+/// [`BatchNorm`] under PyTorch's name for `[N, C, D, H, W]`.
 pub type BatchNorm3d = BatchNorm;
 
 impl BatchNorm {
-    /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(channels: usize, options: impl Into<TensorOptions>) -> Result<BatchNorm> {
         let _caller = Caller::enter();
@@ -72,37 +72,37 @@ impl BatchNorm {
         })
     }
 
-    /// Normalises in training by this function from now on: by statistics of other batches too.
+    /// Sets the function that replaces [`Tensor::batch_norm`] in training, such as one that reduces statistics over ranks.
     pub(crate) fn train_by(&self, f: Arc<BatchNormFn>) {
         *self.trained_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(f);
     }
 
-    /// The weight, `[channels]`.
+    /// Returns the weight, `[channels]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, `[channels]`.
+    /// Returns the bias, `[channels]`.
     pub fn bias(&self) -> &Tensor {
         &self.bias
     }
 
-    /// The running mean, `[channels]`.
+    /// Returns the running mean, `[channels]`.
     pub fn running_mean(&self) -> &Tensor {
         &self.running_mean.0
     }
 
-    /// The running variance, `[channels]`.
+    /// Returns the running variance, `[channels]`.
     pub fn running_var(&self) -> &Tensor {
         &self.running_var.0
     }
 
-    /// With another momentum: how far the running statistics move towards a batch's.
+    /// Sets the momentum: the weight of a batch's statistics in the running statistics.
     pub fn with_momentum(self, momentum: f64) -> BatchNorm {
         BatchNorm { momentum, ..self }
     }
 
-    /// With another number added to the variance.
+    /// Sets the number added to the variance.
     pub fn with_eps(self, eps: f64) -> BatchNorm {
         BatchNorm { eps, ..self }
     }
@@ -144,8 +144,8 @@ impl Module for BatchNorm {
     }
 }
 
-/// [`Tensor::instance_norm`] of `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d` and its kin), with nothing to train and no running
-/// statistics unless asked for.
+/// [`Tensor::instance_norm`] of `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d`, `nn.InstanceNorm2d` and `nn.InstanceNorm3d`).
+/// By default it has no parameters and no running statistics.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{InstanceNorm2d, Module}};
@@ -160,7 +160,7 @@ pub struct InstanceNorm {
     bias: Option<Tensor>,
     running_mean: Option<Buffer>,
     running_var: Option<Buffer>,
-    /// Saved as PyTorch's, which does not count here either.
+    /// Saved for compatibility with PyTorch, which does not update this buffer either.
     num_batches_tracked: Option<Buffer>,
     mode: Mode,
     channels: usize,
@@ -169,15 +169,15 @@ pub struct InstanceNorm {
     eps: f64,
 }
 
-/// [`InstanceNorm`] by PyTorch's name for `[N, C, L]`.
+/// [`InstanceNorm`] under PyTorch's name for `[N, C, L]`.
 pub type InstanceNorm1d = InstanceNorm;
-/// [`InstanceNorm`] by PyTorch's name for `[N, C, H, W]`.
+/// [`InstanceNorm`] under PyTorch's name for `[N, C, H, W]`.
 pub type InstanceNorm2d = InstanceNorm;
-/// [`InstanceNorm`] by PyTorch's name for `[N, C, D, H, W]`.
+/// [`InstanceNorm`] under PyTorch's name for `[N, C, D, H, W]`.
 pub type InstanceNorm3d = InstanceNorm;
 
 impl InstanceNorm {
-    /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
     pub fn new(channels: usize, options: impl Into<TensorOptions>) -> InstanceNorm {
         InstanceNorm {
             weight: None,
@@ -193,7 +193,7 @@ impl InstanceNorm {
         }
     }
 
-    /// With a weight and a bias for each channel (PyTorch's `affine`).
+    /// Adds a weight and a bias for each channel (PyTorch's `affine`).
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -204,8 +204,8 @@ impl InstanceNorm {
         Ok(InstanceNorm { weight: Some(weight), bias: Some(bias), ..self })
     }
 
-    /// With running statistics, which training moves towards the means over the batch and evaluation normalises by (PyTorch's
-    /// `track_running_stats`).
+    /// Adds running statistics: training updates them with the means over the batch, and evaluation normalises with them
+    /// (PyTorch's `track_running_stats`).
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -220,22 +220,22 @@ impl InstanceNorm {
         })
     }
 
-    /// The weight, `[channels]`, of a layer [with one](InstanceNorm::with_affine).
+    /// Returns the weight, `[channels]`, after [`with_affine`](InstanceNorm::with_affine).
     pub fn weight(&self) -> Option<&Tensor> {
         self.weight.as_ref()
     }
 
-    /// The bias, `[channels]`, of a layer [with one](InstanceNorm::with_affine).
+    /// Returns the bias, `[channels]`, after [`with_affine`](InstanceNorm::with_affine).
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// With another momentum: how far the running statistics move towards a batch's.
+    /// Sets the momentum: the weight of a batch's statistics in the running statistics.
     pub fn with_momentum(self, momentum: f64) -> InstanceNorm {
         InstanceNorm { momentum, ..self }
     }
 
-    /// With another number added to the variance.
+    /// Sets the number added to the variance.
     pub fn with_eps(self, eps: f64) -> InstanceNorm {
         InstanceNorm { eps, ..self }
     }
@@ -285,7 +285,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// For last dims of this shape, with an eps of 1e-5.
+    /// Creates a layer that normalises the last dims, which have this shape, with an eps of 1e-5.
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -297,22 +297,22 @@ impl LayerNorm {
         Ok(LayerNorm { weight, bias, shape: shape.to_vec(), eps: 1e-5 })
     }
 
-    /// The weight, of the normalised shape.
+    /// Returns the weight, of the normalised shape.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, of the normalised shape.
+    /// Returns the bias, of the normalised shape.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// Without the bias.
+    /// Removes the bias.
     pub fn without_bias(self) -> LayerNorm {
         LayerNorm { bias: None, ..self }
     }
 
-    /// With another number added to the variance.
+    /// Sets the number added to the variance.
     pub fn with_eps(self, eps: f64) -> LayerNorm {
         LayerNorm { eps, ..self }
     }
@@ -337,7 +337,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// For this many groups of channels, with an eps of 1e-5.
+    /// Creates a layer for `channels` channels in `groups` groups, with an eps of 1e-5.
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -348,17 +348,17 @@ impl GroupNorm {
         Ok(GroupNorm { weight: ones(&[channels], options)?, bias: zeros(&[channels], options)?, groups, eps: 1e-5 })
     }
 
-    /// The weight, `[channels]`.
+    /// Returns the weight, `[channels]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, `[channels]`.
+    /// Returns the bias, `[channels]`.
     pub fn bias(&self) -> &Tensor {
         &self.bias
     }
 
-    /// With another number added to the variance.
+    /// Sets the number added to the variance.
     pub fn with_eps(self, eps: f64) -> GroupNorm {
         GroupNorm { eps, ..self }
     }
@@ -382,7 +382,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// For last dims of this shape, with the dtype's eps.
+    /// Creates a layer that normalises the last dims, which have this shape, with the dtype's eps.
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
@@ -392,12 +392,12 @@ impl RmsNorm {
         Ok(RmsNorm { weight: ones(shape, options.into())?, shape: shape.to_vec(), eps: None })
     }
 
-    /// The weight, of the normalised shape.
+    /// Returns the weight, of the normalised shape.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// With this number added to the mean square.
+    /// Sets the number added to the mean square.
     pub fn with_eps(self, eps: f64) -> RmsNorm {
         RmsNorm { eps: Some(eps), ..self }
     }

@@ -1,49 +1,49 @@
-//! What modules are made of: tensors, other modules, and the switch between training and evaluation.
+//! Fields of modules: tensors, submodules, and the switch between training and evaluation.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Module, joined};
+use super::{Module, join_names};
 use crate::Tensor;
 
-/// What a tensor is to its module.
+/// The role of a tensor in its module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Trained.
+    /// A trained tensor.
     Parameter,
-    /// Saved with the parameters, but not trained.
+    /// A tensor that is saved with the parameters, but not trained.
     Buffer,
 }
 
 /// A field of a module that [`parts!`](crate::parts) can list: a tensor (a parameter), a [`Buffer`], a module, a [`Mode`], or a
-/// vector or an option of those. A vector's are numbered from 0, as in PyTorch's `ModuleList`.
+/// vector or an option of these. Elements of a vector are numbered from 0, as in PyTorch's `ModuleList`.
 pub trait Part {
-    /// [`Module::visit`] of the field of this name.
-    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
+    /// [`Module::visit`] for a field of this name.
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
-    /// [`Module::visit_mut`] of the field of this name.
-    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
+    /// [`Module::visit_mut`] for a field of this name.
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
-    /// [`Module::set_training`] of the field.
-    fn switch(&self, training: bool);
+    /// [`Module::set_training`] for the field.
+    fn set_field_training(&self, training: bool);
 
-    /// [`Module::shallow_clone`] of the field.
-    fn handle(&self) -> Self
+    /// [`Module::shallow_clone`] for the field.
+    fn clone_handle(&self) -> Self
     where
         Self: Sized;
 
-    /// [`Module::visit_modules`] of the field, and the field itself where it is a module.
-    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+    /// [`Module::visit_modules`] for the field, including the field itself if it is a module.
+    fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         let _ = (name, visitor);
     }
 }
 
-/// Lists the fields of a [`Module`] that hold tensors, inside of its `impl`: `parts!(conv, norm, fc);`, or `parts!();` without any.
+/// Lists the fields of a [`Module`] that hold tensors, inside its `impl`: `parts!(conv, norm, fc);`, or `parts!();` for none.
 ///
-/// A field's name begins the names of its tensors. `as` gives another name, which may have dots, as PyTorch's submodules have; the
-/// name of a field `r#type` is `type`, and tensors of a field `as ""` have no name before their own.
+/// The names of tensors begin with the name of the field. `as` gives another name, which may have dots like names of PyTorch's
+/// submodules. The name of a field `r#type` is `type`. A field `as ""` adds nothing to the names of its tensors.
 ///
-/// The other fields are copied by [`Module::shallow_clone`]. Those that are not `Copy` are listed after a semicolon,
-/// `parts!(weight; names, sizes)`, and are cloned. An enum without tensors has `parts!(; self)`, which clones the whole value.
+/// The other fields are copied by [`Module::shallow_clone`]. Fields that are not `Copy` are listed after a semicolon,
+/// `parts!(weight; names, sizes)`, and are cloned. An enum without tensors uses `parts!(; self)`, which clones the whole value.
 ///
 /// ```
 /// use claystone::Device;
@@ -78,7 +78,7 @@ macro_rules! parts {
         #[allow(clippy::needless_update)]
         fn shallow_clone(&self) -> Self {
             Self {
-                $($field: $crate::nn::Part::handle(&self.$field),)*
+                $($field: $crate::nn::Part::clone_handle(&self.$field),)*
                 $($($cloned: ::std::clone::Clone::clone(&self.$cloned),)+)?
                 ..*self
             }
@@ -87,7 +87,7 @@ macro_rules! parts {
     (@visit $($field:ident [$($name:literal)?])*) => {
         fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, $crate::nn::Role, &'a $crate::Tensor)) {
             let _ = (prefix, &visitor);
-            $($crate::nn::Part::show(&self.$field, &$crate::parts!(@name prefix $field [$($name)?]), visitor);)*
+            $($crate::nn::Part::visit_field(&self.$field, &$crate::parts!(@name prefix $field [$($name)?]), visitor);)*
         }
 
         fn visit_mut<'a>(
@@ -96,17 +96,17 @@ macro_rules! parts {
             visitor: &mut dyn FnMut(String, $crate::nn::Role, &'a mut $crate::Tensor),
         ) {
             let _ = (prefix, &visitor);
-            $($crate::nn::Part::show_mut(&mut self.$field, &$crate::parts!(@name prefix $field [$($name)?]), visitor);)*
+            $($crate::nn::Part::visit_field_mut(&mut self.$field, &$crate::parts!(@name prefix $field [$($name)?]), visitor);)*
         }
 
         fn set_training(&self, training: bool) {
             let _ = training;
-            $($crate::nn::Part::switch(&self.$field, training);)*
+            $($crate::nn::Part::set_field_training(&self.$field, training);)*
         }
 
         fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn $crate::nn::Module)) {
             let _ = (prefix, &visitor);
-            $($crate::nn::Part::show_modules(&self.$field, &$crate::parts!(@name prefix $field [$($name)?]), visitor);)*
+            $($crate::nn::Part::visit_field_modules(&self.$field, &$crate::parts!(@name prefix $field [$($name)?]), visitor);)*
         }
     };
     (@name $prefix:ident $field:ident [$($name:literal)?]) => {
@@ -114,25 +114,25 @@ macro_rules! parts {
     };
 }
 
-/// The name of a module's field after `prefix`: `renamed` where [`parts!`](crate::parts) was given a name.
+/// Returns the name of a field after `prefix`; `renamed` has the name that [`parts!`](crate::parts) was given, if any.
 #[doc(hidden)]
 pub fn field_name(prefix: &str, field: &str, renamed: &[&str]) -> String {
     let own = field.strip_prefix("r#").unwrap_or(field);
-    joined(prefix, renamed.first().unwrap_or(&own))
+    join_names(prefix, renamed.first().unwrap_or(&own))
 }
 
 impl Part for Tensor {
-    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
         visitor(name.to_string(), Role::Parameter, self);
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
         visitor(name.to_string(), Role::Parameter, self);
     }
 
-    fn switch(&self, _training: bool) {}
+    fn set_field_training(&self, _training: bool) {}
 
-    fn handle(&self) -> Tensor {
+    fn clone_handle(&self) -> Tensor {
         self.shallow_clone()
     }
 }
@@ -145,27 +145,27 @@ pub struct Buffer(
 );
 
 impl Part for Buffer {
-    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
         visitor(name.to_string(), Role::Buffer, &self.0);
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
         visitor(name.to_string(), Role::Buffer, &mut self.0);
     }
 
-    fn switch(&self, _training: bool) {}
+    fn set_field_training(&self, _training: bool) {}
 
-    fn handle(&self) -> Buffer {
+    fn clone_handle(&self) -> Buffer {
         Buffer(self.0.shallow_clone())
     }
 }
 
-/// Whether a module trains, for those that behave differently then; it starts so.
+/// The switch between training and evaluation, initially training.
 #[derive(Debug)]
 pub struct Mode(AtomicBool);
 
 impl Mode {
-    /// Whether it is training.
+    /// True in training, false in evaluation.
     pub fn is_training(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
@@ -178,82 +178,86 @@ impl Default for Mode {
 }
 
 impl Part for Mode {
-    fn show<'a>(&'a self, _name: &str, _visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {}
+    fn visit_field<'a>(&'a self, _name: &str, _visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {}
 
-    fn show_mut<'a>(&'a mut self, _name: &str, _visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {}
+    fn visit_field_mut<'a>(&'a mut self, _name: &str, _visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {}
 
-    fn switch(&self, training: bool) {
+    fn set_field_training(&self, training: bool) {
         self.0.store(training, Ordering::Relaxed);
     }
 
-    fn handle(&self) -> Mode {
+    fn clone_handle(&self) -> Mode {
         Mode(AtomicBool::new(self.is_training()))
     }
 }
 
 impl<M: Module> Part for M {
-    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
         self.visit(name, visitor);
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
         self.visit_mut(name, visitor);
     }
 
-    fn switch(&self, training: bool) {
+    fn set_field_training(&self, training: bool) {
         self.set_training(training);
     }
 
-    fn handle(&self) -> M {
+    fn clone_handle(&self) -> M {
         self.shallow_clone()
     }
 
-    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+    fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         visitor(name.to_string(), self);
         self.visit_modules(name, visitor);
     }
 }
 
 impl<P: Part> Part for Vec<P> {
-    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.iter().enumerate().for_each(|(i, part)| part.show(&joined(name, &i.to_string()), visitor));
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.iter().enumerate().for_each(|(i, part)| part.visit_field(&join_names(name, &i.to_string()), visitor));
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.iter_mut().enumerate().for_each(|(i, part)| part.show_mut(&joined(name, &i.to_string()), visitor));
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.iter_mut()
+            .enumerate()
+            .for_each(|(i, part)| part.visit_field_mut(&join_names(name, &i.to_string()), visitor));
     }
 
-    fn switch(&self, training: bool) {
-        self.iter().for_each(|part| part.switch(training));
+    fn set_field_training(&self, training: bool) {
+        self.iter().for_each(|part| part.set_field_training(training));
     }
 
-    fn handle(&self) -> Vec<P> {
-        self.iter().map(P::handle).collect()
+    fn clone_handle(&self) -> Vec<P> {
+        self.iter().map(P::clone_handle).collect()
     }
 
-    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.iter().enumerate().for_each(|(i, part)| part.show_modules(&joined(name, &i.to_string()), visitor));
+    fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        self.iter()
+            .enumerate()
+            .for_each(|(i, part)| part.visit_field_modules(&join_names(name, &i.to_string()), visitor));
     }
 }
 
 impl<P: Part> Part for Option<P> {
-    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.iter().for_each(|part| part.show(name, visitor));
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.iter().for_each(|part| part.visit_field(name, visitor));
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.iter_mut().for_each(|part| part.show_mut(name, visitor));
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.iter_mut().for_each(|part| part.visit_field_mut(name, visitor));
     }
 
-    fn switch(&self, training: bool) {
-        self.iter().for_each(|part| part.switch(training));
+    fn set_field_training(&self, training: bool) {
+        self.iter().for_each(|part| part.set_field_training(training));
     }
 
-    fn handle(&self) -> Option<P> {
-        self.as_ref().map(P::handle)
+    fn clone_handle(&self) -> Option<P> {
+        self.as_ref().map(P::clone_handle)
     }
 
-    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.iter().for_each(|part| part.show_modules(name, visitor));
+    fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        self.iter().for_each(|part| part.visit_field_modules(name, visitor));
     }
 }

@@ -4,19 +4,19 @@ use super::Module;
 use crate::storage::Caller;
 use crate::{AvgPoolOptions, MaxPoolOptions, Result, Tensor};
 
-macro_rules! pools {
+macro_rules! pool_layers {
     ($($(#[$doc:meta])* $name:ident $kernel:ty, $options:ty, $method:ident;)*) => { $(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub struct $name {
             /// The size of a window.
             pub kernel: $kernel,
-            /// How windows move.
+            /// Stride, padding and so on.
             pub options: $options,
         }
 
         impl $name {
-            /// Windows side by side.
+            /// Creates a layer with adjacent windows that do not overlap.
             pub fn new(kernel: $kernel) -> $name {
                 $name { kernel, options: <$options>::default() }
             }
@@ -34,7 +34,7 @@ macro_rules! pools {
     )* };
 }
 
-pools! {
+pool_layers! {
     /// [`Tensor::max_pool1d`] (PyTorch's `nn.MaxPool1d`).
     MaxPool1d usize, MaxPoolOptions<1>, max_pool1d;
     /// [`Tensor::max_pool2d`] (PyTorch's `nn.MaxPool2d`).
@@ -49,7 +49,7 @@ pools! {
     AvgPool3d [usize; 3], AvgPoolOptions<3>, avg_pool3d;
 }
 
-macro_rules! adaptive_pools {
+macro_rules! adaptive_pool_layers {
     ($($(#[$doc:meta])* $name:ident $size:ty, $method:ident;)*) => { $(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
@@ -70,22 +70,22 @@ macro_rules! adaptive_pools {
     )* };
 }
 
-adaptive_pools! {
+adaptive_pool_layers! {
     /// [`Tensor::adaptive_avg_pool1d`] (PyTorch's `nn.AdaptiveAvgPool1d`).
     AdaptiveAvgPool1d usize, adaptive_avg_pool1d;
-    /// [`Tensor::adaptive_avg_pool2d`] to this many rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).
+    /// [`Tensor::adaptive_avg_pool2d`] to these rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).
     AdaptiveAvgPool2d [usize; 2], adaptive_avg_pool2d;
-    /// [`Tensor::adaptive_avg_pool3d`] to this many slices, rows and columns (PyTorch's `nn.AdaptiveAvgPool3d`).
+    /// [`Tensor::adaptive_avg_pool3d`] to these slices, rows and columns (PyTorch's `nn.AdaptiveAvgPool3d`).
     AdaptiveAvgPool3d [usize; 3], adaptive_avg_pool3d;
     /// [`Tensor::adaptive_max_pool1d`] (PyTorch's `nn.AdaptiveMaxPool1d`).
     AdaptiveMaxPool1d usize, adaptive_max_pool1d;
-    /// [`Tensor::adaptive_max_pool2d`] to this many rows and columns (PyTorch's `nn.AdaptiveMaxPool2d`).
+    /// [`Tensor::adaptive_max_pool2d`] to these rows and columns (PyTorch's `nn.AdaptiveMaxPool2d`).
     AdaptiveMaxPool2d [usize; 2], adaptive_max_pool2d;
-    /// [`Tensor::adaptive_max_pool3d`] to this many slices, rows and columns (PyTorch's `nn.AdaptiveMaxPool3d`).
+    /// [`Tensor::adaptive_max_pool3d`] to these slices, rows and columns (PyTorch's `nn.AdaptiveMaxPool3d`).
     AdaptiveMaxPool3d [usize; 3], adaptive_max_pool3d;
 }
 
-/// [`Tensor::flatten`] of the dims from the first to the second, which are all but the batch's unless said (PyTorch's
+/// [`Tensor::flatten`] of a range of dims, both ends included; by default all dims but the batch (PyTorch's
 /// `nn.Flatten`).
 #[derive(Debug, Clone, Copy)]
 pub struct Flatten(

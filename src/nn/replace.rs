@@ -1,22 +1,22 @@
-//! Other tensors in the places of a module's: conversions, copies, and frozen parameters.
+//! Replaces the tensors of a module: conversions, copies, and freezing of parameters.
 
 use super::{Module, Role};
 use crate::{Result, Tensor};
 
-/// Converts each tensor by `f` outside the graph; with `whole`, buffers of optimisers as a whole.
-pub(super) fn replace<M: Module + ?Sized>(
+/// Converts each tensor with `f`, outside the graph. If `whole`, an optimiser's flat buffer is converted in one piece.
+pub(super) fn convert_tensors<M: Module + ?Sized>(
     module: &mut M,
     whole: bool,
     f: impl Fn(&Tensor) -> Result<Tensor>,
 ) -> Result<()> {
     let mut buffers = Vec::new();
     for_each_tensor(module, |_, t| {
-        *t = converted(t, whole, &f, &mut buffers)?;
+        *t = convert_tensor(t, whole, &f, &mut buffers)?;
         Ok(())
     })
 }
 
-/// Replaces each tensor by the result of `f`, called once for tensors that are the same: they stay so.
+/// Replaces each tensor by the result of `f`. Tied tensors stay tied: `f` is called once for them.
 pub(super) fn replace_each<M: Module + ?Sized>(
     module: &mut M,
     f: impl Fn(Role, &Tensor) -> Result<Tensor>,
@@ -34,7 +34,7 @@ pub(super) fn replace_each<M: Module + ?Sized>(
     })
 }
 
-/// Calls `f` with each tensor, up to the first error.
+/// Calls `f` with each tensor and stops at the first error.
 fn for_each_tensor<M: Module + ?Sized>(
     module: &mut M,
     mut f: impl FnMut(Role, &mut Tensor) -> Result<()>,
@@ -48,15 +48,15 @@ fn for_each_tensor<M: Module + ?Sized>(
     result
 }
 
-/// Returns the result of `f` for a tensor of a module; for a parameter, a leaf with its gradient that replaces it. `buffers`
-/// are those of optimisers, before and after: with `whole` each is converted as a whole, so that tensors of one buffer stay together.
-fn converted(
+/// Converts one tensor with `f`. For a parameter, the result is the leaf that replaces it, with a converted gradient. `buffers`
+/// has the flat buffers of optimisers before and after conversion: if `whole`, views of one buffer stay views of one buffer.
+fn convert_tensor(
     t: &Tensor,
     whole: bool,
     f: &impl Fn(&Tensor) -> Result<Tensor>,
     buffers: &mut Vec<(Tensor, Tensor)>,
 ) -> Result<Tensor> {
-    // One that is tied to others may have been converted there.
+    // A tied parameter may already have been replaced under another name.
     let t = t.successor().unwrap_or_else(|| t.shallow_clone());
     let mut in_buffer = |part: &Tensor| {
         let known = buffers.iter().position(|(buffer, _)| buffer.shares_storage(part));
@@ -72,7 +72,7 @@ fn converted(
         buffers[at].1.as_strided(part.shape(), part.strides(), part.offset())
     };
     let slot = if whole { t.grad_slot() } else { None };
-    // Only an optimiser has buffers of parameters and of gradients that are alike.
+    // If parameter and gradient have the same position in buffers of the same size, both buffers belong to an optimiser.
     let alike = |slot: &Tensor| slot.offset() == t.offset() && slot.storage().nbytes() == t.storage().nbytes();
     let data = if slot.as_ref().is_some_and(alike) { in_buffer(&t)? } else { f(&t.detach())? };
     if t.leaf_id().is_none() {

@@ -1,4 +1,4 @@
-//! Layers in a row, functions as layers, and those that behave differently in training.
+//! Sequences of layers, functions as layers, checkpointed layers, and dropout.
 
 use std::sync::Arc;
 
@@ -23,12 +23,12 @@ pub struct Sequential {
 }
 
 impl Sequential {
-    /// No layers: the identity.
+    /// Creates a sequence without layers: the identity.
     pub fn new() -> Sequential {
         Sequential::default()
     }
 
-    /// With `layer` after the others.
+    /// Appends a layer.
     pub fn push(mut self, layer: impl Module + 'static) -> Sequential {
         self.layers.push(Box::new(layer));
         self
@@ -43,28 +43,28 @@ impl Module for Sequential {
     }
 
     fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.layers.show(prefix, visitor);
+        self.layers.visit_field(prefix, visitor);
     }
 
     fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.layers.show_mut(prefix, visitor);
+        self.layers.visit_field_mut(prefix, visitor);
     }
 
     fn set_training(&self, training: bool) {
-        self.layers.switch(training);
+        self.layers.set_field_training(training);
     }
 
     fn shallow_clone(&self) -> Sequential {
-        Sequential { layers: self.layers.handle() }
+        Sequential { layers: self.layers.clone_handle() }
     }
 
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.layers.show_modules(prefix, visitor);
+        self.layers.visit_field_modules(prefix, visitor);
     }
 }
 
-/// A layer that keeps only its input for backward, and is computed once more then: [`Module::forward_checkpointed`]. Its
-/// parameters have the names that they have in the layer.
+/// A layer that keeps only its input for backward, which computes the layer again: see [`Module::forward_checkpointed`].
+/// Names of parameters are those of the layer inside.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Activation, Checkpoint, Linear, Module, Sequential}};
@@ -95,12 +95,12 @@ impl<M: Module + 'static> Module for Checkpoint<M> {
     }
 }
 
-/// A function as a layer: see [`func`].
+/// The layer returned by [`func`].
 pub struct Func<F> {
     f: Arc<F>,
 }
 
-/// A function as a layer, for what has no parameters.
+/// Wraps a function without parameters as a layer.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Linear, Module, Sequential, func}};
@@ -122,7 +122,7 @@ impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync> Module for Func<F> {
     }
 }
 
-macro_rules! dropouts {
+macro_rules! dropout_layers {
     ($($(#[$doc:meta])* $name:ident $method:ident;)*) => { $(
         $(#[$doc])*
         pub struct $name {
@@ -131,10 +131,10 @@ macro_rules! dropouts {
         }
 
         impl $name {
-            /// Dropout with probability `p`, in training mode.
+            /// Creates a dropout layer with probability `p`, in training mode.
             ///
             /// # Errors
-            /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`.
+            /// [`Error::Invalid`] if `p` is not in `0.0..=1.0`.
             pub fn new(p: f64) -> Result<$name> {
                 if !(0.0..=1.0).contains(&p) {
                     let reason = format!("the probability {p} is not in 0.0..=1.0");
@@ -156,8 +156,8 @@ macro_rules! dropouts {
     )* };
 }
 
-dropouts! {
-    /// Zeros elements with probability `p` in training and does nothing in evaluation (PyTorch's `nn.Dropout`).
+dropout_layers! {
+    /// Zeroes elements with probability `p` in training, and does nothing in evaluation (PyTorch's `nn.Dropout`).
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::{Dropout, Module, Sequential}};
@@ -170,7 +170,7 @@ dropouts! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Dropout dropout;
-    /// Zeros whole channels of `[N, C, ..]` with probability `p` in training and does nothing in evaluation (PyTorch's
+    /// Zeroes whole channels of `[N, C, ..]` with probability `p` in training, and does nothing in evaluation (PyTorch's
     /// `nn.Dropout1d`, `nn.Dropout2d` and `nn.Dropout3d`).
     Dropout2d dropout2d;
 }

@@ -1,41 +1,41 @@
-//! A module's layers and how many parameters they have, as a table.
+//! A table of a module's layers and their parameter counts.
 
 use std::fmt;
 
 use super::Module;
 use crate::Shape;
 
-/// What a module is made of: a line for each module inside, and totals. Printed, it is a table.
+/// A line for each submodule, and totals. Displayed as a table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
-    /// The module itself, and below it those inside, in order.
+    /// The module itself, followed by its submodules in order.
     pub layers: Vec<LayerSummary>,
-    /// How many numbers the parameters hold; one that is tied to another counts once.
+    /// Number of elements of all parameters; tied parameters count once.
     pub parameters: usize,
-    /// How many of these are trained: the others were frozen with `requires_grad_(false)`.
+    /// Number of elements of parameters that are not frozen with `requires_grad_(false)`.
     pub trainable: usize,
-    /// How many numbers the buffers hold.
+    /// Number of elements of all buffers.
     pub buffers: usize,
-    /// How many bytes parameters and buffers take.
+    /// Bytes of parameters and buffers.
     pub nbytes: usize,
 }
 
 /// A line of a [`Summary`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerSummary {
-    /// The name by which its parameters are known; empty for the module itself.
+    /// Dotted name, the prefix of its parameters' names; empty for the module itself.
     pub name: String,
-    /// Its type, such as `Linear`.
+    /// Name of the type, such as `Linear`.
     pub type_name: &'static str,
-    /// How many modules it is inside of.
+    /// Nesting depth: the number of modules around it.
     pub depth: usize,
-    /// Names and shapes of the parameters that are its own, and not of a module inside.
+    /// Names and shapes of its own parameters, without those of submodules.
     pub shapes: Vec<(String, Shape)>,
-    /// How many numbers its parameters hold, with those of the modules inside.
+    /// Number of elements of its parameters, including submodules.
     pub parameters: usize,
 }
 
-/// What a module is made of, as `torchinfo` and Keras print it.
+/// Summarises a module, like `torchinfo` and Keras.
 ///
 /// ```
 /// use claystone::Device;
@@ -62,9 +62,9 @@ pub fn summary(module: &dyn Module) -> Summary {
     modules.extend(named_modules(module));
     let layer = |(name, module): &(String, &dyn Module)| {
         let inside: Vec<_> = named_modules(*module).collect();
-        let is_own = |parameter: &str| !inside.iter().any(|(child, _)| below(parameter, child));
+        let is_own = |parameter: &str| !inside.iter().any(|(child, _)| is_inside(parameter, child));
         let own = module.named_parameters("").into_iter().filter(|(parameter, _)| is_own(parameter));
-        let around = modules.iter().filter(|(other, _)| other != name && below(name, other));
+        let around = modules.iter().filter(|(other, _)| other != name && is_inside(name, other));
         LayerSummary {
             name: name.clone(),
             type_name: module.type_name(),
@@ -84,13 +84,13 @@ pub fn summary(module: &dyn Module) -> Summary {
     }
 }
 
-/// The modules inside, but for a field that has no name of its own: its layers are those of the module around it.
+/// Returns the submodules, without fields that have an empty name: their layers count as layers of the module around.
 fn named_modules(module: &dyn Module) -> impl Iterator<Item = (String, &dyn Module)> {
     module.named_modules("").into_iter().filter(|(name, _)| !name.is_empty())
 }
 
-/// Whether the name is of something inside the module of name `module`.
-fn below(name: &str, module: &str) -> bool {
+/// True if `name` is the name of something inside the module called `module`.
+fn is_inside(name: &str, module: &str) -> bool {
     module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
 }
 
@@ -98,7 +98,8 @@ impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shapes = |l: &LayerSummary| l.shapes.iter().map(|(n, s)| format!("{n} {s}")).collect::<Vec<_>>().join(", ");
         let name = |l: &LayerSummary| format!("{}{}", "  ".repeat(l.depth), if l.depth == 0 { "." } else { &l.name });
-        let line = |l: &LayerSummary| [name(l), l.type_name.to_string(), shapes(l), grouped(l.parameters)];
+        let line =
+            |l: &LayerSummary| [name(l), l.type_name.to_string(), shapes(l), with_thousands_separators(l.parameters)];
         let head = ["layer", "type", "shapes of parameters", "parameters"].map(String::from);
         let rows: Vec<[String; 4]> = std::iter::once(head).chain(self.layers.iter().map(line)).collect();
         let [a, b, c, d] = [0, 1, 2, 3].map(|i| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or_default());
@@ -110,17 +111,21 @@ impl fmt::Display for Summary {
             }
         }
         writeln!(f, "{rule}")?;
-        let (all, trainable, buffers) = (grouped(self.parameters), grouped(self.trainable), grouped(self.buffers));
+        let (all, trainable, buffers) = (
+            with_thousands_separators(self.parameters),
+            with_thousands_separators(self.trainable),
+            with_thousands_separators(self.buffers),
+        );
         writeln!(
             f,
             "{all} parameters, {trainable} of them trainable; {buffers} numbers in buffers; {} bytes",
-            grouped(self.nbytes)
+            with_thousands_separators(self.nbytes)
         )
     }
 }
 
-/// With a comma before each three digits.
-fn grouped(n: usize) -> String {
+/// Formats a number with thousands separators.
+fn with_thousands_separators(n: usize) -> String {
     let digits = n.to_string();
     let comma = |(i, digit): (usize, char)| {
         let before = if i > 0 && (digits.len() - i).is_multiple_of(3) { "," } else { "" };

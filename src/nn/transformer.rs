@@ -1,25 +1,25 @@
-//! Transformers (Vaswani et al., 2017): layers of attention and two products, an encoder and a decoder of them.
+//! Transformers (Vaswani et al., 2017): encoder and decoder layers, and stacks of them.
 
 use super::{Activation, AttentionMasks, Dropout, Forward, LayerNorm, Linear, Module, MultiheadAttention, init};
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// What [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`] leave to choose, with PyTorch's names and
+/// Options of [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`], with PyTorch's names and
 /// defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TransformerOptions {
-    /// The features between the two products.
+    /// The number of features between the two linear layers.
     pub dim_feedforward: usize,
-    /// The probability with which attention's weights, and what each part of a layer gives, are dropped in training.
+    /// The dropout probability of attention weights and of each sublayer's result, in training.
     pub dropout: f64,
-    /// What is applied between the two products.
+    /// The activation between the two linear layers.
     pub activation: Activation,
     /// The number that layer norms add to the variance.
     pub layer_norm_eps: f64,
-    /// Whether each part of a layer normalises what it takes, instead of the sum of that and what it gives.
+    /// Whether to normalise the input of each sublayer (pre-norm) instead of the residual sum (post-norm).
     pub norm_first: bool,
-    /// Whether products and norms have biases.
+    /// Whether linear layers and norms have biases.
     pub bias: bool,
 }
 
@@ -47,7 +47,7 @@ impl TransformerOptions {
         Ok(if self.bias { norm } else { norm.without_bias() })
     }
 
-    /// The two products.
+    /// Creates the two linear layers of the feed-forward block.
     fn products(&self, d_model: usize, tensors: TensorOptions) -> Result<[Linear; 2]> {
         let linear = |inputs, outputs| {
             let linear = Linear::new(inputs, outputs, tensors)?;
@@ -58,7 +58,7 @@ impl TransformerOptions {
     }
 }
 
-/// A part of a layer with its residual and its norm, before or after.
+/// Applies a sublayer with its residual connection and its norm, before or after.
 fn residual(
     x: &Tensor,
     norm: &LayerNorm,
@@ -71,16 +71,16 @@ fn residual(
     }
 }
 
-/// The two products, each with dropout after it.
+/// Applies the two linear layers, each followed by dropout.
 fn feed_forward(x: &Tensor, products: [&Linear; 2], dropout: &Dropout) -> Result<Tensor> {
     products.into_iter().try_fold(x.shallow_clone(), |x, product| dropout.forward(&product.forward(&x)?))
 }
 
-/// Self-attention and two products, each with a residual and a layer norm (PyTorch's `nn.TransformerEncoderLayer` with
-/// `batch_first=True`): `[N, S, E]` to the same. The parameters are PyTorch's: `self_attn`, `linear1`, `linear2`, `norm1`,
-/// `norm2`.
+/// Self-attention and a feed-forward block of two linear layers, each with a residual connection and a layer norm (PyTorch's
+/// `nn.TransformerEncoderLayer` with `batch_first=True`), from `[N, S, E]` to `[N, S, E]`. The parameters are PyTorch's:
+/// `self_attn`, `linear1`, `linear2`, `norm1`, `norm2`.
 ///
-/// As a [`Module`] it has no masks; [`TransformerEncoderLayer::encode`] takes them.
+/// As a [`Module`] it uses no masks; [`TransformerEncoderLayer::encode`] takes masks.
 pub struct TransformerEncoderLayer {
     self_attn: MultiheadAttention,
     linear1: Linear,
@@ -92,7 +92,7 @@ pub struct TransformerEncoderLayer {
 }
 
 impl TransformerEncoderLayer {
-    /// A layer of `d_model` features in `nhead` heads, initialised as PyTorch's.
+    /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation.
     ///
     /// # Errors
     /// As [`MultiheadAttention::new`]; [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
@@ -117,7 +117,7 @@ impl TransformerEncoderLayer {
         })
     }
 
-    /// The result for `[N, S, E]` with what is left out of attention.
+    /// Computes the result for `[N, S, E]` with attention masks.
     ///
     /// # Errors
     /// As [`MultiheadAttention::attend`].
@@ -140,11 +140,11 @@ impl Module for TransformerEncoderLayer {
     }
 }
 
-/// Self-attention, attention to what an encoder gave, and two products, each with a residual and a layer norm (PyTorch's
-/// `nn.TransformerDecoderLayer` with `batch_first=True`): `[N, T, E]` and `[N, S, E]` to `[N, T, E]`. The parameters are
-/// PyTorch's: `self_attn`, `multihead_attn`, `linear1`, `linear2`, `norm1`, `norm2`, `norm3`.
+/// Self-attention, attention to the encoder's result, and a feed-forward block, each with a residual connection and a layer
+/// norm (PyTorch's `nn.TransformerDecoderLayer` with `batch_first=True`): `[N, T, E]` and `[N, S, E]` to `[N, T, E]`. The
+/// parameters are PyTorch's: `self_attn`, `multihead_attn`, `linear1`, `linear2`, `norm1`, `norm2`, `norm3`.
 ///
-/// [`Forward::call`] takes a target and a memory without masks; [`TransformerDecoderLayer::decode`] takes the masks too.
+/// [`Forward::call`] takes a target and a memory without masks; [`TransformerDecoderLayer::decode`] also takes masks.
 pub struct TransformerDecoderLayer {
     self_attn: MultiheadAttention,
     multihead_attn: MultiheadAttention,
@@ -158,7 +158,7 @@ pub struct TransformerDecoderLayer {
 }
 
 impl TransformerDecoderLayer {
-    /// A layer of `d_model` features in `nhead` heads, initialised as PyTorch's.
+    /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation.
     ///
     /// # Errors
     /// As [`TransformerEncoderLayer::new`].
@@ -185,7 +185,7 @@ impl TransformerDecoderLayer {
         })
     }
 
-    /// The result for a target `[N, T, E]` and a memory `[N, S, E]`, with what is left out of attention to either.
+    /// Computes the result for a target `[N, T, E]` and a memory `[N, S, E]`, with masks for attention to each of them.
     ///
     /// # Errors
     /// As [`MultiheadAttention::attend`].
@@ -211,7 +211,7 @@ impl Module for TransformerDecoderLayer {
     crate::parts!(self_attn, multihead_attn, linear1, linear2, norm1, norm2, norm3, dropout);
 }
 
-/// Encoder layers one after another, and a norm (PyTorch's `nn.TransformerEncoder`): `layers.0` and so on, `norm`.
+/// A stack of encoder layers and an optional norm (PyTorch's `nn.TransformerEncoder`). Names: `layers.0` and so on, `norm`.
 ///
 /// ```
 /// use claystone::nn::{AttentionMasks, Module, TransformerEncoder, TransformerEncoderLayer, TransformerOptions};
@@ -231,17 +231,17 @@ pub struct TransformerEncoder {
 }
 
 impl TransformerEncoder {
-    /// These layers, without a norm after the last.
+    /// Creates a stack of these layers, without a final norm.
     pub fn new(layers: Vec<TransformerEncoderLayer>) -> TransformerEncoder {
         TransformerEncoder { layers, norm: None }
     }
 
-    /// With a norm after the last layer, which those that normalise first need.
+    /// Adds a norm after the last layer, as pre-norm layers need.
     pub fn with_norm(self, norm: LayerNorm) -> TransformerEncoder {
         TransformerEncoder { norm: Some(norm), ..self }
     }
 
-    /// The result for `[N, S, E]` with what every layer leaves out of attention.
+    /// Computes the result for `[N, S, E]`; every layer uses the same attention masks.
     ///
     /// # Errors
     /// As [`MultiheadAttention::attend`].
@@ -263,24 +263,24 @@ impl Module for TransformerEncoder {
     }
 }
 
-/// Decoder layers one after another, and a norm (PyTorch's `nn.TransformerDecoder`): `layers.0` and so on, `norm`.
+/// A stack of decoder layers and an optional norm (PyTorch's `nn.TransformerDecoder`). Names: `layers.0` and so on, `norm`.
 pub struct TransformerDecoder {
     layers: Vec<TransformerDecoderLayer>,
     norm: Option<LayerNorm>,
 }
 
 impl TransformerDecoder {
-    /// These layers, without a norm after the last.
+    /// Creates a stack of these layers, without a final norm.
     pub fn new(layers: Vec<TransformerDecoderLayer>) -> TransformerDecoder {
         TransformerDecoder { layers, norm: None }
     }
 
-    /// With a norm after the last layer, which those that normalise first need.
+    /// Adds a norm after the last layer, as pre-norm layers need.
     pub fn with_norm(self, norm: LayerNorm) -> TransformerDecoder {
         TransformerDecoder { norm: Some(norm), ..self }
     }
 
-    /// The result for a target `[N, T, E]` and a memory `[N, S, E]`, with what every layer leaves out of attention to either.
+    /// Computes the result for a target `[N, T, E]` and a memory `[N, S, E]`; every layer uses the same attention masks.
     ///
     /// # Errors
     /// As [`MultiheadAttention::attend`].
@@ -302,7 +302,7 @@ impl Module for TransformerDecoder {
 }
 
 /// An encoder and a decoder (PyTorch's `nn.Transformer` with `batch_first=True`): a source `[N, S, E]` and a target
-/// `[N, T, E]` to `[N, T, E]`. The parameters are PyTorch's, from `encoder.layers.0.self_attn.in_proj_weight` on.
+/// `[N, T, E]` to `[N, T, E]`. The parameters are PyTorch's, beginning with `encoder.layers.0.self_attn.in_proj_weight`.
 ///
 /// ```
 /// use claystone::nn::{AttentionMasks, Transformer, TransformerOptions};
@@ -319,15 +319,15 @@ impl Module for TransformerDecoder {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct Transformer {
-    /// What reads the source.
+    /// The encoder, which reads the source.
     pub encoder: TransformerEncoder,
-    /// What makes the target, from what the encoder gave.
+    /// The decoder, which computes the target from the encoder's result.
     pub decoder: TransformerDecoder,
 }
 
 impl Transformer {
-    /// An encoder and a decoder of so many layers, with norms at their ends; weights by Glorot's uniform distribution, as
-    /// PyTorch's (whose default is `[6, 6]` layers of 512 features in 8 heads).
+    /// Creates an encoder and a decoder of the given numbers of layers, both with a final norm. Weights are initialised with
+    /// Glorot's uniform distribution, as in PyTorch (whose default is `[6, 6]` layers of 512 features in 8 heads).
     ///
     /// # Errors
     /// As [`TransformerEncoderLayer::new`].
@@ -358,7 +358,7 @@ impl Module for Transformer {
     crate::parts!(encoder, decoder);
 }
 
-/// A target and a memory, without masks.
+/// Takes a target and a memory, without masks.
 impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
     type Output = Tensor;
 
@@ -369,7 +369,7 @@ impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
     }
 }
 
-/// A target and a memory, without masks.
+/// Takes a target and a memory, without masks.
 impl Forward<(&Tensor, &Tensor)> for TransformerDecoder {
     type Output = Tensor;
 
@@ -380,7 +380,7 @@ impl Forward<(&Tensor, &Tensor)> for TransformerDecoder {
     }
 }
 
-/// A source and a target, without masks.
+/// Takes a source and a target, without masks.
 impl Forward<(&Tensor, &Tensor)> for Transformer {
     type Output = Tensor;
 

@@ -1,10 +1,10 @@
-//! Layers without parameters that make images larger or smaller.
+//! Layers without parameters that change the resolution of images.
 
 use super::Module;
 use crate::storage::Caller;
 use crate::{Interpolation, Result, Tensor};
 
-/// [`Tensor::pixel_shuffle`] by this factor: r² channels become r by r pixels (PyTorch's `nn.PixelShuffle`).
+/// [`Tensor::pixel_shuffle`] with factor r: r² channels become r by r pixels (PyTorch's `nn.PixelShuffle`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Module, PixelShuffle}};
@@ -14,7 +14,7 @@ use crate::{Interpolation, Result, Tensor};
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct PixelShuffle(
-    /// The factor.
+    /// The upscale factor.
     pub usize,
 );
 
@@ -28,10 +28,10 @@ impl Module for PixelShuffle {
     }
 }
 
-/// [`Tensor::pixel_unshuffle`] by this factor, the opposite of [`PixelShuffle`] (PyTorch's `nn.PixelUnshuffle`).
+/// [`Tensor::pixel_unshuffle`], the inverse of [`PixelShuffle`] (PyTorch's `nn.PixelUnshuffle`).
 #[derive(Debug, Clone, Copy)]
 pub struct PixelUnshuffle(
-    /// The factor.
+    /// The downscale factor.
     pub usize,
 );
 
@@ -45,7 +45,7 @@ impl Module for PixelUnshuffle {
     }
 }
 
-/// [`Tensor::interpolate`] of `[N, C, ..]` to sizes that are multiples of what they were (PyTorch's `nn.Upsample` with
+/// [`Tensor::interpolate`] of `[N, C, ..]` to spatial sizes multiplied by a factor (PyTorch's `nn.Upsample` with
 /// `scale_factor`).
 ///
 /// ```
@@ -57,9 +57,9 @@ impl Module for PixelUnshuffle {
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Upsample {
-    /// What each size is multiplied by; the products are rounded down.
+    /// The factor of each spatial size; the products are rounded down.
     pub scale_factor: f64,
-    /// How elements between others are made.
+    /// The interpolation method.
     pub mode: Interpolation,
 }
 

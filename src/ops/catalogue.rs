@@ -1,8 +1,8 @@
-//! The catalogue: every public operation once, with its arguments and its results.
+//! The catalogue: every public operation once, with its parameters and its result dtype.
 //!
-//! An entry gives the line in `docs/operations.md`, the call by name ([`call`](super::call)), what a replacement is checked
-//! against ([`register`](super::register)), and the tests that must exist. Elementwise rows are entries because they are in their
-//! table. Every other family lists its own beside its code, and [`FAMILIES`] names those lists.
+//! An entry produces the row in `docs/operations.md` and the call by name ([`call`](super::call)). Replacements
+//! ([`register`](super::register)) are checked against the entry, and tests require a case for it. Rows of the elementwise table
+//! become entries automatically. Every other family has a list of entries beside its code, and [`FAMILIES`] names these lists.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -15,7 +15,7 @@ use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::ops::dispatch::checks::{invalid, mismatch};
-use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{CallTarget, Dtypes, Kind, Operation, ResultDType};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
 use crate::ops::dispatch::recorded::Recorded;
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
@@ -24,7 +24,7 @@ use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
 use crate::storage::Caller;
 use crate::{Error, Result, Tensor, can_cast, no_grad};
 
-/// The lists of all families, in the order of the documentation.
+/// The entry lists of all families, in the order of the documentation.
 const FAMILIES: &[fn() -> Vec<Operation>] = &[
     shape::operations::operations,
     random::distributions::operations,
@@ -55,22 +55,22 @@ const FAMILIES: &[fn() -> Vec<Operation>] = &[
     nn::loss::operations,
 ];
 
-/// PyTorch's name in a row's documentation: the text between the first backquotes after "PyTorch:".
+/// Returns PyTorch's name in the documentation of a row: the text between the first backquotes after "PyTorch:".
 fn torch_name(row: &Row) -> &'static str {
     let named = row.doc.split_once("PyTorch:").map_or("", |(_, rest)| rest);
     named.split('`').nth(1).unwrap_or("")
 }
 
-fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
+fn row_operations(row: &'static Row) -> impl Iterator<Item = Operation> {
     let gives = match (row.output, row.accepts) {
-        (Output::Bool, _) => Gives::Bool,
-        (Output::Same, Accepts::Float) => Gives::Float,
-        (Output::Same, Accepts::Any | Accepts::Integer) => Gives::Same,
+        (Output::Bool, _) => ResultDType::Bool,
+        (Output::Same, Accepts::Float) => ResultDType::Float,
+        (Output::Same, Accepts::Any | Accepts::Integer) => ResultDType::Same,
     };
     let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
     let torch = torch_name(row);
     let tensor = |name: &&'static str| Parameter::new(name, ParameterKind::Tensor, None);
-    // Whole numbers are integers, which leave the dtype of integers as it is.
+    // A default without a fraction is an integer, so that integer tensors keep their dtype.
     let number = |x: f64| if x.fract() == 0.0 { Argument::Int(x as i64) } else { Argument::Float(x) };
     let scalar = |(name, default): &(&'static str, Option<f64>)| {
         Parameter::new(name, ParameterKind::Scalar, default.map(number))
@@ -86,11 +86,11 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
         differentiable: false,
         call,
     };
-    std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row)))
-        .chain(row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row))))
+    std::iter::once(entry(row.name, Kind::Elementwise, CallTarget::Row(row)))
+        .chain(row.in_place.map(|name| entry(name, Kind::InPlace, CallTarget::RowInPlace(row))))
 }
 
-/// Every public operation.
+/// Returns all public operations.
 ///
 /// ```
 /// use claystone::ops::{operations, Kind};
@@ -102,7 +102,7 @@ pub fn operations() -> &'static [Operation] {
     static ALL: OnceLock<Vec<Operation>> = OnceLock::new();
     ALL.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family()).collect();
-        all.extend(ROWS.iter().copied().flat_map(of_row));
+        all.extend(ROWS.iter().copied().flat_map(row_operations));
         for &(name, row) in elementwise::pointwise::ALIASES {
             let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
             all.push(Operation { name, torch: name, ..same.clone() });
@@ -112,19 +112,19 @@ pub fn operations() -> &'static [Operation] {
     })
 }
 
-/// The operation of this name.
-pub(crate) fn find(name: &str) -> Option<&'static Operation> {
+/// Returns the built-in operation named `name`.
+pub(crate) fn find_operation(name: &str) -> Option<&'static Operation> {
     static BY_NAME: OnceLock<HashMap<&'static str, &'static Operation>> = OnceLock::new();
     BY_NAME.get_or_init(|| operations().iter().map(|op| (op.name, op)).collect()).get(name).copied()
 }
 
-/// How the built-in operation of this name is called: what it takes, of which kinds, and the defaults. [`operations`] has the names.
+/// Returns the parameters of the built-in operation named `name`, with kinds and defaults. [`operations`] lists all names.
 pub fn signature(name: &str) -> Option<Signature<'static>> {
-    find(name).map(Operation::signature)
+    find_operation(name).map(Operation::signature)
 }
 
-/// Adds an operation of your own under `name`, or replaces one that is built in, for all devices of a backend.
-/// (PyTorch: `torch.library.impl`.)
+/// Adds an operation under a new name, or replaces a built-in operation, for all devices of a backend (PyTorch's
+/// `torch.library.impl`).
 ///
 /// ```
 /// use claystone::ops::{self, Backend, Implementation};
@@ -137,18 +137,20 @@ pub fn signature(name: &str) -> Option<Signature<'static>> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] where `name` already has an implementation of that backend, and for built-in operations that
-/// compute nothing: views and what makes tensors.
+/// [`Error::Invalid`] if `name` already has an implementation for that backend, and for built-in operations that cannot be
+/// replaced ([`Operation::is_replaceable`]).
 pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
-    let built_in = find(name);
+    let built_in = find_operation(name);
     invalid!("register" if built_in.is_some_and(|op| !op.is_replaceable()),
-        "{name} only names or makes elements, or is another's name: it cannot be replaced");
-    registry::insert(name, backend, implementation, built_in)
+        "{name} cannot be replaced: it is a view, creates or fills a tensor, or is an alias");
+    registry::add_implementation(name, backend, implementation, built_in)
 }
 
-/// The operation `name` on tensors and arguments by position, in the order of its [`signature`]: one that is built in
-/// ([`operations`] lists them) or one that was [`register`]ed. `None` stands for a tensor that is left out, [`Argument::None`] for an
-/// argument; at the end both are just left out. What is left out has its default. `call::<&Tensor>` is for no tensors at all.
+/// Calls the operation `name`, built in or registered with [`register`], with tensors and arguments by position, in the order of
+/// its [`signature`]. [`operations`] lists the built-in operations.
+///
+/// `None` leaves out a tensor and [`Argument::None`] an argument; trailing ones may also be omitted. Parameters that are left out
+/// have their defaults. An operation without tensors is called as `call::<&Tensor>`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -164,8 +166,8 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
 /// ```
 ///
 /// # Errors
-/// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and, with the signature, for what
-/// does not fit it.
+/// The errors of the operation; [`Error::Invalid`] for a name that is unknown on that device, and, with the signature in the
+/// message, for parameters that do not match the signature.
 #[track_caller]
 pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     name: &str,
@@ -174,8 +176,8 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
 ) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();
     let tensors: Slots = tensors.iter().map(|&t| t.into()).collect();
-    if let Some(operation) = find(name) {
-        return operation.run(&tensors, arguments);
+    if let Some(operation) = find_operation(name) {
+        return operation.call_method(&tensors, arguments);
     }
     let Some(first) = tensors.iter().flatten().next() else {
         return Err(Error::invalid(
@@ -184,10 +186,10 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
         ));
     };
     let backend = Backend::from(first.device());
-    match registry::registered(name, backend) {
-        Some(name) => registry::replacement(name, &tensors, || arguments.to_vec())?.ok_or_else(|| {
+    match registry::registered_name(name, backend) {
+        Some(name) => registry::call_replacement(name, &tensors, || arguments.to_vec())?.ok_or_else(|| {
             let reason =
-                "calls itself, or has to do without a tensor before others, and nothing is built in under that name";
+                "calls itself, or lacks a tensor before one that is given, and there is no built-in operation to run instead";
             Error::invalid("call", format!("{name} {reason}"))
         }),
         None => Err(Error::invalid(
@@ -197,9 +199,11 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     }
 }
 
-/// [`call`] whose results are written into tensors that are there (PyTorch's `out=`), of their shapes and converted to their dtypes;
-/// `None` stands for a result that nobody wants, and so does what is left out at the end. An elementwise operation computes its
-/// result in place where the dtype is its own; the results of others are copied. Gradients do not flow through it.
+/// Same as [`call`], but writes the results into existing tensors (PyTorch's `out=`).
+///
+/// Each tensor must have the shape of its result, and the result is converted to the dtype of the tensor. `None` skips a result;
+/// trailing results may also be omitted. An elementwise operation computes directly into a tensor of the result's dtype. All other
+/// results are copied. Gradients do not flow through this function.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -210,9 +214,9 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
 /// ```
 ///
 /// # Errors
-/// Those of [`call`]; [`Error::ShapeMismatch`] for a tensor of another shape than the result's, [`Error::Invalid`] for one whose dtype
-/// the result's cannot be converted to ([`can_cast`](crate::can_cast)) and for more tensors than there are results;
-/// [`Error::Autograd`] for one that is part of the graph. Where there are several, those before the one at fault are written.
+/// The errors of [`call`]; [`Error::ShapeMismatch`] for a tensor whose shape differs from the result's; [`Error::Invalid`] if the
+/// result cannot be converted to the dtype of the tensor ([`can_cast`](crate::can_cast)), and for more tensors than results;
+/// [`Error::Autograd`] for a tensor that is part of the graph. After an error, the tensors before the faulty one may be written.
 #[track_caller]
 pub fn call_into<'a, 'o, T, O>(name: &str, tensors: &[T], arguments: &[Argument], out: &[O]) -> Result<()>
 where
@@ -226,25 +230,25 @@ where
     let given: SmallVec<[&Tensor; 6]> = inputs.iter().copied().flatten().collect();
     out.iter().flatten().try_for_each(|t| check_unrecorded(op, t, &given))?;
     if let [Some(out)] = out[..]
-        && let Some(operation) = find(name)
-        && operation.run_into(&inputs, arguments, out)?
+        && let Some(operation) = find_operation(name)
+        && operation.call_method_into(&inputs, arguments, out)?
     {
         return Ok(());
     }
     let results = no_grad(|| call(name, &inputs, arguments))?;
-    invalid!(op if results.len() < out.len(), "{} tensors for the {} results of {}", out.len(), results.len(), Excerpt(name));
+    invalid!(op if results.len() < out.len(), "{} tensors were given for the {} results of {}", out.len(), results.len(), Excerpt(name));
     for (result, out) in results.iter().zip(&out) {
         let Some(out) = out else { continue };
         mismatch!(op if out.shape() != result.shape(), out, result, "the tensor written to has the shape of the result");
-        invalid!(op if !can_cast(result.dtype(), out.dtype()), "{} gives {}, which is not written into {}",
+        invalid!(op if !can_cast(result.dtype(), out.dtype()), "{} returns {}, which cannot be converted to {}",
             Excerpt(name), result.dtype(), out.dtype());
         out.copy_(result)?;
     }
     Ok(())
 }
 
-/// [`call`] with parameters by name, as Python has them: leading tensors by position, then whatever else there is to say, tensors
-/// too. What is left out has its default.
+/// Same as [`call`], with named parameters as in Python: the leading tensors by position, all other parameters by name.
+/// Parameters that are left out have their defaults.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -257,31 +261,33 @@ where
 /// ```
 ///
 /// # Errors
-/// As [`call`]; [`Error::Invalid`] for a name that the operation does not have and one that is given twice, and for operations
-/// that were registered under a name of their own, whose parameters have none.
+/// The errors of [`call`]; [`Error::Invalid`] for an unknown parameter, for a parameter that is given twice, and for named
+/// parameters of an operation that is not built in.
 #[track_caller]
 pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();
-    match find(name) {
+    match find_operation(name) {
         Some(operation) => {
             let tensors: Slots = tensors.iter().map(|&t| Some(t)).collect();
             let (tensors, arguments) = operation.signature().by_position(&tensors, &[], named)?;
-            operation.run(&tensors, &arguments)
+            operation.call_method(&tensors, &arguments)
         }
         None => {
-            invalid!("call_named" if !named.is_empty(), "{} is no built-in operation, its parameters have no names", Excerpt(name));
+            invalid!("call_named" if !named.is_empty(), "{} is not a built-in operation, so its parameters have no names", Excerpt(name));
             call(name, tensors, &[])
         }
     }
 }
 
-/// Convolutions, whose gradients are made of what they are given.
+/// Convolutions, whose gradients depend only on their operands.
 const CONVOLUTIONS: [&str; 6] =
     ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"];
 
-/// The gradients of [`call`], from those of its first results: for each tensor, of which those are computed that are `wanted`. The
-/// operation runs once more for that, unless it is elementwise or a convolution, whose gradients do not depend on the result. Each
-/// gradient has a storage of its own. An operation that draws random numbers draws them again.
+/// Computes the gradients of a [`call`] from the gradients of its first results. Entry `i` is the gradient of tensor `i`, or `None` if
+/// `wanted[i]` is false.
+///
+/// The operation runs once more for this, unless it is elementwise or a convolution, whose gradients do not depend on the result.
+/// An operation that uses random numbers draws them again. No gradient shares storage with another tensor.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -294,7 +300,7 @@ const CONVOLUTIONS: [&str; 6] =
 /// ```
 ///
 /// # Errors
-/// Those of [`call`] and of [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
+/// The errors of [`call`] and [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
 pub fn gradients(
     name: &str,
     tensors: &[Option<&Tensor>],
@@ -304,38 +310,38 @@ pub fn gradients(
 ) -> Result<Vec<Option<Tensor>>> {
     let recorded = Recorded::new(tensors, wanted, |inputs| {
         let run = || call(name, inputs, arguments);
-        if is_of_operands(name, inputs) { gradients_only(run) } else { run() }
+        if gradient_needs_only_operands(name, inputs) { gradients_only(run) } else { run() }
     })?;
-    let mut gradients = recorded.pass("gradients", grad_outputs, false)?;
+    let mut gradients = recorded.backward_pass("gradients", grad_outputs, false)?;
     gradients.resize_with(wanted.len(), || None);
     Ok(gradients)
 }
 
-/// Whether the gradients of an operation are those of a formula of its operands, which are taken as they are.
-fn is_of_operands(name: &str, tensors: &[Option<&Tensor>]) -> bool {
-    let Some(operation) = find(name) else { return false };
+/// Returns true if the gradients are formulas of the operands alone, and the operands need no conversion.
+fn gradient_needs_only_operands(name: &str, tensors: &[Option<&Tensor>]) -> bool {
+    let Some(operation) = find_operation(name) else { return false };
     let mut dtypes = tensors.iter().flatten().map(|t| t.dtype());
     let first = dtypes.next();
     let alike = dtypes.all(|dtype| Some(dtype) == first);
     match operation.call {
-        Call::Row(row) => alike && derivative_of_result(row).is_none(),
+        CallTarget::Row(row) => alike && derivative_of_result(row).is_none(),
         _ => alike && CONVOLUTIONS.contains(&name),
     }
 }
 
-/// The tables of `docs/operations.md`, in Markdown: what `claystone operations` prints.
+/// Returns the tables of `docs/operations.md` in Markdown, which `claystone operations` prints.
 pub fn operations_markdown() -> String {
     let mut page = String::from(
         "# Operations\n\n\
-         Every public operation, on the CPU and on every OpenCL device (f64 where the device has it), through any strides.\n\
-         The tables are made from the code by `claystone operations`, and every line is run by a test on both.\n\
+         All public operations. Each runs on the CPU and on every OpenCL device, for tensors of any strides (f64 if the device supports it).\n\
+         `claystone operations` generates these tables from the code, and a test runs every row on both kinds of device.\n\
          Floats are f32, f16, bf16 and f64; integers are i64, i32, u8 and u32.\n\n\
-         `ops::call` takes tensors and arguments in the order of the signature, `ops::call_named` by their names. A tensor is its\n\
-         name alone, `bias?` may be left out, `*tensors` are any number of them, after all others by position. An argument has\n\
-         a kind and, where it may be left out, a default; after a kind a `?` says that the operation chooses it:\n\n",
+         `ops::call` takes tensors and arguments in the order of the signature, and `ops::call_named` by name. In a signature, a\n\
+         tensor is shown as its name; `bias?` is optional, and `*tensors` is a list that comes after all other tensors. An argument has\n\
+         a kind and, if it is optional, a default; a `?` after the kind means that the operation chooses the default:\n\n",
     );
     for kind in ParameterKind::ALL.iter().filter(|k| !matches!(k, ParameterKind::Tensor | ParameterKind::Tensors)) {
-        _ = writeln!(page, "- `{}`: {}", kind.name(), kind.wanted());
+        _ = writeln!(page, "- `{}`: {}", kind.name(), kind.description());
     }
     for &(kind, title) in Kind::ALL {
         let mut of_kind = operations().iter().filter(|op| op.kind == kind).peekable();
@@ -365,13 +371,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_unique_and_say_pytorchs() {
+    fn names_are_unique_and_pytorch_names_present() {
         let mut seen = HashMap::new();
         for op in operations() {
             assert!(seen.insert(op.name, ()).is_none(), "{} twice", op.name);
             assert!(!op.torch.is_empty(), "{} has no name of PyTorch's", op.name);
             assert_eq!(op.name.ends_with('_'), op.kind == Kind::InPlace, "{} in place?", op.name);
-            assert_eq!(find(op.name).map(|found| found.kind), Some(op.kind));
+            assert_eq!(find_operation(op.name).map(|found| found.kind), Some(op.kind));
         }
         assert_eq!(Kind::ALL.iter().filter(|(k, _)| Kind::ALL.iter().filter(|(o, _)| o == k).count() != 1).count(), 0);
     }

@@ -1,8 +1,8 @@
-//! What is computed: operations by family, and `catalogue`, which lists each of them once.
+//! The operations on tensors, one folder for each family. `catalogue` lists every operation once.
 //!
-//! An elementwise operation is a formula, an [`Expr`], in one row of a table. The CPU loop, the OpenCL kernel, the gradient, the
-//! tests and the documentation follow from that row. The other operations check their operands here and describe the work as a
-//! problem for the device's backend. `dispatch` has what every operation passes through.
+//! An elementwise operation is a row of one table. Its formula, an [`Expr`], yields the CPU loop, the OpenCL kernel, the gradient,
+//! the tests and the documentation. Every other operation checks its operands and then describes the work to the device's
+//! backend as a problem. `dispatch` holds the steps that all operations have in common.
 
 pub(crate) mod catalogue;
 pub(crate) mod dispatch;
@@ -28,7 +28,7 @@ pub use crate::expr::table::{Accepts, Output, ROWS, Row};
 pub use crate::layout::dims::{DimList, ReduceDims};
 pub use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 pub(crate) use crate::ops::dispatch::checks::{same_device, same_dtype};
-pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
+pub use crate::ops::dispatch::operation::{Dtypes, Kind, Operation, ResultDType};
 pub use crate::ops::dispatch::parameters::{Parameter, Signature, Value};
 pub use crate::ops::dispatch::precision::{Precision, with_precision};
 pub use crate::ops::dispatch::promote::result_type;
@@ -48,13 +48,15 @@ pub use crate::ops::nn::pool::{AvgPoolOptions, MaxPoolOptions};
 pub use crate::ops::nn::window::{fold, unfold};
 pub use crate::ops::shape::pad::PadMode;
 pub use catalogue::{call, call_into, call_named, gradients, operations, operations_markdown, register, signature};
-pub(crate) use elementwise::formula;
+pub(crate) use elementwise::apply_formula;
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::table::{REDUCTIONS, ReductionRow};
 
-/// `out` with a node where an input is tracked: `back` gives the gradient of input `i` for that of the result, of the inputs
-/// whose gradients are wanted. It is made of recorded operations.
-pub(crate) fn recorded(
+/// Attaches an autograd node to `out` if any input is tracked.
+///
+/// `back(i, grad)` computes the gradient of input `i` from the gradient of the result, and is called only for inputs that need
+/// a gradient. `back` must use recorded operations, so that gradients can be differentiated again.
+pub(crate) fn record_gradients(
     op: &'static str,
     out: Tensor,
     inputs: &[&Tensor],
@@ -64,14 +66,14 @@ pub(crate) fn recorded(
         return out;
     }
     let count = inputs.len();
-    autograd::record_twice(op, out, inputs, move |ctx| {
+    autograd::record_differentiable(op, out, inputs, move |ctx| {
         let grad = ctx.grad()?;
-        (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad)).transpose()).collect()
+        (0..count).map(|i| ctx.needs_gradient(i).then(|| back(i, &grad)).transpose()).collect()
     })
 }
 
-/// [`recorded`] for a `back` that is given the result as well, after its gradient.
-pub(crate) fn recorded_with_result(
+/// Same as [`record_gradients`], but `back` also receives the result, as its last argument.
+pub(crate) fn record_gradients_with_result(
     op: &'static str,
     out: Tensor,
     inputs: &[&Tensor],
@@ -81,8 +83,8 @@ pub(crate) fn recorded_with_result(
         return out;
     }
     let (count, saved) = (inputs.len(), autograd::Saved::new(&out));
-    autograd::record_twice(op, out, inputs, move |ctx| {
-        let (grad, result) = (ctx.grad()?, ctx.result(&saved)?);
-        (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad, &result)).transpose()).collect()
+    autograd::record_differentiable(op, out, inputs, move |ctx| {
+        let (grad, result) = (ctx.grad()?, ctx.unpack_result(&saved)?);
+        (0..count).map(|i| ctx.needs_gradient(i).then(|| back(i, &grad, &result)).transpose()).collect()
     })
 }

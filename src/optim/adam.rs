@@ -1,6 +1,6 @@
-//! Adam, with the weight decay in the gradient or beside it.
+//! Adam, with weight decay as an L2 penalty or decoupled.
 
-use super::rule::{DECAY, NOT_NEGATIVE, decayed, optimizer};
+use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
 use crate::Expr;
 
 macro_rules! adam {
@@ -11,16 +11,16 @@ macro_rules! adam {
             $(#[$config_doc])*
             $config {
                 /// Learning rate.
-                lr: f64 = 1e-3, NOT_NEGATIVE;
+                lr: f64 = 1e-3, NON_NEGATIVE;
                 /// Decay of the running mean of the gradient, in `0.0..1.0`.
-                beta1: f64 = 0.9, DECAY;
-                /// Decay of the running mean of its square, in `0.0..1.0`.
-                beta2: f64 = 0.999, DECAY;
+                beta1: f64 = 0.9, DECAY_RANGE;
+                /// Decay of the running mean of the squared gradient, in `0.0..1.0`.
+                beta2: f64 = 0.999, DECAY_RANGE;
                 /// Added to the denominator.
-                eps: f64 = 1e-8, NOT_NEGATIVE;
+                eps: f64 = 1e-8, NON_NEGATIVE;
                 $(#[$decay_doc])*
-                weight_decay: f64 = $decay, NOT_NEGATIVE;
-                /// Whether to divide by the greatest running mean so far (Reddi et al., "On the Convergence of Adam and Beyond").
+                weight_decay: f64 = $decay, NON_NEGATIVE;
+                /// Whether to divide by the largest running mean so far (Reddi et al., "On the Convergence of Adam and Beyond").
                 amsgrad: bool = false;
             }
 
@@ -30,7 +30,7 @@ macro_rules! adam {
             }
 
             fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
-                // The means start at zero; these undo the bias of that.
+                // Bias corrections, because the running means start at zero.
                 let correct1 = 1.0 / (1.0 - self.beta1.powi(step));
                 let correct2 = 1.0 / (1.0 - self.beta2.powi(step));
                 let decay = if $decoupled { 1.0 - self.lr * self.weight_decay } else { self.weight_decay };
@@ -41,7 +41,7 @@ macro_rules! adam {
             fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
                 let (w, g) = match $decoupled {
                     true => (w * &s[7], g.clone()),
-                    false => (w.clone(), decayed(g, w, self.weight_decay, &s[7])),
+                    false => (w.clone(), add_weight_decay(g, w, self.weight_decay, &s[7])),
                 };
                 let m = &s[0] * &state[0] + &s[1] * &g;
                 let v = &s[2] * &state[1] + &s[3] * (&g * &g);

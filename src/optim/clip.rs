@@ -1,24 +1,24 @@
-//! Gradients kept within bounds, on the device: nothing waits.
+//! Gradient clipping on the device, without waiting for the device.
 
-use super::flat::{is_dense, joined_views};
-use super::rule::check;
+use super::flat::{is_dense, join_adjacent_views};
+use super::rule::check_range;
 use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
-/// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
-pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
-    joined_views(parameters.into_iter().filter_map(Tensor::grad), is_dense)
+/// Returns the gradients of `parameters` in as few views as possible: adjacent gradients in an optimiser's buffer are joined.
+pub(super) fn gradient_views<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
+    join_adjacent_views(parameters.into_iter().filter_map(Tensor::grad), is_dense)
 }
 
-/// The norm of all elements, in f32 at least.
+/// Computes the norm of all elements, in f32 or f64.
 fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
     let t = if t.dtype() == DType::F64 { t.shallow_clone() } else { t.to_dtype(DType::F32)? };
     t.vector_norm(p, (), false)
 }
 
-/// Scales the gradients of `parameters` down so that their norm, taken over all of them as if they were one vector, is at most
-/// `max_norm`; gives the norm before, a scalar (PyTorch's `clip_grad_norm_`). `norm_type` is 2 for the Euclidean norm,
-/// infinity for the greatest magnitude. A few launches for all parameters of an optimiser, and no wait: a norm that is not
-/// finite makes the gradients what it is in PyTorch, NaN or 0.
+/// Scales the gradients of `parameters` down so that their total norm is at most `max_norm`. Returns the norm before scaling, a
+/// scalar tensor (PyTorch's `clip_grad_norm_`). The norm is taken over all gradients as one vector; `norm_type` is 2 for the
+/// Euclidean norm, infinity for the largest magnitude. It takes a few launches for all parameters of an optimiser, and does not
+/// wait for the device. A norm that is not finite gives the same gradients as in PyTorch, NaN or 0.
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::clip_grad_norm_};
@@ -31,23 +31,23 @@ fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] for a `max_norm` below 0 or a `norm_type` that is not above 0;
-/// [`crate::Error::DeviceMismatch`] where gradients are on several devices; [`crate::Error::Partial`] where the device fails
-/// after some of them were scaled.
+/// [`crate::Error::DeviceMismatch`] if gradients are on several devices; [`crate::Error::Partial`] if the device fails
+/// after some gradients were scaled.
 pub fn clip_grad_norm_<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
     norm_type: f64,
 ) -> Result<Tensor> {
     let op = "clip_grad_norm_";
-    check(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
+    check_range(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
     let with_gradients: Vec<&Tensor> = parameters.into_iter().collect();
-    let total = get_total_norm(with_gradients.iter().filter_map(|p| p.grad()), norm_type).map_err(|e| e.of(op))?;
-    clip_grads_with_norm_(with_gradients, max_norm, &total).map_err(|e| e.of(op))?;
+    let total = get_total_norm(with_gradients.iter().filter_map(|p| p.grad()), norm_type).map_err(|e| e.with_op(op))?;
+    clip_grads_with_norm_(with_gradients, max_norm, &total).map_err(|e| e.with_op(op))?;
     Ok(total)
 }
 
-/// The norm of tensors as if they were one vector, a scalar (PyTorch's `get_total_norm`): of what
-/// [`clip_grad_norm_`] clips by, for who wants it without, or over more than the gradients at hand.
+/// Computes the norm of tensors as one vector, a scalar tensor (PyTorch's `get_total_norm`). It is the first half of
+/// [`clip_grad_norm_`], for example to log the norm or to combine norms of several processes.
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::get_total_norm};
@@ -57,7 +57,7 @@ pub fn clip_grad_norm_<'a>(
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors of several
+/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors on several
 /// devices.
 pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64) -> Result<Tensor> {
     let op = "get_total_norm";
@@ -65,7 +65,8 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
         return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
     }
     no_grad(|| {
-        let norms = joined_views(tensors, is_dense)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
+        let norms =
+            join_adjacent_views(tensors, is_dense)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
         match &norms[..] {
             [] => Tensor::zeros((), Device::default()),
             [one] => Ok(one.shallow_clone()),
@@ -76,11 +77,11 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
             }
         }
     })
-    .map_err(|e| e.of(op))
+    .map_err(|e| e.with_op(op))
 }
 
-/// Scales the gradients of `parameters` down by what brings `total_norm`, a scalar on their device, to at most `max_norm`
-/// (PyTorch's `clip_grads_with_norm_`): the second half of [`clip_grad_norm_`], after [`get_total_norm`].
+/// Scales the gradients of `parameters` down by the factor that reduces `total_norm`, a scalar on their device, to at most
+/// `max_norm` (PyTorch's `clip_grads_with_norm_`): the second half of [`clip_grad_norm_`], after [`get_total_norm`].
 ///
 /// # Errors
 /// As [`clip_grad_norm_`].
@@ -90,34 +91,34 @@ pub fn clip_grads_with_norm_<'a>(
     total_norm: &Tensor,
 ) -> Result<()> {
     let op = "clip_grads_with_norm_";
-    check(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
+    check_range(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
     no_grad(|| {
-        for_each_part(op, &gradients(parameters)?, |run| {
+        for_each_part(op, &gradient_views(parameters)?, |run| {
             Tensor::map_into(&[run, total_norm], &[max_norm.into()], &[run], |x, s| {
                 vec![&x[0] * (&s[0] / (&x[1] + 1e-6)).min(1.0)]
             })
         })
     })
-    .map_err(|e| e.of(op))
+    .map_err(|e| e.with_op(op))
 }
 
-/// Whether all gradients are finite: the one thing that is read from the device.
+/// True if all gradients are finite. Reads only flags from the device.
 pub(super) fn all_finite<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<bool> {
     no_grad(|| {
-        let runs = gradients(parameters)?;
+        let runs = gradient_views(parameters)?;
         let flags = runs.iter().map(|run| run.isfinite()?.all((), false)).collect::<Result<Vec<Tensor>>>()?;
         flags.iter().try_fold(true, |all, flag| Ok(all & flag.item::<bool>()?))
     })
 }
 
-/// Limits each element of the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch for all
+/// Clamps each element of the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch for all
 /// parameters of an optimiser.
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] for a `value` below 0; [`crate::Error::Partial`] as for [`clip_grad_norm_`].
 pub fn clip_grad_value_<'a>(parameters: impl IntoIterator<Item = &'a Tensor>, value: f64) -> Result<()> {
     let op = "clip_grad_value_";
-    check(op, "value", value, 0.0..f64::INFINITY)?;
-    no_grad(|| for_each_part(op, &gradients(parameters)?, |run| run.clamp_(-value, value).map(|_| ())))
-        .map_err(|e| e.of(op))
+    check_range(op, "value", value, 0.0..f64::INFINITY)?;
+    no_grad(|| for_each_part(op, &gradient_views(parameters)?, |run| run.clamp_(-value, value).map(|_| ())))
+        .map_err(|e| e.with_op(op))
 }

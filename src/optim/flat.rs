@@ -1,4 +1,4 @@
-//! Parameters and gradients in flat buffers.
+//! Flat buffers of parameters and gradients.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,70 +9,70 @@ use smallvec::SmallVec;
 use crate::storage::Storage;
 use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
-/// The parameters of a group. They are moved into one buffer, and their gradients into another, except for those whose memory
-/// somebody else holds too (another optimiser, a state dict, a tied layer): these stay where everybody sees them change.
-pub(super) struct Flat {
+/// The parameters of a group, moved into one flat buffer, and their gradients, moved into another. Parameters whose storage has
+/// other handles (another optimiser, a state dict, a tied layer) are not moved, so that those handles see the updates.
+pub(super) struct FlatParameters {
     dtype: DType,
     device: Device,
     parameters: Vec<Parameter>,
-    /// f32 copies of half-precision parameters, which the steps accumulate into.
+    /// f32 master copies of half-precision parameters, which steps accumulate into.
     master: Option<Tensor>,
-    /// The storages of the parameters, where there is a master.
+    /// The distinct storages of the parameters, if there is a master.
     buffers: SmallVec<[Storage; 1]>,
-    /// The [`Flat::version`] of the parameters that `master` goes with.
+    /// The [`FlatParameters::version`] of the parameters at which `master` was up to date.
     version: AtomicU64,
 }
 
-/// A parameter and where its parts are.
+/// A parameter and its positions in the buffers.
 struct Parameter {
     leaf: Tensor,
-    /// Where backward leaves its gradient.
+    /// The tensor that backward writes the gradient into.
     slot: Tensor,
-    /// Where the flat buffers of the optimiser's state have it.
+    /// Its range in the flat buffers of the optimiser's state.
     elements: Range<usize>,
-    /// Whether it and its gradient lie right behind those of the parameter before.
+    /// Whether the parameter and its gradient directly follow those of the previous parameter in memory.
     is_adjacent: bool,
 }
 
 impl Parameter {
-    /// Whether it and its gradient lie in one piece in the same order, which that of the state is then.
+    /// True if the parameter and its gradient are dense in the same memory format, which its state then has, too.
     fn is_flat(&self) -> bool {
         let format = self.leaf.memory_format();
         self.leaf.is_contiguous_in(format) && self.slot.is_contiguous_in(format)
     }
 
-    /// The order of its elements in flat buffers of the state.
+    /// Returns the memory format of its range in flat state buffers.
     fn format(&self) -> MemoryFormat {
         if self.is_flat() { self.leaf.memory_format() } else { MemoryFormat::Contiguous }
     }
 }
 
-/// The consecutive parameters that one launch updates.
+/// Consecutive parameters that one launch updates.
 #[derive(Clone, PartialEq)]
 pub(super) struct Run {
-    /// Which parameters these are.
+    /// The indices of the parameters.
     pub(super) parameters: Range<usize>,
-    /// Where the flat buffers of the optimiser's state have them.
+    /// Their range in the flat buffers of the optimiser's state.
     elements: Range<usize>,
 }
 
-/// What a launch reads and writes, besides the optimiser's state.
+/// The tensors that a launch reads and writes, besides the optimiser's state.
 pub(super) struct StepTensors {
-    /// The master weights where there are any.
+    /// The weights to update: the f32 master for half-precision parameters.
     pub(super) weights: Tensor,
     pub(super) grads: Tensor,
-    /// The half-precision copy of the weights to write too.
+    /// The half-precision parameters, which get the rounded weights.
     pub(super) rounded: Option<Tensor>,
 }
 
-/// A buffer that is divided up from the beginning.
+/// A buffer that is handed out from its beginning.
 struct FlatBuffer {
     buffer: Tensor,
     used: usize,
 }
 
 impl FlatBuffer {
-    /// Large enough for those of the parameters that `wanted` says.
+    /// Creates a buffer for the parameters whose index `wanted` accepts.
     fn new(
         parameters: &[&mut Tensor],
         wanted: impl Fn(usize) -> bool,
@@ -83,16 +83,16 @@ impl FlatBuffer {
         Ok(FlatBuffer { buffer: Tensor::zeros(sizes.fold(0, usize::saturating_add), (dtype, device))?, used: 0 })
     }
 
-    /// Room for a tensor like this, in its memory format.
+    /// Takes the next part of the buffer, in the shape and memory format of `like`.
     fn take(&mut self, like: &Tensor) -> Result<Tensor> {
         let part = self.buffer.narrow(0, self.used, like.numel())?;
         self.used += like.numel();
-        shaped(&part, like.shape(), like.memory_format())
+        view_in_format(&part, like.shape(), like.memory_format())
     }
 }
 
-/// A one-dimensional tensor as a tensor of this shape in this memory format.
-fn shaped(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<Tensor> {
+/// Views a one-dimensional tensor in this shape and memory format.
+fn view_in_format(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<Tensor> {
     if format == MemoryFormat::Contiguous {
         return flat.view(shape);
     }
@@ -102,17 +102,17 @@ fn shaped(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<Tensor> 
     flat.view(in_memory)?.permute(&order)
 }
 
-/// `n` elements of `t`'s storage, one after another, from `offset` on.
+/// Returns a one-dimensional view of `n` elements of `t`'s storage, beginning at `offset`.
 fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
     t.detach().as_strided(n, &[1], offset)
 }
 
-/// Whether the elements lie one after another, in whatever order.
+/// True if the elements are adjacent in memory in some memory format.
 pub(super) fn is_dense(t: &Tensor) -> bool {
     t.is_contiguous_in(t.memory_format())
 }
 
-/// Whether `next` begins where `t` ends.
+/// True if both tensors are dense, and `next` begins in memory where `t` ends.
 fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
     is_dense(t)
         && is_dense(next)
@@ -121,9 +121,9 @@ fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
         && t.offset() + t.numel() == next.offset()
 }
 
-/// The elements of tensors in as few views as can be, in the order in memory: neighbours in one storage that are flat, which implies
-/// dense, are one.
-pub(crate) fn joined_views(
+/// Returns the elements of tensors in as few views as possible, in the order in memory. Adjacent tensors of one storage are
+/// joined if `is_flat`, which must imply density, accepts both.
+pub(crate) fn join_adjacent_views(
     tensors: impl IntoIterator<Item = Tensor>,
     is_flat: impl Fn(&Tensor) -> bool,
 ) -> Result<Vec<Tensor>> {
@@ -141,19 +141,19 @@ pub(crate) fn joined_views(
     Ok(views)
 }
 
-/// Replaces handles from before a conversion of their module by those of the leaves that took their place.
+/// Replaces handles from before a conversion of their module by handles of the new leaves.
 pub(super) fn follow_conversions(parameters: &mut [&mut Tensor]) {
     parameters.iter_mut().for_each(|p| p.successor().into_iter().for_each(|new| **p = new));
 }
 
-/// Whether both are the same elements of the same storage, as tensors of one shape.
+/// True if both are the same elements of the same storage, for tensors of one shape.
 fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
-impl Flat {
+impl FlatParameters {
     /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device.
-    pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<Flat> {
+    pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<FlatParameters> {
         follow_conversions(&mut parameters);
         let Some(first) = parameters.first() else {
             return Err(Error::invalid(op, "there are no parameters"));
@@ -161,7 +161,7 @@ impl Flat {
         let (dtype, device) = (first.dtype(), first.device());
         for p in &parameters {
             if p.leaf_id().is_none() {
-                let reason = format!("a parameter of shape {} is no leaf that requires a gradient", p.shape());
+                let reason = format!("a parameter of shape {} is not a leaf that requires a gradient", p.shape());
                 return Err(Error::Autograd { op, reason });
             }
             if p.dtype() != dtype {
@@ -173,7 +173,7 @@ impl Flat {
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
             if parameters[..i].iter().any(|q| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset()) {
-                let reason = format!("a parameter of shape {} is given twice: give a tied one once", p.shape());
+                let reason = format!("a parameter of shape {} is given twice: give a tied parameter once", p.shape());
                 return Err(Error::invalid(op, reason));
             }
         }
@@ -183,7 +183,7 @@ impl Flat {
         let moves: Vec<bool> = (0..parameters.len()).map(moves).collect();
         let mut values = FlatBuffer::new(&parameters, |i| moves[i], dtype, device)?;
         let mut grads = FlatBuffer::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
-        // Everything that can fail comes first: on an error the model keeps the parameters it had.
+        // All fallible operations come first: on an error the model keeps its old parameters.
         let mut made: Vec<Parameter> = Vec::with_capacity(parameters.len());
         for ((p, slot), &moves) in parameters.iter().zip(slots).zip(&moves) {
             let leaf = match moves {
@@ -203,7 +203,7 @@ impl Flat {
             own.is_adjacent &= own.is_flat();
             made.push(own);
         }
-        let mut flat = Flat {
+        let mut flat = FlatParameters {
             dtype,
             device,
             parameters: made,
@@ -230,44 +230,44 @@ impl Flat {
         Ok(flat)
     }
 
-    /// How many parameters there are.
+    /// Returns the number of parameters.
     pub(super) fn count(&self) -> usize {
         self.parameters.len()
     }
 
-    /// The parameters, in order.
+    /// Returns the parameters in order.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
         self.parameters.iter().map(|p| &p.leaf)
     }
 
-    /// How many elements they have together.
+    /// Returns the total number of elements.
     fn numel(&self) -> usize {
         self.parameters.last().map_or(0, |p| p.elements.end)
     }
 
-    /// A flat buffer for the optimiser's state, full of `start`.
+    /// Creates a flat buffer for the optimiser's state, filled with `start`.
     pub(super) fn state(&self, start: f64) -> Result<Tensor> {
         Tensor::full(self.numel(), start, (self.state_dtype(), self.device))
     }
 
-    /// The dtype that steps are computed in.
+    /// Returns the dtype in which steps are computed.
     pub(super) fn state_dtype(&self) -> DType {
         self.master.as_ref().map_or(self.dtype, Tensor::dtype)
     }
 
-    /// The f32 weights, where the parameters are half-precision.
+    /// Returns the f32 master weights of half-precision parameters.
     pub(super) fn master(&self) -> Option<&Tensor> {
         self.master.as_ref()
     }
 
-    /// What a flat buffer of the state holds for the i-th parameter, in its shape.
+    /// Returns the part of a flat state buffer that belongs to parameter i, in its shape.
     pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
         let parameter @ Parameter { leaf, elements, .. } = &self.parameters[i];
-        shaped(&flat.detach().narrow(0, elements.start, elements.len())?, leaf.shape(), parameter.format())
+        view_in_format(&flat.detach().narrow(0, elements.start, elements.len())?, leaf.shape(), parameter.format())
     }
 
-    /// A flat buffer of another that had the same parameters, in the dtype, on the device and in the order of this one.
-    pub(super) fn state_of(&self, other: &Flat, state: &Tensor) -> Result<Tensor> {
+    /// Converts a flat state buffer of `other`, which had the same parameters, to this one's dtype, device and memory formats.
+    pub(super) fn convert_state(&self, other: &FlatParameters, state: &Tensor) -> Result<Tensor> {
         let converted = state.to(self.state_dtype(), self.device())?;
         let format = |p: &Parameter| p.format();
         if self.parameters.iter().map(format).eq(other.parameters.iter().map(format)) {
@@ -288,7 +288,7 @@ impl Flat {
         self.parameters().for_each(Tensor::zero_grad);
     }
 
-    /// Grows with every change of the parameters in place.
+    /// Returns a number that grows with every in-place change of the parameters.
     fn version(&self) -> u64 {
         self.buffers.iter().map(Storage::version).sum()
     }
@@ -297,7 +297,7 @@ impl Flat {
         self.version() != self.version.load(Relaxed)
     }
 
-    /// Brings what was written to the parameters since the last step into the master.
+    /// Updates the master if the parameters were changed since the last step.
     pub(super) fn refresh(&self) -> Result<()> {
         if self.is_stale() {
             self.refresh_master()?;
@@ -306,7 +306,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Makes the master what the parameters are.
+    /// Copies the parameters to the master.
     fn refresh_master(&self) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
         for run in self.parameters.chunk_by(|_, next| next.is_adjacent) {
@@ -323,16 +323,17 @@ impl Flat {
         Ok(())
     }
 
-    /// Takes over the f32 weights of `other`, which had the same parameters, wherever they are rounded to what these are.
-    pub(super) fn keep_master(&self, other: &Flat) -> Result<()> {
+    /// Takes over master weights of `other`, which had the same parameters, wherever they round to the current parameters.
+    pub(super) fn adopt_master(&self, other: &FlatParameters) -> Result<()> {
         let (Some(own), Some(others)) = (&self.master, &other.master) else { return Ok(()) };
-        let others = self.state_of(other, others)?;
+        let others = self.convert_state(other, others)?;
         let is_same = others.to_dtype(self.dtype)?.to_dtype(own.dtype())?.eq(own)?;
         own.copy_(&is_same.where_cond(&others, own)?).map(drop)
     }
 
-    /// The longest runs of parameters that have a gradient and can be updated together, each with the one before it: one for
-    /// all, unless some were not reached by backward. None where the model was converted and others replace these parameters.
+    /// Splits the parameters that have a gradient into the longest runs that one launch can update. It is a single run if backward
+    /// reached all parameters. `same_step(i - 1, i)` tells whether two neighbours need the same numbers. Returns `None` if the
+    /// module was converted and the parameters have successors.
     pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
@@ -353,19 +354,19 @@ impl Flat {
         Ok(Some(runs))
     }
 
-    /// The elements of `t` for a run, its first element at `offset`: flat, or in one parameter's shape where that is not.
+    /// Returns the elements of `t` for a run, beginning at `offset`: flat, or in the parameter's shape if it is not flat.
     fn slice(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
         let first = &self.parameters[run.parameters.start];
         let flat = flat_view(t, offset, run.elements.len())?;
         if first.is_flat() { Ok(flat) } else { flat.view(first.leaf.shape()) }
     }
 
-    /// What a flat buffer of the state holds for a run.
+    /// Returns the part of a flat state buffer that belongs to a run.
     pub(super) fn state_slice(&self, run: &Run, state: &Tensor) -> Result<Tensor> {
         self.slice(run, state, run.elements.start)
     }
 
-    /// What a run's launch reads and writes, besides the optimiser's state.
+    /// Returns the tensors that a run's launch reads and writes, besides the optimiser's state.
     pub(super) fn step_tensors(&self, run: &Run) -> Result<StepTensors> {
         let first @ Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
         let (weights, grads) = match first.is_flat() {
@@ -378,47 +379,47 @@ impl Flat {
         })
     }
 
-    /// To be called when master and parameters agree again: after a step.
+    /// Records that master and parameters agree, after a step.
     pub(super) fn note_update(&self) {
         self.version.store(self.version(), Relaxed);
     }
 }
 
-/// A step that a graph has captured: parameters count as changed by it from then on, although nothing has run.
+/// A step that a graph has captured. The parameters count as changed from the capture on, although no command has run.
 pub(super) struct CapturedStep {
-    flat: Arc<Flat>,
-    /// The version that the master goes with as long as no replay has run.
+    flat: Arc<FlatParameters>,
+    /// The version to restore if the capture fails.
     before: u64,
     was_stale: bool,
 }
 
 impl CapturedStep {
-    /// To be made before what is captured.
-    pub(super) fn new(flat: &Arc<Flat>) -> CapturedStep {
+    /// Creates the record; call it before the captured commands are enqueued.
+    pub(super) fn new(flat: &Arc<FlatParameters>) -> CapturedStep {
         let (before, was_stale) = (flat.version.load(Relaxed), flat.is_stale());
         CapturedStep { flat: Arc::clone(flat), before, was_stale }
     }
 
-    /// To be called after it: master and parameters agree as much as before.
+    /// Marks the master as up to date after the capture, if it was before.
     pub(super) fn captured(&self) {
         if !self.was_stale {
             self.flat.note_update();
         }
     }
 
-    /// To be called before a replay: the master may be older than the parameters.
+    /// Updates a stale master before a replay.
     pub(super) fn refresh(&self) -> Result<()> {
         self.flat.refresh()
     }
 
-    /// To be called after a replay.
+    /// Marks the master as up to date after a replay.
     pub(super) fn replayed(&self) {
         self.flat.note_update();
     }
 }
 
 impl Drop for CapturedStep {
-    /// Still in the capture where that has failed, so that nothing counts as changed.
+    /// Restores the version if the capture is still active, which means that it has failed.
     fn drop(&mut self) {
         if Graph::is_capturing(self.flat.device) {
             self.flat.version.store(self.before, Relaxed);

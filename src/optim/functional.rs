@@ -1,5 +1,5 @@
-//! Steps on tensors of somebody else's, who keeps the state and counts the steps on the device: what PyTorch's optimisers call with
-//! `fused=True`. Nothing waits.
+//! Single optimiser steps on tensors of the caller, who keeps the state and counts the steps on the device. PyTorch's
+//! optimisers call them with `fused=True`. No step waits for the device.
 
 use smallvec::SmallVec;
 
@@ -8,37 +8,37 @@ use super::{AdagradConfig, AdamConfig, AdamWConfig, SgdConfig};
 use crate::ops::{TensorSet, foreach_into, map_each};
 use crate::{DType, Error, Expr, Result, Scalar, Tensor, no_grad};
 
-/// What a step is made of, for every optimiser: parameters, their gradients, and what holds for all of them.
+/// The arguments that steps of all optimisers have in common.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FusedStep<'a> {
-    /// What is updated, in place.
+    /// The parameters, which are updated in place.
     pub parameters: &'a [&'a Tensor],
-    /// As many gradients.
+    /// The gradients, one for each parameter.
     pub gradients: &'a [&'a Tensor],
-    /// The learning rate as a tensor of one element on the device, in place of the config's.
+    /// The learning rate as a tensor of one element on the device, instead of the config's.
     pub lr: Option<&'a Tensor>,
-    /// What the gradients are divided by first, in place: the factor of a loss scaler, of one element.
+    /// A tensor of one element by which the gradients are first divided in place: the factor of a loss scaler.
     pub grad_scale: Option<&'a Tensor>,
-    /// One element: where it is 1, gradients overflowed, and nothing is changed.
+    /// A tensor of one element that is 1 if gradients overflowed; then nothing is changed.
     pub found_inf: Option<&'a Tensor>,
-    /// Whether to go up the gradient instead of down.
+    /// Whether to ascend the gradient instead of descending it.
     pub maximize: bool,
 }
 
-/// The state of [`fused_adam_`] and [`fused_adamw_`]: as many tensors as there are parameters in each.
+/// The state of [`fused_adam_`] and [`fused_adamw_`]: each list has one tensor for each parameter.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FusedAdamState<'a> {
     /// Running means of the gradients.
     pub exp_avgs: &'a [&'a Tensor],
-    /// Running means of their squares.
+    /// Running means of the squared gradients.
     pub exp_avg_sqs: &'a [&'a Tensor],
-    /// The greatest of these so far; read with `amsgrad` only.
+    /// The largest running means of squares so far; only read with `amsgrad`.
     pub max_exp_avg_sqs: &'a [&'a Tensor],
-    /// Tensors of one element: the how-manieth step this is, from 1 on.
+    /// Tensors of one element with the number of this step, beginning with 1.
     pub steps: &'a [&'a Tensor],
 }
 
-/// One step of Adam (PyTorch's `torch._fused_adam_`). Parameters of one shape share launches.
+/// Computes one step of Adam (PyTorch's `torch._fused_adam_`). Parameters of one shape share launches.
 ///
 /// ```
 /// use claystone::optim::{AdamConfig, FusedAdamState, FusedStep, fused_adam_};
@@ -53,26 +53,29 @@ pub struct FusedAdamState<'a> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for lists of different lengths; those of [`map_each`].
+/// [`Error::Invalid`] for lists of different lengths; the errors of [`map_each`].
 #[track_caller]
 pub fn fused_adam_(step: &FusedStep, state: &FusedAdamState, config: &AdamConfig) -> Result<()> {
     adam(step, state, config, [config.beta1, config.beta2, config.weight_decay], config.amsgrad, false)
 }
 
-/// One step of AdamW (PyTorch's `torch._fused_adamw_`). Parameters of one shape share launches.
+/// Computes one step of AdamW (PyTorch's `torch._fused_adamw_`). Parameters of one shape share launches.
 ///
 /// # Errors
-/// Those of [`fused_adam_`].
+/// The errors of [`fused_adam_`].
 #[track_caller]
 pub fn fused_adamw_(step: &FusedStep, state: &FusedAdamState, config: &AdamWConfig) -> Result<()> {
     adam(step, state, config, [config.beta1, config.beta2, config.weight_decay], config.amsgrad, true)
 }
 
-/// Of the rule's numbers these depend on the step or the learning rate: the step's size, the correction of the squares, the decay.
-const SIZE: usize = 4;
-const CORRECTION: usize = 5;
-const DECAY: usize = 7;
+/// Index of the step size among the numbers of the Adam rule.
+const STEP_SIZE_INDEX: usize = 4;
+/// Index of the bias correction of the squares.
+const CORRECTION_INDEX: usize = 5;
+/// Index of the weight decay.
+const DECAY_INDEX: usize = 7;
 
+/// The step that Adam and AdamW share. `decoupled` tells that the rule applies the weight decay to the weights, not to the gradient.
 fn adam(
     step: &FusedStep,
     state: &FusedAdamState,
@@ -84,23 +87,23 @@ fn adam(
     let lists = [state.exp_avgs, state.exp_avg_sqs, state.max_exp_avg_sqs];
     let logs = [beta1.ln(), beta2.ln()];
     let numbers = step_numbers("fused_adam_", step, state.steps, rule.learning_rate(), &logs, |count, lr, s| {
-        // 1 - beta^step, without the loss of digits that the subtraction would be.
+        // 1 - beta^step, computed without the cancellation of a subtraction.
         let [bias1, bias2] = [0, 1].map(|i| -(count * &s[i]).expm1());
         [lr / bias1, bias2.recip()]
     })?;
     let lr = step.lr;
     let held = &lists[..if amsgrad { 3 } else { 2 }];
-    let run = Run { step, state: held, numbers: &[&numbers[0], &numbers[1]], zero_state: false };
+    let run = RuleStep { step, state: held, numbers: &[&numbers[0], &numbers[1]], zero_state: false };
     run.launch(rule, |all, own| {
-        all[SIZE] = own[0].clone();
-        all[CORRECTION] = own[1].clone();
+        all[STEP_SIZE_INDEX] = own[0].clone();
+        all[CORRECTION_INDEX] = own[1].clone();
         if let (Some(_), true) = (lr, decoupled) {
-            all[DECAY] = 1.0 - own.last().expect("the learning rate is the last") * weight_decay;
+            all[DECAY_INDEX] = 1.0 - own.last().expect("the learning rate is the last") * weight_decay;
         }
     })
 }
 
-/// Numbers of each parameter that depend on its step, computed on the device: by a formula of the step, the learning rate and `others`.
+/// Computes numbers that depend on each parameter's step on the device, by a formula of the step, the learning rate and `others`.
 fn step_numbers<const N: usize>(
     op: &'static str,
     step: &FusedStep,
@@ -130,8 +133,8 @@ fn step_numbers<const N: usize>(
     Ok(numbers)
 }
 
-/// One step of Adagrad (PyTorch's `torch._fused_adagrad_`): sums of squared gradients, and tensors of one element that say the
-/// how-manieth step this is, from 1 on. Of the config `initial_accumulator_value` is not read.
+/// Computes one step of Adagrad (PyTorch's `torch._fused_adagrad_`). `state_sums` are sums of squared gradients; `steps` are
+/// tensors of one element with the number of this step, beginning with 1. The config's `initial_accumulator_value` is not read.
 ///
 /// ```
 /// use claystone::optim::{AdagradConfig, FusedStep, fused_adagrad_};
@@ -144,7 +147,7 @@ fn step_numbers<const N: usize>(
 /// ```
 ///
 /// # Errors
-/// Those of [`fused_adam_`].
+/// The errors of [`fused_adam_`].
 #[track_caller]
 pub fn fused_adagrad_(
     step: &FusedStep,
@@ -155,12 +158,12 @@ pub fn fused_adagrad_(
     let sizes = step_numbers("fused_adagrad_", step, steps, config.lr, &[config.lr_decay], |count, lr, s| {
         [lr / (1.0 + (count - 1.0) * &s[0])]
     })?;
-    let run = Run { step, state: &[state_sums], numbers: &[&sizes[0]], zero_state: false };
-    run.launch(config, |all, own| all[0] = own[0].clone()) // the learning rate is the rule's first number
+    let run = RuleStep { step, state: &[state_sums], numbers: &[&sizes[0]], zero_state: false };
+    run.launch(config, |all, own| all[0] = own[0].clone()) // index 0 is the learning rate
 }
 
-/// One step of stochastic gradient descent (PyTorch's `torch._fused_sgd_`). `momentum_buffers` has as many tensors as there are
-/// parameters, or none without a momentum; at the `first` step what they hold is not read.
+/// Computes one step of stochastic gradient descent (PyTorch's `torch._fused_sgd_`). `momentum_buffers` has one tensor for each
+/// parameter, or none without momentum. At the `first` step their values are ignored.
 ///
 /// ```
 /// use claystone::optim::{FusedStep, SgdConfig, fused_sgd_};
@@ -173,44 +176,48 @@ pub fn fused_adagrad_(
 /// ```
 ///
 /// # Errors
-/// Those of [`fused_adam_`].
+/// The errors of [`fused_adam_`].
 #[track_caller]
 pub fn fused_sgd_(step: &FusedStep, momentum_buffers: &[&Tensor], first: bool, config: &SgdConfig) -> Result<()> {
     let lists = [momentum_buffers];
     let state = if config.momentum == 0.0 { &[] } else { &lists[..] };
     let lr = step.lr;
-    Run { step, state, numbers: &[], zero_state: first }.launch_at(config, if first { 1 } else { 2 }, |all, own| {
-        if lr.is_some() {
-            all[0] = own.last().expect("the learning rate is the last").clone();
-        }
-    })
+    RuleStep { step, state, numbers: &[], zero_state: first }.launch_at(
+        config,
+        if first { 1 } else { 2 },
+        |all, own| {
+            if lr.is_some() {
+                all[0] = own.last().expect("the learning rate is the last").clone();
+            }
+        },
+    )
 }
 
-/// A step of a rule.
-struct Run<'a> {
+/// A step of a rule over lists of tensors.
+struct RuleStep<'a> {
     step: &'a FusedStep<'a>,
     state: &'a [&'a [&'a Tensor]],
-    /// Numbers of each parameter, of one element.
+    /// Numbers that differ between parameters, as tensors of one element.
     numbers: &'a [&'a [Tensor]],
-    /// Whether the state is zero, whatever the tensors hold.
+    /// Whether to ignore the values of the state and use zeros.
     zero_state: bool,
 }
 
-impl Run<'_> {
+impl RuleStep<'_> {
     fn launch<R: Rule>(&self, rule: &R, numbers: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
         self.launch_at(rule, 1, numbers)
     }
 
-    /// Launches the rule's formula with its numbers of this step, which `put` changes to those that are tensors: it is given
-    /// the numbers of the parameter, and the learning rate if that is a tensor.
-    fn launch_at<R: Rule>(&self, rule: &R, at: i32, put: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
+    /// Launches the rule's formula with its numbers of step `at`. `override_numbers` replaces numbers by values from tensors: it gets the numbers
+    /// of the parameter, followed by the learning rate if that is a tensor.
+    fn launch_at<R: Rule>(&self, rule: &R, at: i32, override_numbers: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
         let FusedStep { parameters, gradients, lr, grad_scale, found_inf, maximize } = *self.step;
         let count = parameters.len();
         let lengths = [gradients.len()].into_iter().chain(self.state.iter().map(|list| list.len()));
         if lengths.chain(self.numbers.iter().map(|list| list.len())).any(|length| length != count) {
             return Err(Error::invalid(
                 R::NAME,
-                format!("of each list there have to be {count} tensors, as many as parameters"),
+                format!("each list must have {count} tensors, one for each parameter"),
             ));
         }
         let written = |i: usize| {
@@ -239,7 +246,7 @@ impl Run<'_> {
                 let mut next = |given: Option<&Tensor>| given.and_then(|_| common.next());
                 let (lr, scale, overflow) = (next(lr), next(grad_scale), next(found_inf));
                 let mut all = s.to_vec();
-                put(&mut all, &of_parameter.iter().chain(lr).cloned().collect::<Vec<_>>());
+                override_numbers(&mut all, &of_parameter.iter().chain(lr).cloned().collect::<Vec<_>>());
                 let gradient = scale.map_or(own[1].clone(), |scale| &own[1] / scale);
                 let downhill = if maximize { -&gradient } else { gradient.clone() };
                 let zeros = vec![Expr::constant(0.0); held];
@@ -257,11 +264,11 @@ impl Run<'_> {
     }
 }
 
-/// Tensors of one element that a launch looks at.
-const AT_ONCE: usize = 24;
+/// Number of one-element tensors that one launch of [`unscale_`] reads.
+const NORMS_PER_LAUNCH: usize = 24;
 
-/// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
-/// element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
+/// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 if a gradient is infinite or NaN. Both are tensors of
+/// one element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::unscale_};
@@ -272,7 +279,7 @@ const AT_ONCE: usize = 24;
 /// ```
 ///
 /// # Errors
-/// Those of [`map_each`].
+/// The errors of [`map_each`].
 #[track_caller]
 pub fn unscale_(gradients: &[&Tensor], found_inf: &Tensor, inv_scale: &Tensor) -> Result<()> {
     if gradients.is_empty() {
@@ -283,8 +290,8 @@ pub fn unscale_(gradients: &[&Tensor], found_inf: &Tensor, inv_scale: &Tensor) -
         let dtype = if wide { DType::F64 } else { DType::F32 };
         let some = gradients.iter().filter(|g| g.numel() > 0);
         let greatest = some.map(|g| g.vector_norm(f64::INFINITY, (), false)?.to_dtype(dtype));
-        // A formula over many of them is one launch; to stack them would be a copy each.
-        for some in greatest.collect::<Result<Vec<_>>>()?.chunks(AT_ONCE) {
+        // A formula over several norms is one launch; stacking them would take a copy of each.
+        for some in greatest.collect::<Result<Vec<_>>>()?.chunks(NORMS_PER_LAUNCH) {
             let inputs: Vec<&Tensor> = std::iter::once(found_inf).chain(some).collect();
             Tensor::map_into(&inputs, &[], &[found_inf], |x, _| {
                 let finite = x[1..].iter().map(Expr::is_finite).reduce(|a, b| a * b).expect("chunks are not empty");

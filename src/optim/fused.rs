@@ -1,103 +1,103 @@
-//! The machinery under every optimiser: a rule's formula over flat buffers, group by group.
+//! The common implementation of all optimisers: a rule's formula over flat buffers, group by group.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use smallvec::SmallVec;
 
 use super::Optimizer;
-use super::flat::{CapturedStep, Flat, Run, StepTensors, follow_conversions};
+use super::flat::{CapturedStep, FlatParameters, Run, StepTensors, follow_conversions};
 use super::rule::Rule;
 use crate::io::StateDict;
 use crate::ops::MapInto;
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Graph, Result, Scalar, Tensor, for_each_part, no_grad};
 
-/// The optimiser of a [`Rule`]: [`super::Sgd`], [`super::AdamW`] and the others are this.
+/// The optimiser of a [`Rule`]. [`super::Sgd`], [`super::AdamW`] and the others are aliases of this type.
 pub struct Fused<R> {
     groups: Vec<Group<R>>,
 }
 
-/// Parameters with hyperparameters of their own.
+/// A parameter group: parameters with their own hyperparameters.
 struct Group<R> {
-    flat: Arc<Flat>,
-    /// Handles on the parameters that were frozen when the group was made, and so are not in it.
+    flat: Arc<FlatParameters>,
+    /// Handles on parameters that were frozen when the group was made, and therefore are not in it.
     skipped: Vec<Tensor>,
-    /// One flat buffer for each name of the rule's state.
+    /// One flat buffer for each state of the rule.
     state: Vec<Tensor>,
     progress: Arc<Mutex<Progress<R>>>,
-    /// The numbers of an update; the memory is kept.
+    /// The numbers of an update; kept to avoid an allocation in each step.
     numbers: Vec<f64>,
-    /// What the last step launched: the next one mostly does the same.
-    launches: Vec<Launch>,
-    captured: Captured,
+    /// The launches of the last step, which the next step reuses if nothing has changed.
+    launches: Vec<PreparedLaunch>,
+    captured: CapturedUpdates,
 }
 
-/// How often the capture with this id has updated each parameter so far: a replay counts its updates at its end.
+/// How often the current capture has updated each parameter. A replay counts its updates only at its end.
 #[derive(Default)]
-struct Captured {
+struct CapturedUpdates {
     id: Option<u64>,
     updates: Vec<i32>,
 }
 
-/// What the numbers of the next step follow from, also of a step that a graph makes.
+/// The hyperparameters and step counts of a group, shared with captured graphs.
 struct Progress<R> {
     rule: R,
-    /// How often each parameter was updated.
+    /// How often each parameter has been updated.
     steps: Vec<i32>,
 }
 
 impl<R: Rule> Progress<R> {
-    /// The numbers of the update of a run after the next `ahead`, before the factor of its gradients.
+    /// Appends the rule's numbers for a run's update after `ahead` more updates, without the factor of its gradients.
     fn numbers_to(&self, run: &Run, ahead: i32, to: &mut Vec<f64>) {
         self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(ahead).saturating_add(1), to);
     }
 
-    /// Checks that the parameters of a captured run still need the same numbers.
-    fn check_alike(&self, run: &Run, ahead: i32) -> Result<()> {
+    /// Checks that all parameters of a captured run still need the same numbers.
+    fn check_equal_numbers(&self, run: &Run, ahead: i32) -> Result<()> {
         let numbers = |steps: i32| self.rule.numbers(steps.saturating_add(ahead).saturating_add(1));
         let mut steps = self.steps[run.parameters.clone()].iter().copied();
         let first = steps.next().unwrap_or_default();
         match steps.all(|other| other == first || numbers(other) == numbers(first)) {
             true => Ok(()),
             false => {
-                let reason = "the graph updates parameters at once that have had different numbers of steps since: capture it again";
+                let reason = "parameters that the graph updates in one launch have had different numbers of steps since: capture it again";
                 Err(Error::invalid(R::NAME, reason))
             }
         }
     }
 
-    fn count(&mut self, run: &Run) {
+    fn count_update(&mut self, run: &Run) {
         self.steps[run.parameters.clone()].iter_mut().for_each(|t| *t = t.saturating_add(1));
     }
 }
 
-/// A launch of a step.
-struct Launch {
+/// A prepared launch of a step.
+struct PreparedLaunch {
     run: Run,
-    /// Whether gradients are multiplied by a factor, the last of the numbers, of which there are so many.
+    /// Whether gradients are multiplied by a factor, which is the last of the launch's numbers.
     scaled: bool,
     numbers: usize,
     update: MapInto,
 }
 
 impl<R: Rule> Fused<R> {
-    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of
-    /// one buffer and keep their values and gradients. Frozen parameters are skipped; a step is an error once one of them is
-    /// trained again, unless [`with_group`](Self::with_group) adds it. A parameter whose memory has another handle (another
-    /// optimiser, a state dict, a tied layer) stays where it is, so that every handle sees the steps; parameters that are then
-    /// not adjacent take a launch each.
+    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of one flat
+    /// buffer and keep their values and gradients. Frozen parameters are skipped. If such a parameter is unfrozen later, steps are
+    /// errors until [`with_group`](Self::with_group) adds it. A parameter whose storage has another handle (another
+    /// optimiser, a state dict, a tied layer) is not moved, so that every handle sees the updates; such parameters take a launch
+    /// each unless they are adjacent.
     ///
     /// # Errors
-    /// [`Error::Autograd`] for the result of an operation, [`Error::Invalid`] for no parameter to train or a hyperparameter out
-    /// of range, mismatching dtypes or devices, and [`Error::OutOfMemory`].
+    /// [`Error::Autograd`] for a parameter that is the result of an operation, [`Error::Invalid`] if there is no parameter to train
+    /// or a hyperparameter is out of range, errors for mixed dtypes or devices, and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
         let _caller = Caller::enter();
         Ok(Fused { groups: vec![Group::new(parameters, rule)?] })
     }
 
-    /// With another group of parameters, which has hyperparameters, dtype and device of its own (PyTorch's
-    /// `add_param_group`). A step is then one launch for each group.
+    /// Adds a parameter group with its own hyperparameters, dtype and device (PyTorch's `add_param_group`). A step is then one
+    /// launch for each group.
     ///
     /// ```
     /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
@@ -111,26 +111,27 @@ impl<R: Rule> Fused<R> {
     /// ```
     ///
     /// # Errors
-    /// As [`Fused::new`]; [`Error::Invalid`] for a parameter of another group.
+    /// As [`Fused::new`]; [`Error::Invalid`] for a parameter that is already in another group.
     #[track_caller]
     pub fn with_group(mut self, parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
         let _caller = Caller::enter();
         let mine: Vec<&Tensor> = self.parameters().into_iter().filter(|q| q.numel() > 0).collect();
         let taken = |p: &Tensor| p.numel() > 0 && mine.iter().any(|q| q.shares_storage(p) && q.offset() == p.offset());
         if let Some(p) = parameters.iter().find(|p| taken(p)) {
-            let reason = format!("a parameter of shape {} is in another group already", p.shape());
+            let reason = format!("a parameter of shape {} is already in another group", p.shape());
             return Err(Error::invalid(R::NAME, reason));
         }
         let group = Group::new(parameters, rule)?;
-        let is_added = |p: &Tensor| group.flat.parameters().any(|added| added.leaf_id() == latest(p).leaf_id());
+        let is_added = |p: &Tensor| group.flat.parameters().any(|added| added.leaf_id() == current_handle(p).leaf_id());
         self.groups.iter_mut().for_each(|g| g.skipped.retain(|p| !is_added(p)));
         self.groups.push(group);
         Ok(self)
     }
 
-    /// Groups by a closure over the parameters' names, as [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut)
-    /// gives them: those with the same hyperparameters, dtype and device are a group. What is filtered out before stays as it
-    /// is: a frozen layer.
+    /// Makes groups from named parameters, such as those of
+    /// [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut). The closure `rule` returns the hyperparameters of
+    /// each parameter; parameters with equal hyperparameters, dtype and device form a group. Parameters that the caller filters out
+    /// beforehand, such as those of a frozen layer, are not changed.
     ///
     /// ```
     /// use claystone::Device;
@@ -161,7 +162,7 @@ impl<R: Rule> Fused<R> {
         let _caller = Caller::enter();
         let (mut groups, mut skipped): (Vec<(R, Vec<&mut Tensor>)>, _) = (Vec::new(), Vec::new());
         for (name, p) in parameters {
-            if !latest(p).requires_grad() {
+            if !current_handle(p).requires_grad() {
                 skipped.push(p.shallow_clone());
                 continue;
             }
@@ -173,7 +174,7 @@ impl<R: Rule> Fused<R> {
             }
         }
         if groups.is_empty() {
-            return Err(nothing_to_train(R::NAME, skipped.len()));
+            return Err(no_trainable_parameters(R::NAME, skipped.len()));
         }
         let none = Fused { groups: Vec::new() };
         let mut made = groups.into_iter().try_fold(none, |made, (rule, group)| made.with_group(group, rule))?;
@@ -181,7 +182,7 @@ impl<R: Rule> Fused<R> {
         Ok(made)
     }
 
-    /// The hyperparameters of each group.
+    /// Returns the hyperparameters of each group.
     pub fn rules(&self) -> impl Iterator<Item = R> {
         self.groups.iter().map(|g| g.progress().rule.clone())
     }
@@ -193,10 +194,10 @@ impl<R: Rule> Group<R> {
         follow_conversions(&mut parameters);
         let (parameters, frozen): (Vec<_>, Vec<_>) = parameters.into_iter().partition(|p| p.requires_grad());
         if parameters.is_empty() {
-            return Err(nothing_to_train(R::NAME, frozen.len()));
+            return Err(no_trainable_parameters(R::NAME, frozen.len()));
         }
         let skipped = frozen.into_iter().map(|p| p.shallow_clone()).collect();
-        let flat = Arc::new(Flat::new(R::NAME, parameters)?);
+        let flat = Arc::new(FlatParameters::new(R::NAME, parameters)?);
         let state = rule.state().iter().map(|(_, start)| flat.state(*start)).collect::<Result<_>>()?;
         let progress = Arc::new(Mutex::new(Progress { rule, steps: vec![0; flat.count()] }));
         Ok(Group {
@@ -206,30 +207,30 @@ impl<R: Rule> Group<R> {
             progress,
             numbers: Vec::new(),
             launches: Vec::new(),
-            captured: Captured::default(),
+            captured: CapturedUpdates::default(),
         })
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress<R>> {
-        unpoisoned(&self.progress)
+        lock_ignoring_poison(&self.progress)
     }
 
-    /// What to launch. Where the model was converted, goes over to the parameters that replace these first.
+    /// Returns the runs to launch. If the module was converted, switches to its new parameters first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
-        if let Some(p) = self.skipped.iter().find(|p| latest(p).requires_grad()) {
+        if let Some(p) = self.skipped.iter().find(|p| current_handle(p).requires_grad()) {
             let reason = format!(
-                "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it by with_group(), or give the optimiser trainable_parameters_mut() only",
+                "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it with with_group(), or give the optimiser only trainable_parameters_mut()",
                 p.shape()
             );
             return Err(Error::Autograd { op: R::NAME, reason });
         }
-        // A replay sees to the master itself: what is captured would round it again and again.
+        // Each replay refreshes the master before it runs. A captured refresh would round the master again in every replay.
         let capture = Graph::capture_id(self.flat.device());
         if capture.is_none() {
             self.flat.refresh()?;
         }
         if capture.is_some() && capture != self.captured.id {
-            self.captured = Captured { id: capture, updates: vec![0; self.flat.count()] };
+            self.captured = CapturedUpdates { id: capture, updates: vec![0; self.flat.count()] };
         }
         let runs = {
             let Progress { rule, steps } = &*self.progress();
@@ -241,36 +242,37 @@ impl<R: Rule> Group<R> {
         match runs {
             Some(runs) => Ok(runs),
             None => {
-                self.follow()?;
+                self.follow_conversion()?;
                 self.runs()
             }
         }
     }
 
-    /// Goes on with the parameters that replace these since the model was converted, and converts the state.
-    fn follow(&mut self) -> Result<()> {
+    /// Switches to the parameters that replaced these when the module was converted, and converts the state.
+    fn follow_conversion(&mut self) -> Result<()> {
         let mut now: Vec<Tensor> = self.flat.parameters().map(Tensor::shallow_clone).collect();
-        let flat = Flat::new(R::NAME, now.iter_mut().collect()).map_err(|e| match e {
+        let flat = FlatParameters::new(R::NAME, now.iter_mut().collect()).map_err(|e| match e {
             Error::DTypeMismatch { .. } | Error::DeviceMismatch { .. } => {
                 let hint = "convert all parameters of a group alike, or make a group for each dtype and device";
                 Error::invalid(R::NAME, format!("parts of the model were converted since the last step: {hint} ({e})"))
             }
             e => e,
         })?;
-        let converted = |state: &Tensor| flat.state_of(&self.flat, state);
+        let converted = |state: &Tensor| flat.convert_state(&self.flat, state);
         self.state = self.state.iter().map(converted).collect::<Result<_>>()?;
-        flat.keep_master(&self.flat)?;
+        flat.adopt_master(&self.flat)?;
         self.flat = Arc::new(flat);
         self.launches.clear();
         Ok(())
     }
 
+    /// Updates these runs of weights, with gradients multiplied by `factor`; captures the updates if the device captures a graph.
     fn step(&mut self, runs: SmallVec<[Run; 1]>, factor: f64) -> Result<()> {
         if Graph::is_capturing(self.flat.device()) {
             return runs.into_iter().try_for_each(|run| self.capture(run, factor));
         }
         let progress = Arc::clone(&self.progress);
-        let mut progress = unpoisoned(&progress);
+        let mut progress = lock_ignoring_poison(&progress);
         for_each_part(R::NAME, runs.into_iter().enumerate(), |(i, run)| {
             self.numbers.clear();
             progress.numbers_to(&run, 0, &mut self.numbers);
@@ -278,27 +280,27 @@ impl<R: Rule> Group<R> {
             let (scaled, numbers) = (factor != 1.0, self.numbers.len());
             if !self.launches.get(i).is_some_and(|l| l.run == run && (l.scaled, l.numbers) == (scaled, numbers)) {
                 self.launches.truncate(i);
-                let update = self.update(&progress.rule, &run, scaled, Numbers::Given(numbers))?;
-                self.launches.push(Launch { run: run.clone(), scaled, numbers, update });
+                let update = self.update(&progress.rule, &run, scaled, NumberSource::Given(numbers))?;
+                self.launches.push(PreparedLaunch { run: run.clone(), scaled, numbers, update });
             }
             launch(&self.launches[i].update, &self.numbers)?;
-            progress.count(&run);
+            progress.count_update(&run);
             Ok(())
         })?;
         self.flat.note_update();
         Ok(())
     }
 
-    /// Has a graph update a run with numbers that lie on the device, where each replay brings those of its step.
+    /// Captures a run's update with its numbers on the device; before each replay the numbers of that step are copied there.
     fn capture(&mut self, run: Run, factor: f64) -> Result<()> {
         let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
         let rule = self.progress().rule.clone();
         let count = rule.numbers(1).len() + 1;
         let empty = |_| Tensor::empty((), (dtype, device));
         let on_device = Graph::outside(|| (0..count).map(empty).collect::<Result<Vec<_>>>())?;
-        let bring = MapInto::new(R::NAME, Vec::new(), count, handles(&on_device), |_, s| s.to_vec())?;
+        let bring = MapInto::new(R::NAME, Vec::new(), count, shallow_clones(&on_device), |_, s| s.to_vec())?;
         let captured = CapturedStep::new(&self.flat);
-        self.update(&rule, &run, factor != 1.0, Numbers::OnDevice(&on_device))?.launch(&[])?;
+        self.update(&rule, &run, factor != 1.0, NumberSource::OnDevice(&on_device))?.launch(&[])?;
         captured.captured();
         let ahead = self.captured.updates[run.parameters.start];
         self.captured.updates[run.parameters.clone()].iter_mut().for_each(|updates| *updates += 1);
@@ -309,8 +311,8 @@ impl<R: Rule> Group<R> {
                 no_grad(|| {
                     captured.refresh()?;
                     let mut numbers = Vec::with_capacity(count);
-                    let progress = unpoisoned(&progress);
-                    progress.check_alike(&run, ahead)?;
+                    let progress = lock_ignoring_poison(&progress);
+                    progress.check_equal_numbers(&run, ahead)?;
                     progress.numbers_to(&run, ahead, &mut numbers);
                     drop(progress);
                     numbers.push(factor);
@@ -319,23 +321,23 @@ impl<R: Rule> Group<R> {
             }
         };
         Graph::on_replay(device, before, move || {
-            unpoisoned(&progress).count(&run);
+            lock_ignoring_poison(&progress).count_update(&run);
             captured.replayed();
         })
     }
 
-    /// The launch that updates a run.
-    fn update(&self, rule: &R, run: &Run, scaled: bool, numbers: Numbers) -> Result<MapInto> {
+    /// Prepares the launch that updates a run.
+    fn update(&self, rule: &R, run: &Run, scaled: bool, numbers: NumberSource) -> Result<MapInto> {
         let StepTensors { weights, grads, rounded } = self.flat.step_tensors(run)?;
         let state = self.state.iter().map(|s| self.flat.state_slice(run, s)).collect::<Result<Vec<_>>>()?;
         let (given, on_device) = match numbers {
-            Numbers::Given(count) => (count, &[][..]),
-            Numbers::OnDevice(tensors) => (0, tensors),
+            NumberSource::Given(count) => (count, &[][..]),
+            NumberSource::OnDevice(tensors) => (0, tensors),
         };
-        let own = [weights.shallow_clone(), grads].into_iter().chain(handles(&state));
-        let inputs: Vec<Tensor> = own.chain(handles(on_device)).collect();
+        let own = [weights.shallow_clone(), grads].into_iter().chain(shallow_clones(&state));
+        let inputs: Vec<Tensor> = own.chain(shallow_clones(on_device)).collect();
         let halves = rounded.is_some();
-        let outputs: Vec<Tensor> = [weights].into_iter().chain(handles(&state)).chain(rounded).collect();
+        let outputs: Vec<Tensor> = [weights].into_iter().chain(shallow_clones(&state)).chain(rounded).collect();
         MapInto::new(R::NAME, inputs, given, outputs, |x, s| {
             let (x, read) = x.split_at(2 + state.len());
             let (factor, s) = if on_device.is_empty() { s } else { read }.split_last().expect("the factor");
@@ -346,7 +348,7 @@ impl<R: Rule> Group<R> {
         })
     }
 
-    /// The tensors of the state with their names; `first` is the number of the group's first parameter.
+    /// Returns the named tensors of the state; `first` is the number of the group's first parameter.
     fn state(&self, first: usize) -> Result<Vec<(String, Tensor)>> {
         let (mut out, names) = (Vec::new(), self.progress().rule.state());
         for i in 0..self.flat.count() {
@@ -361,13 +363,13 @@ impl<R: Rule> Group<R> {
     }
 }
 
-/// The handle on a parameter after conversions of its module.
-fn latest(p: &Tensor) -> Tensor {
+/// Returns the current handle on a parameter, after conversions of its module.
+fn current_handle(p: &Tensor) -> Tensor {
     p.successor().unwrap_or_else(|| p.shallow_clone())
 }
 
-/// The error for a group without a parameter to train, `frozen` of which were given.
-fn nothing_to_train(op: &'static str, frozen: usize) -> Error {
+/// Returns the error for a group without trainable parameters, `frozen` of which were given.
+fn no_trainable_parameters(op: &'static str, frozen: usize) -> Error {
     match frozen {
         0 => Error::invalid(op, "there are no parameters"),
         _ => {
@@ -376,8 +378,8 @@ fn nothing_to_train(op: &'static str, frozen: usize) -> Error {
     }
 }
 
-/// Where a launch has the numbers of a step from: so many scalars, or tensors of one element.
-enum Numbers<'a> {
+/// The source of an update's numbers: the given count of scalars, or tensors of one element.
+enum NumberSource<'a> {
     Given(usize),
     OnDevice(&'a [Tensor]),
 }
@@ -388,12 +390,12 @@ fn launch(formula: &MapInto, numbers: &[f64]) -> Result<()> {
     formula.launch(&scalars)
 }
 
-fn handles(tensors: &[Tensor]) -> Vec<Tensor> {
+fn shallow_clones(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(Tensor::shallow_clone).collect()
 }
 
-/// Numbers are never half changed where a thread has panicked.
-fn unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks the mutex even if it is poisoned: no update of the numbers can be interrupted halfway by a panic.
+fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -406,7 +408,7 @@ impl<R: Rule> Optimizer for Fused<R> {
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
         let _caller = Caller::enter();
         no_grad(|| {
-            // What can be found wrong is found before the first group is stepped.
+            // All checks are done before the first group is stepped.
             let runs = self.groups.iter_mut().map(Group::runs).collect::<Result<SmallVec<[_; 2]>>>()?;
             for_each_part(R::NAME, self.groups.iter_mut().zip(runs), |(group, runs)| group.step(runs, factor))
         })
@@ -455,7 +457,7 @@ impl<R: Rule> Optimizer for Fused<R> {
         let _caller = Caller::enter();
         for group in &mut self.groups {
             if group.flat.parameters().any(|p| p.successor().is_some()) {
-                group.follow()?;
+                group.follow_conversion()?;
             }
         }
         state.check_against(R::NAME, &self.state_dict()?)?;

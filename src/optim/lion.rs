@@ -1,6 +1,6 @@
-//! Lion: steps of one size, in the direction of a momentum's sign.
+//! Lion: steps of equal size in the direction of the sign of a momentum.
 
-use super::rule::{DECAY, NOT_NEGATIVE, optimizer};
+use super::rule::{DECAY_RANGE, NON_NEGATIVE, optimizer};
 use crate::Expr;
 
 optimizer! {
@@ -9,13 +9,13 @@ optimizer! {
     /// Hyperparameters of [`Lion`], with its authors' defaults.
     LionConfig {
         /// Learning rate.
-        lr: f64 = 1e-4, NOT_NEGATIVE;
-        /// How much of the running mean goes into the direction of a step, in `0.0..1.0`.
-        beta1: f64 = 0.9, DECAY;
+        lr: f64 = 1e-4, NON_NEGATIVE;
+        /// The weight of the running mean in the direction of a step, in `0.0..1.0`.
+        beta1: f64 = 0.9, DECAY_RANGE;
         /// Decay of the running mean, in `0.0..1.0`.
-        beta2: f64 = 0.99, DECAY;
+        beta2: f64 = 0.99, DECAY_RANGE;
         /// Decoupled weight decay: each step shrinks weights by `lr * weight_decay`.
-        weight_decay: f64 = 0.0, NOT_NEGATIVE;
+        weight_decay: f64 = 0.0, NON_NEGATIVE;
     }
 
     fn state(&self) -> Vec<(&'static str, f64)> {

@@ -1,16 +1,16 @@
-//! Optimisers: one fused launch a step, whatever the number of parameters.
+//! Optimisers whose step is one fused launch, for any number of parameters.
 //!
-//! An optimiser rehomes the parameters it is given: they become views of one flat buffer, and their gradients views of
-//! another, into which backward writes directly. Those whose memory somebody else holds too stay where they are. A step is
-//! then one expression over flat buffers. Half-precision parameters get master weights and state in f32; the step updates
+//! An optimiser moves its parameters into one flat buffer and makes them views of it. The gradients become views of a second
+//! buffer, into which backward writes directly. Parameters whose storage has other handles are not moved. A step is
+//! then one expression over flat buffers. Half-precision parameters get master weights and state in f32; a step updates
 //! the master and rounds it into the parameters in the same launch.
 //!
-//! What tells one optimiser from another is a [`Rule`]: the names of its state, its numbers, and one formula. [`Fused`] does
-//! the rest, for rules of other crates too. [`Scheduler`] changes the learning rate from step to step, [`ReduceLrOnPlateau`] when a metric stops getting
-//! better, [`clip_grad_norm_`]
-//! and [`GradScaler`] look after gradients that are too large or, in f16, too small.
+//! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements all the rest,
+//! for rules of other crates as well. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`]
+//! changes it when a metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of
+//! f16 gradients.
 //!
-//! [`fused_adamw_`] and its kin are single steps, for whoever keeps the state.
+//! [`fused_adamw_`] and similar functions are single steps for callers that keep the state themselves.
 
 mod adam;
 mod clip;
@@ -30,7 +30,7 @@ use crate::{Result, Tensor};
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
-pub(crate) use flat::joined_views;
+pub(crate) use flat::join_adjacent_views;
 pub use functional::{FusedAdamState, FusedStep, fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
@@ -44,57 +44,57 @@ pub use schedule::{
 };
 pub use sgd::{Sgd, SgdConfig};
 
-/// What every optimiser does.
+/// The interface of all optimisers.
 pub trait Optimizer {
-    /// Updates every parameter that has a gradient, in place. One launch a group where all have one; zero allocations.
+    /// Updates every parameter that has a gradient, in place. Takes one launch for each group if all parameters have gradients, and
+    /// makes no allocations.
     ///
     /// # Errors
-    /// Device failures. Parameters are then as they were; [`Error::Partial`](crate::Error::Partial) says that those of some
-    /// groups, or stretches of those that backward reached, were updated fully and the others not at all.
+    /// Device failures, after which parameters are unchanged. After [`Error::Partial`](crate::Error::Partial) some groups, or some
+    /// runs of parameters, were updated completely and the others not at all.
     #[track_caller]
     fn step(&mut self) -> Result<()> {
         self.step_scaled(1.0)
     }
 
-    /// [`Optimizer::step`] with gradients times `factor`, multiplied in the precision steps are computed in: what
-    /// [`GradScaler`] calls.
+    /// [`Optimizer::step`] with gradients multiplied by `factor`, in the precision of the step. [`GradScaler`] calls it.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
     fn step_scaled(&mut self, factor: f64) -> Result<()>;
 
-    /// Forgets the gradients: call it before each backward unless gradients are to add up. Launches nothing.
+    /// Clears the gradients without a launch. Call it before each backward unless gradients are accumulated.
     fn zero_grad(&self);
 
-    /// The parameters, group after group.
+    /// Returns the parameters of all groups.
     fn parameters(&self) -> Vec<&Tensor>;
 
-    /// The learning rate of each group's next step.
+    /// Returns the learning rate of each group.
     fn learning_rates(&self) -> Vec<f64>;
 
-    /// Changes the learning rate of each group, for schedules. No kernel is compiled again.
+    /// Sets the learning rate of each group, for schedules. Does not recompile kernels.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] where there are more or fewer than groups.
+    /// [`crate::Error::Invalid`] if the number of rates is not the number of groups.
     fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()>;
 
-    /// What a later run needs to go on: `state.3.exp_avg` and the like of the parameter with that number, `state.3.step`,
-    /// `param_groups.0.lr`, and for half-precision parameters their f32 `state.3.master`. The large ones are views of the
-    /// optimiser's memory: what is to outlive the next step has to be saved or cloned before it.
+    /// Returns the state needed to resume: `state.3.exp_avg` and the like for the parameter with that number, `state.3.step`,
+    /// `param_groups.0.lr`, and the f32 master `state.3.master` of a half-precision parameter. Large tensors are views of the
+    /// optimiser's memory: save or clone them before the next step.
     ///
     /// # Errors
     /// Device failures.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Goes on where [`Optimizer::state_dict`] was taken. Parameters are the model's to load, before this. Everything is
-    /// checked before anything is changed.
+    /// Restores a state of [`Optimizer::state_dict`]. Load the model's parameters first. Everything is checked before the first
+    /// change.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a name that is missing or unknown and for a tensor of another shape;
-    /// [`crate::Error::Partial`] where the device fails after some of the state was copied.
+    /// [`crate::Error::Invalid`] for a missing or unknown name and for a tensor of another shape;
+    /// [`crate::Error::Partial`] if the device fails after some of the state was copied.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 
-    /// Whether all gradients are finite, which [`GradScaler`] asks before a step. Waits for the device.
+    /// True if all gradients are finite; [`GradScaler`] calls it before a step. Waits for the device.
     ///
     /// # Errors
     /// Device failures.
@@ -102,20 +102,20 @@ pub trait Optimizer {
         clip::all_finite(self.parameters())
     }
 
-    /// The learning rate of the (first group's) next step.
+    /// Returns the learning rate of the first group.
     fn learning_rate(&self) -> f64 {
         self.learning_rates()[0]
     }
 
-    /// Changes the learning rate of all groups.
+    /// Sets the learning rate of all groups.
     fn set_learning_rate(&mut self, lr: f64) {
         let rates = vec![lr; self.learning_rates().len()];
         self.set_learning_rates(&rates).expect("one for each group");
     }
 }
 
-/// Parts of a checkpoint, by methods that the types have already.
-macro_rules! stateful {
+/// Implements [`Stateful`] by calling the type's own methods.
+macro_rules! impl_stateful {
     ($([$($generics:tt)*] $type:ty: $methods:ident, $this:ident => $inner:expr, $inner_mut:expr;)*) => { $(
         impl<$($generics)*> Stateful for $type {
             fn state_dict(&self) -> Result<StateDict> {
@@ -131,7 +131,7 @@ macro_rules! stateful {
     )* };
 }
 
-stateful! {
+impl_stateful! {
     [R: Rule] Fused<R>: Optimizer, this => this, this;
     [] Box<dyn Optimizer>: Optimizer, this => &**this, &mut **this;
     [] Scheduler: Scheduler, this => this, this;

@@ -1,11 +1,11 @@
-//! A learning rate that goes down when a metric stops getting better.
+//! Lowers the learning rate when a metric stops improving.
 
 use super::Optimizer;
-use super::rule::{NOT_NEGATIVE, check};
+use super::rule::{NON_NEGATIVE, check_range};
 use crate::Result;
 use crate::io::StateDict;
 
-/// Which way a metric gets better.
+/// The direction in which a metric improves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlateauMode {
     /// Smaller is better: a loss.
@@ -14,33 +14,33 @@ pub enum PlateauMode {
     Max,
 }
 
-/// What a metric has to differ from the best one by to count as better.
+/// How `threshold` is compared: relative to the best metric, or absolute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ThresholdMode {
-    /// A part of the best one.
+    /// The threshold is a fraction of the best metric.
     Rel,
-    /// A number.
+    /// The threshold is a difference from the best metric.
     Abs,
 }
 
-/// How [`ReduceLrOnPlateau`] works; PyTorch's names and defaults.
+/// Options of [`ReduceLrOnPlateau`], with PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReduceLrOnPlateauConfig {
-    /// Which way the metric gets better.
+    /// The direction in which the metric improves.
     pub mode: PlateauMode,
-    /// What the rates are multiplied by, below 1.
+    /// The factor of each reduction, below 1.
     pub factor: f64,
-    /// How many epochs in a row may be no better before the rates go down.
+    /// The number of consecutive epochs without improvement that are tolerated.
     pub patience: usize,
-    /// By how much a metric has to be better.
+    /// The minimum improvement that counts.
     pub threshold: f64,
-    /// Whether that is relative.
+    /// How the threshold is compared.
     pub threshold_mode: ThresholdMode,
-    /// How many epochs after a reduction do not count.
+    /// The number of epochs after a reduction that are ignored.
     pub cooldown: usize,
-    /// The least rate.
+    /// Lower bound of the learning rate.
     pub min_lr: f64,
-    /// Rates that would change by no more than this stay as they are.
+    /// Reductions of at most this size are not applied.
     pub eps: f64,
 }
 
@@ -59,8 +59,8 @@ impl Default for ReduceLrOnPlateauConfig {
     }
 }
 
-/// Lowers an optimiser's learning rates when a metric, such as the loss of the validation set, has not got better for some
-/// epochs (PyTorch's `ReduceLROnPlateau`). A metric that is NaN is no better.
+/// Lowers an optimiser's learning rates when a metric, such as the validation loss, has not improved for some
+/// epochs (PyTorch's `ReduceLROnPlateau`). NaN never counts as an improvement.
 ///
 /// ```
 /// use claystone::optim::{Optimizer, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, Sgd, SgdConfig};
@@ -84,20 +84,20 @@ pub struct ReduceLrOnPlateau {
 }
 
 impl ReduceLrOnPlateau {
-    /// One that has seen no metric yet.
+    /// Creates a scheduler without a best metric.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a factor that is not in `0.0..1.0`, and for a `min_lr` or an `eps` below 0.
+    /// [`crate::Error::Invalid`] for a factor outside `0.0..1.0`, and for a `min_lr` or an `eps` below 0.
     pub fn new(config: ReduceLrOnPlateauConfig) -> Result<ReduceLrOnPlateau> {
         let op = "ReduceLrOnPlateau::new";
-        check(op, "factor", config.factor, 0.0..1.0)?;
-        check(op, "min_lr", config.min_lr, NOT_NEGATIVE)?;
-        check(op, "eps", config.eps, NOT_NEGATIVE)?;
+        check_range(op, "factor", config.factor, 0.0..1.0)?;
+        check_range(op, "min_lr", config.min_lr, NON_NEGATIVE)?;
+        check_range(op, "eps", config.eps, NON_NEGATIVE)?;
         let best = if config.mode == PlateauMode::Min { f64::INFINITY } else { f64::NEG_INFINITY };
         Ok(ReduceLrOnPlateau { config, best, num_bad_epochs: 0, cooldown_counter: 0, last_epoch: 0 })
     }
 
-    /// Takes note of an epoch's metric, and lowers the rates of all groups where it has not got better for too long.
+    /// Records an epoch's metric, and lowers the rates of all groups after too many epochs without improvement.
     ///
     /// # Errors
     /// As [`Optimizer::set_learning_rates`].
@@ -135,12 +135,12 @@ impl ReduceLrOnPlateau {
         }
     }
 
-    /// The best metric so far; infinite before the first.
+    /// Returns the best metric so far; infinite before the first.
     pub fn best(&self) -> f64 {
         self.best
     }
 
-    /// What it has seen, by PyTorch's names. The optimiser's rates are part of its own state.
+    /// Returns the state under PyTorch's names. The learning rates are part of the optimiser's state.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -153,10 +153,10 @@ impl ReduceLrOnPlateau {
         ])
     }
 
-    /// Goes on where [`ReduceLrOnPlateau::state_dict`] was taken.
+    /// Restores a state of [`ReduceLrOnPlateau::state_dict`].
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a name that is missing.
+    /// [`crate::Error::Invalid`] for a missing name.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         state.load_parts(&mut [
             ("best", &mut self.best),

@@ -1,6 +1,6 @@
-//! Optimisers that divide by the root of what squares have come to.
+//! RMSprop and Adagrad, which divide the gradient by the root of accumulated squares.
 
-use super::rule::{DECAY, NOT_NEGATIVE, decayed, optimizer};
+use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
 use crate::Expr;
 
 optimizer! {
@@ -9,15 +9,15 @@ optimizer! {
     /// Hyperparameters of [`RmsProp`], with PyTorch's defaults.
     RmsPropConfig {
         /// Learning rate.
-        lr: f64 = 0.01, NOT_NEGATIVE;
-        /// Decay of the running mean of the gradient's square, in `0.0..1.0`.
-        alpha: f64 = 0.99, DECAY;
+        lr: f64 = 0.01, NON_NEGATIVE;
+        /// Decay of the running mean of the squared gradient, in `0.0..1.0`.
+        alpha: f64 = 0.99, DECAY_RANGE;
         /// Added to the denominator.
-        eps: f64 = 1e-8, NOT_NEGATIVE;
+        eps: f64 = 1e-8, NON_NEGATIVE;
         /// L2 penalty, added to the gradient.
-        weight_decay: f64 = 0.0, NOT_NEGATIVE;
-        /// Factor of the velocity kept from step to step, in `0.0..1.0`; 0 for none.
-        momentum: f64 = 0.0, DECAY;
+        weight_decay: f64 = 0.0, NON_NEGATIVE;
+        /// Momentum factor, in `0.0..1.0`; 0 disables momentum.
+        momentum: f64 = 0.0, DECAY_RANGE;
         /// Whether to divide by the standard deviation of the gradient instead of its root mean square.
         centered: bool = false;
     }
@@ -34,7 +34,7 @@ optimizer! {
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let g = decayed(g, w, self.weight_decay, &s[4]);
+        let g = add_weight_decay(g, w, self.weight_decay, &s[4]);
         let squares = &s[1] * &state[0] + &s[2] * (&g * &g);
         let mean = self.centered.then(|| &s[1] * &state[1] + &s[2] * &g);
         let variance = mean.as_ref().map_or_else(|| squares.clone(), |m| &squares - m * m);
@@ -51,15 +51,15 @@ optimizer! {
     /// Hyperparameters of [`Adagrad`], with PyTorch's defaults.
     AdagradConfig {
         /// Learning rate.
-        lr: f64 = 0.01, NOT_NEGATIVE;
-        /// How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
-        lr_decay: f64 = 0.0, NOT_NEGATIVE;
+        lr: f64 = 0.01, NON_NEGATIVE;
+        /// Decay of the learning rate: step t uses `lr / (1 + (t - 1) * lr_decay)`.
+        lr_decay: f64 = 0.0, NON_NEGATIVE;
         /// L2 penalty, added to the gradient.
-        weight_decay: f64 = 0.0, NOT_NEGATIVE;
-        /// What the sums of squares start from.
-        initial_accumulator_value: f64 = 0.0, NOT_NEGATIVE;
+        weight_decay: f64 = 0.0, NON_NEGATIVE;
+        /// Initial value of the sums of squares.
+        initial_accumulator_value: f64 = 0.0, NON_NEGATIVE;
         /// Added to the denominator.
-        eps: f64 = 1e-10, NOT_NEGATIVE;
+        eps: f64 = 1e-10, NON_NEGATIVE;
     }
 
     fn state(&self) -> Vec<(&'static str, f64)> {
@@ -72,7 +72,7 @@ optimizer! {
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let g = decayed(g, w, self.weight_decay, &s[2]);
+        let g = add_weight_decay(g, w, self.weight_decay, &s[2]);
         let sum = &state[0] + &g * &g;
         (w - &s[0] * &g / (sum.sqrt() + &s[1]), vec![sum])
     }

@@ -1,10 +1,10 @@
-//! What tells one optimiser from another: its hyperparameters and one formula.
+//! Definition of an optimiser: its hyperparameters, its state and one formula.
 
 use std::ops::Range;
 
 use crate::{Error, Expr, Result};
 
-/// What tells one optimiser from another. The value holds the hyperparameters; it is what [`Fused::new`](super::Fused::new) is given.
+/// The definition of an optimiser. The value holds the hyperparameters and is passed to [`Fused::new`](super::Fused::new).
 ///
 /// ```
 /// use claystone::optim::{Fused, Optimizer, Rule};
@@ -40,70 +40,70 @@ use crate::{Error, Expr, Result};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Rule: Clone + Send + 'static {
-    /// The optimiser's name, for messages.
+    /// The optimiser's name, for error messages.
     const NAME: &'static str;
 
-    /// Whether the hyperparameters make sense; they do unless it says otherwise.
+    /// Checks the hyperparameters; accepts all by default.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the one that does not.
+    /// [`Error::Invalid`] that names the invalid hyperparameter.
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// What is kept for each element of a parameter: PyTorch's name and the value before the first step.
+    /// Returns the names (PyTorch's) and initial values of the state that is kept for each element of a parameter.
     fn state(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
 
-    /// The numbers of a parameter's `step`-th update (the first is 1), which the formula reads as scalars.
+    /// Returns the numbers of a parameter's `step`-th update (the first is 1), which the formula reads as scalars.
     fn numbers(&self, step: i32) -> Vec<f64>;
 
-    /// Adds what [`Rule::numbers`] gives to `to`, which is what a step asks for: done in place it costs no memory.
+    /// Appends [`Rule::numbers`] to `to`. Steps call this method; an implementation without the vector saves an allocation.
     fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
         to.extend(self.numbers(step));
     }
 
-    /// The new weight and the new state, from the weight, its gradient, the state and the numbers. Which formula it is may
-    /// depend on the hyperparameters, except for the learning rate: steps ask once and go on with it. Their values belong
-    /// among the numbers: every other formula is another kernel.
+    /// Returns formulas of the new weight and the new state, from the weight, its gradient, the state and the numbers. The formula may
+    /// depend on hyperparameters other than the learning rate, because it is built once and reused. Values of hyperparameters belong
+    /// in the numbers, because each different formula is another kernel.
     fn update(&self, weight: &Expr, grad: &Expr, state: &[Expr], numbers: &[Expr]) -> (Expr, Vec<Expr>);
 
-    /// The learning rate.
+    /// Returns the learning rate.
     fn learning_rate(&self) -> f64;
 
-    /// Changes the learning rate.
+    /// Sets the learning rate.
     fn set_learning_rate(&mut self, lr: f64);
 }
 
-/// What [`Rule::numbers`] is of a rule that adds them to others.
-pub(super) fn numbers_of(rule: &impl Rule, step: i32) -> Vec<f64> {
+/// Implements [`Rule::numbers`] for a rule that implements [`Rule::numbers_to`].
+pub(super) fn collect_numbers(rule: &impl Rule, step: i32) -> Vec<f64> {
     let mut numbers = Vec::new();
     rule.numbers_to(step, &mut numbers);
     numbers
 }
 
-/// The gradient with the weight `decay`, which is also the number `by`. None at all where that is 0, as in PyTorch: a weight that is
-/// infinite is no reason for a NaN then.
-pub(super) fn decayed(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
+/// Adds an L2 penalty to the gradient: `by * w`, where the number `by` equals `decay`. If `decay` is 0, nothing is added, as in
+/// PyTorch, so that an infinite weight does not give NaN.
+pub(super) fn add_weight_decay(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
     if decay == 0.0 { g.clone() } else { g + by * w }
 }
 
-/// Checks that a hyperparameter lies in `range`, by the name users gave it.
-pub(super) fn check(op: &'static str, name: &str, value: f64, range: Range<f64>) -> Result<()> {
+/// Checks that a hyperparameter, named as users know it, is in `range`.
+pub(super) fn check_range(op: &'static str, name: &str, value: f64, range: Range<f64>) -> Result<()> {
     if range.contains(&value) {
         return Ok(());
     }
     Err(Error::invalid(op, format!("{name} is {value}, it must be at least {} and below {}", range.start, range.end)))
 }
 
-/// The range of a hyperparameter that may be 0 or anything above.
-pub(super) const NOT_NEGATIVE: Range<f64> = 0.0..f64::INFINITY;
-/// The range of the decay of a running mean.
-pub(super) const DECAY: Range<f64> = 0.0..1.0;
+/// Range of hyperparameters that must not be negative.
+pub(super) const NON_NEGATIVE: Range<f64> = 0.0..f64::INFINITY;
+/// Range of decays of running means.
+pub(super) const DECAY_RANGE: Range<f64> = 0.0..1.0;
 
-/// An optimiser: the struct of its hyperparameters with their defaults and ranges, and the rule, of which `state`,
-/// `numbers_to` and `update` are given. A function after `=>` checks what ranges do not say.
+/// Defines an optimiser: the struct of its hyperparameters with defaults and ranges, and the rule with the given `state`,
+/// `numbers_to` and `update`. A function after `=>` makes checks beyond ranges.
 macro_rules! optimizer {
     (
         $(#[$doc:meta])* $name:ident; $(#[$config_doc:meta])*
@@ -129,13 +129,13 @@ macro_rules! optimizer {
             const NAME: &'static str = stringify!($name);
 
             fn check(&self) -> $crate::Result<()> {
-                $($($crate::optim::rule::check(Self::NAME, stringify!($field), self.$field, $range)?;)?)*
+                $($($crate::optim::rule::check_range(Self::NAME, stringify!($field), self.$field, $range)?;)?)*
                 $($also(self)?;)?
                 Ok(())
             }
 
             fn numbers(&self, step: i32) -> Vec<f64> {
-                $crate::optim::rule::numbers_of(self, step)
+                $crate::optim::rule::collect_numbers(self, step)
             }
 
             fn learning_rate(&self) -> f64 {

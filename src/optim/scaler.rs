@@ -1,21 +1,21 @@
-//! Loss scaling: f16 gradients that would underflow are computed as multiples of themselves.
+//! Loss scaling: multiplies small f16 gradients so that they do not underflow.
 
 use super::Optimizer;
-use super::clip::gradients;
-use super::rule::check;
+use super::clip::gradient_views;
+use super::rule::check_range;
 use crate::io::StateDict;
 use crate::{Error, Result, Tensor, for_each_part, no_grad};
 
-/// How [`GradScaler`] changes its factor; PyTorch's defaults.
+/// Options of [`GradScaler`], with PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradScalerConfig {
-    /// The first factor.
+    /// The initial factor.
     pub init_scale: f64,
-    /// What the factor is multiplied by after `growth_interval` good steps.
+    /// Multiplies the factor after `growth_interval` good steps.
     pub growth_factor: f64,
-    /// What the factor is multiplied by after a step whose gradients were not all finite.
+    /// Multiplies the factor after a step with infinite or NaN gradients.
     pub backoff_factor: f64,
-    /// Good steps in a row before the factor grows.
+    /// The number of consecutive good steps after which the factor grows.
     pub growth_interval: usize,
 }
 
@@ -25,8 +25,8 @@ impl Default for GradScalerConfig {
     }
 }
 
-/// Multiplies losses so that small f16 gradients do not underflow, divides the gradients again before the step, and skips the
-/// step where some overflowed (PyTorch's `torch.amp.GradScaler`). Whether they did is read from the device: one wait a step.
+/// Multiplies losses so that small f16 gradients do not underflow, divides the gradients before the step, and skips the
+/// step if gradients overflowed (PyTorch's `torch.amp.GradScaler`). Reading the overflow flag waits for the device in each step.
 ///
 /// ```
 /// use claystone::optim::{GradScaler, GradScalerConfig, Optimizer, Sgd, SgdConfig};
@@ -46,33 +46,33 @@ pub struct GradScaler {
     config: GradScalerConfig,
     scale: f64,
     good_steps: usize,
-    /// Whether the gradients of the step to come are unscaled, and then whether they are finite.
+    /// `Some` if the gradients of the next step are already unscaled; then whether they are finite.
     unscaled: Option<bool>,
     /// Whether a step was skipped since the last update.
     overflowed: bool,
 }
 
 impl GradScaler {
-    /// A scaler at its first factor.
+    /// Creates a scaler with the initial factor.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a factor that is not above 0.
     pub fn new(config: GradScalerConfig) -> Result<GradScaler> {
         let op = "GradScaler::new";
         let least = f64::MIN_POSITIVE;
-        check(op, "init_scale", config.init_scale, least..f64::INFINITY)?;
-        check(op, "growth_factor", config.growth_factor, 1.0..f64::INFINITY)?;
-        check(op, "backoff_factor", config.backoff_factor, least..1.0)?;
+        check_range(op, "init_scale", config.init_scale, least..f64::INFINITY)?;
+        check_range(op, "growth_factor", config.growth_factor, 1.0..f64::INFINITY)?;
+        check_range(op, "backoff_factor", config.backoff_factor, least..1.0)?;
         let scale = config.init_scale;
         Ok(GradScaler { config, scale, good_steps: 0, unscaled: None, overflowed: false })
     }
 
-    /// The factor now.
+    /// Returns the current factor.
     pub fn get_scale(&self) -> f64 {
         self.scale
     }
 
-    /// `loss` times the factor: what to call `backward` on.
+    /// Returns `loss` times the factor; call `backward` on the result.
     ///
     /// # Errors
     /// As [`Tensor::mul_scalar`].
@@ -80,24 +80,24 @@ impl GradScaler {
         loss.mul_scalar(self.scale)
     }
 
-    /// Divides the gradients by the factor, for who wants to see or clip them before the step. In f16 the smallest are lost by
-    /// that; a step without it divides in f32.
+    /// Divides the gradients by the factor, for example to clip them before the step. In f16 the smallest gradients may underflow
+    /// here; a step without `unscale_` divides in f32.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where this step's already are; [`Error::Partial`] where the device fails after some were divided.
+    /// [`Error::Invalid`] if the gradients are already unscaled; [`Error::Partial`] if the device fails after some were divided.
     pub fn unscale_(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         let op = "GradScaler::unscale_";
         if self.unscaled.is_some() {
-            return Err(Error::invalid(op, "the gradients of this step are unscaled already"));
+            return Err(Error::invalid(op, "the gradients of this step are already unscaled"));
         }
         let (finite, factor) = (optimizer.gradients_are_finite()?, 1.0 / self.scale);
-        let gradients = gradients(optimizer.parameters())?;
+        let gradients = gradient_views(optimizer.parameters())?;
         no_grad(|| for_each_part(op, &gradients, |run| run.mul_scalar_(factor).map(|_| ())))?;
         self.unscaled = Some(finite);
         Ok(())
     }
 
-    /// Makes the optimiser's step unless a gradient is infinite or NaN; gives whether it did.
+    /// Makes the optimiser's step unless a gradient is infinite or NaN. Returns whether the step was made.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
@@ -109,13 +109,13 @@ impl GradScaler {
         if finite {
             optimizer.step_scaled(factor)?;
         }
-        // After a step that failed the gradients are what they were, to be tried again.
+        // If the step fails, this line is not reached, and the step can be tried again with the same gradients.
         self.unscaled = None;
         self.overflowed |= !finite;
         Ok(finite)
     }
 
-    /// Sets the factor for the next pass: smaller after an overflow, larger after many steps without one.
+    /// Updates the factor for the next pass: smaller after an overflow, larger after many steps without an overflow.
     pub fn update(&mut self) {
         if std::mem::take(&mut self.overflowed) {
             self.scale *= self.config.backoff_factor;
@@ -129,7 +129,7 @@ impl GradScaler {
         }
     }
 
-    /// The factor and how it changes, by PyTorch's names: to be taken after [`GradScaler::update`].
+    /// Returns the factor and its options under PyTorch's names. Call it after [`GradScaler::update`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -144,10 +144,10 @@ impl GradScaler {
         ])
     }
 
-    /// Goes on where [`GradScaler::state_dict`] was taken.
+    /// Restores a state of [`GradScaler::state_dict`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that is missing.
+    /// [`Error::Invalid`] for a missing name.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &mut self.config;
         state.load_parts(&mut [

@@ -1,4 +1,4 @@
-//! Learning rates that change from step to step, in closed form: the rate is a function of the first rate and the step.
+//! Learning rate schedules in closed form: the rate is a function of the initial rate and the step.
 
 use std::f64::consts::PI;
 
@@ -6,9 +6,9 @@ use super::Optimizer;
 use crate::io::StateDict;
 use crate::{Error, Result};
 
-/// A learning rate as a function of time; a closure `|base, step| ..` is one too.
+/// A learning rate as a function of time. Closures `|base, step| ..` implement it.
 pub trait Schedule: Send {
-    /// The rate of step (or epoch) number `step`, from 0 on, of a group whose rate was `base` at first.
+    /// Returns the rate of step (or epoch) number `step`, from 0 on, for a group with the initial rate `base`.
     fn learning_rate(&self, base: f64, step: usize) -> f64;
 }
 
@@ -18,7 +18,7 @@ impl<F: Fn(f64, usize) -> f64 + Send> Schedule for F {
     }
 }
 
-/// Sets an optimiser's learning rates by a [`Schedule`]: call [`Scheduler::step`] after each step or epoch, whatever the schedule counts.
+/// Sets an optimiser's learning rates by a [`Schedule`]. Call [`Scheduler::step`] after each step or epoch.
 ///
 /// ```
 /// use claystone::optim::{Optimizer, Scheduler, Sgd, SgdConfig, StepLr};
@@ -42,7 +42,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Starts at step 0 from the rates that the optimiser has, and sets those of step 0.
+    /// Takes the optimiser's rates as initial rates, and sets the rates of step 0.
     ///
     /// # Errors
     /// As [`Optimizer::set_learning_rates`].
@@ -52,16 +52,16 @@ impl Scheduler {
         Ok(scheduler)
     }
 
-    /// Goes to the next step.
+    /// Advances to the next step and sets its rates.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] where the optimiser has got more groups since [`Scheduler::new`].
+    /// [`crate::Error::Invalid`] if groups were added to the optimiser after [`Scheduler::new`].
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<()> {
         self.step += 1;
         self.set(optimizer)
     }
 
-    /// The number of the step it is at.
+    /// Returns the number of the current step.
     pub fn last_step(&self) -> usize {
         self.step
     }
@@ -71,7 +71,7 @@ impl Scheduler {
         optimizer.set_learning_rates(&rates)
     }
 
-    /// Where it is: `last_epoch` and `base_lrs`.
+    /// Returns the state: `last_epoch` and `base_lrs`.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -79,10 +79,10 @@ impl Scheduler {
         StateDict::from_parts(&[("last_epoch", &self.step), ("base_lrs", &self.base)])
     }
 
-    /// Goes on where [`Scheduler::state_dict`] was taken; the optimiser's rates are part of its own state.
+    /// Restores a state of [`Scheduler::state_dict`]. The current rates are part of the optimiser's state.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that is missing, and for another number of groups.
+    /// [`Error::Invalid`] for a missing name, and for another number of groups.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let (mut step, mut base) = (0, Vec::new());
         state.load_parts(&mut [("last_epoch", &mut step), ("base_lrs", &mut base)])?;
@@ -92,7 +92,7 @@ impl Scheduler {
     }
 }
 
-/// An error unless a state has the rates of as many groups as the optimiser.
+/// Checks that a state has as many groups as the optimiser.
 fn check_groups(op: &'static str, wanted: usize, given: usize) -> Result<()> {
     if wanted == given {
         return Ok(());
@@ -113,14 +113,14 @@ pub struct StepLr {
 
 impl Schedule for StepLr {
     fn learning_rate(&self, base: f64, step: usize) -> f64 {
-        base * power(self.gamma, step / self.step_size.max(1))
+        base * gamma_power(self.gamma, step / self.step_size.max(1))
     }
 }
 
 /// Multiplies the rate by `gamma` at each of the milestones (PyTorch's `MultiStepLR`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct MultiStepLr {
-    /// The steps from which on the rate is another one.
+    /// The steps at which the rate changes.
     pub milestones: Vec<usize>,
     /// Factor of each change; 0.1 in PyTorch.
     pub gamma: f64,
@@ -128,7 +128,7 @@ pub struct MultiStepLr {
 
 impl Schedule for MultiStepLr {
     fn learning_rate(&self, base: f64, step: usize) -> f64 {
-        base * power(self.gamma, self.milestones.iter().filter(|m| **m <= step).count())
+        base * gamma_power(self.gamma, self.milestones.iter().filter(|m| **m <= step).count())
     }
 }
 
@@ -141,15 +141,15 @@ pub struct ExponentialLr {
 
 impl Schedule for ExponentialLr {
     fn learning_rate(&self, base: f64, step: usize) -> f64 {
-        base * power(self.gamma, step)
+        base * gamma_power(self.gamma, step)
     }
 }
 
-fn power(gamma: f64, n: usize) -> f64 {
+fn gamma_power(gamma: f64, n: usize) -> f64 {
     gamma.powi(i32::try_from(n).unwrap_or(i32::MAX))
 }
 
-/// Half a cosine from the first rate down to `eta_min` in `t_max` steps, and up again (PyTorch's `CosineAnnealingLR`).
+/// Follows a cosine from the initial rate down to `eta_min` in `t_max` steps, and up again (PyTorch's `CosineAnnealingLR`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CosineAnnealingLr {
     /// Steps to the lowest rate; 0 counts as 1.
@@ -160,29 +160,29 @@ pub struct CosineAnnealingLr {
 
 impl Schedule for CosineAnnealingLr {
     fn learning_rate(&self, base: f64, step: usize) -> f64 {
-        cosine(base, self.eta_min, step as f64 / self.t_max.max(1) as f64)
+        cosine_interpolate(base, self.eta_min, step as f64 / self.t_max.max(1) as f64)
     }
 }
 
-/// From `start` to `end` as `part` goes from 0 to 1.
-fn cosine(start: f64, end: f64, part: f64) -> f64 {
+/// Interpolates from `start` to `end` along half a cosine, for `part` from 0 to 1.
+fn cosine_interpolate(start: f64, end: f64, part: f64) -> f64 {
     end + (start - end) * (1.0 + (PI * part).cos()) / 2.0
 }
 
-/// From `start_factor` to `end_factor` times the rate in `total_iters` steps, then constant (PyTorch's `LinearLR`): a linear
-/// warm-up.
+/// Changes the factor of the rate linearly from `start_factor` to `end_factor` in `total_iters` steps; then it is constant
+/// (PyTorch's `LinearLR`). Used as warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearLr {
     /// Factor of step 0.
     pub start_factor: f64,
     /// Factor from step `total_iters` on.
     pub end_factor: f64,
-    /// Steps on the way; 0 counts as none.
+    /// The number of steps of the change; with 0 the factor is `end_factor` from the start.
     pub total_iters: usize,
 }
 
 impl Default for LinearLr {
-    /// PyTorch's: from a third to the whole in five steps.
+    /// PyTorch's default: from a third of the rate to the full rate in five steps.
     fn default() -> LinearLr {
         LinearLr { start_factor: 1.0 / 3.0, end_factor: 1.0, total_iters: 5 }
     }
@@ -195,8 +195,8 @@ impl Schedule for LinearLr {
     }
 }
 
-/// [`CosineAnnealingLr`] that starts again from the first rate after `t_0` steps, after `t_mult` times as many, and so on
-/// (Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts"; PyTorch's `CosineAnnealingWarmRestarts`).
+/// [`CosineAnnealingLr`] that restarts from the initial rate after `t_0` steps; each period is `t_mult` times as long as the one
+/// before (Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts"; PyTorch's `CosineAnnealingWarmRestarts`).
 ///
 /// ```
 /// use claystone::optim::{CosineAnnealingWarmRestarts, Schedule};
@@ -207,14 +207,14 @@ impl Schedule for LinearLr {
 pub struct CosineAnnealingWarmRestarts {
     /// Steps until the first restart; 0 counts as 1.
     pub t_0: usize,
-    /// Steps between two restarts by those between the two before; 1 in PyTorch, as which 0 counts.
+    /// Ratio of consecutive periods; 1 in PyTorch. 0 counts as 1.
     pub t_mult: usize,
     /// The lowest rate; 0 in PyTorch.
     pub eta_min: f64,
 }
 
 impl CosineAnnealingWarmRestarts {
-    /// PyTorch's defaults.
+    /// Creates a schedule with PyTorch's defaults.
     pub fn new(t_0: usize) -> CosineAnnealingWarmRestarts {
         CosineAnnealingWarmRestarts { t_0, t_mult: 1, eta_min: 0.0 }
     }
@@ -230,41 +230,41 @@ impl Schedule for CosineAnnealingWarmRestarts {
             t_cur -= t_i;
             t_i = t_i.saturating_mul(self.t_mult);
         }
-        cosine(base, self.eta_min, t_cur as f64 / t_i as f64)
+        cosine_interpolate(base, self.eta_min, t_cur as f64 / t_i as f64)
     }
 }
 
-/// How a rate goes from one value to another.
+/// The curve between two rates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnnealStrategy {
-    /// Along half a cosine.
+    /// Half a cosine.
     Cos,
-    /// Along a line.
+    /// A straight line.
     Linear,
 }
 
-/// Up from `max_lr / div_factor` to `max_lr` and down to a ten-thousandth of the start, along cosines (Smith and Topin,
-/// "Super-Convergence"; PyTorch's `OneCycleLR` with `cycle_momentum=False`). The groups' own rates do not matter.
+/// Rises from `max_lr / div_factor` to `max_lr`, then falls to the first rate divided by `final_div_factor`, along cosines
+/// (Smith and Topin, "Super-Convergence"; PyTorch's `OneCycleLR` with `cycle_momentum=False`). Ignores the groups' initial rates.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneCycleLr {
     /// The highest rate.
     pub max_lr: f64,
-    /// Steps of the whole cycle; later ones have the last one's rate.
+    /// Steps of the whole cycle; later steps keep the last rate.
     pub total_steps: usize,
-    /// The part of the cycle that goes up; 0.3 in PyTorch.
+    /// The fraction of the cycle in which the rate rises; 0.3 in PyTorch.
     pub pct_start: f64,
-    /// Along what it goes; cosines in PyTorch.
+    /// The curve of the rise and the fall; cosines in PyTorch.
     pub anneal_strategy: AnnealStrategy,
-    /// The highest rate by the first; 25 in PyTorch.
+    /// Ratio of the highest rate to the first; 25 in PyTorch.
     pub div_factor: f64,
-    /// The first rate by the last; 10,000 in PyTorch.
+    /// Ratio of the first rate to the last; 10,000 in PyTorch.
     pub final_div_factor: f64,
-    /// Whether it goes down as fast as it went up, to the first rate, and from there to the last; it does not in PyTorch.
+    /// Whether the rate falls to the first rate as fast as it rose, and from there to the last rate; false in PyTorch.
     pub three_phase: bool,
 }
 
 impl OneCycleLr {
-    /// PyTorch's defaults.
+    /// Creates a schedule with PyTorch's defaults.
     pub fn new(max_lr: f64, total_steps: usize) -> OneCycleLr {
         OneCycleLr {
             max_lr,
@@ -282,7 +282,7 @@ impl Schedule for OneCycleLr {
     fn learning_rate(&self, _base: f64, step: usize) -> f64 {
         let (first, last) = (self.max_lr / self.div_factor, self.max_lr / self.div_factor / self.final_div_factor);
         let (total, up) = (self.total_steps as f64, self.pct_start * self.total_steps as f64);
-        // Where each phase ends, and with which rate.
+        // The last step and the last rate of each phase.
         let phases = match self.three_phase {
             true => [(up - 1.0, self.max_lr), (2.0 * up - 2.0, first), (total - 1.0, last)],
             false => [(up - 1.0, self.max_lr), (total - 1.0, last), (total - 1.0, last)],
@@ -293,7 +293,7 @@ impl Schedule for OneCycleLr {
                 // A phase of a single step has its last rate.
                 let part = if end > start { (step - start) / (end - start) } else { 1.0 };
                 return match self.anneal_strategy {
-                    AnnealStrategy::Cos => cosine(from, to, part),
+                    AnnealStrategy::Cos => cosine_interpolate(from, to, part),
                     AnnealStrategy::Linear => from + (to - from) * part,
                 };
             }
@@ -303,9 +303,9 @@ impl Schedule for OneCycleLr {
     }
 }
 
-/// The rate times what the function gives for the step (PyTorch's `LambdaLR`).
+/// Multiplies the rate by a function of the step (PyTorch's `LambdaLR`).
 pub struct LambdaLr<F>(
-    /// From the step to the factor.
+    /// Returns the factor for a step.
     pub F,
 );
 
@@ -315,7 +315,7 @@ impl<F: Fn(usize) -> f64 + Send> Schedule for LambdaLr<F> {
     }
 }
 
-/// One schedule after another, each starting again from its own step 0 (PyTorch's `SequentialLR`).
+/// Concatenates schedules, each of which counts steps from its own start (PyTorch's `SequentialLR`).
 ///
 /// ```
 /// use claystone::optim::{CosineAnnealingLr, LinearLr, Schedule, SequentialLr};
@@ -324,17 +324,17 @@ impl<F: Fn(usize) -> f64 + Send> Schedule for LambdaLr<F> {
 /// assert_eq!([0, 10, 100].map(|t| schedule.learning_rate(2.0, t)), [0.2, 2.0, 0.0]);
 /// ```
 pub struct SequentialLr {
-    /// Each with the step it starts at.
+    /// Schedules with their first steps.
     parts: Vec<(usize, Box<dyn Schedule>)>,
 }
 
 impl SequentialLr {
-    /// Starts with `schedule`.
+    /// Begins with `schedule`.
     pub fn new(schedule: impl Schedule + 'static) -> SequentialLr {
         SequentialLr { parts: vec![(0, Box::new(schedule))] }
     }
 
-    /// With `schedule` from step `milestone` on.
+    /// Appends `schedule`, beginning at step `milestone`.
     pub fn then(mut self, milestone: usize, schedule: impl Schedule + 'static) -> SequentialLr {
         self.parts.push((milestone, Box::new(schedule)));
         self

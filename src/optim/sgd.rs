@@ -1,6 +1,6 @@
 //! Stochastic gradient descent.
 
-use super::rule::{DECAY, NOT_NEGATIVE, decayed, optimizer};
+use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
 use crate::{Error, Expr, Result};
 
 optimizer! {
@@ -19,14 +19,14 @@ optimizer! {
     /// Hyperparameters of [`Sgd`], with PyTorch's defaults except that `lr` is 0.01.
     SgdConfig {
         /// Learning rate.
-        lr: f64 = 0.01, NOT_NEGATIVE;
-        /// Factor of the velocity kept from step to step, in `0.0..1.0`; 0 for none.
-        momentum: f64 = 0.0, DECAY;
-        /// The part of the gradient that does not reach the velocity, from the second step on.
+        lr: f64 = 0.01, NON_NEGATIVE;
+        /// Momentum factor, in `0.0..1.0`; 0 disables momentum.
+        momentum: f64 = 0.0, DECAY_RANGE;
+        /// The fraction of the gradient that is not added to the momentum buffer, from the second step on.
         dampening: f64 = 0.0;
         /// L2 penalty, added to the gradient.
-        weight_decay: f64 = 0.0, NOT_NEGATIVE;
-        /// Nesterov's look-ahead; needs momentum and no dampening.
+        weight_decay: f64 = 0.0, NON_NEGATIVE;
+        /// Whether to use Nesterov momentum; needs momentum and no dampening.
         nesterov: bool = false;
         => check_nesterov
     }
@@ -36,13 +36,13 @@ optimizer! {
     }
 
     fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
-        // The velocity starts as the whole first gradient.
+        // The momentum buffer starts as the full first gradient.
         let taken = if step == 1 { 1.0 } else { 1.0 - self.dampening };
         to.extend([self.lr, self.weight_decay, self.momentum, taken]);
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let grad = decayed(g, w, self.weight_decay, &s[1]);
+        let grad = add_weight_decay(g, w, self.weight_decay, &s[1]);
         let Some(v) = state.first() else { return (w - &s[0] * grad, vec![]) };
         let taken = if self.dampening == 0.0 { grad.clone() } else { &s[3] * &grad };
         let v = &s[2] * v + taken;

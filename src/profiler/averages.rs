@@ -1,4 +1,4 @@
-//! A profile summed up by name: `torch.profiler`'s `key_averages`.
+//! Sums of a profile's events by name, as in `torch.profiler`'s `key_averages`.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -6,20 +6,20 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use super::report::{summary, time};
+use super::report::{format_micros, summary_text};
 use super::{Category, Event, Lane, Profile};
 use crate::{Device, Error, Excerpt, Result};
 
-/// What the rows of [`Averages`] are sorted by, the largest first.
+/// The column that rows of [`Averages`] are sorted by, the largest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum SortBy {
-    /// Time on devices: on the CPU device that of the operations themselves.
+    /// Time on devices; on the CPU device, the time of the operations themselves.
     #[default]
     DeviceTime,
-    /// The host's time, without what is nested inside.
+    /// The host's time without nested events.
     HostTime,
-    /// How often it happened.
+    /// The number of events.
     Calls,
     /// Bytes read and written.
     Bytes,
@@ -39,60 +39,60 @@ impl FromStr for SortBy {
             "bytes" => SortBy::Bytes,
             "name" => SortBy::Name,
             other => {
-                let reason = format!("'{}' is no column: write device, host, calls, bytes or name", Excerpt(other));
+                let reason = format!("'{}' is not a column: use device, host, calls, bytes or name", Excerpt(other));
                 return Err(Error::invalid("profile", reason));
             }
         })
     }
 }
 
-/// Everything of one name in a profile. Times are in microseconds.
+/// The sums of all events of one name in a profile. Times are in microseconds.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Average {
-    /// What it is: operations and the kernels that they launch have rows of their own, as in PyTorch's table.
+    /// The category of the events. Operations and the kernels they launch have separate rows, as in PyTorch's table.
     pub category: Category,
     /// The events' name.
     pub name: Arc<str>,
-    /// The device that it ran on, or was for.
+    /// The device that ran the work, or for which the host worked.
     pub device: Option<Device>,
-    /// Shapes of the operands, where rows are told apart by them.
+    /// Shapes of the operands, if rows are grouped by shape; otherwise empty.
     pub shapes: Vec<Vec<usize>>,
-    /// How often it happened.
+    /// The number of events.
     pub calls: u64,
-    /// The host's time, without that of events nested inside.
+    /// The host's time without nested events.
     pub host_self_us: f64,
-    /// The host's time.
+    /// The host's time, including nested events.
     pub host_total_us: f64,
-    /// Time on devices: of kernels and other commands their own, of operations that of their commands.
+    /// Time on devices: a command's own time; for an operation, the sum over its commands.
     pub device_us: f64,
     /// Bytes read and written.
     pub bytes: u64,
-    /// Floating-point operations, where they are known.
+    /// Floating-point operations; 0 if unknown.
     pub flops: u64,
-    /// How fast the device that it ran on copies, in bytes a second; None where it was not measured.
+    /// The copy rate of the device in bytes a second; `None` if it was not measured.
     pub copy_bytes_per_s: Option<f64>,
 }
 
 impl Average {
-    /// Bytes read and written a second of device time; None without either.
+    /// Bytes read and written a second of device time; `None` if either is 0.
     pub fn bytes_per_s(&self) -> Option<f64> {
         (self.bytes > 0 && self.device_us > 0.0).then(|| self.bytes as f64 / self.device_us * 1e6)
     }
 
-    /// [`bytes_per_s`](Self::bytes_per_s) as a share of the device's own copy rate: near 1 where only a smaller amount of
-    /// memory would help.
+    /// [`bytes_per_s`](Self::bytes_per_s) divided by the device's own copy rate. A value near 1 means that the kernel is bound by
+    /// memory bandwidth: only less memory traffic would make it faster.
     pub fn share_of_copy_rate(&self) -> Option<f64> {
         Some(self.bytes_per_s()? / self.copy_bytes_per_s?)
     }
 
-    /// Floating-point operations a second of device time; None without either.
+    /// Floating-point operations a second of device time; `None` if either is 0.
     pub fn flops_per_s(&self) -> Option<f64> {
         (self.flops > 0 && self.device_us > 0.0).then(|| self.flops as f64 / self.device_us * 1e6)
     }
 }
 
-/// A profile summed up by name. It prints as a table with a summary of each device below.
+/// A profile summed up by name. Displayed as a table with a summary of each device below.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Averages {
     rows: Vec<Average>,
@@ -101,7 +101,7 @@ pub struct Averages {
     summary: String,
 }
 
-/// What events of one row have in common.
+/// The properties that all events of a row share.
 type Key = (Category, Arc<str>, Option<Device>, Vec<Vec<usize>>);
 
 impl Profile {
@@ -116,7 +116,7 @@ impl Profile {
     }
 
     fn averages(&self, by_shape: bool) -> Averages {
-        let selves = self.host_self_times();
+        let self_times = self.host_self_times();
         let mut rows: Vec<Average> = Vec::new();
         let mut known: HashMap<Key, usize> = HashMap::new();
         let mut row_of = |rows: &mut Vec<Average>, category, name: &Arc<str>, event: &Event| {
@@ -140,7 +140,7 @@ impl Profile {
             })
         };
         let mut device_us = 0.0;
-        for (event, &host_self) in self.events.iter().zip(&selves) {
+        for (event, &host_self) in self.events.iter().zip(&self_times) {
             let on_host = matches!(event.lane, Lane::Thread(_));
             let on_cpu_device = on_host && event.device.is_some_and(Device::is_cpu);
             let is_operation = event.category == Category::Operation;
@@ -167,7 +167,7 @@ impl Profile {
                 rows[at].device_us += device_time;
             }
         }
-        let averages = Averages { rows, device_us, limit: usize::MAX, summary: summary(self) };
+        let averages = Averages { rows, device_us, limit: usize::MAX, summary: summary_text(self) };
         averages.sorted_by(SortBy::DeviceTime)
     }
 
@@ -175,30 +175,30 @@ impl Profile {
         self.devices.iter().find(|of| of.device == device)?.copy_bytes_per_s
     }
 
-    /// For each event on a thread its time without that of events nested inside; 0 for others.
+    /// Returns the time of each event on a thread without nested events; 0 for other events.
     fn host_self_times(&self) -> Vec<f64> {
-        let mut selves: Vec<f64> = vec![0.0; self.events.len()];
+        let mut self_times: Vec<f64> = vec![0.0; self.events.len()];
         let mut open: HashMap<Lane, Vec<usize>> = HashMap::new();
         for (i, event) in self.events.iter().enumerate() {
             if !matches!(event.lane, Lane::Thread(_)) {
                 continue;
             }
-            selves[i] = event.duration_us;
+            self_times[i] = event.duration_us;
             let open = open.entry(event.lane).or_default();
-            while open.last().is_some_and(|&outer| end(&self.events[outer]) <= event.start_us) {
+            while open.last().is_some_and(|&outer| end_us(&self.events[outer]) <= event.start_us) {
                 open.pop();
             }
             if let Some(&outer) = open.last() {
-                selves[outer] -= event.duration_us.min(end(&self.events[outer]) - event.start_us);
+                self_times[outer] -= event.duration_us.min(end_us(&self.events[outer]) - event.start_us);
             }
             open.push(i);
         }
-        selves.iter_mut().for_each(|time| *time = time.max(0.0));
-        selves
+        self_times.iter_mut().for_each(|time| *time = time.max(0.0));
+        self_times
     }
 }
 
-fn end(event: &Event) -> f64 {
+fn end_us(event: &Event) -> f64 {
     event.start_us + event.duration_us
 }
 
@@ -208,12 +208,12 @@ impl Averages {
         &self.rows
     }
 
-    /// All time on devices, in microseconds.
+    /// The total time on devices, in microseconds.
     pub fn device_us(&self) -> f64 {
         self.device_us
     }
 
-    /// The same, sorted.
+    /// Sorts the rows.
     pub fn sorted_by(mut self, by: SortBy) -> Averages {
         match by {
             SortBy::DeviceTime => self.rows.sort_by(|a, b| b.device_us.total_cmp(&a.device_us)),
@@ -225,7 +225,7 @@ impl Averages {
         self
     }
 
-    /// The same, of which only the first `limit` rows are printed.
+    /// Limits [`Display`](fmt::Display) to the first `limit` rows.
     pub fn limited_to(mut self, limit: usize) -> Averages {
         self.limit = limit;
         self
@@ -275,11 +275,11 @@ impl fmt::Display for Averages {
                 row.category.name(),
                 &row.device.map(|device| device.to_string()).unwrap_or_default(),
                 &row.calls.to_string(),
-                &time(row.host_self_us),
-                &time(row.host_total_us),
-                &time(row.device_us),
+                &format_micros(row.host_self_us),
+                &format_micros(row.host_total_us),
+                &format_micros(row.device_us),
                 &share,
-                &time(of_a_call),
+                &format_micros(of_a_call),
                 &billions(row.bytes_per_s()),
                 &copy.unwrap_or_default(),
                 &billions(row.flops_per_s()),

@@ -1,17 +1,17 @@
-//! A profile of what was recorded.
+//! Builds a [`Profile`] from recorded events.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
 use crate::Device;
-use crate::device::profiler::{self as recorder, Kind, MAPPED, MemoryChange, Operation, Record, Recorded};
+use crate::device::profiler::{self as recorder, MAPPED, MemoryChange, Operation, Record, RecordKind, Recorded};
 
-/// The profile of what was recorded from one time of the host's clock to another.
-pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
+/// Builds the profile of the events recorded between two times of the host's clock.
+pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
     let micros = |ns: i128| (ns - i128::from(began)) as f64 / 1000.0;
     let offsets = clock_offsets(&recorded.records);
-    let mut shared = Shared::default();
+    let mut shared = Interner::default();
     let mut profile = Profile {
         threads: recorded.threads,
         duration_us: ended.saturating_sub(began) as f64 / 1000.0,
@@ -37,12 +37,12 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
     let mut devices: Vec<Device> = Vec::new();
     let mut launches = 0;
     let mut kernels: HashMap<u32, u32> = HashMap::new();
-    let of_kernels = recorded.records.iter().filter(|record| record.kind == Kind::Kernel);
+    let of_kernels = recorded.records.iter().filter(|record| record.kind == RecordKind::Kernel);
     of_kernels
         .filter_map(|record| record.operation.as_ref())
         .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
-    // Others of the oldest kernel's operation may be lost.
-    let oldest = recorded.records.iter().find(|record| record.kind == Kind::Kernel);
+    // If records were dropped, the oldest kernel's operation may have had more kernels: count one more, so that it is not the only one.
+    let oldest = recorded.records.iter().find(|record| record.kind == RecordKind::Kernel);
     if let (Some(execution), true) = (oldest.and_then(|record| record.operation.as_ref()), recorded.dropped > 0) {
         *kernels.entry(execution.number).or_default() += 1;
     }
@@ -51,13 +51,13 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
         if let Some(device) = record.device.filter(|device| !devices.contains(device)) {
             devices.push(device);
         }
-        let category = category(record.kind);
-        let operation = record.operation.as_ref().map(|execution| shared.operation(&execution.of));
+        let category = category_of_kind(record.kind);
+        let operation = record.operation.as_ref().map(|execution| shared.intern_operation(&execution.operation));
         let host = Event {
             category,
             name: match record.kind {
-                Kind::Annotation(number) => shared.annotation(number).innermost.clone(),
-                _ => shared.text(record.name),
+                RecordKind::Annotation(number) => shared.annotation(number).innermost.clone(),
+                _ => shared.intern_text(record.name),
             },
             device: record.device,
             lane: Lane::Thread(record.thread),
@@ -65,7 +65,11 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
             duration_us: end - start,
             queued_us: None,
             bytes: record.bytes,
-            flops: record.operation.as_ref().filter(|_| category == Category::Operation).map_or(0, |o| o.of.flops),
+            flops: record
+                .operation
+                .as_ref()
+                .filter(|_| category == Category::Operation)
+                .map_or(0, |o| o.operation.flops),
             annotation: shared.annotation(record.annotation).path.clone(),
             operation,
             launch: 0,
@@ -76,7 +80,7 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
             continue;
         };
         let Some(times) = record.device_times else {
-            // Mapped bytes are read or written by the host itself.
+            // The host itself reads or writes mapped memory.
             let category = if record.name == MAPPED { category } else { Category::Launch };
             profile.events.push(Event { category, ..host });
             continue;
@@ -86,7 +90,7 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
         let [queued, submitted, started, ended] = times.map(|ns| micros(i128::from(ns) + offset));
         let sole = record.operation.as_ref().filter(|of| kernels.get(&of.number) == Some(&1));
         let [bytes, flops] = match category {
-            Category::Kernel => sole.map_or([0, 0], |execution| [execution.of.bytes, execution.of.flops]),
+            Category::Kernel => sole.map_or([0, 0], |execution| [execution.operation.bytes, execution.operation.flops]),
             _ => [host.bytes, 0],
         };
         let command = Event {
@@ -102,7 +106,7 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
         profile.events.push(Event { category: Category::Launch, launch: launches, ..host });
         profile.events.push(command);
     }
-    // What contains others comes before them.
+    // Events that contain others come before them.
     profile.events.sort_by(|a, b| a.start_us.total_cmp(&b.start_us).then(b.duration_us.total_cmp(&a.duration_us)));
     profile.memory.sort_by(|a, b| a.time_us.total_cmp(&b.time_us));
     devices.sort_by_key(|device| (device.is_cpu(), device.to_string()));
@@ -115,26 +119,26 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
     profile
 }
 
-fn category(kind: Kind) -> Category {
+fn category_of_kind(kind: RecordKind) -> Category {
     match kind {
-        Kind::Operation => Category::Operation,
-        Kind::Backward => Category::Backward,
-        Kind::Annotation(_) => Category::Annotation,
-        Kind::Kernel => Category::Kernel,
-        Kind::Copy => Category::Copy,
-        Kind::Fill => Category::Fill,
-        Kind::Read => Category::Read,
-        Kind::Write => Category::Write,
-        Kind::Wait => Category::Wait,
-        Kind::Open => Category::Open,
-        Kind::Segment => Category::Segment,
-        Kind::Compile => Category::Compile,
-        Kind::Load => Category::Load,
+        RecordKind::Operation => Category::Operation,
+        RecordKind::Backward => Category::Backward,
+        RecordKind::Annotation(_) => Category::Annotation,
+        RecordKind::Kernel => Category::Kernel,
+        RecordKind::Copy => Category::Copy,
+        RecordKind::Fill => Category::Fill,
+        RecordKind::Read => Category::Read,
+        RecordKind::Write => Category::Write,
+        RecordKind::Wait => Category::Wait,
+        RecordKind::Open => Category::Open,
+        RecordKind::Segment => Category::Segment,
+        RecordKind::Compile => Category::Compile,
+        RecordKind::Load => Category::Load,
     }
 }
 
-/// What is to be added to each device's times to have the host's. A command is queued while the host enqueues it, which
-/// bounds the offset from both sides; where the clocks drift so that no offset fits all commands, it is the median of them.
+/// Returns for each device the offset that converts its times to the host's clock. A command is queued while the host enqueues it,
+/// which bounds the offset from both sides. If the clocks drift, so that no offset fits all commands, the median is used.
 fn clock_offsets(records: &[Record]) -> HashMap<Device, i128> {
     let mut bounds: HashMap<Device, Vec<[i128; 2]>> = HashMap::new();
     for record in records {
@@ -158,20 +162,20 @@ fn clock_offsets(records: &[Record]) -> HashMap<Device, i128> {
 /// The names of an annotation.
 struct Annotation {
     innermost: Arc<str>,
-    /// All of them, the outermost first, joined by slashes.
+    /// The names of all active annotations, outermost first, joined by slashes.
     path: Arc<str>,
 }
 
-/// Texts and operations that events share.
+/// Interns the texts and operations that several events share.
 #[derive(Default)]
-pub(super) struct Shared {
+pub(super) struct Interner {
     texts: HashSet<Arc<str>>,
     annotations: HashMap<u32, Annotation>,
     operations: HashMap<usize, (Arc<Operation>, Arc<OperationInfo>)>,
 }
 
-impl Shared {
-    pub(super) fn text(&mut self, text: &str) -> Arc<str> {
+impl Interner {
+    pub(super) fn intern_text(&mut self, text: &str) -> Arc<str> {
         match self.texts.get(text) {
             Some(known) => Arc::clone(known),
             None => {
@@ -191,17 +195,17 @@ impl Shared {
         })
     }
 
-    fn operation(&mut self, operation: &Arc<Operation>) -> Arc<OperationInfo> {
+    fn intern_operation(&mut self, operation: &Arc<Operation>) -> Arc<OperationInfo> {
         let key = Arc::as_ptr(operation).addr();
         if let Some((_, known)) = self.operations.get(&key) {
             return Arc::clone(known);
         }
         let info = Arc::new(OperationInfo {
-            name: self.text(operation.name),
+            name: self.intern_text(operation.name),
             shapes: operation.shapes.iter().map(|shape| shape.to_vec()).collect(),
             dtype: operation.dtype,
         });
-        // Kept, so that its address is nobody else's.
+        // The operation is kept alive so that its address, the key, is not reused.
         self.operations.insert(key, (Arc::clone(operation), Arc::clone(&info)));
         info
     }

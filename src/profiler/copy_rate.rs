@@ -1,4 +1,4 @@
-//! How fast devices copy within their memory: what the rates of kernels are compared with.
+//! Measures how fast devices copy within their memory, for comparison with the rates of kernels.
 
 use std::sync::Mutex;
 
@@ -8,13 +8,13 @@ use crate::device::lock;
 /// Measured rates, in bytes read and written a second.
 static RATES: Mutex<Vec<(Device, f64)>> = Mutex::new(Vec::new());
 
-/// The rate, if it was measured before.
-pub(super) fn known(device: Device) -> Option<f64> {
+/// Returns the rate if it was measured before.
+pub(super) fn measured_rate(device: Device) -> Option<f64> {
     lock(&RATES).iter().find(|(of, _)| *of == device).map(|&(_, rate)| rate)
 }
 
-/// Measures the rate; None where there is no memory for it, or the driver refuses.
-pub(super) fn measure(device: Device) -> Option<f64> {
+/// Measures the rate. Returns `None` if there is not enough memory or the driver refuses.
+pub(super) fn measure_rate(device: Device) -> Option<f64> {
     let rate = device.copy_rate()?;
     lock(&RATES).push((device, rate));
     Some(rate)

@@ -1,4 +1,4 @@
-//! `CLAYSTONE_PROFILE=trace.json`: a profile of the whole of any program.
+//! Profiles a whole program: `CLAYSTONE_PROFILE=trace.json`.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -9,51 +9,53 @@ use crate::Device;
 use crate::device::profiler as recorder;
 use crate::device::set_profiling;
 
-/// Where the profile goes, when it began, and the process that it is of.
-struct Wanted {
+/// The file of the profile, the time of its start, and the process that it belongs to.
+struct EnvironmentProfile {
     file: PathBuf,
     began: u64,
     process: u32,
 }
 
-static WANTED: OnceLock<Option<Wanted>> = OnceLock::new();
+static ENVIRONMENT_PROFILE: OnceLock<Option<EnvironmentProfile>> = OnceLock::new();
 
-/// Begins the profile that the environment asks for, if it has not begun; whether it asks for one. To be called before a
-/// device is opened.
-pub(crate) fn begin() -> bool {
-    let wanted = WANTED.get_or_init(|| {
+/// Begins the profile that `CLAYSTONE_PROFILE` asks for, if it has not begun. Returns true if the variable asks for a profile. Call
+/// this before a device is opened.
+pub(crate) fn begin_from_environment() -> bool {
+    let wanted = ENVIRONMENT_PROFILE.get_or_init(|| {
         let file = PathBuf::from(env::var_os("CLAYSTONE_PROFILE").filter(|file| !file.is_empty())?);
         if !recorder::begin(super::ProfilerOptions::default().max_events) {
-            tracing::warn!("CLAYSTONE_PROFILE is ignored: the program profiles itself");
+            tracing::warn!("CLAYSTONE_PROFILE is ignored, because the program records a profile itself");
             return None;
         }
-        recorder::at_exit(write);
+        recorder::at_exit(write_profile);
         if let Err(error) = set_profiling() {
-            tracing::warn!(%error, "commands of devices that are open already are not timed");
+            tracing::warn!(%error, "commands of devices that were opened earlier are not timed");
         }
-        Some(Wanted { file, began: recorder::now(), process: process::id() })
+        Some(EnvironmentProfile { file, began: recorder::now(), process: process::id() })
     });
     wanted.is_some()
 }
 
-/// To be called when a device is about to have its first memory.
-pub(crate) fn first_use(device: Device) {
-    if begin() {
-        recorder::unrecorded(|| copy_rate::measure(device)); // at the exit no driver may be called
+/// Measures the device's copy rate for the profile. Called before the device's first memory is allocated.
+pub(crate) fn measure_at_first_use(device: Device) {
+    if begin_from_environment() {
+        recorder::without_recording(|| copy_rate::measure_rate(device)); // now, because no driver may be called at exit
     }
 }
 
-/// Writes the profile, after the devices' last commands.
-extern "C" fn write() {
-    // A forked child exits with what its parent recorded.
-    let Some(Some(wanted)) = WANTED.get().filter(|w| w.as_ref().is_some_and(|w| w.process == process::id())) else {
+/// Writes the profile after the devices' last commands.
+extern "C" fn write_profile() {
+    // A forked child must not write the records of its parent.
+    let Some(Some(wanted)) =
+        ENVIRONMENT_PROFILE.get().filter(|w| w.as_ref().is_some_and(|w| w.process == process::id()))
+    else {
         return;
     };
     recorder::pause();
-    let _ = set_profiling(); // records the last commands, unless the devices' own handler has before
-    let mut profile = build::profile(recorder::take(), wanted.began, recorder::now());
+    let _ = set_profiling(); // records the last commands, unless the devices' exit handler has already done so
+    let mut profile = build::build_profile(recorder::take(), wanted.began, recorder::now());
     for device in &mut profile.devices {
-        device.copy_bytes_per_s = copy_rate::known(device.device);
+        device.copy_bytes_per_s = copy_rate::measured_rate(device.device);
     }
     if let Err(error) = profile.save(&wanted.file) {
         eprintln!("claystone: CLAYSTONE_PROFILE was not written: {error}");

@@ -1,10 +1,10 @@
-//! Where the time goes: what the host and the devices did, when, and for how long.
+//! Profiles of the host's and the devices' work: which events happened, when, and how long they took.
 //!
-//! [`profile`] watches a closure, [`Profiler`] what happens between two calls, and the environment variable
-//! `CLAYSTONE_PROFILE=trace.json` the whole of any program. Out comes a [`Profile`]: every kernel launch, copy, fill and
-//! transfer with the times that the device's driver tells, every operation, wait, compilation and driver call for memory
-//! with the host's. [`Profile::save`] writes it for Perfetto and `chrome://tracing`, [`Profile::key_averages`] sums it up as
-//! `torch.profiler` does, and the program `claystone profile` does that for a file.
+//! [`profile`] records while a closure runs, [`Profiler`] records between two calls, and the environment variable
+//! `CLAYSTONE_PROFILE=trace.json` records a whole program. The result is a [`Profile`]. It contains every kernel launch, copy, fill and
+//! transfer with the times of the device's driver. It also contains every operation, wait, compilation and memory call to the driver
+//! with the host's times. [`Profile::save`] writes a trace for Perfetto and `chrome://tracing`, and [`Profile::key_averages`] sums
+//! events up as `torch.profiler` does. The program `claystone profile` sums up a saved trace.
 //!
 //! ```
 //! use claystone::profiler::{SortBy, profile};
@@ -20,9 +20,8 @@
 //! # Ok::<(), claystone::Error>(())
 //! ```
 //!
-//! While nothing is profiled, a launch costs one relaxed load more. While something is, each command has an event of the
-//! driver's, which is released with others when 64 more commands were launched, and the latest
-//! [`ProfilerOptions::max_events`] are kept.
+//! While profiling is off, a launch costs one additional relaxed load. While profiling is on, each command has a driver event.
+//! Events are released in batches, after 64 more commands. The latest [`ProfilerOptions::max_events`] are kept.
 //! Kernels that a [`Graph`](crate::Graph) replays are recorded without their operations' shapes.
 
 mod averages;
@@ -39,42 +38,42 @@ use crate::device::{drain_all, set_profiling};
 use crate::{DType, Device, Error, Result};
 
 pub use averages::{Average, Averages, SortBy};
-pub(crate) use environment::{begin, first_use};
+pub(crate) use environment::{begin_from_environment, measure_at_first_use};
 pub use report::{Gaps, Timings};
 
-/// What an [`Event`] is about: the category in a trace.
+/// The kind of an [`Event`], its category in a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Category {
-    /// An operation on the host: while it is submitted to an OpenCL device, or while the CPU device computes it.
+    /// An operation on the host: its submission to an OpenCL device, or its computation by the CPU device.
     Operation,
-    /// The gradient of an operation, on the host.
+    /// The computation of an operation's gradient, on the host.
     Backward,
     /// A span named by [`annotate`](crate::storage::annotate).
     Annotation,
-    /// A call of the driver that submits a command.
+    /// A driver call that submits a command.
     Launch,
     /// The host waits for a device.
     Wait,
-    /// A device is opened at its first use: the driver creates a context and a queue.
+    /// The first use of a device: the driver creates a context and a queue.
     Open,
-    /// The driver makes or releases memory.
+    /// The driver allocates or releases memory.
     Segment,
-    /// A program is compiled.
+    /// The compilation of a program.
     Compile,
-    /// A compiled program is loaded from the cache.
+    /// The load of a compiled program from the cache.
     Load,
-    /// A kernel on a device.
+    /// A kernel that runs on a device.
     Kernel,
-    /// Bytes are copied within a device.
+    /// A copy within a device.
     Copy,
-    /// Bytes are filled on a device.
+    /// A fill on a device.
     Fill,
-    /// Bytes go from a device to the host.
+    /// A transfer from a device to the host.
     Read,
-    /// Bytes go from the host to a device.
+    /// A transfer from the host to a device.
     Write,
-    /// Anything else that another program's trace has.
+    /// Any other category in a trace of another program.
     Other,
 }
 
@@ -100,13 +99,13 @@ impl Category {
         }
     }
 
-    /// Whether it is work of a device, rather than of the host.
+    /// True for work of a device, false for work of the host.
     pub fn is_command(self) -> bool {
         matches!(self, Category::Kernel | Category::Copy | Category::Fill | Category::Read | Category::Write)
     }
 }
 
-/// Where an [`Event`] happened: a line of the timeline.
+/// The row of the timeline on which an [`Event`] is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// A thread of the host, by the number in [`Profile::threads`].
@@ -115,77 +114,77 @@ pub enum Lane {
     Stream(Device, u32),
 }
 
-/// An operation, as the events that belong to it tell of it.
+/// The operation that an event belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OperationInfo {
-    /// PyTorch's name for it.
+    /// The operation's name in PyTorch.
     pub name: Arc<str>,
     /// Shapes of the operands, then of the results.
     pub shapes: Vec<Vec<usize>>,
-    /// Of the first operand.
+    /// The dtype of the first operand.
     pub dtype: Option<DType>,
 }
 
-/// Something that took time. Times are in microseconds since the profile began.
+/// A span of time in a profile. Times are in microseconds since the profile began.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Event {
-    /// What it is.
+    /// The event's kind.
     pub category: Category,
-    /// Of an operation PyTorch's name, of a kernel its program's, of other commands and calls the driver's.
+    /// PyTorch's name for an operation, the program's name for a kernel, and the driver's name for other commands and calls.
     pub name: Arc<str>,
-    /// The device that works, or that the host works for.
+    /// The device that works, or for which the host works.
     pub device: Option<Device>,
-    /// Where it happened.
+    /// The thread or stream.
     pub lane: Lane,
-    /// When it began: on a device, when the driver says that the command started.
+    /// The start time; for a command on a device, the start time reported by the driver.
     pub start_us: f64,
-    /// For how long it ran.
+    /// The duration.
     pub duration_us: f64,
-    /// When a command was queued and when it was submitted to the device.
+    /// The times at which a command was queued and submitted to the device.
     pub queued_us: Option<[f64; 2]>,
-    /// Bytes of a copy, fill, transfer or segment. Of an operation, and of a kernel that is its only one, what it reads and
-    /// writes, where what broadcasting repeats counts once.
+    /// The number of bytes of a copy, fill, transfer or segment. For an operation, and for a kernel that is the operation's only
+    /// kernel: the bytes read and written, with broadcast operands counted once.
     pub bytes: u64,
-    /// Floating-point operations, as for `bytes`; 0 where the number is not known: products and convolutions have one.
+    /// Floating-point operations, counted like `bytes`. Known for products and convolutions, otherwise 0.
     pub flops: u64,
-    /// The annotations in force, the outermost first, joined by slashes; empty for none.
+    /// The active annotations, outermost first, joined by slashes; empty for none.
     pub annotation: Arc<str>,
-    /// The operation that it is, or is part of.
+    /// The operation that this event is or is part of.
     pub operation: Option<Arc<OperationInfo>>,
-    /// What a launch on the host and its command on the device have in common; 0 for other events.
+    /// A number shared by a launch on the host and its command on the device; 0 for other events.
     pub launch: u64,
 }
 
-/// How much of a device's memory was in use at a moment.
+/// The memory in use on a device at one time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct MemorySample {
-    /// The device.
+    /// The device whose memory was sampled.
     pub device: Device,
     /// Microseconds since the profile began.
     pub time_us: f64,
-    /// Bytes of the blocks that tensors have of the device's allocator: neither pinned tensors nor vectors that tensors took over.
+    /// Bytes of blocks that tensors hold in the device's allocator, without pinned tensors and vectors that tensors took over.
     pub allocated: u64,
-    /// Bytes that the allocator has of the driver.
+    /// Bytes that the allocator holds from the driver.
     pub reserved: u64,
 }
 
-/// A device that took part in a profile.
+/// A device that appears in a profile.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct ProfiledDevice {
-    /// Which one.
+    /// The device.
     pub device: Device,
     /// The driver's name for it.
     pub name: String,
-    /// How fast it copies within its memory, in bytes read and written a second: what the rates of kernels are compared
-    /// with. None where it was not measured.
+    /// The rate at which the device copies within its memory, in bytes read and written a second. Rates of kernels are compared with
+    /// this rate. `None` if it was not measured.
     pub copy_bytes_per_s: Option<f64>,
 }
 
-/// What was recorded between [`Profiler::start`] and [`Profiler::stop`], or read from a file.
+/// The events recorded between [`Profiler::start`] and [`Profiler::stop`], or read from a file.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Profile {
     events: Vec<Event>,
@@ -197,22 +196,22 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Everything that took time, in the order in which it began.
+    /// All events, in order of their start.
     pub fn events(&self) -> &[Event] {
         &self.events
     }
 
-    /// Memory in use, in the order of time: a sample for each allocation and release.
+    /// Memory in use in order of time, with a sample for each allocation and release.
     pub fn memory(&self) -> &[MemorySample] {
         &self.memory
     }
 
-    /// The devices that took part.
+    /// The devices that appear in the profile.
     pub fn devices(&self) -> &[ProfiledDevice] {
         &self.devices
     }
 
-    /// Numbers and names of the threads that took part.
+    /// Numbers and names of the threads that appear in the profile.
     pub fn threads(&self) -> &[(u32, String)] {
         &self.threads
     }
@@ -222,13 +221,13 @@ impl Profile {
         self.duration_us
     }
 
-    /// How many older commands and spans had to make place for later ones.
+    /// The number of older commands and spans that were dropped to make room for later ones.
     pub fn dropped_events(&self) -> u64 {
         self.dropped_events
     }
 }
 
-/// How to profile.
+/// Options of a [`Profiler`].
 ///
 /// ```
 /// use claystone::profiler::{Profiler, ProfilerOptions};
@@ -239,12 +238,11 @@ impl Profile {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfilerOptions {
-    /// How many of the latest commands and spans are kept while recording, of some 150 bytes each, and as many samples of
-    /// memory, of 40 bytes each; 1,000,000 unless said. Each command of an OpenCL device becomes two events, its launch and
-    /// itself, of some 200 bytes.
+    /// The number of the latest commands and spans that are kept, about 150 bytes each, and of memory samples, 40 bytes each.
+    /// 1,000,000 by default. Each command of an OpenCL device becomes two events of about 200 bytes: its launch and the command.
     pub max_events: usize,
-    /// Whether [`Profiler::stop`] measures how fast the devices copy, once a process, which takes some tens of
-    /// milliseconds and memory of the device for two buffers. True unless said.
+    /// Whether [`Profiler::stop`] measures how fast the devices copy. True by default. Each device is measured once a process, which
+    /// takes some tens of milliseconds and device memory for two buffers.
     pub copy_rate: bool,
 }
 
@@ -254,7 +252,7 @@ impl Default for ProfilerOptions {
     }
 }
 
-/// Records what the process does until it is stopped. Dropped without that, it forgets what it recorded.
+/// Records the work of the process until [`stop`](Self::stop). Dropping a profiler discards the recording.
 ///
 /// ```
 /// use claystone::profiler::{Category, Profiler};
@@ -266,7 +264,7 @@ impl Default for ProfilerOptions {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 #[derive(Debug)]
-#[must_use = "dropping it forgets what was recorded: call `stop`"]
+#[must_use = "dropping a profiler discards its recording: call `stop`"]
 pub struct Profiler {
     options: ProfilerOptions,
     began: u64,
@@ -274,50 +272,48 @@ pub struct Profiler {
 }
 
 impl Profiler {
-    /// Begins to record. Waits for what devices have to do, as their queues are exchanged for others that tell times.
-    ///
+    /// Begins to record. Waits for all devices to finish their work, because their queues are replaced by queues with profiling.
     /// # Errors
-    /// [`Error::Invalid`] where something is being profiled already: one profiler at a time sees the whole process. What a
-    /// driver refuses.
+    /// [`Error::Invalid`] if a profile is already being recorded, because a profiler records the whole process. Errors of the driver.
     pub fn start() -> Result<Profiler> {
         Profiler::start_with(ProfilerOptions::default())
     }
 
-    /// [`start`](Self::start) with options.
+    /// Begins to record, as [`start`](Self::start), with options.
     ///
     /// # Errors
-    /// As there.
+    /// Errors of [`start`](Self::start).
     pub fn start_with(options: ProfilerOptions) -> Result<Profiler> {
         if !recorder::begin(options.max_events) {
-            let reason = "something is being profiled already: stop that first, or unset CLAYSTONE_PROFILE";
+            let reason = "a profile is already being recorded: stop it first, or unset CLAYSTONE_PROFILE";
             return Err(Error::invalid("Profiler::start", reason));
         }
         let mut profiler = Profiler { options, began: 0, stopped: false };
         set_profiling()?; // a failure drops the profiler, which ends the recording
-        profiler.began = recorder::begin_again();
+        profiler.began = recorder::restart();
         Ok(profiler)
     }
 
-    /// Ends the recording. Waits for what devices have to do; what kernels found wrong with their operands is left for who
-    /// waits next, and where a driver fails, the profile is of what was recorded until then.
+    /// Ends the recording, after all devices have finished their work. Faults that kernels recorded are left for the next call that
+    /// waits. If a driver fails, the profile contains the events until then.
     pub fn stop(mut self) -> Profile {
-        let (recorded, ended) = self.end();
-        let mut profile = build::profile(recorded, self.began, ended);
+        let (recorded, ended) = self.end_recording();
+        let mut profile = build::build_profile(recorded, self.began, ended);
         for device in &mut profile.devices {
-            device.copy_bytes_per_s = copy_rate::known(device.device)
-                .or_else(|| if self.options.copy_rate { copy_rate::measure(device.device) } else { None });
+            device.copy_bytes_per_s = copy_rate::measured_rate(device.device)
+                .or_else(|| if self.options.copy_rate { copy_rate::measure_rate(device.device) } else { None });
         }
         profile
     }
 
-    fn end(&mut self) -> (Recorded, u64) {
+    fn end_recording(&mut self) -> (Recorded, u64) {
         self.stopped = true;
         drain_all();
         recorder::pause();
         let ended = recorder::now();
         // Records the last commands.
         if let Err(error) = set_profiling() {
-            tracing::warn!(%error, "the driver did not tell when the last commands ran");
+            tracing::warn!(%error, "the driver did not report the times of the last commands");
         }
         (recorder::take(), ended)
     }
@@ -326,12 +322,12 @@ impl Profiler {
 impl Drop for Profiler {
     fn drop(&mut self) {
         if !self.stopped {
-            let _ = self.end();
+            let _ = self.end_recording();
         }
     }
 }
 
-/// Whether something is being profiled: by a [`Profiler`], or because `CLAYSTONE_PROFILE` is set.
+/// True while a profile is recorded, by a [`Profiler`] or because `CLAYSTONE_PROFILE` is set.
 ///
 /// ```
 /// use claystone::profiler::{is_profiling, profile};
@@ -343,11 +339,11 @@ pub fn is_profiling() -> bool {
     recorder::is_on()
 }
 
-/// Runs `f` and gives what it gives, with the profile of everything that the process did meanwhile; at the end devices are
-/// waited for, as in [`Profiler::stop`]. The example is [above](self).
+/// Runs `f`, and returns its result with a profile of everything that the process did meanwhile. Waits for the devices at the
+/// end, as [`Profiler::stop`]. The [module docs](self) have an example.
 ///
 /// # Errors
-/// Those of [`Profiler::start`].
+/// Errors of [`Profiler::start`].
 pub fn profile<R>(f: impl FnOnce() -> R) -> Result<(R, Profile)> {
     let profiler = Profiler::start()?;
     let result = f();

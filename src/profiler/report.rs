@@ -1,4 +1,4 @@
-//! What a profile tells of devices: how busy they were, and every command's times.
+//! Reports of a profile: how busy the devices were, and the times of every command.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
@@ -6,34 +6,34 @@ use std::fmt::{self, Write};
 use super::{Category, Event, Lane, Profile};
 use crate::Device;
 
-/// How busy a device was between its first and its last work. Times are in microseconds.
+/// How busy a device was between its first and its last event. Times are in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Gaps {
     /// The device.
     pub device: Device,
-    /// When its first work began, since the profile began.
+    /// When the first event began, since the profile began.
     pub from_us: f64,
-    /// From the beginning of its first work to the end of its last.
+    /// The time from the start of the first event to the end of the last.
     pub span_us: f64,
-    /// While it worked; what overlaps on several streams or threads counts once.
+    /// The time during which the device worked. Overlapping events of several streams or threads count once.
     pub busy_us: f64,
-    /// The rest of the span: gaps between launches.
+    /// The rest of the span: the sum of the gaps between events.
     pub idle_us: f64,
-    /// How many gaps there were.
+    /// The number of gaps.
     pub count: u64,
-    /// The longest of them.
+    /// The longest gap.
     pub longest_us: f64,
 }
 
 impl Gaps {
-    /// Nothing yet of what begins with this event.
+    /// Returns an empty record that starts with event `first`, which is then [added](Self::add).
     fn before(device: Device, first: &Event) -> Gaps {
         let from_us = first.start_us;
         Gaps { device, from_us, span_us: 0.0, busy_us: 0.0, idle_us: 0.0, count: 0, longest_us: 0.0 }
     }
 
-    /// The next event, in the order in which they began.
+    /// Adds the next event. Events must be added in order of their start.
     fn add(&mut self, event: &Event) {
         let (until, end) = (self.from_us + self.span_us, event.start_us + event.duration_us);
         let gap = event.start_us - until;
@@ -48,7 +48,7 @@ impl Gaps {
 }
 
 impl Profile {
-    /// For each device how busy it was, and the gaps between what it did.
+    /// Returns how busy each device was, and the gaps between its events.
     pub fn gaps(&self) -> Vec<Gaps> {
         let mut by_device: BTreeMap<String, Gaps> = BTreeMap::new();
         for event in self.events.iter().filter(|event| is_work(event)) {
@@ -59,20 +59,20 @@ impl Profile {
         by_device.into_values().collect()
     }
 
-    /// Every command's times, as MNN's OpenCL backend prints them: see [`Timings`].
+    /// Returns the times of every command, to be printed as MNN's OpenCL backend prints them: see [`Timings`].
     pub fn timings(&self) -> Timings<'_> {
         Timings(self)
     }
 }
 
-/// Whether a device works: commands, and operations of the CPU device.
+/// True for work of a device: commands, and operations of the CPU device.
 fn is_work(event: &Event) -> bool {
     event.category.is_command() || event.category == Category::Operation && event.device.is_some_and(Device::is_cpu)
 }
 
-/// Prints a line for each command of a device: its name, how long it was queued before it was submitted to the device,
-/// how long it then waited to start, and how long it ran, in microseconds; and at the end how long the
-/// devices worked in all, where what overlaps on a device counts once.
+/// Prints the times of every command of a device, in microseconds: how long the command was queued before it was submitted to
+/// the device, how long it waited to start, and how long it ran. The last line has the total time of the devices, with overlapping
+/// commands of a device counted once.
 #[derive(Debug, Clone, Copy)]
 pub struct Timings<'a>(&'a Profile);
 
@@ -96,10 +96,10 @@ impl fmt::Display for Timings<'_> {
     }
 }
 
-/// What stands below the table of averages.
-pub(super) fn summary(profile: &Profile) -> String {
+/// The text below the table of averages.
+pub(super) fn summary_text(profile: &Profile) -> String {
     let mut text = String::new();
-    let _ = writeln!(text, "\n{} from start to stop", time(profile.duration_us));
+    let _ = writeln!(text, "\n{} from start to stop", format_micros(profile.duration_us));
     for gaps in profile.gaps() {
         let known = profile.devices.iter().find(|of| of.device == gaps.device);
         let name = known.map(|of| of.name.as_str()).unwrap_or_default();
@@ -108,12 +108,12 @@ pub(super) fn summary(profile: &Profile) -> String {
             text,
             "{} ({name}): busy for {} of {} ({:.0}%); {} gaps of {} in all, the longest {}{}",
             gaps.device,
-            time(gaps.busy_us),
-            time(gaps.span_us),
+            format_micros(gaps.busy_us),
+            format_micros(gaps.span_us),
             if gaps.span_us > 0.0 { 100.0 * gaps.busy_us / gaps.span_us } else { 0.0 },
             gaps.count,
-            time(gaps.idle_us),
-            time(gaps.longest_us),
+            format_micros(gaps.idle_us),
+            format_micros(gaps.longest_us),
             rate.unwrap_or_default(),
         );
     }
@@ -122,8 +122,8 @@ pub(super) fn summary(profile: &Profile) -> String {
         let Some(first) = events.peek() else { continue };
         let mut thread = Gaps::before(Device::Cpu, first);
         events.for_each(|event| thread.add(event));
-        let (inside, between) = (time(thread.busy_us), time(thread.idle_us));
-        let _ = writeln!(text, "thread {name}: {inside} in what is recorded, {between} between");
+        let (inside, between) = (format_micros(thread.busy_us), format_micros(thread.idle_us));
+        let _ = writeln!(text, "thread {name}: {inside} in recorded events, {between} between them");
     }
     let sum = |category| {
         let events = profile.events.iter().filter(|event| event.category == category);
@@ -138,7 +138,7 @@ pub(super) fn summary(profile: &Profile) -> String {
     ] {
         let (count, total) = sum(category);
         if count > 0 {
-            let _ = writeln!(text, "{count} {what}: {}", time(total));
+            let _ = writeln!(text, "{count} {what}: {}", format_micros(total));
         }
     }
     if profile.dropped_events > 0 {
@@ -147,8 +147,8 @@ pub(super) fn summary(profile: &Profile) -> String {
     text
 }
 
-/// A time in the unit that suits it, of microseconds.
-pub(super) fn time(us: f64) -> String {
+/// Formats microseconds as s, ms or us.
+pub(super) fn format_micros(us: f64) -> String {
     match us {
         _ if us >= 1e6 => format!("{:.3} s", us / 1e6),
         _ if us >= 1e3 => format!("{:.3} ms", us / 1e3),

@@ -1,4 +1,4 @@
-//! Profiles in files: Chrome's trace format, which Perfetto and `chrome://tracing` open.
+//! Reads and writes profiles as traces in Chrome's format, which Perfetto and `chrome://tracing` open.
 //!
 //! The host is process 0 with its threads, and each OpenCL device is a process with its streams. The format is described in
 //! "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMh4h6I0nSsKchNAySU).
@@ -11,18 +11,18 @@ use std::sync::Arc;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value, json};
 
-use super::build::Shared;
+use super::build::Interner;
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
 use crate::file::{self, NewFile};
 use crate::{Device, Error, Result};
 
 impl Profile {
-    /// Writes Chrome's trace format, which Perfetto (ui.perfetto.dev), `chrome://tracing` and [`load`](Self::load) open:
-    /// tracks of the host's threads and the devices' streams, arrows from launches to their commands, and counters of
-    /// allocated and reserved bytes. The file is replaced as a whole.
+    /// Writes a trace in Chrome's format, which Perfetto (ui.perfetto.dev), `chrome://tracing` and [`load`](Self::load) open. The
+    /// trace has tracks for the host's threads and the devices' streams, arrows from launches to their commands, and counters of
+    /// allocated and reserved bytes. An existing file is replaced as a whole.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the file's name where it cannot be written.
+    /// [`Error::Invalid`] with the file's name if the file cannot be written.
     ///
     /// ```
     /// use claystone::profiler::{Profile, profile};
@@ -44,10 +44,10 @@ impl Profile {
         write().map_err(|e: io::Error| Error::invalid("save", format!("{}: {e}", path.display())))
     }
 
-    /// Writes what [`save`](Self::save) does.
+    /// Writes the same trace as [`save`](Self::save) to a writer.
     ///
     /// # Errors
-    /// Those of the writer.
+    /// Errors of the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let devices: Vec<Value> = self
             .devices
@@ -56,7 +56,7 @@ impl Profile {
                 json!({
                     "device": of.device.to_string(),
                     "name": of.name,
-                    "pid": self.process(of.device),
+                    "pid": self.process_number(of.device),
                     "copy_bytes_per_s": of.copy_bytes_per_s,
                 })
             })
@@ -74,15 +74,15 @@ impl Profile {
             to.write_all(comma.as_bytes())?;
             serde_json::to_writer(&mut *to, &event).map_err(io::Error::from)
         };
-        self.names().into_iter().try_for_each(&mut put)?;
+        self.metadata_events().into_iter().try_for_each(&mut put)?;
         for event in &self.events {
             let (pid, tid) = self.track(event.lane);
             put(json!({
                 "ph": "X", "cat": event.category.name(), "name": &*event.name, "pid": pid, "tid": tid,
-                "ts": event.start_us, "dur": event.duration_us, "args": arguments(event),
+                "ts": event.start_us, "dur": event.duration_us, "args": event_arguments(event),
             }))?;
             if event.launch > 0 {
-                // The arrow starts inside of the launch and ends where the command begins.
+                // The arrow starts inside the launch and ends at the start of the command.
                 let at = |ph: &str, ts: f64| json!({ "ph": ph, "bp": "e", "id": event.launch, "cat": "launch", "name": "launch", "pid": pid, "tid": tid, "ts": ts });
                 put(match event.category {
                     Category::Launch => at("s", event.start_us),
@@ -92,20 +92,20 @@ impl Profile {
         }
         for sample in &self.memory {
             put(json!({
-                "ph": "C", "name": format!("memory {}", sample.device), "pid": self.process(sample.device),
+                "ph": "C", "name": format!("memory {}", sample.device), "pid": self.process_number(sample.device),
                 "ts": sample.time_us, "args": { "allocated": sample.allocated, "reserved": sample.reserved },
             }))?;
         }
         to.write_all(b"\n]}\n")
     }
 
-    /// The events that name processes and threads.
-    fn names(&self) -> Vec<Value> {
+    /// Returns the metadata events that name processes and threads.
+    fn metadata_events(&self) -> Vec<Value> {
         let name = |what: &str, pid: u64, tid: u64, name: &str| json!({ "ph": "M", "name": what, "pid": pid, "tid": tid, "args": { "name": name } });
         let mut names = vec![name("process_name", 0, 0, "host")];
         names.extend(self.threads.iter().map(|(number, of)| name("thread_name", 0, u64::from(*number), of)));
         for of in self.devices.iter().filter(|of| !of.device.is_cpu()) {
-            let pid = self.process(of.device);
+            let pid = self.process_number(of.device);
             names.push(name("process_name", pid, 0, &format!("{} {}", of.device, of.name)));
             let mut streams: Vec<u32> = self
                 .events
@@ -122,25 +122,25 @@ impl Profile {
         names
     }
 
-    /// The number of a device's process.
-    fn process(&self, device: Device) -> u64 {
+    /// The process number of a device in the trace: 0 for the CPU.
+    fn process_number(&self, device: Device) -> u64 {
         let opencl = self.devices.iter().filter(|of| !of.device.is_cpu());
         opencl.zip(1..).find(|(of, _)| of.device == device).map_or(0, |(_, number)| number)
     }
 
-    /// The process and the thread of a lane.
+    /// The process and thread numbers of a lane in the trace.
     fn track(&self, lane: Lane) -> (u64, u64) {
         match lane {
             Lane::Thread(number) => (0, number.into()),
-            Lane::Stream(device, stream) => (self.process(device), stream.into()),
+            Lane::Stream(device, stream) => (self.process_number(device), stream.into()),
         }
     }
 
-    /// Reads a file that [`save`](Self::save) wrote, or another program's trace in this format (PyTorch's profiler writes
-    /// them), of which the events with a beginning and a duration are kept.
+    /// Reads a trace that [`save`](Self::save) wrote, or a trace in this format of another program, such as PyTorch's profiler. Of
+    /// another program's trace only events with a start and a duration are kept.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the file's name where it cannot be read or is no such trace.
+    /// [`Error::Invalid`] with the file's name if the file cannot be read or is not such a trace.
     pub fn load(path: impl AsRef<Path>) -> Result<Profile> {
         let path = path.as_ref();
         let unread = |e: &dyn fmt::Display| Error::invalid("load", format!("{}: {e}", path.display()));
@@ -148,21 +148,21 @@ impl Profile {
         Profile::from_bytes(&bytes).map_err(|e| unread(&e))
     }
 
-    /// [`load`](Self::load) of the bytes of a file.
+    /// Reads a trace from the bytes of a file, as [`load`](Self::load).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where they are no trace.
+    /// [`Error::Invalid`] if the bytes are not a trace.
     pub fn from_bytes(bytes: &[u8]) -> Result<Profile> {
-        let mut reader = Reader::default();
+        let mut reader = TraceReader::default();
         let mut json = serde_json::Deserializer::from_slice(bytes);
         let read = Trace(&mut reader).deserialize(&mut json).and_then(|()| json.end());
         read.map_err(|e| Error::invalid("load", format!("not a trace in Chrome's format: {e}")))?;
-        Ok(reader.finish())
+        Ok(reader.into_profile())
     }
 }
 
-/// The arguments of an event.
-fn arguments(event: &Event) -> Value {
+/// The `args` of an event in the trace.
+fn event_arguments(event: &Event) -> Value {
     let mut arguments = Map::new();
     let mut set = |key: &str, value: Value| _ = arguments.insert(key.into(), value);
     if let Some(device) = event.device {
@@ -197,18 +197,18 @@ fn arguments(event: &Event) -> Value {
     Value::Object(arguments)
 }
 
-/// A profile that is being read.
+/// The profile built so far while a trace is read.
 #[derive(Default)]
-struct Reader {
+struct TraceReader {
     profile: Profile,
-    /// Devices by the numbers of their processes.
+    /// Devices by their process numbers in the trace.
     processes: Vec<(u64, Device)>,
-    shared: Shared,
+    shared: Interner,
     operations: Vec<Arc<OperationInfo>>,
 }
 
-impl Reader {
-    fn about(&mut self, about: &Value) {
+impl TraceReader {
+    fn read_metadata(&mut self, about: &Value) {
         self.profile.duration_us = about["duration_us"].as_f64().unwrap_or(0.0);
         self.profile.dropped_events = about["dropped_events"].as_u64().unwrap_or(0);
         for of in about["devices"].as_array().into_iter().flatten() {
@@ -223,7 +223,7 @@ impl Reader {
         }
     }
 
-    fn event(&mut self, event: &Value) {
+    fn read_event(&mut self, event: &Value) {
         let (arguments, number) = (&event["args"], |key: &str| event[key].as_u64().unwrap_or(0));
         match event["ph"].as_str() {
             Some("M") if event["name"] == "thread_name" && number("pid") == 0 => {
@@ -239,34 +239,34 @@ impl Reader {
                     self.profile.memory.push(MemorySample { device, time_us, allocated, reserved });
                 }
             }
-            Some("X") => self.complete(event),
+            Some("X") => self.read_complete_event(event),
             _ => {}
         }
     }
 
-    /// An event with a beginning and a duration.
-    fn complete(&mut self, event: &Value) {
+    /// Adds an event with a start and a duration.
+    fn read_complete_event(&mut self, event: &Value) {
         let (Some(name), Some(start_us), Some(duration_us)) =
             (event["name"].as_str(), event["ts"].as_f64(), event["dur"].as_f64())
         else {
             return;
         };
         let arguments = &event["args"];
-        let category = event["cat"].as_str().map_or(Category::Other, category);
+        let category = event["cat"].as_str().map_or(Category::Other, category_from_name);
         let device = arguments["device"].as_str().and_then(|device| device.parse().ok());
         let pid = event["pid"].as_u64().unwrap_or(0);
         let process = self.processes.iter().find(|(number, _)| *number == pid).map(|&(_, device)| device);
-        // Another program's commands are a device's, of which only the number is known.
+        // In another program's trace, a command's device is known by its number only.
         let foreign =
             || category.is_command().then(|| Device::OpenCL(arguments["device"].as_u64().unwrap_or(0) as usize));
         let tid = event["tid"].as_u64().unwrap_or(0) as u32;
         let on_device =
             process.or_else(|| if self.processes.is_empty() && device.is_none() { foreign() } else { None });
-        let operation = self.operation(arguments);
+        let operation = self.read_operation(arguments);
         let queued = [arguments["queued_us"].as_f64(), arguments["submitted_us"].as_f64()];
         self.profile.events.push(Event {
             category,
-            name: self.shared.text(name),
+            name: self.shared.intern_text(name),
             device: device.or(on_device),
             lane: on_device.map_or(Lane::Thread(tid), |device| Lane::Stream(device, tid)),
             start_us,
@@ -274,14 +274,14 @@ impl Reader {
             queued_us: if let [Some(queued), Some(submitted)] = queued { Some([queued, submitted]) } else { None },
             bytes: arguments["bytes"].as_u64().unwrap_or(0),
             flops: arguments["flops"].as_u64().unwrap_or(0),
-            annotation: self.shared.text(arguments["annotation"].as_str().unwrap_or_default()),
+            annotation: self.shared.intern_text(arguments["annotation"].as_str().unwrap_or_default()),
             operation,
             launch: arguments["launch"].as_u64().unwrap_or(0),
         });
     }
 
-    fn operation(&mut self, arguments: &Value) -> Option<Arc<OperationInfo>> {
-        let name = self.shared.text(arguments["operation"].as_str()?);
+    fn read_operation(&mut self, arguments: &Value) -> Option<Arc<OperationInfo>> {
+        let name = self.shared.intern_text(arguments["operation"].as_str()?);
         let size = |n: &Value| n.as_u64().map(|n| n as usize);
         let shapes = arguments["shapes"].as_array().into_iter().flatten();
         let info = OperationInfo {
@@ -289,7 +289,7 @@ impl Reader {
             shapes: shapes.filter_map(|shape| shape.as_array()?.iter().map(size).collect()).collect(),
             dtype: arguments["dtype"].as_str().and_then(|dtype| dtype.parse().ok()),
         };
-        // Launches and commands of an operation stand close together.
+        // The launches and commands of an operation are close together in the trace.
         let near = self.operations.iter().rev().take(32).find(|known| ***known == info);
         let shared = near.map_or_else(|| Arc::new(info), Arc::clone);
         if self.operations.last().is_none_or(|last| !Arc::ptr_eq(last, &shared)) {
@@ -298,7 +298,7 @@ impl Reader {
         Some(shared)
     }
 
-    fn finish(mut self) -> Profile {
+    fn into_profile(mut self) -> Profile {
         let events = &mut self.profile.events;
         events.sort_by(|a, b| a.start_us.total_cmp(&b.start_us).then(b.duration_us.total_cmp(&a.duration_us)));
         if self.profile.duration_us <= 0.0 {
@@ -309,8 +309,8 @@ impl Reader {
     }
 }
 
-/// The category of a name, PyTorch's among them.
-fn category(name: &str) -> Category {
+/// Returns the category for a name, including PyTorch's names.
+fn category_from_name(name: &str) -> Category {
     let own = [
         Category::Operation,
         Category::Backward,
@@ -337,8 +337,8 @@ fn category(name: &str) -> Category {
     })
 }
 
-/// Reads a trace event by event, so that no more than one of them is in memory as JSON.
-struct Trace<'a>(&'a mut Reader);
+/// Deserializes a trace event by event, so that at most one event is in memory as JSON.
+struct Trace<'a>(&'a mut TraceReader);
 
 impl<'de> DeserializeSeed<'de> for Trace<'_> {
     type Value = ();
@@ -363,16 +363,16 @@ impl<'de> Visitor<'de> for Trace<'_> {
                     found = true;
                     map.next_value_seed(Trace(self.0))?;
                 }
-                "otherData" => self.0.about(&map.next_value()?),
+                "otherData" => self.0.read_metadata(&map.next_value()?),
                 _ => _ = map.next_value::<IgnoredAny>()?,
             }
         }
-        if found { Ok(()) } else { Err(serde::de::Error::custom("there are no traceEvents")) }
+        if found { Ok(()) } else { Err(serde::de::Error::custom("the object has no traceEvents")) }
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut events: A) -> std::result::Result<(), A::Error> {
         while let Some(event) = events.next_element::<Value>()? {
-            self.0.event(&event);
+            self.0.read_event(&event);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Getting at the bytes: host slices under their locks, and transfers between any two storages.
+//! Access to a storage's bytes: host slices under their locks, and transfers between any two storages.
 
 use std::ops::Range;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -8,59 +8,62 @@ use smallvec::SmallVec;
 
 use super::allocation::{Allocation, Backing, Storage};
 use super::block::Borrows;
-use super::caching::caching_inside;
+use super::caching::innermost_caching_allocator;
 use super::driver::MemoryKind;
-use super::driver::opencl::ClPlace;
+use super::driver::opencl::ClBlockLocation;
 use super::driver::staging::{self, PinnedBytes};
 use super::{captured, host_borrow};
 use crate::device::capture;
 use crate::device::cpu::bulk::{copy, fill, to_vec};
 use crate::device::cpu::huge_pages::advise_huge;
-use crate::device::profiler::{self, Kind, Span};
+use crate::device::profiler::{self, RecordKind, Span};
 use crate::{Device, Error, Result};
 
-/// Copies between devices go through a host buffer of at most this size.
-const STAGING: usize = 16 << 20;
+/// Size limit, in bytes, of the host buffer that copies between two devices go through.
+const MAX_STAGING_BYTES: usize = 16 << 20;
 
-/// Why nothing is read while a graph is captured.
-const NOT_COMPUTED: &str = "no values are computed yet that could be read";
+/// Error text for reading a storage during graph capture.
+const READ_DURING_CAPTURE: &str = "no values are computed yet that could be read";
 
-/// Why nothing is written meanwhile.
-const HOST_VALUES: &str = "values of the host would be there once: make the tensor outside";
+/// Error text for writing host values to a storage during graph capture.
+const WRITE_DURING_CAPTURE: &str =
+    "host values would be written once, not by each replay: make the tensor outside the capture";
 
-/// Held while slices of an allocation exist, or a transfer of its bytes is enqueued.
-enum Guard<'a> {
+/// A lock that is held while slices of an allocation exist, or while a transfer of its bytes is enqueued.
+enum HeldLock<'a> {
     Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, Borrows>),
     Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, Borrows>),
 }
 
-/// The lock of bytes that are to be written; an error while a closure of [`Storage::with_elements`] reads them.
+/// Locks bytes for writing. Fails while a closure of [`Storage::with_elements`] reads them.
 #[inline]
-fn exclusive(lock: &RwLock<Borrows>) -> Result<RwLockWriteGuard<'_, Borrows>> {
+fn lock_for_writing(lock: &RwLock<Borrows>) -> Result<RwLockWriteGuard<'_, Borrows>> {
     let guard = lock.write().unwrap_or_else(PoisonError::into_inner);
-    match guard.any() {
+    match guard.has_readers() {
         false => Ok(guard),
-        true => Err(host_borrow::refused()),
+        true => Err(host_borrow::write_during_read_error()),
     }
 }
 
 /// Calls `f` with the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
 ///
-/// Locks each allocation once, in the order of their addresses, so calls never deadlock each other; `f` must not lock
-/// storages itself. The slices are exactly the storages' bytes. A storage may be read through several handles, but
-/// [`Error::Invalid`] where one is in both lists or twice in `writes`. Empty storages are never locked.
+/// Each slice is exactly its storage's bytes. Each allocation is locked once, in the order of addresses, so that
+/// concurrent calls cannot deadlock; `f` must not lock storages itself. Empty storages are never locked.
+///
+/// A storage may appear several times in `reads`. [`Error::Invalid`] if a storage is in both lists, or twice in
+/// `writes`.
 pub(crate) fn with_host<R>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> Result<R> {
-    // Pushed one by one: `extend` and `collect` are calls, and small operations are made of such.
+    // Pushed one by one: `extend` and `collect` are not inlined, which small operations would notice.
     let mut order: SmallVec<[(&Allocation, bool); 8]> = SmallVec::new();
     reads.iter().for_each(|s| order.push((s.allocation(), false)));
     writes.iter().for_each(|s| order.push((s.allocation(), true)));
     order.sort_unstable_by_key(|&(allocation, _)| std::ptr::from_ref(allocation).addr());
 
-    let mut guards: SmallVec<[Guard; 8]> = SmallVec::new();
+    let mut guards: SmallVec<[HeldLock; 8]> = SmallVec::new();
     let mut last: Option<(&Allocation, bool)> = None;
     for &(allocation, write) in &order {
         let Some(lock) = allocation.host_lock() else {
@@ -78,26 +81,26 @@ pub(crate) fn with_host<R>(
         }
         last = Some((allocation, write));
         guards.push(match write {
-            true => Guard::Write(exclusive(lock)?),
-            false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+            true => HeldLock::Write(lock_for_writing(lock)?),
+            false => HeldLock::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
         });
         if let Some(pinned) = allocation.pinned() {
-            pinned.check(write)?;
+            pinned.wait_and_check(write)?;
         }
     }
 
     let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
     for s in reads {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: `size` initialised bytes that live as long as the borrowed storage; no other allocation has any
-        // of them, and this one's lock is held, for reading, until after the slice's last use in `f`.
+        // SAFETY: `size` initialised bytes that live as long as the borrowed storage. No other allocation has any of
+        // them, and this allocation's lock is held for reading until after the slice's last use in `f`.
         read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
     }
     let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
     for s in writes {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: as above, with the lock held for writing; and no other slice made here is of this allocation,
-        // or the loop above had returned an error. (Empty slices alias nothing.)
+        // SAFETY: as above, with the lock held for writing. No other slice made here is of this allocation, or the loop
+        // above had returned an error. (Empty slices alias nothing.)
         write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     }
     let result = f(&read, &mut write);
@@ -105,9 +108,9 @@ pub(crate) fn with_host<R>(
     Ok(result)
 }
 
-/// [`with_host`] for one or two storages to read and one to write, without lists.
+/// Like [`with_host`] for one or two storages to read and one to write, without building lists.
 #[inline]
-pub(crate) fn with_few<const N: usize, R>(
+pub(crate) fn with_host_few<const N: usize, R>(
     reads: [&Storage; N],
     write: &Storage,
     f: impl FnOnce([&[u8]; N], &mut [u8]) -> R,
@@ -133,9 +136,9 @@ pub(crate) fn with_few<const N: usize, R>(
         }
     };
     read(true);
-    let writing = exclusive(lock)?;
+    let writing = lock_for_writing(lock)?;
     read(false);
-    // SAFETY: as in `with_host`; what is written is not among what is read.
+    // SAFETY: as in `with_host`; the written storage is not among those read.
     let slices = reads.map(|s| unsafe {
         let (start, size) = s.allocation().host_range();
         std::slice::from_raw_parts(start.as_ptr(), size)
@@ -147,33 +150,34 @@ pub(crate) fn with_few<const N: usize, R>(
     Ok(result)
 }
 
-/// Records what is done with bytes of the CPU device, until the value is dropped.
+/// Records work on bytes of the CPU device in the profiler, until the returned span is dropped.
 #[inline]
-fn on_cpu(kind: Kind, name: &'static str, bytes: usize) -> Option<Span> {
+fn cpu_span(kind: RecordKind, name: &'static str, bytes: usize) -> Option<Span> {
     profiler::span(kind, name, Device::Cpu, 0, bytes)
 }
 
 impl Storage {
-    /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
+    /// Returns the buffer and the offset to enqueue work on. Fails for empty storages, for which callers launch
+    /// nothing.
     #[inline(always)] // part of every launch, see `Tensor::device_view`
-    pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
+    pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
             if capture::is_capturing(self.device()) {
-                captured::used(self, lease);
+                captured::note_use(self, lease);
             }
-            if let Some(place) = driver.place(&lease.block) {
+            if let Some(place) = driver.location(&lease.block) {
                 return Ok(place);
             }
         }
-        self.not_cl()
+        self.restore_spilled_or_fail()
     }
 
-    /// Brings what is kept on the host back first.
+    /// The slow path of [`cl`](Self::cl): copies spilled bytes back to the device, or explains why there is no buffer.
     #[cold]
-    fn not_cl(&self) -> Result<ClPlace<'_>> {
+    fn restore_spilled_or_fail(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(_, lease) = &self.allocation().backing
             && lease.is_spilled()
-            && let Some(allocator) = caching_inside(lease.allocator())
+            && let Some(allocator) = innermost_caching_allocator(lease.allocator())
         {
             allocator.restore(&lease.block)?;
             return self.cl();
@@ -181,97 +185,100 @@ impl Storage {
         self.check_memory()?;
         Err(Error::invalid(
             "storage",
-            format!("{self:?} are not in a buffer: those of an image are read by Image::export_cl"),
+            format!("{self:?} are not in an OpenCL buffer: for an image call Image::export_cl"),
         ))
     }
 
     /// Copies bytes `offset..offset + dst.len()` to the host. Waits for the device.
     pub(crate) fn read(&self, offset: usize, dst: &mut [u8]) -> Result<()> {
-        self.read_to(offset, dst, None)
+        self.read_with_pinned(offset, dst, None)
     }
 
-    /// [`read`](Self::read) to what is of this pinned memory, if any.
-    fn read_to(&self, offset: usize, dst: &mut [u8], pinned: Option<&PinnedBytes>) -> Result<()> {
-        let range = self.range("read", offset, dst.len())?;
+    /// Like [`read`](Self::read), where `dst` may be part of the pinned memory `pinned`.
+    fn read_with_pinned(&self, offset: usize, dst: &mut [u8], pinned: Option<&PinnedBytes>) -> Result<()> {
+        let range = self.checked_range("read", offset, dst.len())?;
         if dst.is_empty() {
             return Ok(());
         }
         if self.device() == Device::Cpu {
-            let _recorded = on_cpu(Kind::Read, "read", dst.len());
+            let _recorded = cpu_span(RecordKind::Read, "read", dst.len());
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
         if self.read_spilled(range, dst)? {
             return Ok(());
         }
-        let from = self.readable()?;
+        let from = self.location_to_read()?;
         staging::read(from.device, from.at(offset), dst, pinned)
     }
 
-    /// The `count` elements from byte `offset` on, a multiple of their size. Waits for the device.
+    /// Reads `count` elements, starting at byte `offset`, a multiple of the element size. Waits for the device.
     pub(crate) fn read_vec<T: AnyBitPattern + NoUninit + Send + Sync>(
         &self,
         offset: usize,
         count: usize,
     ) -> Result<Vec<T>> {
         if self.device() == Device::Cpu && count > 0 {
-            let range = self.range("read", offset, count * size_of::<T>())?;
-            let _recorded = on_cpu(Kind::Read, "read", range.len());
+            let range = self.checked_range("read", offset, count * size_of::<T>())?;
+            let _recorded = cpu_span(RecordKind::Read, "read", range.len());
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
         }
-        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large one comes untouched, as zeros of the system's
+        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large vector comes as untouched zero pages
         advise_huge(&mut values);
-        let range = self.range("read", offset, count * size_of::<T>())?;
+        let range = self.checked_range("read", offset, count * size_of::<T>())?;
         if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
             return Ok(values);
         }
-        let from = self.readable()?;
+        let from = self.location_to_read()?;
         staging::read_into(from.device, from.at(offset), values)
     }
 
-    /// Copies bytes that are kept on the host, and reports faults as every read does; false where they are not there.
+    /// Copies spilled bytes from the host, reporting device faults as every read does. Returns false if the bytes are
+    /// not spilled.
     fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
         let Backing::OpenCl(driver, lease) = &self.allocation().backing else { return Ok(false) };
         if !lease.is_spilled() {
             return Ok(false);
         }
-        capture::refuse(self.device(), "read", NOT_COMPUTED)?;
+        capture::refuse_while_capturing(self.device(), "read", READ_DURING_CAPTURE)?;
         driver.device.report_faults()?;
-        let place = lease.block.place();
+        let place = lease.block.location();
         let MemoryKind::Spilled(bytes) = &place.segment().memory().0 else { return Ok(false) };
         copy(dst, &bytes[place.offset()..][range]);
         Ok(true)
     }
 
-    /// Where the bytes are in OpenCL memory, for reading them to the host.
-    fn readable(&self) -> Result<ClPlace<'_>> {
-        capture::refuse(self.device(), "read", NOT_COMPUTED)?;
+    /// Returns the location of the bytes in OpenCL memory, for reading them to the host.
+    fn location_to_read(&self) -> Result<ClBlockLocation<'_>> {
+        capture::refuse_while_capturing(self.device(), "read", READ_DURING_CAPTURE)?;
         self.cl()
     }
 
-    /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.
+    /// Copies `src` from the host to bytes `offset..offset + src.len()`. The caller may reuse `src` when the call
+    /// returns.
     pub(crate) fn write(&self, offset: usize, src: &[u8]) -> Result<()> {
-        self.write_from(offset, src, None)
+        self.write_with_pinned(offset, src, None)
     }
 
-    /// [`write`](Self::write) from what is of this pinned memory, if any.
-    fn write_from(&self, offset: usize, src: &[u8], pinned: Option<&PinnedBytes>) -> Result<()> {
-        let range = self.range("write", offset, src.len())?;
+    /// Like [`write`](Self::write), where `src` may be part of the pinned memory `pinned`.
+    fn write_with_pinned(&self, offset: usize, src: &[u8], pinned: Option<&PinnedBytes>) -> Result<()> {
+        let range = self.checked_range("write", offset, src.len())?;
         if src.is_empty() {
             return Ok(());
         }
         if self.device() == Device::Cpu {
-            let _recorded = on_cpu(Kind::Write, "write", src.len());
+            let _recorded = cpu_span(RecordKind::Write, "write", src.len());
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
-        capture::refuse(self.device(), "write", HOST_VALUES)?;
+        capture::refuse_while_capturing(self.device(), "write", WRITE_DURING_CAPTURE)?;
         let to = self.cl()?;
         let written = staging::write(to.device, src, to.at(offset), pinned);
-        self.0.derived.forget();
+        self.0.derived.invalidate();
         written
     }
 
-    /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one
-    /// device directly, waiting only if `blocking`; between devices through the host, always waiting.
+    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`. `src` may be this storage, and the ranges may
+    /// overlap. A copy within one device is direct and waits only if `blocking`; a copy between devices goes through
+    /// the host and always waits.
     pub(crate) fn copy_from(
         &self,
         offset: usize,
@@ -280,31 +287,33 @@ impl Storage {
         bytes: usize,
         blocking: bool,
     ) -> Result<()> {
-        let (to, from) = (self.range("copy", offset, bytes)?, src.range("copy", src_offset, bytes)?);
+        let (to, from) = (self.checked_range("copy", offset, bytes)?, src.checked_range("copy", src_offset, bytes)?);
         if bytes == 0 {
             return Ok(());
         }
         let on_cpu = (self.device(), src.device()) == (Device::Cpu, Device::Cpu);
-        let _recorded = on_cpu.then(|| self::on_cpu(Kind::Copy, "copy", bytes));
+        let _recorded = on_cpu.then(|| cpu_span(RecordKind::Copy, "copy", bytes));
         match (self.device(), src.device()) {
             (Device::Cpu, Device::Cpu) if self.ptr_eq(src) => {
                 with_host(&[], &[self], |_, w| w[0].copy_within(from, offset))
             }
-            (Device::Cpu, Device::Cpu) => with_few([src], self, |[r], w| copy(&mut w[to], &r[from])),
+            (Device::Cpu, Device::Cpu) => with_host_few([src], self, |[r], w| copy(&mut w[to], &r[from])),
             (Device::Cpu, _) => {
-                with_host(&[], &[self], |_, w| src.read_to(src_offset, &mut w[0][to], self.0.pinned()))?
+                with_host(&[], &[self], |_, w| src.read_with_pinned(src_offset, &mut w[0][to], self.0.pinned()))?
             }
-            (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write_from(offset, &r[0][from], src.0.pinned()))?,
+            (_, Device::Cpu) => {
+                with_host(&[src], &[], |r, _| self.write_with_pinned(offset, &r[0][from], src.0.pinned()))?
+            }
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
                 let copied = to.device.copy(from.at(src_offset), to.at(offset), bytes, blocking);
-                self.0.derived.forget();
+                self.0.derived.invalidate();
                 copied
             }
             _ => {
-                let mut staging = vec![0; bytes.min(STAGING)];
-                (0..bytes).step_by(STAGING).try_for_each(|at| {
-                    let part = &mut staging[..STAGING.min(bytes - at)];
+                let mut staging = vec![0; bytes.min(MAX_STAGING_BYTES)];
+                (0..bytes).step_by(MAX_STAGING_BYTES).try_for_each(|at| {
+                    let part = &mut staging[..MAX_STAGING_BYTES.min(bytes - at)];
                     src.read(src_offset + at, part)?;
                     self.write(offset + at, part)
                 })
@@ -312,8 +321,8 @@ impl Storage {
         }
     }
 
-    /// [`copy_from`](Self::copy_from) between a device and memory of the host that is pinned for it, which returns when it is
-    /// enqueued on the current stream; false, with nothing done, for any other two storages.
+    /// Like [`copy_from`](Self::copy_from) between a device and host memory pinned for that device, but returns when
+    /// the copy is enqueued on the current stream. Returns false, with nothing done, for any other two storages.
     pub(crate) fn start_copy_from(
         &self,
         offset: usize,
@@ -321,7 +330,7 @@ impl Storage {
         src_offset: usize,
         bytes: usize,
     ) -> Result<bool> {
-        self.range("copy", offset, bytes).and(src.range("copy", src_offset, bytes))?;
+        self.checked_range("copy", offset, bytes).and(src.checked_range("copy", src_offset, bytes))?;
         let written = self.device() == Device::Cpu;
         let ((host, at), (there, from)) = match written {
             true => ((self, offset), (src, src_offset)),
@@ -330,38 +339,39 @@ impl Storage {
         let pinned = host.0.pinned().filter(|pinned| bytes > 0 && pinned.is_for(there.device()));
         let (Some(pinned), Some(lock)) = (pinned, host.0.host_lock()) else { return Ok(false) };
         match written {
-            true => capture::refuse(there.device(), "read", NOT_COMPUTED)?,
-            false => capture::refuse(there.device(), "write", HOST_VALUES)?,
+            true => capture::refuse_while_capturing(there.device(), "read", READ_DURING_CAPTURE)?,
+            false => capture::refuse_while_capturing(there.device(), "write", WRITE_DURING_CAPTURE)?,
         }
         let place = there.cl()?;
         let _locked = match written {
-            true => Guard::Write(exclusive(lock)?),
-            false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+            true => HeldLock::Write(lock_for_writing(lock)?),
+            false => HeldLock::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
         };
-        // SAFETY: inside the storage's bytes, as was checked above.
+        // SAFETY: inside the storage's bytes, as checked above.
         let start = unsafe { host.0.host_range().0.add(at) };
         let begun = pinned.enqueue(start, bytes, place.at(from), written);
-        self.0.derived.forget();
+        self.0.derived.invalidate();
         begun.map(|()| true)
     }
 
-    /// [`write`](Self::write) that returns when it is enqueued on the current stream, with a copy of `src`; false, with nothing done,
-    /// where that is not the way.
+    /// Like [`write`](Self::write), but copies `src` and returns when the write is enqueued on the current stream.
+    /// Returns false, with nothing done, if the bytes have to be written synchronously.
     pub(crate) fn start_write(&self, offset: usize, src: &[u8]) -> Result<bool> {
-        self.range("write", offset, src.len())?;
+        self.checked_range("write", offset, src.len())?;
         if self.device() == Device::Cpu || src.is_empty() {
             return Ok(false);
         }
-        capture::refuse(self.device(), "write", HOST_VALUES)?;
+        capture::refuse_while_capturing(self.device(), "write", WRITE_DURING_CAPTURE)?;
         let to = self.cl()?;
         let begun = staging::start_write(to.device, src, to.at(offset));
-        self.0.derived.forget();
+        self.0.derived.invalidate();
         begun
     }
 
-    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over bytes `offset..offset + bytes`, both multiples of its length.
+    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over bytes `offset..offset + bytes`. Both numbers are multiples of
+    /// the pattern's length.
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
-        let range = self.range("fill", offset, bytes)?;
+        let range = self.checked_range("fill", offset, bytes)?;
         let n = pattern.len();
         if !matches!(n, 1 | 2 | 4 | 8 | 16) || !offset.is_multiple_of(n) || !bytes.is_multiple_of(n) {
             return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {offset}")));
@@ -370,19 +380,19 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
-            let _recorded = on_cpu(Kind::Fill, "fill", bytes);
+            let _recorded = cpu_span(RecordKind::Fill, "fill", bytes);
             return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
         let to = self.cl()?;
-        // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
+        // The block's padding belongs to this storage: filling the padding too lets the driver use wide stores.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
         let filled = to.device.fill(to.at(offset), bytes, pattern);
-        self.0.derived.forget();
+        self.0.derived.invalidate();
         filled
     }
 
-    pub(super) fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {
+    pub(super) fn checked_range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.nbytes() => Ok(offset..end),
             _ => {

@@ -1,4 +1,4 @@
-//! Handles on runs of bytes, and what holds the bytes.
+//! Storages, which are handles on allocations, and the memory behind an allocation.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -12,18 +12,18 @@ use std::sync::{Arc, OnceLock, RwLock};
 use super::allocator::Allocator;
 use super::attachment::{self, Attachment};
 use super::block::{ALIGNMENT, Block, Borrows};
-use super::derived::Derived;
+use super::derived::DerivedData;
 use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
-use super::import::{Foreign, Imported};
-use super::registry::{self, Current};
+use super::import::{ForeignHostMemory, ImportedBuffers};
+use super::registry::{self, DeviceEntry};
 use super::{captured, image_pool, scope};
 use crate::device::{Stream, capture, profiler};
 use crate::{Device, Element, Error, Result};
 
-/// A handle on bytes of one device. Cloning makes another handle on the same bytes.
+/// A reference-counted handle on bytes of one device. Cloning makes another handle on the same bytes.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -41,19 +41,19 @@ impl Clone for Storage {
 }
 
 impl Drop for Storage {
-    /// The last handle gives the block back, and keeps the `Arc`'s own memory for this thread's next storage: a launch
-    /// asks the heap for nothing.
+    /// Dropping the last handle returns the block to its allocator. The `Arc` itself is kept for this thread's next
+    /// storage, so that creating a result needs no heap allocation.
     fn drop(&mut self) {
-        // SAFETY: taken once, here, and not used again.
+        // SAFETY: `self.0` is taken once, here, and not used again.
         let shared = unsafe { ManuallyDrop::take(&mut self.0) };
-        let Some(mut shared) = attachment::released(shared) else { return };
-        if let Some(allocation) = alone(&mut shared) {
+        let Some(mut shared) = attachment::release_handle(shared) else { return };
+        if let Some(allocation) = get_mut_if_unique(&mut shared) {
             allocation.backing = Backing::Empty;
             allocation.derived.clear();
             allocation.attachment.clear();
-            let _ = SPARE.try_with(|spare| {
+            let _ = SPARE_ALLOCATIONS.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
-                if spare.len() < SPARES {
+                if spare.len() < MAX_SPARE_ALLOCATIONS {
                     spare.push(shared);
                 }
             });
@@ -61,59 +61,63 @@ impl Drop for Storage {
     }
 }
 
-/// [`Arc::get_mut`] for what has no [`Weak`](std::sync::Weak) handles, at the price of a load: it would lock, twice a storage.
+/// [`Arc::get_mut`] at the price of one load: there are no [`Weak`](std::sync::Weak) handles, so the lock that
+/// `get_mut` takes twice a storage is not needed.
 #[inline]
-pub(super) fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
+pub(super) fn get_mut_if_unique(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
     if Arc::strong_count(shared) != 1 {
         return None;
     }
-    fence(Ordering::Acquire); // after all that others did with handles that are gone
-    // SAFETY: nobody makes weak handles, so this is the only handle, and it is borrowed exclusively.
+    fence(Ordering::Acquire); // see everything other threads did with handles that are dropped by now
+    // SAFETY: the crate makes no weak handles, so this is the only handle, and it is borrowed exclusively.
     Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
 }
 
-/// A place for a storage.
+/// Returns an allocation without bytes, for [`Storage::new`] to fill in.
 #[cold]
 #[inline(never)]
-fn nothing() -> Arc<Allocation> {
-    let (version, derived, attachment) = (AtomicU64::new(0), Derived::default(), Attachment::default());
+fn empty_allocation() -> Arc<Allocation> {
+    let (version, derived, attachment) = (AtomicU64::new(0), DerivedData::default(), Attachment::default());
     Arc::new(Allocation { device: Device::Cpu, size: 0, version, derived, attachment, backing: Backing::Empty })
 }
 
-/// What a thread keeps of storages that are gone, at most.
-const SPARES: usize = 64;
+/// The most unused `Arc`s that a thread keeps for its next storages.
+const MAX_SPARE_ALLOCATIONS: usize = 64;
 
 thread_local! {
-    static SPARE: RefCell<Vec<Arc<Allocation>>> = const { RefCell::new(Vec::new()) };
+    /// `Arc`s of dropped storages, reused by this thread's next storages.
+    static SPARE_ALLOCATIONS: RefCell<Vec<Arc<Allocation>>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Storage {
-    /// The device the bytes are on.
+    /// Returns the device the bytes are on.
     pub fn device(&self) -> Device {
         self.0.device()
     }
 
-    /// The size in bytes, as asked for.
+    /// Returns the size in bytes, as requested.
     pub fn nbytes(&self) -> usize {
         self.0.nbytes()
     }
 
-    /// Whether both are handles on the same allocation.
+    /// True if both are handles on the same allocation.
     pub fn ptr_eq(&self, other: &Storage) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The allocation that owns the bytes.
+    /// Returns the allocation that owns the bytes.
     pub fn allocation(&self) -> &Allocation {
         &self.0
     }
 
-    /// Announces that work on `stream` uses the bytes: once given back they are not reused before what was submitted to
-    /// it until then is done. Needed for a stream other than the one the storage was made on, unless the storage is kept
-    /// until its own stream has waited for that one. `torch.Tensor.record_stream`.
+    /// Records that work on `stream` uses the bytes (`torch.Tensor.record_stream`). After the storage is dropped, its
+    /// bytes are not reused until the work submitted to `stream` by then has finished.
     ///
-    /// It orders nothing: the stream has to [wait](Stream::wait_stream) for what fills the storage. On the CPU, where work
-    /// is done when the call returns, there is nothing to announce.
+    /// Call this method for every stream except the one the storage was made on. It is not needed if the storage is
+    /// kept until its own stream has waited for `stream`.
+    ///
+    /// The call orders nothing: the stream has to [wait](Stream::wait_stream) for the work that fills the storage. On
+    /// the CPU the call does nothing, because work there is done when an operation returns.
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`] for a stream of another device.
@@ -127,16 +131,19 @@ impl Storage {
         Ok(())
     }
 
-    /// The `cl_mem` the bytes are in, and the byte in it where they begin, for work enqueued by other code. From now on
-    /// the storage never moves.
+    /// Returns the `cl_mem` that holds the bytes, and the byte offset of the first one, for work enqueued by other
+    /// code. From now on the storage never moves.
     ///
-    /// The `cl_mem` is not retained for the caller: it is valid while the storage lives, and so long must it live as
-    /// anything enqueued elsewhere uses the bytes. It may be larger than the storage; the rest is other storages'. It
-    /// belongs to the context that `CL_MEM_CONTEXT` names. Queues of other code that were not [adopted](Device::adopt) are not
-    /// ordered with anything: [`Stream::synchronize`] before they use the bytes, and their `clFinish` before the next use here.
+    /// The `cl_mem` is not retained for the caller: keep the storage alive as long as anything enqueued elsewhere uses
+    /// the bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. Its context is the
+    /// one that `CL_MEM_CONTEXT` names.
+    ///
+    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt). Call
+    /// [`Stream::synchronize`] before other code uses the bytes, and `clFinish` on its queue before the bytes are used
+    /// here again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is no such buffer: on the CPU, and for zero bytes.
+    /// [`Error::Invalid`] if there is no such buffer: on the CPU, and for zero bytes.
     pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
         let place = self.cl()?;
         if let Some(block) = self.0.block() {
@@ -145,31 +152,31 @@ impl Storage {
         Ok((place.buffer().mem(), place.offset()))
     }
 
-    /// Allocates `bytes` bytes, initialised to what the configuration says, or to anything.
+    /// Allocates `bytes` bytes, filled with the configured byte, or with unspecified contents if none is
+    /// configured.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
         }
-        let current = registry::current(device)?;
-        let storage = Storage::raw(device, bytes, current)?;
+        let current = registry::device_entry(device)?;
+        let storage = Storage::alloc_unfilled(device, bytes, current)?;
         if let Some(byte) = current.fill {
             storage.fill(0, bytes, &[byte])?;
         }
         Ok(storage)
     }
 
-    /// `bytes` zero bytes.
     pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
         }
-        let storage = Storage::raw(device, bytes, registry::current(device)?)?;
+        let storage = Storage::alloc_unfilled(device, bytes, registry::device_entry(device)?)?;
         storage.fill(0, bytes, &[0])?;
         Ok(storage)
     }
 
     #[inline]
-    fn raw(device: Device, bytes: usize, current: &'static Current) -> Result<Storage> {
+    fn alloc_unfilled(device: Device, bytes: usize, current: &'static DeviceEntry) -> Result<Storage> {
         let lease = Lease::new(device, bytes, current)?;
         let backing = match current.opened {
             None => Backing::Host(lease),
@@ -178,50 +185,51 @@ impl Storage {
         Ok(Storage::new(device, bytes, backing))
     }
 
-    /// A storage on the CPU device that owns the vector's elements where they are. The allocator does not count it.
+    /// Makes a storage on the CPU device that owns the vector's elements without a copy. The allocator does not count
+    /// them.
     pub(crate) fn adopt<T: Element>(v: Vec<T>) -> Storage {
         let bytes = size_of_val(v.as_slice());
         let backing = match bytes {
             0 => Backing::Empty,
-            _ => Backing::Adopted(Adopted::new(Bytes::Vector(HostMemory::from_vec(v)))),
+            _ => Backing::Adopted(Adopted::new(HostBytes::Vector(HostMemory::from_vec(v)))),
         };
         Storage::new(Device::Cpu, bytes, backing)
     }
 
-    /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` for
-    /// the CPU device, for no bytes, and where none is left.
+    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. `None`
+    /// for the CPU device, for zero bytes, and if no pinned memory is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
-        let backing = |memory| Backing::Adopted(Adopted::new(Bytes::Pinned(memory)));
-        Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
+        let backing = |memory| Backing::Adopted(Adopted::new(HostBytes::Pinned(memory)));
+        Ok(staging::alloc_pinned(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
     }
 
-    /// Whether it is memory of the host pinned for this device's transfers.
     pub(crate) fn is_pinned(&self, device: Device) -> bool {
         self.0.pinned().is_some_and(|pinned| pinned.is_for(device))
     }
 
-    #[inline(always)] // what is moved in words and read in vectors waits for the stores
+    #[inline(always)] // without inlining, the struct is stored in words and then loaded as vectors, which stalls
     pub(super) fn new(device: Device, size: usize, backing: Backing) -> Storage {
-        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
-        let mut shared = spare.unwrap_or_else(nothing);
-        let place = alone(&mut shared).expect("nobody else has a handle");
-        (place.device, place.size, place.version) = (device, size, AtomicU64::new(0));
-        // Nothing is there that would be dropped.
-        std::mem::forget(std::mem::replace(&mut place.backing, backing));
+        let spare = SPARE_ALLOCATIONS.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
+        let mut shared = spare.unwrap_or_else(empty_allocation);
+        let allocation = get_mut_if_unique(&mut shared).expect("nobody else has a handle");
+        (allocation.device, allocation.size, allocation.version) = (device, size, AtomicU64::new(0));
+        // The old backing is `Empty`, so there is nothing to drop.
+        std::mem::forget(std::mem::replace(&mut allocation.backing, backing));
         Storage(ManuallyDrop::new(shared))
     }
 
-    /// Whether its first byte is at a multiple of so many; true on devices, where allocators see to that.
+    /// True if the first byte's address is a multiple of `to`. Always true on devices, where allocators guarantee it.
     pub(crate) fn is_aligned(&self, to: usize) -> bool {
         self.0.host_range().0.addr().get().is_multiple_of(to)
     }
 
-    /// Whether this is the only handle, so that nobody would notice a change.
+    /// True if this is the only handle, so that changing the bytes affects no other tensor.
     pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// How often the contents have been changed in place, shared by all views (PyTorch's `_version`): autograd compares it.
+    /// Returns how often the contents have been changed in place (PyTorch's `_version`). All views share the counter;
+    /// autograd compares it.
     ///
     /// ```
     /// let x = claystone::Tensor::ones(4, claystone::Device::Cpu)?;
@@ -234,23 +242,23 @@ impl Storage {
         self.0.version.load(Ordering::Acquire)
     }
 
-    /// To be called when a storage that nobody has seen yet has its first contents: a capture alone has to know.
-    pub(crate) fn filled(&self) {
+    /// Marks a new storage as filled for the first time. Only a graph capture needs to know.
+    pub(crate) fn mark_filled(&self) {
         if capture::is_capturing(self.device()) {
             self.bump_version();
         }
     }
 
-    /// To be called by every in-place operation. Transfers do not call it.
+    /// Counts a change. Every in-place operation calls this; transfers do not.
     pub(crate) fn bump_version(&self) {
         self.0.version.fetch_add(1, Ordering::AcqRel);
         if capture::is_capturing(self.device()) {
-            captured::changed(self);
+            captured::note_change(self);
         }
     }
 }
 
-// Locks that a panic has poisoned are taken all the same: bytes are never half a value.
+// Locks poisoned by a panic are taken all the same: bytes have no invariants that a panic could break.
 impl std::panic::UnwindSafe for Storage {}
 impl std::panic::RefUnwindSafe for Storage {}
 
@@ -260,78 +268,79 @@ impl fmt::Debug for Storage {
     }
 }
 
-/// A run of bytes on a device. Dropping it gives its block back to the device's allocator.
+/// A range of bytes on a device. Dropping it returns its block to the device's allocator.
 pub struct Allocation {
     device: Device,
     size: usize,
     pub(super) version: AtomicU64,
-    pub(super) derived: Derived,
+    pub(super) derived: DerivedData,
     pub(super) attachment: Attachment,
     pub(super) backing: Backing,
 }
 
 /// The memory that holds an allocation's bytes.
 pub(super) enum Backing {
-    /// There are no bytes.
+    /// Zero bytes.
     Empty,
-    Uninit(OnceLock<Box<str>>), // no memory; the name of the parameter that is to be loaded, if known
+    Uninit(OnceLock<Box<str>>), // no memory: a parameter still to be loaded, with its name if known
     Host(Lease),
-    /// Host memory that came with a vector, is pinned, or is somebody else's.
-    Adopted(Box<Adopted>), // rare, and so large that all others would be moved at the length of it
+    /// Host memory that came with a vector, is pinned, or belongs to other code.
+    Adopted(Box<Adopted>), // boxed: rare, and its size would make every other variant larger to move
     OpenCl(OpenCl, Lease),
 }
 
-/// Bytes taken over from the host. The lock is held while slices of them exist.
+/// Host bytes that no allocator handed out. The lock is held while slices of the bytes exist.
 pub(super) struct Adopted {
     lock: RwLock<Borrows>,
-    memory: Bytes,
+    memory: HostBytes,
 }
 
 impl Adopted {
-    pub(super) fn new(memory: Bytes) -> Box<Adopted> {
+    pub(super) fn new(memory: HostBytes) -> Box<Adopted> {
         Box::new(Adopted { lock: RwLock::new(Borrows::none()), memory })
     }
 }
 
-pub(super) enum Bytes {
+/// The owner of an [`Adopted`] storage's bytes.
+pub(super) enum HostBytes {
     Vector(HostMemory),
     Pinned(PinnedBytes),
-    Foreign(Foreign),
+    Foreign(ForeignHostMemory),
 }
 
-impl Bytes {
+impl HostBytes {
     fn start(&self) -> NonNull<u8> {
         match self {
-            Bytes::Vector(memory) => memory.start(),
-            Bytes::Pinned(memory) => memory.start(),
-            Bytes::Foreign(memory) => memory.start(),
+            HostBytes::Vector(memory) => memory.start(),
+            HostBytes::Pinned(memory) => memory.start(),
+            HostBytes::Foreign(memory) => memory.start(),
         }
     }
 }
 
 impl Allocation {
-    /// The device the bytes are on.
+    /// Returns the device the bytes are on.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The size in bytes, as asked for.
+    /// Returns the size in bytes, as requested.
     pub fn nbytes(&self) -> usize {
         self.size
     }
 
-    /// The number of the segment the block lies in; `None` for an empty allocation and for one that was taken over from
-    /// the host. Compaction may change it.
+    /// Returns the id of the segment that contains the block. `None` for an empty allocation and for memory taken over
+    /// from the host. Compaction may change the id.
     pub fn segment(&self) -> Option<u64> {
-        self.block().map(|block| block.place().segment().id())
+        self.block().map(|block| block.location().segment().id())
     }
 
-    /// Where in the segment the block begins, in bytes; 0 where there is no segment. Compaction may change it.
+    /// Returns the block's offset in its segment, in bytes; 0 if there is no segment. Compaction may change the offset.
     pub fn offset(&self) -> usize {
-        self.block().map_or(0, |block| block.place().offset())
+        self.block().map_or(0, |block| block.location().offset())
     }
 
-    /// The block; `None` for an empty allocation and for one that was taken over from the host.
+    /// Returns the block. `None` for an empty allocation and for memory taken over from the host.
     pub fn block(&self) -> Option<&Block> {
         match &self.backing {
             Backing::Empty | Backing::Uninit(_) | Backing::Adopted(_) => None,
@@ -339,29 +348,30 @@ impl Allocation {
         }
     }
 
-    /// Whether other code may change the bytes without being seen: it was given the buffer, or made it.
+    /// True if other code may change the bytes without the crate noticing: it was given the buffer, or made the buffer.
     pub(super) fn is_shared_outside(&self) -> bool {
         match &self.backing {
             Backing::Empty | Backing::Uninit(_) | Backing::Host(_) => false,
             Backing::Adopted(_) => true,
             Backing::OpenCl(_, lease) => {
-                lease.block.slot().is_exported() || (lease.allocator() as &dyn Any).is::<Imported>()
+                lease.block.slot().is_exported() || (lease.allocator() as &dyn Any).is::<ImportedBuffers>()
             }
         }
     }
 
-    /// The pinned memory that it is in. It is to be [checked](PinnedBytes::check) under the lock.
+    /// Returns the pinned memory that holds the bytes, if any. The caller must [check](PinnedBytes::wait_and_check) it under the
+    /// lock.
     pub(super) fn pinned(&self) -> Option<&PinnedBytes> {
         match &self.backing {
             Backing::Adopted(adopted) => match &adopted.memory {
-                Bytes::Pinned(pinned) => Some(pinned),
-                Bytes::Vector(_) | Bytes::Foreign(_) => None,
+                HostBytes::Pinned(pinned) => Some(pinned),
+                HostBytes::Vector(_) | HostBytes::Foreign(_) => None,
             },
             _ => None,
         }
     }
 
-    /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
+    /// Returns the lock that is held while slices of the bytes exist. `None` if no bytes are in host memory.
     pub(super) fn host_lock(&self) -> Option<&RwLock<Borrows>> {
         match &self.backing {
             Backing::Host(lease) => Some(&lease.block.slot().lock),
@@ -370,23 +380,23 @@ impl Allocation {
         }
     }
 
-    /// [`host_lock`](Self::host_lock), but of no pinned memory, which is to be checked under it.
+    /// Like [`host_lock`](Self::host_lock), but `None` for pinned memory, which has to be checked under its lock.
     pub(super) fn unpinned_lock(&self) -> Option<&RwLock<Borrows>> {
         self.host_lock().filter(|_| self.pinned().is_none())
     }
 
-    /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere. Valid as long
-    /// as the host lock is held, or the block pinned, or the lock's count above 0.
+    /// Returns the first byte and the number of bytes in host memory. Elsewhere it returns zero bytes at an aligned
+    /// address. Valid as long as the host lock is held, the block is pinned, or the lock's borrow count is above 0.
     pub(super) fn host_range(&self) -> (NonNull<u8>, usize) {
-        let nowhere = (NonNull::<Aligned>::dangling().cast(), 0);
+        let no_bytes = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.backing {
             Backing::Host(lease) => match &lease.block.segment().memory().0 {
-                // SAFETY: an allocator's blocks lie inside their segment.
+                // SAFETY: an allocator's blocks are inside their segment.
                 MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
-                _ => nowhere, // set_allocator lets no other driver's allocator in
+                _ => no_bytes, // unreachable: set_allocator rejects allocators of other drivers' memory
             },
             Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
-            Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => nowhere,
+            Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => no_bytes,
         }
     }
 }
@@ -394,22 +404,22 @@ impl Allocation {
 impl fmt::Debug for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes on {}", self.size, self.device)?;
-        let Some(place) = self.block().map(Block::place) else { return Ok(()) };
+        let Some(place) = self.block().map(Block::location) else { return Ok(()) };
         write!(f, " at segment {} + {}", place.segment().id(), place.offset())
     }
 }
 
-/// Makes empty slices as aligned as any others: casting them to elements must not fail.
+/// A well aligned type, whose dangling pointer makes empty slices castable to slices of any element.
 #[repr(align(512))]
 struct Aligned;
 
-/// A block that goes back to its allocator on drop.
+/// A block that is returned to its allocator on drop.
 pub(super) struct Lease {
     pub(super) block: ManuallyDrop<Block>,
     pub(super) owner: Owner,
 }
 
-/// The allocator a block is from: its device's own, or one that was in force where it was made.
+/// The allocator that handed out a block: the device's own, or the one in scope when the block was allocated.
 pub(super) enum Owner {
     Device(&'static dyn Allocator),
     Scope(Arc<dyn Allocator>),
@@ -426,58 +436,57 @@ impl Owner {
 
 impl Lease {
     #[inline(always)]
-    fn new(device: Device, bytes: usize, current: &'static Current) -> Result<Lease> {
-        let (owner, is_own) = match scope::allocator(device) {
+    fn new(device: Device, bytes: usize, current: &'static DeviceEntry) -> Result<Lease> {
+        let (owner, is_built_in) = match scope::allocator(device) {
             Some(allocator) => (Owner::Scope(allocator), false),
-            None => (Owner::Device(&*current.allocator), current.is_own),
+            None => (Owner::Device(&*current.allocator), current.is_built_in),
         };
         let allocator = owner.allocator();
         let block = allocator.allocate(bytes, scope::home_stream(device))?;
-        // A user's own allocator is not trusted with this: the bytes are about to be read and written.
-        if !is_own && !fits(&block, device, bytes) {
-            return Err(refused(allocator, block, device, bytes));
+        // A user's allocator is not trusted: its block is checked, because the bytes are about to be read and written.
+        if !is_built_in && !satisfies_request(&block, device, bytes) {
+            return Err(reject_block(allocator, block, device, bytes));
         }
         if profiler::is_on() {
-            record_change(allocator, block.size() as i64);
+            report_change_to_profiler(allocator, block.size() as i64);
         }
         Ok(Lease { block: ManuallyDrop::new(block), owner })
     }
 
-    /// The allocator that the block is from.
     pub(super) fn allocator(&self) -> &dyn Allocator {
         self.owner.allocator()
     }
 
-    /// Whether the block is kept on the host until its device has memory.
+    /// True if the block's bytes are spilled to the host until the device has memory for them.
     pub(super) fn is_spilled(&self) -> bool {
-        matches!(self.block.place().segment().memory().0, MemoryKind::Spilled(_))
+        matches!(self.block.location().segment().memory().0, MemoryKind::Spilled(_))
     }
 }
 
-/// Tells the profiler that so many bytes more are allocated, or fewer.
 #[cold]
-fn record_change(allocator: &dyn Allocator, bytes: i64) {
-    if (allocator as &dyn Any).is::<Imported>() {
-        return; // not counted when it came, either
+fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
+    if (allocator as &dyn Any).is::<ImportedBuffers>() {
+        return; // imported memory was not counted when it was imported, either
     }
     let device = allocator.device();
-    profiler::memory(device, bytes, || {
+    profiler::record_memory(device, bytes, || {
         let stats = image_pool::with_images(allocator);
         [stats.allocated_bytes.current, stats.reserved_bytes.current]
     });
 }
 
-/// Gives back a block that is not what was asked for.
+/// Returns a block that does not satisfy its request to the allocator, and makes the error.
 #[cold]
-fn refused(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {
+fn reject_block(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {
     let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
     allocator.deallocate(block);
     Error::invalid("allocate", reason)
 }
 
-/// Whether a block is one for so many bytes on this device. Kernels write up to the last sixteen bytes whole.
-fn fits(block: &Block, device: Device, bytes: usize) -> bool {
-    let place = block.place();
+/// True if the block satisfies a request for `bytes` bytes on this device. Kernels write the last 16 bytes whole, so
+/// the size has to cover the next multiple of 16.
+fn satisfies_request(block: &Block, device: Device, bytes: usize) -> bool {
+    let place = block.location();
     block.requested() >= bytes
         && block.size() >= bytes.next_multiple_of(16)
         && place.offset().is_multiple_of(ALIGNMENT)
@@ -489,12 +498,12 @@ fn fits(block: &Block, device: Device, bytes: usize) -> bool {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // SAFETY: taken once, here, and not used again.
+        // SAFETY: `self.block` is taken once, here, and not used again.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
         let size = block.size() as i64;
         self.allocator().deallocate(block);
         if profiler::is_on() {
-            record_change(self.allocator(), -size);
+            report_change_to_profiler(self.allocator(), -size);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The trait of allocators.
+//! The allocator trait.
 
 use std::any::Any;
 use std::fmt;
@@ -12,7 +12,8 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// What the allocator inside says, or else what one that wraps none does: every default of [`Allocator`] is this.
+/// Calls the inner allocator, or evaluates `$otherwise` if there is none. Every default method of [`Allocator`] uses
+/// this.
 macro_rules! ask_inner {
     ($self:ident.$method:ident($($argument:ident),*), $otherwise:expr) => {
         match $self.inner() {
@@ -22,7 +23,7 @@ macro_rules! ask_inner {
     };
 }
 
-/// The parts of an allocator that only hands on what another one has.
+/// Implements the methods that a wrapping allocator only forwards to its `inner` field.
 macro_rules! forward_to_inner {
     () => {
         fn device(&self) -> crate::Device {
@@ -47,144 +48,145 @@ macro_rules! forward_to_inner {
 }
 pub(super) use forward_to_inner;
 
-/// A part of a device's memory, if it is one.
-pub(super) fn valid_fraction(fraction: f64) -> Result<f64> {
+/// Checks a fraction of a device's memory.
+pub(super) fn check_fraction(fraction: f64) -> Result<f64> {
     let invalid = || Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1"));
     if (0.0..=1.0).contains(&fraction) { Ok(fraction) } else { Err(invalid()) }
 }
 
-/// Hands out blocks of one device's memory.
+/// Allocates blocks of one device's memory.
 ///
-/// Three come with the crate: [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
-/// [`DirectAllocator`](super::DirectAllocator). One of a user's own is put in place with
-/// [`set_allocator`](super::set_allocator); one that wraps another, to count or limit or log, needs no unsafe code, and says which
-/// one with [`inner`](Allocator::inner): whatever it does not define itself is asked of that.
+/// The crate provides [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
+/// [`DirectAllocator`](super::DirectAllocator). A user's own allocator is installed with
+/// [`set_allocator`](super::set_allocator). An allocator that wraps another, to count, limit or log, needs no unsafe
+/// code. It returns the wrapped allocator from [`inner`](Allocator::inner), and the default methods call that
+/// allocator.
 pub trait Allocator: Any + Send + Sync + fmt::Debug {
-    /// The device whose memory it hands out.
+    /// The device whose memory this allocator hands out.
     fn device(&self) -> Device;
 
-    /// Blocks begin at multiples of this many bytes, a power of two, at least 512: its driver's.
+    /// The alignment of blocks in bytes, which is the driver's: a power of two, at least 512.
     fn alignment(&self) -> usize {
         ask_inner!(self.alignment(), ALIGNMENT)
     }
 
-    /// The allocator that it passes requests on to, if it wraps one.
+    /// The wrapped allocator, if there is one.
     fn inner(&self) -> Option<&Arc<dyn Allocator>> {
         None
     }
 
-    /// A block of at least `bytes > 0` bytes, rounded up to 16, with unspecified contents, to be used by work on `stream`.
-    /// Tensors refuse one that begins elsewhere than at a multiple of 512 bytes.
+    /// Allocates at least `bytes > 0` bytes, rounded up to 16, with unspecified contents, for work on `stream`.
+    /// Tensors reject a block whose offset is not a multiple of 512 bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when all that could be given back has been; whatever the driver reports.
+    /// [`Error::OutOfMemory`] if there is no room after releasing all unused memory; errors that the driver reports.
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block>;
 
-    /// Takes a block back. Work on its stream may still be using it: whoever gets it next on that stream comes after.
+    /// Frees a block. Work on its stream may still use the block, because its next owner on that stream runs later.
     fn deallocate(&self, block: Block);
 
-    /// Notes that work on `stream` uses the block as well: when given back it is not reused before that work is done
-    /// (`torch.Tensor.record_stream`).
+    /// Records that work on `stream` also uses the block. Once freed, the block is not reused before that work is
+    /// done (`torch.Tensor.record_stream`).
     fn record_stream(&self, block: &Block, stream: StreamId);
 
-    /// What it holds and has done.
+    /// Returns the memory statistics.
     fn stats(&self) -> DeviceStats;
     /// Sets every peak to the current value.
     fn reset_peak_stats(&self);
-    /// Sets the sums of increases and decreases and the counts of events to zero.
+    /// Resets the accumulated sums and event counts to zero.
     fn reset_accumulated_stats(&self);
 
-    /// Gives everything cached and unused back to the driver.
+    /// Releases all cached, unused memory to the driver.
     fn empty_cache(&self) -> Result<()>;
 
-    /// Holds at most this many bytes from now on; what it holds already it keeps.
+    /// Limits the reserved bytes from now on. Memory that is already reserved stays.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the allocator cannot.
+    /// [`Error::Invalid`] if the allocator does not support a limit.
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        let cannot = || Error::invalid("set_memory_limit", format!("{self:?} cannot limit what it holds"));
+        let cannot = || Error::invalid("set_memory_limit", format!("{self:?} does not support a memory limit"));
         ask_inner!(self.set_memory_limit(bytes), Err(cannot()))
     }
 
-    /// Holds at most this part, 0 to 1, of the device's memory from now on, within [`set_memory_limit`]'s bound; what it
-    /// holds already it keeps.
+    /// Limits the reserved bytes to a fraction, 0 to 1, of the device's memory, within [`set_memory_limit`]'s bound.
+    /// Memory that is already reserved stays.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the fraction is outside 0 to 1, or the allocator cannot.
+    /// [`Error::Invalid`] if the fraction is outside 0 to 1, or the allocator does not support a limit.
     ///
     /// [`set_memory_limit`]: Allocator::set_memory_limit
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
         let limit = || {
-            let fraction = valid_fraction(fraction)?;
+            let fraction = check_fraction(fraction)?;
             self.set_memory_limit((driver(self.device())?.capacity() as f64 * fraction) as u64)
         };
         ask_inner!(self.set_memory_fraction(fraction), limit())
     }
 
-    /// Has `free` called when there is no room for an allocation: it may drop what it can spare, and says whether it did
-    /// (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that. See
+    /// Registers `free`, which is called when there is no room for an allocation. `free` may drop memory it can
+    /// spare, and returns whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches again. See
     /// [`CachingAllocator::add_free_memory_callback`](super::CachingAllocator::add_free_memory_callback).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where neither the allocator nor one inside it calls anybody.
+    /// [`Error::Invalid`] if neither the allocator nor an inner one supports callbacks.
     fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        let nobody = || Error::invalid("add_free_memory_callback", format!("{self:?} asks nobody for memory"));
+        let nobody = || Error::invalid("add_free_memory_callback", format!("{self:?} has no free-memory callbacks"));
         ask_inner!(self.add_free_memory_callback(free), Err(nobody()))
     }
 
-    /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
-    /// `attachOutOfMemoryObserver`). See
+    /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
+    /// (PyTorch's `attachOutOfMemoryObserver`). See
     /// [`CachingAllocator::add_oom_observer`](super::CachingAllocator::add_oom_observer).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where neither the allocator nor one inside it tells anybody.
+    /// [`Error::Invalid`] if neither the allocator nor an inner one supports observers.
     fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        let nobody = || Error::invalid("add_oom_observer", format!("{self:?} tells nobody that memory ran out"));
+        let nobody = || Error::invalid("add_oom_observer", format!("{self:?} has no out-of-memory observers"));
         ask_inner!(self.add_oom_observer(observe), Err(nobody()))
     }
 
-    /// Gives back what is unused, and asks callbacks for memory, since `bytes` bytes of the device's memory are wanted that this
-    /// allocator does not hand out: images.
+    /// Releases unused memory and calls the free-memory callbacks, because `bytes` bytes of the device are needed for
+    /// images, which this allocator does not hand out.
     fn make_room(&self, bytes: usize) -> Result<()> {
         ask_inner!(self.make_room(bytes), self.empty_cache())
     }
 
-    /// Tells [observers](Allocator::add_oom_observer) of memory that ran out elsewhere on the device.
+    /// Notifies [observers](Allocator::add_oom_observer) that another allocator of the device ran out of memory.
     fn tell_oom_observers(&self, event: &OutOfMemoryEvent) {
         ask_inner!(self.tell_oom_observers(event), ())
     }
 
-    /// How many blocks were found to have been written around, by a debugging allocator that looks
+    /// The number of blocks whose guard bytes were overwritten, for a debugging allocator that checks them
     /// ([`GuardAllocator`](super::GuardAllocator)).
     fn guard_violations(&self) -> u64 {
         ask_inner!(self.guard_violations(), 0)
     }
 
-    /// Gives unused memory back as long as at least `keep` bytes stay held, and says how many bytes went back. Waits for
-    /// nothing: memory that streams may still be using stays.
+    /// Releases unused memory while at least `keep` bytes stay reserved. Returns the bytes released. Never waits:
+    /// memory that streams may still be using stays.
     fn trim(&self, keep: u64) -> Result<u64> {
         ask_inner!(self.trim(keep), Ok(0))
     }
 
-    /// Moves blocks together, copying at most `budget` bytes, and gives back what that frees; says how many bytes went
-    /// back.
+    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory this frees. Returns the
+    /// bytes released.
     fn compact(&self, budget: u64) -> Result<u64> {
         ask_inner!(self.compact(budget), Ok(0))
     }
 
-    /// What it holds at this moment, block by block, and what its history has recorded (PyTorch's
-    /// `torch.cuda.memory._snapshot`). One that cannot tell gives an empty one.
+    /// Returns the current segments and blocks, and the recorded history (`torch.cuda.memory._snapshot`). Empty if
+    /// the allocator does not support snapshots.
     fn snapshot(&self) -> Snapshot {
         ask_inner!(self.snapshot(), Snapshot::default())
     }
 
-    /// Begins or ends recording what happens, for [`snapshot`](Allocator::snapshot) to show (PyTorch's
-    /// `torch.cuda.memory._record_memory_history`).
+    /// Starts or stops recording the memory history for [`snapshot`](Allocator::snapshot)
+    /// (`torch.cuda.memory._record_memory_history`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is no memory for as many entries, or the allocator cannot record.
+    /// [`Error::Invalid`] if there is no memory for that many entries, or the allocator does not support recording.
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        let cannot = || Error::invalid("record_memory_history", format!("{self:?} does not record"));
+        let cannot = || Error::invalid("record_memory_history", format!("{self:?} does not record memory history"));
         ask_inner!(self.record_memory_history(options), Err(cannot()))
     }
 }

@@ -1,7 +1,7 @@
-//! What the layers above keep with a storage: autograd's record of how its elements were changed in place.
+//! A value that a higher layer attaches to a storage: autograd's record of how the elements were changed in place.
 //!
-//! What is kept may itself hold handles on the storage: values saved for a backward pass. These are counted, and do not keep
-//! it: it goes with the last handle that is none of them.
+//! The value may itself hold handles on the storage, namely tensors saved for a backward pass. Such saved handles are
+//! counted separately and do not keep the value alive: it is dropped with the last handle that is not a saved one.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -11,23 +11,24 @@ use super::allocation::{Allocation, Storage};
 use super::captured::{self, Replays};
 use crate::device::lock;
 
+/// An attached value.
 type Value = Arc<dyn Any + Send + Sync>;
 
-/// The attachment of a storage, if it has one.
+/// The attached value of a storage, if any, and the storage's counters for graph capture.
 #[derive(Default)]
 pub(super) struct Attachment {
     present: AtomicBool,
-    /// Handles that are counted by [`Storage::save`].
+    /// The number of handles counted by [`Storage::add_saved_handle`].
     saved: AtomicUsize,
     value: Mutex<Option<Value>>,
-    /// What a capture calls the storage; 0 for nothing.
+    /// The number by which graph captures know the storage; 0 if none was assigned.
     number: AtomicU64,
-    /// Counts the replays of the graph that it was allocated in.
+    /// The replay counter of the graph that allocated the storage.
     replays: OnceLock<Replays>,
 }
 
-/// Held while a handle on a storage with an attachment is dropped, so that the last one of two notices.
-static DROPS: Mutex<()> = Mutex::new(());
+/// Held while a handle on a storage with an attachment is dropped, so that of two concurrent drops one is the last.
+static DROP_LOCK: Mutex<()> = Mutex::new(());
 
 impl Attachment {
     #[inline]
@@ -35,7 +36,7 @@ impl Attachment {
         self.present.load(Ordering::Acquire)
     }
 
-    /// The storage is gone.
+    /// Resets everything when the storage is dropped.
     #[inline]
     pub(super) fn clear(&mut self) {
         if *self.present.get_mut() {
@@ -43,18 +44,17 @@ impl Attachment {
         }
         let number = self.number.get_mut();
         if *number != 0 {
-            captured::dropped(std::mem::take(number));
+            captured::note_drop(std::mem::take(number));
         }
         self.replays.take();
     }
 
-    /// Each replay of a graph writes the storage.
-    pub(super) fn rewritten_by(&self, replays: &Replays) {
+    pub(super) fn set_replay_counter(&self, replays: &Replays) {
         self.replays.get_or_init(|| Arc::clone(replays));
     }
 
-    /// The number that captures know the storage by: no other one has it.
-    pub(super) fn number(&self) -> u64 {
+    /// Returns the number by which captures know the storage, unique in the process.
+    pub(super) fn capture_number(&self) -> u64 {
         static LAST: AtomicU64 = AtomicU64::new(0);
         match self.number.load(Ordering::Relaxed) {
             0 => {
@@ -73,34 +73,34 @@ impl Attachment {
     }
 }
 
-/// A handle that is to be dropped, unless that has been done: it was not the last one. The attachment goes with the last handle
+/// Drops a handle. Returns the handle undropped if it is the last one. The attachment is dropped with the last handle
 /// that is not a saved one.
 #[inline]
-pub(super) fn released(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
-    if shared.attachment.is_present() { drop_handle(shared) } else { Some(shared) }
+pub(super) fn release_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
+    if shared.attachment.is_present() { drop_attached_handle(shared) } else { Some(shared) }
 }
 
 #[cold]
-fn drop_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
-    let drops = lock(&DROPS);
+fn drop_attached_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
+    let drops = lock(&DROP_LOCK);
     let others = Arc::strong_count(&shared) - 1;
     let only_saved = others <= shared.attachment.saved.load(Ordering::Acquire);
     let gone = if only_saved { shared.attachment.take() } else { None };
-    // A handle that was dropped while the attachment was made does not wait for the lock: this may be the last one now.
+    // A handle dropped while the attachment was being made does not take the lock, so this handle may be the last one
+    // by now.
     let (last, allocation) = if others == 0 { (Some(shared), None) } else { (None, Arc::into_inner(shared)) };
     drop(drops);
-    drop((gone, allocation)); // they may hold the last handles on other storages
+    drop((gone, allocation)); // dropped after the lock: these may hold the last handles on other storages
     last
 }
 
 impl Storage {
-    /// Whether something is attached.
     #[inline]
     pub(crate) fn has_attachment(&self) -> bool {
         self.0.attachment.is_present()
     }
 
-    /// What is attached, if it is of this type.
+    /// Returns the attached value, if it has type `T`.
     pub(crate) fn attachment<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         if !self.has_attachment() {
             return None;
@@ -108,7 +108,8 @@ impl Storage {
         lock(&self.0.attachment.value).clone()?.downcast().ok()
     }
 
-    /// What is attached, made where nothing is: it lives as long as any handle that is not a saved one.
+    /// Returns the attached value, or attaches a default one. The value lives as long as any handle that is not a saved
+    /// one.
     pub(crate) fn attachment_or_default<T: Any + Send + Sync + Default>(&self) -> Arc<T> {
         let mut value = lock(&self.0.attachment.value);
         let attached = value.get_or_insert_with(|| Arc::<T>::default()).clone();
@@ -116,18 +117,18 @@ impl Storage {
         attached.downcast().expect("one type is attached")
     }
 
-    /// How often a graph has written the storage, which it allocated, in replays.
+    /// Returns how often replays of the graph that allocated the storage have written it.
     pub(crate) fn replays(&self) -> u64 {
         self.0.attachment.replays.get().map_or(0, |replays| replays.load(Ordering::Acquire))
     }
 
-    /// Counts a handle among the saved ones, until [`Storage::unsave`].
-    pub(crate) fn save(&self) {
+    /// Counts a handle as saved, until [`Storage::remove_saved_handle`].
+    pub(crate) fn add_saved_handle(&self) {
         self.0.attachment.saved.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The handle is about to be dropped.
-    pub(crate) fn unsave(&self) {
+    /// Stops counting a saved handle, which is about to be dropped.
+    pub(crate) fn remove_saved_handle(&self) {
         self.0.attachment.saved.fetch_sub(1, Ordering::AcqRel);
     }
 }

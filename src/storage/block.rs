@@ -1,4 +1,4 @@
-//! Blocks: what allocators hand out.
+//! Blocks: the byte ranges that allocators hand out.
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -11,8 +11,8 @@ use Ordering::Relaxed;
 use super::segment::Segment;
 use crate::{Error, Result};
 
-/// Counts the closures that read bytes in place without holding the lock that this is in. Who gets the lock for writing
-/// leaves the bytes alone unless the count is 0.
+/// Counts the closures that read host bytes without holding the lock this counter is in. A thread that gets the lock
+/// for writing must leave the bytes alone unless the count is 0.
 #[derive(Debug, Default)]
 pub(crate) struct Borrows(AtomicU32);
 
@@ -21,23 +21,25 @@ impl Borrows {
         Borrows(AtomicU32::new(0))
     }
 
-    /// To be called under the lock, which orders it before the next writer.
-    pub(super) fn begin(&self) {
+    /// Adds a reader. Call it under the lock, which orders the call before the next writer.
+    pub(super) fn add_reader(&self) {
         self.0.fetch_add(1, Relaxed);
     }
 
-    /// The last use of the bytes happens before a writer sees the count fall.
-    pub(super) fn end(&self) {
+    /// Removes a reader. `Release` makes the reader's last use of the bytes happen before a writer reads the lower
+    /// count.
+    pub(super) fn remove_reader(&self) {
         self.0.fetch_sub(1, Ordering::Release);
     }
 
-    pub(super) fn any(&self) -> bool {
+    pub(super) fn has_readers(&self) -> bool {
         self.0.load(Ordering::Acquire) > 0
     }
 }
 
-/// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
-#[repr(align(64))] // neighbours are other threads' blocks
+/// The current location of a block. Hold `lock` for reading to keep the block in place; hold it for writing to move the
+/// block or to write host bytes.
+#[repr(align(64))] // one cache line each: the next slot belongs to another thread's block
 pub(crate) struct Slot {
     pub(crate) lock: RwLock<Borrows>,
     segment: AtomicPtr<Segment>,
@@ -45,8 +47,8 @@ pub(crate) struct Slot {
     size: AtomicUsize,
     requested: AtomicUsize,
     exported: AtomicBool,
-    /// Whether a stream other than its own has used it: freeing must wait for that one too.
-    pub(crate) recorded: AtomicBool,
+    /// True if a stream other than the block's own has used the block: freeing must wait for that stream too.
+    pub(crate) used_by_other_stream: AtomicBool,
 }
 
 impl Slot {
@@ -58,17 +60,17 @@ impl Slot {
             size: AtomicUsize::new(0),
             requested: AtomicUsize::new(0),
             exported: AtomicBool::new(false),
-            recorded: AtomicBool::new(false),
+            used_by_other_stream: AtomicBool::new(false),
         }
     }
 
-    /// Points the slot at a new place.
+    /// Points the slot at a new location.
     ///
     /// # Safety
-    /// The segment outlives every [`Block`] with this slot. Where such a block is in use already, `lock` is held for
-    /// writing and the place has the block's size and contents.
+    /// The segment outlives every [`Block`] with this slot. If such a block is already in use, `lock` is held for
+    /// writing and the new location has the block's size and contents.
     #[inline]
-    pub(crate) unsafe fn set_place(&self, segment: &Arc<Segment>, offset: usize) {
+    pub(crate) unsafe fn set_location(&self, segment: &Arc<Segment>, offset: usize) {
         self.segment.store(Arc::as_ptr(segment).cast_mut(), Relaxed);
         self.offset.store(offset, Relaxed);
     }
@@ -78,85 +80,87 @@ impl Slot {
         self.requested.load(Relaxed)
     }
 
-    /// Whether the block may not move, now or ever again.
+    /// True if the block may never move again.
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Relaxed)
     }
 
-    /// Becomes that of a block that nobody has seen yet.
     #[inline]
-    fn begin(&self, size: usize, requested: usize) {
+    fn reset(&self, size: usize, requested: usize) {
         self.exported.store(false, Relaxed);
-        self.recorded.store(false, Relaxed);
+        self.used_by_other_stream.store(false, Relaxed);
         self.size.store(size, Relaxed);
         self.requested.store(requested, Relaxed);
     }
 
-    /// The right to move the block, unless someone is using it at this moment.
-    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, Borrows>> {
+    /// Locks the block for moving, or returns `None` if it is in use at this moment.
+    pub(crate) fn try_lock_for_move(&self) -> Option<RwLockWriteGuard<'_, Borrows>> {
         let guard = match self.lock.try_write() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poison)) => poison.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        (!guard.any()).then_some(guard)
+        (!guard.has_readers()).then_some(guard)
     }
 }
 
-/// A number for an allocator to know its blocks by, as their `owner`.
-pub(super) fn owner_number() -> u32 {
+/// Returns a new number by which an allocator recognises its own blocks (see `Block::owner`).
+pub(super) fn next_owner_number() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     NEXT.fetch_add(1, Relaxed)
 }
 
-/// A block handed out by an [`Allocator`](super::Allocator): the right to use its bytes until it is given back with
-/// [`Allocator::deallocate`](super::Allocator::deallocate), which takes it by value: it can be given back once and not used after.
+/// A block handed out by an [`Allocator`](super::Allocator): the right to use its bytes until the block is returned.
 ///
-/// A block dropped without that stays allocated for good.
+/// [`Allocator::deallocate`](super::Allocator::deallocate) takes the block by value, so a block is returned once and
+/// not used after. A block that is dropped instead stays allocated for the rest of the process.
 #[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
 pub struct Block {
     slot: NonNull<Slot>,
-    /// What the slot has as well: giving a block back should not touch that one, which is in no cache by then.
+    /// A copy of the slot's value, so that returning a block does not load the slot, which is no longer in the
+    /// processor's cache.
     requested: usize,
-    /// The allocator it came from, and the entry in its table with [`KEEPS`] and [`OWN`]: that one's own business.
+    /// The number of the allocator that made the block (see [`next_owner_number`]).
     pub(crate) owner: u32,
-    tagged: u32,
+    /// The entry in the allocator's table, with the flags [`CACHEABLE_FLAG`] and [`OWN_SLOT_FLAG`].
+    entry_and_flags: u32,
 }
 
-/// Of a block's number: whether threads' caches may keep it. It then has the size that its request is rounded up to.
-pub(super) const KEEPS: u32 = 1 << 31;
-/// Likewise: whether the slot is that of an [`Own`], which is the block's, and not one of an allocator's table.
-const OWN: u32 = 1 << 30;
-/// What is below the tags: entries a table may have.
-pub(super) const MAX_ENTRIES: usize = OWN as usize;
+/// Flag in a block's number: threads' caches may keep the block. Its size is then its request rounded up.
+pub(super) const CACHEABLE_FLAG: u32 = 1 << 31;
+/// Flag in a block's number: the slot belongs to an [`OwnedSlot`], not to an allocator's table.
+const OWN_SLOT_FLAG: u32 = 1 << 30;
+/// The number of entries an allocator's table may have: numbers below the flags.
+pub(super) const MAX_TABLE_ENTRIES: usize = OWN_SLOT_FLAG as usize;
 
-#[repr(C)] // a pointer to the slot is one to all
-struct Own {
+/// A slot together with the owner of the block's bytes, for blocks that are in no allocator's table.
+#[repr(C)] // a pointer to the first field is a pointer to the whole
+struct OwnedSlot {
     slot: Slot,
-    holder: Holder,
+    holder: BytesOwner,
 }
 
-/// What keeps the bytes there.
-enum Holder {
+/// The owner that keeps a block's bytes alive.
+enum BytesOwner {
     Segment(#[expect(dead_code, reason = "held")] Arc<Segment>),
-    Whole(Block),
+    ParentBlock(Block),
 }
 
-// SAFETY: a block owns its bytes; its slot is atomics and a lock, and lives until the block is given back.
+// SAFETY: a block owns its bytes. Its slot consists of atomics and a lock, and lives until the block is returned.
 unsafe impl Send for Block {}
-// SAFETY: as above: a shared block gives out nothing but what its slot's lock guards.
+// SAFETY: as above; a shared reference gives access only to what the slot's lock guards.
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// A block at `offset` in a segment, for allocators of a user's own: `size` bytes are taken, `requested` of them
-    /// were asked for. The block keeps the segment alive.
+    /// Makes a block of `size` bytes at `offset` in a segment, for users' own allocators. `requested` is the size of
+    /// the request. The block keeps the segment alive.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the range is not inside the segment.
+    /// [`Error::Invalid`] if the range is not inside the segment.
     ///
     /// # Safety
-    /// The segment's memory has as many bytes as the segment says. No other live block has any of these, and nothing else
-    /// writes to them while the block lives.
+    /// The segment's memory has as many bytes as the segment says. No other live block has any of the block's bytes,
+    /// and nothing else writes to them while the block lives.
     pub unsafe fn new(segment: &Arc<Segment>, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes()) {
             let all = segment.bytes();
@@ -164,27 +168,29 @@ impl Block {
             return Err(Error::invalid("Block::new", range));
         }
         let slot = Slot::vacant();
-        // SAFETY: the holder keeps the segment as long as the block lives.
-        unsafe { slot.set_place(segment, offset) };
-        Ok(Block::owning(Own { slot, holder: Holder::Segment(Arc::clone(segment)) }, size, requested))
+        // SAFETY: the holder keeps the segment alive as long as the block lives.
+        unsafe { slot.set_location(segment, offset) };
+        Ok(Block::with_own_slot(OwnedSlot { slot, holder: BytesOwner::Segment(Arc::clone(segment)) }, size, requested))
     }
 
-    fn owning(own: Own, size: usize, requested: usize) -> Block {
-        own.slot.begin(size, requested);
+    /// Makes a block with a slot of its own, in memory that the block owns.
+    fn with_own_slot(own: OwnedSlot, size: usize, requested: usize) -> Block {
+        own.slot.reset(size, requested);
         let own = NonNull::from(Box::leak(Box::new(own)));
-        Block { slot: own.cast(), requested, owner: u32::MAX, tagged: OWN }
+        Block { slot: own.cast(), requested, owner: u32::MAX, entry_and_flags: OWN_SLOT_FLAG }
     }
 
-    fn own(&self) -> Option<&Own> {
-        // SAFETY: the tag says that the slot is the first field of an Own, which lives as long as the block.
-        (self.tagged & OWN != 0).then(|| unsafe { self.slot.cast::<Own>().as_ref() })
+    /// Returns the block's own slot and owner; `None` if its slot is in an allocator's table.
+    fn own_slot(&self) -> Option<&OwnedSlot> {
+        // SAFETY: the flag says that the slot is the first field of an OwnedSlot, which lives as long as the block.
+        (self.entry_and_flags & OWN_SLOT_FLAG != 0).then(|| unsafe { self.slot.cast::<OwnedSlot>().as_ref() })
     }
 
-    /// A block of `size` bytes of this one, which from now on stays where it is. For allocators that wrap others: the part
-    /// holds the whole, and [`into_whole`](Block::into_whole) takes it out again.
+    /// Makes a block of `size` bytes of this block, for allocators that wrap others. The new block owns this one, which
+    /// from now on does not move; [`into_parent_block`](Block::into_parent_block) takes it out again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the range is not inside; this block then stays allocated.
+    /// [`Error::Invalid`] if the range is not inside this block, which then stays allocated.
     pub(super) fn into_part(self, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > self.size()) {
             let range = format!("{requested} of {size} bytes at {offset} are not in a block of {}", self.size());
@@ -192,126 +198,127 @@ impl Block {
         }
         self.export();
         let slot = Slot::vacant();
-        // The segment outlives the whole, which the part holds.
+        // The segment outlives the whole block, which the part owns.
         slot.segment.store(self.slot().segment.load(Relaxed), Relaxed);
         slot.offset.store(self.offset() + offset, Relaxed);
-        Ok(Block::owning(Own { slot, holder: Holder::Whole(self) }, size, requested))
+        Ok(Block::with_own_slot(OwnedSlot { slot, holder: BytesOwner::ParentBlock(self) }, size, requested))
     }
 
-    /// The block of which this is a part.
-    pub(super) fn whole(&self) -> Option<&Block> {
-        match &self.own()?.holder {
-            Holder::Whole(block) => Some(block),
-            Holder::Segment(_) => None,
+    pub(super) fn parent_block(&self) -> Option<&Block> {
+        match &self.own_slot()?.holder {
+            BytesOwner::ParentBlock(block) => Some(block),
+            BytesOwner::Segment(_) => None,
         }
     }
 
-    /// As [`whole`](Block::whole), ending this one.
-    pub(super) fn into_whole(self) -> Option<Block> {
+    /// Like [`parent_block`](Block::parent_block), but consumes the part.
+    pub(super) fn into_parent_block(self) -> Option<Block> {
         let block = ManuallyDrop::new(self);
-        if block.tagged & OWN == 0 {
+        if block.entry_and_flags & OWN_SLOT_FLAG == 0 {
             return None;
         }
-        // SAFETY: as the tag says, this is the Own that `owning` leaked; the block, which would give it back, is gone.
-        match unsafe { Box::from_raw(block.slot.cast::<Own>().as_ptr()) }.holder {
-            Holder::Whole(whole) => Some(whole),
-            Holder::Segment(_) => None,
+        // SAFETY: the flag says that this is the OwnedSlot that `with_own_slot` leaked. The block, whose drop would free it, is in
+        // ManuallyDrop.
+        match unsafe { Box::from_raw(block.slot.cast::<OwnedSlot>().as_ptr()) }.holder {
+            BytesOwner::ParentBlock(whole) => Some(whole),
+            BytesOwner::Segment(_) => None,
         }
     }
 
-    /// A block whose slot is in an allocator's table.
+    /// Makes a block whose slot is in an allocator's table.
     ///
     /// # Safety
-    /// The slot, and the segment it points to, live until the block is given back, or for good, and no other block has the
-    /// slot.
+    /// The slot, and the segment it points to, live until the block is returned or for the rest of the process. No
+    /// other block has the slot.
     #[inline]
-    pub(crate) unsafe fn of_table(
+    pub(crate) unsafe fn with_table_slot(
         slot: NonNull<Slot>,
         owner: u32,
-        tagged: u32,
+        entry_and_flags: u32,
         size: usize,
         requested: usize,
     ) -> Block {
-        // SAFETY: the caller's promise.
-        unsafe { slot.as_ref() }.begin(size, requested);
-        Block { slot, requested, owner, tagged }
+        // SAFETY: promised by the caller.
+        unsafe { slot.as_ref() }.reset(size, requested);
+        Block { slot, requested, owner, entry_and_flags }
     }
 
-    /// The number of its entry in the table of its allocator.
+    /// Returns the index of the block's entry in its allocator's table.
     #[inline]
     pub(crate) fn id(&self) -> u32 {
-        self.tagged & !(KEEPS | OWN)
+        self.entry_and_flags & !(CACHEABLE_FLAG | OWN_SLOT_FLAG)
     }
 
-    /// Whether threads' caches may keep it.
+    /// True if threads' caches may keep the block.
     #[inline]
-    pub(super) fn keeps(&self) -> bool {
-        self.tagged & KEEPS != 0
+    pub(super) fn is_cacheable(&self) -> bool {
+        self.entry_and_flags & CACHEABLE_FLAG != 0
     }
 
-    /// Bytes the block takes: the request rounded up.
+    /// Returns the bytes that the block occupies: the request rounded up.
     pub fn size(&self) -> usize {
         self.slot().size.load(Relaxed)
     }
 
-    /// Bytes that were asked for.
+    /// Returns the bytes that were requested.
     pub fn requested(&self) -> usize {
         self.requested
     }
 
-    /// Where the block is. It stays there as long as the place is held.
+    /// Returns the block's location. The block does not move as long as the returned [`BlockLocation`] lives.
     ///
-    /// A thread holds one place of a block at a time: a second one waits behind whoever waits to write to the block, who
-    /// waits for the first. Printing a block with `{:?}` takes its place, too.
+    /// A thread must hold at most one [`BlockLocation`] of a block. A second one would wait behind a thread that wants to write
+    /// to the block, and that thread waits for the first. Printing a block with `{:?}` locks its location, too.
     #[inline]
-    pub fn place(&self) -> Place<'_> {
+    pub fn location(&self) -> BlockLocation<'_> {
         let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
-        Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
+        BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 
-    /// Makes the block stay where it is for good: its memory was handed out by address or `cl_mem`.
+    /// Keeps the block from moving for good, because its memory was handed out by address or as a `cl_mem`.
     pub fn export(&self) {
         self.pin();
     }
 
-    /// As [`export`](Block::export), until [`unpin`](Block::unpin), which has to be told whether the block could move before.
+    /// Keeps the block from moving until [`unpin`](Block::unpin). Returns whether the block could move before, which
+    /// `unpin` needs.
     pub(super) fn pin(&self) -> bool {
-        let _still = self.place(); // a move under way is done first
+        let _still = self.location(); // wait for a move in progress
         !self.slot().exported.swap(true, Relaxed)
     }
 
-    /// Ends what [`pin`](Block::pin) began. Under the lock: bytes written without it are written before they move.
+    /// Ends [`pin`](Block::pin). The lock makes writes that were done without it visible before the block moves.
     pub(super) fn unpin(&self, could_move: bool) {
-        let _still = self.place();
+        let _still = self.location();
         if could_move {
             self.slot().exported.store(false, Relaxed);
         }
     }
 
-    /// Whether the block is not that of the allocator with this number, which then says so: whoever handed it out still
-    /// counts it, and nobody else may touch it.
+    /// True if the block does not belong to the allocator with this number. Then it also logs an error: the allocator
+    /// that made the block still counts it, so no other allocator may touch it.
     #[inline]
     pub(super) fn is_foreign(&self, allocator: &dyn fmt::Debug, number: u32) -> bool {
         let foreign = self.owner != number;
         if foreign {
-            self.say_foreign(allocator);
+            self.log_foreign(allocator);
         }
         foreign
     }
 
     #[cold]
-    fn say_foreign(&self, allocator: &dyn fmt::Debug) {
-        tracing::error!(?allocator, block = ?self, "a block was given back to an allocator that is not its own");
+    fn log_foreign(&self, allocator: &dyn fmt::Debug) {
+        tracing::error!(?allocator, block = ?self, "a block was returned to an allocator that did not make it");
     }
 
-    /// As [`export`](Block::export); gives the segment, so that parts of the block can be handed out as blocks.
+    /// Like [`export`](Block::export). Returns the segment, so that parts of the block can be handed out as blocks.
     pub(crate) fn export_segment(&self) -> Arc<Segment> {
         self.export();
-        let _held = self.place();
-        // The Arc's own pointer: one made of a reference may not reach its count.
+        let _held = self.location();
+        // The pointer from the Arc itself: a pointer derived from a reference may not access the Arc's count.
         let segment = self.slot().segment.load(Relaxed).cast_const();
-        // SAFETY: set_place took the pointer from an Arc, which whoever made the block keeps as long as the block lives;
-        // the place is held meanwhile. The new Arc is the one counted here.
+        // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block lives;
+        // `_held` keeps the block there meanwhile. The new Arc is the one counted here.
         unsafe {
             Arc::increment_strong_count(segment);
             Arc::from_raw(segment)
@@ -320,7 +327,7 @@ impl Block {
 
     #[inline]
     pub(crate) fn slot(&self) -> &Slot {
-        // SAFETY: whoever made the block has promised that the slot lives as long.
+        // SAFETY: the block's maker promised that the slot lives as long as the block.
         unsafe { self.slot.as_ref() }
     }
 
@@ -329,13 +336,14 @@ impl Block {
         self.slot
     }
 
-    /// Valid while the slot's lock is held, or while nothing moves.
+    /// Returns the segment. Valid while the slot's lock is held, or while nothing moves blocks.
     pub(crate) fn segment(&self) -> &Segment {
-        // SAFETY: set_place was called before the block was made; its caller promised that the segment outlives it.
+        // SAFETY: `set_location` was called before the block was made; its caller promised that the segment outlives the
+        // block.
         unsafe { &*self.slot().segment.load(Relaxed) }
     }
 
-    /// Valid while the slot's lock is held.
+    /// Returns the byte offset in the segment. Valid while the slot's lock is held.
     pub(crate) fn offset(&self) -> usize {
         self.slot().offset.load(Relaxed)
     }
@@ -344,38 +352,39 @@ impl Block {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
-        if self.tagged & OWN != 0 {
-            // SAFETY: as the tag says, this is the Own that `owning` leaked; nobody else gives it back.
-            drop(unsafe { Box::from_raw(self.slot.cast::<Own>().as_ptr()) });
+        if self.entry_and_flags & OWN_SLOT_FLAG != 0 {
+            // SAFETY: the flag says that this is the OwnedSlot that `with_own_slot` leaked, and only this drop frees it.
+            drop(unsafe { Box::from_raw(self.slot.cast::<OwnedSlot>().as_ptr()) });
         }
     }
 }
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = self.place();
+        let place = self.location();
         write!(f, "{} bytes at segment {} + {}", self.size(), place.segment.id(), place.offset)
     }
 }
 
-/// Where a block is, and a hold on it there.
-pub struct Place<'a> {
+/// A block's location: its segment and offset. While the value lives, the block does not move.
+pub struct BlockLocation<'a> {
     segment: &'a Segment,
     offset: usize,
     _guard: RwLockReadGuard<'a, Borrows>,
 }
 
-impl Place<'_> {
-    /// The segment the block is part of. Once the place is let go, the block may move and its segment go back.
+impl BlockLocation<'_> {
+    /// Returns the block's segment. Once this `BlockLocation` is dropped, the block may move and its segment be released.
     pub fn segment(&self) -> &Segment {
         self.segment
     }
 
-    /// The block's first byte in it.
+    /// Returns the byte offset of the block in its segment.
     pub fn offset(&self) -> usize {
         self.offset
     }
 }
 
-/// Where blocks of tensors begin: kernels find elements of every dtype, and vectors of them, by dividing.
+/// Alignment of tensors' blocks, in bytes. Kernels turn byte offsets into element and vector indices of every dtype by
+/// dividing.
 pub(crate) const ALIGNMENT: usize = 512;

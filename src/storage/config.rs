@@ -1,7 +1,7 @@
-//! What the allocators can be told: every key of `CLAYSTONE_ALLOC_CONF`.
+//! Configuration of the allocators: every key of `CLAYSTONE_ALLOC_CONF`.
 //!
-//! [`Config::KEYS`] is the one table of keys: parsing, printing, checking and the list in error messages all come from
-//! its rows. Keys that PyTorch has keep PyTorch's name, default, range and syntax (`PYTORCH_ALLOC_CONF`).
+//! [`Config::KEYS`] is the table of keys from which parsing, printing, checking and the lists in error messages are
+//! derived. Keys that PyTorch also has keep PyTorch's name, default, range and syntax (`PYTORCH_ALLOC_CONF`).
 
 mod keys;
 #[cfg(test)]
@@ -13,54 +13,54 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 pub use keys::ConfigKey;
-use keys::{NO_MEANING, forms::*, list};
+use keys::{UNSUPPORTED_PYTORCH_KEYS, forms::*, split_list};
 
 use super::memory_mode::MemoryMode;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
-/// What errors call the place of a mistake.
-const OP: &str = "CLAYSTONE_ALLOC_CONF";
+/// The operation name in errors about the configuration.
+const CONFIG_OP: &str = "CLAYSTONE_ALLOC_CONF";
 
-/// What junk is made of: as floats of any kind not a number, as integers -1.
-pub(super) const JUNK: u8 = 0xFF;
+/// The junk fill byte: NaN for every float type, -1 for integers.
+pub(super) const JUNK_BYTE: u8 = 0xFF;
 
-/// Sizes from 1 MiB to 64 GiB, a power of two each, can be rounded differently.
-const INTERVALS: usize = 16;
+/// Number of size intervals with their own rounding: one per power of two, from 1 MiB to 64 GiB.
+const ROUNDUP_INTERVALS: usize = 16;
 const MIB: usize = 1 << 20;
 
-/// Which allocator a device has.
+/// The kind of allocator that a device uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Backend {
-    /// Segments cut into blocks, and everything this crate knows about reusing them (PyTorch's `native`).
+    /// Splits segments into blocks and caches freed blocks (PyTorch's `native`).
     #[default]
     Caching,
-    /// Whole buffers kept and reused by size, never split, as MNN does.
+    /// Keeps whole buffers and reuses them by size without splitting, as MNN does.
     Pool,
-    /// One buffer from the driver an allocation.
+    /// Allocates one buffer from the driver per request.
     Direct,
 }
 
-/// How large the caching allocator makes a new segment.
+/// How the caching allocator sizes a new segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum SegmentSizes {
-    /// By what has been asked for so far: few bytes are left over and few segments are made.
+    /// By the requests so far: few bytes are wasted and few segments are created.
     #[default]
     Adaptive,
-    /// As PyTorch: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, beyond that the
+    /// As PyTorch: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, and above that the
     /// request rounded up to 2 MiB.
     PyTorch,
 }
 
 keys::config! {
-    /// Everything that can be set about a device's allocator, parsed from text or written as a struct.
+    /// Configuration of a device's allocator, parsed from text or written as a struct.
     ///
-    /// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`: whitespace is dropped, booleans are exactly
-    /// `True` or `False`, sizes are whole numbers in the unit that the key's name ends in. [`Config::KEYS`] lists the keys.
-    /// Display prints what differs from the default, in a form that parses back to the same. Inside, sizes are bytes, and
-    /// `usize::MAX` stands for no limit.
+    /// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`. Whitespace is dropped, booleans are
+    /// exactly `True` or `False`, and sizes are whole numbers in the unit that the key's name ends in.
+    /// [`Config::KEYS`] lists the keys. Display prints the keys that differ from the default, in a form that parses
+    /// back to the same value. The fields hold sizes in bytes, and `usize::MAX` means no limit.
     ///
     /// ```
     /// use claystone::storage::{Backend, Config};
@@ -74,13 +74,13 @@ keys::config! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// With the feature `serde` it is written as that text.
+    /// With the feature `serde`, a configuration is serialized as that text.
     #[derive(Debug, Clone, PartialEq)]
     pub struct Config;
 
-    /// Which allocator.
+    /// The kind of allocator.
     backend: Backend = Backend::Caching,
-        "backend", BACKEND, "which allocator";
+        "backend", BACKEND, "the kind of allocator";
     /// Blocks of at least this many bytes are never split (PyTorch's `max_split_size_mb`).
     max_split_size: usize = usize::MAX,
         "max_split_size_mb", LIMIT_FROM_20, "blocks of at least this size are never split";
@@ -88,96 +88,99 @@ keys::config! {
     /// bytes larger (PyTorch's `max_non_split_rounding_mb`).
     max_non_split_rounding: usize = 20 * MIB,
         "max_non_split_rounding_mb", MIB_FROM_20,
-        "how much larger a cached block may be that serves a request of at least max_split_size_mb";
+        "a request of at least max_split_size_mb takes a cached block at most this much larger";
     /// Bytes of a segment for requests between 1 and 10 MiB (PyTorch's `large_segment_size_mb`).
     large_segment_size: usize = 20 * MIB,
         "large_segment_size_mb", MIB_FROM_20, "size of a segment for requests between 1 and 10 MiB";
-    /// Into how many parts each power of two is divided to round sizes up to; 0 and 1 round to the alignment only.
-    /// Entry `i` is for sizes from `1 << i` MiB to the next power of two; the first serves all smaller sizes as well,
-    /// the last all larger ones (PyTorch's `roundup_power2_divisions`).
-    roundup_power2_divisions: [usize; INTERVALS] = [0; INTERVALS],
-        "roundup_power2_divisions", DIVISIONS, "sizes are rounded up to one of so many parts of a power of two";
-    /// Above this part of the allowed memory, unused segments are given back oldest first; 0 is off. Needs a memory
-    /// fraction below 1 or a memory limit (PyTorch's `garbage_collection_threshold`).
+    /// Into how many parts each power of two is divided when sizes are rounded up. 0 and 1 round to the alignment
+    /// only. Entry `i` applies to sizes from `1 << i` MiB to the next power of two. The first entry also applies to
+    /// all smaller sizes, the last to all larger ones (PyTorch's `roundup_power2_divisions`).
+    roundup_power2_divisions: [usize; ROUNDUP_INTERVALS] = [0; ROUNDUP_INTERVALS],
+        "roundup_power2_divisions", DIVISIONS, "sizes are rounded up to a multiple of their power of two divided by this";
+    /// Above this fraction of the allowed memory, unused segments are released, oldest first; 0 is off. Needs a
+    /// memory fraction below 1 or a memory limit (PyTorch's `garbage_collection_threshold`).
     garbage_collection_threshold: f64 = 0.0,
         "garbage_collection_threshold", INNER_FRACTION,
-        "above this part of the allowed memory unused segments go back (needs a fraction or a limit)";
-    /// The part, 0 to 1, of the device's memory that segments may take (PyTorch's `per_process_memory_fraction`).
+        "above this fraction of the allowed memory, unused segments are released (needs a fraction or a limit)";
+    /// The fraction, 0 to 1, of the device's memory that segments may take (PyTorch's `per_process_memory_fraction`).
     per_process_memory_fraction: f64 = 1.0,
-        "per_process_memory_fraction", FRACTION, "the part of the device's memory that segments may take";
-    /// Segments grow in place (PyTorch's `expandable_segments`). The caching allocator of a device whose driver cannot
-    /// reserve addresses refuses it, and so does one with a `max_split_size`.
+        "per_process_memory_fraction", FRACTION, "the fraction of the device's memory that segments may take";
+    /// Whether segments grow in place (PyTorch's `expandable_segments`). The caching allocator rejects this if the
+    /// device's driver cannot reserve addresses, or together with a `max_split_size`.
     expandable_segments: bool = false,
-        "expandable_segments", SWITCH,
+        "expandable_segments", BOOLEAN,
         "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error";
-    /// A thread of its own asks whether transfers from pinned memory are done (PyTorch's
+    /// Whether a background thread polls transfers from pinned memory for completion (PyTorch's
     /// `pinned_use_background_threads`).
     pinned_use_background_threads: bool = false,
-        "pinned_use_background_threads", SWITCH,
-        "a thread of its own asks whether transfers from pinned memory are done";
-    /// Bytes of pinned memory taken once and never given back; 0 is none (PyTorch's `pinned_reserve_segment_size_mb`).
+        "pinned_use_background_threads", BOOLEAN,
+        "a background thread polls transfers from pinned memory for completion";
+    /// Bytes of pinned memory that are reserved once and never released; 0 is none (PyTorch's
+    /// `pinned_reserve_segment_size_mb`).
     pinned_reserve_segment_size: usize = 0,
-        "pinned_reserve_segment_size_mb", MIB_FROM_1, "pinned memory taken once and never given back";
-    /// The most bytes that segments may take, whatever the fraction says.
+        "pinned_reserve_segment_size_mb", MIB_FROM_1, "pinned memory that is reserved once and never released";
+    /// The most bytes that segments may take, whatever the fraction allows.
     memory_limit: usize = usize::MAX,
         "memory_limit_mb", LIMIT, "the most that segments may take, whatever the fraction says";
-    /// How large new segments are.
+    /// How new segments are sized.
     segments: SegmentSizes = SegmentSizes::Adaptive,
-        "segments", SEGMENTS, "how large new segments are: by what was asked for so far, or as in PyTorch";
-    /// A block freed on one stream may serve another, which waits for the first on the device.
+        "segments", SEGMENTS, "how new segments are sized: by the requests so far, or as in PyTorch";
+    /// Whether a block freed on one stream may serve another stream, which waits for the first on the device.
     cross_stream_reuse: bool = true,
-        "cross_stream_reuse", SWITCH,
-        "a block freed on one stream may serve another, which waits for the first on the device";
-    /// Live blocks are moved together before an allocation fails.
+        "cross_stream_reuse", BOOLEAN,
+        "a block freed on one stream may serve another stream, which waits for the first on the device";
+    /// Whether live blocks are moved together before an allocation fails.
     compaction: bool = true,
-        "compaction", SWITCH, "live blocks are moved together before an allocation fails";
-    /// The most bytes to move at a time; 0 is no bound.
+        "compaction", BOOLEAN, "live blocks are moved together before an allocation fails";
+    /// The most bytes to move at a time; 0 means no bound.
     compaction_budget: usize = 0,
         "compaction_budget_mb", BUDGET, "the most to move at a time";
-    /// Bytes of small sizes that a thread keeps for itself; 0 is off.
+    /// Bytes of small blocks that each thread caches; 0 is off.
     thread_cache: usize = MIB,
-        "thread_cache_kb", KIB_OR_NONE, "what a thread keeps for itself of small sizes";
-    /// Segments unused for this long go back to the driver; zero is off.
+        "thread_cache_kb", KIB_OR_NONE, "the capacity of each thread's cache of small blocks";
+    /// Segments unused for this long are released to the driver; zero is off.
     decay: Duration = Duration::from_secs(10),
-        "decay_ms", MILLISECONDS, "segments unused for this long go back to the driver";
-    /// New allocations are all zeros.
+        "decay_ms", MILLISECONDS, "segments unused for this long are released to the driver";
+    /// Whether new allocations are filled with zeros.
     zero_fill: bool = false,
-        "zero_fill", SWITCH, "new allocations are all zeros";
-    /// New allocations are filled with junk, so that reading what was never written shows.
+        "zero_fill", BOOLEAN, "new allocations are all zeros";
+    /// Whether new allocations are filled with junk, to expose reads of unwritten memory.
     junk_fill: bool = false,
-        "junk_fill", SWITCH, "new allocations are filled with junk";
-    /// Debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones.
+        "junk_fill", BOOLEAN, "new allocations are filled with junk, to expose reads of unwritten memory";
+    /// For debugging: whether blocks have guard bytes, checked when they are freed, and freed blocks are poisoned.
     guard_bytes: bool = false,
-        "guard_bytes", SWITCH,
-        "debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones";
+        "guard_bytes", BOOLEAN,
+        "debugging: guard bytes around every block, checked when it is freed, and poison in freed blocks";
     /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
     pool_overfit: f64 = 2.0,
         "pool_overfit", FACTOR, "the pool backend reuses a buffer of at most this many times the request";
-    /// Whether kernels that can read either read buffers or images (MNN's `BackendConfig::MemoryMode` of its OpenCL backend).
+    /// Whether kernels that support both read buffers or images (`BackendConfig::MemoryMode` of MNN's OpenCL
+    /// backend).
     memory: MemoryMode = MemoryMode::Auto,
-        "memory", MEMORY_MODES, "what convolutions, pooling, products and elementwise kernels of OpenCL devices read";
-    /// The CPU device's large segments prefer the memory of the NUMA node whose thread asks for them, on Linux.
+        "memory", MEMORY_MODES, "whether convolution, pooling, matrix product and elementwise kernels on OpenCL read buffers or images";
+    /// Whether large segments of the CPU device prefer the NUMA node of the requesting thread, on Linux.
     numa_local: bool = true,
-        "numa_local", SWITCH, "the CPU device's large segments prefer the NUMA node that asks for them, on Linux";
+        "numa_local", BOOLEAN, "the CPU device's large segments prefer the NUMA node that asks for them, on Linux";
 }
 
 impl Config {
-    /// What the environment says: `CLAYSTONE_ALLOC_CONF`, and `CLAYSTONE_NO_CACHING=1`, which makes the backend
-    /// `direct` whatever the former says (PyTorch's `PYTORCH_NO_CUDA_MEMORY_CACHING`).
+    /// Reads `CLAYSTONE_ALLOC_CONF` and `CLAYSTONE_NO_CACHING`. `CLAYSTONE_NO_CACHING=1` overrides the backend with
+    /// `direct` (PyTorch's `PYTORCH_NO_CUDA_MEMORY_CACHING`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the key, the value and what is allowed.
+    /// [`Error::Invalid`], which names the key, the value and the allowed values.
     pub fn from_env() -> Result<Config> {
         let read = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-        Config::from_vars(read(OP).as_deref(), read("CLAYSTONE_NO_CACHING").as_deref())
+        Config::from_vars(read(CONFIG_OP).as_deref(), read("CLAYSTONE_NO_CACHING").as_deref())
     }
 
-    /// [`from_env`](Config::from_env), read when the first device is used.
-    pub(super) fn of_process() -> Result<&'static Config> {
+    /// Returns [`from_env`](Config::from_env) as read when the first device was used.
+    pub(super) fn from_env_once() -> Result<&'static Config> {
         static CONFIG: OnceLock<Result<Config>> = OnceLock::new();
         CONFIG.get_or_init(Config::from_env).as_ref().map_err(Error::clone)
     }
 
+    /// Parses the values of the two environment variables.
     fn from_vars(conf: Option<&str>, no_caching: Option<&str>) -> Result<Config> {
         let mut config: Config = conf.unwrap_or_default().parse()?;
         match no_caching {
@@ -190,11 +193,11 @@ impl Config {
         Ok(config)
     }
 
-    /// Whether a configuration written as a struct could also have been written as text: every value in its range, and
-    /// a whole number of the key's unit. Parsed ones are.
+    /// Checks that a configuration written as a struct could also be written as text: every value is in its range and
+    /// a whole number of the key's unit. Parsed configurations always are.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the key, the value and what is allowed.
+    /// [`Error::Invalid`], which names the key, the value and the allowed values.
     pub fn check(&self) -> Result<()> {
         Config::KEYS.iter().filter(|key| key.value(self) != key.default_value()).try_for_each(|key| {
             let mut read = self.clone();
@@ -202,24 +205,25 @@ impl Config {
         })
     }
 
-    /// The most bytes of segments to hold of a device that has so many.
+    /// Returns the most bytes of segments to reserve on a device with `capacity` bytes.
     pub(super) fn limit(&self, capacity: u64) -> u64 {
         let fraction = (capacity as f64 * self.per_process_memory_fraction) as u64;
         capacity.min(fraction).min(self.memory_limit as u64)
     }
 
-    /// The byte that new storages are filled with, if any.
+    /// The byte with which new storages are filled, if any.
     pub(super) fn fill_byte(&self) -> Option<u8> {
         match self {
             Config { zero_fill: true, .. } => Some(0),
-            Config { junk_fill: true, .. } => Some(JUNK),
+            Config { junk_fill: true, .. } => Some(JUNK_BYTE),
             _ => None,
         }
     }
 
-    /// The size of the block that serves a request: at least `alignment` bytes and a multiple of it (a power of two),
-    /// and where [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power of two, a
-    /// whole number of those parts. `None` where that is beyond `usize`. PyTorch's `round_size`.
+    /// Returns the size in bytes of the block that serves a request: at least `alignment` (a power of two) and a
+    /// multiple of it. If [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power
+    /// of two, the size is also a whole number of those parts. `None` if the size exceeds `usize`. PyTorch's
+    /// `round_size`.
     ///
     /// ```
     /// use claystone::storage::Config;
@@ -236,7 +240,7 @@ impl Config {
             return Some(alignment);
         }
         let log2 = bytes.checked_ilog2()?;
-        let interval = (log2.saturating_sub(MIB.ilog2()) as usize).min(INTERVALS - 1);
+        let interval = (log2.saturating_sub(MIB.ilog2()) as usize).min(ROUNDUP_INTERVALS - 1);
         let divisions = self.roundup_power2_divisions[interval];
         let rounded = match divisions {
             0 | 1 => bytes,
@@ -247,7 +251,7 @@ impl Config {
     }
 }
 
-/// Prints what differs from the default; nothing at all for the default.
+/// Prints the keys that differ from the default; nothing for the default configuration.
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let changed: Vec<String> = (Config::KEYS.iter())
@@ -266,21 +270,24 @@ impl FromStr for Config {
         let text: String = text.chars().filter(|c| !c.is_whitespace()).collect();
         let mut config = Config::default();
         let mut seen: Vec<&str> = Vec::new();
-        for item in list(&text) {
+        for item in split_list(&text) {
             let Some((name, value)) = item.split_once(':') else {
-                return Err(Error::invalid(OP, format!("'{}' has no value: write key:value,key:value", Excerpt(item))));
+                return Err(Error::invalid(
+                    CONFIG_OP,
+                    format!("'{}' has no value: write key:value,key:value", Excerpt(item)),
+                ));
             };
-            if let Some((_, why)) = NO_MEANING.iter().find(|(key, _)| *key == name) {
-                return Err(Error::invalid(OP, format!("{name} has no meaning here, as {why}: leave it out")));
+            if let Some((_, why)) = UNSUPPORTED_PYTORCH_KEYS.iter().find(|(key, _)| *key == name) {
+                return Err(Error::invalid(CONFIG_OP, format!("{name} has no meaning here, as {why}: leave it out")));
             }
             let Some(key) = Config::KEYS.iter().find(|key| key.name == name) else {
                 let known: Vec<&str> = Config::KEYS.iter().map(|key| key.name).collect();
                 let reason = format!("unknown key '{}': the keys are {}", Excerpt(name), known.join(", "));
-                return Err(Error::invalid(OP, reason));
+                return Err(Error::invalid(CONFIG_OP, reason));
             };
             if seen.contains(&name) {
-                let reason = format!("{name} is there twice, again as '{}': give it once", Excerpt(value));
-                return Err(Error::invalid(OP, reason));
+                let reason = format!("{name} is given twice, the second time as '{}': give it once", Excerpt(value));
+                return Err(Error::invalid(CONFIG_OP, reason));
             }
             seen.push(name);
             key.set(&mut config, value)?;

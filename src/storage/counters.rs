@@ -1,44 +1,45 @@
-//! The statistics, kept at a few instructions a pair.
+//! An allocator's statistics, updated in a few instructions per allocation and free.
 //!
-//! What is there is what was allocated less what was freed, what is active is what is allocated and what is pending, and
-//! both kinds together are their sum, but for the peaks: only what cannot be made from the rest is kept, and the public
-//! [`DeviceStats`] are made of it when somebody asks.
+//! Only quantities that cannot be derived are kept; [`DeviceStats`] are computed when requested. The current value is
+//! the sum allocated less the sum freed. Active means allocated or pending. The total is the sum of the small and the
+//! large pool, except for peaks, which are tracked separately.
 //!
-//! A block in a thread's cache counts as allocated here. What the caches hold is taken off what is shown, and off the
-//! peaks: of its own thread's cache a peak knows at every moment, of the others' when they are emptied.
+//! A block in a thread's cache counts as allocated here, so the caches' contents are subtracted from the reported
+//! values and from the peaks. A peak accounts for the calling thread's cache at every moment, and for other threads'
+//! caches when they are emptied.
 
 use std::array;
 
-use super::caching::Kind;
+use super::caching::SizeKind;
 use super::stats::{DeviceStats, PoolStats, Split, Stat};
 
-/// Blocks, their bytes, and the bytes asked for.
-pub(super) type Amounts = [i64; 3];
+/// Number of blocks, their bytes, and the bytes requested.
+pub(super) type BlockAmounts = [i64; 3];
 
-/// What a thread's cache did to what is allocated while the allocator was not looking: by how much it changed in the end
-/// and at most, and upwards in all.
+/// Changes that a thread's cache made to the allocated amounts without the allocator: the net change, its highest value
+/// on the way, and the sum of increases.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Deltas {
-    pub(super) change: Amounts,
-    pub(super) highest: Amounts,
-    pub(super) increases: Amounts,
+pub(super) struct ThreadCacheDeltas {
+    pub(super) change: BlockAmounts,
+    pub(super) highest: BlockAmounts,
+    pub(super) increases: BlockAmounts,
 }
 
-/// A quantity over time, as two sums: what is there is their difference. Signed, as part of a change may be known before
-/// the rest.
+/// A quantity over time, as the sums of increases and decreases; the current value is their difference. Signed, because
+/// a part of a change may be counted before the rest.
 ///
-/// One after the other, not side by side: the compiler would add two at a time, and a wide load of what was stored in
-/// parts just before waits for both.
+/// One struct per quantity, not arrays of sums: the compiler would vectorise updates of neighbouring sums. A wide load
+/// of two values stored just before stalls until both stores are done.
 #[derive(Debug, Clone, Copy, Default)]
-struct Flow {
+struct FlowCounter {
     allocated: i64,
     freed: i64,
     peak: i64,
-    /// What the sums were when they were last set to zero.
+    /// `allocated` and `freed` when the accumulated statistics were last reset.
     base: [i64; 2],
 }
 
-impl Flow {
+impl FlowCounter {
     #[inline(always)]
     fn current(&self) -> i64 {
         self.allocated - self.freed
@@ -51,11 +52,11 @@ impl Flow {
         self.freed += up - by;
     }
 
-    /// Of both kinds together, of which the peak is known.
-    fn total(kinds: [&Flow; 2], peak: i64) -> Flow {
+    /// Adds the small and the large pool; the peak of the sum is given.
+    fn total(kinds: [&FlowCounter; 2], peak: i64) -> FlowCounter {
         let [a, b] = kinds;
         let base = [a.base[0] + b.base[0], a.base[1] + b.base[1]];
-        Flow { allocated: a.allocated + b.allocated, freed: a.freed + b.freed, peak, base }
+        FlowCounter { allocated: a.allocated + b.allocated, freed: a.freed + b.freed, peak, base }
     }
 
     fn stat(&self) -> Stat {
@@ -70,28 +71,28 @@ impl Flow {
     }
 }
 
-/// Raises a peak. Most often there is nothing to do, which is cheaper to foresee than to store.
+/// Raises a peak to `to`. A branch that is nearly always predicted costs less than a store.
 #[inline(always)]
-fn raise(peak: &mut i64, to: i64) {
+fn raise_peak(peak: &mut i64, to: i64) {
     if to > *peak {
         *peak = to;
     }
 }
 
-/// Quantities that are pending or have been: blocks, or their bytes.
+/// The count, or the bytes, of pending blocks: returned blocks that a stream may still use.
 #[derive(Debug, Clone, Copy, Default)]
-struct Pending {
+struct PendingCounter {
     current: i64,
-    /// The peak of what was active while any were pending.
+    /// Highest value of the active amount while any block was pending.
     active_peak: i64,
-    /// Handed out as they were: allocated, but active all the time.
+    /// Pending blocks handed out again: counted as allocated, but active all the time.
     retaken: i64,
-    /// What was pending when the sums were last set to zero.
+    /// The pending amount when the accumulated statistics were last reset.
     base: i64,
 }
 
-impl Pending {
-    fn active(&self, live: &Flow) -> Stat {
+impl PendingCounter {
+    fn active(&self, live: &FlowCounter) -> Stat {
         let live = live.stat();
         let [current, peak, retaken, base] =
             [self.current, self.active_peak, self.retaken, self.base].map(|value| value as u64);
@@ -103,27 +104,27 @@ impl Pending {
         }
     }
 
-    fn total(kinds: [&Pending; 2], active_peak: i64) -> Pending {
+    fn total(kinds: [&PendingCounter; 2], active_peak: i64) -> PendingCounter {
         let [a, b] = kinds;
         let (retaken, base) = (a.retaken + b.retaken, a.base + b.base);
-        Pending { current: a.current + b.current, active_peak, retaken, base }
+        PendingCounter { current: a.current + b.current, active_peak, retaken, base }
     }
 }
 
-/// The counters of one kind.
+/// The counters of the small or the large pool.
 #[derive(Debug, Clone, Copy, Default)]
-struct Pool {
-    /// Blocks that are handed out, their bytes, and the bytes asked for.
-    live: [Flow; 3],
-    /// Free parts of split segments, and their bytes.
-    split: [Flow; 2],
-    /// Segments and their bytes.
-    segment: [Flow; 2],
-    /// Blocks and bytes.
-    pending: [Pending; 2],
+struct PoolCounters {
+    /// Allocated blocks: their number, bytes and requested bytes.
+    live: [FlowCounter; 3],
+    /// Free parts of split segments: their number and bytes.
+    split: [FlowCounter; 2],
+    /// Segments: their number and bytes.
+    segment: [FlowCounter; 2],
+    /// Pending blocks: their number and bytes.
+    pending: [PendingCounter; 2],
 }
 
-/// The peaks of both kinds together, which are not the sums of theirs.
+/// Peaks of the small and the large pool together, which are not the sums of the pools' peaks.
 #[derive(Debug, Clone, Copy, Default)]
 struct Peaks {
     live: [i64; 3],
@@ -132,14 +133,13 @@ struct Peaks {
     active: [i64; 2],
 }
 
-impl Pool {
-    /// Both kinds together.
-    fn total([a, b]: &[Pool; 2], peaks: &Peaks) -> Pool {
-        Pool {
-            live: array::from_fn(|i| Flow::total([&a.live[i], &b.live[i]], peaks.live[i])),
-            split: array::from_fn(|i| Flow::total([&a.split[i], &b.split[i]], peaks.split[i])),
-            segment: array::from_fn(|i| Flow::total([&a.segment[i], &b.segment[i]], peaks.segment[i])),
-            pending: array::from_fn(|i| Pending::total([&a.pending[i], &b.pending[i]], peaks.active[i])),
+impl PoolCounters {
+    fn total([a, b]: &[PoolCounters; 2], peaks: &Peaks) -> PoolCounters {
+        PoolCounters {
+            live: array::from_fn(|i| FlowCounter::total([&a.live[i], &b.live[i]], peaks.live[i])),
+            split: array::from_fn(|i| FlowCounter::total([&a.split[i], &b.split[i]], peaks.split[i])),
+            segment: array::from_fn(|i| FlowCounter::total([&a.segment[i], &b.segment[i]], peaks.segment[i])),
+            pending: array::from_fn(|i| PendingCounter::total([&a.pending[i], &b.pending[i]], peaks.active[i])),
         }
     }
 
@@ -157,11 +157,11 @@ impl Pool {
         }
     }
 
-    fn flows(&mut self) -> impl Iterator<Item = &mut Flow> {
+    fn flows(&mut self) -> impl Iterator<Item = &mut FlowCounter> {
         self.live.iter_mut().chain(&mut self.split).chain(&mut self.segment)
     }
 
-    /// What is active: live, or pending. Blocks, or bytes.
+    /// Returns the number (`i` = 0) or bytes (`i` = 1) of active blocks: allocated or pending.
     fn active(&self, i: usize) -> i64 {
         self.live[i].current() + self.pending[i].current
     }
@@ -174,21 +174,20 @@ impl Pool {
     }
 
     fn reset_accumulated(&mut self) {
-        self.flows().for_each(Flow::reset_accumulated);
+        self.flows().for_each(FlowCounter::reset_accumulated);
         for pending in &mut self.pending {
             (pending.retaken, pending.base) = (0, pending.current);
         }
     }
 }
 
-/// The counters of an allocator. `max_split_size` is to be set.
+/// All counters of an allocator. The allocator sets `max_split_size` after construction.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
-    kinds: [Pool; 2],
+    pools: [PoolCounters; 2],
     peaks: Peaks,
-    /// What this thread's cache has done to the live blocks of each kind: to small ones, which alone are cached.
-    cached: [Amounts; 2],
-    /// Blocks that are pending.
+    /// Changes by the calling thread's cache to the allocated blocks, per pool. Only small blocks are cached.
+    thread_cache: [BlockAmounts; 2],
     num_pending: u64,
     pub(super) num_alloc_retries: u64,
     pub(super) num_ooms: u64,
@@ -201,12 +200,12 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// Everything, as users see it. The threads' caches are folded in already.
+    /// Computes the public statistics. The threads' caches must have been folded in.
     pub(super) fn stats(&self) -> DeviceStats {
         DeviceStats {
-            total: Pool::total(&self.kinds, &self.peaks).stats(),
-            small_pool: self.kinds[0].stats(),
-            large_pool: self.kinds[1].stats(),
+            total: PoolCounters::total(&self.pools, &self.peaks).stats(),
+            small_pool: self.pools[0].stats(),
+            large_pool: self.pools[1].stats(),
             num_alloc_retries: self.num_alloc_retries,
             num_ooms: self.num_ooms,
             num_sync_all_streams: self.num_sync_all_streams,
@@ -218,187 +217,181 @@ impl Counters {
         }
     }
 
-    /// Bytes of active blocks.
     #[inline(always)]
     pub(super) fn active_bytes(&self) -> u64 {
-        let [a, b] = &self.kinds;
-        (a.active(1) + b.active(1) + self.cached[0][1]).max(0) as u64
+        let [a, b] = &self.pools;
+        (a.active(1) + b.active(1) + self.thread_cache[0][1]).max(0) as u64
     }
 
-    /// Bytes of blocks that are handed out.
     pub(super) fn allocated_bytes(&self) -> u64 {
-        self.kinds.iter().map(|pool| pool.live[1].current()).sum::<i64>() as u64
+        self.pools.iter().map(|pool| pool.live[1].current()).sum::<i64>() as u64
     }
 
-    /// Blocks that are handed out.
     pub(super) fn live_blocks(&self) -> u64 {
-        self.kinds.iter().map(|pool| pool.live[0].current()).sum::<i64>() as u64
+        self.pools.iter().map(|pool| pool.live[0].current()).sum::<i64>() as u64
     }
 
-    /// Bytes of segments held from the driver.
     pub(super) fn reserved(&self) -> u64 {
-        self.kinds.iter().map(|pool| pool.segment[1].current()).sum::<i64>() as u64
+        self.pools.iter().map(|pool| pool.segment[1].current()).sum::<i64>() as u64
     }
 
-    /// Raises the peaks of what is live, with so much more in this thread's cache: of blocks of the kind, and of all.
+    /// Raises the peaks of allocated amounts, of the pool with `pool_delta` added and of the total with `total_delta` added.
+    /// The additions are the changes by this thread's cache.
     #[inline(always)]
-    fn raise_live(&mut self, kind: Kind, of_kind: &Amounts, of_all: &Amounts) {
-        let (at, other) = (kind as usize, kind.other() as usize);
+    fn raise_live(&mut self, kind: SizeKind, pool_delta: &BlockAmounts, total_delta: &BlockAmounts) {
+        let (at, other) = (kind as usize, kind.opposite() as usize);
         for i in 0..3 {
-            let here = self.kinds[at].live[i].current();
-            let all = here + self.kinds[other].live[i].current();
-            raise(&mut self.kinds[at].live[i].peak, here + of_kind[i]);
-            raise(&mut self.peaks.live[i], all + of_all[i]);
+            let here = self.pools[at].live[i].current();
+            let all = here + self.pools[other].live[i].current();
+            raise_peak(&mut self.pools[at].live[i].peak, here + pool_delta[i]);
+            raise_peak(&mut self.peaks.live[i], all + total_delta[i]);
         }
         if self.num_pending > 0 {
-            self.raise_active(kind, of_kind, of_all);
+            self.raise_active(kind, pool_delta, total_delta);
         }
     }
 
     #[cold]
-    fn raise_active(&mut self, kind: Kind, of_kind: &Amounts, of_all: &Amounts) {
+    fn raise_active(&mut self, kind: SizeKind, pool_delta: &BlockAmounts, total_delta: &BlockAmounts) {
         for i in 0..2 {
-            let (here, other) = (self.kinds[kind as usize].active(i), self.kinds[kind.other() as usize].active(i));
-            raise(&mut self.kinds[kind as usize].pending[i].active_peak, here + of_kind[i]);
-            raise(&mut self.peaks.active[i], here + other + of_all[i]);
+            let (here, other) = (self.pools[kind as usize].active(i), self.pools[kind.opposite() as usize].active(i));
+            raise_peak(&mut self.pools[kind as usize].pending[i].active_peak, here + pool_delta[i]);
+            raise_peak(&mut self.peaks.active[i], here + other + total_delta[i]);
         }
     }
 
     #[inline(always)]
-    fn oversize(&mut self, size: usize, by: i64) {
+    fn count_oversize(&mut self, size: usize, by: i64) {
         if size as u64 >= self.max_split_size {
             self.oversize_allocations.change(by);
         }
     }
 
-    /// A free block was handed out.
     #[inline(always)]
-    pub(super) fn taken(&mut self, kind: Kind, size: usize, requested: usize) {
-        for (flow, by) in self.kinds[kind as usize].live.iter_mut().zip([1, size as i64, requested as i64]) {
+    pub(super) fn record_allocation(&mut self, kind: SizeKind, size: usize, requested: usize) {
+        for (flow, by) in self.pools[kind as usize].live.iter_mut().zip([1, size as i64, requested as i64]) {
             flow.allocated += by;
         }
-        let [cached, all] = [self.cached[kind as usize], self.cached[0]];
+        let [cached, all] = [self.thread_cache[kind as usize], self.thread_cache[0]];
         self.raise_live(kind, &cached, &all);
-        self.oversize(size, 1);
+        self.count_oversize(size, 1);
     }
 
-    /// A block was given back.
     #[inline(always)]
-    pub(super) fn given_back(&mut self, kind: Kind, size: usize, requested: usize) {
-        for (flow, by) in self.kinds[kind as usize].live.iter_mut().zip([1, size as i64, requested as i64]) {
+    pub(super) fn record_free(&mut self, kind: SizeKind, size: usize, requested: usize) {
+        for (flow, by) in self.pools[kind as usize].live.iter_mut().zip([1, size as i64, requested as i64]) {
             flow.freed += by;
         }
-        self.oversize(size, -1);
+        self.count_oversize(size, -1);
     }
 
-    /// A block was given back, but a stream may still use it.
-    pub(super) fn pending(&mut self, kind: Kind, size: usize, requested: usize) {
-        let [cached, all] = [self.cached[kind as usize], self.cached[0]];
-        self.raise_active(kind, &cached, &all); // to all that was live until now
-        self.given_back(kind, size, requested);
+    /// Records that a block was returned that a stream may still use.
+    pub(super) fn record_pending_free(&mut self, kind: SizeKind, size: usize, requested: usize) {
+        let [cached, all] = [self.thread_cache[kind as usize], self.thread_cache[0]];
+        self.raise_active(kind, &cached, &all); // includes the blocks allocated until now
+        self.record_free(kind, size, requested);
         self.num_pending += 1;
-        for (pending, by) in self.kinds[kind as usize].pending.iter_mut().zip([1, size as i64]) {
+        for (pending, by) in self.pools[kind as usize].pending.iter_mut().zip([1, size as i64]) {
             pending.current += by;
         }
     }
 
-    /// A block is not pending any more.
-    fn not_pending(&mut self, kind: Kind, size: usize) {
+    fn end_pending(&mut self, kind: SizeKind, size: usize) {
         self.num_pending -= 1;
-        for (pending, by) in self.kinds[kind as usize].pending.iter_mut().zip([1, size as i64]) {
+        for (pending, by) in self.pools[kind as usize].pending.iter_mut().zip([1, size as i64]) {
             pending.current -= by;
         }
     }
 
-    /// No stream uses a block that was given back any more.
-    pub(super) fn settled(&mut self, kind: Kind, size: usize, split: Split) {
-        self.not_pending(kind, size);
-        self.split_changed(kind, split);
+    /// Records that no stream uses a returned block any more, and the change it makes to the free parts of split
+    /// segments.
+    pub(super) fn record_settled(&mut self, kind: SizeKind, size: usize, split: Split) {
+        self.end_pending(kind, size);
+        self.record_split_change(kind, split);
     }
 
-    /// A pending block was handed out again.
-    pub(super) fn retaken(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.not_pending(kind, size);
-        for (pending, by) in self.kinds[kind as usize].pending.iter_mut().zip([1, size as i64]) {
+    /// Records that a pending block was handed out again.
+    pub(super) fn record_reallocation(&mut self, kind: SizeKind, size: usize, requested: usize) {
+        self.end_pending(kind, size);
+        for (pending, by) in self.pools[kind as usize].pending.iter_mut().zip([1, size as i64]) {
             pending.retaken += by;
         }
-        self.taken(kind, size, requested);
+        self.record_allocation(kind, size, requested);
     }
 
-    /// Free blocks were merged, or became parts of split segments.
+    /// Records that free blocks were merged, or became parts of split segments.
     #[inline(always)]
-    pub(super) fn split_changed(&mut self, kind: Kind, split: Split) {
+    pub(super) fn record_split_change(&mut self, kind: SizeKind, split: Split) {
         for (i, by) in [split.blocks, split.bytes].into_iter().enumerate() {
-            let other = self.kinds[kind.other() as usize].split[i].current();
-            let flow = &mut self.kinds[kind as usize].split[i];
+            let other = self.pools[kind.opposite() as usize].split[i].current();
+            let flow = &mut self.pools[kind as usize].split[i];
             flow.change(by);
             let now = flow.current();
-            raise(&mut flow.peak, now);
-            raise(&mut self.peaks.split[i], now + other);
+            raise_peak(&mut flow.peak, now);
+            raise_peak(&mut self.peaks.split[i], now + other);
         }
     }
 
-    pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
+    pub(super) fn record_segment_alloc(&mut self, kind: SizeKind, size: usize) {
         self.num_device_alloc += 1;
-        self.segments(kind, [1, size as i64]);
+        self.change_segments(kind, [1, size as i64]);
         if size as u64 >= self.max_split_size {
             self.oversize_segments.change(1);
         }
     }
 
-    pub(super) fn segment_released(&mut self, kind: Kind, size: usize) {
+    pub(super) fn record_segment_free(&mut self, kind: SizeKind, size: usize) {
         self.num_device_free += 1;
-        self.segments(kind, [-1, -(size as i64)]);
+        self.change_segments(kind, [-1, -(size as i64)]);
         if size as u64 >= self.max_split_size {
             self.oversize_segments.change(-1);
         }
     }
 
-    /// A segment grew in place.
-    pub(super) fn segment_extended(&mut self, kind: Kind, by: usize) {
+    pub(super) fn record_segment_growth(&mut self, kind: SizeKind, by: usize) {
         self.num_device_alloc += 1;
-        self.segments(kind, [0, by as i64]);
+        self.change_segments(kind, [0, by as i64]);
     }
 
-    /// The end of a segment was given back.
-    pub(super) fn segment_shrunk(&mut self, kind: Kind, by: usize) {
+    pub(super) fn record_segment_shrink(&mut self, kind: SizeKind, by: usize) {
         self.num_device_free += 1;
-        self.segments(kind, [0, -(by as i64)]);
+        self.change_segments(kind, [0, -(by as i64)]);
     }
 
-    fn segments(&mut self, kind: Kind, by: [i64; 2]) {
+    fn change_segments(&mut self, kind: SizeKind, by: [i64; 2]) {
         for (i, by) in by.into_iter().enumerate() {
-            let other = self.kinds[kind.other() as usize].segment[i].current();
-            let flow = &mut self.kinds[kind as usize].segment[i];
+            let other = self.pools[kind.opposite() as usize].segment[i].current();
+            let flow = &mut self.pools[kind as usize].segment[i];
             flow.change(by);
             let now = flow.current();
-            raise(&mut flow.peak, now);
-            raise(&mut self.peaks.segment[i], now + other);
+            raise_peak(&mut flow.peak, now);
+            raise_peak(&mut self.peaks.segment[i], now + other);
         }
     }
 
-    /// What this thread's cache has done so far; and done at most since the last time, if that may be more than then.
+    /// Applies the total `change` by this thread's cache. `highest` is given if the cache's peak may have grown since
+    /// the last call.
     #[inline(always)]
-    pub(super) fn see_cached(&mut self, (change, highest): (Amounts, Option<Amounts>)) {
+    pub(super) fn apply_thread_cache_deltas(&mut self, (change, highest): (BlockAmounts, Option<BlockAmounts>)) {
         if let Some(highest) = highest {
-            self.raise_live(Kind::Small, &highest, &highest);
+            self.raise_live(SizeKind::Small, &highest, &highest);
         }
-        self.cached[0] = change;
+        self.thread_cache[0] = change;
     }
 
-    /// What a thread's cache did before it was emptied.
-    pub(super) fn fold(&mut self, deltas: &Deltas) {
-        self.raise_live(Kind::Small, &deltas.highest, &deltas.highest);
-        for (flow, i) in self.kinds[Kind::Small as usize].live.iter_mut().zip(0..) {
+    /// Adds the changes that a thread's cache made before it was emptied.
+    pub(super) fn fold_thread_cache(&mut self, deltas: &ThreadCacheDeltas) {
+        self.raise_live(SizeKind::Small, &deltas.highest, &deltas.highest);
+        for (flow, i) in self.pools[SizeKind::Small as usize].live.iter_mut().zip(0..) {
             flow.allocated += deltas.increases[i];
             flow.freed += deltas.increases[i] - deltas.change[i];
         }
-        self.cached[0] = [0; 3];
+        self.thread_cache[0] = [0; 3];
     }
 
     pub(super) fn reset_peak(&mut self) {
-        self.kinds.iter_mut().for_each(Pool::reset_peak);
-        let [a, b] = &self.kinds;
+        self.pools.iter_mut().for_each(PoolCounters::reset_peak);
+        let [a, b] = &self.pools;
         self.peaks = Peaks {
             live: array::from_fn(|i| a.live[i].current() + b.live[i].current()),
             split: array::from_fn(|i| a.split[i].current() + b.split[i].current()),
@@ -411,7 +404,7 @@ impl Counters {
     }
 
     pub(super) fn reset_accumulated(&mut self) {
-        self.kinds.iter_mut().for_each(Pool::reset_accumulated);
+        self.pools.iter_mut().for_each(PoolCounters::reset_accumulated);
         for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
             (stat.allocated, stat.freed) = (0, 0);
         }

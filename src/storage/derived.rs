@@ -1,5 +1,5 @@
-//! What is known of a storage's bytes until they change: images that were made of them, so that constant weights are converted once, and
-//! that indices among them are in range.
+//! Facts about a storage's bytes that hold until the bytes change. These are the images made of them, so that constant
+//! weights are converted once, and whether the indices among them have been checked to be in range.
 
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,89 +12,97 @@ use super::image::Image;
 use crate::device::lock;
 use crate::{Device, Result};
 
-/// What an image was made of: numbers that say how the bytes were read.
+/// Identifies how the bytes were read to make an image.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
-/// What was made of a storage's bytes.
+/// The images and the check result derived from a storage's bytes.
 #[derive(Default)]
-pub(super) struct Derived {
-    /// The images, if it ever had any.
+pub(super) struct DerivedData {
+    /// The images, if the storage ever had any.
     images: OnceLock<Arc<Images>>,
+    /// The last [`Storage::set_index_check`], or 0.
     checked: AtomicU64,
 }
 
-type Images = Mutex<Vec<Made>>;
+/// The images of a storage.
+type Images = Mutex<Vec<CachedImage>>;
 
-struct Made {
+/// An image made of a storage's bytes.
+struct CachedImage {
     key: ImageKey,
-    /// The storage's version that it was made of.
+    /// The version of the storage that the image was made of.
     version: u64,
     image: Image,
 }
 
-/// The bytes of a storage's images are at most this many times its own: channels are padded to fours. More than that are images of
-/// many views, which are not constants.
-const MOST: usize = 4;
+/// A storage's images together may have this many times the storage's bytes, because channels are padded to multiples
+/// of 4. A storage that exceeds the limit has images of many views, and is not a constant.
+const MAX_IMAGE_BYTES_RATIO: usize = 4;
 
-/// The images of all storages, by device, to have them back when memory runs short.
-static ALL: Mutex<Vec<(Device, Weak<Images>)>> = Mutex::new(Vec::new());
+/// The images of all storages, by device, so that they can be dropped when memory runs short.
+static ALL_IMAGES: Mutex<Vec<(Device, Weak<Images>)>> = Mutex::new(Vec::new());
 
-/// Forgets all images of a device's storages: they are made again when they are asked for.
-pub(super) fn forget_all(device: Device) {
+/// Drops all images of a device's storages. They are made again on demand.
+pub(super) fn drop_images_of_device(device: Device) {
     let mut kept = Vec::new();
-    lock(&ALL).retain(|(of, images)| {
+    lock(&ALL_IMAGES).retain(|(of, images)| {
         let images = images.upgrade();
         let is_there = images.is_some();
         kept.extend(images.filter(|_| *of == device));
         is_there
     });
-    kept.into_iter().for_each(|images| forget(&images));
+    kept.into_iter().for_each(|images| drop_images(&images));
 }
 
-fn forget(images: &Images) {
+fn drop_images(images: &Images) {
     let gone = mem::take(&mut *lock(images));
-    drop(gone); // not under the lock
+    drop(gone); // after the lock is released
 }
 
-impl Derived {
-    /// Forgets all, for good: the storage is gone.
+impl DerivedData {
+    /// Resets everything when the storage is dropped.
     #[inline]
     pub(super) fn clear(&mut self) {
         drop(self.images.take());
         *self.checked.get_mut() = 0;
     }
 
-    /// Forgets all: the bytes have changed, or some of them where a transfer failed.
-    pub(super) fn forget(&self) {
+    /// Drops everything derived from the bytes, because the bytes (or some of them, after a failed transfer) have
+    /// changed.
+    pub(super) fn invalidate(&self) {
         self.checked.store(0, Ordering::Release);
         if let Some(images) = self.images.get() {
-            forget(images);
+            drop_images(images);
         }
     }
 }
 
 impl Storage {
-    /// The last [`set_checked`](Self::set_checked); 0 before, and where others may change the bytes unseen.
-    pub(crate) fn checked(&self) -> u64 {
+    /// Returns the number of the last [`set_index_check`](Self::set_index_check). 0 if there was none, or if other code may
+    /// change the bytes unnoticed.
+    pub(crate) fn index_check(&self) -> u64 {
         let allocation: &Allocation = self.allocation();
         if allocation.is_shared_outside() { 0 } else { allocation.derived.checked.load(Ordering::Acquire) }
     }
 
-    /// Keeps a number that says which kernel has checked the indices among the bytes; the version is the caller's part.
-    pub(crate) fn set_checked(&self, number: u64) {
+    /// Keeps a number that identifies the kernel that checked the indices among the bytes. The caller includes the
+    /// version.
+    pub(crate) fn set_index_check(&self, number: u64) {
         self.allocation().derived.checked.store(number, Ordering::Release);
     }
 
-    /// The image of these bytes under `key`: the one that was made of this version of them, or what `make` gives, which is kept
-    /// until the bytes change or are gone, memory runs short, or there are too many. Where others may change them unseen, nothing
-    /// is kept.
+    /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of
+    /// `make`.
+    ///
+    /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too
+    /// large. Nothing is cached if other code may change the bytes unnoticed.
     pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
         let allocation: &Allocation = self.allocation();
         if allocation.is_shared_outside() {
             return make();
         }
         let images = allocation.derived.images.get_or_init(|| {
-            let (images, mut all) = (Arc::default(), lock(&ALL));
+            let (images, mut all) = (Arc::default(), lock(&ALL_IMAGES));
             if all.len().is_power_of_two() {
                 all.retain(|(_, images)| images.strong_count() > 0);
             }
@@ -112,12 +120,12 @@ impl Storage {
         let mut all = lock(images);
         gone.extend(all.extract_if(.., |made| made.version != version || made.key == key));
         let mut bytes: usize = all.iter().map(|made| made.image.storage().nbytes()).sum();
-        while bytes + image.storage().nbytes() > MOST * self.nbytes() && !all.is_empty() {
+        while bytes + image.storage().nbytes() > MAX_IMAGE_BYTES_RATIO * self.nbytes() && !all.is_empty() {
             let oldest = all.remove(0);
             bytes -= oldest.image.storage().nbytes();
             gone.push(oldest);
         }
-        all.push(Made { key, version, image: image.clone() });
+        all.push(CachedImage { key, version, image: image.clone() });
         drop(all);
         Ok(image)
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::allocator::Allocator;
 use super::driver::pinned::PinnedStats;
-use super::driver::staging::{self, Pool};
+use super::driver::staging::{self, DevicePinnedPool};
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
 use super::image_pool;
@@ -13,59 +13,61 @@ use super::registry;
 use super::stats::DeviceStats;
 use crate::{Device, Result};
 
-/// Memory: what the device's caching allocator holds, and what it is told.
+/// Memory: statistics and settings of the device's caching allocator.
 impl Device {
-    /// What the allocator of this device holds and has done (`torch.cuda.memory_stats`), with its images; peaks are the sum of
-    /// both's.
+    /// Returns the statistics of the device's allocator (`torch.cuda.memory_stats`), including those of its images.
+    /// Peaks are the sums of the allocator's and the images' peaks.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
-        Ok(image_pool::with_images(&**registry::of(*self)?))
+        Ok(image_pool::with_images(&**registry::device_allocator(*self)?))
     }
 
-    /// What of [`memory_stats`](Self::memory_stats) is images; all zeros for a device that has none.
+    /// Returns the part of [`memory_stats`](Self::memory_stats) that belongs to images; all zeros for a device without
+    /// images.
     pub fn image_memory_stats(&self) -> Result<DeviceStats> {
         self.known()?;
-        Ok(self.images().map(|images| images.stats()).unwrap_or_default())
+        Ok(self.existing_image_pool().map(|images| images.stats()).unwrap_or_default())
     }
 
-    fn images(&self) -> Option<Arc<PoolAllocator>> {
+    fn existing_image_pool(&self) -> Option<Arc<PoolAllocator>> {
         image_pool::existing_pool(*self)
     }
 
     /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peak_stats(&self) -> Result<()> {
-        registry::of(*self)?.reset_peak_stats();
-        self.images().inspect(|images| images.reset_peak_stats());
+        registry::device_allocator(*self)?.reset_peak_stats();
+        self.existing_image_pool().inspect(|images| images.reset_peak_stats());
         Ok(())
     }
 
     /// Sets the sums of increases and decreases and the counts of events to zero
     /// (`torch.cuda.reset_accumulated_memory_stats`).
     pub fn reset_accumulated_stats(&self) -> Result<()> {
-        registry::of(*self)?.reset_accumulated_stats();
-        self.images().inspect(|images| images.reset_accumulated_stats());
+        registry::device_allocator(*self)?.reset_accumulated_stats();
+        self.existing_image_pool().inspect(|images| images.reset_accumulated_stats());
         Ok(())
     }
 
-    /// How many blocks were found to have been written around, where `guard_bytes` has them looked at; 0 elsewhere.
+    /// Returns how many blocks were found overwritten at their edges by the `guard_bytes` checks; 0 without
+    /// `guard_bytes`.
     pub fn guard_violations(&self) -> Result<u64> {
-        Ok(registry::of(*self)?.guard_violations())
+        Ok(registry::device_allocator(*self)?.guard_violations())
     }
 
-    /// Gives every segment and image that nothing uses back to the driver (`torch.cuda.empty_cache`).
+    /// Returns every unused segment and image to the driver (`torch.cuda.empty_cache`).
     pub fn empty_cache(&self) -> Result<()> {
         image_pool::empty_cache(*self)?;
-        registry::of(*self)?.empty_cache()
+        registry::device_allocator(*self)?.empty_cache()
     }
 
-    /// What the device's allocator holds at this moment, block by block, and the events recorded since
+    /// Returns the current state of the device's allocator, block by block, and the events recorded since
     /// [`record_memory_history`](Device::record_memory_history) (`torch.cuda.memory._snapshot`).
     ///
-    /// Saved as a pickle it opens in PyTorch's memory viewer (`pytorch.org/memory_viz`, or `python _memory_viz.py`);
-    /// [`Snapshot::fragmentation`] says in numbers how much is free, and in what pieces, [`Snapshot::live_memory`] which lines
-    /// of the program allocated what is in use. The CPU is device 0, OpenCL's
+    /// Saved as a pickle, the snapshot opens in PyTorch's memory viewer (`pytorch.org/memory_viz`, or `python
+    /// _memory_viz.py`). [`Snapshot::fragmentation`] says how much memory is free and in which pieces, and
+    /// [`Snapshot::live_memory`] which lines of the program allocated the memory in use. The CPU is device 0; OpenCL's
     /// device `i` is `i + 1`.
     ///
     /// ```
@@ -82,19 +84,21 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist.
     pub fn memory_snapshot(&self) -> Result<Snapshot> {
-        let snapshot = registry::of(*self)?.snapshot();
-        Ok(match self.images() {
+        let snapshot = registry::device_allocator(*self)?.snapshot();
+        Ok(match self.existing_image_pool() {
             Some(images) => snapshot.with_images(images.snapshot()),
             None => snapshot,
         })
     }
 
-    /// Begins or ends recording what the device's allocator does (`torch.cuda.memory._record_memory_history`). Ending it
-    /// forgets what was recorded: take the snapshot first. While it is on, an allocation and its release take about a
-    /// microsecond longer, or half of that without [`stacks`](HistoryOptions::stacks). Either way each allocation says which line of the
-    /// program made it, without debug information: the line that called a method of this crate.
+    /// Starts or stops recording the allocator's actions (`torch.cuda.memory._record_memory_history`). Stopping deletes
+    /// the recorded events, so take the snapshot first.
+    ///
+    /// While recording, an allocation and its release take about a microsecond longer, or half of that without
+    /// [`stacks`](HistoryOptions::stacks). In both cases each allocation is attributed to the program's line that
+    /// called a method of this crate, without debug information.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -110,14 +114,15 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where there is no memory for as many entries, or the allocator cannot record.
+    /// [`Error::Invalid`](crate::Error::Invalid) if there is no memory for the requested number of entries, or if the
+    /// allocator cannot record.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        registry::of(*self)?.record_memory_history(options)?;
+        registry::device_allocator(*self)?.record_memory_history(options)?;
         self.image_pool()?.map_or(Ok(()), |images| images.record_memory_history(options))
     }
 
-    /// Gives unused memory back to the driver as long as at least `keep` bytes stay held; says how many bytes went back.
-    /// Waits for nothing: while the device works, nothing is given back.
+    /// Returns unused memory to the driver while at least `keep` bytes stay held. Returns the number of bytes released.
+    /// Does not wait: while the device is busy, nothing is released.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -126,26 +131,28 @@ impl Device {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn trim(&self, keep: u64) -> Result<u64> {
-        let images = self.images();
+        let images = self.existing_image_pool();
         let held = |stats: DeviceStats| stats.reserved_bytes.current;
-        let of_images =
-            images.map_or(Ok(0), |images| images.trim(keep.saturating_sub(held(registry::of(*self)?.stats()))))?;
-        Ok(of_images + registry::of(*self)?.trim(keep.saturating_sub(held(self.image_memory_stats()?)))?)
+        let from_images = images.map_or(Ok(0), |images| {
+            images.trim(keep.saturating_sub(held(registry::device_allocator(*self)?.stats())))
+        })?;
+        Ok(from_images
+            + registry::device_allocator(*self)?.trim(keep.saturating_sub(held(self.image_memory_stats()?)))?)
     }
 
-    /// Moves blocks together and gives back the memory that frees; says how many bytes went back.
+    /// Moves blocks together and releases the memory this frees. Returns the number of bytes released.
     ///
     /// # Errors
-    /// What the driver reports while copying.
+    /// Errors that the driver reports while copying.
     pub fn compact(&self) -> Result<u64> {
-        registry::of(*self)?.compact(u64::MAX)
+        registry::device_allocator(*self)?.compact(u64::MAX)
     }
 
-    /// Has `free` called when the device, or the limit, has no room for an allocation, until what it returns is dropped: it
-    /// may drop what it can spare, and says whether it did (PyTorch's `FreeMemoryCallback`). Then the allocation is tried
-    /// again.
+    /// Registers a callback for allocations that find no room on the device or within the limit (PyTorch's
+    /// `FreeMemoryCallback`). The callback stays registered until the returned value is dropped.
     ///
-    /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
+    /// `free` may drop memory that the program can spare, and returns true if it did. Then the allocation is tried
+    /// again. The allocating thread calls `free`, with no lock of the allocator held; `free` may allocate.
     ///
     /// ```
     /// use std::sync::Mutex;
@@ -161,15 +168,16 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator calls nobody: those that are not caching.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no callbacks: only caching
+    /// allocators do.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        registry::of(*self)?.add_free_memory_callback(free)
+        registry::device_allocator(*self)?.add_free_memory_callback(free)
     }
 
-    /// Has `observe` called when an allocation fails for want of memory, before the error is returned, until what it
-    /// returns is dropped (PyTorch's `attachOutOfMemoryObserver`).
+    /// Registers an observer of allocations that fail for want of memory (PyTorch's `attachOutOfMemoryObserver`). It is
+    /// called before the error is returned, until the returned value is dropped.
     ///
-    /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
+    /// The allocating thread calls `observe`, with no lock of the allocator held; `observe` may read statistics, take a
     /// snapshot, or allocate.
     ///
     /// ```
@@ -185,41 +193,43 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator tells nobody: those that are not caching.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no observers: only caching
+    /// allocators do.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        registry::of(*self)?.add_oom_observer(observe)
+        registry::device_allocator(*self)?.add_oom_observer(observe)
     }
 
-    /// Lets the allocator hold at most this part, 0 to 1, of the device's memory
-    /// (`torch.cuda.set_per_process_memory_fraction`). What it holds already it keeps.
+    /// Limits the allocator to this fraction, 0 to 1, of the device's memory
+    /// (`torch.cuda.set_per_process_memory_fraction`). Memory it already holds stays held.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        registry::of(*self)?.set_memory_fraction(fraction)?;
+        registry::device_allocator(*self)?.set_memory_fraction(fraction)?;
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_fraction(fraction))
     }
 
-    /// Lets the allocator hold at most this many bytes, whatever the fraction allows. Of what it holds already, unused
-    /// memory goes back with the next allocation.
+    /// Limits the allocator to this many bytes, in addition to the fraction. If it already holds more, unused memory is
+    /// released at the next allocation.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator cannot limit itself.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no limit.
     pub fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        registry::of(*self)?.set_memory_limit(bytes)?;
+        registry::device_allocator(*self)?.set_memory_limit(bytes)?;
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_limit(bytes))
     }
 
-    /// The pool of images, made now where the device has images: limits and recording hold for it whenever it is first used.
+    /// Returns the pool of images, created now if the device supports images, so that limits and recording apply from
+    /// its first use.
     fn image_pool(&self) -> Result<Option<Arc<PoolAllocator>>> {
         image_pool::pool(*self)
     }
 }
 
-/// Pinned host memory: what large transfers to and from a device with memory of its own go through.
+/// Pinned host memory, which large transfers to and from a device with its own memory go through.
 impl Device {
-    /// The pinned memory held for this device's transfers (`torch.cuda.host_memory_stats`): all zeros for the CPU, and
-    /// for devices that share the host's memory, which need none.
+    /// Returns the statistics of the pinned memory held for this device's transfers (`torch.cuda.host_memory_stats`).
+    /// All zeros for the CPU, and for devices that share the host's memory, which need no pinned memory.
     ///
     /// ```
     /// use claystone::Device;
@@ -229,9 +239,9 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
     pub fn pinned_memory_stats(&self) -> Result<PinnedStats> {
-        Ok(self.pinned_pool()?.map(Pool::stats).unwrap_or_default())
+        Ok(self.pinned_pool()?.map(DevicePinnedPool::stats).unwrap_or_default())
     }
 
     /// Sets the peaks to the current values (`torch.cuda.reset_peak_host_memory_stats`).
@@ -240,20 +250,20 @@ impl Device {
         Ok(())
     }
 
-    /// Sets the sums and counts to zero (`torch.cuda.reset_accumulated_host_memory_stats`).
+    /// Sets sums and counts to zero (`torch.cuda.reset_accumulated_host_memory_stats`).
     pub fn reset_accumulated_pinned_memory_stats(&self) -> Result<()> {
         self.pinned_pool()?.inspect(|pool| pool.reset_accumulated_stats());
         Ok(())
     }
 
-    /// Gives the pinned memory that no transfer uses back to the driver, except the reserve of
+    /// Returns the pinned memory that no transfer uses to the driver, except the reserve set by
     /// `pinned_reserve_segment_size_mb`.
     pub fn empty_pinned_cache(&self) -> Result<()> {
         self.pinned_pool()?.inspect(|pool| pool.empty_cache());
         Ok(())
     }
 
-    fn pinned_pool(&self) -> Result<Option<&'static Pool>> {
+    fn pinned_pool(&self) -> Result<Option<&'static DevicePinnedPool>> {
         self.known()?;
         Ok(staging::existing_pool(*self))
     }

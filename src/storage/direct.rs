@@ -1,24 +1,25 @@
-//! The direct allocator: a segment an allocation, and nothing kept.
+//! The direct allocator: one segment per allocation, and no cache.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use super::allocator::Allocator;
-use super::block::{Block, owner_number};
+use super::block::{Block, next_owner_number};
 use super::config::Config;
 use super::driver::Driver;
 use super::segment::Segment;
-use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
+use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, forward_to_ledger, segment_size};
 use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
 
-/// Asks the driver for every allocation and gives each back when it is freed (PyTorch under
-/// `PYTORCH_NO_CUDA_MEMORY_CACHING`): slow, and the right thing for finding out who holds what, or for sharing a device.
+/// Allocates every block from the driver and releases it when it is freed (PyTorch under
+/// `PYTORCH_NO_CUDA_MEMORY_CACHING`). Slow, but useful for finding out which code holds memory, or for sharing a
+/// device.
 ///
-/// What is reserved is what is allocated: there is no cache to empty. Streams need no care either: a driver keeps a
-/// buffer that was given back until the work that uses it is done. That also is why a full device is waited for once,
-/// before the error: buffers given back may only then be gone.
+/// Reserved bytes equal allocated bytes, and there is no cache to empty. Streams need no tracking, because a driver
+/// keeps a released buffer until the work that uses it is done. For the same reason, a full device is waited for once
+/// before an error: released buffers may be gone only then.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -35,29 +36,29 @@ use crate::device::lock;
 pub struct DirectAllocator {
     driver: Arc<dyn Driver>,
     number: u32,
-    books: Mutex<Books>,
+    ledger: Mutex<SegmentLedger>,
 }
 
 impl DirectAllocator {
-    /// An allocator over this driver's memory. Of the configuration, the limits count.
+    /// Creates an allocator over `driver`'s memory. Uses only the configuration's limits.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where the configuration contradicts itself.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<DirectAllocator> {
         config.check()?;
-        let books = Mutex::new(Books::new(&*driver, &config));
-        Ok(DirectAllocator { driver, number: owner_number(), books })
+        let ledger = Mutex::new(SegmentLedger::new(&*driver, &config));
+        Ok(DirectAllocator { driver, number: next_owner_number(), ledger })
     }
 
-    /// A new segment, or why there is none.
-    fn grow(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, String>> {
+    /// Creates a segment. The inner error says why there is none.
+    fn create_segment(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, String>> {
         let elsewhere = self.driver.held_elsewhere();
-        if let Some(why) = lock(&self.books).begin(size, elsewhere) {
+        if let Some(why) = lock(&self.ledger).reserve_room(size, elsewhere) {
             return Ok(Err(why));
         }
-        let made = make(&*self.driver, size, None, requested);
+        let made = create_segment(&*self.driver, size, None, requested);
         let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
-        lock(&self.books).end(size, stream, segment.map(|segment| &**segment));
+        lock(&self.ledger).finish_creation(size, stream, segment.map(|segment| &**segment));
         made
     }
 }
@@ -69,32 +70,32 @@ impl fmt::Debug for DirectAllocator {
 }
 
 impl Allocator for DirectAllocator {
-    answer_from_books!(self, lock(&self.books));
+    forward_to_ledger!(self, lock(&self.ledger));
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
-        let mut made = self.grow(size, bytes, stream)?;
+        let mut made = self.create_segment(size, bytes, stream)?;
         if made.is_err() && self.driver.make_room_elsewhere(size)? {
-            made = self.grow(size, bytes, stream)?;
+            made = self.create_segment(size, bytes, stream)?;
         }
-        if made.is_err() && size as u64 <= lock(&self.books).limit() {
+        if made.is_err() && size as u64 <= lock(&self.ledger).limit() {
             self.driver.synchronize()?;
-            let mut books = lock(&self.books);
-            books.stats.num_alloc_retries += 1;
-            books.stats.num_sync_all_streams += 1;
-            drop(books);
-            made = self.grow(size, bytes, stream)?;
+            let mut ledger = lock(&self.ledger);
+            ledger.stats.num_alloc_retries += 1;
+            ledger.stats.num_sync_all_streams += 1;
+            drop(ledger);
+            made = self.create_segment(size, bytes, stream)?;
         }
-        let mut books = lock(&self.books);
+        let mut ledger = lock(&self.ledger);
         match made {
             Ok(segment) => {
-                // SAFETY: the segment is new and nobody else's.
+                // SAFETY: the segment is new, so no other block refers to it.
                 let mut block = unsafe { Block::new(&segment, 0, size, bytes) }?;
                 block.owner = self.number;
-                books.taken(segment.address(), stream, bytes);
+                ledger.record_allocation(segment.address(), stream, bytes);
                 Ok(block)
             }
-            Err(why) => Err(books.out_of_memory(bytes, stream, &why, Unused::default())),
+            Err(why) => Err(ledger.out_of_memory(bytes, stream, &why, ReleasedMemory::default())),
         }
     }
 
@@ -103,10 +104,10 @@ impl Allocator for DirectAllocator {
             return;
         }
         let address = block.segment().address();
-        drop(block); // the last share of the segment: the driver has it back before the books say so
-        let mut books = lock(&self.books);
-        books.given_back(address);
-        books.released(address);
+        drop(block); // releases the segment before the statistics change
+        let mut ledger = lock(&self.ledger);
+        ledger.record_free(address);
+        ledger.record_release(address);
     }
 
     fn record_stream(&self, _: &Block, _: StreamId) {}

@@ -1,4 +1,4 @@
-//! Memory of the host that goes to other libraries, and comes from them, as DLPack describes it.
+//! Exchange of host memory with other libraries through DLPack.
 
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -8,11 +8,11 @@ use dlpark::ffi::{DLDataType, DLDevice, DLDeviceType};
 use dlpark::metadata::Dynamic;
 use dlpark::{DlpackFlags, Managed, ManagedTensorBase, versioned};
 
-use super::allocation::{Adopted, Backing, Bytes, Storage};
-use super::import::Foreign;
+use super::allocation::{Adopted, Backing, HostBytes, Storage};
+use super::import::ForeignHostMemory;
 use crate::{DType, Device, Error, Result};
 
-/// DLPack's names of the dtypes.
+/// DLPack's type for each dtype.
 const DTYPES: [(DType, DLDataType); 9] = [
     (DType::F32, DLDataType::F32),
     (DType::F16, DLDataType::F16),
@@ -26,11 +26,11 @@ const DTYPES: [(DType, DLDataType); 9] = [
 ];
 
 impl Storage {
-    /// Elements of a storage of the CPU device for other libraries. From now on it never moves, and it is kept until they are
-    /// done.
+    /// Exports elements of a storage on the CPU device. From now on the storage never moves, and it is kept alive until
+    /// the consumer releases the tensor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another device, and [`Error::DeviceLost`] where a transfer may still be using the bytes.
+    /// [`Error::Invalid`] for another device, and [`Error::DeviceLost`] if a transfer may still be using the bytes.
     pub(crate) fn to_dlpack(
         &self,
         dtype: DType,
@@ -50,7 +50,7 @@ impl Storage {
         }
         let _locked = self.allocation().host_lock().map(|lock| lock.read().unwrap_or_else(PoisonError::into_inner));
         if let Some(pinned) = self.allocation().pinned() {
-            pinned.check(true)?;
+            pinned.wait_and_check(true)?;
         }
         let data = match shape.contains(&0) {
             true => ptr::null_mut(),
@@ -60,13 +60,14 @@ impl Storage {
         let made = Dynamic::new(shape, strides).initialize(Box::new(self.clone()));
         let mut made = made.map_err(|e| Error::invalid("to_dlpack", e.to_string()))?;
         made.set_data(data).set_device(DLDevice::CPU).set_dtype(described);
-        // SAFETY: the storage, which the tensor owns, keeps the elements where they are; shape and strides are those of a
-        // tensor in it, copied; and consumers may write to it, as views may.
+        // SAFETY: the storage, which the tensor owns, keeps the elements in place. Shape and strides are copies of
+        // those of a tensor in the storage. Consumers may write to the storage, as views may.
         Ok(unsafe { made.finish() })
     }
 }
 
-/// A tensor of another library in memory of the host, which [`Tensor::from_dlpack`](crate::Tensor::from_dlpack) makes a tensor.
+/// A tensor of another library in host memory, which [`Tensor::from_dlpack`](crate::Tensor::from_dlpack) turns into a
+/// tensor.
 ///
 /// ```
 /// use claystone::storage::DlpackMemory;
@@ -83,26 +84,32 @@ pub struct DlpackMemory {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     pub(crate) strides: Vec<isize>,
-    /// Of the first element, in elements.
+    /// Offset of the first element, in elements.
     pub(crate) offset: usize,
 }
 
 impl DlpackMemory {
-    /// Takes over a tensor, whose owner is told when the last handle on the memory is dropped. Nothing is copied, unless the
-    /// tensor is read-only, as a tensor here may always be written to.
+    /// Takes over a tensor; its owner is notified when the last handle on the memory is dropped. Nothing is copied,
+    /// unless the tensor is read-only: tensors of this crate can always be written to.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that is not in memory of the host, has elements of a type that [`DType`] does not have
-    /// or at an address that they cannot have, has elements that may overlap (those that broadcasting repeats aside), or is not
-    /// described as DLPack asks for.
+    /// [`Error::Invalid`] if the tensor
+    /// - is not in host memory,
+    /// - has an element type that [`DType`] does not have,
+    /// - has a misaligned first element,
+    /// - has elements that may overlap, except those repeated by broadcasting, or
+    /// - violates the DLPack specification.
     ///
     /// # Safety
-    /// The tensor keeps to DLPack: until it is told that they are not used any more, all bytes from the first element to the last,
-    /// those between elements as well, are there and initialised, and writable unless the tensor is marked as read-only, which one
-    /// of before DLPack 1.0 cannot be; the elements are values of their type (bools are 0 or 1). Meanwhile nobody writes to these
-    /// bytes while they are used here, or uses them while they are written to here. That includes other tensors of this crate
-    /// over the same bytes, as that which [`Tensor::to_dlpack`](crate::Tensor::to_dlpack) was called on: no operation may read
-    /// one and write to the other.
+    /// The tensor follows the DLPack specification. Until its owner is notified, all bytes from the first element to
+    /// the last, including the bytes between elements, exist and are initialised. The bytes are writable unless the
+    /// tensor is marked as read-only, which a tensor from before DLPack 1.0 cannot be. The elements are valid values of
+    /// their type (bools are 0 or 1).
+    ///
+    /// Meanwhile no other code writes to these bytes while they are used here, or uses them while they are written to
+    /// here. This includes other tensors of this crate over the same bytes, such as the tensor that
+    /// [`Tensor::to_dlpack`](crate::Tensor::to_dlpack) was called on. No operation may read one of these tensors and
+    /// write to another.
     pub unsafe fn new<M: ManagedTensorBase + 'static>(dlpack: Managed<M>) -> Result<DlpackMemory> {
         let invalid = |reason: String| Error::invalid("from_dlpack", reason);
         let tensor = dlpack.validate().map_err(|e| invalid(e.to_string()))?;
@@ -123,27 +130,28 @@ impl DlpackMemory {
             let storage = Storage::new(Device::Cpu, 0, Backing::Empty);
             return Ok(DlpackMemory { storage, dtype, strides: vec![0; shape.len()], shape, offset: 0 });
         }
-        let (before, count) = extent(&shape, &strides).map_err(invalid)?;
+        let (before, count) = memory_extent(&shape, &strides).map_err(invalid)?;
         let size = dtype.size();
-        let too_large = || invalid("the elements are further apart than memory is large".into());
+        let too_large = || invalid("the elements span more bytes than there are addresses".into());
         let bytes = count.checked_mul(size).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or_else(too_large)?;
         let at = usize::try_from(tensor.byte_offset()).ok().ok_or_else(too_large)?;
         let base = NonNull::new(tensor.data_ptr().cast_mut().cast::<u8>());
         let base = base.ok_or_else(|| invalid("the data pointer is null".into()))?;
-        // In the tensor's memory, which the caller promises is there.
+        // Inside the tensor's memory, as the caller promises.
         let start = base.as_ptr().wrapping_add(at).wrapping_sub(before * size);
         let Some(start) = NonNull::new(start).filter(|start| start.addr().get().is_multiple_of(size)) else {
-            return Err(invalid(format!("the elements begin at {start:p}, where no {dtype} can")));
+            return Err(invalid(format!("the elements begin at {start:p}, which is misaligned for {dtype}")));
         };
         let storage = match dlpack.flags().contains(DlpackFlags::READ_ONLY) {
             true => {
                 let copy = Storage::alloc(Device::Cpu, bytes)?;
-                // SAFETY: the bytes from the first element to the last, which the caller promises are there and not changed.
+                // SAFETY: the bytes from the first element to the last, which the caller promises exist and do not
+                // change.
                 copy.write(0, unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })?;
                 copy
             }
             false => {
-                let memory = Bytes::Foreign(Foreign::new(start, dlpack));
+                let memory = HostBytes::Foreign(ForeignHostMemory::new(start, dlpack));
                 Storage::new(Device::Cpu, bytes, Backing::Adopted(Adopted::new(memory)))
             }
         };
@@ -151,25 +159,25 @@ impl DlpackMemory {
     }
 }
 
-/// How many elements before the first one the memory of a tensor that has some begins, and how many there are from there to its
-/// end, those between its own included.
+/// Returns how many elements of a non-empty tensor's memory are before its first element, and how many there are in
+/// total. Both include gaps between elements.
 ///
 /// # Errors
-/// A sentence about elements that overlap, or are too far apart.
-fn extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> {
+/// The reason, if elements overlap or are too far apart.
+fn memory_extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> {
     let mut dims: Vec<(usize, isize)> = shape.iter().copied().zip(strides.iter().copied()).collect();
     dims.retain(|&(size, stride)| size > 1 && stride != 0);
     dims.sort_unstable_by_key(|&(_, stride)| stride.unsigned_abs());
     let (mut before, mut count) = (0usize, 1usize);
     for (size, stride) in dims {
-        // Each element of a dimension comes behind all elements of the dimensions inside it.
+        // Each stride must step over all elements of the dimensions with smaller strides.
         if stride.unsigned_abs() < count {
             return Err(format!("elements of strides {strides:?} may overlap: copy the tensor first"));
         }
         let reach = (size - 1).checked_mul(stride.unsigned_abs());
         let end = reach.and_then(|reach| count.checked_add(reach)).filter(|&end| isize::try_from(end).is_ok());
         let (Some(reach), Some(end)) = (reach, end) else {
-            return Err(format!("elements of strides {strides:?} are further apart than memory is large"));
+            return Err(format!("elements of strides {strides:?} span more bytes than there are addresses"));
         };
         (before, count) = (before + if stride < 0 { reach } else { 0 }, end);
     }
@@ -181,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn extents_are_those_of_the_elements() {
+    fn extents_cover_the_elements() {
         for (shape, strides, want) in [
             (&[][..], &[][..], Some((0, 1))),
             (&[2, 3], &[3, 1], Some((0, 6))),
@@ -195,7 +203,7 @@ mod tests {
             (&[3], &[isize::MAX], None),
             (&[2, 3], &[isize::MIN, isize::MAX], None),
         ] {
-            assert_eq!(extent(shape, strides).ok(), want, "{shape:?} {strides:?}");
+            assert_eq!(memory_extent(shape, strides).ok(), want, "{shape:?} {strides:?}");
         }
     }
 }

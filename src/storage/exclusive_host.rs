@@ -1,50 +1,52 @@
-//! Host memory that has one owner, who reads and writes it without a lock.
+//! Host memory with a single owner, who reads and writes it without a lock.
 //!
-//! It may be what an OpenCL device works on in place: that is mapped as long as the owner sees it.
+//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped while the owner has
+//! access.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 
-use super::allocation::{Storage, alone};
+use super::allocation::{Storage, get_mut_if_unique};
 use super::block::Block;
 use super::driver::opencl::MappedHost;
 use crate::{Device, Element, Error, Result, elements};
 
-/// Elements of a storage that nobody else has a handle on, nor gets one, in memory of the host that stays where it is.
+/// The elements of a storage that has one handle and cannot get another, in host memory that does not move.
 pub(crate) struct ExclusiveHost<T> {
-    /// Ended before the storage.
+    /// Unmapped before the storage is dropped.
     mapped: Option<MappedHost>,
     storage: Storage,
-    /// Whether the block may move again after this.
+    /// True if the block may move again after this access.
     could_move: bool,
     start: NonNull<T>,
     count: usize,
 }
 
-// SAFETY: it owns its elements as a `Box<[T]>` does: there is no other handle on them, and its own is never lent.
+// SAFETY: `ExclusiveHost` owns its elements as a `Box<[T]>` does: its storage handle is the only one, and is never
+// lent.
 unsafe impl<T: Send> Send for ExclusiveHost<T> {}
-// SAFETY: as above; a shared one gives out shared elements only.
+// SAFETY: as above. A shared `ExclusiveHost` gives out only shared references to elements.
 unsafe impl<T: Sync> Sync for ExclusiveHost<T> {}
 
 impl<T: Element> ExclusiveHost<T> {
-    /// The `count` elements from byte `offset` on.
+    /// Takes exclusive access to `count` elements from byte `offset` on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where bytes are no elements; for what is not in memory of the host, and where there is another
-    /// handle. [`Error::DeviceLost`] where a transfer may still be using them; where they are to be mapped, what a kernel found
-    /// wrong and what the driver refuses.
+    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or it has another
+    /// handle. [`Error::DeviceLost`] if a transfer may still be using the bytes. If the memory must be mapped, also
+    /// kernel faults and errors that the driver reports.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
         storage.check_memory()?;
         let is_host_buffer = storage.is_host_buffer();
-        if storage.device() != Device::Cpu && !is_host_buffer || alone(&mut storage.0).is_none() {
-            return Err(Error::invalid(op, format!("{storage:?} are not one handle's alone")));
+        if storage.device() != Device::Cpu && !is_host_buffer || get_mut_if_unique(&mut storage.0).is_none() {
+            return Err(Error::invalid(op, format!("{storage:?} are not in host memory with a single owner")));
         }
         if let Some(pinned) = storage.allocation().pinned() {
-            pinned.check(true)?;
+            pinned.wait_and_check(true)?;
         }
         let could_move = storage.allocation().block().is_some_and(Block::pin);
-        // From here on, also where an error is returned, dropping it lets the block go.
+        // From here on, dropping `exclusive` unpins the block, also when an error is returned.
         let mut exclusive = ExclusiveHost { mapped: None, storage, could_move, start: NonNull::dangling(), count: 0 };
         if is_host_buffer {
             exclusive.mapped = Some(exclusive.storage.map_host_buffer()?);
@@ -57,18 +59,18 @@ impl<T: Element> ExclusiveHost<T> {
         let Some(end) = bytes.and_then(|bytes| bytes.checked_add(offset)).filter(|&end| end <= size) else {
             return Err(Error::invalid(op, format!("{count} elements at {offset} are not in a storage of {size}")));
         };
-        // SAFETY: inside the storage's bytes, or their end.
+        // SAFETY: `offset` is at most `end`, which is at most the size of the storage.
         let start = unsafe { start.add(offset) };
-        // SAFETY: bytes of the storage, all initialised. Nobody writes to them: there is no other handle, and the block is
-        // pinned, so that they are not moved either.
+        // SAFETY: these are initialised bytes of the storage. No one writes to them, because there is no other
+        // handle. The block is pinned, so the bytes do not move.
         elements::<T>(op, unsafe { slice::from_raw_parts(start.as_ptr(), end - offset) })?;
         (exclusive.start, exclusive.count) = (start.cast(), count);
         Ok(exclusive)
     }
 
-    /// The storage again, as it was before.
+    /// Returns the storage in its former state.
     pub(crate) fn into_storage(self) -> Storage {
-        self.storage.clone() // and `self`, who sees the elements no more, lets the block go
+        self.storage.clone() // dropping `self` unpins the block
     }
 }
 
@@ -84,15 +86,15 @@ impl<T> Deref for ExclusiveHost<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `new` found so many aligned, valid elements there, where they stay as long as this lives. Nobody else
-        // reaches them, and this is borrowed as long as the slice is used.
+        // SAFETY: `new` checked that `count` aligned, valid elements start here, and they do not move while `self`
+        // lives. No other handle reaches them, and `self` is borrowed as long as the slice is used.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.count) }
     }
 }
 
 impl<T> DerefMut for ExclusiveHost<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and borrowed exclusively.
+        // SAFETY: as in `deref`, with `self` borrowed exclusively.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.count) }
     }
 }

@@ -1,4 +1,4 @@
-//! Callbacks of programs, for when memory runs short.
+//! Callbacks of the program for when memory runs short.
 
 use std::cell::Cell;
 use std::fmt;
@@ -7,26 +7,27 @@ use std::sync::{Arc, Mutex};
 use crate::Device;
 use crate::device::lock;
 
-/// What may free memory, and says whether it did.
+/// A callback that may free memory, and returns true if it did.
 pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
-/// What is told that memory ran out.
+/// A callback that is told of each failed allocation.
 pub type OomObserver = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
 
-/// An allocation that failed for want of memory, as observers see it: just before the error is returned.
+/// An allocation that failed for want of memory, reported just before the error is returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutOfMemoryEvent {
     /// The device that is full.
     pub device: Device,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub requested: usize,
-    /// Bytes of segments the allocator may hold in all: the device's memory, or its limit.
+    /// Bytes of segments that the allocator may hold in total: the device's memory, or the limit.
     pub allowed: u64,
-    /// Bytes of the device's memory that this allocator has not taken. Others may have: OpenCL cannot tell.
+    /// Bytes of the device's memory that this allocator does not hold. Other programs may hold some of them; OpenCL
+    /// cannot tell.
     pub device_free: u64,
 }
 
-/// Keeps a callback in place. Dropping it removes the callback; a call under way is not waited for.
+/// Keeps a callback registered. Dropping the value removes the callback, without waiting for a call in progress.
 #[must_use = "dropping it removes the callback"]
 pub struct Registration(Option<Box<dyn FnOnce() + Send + Sync>>);
 
@@ -44,22 +45,22 @@ impl Drop for Registration {
     }
 }
 
-/// Callbacks in the order in which they were added.
-struct List<F: ?Sized>(Arc<Mutex<Vec<Arc<F>>>>);
+/// Callbacks in the order of registration.
+struct CallbackList<F: ?Sized>(Arc<Mutex<Vec<Arc<F>>>>);
 
-impl<F: ?Sized> Default for List<F> {
-    fn default() -> List<F> {
-        List(Arc::default())
+impl<F: ?Sized> Default for CallbackList<F> {
+    fn default() -> CallbackList<F> {
+        CallbackList(Arc::default())
     }
 }
 
-impl<F: ?Sized + Send + Sync + 'static> List<F> {
+impl<F: ?Sized + Send + Sync + 'static> CallbackList<F> {
     fn add(&self, hook: Arc<F>) -> Registration {
         lock(&self.0).push(Arc::clone(&hook));
         let list = Arc::downgrade(&self.0);
         Registration(Some(Box::new(move || {
             let Some(list) = list.upgrade() else { return };
-            // Dropped after the lock: what a callback holds may want this list when it goes.
+            // Dropped after the lock is released: dropping a callback's captures may lock this list.
             let mut hooks = lock(&list);
             let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
             drop(hooks);
@@ -72,24 +73,25 @@ impl<F: ?Sized + Send + Sync + 'static> List<F> {
     }
 }
 
-/// The callbacks of one allocator.
+/// An allocator's callbacks.
 #[derive(Default)]
 pub(super) struct Hooks {
-    free_memory: List<FreeMemory>,
-    observers: List<OomObserver>,
+    free_memory: CallbackList<FreeMemory>,
+    observers: CallbackList<OomObserver>,
 }
 
-thread_local!(static INSIDE: Cell<bool> = const { Cell::new(false) });
+// True while this thread is inside a callback.
+thread_local!(static IS_IN_CALLBACK: Cell<bool> = const { Cell::new(false) });
 
-/// Runs `f`, unless this thread is inside of such a call already: a callback that allocates, and fails, calls none.
-fn outermost<R>(f: impl FnOnce() -> R) -> Option<R> {
+/// Runs `f`, unless this thread is already inside a callback: an allocation that fails within a callback calls none.
+fn run_unless_nested<R>(f: impl FnOnce() -> R) -> Option<R> {
     struct Reset;
     impl Drop for Reset {
         fn drop(&mut self) {
-            INSIDE.set(false);
+            IS_IN_CALLBACK.set(false);
         }
     }
-    if INSIDE.replace(true) {
+    if IS_IN_CALLBACK.replace(true) {
         return None;
     }
     let _reset = Reset;
@@ -105,18 +107,19 @@ impl Hooks {
         self.observers.add(Arc::from(observe))
     }
 
-    /// Calls every free-memory callback; says whether any freed something.
-    pub(super) fn ask_for_memory(&self) -> bool {
+    /// Calls every free-memory callback. Returns true if any of them freed memory.
+    pub(super) fn call_free_memory_callbacks(&self) -> bool {
         let callbacks = self.free_memory.all();
-        !callbacks.is_empty() && outermost(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
+        !callbacks.is_empty()
+            && run_unless_nested(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
     }
 
-    /// Calls every observer, if there are any, with the event that `describe` gives.
-    pub(super) fn tell_observers(&self, describe: impl FnOnce() -> OutOfMemoryEvent) {
+    /// Calls every observer with the event that `describe` returns.
+    pub(super) fn notify_observers(&self, describe: impl FnOnce() -> OutOfMemoryEvent) {
         let observers = self.observers.all();
         if !observers.is_empty() {
             let event = describe();
-            outermost(|| observers.iter().for_each(|observe| observe(&event)));
+            run_unless_nested(|| observers.iter().for_each(|observe| observe(&event)));
         }
     }
 }

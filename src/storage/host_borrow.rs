@@ -1,4 +1,4 @@
-//! Elements of the CPU device that a closure reads where they are, without a lock.
+//! Closures that read elements of the CPU device in place, without holding a lock.
 
 use std::slice;
 use std::sync::{PoisonError, RwLock};
@@ -7,9 +7,8 @@ use super::allocation::Storage;
 use super::block::Borrows;
 use crate::{Element, Error, Result, elements};
 
-/// The error of a write while a closure reads.
 #[cold]
-pub(super) fn refused() -> Error {
+pub(super) fn write_during_read_error() -> Error {
     let reason = "a closure of Tensor::with_host is reading the elements: write to them when it has returned";
     Error::invalid("with_host", reason)
 }
@@ -20,28 +19,28 @@ struct HostBorrow<'a>(&'a RwLock<Borrows>);
 impl<'a> HostBorrow<'a> {
     fn new(lock: &'a RwLock<Borrows>) -> HostBorrow<'a> {
         let borrow = HostBorrow(lock);
-        borrow.count(Borrows::begin);
+        borrow.update_count(Borrows::add_reader);
         borrow
     }
 
-    fn count(&self, change: impl FnOnce(&Borrows)) {
+    fn update_count(&self, change: impl FnOnce(&Borrows)) {
         change(&self.0.read().unwrap_or_else(PoisonError::into_inner));
     }
 }
 
 impl Drop for HostBorrow<'_> {
     fn drop(&mut self) {
-        self.count(Borrows::end);
+        self.update_count(Borrows::remove_reader);
     }
 }
 
 impl Storage {
-    /// Calls `f` with the `count` elements from byte `offset` on, of a storage on the CPU device. `f` may use the storage: to
-    /// write to it is an error meanwhile, for every thread.
+    /// Calls `f` with `count` elements of a storage on the CPU device, starting at byte `offset`. `f` may use the
+    /// storage, but until `f` returns a write to the storage is an error in every thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where bytes are no elements, and for a storage elsewhere; [`Error::DeviceLost`] where a transfer may
-    /// still be writing to the bytes.
+    /// [`Error::Invalid`] if the bytes are not valid elements, and for a storage on another device.
+    /// [`Error::DeviceLost`] if a transfer may still be writing to the bytes.
     pub(crate) fn with_elements<T: Element, R>(
         &self,
         op: &'static str,
@@ -49,7 +48,7 @@ impl Storage {
         count: usize,
         f: impl FnOnce(&[T]) -> R,
     ) -> Result<R> {
-        let range = self.range(op, offset, count.saturating_mul(size_of::<T>()))?;
+        let range = self.checked_range(op, offset, count.saturating_mul(size_of::<T>()))?;
         if range.is_empty() {
             return Ok(f(&[]));
         }
@@ -59,11 +58,12 @@ impl Storage {
         let borrow = HostBorrow::new(allocation.host_lock().ok_or_else(elsewhere)?);
         if let Some(pinned) = allocation.pinned() {
             let _locked = borrow.0.read().unwrap_or_else(PoisonError::into_inner);
-            pinned.check(false)?;
+            pinned.wait_and_check(false)?;
         }
         let (start, _) = allocation.host_range();
-        // SAFETY: `range` is inside the storage's initialised bytes, which live as long as the borrowed storage. Who writes to
-        // or moves them has the lock for writing and finds the count above 0, and so does neither until `borrow` is dropped.
+        // SAFETY: `range` is inside the storage's initialised bytes, which live as long as the borrowed storage. A
+        // thread that writes or moves the bytes takes the lock for writing, finds the count above 0, and does neither
+        // until `borrow` is dropped.
         let bytes = unsafe { slice::from_raw_parts(start.as_ptr().add(range.start), range.len()) };
         let result = elements::<T>(op, bytes).map(f);
         drop(borrow);

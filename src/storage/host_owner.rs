@@ -1,4 +1,4 @@
-//! Memory of the host that something else owns, as storages that keep the owner.
+//! Storages over host memory that another object owns; the storage keeps the owner alive.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -6,30 +6,33 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use super::allocation::{Adopted, Backing, Bytes, Storage};
+use super::allocation::{Adopted, Backing, HostBytes, Storage};
 use super::block::Block;
 use super::driver::opencl::{MappedHost, OpenCl};
-use super::import::{Foreign, Imported, lent};
+use super::import::{ForeignHostMemory, ImportedBuffers, storage_of_external_block};
 use super::segment::Segment;
 use crate::device::capture;
 use crate::{Device, Element, Result};
 
-/// Kernels read and write vectors of so many bytes.
-const VECTOR: usize = 16;
+/// Size, in bytes, of the vectors that kernels read and write.
+const VECTOR_BYTES: usize = 16;
 
-/// An owner of memory, on the heap so that its own parts stay where they are. Nobody looks at it again but to drop it.
+/// An owner of memory, boxed so that the memory does not move if it is inside the owner. The owner is never accessed
+/// again, only dropped.
 pub(super) struct HostOwner {
+    /// The boxed owner.
     owner: NonNull<dyn Send>,
+    /// Whether to leave the owner, and the memory, alive for ever.
     leaked: AtomicBool,
 }
 
-// SAFETY: it is only dropped, by one thread, and may be sent there.
+// SAFETY: the owner is only dropped, by one thread, and may be sent there.
 unsafe impl Send for HostOwner {}
-// SAFETY: as above; nobody is given a reference to the owner.
+// SAFETY: as above; no reference to the owner is ever given out.
 unsafe impl Sync for HostOwner {}
 
 impl HostOwner {
-    /// Has the owner, and with it the memory, never dropped.
+    /// Prevents the owner, and the memory with it, from being dropped.
     pub(super) fn leak(&self) {
         self.leaked.store(true, Relaxed);
     }
@@ -38,7 +41,7 @@ impl HostOwner {
 impl Drop for HostOwner {
     fn drop(&mut self) {
         if !self.leaked.load(Relaxed) {
-            // SAFETY: made from a box, and dropped here, once.
+            // SAFETY: made from a box, and dropped only here, once.
             drop(unsafe { Box::from_raw(self.owner.as_ptr()) });
         }
     }
@@ -50,7 +53,7 @@ impl fmt::Debug for HostOwner {
     }
 }
 
-/// Elements together with what owns them.
+/// Elements together with their owner.
 pub(crate) struct HostElements<T> {
     start: NonNull<T>,
     count: usize,
@@ -58,65 +61,64 @@ pub(crate) struct HostElements<T> {
 }
 
 impl<T: Element> HostElements<T> {
-    /// The elements that `memory` gives, once.
+    /// Takes the elements from `memory` by one call of `as_mut`.
     pub(crate) fn new<M: AsMut<[T]> + Send + 'static>(memory: M) -> HostElements<T> {
         let memory = NonNull::from(Box::leak(Box::new(memory)));
         let owner = HostOwner { owner: memory, leaked: AtomicBool::new(false) };
-        // SAFETY: nobody else has it. The elements are borrowed from it exclusively, and so nobody's as long as nobody looks
-        // at it, which is as long as it lives.
+        // SAFETY: no other code has a pointer to the memory. The elements are borrowed from `memory` exclusively, and
+        // `memory` is not accessed again as long as it lives.
         let elements = unsafe { (*memory.as_ptr()).as_mut() };
         HostElements { start: NonNull::from(&mut *elements).cast(), count: elements.len(), owner }
     }
 
-    /// How many.
     pub(crate) fn len(&self) -> usize {
         self.count
     }
 
-    /// A storage on a device: the memory itself, kept with its owner, or a copy of it.
+    /// Makes a storage on a device: the memory itself with its owner if the device can use it in place, or a copy.
     ///
     /// # Errors
-    /// Those of a copy.
+    /// Errors of a copy.
     pub(crate) fn into_storage(self, device: Device) -> Result<Storage> {
         let (start, bytes) = (self.start.cast::<u8>(), self.count * size_of::<T>());
         if bytes == 0 {
             return Storage::alloc(device, 0);
         }
         let Device::OpenCL(index) = device else {
-            let memory = Bytes::Foreign(Foreign::new(start, self.owner));
+            let memory = HostBytes::Foreign(ForeignHostMemory::new(start, self.owner));
             return Ok(Storage::new(device, bytes, Backing::Adopted(Adopted::new(memory))));
         };
         let driver = OpenCl::open(index)?;
-        if start.addr().get().is_multiple_of(VECTOR) && bytes.is_multiple_of(VECTOR) {
-            // SAFETY: the owner is dropped when the buffer was released and what was submitted is over, or never.
-            if let Some(memory) = unsafe { driver.over(start, bytes) } {
+        if start.addr().get().is_multiple_of(VECTOR_BYTES) && bytes.is_multiple_of(VECTOR_BYTES) {
+            // SAFETY: the owner is dropped after the buffer is released and all submitted commands are done, or never.
+            if let Some(memory) = unsafe { driver.wrap_host_memory(start, bytes) } {
                 let segment = Arc::new(Segment::new(memory, bytes));
-                // SAFETY: all of a buffer that nobody else has.
+                // SAFETY: all of a buffer that no other code has.
                 let block = unsafe { Block::new(&segment, 0, bytes, bytes)? };
-                return Ok(lent(driver, block, Some(self.owner)));
+                return Ok(storage_of_external_block(driver, block, Some(self.owner)));
             }
         }
         let storage = Storage::alloc(device, bytes)?;
-        // SAFETY: elements that nobody else uses, borrowed until they are copied.
+        // SAFETY: elements that no other code uses, borrowed until they are copied.
         storage.write(0, unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })?;
         Ok(storage)
     }
 }
 
 impl Storage {
-    /// Whether it is memory of the host that its OpenCL device works on in place, in a buffer of its own.
+    /// True if the bytes are host memory that the OpenCL device uses in place, through a buffer of its own.
     pub(crate) fn is_host_buffer(&self) -> bool {
         let Backing::OpenCl(_, lease) = &self.allocation().backing else { return false };
-        let imported = (lease.allocator() as &dyn std::any::Any).downcast_ref::<Imported>();
+        let imported = (lease.allocator() as &dyn std::any::Any).downcast_ref::<ImportedBuffers>();
         imported.is_some_and(|imported| imported.host.is_some())
     }
 
-    /// Maps that memory, of which this is the only handle, for the host. Waits for the device.
+    /// Maps the host memory, of which this is the only handle, for the host. Waits for the device.
     ///
     /// # Errors
-    /// While a graph is captured, and what the driver refuses.
+    /// If a graph is being captured, and errors of the driver.
     pub(super) fn map_host_buffer(&self) -> Result<MappedHost> {
-        capture::refuse(self.device(), "read", "no values are computed yet that could be read")?;
+        capture::refuse_while_capturing(self.device(), "read", "no values are computed yet that could be read")?;
         self.cl()?.map()
     }
 }

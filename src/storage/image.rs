@@ -15,13 +15,15 @@ use super::{registry, scope};
 use crate::device::capture;
 use crate::{Device, Error, Result};
 
-/// An image of two dimensions of an OpenCL device: a [`Storage`] of pixels, which kernels read with `read_imagef` and no tensor
-/// can be a view of. Tensors are converted by [`Tensor::to_image`](crate::Tensor::to_image).
+/// A two-dimensional image of an OpenCL device: a [`Storage`] of pixels, which kernels read with `read_imagef`. No
+/// tensor can be a view of an image; [`Tensor::to_image`](crate::Tensor::to_image) converts tensors.
 ///
-/// Images come from a pool of the device's own, with the rules of MNN's: a free image of the same format that is at least as
-/// wide and as high serves, of several the one with the least area to spare. It goes back to the pool with the last handle.
-/// [`Device::memory_stats`], snapshots and limits count images, and what the pool does not use makes room for tensors, as theirs
-/// does for images.
+/// Images come from a pool per device that follows the rules of MNN's pool. A free image serves a request if it has the
+/// same format and is at least as wide and as high. Of several such images, the pool takes the one with the least
+/// excess area. An image returns to the pool when its last handle is dropped.
+///
+/// [`Device::memory_stats`], snapshots and limits include images. Unused images are released to make room for tensors,
+/// and unused memory of tensors to make room for images.
 ///
 /// ```
 /// use claystone::Device;
@@ -46,18 +48,22 @@ pub struct Image {
 }
 
 impl Image {
-    /// An image with unspecified contents, for work on this thread's current stream.
+    /// Makes an image with unspecified contents, for work on this thread's current stream.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a device without images, an image without pixels or one beyond the device's limits
-    /// ([`ImageLimits::size_2d`](crate::device::ImageLimits::size_2d)); [`Error::OutOfMemory`] where there is no room for it.
+    /// [`Error::Invalid`] for a device without images, and for an image without pixels or beyond the device's limits
+    /// ([`ImageLimits::size_2d`](crate::device::ImageLimits::size_2d)); [`Error::OutOfMemory`] if there is no room.
     #[track_caller]
     pub fn new(device: Device, desc: ImageDesc, kind: StorageType) -> Result<Image> {
         let _caller = Caller::enter();
         let (Some(pool), Device::OpenCL(index)) = (pool(device)?, device) else {
             return Err(Error::invalid("Image::new", format!("{device} has no images: use tensors")));
         };
-        capture::refuse(device, "Image::new", "a replay would not keep the image: make it outside")?;
+        capture::refuse_while_capturing(
+            device,
+            "Image::new",
+            "a replay would not keep the image alive: make it outside the capture",
+        )?;
         let opened = OpenCl::open(index)?;
         let [width, height] = opened.device.image_limits().unwrap_or_default();
         if desc.width == 0 || desc.height == 0 || desc.width > width || desc.height > height {
@@ -66,30 +72,30 @@ impl Image {
             return Err(Error::invalid("Image::new", reason));
         }
         let block = pool.allocate_image(desc, scope::home_stream(device), kind);
-        let block = block.inspect_err(|error| tell_observers(device, &pool, desc.bytes(), error))?;
+        let block = block.inspect_err(|error| notify_observers(device, &pool, desc.bytes(), error))?;
         let lease = Lease { block: ManuallyDrop::new(block), owner: Owner::Scope(pool) };
         Ok(Image { storage: Storage::new(device, desc.bytes(), Backing::OpenCl(opened, lease)), desc })
     }
 
-    /// Its size and format. The `cl_mem` may be wider and higher.
+    /// Returns the size and format. The `cl_mem` may be wider and higher.
     pub fn desc(&self) -> ImageDesc {
         self.desc
     }
 
-    /// Where it is.
+    /// Returns the device the image is on.
     pub fn device(&self) -> Device {
         self.storage.device()
     }
 
-    /// What holds its bytes. No tensor can be made of it.
+    /// Returns the storage that holds the pixels. No tensor can be made of it.
     pub fn storage(&self) -> &Storage {
         &self.storage
     }
 
-    /// The `cl_mem`, as [`Storage::export_cl`] gives it for buffers.
+    /// Returns the `cl_mem`, as [`Storage::export_cl`] does for buffers.
     pub fn export_cl(&self) -> *mut c_void {
         let block = self.storage.allocation().block();
-        block.and_then(OpenCl::image).map_or(std::ptr::null_mut(), |image| image.mem())
+        block.and_then(OpenCl::image_of_block).map_or(std::ptr::null_mut(), |image| image.mem())
     }
 }
 
@@ -100,9 +106,11 @@ impl fmt::Debug for Image {
     }
 }
 
-/// Images are in no allocator that has observers, so those of the device's allocator are told.
-fn tell_observers(device: Device, pool: &PoolAllocator, requested: usize, error: &Error) {
-    let (Error::OutOfMemory { .. }, Ok(allocator), Ok(driver)) = (error, registry::of(device), driver(device)) else {
+/// Reports a failure to the observers of the device's allocator, because the image pool has none of its own.
+fn notify_observers(device: Device, pool: &PoolAllocator, requested: usize, error: &Error) {
+    let (Error::OutOfMemory { .. }, Ok(allocator), Ok(driver)) =
+        (error, registry::device_allocator(device), driver(device))
+    else {
         return;
     };
     let held = allocator.stats().reserved_bytes.current + pool.reserved();

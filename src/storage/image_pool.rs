@@ -1,4 +1,4 @@
-//! The pool that an OpenCL device has its images from, beside the allocator of its buffers.
+//! The pool of an OpenCL device's images, beside the allocator of the device's buffers.
 
 use std::ptr;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use super::allocator::Allocator;
 use super::config::Config;
 use super::derived;
-use super::driver::image::{Elsewhere, count_elsewhere};
+use super::driver::image::{OtherMemoryHolder, register_other_holder};
 use super::driver::opencl::OpenCl;
 use super::driver::{At, Driver, Failure, ImageDesc, Marker, Memory, Progress};
 use super::pool::PoolAllocator;
@@ -15,15 +15,16 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
+/// The image pools of all devices that have used one.
 static POOLS: RwLock<Vec<(Device, Arc<PoolAllocator>)>> = RwLock::new(Vec::new());
 
-/// The pool of a device's images, if anybody has asked for it yet.
+/// Returns the pool of a device's images, if it was made already.
 pub(super) fn existing_pool(device: Device) -> Option<Arc<PoolAllocator>> {
     let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
     pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| Arc::clone(pool))
 }
 
-/// What an allocator has, with the images of its device, which are counted with the buffers there.
+/// Returns an allocator's statistics including the images of its device.
 pub(super) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
     match existing_pool(allocator.device()) {
         Some(images) if ptr::addr_eq(allocator, &*images) => allocator.device().memory_stats().unwrap_or_default(),
@@ -32,7 +33,7 @@ pub(super) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
     }
 }
 
-/// The pool of a device's images; `None` for a device without.
+/// Returns the pool of a device's images, made on first use; `None` for a device without images.
 pub(super) fn pool(device: Device) -> Result<Option<Arc<PoolAllocator>>> {
     let pool = existing_pool(device);
     let (None, Device::OpenCL(index)) = (&pool, device) else { return Ok(pool) };
@@ -40,28 +41,28 @@ pub(super) fn pool(device: Device) -> Result<Option<Arc<PoolAllocator>>> {
     if driver.device.image_limits().is_none() {
         return Ok(None);
     }
-    let made = PoolAllocator::new(Arc::new(Images(driver)), Config::of_process()?.clone())?;
+    let made = PoolAllocator::new(Arc::new(ImageDriver(driver)), Config::from_env_once()?.clone())?;
     let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, pool)) = pools.iter().find(|(of, _)| *of == device) {
         return Ok(Some(Arc::clone(pool)));
     }
     let pool = Arc::new(made);
     pools.push((device, Arc::clone(&pool)));
-    count_elsewhere(device, Arc::new(Pool(Arc::clone(&pool))));
+    register_other_holder(device, Arc::new(PoolAsHolder(Arc::clone(&pool))));
     Ok(Some(pool))
 }
 
-/// Gives back the images of a device that nothing uses, those that were kept with their tensors among them.
+/// Releases a device's unused images, including those cached with their tensors.
 pub(super) fn empty_cache(device: Device) -> Result<()> {
     let Some(pool) = existing_pool(device) else { return Ok(()) };
-    derived::forget_all(device);
+    derived::drop_images_of_device(device);
     pool.empty_cache()
 }
 
-/// The pool as the allocator of buffers sees it.
-struct Pool(Arc<PoolAllocator>);
+/// The image pool as a holder of memory that the driver of buffers counts.
+struct PoolAsHolder(Arc<PoolAllocator>);
 
-impl Elsewhere for Pool {
+impl OtherMemoryHolder for PoolAsHolder {
     fn held(&self) -> u64 {
         self.0.reserved()
     }
@@ -73,12 +74,12 @@ impl Elsewhere for Pool {
     }
 }
 
-/// An OpenCL device as the pool of its images sees it: what is elsewhere are buffers.
+/// An OpenCL device as the image pool's driver. For this driver, the memory held elsewhere is that of buffers.
 #[derive(Debug)]
-struct Images(OpenCl);
+struct ImageDriver(OpenCl);
 
-// SAFETY: the pool gives out whole images of the driver below, which nobody else has.
-unsafe impl Driver for Images {
+// SAFETY: the pool hands out whole images of the driver below, which no other code has.
+unsafe impl Driver for ImageDriver {
     fn device(&self) -> Device {
         self.0.device()
     }
@@ -92,7 +93,7 @@ unsafe impl Driver for Images {
     }
 
     fn create(&self, _bytes: usize) -> Result<Memory, Failure> {
-        Err(Failure::Other(Error::invalid("image", "the pool of images makes no buffers")))
+        Err(Failure::Other(Error::invalid("image", "the image pool creates no buffers")))
     }
 
     fn create_image(&self, image: ImageDesc) -> Result<Memory, Failure> {
@@ -104,11 +105,11 @@ unsafe impl Driver for Images {
     }
 
     fn held_elsewhere(&self) -> u64 {
-        registry::of(self.device()).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
+        registry::device_allocator(self.device()).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
     }
 
     fn make_room_elsewhere(&self, bytes: usize) -> Result<bool> {
-        let allocator = registry::of(self.device())?;
+        let allocator = registry::device_allocator(self.device())?;
         let before = self.held_elsewhere();
         allocator.make_room(bytes)?;
         Ok(self.held_elsewhere() < before)
@@ -146,10 +147,11 @@ unsafe impl Driver for Images {
         self.0.stream_waits(stream, marker)
     }
 
-    // Bytes of images are moved by kernels alone: the driver below refuses these, as images are no buffers.
+    // Only kernels move the bytes of images: the driver below refuses the following calls, because images are not
+    // buffers.
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        // SAFETY: as promised by the caller.
+        // SAFETY: promised by the caller.
         unsafe { self.0.copy(stream, from, to, bytes) }
     }
 

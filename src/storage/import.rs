@@ -1,4 +1,4 @@
-//! Memory that other code owns, as storages.
+//! Storages over memory that other code owns.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::allocation::{Adopted, Backing, Bytes, Lease, Owner, Storage};
+use super::allocation::{Adopted, Backing, HostBytes, Lease, Owner, Storage};
 use super::allocator::Allocator;
 use super::block::Block;
 use super::driver::opencl::OpenCl;
@@ -16,19 +16,21 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Kernels write the last sixteen bytes of a storage whole, and read vectors of as many.
-const WHOLE: usize = 16;
+/// Bytes that kernels access at once at the end of a storage: they write the last 16 bytes whole, and read vectors of
+/// 16 bytes.
+const TAIL_VECTOR_BYTES: usize = 16;
 
-/// Where memory begins that programs for the CPU use as they like.
-const ALIGNED: usize = 64;
+/// Alignment, in bytes, of host memory that other programs fill.
+const HOST_ALIGNMENT_BYTES: usize = 64;
 
 impl Storage {
-    /// `bytes` bytes of an OpenCL buffer that other code made, from `offset` on: the counterpart of
-    /// [`export_cl`](Self::export_cl). The buffer is of the device's own context ([`Device::cl_context`]), and is retained
-    /// while the storage lives. Allocators do not count it.
+    /// Makes a storage of `bytes` bytes at `offset` in an OpenCL buffer that other code created: the counterpart of
+    /// [`export_cl`](Self::export_cl). The buffer must belong to the device's own context ([`Device::cl_context`]), and
+    /// is retained while the storage lives. Allocators do not count it.
     ///
-    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt): finish them before the
-    /// bytes are used here, and [`Stream::synchronize`](crate::Stream::synchronize) before they use them again.
+    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt). Finish them
+    /// before the bytes are used here, and call [`Stream::synchronize`](crate::Stream::synchronize) before they use the
+    /// bytes again.
     ///
     /// ```
     /// use claystone::storage::Storage;
@@ -43,13 +45,19 @@ impl Storage {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for the CPU device, for what is no buffer of the device's context that kernels and the host may read and
-    /// write, for one over host memory that is not at a multiple of 16, and for a range that is not inside, begins elsewhere than at a multiple of 16 bytes, or whose last 16 bytes are
-    /// not: kernels write up to 15 bytes behind the range. What the driver refuses.
+    /// [`Error::Invalid`]
+    /// - for the CPU device;
+    /// - if `buffer` is not a buffer of the device's context that kernels and the host may read and write;
+    /// - if the buffer uses host memory at an address that is not a multiple of 16;
+    /// - if the range is not inside the buffer, does not begin at a multiple of 16 bytes, or leaves no room to write
+    ///   its last 16 bytes whole (kernels write up to 15 bytes behind the range).
+    ///
+    /// Also errors of the driver.
     ///
     /// # Safety
-    /// `buffer` is a `cl_mem` that lives during the call, and is acquired where it is shared with a graphics library. While the storage lives, nobody else writes to the bytes, up to the
-    /// multiple of 16 behind them, while they are used here, and nobody relies on what is in those behind them.
+    /// `buffer` is a `cl_mem` that lives during the call, and is acquired if it is shared with a graphics library. While
+    /// the storage lives, no other code writes to its bytes, or to those up to the next multiple of 16, while the bytes
+    /// are used here. No other code relies on the contents of the bytes between the storage's end and that multiple.
     pub unsafe fn import_cl(device: Device, buffer: *mut c_void, offset: usize, bytes: usize) -> Result<Storage> {
         let fail = |reason: String| Err(Error::invalid("import_cl", reason));
         let Device::OpenCL(index) = device else {
@@ -61,27 +69,27 @@ impl Storage {
             return fail("the buffer is null".into());
         }
         let driver = OpenCl::open(index)?;
-        let (memory, size) = driver.import("import_cl", buffer)?;
-        let whole = bytes.checked_next_multiple_of(WHOLE);
-        if !offset.is_multiple_of(WHOLE)
+        let (memory, size) = driver.import_buffer("import_cl", buffer)?;
+        let whole = bytes.checked_next_multiple_of(TAIL_VECTOR_BYTES);
+        if !offset.is_multiple_of(TAIL_VECTOR_BYTES)
             || whole.and_then(|whole| whole.checked_add(offset)).is_none_or(|end| end > size)
         {
             return fail(format!(
-                "{bytes} bytes at {offset} of a buffer of {size}: begin at a multiple of {WHOLE}, and leave room for the last \
-                 {WHOLE} bytes, which kernels write whole"
+                "{bytes} bytes at {offset} of a buffer of {size}: begin at a multiple of {TAIL_VECTOR_BYTES}, and leave room for the last \
+                 {TAIL_VECTOR_BYTES} bytes, which kernels write whole"
             ));
         }
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
         }
         let segment = Arc::new(Segment::new(memory, size));
-        // SAFETY: the driver said how many bytes there are; that they are nobody else's is the caller's promise.
+        // SAFETY: the driver reported the size; the caller promises that the bytes belong to nobody else.
         let block = unsafe { Block::new(&segment, offset, whole.unwrap_or(bytes), bytes)? };
-        Ok(lent(driver, block, None))
+        Ok(storage_of_external_block(driver, block, None))
     }
 
-    /// `bytes` bytes of the host's memory as a storage of the CPU device, without a copy (PyTorch's `torch.from_blob`).
-    /// `owner` keeps them, and is dropped with the last handle. Allocators do not count them.
+    /// Makes a storage on the CPU device of `bytes` bytes of host memory, without a copy (PyTorch's `torch.from_blob`).
+    /// `owner` keeps the memory alive, and is dropped with the last handle. Allocators do not count the bytes.
     ///
     /// ```
     /// use std::ptr::NonNull;
@@ -96,11 +104,11 @@ impl Storage {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an address that is no multiple of 8, as elements of 8 bytes need.
+    /// [`Error::Invalid`] if the address is not a multiple of 8, as elements of 8 bytes need.
     ///
     /// # Safety
-    /// `bytes` initialised bytes from `start` on are readable and writable until `owner` is dropped, and nobody else reads or
-    /// writes them until then.
+    /// The `bytes` bytes starting at `start` are initialised, readable and writable until `owner` is dropped, and
+    /// no other code reads or writes them until then.
     pub unsafe fn from_host_memory(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Storage> {
         if !start.addr().get().is_multiple_of(8) {
             let reason = format!("the address {start:p} is no multiple of 8: copy with Tensor::from_slice instead");
@@ -108,17 +116,18 @@ impl Storage {
         }
         let backing = match bytes {
             0 => Backing::Empty,
-            _ => Backing::Adopted(Adopted::new(Bytes::Foreign(Foreign::new(start, owner)))),
+            _ => Backing::Adopted(Adopted::new(HostBytes::Foreign(ForeignHostMemory::new(start, owner)))),
         };
         Ok(Storage::new(Device::Cpu, bytes, backing))
     }
 
-    /// `bytes` bytes of the host's memory as a storage of the CPU device, pinned for transfers to and from `device`, and where they
-    /// are: for another library that fills them there, as [`Tensor::pin_memory`](crate::Tensor::pin_memory) is for tensors. For the
-    /// CPU device, and where none is left, it is ordinary memory, which stays where it is as well. Contents are unspecified.
+    /// Allocates `bytes` bytes of host memory as a storage on the CPU device, pinned for transfers to and from
+    /// `device`, and returns its address. Another library can fill the memory there;
+    /// [`Tensor::pin_memory`](crate::Tensor::pin_memory) is the counterpart for tensors. For the CPU device, and if no
+    /// pinned memory is left, the memory is ordinary, but does not move either. Its contents are unspecified.
     ///
-    /// Whoever reads or writes at the address sees to it that the storage lives, and that no operation on it runs meanwhile, nor a copy
-    /// that was [enqueued](crate::Tensor::copy_non_blocking_).
+    /// Code that reads or writes at the address must keep the storage alive. No operation on the storage, and no
+    /// [enqueued](crate::Tensor::copy_non_blocking_) copy, may run meanwhile.
     ///
     /// ```
     /// use claystone::storage::Storage;
@@ -137,43 +146,47 @@ impl Storage {
         device.info()?;
         let storage = match Storage::pinned(device, bytes)? {
             Some(storage) => storage,
-            None => ordinary(bytes)?,
+            None => alloc_ordinary_host_memory(bytes)?,
         };
         let (start, _) = storage.allocation().host_range();
         Ok((storage, start))
     }
 }
 
-/// Bytes of the host's memory, aligned as the CPU's vectors are, that stay where they are.
-fn ordinary(bytes: usize) -> Result<Storage> {
+/// Allocates ordinary host memory that never moves, aligned for the CPU's vector instructions.
+fn alloc_ordinary_host_memory(bytes: usize) -> Result<Storage> {
     if bytes == 0 {
         return Ok(Storage::new(Device::Cpu, 0, Backing::Empty));
     }
     let too_many = || Error::invalid("pinned_host_memory", format!("the host has no {bytes} bytes"));
     let mut memory: Vec<u8> = Vec::new();
-    let whole = bytes.checked_add(ALIGNED).ok_or_else(too_many)?;
+    let whole = bytes.checked_add(HOST_ALIGNMENT_BYTES).ok_or_else(too_many)?;
     memory.try_reserve_exact(whole).map_err(|_| too_many())?;
     memory.resize(whole, 0);
-    let offset = memory.as_ptr().align_offset(ALIGNED);
+    let offset = memory.as_ptr().align_offset(HOST_ALIGNMENT_BYTES);
     let start = NonNull::from(&mut memory[offset..]).cast();
-    Ok(Storage::new(Device::Cpu, bytes, Backing::Adopted(Adopted::new(Bytes::Foreign(Foreign::new(start, memory))))))
+    Ok(Storage::new(
+        Device::Cpu,
+        bytes,
+        Backing::Adopted(Adopted::new(HostBytes::Foreign(ForeignHostMemory::new(start, memory)))),
+    ))
 }
 
-/// Memory that somebody else owns.
-pub(super) struct Foreign {
+/// Host memory that other code owns.
+pub(super) struct ForeignHostMemory {
     start: NonNull<u8>,
-    /// Dropped when nobody uses the bytes any more.
+    /// Dropped when nothing uses the bytes any more.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the bytes are the storage's alone as long as it uses them, as `from_host_memory` is promised.
-unsafe impl Send for Foreign {}
-// SAFETY: as above; the storage's lock guards them.
-unsafe impl Sync for Foreign {}
+// SAFETY: the storage has exclusive use of the bytes, as the caller of `from_host_memory` promises.
+unsafe impl Send for ForeignHostMemory {}
+// SAFETY: as above; the storage's lock guards the bytes.
+unsafe impl Sync for ForeignHostMemory {}
 
-impl Foreign {
-    pub(super) fn new(start: NonNull<u8>, owner: impl Any + Send + Sync) -> Foreign {
-        Foreign { start, _owner: Box::new(owner) }
+impl ForeignHostMemory {
+    pub(super) fn new(start: NonNull<u8>, owner: impl Any + Send + Sync) -> ForeignHostMemory {
+        ForeignHostMemory { start, _owner: Box::new(owner) }
     }
 
     pub(super) fn start(&self) -> NonNull<u8> {
@@ -181,41 +194,41 @@ impl Foreign {
     }
 }
 
-/// A storage of a block that no allocator has made.
-pub(super) fn lent(driver: OpenCl, block: Block, host: Option<HostOwner>) -> Storage {
+/// Makes a storage of a block that no allocator handed out.
+pub(super) fn storage_of_external_block(driver: OpenCl, block: Block, host: Option<HostOwner>) -> Storage {
     let (device, bytes) = (driver.device.device(), block.requested());
-    let owner = Owner::Scope(Arc::new(Imported { driver, host }));
+    let owner = Owner::Scope(Arc::new(ImportedBuffers { driver, host }));
     Storage::new(device, bytes, Backing::OpenCl(driver, Lease { block: ManuallyDrop::new(block), owner }))
 }
 
-/// Stands for the owner of imported buffers: it allocates nothing, and releases what it is given back.
+/// The allocator of imported buffers: it allocates nothing, and releases a buffer when its block is returned.
 #[derive(Debug)]
-pub(super) struct Imported {
+pub(super) struct ImportedBuffers {
     driver: OpenCl,
-    /// What owns the memory of the host that the buffer is over. Dropped after the buffer was released.
+    /// The owner of the host memory that the buffer uses. Dropped after the buffer is released.
     pub(super) host: Option<HostOwner>,
 }
 
-impl Allocator for Imported {
+impl Allocator for ImportedBuffers {
     fn device(&self) -> Device {
         self.driver.device.device()
     }
 
     fn allocate(&self, bytes: usize, _: StreamId) -> Result<Block> {
-        Err(Error::invalid("allocate", format!("{bytes} bytes of imported memory: there is only what was imported")))
+        Err(Error::invalid("allocate", format!("imported memory cannot allocate {bytes} bytes")))
     }
 
     fn deallocate(&self, block: Block) {
         if let Some(host) = &self.host
             && self.driver.device.finish_host_memory().is_err()
         {
-            host.leak(); // commands may be using the memory for ever
+            host.leak(); // commands may still use the memory, for ever
         }
-        let none = block.into_whole(); // which drops the handle on the segment
+        let none = block.into_parent_block(); // drops the handle on the segment
         debug_assert!(none.is_none());
     }
 
-    /// The driver keeps a buffer until the commands that use it are done.
+    /// Does nothing: the driver keeps a buffer until the commands that use it are done.
     fn record_stream(&self, _: &Block, _: StreamId) {}
 
     fn stats(&self) -> DeviceStats {

@@ -1,4 +1,4 @@
-//! An allocator that writes down what goes through it.
+//! An allocator that logs every allocation.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,48 +14,51 @@ use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Device, Error, Result};
 
+/// The log file.
 type Log = CsvLog<Box<dyn Write + Send>>;
 
-/// Another allocator, with a line in RMM's format for every allocation, free and failure (`logging_resource_adaptor`).
+/// Wraps another allocator and logs every allocation, free and failure as a line in RMM's format
+/// (`logging_resource_adaptor`).
 ///
-/// The pointer in a line names the block: it stays the same where compaction moves the block. The size is what was asked
-/// for. [`Device::log_allocations`] puts one in place.
+/// The pointer in a line identifies the block; it does not change if compaction moves the block. The size is the
+/// requested size. [`Device::log_allocations`] installs a log for a device.
 pub struct LoggingAllocator {
     inner: Arc<dyn Allocator>,
     state: Mutex<State>,
 }
 
+/// The log and its state, under the lock.
 struct State {
-    /// `None` once it has been finished, or could not be written.
+    /// `None` after the log was finished, or could not be written.
     log: Option<Log>,
-    /// What was wrong with the writer, until it has been told.
+    /// The writer's error, until it was returned to the caller.
     failed: Result<()>,
-    /// Streams of blocks by name, but for the default one.
+    /// The streams of live blocks, by the block's pointer in the log, except the default stream.
     streams: HashMap<u64, u32>,
 }
 
 impl LoggingAllocator {
-    /// Logs what goes through `inner` to `writer`.
+    /// Logs the allocations of `inner` to `writer`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the writer fails.
+    /// [`Error::Invalid`] if the writer fails.
     pub fn new(inner: Arc<dyn Allocator>, writer: impl Write + Send + 'static) -> Result<LoggingAllocator> {
         let writer: Box<dyn Write + Send> = Box::new(writer);
         let state = State { log: Some(CsvLog::new(writer)?), failed: Ok(()), streams: HashMap::new() };
         Ok(LoggingAllocator { inner, state: Mutex::new(state) })
     }
 
-    /// Ends the log: what is buffered is written, the writer dropped, and what happens from now on not logged.
+    /// Ends the log: writes the buffered lines and drops the writer. Later allocations are not logged.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the writer failed, now or before: then the log ends there.
+    /// [`Error::Invalid`] if the writer failed, now or before; the log ends at the failure.
     pub fn finish(&self) -> Result<()> {
         let mut state = lock(&self.state);
         let flushed = state.log.take().map_or(Ok(()), |log| log.flush());
         std::mem::replace(&mut state.failed, Ok(())).and(flushed)
     }
 
-    /// Writes a line; the stream of a free is that of the allocation.
+    /// Writes a line. The stream of a free is the stream of its allocation.
     fn note(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
         let name = block.map_or(0, |block| block.slot_ptr().as_ptr().addr() as u64);
         let mut state = lock(&self.state);
@@ -87,13 +90,13 @@ impl Allocator for LoggingAllocator {
         match &made {
             Ok(block) => self.note(CsvAction::Allocate, Some(block), bytes, stream),
             Err(Error::OutOfMemory { .. }) => self.note(CsvAction::AllocateFailure, None, bytes, stream),
-            Err(_) => {} // no want of memory
+            Err(_) => {} // not for want of memory
         }
         made
     }
 
     fn deallocate(&self, block: Block) {
-        // Before somebody else can get it.
+        // Logged first: another thread may get the block as soon as it is returned.
         self.note(CsvAction::Free, Some(&block), block.requested(), StreamId::DEFAULT);
         self.inner.deallocate(block);
     }
@@ -103,7 +106,7 @@ impl Allocator for LoggingAllocator {
     }
 }
 
-/// The log of a device's allocations: dropping it ends the log and puts the device's allocator back in place.
+/// The log of a device's allocations. Dropping it ends the log and reinstalls the device's allocator.
 #[must_use = "dropping it ends the log"]
 #[derive(Debug)]
 pub struct AllocationLog(Arc<LoggingAllocator>);
@@ -112,7 +115,7 @@ impl AllocationLog {
     /// Ends the log.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the writer failed, now or before: then the log ends there.
+    /// [`Error::Invalid`] if the writer failed, now or before; the log ends at the failure.
     pub fn finish(self) -> Result<()> {
         self.0.finish()
     }
@@ -121,15 +124,15 @@ impl AllocationLog {
 impl Drop for AllocationLog {
     fn drop(&mut self) {
         if let Err(error) = registry::replace(self.0.device(), &*self.0, &self.0.inner).and_then(|()| self.0.finish()) {
-            tracing::error!(%error, "a log of allocations could not be ended");
+            tracing::error!(%error, "the log of allocations could not be finished");
         }
     }
 }
 
 impl Device {
-    /// Writes every allocation and free of the device to `writer` from now on, in the format of RMM's
-    /// `logging_resource_adaptor`, until what it returns is dropped. [`CsvEvent::read_all`](super::CsvEvent::read_all)
-    /// reads it back.
+    /// Logs every allocation and free of the device to `writer` from now on, in the format of RMM's
+    /// `logging_resource_adaptor`, until the returned value is dropped.
+    /// [`CsvEvent::read_all`](super::CsvEvent::read_all) reads the log.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -142,7 +145,7 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`] where the device is not there, [`Error::Invalid`] where the writer fails.
+    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] if the writer fails.
     pub fn log_allocations(&self, writer: impl Write + Send + 'static) -> Result<AllocationLog> {
         let logging = Arc::new(LoggingAllocator::new(registry::allocator(*self)?, writer)?);
         registry::set_allocator(*self, Arc::clone(&logging) as Arc<dyn Allocator>)?;
@@ -168,7 +171,7 @@ mod tests {
         assert!(logging.allocate(2 << 20, StreamId::DEFAULT).is_err());
         blocks.into_iter().rev().for_each(|block| logging.deallocate(block));
         logging.finish().unwrap();
-        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // nobody hears of it
+        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // not logged
 
         let events = CsvEvent::read_all(text.0.lock().unwrap().as_slice()).unwrap();
         let mut live = HashMap::new();

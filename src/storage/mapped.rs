@@ -1,4 +1,4 @@
-//! Files as memory.
+//! Files mapped into memory.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use memmap2::Mmap;
 
 use crate::{Error, Result};
 
-/// A file whose bytes are memory, read from the disk where they are touched.
+/// A file mapped into memory, whose bytes are read from the disk when they are accessed.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
@@ -32,25 +32,25 @@ impl MappedFile {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the file's name where it is not there or cannot be mapped.
+    /// [`Error::Invalid`] with the file's name if it does not exist or cannot be mapped.
     ///
     /// # Safety
-    /// As long as this lives nobody, no other process either, changes or shortens the file: its bytes are borrowed as memory
-    /// that does not change, and touching what is not there any more ends the process.
+    /// As long as the value lives, no process changes or shortens the file. Its bytes are borrowed as memory that does
+    /// not change, and accessing bytes that no longer exist ends the process.
     pub unsafe fn open(path: impl AsRef<Path>) -> Result<MappedFile> {
         let path = path.as_ref().to_owned();
-        // SAFETY: the caller's promise is what the call asks for.
+        // SAFETY: the caller promises what `Mmap::map` requires.
         let mapped = File::open(&path).and_then(|file| unsafe { Mmap::map(&file) });
         let bytes = mapped.map_err(|e| Error::invalid("MappedFile::open", format!("{}: {e}", path.display())))?;
         Ok(MappedFile { path, bytes })
     }
 
-    /// The file's name.
+    /// Returns the file's name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is in it.
+    /// Returns the file's contents.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }

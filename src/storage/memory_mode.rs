@@ -1,32 +1,32 @@
-//! Whether kernels read buffers or images.
+//! Whether kernels read their operands from buffers or from images.
 
 use std::cell::Cell;
 
 use super::config::Config;
 
-/// What kernels that can read either read: MNN's memory modes. The key `memory` of `CLAYSTONE_ALLOC_CONF` sets that of the
-/// process, [`with_memory_mode`] that of a scope.
+/// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
+/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] that of a scope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum MemoryMode {
     /// Buffers.
     Buffer,
-    /// Images, where the device has them and the operands fit: tensors are converted first.
+    /// Images, if the device has them and the operands fit. Tensors are converted first.
     Image,
-    /// What `claystone tune` found to be faster on the device; buffers where nobody has measured.
+    /// The faster of the two, as measured by `claystone tune` on the device; buffers if it was not measured.
     #[default]
     Auto,
 }
 
+// The mode set by [`with_memory_mode`] on this thread.
 thread_local!(static MODE: Cell<Option<MemoryMode>> = const { Cell::new(None) });
 
-/// The mode of this thread.
 pub(crate) fn memory_mode() -> MemoryMode {
-    let of_process = || Config::of_process().map_or(MemoryMode::Buffer, |config| config.memory);
+    let of_process = || Config::from_env_once().map_or(MemoryMode::Buffer, |config| config.memory);
     MODE.get().unwrap_or_else(of_process)
 }
 
-/// Runs `f` with this memory mode on this thread, whatever the process has.
+/// Runs `f` with this memory mode on this thread, overriding the mode of the process.
 ///
 /// ```
 /// use claystone::storage::{MemoryMode, with_memory_mode};

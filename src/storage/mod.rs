@@ -1,12 +1,16 @@
-//! Who owns the bytes.
+//! Memory: storages, which own the bytes of tensors, and the allocators that the bytes come from.
 //!
-//! A [`Storage`] is a handle on an [`Allocation`]: a run of bytes on one device, which goes back to that device's
-//! allocator when the last handle is dropped. Tensors that are views of each other hold the same storage. This
-//! room knows bytes, never shapes.
+//! A [`Storage`] is a reference-counted handle on an [`Allocation`]: a range of bytes on one device. Tensors that are
+//! views of each other hold the same storage. Dropping the last handle returns the bytes to the device's allocator.
+//! This module knows bytes, never shapes.
 //!
-//! From the ground up: a [`Driver`] makes segments of a device's memory. An [`Allocator`] hands out [`Block`]s of them:
-//! [`CachingAllocator`] unless told otherwise. [`Config`] is what they can be told. `registry` has one allocator a device.
-//! `allocation` has the handles, `access` lets the rest of the crate at the bytes.
+//! The layers, from the bottom up:
+//!
+//! - A [`Driver`] creates segments, which are large buffers in a device's memory.
+//! - An [`Allocator`] divides segments into [`Block`]s. [`CachingAllocator`] is the default; [`Config`] has the
+//!   settings.
+//! - `registry` holds one allocator per device.
+//! - `allocation` defines the handles, and `access` gives the rest of the crate access to the bytes.
 
 mod access;
 mod allocation;
@@ -48,18 +52,18 @@ mod tests;
 mod uninit;
 mod unsplit;
 
-pub(crate) use access::{with_few, with_host};
+pub(crate) use access::{with_host, with_host_few};
 pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
-pub use block::{Block, Place};
+pub use block::{Block, BlockLocation};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
-pub(crate) use captured::{Bytes, Captured, CapturedStorage, Uses};
+pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub(crate) use derived::ImageKey;
 pub use direct::DirectAllocator;
 #[cfg(feature = "dlpack")]
 pub use dlpack::DlpackMemory;
-pub(crate) use driver::opencl::ClPlace;
+pub(crate) use driver::opencl::ClBlockLocation;
 pub use driver::pinned::{DurationStat, PinnedStats};
 pub use driver::{
     At, Call, Driver, Failure, ImageDesc, ImageFormat, Marker, Memory, Progress, Sim, SimOptions, driver,

@@ -1,4 +1,5 @@
-//! The pool allocator: whole buffers, reused by size. MNN's `BufferPool`, with what that lacks.
+//! The pool allocator: reuses whole buffers by size. Based on MNN's `BufferPool`, with limits and stream safety
+//! added.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -7,38 +8,40 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::allocator::Allocator;
-use super::block::{Block, owner_number};
+use super::block::{Block, next_owner_number};
 use super::config::Config;
 use super::driver::{Driver, ImageDesc};
 use super::segment::Segment;
-use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
+use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, forward_to_ledger, segment_size};
 use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
 
-/// How long a buffer is meant to live, and so which buffers may serve (MNN's `Backend::StorageType`).
+/// The expected lifetime of a buffer, which decides which free buffers may serve a request (MNN's
+/// `Backend::StorageType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StorageType {
-    /// Weights: reused from, and given back to, a pool that nothing else draws on (MNN's `STATIC`).
+    /// Weights: buffers from a pool that serves no other requests (MNN's `STATIC`).
     Static,
-    /// Intermediate results: the smallest free buffer that holds them (MNN's `DYNAMIC`).
+    /// Intermediate results: the smallest free buffer that is large enough (MNN's `DYNAMIC`).
     #[default]
     Dynamic,
-    /// A buffer that nobody had before, for what is filled while others still run. Given back, it serves dynamic
-    /// requests (MNN's `DYNAMIC_SEPERATE`).
+    /// A newly created buffer, for data that is written while other buffers are still in use. Once freed, the buffer
+    /// serves dynamic requests (MNN's `DYNAMIC_SEPERATE`).
     DynamicSeparate,
 }
 
-/// Keeps buffers that are given back and hands them out again, whole: each allocation is the smallest free buffer that
-/// holds it. Nothing is ever split, so a program whose sizes vary holds more than with the caching allocator; one whose
-/// sizes repeat has one buffer for each.
+/// Keeps freed buffers and reuses them whole: each allocation takes the smallest free buffer that is large enough.
+/// Buffers are never split. A program whose sizes vary therefore reserves more than with the caching allocator; a
+/// program whose sizes repeat has one buffer for each.
 ///
-/// The policy is that of MNN's OpenCL `BufferPool` with its kinds of request ([`StorageType`]), and beyond it:
-/// - a free buffer of more than `pool_overfit` times the request is left for larger ones;
-/// - when the device or the limit has no room, unused buffers are given back, first the smallest one that suffices, then
-///   all, and the device is waited for, with a new search after every step;
-/// - a buffer freed on one stream serves another behind a wait on the device, unless `cross_stream_reuse` is off.
+/// The policy is that of MNN's OpenCL `BufferPool` with its storage types ([`StorageType`]). In addition:
+/// - A free buffer of more than `pool_overfit` times the request is left for larger requests.
+/// - When the device or the limit has no room, the pool releases the smallest sufficient unused buffer, then all
+///   unused buffers, then waits for the device. It searches again after every step.
+/// - A buffer freed on one stream serves another stream behind a device-side wait, unless `cross_stream_reuse` is
+///   off.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -57,41 +60,42 @@ pub enum StorageType {
 pub struct PoolAllocator {
     driver: Arc<dyn Driver>,
     number: u32,
-    overfit: f64,
+    max_overfit: f64,
     cross_stream_reuse: bool,
     state: Mutex<State>,
 }
 
-/// What the lock guards.
+/// The allocator's state behind its lock.
 struct State {
-    books: Books,
-    /// Buffers handed out, by the number of their segment.
+    ledger: SegmentLedger,
+    /// Allocated buffers, by the id of their segment.
     live: HashMap<u64, Buffer>,
-    dynamic: FreeList,
-    fixed: FreeList,
-    /// Counts buffers given back: their age.
+    dynamic_buffers: FreeList,
+    static_buffers: FreeList,
+    /// Number of buffers freed so far, which serves as the age of a free buffer.
     clock: u64,
 }
 
-/// One segment, as it is handed out and given back.
+/// One segment, which is allocated and freed as a whole.
 struct Buffer {
     segment: Arc<Segment>,
-    /// What it is where it is an image.
+    /// The image's description, if the buffer is an image.
     image: Option<ImageDesc>,
-    fixed: bool,
-    /// The stream whose work may use it without waiting, if nobody else used it.
+    is_static: bool,
+    /// The stream whose work may use the buffer without a wait, unless `others` is not empty.
     stream: StreamId,
-    /// Streams that the work of the first has not waited for.
+    /// Other streams that used the buffer and that `stream` has not waited for.
     others: Streams,
 }
 
+/// Streams that used a buffer; rarely more than two.
 type Streams = SmallVec<[StreamId; 2]>;
 
 /// Free buffers by stream, size and age.
 #[derive(Default)]
 struct FreeList(BTreeMap<StreamId, BTreeMap<(usize, u64), Buffer>>);
 
-/// What is asked for.
+/// One allocation request.
 struct Request {
     bytes: usize,
     size: usize,
@@ -100,89 +104,110 @@ struct Request {
     kind: StorageType,
 }
 
-/// What to do when there is no room, one step after another.
+/// The steps tried, in order, when there is no room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Rung {
-    /// Give back the smallest unused buffer that makes enough room.
-    GiveBackOne,
-    GiveBackAll,
-    /// Have unused memory given back that others hold.
+enum ReleaseStep {
+    /// Release the smallest unused buffer that makes enough room.
+    ReleaseSmallest,
+    /// Release all unused buffers.
+    ReleaseAll,
+    /// Ask other allocators of the device to release unused memory.
     Elsewhere,
-    /// Wait for all streams: drivers keep what is given back until the work that uses it is done.
+    /// Wait for all streams, because drivers keep released memory until the work that uses it is done.
     Wait,
 }
 
-const LADDER: [Rung; 6] =
-    [Rung::GiveBackOne, Rung::GiveBackAll, Rung::Elsewhere, Rung::Wait, Rung::GiveBackAll, Rung::Elsewhere];
+const RELEASE_STEPS: [ReleaseStep; 6] = [
+    ReleaseStep::ReleaseSmallest,
+    ReleaseStep::ReleaseAll,
+    ReleaseStep::Elsewhere,
+    ReleaseStep::Wait,
+    ReleaseStep::ReleaseAll,
+    ReleaseStep::Elsewhere,
+];
 
 impl PoolAllocator {
-    /// An allocator over this driver's memory. Of the configuration, the limits, `pool_overfit` and
-    /// `cross_stream_reuse` count.
+    /// Creates an allocator over `driver`'s memory. Uses the configuration's limits, `pool_overfit` and
+    /// `cross_stream_reuse`.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where the configuration contradicts itself.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<PoolAllocator> {
         config.check()?;
         let state = State {
-            books: Books::new(&*driver, &config),
+            ledger: SegmentLedger::new(&*driver, &config),
             live: HashMap::new(),
-            dynamic: FreeList::default(),
-            fixed: FreeList::default(),
+            dynamic_buffers: FreeList::default(),
+            static_buffers: FreeList::default(),
             clock: 0,
         };
-        let Config { pool_overfit: overfit, cross_stream_reuse, .. } = config;
-        Ok(PoolAllocator { driver, number: owner_number(), overfit, cross_stream_reuse, state: Mutex::new(state) })
+        let Config { pool_overfit: max_overfit, cross_stream_reuse, .. } = config;
+        Ok(PoolAllocator {
+            driver,
+            number: next_owner_number(),
+            max_overfit,
+            cross_stream_reuse,
+            state: Mutex::new(state),
+        })
     }
 
-    /// As [`allocate`](Allocator::allocate), of a kind of its own.
+    /// Like [`allocate`](Allocator::allocate), for a given storage type.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) when all that could be given back has been; whatever the driver reports.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if there is no room after releasing all unused memory;
+    /// errors that the driver reports.
     pub fn allocate_kind(&self, bytes: usize, stream: StreamId, kind: StorageType) -> Result<Block> {
-        self.serve(&Request { bytes, size: segment_size(&*self.driver, bytes)?, image: None, stream, kind })
+        self.allocate_or_release(&Request {
+            bytes,
+            size: segment_size(&*self.driver, bytes)?,
+            image: None,
+            stream,
+            kind,
+        })
     }
 
-    /// An image: a free one of the format that is at least as wide and as high, of several the one with the least to spare,
-    /// else a new one. The rules of MNN's `ImagePool`, which does not compare formats; a static image is also at most
-    /// `pool_overfit` times too large, as it stays for long. The block that it is given as cannot be
-    /// split, nor used as a buffer.
+    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, the one with
+    /// the least excess, or creates one. Follows MNN's `ImagePool`, except that formats are compared and that a
+    /// static image is at most `pool_overfit` times too large, because static images live long. The returned block
+    /// can neither be split nor be used as a buffer.
     ///
     /// # Errors
     /// As [`allocate_kind`](Self::allocate_kind).
     pub(crate) fn allocate_image(&self, image: ImageDesc, stream: StreamId, kind: StorageType) -> Result<Block> {
         let bytes = image.bytes();
-        segment_size(&*self.driver, bytes)?; // images are not aligned, but no larger than the device, either
-        self.serve(&Request { bytes, size: bytes, image: Some(image), stream, kind })
+        segment_size(&*self.driver, bytes)?; // images need no alignment, but must fit the device like buffers
+        self.allocate_or_release(&Request { bytes, size: bytes, image: Some(image), stream, kind })
     }
 
-    /// Bytes that it holds.
+    /// Bytes of segments that the pool holds.
     pub(super) fn reserved(&self) -> u64 {
-        lock(&self.state).books.stats.reserved()
+        lock(&self.state).ledger.stats.reserved()
     }
 
-    /// The most bytes that it may hold.
+    /// The most bytes that the pool may hold.
     pub(super) fn limit(&self) -> u64 {
-        lock(&self.state).books.limit()
+        lock(&self.state).ledger.limit()
     }
 
-    fn serve(&self, request: &Request) -> Result<Block> {
+    /// Serves a request, releasing unused memory step by step if there is no room.
+    fn allocate_or_release(&self, request: &Request) -> Result<Block> {
         let &Request { bytes, stream, .. } = request;
-        let mut why = match self.find(request)? {
+        let mut why = match self.reuse_or_create(request)? {
             Ok(block) => return Ok(block),
             Err(why) => why,
         };
-        let mut unused = Unused::default();
-        // What is beyond the limit by itself, nothing given back makes room for.
-        let hopeless = request.size as u64 > lock(&self.state).books.limit();
-        for rung in LADDER.into_iter().filter(|_| !hopeless) {
-            let gone = match rung {
-                Rung::GiveBackOne => lock(&self.state).remove_one(request.size),
-                Rung::GiveBackAll => lock(&self.state).remove_all(),
-                Rung::Elsewhere if self.driver.make_room_elsewhere(request.size)? => Vec::new(),
-                Rung::Elsewhere => continue,
-                Rung::Wait => {
+        let mut unused = ReleasedMemory::default();
+        // No release makes room for a request that exceeds the limit by itself.
+        let hopeless = request.size as u64 > lock(&self.state).ledger.limit();
+        for step in RELEASE_STEPS.into_iter().filter(|_| !hopeless) {
+            let gone = match step {
+                ReleaseStep::ReleaseSmallest => lock(&self.state).remove_one(request.size),
+                ReleaseStep::ReleaseAll => lock(&self.state).remove_all(),
+                ReleaseStep::Elsewhere if self.driver.make_room_elsewhere(request.size)? => Vec::new(),
+                ReleaseStep::Elsewhere => continue,
+                ReleaseStep::Wait => {
                     self.driver.synchronize()?;
-                    let stats = &mut lock(&self.state).books.stats;
+                    let stats = &mut lock(&self.state).ledger.stats;
                     stats.num_alloc_retries += 1;
                     stats.num_sync_all_streams += 1;
                     Vec::new()
@@ -191,47 +216,47 @@ impl PoolAllocator {
             unused.bytes += gone.iter().map(|buffer| buffer.size() as u64).sum::<u64>();
             unused.largest = gone.iter().map(Buffer::size).fold(unused.largest, usize::max);
             drop(gone); // outside the lock: a driver may wait for the work that uses them
-            why = match self.find(request)? {
+            why = match self.reuse_or_create(request)? {
                 Ok(block) => return Ok(block),
                 Err(why) => why,
             };
         }
-        Err(lock(&self.state).books.out_of_memory(bytes, stream, &why, unused))
+        Err(lock(&self.state).ledger.out_of_memory(bytes, stream, &why, unused))
     }
 
-    /// Takes a block back, and its buffer out of the pool: the driver has it at once (MNN's `recycle` with `release`).
+    /// Frees a block and releases its buffer to the driver at once (MNN's `recycle` with `release`).
     pub fn release(&self, block: Block) {
-        let gone = self.take_back(block).map(|(mut state, buffer)| {
-            state.books.released(buffer.segment.address());
+        let gone = self.remove_live_buffer(block).map(|(mut state, buffer)| {
+            state.ledger.record_release(buffer.segment.address());
             buffer
         });
         drop(gone); // outside the lock
     }
 
-    /// A free buffer that fits, else a new one, else why there is none.
-    fn find(&self, request: &Request) -> Result<Result<Block, String>> {
+    /// Reuses a free buffer or creates one. The inner error says why neither is possible.
+    fn reuse_or_create(&self, request: &Request) -> Result<Result<Block, String>> {
         if let Some(block) = self.reuse(request)? {
             return Ok(Ok(block));
         }
         let elsewhere = self.driver.held_elsewhere();
-        if let Some(why) = lock(&self.state).books.begin(request.size, elsewhere) {
+        if let Some(why) = lock(&self.state).ledger.reserve_room(request.size, elsewhere) {
             return Ok(Err(why));
         }
-        let made = make(&*self.driver, request.size, request.image, request.bytes);
+        let made = create_segment(&*self.driver, request.size, request.image, request.bytes);
         let mut state = lock(&self.state);
         let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
-        state.books.end(request.size, request.stream, segment.map(|segment| &**segment));
+        state.ledger.finish_creation(request.size, request.stream, segment.map(|segment| &**segment));
         let segment = match made? {
             Ok(segment) => segment,
             Err(why) => return Ok(Err(why)),
         };
-        let fixed = request.kind == StorageType::Static;
+        let is_static = request.kind == StorageType::Static;
         let &Request { image, stream, .. } = request;
-        let buffer = Buffer { segment, image, fixed, stream, others: Streams::new() };
-        state.hand_out(self.number, buffer, request.bytes).map(Ok)
+        let buffer = Buffer { segment, image, is_static, stream, others: Streams::new() };
+        state.allocate_buffer(self.number, buffer, request.bytes).map(Ok)
     }
 
-    /// A free buffer that fits, after putting the request's stream behind those that used it.
+    /// Reuses a free buffer that fits, and makes the request's stream wait for the streams that used it.
     fn reuse(&self, request: &Request) -> Result<Option<Block>> {
         if request.kind == StorageType::DynamicSeparate {
             return Ok(None);
@@ -239,11 +264,11 @@ impl PoolAllocator {
         let (block, others) = {
             let mut state = lock(&self.state);
             let most = match request.image {
-                // As MNN does; but weights stay for long, and are not to keep what is much too large.
+                // MNN does not bound the excess of an image. Weights live long, so a static image is bounded.
                 Some(_) if request.kind != StorageType::Static => usize::MAX,
-                _ => ((request.size as f64 * self.overfit) as usize).max(request.size), // saturates
+                _ => ((request.size as f64 * self.max_overfit) as usize).max(request.size), // saturates
             };
-            let list = state.list(request.kind == StorageType::Static);
+            let list = state.free_list(request.kind == StorageType::Static);
             let Some(mut buffer) = list.take(request, most, self.cross_stream_reuse) else {
                 return Ok(None);
             };
@@ -253,11 +278,11 @@ impl PoolAllocator {
             }
             buffer.others.retain(|stream| *stream != request.stream);
             let others = buffer.others.clone();
-            (state.hand_out(self.number, buffer, request.bytes)?, others)
+            (state.allocate_buffer(self.number, buffer, request.bytes)?, others)
         };
         let wait = |other: &StreamId| self.driver.stream_waits(request.stream, &self.driver.record(*other)?);
         if let Err(error) = others.iter().try_for_each(wait) {
-            self.deallocate(block); // the next one to get it waits for the same streams
+            self.deallocate(block); // the next owner waits for the same streams
             return Err(error);
         }
         if !others.is_empty()
@@ -268,16 +293,17 @@ impl PoolAllocator {
         Ok(Some(block))
     }
 
-    /// The buffer of a block of ours, in the books no longer in use.
-    fn take_back(&self, block: Block) -> Option<(MutexGuard<'_, State>, Buffer)> {
+    /// Removes a block's buffer from the live buffers. Returns it with the lock, or `None` for a block of another
+    /// allocator.
+    fn remove_live_buffer(&self, block: Block) -> Option<(MutexGuard<'_, State>, Buffer)> {
         if block.is_foreign(self, self.number) {
             return None;
         }
         let id = block.segment().id();
-        drop(block); // with its share of the segment
+        drop(block); // releases its reference to the segment
         let mut state = lock(&self.state);
         let buffer = state.live.remove(&id)?;
-        state.books.given_back(buffer.segment.address());
+        state.ledger.record_free(buffer.segment.address());
         Some((state, buffer))
     }
 }
@@ -289,17 +315,17 @@ impl fmt::Debug for PoolAllocator {
 }
 
 impl Allocator for PoolAllocator {
-    answer_from_books!(self, lock(&self.state).books);
+    forward_to_ledger!(self, lock(&self.state).ledger);
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         self.allocate_kind(bytes, stream, StorageType::Dynamic)
     }
 
     fn deallocate(&self, block: Block) {
-        if let Some((mut state, buffer)) = self.take_back(block) {
+        if let Some((mut state, buffer)) = self.remove_live_buffer(block) {
             state.clock += 1;
             let age = state.clock;
-            let list = state.list(buffer.fixed);
+            let list = state.free_list(buffer.is_static);
             list.0.entry(buffer.stream).or_default().insert((buffer.size(), age), buffer);
         }
     }
@@ -320,14 +346,15 @@ impl Allocator for PoolAllocator {
         Ok(())
     }
 
-    /// Oldest first; those that work may still use stay, as drivers would wait for it.
+    /// Releases the oldest buffers first. Buffers that work may still use stay, because a driver would wait for that
+    /// work.
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
             let state = lock(&self.state);
-            if state.books.stats.reserved() <= keep {
+            if state.ledger.stats.reserved() <= keep {
                 return Ok(0);
             }
-            (state.clock, state.free().flat_map(|(_, buffer)| buffer.streams()).collect::<BTreeSet<_>>())
+            (state.clock, state.free_buffers().flat_map(|(_, buffer)| buffer.streams()).collect::<BTreeSet<_>>())
         };
         let mut idle = BTreeSet::new();
         for stream in streams {
@@ -336,49 +363,52 @@ impl Allocator for PoolAllocator {
             }
         }
         let gone = lock(&self.state).remove_oldest(keep, |age, buffer| {
-            age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // given back before we asked
+            age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // only buffers freed before the streams were queried
         });
         Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())
     }
 }
 
 impl State {
-    fn hand_out(&mut self, owner: u32, buffer: Buffer, requested: usize) -> Result<Block> {
+    /// Marks a buffer as live, and creates its block.
+    fn allocate_buffer(&mut self, owner: u32, buffer: Buffer, requested: usize) -> Result<Block> {
         let size = buffer.size();
-        // SAFETY: the buffer is new or comes from a free list: no live block has it.
+        // SAFETY: the buffer is new or comes from a free list, so no live block refers to it.
         let mut block = unsafe { Block::new(&buffer.segment, 0, size, requested) }?;
         block.owner = owner;
-        self.books.taken(buffer.segment.address(), buffer.stream, requested);
+        self.ledger.record_allocation(buffer.segment.address(), buffer.stream, requested);
         self.live.insert(buffer.segment.id(), buffer);
         Ok(block)
     }
 
-    fn list(&mut self, fixed: bool) -> &mut FreeList {
-        if fixed { &mut self.fixed } else { &mut self.dynamic }
+    /// The free list of static buffers if `is_static`, else of dynamic ones.
+    fn free_list(&mut self, is_static: bool) -> &mut FreeList {
+        if is_static { &mut self.static_buffers } else { &mut self.dynamic_buffers }
     }
 
-    /// Every free buffer, with its age.
-    fn free(&self) -> impl Iterator<Item = (u64, &Buffer)> {
-        let lists = [&self.fixed, &self.dynamic].into_iter().flat_map(|list| list.0.values());
+    /// Iterates over the free buffers, each with its age.
+    fn free_buffers(&self) -> impl Iterator<Item = (u64, &Buffer)> {
+        let lists = [&self.static_buffers, &self.dynamic_buffers].into_iter().flat_map(|list| list.0.values());
         lists.flat_map(|list| list.iter().map(|(&(_, age), buffer)| (age, buffer)))
     }
 
+    /// Removes the smallest free buffer of at least `size` bytes.
     fn remove_one(&mut self, size: usize) -> Vec<Buffer> {
-        let enough = self.free().filter(|(_, buffer)| buffer.size() >= size);
+        let enough = self.free_buffers().filter(|(_, buffer)| buffer.size() >= size);
         let smallest = enough.min_by_key(|(age, buffer)| (buffer.size(), *age)).map(|(age, _)| age);
         smallest.map_or_else(Vec::new, |age| self.remove(&BTreeSet::from([age])))
     }
 
     fn remove_all(&mut self) -> Vec<Buffer> {
-        let ages = self.free().map(|(age, _)| age).collect();
+        let ages = self.free_buffers().map(|(age, _)| age).collect();
         self.remove(&ages)
     }
 
-    /// Free buffers of which `may` is true, oldest first, until at most `keep` bytes are held.
+    /// Removes free buffers for which `may` is true, the oldest first, until at most `keep` bytes are held.
     fn remove_oldest(&mut self, keep: u64, may: impl Fn(u64, &Buffer) -> bool) -> Vec<Buffer> {
         let oldest: BTreeMap<u64, u64> =
-            self.free().filter(|(age, b)| may(*age, b)).map(|(age, b)| (age, b.size() as u64)).collect();
-        let mut held = self.books.stats.reserved();
+            self.free_buffers().filter(|(age, b)| may(*age, b)).map(|(age, b)| (age, b.size() as u64)).collect();
+        let mut held = self.ledger.stats.reserved();
         let until = |(age, bytes): (u64, u64)| {
             let surplus = held > keep;
             held -= if surplus { bytes } else { 0 };
@@ -388,24 +418,24 @@ impl State {
         self.remove(&ages)
     }
 
-    /// Takes the free buffers of these ages out. Whoever drops them does so without the lock.
+    /// Removes the free buffers of these ages. The caller drops them after it releases the lock.
     fn remove(&mut self, ages: &BTreeSet<u64>) -> Vec<Buffer> {
         let mut gone = Vec::new();
-        for list in [&mut self.fixed, &mut self.dynamic] {
+        for list in [&mut self.static_buffers, &mut self.dynamic_buffers] {
             for list in list.0.values_mut() {
                 let keys: Vec<_> = list.keys().filter(|(_, age)| ages.contains(age)).copied().collect();
                 gone.extend(keys.iter().filter_map(|key| list.remove(key)));
             }
             list.0.retain(|_, list| !list.is_empty());
         }
-        gone.iter().for_each(|buffer| self.books.released(buffer.segment.address()));
+        gone.iter().for_each(|buffer| self.ledger.record_release(buffer.segment.address()));
         gone
     }
 }
 
 impl FreeList {
-    /// The smallest buffer of at most so many bytes that serves and is the stream's, else any stream's; of equals the oldest, as
-    /// in MNN.
+    /// Takes the smallest buffer of at most `most` bytes that serves the request. Prefers the request's stream, and
+    /// takes other streams' buffers only if `any`. Of equal sizes the oldest is taken, as in MNN.
     fn take(&mut self, request: &Request, most: usize, any: bool) -> Option<Buffer> {
         let stream = request.stream;
         let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), Buffer>)| {
@@ -428,7 +458,8 @@ impl Buffer {
         self.segment.bytes()
     }
 
-    /// Whether it may be given to this request, which it is large enough for.
+    /// True if the buffer, which must be large enough, matches the request's kind: buffer, or image of the same
+    /// format.
     fn serves(&self, request: &Request) -> bool {
         match (&self.image, &request.image) {
             (Some(own), Some(wanted)) => own.serves(wanted),
@@ -436,7 +467,7 @@ impl Buffer {
         }
     }
 
-    /// Every stream whose work may be using it.
+    /// The streams whose work may be using the buffer.
     fn streams(&self) -> impl Iterator<Item = StreamId> {
         std::iter::once(self.stream).chain(self.others.iter().copied())
     }

@@ -1,4 +1,4 @@
-//! One allocator a device for the whole process: made on first use, never taken down.
+//! The process-wide table of allocators, one per device, created on first use and never destroyed.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -15,58 +15,59 @@ use super::history::device_number;
 use super::pool::PoolAllocator;
 use crate::{Device, Error, Result, profiler};
 
-/// A device's allocator.
-pub(super) struct Current {
+/// A device's current allocator.
+pub(super) struct DeviceEntry {
     pub(super) allocator: Arc<dyn Allocator>,
-    /// Whether it is one of ours, whose blocks are what was asked for.
-    pub(super) is_own: bool,
+    /// True if the crate made the allocator, whose blocks need no check.
+    pub(super) is_built_in: bool,
     /// The open device; `None` for the CPU.
     pub(super) opened: Option<OpenCl>,
     /// The byte that new storages are filled with, if any.
     pub(super) fill: Option<u8>,
 }
 
-impl Current {
-    fn new(device: Device, allocator: Arc<dyn Allocator>, is_own: bool) -> Result<Current> {
+impl DeviceEntry {
+    fn new(device: Device, allocator: Arc<dyn Allocator>, is_built_in: bool) -> Result<DeviceEntry> {
         let opened = match device {
             Device::Cpu => None,
             Device::OpenCL(index) => Some(OpenCl::open(index)?),
         };
-        Ok(Current { allocator, is_own, opened, fill: Config::of_process()?.fill_byte() })
+        Ok(DeviceEntry { allocator, is_built_in, opened, fill: Config::from_env_once()?.fill_byte() })
     }
 }
 
-/// Those of the first devices, found without a lock: every allocation asks.
-static CURRENT: [AtomicPtr<Current>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
+/// Lock-free table of the first 16 devices' allocators, because every allocation looks one up.
+static FIRST_DEVICES: [AtomicPtr<DeviceEntry>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
-/// Those of all devices that were used. They live as long as the process: blocks keep plain references to them.
-static TABLE: RwLock<Vec<(Device, &'static Current)>> = RwLock::new(Vec::new());
+/// The allocators of all devices in use. They live as long as the process, because blocks keep plain references to
+/// them.
+static DEVICE_TABLE: RwLock<Vec<(Device, &'static DeviceEntry)>> = RwLock::new(Vec::new());
 
-/// Where a device's allocator is in [`CURRENT`].
-fn place(device: Device) -> Option<&'static AtomicPtr<Current>> {
-    CURRENT.get(device_number(device) as usize)
+/// Returns the device's slot in [`FIRST_DEVICES`].
+fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
+    FIRST_DEVICES.get(device_number(device) as usize)
 }
 
-/// Puts an allocator into the table; where the device has one already, only if it is to `replace` that.
-fn insert(device: Device, made: Current, replace: bool) -> &'static Current {
-    let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
+/// Inserts an allocator into the table. If the device already has one, it is replaced only if `replace`.
+fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
+    let mut table = DEVICE_TABLE.write().unwrap_or_else(PoisonError::into_inner);
     let known = table.iter().position(|(of, _)| *of == device);
     if let Some(at) = known.filter(|_| !replace) {
         return table[at].1;
     }
-    let current: &'static Current = Box::leak(Box::new(made));
+    let current: &'static DeviceEntry = Box::leak(Box::new(made));
     match known {
         Some(at) => table[at].1 = current,
         None => table.push((device, current)),
     }
-    if let Some(place) = place(device) {
+    if let Some(place) = lock_free_slot(device) {
         place.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
     }
     current
 }
 
-/// The allocator that a configuration's `backend` names, over any driver's memory; behind a [`GuardAllocator`] with
-/// `guard_bytes`.
+/// Builds the allocator that a configuration's `backend` names, over any driver's memory. With `guard_bytes` it is
+/// wrapped in a [`GuardAllocator`].
 ///
 /// ```
 /// use std::sync::Arc;
@@ -77,7 +78,7 @@ fn insert(device: Device, made: Current, replace: bool) -> &'static Current {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] where the configuration contradicts itself.
+/// [`Error::Invalid`] if the configuration contradicts itself.
 pub fn build_allocator(driver: Arc<dyn Driver>, config: Config) -> Result<Arc<dyn Allocator>> {
     let (guarded, below) = (config.guard_bytes, Arc::clone(&driver));
     let allocator: Arc<dyn Allocator> = match config.backend {
@@ -88,21 +89,21 @@ pub fn build_allocator(driver: Arc<dyn Driver>, config: Config) -> Result<Arc<dy
     Ok(if guarded { Arc::new(GuardAllocator::new(allocator, below)) } else { allocator })
 }
 
-/// The allocator of a device: what tensors made on it get their memory from.
+/// Returns a device's allocator, which hands out the memory of tensors made on the device.
 ///
 /// # Errors
-/// [`Error::NoDevice`] where the device is not there.
+/// [`Error::NoDevice`] if the device does not exist.
 pub fn allocator(device: Device) -> Result<Arc<dyn Allocator>> {
-    of(device).map(Arc::clone)
+    device_allocator(device).map(Arc::clone)
 }
 
 impl MemPool {
-    /// A new pool of a device's allocator, or of the one inside, where it is wrapped.
+    /// Creates a pool in a device's caching allocator, which may be wrapped in other allocators.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] where the device is not there, [`Error::Invalid`] where its allocator is not a caching one.
+    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] if its allocator is not a caching one.
     pub fn of_device(device: Device, options: MemPoolOptions) -> Result<MemPool> {
-        let mut allocator = of(device)?;
+        let mut allocator = device_allocator(device)?;
         loop {
             if let Ok(caching) = (Arc::clone(allocator) as Arc<dyn Any + Send + Sync>).downcast::<CachingAllocator>() {
                 return Ok(MemPool::new(&caching, options));
@@ -114,54 +115,56 @@ impl MemPool {
     }
 }
 
-/// Makes `allocator` the one that hands out `device`'s memory from now on. What earlier ones handed out goes back to them.
-/// The allocator stays alive as long as the process. It may be one over a [`Driver`] of your own: with one whose memory is
-/// the host's ([`Memory::of_host`](super::Memory::of_host)), tensors of [`Device::Cpu`] are in that memory from then on.
+/// Makes `allocator` hand out `device`'s memory from now on. Blocks of earlier allocators are returned to those
+/// allocators. The allocator stays alive as long as the process.
+///
+/// `allocator` may use a [`Driver`] of your own. If its memory is host memory
+/// ([`Memory::of_host`](super::Memory::of_host)), tensors of [`Device::Cpu`] are in that memory from then on.
 ///
 /// # Errors
-/// [`Error::Invalid`] where it is another device's.
+/// [`Error::Invalid`] if the allocator belongs to another device.
 pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()> {
     if allocator.device() != device {
         let reason = format!("{allocator:?} hands out memory of {}, not of {device}", allocator.device());
         return Err(Error::invalid("set_allocator", reason));
     }
     driver(device)?;
-    insert(device, Current::new(device, allocator, false)?, true);
+    insert(device, DeviceEntry::new(device, allocator, false)?, true);
     Ok(())
 }
 
-/// Puts `new` in the place of `old`, if that still is a device's allocator.
+/// Replaces `old` by `new`, if `old` still is the device's allocator.
 pub(super) fn replace(device: Device, old: &dyn Allocator, new: &Arc<dyn Allocator>) -> Result<()> {
     let is_old = |now: &Arc<dyn Allocator>| std::ptr::addr_eq(Arc::as_ptr(now), old);
-    if of(device).is_ok_and(is_old) { set_allocator(device, Arc::clone(new)) } else { Ok(()) }
+    if device_allocator(device).is_ok_and(is_old) { set_allocator(device, Arc::clone(new)) } else { Ok(()) }
 }
 
-/// The allocator of a device, without counting a reference.
-pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
-    current(device).map(|current| &current.allocator)
+pub(super) fn device_allocator(device: Device) -> Result<&'static Arc<dyn Allocator>> {
+    device_entry(device).map(|current| &current.allocator)
 }
 
-/// [`of`], and what is known of it.
+/// Like [`device_allocator`], with the properties of the allocator.
 #[inline]
-pub(super) fn current(device: Device) -> Result<&'static Current> {
-    let known = place(device).map_or(std::ptr::null_mut(), |place| place.load(Ordering::Acquire));
-    // SAFETY: null, or of a reference that `insert` has put into the table, to what lives as long as the process.
+pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
+    let known = lock_free_slot(device).map_or(std::ptr::null_mut(), |place| place.load(Ordering::Acquire));
+    // SAFETY: null, or the address of a reference that `insert` put into the table, which lives as long as the process.
     match unsafe { known.as_ref() } {
         Some(current) => Ok(current),
-        None => find(device),
+        None => find_or_create(device),
     }
 }
 
+/// The slow path of [`device_entry`]: devices without a slot in [`FIRST_DEVICES`], and the first use of a device.
 #[cold]
-fn find(device: Device) -> Result<&'static Current> {
-    let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
+fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
+    let table = DEVICE_TABLE.read().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, current)) = table.iter().find(|(of, _)| *of == device) {
         return Ok(current);
     }
     drop(table);
-    profiler::begin();
-    let made = build_allocator(driver(device)?, Config::of_process()?.clone())?;
-    let current = Current::new(device, made, true)?;
-    profiler::first_use(device);
+    profiler::begin_from_environment();
+    let made = build_allocator(driver(device)?, Config::from_env_once()?.clone())?;
+    let current = DeviceEntry::new(device, made, true)?;
+    profiler::measure_at_first_use(device);
     Ok(insert(device, current, false))
 }

@@ -1,4 +1,4 @@
-//! What a thread has in force: allocators instead of the device's own, for a while, and its current stream.
+//! A thread's allocator scopes, which temporarily replace a device's allocator, and its current stream.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -8,19 +8,21 @@ use crate::Device;
 use crate::device::{StreamId, stream};
 
 thread_local! {
+    /// The allocators in scope on this thread, the innermost last.
     static SCOPES: RefCell<Vec<(Device, Arc<dyn Allocator>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The innermost allocator in force on this thread for the device. A few ns where there is none: every allocation asks.
+/// Returns the innermost allocator in scope on this thread for the device. Takes a few ns without a scope, because
+/// every allocation calls it.
 pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
     let find = |scopes: &RefCell<Vec<(Device, Arc<dyn Allocator>)>>| {
         scopes.borrow().iter().rev().find(|(of, _)| *of == device).map(|(_, allocator)| Arc::clone(allocator))
     };
-    SCOPES.try_with(find).ok().flatten() // a thread that is ending has none
+    SCOPES.try_with(find).ok().flatten() // none while the thread ends
 }
 
-/// Runs `f` with this thread's storages on `device` made by `allocator`. They go back to it, whenever and from wherever.
-/// Afterwards, also after a panic, it is as before.
+/// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages. They are returned to
+/// `allocator` whenever and wherever they are dropped. The scope also ends if `f` panics.
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
     struct Leave;
     impl Drop for Leave {
@@ -34,8 +36,8 @@ pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f
     f()
 }
 
-/// The stream that storages made by this thread now belong to. Host memory belongs to none: work on the CPU is done when
-/// the call returns.
+/// Returns the stream that new storages of this thread belong to. Host memory has no stream, because work on the CPU is
+/// done when its call returns.
 pub(super) fn home_stream(device: Device) -> StreamId {
     if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) }
 }

@@ -1,16 +1,15 @@
-//! What an allocator holds and has done: PyTorch's counters under PyTorch's names.
+//! An allocator's statistics: PyTorch's counters with PyTorch's names.
 
 use std::fmt;
 use std::ops::Deref;
 
 /// A quantity over time.
 ///
-/// `current` is always what is there now, `peak` the greatest it was since
-/// [`reset_peak_stats`](crate::Device::reset_peak_stats), and `allocated - freed` equals `current` until
-/// [`reset_accumulated_stats`](crate::Device::reset_accumulated_stats) sets both to zero.
+/// `peak` is the highest value of `current` since [`reset_peak_stats`](crate::Device::reset_peak_stats). `allocated -
+/// freed` equals `current` until [`reset_accumulated_stats`](crate::Device::reset_accumulated_stats) sets both to zero.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stat {
-    /// Now.
+    /// The current value.
     pub current: u64,
     /// The greatest `current` since the last reset.
     pub peak: u64,
@@ -49,7 +48,7 @@ impl Stat {
     }
 }
 
-/// The counters of one pool, or of both together.
+/// The statistics of one pool, or of both pools together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
@@ -57,9 +56,9 @@ pub struct PoolStats {
     pub allocation: Stat,
     /// Segments held from the driver.
     pub segment: Stat,
-    /// Blocks in use, by the user or by work not yet done.
+    /// Blocks in use, by the user or by unfinished work.
     pub active: Stat,
-    /// Free blocks that are parts of segments in use: they cannot be given back to the driver.
+    /// Free blocks in segments that are in use: they cannot be released to the driver.
     pub inactive_split: Stat,
     /// Bytes of blocks held by the user: requests rounded up.
     pub allocated_bytes: Stat,
@@ -69,14 +68,14 @@ pub struct PoolStats {
     pub active_bytes: Stat,
     /// Bytes of inactive split blocks.
     pub inactive_split_bytes: Stat,
-    /// Bytes the user asked for.
+    /// Bytes requested by the user.
     pub requested_bytes: Stat,
 }
 
-/// A device's memory statistics, as [`Device::memory_stats`](crate::Device::memory_stats) gives them.
+/// A device's memory statistics, as returned by [`Device::memory_stats`](crate::Device::memory_stats).
 ///
-/// Dereferences to the sums over both pools: `stats.allocated_bytes.current`. Always
-/// `requested_bytes <= allocated_bytes <= active_bytes <= reserved_bytes`.
+/// Dereferences to the total over both pools: `stats.allocated_bytes.current`. Always `requested_bytes <=
+/// allocated_bytes <= active_bytes <= reserved_bytes`.
 ///
 /// ```
 /// use claystone::Device;
@@ -87,23 +86,23 @@ pub struct PoolStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceStats {
-    /// Both pools together, with peaks of the sums.
+    /// Both pools together; the peaks are those of the sums.
     pub total: PoolStats,
     /// Requests of up to 1 MiB.
     pub small_pool: PoolStats,
     /// Larger requests.
     pub large_pool: PoolStats,
-    /// Times the driver ran out and the allocator gave back what it had cached and tried again.
+    /// How often the driver ran out of memory, and the allocator released its cached memory and tried again.
     pub num_alloc_retries: u64,
-    /// Times that did not help: [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
+    /// How often the retry failed too, and [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
     pub num_ooms: u64,
-    /// Times the allocator waited for all streams because memory ran out.
+    /// How often the allocator waited for all streams because memory ran out.
     pub num_sync_all_streams: u64,
-    /// Segments made by the driver, and extensions of those that grow in place.
+    /// Segments created by the driver, plus extensions of segments that grow in place.
     pub num_device_alloc: u64,
-    /// Segments given back to the driver, and ends of those that grow in place.
+    /// Segments released to the driver, plus released ends of segments that grow in place.
     pub num_device_free: u64,
-    /// Blocks from this size on are never split (`max_split_size_mb`), in bytes.
+    /// Blocks of at least this many bytes are never split (`max_split_size_mb`).
     pub max_split_size: u64,
     /// Allocations of at least `max_split_size`.
     pub oversize_allocations: Stat,
@@ -120,7 +119,7 @@ impl Deref for DeviceStats {
 }
 
 impl DeviceStats {
-    /// Those of two allocators of a device together; peaks may not have been at the same time.
+    /// Adds the statistics of two allocators of a device. The peaks added may not have occurred at the same time.
     pub(super) fn plus(&self, other: &DeviceStats) -> DeviceStats {
         DeviceStats {
             total: self.total.plus(&other.total),
@@ -154,7 +153,7 @@ impl PoolStats {
     }
 }
 
-/// What a change did to the free parts of split segments.
+/// A change in the free parts of split segments: their number and bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Split {
     pub(super) blocks: i64,
@@ -162,7 +161,7 @@ pub(super) struct Split {
 }
 
 impl fmt::Display for DeviceStats {
-    /// Current and peak of what matters most, a line each.
+    /// Prints the current and peak values of the main statistics, one per line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:<16} {:>15} {:>15}", "", "current", "peak")?;
         for (name, stat) in [

@@ -1,4 +1,4 @@
-//! The room as a whole, on every device there is.
+//! Tests of storages as a whole, on every device.
 
 use std::sync::Barrier;
 use std::thread;
@@ -34,7 +34,7 @@ fn holding(device: Device, data: &[u8]) -> Storage {
 }
 
 #[test]
-fn what_is_written_is_read_through_every_handle() {
+fn every_handle_reads_written_bytes() {
     for device in devices() {
         for n in sizes() {
             let a = Storage::alloc_zeroed(device, n).unwrap();
@@ -85,7 +85,7 @@ fn a_copy_within_a_storage_may_overlap() {
 }
 
 #[test]
-fn fills_touch_exactly_what_they_are_told() {
+fn fills_write_exactly_their_range() {
     for device in devices() {
         let mut want = bytes(4099, 5);
         let (s, neighbour) = (holding(device, &want), holding(device, &bytes(512, 6)));
@@ -129,7 +129,7 @@ fn ranges_outside_are_errors_and_change_nothing() {
 }
 
 #[test]
-fn nothing_takes_no_memory() {
+fn empty_storages_take_no_memory() {
     for device in devices() {
         let s = Storage::alloc_zeroed(device, 0).unwrap();
         assert_eq!((s.nbytes(), s.device(), s.allocation().segment(), s.allocation().offset()), (0, device, None, 0));
@@ -141,7 +141,7 @@ fn nothing_takes_no_memory() {
 }
 
 #[test]
-fn too_much_is_an_error_and_harms_nobody() {
+fn too_large_an_allocation_is_an_error_and_leaves_others_intact() {
     for device in devices() {
         let data = bytes(1000, 9);
         let s = holding(device, &data);
@@ -155,7 +155,7 @@ fn too_much_is_an_error_and_harms_nobody() {
 
 #[test]
 #[cfg(not(miri))] // looks for drivers
-fn a_device_that_is_not_there_is_an_error() {
+fn a_missing_device_is_an_error() {
     let missing = Device::OpenCL(usize::MAX);
     assert!(matches!(Storage::alloc(missing, 4), Err(Error::NoDevice { .. })));
     assert!(matches!(missing.memory_stats(), Err(Error::NoDevice { .. })));
@@ -163,7 +163,7 @@ fn a_device_that_is_not_there_is_an_error() {
 }
 
 #[test]
-fn a_place_is_for_opencl_and_slices_for_the_host() {
+fn buffer_locations_are_for_opencl_and_slices_for_the_host() {
     for device in devices() {
         let s = Storage::alloc(device, 10).unwrap();
         match device {
@@ -188,7 +188,7 @@ fn changes_are_counted_for_all_handles() {
 }
 
 #[test]
-fn an_adopted_vector_stays_where_it_is() {
+fn an_adopted_vector_does_not_move() {
     let mut v: Vec<f32> = Vec::with_capacity(100);
     v.extend([1.0, 2.0, 3.0]);
     let place = v.as_ptr().addr();
@@ -220,7 +220,7 @@ fn slices_are_exact_aligned_and_refused_when_they_would_alias() {
     assert!(matches!(with_host(&[&a], &[&a], |_, _| ()), Err(Error::Invalid { .. })));
     assert!(matches!(with_host(&[&b, &a], &[&a.clone()], |_, _| ()), Err(Error::Invalid { .. })));
     assert!(matches!(with_host(&[], &[&a, &b, &a.clone()], |_, _| ()), Err(Error::Invalid { .. })));
-    with_host(&[], &[&a, &b], |_, w| w[0].fill(w[1][0])).unwrap(); // nothing stayed locked
+    with_host(&[], &[&a, &b], |_, w| w[0].fill(w[1][0])).unwrap(); // no lock stayed held
 }
 
 #[test]
@@ -237,8 +237,8 @@ fn a_panic_inside_leaves_the_storage_usable() {
     s.write(0, &[2]).unwrap();
 }
 
-/// Every thread locks the same storages in another order, and moves one unit from one to another: none deadlocks and no
-/// unit is lost.
+/// Every thread locks the same storages in a different order, and moves one unit between them. No thread deadlocks and
+/// no unit is lost.
 #[test]
 fn threads_that_lock_the_same_storages_take_turns() {
     const N: usize = 4;
@@ -271,7 +271,7 @@ fn threads_that_lock_the_same_storages_take_turns() {
     assert_eq!(total, 1000 * N as i64);
 }
 
-/// Blocks change hands between threads all the time; each must find its own bytes.
+/// Blocks move between threads all the time; each thread must read its own bytes.
 #[test]
 fn threads_never_see_each_others_bytes() {
     for device in devices() {
@@ -298,7 +298,7 @@ fn threads_never_see_each_others_bytes() {
 }
 
 #[test]
-fn copies_both_ways_at_once_are_whole() {
+fn concurrent_copies_in_both_directions_are_complete() {
     let (a, b) = (Storage::alloc_zeroed(Device::Cpu, 5000).unwrap(), Storage::alloc(Device::Cpu, 5000).unwrap());
     b.fill(0, 5000, &[7]).unwrap();
     let rounds = if cfg!(miri) { 8 } else { 500 };
@@ -312,7 +312,7 @@ fn copies_both_ways_at_once_are_whole() {
         }
     });
     assert_eq!(contents(&a), contents(&b));
-    // Parts of them, and of one storage, overlapping.
+    // Overlapping ranges of them and of one storage.
     a.write(0, &[1, 2, 3, 4, 5]).unwrap();
     b.copy_from(4990, &a, 1, 10, true).unwrap();
     assert_eq!(contents(&b)[4989..4995], [contents(&b)[0], 2, 3, 4, 5, contents(&b)[0]]);

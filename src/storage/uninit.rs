@@ -1,4 +1,4 @@
-//! Storages without memory: parameters whose values come from a file.
+//! Storages without memory, for parameters whose values are loaded from a file.
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -7,11 +7,12 @@ use super::allocation::{Allocation, Backing, Storage};
 use super::registry;
 use crate::{Device, Error, Excerpt, Result};
 
+// True while this thread is inside [`uninit`].
 thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 
-/// Runs `f`, in which new tensors of this thread have a shape, a dtype and a device, but no memory: modules are made at once
-/// and without random numbers, for a file to give them their values (PyTorch's `with torch.device("meta")`).
-/// [`Module::assign_state_dict`](crate::nn::Module::assign_state_dict) then takes over the tensors of the file.
+/// Runs `f`, in which this thread's new tensors have a shape, a dtype and a device, but no memory (PyTorch's `with
+/// torch.device("meta")`). Modules are created at once and without random numbers;
+/// [`Module::assign_state_dict`](crate::nn::Module::assign_state_dict) then takes over the tensors of a file.
 ///
 /// ```
 /// use claystone::nn::{self, Linear, Module};
@@ -24,10 +25,10 @@ thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// `empty`, `zeros`, `ones`, `full`, and random tensors have no memory then, nor have elementwise functions of such a tensor;
-/// writing to one does nothing, so that [`nn::init`](crate::nn::init) and layers of your own need no change. Tensors of
-/// values that the host has (`from_slice`, `from_vec`, `from_ndarray`) and `arange` are made as ever. Reading a tensor
-/// without memory is [`Error::Invalid`].
+/// Inside `f`, `empty`, `zeros`, `ones`, `full` and random tensors have no memory; nor do the results of elementwise
+/// functions of such tensors. Writing to such a tensor does nothing, so that [`nn::init`](crate::nn::init) and layers
+/// of your own need no change. Tensors made from host values (`from_slice`, `from_vec`, `from_ndarray`) and by `arange`
+/// have memory as usual. Reading a tensor without memory is [`Error::Invalid`].
 pub fn uninit<R>(f: impl FnOnce() -> R) -> R {
     struct Restore(bool);
     impl Drop for Restore {
@@ -46,22 +47,23 @@ pub(crate) fn is_uninit_scope() -> bool {
 }
 
 impl Storage {
-    /// A storage of `bytes` bytes that has no memory, where every access is an error; `None` outside of [`uninit`](fn@uninit).
+    /// Makes a storage of `bytes` bytes without memory, any access to which is an error. `None` outside
+    /// [`uninit`](fn@uninit).
     #[inline]
     pub(crate) fn uninit(device: Device, bytes: usize) -> Result<Option<Storage>> {
         if !is_uninit_scope() || bytes == 0 {
             return Ok(None);
         }
-        registry::current(device)?; // a missing device is an error here, as for other storages
+        registry::device_entry(device)?; // a missing device is an error here, as for other storages
         Ok(Some(Storage::new(device, bytes, Backing::Uninit(OnceLock::new()))))
     }
 
-    /// True where the storage was made in [`nn::uninit`](crate::nn::uninit): it has a size and a device, but no memory.
+    /// True if the storage was made in [`nn::uninit`](crate::nn::uninit): it has a size and a device, but no memory.
     pub fn is_uninit(&self) -> bool {
         matches!(self.allocation().backing, Backing::Uninit(_))
     }
 
-    /// Gives a storage without memory the name that errors call the parameter by.
+    /// Sets the parameter name for errors about a storage without memory.
     #[doc(hidden)]
     pub fn name_uninit(&self, name: &str) {
         if let Backing::Uninit(known) = &self.allocation().backing {
@@ -69,19 +71,19 @@ impl Storage {
         }
     }
 
-    /// An error where the storage has no memory.
+    /// Returns an error if the storage has no memory.
     pub(crate) fn check_memory(&self) -> Result<()> {
         self.allocation().check_memory()
     }
 }
 
 impl Allocation {
-    /// An error where the storage has no memory.
+    /// Returns an error if the storage has no memory.
     pub(super) fn check_memory(&self) -> Result<()> {
         let Backing::Uninit(name) = &self.backing else { return Ok(()) };
         let name = name.get().map(|name| format!("{} ", Excerpt(name))).unwrap_or_default();
         let remedy =
-            "load them with Module::assign_state_dict, or make a tensor that no file has outside of nn::uninit";
-        Err(Error::invalid("nn::uninit", format!("the tensor {name}made there has no values: {remedy}")))
+            "load them with Module::assign_state_dict, or make tensors that no file contains outside nn::uninit";
+        Err(Error::invalid("nn::uninit", format!("the tensor {name}has no values: {remedy}")))
     }
 }

@@ -1,25 +1,25 @@
-//! What the two allocators that never split a segment share: their accounts, and how segments are made.
+//! Code shared by the two allocators that never split a segment: their records of segments, and how segments are made.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::allocator::valid_fraction;
-use super::caching::Kind;
+use super::allocator::check_fraction;
+use super::caching::SizeKind;
 use super::config::Config;
 use super::counters::Counters;
 use super::driver::{Driver, Failure, ImageDesc};
 use super::history::{
-    BlockInfo, BlockState, Context, History, HistoryOptions, Recorded, Recording, SegmentInfo, SegmentType, Snapshot,
-    TraceAction, WithContexts, device_number,
+    BlockInfo, BlockState, Context, History, HistoryOptions, RecordedEvents, Recording, SegmentInfo, SegmentType,
+    SegmentWithContexts, Snapshot, TraceAction, device_number,
 };
 use super::segment::Segment;
 use crate::device::StreamId;
 use crate::error::Size;
 use crate::{Device, Error, Result};
 
-/// The methods of an allocator that its books answer.
-macro_rules! answer_from_books {
-    ($self:ident, $books:expr) => {
+/// Implements the methods of `Allocator` by those of a [`SegmentLedger`].
+macro_rules! forward_to_ledger {
+    ($self:ident, $ledger:expr) => {
         fn device(&$self) -> crate::Device {
             $self.driver.device()
         }
@@ -27,92 +27,91 @@ macro_rules! answer_from_books {
             $self.driver.alignment()
         }
         fn stats(&$self) -> crate::storage::DeviceStats {
-            $books.stats.stats()
+            $ledger.stats.stats()
         }
         fn reset_peak_stats(&$self) {
-            $books.stats.reset_peak();
+            $ledger.stats.reset_peak();
         }
         fn reset_accumulated_stats(&$self) {
-            $books.stats.reset_accumulated();
+            $ledger.stats.reset_accumulated();
         }
         fn set_memory_limit(&$self, bytes: u64) -> crate::Result<()> {
-            $books.set_limit(bytes);
+            $ledger.set_limit(bytes);
             Ok(())
         }
         fn set_memory_fraction(&$self, fraction: f64) -> crate::Result<()> {
-            $books.set_fraction(fraction)
+            $ledger.set_fraction(fraction)
         }
         fn snapshot(&$self) -> crate::storage::Snapshot {
-            let copy = $books.copy(); // the lock is held no longer
+            let copy = $ledger.copy_for_snapshot(); // releases the lock
             crate::storage::unsplit::snapshot(copy)
         }
         fn record_memory_history(&$self, options: crate::storage::HistoryOptions) -> crate::Result<()> {
-            $books.record_memory_history(options)
+            $ledger.record_memory_history(options)
         }
     };
 }
-pub(super) use answer_from_books;
+pub(super) use forward_to_ledger;
 
-/// What is held and has been done, and the limit of it. Lives under the allocator's lock.
-pub(super) struct Books {
+/// The segments held, the statistics and the limit of an allocator, guarded by the allocator's lock.
+pub(super) struct SegmentLedger {
     device: Device,
     capacity: u64,
     pub(super) stats: Counters,
-    /// The most bytes of segments to hold, as a number and as a part of the capacity.
-    most: u64,
-    part: u64,
-    /// Bytes of segments being made outside the lock.
-    making: u64,
+    /// Limit of the bytes of segments: as a number, and as a part of the capacity.
+    limit_bytes: u64,
+    fraction_bytes: u64,
+    /// Bytes of segments that are being created outside the lock.
+    bytes_in_creation: u64,
     config: Config,
     history: History,
-    /// Segments by their address.
-    segments: BTreeMap<u64, Shown>,
+    segments: BTreeMap<u64, LedgerSegment>,
 }
 
-/// A segment as snapshots show it: one block.
-struct Shown {
+/// A segment as snapshots report it: one block.
+struct LedgerSegment {
     size: usize,
     stream: StreamId,
     context: Context,
-    /// While it is handed out: for how many bytes, to which stream, and where in the program.
+    /// If the segment is handed out: the bytes requested, the stream and the context.
     taken: Option<(usize, StreamId, Context)>,
 }
 
-impl Books {
-    pub(super) fn new(driver: &dyn Driver, config: &Config) -> Books {
+impl SegmentLedger {
+    pub(super) fn new(driver: &dyn Driver, config: &Config) -> SegmentLedger {
         let (device, capacity) = (driver.device(), driver.capacity());
         let mut stats = Counters::default();
         stats.max_split_size = config.max_split_size as u64;
-        Books {
+        SegmentLedger {
             device,
             capacity,
             stats,
-            most: config.limit(capacity),
-            part: capacity,
-            making: 0,
+            limit_bytes: config.limit(capacity),
+            fraction_bytes: capacity,
+            bytes_in_creation: 0,
             config: config.clone(),
             history: History::new(),
             segments: BTreeMap::new(),
         }
     }
 
-    /// The most bytes of segments to hold.
     pub(super) fn limit(&self) -> u64 {
-        self.most.min(self.part)
+        self.limit_bytes.min(self.fraction_bytes)
     }
 
     pub(super) fn set_limit(&mut self, bytes: u64) {
-        self.most = bytes.min(self.capacity);
+        self.limit_bytes = bytes.min(self.capacity);
     }
 
     pub(super) fn set_fraction(&mut self, fraction: f64) -> Result<()> {
-        self.part = (self.capacity as f64 * valid_fraction(fraction)?) as u64;
+        self.fraction_bytes = (self.capacity as f64 * check_fraction(fraction)?) as u64;
         Ok(())
     }
 
-    /// Makes room under the limit for a segment about to be made while so many bytes are held elsewhere; says so if there is none.
-    pub(super) fn begin(&mut self, size: usize, elsewhere: u64) -> Option<String> {
-        let held = self.stats.reserved() + self.making;
+    /// Reserves room under the limit for a new segment, while `elsewhere` bytes are held in other pools. Returns
+    /// the reason if there is no room.
+    pub(super) fn reserve_room(&mut self, size: usize, elsewhere: u64) -> Option<String> {
+        let held = self.stats.reserved() + self.bytes_in_creation;
         if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
             let others = if elsewhere > 0 {
                 format!(" beside {:#} in buffers or images that are counted elsewhere", Size(elsewhere))
@@ -121,68 +120,71 @@ impl Books {
             };
             return Some(format!("there is no room for it{others}"));
         }
-        self.making += size as u64;
+        self.bytes_in_creation += size as u64;
         None
     }
 
-    /// The segment was made for `stream`, or was not.
-    pub(super) fn end(&mut self, size: usize, stream: StreamId, made: Option<&Segment>) {
-        self.making -= size as u64;
+    /// Records that the segment was created for `stream`, or that creating it failed.
+    pub(super) fn finish_creation(&mut self, size: usize, stream: StreamId, made: Option<&Segment>) {
+        self.bytes_in_creation -= size as u64;
         if let Some(segment) = made {
-            self.stats.segment_made(Kind::of(size), size);
+            self.stats.record_segment_alloc(SizeKind::of_size(size), size);
             let context = self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
-            let shown = Shown { size, stream, context, taken: None };
+            let shown = LedgerSegment { size, stream, context, taken: None };
             self.segments.insert(segment.address(), shown);
         }
     }
 
-    /// The segment at an address goes back to the driver.
-    pub(super) fn released(&mut self, address: u64) {
-        if let Some(Shown { size, stream, .. }) = self.segments.remove(&address) {
-            self.stats.segment_released(Kind::of(size), size);
+    pub(super) fn record_release(&mut self, address: u64) {
+        if let Some(LedgerSegment { size, stream, .. }) = self.segments.remove(&address) {
+            self.stats.record_segment_free(SizeKind::of_size(size), size);
             self.history.record(TraceAction::SegmentFree, address, size as u64, stream.0);
         }
     }
 
-    /// The segment at an address is handed out to `stream`.
-    pub(super) fn taken(&mut self, address: u64, stream: StreamId, requested: usize) {
-        if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address) {
-            self.stats.taken(Kind::of(*size), *size, requested);
+    pub(super) fn record_allocation(&mut self, address: u64, stream: StreamId, requested: usize) {
+        if let Some(LedgerSegment { size, taken, .. }) = self.segments.get_mut(&address) {
+            self.stats.record_allocation(SizeKind::of_size(*size), *size, requested);
             let context = self.history.record(TraceAction::Alloc, address, requested as u64, stream.0);
             *taken = Some((requested, stream, context));
         }
     }
 
-    /// The segment at an address is given back.
-    pub(super) fn given_back(&mut self, address: u64) {
-        if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address)
+    pub(super) fn record_free(&mut self, address: u64) {
+        if let Some(LedgerSegment { size, taken, .. }) = self.segments.get_mut(&address)
             && let Some((requested, stream, _)) = taken.take()
         {
-            self.stats.given_back(Kind::of(*size), *size, requested);
+            self.stats.record_free(SizeKind::of_size(*size), *size, requested);
             self.history.record_free(address, requested as u64, stream.0);
         }
     }
 
     pub(super) fn record_memory_history(&mut self, options: HistoryOptions) -> Result<()> {
-        // As in PyTorch the end of recording is the end of the trace: what follows would be missing from it.
+        // As in PyTorch, stopping the recording deletes the trace, which would lack the events that follow.
         let clear_history = options.clear_history || options.enabled == Recording::Off;
         self.history.record_memory_history(HistoryOptions { clear_history, ..options })
     }
 
-    /// What a snapshot of this moment is made of: see [`snapshot`].
-    pub(super) fn copy(&self) -> (u32, Vec<WithContexts>, Recorded, Config) {
+    /// Copies the data that [`snapshot`] makes a snapshot of.
+    pub(super) fn copy_for_snapshot(&self) -> (u32, Vec<SegmentWithContexts>, RecordedEvents, Config) {
         self.history.record(TraceAction::Snapshot, 0, self.stats.active_bytes(), 0);
         let device = device_number(self.device);
         let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
         (device, segments, self.history.copy(), self.config.clone())
     }
 
-    /// The error for a request that nothing could serve; `why` is what was missing, `unused` what has been given back to
-    /// no avail.
-    pub(super) fn out_of_memory(&mut self, requested: usize, stream: StreamId, why: &str, unused: Unused) -> Error {
+    /// Makes the error for a request that could not be served. `why` is the reason; `unused` is the memory that was
+    /// released in vain.
+    pub(super) fn out_of_memory(
+        &mut self,
+        requested: usize,
+        stream: StreamId,
+        why: &str,
+        unused: ReleasedMemory,
+    ) -> Error {
         self.stats.num_ooms += 1;
         let (allocated, reserved) = (self.stats.allocated_bytes(), self.stats.reserved());
-        let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // as files have it
+        let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // files store it as i64
         self.history.record(TraceAction::Oom, free, requested as u64, stream.0);
         let capacity = self.capacity;
         let mut detail = format!(
@@ -202,8 +204,8 @@ impl Books {
     }
 }
 
-impl Shown {
-    fn info(&self, device: u32, address: u64) -> WithContexts {
+impl LedgerSegment {
+    fn info(&self, device: u32, address: u64) -> SegmentWithContexts {
         let size = self.size as u64;
         let (state, requested, context) = match self.taken {
             Some((requested, _, context)) => (BlockState::ActiveAllocated, requested, context),
@@ -214,40 +216,42 @@ impl Shown {
             address,
             total_size: size,
             stream: self.stream.0.into(),
-            segment_type: match Kind::of(self.size) {
-                Kind::Small => SegmentType::Small,
-                Kind::Large => SegmentType::Large,
+            segment_type: match SizeKind::of_size(self.size) {
+                SizeKind::Small => SegmentType::Small,
+                SizeKind::Large => SegmentType::Large,
             },
             segment_pool_id: (0, 0),
             is_expandable: false,
             frames: [].into(),
             blocks: vec![BlockInfo { address, size, requested_size: requested as u64, state, frames: [].into() }],
         };
-        WithContexts { segment, context: self.context, contexts: vec![context] }
+        SegmentWithContexts { segment, context: self.context, contexts: vec![context] }
     }
 }
 
-/// The snapshot of what [`Books::copy`] gave, made without the lock.
-pub(super) fn snapshot((device, segments, recorded, config): (u32, Vec<WithContexts>, Recorded, Config)) -> Snapshot {
+/// Makes a snapshot of the result of [`SegmentLedger::copy_for_snapshot`], without the lock.
+pub(super) fn snapshot(
+    (device, segments, recorded, config): (u32, Vec<SegmentWithContexts>, RecordedEvents, Config),
+) -> Snapshot {
     Snapshot::of_device(device, segments, recorded, &config)
 }
 
-/// Unused segments: their bytes, and those of the largest.
+/// Unused segments: their bytes in total, and the bytes of the largest.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Unused {
+pub(super) struct ReleasedMemory {
     pub(super) bytes: u64,
     pub(super) largest: usize,
 }
 
-/// Bytes of the segment for a request.
 pub(super) fn segment_size(driver: &dyn Driver, bytes: usize) -> Result<usize> {
     let size = bytes.max(1).checked_next_multiple_of(driver.alignment());
     size.filter(|&size| size as u64 <= driver.capacity())
-        .ok_or_else(|| too_large(driver, bytes, driver.largest_segment() as u64))
+        .ok_or_else(|| too_large_error(driver, bytes, driver.largest_segment() as u64))
 }
 
-/// The error for a buffer that the device cannot hold or its driver does not make: it promises buffers of `promised` bytes.
-pub(super) fn too_large(driver: &dyn Driver, requested: usize, promised: u64) -> Error {
+/// Makes the error for a buffer that the device cannot hold or its driver does not create. `promised` is the size in
+/// bytes that the driver guarantees.
+pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u64) -> Error {
     let mut detail = format!("the device has {:#}", Size(driver.capacity()));
     if promised < driver.capacity() {
         detail += &format!(", and promises buffers of at most {:#}", Size(promised));
@@ -255,8 +259,8 @@ pub(super) fn too_large(driver: &dyn Driver, requested: usize, promised: u64) ->
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }
 
-/// A segment made and committed, a buffer or an `image`, or what ran out. Never under a lock.
-pub(super) fn make(
+/// Creates and commits a segment, a buffer or an `image`. `Ok(Err)` names what ran out. Never call it under a lock.
+pub(super) fn create_segment(
     driver: &dyn Driver,
     size: usize,
     image: Option<ImageDesc>,
@@ -268,7 +272,7 @@ pub(super) fn make(
             tracing::debug!(device = %driver.device(), size, "segment made");
             Ok(Ok(Arc::new(Segment::new(memory, size))))
         }
-        Err(Failure::TooBig) => Err(too_large(driver, requested, driver.largest_segment() as u64)),
+        Err(Failure::TooBig) => Err(too_large_error(driver, requested, driver.largest_segment() as u64)),
         Err(Failure::Other(error)) => Err(error),
         Err(failure) => Ok(Err(failure.to_string())),
     }
@@ -283,7 +287,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn snapshots_show_what_is_held_and_how_it_came() {
+    fn snapshots_agree_with_statistics() {
         for backend in ["direct", "pool"] {
             let sim = Sim::new(SimOptions { capacity: 64 << 20, ..SimOptions::default() });
             let config: Config = format!("backend:{backend}").parse().unwrap();

@@ -1,4 +1,4 @@
-//! Elements as bytes: what readers and writers of files are made of.
+//! Tensors from bytes and to bytes, for readers and writers of files.
 
 use std::io::{Read, Write};
 
@@ -6,12 +6,12 @@ use super::Layout;
 use crate::storage::{Caller, Storage};
 use crate::{DType, Error, Result, Shape, Tensor, TensorOptions};
 
-/// Elements go between a stream and a device in pieces of this size.
-const PIECE: usize = 4 << 20;
+/// Bytes per piece in which elements are transferred between a stream and a device.
+const PIECE_BYTES: usize = 4 << 20;
 
-/// Elements as bytes, in row-major order and the byte order of the host. The host is asked for 4 MiB at most.
+/// Elements as bytes, in row-major order and the host's byte order. Streams are buffered in pieces of at most 4 MiB.
 impl Tensor {
-    /// A copy of elements that are given as bytes (PyTorch's `frombuffer`).
+    /// Copies elements given as bytes (PyTorch's `frombuffer`).
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -22,8 +22,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a shape of another number of bytes and for bools other than 0 and 1; [`Error::NoDevice`],
-    /// [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a number of bytes that does not match the shape, and for bools other than 0 and 1;
+    /// [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn from_bytes(bytes: &[u8], shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -35,8 +35,8 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// A tensor of the elements that `from` gives next (NumPy's `fromfile`). Memory of the device is asked for once the
-    /// first 4 MiB are there.
+    /// Reads the next elements of `from` into a new tensor (NumPy's `fromfile`). Device memory is allocated after the first 4 MiB
+    /// have been read.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -47,7 +47,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `from` fails or ends early, and for bools other than 0 and 1; [`Error::NoDevice`],
+    /// [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1; [`Error::NoDevice`],
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn read_from(
@@ -59,13 +59,13 @@ impl Tensor {
         let (op, TensorOptions { dtype, device }) = ("read_from", options.into());
         let shape = shape.into().checked(op)?;
         let bytes = shape.bytes(dtype.size());
-        let mut piece = vec![0u8; bytes.min(PIECE)];
+        let mut piece = vec![0u8; bytes.min(PIECE_BYTES)];
         let mut read = |part: &mut [u8]| from.read_exact(part).map_err(|e| Error::invalid(op, e.to_string()));
-        // Read first: a stream that cannot be read asks for no memory of the device.
+        // Read before the allocation, so that an unreadable stream allocates no device memory.
         read(&mut piece)?;
         let storage = Storage::alloc(device, bytes)?;
-        for at in (0..bytes).step_by(PIECE) {
-            let part = &mut piece[..PIECE.min(bytes - at)];
+        for at in (0..bytes).step_by(PIECE_BYTES) {
+            let part = &mut piece[..PIECE_BYTES.min(bytes - at)];
             if at > 0 {
                 read(part)?;
             }
@@ -74,7 +74,7 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// The bytes of the elements into `out`, which has just their size. Waits for the device.
+    /// Copies the bytes of the elements to `out`, which must have exactly their size. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -105,13 +105,13 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `to` fails; [`Error::OutOfMemory`] and device failures.
+    /// [`Error::Invalid`] if `to` fails; [`Error::OutOfMemory`] and device failures.
     pub fn write_to(&self, to: &mut dyn Write) -> Result<()> {
         let source = self.detach().contiguous()?;
         let (start, bytes) = (source.layout.offset * source.dtype.size(), source.numel() * source.dtype.size());
-        let mut piece = vec![0u8; bytes.min(PIECE)];
-        for at in (0..bytes).step_by(PIECE) {
-            let part = &mut piece[..PIECE.min(bytes - at)];
+        let mut piece = vec![0u8; bytes.min(PIECE_BYTES)];
+        for at in (0..bytes).step_by(PIECE_BYTES) {
+            let part = &mut piece[..PIECE_BYTES.min(bytes - at)];
             source.storage.read(start + at, part)?;
             to.write_all(part).map_err(|e| Error::invalid("write_to", e.to_string()))?;
         }
@@ -119,13 +119,13 @@ impl Tensor {
     }
 }
 
-/// Bytes of elements into a storage, unless they are none of this dtype.
+/// Writes the bytes of elements to a storage after checking that they are valid for the dtype.
 fn write_piece(op: &'static str, storage: &Storage, at: usize, bytes: &[u8], dtype: DType) -> Result<()> {
     check_bools(op, bytes, dtype)?;
     storage.write(at, bytes)
 }
 
-/// An error where these are not the bytes of elements of this shape and dtype.
+/// Checks that these are the bytes of elements of this shape and dtype.
 pub(crate) fn check_bytes(op: &'static str, bytes: &[u8], shape: &Shape, dtype: DType) -> Result<()> {
     check_length(op, bytes.len(), shape, dtype)?;
     check_bools(op, bytes, dtype)
@@ -136,12 +136,12 @@ fn check_length(op: &'static str, given: usize, shape: &Shape, dtype: DType) -> 
     if wanted == given {
         return Ok(());
     }
-    Err(Error::invalid(op, format!("{given} bytes are not those of shape {shape} in {dtype}, which takes {wanted}")))
+    Err(Error::invalid(op, format!("shape {shape} of {dtype} takes {wanted} bytes, not {given}")))
 }
 
 fn check_bools(op: &'static str, bytes: &[u8], dtype: DType) -> Result<()> {
     match bytes.iter().find(|b| dtype == DType::Bool && **b > 1) {
-        Some(byte) => Err(Error::invalid(op, format!("a bool is neither 0 nor 1 but {byte}"))),
+        Some(byte) => Err(Error::invalid(op, format!("a bool must be 0 or 1, not {byte}"))),
         None => Ok(()),
     }
 }

@@ -1,25 +1,25 @@
-//! Out to the host, and over to another device. (Dtypes are converted in `ops::elementwise::copy`.)
+//! Copies to the host and to other devices. (Conversions of dtypes are in `ops::elementwise::copy`.)
 
 use std::any::Any;
 
 use ndarray::{ArrayD, IxDyn};
 
 use super::Layout;
-use crate::autograd::record_unary_twice;
+use crate::autograd::record_unary_differentiable;
 use crate::storage::{Caller, Storage};
 use crate::{DType, Device, Element, Error, Result, Tensor, elements};
 
 impl Tensor {
-    /// The elements in row-major order. Waits for the device. To read them only,
-    /// [`Tensor::to_host`] is cheaper: its memory is the allocator's, and reused.
+    /// Returns the elements in row-major order. Waits for the device. For read access
+    /// [`Tensor::to_host`] is cheaper: it uses memory that the allocator caches.
     ///
     /// # Errors
-    /// [`Error::DTypeMismatch`] where `T` is not this tensor's element type.
+    /// [`Error::DTypeMismatch`] if `T` is not this tensor's element type.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        self.read_out("to_vec")
+        self.read_elements("to_vec")
     }
 
-    /// The elements as an ndarray array of this shape. Waits for the device.
+    /// Returns the elements as an ndarray array of this shape. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -32,27 +32,28 @@ impl Tensor {
     /// As [`Tensor::to_vec`].
     pub fn to_ndarray<T: Element>(&self) -> Result<ArrayD<T>> {
         let op = "to_ndarray";
-        let values = self.read_out(op)?;
+        let values = self.read_elements(op)?;
         ArrayD::from_shape_vec(IxDyn(self.shape().dims()), values).map_err(|e| Error::invalid(op, e.to_string()))
     }
 
-    /// The only element (PyTorch's `item`). Waits for the device.
+    /// Returns the only element (PyTorch's `item`). Waits for the device.
     ///
     /// # Errors
-    /// A tensor of another number of elements than one; as [`Tensor::to_vec`].
+    /// A tensor that does not have exactly one element; as [`Tensor::to_vec`].
     pub fn item<T: Element>(&self) -> Result<T> {
         match self.numel() {
-            1 => Ok(self.read_out("item")?[0]),
+            1 => Ok(self.read_elements("item")?[0]),
             n => Err(Error::invalid("item", format!("a tensor of shape {} has {n} elements, not one", self.shape()))),
         }
     }
 
-    fn read_out<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
+    /// Copies the elements to the host, in row-major order.
+    fn read_elements<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
         self.check_element::<T>(op)?;
-        // First: where an expanded tensor has more elements than fit in memory this is an error, and a vector would panic.
+        // Before the vector is allocated: if an expanded tensor does not fit in memory, this is an error instead of a panic.
         let source = self.detach().contiguous()?;
         let bits: Vec<T::Bits> = source.storage.read_vec(source.layout.offset * self.dtype.size(), source.numel())?;
-        // Where every pattern is valid `Bits` is `T` itself, and the vector is handed on as it is.
+        // If every bit pattern is valid, `Bits` is `T` itself, and the vector is returned without a copy.
         let bits = match (Box::new(bits) as Box<dyn Any>).downcast::<Vec<T>>() {
             Ok(values) => return Ok(*values),
             Err(bits) => bits.downcast::<Vec<T::Bits>>().unwrap_or_default(),
@@ -67,31 +68,31 @@ impl Tensor {
         }
     }
 
-    /// This tensor on `device`: itself where it is there already, otherwise a copy of exactly its elements in its
-    /// [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient goes back.
+    /// Returns this tensor on `device`: the same storage if it is already there, otherwise a copy of exactly its elements in its
+    /// [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient is copied back.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
-        let home = self.device();
-        if device == home {
+        let source_device = self.device();
+        if device == source_device {
             return Ok(self.shallow_clone());
         }
         let source = self.detach().to_memory_format(self.memory_format())?;
-        let layout = Layout::in_format(self.shape().clone(), self.memory_format());
-        let out = Tensor::empty_like_layout(layout, self.dtype, device)?;
+        let layout = Layout::with_format(self.shape().clone(), self.memory_format());
+        let out = Tensor::empty_with_layout(layout, self.dtype, device)?;
         let size = self.dtype.size();
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
-        Ok(record_unary_twice("to_device", out, self, move |grad| grad.to_device(home)))
+        Ok(record_unary_differentiable("to_device", out, self, move |grad| grad.to_device(source_device)))
     }
 
-    /// A copy in memory of the host that `device` transfers at its bus's full speed (PyTorch's `pin_memory`): a tensor on
-    /// [`Device::Cpu`], contiguous, without gradient. [`to_device`](Tensor::to_device) from it and `copy_` into it then need
-    /// no copy on the host, and [`copy_non_blocking_`](Tensor::copy_non_blocking_) does not wait. On the CPU device, and where none is
-    /// left, it is an ordinary copy; [`is_pinned`](Tensor::is_pinned) says which. Pinned memory is scarce: what is dropped is
-    /// kept for later (see [`Device::pinned_memory_stats`]).
+    /// Copies to host memory that `device` transfers at the full speed of its bus (PyTorch's `pin_memory`). The result is a
+    /// contiguous tensor on [`Device::Cpu`] without a gradient. [`to_device`](Tensor::to_device) from it and `copy_` into it need
+    /// no further copy on the host, and [`copy_non_blocking_`](Tensor::copy_non_blocking_) does not wait. On the CPU device, or if
+    /// no pinned memory is left, the result is an ordinary copy; [`is_pinned`](Tensor::is_pinned) tells which. Pinned memory is
+    /// scarce, so dropped blocks are cached for reuse (see [`Device::pinned_memory_stats`]).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -110,21 +111,21 @@ impl Tensor {
         let size = self.dtype.size();
         let out = match Storage::pinned(device, self.numel() * size)? {
             Some(storage) => Tensor::new(storage, Layout::contiguous(self.shape().clone()), self.dtype),
-            None => Tensor::empty_like_shape(self.shape(), self.dtype, Device::default())?,
+            None => Tensor::empty_with_shape(self.shape(), self.dtype, Device::default())?,
         };
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
         Ok(out)
     }
 
-    /// Whether its memory is pinned for transfers to and from `device`: see [`pin_memory`](Tensor::pin_memory).
+    /// True if the memory is pinned for transfers to and from `device`: see [`pin_memory`](Tensor::pin_memory).
     pub fn is_pinned(&self, device: Device) -> bool {
         self.storage.is_pinned(device)
     }
 
-    /// [`Tensor::to_dtype`] and [`Tensor::to_device`], in the order that transfers fewer bytes.
+    /// Calls [`Tensor::to_dtype`] and [`Tensor::to_device`] in the order that transfers fewer bytes.
     ///
     /// # Errors
-    /// As those two.
+    /// As those two methods.
     #[track_caller]
     pub fn to(&self, dtype: DType, device: Device) -> Result<Tensor> {
         if dtype.size() < self.dtype.size() {

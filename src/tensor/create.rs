@@ -1,4 +1,4 @@
-//! New tensors: constants, sequences and the host's values. (Random ones are in `ops::random`.)
+//! Creation of tensors: constants, sequences and values of the host. (Random tensors are in `ops::random`.)
 
 use ndarray::{Array, ArrayBase, Data, Dimension};
 
@@ -9,7 +9,7 @@ use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
 /// Constants and sequences.
 impl Tensor {
-    /// Elements whose values nobody has chosen (PyTorch's `empty`): to be written before they are read.
+    /// Returns uninitialised elements (PyTorch's `empty`); write them before reading them.
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
@@ -18,13 +18,13 @@ impl Tensor {
         let _caller = Caller::enter();
         let options = options.into();
         match options.dtype {
-            // Not every byte is a bool.
+            // Only the bytes 0 and 1 are valid bools.
             DType::Bool => Tensor::zeros(shape, options),
-            dtype => Tensor::factory(Layout::contiguous(shape.into()), dtype, options.device),
+            dtype => Tensor::empty_or_uninit(Layout::contiguous(shape.into()), dtype, options.device),
         }
     }
 
-    /// Zeros (PyTorch's `zeros`); `false` for bool.
+    /// Returns zeros (PyTorch's `zeros`); `false` for bool.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -49,7 +49,7 @@ impl Tensor {
         Ok(Tensor::new(storage, layout, dtype))
     }
 
-    /// Ones (PyTorch's `ones`); `true` for bool.
+    /// Returns ones (PyTorch's `ones`); `true` for bool.
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
@@ -58,9 +58,9 @@ impl Tensor {
         Tensor::full(shape, 1, options)
     }
 
-    /// `value` everywhere (PyTorch's `full`, but f32 unless said).
+    /// Returns a tensor filled with `value` (PyTorch's `full`, but f32 by default).
     ///
-    /// Converted to the dtype as Rust's `as` does: floats too large for an integer saturate, integers wrap.
+    /// The value is converted to the dtype like Rust's `as`: floats too large for an integer saturate, integers wrap.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -70,7 +70,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a number that the dtype cannot hold (as [`Tensor::fill_`] has it), [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a number that the dtype cannot hold (see [`Tensor::fill_`]), [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn full(
         shape: impl Into<Shape>,
@@ -80,7 +80,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let TensorOptions { dtype, device } = options.into();
         let value = value.into().stored("full", dtype)?;
-        let out = Tensor::factory(Layout::contiguous(shape.into()), dtype, device)?;
+        let out = Tensor::empty_or_uninit(Layout::contiguous(shape.into()), dtype, device)?;
         if out.is_uninit() {
             return Ok(out);
         }
@@ -91,8 +91,8 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Ones on the diagonal and zeros elsewhere: `n` rows and as many columns, or the rows and columns of `[n, m]` (PyTorch's
-    /// `eye`).
+    /// Returns a matrix with ones on the diagonal and zeros elsewhere (PyTorch's `eye`). The shape is `n` for a square matrix or
+    /// `[rows, columns]`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -102,68 +102,68 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for other than one or two sizes; [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a shape that does not have one or two sizes; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn eye(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let shape = shape.into();
         let (rows, columns) = match *shape.dims() {
             [n] => (n, n),
             [n, m] => (n, m),
-            _ => return Err(Error::invalid("eye", format!("a matrix has one size or two, not {shape}"))),
+            _ => return Err(Error::invalid("eye", format!("the shape must have one or two sizes, not {shape}"))),
         };
         let out = Tensor::zeros([rows, columns], options)?;
         out.diagonal(0, 0, 1)?.fill_(1)?;
         Ok(out)
     }
 
-    /// [`Tensor::empty`] of this tensor's shape, memory format, dtype and device.
+    /// Returns [`Tensor::empty`] with this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor> {
-        Ok(Tensor::empty(self.shape(), self)?.in_format_of(self))
+        Ok(Tensor::empty(self.shape(), self)?.with_format_of(self))
     }
 
-    /// [`Tensor::zeros`] of this tensor's shape, memory format, dtype and device.
+    /// Returns [`Tensor::zeros`] with this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor> {
-        Ok(Tensor::zeros(self.shape(), self)?.in_format_of(self))
+        Ok(Tensor::zeros(self.shape(), self)?.with_format_of(self))
     }
 
-    /// [`Tensor::ones`] of this tensor's shape, memory format, dtype and device.
+    /// Returns [`Tensor::ones`] with this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor> {
-        Ok(Tensor::ones(self.shape(), self)?.in_format_of(self))
+        Ok(Tensor::ones(self.shape(), self)?.with_format_of(self))
     }
 
-    /// [`Tensor::full`] of this tensor's shape, memory format, dtype and device.
+    /// Returns [`Tensor::full`] with this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// As [`Tensor::full`].
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
-        Ok(Tensor::full(self.shape(), value, self)?.in_format_of(self))
+        Ok(Tensor::full(self.shape(), value, self)?.with_format_of(self))
     }
 }
 
 impl Tensor {
-    /// A new row-major tensor, whose elements are all alike, in the memory format of another of its shape.
-    fn in_format_of(mut self, other: &Tensor) -> Tensor {
-        self.layout = Layout::in_format(self.layout.shape, other.memory_format());
+    /// Sets the strides to the memory format of `other`, for a new tensor whose elements are all equal.
+    fn with_format_of(mut self, other: &Tensor) -> Tensor {
+        self.layout = Layout::with_format(self.layout.shape, other.memory_format());
         self
     }
 }
 
-/// Memory that is there already.
+/// Tensors over existing memory.
 impl Tensor {
-    /// A tensor over the first bytes of a storage, in row-major order, which shares them with the storage's other tensors
+    /// Creates a row-major tensor over the first bytes of a storage, which other tensors may share
     /// (PyTorch's `torch.empty(0).set_(storage)`).
     ///
     /// ```
@@ -175,14 +175,14 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the storage has fewer bytes, is no whole number of elements, or begins at an address that they
-    /// cannot have (as a vector of bytes may); and for bool, which not every byte is: take u8, and `ne_scalar(0)` of that.
+    /// [`Error::Invalid`] if the storage has too few bytes, is not a whole number of elements, or is not aligned for the dtype
+    /// (possible for a vector of bytes); and for bool, because not every byte is a valid bool: use u8 and `ne_scalar(0)`.
     pub fn from_storage(storage: Storage, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let layout = Layout::contiguous(shape.into());
         let (wanted, has) = (layout.shape.bytes(dtype.size()), storage.nbytes());
         let shape = &layout.shape;
         let refused = match () {
-            () if dtype == DType::Bool => Some("not every byte is a bool: take u8, and ne_scalar(0) of that".into()),
+            () if dtype == DType::Bool => Some("not every byte is a bool: use u8, and ne_scalar(0)".into()),
             () if wanted > has => Some(format!("{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}")),
             () => None,
         };
@@ -190,14 +190,14 @@ impl Tensor {
             return Err(Error::invalid("from_storage", reason));
         }
         check_storage("from_storage", &storage, dtype)?;
-        // Other tensors on the storage keep their place in the graph to themselves.
+        // Detached, so that other tensors on this storage keep their own autograd history.
         Ok(Tensor::new(storage, layout, dtype).detach())
     }
 }
 
-/// The host's values. The dtype is that of the elements.
+/// Tensors from values of the host. The dtype is that of the elements.
 impl Tensor {
-    /// A copy of `values`, in row-major order.
+    /// Copies `values`, in row-major order.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -211,13 +211,13 @@ impl Tensor {
     #[track_caller]
     pub fn from_slice<T: Element>(values: &[T], shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
-        let shape = fits("from_slice", values.len(), shape.into())?;
-        let out = Tensor::empty_like_shape(shape, T::DTYPE, device)?;
+        let shape = check_len("from_slice", values.len(), shape.into())?;
+        let out = Tensor::empty_with_shape(shape, T::DTYPE, device)?;
         out.storage.write(0, bytemuck::cast_slice(values))?;
         Ok(out)
     }
 
-    /// `values` in row-major order; on [`Device::Cpu`] the tensor owns the vector, nothing is copied.
+    /// Creates a tensor of `values`, in row-major order. On [`Device::Cpu`] the tensor takes over the vector without a copy.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
@@ -226,18 +226,18 @@ impl Tensor {
         if !device.is_cpu() {
             return Tensor::from_slice(&values, shape, device);
         }
-        let layout = Layout::contiguous(fits("from_vec", values.len(), shape.into())?);
+        let layout = Layout::contiguous(check_len("from_vec", values.len(), shape.into())?);
         Ok(Tensor::new(Storage::adopt(values), layout, T::DTYPE))
     }
 
-    /// The elements that `memory` owns, in row-major order: a vector, a boxed slice, a mapped file, or whatever else gives a
-    /// slice of them. It is dropped with the last handle on the storage, which allocators do not count.
+    /// Creates a tensor over elements that `memory` owns, in row-major order: a vector, a boxed slice, a mapped file, or anything
+    /// else that gives a slice. `memory` is dropped with the last handle on the storage. Allocator statistics do not count it.
     ///
-    /// On [`Device::Cpu`] nothing is copied. On an OpenCL device that works on the host's memory
-    /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) neither, where the elements begin at a multiple of 16 bytes and
-    /// take one: they are then in a buffer of their own (`CL_MEM_USE_HOST_PTR`; a driver may ask for more before it uses them
-    /// in place, a page usually), [`into_host`](Self::into_host) shows them to the host where they are, and the last handle
-    /// waits for the device. On other devices it is a copy.
+    /// On [`Device::Cpu`] nothing is copied. An OpenCL device that works on the host's memory
+    /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) also makes no copy if the address and the size in bytes are
+    /// multiples of 16. Such elements get a buffer of their own with `CL_MEM_USE_HOST_PTR`; a driver may need a larger alignment,
+    /// usually a page, to use them in place. [`into_host`](Self::into_host) then maps them, and dropping the last handle waits for
+    /// the device. Other devices copy the elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -251,7 +251,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`] of a copy.
+    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`] for a copy.
     #[track_caller]
     pub fn from_host_memory<T: Element>(
         memory: impl AsMut<[T]> + Send + 'static,
@@ -260,11 +260,11 @@ impl Tensor {
     ) -> Result<Tensor> {
         let _caller = Caller::enter();
         let elements = HostElements::new(memory);
-        let layout = Layout::contiguous(fits("from_host_memory", elements.len(), shape.into())?);
+        let layout = Layout::contiguous(check_len("from_host_memory", elements.len(), shape.into())?);
         Ok(Tensor::new(elements.into_storage(device)?, layout, T::DTYPE))
     }
 
-    /// The elements of an ndarray array; on [`Device::Cpu`] the tensor owns them, nothing is copied, whatever the strides.
+    /// Creates a tensor from an ndarray array. On [`Device::Cpu`] the tensor takes over the memory without a copy, for any strides.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -283,7 +283,7 @@ impl Tensor {
         Ok(Tensor::new(Storage::adopt(values), layout, T::DTYPE))
     }
 
-    /// A copy of the elements of any ndarray array or view.
+    /// Copies the elements of an ndarray array or view.
     #[track_caller]
     pub fn from_ndarray_view<T, S, D>(array: &ArrayBase<S, D>, device: Device) -> Result<Tensor>
     where
@@ -298,18 +298,18 @@ impl Tensor {
     }
 }
 
-/// An error where not all bytes of a storage are elements of this dtype: kernels of the CPU see it as a whole.
+/// Checks that all bytes of a storage can be elements of this dtype, because CPU kernels access the whole storage as a slice.
 pub(super) fn check_storage(op: &'static str, storage: &Storage, dtype: DType) -> Result<()> {
     let has = storage.nbytes();
     let reason = match () {
-        () if !has.is_multiple_of(dtype.size()) => format!("{has} bytes are no whole number of {dtype}"),
-        () if !storage.is_aligned(dtype.size()) => format!("the storage begins where no {dtype} can: copy it"),
+        () if !has.is_multiple_of(dtype.size()) => format!("{has} bytes are not a whole number of {dtype}"),
+        () if !storage.is_aligned(dtype.size()) => format!("the storage is not aligned for {dtype}: copy it"),
         () => return Ok(()),
     };
     Err(Error::invalid(op, reason))
 }
 
-fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {
+fn check_len(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {
     if shape.numel() == given {
         return shape.checked(op);
     }

@@ -1,24 +1,24 @@
-//! Printing, as PyTorch prints (`torch/_tensor_str.py`): the same columns, line breaks and choice of notation.
+//! Prints tensors like PyTorch (`torch/_tensor_str.py`): the same columns, line breaks and notation.
 //!
-//! Of a tensor of more than 1000 elements only the first and last three indexes of each dimension are shown, and only they
-//! are read from the device: they are one strided view ([`Layout::edges`](super::Layout::edges)), gathered in one launch.
+//! A tensor of more than 1000 elements is summarised by the first and last three indexes of each dimension. Only these are
+//! read from the device: they form one strided view ([`Layout::edges`](super::Layout::edges)), gathered in one launch.
 
 use std::fmt::{self, Write};
 
 use crate::{DType, Result, Scalar, Tensor};
 
-/// Elements above which a tensor is summarised.
-const THRESHOLD: usize = 1000;
-/// Indexes shown at either end of a summarised dimension.
-const EDGE: usize = 3;
-/// Characters a line should not pass.
-const LINE: usize = 80;
-/// Digits after the point, unless the format string says: `{:.2}`.
-const PRECISION: usize = 4;
+/// Tensors with more elements are summarised.
+const SUMMARY_THRESHOLD: usize = 1000;
+/// Number of indexes shown at either end of a summarised dimension.
+const EDGE_ITEMS: usize = 3;
+/// Line width in characters.
+const LINE_CHARS: usize = 80;
+/// Default number of decimals; a format string such as `{:.2}` overrides it.
+const DEFAULT_PRECISION: usize = 4;
 const PREFIX: &str = "tensor(";
 
-/// As PyTorch prints, with claystone's names of dtypes and devices. What is the default (f32, i64 and bool, the CPU) is
-/// left out. Never fails: where the elements cannot be read, the error is printed in their place.
+/// Prints like PyTorch, with claystone's names of dtypes and devices. Defaults (f32, i64, bool, the CPU) are omitted. Never
+/// fails: if the elements cannot be read, the error is printed instead.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor};
@@ -30,16 +30,16 @@ const PREFIX: &str = "tensor(";
 /// ```
 impl fmt::Display for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let precision = f.precision().unwrap_or(PRECISION);
-        let text = match self.contents(precision) {
+        let precision = f.precision().unwrap_or(DEFAULT_PRECISION);
+        let text = match self.format_elements(precision) {
             Ok(contents) => format!("{PREFIX}{contents}"),
             Err(error) => format!("{PREFIX}<{error}>"),
         };
-        // As PyTorch counts: two more than the characters of the last line.
+        // PyTorch counts the characters of the last line plus two.
         let mut column = text.chars().rev().take_while(|&c| c != '\n').count() + 2;
         f.write_str(&text)?;
         for suffix in self.suffixes() {
-            if column + suffix.len() + 2 > LINE {
+            if column + suffix.len() + 2 > LINE_CHARS {
                 write!(f, ",\n{:indent$}{suffix}", "", indent = PREFIX.len())?;
                 column = PREFIX.len() + suffix.len();
             } else {
@@ -51,7 +51,7 @@ impl fmt::Display for Tensor {
     }
 }
 
-/// The same as Display.
+/// Prints the same text as Display.
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -59,6 +59,7 @@ impl fmt::Debug for Tensor {
 }
 
 impl Tensor {
+    /// Returns what follows the elements, as in PyTorch: device, shape of an empty tensor, dtype and gradient.
     fn suffixes(&self) -> Vec<String> {
         let mut all = Vec::new();
         if !self.device().is_cpu() {
@@ -69,7 +70,7 @@ impl Tensor {
             let sizes: Vec<String> = self.shape().dims().iter().map(usize::to_string).collect();
             all.push(format!("size=({})", sizes.join(", ")));
         }
-        // i64 and bool show in the values, if there are any.
+        // The values show whether a non-empty tensor is i64 or bool, so the dtype is omitted.
         if !(self.dtype == DType::F32 || !empty && matches!(self.dtype, DType::I64 | DType::Bool)) {
             all.push(format!("dtype={}", self.dtype));
         }
@@ -81,40 +82,42 @@ impl Tensor {
         all
     }
 
-    /// The brackets and what is between them.
-    fn contents(&self, precision: usize) -> Result<String> {
+    /// Formats the elements with their brackets.
+    fn format_elements(&self, precision: usize) -> Result<String> {
         if self.numel() == 0 {
             return Ok("[]".into());
         }
-        let summarise = self.numel() > THRESHOLD;
-        let shown = if summarise { self.with_layout(self.layout.edges(EDGE)) } else { self.detach() };
-        // What is expanded to more elements than there can be is found here.
+        let summarise = self.numel() > SUMMARY_THRESHOLD;
+        let shown = if summarise { self.with_layout(self.layout.edges(EDGE_ITEMS)) } else { self.detach() };
+        // Returns an error if an expanded tensor has too many elements to copy.
         let shown = shown.contiguous()?;
         let mut bytes = vec![0; shown.numel() * self.dtype.size()];
         shown.read_bytes(&mut bytes)?;
         let values: Vec<Scalar> =
             bytes.chunks_exact(self.dtype.size()).map(|element| Scalar::decode(self.dtype, element)).collect();
-        let format = Format::of(&values, self.dtype, precision);
-        let mut printer = Printer { summarise, width: format.width, cells: values.iter().map(|&v| format.cell(v)) };
+        let format = Format::choose(&values, self.dtype, precision);
+        let mut printer =
+            Printer { summarise, width: format.width, cells: values.iter().map(|&v| format.format_cell(v)) };
         let mut out = String::new();
-        printer.block(&mut out, self.shape().dims(), PREFIX.len());
+        printer.write_block(&mut out, self.shape().dims(), PREFIX.len());
         Ok(out)
     }
 }
 
-/// How the numbers of one tensor are written, all alike.
+/// The number format that all elements of one tensor share.
 struct Format {
     notation: Notation,
     precision: usize,
     width: usize,
 }
 
+/// The notation of all numbers of a tensor.
 #[derive(Clone, Copy, PartialEq)]
 enum Notation {
     Bool,
     Integer,
-    /// Floats that are all whole: `3.`
-    Whole,
+    /// Floats without fractional parts: `3.`
+    Integral,
     /// `3.1416`
     Fixed,
     /// `3.1416e+00`
@@ -122,7 +125,8 @@ enum Notation {
 }
 
 impl Format {
-    fn of(values: &[Scalar], dtype: DType, precision: usize) -> Format {
+    /// Chooses PyTorch's notation for these values, and the width of the widest one.
+    fn choose(values: &[Scalar], dtype: DType, precision: usize) -> Format {
         let finite = || values.iter().map(|v| v.to_f64()).filter(|x| x.is_finite() && *x != 0.0);
         let notation = match dtype {
             DType::Bool => Notation::Bool,
@@ -133,7 +137,7 @@ impl Format {
                 if max / min > 1000.0 || max > 1e8 || (!whole && min < 1e-4) {
                     Notation::Scientific
                 } else if whole {
-                    Notation::Whole
+                    Notation::Integral
                 } else {
                     Notation::Fixed
                 }
@@ -142,21 +146,21 @@ impl Format {
         let mut format = Format { notation, precision, width: 1 };
         let length = |v: &Scalar| {
             let x = v.to_f64();
-            // What is zero or not finite takes no part, and hangs over where it is longer than the others.
-            if dtype.is_float() && (x == 0.0 || !x.is_finite()) { 0 } else { format.cell(*v).len() }
+            // Zeros and non-finite values do not count for the width, as in PyTorch; longer ones overflow their column.
+            if dtype.is_float() && (x == 0.0 || !x.is_finite()) { 0 } else { format.format_cell(*v).len() }
         };
         format.width = values.iter().map(length).max().unwrap_or(0).max(1);
         format
     }
 
-    /// One number, right-aligned in the width known so far.
-    fn cell(&self, value: Scalar) -> String {
+    /// Formats one number, right-aligned to the current width.
+    fn format_cell(&self, value: Scalar) -> String {
         let (x, precision) = (value.to_f64(), self.precision);
         let text = match self.notation {
             Notation::Bool => String::from(if x != 0.0 { "True" } else { "False" }),
             Notation::Integer => value.to_i64().to_string(),
             _ if x.is_nan() => "nan".into(),
-            Notation::Whole if x.is_finite() => format!("{x:.0}."),
+            Notation::Integral if x.is_finite() => format!("{x:.0}."),
             Notation::Scientific if x.is_finite() => {
                 // Rust writes 1e-5 where Python writes 1e-05.
                 let text = format!("{x:.precision$e}");
@@ -170,7 +174,7 @@ impl Format {
     }
 }
 
-/// Takes cells in row-major order and sets brackets, commas and line breaks between them.
+/// Arranges cells, given in row-major order, with brackets, commas and line breaks.
 struct Printer<I> {
     summarise: bool,
     width: usize,
@@ -178,16 +182,16 @@ struct Printer<I> {
 }
 
 impl<I: Iterator<Item = String>> Printer<I> {
-    /// A block of shape `dims` whose first bracket is in column `indent`.
-    fn block(&mut self, out: &mut String, dims: &[usize], indent: usize) {
+    /// Prints a block of shape `dims` whose first bracket is in column `indent`.
+    fn write_block(&mut self, out: &mut String, dims: &[usize], indent: usize) {
         let (&size, inner) = match dims {
             [] => return out.extend(self.cells.next()),
             [size, inner @ ..] => (size, inner),
         };
-        let gap = self.summarise && size > 2 * EDGE;
-        let count = if gap { 2 * EDGE } else { size };
-        // Items of the innermost dimension share lines; blocks are set apart by an empty line for each dimension in them.
-        let per_line = if inner.is_empty() { (LINE.saturating_sub(indent) / (self.width + 2)).max(1) } else { 1 };
+        let gap = self.summarise && size > 2 * EDGE_ITEMS;
+        let count = if gap { 2 * EDGE_ITEMS } else { size };
+        // Items of the innermost dimension share lines; outer blocks are separated by one line break for each dimension in them.
+        let per_line = if inner.is_empty() { (LINE_CHARS.saturating_sub(indent) / (self.width + 2)).max(1) } else { 1 };
         let breaks = dims.len().saturating_sub(1).max(1);
         let mut item = 0;
         let mut separate = |out: &mut String| {
@@ -202,12 +206,12 @@ impl<I: Iterator<Item = String>> Printer<I> {
         };
         out.push('[');
         for i in 0..count {
-            if gap && i == EDGE {
+            if gap && i == EDGE_ITEMS {
                 separate(out);
                 out.push_str(if inner.is_empty() { " ..." } else { "..." });
             }
             separate(out);
-            self.block(out, inner, indent + 1);
+            self.write_block(out, inner, indent + 1);
         }
         out.push(']');
     }

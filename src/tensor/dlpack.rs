@@ -1,4 +1,4 @@
-//! Tensors for other libraries, and from them.
+//! Exchange of tensors with other libraries through DLPack.
 
 use dlpark::versioned::Dlpack;
 
@@ -8,12 +8,12 @@ use crate::storage::DlpackMemory;
 use crate::{Error, Result, Tensor};
 
 impl Tensor {
-    /// This tensor for other libraries, without a copy, as [DLPack](https://dmlc.github.io/dlpack/latest/) describes tensors
-    /// (PyTorch's `torch.utils.dlpack.to_dlpack`), of which the crate [`dlpark`] has the types. The storage lives as long as they
-    /// use it.
+    /// Exports this tensor without a copy as [DLPack](https://dmlc.github.io/dlpack/latest/)
+    /// (PyTorch's `torch.utils.dlpack.to_dlpack`). The types are those of the crate [`dlpark`]. The storage lives as long as the
+    /// other library uses it.
     ///
-    /// They see what is written here, and what they write is seen here, without a lock: see that nobody writes while others
-    /// use the values. Autograd does not see their writes ([`Storage::version`](crate::storage::Storage::version)).
+    /// Writes on either side are visible on the other side, without a lock: the caller has to prevent a write during another
+    /// access. Autograd does not notice writes of other libraries ([`Storage::version`](crate::storage::Storage::version)).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -25,18 +25,18 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that is not on the CPU, and for one that needs a gradient, as PyTorch has it: export
-    /// what [`detach`](Self::detach) gives.
+    /// [`Error::Invalid`] for a tensor that is not on the CPU, and, as in PyTorch, for a tensor that requires a gradient: export
+    /// the result of [`detach`](Self::detach).
     pub fn to_dlpack(&self) -> Result<Dlpack> {
         if self.requires_grad() {
-            let reason = "autograd would not see what others write to it: export detach() of it";
+            let reason = "autograd would not notice writes of other libraries: export its detach()";
             return Err(Error::invalid("to_dlpack", reason));
         }
         let Layout { shape, strides, offset } = &self.layout;
         self.storage.to_dlpack(self.dtype, (shape.dims(), strides), *offset)
     }
 
-    /// A tensor of another library, in the memory that it has there (PyTorch's `torch.from_dlpack`), with its strides.
+    /// Imports a tensor of another library without a copy, with its strides (PyTorch's `torch.from_dlpack`).
     ///
     /// ```
     /// use claystone::storage::DlpackMemory;

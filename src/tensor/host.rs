@@ -1,4 +1,4 @@
-//! A tensor's values where the host sees them.
+//! Access to a tensor's values from the host.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -9,11 +9,11 @@ use super::{Layout, Shape};
 use crate::storage::{Caller, ExclusiveHost};
 use crate::{Device, Element, Error, Result, Tensor};
 
-/// Values of a tensor in memory of the host, which nobody else sees: a slice, and an ndarray view, without a copy.
+/// A tensor's values in host memory that no tensor shares: a slice, and an ndarray view, without a copy.
 ///
-/// What [`Tensor::to_host`] and [`Tensor::into_host`] give (PyTorch's `t.cpu().numpy()`), and [`HostArray::into_tensor`]
-/// takes back. A copy's memory is of the CPU's allocator, which keeps it when the array is dropped, where a [`Vec`]'s goes back
-/// to the system and comes anew for the next one. As long as the array lives compaction does not move it.
+/// [`Tensor::to_host`] and [`Tensor::into_host`] return it (PyTorch's `t.cpu().numpy()`), and [`HostArray::into_tensor`]
+/// turns it back into a tensor. Copies are in memory of the CPU's allocator, which is cached and reused after the array is
+/// dropped; the memory of a [`Vec`] goes back to the system each time. Compaction does not move a live array.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -31,7 +31,7 @@ pub struct HostArray<T: Element> {
 }
 
 impl Tensor {
-    /// A copy of the values for the host, in row-major order. Waits for the device.
+    /// Copies the values to the host, in row-major order. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -50,10 +50,10 @@ impl Tensor {
         HostArray::new(op, self.host_copy()?)
     }
 
-    /// As [`Tensor::to_host`], without a copy where the tensor is on the CPU, contiguous and the last handle on its
-    /// storage, all of which then stays with the array. Others keep their values: there it copies. Nor is anything copied where
-    /// an OpenCL device works on memory of the host ([`from_host_memory`](Tensor::from_host_memory)), which is mapped as long
-    /// as the array lives; [`HostArray::into_tensor`] is on that device again.
+    /// Like [`Tensor::to_host`], but without a copy if the tensor is on the CPU, contiguous and the last handle on its storage;
+    /// the array then owns the whole storage. There is also no copy if an OpenCL device works on memory of the host
+    /// ([`from_host_memory`](Tensor::from_host_memory)): that memory is mapped while the array lives, and
+    /// [`HostArray::into_tensor`] returns to that device. In all other cases the values are copied.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -66,23 +66,22 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::to_ndarray`]. This handle is gone then, too.
+    /// As [`Tensor::to_ndarray`]. An error drops this handle, too.
     #[track_caller]
     pub fn into_host<T: Element>(mut self) -> Result<HostArray<T>> {
         let _caller = Caller::enter();
         let op = "into_host";
         self.check_element::<T>(op)?;
-        self.detach_(); // what made it may have kept a handle
+        self.detach_(); // the node that produced this tensor may hold another handle
         let is_on_host = self.device().is_cpu() || self.storage.is_host_buffer();
         let is_exclusive = is_on_host && self.is_contiguous() && self.storage.is_unique();
         HostArray::new(op, if is_exclusive { self } else { self.host_copy()? })
     }
 
-    /// Calls `f` with the values in row-major order where they are, without a copy, if the tensor is on the CPU and contiguous:
-    /// how an operation of your own reads its weights. Otherwise `f` sees a copy, as [`Tensor::to_host`] makes one: of a strided
-    /// tensor, and of one on an OpenCL device. Waits for the device.
+    /// Calls `f` with the values in row-major order, for operations of your own that read weights. A contiguous tensor on the CPU
+    /// is not copied. A strided tensor or a tensor on an OpenCL device is copied like by [`Tensor::to_host`]. Waits for the device.
     ///
-    /// Until `f` returns, writing to the storage is an error, for each thread and through each view; reading is not.
+    /// Until `f` returns, writing to the storage is an error, for each thread and through each view; reading is allowed.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -109,11 +108,11 @@ impl Tensor {
         Ok(f(&HostArray::new(op, self.host_copy()?)?))
     }
 
-    /// A copy on the CPU, contiguous, of one handle, outside the graph.
+    /// Returns a contiguous copy on the CPU, outside the graph, with no other handle on its storage.
     fn host_copy(&self) -> Result<Tensor> {
         let rows = self.detach().contiguous()?;
         match self.device().is_cpu() {
-            true if self.is_contiguous() => rows.copied(true),
+            true if self.is_contiguous() => rows.deep_copy(true),
             true => Ok(rows),
             false => rows.to_device(Device::default()),
         }
@@ -124,13 +123,13 @@ impl<T: Element> HostArray<T> {
     fn new(op: &'static str, tensor: Tensor) -> Result<HostArray<T>> {
         let Tensor { storage, layout, .. } = tensor;
         let elements = ExclusiveHost::new(op, storage, layout.offset * size_of::<T>(), layout.numel())?;
-        // ndarray refuses a shape without elements whose other sizes are too large for any.
+        // ndarray rejects an empty shape whose other sizes overflow.
         let shape = IxDyn(layout.shape.dims());
         ArrayViewD::from_shape(shape, &elements).map_err(|e| Error::invalid(op, e.to_string()))?;
         Ok(HostArray { elements, layout })
     }
 
-    /// The sizes of the dimensions.
+    /// Returns the sizes of the dimensions.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -142,7 +141,7 @@ impl<T: Element> HostArray<T> {
         &self.layout.shape
     }
 
-    /// The values in row-major order.
+    /// Returns the values in row-major order.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -154,12 +153,12 @@ impl<T: Element> HostArray<T> {
         &self.elements
     }
 
-    /// As [`HostArray::as_slice`], to be changed.
+    /// Mutable version of [`HostArray::as_slice`].
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         &mut self.elements
     }
 
-    /// The values as an ndarray array of this shape, where they are.
+    /// Returns the values as an ndarray view of this shape, without a copy.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -172,7 +171,7 @@ impl<T: Element> HostArray<T> {
         ArrayViewD::from_shape(shape, &self.elements).expect("the shape was checked when the array was made")
     }
 
-    /// As [`HostArray::view`], to be changed.
+    /// Mutable version of [`HostArray::view`].
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -186,7 +185,7 @@ impl<T: Element> HostArray<T> {
         ArrayViewMutD::from_shape(shape, &mut self.elements).expect("the shape was checked when the array was made")
     }
 
-    /// The values as a tensor in the same memory: on the CPU, or on the device that works on it.
+    /// Turns the values back into a tensor in the same memory: on the CPU, or on the OpenCL device that works on that memory.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -200,7 +199,7 @@ impl<T: Element> HostArray<T> {
     }
 }
 
-/// The elements in row-major order.
+/// Dereferences to the elements in row-major order.
 impl<T: Element> Deref for HostArray<T> {
     type Target = [T];
 
@@ -215,7 +214,7 @@ impl<T: Element> DerefMut for HostArray<T> {
     }
 }
 
-/// As ndarray prints.
+/// Prints like ndarray.
 impl<T: Element> fmt::Debug for HostArray<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.view(), f)

@@ -5,39 +5,39 @@ use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToIncl
 use smallvec::SmallVec;
 
 use super::Layout;
-use crate::layout::shape::conversions;
+use crate::layout::shape::impl_from;
 use crate::{Error, Result, Tensor};
 
-/// What [`Tensor::i`] does with a dimension. Made from integers and ranges.
+/// One item of the argument of [`Tensor::i`]. Integers and ranges convert to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Index {
-    /// One index; the dimension goes. Negative indexes count from the end.
+    /// Selects one index and removes the dimension. Negative indexes count from the end.
     At(isize),
-    /// Indexes from `start` up to `end`, or to the last; negative ends count from the end.
+    /// Selects `start..end`, or to the end of the dimension; negative ends count from the end.
     Range {
         /// The first index.
         start: isize,
         /// One past the last index.
         end: Option<isize>,
     },
-    /// Indexes from `start` up to `end`, and of these every `step`-th from the first on; a negative step begins at the last
-    /// one and walks backwards. [`Index::step`] makes it.
+    /// Selects every `step`-th index of `start..end`, beginning with the first. A negative step begins with the last index and
+    /// goes backwards. Made by [`Index::step`].
     Step {
         /// The first index.
         start: isize,
         /// One past the last index.
         end: Option<isize>,
-        /// Not 0.
+        /// The distance between indexes; not 0.
         step: isize,
     },
-    /// A new dimension of size 1 (NumPy's `newaxis`).
+    /// Inserts a dimension of size 1 (NumPy's `newaxis`).
     NewAxis,
-    /// All dimensions that are not mentioned (Python's `...`). At the end it may be left out.
+    /// Stands for all dimensions that are not mentioned (Python's `...`). Optional at the end.
     Ellipsis,
 }
 
 impl Index {
-    /// Every `step`-th index of a range, from its end backwards where the step is negative (ndarray's `s![range; step]`).
+    /// Selects every `step`-th index of a range, backwards from its end if the step is negative (ndarray's `s![range; step]`).
     ///
     /// ```
     /// use claystone::{Device, Index, Tensor};
@@ -54,32 +54,32 @@ impl Index {
     }
 }
 
-conversions! { Index:
+impl_from! { Index:
     [] RangeFull, _ => Index::Range { start: 0, end: None };
 }
 
-/// What [`Tensor::i`] takes: an integer, a range, [`Index`], a tuple of up to six of them, an array or a slice.
+/// Arguments of [`Tensor::i`]: an integer, a range, an [`Index`], a tuple of up to six of them, an array or a slice.
 pub trait Indices {
-    /// One item for each dimension, outermost first.
+    /// Returns one item for each dimension, outermost first.
     fn indices(self) -> SmallVec<[Index; 6]>;
 }
 
-macro_rules! integers {
+macro_rules! impl_integer_indices {
     ($($t:ty),*) => { $(
-        conversions! { Index:
-            [] $t, i => Index::At(saturated(i));
-            [] Range<$t>, r => Index::Range { start: saturated(r.start), end: Some(saturated(r.end)) };
-            [] RangeFrom<$t>, r => Index::Range { start: saturated(r.start), end: None };
-            [] RangeTo<$t>, r => Index::Range { start: 0, end: Some(saturated(r.end)) };
-            [] RangeInclusive<$t>, r => Index::Range { start: saturated(*r.start()), end: after(saturated(*r.end())) };
-            [] RangeToInclusive<$t>, r => Index::Range { start: 0, end: after(saturated(r.end)) };
+        impl_from! { Index:
+            [] $t, i => Index::At(saturating_index(i));
+            [] Range<$t>, r => Index::Range { start: saturating_index(r.start), end: Some(saturating_index(r.end)) };
+            [] RangeFrom<$t>, r => Index::Range { start: saturating_index(r.start), end: None };
+            [] RangeTo<$t>, r => Index::Range { start: 0, end: Some(saturating_index(r.end)) };
+            [] RangeInclusive<$t>, r => Index::Range { start: saturating_index(*r.start()), end: exclusive_end(saturating_index(*r.end())) };
+            [] RangeToInclusive<$t>, r => Index::Range { start: 0, end: exclusive_end(saturating_index(r.end)) };
         }
 
-        single!($t, Range<$t>, RangeFrom<$t>, RangeTo<$t>, RangeInclusive<$t>, RangeToInclusive<$t>);
+        impl_indices!($t, Range<$t>, RangeFrom<$t>, RangeTo<$t>, RangeInclusive<$t>, RangeToInclusive<$t>);
     )* };
 }
 
-macro_rules! single {
+macro_rules! impl_indices {
     ($($t:ty),*) => { $(
         impl Indices for $t {
             fn indices(self) -> SmallVec<[Index; 6]> {
@@ -89,7 +89,7 @@ macro_rules! single {
     )* };
 }
 
-macro_rules! tuples {
+macro_rules! impl_tuple_indices {
     ($($t:ident)*) => {
         impl<$($t: Into<Index>),*> Indices for ($($t,)*) {
             #[allow(non_snake_case)]
@@ -101,25 +101,25 @@ macro_rules! tuples {
     };
 }
 
-/// Any integer as an index: what does not fit saturates, and is out of range.
-fn saturated<T: TryInto<isize>>(i: T) -> isize {
+/// Converts any integer to an index. Values that do not fit saturate, and are out of range for every dimension.
+fn saturating_index<T: TryInto<isize>>(i: T) -> isize {
     i.try_into().unwrap_or(isize::MAX)
 }
 
-/// The exclusive end after an inclusive one; after the last element (-1) there is none.
-fn after(end: isize) -> Option<isize> {
+/// Converts an inclusive end to an exclusive end. None after the last element (-1).
+fn exclusive_end(end: isize) -> Option<isize> {
     if end == -1 { None } else { Some(end.saturating_add(1)) }
 }
 
-// i32 is what a bare literal becomes where several types would do.
-integers!(usize, isize, i32, i64);
-single!(RangeFull, Index);
-tuples!(A);
-tuples!(A B);
-tuples!(A B C);
-tuples!(A B C D);
-tuples!(A B C D E);
-tuples!(A B C D E F);
+// i32 is included because it is the type of an unsuffixed literal if several types match.
+impl_integer_indices!(usize, isize, i32, i64);
+impl_indices!(RangeFull, Index);
+impl_tuple_indices!(A);
+impl_tuple_indices!(A B);
+impl_tuple_indices!(A B C);
+impl_tuple_indices!(A B C D);
+impl_tuple_indices!(A B C D E);
+impl_tuple_indices!(A B C D E F);
 
 impl<T: Into<Index>, const N: usize> Indices for [T; N] {
     fn indices(self) -> SmallVec<[Index; 6]> {
@@ -133,14 +133,13 @@ impl Indices for &[Index] {
     }
 }
 
-/// The layout of the elements that `items` choose, which are what [`Tensor::i`] is given.
-pub(crate) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
+/// Applies the items of [`Tensor::i`] to a layout.
+pub(crate) fn index_layout(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
     let rank = layout.shape.rank();
     let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. } | Index::Step { .. })).count();
     let ellipses = items.iter().filter(|&&i| i == Index::Ellipsis).count();
     if used > rank || ellipses > 1 {
-        let reason =
-            format!("{used} indexes and {ellipses} ellipses do not go with a tensor of shape {}", layout.shape);
+        let reason = format!("{used} indexes and {ellipses} ellipses do not match a tensor of shape {}", layout.shape);
         return Err(Error::invalid(op, reason));
     }
     let mut layout = layout.clone();
@@ -157,7 +156,7 @@ pub(crate) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Res
                 let (first, last) = (from_front(start), end.map_or(size as isize, from_front));
                 if first < 0 || last < first || last as usize > size {
                     let end = end.map_or(String::new(), |e| e.to_string());
-                    let reason = format!("the range {start}..{end} does not lie in dimension {dim} of size {size}");
+                    let reason = format!("the range {start}..{end} is not within dimension {dim} of size {size}");
                     return Err(Error::invalid(op, reason));
                 }
                 layout = layout.narrow(op, dim, first as usize, (last - first) as usize)?;
@@ -177,8 +176,8 @@ pub(crate) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Res
 }
 
 impl Tensor {
-    /// A view by index, as Python's `[...]`: an integer takes one index of its dimension, a range some, `..` all;
-    /// dimensions not mentioned are taken whole.
+    /// Returns a view by index, like Python's `[...]`: an integer selects one index of its dimension, a range several, `..` all.
+    /// Dimensions that are not mentioned are selected in full.
     ///
     /// ```
     /// use claystone::{Device, Index, Tensor};
@@ -192,10 +191,10 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::IndexOutOfRange`]; a range that does not lie in its dimension ([`Tensor::slice`] clamps, as Python does);
+    /// [`Error::IndexOutOfRange`]; a range that is not within its dimension ([`Tensor::slice`] clamps, as Python does);
     /// more indexes than dimensions.
     pub fn i(&self, indices: impl Indices) -> Result<Tensor> {
         let items = indices.indices();
-        self.picked("i", move |layout| indexed("i", layout, &items))
+        self.select_view("i", move |layout| index_layout("i", layout, &items))
     }
 }

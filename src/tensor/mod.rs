@@ -1,13 +1,12 @@
 //! Tensors: shape, strides and an offset over a [`Storage`] that views share.
 //!
-//! A [`Tensor`] is a small handle: which bytes (`storage`), how they are indexed (shape, strides, offset in elements), what they
-//! mean (`dtype`) and, while a graph is recorded, which node made it. Views ([`Tensor::transpose`], [`Tensor::narrow`],
-//! [`Tensor::i`], ...) make a new handle on the same storage and touch no device. [`Clone`] copies the elements;
+//! A [`Tensor`] is a small handle of a storage, a layout (shape, strides and offset in elements), a dtype and, while a graph
+//! is recorded, the autograd node that produced the tensor. Views ([`Tensor::transpose`], [`Tensor::narrow`],
+//! [`Tensor::i`], ...) create a new handle on the same storage without any device work. [`Clone`] copies the elements;
 //! [`Tensor::shallow_clone`] copies the handle.
 //!
-//! One file a subject: `shape` and `layout` are pure arithmetic, `create` makes tensors, `view` and `index` look at them
-//! differently, `convert` moves them between devices and to ndarray, `bytes` to and from streams, `host` shows them to the host
-//! without a lock, `display` prints them.
+//! `create` makes tensors. `view`, `index`, `pieces` and `window` make views. `convert` copies to other devices and to
+//! ndarray, `bytes` to and from byte streams. `host` gives the host access without a copy, `display` prints.
 
 pub(crate) mod bytes;
 mod convert;
@@ -25,7 +24,7 @@ pub(crate) mod window;
 
 use std::sync::Arc;
 
-use crate::autograd::{Group, Node};
+use crate::autograd::{DetachedGroup, Node};
 use crate::storage::{Storage, is_uninit_scope};
 use crate::{DType, Device, MemoryFormat, Result, Stream};
 
@@ -39,7 +38,7 @@ pub use options::TensorOptions;
 
 /// A multi-dimensional array on a device.
 ///
-/// `Send + Sync`; methods take `&self`, in-place ones too (their names end in `_`): a tensor is a view of shared storage.
+/// `Send + Sync`. All methods take `&self`, even in-place methods (names ending in `_`), because storage is shared.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -54,106 +53,106 @@ pub struct Tensor {
     pub(crate) storage: Storage,
     pub(crate) layout: Layout,
     pub(crate) dtype: DType,
-    /// The node of the operation that made it: [`Tensor::node`] is the one it has now.
+    /// The node of the operation that produced this handle. [`Tensor::node`] returns the current node.
     pub(crate) made_by: Option<Arc<Node>>,
-    /// Of a handle without a node: which others become part of the graph with it.
-    pub(crate) group: Group,
+    /// Views that become tracked together when one of them is changed in place. Unused if the handle has a node.
+    pub(crate) group: DetachedGroup,
 }
 
 impl Tensor {
-    /// A new contiguous tensor whose elements are whatever the memory held; every caller writes them all.
-    pub(crate) fn empty_like_shape(shape: impl Into<Shape>, dtype: DType, device: Device) -> Result<Tensor> {
+    /// Creates a contiguous tensor with uninitialised elements. The caller must write all of them.
+    pub(crate) fn empty_with_shape(shape: impl Into<Shape>, dtype: DType, device: Device) -> Result<Tensor> {
         let shape = shape.into();
         let storage = Storage::alloc(device, shape.bytes(dtype.size()))?;
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// As [`Tensor::empty_like_layout`]; within [`nn::uninit`](crate::nn::uninit) a tensor without memory.
-    pub(crate) fn factory(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
+    /// Like [`Tensor::empty_with_layout`], but allocates no memory within [`nn::uninit`](crate::nn::uninit).
+    pub(crate) fn empty_or_uninit(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
         match Storage::uninit(device, layout.shape.bytes(dtype.size()))? {
             Some(storage) => Ok(Tensor::new(storage, layout, dtype)),
-            None => Tensor::empty_like_layout(layout, dtype, device),
+            None => Tensor::empty_with_layout(layout, dtype, device),
         }
     }
 
-    /// True while writes to the tensor are to do nothing: it has no memory, and `nn::uninit` has not returned.
+    /// True if writes to this tensor are ignored: it has no memory, and the thread is within `nn::uninit`.
     #[inline]
     pub(crate) fn skips_writes(&self) -> bool {
         is_uninit_scope() && self.storage.is_uninit()
     }
 
-    /// As [`Tensor::empty_like_shape`], with a dense layout from the start of the storage.
-    pub(crate) fn empty_like_layout(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
+    /// Like [`Tensor::empty_with_shape`], for a dense layout with offset 0.
+    pub(crate) fn empty_with_layout(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
         let storage = Storage::alloc(device, layout.shape.bytes(dtype.size()))?;
         Ok(Tensor::new(storage, layout, dtype))
     }
 
-    /// The only tensor so far on this storage.
+    /// Wraps a storage in its first tensor, outside the graph.
     #[inline]
     pub(crate) fn new(storage: Storage, layout: Layout, dtype: DType) -> Tensor {
-        Tensor { storage, layout, dtype, made_by: None, group: Group::default() }
+        Tensor { storage, layout, dtype, made_by: None, group: DetachedGroup::default() }
     }
 
-    /// Another handle on the same storage and the same place in the graph (tch's word). Free.
+    /// Returns another handle on the same storage and the same autograd node (tch's word). Copies no elements.
     pub fn shallow_clone(&self) -> Tensor {
         let (made_by, group) = (self.made_by.clone(), self.group);
         Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by, group }
     }
 
-    /// The same storage outside the graph: changes are shared, gradients do not flow (PyTorch's `detach`).
+    /// Returns a handle on the same storage outside the graph: changes are shared, gradients do not flow (PyTorch's `detach`).
     pub fn detach(&self) -> Tensor {
-        let group = Group::detached(&self.storage);
+        let group = DetachedGroup::detached(&self.storage);
         Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by: None, group }
     }
 
-    /// The same storage with another layout, outside the graph: a view of what is detached where this tensor is tracked.
+    /// Returns an unrecorded view with another layout. If this tensor requires a gradient, the view is detached from the graph.
     pub(crate) fn with_layout(&self, layout: Layout) -> Tensor {
-        let group = if self.requires_grad() { Group::detached(&self.storage) } else { self.group };
+        let group = if self.requires_grad() { DetachedGroup::detached(&self.storage) } else { self.group };
         Tensor { storage: self.storage.clone(), layout, dtype: self.dtype, made_by: None, group }
     }
 
-    /// The sizes of the dimensions.
+    /// Returns the sizes of the dimensions.
     pub fn shape(&self) -> &Shape {
         &self.layout.shape
     }
 
-    /// Elements to step over for one step along each dimension; zero where broadcast, negative where flipped.
+    /// Returns the stride of each dimension in elements; zero if broadcast, negative if flipped.
     pub fn strides(&self) -> &[isize] {
         &self.layout.strides
     }
 
-    /// Elements of the storage before the first one.
+    /// Returns the index, in elements, of the tensor's first element in the storage.
     pub fn offset(&self) -> usize {
         self.layout.offset
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where the storage is.
+    /// Returns the device that holds the storage.
     pub fn device(&self) -> Device {
         self.storage.device()
     }
 
-    /// How many elements: the product of the shape.
+    /// Returns the number of elements: the product of the shape.
     pub fn numel(&self) -> usize {
         self.layout.numel()
     }
 
-    /// How many dimensions.
+    /// Returns the number of dimensions.
     pub fn rank(&self) -> usize {
         self.layout.shape.rank()
     }
 
-    /// Whether the elements lie one after another in row-major order.
+    /// True if the elements are adjacent in memory in row-major order.
     pub fn is_contiguous(&self) -> bool {
         self.layout.is_contiguous()
     }
 
-    /// Whether the elements lie one after another in this order (PyTorch's `is_contiguous(memory_format=...)`). Dims of one element have
-    /// no order, so that a tensor may be contiguous in several formats.
+    /// True if the elements are adjacent in memory in the order of `format` (PyTorch's `is_contiguous(memory_format=...)`).
+    /// Dimensions of size 1 have no order, so a tensor may be contiguous in several formats.
     ///
     /// ```
     /// use claystone::{Device, MemoryFormat, Tensor};
@@ -162,28 +161,28 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn is_contiguous_in(&self, format: MemoryFormat) -> bool {
-        self.layout.is_in(format)
+        self.layout.has_format(format)
     }
 
-    /// The memory format of this tensor, and so of the results of operations on it: channels-last where its strides are those of that
-    /// format and not row-major, else [`MemoryFormat::Contiguous`], whatever its strides are.
+    /// Returns the memory format of this tensor, which results of operations on it inherit: channels-last if the strides are
+    /// channels-last and not also row-major, otherwise [`MemoryFormat::Contiguous`].
     pub fn memory_format(&self) -> MemoryFormat {
         self.layout.format()
     }
 
-    /// True where the tensor was made in [`nn::uninit`](crate::nn::uninit) and has no values yet: it has a shape, a dtype and a
-    /// device, no memory, and reading it is an error (PyTorch's `is_meta`).
+    /// True if the tensor was created within [`nn::uninit`](crate::nn::uninit) and has no memory yet: it has a shape, a dtype and
+    /// a device, and reading its elements is an error (PyTorch's `is_meta`).
     pub fn is_uninit(&self) -> bool {
         self.storage.is_uninit()
     }
 
-    /// The bytes beneath, which views share.
+    /// Returns the storage that this tensor and its views share.
     pub fn storage(&self) -> &Storage {
         &self.storage
     }
 
-    /// Announces that work on `stream`, not the one the tensor was made on, uses it: its memory is not given to another
-    /// tensor before what was submitted to `stream` until the last handle was dropped is done.
+    /// Tells the allocator that work on `stream`, other than the stream the tensor was created on, uses this tensor. After the
+    /// last handle is dropped, the memory is reused only once the work submitted to `stream` so far is done.
     /// `torch.Tensor.record_stream`; see [`Storage::record_stream`].
     ///
     /// ```
@@ -206,7 +205,7 @@ impl Tensor {
         self.storage.record_stream(stream)
     }
 
-    /// Whether a change of one may be seen through the other: both are views of the same allocation.
+    /// True if both tensors are views of the same allocation, so that changes of one may be visible in the other.
     /// Empty tensors share nothing.
     pub fn shares_storage(&self, other: &Tensor) -> bool {
         self.storage.ptr_eq(&other.storage)

@@ -1,10 +1,10 @@
-//! What a new tensor is made of, where it is not said by its values.
+//! The dtype and device of a new tensor.
 
-use crate::layout::shape::conversions;
+use crate::layout::shape::impl_from;
 use crate::{DType, Device, Tensor, get_default_dtype};
 
-/// The dtype and device of a new tensor. Creating methods take `impl Into<TensorOptions>`: a device, a dtype and a device,
-/// or a tensor to be like. f32 unless said, here or by [`set_default_dtype`](crate::set_default_dtype).
+/// The dtype and device of a new tensor. Methods that create tensors take `impl Into<TensorOptions>`: a device, a dtype and a
+/// device, or a tensor to imitate. The default dtype is f32, or the one set by [`set_default_dtype`](crate::set_default_dtype).
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, TensorOptions};
@@ -18,11 +18,11 @@ use crate::{DType, Device, Tensor, get_default_dtype};
 pub struct TensorOptions {
     /// The element type.
     pub dtype: DType,
-    /// Where the elements are.
+    /// The device that holds the elements.
     pub device: Device,
 }
 
-conversions! { TensorOptions:
+impl_from! { TensorOptions:
     [] Device, device => TensorOptions { dtype: get_default_dtype(), device };
     [] (DType, Device), (dtype, device) => TensorOptions { dtype, device };
     [] &Tensor, tensor => TensorOptions { dtype: tensor.dtype(), device: tensor.device() };

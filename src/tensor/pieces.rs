@@ -1,12 +1,12 @@
-//! A tensor in several pieces: views along one dimension.
+//! Splitting along a dimension, and other views that are short compositions.
 
 use super::Dims;
 use crate::{Error, Result, Tensor};
 
-/// As many items as `count` says: an error where there is no room for so many.
-fn filled<T>(op: &'static str, count: usize, items: impl Iterator<Item = Result<T>>) -> Result<Vec<T>> {
+/// Collects `count` items. Returns an error instead of aborting if there is no memory for the list.
+fn try_collect_list<T>(op: &'static str, count: usize, items: impl Iterator<Item = Result<T>>) -> Result<Vec<T>> {
     let mut all = Vec::new();
-    let too_many = |_| Error::invalid(op, format!("there is no room for a list of {count} tensors"));
+    let too_many = |_| Error::invalid(op, format!("there is not enough memory for a list of {count} tensors"));
     all.try_reserve_exact(count).map_err(too_many)?;
     for item in items {
         all.push(item?);
@@ -15,30 +15,30 @@ fn filled<T>(op: &'static str, count: usize, items: impl Iterator<Item = Result<
 }
 
 impl Tensor {
-    /// One tensor for each index of dimension `dim`, which goes (PyTorch's `unbind`).
+    /// Returns one tensor for each index of dimension `dim`, which is removed (PyTorch's `unbind`).
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`].
     pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
-        let size = self.size_of("unbind", dim)?;
-        filled("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))
+        let size = self.dim_size("unbind", dim)?;
+        try_collect_list("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))
     }
 
-    /// Pieces of `size` along dimension `dim`, the last as small as is left (PyTorch's `split`).
+    /// Splits dimension `dim` into pieces of `size`; the last piece has the remainder (PyTorch's `split`).
     ///
     /// # Errors
     /// A size of zero; [`Error::DimOutOfRange`].
     pub fn split(&self, size: usize, dim: isize) -> Result<Vec<Tensor>> {
-        let whole = self.size_of("split", dim)?;
+        let whole = self.dim_size("split", dim)?;
         if size == 0 {
-            return Err(Error::invalid("split", "pieces of size 0 never reach the end"));
+            return Err(Error::invalid("split", "the size of a piece must be above 0"));
         }
-        // An empty dimension is one empty piece.
+        // An empty dimension gives one empty piece.
         let starts = (0..whole.max(1)).step_by(size);
-        filled("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
+        try_collect_list("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
     }
 
-    /// Pieces of these sizes along dimension `dim` (PyTorch's `split` with a list).
+    /// Splits dimension `dim` into pieces of these sizes (PyTorch's `split` with a list).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -48,9 +48,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Sizes that do not add up to the dimension's; [`Error::DimOutOfRange`].
+    /// Sizes whose sum is not the size of the dimension; [`Error::DimOutOfRange`].
     pub fn split_with_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<Tensor>> {
-        let (op, whole) = ("split_with_sizes", self.size_of("split_with_sizes", dim)?);
+        let (op, whole) = ("split_with_sizes", self.dim_size("split_with_sizes", dim)?);
         if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(whole) {
             return Err(Error::invalid(op, format!("the sizes {sizes:?} do not add up to {whole}")));
         }
@@ -62,50 +62,50 @@ impl Tensor {
         sizes.iter().map(piece).collect()
     }
 
-    /// At most `chunks` pieces of one size along dimension `dim`, the last as small as is left (PyTorch's `chunk`).
+    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`).
     ///
     /// # Errors
     /// Zero chunks; [`Error::DimOutOfRange`].
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
-        let whole = self.size_of("chunk", dim)?;
+        let whole = self.dim_size("chunk", dim)?;
         if chunks == 0 {
-            return Err(Error::invalid("chunk", "nothing can be cut into 0 chunks"));
+            return Err(Error::invalid("chunk", "the number of chunks must be above 0"));
         }
         self.split(whole.div_ceil(chunks).max(1), dim)
     }
 
-    /// Exactly `sections` pieces along dimension `dim`, the first ones larger by one where they cannot be equal (PyTorch's
-    /// `tensor_split`).
+    /// Splits dimension `dim` into exactly `sections` pieces; the first ones are larger by one if the sizes cannot be equal
+    /// (PyTorch's `tensor_split`).
     ///
     /// # Errors
     /// Zero sections; [`Error::DimOutOfRange`].
     pub fn tensor_split(&self, sections: usize, dim: isize) -> Result<Vec<Tensor>> {
-        let whole = self.size_of("tensor_split", dim)?;
+        let whole = self.dim_size("tensor_split", dim)?;
         if sections == 0 {
-            return Err(Error::invalid("tensor_split", "nothing can be cut into 0 sections"));
+            return Err(Error::invalid("tensor_split", "the number of sections must be above 0"));
         }
         let size = |i: usize| whole / sections + usize::from(i < whole % sections);
-        let sizes = filled("tensor_split", sections, (0..sections).map(|i| Ok(size(i))))?;
+        let sizes = try_collect_list("tensor_split", sections, (0..sections).map(|i| Ok(size(i))))?;
         self.split_with_sizes(&sizes, dim)
     }
 
-    /// The pieces between these indexes of dimension `dim`, which are clamped as a slice's are (PyTorch's `tensor_split` with
+    /// Splits dimension `dim` at these indexes, which are clamped like those of a slice (PyTorch's `tensor_split` with
     /// indices).
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`].
     pub fn tensor_split_at(&self, indices: &[isize], dim: isize) -> Result<Vec<Tensor>> {
-        self.size_of("tensor_split_at", dim)?;
+        self.dim_size("tensor_split_at", dim)?;
         let starts = std::iter::once(Some(0)).chain(indices.iter().copied().map(Some));
         let ends = indices.iter().copied().map(Some).chain([None]);
         starts.zip(ends).map(|(start, end)| self.slice(dim, start, end, 1)).collect()
     }
 
-    fn size_of(&self, op: &'static str, dim: isize) -> Result<usize> {
+    fn dim_size(&self, op: &'static str, dim: isize) -> Result<usize> {
         Ok(self.shape().dims()[self.shape().dim(op, dim)?])
     }
 
-    /// With one dimension at least: a scalar becomes `[1]` (PyTorch's `atleast_1d`).
+    /// Turns a scalar into `[1]` (PyTorch's `atleast_1d`).
     ///
     /// # Errors
     /// None: it is a view.
@@ -113,7 +113,7 @@ impl Tensor {
         if self.rank() == 0 { self.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
-    /// With two dimensions at least: a vector becomes a row (PyTorch's `atleast_2d`).
+    /// Adds leading dimensions up to two: a vector becomes a row (PyTorch's `atleast_2d`).
     ///
     /// # Errors
     /// None: it is a view.
@@ -121,7 +121,7 @@ impl Tensor {
         if self.rank() < 2 { self.atleast_1d()?.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
-    /// With three dimensions at least: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[1, n, 1]` (PyTorch's `atleast_3d`).
+    /// Adds dimensions up to three: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[1, n, 1]` (PyTorch's `atleast_3d`).
     ///
     /// # Errors
     /// None: it is a view.
@@ -129,8 +129,8 @@ impl Tensor {
         if self.rank() < 3 { self.atleast_2d()?.unsqueeze(-1) } else { Ok(self.shallow_clone()) }
     }
 
-    /// Turned by `k` quarters from dimension `a` towards dimension `b` (PyTorch's `rot90`, whose `dims` are 0 and 1 where
-    /// nothing is said). A view.
+    /// Rotates by `k` times 90 degrees from dimension `a` towards dimension `b` (PyTorch's `rot90`, where they default to 0
+    /// and 1). The result is a view.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -140,12 +140,12 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; the same dimension twice.
+    /// [`Error::DimOutOfRange`]; two equal dimensions.
     pub fn rot90(&self, k: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "rot90";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
         if i == j {
-            return Err(Error::invalid(op, format!("it takes two dimensions, and {a} and {b} are one")));
+            return Err(Error::invalid(op, format!("a rotation needs two dimensions, and {a} and {b} are the same")));
         }
         match k.rem_euclid(4) {
             0 => Ok(self.shallow_clone()),
@@ -155,32 +155,32 @@ impl Tensor {
         }
     }
 
-    /// Every matrix (the last two dimensions) transposed (PyTorch's `mT`).
+    /// Swaps the last two dimensions (PyTorch's `mT`).
     ///
     /// # Errors
     /// Fewer than two dimensions.
     pub fn mt(&self) -> Result<Tensor> {
-        self.transpose(-2, -1).map_err(|e| e.of("mt"))
+        self.transpose(-2, -1).map_err(|e| e.with_op("mt"))
     }
 
-    /// Stretched to the shape of another (PyTorch's `expand_as`).
+    /// Expands to the shape of `other` (PyTorch's `expand_as`).
     ///
     /// # Errors
     /// As [`Tensor::expand`].
     pub fn expand_as(&self, other: &Tensor) -> Result<Tensor> {
-        self.expand(other.shape()).map_err(|e| e.of("expand_as"))
+        self.expand(other.shape()).map_err(|e| e.with_op("expand_as"))
     }
 
-    /// The elements in the shape of another (PyTorch's `reshape_as`).
+    /// Reshapes to the shape of `other` (PyTorch's `reshape_as`).
     ///
     /// # Errors
     /// As [`Tensor::reshape`].
     #[track_caller]
     pub fn reshape_as(&self, other: &Tensor) -> Result<Tensor> {
-        self.reshape(other.shape()).map_err(|e| e.of("reshape_as"))
+        self.reshape(other.shape()).map_err(|e| e.with_op("reshape_as"))
     }
 
-    /// All elements in one dimension (PyTorch's `ravel`); a view where the strides can express it.
+    /// Flattens to one dimension (PyTorch's `ravel`); a view if the strides allow it.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -189,15 +189,15 @@ impl Tensor {
         self.reshape(self.numel())
     }
 
-    /// Without the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
+    /// Removes the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`].
     pub fn squeeze_dims(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "squeeze_dims";
-        let mut gone = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
-        gone.sort_unstable();
-        gone.dedup();
-        gone.iter().rev().try_fold(self.shallow_clone(), |t, &d| t.squeeze(d as isize))
+        let mut removed = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
+        removed.sort_unstable();
+        removed.dedup();
+        removed.iter().rev().try_fold(self.shallow_clone(), |t, &d| t.squeeze(d as isize))
     }
 }

@@ -1,19 +1,20 @@
-//! Views: the same storage with another shape, other strides, another offset.
+//! Views: the same storage with another shape, strides or offset.
 //!
-//! No view touches a device, and every one is differentiable. What gives each element once carries its gradient back by the
-//! opposite view; what gives some of them fills the rest with zeros; what repeats them ([`Tensor::expand`]) sums.
+//! No view does any device work, and every view is differentiable. The gradient of a view that keeps every element once is
+//! the inverse view. The gradient of a view that selects some elements is padded with zeros. The gradient of a view that
+//! repeats elements ([`Tensor::expand`]) is a sum.
 
 use smallvec::SmallVec;
 
 use super::create::check_storage;
 use super::{Layout, Shape};
-use crate::autograd::{record_unary_twice, record_view};
+use crate::autograd::{record_unary_differentiable, record_view};
 use crate::layout::shape::{Dims, NewShape};
 use crate::storage::Caller;
 use crate::{DType, DimList, Error, ReduceDims, Result, Tensor};
 
-/// Dims of a tensor of this rank, each once.
-fn distinct(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> {
+/// Normalises negative dims and checks that they are in range and distinct.
+fn distinct_dims(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> {
     let mut out = Dims::new();
     for &dim in dims {
         let d = if dim < 0 { dim + rank as isize } else { dim };
@@ -29,8 +30,8 @@ fn distinct(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> {
 }
 
 impl Tensor {
-    /// The view `layout`, which has every element once; `back` brings a gradient back to this tensor's shape.
-    fn rearranged(
+    /// Records a view that has every element once. `back` maps its gradient to this tensor's shape.
+    fn record_full_view(
         &self,
         op: &'static str,
         layout: Layout,
@@ -39,8 +40,8 @@ impl Tensor {
         record_view(op, layout, self, back)
     }
 
-    /// The same bytes as elements of another dtype (PyTorch's `view(dtype)`), outside the graph. Of another size, the last
-    /// dimension has as many elements as its bytes make.
+    /// Reinterprets the same bytes as another dtype (PyTorch's `view(dtype)`), outside the graph. If the element size changes, the
+    /// size of the last dimension changes with it.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -51,8 +52,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the last dimension is not contiguous or its bytes, an offset, a stride or the storage are no whole
-    /// elements; for bools from anything else, since not every byte is one.
+    /// [`Error::Invalid`] if the last dimension is not contiguous, or if its bytes, an offset, a stride or the storage are not a
+    /// whole number of elements; for bool from another dtype, because not every byte is a valid bool.
     pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         let (op, from, to) = ("view_dtype", self.dtype.size(), dtype.size());
         let mut view = self.detach();
@@ -66,11 +67,13 @@ impl Tensor {
         check_storage(op, &self.storage, dtype)?;
         let scaled = |elements: usize| (elements * from).is_multiple_of(to).then_some(elements * from / to);
         let Some(last) = self.rank().checked_sub(1).filter(|&last| self.strides()[last] == 1) else {
-            let reason =
-                format!("a tensor of shape {} whose last stride is not 1 has no view of another size", self.shape());
-            return Err(Error::invalid(op, reason + ": call .contiguous() first, with a dimension"));
+            let reason = format!(
+                "a tensor of shape {} whose last stride is not 1 has no view with another element size",
+                self.shape()
+            );
+            return Err(Error::invalid(op, reason + ": call .contiguous() first, and give a scalar a dimension"));
         };
-        let whole = || -> Option<Layout> {
+        let scaled_layout = || -> Option<Layout> {
             let mut layout = self.layout.clone();
             let mut dims = layout.shape.dims().to_vec();
             dims[last] = scaled(dims[last])?;
@@ -81,35 +84,35 @@ impl Tensor {
             }
             Some(layout)
         };
-        let reason = || format!("sizes, strides or the offset of {:?} are no whole elements of {dtype}", self.shape());
-        view.layout = whole().ok_or_else(|| Error::invalid(op, reason()))?;
+        let reason = || format!("sizes, strides or the offset of {:?} are not whole elements of {dtype}", self.shape());
+        view.layout = scaled_layout().ok_or_else(|| Error::invalid(op, reason()))?;
         Ok(view)
     }
 
-    /// The view that `pick` makes of this layout, which has each element at most once: the gradient of the others is zero.
-    pub(crate) fn picked(
+    /// Records the view that `pick` makes of this layout, with each element at most once. Elements outside get a zero gradient.
+    pub(crate) fn select_view(
         &self,
         op: &'static str,
         pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let (layout, shape) = (pick(&self.layout)?, self.shape().clone());
-        Ok(record_view(op, layout, self, move |grad| grad.placed(op, &shape, pick.clone())))
+        Ok(record_view(op, layout, self, move |grad| grad.scatter_into_zeros(op, &shape, pick.clone())))
     }
 
-    /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
-    pub(crate) fn placed(
+    /// Returns zeros of `shape` with this tensor copied to the view that `pick` makes: the gradient of [`select_view`](Tensor::select_view).
+    pub(crate) fn scatter_into_zeros(
         &self,
         op: &'static str,
         shape: &Shape,
         pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        let whole = Tensor::zeros(shape, self)?;
-        whole.with_layout(pick(&whole.layout)?).copy_(&self.detach())?;
-        Ok(record_unary_twice(op, whole, self, move |grad| grad.picked(op, pick.clone())))
+        let zeros = Tensor::zeros(shape, self)?;
+        zeros.with_layout(pick(&zeros.layout)?).copy_(&self.detach())?;
+        Ok(record_unary_differentiable(op, zeros, self, move |grad| grad.select_view(op, pick.clone())))
     }
 
-    /// The elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1: whatever is
-    /// left. A view where the strides can express it, otherwise a contiguous copy; [`Tensor::shares_storage`] tells.
+    /// Returns the elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1 and is then
+    /// inferred. The result is a view if the strides allow it, otherwise a contiguous copy; see [`Tensor::shares_storage`].
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -125,21 +128,21 @@ impl Tensor {
     pub fn reshape(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let _caller = Caller::enter();
         let shape = shape.into().resolve("reshape", &format_args!("shape {}", self.shape()), self.numel())?;
-        match self.viewed("reshape", &shape) {
+        match self.try_view("reshape", &shape) {
             Some(view) => Ok(view),
             None => self.contiguous()?.reshape(shape),
         }
     }
 
-    /// As [`Tensor::reshape`], but always a view (PyTorch's `view`).
+    /// Like [`Tensor::reshape`], but always a view (PyTorch's `view`).
     ///
     /// # Errors
-    /// Sizes whose product is not the number of elements, or that these strides cannot express.
+    /// Sizes whose product is not the number of elements; a shape that these strides cannot express.
     pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let shape = shape.into().resolve("view", &format_args!("shape {}", self.shape()), self.numel())?;
-        self.viewed("view", &shape).ok_or_else(|| {
+        self.try_view("view", &shape).ok_or_else(|| {
             let reason = format!(
-                "a tensor of shape {} and strides {:?} cannot be seen as {shape} without a copy: use .reshape()",
+                "a tensor of shape {} and strides {:?} cannot be viewed as {shape} without a copy: use .reshape()",
                 self.shape(),
                 self.strides()
             );
@@ -147,12 +150,12 @@ impl Tensor {
         })
     }
 
-    fn viewed(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {
+    fn try_view(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {
         let old = self.shape().clone();
-        Some(self.rearranged(op, self.layout.reshape(shape)?, move |grad| grad.reshape(&old)))
+        Some(self.record_full_view(op, self.layout.reshape(shape)?, move |grad| grad.reshape(&old)))
     }
 
-    /// Dimensions `a` and `b` exchanged (PyTorch's `transpose`).
+    /// Swaps dimensions `a` and `b` (PyTorch's `transpose`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -168,22 +171,22 @@ impl Tensor {
     pub fn transpose(&self, a: isize, b: isize) -> Result<Tensor> {
         let op = "transpose";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        Ok(self.rearranged(op, self.layout.transpose(i, j), move |grad| grad.transpose(a, b)))
+        Ok(self.record_full_view(op, self.layout.transpose(i, j), move |grad| grad.transpose(a, b)))
     }
 
-    /// A matrix transposed; a vector or a scalar as it is (PyTorch's `t`).
+    /// Transposes a matrix; returns a vector or a scalar unchanged (PyTorch's `t`).
     ///
     /// # Errors
-    /// More than two dimensions: say which with [`Tensor::transpose`].
+    /// More than two dimensions: use [`Tensor::transpose`].
     pub fn t(&self) -> Result<Tensor> {
         match self.rank() {
             0 | 1 => Ok(self.shallow_clone()),
             2 => self.transpose(0, 1),
-            rank => Err(Error::invalid("t", format!("a tensor of rank {rank} is no matrix: use .transpose(a, b)"))),
+            rank => Err(Error::invalid("t", format!("a tensor of rank {rank} is not a matrix: use .transpose(a, b)"))),
         }
     }
 
-    /// The dimensions in another order: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`).
+    /// Reorders the dimensions: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -193,7 +196,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// `dims` that do not name every dimension once.
+    /// `dims` that do not name every dimension exactly once.
     pub fn permute(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "permute";
         let order = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
@@ -203,10 +206,10 @@ impl Tensor {
             let reason = format!("{dims:?} does not name each of the {} dimensions once", self.rank());
             return Err(Error::invalid(op, reason));
         }
-        Ok(self.rearranged(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
+        Ok(self.record_full_view(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
     }
 
-    /// Dimensions `source` moved to positions `destination`, one or several, the others in their order (PyTorch's `movedim`).
+    /// Moves dimensions `source` to positions `destination`; the others keep their order (PyTorch's `movedim`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -217,15 +220,15 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dimension that is named twice, or more of one than of the other.
+    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a repeated dimension, or if `source` and `destination` differ in length.
     pub fn movedim(&self, source: impl Into<DimList>, destination: impl Into<DimList>) -> Result<Tensor> {
         let op = "movedim";
         let (source, destination) = (source.into().0, destination.into().0);
         if source.len() != destination.len() {
-            let reason = format!("{source:?} and {destination:?} are not as many dimensions");
+            let reason = format!("{source:?} and {destination:?} differ in length");
             return Err(Error::invalid(op, reason));
         }
-        let (from, to) = (distinct(op, &source, self.rank())?, distinct(op, &destination, self.rank())?);
+        let (from, to) = (distinct_dims(op, &source, self.rank())?, distinct_dims(op, &destination, self.rank())?);
         let mut others = (0..self.rank()).filter(|d| !from.contains(d));
         let order: Dims<isize> = (0..self.rank())
             .filter_map(|d| match to.iter().position(|&t| t == d) {
@@ -236,7 +239,7 @@ impl Tensor {
         self.permute(&order)
     }
 
-    /// Indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`).
+    /// Selects the indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -250,11 +253,11 @@ impl Tensor {
     pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<Tensor> {
         let op = "narrow";
         let dim = self.shape().dim(op, dim)?;
-        self.picked(op, move |l| l.narrow(op, dim, start, len))
+        self.select_view(op, move |l| l.narrow(op, dim, start, len))
     }
 
-    /// Python's `[start:end:step]` in dimension `dim`: negative ends count from the end, ends beyond it are clamped, None
-    /// is all the way, a negative step walks backwards.
+    /// Python's `[start:end:step]` in dimension `dim`. Negative ends count from the end, ends out of range are clamped, `None` is
+    /// the first or last element, and a negative step reverses the order.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -275,46 +278,46 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "slice";
         let (dim, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
-        self.picked(op, move |l| l.slice(op, dim, ends, step))
+        self.select_view(op, move |l| l.slice(op, dim, ends, step))
     }
 
-    /// Index `index` of dimension `dim`, which goes (PyTorch's `select`). Negative indexes count from the end.
+    /// Selects index `index` of dimension `dim` and removes the dimension (PyTorch's `select`). Negative indexes count from the end.
     pub fn select(&self, dim: isize, index: isize) -> Result<Tensor> {
         let op = "select";
         let dim = self.shape().dim(op, dim)?;
-        self.picked(op, move |l| l.select(op, dim, index))
+        self.select_view(op, move |l| l.select(op, dim, index))
     }
 
-    /// Without dimension `dim` if its size is 1, otherwise as it is (PyTorch's `squeeze`).
+    /// Removes dimension `dim` if its size is 1, otherwise returns the tensor unchanged (PyTorch's `squeeze`).
     pub fn squeeze(&self, dim: isize) -> Result<Tensor> {
         let d = self.shape().dim("squeeze", dim)?;
         if self.shape().dims()[d] != 1 {
             return Ok(self.shallow_clone());
         }
-        Ok(self.rearranged("squeeze", self.layout.remove(d), move |grad| grad.unsqueeze(d as isize)))
+        Ok(self.record_full_view("squeeze", self.layout.remove(d), move |grad| grad.unsqueeze(d as isize)))
     }
 
-    /// Without all dimensions of size 1.
+    /// Removes all dimensions of size 1.
     pub fn squeeze_all(&self) -> Result<Tensor> {
         let kept: Shape = self.shape().dims().iter().copied().filter(|&d| d != 1).collect();
         self.view(kept)
     }
 
-    /// With a dimension of size 1 in place `dims` of the result, one or several (PyTorch's `unsqueeze`, NumPy's `expand_dims`).
+    /// Inserts dimensions of size 1 at positions `dims` of the result (PyTorch's `unsqueeze`, NumPy's `expand_dims`).
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dimension that is named twice.
+    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a repeated dimension.
     pub fn unsqueeze(&self, dims: impl Into<DimList>) -> Result<Tensor> {
         let (op, dims) = ("unsqueeze", dims.into().0);
-        let mut new = distinct(op, &dims, self.rank() + dims.len())?;
+        let mut new = distinct_dims(op, &dims, self.rank() + dims.len())?;
         new.sort_unstable();
         let layout = new.iter().fold(self.layout.clone(), |layout, &d| layout.insert(d));
         let back: Dims<isize> = new.iter().map(|&d| d as isize).collect();
-        Ok(self.rearranged(op, layout, move |grad| grad.squeeze_dims(&back)))
+        Ok(self.record_full_view(op, layout, move |grad| grad.squeeze_dims(&back)))
     }
 
-    /// Dimensions of size 1 stretched to `shape`, which may have more dimensions in front; -1 keeps a size (PyTorch's
-    /// `expand`). The repeated elements are the same bytes. The gradient is the sum over the repetitions.
+    /// Stretches dimensions of size 1 to `shape`, which may have more leading dimensions; -1 keeps a size (PyTorch's
+    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -325,19 +328,20 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] where another size than 1 would change.
+    /// [`Error::ShapeMismatch`] if a size other than 1 would change.
     pub fn expand(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
-        self.expanded("expand", &shape.into())
+        self.expand_as_op("expand", &shape.into())
     }
 
-    /// [`Tensor::expand`] by NumPy's name.
+    /// [`Tensor::expand`] under NumPy's name.
     pub fn broadcast_to(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
-        self.expanded("broadcast_to", &shape.into())
+        self.expand_as_op("broadcast_to", &shape.into())
     }
 
-    fn expanded(&self, op: &'static str, new: &NewShape) -> Result<Tensor> {
+    /// Implements `expand` and `broadcast_to`; in `new`, -1 keeps an existing size.
+    fn expand_as_op(&self, op: &'static str, new: &NewShape) -> Result<Tensor> {
         let old = self.shape().dims();
-        // The size that size `i` of the result is stretched from, if there is one.
+        // The old size that is stretched to size `i` of the result; None for a new leading dimension.
         let source = |i: usize| (i + old.len()).checked_sub(new.sizes().len()).map(|j| old[j]);
         let size = |(i, &d): (usize, &isize)| match (d, source(i)) {
             (-1, Some(size)) => Some(size),
@@ -356,8 +360,8 @@ impl Tensor {
         Ok(record_view(op, self.layout.broadcast_to(&shape), self, move |grad| grad.sum_to(&old)))
     }
 
-    /// Dimensions `start` to `end`, both included, as one (PyTorch's `flatten`); a scalar becomes `[1]`. A view where the
-    /// strides can express it, otherwise a copy.
+    /// Joins dimensions `start` to `end`, both included (PyTorch's `flatten`); a scalar becomes `[1]`. The result is a view if
+    /// the strides allow it, otherwise a copy.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -383,7 +387,7 @@ impl Tensor {
         self.reshape(dims[..a].iter().copied().chain([joined]).chain(dims[b + 1..].iter().copied()).collect::<Shape>())
     }
 
-    /// Dimension `dim` as several of the given sizes, one of which may be -1 (PyTorch's `unflatten`).
+    /// Splits dimension `dim` into dimensions of the given sizes, one of which may be -1 (PyTorch's `unflatten`).
     pub fn unflatten(&self, dim: isize, sizes: impl Into<NewShape>) -> Result<Tensor> {
         let op = "unflatten";
         let d = self.shape().dim(op, dim)?;
@@ -392,10 +396,10 @@ impl Tensor {
         self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
     }
 
-    /// These dimensions backwards, `()` for all: a view with negative strides (PyTorch's `flip` copies).
+    /// Reverses these dimensions, all for `()`: a view with negative strides (PyTorch's `flip` copies).
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; a dimension named twice.
+    /// [`Error::DimOutOfRange`]; a repeated dimension.
     pub fn flip(&self, dims: impl Into<ReduceDims>) -> Result<Tensor> {
         let op = "flip";
         let flipped = dims.into().mask(op, self.shape())?;
@@ -403,60 +407,60 @@ impl Tensor {
             let dims = flipped.iter().enumerate().filter(|(_, flipped)| **flipped);
             dims.fold(layout.clone(), |layout, (d, _)| layout.flip(d))
         };
-        self.flipped(op, flip)
+        self.record_flip(op, flip)
     }
 
-    fn flipped(
+    fn record_flip(
         &self,
         op: &'static str,
         flip: impl Fn(&Layout) -> Layout + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        Ok(record_view(op, flip(&self.layout), self, move |grad| grad.flipped(op, flip.clone())))
+        Ok(record_view(op, flip(&self.layout), self, move |grad| grad.record_flip(op, flip.clone())))
     }
 
-    /// The columns of each matrix backwards: dimension 1 flipped (PyTorch's `fliplr`).
+    /// Reverses dimension 1: the columns of each matrix (PyTorch's `fliplr`).
     ///
     /// # Errors
     /// Fewer than two dimensions.
     pub fn fliplr(&self) -> Result<Tensor> {
-        self.flip(1).map_err(|e| e.of("fliplr"))
+        self.flip(1).map_err(|e| e.with_op("fliplr"))
     }
 
-    /// The rows backwards: dimension 0 flipped (PyTorch's `flipud`).
+    /// Reverses dimension 0: the rows (PyTorch's `flipud`).
     ///
     /// # Errors
     /// A scalar.
     pub fn flipud(&self) -> Result<Tensor> {
         self.shape().dim("flipud", 0)?;
-        self.flip(0).map_err(|e| e.of("flipud"))
+        self.flip(0).map_err(|e| e.with_op("flipud"))
     }
 
-    /// The elements whose index in dimension `b` is `shift` above the one in dimension `a`, as a new last dimension in
-    /// place of both (PyTorch's `diagonal`).
+    /// Returns the elements whose index in dimension `b` is `shift` larger than the index in dimension `a`, as a new last
+    /// dimension that replaces both (PyTorch's `diagonal`).
     pub fn diagonal(&self, shift: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "diagonal";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
         if i == j {
-            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {a} and {b} are one")));
+            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {a} and {b} are the same")));
         }
-        self.picked(op, move |l| Ok(l.diagonal(shift, i, j)))
+        self.select_view(op, move |l| Ok(l.diagonal(shift, i, j)))
     }
 }
 
-/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
-pub(crate) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
+/// Returns a view of `shape` if the strides allow it, otherwise a copy, outside the graph.
+pub(crate) fn reshape_detached(t: &Tensor, shape: &Shape) -> Result<Tensor> {
     match t.layout.reshape(shape) {
         Some(layout) => Ok(t.with_layout(layout)),
         None if t.numel() != shape.numel() => {
-            let hint = "a tensor is reshaped to as many elements";
+            let hint = "reshaping keeps the number of elements";
             Err(Error::ShapeMismatch { op: "reshape", lhs: t.shape().clone(), rhs: shape.clone(), hint })
         }
         None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
     }
 }
 
-/// A scalar is a line of one element.
-pub(crate) fn at_least_1d(t: &Tensor) -> Tensor {
+/// Detaches, and turns a scalar into a vector of one element.
+pub(crate) fn detach_at_least_1d(t: &Tensor) -> Tensor {
     match t.rank() {
         0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),
         _ => t.detach(),

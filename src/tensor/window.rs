@@ -1,18 +1,18 @@
-//! Views that repeat elements: sliding windows, and strides of the caller's own.
+//! Views that may repeat elements: sliding windows, and explicit strides.
 
 use super::Layout;
 use super::create::check_storage;
-use crate::autograd::{is_tracked, record_unary_twice, record_view};
+use crate::autograd::{is_tracked, record_unary_differentiable, record_view};
 use crate::layout::shape::Shape;
 use crate::storage::Storage;
 use crate::{DType, Error, Result, Tensor};
 
-/// Longer steps are no strides: no storage is as large.
-const LONGEST: usize = 1 << 48;
+/// Upper bound on the absolute value of a stride, in elements: no storage is as large.
+const MAX_STRIDE_ELEMENTS: usize = 1 << 48;
 
 impl Tensor {
-    /// All windows of `size` elements along dimension `dim`, `step` apart, as a new last dimension (PyTorch's `unfold`).
-    /// Windows overlap where they are longer than the step: the elements are the same bytes, and their gradients add up.
+    /// Returns all windows of `size` elements along dimension `dim`, `step` apart, as a new last dimension (PyTorch's `unfold`).
+    /// Windows longer than the step overlap: they share memory, and the gradients of shared elements are added.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -24,7 +24,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; a window longer than the dimension, a step of zero.
+    /// [`Error::DimOutOfRange`]; a window longer than the dimension; a step of zero.
     pub fn unfold(&self, dim: isize, size: usize, step: usize) -> Result<Tensor> {
         let op = "unfold";
         if self.rank() == 0 && matches!(dim, -1 | 0) && size <= 1 && step > 0 {
@@ -37,33 +37,33 @@ impl Tensor {
             return Err(Error::invalid(op, reason));
         }
         let windows = self.layout.unfold(d, size, step);
-        windows.shape.clone().checked(op)?; // those of an expanded view may be more than can be counted
+        windows.shape.clone().checked(op)?; // the windows of an expanded view may overflow the element count
         let shape = self.shape().clone();
-        Ok(record_view(op, windows, self, move |grad| grad.windows_sum(&shape, d, step)))
+        Ok(record_view(op, windows, self, move |grad| grad.sum_windows(&shape, d, step)))
     }
 
-    /// The opposite of [`Tensor::unfold`] into a tensor of `shape`: every element is the sum of its copies in the windows.
-    fn windows_sum(&self, shape: &Shape, d: usize, step: usize) -> Result<Tensor> {
+    /// Computes the gradient of [`Tensor::unfold`] for an input of `shape`: each element is the sum of its copies in the windows.
+    fn sum_windows(&self, shape: &Shape, d: usize, step: usize) -> Result<Tensor> {
         let op = "unfold_backward";
         let size = self.shape().dims()[self.rank() - 1];
-        let halves = matches!(self.dtype, DType::F16 | DType::BF16) && size > step;
-        let sum = Tensor::zeros(shape, (if halves { DType::F32 } else { self.dtype }, self.device()))?;
-        // Of parts of the windows that are no longer than the step no two overlap: as many launches as one element has
-        // windows.
+        let is_half = matches!(self.dtype, DType::F16 | DType::BF16) && size > step;
+        let sum = Tensor::zeros(shape, (if is_half { DType::F32 } else { self.dtype }, self.device()))?;
+        // Sections of the windows that are no wider than the step do not overlap, so each section is added in one launch without
+        // conflicts. There are ceil(size / step) launches, the largest number of windows that share an element.
         for first in (0..size).step_by(step) {
             let width = step.min(size - first);
             let rest = sum.layout.narrow(op, d, first, shape.dims()[d] - first)?;
-            // A window of `width` fits once more where the whole one does not.
+            // A section of `width` may fit one time more often than a whole window.
             let windows = rest.unfold(d, width, step).narrow(op, d, 0, self.shape().dims()[d])?;
             let (to, from) = (sum.with_layout(windows), self.detach().narrow(-1, first, width)?);
             Tensor::map_into(&[&to, &from], &[], &[&to], |e, _| vec![&e[0] + &e[1]])?;
         }
-        let sum = if halves { sum.cast(self.dtype)? } else { sum };
-        Ok(record_unary_twice(op, sum, self, move |grad| grad.unfold(d as isize, size, step)))
+        let sum = if is_half { sum.cast(self.dtype)? } else { sum };
+        Ok(record_unary_differentiable(op, sum, self, move |grad| grad.unfold(d as isize, size, step)))
     }
 
-    /// Elements of this tensor's storage by shape, strides and offset (None: this tensor's), all in elements (PyTorch's
-    /// `as_strided`, which reads beyond the storage where it is told to).
+    /// Returns a view of this tensor's storage by shape, strides and offset, all in elements; `None` keeps this tensor's offset
+    /// (PyTorch's `as_strided`, which may read beyond the storage).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -74,8 +74,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Elements that lie outside the storage; another number of strides than of sizes; a tracked tensor that repeats
-    /// elements itself.
+    /// Elements outside the storage; different numbers of strides and sizes; a tracked tensor that itself repeats elements.
     pub fn as_strided(
         &self,
         size: impl Into<Shape>,
@@ -84,19 +83,20 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "as_strided";
         let offset = storage_offset.into().unwrap_or(self.layout.offset);
-        let layout = strided_layout(op, size.into(), stride, offset, self.storage.nbytes() / self.dtype.size())?;
+        let layout =
+            checked_strided_layout(op, size.into(), stride, offset, self.storage.nbytes() / self.dtype.size())?;
         let old = self.layout.clone();
         if is_tracked(&[self]) && old.may_alias_itself() {
             let reason = "the tensor repeats elements (an expanded view), so their gradients have no single place: \
                           call contiguous() first";
             return Err(Error::Autograd { op, reason: reason.into() });
         }
-        Ok(record_view(op, layout.clone(), self, strided_back(old, layout)))
+        Ok(record_view(op, layout.clone(), self, strided_gradient_fn(old, layout)))
     }
 
-    /// A tensor over a storage by shape, strides and offset, all in elements of `dtype`, which shares them with the storage's
-    /// other tensors (PyTorch's `set_(storage, storage_offset, size, stride)`). Strides may be zero or negative. Of bool each byte has
-    /// to be 0 or 1: reading another to the host is an error.
+    /// Creates a tensor over a storage by shape, strides and offset, all in elements of `dtype`. Other tensors may share the
+    /// storage (PyTorch's `set_(storage, storage_offset, size, stride)`). Strides may be zero or negative. For bool, each byte has
+    /// to be 0 or 1: reading any other byte to the host is an error.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -107,8 +107,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for elements that lie outside the storage, another number of strides than of sizes, and a storage that is
-    /// no whole number of elements or begins at an address that they cannot have (as a vector of bytes may).
+    /// [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage that is
+    /// not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
     pub fn from_storage_strided(
         storage: Storage,
         shape: impl Into<Shape>,
@@ -118,13 +118,19 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "from_storage_strided";
         check_storage(op, &storage, dtype)?;
-        let layout = strided_layout(op, shape.into(), strides, offset, storage.nbytes() / dtype.size())?;
+        let layout = checked_strided_layout(op, shape.into(), strides, offset, storage.nbytes() / dtype.size())?;
         Ok(Tensor::new(storage, layout, dtype).detach())
     }
 }
 
-/// The layout of these sizes, strides and offset, where all of its elements are among the `there` elements of a storage.
-fn strided_layout(op: &'static str, shape: Shape, stride: &[isize], offset: usize, there: usize) -> Result<Layout> {
+/// Builds a layout after checking that all of its elements are within a storage of `storage_len` elements.
+fn checked_strided_layout(
+    op: &'static str,
+    shape: Shape,
+    stride: &[isize],
+    offset: usize,
+    storage_len: usize,
+) -> Result<Layout> {
     let shape = shape.checked(op)?;
     if stride.len() != shape.rank() {
         let reason = format!("shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
@@ -135,27 +141,30 @@ fn strided_layout(op: &'static str, shape: Shape, stride: &[isize], offset: usiz
         let reach = (d as i128 - 1) * s as i128;
         if reach < 0 { low += reach } else { high += reach }
     }
-    // Strides of what is empty reach nothing, and are computed with all the same.
-    let computable = offset <= there && stride.iter().all(|s| s.unsigned_abs() <= LONGEST);
-    if !computable || shape.numel() > 0 && (low < 0 || high >= there as i128) {
+    // An empty tensor accesses nothing, but its strides still enter into computations and must not overflow.
+    let computable = offset <= storage_len && stride.iter().all(|s| s.unsigned_abs() <= MAX_STRIDE_ELEMENTS);
+    if !computable || shape.numel() > 0 && (low < 0 || high >= storage_len as i128) {
         let reason = format!(
-            "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {there}"
+            "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {storage_len}"
         );
         return Err(Error::invalid(op, reason));
     }
     Ok(Layout { shape, strides: stride.iter().copied().collect(), offset })
 }
 
-/// How a gradient of a view `new` becomes that of what has the layout `old` in the same storage.
-pub(crate) fn strided_back(old: Layout, new: Layout) -> impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static {
+/// Returns the function that maps the gradient of a view `new` to the gradient of a tensor `old` of the same storage.
+pub(crate) fn strided_gradient_fn(
+    old: Layout,
+    new: Layout,
+) -> impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static {
     move |grad| match is_tracked(&[&grad]) {
-        true => recorded_gradient(&old, &new, &grad),
+        true => recorded_strided_gradient(&old, &new, &grad),
         false => strided_gradient(&old, &new, &grad),
     }
 }
 
-/// The gradient of a tensor with layout `old` from that of a view of its storage with layout `new`: elements outside of `old`
-/// pass none on.
+/// Maps the gradient of a view with layout `new` to the gradient of a tensor with layout `old` of the same storage. Elements
+/// that are not in `old` are dropped.
 fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
         return Tensor::zeros(&old.shape, grad);
@@ -172,15 +181,15 @@ fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor>
     Ok(storage.with_layout(at(old)))
 }
 
-/// [`strided_gradient`] of operations that have gradients themselves.
-fn recorded_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
+/// Like [`strided_gradient`], composed of differentiable operations, for second-order gradients.
+fn recorded_strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (n, options) = (old.shape.numel(), (DType::I64, grad.device()));
     let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
         return Tensor::zeros(&old.shape, grad);
     };
     let low = a.min(c);
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
-    // For each element of the storage the index of the tensor's element there, or n where there is none.
+    // Maps each element of the storage to its index in `old`, or to n if it is not in `old`.
     let elements = Tensor::full(b.max(d) + 1 - low, n as i64, options)?;
     elements.with_layout(at(old)).copy_(&Tensor::arange(0, n as i64, 1, options)?.reshape(&old.shape)?)?;
     let index = elements.with_layout(at(new)).reshape(grad.numel())?;

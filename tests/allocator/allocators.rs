@@ -1,5 +1,5 @@
-//! The three allocators under tensors, one of a user's own, and the environment that chooses. Allocators are the whole
-//! process's: each test runs in a process of its own, the test binary again with only the test of its name.
+//! The three allocators, a user-defined allocator, and the environment variable that selects one. Allocators are global to the
+//! process, so each test runs in a child process of its own.
 
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use claystone::{DType, Device, Error, Result, Tensor};
 
 use crate::common;
 
-/// Runs a test in a new process with these variables.
+/// Runs a test in a child process with the given environment variables.
 fn child(test: &str, vars: &[(&str, &str)]) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture"])
@@ -26,7 +26,7 @@ fn child(test: &str, vars: &[(&str, &str)]) -> Output {
 }
 
 #[track_caller]
-fn passes_alone(test: &str, vars: &[(&str, &str)]) -> String {
+fn run_child_test(test: &str, vars: &[(&str, &str)]) -> String {
     let output = child(test, vars);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
@@ -41,7 +41,7 @@ fn is_child() -> bool {
     std::env::var_os("CLAYSTONE_CHILD").is_some()
 }
 
-/// Sums that need several intermediate results, all freed again.
+/// Computes sums with several intermediate results, all of them freed.
 fn work(device: Device) {
     let x = common::iota(&[64, 64], device);
     for _ in 0..3 {
@@ -53,7 +53,7 @@ fn work(device: Device) {
     }
 }
 
-/// What must hold of any allocator's statistics when nothing is in use.
+/// Checks the statistics of an allocator without live blocks.
 fn check_idle(device: Device) -> DeviceStats {
     let stats = device.memory_stats().unwrap();
     assert_eq!(stats.allocated_bytes.current, 0, "{stats}");
@@ -64,11 +64,11 @@ fn check_idle(device: Device) -> DeviceStats {
     stats
 }
 
-/// In a child: works on every device and prints which allocator it had, and how many segments were made and are held.
+/// In a child: computes on every device and prints the allocator and the numbers of created and held segments.
 #[test]
-fn tensors_work() {
+fn tensors_work_with_every_allocator() {
     if !is_child() {
-        passes_alone("allocators::tensors_work", &[]);
+        run_child_test("allocators::tensors_work_with_every_allocator", &[]);
         return;
     }
     common::each_device(|device| {
@@ -82,7 +82,7 @@ fn tensors_work() {
 }
 
 #[test]
-fn the_environment_chooses_the_allocator() {
+fn the_environment_selects_the_allocator() {
     if is_child() {
         return;
     }
@@ -94,7 +94,7 @@ fn the_environment_chooses_the_allocator() {
         ("direct", &[("CLAYSTONE_ALLOC_CONF", "backend:direct")]),
         ("direct", &[("CLAYSTONE_ALLOC_CONF", "backend:pool"), ("CLAYSTONE_NO_CACHING", "1")]),
     ] {
-        let text = passes_alone("allocators::tensors_work", vars);
+        let text = run_child_test("allocators::tensors_work_with_every_allocator", vars);
         let said = |what: &str| {
             text.lines().filter_map(|l| l.split_once(what).map(|(_, rest)| rest.to_owned())).collect::<Vec<_>>()
         };
@@ -112,9 +112,9 @@ fn the_environment_chooses_the_allocator() {
     }
 }
 
-/// In a child with a bad environment: prints the error of every first use.
+/// In a child with invalid settings: prints the error of every first use.
 #[test]
-fn first_uses() {
+fn first_uses_report_invalid_settings() {
     if !is_child() {
         return;
     }
@@ -133,7 +133,7 @@ fn first_uses() {
 }
 
 #[test]
-fn a_bad_environment_is_an_error_at_the_first_use() {
+fn invalid_settings_are_errors_at_the_first_use() {
     if is_child() {
         return;
     }
@@ -144,21 +144,21 @@ fn a_bad_environment_is_an_error_at_the_first_use() {
         (("CLAYSTONE_ALLOC_CONF", "pool_overfit:0.5"), "pool_overfit"),
         (("CLAYSTONE_NO_CACHING", "yes"), "CLAYSTONE_NO_CACHING"),
     ] {
-        let text = passes_alone("allocators::first_uses", &[vars]);
+        let text = run_child_test("allocators::first_uses_report_invalid_settings", &[vars]);
         let errors: Vec<&str> = text.lines().filter_map(|l| l.split_once("error= ").map(|(_, e)| e)).collect();
         assert_eq!(errors.len(), 4 * common::devices().len(), "{text}");
         assert!(errors.iter().all(|error| error.contains(part)), "{text}");
     }
 }
 
-/// Writes down what goes through it to another allocator.
+/// Logs allocations and frees, and forwards them to another allocator.
 #[derive(Debug)]
-struct Logging {
+struct LogsAllocations {
     inner: Arc<dyn Allocator>,
     log: Arc<Mutex<Vec<(char, usize)>>>,
 }
 
-impl Allocator for Logging {
+impl Allocator for LogsAllocations {
     fn device(&self) -> Device {
         self.inner.device()
     }
@@ -199,20 +199,20 @@ impl Allocator for Logging {
     }
 }
 
-/// In a child: replaces the allocators of every device one after another, under live tensors.
+/// In a child: replaces each device's allocator several times while tensors are live.
 #[test]
 fn allocators_can_be_replaced() {
     if !is_child() {
-        passes_alone("allocators::allocators_can_be_replaced", &[]);
+        run_child_test("allocators::allocators_can_be_replaced", &[]);
         return;
     }
     common::each_device(|device| {
-        let first = common::iota(&[100], device); // of the default allocator
+        let first = common::iota(&[100], device); // from the default allocator
         for backend in ["direct", "pool", "caching"] {
             let config: Config = format!("backend:{backend}").parse().unwrap();
             let inner = storage::build_allocator(storage::driver(device).unwrap(), config).unwrap();
             let log = Arc::<Mutex<Vec<(char, usize)>>>::default();
-            let logging = Logging { inner: Arc::clone(&inner), log: Arc::clone(&log) };
+            let logging = LogsAllocations { inner: Arc::clone(&inner), log: Arc::clone(&log) };
             storage::set_allocator(device, Arc::new(logging)).unwrap();
             let kept = first.mul(&first).unwrap();
             work(device);
@@ -230,7 +230,7 @@ fn allocators_can_be_replaced() {
 }
 
 #[test]
-fn an_allocator_of_another_device_is_refused() {
+fn allocators_of_other_devices_are_refused() {
     for device in common::devices() {
         let theirs = match device {
             Device::Cpu => Device::OpenCL(99),
@@ -241,16 +241,16 @@ fn an_allocator_of_another_device_is_refused() {
         let error = storage::set_allocator(device, allocator).unwrap_err().to_string();
         assert!(error.contains(&theirs.to_string()) && error.contains(&device.to_string()), "{error}");
     }
-    // A simulated device's allocator claims a device that is not there.
+    // The simulated device's allocator belongs to a device number that does not exist.
     let sim = Arc::new(storage::Sim::new(storage::SimOptions::default()));
     let allocator = storage::build_allocator(sim, Config::default()).unwrap();
     assert!(matches!(storage::set_allocator(Device::OpenCL(99), allocator.clone()), Err(Error::NoDevice { .. })));
     assert!(matches!(storage::set_allocator(Device::Cpu, allocator), Err(Error::Invalid { .. })));
 }
 
-/// In a child: what is in a tensor that nobody has filled.
+/// In a child: checks the contents of new tensors.
 #[test]
-fn new_tensors_hold() {
+fn new_tensors_hold_the_fill_value() {
     if !is_child() {
         return;
     }
@@ -262,7 +262,7 @@ fn new_tensors_hold() {
                 let bytes = Tensor::empty(&[n], (DType::U8, device)).unwrap().to_vec::<u8>().unwrap();
                 assert!(bytes.iter().all(|byte| *byte == expected), "{n} on {device}");
                 let dirty = Tensor::ones(&[n], (DType::U8, device)).unwrap();
-                assert_eq!(dirty.to_vec::<u8>().unwrap()[n - 1], 1); // the next one may get these bytes
+                assert_eq!(dirty.to_vec::<u8>().unwrap()[n - 1], 1); // the next tensor may reuse these bytes
             }
         }
         let floats = Tensor::empty(&[5], (DType::F64, device)).unwrap().to_vec::<f64>().unwrap();
@@ -277,13 +277,13 @@ fn new_tensors_can_be_filled_with_zeros_or_junk() {
         return;
     }
     for conf in ["zero_fill:True", "junk_fill:True"] {
-        passes_alone("allocators::new_tensors_hold", &[("CLAYSTONE_ALLOC_CONF", conf)]);
+        run_child_test("allocators::new_tensors_hold_the_fill_value", &[("CLAYSTONE_ALLOC_CONF", conf)]);
     }
 }
 
-/// In a child with guards: what the crate does keeps inside its blocks.
+/// In a child with guards: operations do not write beyond their blocks.
 #[test]
-fn guards_are_whole() {
+fn operations_keep_guards_intact() {
     if !is_child() {
         return;
     }
@@ -300,12 +300,12 @@ fn guards_are_whole() {
             assert_eq!(common::vec(&outer)[n * n - 1], ((n - 1) * (n - 1)) as f32);
         }
         assert_eq!(device.guard_violations().unwrap(), 0, "on {device}");
-        // And a write that does not.
+        // Writes beyond a block on purpose.
         let allocator = storage::allocator(device).unwrap();
         let block = allocator.allocate(100, StreamId::DEFAULT).unwrap();
-        let place = block.place();
+        let place = block.location();
         let driver = storage::driver(device).unwrap();
-        // SAFETY: nobody else uses the block or its guards.
+        // SAFETY: the test alone uses the block and its guards.
         unsafe { driver.write(&[0], (place.segment().memory(), place.offset() + 112)) }.unwrap();
         drop(place);
         allocator.deallocate(block);
@@ -320,15 +320,15 @@ fn guards_find_writes_beyond_a_block() {
     }
     for backend in ["direct", "pool", "caching"] {
         let conf = format!("guard_bytes:True,backend:{backend}");
-        passes_alone("allocators::guards_are_whole", &[("CLAYSTONE_ALLOC_CONF", &conf)]);
+        run_child_test("allocators::operations_keep_guards_intact", &[("CLAYSTONE_ALLOC_CONF", &conf)]);
     }
 }
 
-/// In a child: what only the caching allocator has is reached by device, through whatever is wrapped around it.
+/// In a child: features of the caching allocator are reachable through the device, even if another allocator wraps it.
 #[test]
-fn callbacks_observers_and_pools_are_had_by_device() {
+fn callbacks_observers_and_pools_are_available_by_device() {
     if !is_child() {
-        passes_alone("allocators::callbacks_observers_and_pools_are_had_by_device", &[]);
+        run_child_test("allocators::callbacks_observers_and_pools_are_available_by_device", &[]);
         return;
     }
     const MIB: usize = 1 << 20;
@@ -340,7 +340,7 @@ fn callbacks_observers_and_pools_are_had_by_device() {
     type Wrap = fn(Arc<dyn Allocator>) -> Arc<dyn Allocator>;
     let wrapped: [Wrap; 3] = [
         |inner| inner,
-        |inner| Arc::new(Logging { inner, log: Arc::default() }),
+        |inner| Arc::new(LogsAllocations { inner, log: Arc::default() }),
         |inner| Arc::new(LoggingAllocator::new(inner, std::io::sink()).unwrap()),
     ];
     for (wrap, conf) in wrapped.into_iter().zip(["", "", "guard_bytes:True"]) {

@@ -1,4 +1,4 @@
-//! The lines of the program in memory histories without call stacks: each block is of the line that called the crate.
+//! Source lines in memory histories without call stacks: each block has the line that called the crate.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,36 +10,36 @@ use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::storage::{BlockState, ContextLevel, Frame, HistoryOptions, Recording, TraceAction};
 use claystone::{BatchNormOptions, ConvOptions, DType, Device, MaxPoolOptions, PadMode, Result, Tensor, autocast};
 
-use crate::common::{alone, devices, each_device, iota};
-use crate::stacks::printed;
+use crate::common::{devices, each_device, in_own_process, iota};
+use crate::stacks::printed_snapshot;
 
-fn record(device: Device, stacks: bool) {
+fn start_recording(device: Device, stacks: bool) {
     let options = HistoryOptions { stacks, context: ContextLevel::Alloc, clear_history: true, ..Default::default() };
     device.record_memory_history(options).unwrap();
 }
 
-fn stop(device: Device) {
+fn stop_recording(device: Device) {
     device.record_memory_history(HistoryOptions { enabled: Recording::Off, ..Default::default() }).unwrap();
 }
 
-/// The innermost frames of what was allocated since recording began.
-fn allocated(device: Device) -> Vec<Option<Frame>> {
+/// Innermost frames of all allocations since recording began.
+fn allocation_frames(device: Device) -> Vec<Option<Frame>> {
     let snapshot = device.memory_snapshot().unwrap();
     let entries = snapshot.device_traces.last().unwrap().iter();
     let made = entries.filter(|entry| matches!(entry.action, TraceAction::Alloc | TraceAction::SegmentAlloc));
     made.map(|entry| entry.frames.first().cloned()).collect()
 }
 
-/// Expects each expression, of one line, to allocate something, and every block that it allocates to be of that line.
+/// Checks that each one-line expression allocates, and that all its blocks have the expression's line.
 macro_rules! each_of_its_line {
     ($device:expr; $($expression:expr;)+) => {
         let mut line = line!();
         $(line += 1;
         for stacks in [false, true] {
-            record($device, stacks);
+            start_recording($device, stacks);
             let result = $expression;
             let of = format!("{}: {}, stacks: {stacks}", $device, stringify!($expression));
-            let frames = allocated($device);
+            let frames = allocation_frames($device);
             assert!(result.is_ok(), "{of}: {:?}", result.err());
             assert!(!frames.is_empty(), "{of}: nothing was allocated");
             let here = |f: &Frame| f.filename.ends_with("tests/allocator/callers.rs") && f.line == line;
@@ -50,8 +50,8 @@ macro_rules! each_of_its_line {
 }
 
 #[test]
-fn what_tensors_are_made_of() {
-    if !alone("callers::what_tensors_are_made_of") {
+fn new_tensors_have_the_callers_line() {
+    if !in_own_process("callers::new_tensors_have_the_callers_line") {
         return;
     }
     each_device(|d| {
@@ -96,13 +96,13 @@ fn what_tensors_are_made_of() {
                 Tensor::from_ndarray(array.clone(), d);
             }
         }
-        stop(d);
+        stop_recording(d);
     });
 }
 
 #[test]
-fn operations() {
-    if !alone("callers::operations") {
+fn operations_have_the_callers_line() {
+    if !in_own_process("callers::operations_have_the_callers_line") {
         return;
     }
     each_device(|d| {
@@ -170,13 +170,13 @@ fn operations() {
             autocast(DType::BF16, || a.matmul(&square));
             tracked.exp().unwrap().sum((), false).unwrap().backward();
         }
-        stop(d);
+        stop_recording(d);
     });
 }
 
 #[test]
-fn layers_and_optimisers() {
-    if !alone("callers::layers_and_optimisers") {
+fn layers_and_optimizers_have_the_callers_line() {
+    if !in_own_process("callers::layers_and_optimizers_have_the_callers_line") {
         return;
     }
     each_device(|d| {
@@ -200,21 +200,21 @@ fn layers_and_optimisers() {
         }
         let mut sgd = Sgd::new(vec![&mut leaf], momentum).unwrap();
         leaf.exp().unwrap().sum((), false).unwrap().backward().unwrap();
-        record(d, false);
+        start_recording(d, false);
         let step = (line!(), sgd.step()).0;
         let lines = |frames: Vec<Option<Frame>>| frames.iter().map(|f| f.as_ref().map(|f| f.line)).collect::<Vec<_>>();
-        assert!(lines(allocated(d)).iter().all(|&line| line == Some(step)), "{d}");
-        // A function of the program inside of a layer: its own line, as a call stack would have it.
-        record(d, false);
+        assert!(lines(allocation_frames(d)).iter().all(|&line| line == Some(step)), "{d}");
+        // A closure inside a layer: its allocations have the closure's own line, as in a call stack.
+        start_recording(d, false);
         act.forward(&x).unwrap();
-        assert_eq!(lines(allocated(d)), [Some(line_of_func)], "{d}");
-        stop(d);
+        assert_eq!(lines(allocation_frames(d)), [Some(line_of_func)], "{d}");
+        stop_recording(d);
     });
 }
 
-/// What a backward pass allocates is of the line that began it, what the program's own function does there of its line.
+/// Allocations of a backward pass have the line that started it. Those of a user-defined backward have their own lines.
 #[test]
-fn backward_passes_and_the_functions_they_call() {
+fn backward_allocations_have_the_callers_line() {
     struct Twice;
     static INSIDE: AtomicU32 = AtomicU32::new(0);
     impl CustomOp for Twice {
@@ -229,31 +229,31 @@ fn backward_passes_and_the_functions_they_call() {
             Ok(vec![Some(grad.add(grad)?)])
         }
     }
-    if !alone("callers::backward_passes_and_the_functions_they_call") {
+    if !in_own_process("callers::backward_allocations_have_the_callers_line") {
         return;
     }
     each_device(|d| {
         let x = iota(&[1000], d).requires_grad_(true).unwrap();
         let y = Tensor::apply_op(Twice, &[&x.exp().unwrap()]).unwrap().exp().unwrap().sum((), false).unwrap();
-        record(d, false);
+        start_recording(d, false);
         let line = (line!(), y.backward().unwrap()).0;
-        let lines: Vec<_> = allocated(d).into_iter().map(|frame| frame.expect("of a line").line).collect();
+        let lines: Vec<_> = allocation_frames(d).into_iter().map(|frame| frame.expect("of a line").line).collect();
         let inside = INSIDE.load(Ordering::Relaxed);
         assert!(lines.contains(&inside), "{d}: {lines:?} has no {inside}");
         assert_eq!((lines.first(), lines.last()), (Some(&line), Some(&line)), "{d}: {lines:?}");
         assert!(lines.iter().all(|l| [line, inside].contains(l)), "{d}: {lines:?}");
-        stop(d);
+        stop_recording(d);
     });
 }
 
 #[test]
-fn the_program_prints_what_is_in_use_by_source_line() {
-    if !alone("callers::the_program_prints_what_is_in_use_by_source_line") {
+fn the_command_prints_live_memory_by_source_line() {
+    if !in_own_process("callers::the_command_prints_live_memory_by_source_line") {
         return;
     }
     each_device(|d| {
         let before = Tensor::zeros(&[5 << 20], (DType::U8, d)).unwrap();
-        record(d, false);
+        start_recording(d, false);
         let (leaked, line) = ([0; 3].map(|_| Tensor::zeros(&[1 << 20], (DType::U8, d)).unwrap()), line!());
         let snapshot = d.memory_snapshot().unwrap();
         snapshot.check().unwrap();
@@ -264,11 +264,11 @@ fn the_program_prints_what_is_in_use_by_source_line() {
         assert!(in_use.count() >= 4, "{d}");
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("lines-{d}.pickle").replace(':', "-"));
         snapshot.save(&file).unwrap();
-        let text = printed(&file);
+        let text = printed_snapshot(&file);
         let expected = format!("   3.00 MiB        3  {}:{line}\n", file!());
         let (_, table) = text.split_once("in use, by source line:\n").unwrap_or_else(|| panic!("{d}: {text}"));
         assert!(table.contains(&expected), "{d}: {text}");
         drop((leaked, before));
-        stop(d);
+        stop_recording(d);
     });
 }

@@ -1,6 +1,6 @@
-//! A driver that the crate does not know: its segments are ranges of a mapped file.
+//! A user-defined driver whose segments are ranges of a mapped file.
 //!
-//! Allocators over it are used at random with contents that are checked, and tensors on the CPU live in the file.
+//! Random operations run on allocators over this driver and check contents. CPU tensors are stored in the file too.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,18 +15,18 @@ use proptest::prelude::*;
 
 use crate::common;
 
-/// Where a page of the file begins.
-const PAGE: usize = 4096;
+/// Page size in bytes.
+const PAGE_BYTES: usize = 4096;
 
-/// A file, all of it mapped, of which segments take ranges.
+/// A mapped file. Each segment takes a range of it.
 #[derive(Debug)]
 struct MappedFile {
     map: MmapRaw,
-    /// The ranges in use: where each begins and ends.
+    /// The ranges in use, by start and end.
     taken: Mutex<BTreeMap<usize, usize>>,
 }
 
-/// A segment: what is dropped with it.
+/// Range of a segment, released on drop.
 struct Range {
     file: Arc<MappedFile>,
     start: usize,
@@ -53,7 +53,7 @@ impl FileDriver {
         self.0.taken.lock().unwrap().iter().map(|(start, end)| (end - start) as u64).sum()
     }
 
-    /// The first of `bytes` bytes of a segment.
+    /// Pointer to `bytes` bytes of a segment.
     fn at(&self, (memory, offset): At<'_>, bytes: usize) -> Result<*mut u8> {
         let outside =
             || Error::Invalid { op: "file", reason: format!("{bytes} bytes at {offset} are not in a segment") };
@@ -66,8 +66,8 @@ impl FileDriver {
     }
 }
 
-// SAFETY: segments are ranges of the file that overlap no other, at multiples of a page, and stay mapped with them. Work is
-// done when its call returns.
+// SAFETY: segments are page-aligned ranges of the file that do not overlap, and they stay mapped while they live. Each call
+// completes its work before it returns.
 unsafe impl Driver for FileDriver {
     fn device(&self) -> Device {
         Device::Cpu
@@ -81,7 +81,7 @@ unsafe impl Driver for FileDriver {
         self.0.map.len()
     }
 
-    /// Takes the first gap between ranges that is large enough.
+    /// Takes the first sufficient gap between ranges.
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
         let mut taken = self.0.taken.lock().unwrap();
         let mut start = 0;
@@ -89,7 +89,7 @@ unsafe impl Driver for FileDriver {
             if start + bytes <= next {
                 break;
             }
-            start = end.next_multiple_of(PAGE);
+            start = end.next_multiple_of(PAGE_BYTES);
         }
         if start + bytes > self.0.map.len() {
             return Err(Failure::HostMemory);
@@ -98,7 +98,7 @@ unsafe impl Driver for FileDriver {
         drop(taken);
         let first = NonNull::new(self.0.map.as_mut_ptr().wrapping_add(start)).unwrap();
         let range = Range { file: Arc::clone(&self.0), start };
-        // SAFETY: inside the file, which is mapped as long as the range lives; nobody else takes the bytes.
+        // SAFETY: the range is inside the file, stays mapped while the range lives, and no other segment has these bytes.
         unsafe { Memory::of_host(first, bytes, range) }.map_err(Failure::Other)
     }
 
@@ -108,21 +108,21 @@ unsafe impl Driver for FileDriver {
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (self.at(from, bytes)?, self.at(to, bytes)?);
-        // SAFETY: both are in segments, and the caller's.
+        // SAFETY: both ranges are inside segments, and the caller guarantees access.
         unsafe { from.copy_to(to, bytes) };
         Ok(())
     }
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let from = self.at(from, to.len())?;
-        // SAFETY: in a segment, and the caller's.
+        // SAFETY: the range is inside a segment, and the caller guarantees access.
         unsafe { from.copy_to(to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let to = self.at(to, from.len())?;
-        // SAFETY: in a segment, and the caller's.
+        // SAFETY: the range is inside a segment, and the caller guarantees access.
         unsafe { to.copy_from(from.as_ptr(), from.len()) };
         Ok(())
     }
@@ -150,24 +150,24 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 }
 
 fn fill(driver: &FileDriver, block: &Block, tag: u8) {
-    let place = block.place();
-    // SAFETY: the block is this test's.
+    let place = block.location();
+    // SAFETY: the test alone uses the block.
     unsafe { driver.write(&vec![tag; block.requested()], (place.segment().memory(), place.offset())) }.unwrap();
 }
 
 fn check(driver: &FileDriver, block: &Block, tag: u8) {
-    let place = block.place();
+    let place = block.location();
     let mut found = vec![0; block.requested()];
-    // SAFETY: as above.
+    // SAFETY: the test alone uses the block.
     unsafe { driver.read((place.segment().memory(), place.offset()), &mut found) }.unwrap();
     assert!(found.iter().all(|&byte| byte == tag), "{block:?} has lost its {tag}");
 }
 
-/// Whatever happens, live blocks keep their contents, and statistics say what is taken of the file.
-fn run(config: &str, actions: &[Action]) {
+/// Checks that live blocks keep their contents and that statistics equal the bytes taken from the file.
+fn check_random_actions(config: &str, actions: &[Action]) {
     let driver = FileDriver::new(16 << 20);
     let config: Config = config.parse().unwrap();
-    let guarded = config.guard_bytes; // which are asked for with the block
+    let guarded = config.guard_bytes; // guards count as requested bytes
     let allocator = build_allocator(Arc::new(driver.clone()), config).unwrap();
     let mut live: Vec<(Block, u8)> = Vec::new();
     for (i, &action) in actions.iter().enumerate() {
@@ -226,12 +226,12 @@ proptest! {
         Just("backend:pool"),
         Just("backend:direct"),
     ]) {
-        run(config, &actions);
+        check_random_actions(config, &actions);
     }
 }
 
 #[test]
-fn memory_knows_its_owner_and_refuses_odd_addresses() {
+fn memory_knows_its_owner_and_refuses_unaligned_addresses() {
     let driver = FileDriver::new(1 << 20);
     let memory = driver.create(1000).unwrap();
     assert_eq!(memory.get::<Range>().map(|range| range.start), Some(0));
@@ -239,17 +239,17 @@ fn memory_knows_its_owner_and_refuses_odd_addresses() {
     drop(memory);
     assert_eq!(driver.bytes_taken(), 0);
     let odd = NonNull::new(driver.0.map.as_mut_ptr().wrapping_add(64)).unwrap();
-    // SAFETY: refused, so not used.
+    // SAFETY: the call refuses the address, so that the memory is not used.
     let error = unsafe { Memory::of_host(odd, 64, ()) }.unwrap_err().to_string();
     assert!(error.contains("512"), "{error}");
     assert_eq!(Marker::new(7_u32).get::<u32>(), Some(&7));
     assert!(Marker::done().get::<u32>().is_none());
 }
 
-/// In a process of its own, which has one allocator a device.
+/// Runs in its own process, because each device has one allocator per process.
 #[test]
-fn tensors_of_the_cpu_are_in_the_file() {
-    if !common::alone("custom_driver::tensors_of_the_cpu_are_in_the_file") {
+fn cpu_tensors_are_stored_in_the_file() {
+    if !common::in_own_process("custom_driver::cpu_tensors_are_stored_in_the_file") {
         return;
     }
     let driver = FileDriver::new(8 << 20);
@@ -260,13 +260,13 @@ fn tensors_of_the_cpu_are_in_the_file() {
     let y = x.add(&x).unwrap().narrow(0, 5000, 3).unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [10_000.0, 10_002.0, 10_004.0]);
     let file = driver.0.map.as_ptr();
-    // SAFETY: mapped, and nobody writes to it meanwhile.
+    // SAFETY: the file is mapped, and no thread writes to it meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts(file, driver.0.map.len()) };
     assert!(
         bytes.windows(8).any(|eight| eight == bytemuck::bytes_of(&[9998.0_f32, 9999.0])),
         "the file has the values"
     );
-    // It is full before the machine is, and everything is still there.
+    // The file is full before the machine's memory is, and all values are intact.
     assert!(matches!(Tensor::zeros(4 << 20, Device::Cpu), Err(Error::OutOfMemory { .. })));
     assert_eq!(x.sum((), false).unwrap().item::<f32>().unwrap(), 49_995_000.0);
     assert_eq!(before.sum((), false).unwrap().item::<f32>().unwrap(), 1000.0);

@@ -1,6 +1,6 @@
-//! Device memory as a user sees it: allocators, statistics, plans, snapshots, replays and what happens when it runs out.
+//! Device memory from the user's view: allocators, statistics, plans, snapshots, replays and exhaustion.
 //!
-//! Statistics are the whole process's: a test that uses a device takes [`common::turn`], or has a process of its own.
+//! Statistics are global to the process: a test that uses a device takes [`common::serial_guard`] or runs in a child process.
 
 #[path = "../common/mod.rs"]
 mod common;

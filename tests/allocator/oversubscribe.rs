@@ -1,8 +1,8 @@
-//! Running out of memory on real devices: the allocation says so and nothing else suffers, what is given back can be had
-//! at the first call, and what is scattered moves together while everybody works.
+//! Exhausted memory on real devices: the allocation fails without other effects, freed memory is available at once, and
+//! compaction moves scattered blocks while other threads work.
 //!
-//! Discrete GPUs are filled to the brim. Other devices share the machine's memory, of which they get a little here.
-//! Limits and allocators are the whole process's, so every test has a process of its own.
+//! Discrete GPUs are filled completely. Other devices share the machine's memory and get a small limit. Limits and allocators
+//! are global to the process, so every test runs in its own process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -12,11 +12,11 @@ use claystone::device::DeviceKind;
 use claystone::storage::{self, CachingAllocator};
 use claystone::{DType, Device, Error, Tensor};
 
-use crate::common::{alone, devices, each_device, vec};
+use crate::common::{devices, each_device, in_own_process, vec};
 
 const MIB: usize = 1 << 20;
 
-/// The bytes that may be had on a device.
+/// Bytes that can be allocated on a device.
 fn capacity(device: Device) -> usize {
     let info = device.info().unwrap();
     if info.kind == DeviceKind::DiscreteGpu {
@@ -26,14 +26,14 @@ fn capacity(device: Device) -> usize {
     192 * MIB
 }
 
-/// A tensor of so many bytes, all of this value. Only the allocation may fail.
+/// A tensor of `n` bytes, all equal to `value`. Only the allocation may fail.
 fn bytes(n: usize, value: usize, device: Device) -> claystone::Result<Tensor> {
     let t = Tensor::empty([n], (DType::U8, device))?;
     t.fill_(value as i64).expect("the memory is there once it was given");
     Ok(t)
 }
 
-/// Checks a [`bytes`] at both ends and in the middle.
+/// Checks a tensor made by [`bytes`] at both ends and in the middle.
 #[track_caller]
 fn assert_bytes(t: &Tensor, value: usize) {
     let n = t.numel();
@@ -44,8 +44,8 @@ fn assert_bytes(t: &Tensor, value: usize) {
 }
 
 #[test]
-fn too_much_is_refused_by_the_allocation_and_harms_nobody() {
-    if !alone("oversubscribe::too_much_is_refused_by_the_allocation_and_harms_nobody") {
+fn exhausted_memory_fails_only_the_allocation() {
+    if !in_own_process("oversubscribe::exhausted_memory_fails_only_the_allocation") {
         return;
     }
     each_device(|device| {
@@ -67,7 +67,7 @@ fn too_much_is_refused_by_the_allocation_and_harms_nobody() {
             assert!(held.len() >= 13, "{} of 16 parts before {error}", held.len());
             assert_eq!(device.memory_stats().unwrap().num_ooms, before + 1);
 
-            // Everything alive computes and can be read, and the device is well.
+            // All live tensors can be used and read, and the device works.
             for t in &held {
                 t.add_scalar_(1).unwrap();
             }
@@ -78,7 +78,7 @@ fn too_much_is_refused_by_the_allocation_and_harms_nobody() {
             }
             assert_eq!(vec(&witness), [7.0; 1000]);
 
-            // Half of it given back can be had again, at the first call each.
+            // After half of the tensors are dropped, each new allocation succeeds at the first call.
             let most = held.len();
             let mut keep = (round..).map(|i| i % 2 == 0);
             held.retain(|_| keep.next().unwrap());
@@ -90,37 +90,36 @@ fn too_much_is_refused_by_the_allocation_and_harms_nobody() {
             again.iter().zip(held.len()..).for_each(|(t, i)| assert_bytes(t, 100 + i));
             held.iter().zip(values).for_each(|(t, value)| assert_bytes(t, value.into()));
             drop(again);
-            // For the next round.
+            // Restores the values for the next round.
             held.iter().enumerate().for_each(|(i, t)| _ = t.fill_(i as i64).unwrap());
         }
     });
 }
 
-/// Values that tell the tensor and the place in it.
-fn pattern(n: usize, seed: usize) -> Vec<i32> {
+/// Values that identify the tensor and the position.
+fn test_values(n: usize, seed: usize) -> Vec<i32> {
     (0..n).map(|i| (i * 7 + seed * 1_000_003) as i32).collect()
 }
 
-fn place(t: &Tensor) -> (Option<u64>, usize) {
+fn block_position(t: &Tensor) -> (Option<u64>, usize) {
     (t.storage().allocation().segment(), t.storage().allocation().offset())
 }
 
-/// Blocks cut from one segment, every second one given back; then a request larger than any hole and than what may
-/// still be reserved.
+/// Cuts one segment into blocks, frees every second block, and requests more than any gap and than the rest of the limit.
 #[test]
-fn scattered_memory_moves_together() {
-    if !alone("oversubscribe::scattered_memory_moves_together") {
+fn scattered_blocks_are_compacted() {
+    if !in_own_process("oversubscribe::scattered_blocks_are_compacted") {
         return;
     }
     each_device(|device| {
-        // Segments as PyTorch makes them, since those are cut up.
+        // Segments as in PyTorch are cut into blocks.
         let config = "segments:pytorch,memory_limit_mb:192".parse().unwrap();
         let caching = CachingAllocator::new(storage::driver(device).unwrap(), config).unwrap();
         storage::set_allocator(device, Arc::new(caching)).unwrap();
         drop(Tensor::empty([180 * MIB], (DType::U8, device)).unwrap());
 
         let n = 6 * MIB / 4;
-        let make = |seed| Tensor::from_slice(&pattern(n, seed), [n / 64, 64], device).unwrap();
+        let make = |seed| Tensor::from_slice(&test_values(n, seed), [n / 64, 64], device).unwrap();
         let all: Vec<Tensor> = (0..30).map(make).collect();
         let mut kept: Vec<(usize, Tensor, Tensor)> = Vec::new();
         for (seed, t) in all.into_iter().enumerate() {
@@ -131,25 +130,25 @@ fn scattered_memory_moves_together() {
         let exported = &kept[7].2;
         let told = exported.storage().export_cl().ok();
         assert_eq!(told.is_some(), device != Device::Cpu);
-        let before: Vec<_> = kept.iter().map(|(_, _, t)| place(t)).collect();
+        let before: Vec<_> = kept.iter().map(|(_, _, t)| block_position(t)).collect();
 
         let large = Tensor::empty([24 * MIB], (DType::U8, device)).unwrap();
         large.fill_(1).unwrap();
-        let moved = kept.iter().zip(&before).filter(|((_, _, t), before)| place(t) != **before).count();
+        let moved = kept.iter().zip(&before).filter(|((_, _, t), before)| block_position(t) != **before).count();
         assert!(moved > 0, "nothing had to move on {device}");
         if let Some(told) = told {
             assert_eq!(exported.storage().export_cl().unwrap(), told, "what was handed out stays");
-            assert_eq!(place(exported), before[7]);
+            assert_eq!(block_position(exported), before[7]);
         }
         for (seed, view, t) in &kept {
             assert!(
-                t.flatten(0, -1).unwrap().to_vec::<i32>().unwrap() == pattern(n, *seed),
+                t.flatten(0, -1).unwrap().to_vec::<i32>().unwrap() == test_values(n, *seed),
                 "tensor {seed} on {device}"
             );
             view.add_scalar_(1).unwrap();
         }
         for (seed, view, t) in &kept {
-            let want: Vec<i32> = pattern(n, *seed).into_iter().map(|x| x.wrapping_add(1)).collect();
+            let want: Vec<i32> = test_values(n, *seed).into_iter().map(|x| x.wrapping_add(1)).collect();
             assert!(t.flatten(0, -1).unwrap().to_vec::<i32>().unwrap() == want, "tensor {seed} on {device}");
             let corner = view.narrow(0, 63, 1).unwrap().narrow(1, n / 64 - 1, 1).unwrap();
             assert_eq!(corner.to_vec::<i32>().unwrap(), want[n - 1..], "a view of tensor {seed} on {device}");
@@ -161,10 +160,10 @@ fn scattered_memory_moves_together() {
     });
 }
 
-/// Threads launch, read and write while another moves everything that it can, over and over.
+/// Threads launch, read and write while another thread repeatedly compacts all memory.
 #[test]
-fn work_goes_on_while_memory_moves() {
-    if !alone("oversubscribe::work_goes_on_while_memory_moves") {
+fn work_continues_during_compaction() {
+    if !in_own_process("oversubscribe::work_continues_during_compaction") {
         return;
     }
     for device in devices() {
@@ -172,7 +171,7 @@ fn work_goes_on_while_memory_moves() {
         std::thread::scope(|scope| {
             for thread in 0..3 {
                 let (stop, moved) = (&stop, &moved);
-                scope.spawn(move || worker(device, thread, stop, moved));
+                scope.spawn(move || run_worker(device, thread, stop, moved));
             }
             let started = Instant::now();
             let allocator = storage::allocator(device).unwrap();
@@ -190,8 +189,8 @@ fn work_goes_on_while_memory_moves() {
     }
 }
 
-/// Keeps tensors of known values, changes them in place, copies them and replaces some by others, until told to stop.
-fn worker(device: Device, thread: usize, stop: &AtomicBool, moved: &AtomicUsize) {
+/// Keeps tensors of known values; changes, copies and replaces them until stopped.
+fn run_worker(device: Device, thread: usize, stop: &AtomicBool, moved: &AtomicUsize) {
     let mut random = 12345 + thread;
     let mut next = move |n: usize| {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -202,12 +201,12 @@ fn worker(device: Device, thread: usize, stop: &AtomicBool, moved: &AtomicUsize)
         if held.len() < 8 {
             let (n, value) = (1000 + next(600_000), next(1000) as f32);
             let t = Tensor::full([n], f64::from(value), device).unwrap();
-            let at = place(&t);
+            let at = block_position(&t);
             held.push((t, value, at));
         }
         let i = next(held.len());
         let (t, value, at) = &mut held[i];
-        let now = place(t);
+        let now = block_position(t);
         if now != *at {
             moved.fetch_add(1, Relaxed);
             *at = now;
@@ -236,8 +235,8 @@ fn worker(device: Device, thread: usize, stop: &AtomicBool, moved: &AtomicUsize)
 }
 
 #[test]
-fn a_device_that_is_given_up_is_lost_and_the_others_are_not() {
-    if !alone("oversubscribe::a_device_that_is_given_up_is_lost_and_the_others_are_not") {
+fn lost_devices_do_not_affect_others() {
+    if !in_own_process("oversubscribe::lost_devices_do_not_affect_others") {
         return;
     }
     for device in devices().into_iter().filter(|d| *d != Device::Cpu) {

@@ -1,5 +1,4 @@
-//! Plans: a training step served from one, steps that deviate, and every block apart from every other on a simulated
-//! device.
+//! Plans: a training step served from a plan, steps that deviate, and a check on a simulated device that blocks do not overlap.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,9 +11,9 @@ use claystone::storage::{Allocator, Block, CachingAllocator, Config, Driver, His
 use claystone::{DType, Device, Result, Stream, Tensor, manual_seed, with_stream};
 use proptest::prelude::*;
 
-use crate::common::{alone, each_device, turn, vec};
+use crate::common::{each_device, in_own_process, serial_guard, vec};
 
-/// A two-layer perceptron, its optimiser and its data.
+/// A two-layer perceptron, its optimizer and its data.
 struct Training {
     net: Sequential,
     sgd: Sgd,
@@ -37,7 +36,7 @@ impl Training {
         Training { net, sgd, x, y }
     }
 
-    /// A step on the first `rows` rows.
+    /// A training step on the first `rows` rows.
     fn step(&mut self, rows: usize) -> Result<f32> {
         self.sgd.zero_grad();
         let (x, y) = (self.x.narrow(0, 0, rows)?, self.y.narrow(0, 0, rows)?);
@@ -48,15 +47,15 @@ impl Training {
     }
 }
 
-/// (runs, hits, misses) between two looks.
-fn since(before: PlanStats, plan: &Plan) -> (u64, u64, u64) {
+/// Runs, hits and misses since `before`.
+fn stats_since(before: PlanStats, plan: &Plan) -> (u64, u64, u64) {
     let now = plan.stats();
     (now.runs - before.runs, now.hits - before.hits, now.misses - before.misses)
 }
 
 #[test]
-fn a_training_step_under_a_plan_reserves_what_is_planned() {
-    if !alone("plans::a_training_step_under_a_plan_reserves_what_is_planned") {
+fn training_steps_under_a_plan_reserve_the_planned_bytes() {
+    if !in_own_process("plans::training_steps_under_a_plan_reserve_the_planned_bytes") {
         return;
     }
     each_device(|device| {
@@ -65,7 +64,7 @@ fn a_training_step_under_a_plan_reserves_what_is_planned() {
         drop(plain);
 
         let mut training = Training::new(device);
-        let mut got = vec![training.step(32).unwrap()]; // warm: everything that persists is there
+        let mut got = vec![training.step(32).unwrap()]; // warm-up: allocates everything that persists
         let (loss, mut plan) = Plan::record(device, || training.step(32)).unwrap();
         got.push(loss.unwrap());
         assert!(plan.blocks() > 5 && plan.arena() > 0 && plan.lower_bound() <= plan.arena(), "{plan}");
@@ -102,8 +101,8 @@ fn a_training_step_under_a_plan_reserves_what_is_planned() {
 }
 
 #[test]
-fn another_batch_size_is_a_miss_and_right_all_the_same() {
-    let _turn = turn();
+fn other_batch_sizes_are_misses_with_correct_results() {
+    let _guard = serial_guard();
     each_device(|device| {
         let rows = [32, 32, 32, 20, 32, 7, 7, 32];
         let mut plain = Training::new(device);
@@ -115,7 +114,7 @@ fn another_batch_size_is_a_miss_and_right_all_the_same() {
         for &rows in &rows[2..] {
             let before = plan.stats();
             got.push(plan.run(|| training.step(rows)).unwrap().to_bits());
-            let (_, hits, misses) = since(before, &plan);
+            let (_, hits, misses) = stats_since(before, &plan);
             assert_eq!(misses == 0, rows == 32, "{rows} rows on {device}: {hits} hits, {misses} misses");
             assert_eq!(hits == plan.blocks() as u64, rows == 32);
         }
@@ -123,14 +122,14 @@ fn another_batch_size_is_a_miss_and_right_all_the_same() {
     });
 }
 
-/// A few tensors, the last of which is the result.
+/// A chain of temporary tensors; the last one is the result.
 fn chain(x: &Tensor, steps: usize) -> Result<Tensor> {
     (0..steps).try_fold(x.shallow_clone(), |y, _| y.add_scalar(1)?.mul_scalar(2))
 }
 
 #[test]
-fn results_that_outlive_the_step_are_left_to_the_allocator() {
-    let _turn = turn();
+fn results_that_outlive_the_step_are_not_planned() {
+    let _guard = serial_guard();
     each_device(|device| {
         let x = Tensor::ones(1000, device).unwrap();
         let (first, mut plan) = Plan::record(device, || chain(&x, 3).unwrap()).unwrap();
@@ -142,8 +141,8 @@ fn results_that_outlive_the_step_are_left_to_the_allocator() {
 }
 
 #[test]
-fn a_block_kept_longer_than_recorded_keeps_its_place() {
-    let _turn = turn();
+fn blocks_kept_longer_than_recorded_are_not_reused() {
+    let _guard = serial_guard();
     each_device(|device| {
         let x = Tensor::ones(1000, device).unwrap();
         let mut kept: Vec<Tensor> = Vec::new();
@@ -169,8 +168,8 @@ fn a_block_kept_longer_than_recorded_keeps_its_place() {
 }
 
 #[test]
-fn a_panic_ends_the_run() {
-    let _turn = turn();
+fn panics_end_a_run() {
+    let _guard = serial_guard();
     each_device(|device| {
         let x = Tensor::ones(100, device).unwrap();
         let step = || chain(&x, 2).unwrap().sum((), false).unwrap().item::<f32>().unwrap();
@@ -184,8 +183,8 @@ fn a_panic_ends_the_run() {
         assert_eq!(step(), want);
         assert_eq!(plan.stats().hits, hits, "after the panic the plan no longer serves");
         assert_eq!(plan.run(step), want);
-        assert_eq!(since(PlanStats::default(), &plan), (2, hits + plan.blocks() as u64, 0));
-        // A recording that panics is no plan, and the next one knows nothing of it.
+        assert_eq!(stats_since(PlanStats::default(), &plan), (2, hits + plan.blocks() as u64, 0));
+        // A panic while recording gives no plan and does not affect the next recording.
         assert!(catch_unwind(AssertUnwindSafe(|| Plan::record(device, panics))).is_err());
         assert_eq!(Plan::record(device, step).unwrap().1.blocks(), plan.blocks());
     });
@@ -193,7 +192,7 @@ fn a_panic_ends_the_run() {
 
 #[test]
 fn plans_nest_and_threads_have_their_own() {
-    let _turn = turn();
+    let _guard = serial_guard();
     each_device(|device| {
         let run = |size: usize| {
             let x = Tensor::ones(size, device).unwrap();
@@ -205,8 +204,8 @@ fn plans_nest_and_threads_have_their_own() {
             for _ in 0..20 {
                 assert_eq!(plan.run(|| [sum(&x, 2), inner_plan.run(|| sum(&x, 1)), sum(&x, 3)]), outer);
             }
-            assert_eq!(since(PlanStats::default(), &plan), (20, 20 * plan.blocks() as u64, 0));
-            assert_eq!(since(PlanStats::default(), &inner_plan), (21, 21 * inner_plan.blocks() as u64, 0));
+            assert_eq!(stats_since(PlanStats::default(), &plan), (20, 20 * plan.blocks() as u64, 0));
+            assert_eq!(stats_since(PlanStats::default(), &inner_plan), (21, 21 * inner_plan.blocks() as u64, 0));
         };
         std::thread::scope(|scope| {
             scope.spawn(|| run(1000));
@@ -216,8 +215,8 @@ fn plans_nest_and_threads_have_their_own() {
 }
 
 #[test]
-fn a_plan_is_for_the_stream_it_was_recorded_on() {
-    let _turn = turn();
+fn plans_apply_to_the_recorded_stream_only() {
+    let _guard = serial_guard();
     each_device(|device| {
         let side = Stream::new(device).unwrap();
         let x = Tensor::ones(1000, device).unwrap();
@@ -226,57 +225,57 @@ fn a_plan_is_for_the_stream_it_was_recorded_on() {
         let (want, mut plan) = with_stream(&side, || Plan::record(device, step)).unwrap();
         assert!(plan.blocks() > 0, "{plan}");
         assert_eq!(with_stream(&side, || plan.run(step)), want);
-        assert_eq!(since(PlanStats::default(), &plan), (1, plan.blocks() as u64, 0), "on {device}");
+        assert_eq!(stats_since(PlanStats::default(), &plan), (1, plan.blocks() as u64, 0), "on {device}");
         assert_eq!(plan.run(step), want);
-        // Host memory belongs to no stream.
+        // Host memory does not belong to a stream.
         let hits = plan.blocks() as u64 * if device == Device::Cpu { 2 } else { 1 };
-        assert_eq!(since(PlanStats::default(), &plan), (2, hits, 0), "on {device}");
+        assert_eq!(stats_since(PlanStats::default(), &plan), (2, hits, 0), "on {device}");
     });
 }
 
-/// What a step on the simulated device does.
+/// Operations of a step on the simulated device.
 #[derive(Debug, Clone, Copy)]
 enum Op {
-    /// A block of so many bytes on one of two streams.
+    /// Allocates a block of the given bytes on one of two streams.
     Make(usize, u32),
-    /// Gives one of the step's blocks back; the number chooses.
+    /// Frees one of the step's blocks, selected by the number.
     Free(usize),
-    /// Lets one live on after the step.
+    /// Keeps one of the step's blocks beyond the end of the step.
     Keep(usize),
-    /// Gives one of those back.
+    /// Frees one of the kept blocks.
     FreeKept(usize),
-    /// Has the other stream use one.
+    /// Uses one of the step's blocks on the other stream.
     Share(usize),
 }
 
-type Live = (Arc<dyn Allocator>, Block, StreamId, u32);
+type LiveBlock = (Arc<dyn Allocator>, Block, StreamId, u32);
 
-/// A simulated device whose memory has contents, an allocator on it, and the blocks that outlive their step.
-struct World {
+/// A simulated device with memory contents, its allocator, and the blocks that outlive their step.
+struct SimulatedDevice {
     sim: Sim,
     allocator: Arc<dyn Allocator>,
-    kept: Vec<Live>,
+    kept: Vec<LiveBlock>,
     tag: u32,
 }
 
-impl World {
-    fn new() -> World {
+impl SimulatedDevice {
+    fn new() -> SimulatedDevice {
         let sim =
             Sim::new(SimOptions { asynchronous: true, contents: true, capacity: 8 << 20, ..SimOptions::default() });
         let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), Config::default()).unwrap());
-        World { sim, allocator, kept: Vec::new(), tag: 0 }
+        SimulatedDevice { sim, allocator, kept: Vec::new(), tag: 0 }
     }
 
-    /// The block has to have its tag when all that uses it has run; it is then somebody else's.
-    fn free(&self, (allocator, block, stream, tag): Live) {
+    /// Checks that the block still has its tag after all commands that use it, and frees the block.
+    fn free(&self, (allocator, block, stream, tag): LiveBlock) {
         self.sim.check_tag(stream, &block, tag).unwrap();
         allocator.deallocate(block);
     }
 
     fn step(&mut self, allocator: &Arc<dyn Allocator>, ops: &[Op]) {
-        let mut live: Vec<Live> = Vec::new();
+        let mut live: Vec<LiveBlock> = Vec::new();
         for &op in ops {
-            let at = |which: usize, of: &[Live]| which.checked_rem(of.len());
+            let at = |which: usize, of: &[LiveBlock]| which.checked_rem(of.len());
             match op {
                 Op::Make(bytes, stream) => {
                     let stream = self.sim.stream(stream);
@@ -310,7 +309,7 @@ impl World {
         live.into_iter().rev().for_each(|block| self.free(block));
     }
 
-    /// Nothing was found wrong, and everything goes back.
+    /// Checks that the simulation found no violations and that all memory is released.
     fn finish(mut self) {
         std::mem::take(&mut self.kept).into_iter().for_each(|block| self.free(block));
         self.sim.synchronize().unwrap();
@@ -341,13 +340,13 @@ fn op(pure: bool) -> BoxedStrategy<Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 128 }))]
 
-    /// Runs of a recorded step with operations put in, taken out and replaced.
+    /// Runs a recorded step with inserted, removed and replaced operations.
     #[test]
     fn steps_that_deviate_never_overlap(
         ops in prop::collection::vec(op(false), 1..80),
         edits in prop::collection::vec(prop::collection::vec((any::<prop::sample::Index>(), 0..3, op(false)), 0..6), 1..8),
     ) {
-        let mut world = World::new();
+        let mut world = SimulatedDevice::new();
         let allocator = Arc::clone(&world.allocator);
         let (_, mut plan) = Plan::record_on(allocator, StreamId::DEFAULT, |a| world.step(a, &ops));
         for edits in edits {
@@ -366,10 +365,10 @@ proptest! {
         world.finish();
     }
 
-    /// Runs of a recorded step as it was: no search, no call of the driver.
+    /// Repeated runs of a recorded step need neither allocator searches nor driver calls.
     #[test]
-    fn steps_that_repeat_are_served_from_the_arena(ops in prop::collection::vec(op(true), 1..80)) {
-        let mut world = World::new();
+    fn steps_that_repeat_need_no_search(ops in prop::collection::vec(op(true), 1..80)) {
+        let mut world = SimulatedDevice::new();
         let allocator = Arc::clone(&world.allocator);
         let (_, mut plan) = Plan::record_on(allocator, StreamId::DEFAULT, |a| world.step(a, &ops));
         let made = ops.iter().filter(|op| matches!(op, Op::Make(..))).count();
@@ -380,16 +379,16 @@ proptest! {
             plan.run_on(|a| world.step(a, &ops));
         }
         prop_assert_eq!((world.sim.call_count(), world.allocator.stats().allocation.allocated), (calls, seen));
-        prop_assert_eq!(since(PlanStats::default(), &plan), (4, 4 * made as u64, 0));
+        prop_assert_eq!(stats_since(PlanStats::default(), &plan), (4, 4 * made as u64, 0));
         drop(plan);
         world.finish();
     }
 }
 
-/// A step of which ten requests in the middle change their size: those are misses, and nothing else.
+/// If ten requests in the middle of a step change their size, only these are misses.
 #[test]
 fn a_plan_finds_its_place_again() {
-    let mut world = World::new();
+    let mut world = SimulatedDevice::new();
     let sizes = |changed: std::ops::Range<usize>| -> Vec<Op> {
         let make = |i: usize| Op::Make(512 * (i + 1) + if changed.contains(&i) { 100_000 } else { 0 }, 0);
         (0..40).flat_map(|i| [make(i), Op::Free(0)]).collect()
@@ -398,22 +397,22 @@ fn a_plan_finds_its_place_again() {
     let (_, mut plan) = Plan::record_on(allocator, StreamId::DEFAULT, |a| world.step(a, &sizes(0..0)));
     assert_eq!((plan.blocks(), plan.arena(), plan.lower_bound()), (40, 40 * 512, 40 * 512));
     plan.run_on(|a| world.step(a, &sizes(15..25)));
-    assert_eq!(since(PlanStats::default(), &plan), (1, 30, 10));
+    assert_eq!(stats_since(PlanStats::default(), &plan), (1, 30, 10));
     drop(plan);
     world.finish();
 }
 
-/// Blocks of no bytes have no place in the arena, where they would hide what else is there.
+/// Empty blocks have no position in the arena; they must not make other blocks overlap.
 #[test]
-fn nothing_takes_no_place() {
-    let world = World::new();
+fn empty_blocks_take_no_space_in_the_arena() {
+    let world = SimulatedDevice::new();
     let make = |a: &Arc<dyn Allocator>, bytes| a.allocate(bytes, StreamId::DEFAULT).unwrap();
     let (_, mut plan) = Plan::record_on(Arc::clone(&world.allocator), StreamId::DEFAULT, |a| {
         [512, 0, 512].into_iter().for_each(|bytes| a.deallocate(make(a, bytes)));
     });
     plan.run_on(|a| {
         let blocks = [512, 0, 512].map(|bytes| make(a, bytes));
-        let place = |b: &Block| (b.place().segment().id(), b.place().offset());
+        let place = |b: &Block| (b.location().segment().id(), b.location().offset());
         assert_ne!(place(&blocks[0]), place(&blocks[2]));
         blocks.into_iter().for_each(|block| a.deallocate(block));
     });
@@ -421,10 +420,10 @@ fn nothing_takes_no_place() {
     world.finish();
 }
 
-/// Memory that a plan holds can be told from other memory.
+/// Snapshots distinguish the memory of a plan from other memory.
 #[test]
 fn snapshots_name_the_arena() {
-    let mut world = World::new();
+    let mut world = SimulatedDevice::new();
     let allocator = Arc::clone(&world.allocator);
     allocator.record_memory_history(HistoryOptions::default()).unwrap();
     let ops = [Op::Make(5000, 0), Op::Make(70_000, 0), Op::Free(0), Op::Free(0)];
@@ -443,21 +442,21 @@ fn snapshots_name_the_arena() {
     world.finish();
 }
 
-/// A device too full for the arena serves the step block by block.
+/// If the device has no room for the arena, the allocator serves the step's blocks one by one.
 #[test]
 fn no_room_for_the_arena_is_a_run_of_misses() {
-    let mut world = World::new();
+    let mut world = SimulatedDevice::new();
     let ops = [Op::Make(300 << 10, 0), Op::Make(300 << 10, 0)];
     let allocator = Arc::clone(&world.allocator);
     let (_, mut plan) = Plan::record_on(Arc::clone(&allocator), StreamId::DEFAULT, |a| world.step(a, &ops));
     world.step(&allocator, &[Op::Make(300 << 10, 0), Op::Keep(0)]);
-    world.sim.set_others((7 << 20) + (150 << 10)); // room for two more blocks, in no one piece
+    world.sim.set_others((7 << 20) + (150 << 10)); // room for two more blocks, but not in one piece
     allocator.empty_cache().unwrap();
     plan.run_on(|a| world.step(a, &ops[..1]));
-    assert_eq!(since(PlanStats::default(), &plan), (1, 0, 1));
+    assert_eq!(stats_since(PlanStats::default(), &plan), (1, 0, 1));
     world.sim.set_others(0);
     plan.run_on(|a| world.step(a, &ops));
-    assert_eq!(since(PlanStats::default(), &plan), (2, 2, 1));
+    assert_eq!(stats_since(PlanStats::default(), &plan), (2, 2, 1));
     drop(plan);
     world.finish();
 }

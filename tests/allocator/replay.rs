@@ -1,4 +1,4 @@
-//! `claystone replay`, run as a user runs it.
+//! Runs the command `claystone replay` as a user would.
 #![cfg(feature = "cli")]
 
 use std::path::{Path, PathBuf};
@@ -21,21 +21,21 @@ const KEYS: [&str; 10] = [
     "min_capacity",
 ];
 
-fn run(args: &[&str]) -> Output {
+fn run_command(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
     command.args(args).env_remove("CLAYSTONE_ALLOC_CONF").output().unwrap()
 }
 
 fn replay(files: &[&Path], args: &[&str]) -> Output {
     let files: Vec<&str> = files.iter().map(|file| file.to_str().unwrap()).collect();
-    run(&[&["replay"], &files[..], args].concat())
+    run_command(&[&["replay"], &files[..], args].concat())
 }
 
 fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// The objects that `--json` prints; nothing went wrong.
+/// The objects printed by `--json` in a successful run.
 fn json(files: &[&Path], args: &[&str]) -> Vec<Value> {
     let output = replay(files, &[args, &["--json"]].concat());
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
@@ -46,14 +46,14 @@ fn number(row: &Value, key: &str) -> u64 {
     row[key].as_u64().unwrap_or_else(|| panic!("{key} of {row}"))
 }
 
-/// What standard error says of a run that fails, which is the exit code 1.
-fn failure(files: &[&Path], args: &[&str]) -> String {
+/// Standard error of a failing run with exit code 1.
+fn error_output(files: &[&Path], args: &[&str]) -> String {
     let output = replay(files, args);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     text(&output.stderr).to_owned()
 }
 
-/// The traces of the repository.
+/// The traces in the repository.
 fn traces() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/traces");
     let mut files: Vec<PathBuf> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -63,7 +63,7 @@ fn traces() -> Vec<PathBuf> {
     files
 }
 
-/// A trace in our format: the name, the bytes (0 for a release) of each event.
+/// Events of a trace in this crate's format: block name and bytes, 0 for a free.
 fn events(file: &Path) -> Vec<(u64, u64)> {
     let line = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
@@ -72,7 +72,7 @@ fn events(file: &Path) -> Vec<(u64, u64)> {
     std::fs::read_to_string(file).unwrap().lines().filter(|l| !l.is_empty()).map(line).collect()
 }
 
-/// The most bytes live at a time, each block counted as a multiple of `unit`.
+/// Peak of live bytes, with each block rounded up to a multiple of `unit`.
 fn peak(events: &[(u64, u64)], unit: u64) -> u64 {
     let mut sizes = std::collections::HashMap::new();
     let (mut live, mut peak) = (0, 0);
@@ -91,7 +91,7 @@ fn peak(events: &[(u64, u64)], unit: u64) -> u64 {
 }
 
 #[test]
-fn every_trace_under_every_allocator() {
+fn every_trace_replays_with_every_allocator() {
     let files = traces();
     let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
     let rows = json(&paths, &["--backend", "all"]);
@@ -100,7 +100,7 @@ fn every_trace_under_every_allocator() {
     for (row, (file, backend)) in rows.iter().zip(expected) {
         let keys: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let mut sorted = KEYS;
-        sorted.sort_unstable(); // a parsed object may have lost the order of its keys
+        sorted.sort_unstable(); // parsing may lose the order of keys
         let mut found = keys.clone();
         found.sort_unstable();
         assert_eq!(found, sorted);
@@ -122,32 +122,32 @@ fn every_trace_under_every_allocator() {
     }
 }
 
-/// What PyTorch's own allocator, compiled for the purpose over a driver that only counts, reserved for the MiniMalloc
-/// traces and for `mnn_2`, in MiB.
-const PYTORCH: [u64; 7] = [2444, 3006, 4094, 1726, 3106, 1516, 976];
+/// MiB reserved by PyTorch's own allocator for the MiniMalloc traces and `mnn_2`. It was compiled with a driver that only
+/// counts.
+const PYTORCH_RESERVED_MIB: [u64; 7] = [2444, 3006, 4094, 1726, 3106, 1516, 976];
 
 #[test]
-fn pytorchs_segments_are_those_of_pytorch_and_ours_are_less() {
+fn peaks_equal_or_undercut_pytorchs() {
     let mut files = traces();
     files.retain(|file| !file.ends_with("mnn_1.trace"));
     let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
     let theirs = json(&paths, &["--config", "segments:pytorch"]);
     let ours = json(&paths, &[]);
-    for ((theirs, ours), mib) in theirs.iter().zip(&ours).zip(PYTORCH) {
+    for ((theirs, ours), mib) in theirs.iter().zip(&ours).zip(PYTORCH_RESERVED_MIB) {
         assert_eq!(number(theirs, "peak_reserved"), mib << 20, "{theirs}");
         assert!(number(ours, "peak_reserved") <= mib << 20, "{ours}");
     }
 }
 
 #[test]
-fn plans_hold_every_block() {
+fn plans_contain_every_block() {
     let files = traces();
     let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
     for (row, file) in json(&paths, &["--plan"]).iter().zip(&files) {
         let events = events(file);
         let unit = if events.iter().all(|event| event.1 < 512) { 1 } else { 512 };
         let (planned, least) = (number(row, "planned"), peak(&events, unit));
-        assert!(least <= planned && planned < 2 * least, "{row}"); // how good it is depends on the machine
+        assert!(least <= planned && planned < 2 * least, "{row}"); // the quality depends on the machine
         if file.ends_with("mnn_1.trace") || file.ends_with("mnn_2.trace") {
             assert_eq!(planned, least, "{row}");
         }
@@ -155,12 +155,12 @@ fn plans_hold_every_block() {
 }
 
 #[test]
-fn the_smallest_device_is_the_smallest() {
+fn min_capacity_is_minimal() {
     let file = &traces()[7];
     let row = json(&[file], &["--min-capacity", "--config", "compaction:False"]).remove(0);
     let (least, capacity) = (number(&row, "peak_requested"), number(&row, "min_capacity"));
     assert!(least <= capacity, "{row}");
-    // That device survives three passes, and one of 1 % less does not.
+    // A device of this capacity survives three passes; a device with 1 % less does not.
     let with = |capacity: u64| {
         let capacity = capacity.to_string();
         replay(&[file], &["--capacity", &capacity, "--passes", "3", "--json", "--config", "compaction:False"])
@@ -169,28 +169,28 @@ fn the_smallest_device_is_the_smallest() {
     let smaller = with(capacity - capacity / 100);
     assert_eq!(smaller.status.code(), Some(1), "{row}");
     assert!(text(&smaller.stderr).contains("out of memory"), "{smaller:?}");
-    // Only what is live at a time is needed where nothing is kept.
+    // Without caching, the peak of live bytes suffices.
     let row = json(&[file], &["--min-capacity", "--backend", "direct"]).remove(0);
     let least = peak(&events(file), 512);
     assert!((least..=least + least / 1000).contains(&number(&row, "min_capacity")), "{row}");
 }
 
-/// The smallest device of PyTorch's own allocator, measured as [`PYTORCH`] was, in MiB.
-const PYTORCH_SMALLEST: [u64; 7] = [1876, 1916, 2002, 1646, 2058, 1328, 650];
+/// Smallest sufficient device for PyTorch's own allocator in MiB, measured as for [`PYTORCH_RESERVED_MIB`].
+const PYTORCH_MIN_CAPACITY_MIB: [u64; 7] = [1876, 1916, 2002, 1646, 2058, 1328, 650];
 
-/// docs/allocator.md says why the first one does.
+/// docs/notebook/allocator.md explains the first trace.
 #[test]
 fn without_compaction_one_trace_needs_more_than_in_pytorch() {
     let mut files = traces();
     files.retain(|file| !file.ends_with("mnn_1.trace"));
     let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
     let rows = json(&paths, &["--min-capacity", "--config", "compaction:False"]);
-    for (i, (row, mib)) in rows.iter().zip(PYTORCH_SMALLEST).enumerate() {
+    for (i, (row, mib)) in rows.iter().zip(PYTORCH_MIN_CAPACITY_MIB).enumerate() {
         let most = if i == 0 { mib + mib / 100 } else { mib };
         assert!(number(row, "min_capacity") >> 20 <= most, "{row}");
     }
     let whole = json(&paths, &["--min-capacity", "--config", "compaction:False,max_split_size_mb:64"]);
-    for (row, mib) in whole.iter().zip(PYTORCH_SMALLEST) {
+    for (row, mib) in whole.iter().zip(PYTORCH_MIN_CAPACITY_MIB) {
         assert!(number(row, "min_capacity") >> 20 < mib, "{row}");
     }
 }
@@ -205,7 +205,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let log = CsvLog::new(std::fs::File::create(&csv).unwrap()).unwrap();
     let mut entries = Vec::new();
     for (id, bytes) in events {
-        let addr = (id + 1) << 32; // far apart
+        let addr = (id + 1) << 32; // distant addresses
         let entry = |action, size| TraceEntry {
             action,
             addr,
@@ -231,7 +231,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let (pickle, plain) = (folder.path().join("b.pickle"), folder.path().join("c.json"));
     std::fs::write(&pickle, snapshot.to_pickle().unwrap()).unwrap();
     std::fs::write(&plain, snapshot.to_json().unwrap()).unwrap();
-    // A history that began late: the first block is known from its release alone.
+    // This history began late: it contains the first block's free but not its allocation.
     snapshot.device_traces[0].remove(0);
     let late = folder.path().join("d.pickle");
     std::fs::write(&late, snapshot.to_pickle().unwrap()).unwrap();
@@ -246,12 +246,12 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
 }
 
 #[test]
-fn passes_capacity_and_configuration_count() {
+fn passes_capacity_and_configuration_take_effect() {
     let file = &traces()[7];
     let calls = |args: &[&str]| number(&json(&[file], args)[0], "driver_calls");
     let direct = ["--backend", "direct"];
     assert_eq!(calls(&[&direct[..], &["--passes", "5"]].concat()), 5 * calls(&direct));
-    // The backend of --config is that of --backend, which comes before it.
+    // --config can select the backend too, but --backend has precedence.
     assert_eq!(calls(&["--config", "backend:direct"]), calls(&direct));
     assert_eq!(json(&[file], &["--config", "backend:direct", "--backend", "pool"])[0]["backend"], "pool");
     let reserved = |args: &[&str]| number(&json(&[file], args)[0], "peak_reserved");
@@ -261,7 +261,7 @@ fn passes_capacity_and_configuration_count() {
 }
 
 #[test]
-fn segments_that_grow_are_one_a_kind_and_hold_whole_pages() {
+fn expandable_segments_reserve_whole_pages() {
     let files = traces();
     let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
     for row in json(&paths, &["--config", "expandable_segments:True"]) {
@@ -269,14 +269,14 @@ fn segments_that_grow_are_one_a_kind_and_hold_whole_pages() {
         assert!(reserved >= peak && number(&row, "segments") <= 2, "{row}");
         assert!(reserved.is_multiple_of(if peak < 512 { 8 } else { 4096 }), "{row}");
     }
-    // With compaction they run on a device of little more than the peak.
+    // With compaction, a device of little more than the peak suffices.
     let row = &json(&[&files[7]], &["--config", "expandable_segments:True", "--min-capacity"])[0];
     let (peak, least) = (number(row, "peak_requested"), number(row, "min_capacity"));
     assert!(least <= peak + peak / 20, "{row}");
 }
 
 #[test]
-fn the_hosts_memory_is_a_driver() {
+fn host_memory_can_be_the_driver() {
     let folder = TempDir::new().unwrap();
     let small = folder.path().join("small.trace");
     std::fs::write(&small, "a 0 4000000\na 1 600\nf 0\na 2 70000\nf 1\nf 2\n").unwrap();
@@ -284,9 +284,9 @@ fn the_hosts_memory_is_a_driver() {
         assert_eq!(number(&row, "peak_requested"), 4_000_600);
         assert!(number(&row, "peak_reserved") >= 4_000_600 && number(&row, "driver_calls") > 0, "{row}");
     }
-    assert!(failure(&[&small], &["--driver", "opencl:999"]).contains("opencl:999 is not available"));
-    assert!(failure(&[&small], &["--driver", "cpu", "--min-capacity"]).contains("simulated"));
-    assert!(failure(&[&small], &["--driver", "cpu", "--alignment", "64"]).contains("simulated"));
+    assert!(error_output(&[&small], &["--driver", "opencl:999"]).contains("opencl:999 is not available"));
+    assert!(error_output(&[&small], &["--driver", "cpu", "--min-capacity"]).contains("simulated"));
+    assert!(error_output(&[&small], &["--driver", "cpu", "--alignment", "64"]).contains("simulated"));
 }
 
 #[test]
@@ -316,27 +316,27 @@ fn the_table_is_aligned_and_has_means() {
     );
     assert!(lines[1].starts_with("mnn_1.trace") && lines[2].starts_with("mnn_2.trace"), "{lines:?}");
     assert!(lines[2].contains(" 540.02 ") && lines[3].starts_with("mean"), "{lines:?}");
-    // What is served from a plan takes no more than its arena, but for the rounding of a segment.
+    // Memory served from a plan takes its arena plus the rounding of one segment.
     let cells: Vec<&str> = lines[2].split_whitespace().collect();
     let [planned, served] = [8, 10].map(|at| cells[at].parse::<f64>().unwrap());
     assert!(planned <= served && served <= planned + 2.0, "{lines:?}");
     let end = lines[0].find("requested").unwrap() + "requested".len();
     assert!(lines[2][..end].ends_with("540.02"), "{lines:?}");
-    // The mean is that of the lines.
+    // The last line is the mean of the lines above.
     let used = |line: &str| line.split_whitespace().find_map(|w| w.strip_suffix('%')?.parse::<f64>().ok()).unwrap();
     assert!((used(lines[3]) - (used(lines[1]) + used(lines[2])) / 2.0).abs() <= 0.1001, "{lines:?}");
-    // A single trace has neither.
+    // A single trace has no line of means.
     let output = replay(&[&files[7]], &[]);
     assert_eq!(text(&output.stdout).lines().count(), 2);
 }
 
 #[test]
-fn what_is_wrong_is_told_with_its_place() {
+fn errors_name_the_line_of_the_trace() {
     let folder = TempDir::new().unwrap();
     let bad = folder.path().join("bad.trace");
     let says = |content: &[u8], what: &str| {
         std::fs::write(&bad, content).unwrap();
-        let error = failure(&[&bad], &["--json"]);
+        let error = error_output(&[&bad], &["--json"]);
         assert!(error.contains(&format!("bad.trace{what}")), "{error}");
     };
     says(b"a 1 5\n\nf 1\nf 1\n", ":4: block 1 is freed twice");
@@ -344,12 +344,12 @@ fn what_is_wrong_is_told_with_its_place() {
     says(b"a 1 5\na 1 6\n", ":2: block 1 is allocated again");
     says(b"a 1 5\nwhat is this\n", ":2: 'what is this' is neither");
     says(b"Thread,Time,Action,Pointer,Size,Stream\n1,0:0:0.0,grow,0x1,1,0x0\n", ":2: action \"grow\"");
-    says(b"not a trace\n", ":1: not a trace: those are lines 'a ID BYTES'");
-    says(b"\xff\xfe\x00", ": not a trace: those are");
+    says(b"not a trace\n", ":1: not a trace: the supported formats are lines 'a ID BYTES'");
+    says(b"\xff\xfe\x00", ": not a trace: the supported formats are");
     says(b"\x80\x04nonsense", ": ");
-    let missing = failure(&[&folder.path().join("missing.trace")], &[]);
+    let missing = error_output(&[&folder.path().join("missing.trace")], &[]);
     assert!(missing.contains("missing.trace: "), "{missing}");
-    // What is good is replayed all the same.
+    // Valid traces are replayed nevertheless.
     std::fs::write(&bad, "f 1\n").unwrap();
     let good = &traces()[7];
     let output = replay(&[&bad, good], &["--json"]);
@@ -357,13 +357,13 @@ fn what_is_wrong_is_told_with_its_place() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() {
-    let error = failure(&[&traces()[7]], &["--capacity", "500MiB"]);
+fn traces_beyond_the_capacity_are_errors() {
+    let error = error_output(&[&traces()[7]], &["--capacity", "500MiB"]);
     assert!(error.contains("mnn_2.trace: caching: allocation") && error.contains("out of memory"), "{error}");
 }
 
 #[test]
-fn arguments_that_make_no_sense_are_refused() {
+fn invalid_arguments_are_refused() {
     let file = traces()[7].to_str().unwrap().to_owned();
     for (args, what) in [
         (&["replay"][..], "TRACE"),
@@ -374,7 +374,7 @@ fn arguments_that_make_no_sense_are_refused() {
         (&["replay", &file, "--capacity", "5MB"], "KiB, MiB or GiB"),
         (&["replay", &file, "--alignment", "3"], "power of two"),
     ] {
-        let output = run(args);
+        let output = run_command(args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
         assert!(text(&output.stderr).contains(what), "{}", text(&output.stderr));
     }
@@ -385,32 +385,32 @@ fn snapshots_are_summarised() {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("a.pickle");
     Snapshot::default().save(&file).unwrap();
-    let output = run(&["snapshot", file.to_str().unwrap()]);
+    let output = run_command(&["snapshot", file.to_str().unwrap()]);
     assert!(output.status.success());
     assert!(text(&output.stdout).contains("a.pickle:") && text(&output.stdout).contains("reserved"));
     std::fs::write(&file, "none").unwrap();
-    let output = run(&["snapshot", file.to_str().unwrap()]);
+    let output = run_command(&["snapshot", file.to_str().unwrap()]);
     assert!(output.status.code() == Some(1) && text(&output.stderr).contains("snapshot"));
 }
 
 #[test]
 fn help_explains_itself() {
-    let help = run(&["replay", "--help"]);
+    let help = run_command(&["replay", "--help"]);
     let words = ["Examples:", "--min-capacity", "a ID BYTES", "Thread,Time,Action,Pointer,Size,Stream", "alignment 1"];
     for word in words {
         assert!(text(&help.stdout).contains(word), "{word}");
     }
-    let devices = run(&["devices"]);
+    let devices = run_command(&["devices"]);
     assert!(devices.status.success() && text(&devices.stdout).contains("cpu: "));
 }
 
-/// A block that moves by less than its size goes over the host; of a simulated device it is only counted, however large.
+/// A block that moves by less than its size is copied through the host. A simulated device only counts such copies of any size.
 #[test]
 fn simulated_memory_may_be_larger_than_the_hosts() {
     let folder = TempDir::new().unwrap();
     let (file, unit) = (folder.path().join("huge.trace"), 64usize << 30);
     let (part, most) = (unit / 128, 3 * unit);
-    // Until segments are cut up, and then a block between two that are given back.
+    // Repeats until segments are cut into blocks, and then frees the blocks on both sides of a live block.
     let mut trace: String = (0..200).map(|i| format!("a {i} {most}\nf {i}\n")).collect();
     let (rest, double) = (2 * unit - part, 2 * unit);
     trace += &format!("a 200 {part}\na 201 {rest}\na 202 {unit}\nf 200\nf 201\na 203 {double}\nf 202\nf 203\n");

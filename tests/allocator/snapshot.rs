@@ -1,4 +1,4 @@
-//! A snapshot taken in the middle of training: consistent, and the same through every reader.
+//! Snapshots taken during training: they are consistent and equal for every reader.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,9 +10,9 @@ use claystone::storage::{
 };
 use claystone::{DType, Device, Result, Tensor, manual_seed};
 
-use crate::common::{alone, each_device};
+use crate::common::{each_device, in_own_process};
 
-/// Trains a small net for `steps` steps; the snapshot is taken in the last one, between forward and backward.
+/// Trains a small network and takes the snapshot in the last step, between forward and backward.
 fn snapshot_in_training(device: Device, steps: usize) -> Result<Snapshot> {
     manual_seed(1);
     let options = (DType::F32, device);
@@ -35,10 +35,10 @@ fn snapshot_in_training(device: Device, steps: usize) -> Result<Snapshot> {
     Ok(snapshot.expect("at least one step"))
 }
 
-/// What Python's own reader makes of the file, printed as JSON.
-fn python(file: &Path) -> Option<String> {
+/// The file as loaded by Python's pickle and printed as JSON. `None` without Python.
+fn load_with_python(file: &Path) -> Option<String> {
     let script = "import json, pickle, sys; print(json.dumps(pickle.load(open(sys.argv[1], 'rb'))))";
-    let output = Command::new("python3").args(["-c", script]).arg(file).output().ok()?; // where there is no Python
+    let output = Command::new("python3").args(["-c", script]).arg(file).output().ok()?; // fails without Python
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "Python does not read the pickle: {error}");
     Some(String::from_utf8(output.stdout).expect("JSON is UTF-8"))
@@ -52,7 +52,7 @@ fn check(snapshot: &Snapshot, device: Device, name: &str) -> Result<()> {
     snapshot.save(&json)?;
     assert_eq!(&Snapshot::load(&pickle)?, snapshot, "{device}: the pickle");
     assert_eq!(&Snapshot::load(&json)?, snapshot, "{device}: the JSON");
-    if let Some(text) = python(&pickle) {
+    if let Some(text) = load_with_python(&pickle) {
         let value = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON");
         assert_eq!(value(&text), value(&snapshot.to_json()?), "{device}: Python reads something else");
     }
@@ -60,8 +60,8 @@ fn check(snapshot: &Snapshot, device: Device, name: &str) -> Result<()> {
 }
 
 #[test]
-fn a_snapshot_in_the_middle_of_training_shows_what_happened() -> Result<()> {
-    if !alone("snapshot::a_snapshot_in_the_middle_of_training_shows_what_happened") {
+fn snapshots_during_training_are_consistent() -> Result<()> {
+    if !in_own_process("snapshot::snapshots_during_training_are_consistent") {
         return Ok(());
     }
     each_device(|device| {
@@ -75,13 +75,13 @@ fn a_snapshot_in_the_middle_of_training_shows_what_happened() -> Result<()> {
         let count =
             |action, context: &str| trace.iter().filter(|e| e.action == action && e.compile_context == context).count();
         assert!(count(TraceAction::Alloc, "forward") >= 3 * 2, "{device}: two layers, three times");
-        // The gradient of the hidden layer, of two steps; the last backward comes after.
+        // Two steps allocated the hidden layer's gradient. The snapshot precedes the last backward.
         assert_eq!(count(TraceAction::Alloc, "backward"), 2, "{device}");
         assert!(count(TraceAction::FreeCompleted, "backward") > 0, "{device}: backward frees activations");
         assert_eq!(count(TraceAction::Snapshot, ""), 1, "{device}");
         assert!(count(TraceAction::SegmentAlloc, "") + count(TraceAction::SegmentAlloc, "forward") > 0, "{device}");
 
-        // Activations that backward needs are live now, and say where they were made.
+        // Activations needed by backward are live and have the stack of their creation.
         let blocks = snapshot.segments.iter().flat_map(|s| &s.blocks);
         let kept =
             blocks.filter(|b| b.state == BlockState::ActiveAllocated && b.frames.iter().any(|f| f.name == "forward"));
@@ -98,7 +98,7 @@ fn a_snapshot_in_the_middle_of_training_shows_what_happened() -> Result<()> {
         let active = snapshot.segments.iter().map(SegmentInfo::active_size).sum::<u64>();
         assert_eq!((free.reserved, free.total_free), (reserved, reserved - active), "{device}");
 
-        // Most events are overwritten; what is left still agrees with the blocks.
+        // Most events are overwritten. The remaining events are consistent with the blocks.
         device
             .record_memory_history(HistoryOptions { max_entries: 40, clear_history: true, ..Default::default() })
             .unwrap();

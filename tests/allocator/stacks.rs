@@ -1,4 +1,4 @@
-//! Call stacks in memory histories: what leaks is found by its line.
+//! Call stacks in memory histories identify the line of a leak.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,14 +9,14 @@ use claystone::storage::{
 };
 use claystone::{DType, Device, Result, Tensor};
 
-use crate::common::{alone, devices, each_device};
+use crate::common::{devices, each_device, in_own_process};
 
-/// Larger than what else the tests have.
-const LEAKED: usize = 3 << 20;
+/// Bytes of the leak, more than any other tensor of the tests.
+const LEAK_BYTES: usize = 3 << 20;
 
 #[inline(never)]
 fn leak(device: Device) -> (Tensor, u32) {
-    (Tensor::zeros(&[LEAKED], (DType::U8, device)).unwrap(), line!())
+    (Tensor::zeros(&[LEAK_BYTES], (DType::U8, device)).unwrap(), line!())
 }
 
 #[inline(never)]
@@ -39,12 +39,12 @@ fn largest(snapshot: &Snapshot) -> LiveMemory {
     snapshot.live_memory().remove(0)
 }
 
-fn is_here(frame: &Frame, function: &str) -> bool {
+fn is_function_in_this_file(frame: &Frame, function: &str) -> bool {
     frame.filename.ends_with("tests/allocator/stacks.rs") && frame.name.ends_with(function)
 }
 
-/// What `claystone snapshot` prints of a file.
-pub fn printed(file: &Path) -> String {
+/// Output of `claystone snapshot` for a file.
+pub fn printed_snapshot(file: &Path) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_claystone")).arg("snapshot").arg(file).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
@@ -56,8 +56,8 @@ fn frames(snapshot: &Snapshot) -> impl Iterator<Item = &Frame> {
 }
 
 #[test]
-fn a_leak_is_found_by_its_line() {
-    if !alone("stacks::a_leak_is_found_by_its_line") {
+fn stacks_identify_the_line_of_a_leak() {
+    if !in_own_process("stacks::stacks_identify_the_line_of_a_leak") {
         return;
     }
     each_device(|device| {
@@ -75,28 +75,32 @@ fn a_leak_is_found_by_its_line() {
             let snapshot = Snapshot::load(&file).unwrap();
             snapshot.check().unwrap();
             let LiveMemory { frames, bytes, blocks } = largest(&snapshot);
-            assert_eq!((bytes, blocks), (LEAKED as u64, 1), "{device}");
-            assert!(is_here(&frames[0], "leak"), "{device}: {frames:?}");
+            assert_eq!((bytes, blocks), (LEAK_BYTES as u64, 1), "{device}");
+            assert!(is_function_in_this_file(&frames[0], "leak"), "{device}: {frames:?}");
             assert_eq!(frames[0].line, line, "{device}");
-            let step = frames.iter().position(|frame| is_here(frame, "step")).unwrap();
-            let test = frames.iter().position(|frame| frame.name.contains("a_leak_is_found_by_its_line")).unwrap();
+            let step = frames.iter().position(|frame| is_function_in_this_file(frame, "step")).unwrap();
+            let test =
+                frames.iter().position(|frame| frame.name.contains("stacks_identify_the_line_of_a_leak")).unwrap();
             assert!(step < test, "{device}: the callers, the innermost first");
             assert_eq!(frames.last().map(|frame| frame.name.as_str()), Some("leaks here"), "{device}");
-            let text = printed(&file);
+            let text = printed_snapshot(&file);
             assert!(text.contains(&format!("3.00 MiB        1  {}", frames[0])), "{device}: {text}");
             assert!(text.contains(&format!("stacks.rs:{line})")), "{device}: {text}");
         }
-        // The same stack is on the event, and where blocks are freed there is one too.
+        // The event has the same stack as the block. Frees have a stack too.
         let number = snapshot.device_traces.len() - 1;
         let trace = &snapshot.device_traces[number];
-        let leaks = trace.iter().filter(|entry| entry.frames.first().is_some_and(|f| is_here(f, "leak")));
+        let leaks =
+            trace.iter().filter(|entry| entry.frames.first().is_some_and(|f| is_function_in_this_file(f, "leak")));
         let leaks: Vec<_> = leaks.filter(|entry| entry.action == TraceAction::Alloc).collect();
         assert_eq!(leaks.len(), 1, "{device}");
-        assert_eq!((leaks[0].size, leaks[0].compile_context.as_str()), (LEAKED as u64, "leaks here"), "{device}");
+        assert_eq!((leaks[0].size, leaks[0].compile_context.as_str()), (LEAK_BYTES as u64, "leaks here"), "{device}");
         let freed = |entry: &&claystone::storage::TraceEntry| entry.action == TraceAction::FreeRequested;
-        let here = |entry: &claystone::storage::TraceEntry| entry.frames.first().is_some_and(|f| is_here(f, "work"));
+        let here = |entry: &claystone::storage::TraceEntry| {
+            entry.frames.first().is_some_and(|f| is_function_in_this_file(f, "work"))
+        };
         assert!(trace.iter().filter(freed).any(here), "{device}");
-        // Only this program's frames, and the names.
+        // Stacks contain only frames of this program and user annotations.
         let inner = frames(&snapshot).find(|frame| !frame.filename.contains("tests/") && frame.name != "leaks here");
         assert_eq!(inner, None, "{device}");
         record(device, HistoryOptions { enabled: Recording::Off, ..Default::default() });
@@ -105,11 +109,11 @@ fn a_leak_is_found_by_its_line() {
 }
 
 #[test]
-fn levels_say_which_events_have_stacks() {
-    if !alone("stacks::levels_say_which_events_have_stacks") {
+fn context_levels_select_events_with_stacks() {
+    if !in_own_process("stacks::context_levels_select_events_with_stacks") {
         return;
     }
-    let here = |frames: &[Frame]| frames.first().is_some_and(|frame| is_here(frame, "leak"));
+    let here = |frames: &[Frame]| frames.first().is_some_and(|frame| is_function_in_this_file(frame, "leak"));
     for device in devices() {
         for (context, stacks, expected) in [
             (ContextLevel::Never, true, [false; 3]),
@@ -137,9 +141,9 @@ fn levels_say_which_events_have_stacks() {
     }
 }
 
-/// What the program does inside of operations, and on other threads, is its own.
+/// User code called within operations, and other threads, have their own stacks.
 #[test]
-fn callbacks_and_threads_have_their_stacks() {
+fn callbacks_and_threads_have_their_own_stacks() {
     use claystone::autograd::{CustomOp, OpContext};
     struct Twice;
     impl CustomOp for Twice {
@@ -153,7 +157,7 @@ fn callbacks_and_threads_have_their_stacks() {
             Ok(vec![Some(grad.add(grad)?)])
         }
     }
-    if !alone("stacks::callbacks_and_threads_have_their_stacks") {
+    if !in_own_process("stacks::callbacks_and_threads_have_their_own_stacks") {
         return;
     }
     each_device(|device| {
@@ -166,12 +170,12 @@ fn callbacks_and_threads_have_their_stacks() {
         let leaked: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         let snapshot = device.memory_snapshot().unwrap();
         let LiveMemory { frames, bytes, blocks } = largest(&snapshot);
-        assert_eq!((bytes, blocks, frames[0].line), (4 * LEAKED as u64, 4, leaked[0].1), "{device}");
+        assert_eq!((bytes, blocks, frames[0].line), (4 * LEAK_BYTES as u64, 4, leaked[0].1), "{device}");
         let closure = |f: &Frame| f.filename.ends_with("stacks.rs") && f.line == spawned;
         assert!(frames.iter().any(closure), "{device}: the thread's closure");
         for method in ["forward", "backward"] {
             let inside = |frames: &[Frame]| {
-                frames.first().is_some_and(|f| is_here(f, method))
+                frames.first().is_some_and(|f| is_function_in_this_file(f, method))
                     && frames.iter().skip(1).any(|f| f.name.contains("callbacks_and_threads"))
             };
             let mut entries = snapshot.device_traces.iter().flatten();

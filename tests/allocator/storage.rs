@@ -1,4 +1,4 @@
-//! What a user sees of a device's memory: storages come and go with tensors, and the statistics tell.
+//! Device memory from the user's view: storages live as long as their tensors, and statistics show it.
 
 use std::thread;
 
@@ -6,11 +6,11 @@ use claystone::device::DeviceKind;
 use claystone::storage::DeviceStats;
 use claystone::{DType, Device, Error, Stream, Tensor, with_stream};
 
-use crate::common::turn;
+use crate::common::serial_guard;
 
 const MIB: usize = 1 << 20;
 
-/// Statistics, checked for what always holds.
+/// Statistics, with checks of invariants.
 fn stats(device: Device) -> DeviceStats {
     let s = device.memory_stats().unwrap();
     assert!(s.requested_bytes.current <= s.allocated_bytes.current);
@@ -30,8 +30,8 @@ fn allocated(device: Device) -> u64 {
 }
 
 #[test]
-fn memory_goes_back_when_the_last_view_is_dropped() -> claystone::Result<()> {
-    let _turn = turn();
+fn memory_is_freed_with_the_last_view() -> claystone::Result<()> {
+    let _guard = serial_guard();
     for device in Device::all() {
         let before = stats(device);
         let base = Tensor::full([30, 40], 2.0, device)?;
@@ -52,8 +52,8 @@ fn memory_goes_back_when_the_last_view_is_dropped() -> claystone::Result<()> {
 }
 
 #[test]
-fn a_steady_state_asks_the_driver_for_nothing() -> claystone::Result<()> {
-    let _turn = turn();
+fn the_steady_state_makes_no_driver_allocations() -> claystone::Result<()> {
+    let _guard = serial_guard();
     for device in Device::all() {
         let step = || -> claystone::Result<()> {
             let a = Tensor::ones([300, 301], device)?;
@@ -62,7 +62,7 @@ fn a_steady_state_asks_the_driver_for_nothing() -> claystone::Result<()> {
             assert_eq!(b.clone().numel(), 1_400_000);
             Ok(())
         };
-        (0..8).try_for_each(|_| step())?; // the allocator learns the need
+        (0..8).try_for_each(|_| step())?; // fills the allocator's cache
         let before = stats(device);
         (0..10).try_for_each(|_| step())?;
         let after = stats(device);
@@ -72,7 +72,7 @@ fn a_steady_state_asks_the_driver_for_nothing() -> claystone::Result<()> {
     Ok(())
 }
 
-/// Allocates until it may not, and checks that the error says so, that nothing else suffers and that it ends.
+/// Allocates until an error, and checks that the error is OutOfMemory, that other tensors are intact and memory is reusable.
 fn exhaust(device: Device, piece: usize, most: usize) -> claystone::Result<()> {
     let witness = Tensor::full([1000], 7.0, device)?;
     let before = stats(device);
@@ -100,19 +100,19 @@ fn exhaust(device: Device, piece: usize, most: usize) -> claystone::Result<()> {
 }
 
 #[test]
-fn running_out_of_memory_is_an_error_and_passes() -> claystone::Result<()> {
-    let _turn = turn();
+fn out_of_memory_is_a_recoverable_error() -> claystone::Result<()> {
+    let _guard = serial_guard();
     for device in Device::all() {
         device.empty_cache()?;
         let memory = device.info()?.memory;
         if memory == 0 {
-            continue; // no fraction of the unknown
+            continue; // a fraction of unknown memory is undefined
         }
         device.set_memory_fraction((200 * MIB) as f64 / memory as f64)?;
         let result = exhaust(device, 24 * MIB, 10);
         device.set_memory_fraction(1.0)?;
         result?;
-        // Where memory is the device's own, all of it: the driver itself says no.
+        // On a discrete GPU all memory is allocated, until the driver itself refuses.
         if device.info()?.kind == DeviceKind::DiscreteGpu {
             exhaust(device, memory as usize / 16, 16)?;
         }
@@ -123,8 +123,8 @@ fn running_out_of_memory_is_an_error_and_passes() -> claystone::Result<()> {
 }
 
 #[test]
-fn more_than_could_ever_be_is_an_error() -> claystone::Result<()> {
-    let _turn = turn();
+fn impossible_sizes_are_errors() -> claystone::Result<()> {
+    let _guard = serial_guard();
     for device in Device::all() {
         let before = stats(device);
         for n in [1_usize << 45, 1 << 58, usize::MAX / 8] {
@@ -141,8 +141,8 @@ fn more_than_could_ever_be_is_an_error() -> claystone::Result<()> {
 }
 
 #[test]
-fn empty_tensors_take_nothing() -> claystone::Result<()> {
-    let _turn = turn();
+fn empty_tensors_take_no_memory() -> claystone::Result<()> {
+    let _guard = serial_guard();
     for device in Device::all() {
         let before = stats(device);
         let t = Tensor::zeros([3, 0, 2], device)?;
@@ -153,10 +153,10 @@ fn empty_tensors_take_nothing() -> claystone::Result<()> {
     Ok(())
 }
 
-/// Two streams in turn, one waiting for the other: the same memory serves both, and the host waits for neither.
+/// Two streams alternate and wait for each other. They share memory, and the host does not wait.
 #[test]
 fn streams_share_memory_without_host_waits() -> claystone::Result<()> {
-    let _turn = turn();
+    let _guard = serial_guard();
     for device in Device::all() {
         let streams = [Stream::new(device)?, Stream::new(device)?];
         let step = |round: usize| -> claystone::Result<Tensor> {
@@ -172,7 +172,7 @@ fn streams_share_memory_without_host_waits() -> claystone::Result<()> {
         let sums = (0..32).map(step).collect::<claystone::Result<Vec<_>>>()?;
         let after = stats(device);
         assert_eq!(after.num_sync_all_streams, before.num_sync_all_streams, "{device}");
-        // 9 MiB a round: 18 if each stream keeps its own, 288 if nothing is reused.
+        // A round uses 9 MiB. Separate memory per stream would take 18 MiB, and memory without reuse 288 MiB.
         let grown = after.reserved_bytes.current - before.reserved_bytes.current;
         assert!(grown <= 60 * MIB as u64, "{grown} bytes on {device}");
         device.synchronize()?;
@@ -185,8 +185,8 @@ fn streams_share_memory_without_host_waits() -> claystone::Result<()> {
 }
 
 #[test]
-fn an_emptied_cache_holds_only_what_is_used() -> claystone::Result<()> {
-    let _turn = turn();
+fn emptied_caches_hold_only_live_segments() -> claystone::Result<()> {
+    let _guard = serial_guard();
     for device in Device::all() {
         device.empty_cache()?;
         let before = stats(device);
@@ -208,8 +208,8 @@ fn an_emptied_cache_holds_only_what_is_used() -> claystone::Result<()> {
 }
 
 #[test]
-fn threads_share_a_device_and_leave_nothing() {
-    let _turn = turn();
+fn threads_share_a_device_without_leaks() {
+    let _guard = serial_guard();
     let devices = Device::all();
     let before: Vec<u64> = devices.iter().map(|&d| allocated(d)).collect();
     thread::scope(|scope| {

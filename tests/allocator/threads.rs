@@ -1,10 +1,10 @@
-//! Many threads on one device and on several: right values, no deadlock, nothing left allocated.
+//! Many threads on one or several devices: correct values, no deadlock, no leaks.
 
 use claystone::{Device, Tensor, nn::Linear, nn::Module};
 
-use crate::common::{alone, devices, turn};
+use crate::common::{devices, in_own_process, serial_guard};
 
-/// Creates, computes, views, clones, converts, trains and drops; `seed` makes every thread's values its own.
+/// Creates, computes, views, clones, converts, trains and drops. Values depend on `seed`, which differs per thread.
 fn work(device: Device, seed: usize) {
     let shared = Tensor::zeros(&[8], device).unwrap();
     for round in 0..12 {
@@ -29,13 +29,13 @@ fn work(device: Device, seed: usize) {
 }
 
 #[test]
-fn eight_threads_on_one_device_and_on_all() {
-    if !alone("threads::eight_threads_on_one_device_and_on_all") {
+fn eight_threads_compute_correct_values() {
+    if !in_own_process("threads::eight_threads_compute_correct_values") {
         return;
     }
     let all = devices();
     for groups in all.iter().map(|d| vec![*d]).chain([all.clone()]) {
-        // One tensor that all threads read and write through views of their own.
+        // One tensor that all threads read and write through separate views.
         let common: Vec<Tensor> = groups.iter().map(|d| Tensor::zeros(&[8, 1000], *d).unwrap()).collect();
         std::thread::scope(|scope| {
             for t in 0..8 {
@@ -61,8 +61,8 @@ fn eight_threads_on_one_device_and_on_all() {
 }
 
 #[test]
-fn tensors_move_between_threads() {
-    let _turn = turn();
+fn tensors_can_move_between_threads() {
+    let _guard = serial_guard();
     for device in devices() {
         let t = Tensor::arange(0, 100, 1, device).unwrap();
         let u = std::thread::spawn(move || t.add_scalar(1).unwrap()).join().unwrap();

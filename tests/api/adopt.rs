@@ -1,4 +1,4 @@
-//! Contexts and queues of other code as devices.
+//! Adopts contexts and queues of other OpenCL code as devices.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -10,21 +10,21 @@ use claystone::profiler::profile;
 use claystone::storage::Storage;
 use claystone::{DType, Device, Error, Result, Stream, Tensor, with_stream};
 
-use crate::common::{alone, devices};
+use crate::common::{devices, in_own_process};
 
 type Handle = *mut c_void;
 
 const N: usize = 5000;
 const BYTES: usize = N * 4;
 
-/// The context, device and queue of a program that uses OpenCL already.
+/// The context, device and queue of a program that already uses OpenCL.
 struct Caller {
     context: Handle,
     device: Handle,
     queue: Handle,
-    /// Of `N` floats.
+    /// A buffer of `N` floats.
     buffer: Handle,
-    /// Makes x of each of `N` floats 3 x + 1, slowly.
+    /// A kernel that slowly replaces each x of `N` floats by 3 x + 1.
     kernel: Handle,
 }
 
@@ -40,7 +40,7 @@ impl Caller {
         let program = cl3::program::create_program_with_source(context, &[source]).unwrap();
         cl3::program::build_program(program, &[device], c"", None, ptr::null_mut()).unwrap();
         let kernel = cl3::kernel::create_kernel(program, c"slow").unwrap();
-        // SAFETY: the context is one, and the device one of its own.
+        // SAFETY: the context is valid and contains the device.
         let (queue, buffer) = unsafe {
             let queue = queues::create_command_queue(context, device, properties).unwrap();
             (queue, create_buffer(context, CL_MEM_READ_WRITE, BYTES, ptr::null_mut()).unwrap())
@@ -49,21 +49,21 @@ impl Caller {
     }
 
     fn adopt(&self) -> Result<Device> {
-        // SAFETY: handles of the loader's, which live.
+        // SAFETY: live handles from the OpenCL loader.
         unsafe { Device::adopt(self.context, self.device, self.queue) }
     }
 
-    /// Puts a write of all values of the buffer on the queue. They outlive the program.
+    /// Enqueues a write of the whole buffer. The values are 'static because the write does not block.
     fn write(&self, values: &'static [f32]) {
         let from = values.as_ptr().cast::<c_void>();
-        // SAFETY: as many bytes as the buffer has, which live.
+        // SAFETY: `values` has as many bytes as the buffer and is 'static.
         unsafe { queues::enqueue_write_buffer(self.queue, self.buffer, 0, 0, BYTES, from, 0, ptr::null()) }.unwrap();
     }
 
-    /// Puts the kernel on the queue, over floats of a buffer from a byte on.
+    /// Enqueues the kernel on the floats of a buffer from a byte offset on.
     fn run(&self, buffer: Handle, offset: usize) {
         let (first, size) = (offset as u64 / 4, N);
-        // SAFETY: the arguments are those of the kernel, and the buffer has the floats.
+        // SAFETY: the arguments match the kernel's parameters, and the buffer contains the floats.
         unsafe {
             cl3::kernel::set_kernel_arg(self.kernel, 0, size_of::<Handle>(), ptr::from_ref(&buffer).cast()).unwrap();
             cl3::kernel::set_kernel_arg(self.kernel, 1, 8, ptr::from_ref(&first).cast()).unwrap();
@@ -81,25 +81,25 @@ impl Caller {
         }
     }
 
-    /// Reads floats of a buffer from a byte offset, after the commands on the queue.
+    /// Reads floats of a buffer from a byte offset on, after the commands in the queue.
     fn read(&self, buffer: Handle, offset: usize) -> Vec<f32> {
         let mut values = vec![0f32; N];
         let to = values.as_mut_ptr().cast();
-        // SAFETY: the vector has as many bytes, and the call waits.
+        // SAFETY: the vector has enough bytes, and the call blocks.
         unsafe { queues::enqueue_read_buffer(self.queue, buffer, 1, offset, BYTES, to, 0, ptr::null()) }.unwrap();
         values
     }
 
-    /// The buffer as a tensor.
+    /// Imports the buffer as a tensor.
     fn tensor(&self, device: Device) -> Tensor {
-        // SAFETY: the buffer is used on the adopted queue alone.
+        // SAFETY: only the adopted queue uses the buffer.
         let storage = unsafe { Storage::import_cl(device, self.buffer, 0, BYTES) }.unwrap();
         Tensor::from_storage(storage, N, DType::F32).unwrap()
     }
 
-    /// Releases what the caller holds.
+    /// Releases the caller's handles.
     fn release(self) {
-        // SAFETY: each was created once, and is released once.
+        // SAFETY: each handle was created once and is released once.
         unsafe {
             release_mem_object(self.buffer).unwrap();
             queues::release_command_queue(self.queue).unwrap();
@@ -118,8 +118,8 @@ fn ramp() -> &'static [f32] {
     (0..N).map(|i| (i % 100) as f32).collect::<Vec<_>>().leak()
 }
 
-/// Neither side waits for the other.
-fn both_ways(caller: &Caller, device: Device) {
+/// Alternates between commands of the caller and of claystone, without waiting in between.
+fn check_round_trip(caller: &Caller, device: Device) {
     let want = |f: fn(f32) -> f32| ramp().iter().map(|&x| f(x)).collect::<Vec<_>>();
     caller.write(ramp());
     let x = caller.tensor(device);
@@ -127,7 +127,7 @@ fn both_ways(caller: &Caller, device: Device) {
     caller.run(caller.buffer, 0);
     assert_eq!(x.add_scalar(0.5).unwrap().to_vec::<f32>().unwrap(), want(|x| 6.0 * x + 1.5));
     assert_eq!(caller.read(caller.buffer, 0), want(|x| 6.0 * x + 1.0));
-    // The caller's kernel on a tensor made here, which is somewhere in a buffer of its allocator.
+    // The caller's kernel runs on a tensor made here, which is a part of a buffer of claystone's allocator.
     let ballast = Tensor::zeros(100, device).unwrap();
     let y = Tensor::from_slice(ramp(), N, device).unwrap().add_scalar(1.0).unwrap();
     let (buffer, offset) = y.storage().export_cl().unwrap();
@@ -136,7 +136,7 @@ fn both_ways(caller: &Caller, device: Device) {
     caller.run(buffer, offset);
     assert_eq!(caller.read(buffer, offset), want(|x| 3.0 * (3.0 * x + 4.0) * (3.0 * x + 4.0) + 1.0));
     assert_eq!(ballast.to_vec::<f32>().unwrap(), [0.0; 100]);
-    // Another stream waits for the queue.
+    // Another stream waits for the adopted queue.
     caller.run(caller.buffer, 0);
     let side = Stream::new(device).unwrap();
     side.wait_stream(&Stream::current(device).unwrap()).unwrap();
@@ -145,9 +145,9 @@ fn both_ways(caller: &Caller, device: Device) {
 }
 
 #[test]
-fn contexts_and_queues_of_other_code_are_devices() {
-    if !alone("adopt::contexts_and_queues_of_other_code_are_devices") {
-        return; // others count devices
+fn contexts_and_queues_of_other_code_can_be_adopted() {
+    if !in_own_process("adopt::contexts_and_queues_of_other_code_can_be_adopted") {
+        return; // other tests count devices
     }
     for ids in platforms() {
         for &id in &ids {
@@ -160,10 +160,10 @@ fn contexts_and_queues_of_other_code_are_devices() {
             assert_eq!(device.cl_context().unwrap(), caller.context);
             let known = before.iter().map(|known| known.info().unwrap().name);
             assert!(known.into_iter().any(|name| name == device.info().unwrap().name));
-            both_ways(&caller, device);
-            let ((), profile) = profile(|| both_ways(&caller, device)).unwrap();
+            check_round_trip(&caller, device);
+            let ((), profile) = profile(|| check_round_trip(&caller, device)).unwrap();
             assert!(!profile.events().is_empty());
-            // A network's step gives the same losses as on other devices.
+            // A network's training step has the same losses as on other devices.
             let step = |device| -> Result<Vec<f32>> {
                 let x = Tensor::arange(0, 12, 1, device)?.to_dtype(DType::F32)?.reshape([3, 4])?;
                 let w = x.t()?.contiguous()?.mul_scalar(0.125)?.requires_grad_(true)?;
@@ -177,12 +177,12 @@ fn contexts_and_queues_of_other_code_are_devices() {
             assert_eq!(kept.add_scalar(1.0).unwrap().numel(), N);
             device.synchronize().unwrap();
         }
-        // Contexts of several devices, with times by the queue itself.
+        // A context with several devices, and a queue that measures times itself.
         if let [_, second, ..] = ids[..] {
             let caller = Caller::new(&ids, second, queues::CL_QUEUE_PROFILING_ENABLE);
             let device = caller.adopt().unwrap();
-            both_ways(&caller, device);
-            let ((), profile) = profile(|| both_ways(&caller, device)).unwrap();
+            check_round_trip(&caller, device);
+            let ((), profile) = profile(|| check_round_trip(&caller, device)).unwrap();
             let times =
                 profile.events().iter().filter(|event| event.device == Some(device) && event.queued_us.is_some());
             assert!(times.count() > 0);
@@ -191,11 +191,11 @@ fn contexts_and_queues_of_other_code_are_devices() {
 }
 
 #[test]
-fn what_cannot_be_adopted_is_told() {
-    if !alone("adopt::what_cannot_be_adopted_is_told") {
+fn invalid_handles_are_errors() {
+    if !in_own_process("adopt::invalid_handles_are_errors") {
         return;
     }
-    let told = |adopted: Result<Device>| match adopted {
+    let error_message = |adopted: Result<Device>| match adopted {
         Err(Error::Invalid { op: "Device::adopt", reason }) => reason,
         other => panic!("{other:?}"),
     };
@@ -203,20 +203,20 @@ fn what_cannot_be_adopted_is_told() {
         let before = devices();
         let caller = Caller::new(&ids[..1], ids[0], 0);
         let (context, device, queue, none) = (caller.context, caller.device, caller.queue, ptr::null_mut());
-        // SAFETY: handles that live, or null.
+        // SAFETY: live handles or null.
         let adopt = |context, device, queue| unsafe { Device::adopt(context, device, queue) };
-        assert!(told(adopt(none, device, queue)).contains("the context is null"));
-        assert!(told(adopt(context, none, queue)).contains("the device is null"));
-        assert!(told(adopt(context, device, none)).contains("the queue is null"));
+        assert!(error_message(adopt(none, device, queue)).contains("the context is null"));
+        assert!(error_message(adopt(context, none, queue)).contains("the device is null"));
+        assert!(error_message(adopt(context, device, none)).contains("the queue is null"));
         let other = Caller::new(&ids[..1], ids[0], 0);
-        assert!(told(adopt(context, device, other.queue)).contains("of another context"));
+        assert!(error_message(adopt(context, device, other.queue)).contains("of another context"));
         if let Some(&second) = ids.get(1) {
-            assert!(told(adopt(context, second, queue)).contains("does not have the device"));
+            assert!(error_message(adopt(context, second, queue)).contains("does not have the device"));
             let both = Caller::new(&ids, ids[0], 0);
-            assert!(told(adopt(both.context, second, both.queue)).contains("of another device"));
+            assert!(error_message(adopt(both.context, second, both.queue)).contains("of another device"));
         }
         let unordered = Caller::new(&ids[..1], ids[0], queues::CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE);
-        assert!(told(unordered.adopt()).contains("out of order"));
+        assert!(error_message(unordered.adopt()).contains("out of order"));
         assert_eq!(devices(), before);
     }
 }

@@ -1,4 +1,4 @@
-//! The graph beyond one backward: kept, asked for single gradients, recorded itself, watched.
+//! Autograd features beyond a single backward: retained graphs, gradients of single tensors, higher derivatives, hooks.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, is_grad_enabled, manual_seed, no_grad};
 
-use crate::common::{alone, each_device, vec};
+use crate::common::{each_device, in_own_process, vec};
 
 const KEEP: BackwardOptions = BackwardOptions { gradient: None, retain_graph: true, create_graph: false };
 const RECORD: GradOptions =
@@ -22,7 +22,7 @@ fn leaf(values: &[f32], device: Device) -> Tensor {
 }
 
 #[test]
-fn a_kept_graph_is_walked_again_with_the_same_result() {
+fn retained_graphs_give_the_same_gradients_again() {
     each_device(|d| {
         let (x, w) = (leaf(&[1.0, -2.0, 3.0, 0.5], d), leaf(&[0.5, 1.0, -1.0, 2.0], d));
         let (a, b) = (x.reshape([2, 2]).unwrap(), w.reshape([2, 2]).unwrap());
@@ -44,7 +44,7 @@ fn a_kept_graph_is_walked_again_with_the_same_result() {
 }
 
 #[test]
-fn a_kept_graph_still_reads_what_it_saved() {
+fn retained_graphs_keep_their_saved_tensors() {
     let x = leaf(&[1.0; 4], Device::Cpu);
     let y = x.exp().unwrap();
     let seen = y.detach();
@@ -56,17 +56,17 @@ fn a_kept_graph_still_reads_what_it_saved() {
 }
 
 #[test]
-fn grad_gives_single_gradients_and_leaves_the_leaves_alone() {
+fn grad_returns_gradients_without_accumulating_them() {
     each_device(|d| {
         let (x, w) = (leaf(&[1.0, 2.0], d), leaf(&[3.0, 4.0], d));
         let h = x.mul(&w).unwrap();
         let y = h.mul(&h).unwrap().sum((), false).unwrap();
         let keep = GradOptions { retain_graph: true, ..Default::default() };
-        // Of a leaf, of a result, and of the output itself.
+        // For a leaf, an intermediate result, and the output itself.
         let all = grad_with_options(&[&y], &[&w, &h, &y], keep).unwrap();
         let all: Vec<Vec<f32>> = all.into_iter().map(|g| vec(&g.unwrap())).collect();
         assert_eq!(all, [vec![6.0, 32.0], vec![6.0, 16.0], vec![1.0]]);
-        // Several outputs, one of them on the way to another: their sum.
+        // Several outputs, one computed from another: their gradients add up.
         let z = h.sum((), false).unwrap();
         let both = grad_with_options(&[&y, &z], &[&x], keep).unwrap().remove(0).unwrap();
         assert_eq!(vec(&both), [2.0 * 9.0 + 3.0, 2.0 * 2.0 * 16.0 + 4.0]);
@@ -74,7 +74,7 @@ fn grad_gives_single_gradients_and_leaves_the_leaves_alone() {
         let options = GradOptions { grad_outputs: &[&given], ..keep };
         assert_eq!(vec(grad_with_options(&[&h], &[&x], options).unwrap()[0].as_ref().unwrap()), [3.0, 40.0]);
         assert!(x.grad().is_none() && w.grad().is_none());
-        // The rest of the graph is still there.
+        // The rest of the graph still exists.
         grad(&[&y], &[&h]).unwrap();
         let unused = leaf(&[1.0], d);
         let message = |r: Result<Vec<Tensor>>| r.unwrap_err().to_string();
@@ -92,9 +92,9 @@ fn grad_gives_single_gradients_and_leaves_the_leaves_alone() {
 
 type Function = fn(&[Tensor]) -> Result<Tensor>;
 
-/// Second derivatives against central differences of the first.
+/// Compares second derivatives with central differences of the first.
 #[test]
-fn gradients_have_gradients() {
+fn second_derivatives_match_finite_differences() {
     let cases: &[(&str, Function, &[&[usize]])] = &[
         ("broadcast", |x| x[0].mul(&x[1])?.div(&x[1].exp()?)?.sum((), false), &[&[2, 3], &[3]]),
         ("scalars", |x| x[0].pow_scalar(3)?.mul_scalar(2)?.sum((), false), &[&[3]]),
@@ -155,7 +155,7 @@ impl Rows for Tensor {
 }
 
 #[test]
-fn derivatives_of_any_order() {
+fn derivatives_of_any_order_are_exact() {
     each_device(|d| {
         let x = leaf(&[0.7], d);
         let mut y = x.sin().unwrap();
@@ -167,9 +167,9 @@ fn derivatives_of_any_order() {
     });
 }
 
-/// The critic's loss of a WGAN with a penalty on the norm of its gradient; the weights' gradient against differences.
+/// The critic's loss of a WGAN with a gradient penalty; compares the weights' gradient with finite differences.
 #[test]
-fn a_gradient_penalty_trains() {
+fn gradient_penalties_can_be_trained() {
     each_device(|d| {
         manual_seed(3);
         let options = (DType::F64, d);
@@ -189,7 +189,7 @@ fn a_gradient_penalty_trains() {
         loss(&net).unwrap().backward().unwrap();
         for p in 0..net.parameters().len() {
             let parameters = net.parameters();
-            // The last bias moves every score alike: it has a gradient by the score, none by the penalty.
+            // The last bias shifts every score equally: the scores give it a gradient, the penalty does not.
             let got = parameters[p].grad().unwrap().to_vec::<f64>().unwrap();
             let values = parameters[p].to_vec::<f64>().unwrap();
             let shape = parameters[p].shape().clone();
@@ -207,7 +207,7 @@ fn a_gradient_penalty_trains() {
                 assert!((got[k] - want).abs() < 1e-7, "parameter {p}, {k}: {} instead of {want} on {d}", got[k]);
             }
         }
-        // And an optimiser's flat buffers go with it.
+        // Also with an optimizer that moves the parameters into flat buffers.
         let before = loss(&net).unwrap().item::<f64>().unwrap();
         let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.05, ..Default::default() }).unwrap();
         for _ in 0..10 {
@@ -220,7 +220,7 @@ fn a_gradient_penalty_trains() {
 }
 
 #[test]
-fn a_hessian_vector_product_is_the_slope_of_the_gradient() {
+fn hessian_vector_products_match_finite_differences() {
     each_device(|d| {
         let values = [0.4, -0.3, 0.8, 0.1, -0.9, 0.6];
         let v = Tensor::from_slice(&[0.2, 1.0, -0.5, 0.3, 0.9, -1.2], [2, 3], d).unwrap();
@@ -247,7 +247,7 @@ fn a_hessian_vector_product_is_the_slope_of_the_gradient() {
     });
 }
 
-/// Nobody says that its backward can be recorded.
+/// An operation that does not declare its backward as differentiable.
 struct Opaque;
 
 impl CustomOp for Opaque {
@@ -265,7 +265,7 @@ impl CustomOp for Opaque {
 }
 
 #[test]
-fn what_cannot_be_recorded_says_so() {
+fn non_differentiable_backward_is_an_error() {
     let x = leaf(&[1.0, 2.0], Device::Cpu);
     let loss = Tensor::apply_op(Opaque, &[&x]).unwrap();
     let error = grad_with_options(&[&loss], &[&x], RECORD).unwrap_err().to_string();
@@ -274,7 +274,7 @@ fn what_cannot_be_recorded_says_so() {
 }
 
 #[test]
-fn hooks_see_and_change_gradients_and_go_when_asked() {
+fn hooks_can_change_gradients_and_be_removed() {
     each_device(|d| {
         let x = leaf(&[1.0, 2.0], d);
         let seen: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
@@ -288,7 +288,7 @@ fn hooks_see_and_change_gradients_and_go_when_asked() {
         let y = x.mul_scalar(2).unwrap();
         let double = y.register_hook(|g| g.mul_scalar(2).map(Some)).unwrap();
         let again = y.register_hook(|g| g.add_scalar(1).map(Some)).unwrap();
-        // Two uses: the hook is called once, with their sum.
+        // With two uses of a tensor, the hook is called once with the sum of both gradients.
         let loss = y.add(&x).unwrap().add(&y).unwrap().sum((), false).unwrap();
         loss.backward_with_options(KEEP).unwrap();
         assert_eq!(*seen.lock().unwrap(), [[11.0, 11.0]], "2 * (2 * 2 + 1) + 1 on {d}");
@@ -310,9 +310,9 @@ fn hooks_see_and_change_gradients_and_go_when_asked() {
     });
 }
 
-/// A hook between two layers: the first layer's activation is then not differentiated in the second's launch.
+/// With a hook between two layers, the second layer's launch must not include the derivative of the first layer's activation.
 #[test]
-fn hooks_and_kept_gradients_of_hidden_layers_are_what_they_are_without_fusing() {
+fn hooks_and_retained_gradients_disable_fusion() {
     each_device(|d| {
         let (x, w) = (leaf(&[0.5, -1.0, 2.0, 1.0], d).reshape([2, 2]).unwrap(), leaf(&[1.0, -1.0, 0.5, 2.0], d));
         let w = w.reshape([2, 2]).unwrap();
@@ -341,7 +341,7 @@ fn hooks_and_kept_gradients_of_hidden_layers_are_what_they_are_without_fusing() 
 }
 
 #[test]
-fn recording_is_switched_on_and_off() {
+fn recording_can_be_switched_on_and_off() {
     let x = leaf(&[1.0], Device::Cpu);
     let tracked = || x.exp().unwrap().requires_grad();
     assert!(!no_grad(tracked) && no_grad(|| enable_grad(tracked)) && !inference_mode(tracked) && tracked());
@@ -353,7 +353,7 @@ fn recording_is_switched_on_and_off() {
 }
 
 #[test]
-fn anomalies_are_named_where_they_arise() {
+fn anomaly_detection_names_the_operation() {
     each_device(|d| {
         let x = leaf(&[0.0, 4.0], d);
         let loss = || x.sqrt().unwrap().mul(&x).unwrap().mul_scalar(2).unwrap().sum((), false).unwrap();
@@ -365,9 +365,9 @@ fn anomalies_are_named_where_they_arise() {
     });
 }
 
-/// A graph that its own leaves hold on to is freed when their gradients are.
+/// A graph that its own leaves refer to through their gradients is freed with the gradients.
 #[test]
-fn created_graphs_are_freed() {
+fn graphs_of_gradients_are_freed() {
     static ALIVE: AtomicUsize = AtomicUsize::new(0);
     struct Token;
     impl Drop for Token {
@@ -396,11 +396,11 @@ fn created_graphs_are_freed() {
     assert_eq!(ALIVE.load(Relaxed), 0, "nothing holds the graph");
 }
 
-/// Layers with dropout, checkpointed or not: the same numbers.
+/// Layers with dropout compute the same numbers with and without checkpoints.
 #[test]
-fn a_checkpoint_computes_the_same_and_draws_the_same() {
-    // Nobody else draws from the process's generator.
-    if !alone("autograd::a_checkpoint_computes_the_same_and_draws_the_same") {
+fn checkpoints_compute_and_draw_the_same_numbers() {
+    // In its own process, because other tests draw from the process's generator.
+    if !in_own_process("autograd::checkpoints_compute_and_draw_the_same_numbers") {
         return;
     }
     each_device(|d| {
@@ -431,7 +431,7 @@ fn a_checkpoint_computes_the_same_and_draws_the_same() {
         assert_eq!(calls.swap(0, Relaxed), 1);
         assert_eq!(run(true), plain, "on {d}");
         assert_eq!(calls.load(Relaxed), 2, "once more in backward");
-        // What is drawn afterwards goes on where it was.
+        // Later draws continue the same sequence.
         manual_seed(5);
         let outer = {
             let layer = layer.clone();
@@ -447,7 +447,7 @@ fn a_checkpoint_computes_the_same_and_draws_the_same() {
 }
 
 #[test]
-fn checkpoints_have_gradients_of_gradients_and_hooks_fire_once() {
+fn checkpoints_support_second_derivatives_and_hooks() {
     let x = Tensor::from_slice(&[0.3, -0.6], 2, Device::Cpu).unwrap();
     let f = |x: &[Tensor]| checkpoint(|x| x[0].mul(&x[1])?.tanh(), &[&x[0], &x[0].exp()?])?.mul(&x[0])?.sum((), false);
     gradgradcheck(f, &[x], 1e-6).unwrap();
@@ -462,7 +462,7 @@ fn checkpoints_have_gradients_of_gradients_and_hooks_fire_once() {
     let held = w.shallow_clone();
     checkpoint(move |_| held.square(), &[]).unwrap().sum((), false).unwrap().backward().unwrap();
     assert_eq!((fired.load(Relaxed), vec(&w.grad().unwrap())), (1, vec![2.0, 4.0]));
-    // What nothing needs is not recorded, and an input handed through is itself.
+    // If no input requires a gradient nothing is recorded, and an input that is returned unchanged stays the same tensor.
     assert!(!checkpoint(|x| x[0].exp(), &[&w.detach()]).unwrap().requires_grad());
     assert!(checkpoint(|x| Ok(x[0].shallow_clone()), &[&w]).unwrap().is_leaf());
     let x = w.mul_scalar(1).unwrap();
@@ -472,8 +472,8 @@ fn checkpoints_have_gradients_of_gradients_and_hooks_fire_once() {
 }
 
 #[test]
-fn checkpoints_need_less_memory() {
-    if !alone("autograd::checkpoints_need_less_memory") {
+fn checkpoints_reduce_peak_memory() {
+    if !in_own_process("autograd::checkpoints_reduce_peak_memory") {
         return;
     }
     let peak = |checkpointed: bool| {

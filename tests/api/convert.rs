@@ -1,4 +1,4 @@
-//! The host's edge: slices, vectors and ndarray in and out; tensors from device to device.
+//! Conversions from and to slices, vectors and ndarray, and copies between devices.
 
 use claystone::{DType, Device, Element, Error, Result, Tensor, autograd::gradcheck};
 use half::{bf16, f16};
@@ -7,7 +7,7 @@ use ndarray::{Array1, Array2, Axis, ShapeBuilder, array, s};
 use crate::common::{each_device, iota, vec};
 
 #[test]
-fn constants_and_sequences() {
+fn creation_of_constants_and_sequences() {
     each_device(|device| {
         assert_eq!(vec(&Tensor::zeros([2, 2], device).unwrap()), [0.0; 4]);
         assert_eq!(vec(&Tensor::ones([3], device).unwrap()), [1.0; 3]);
@@ -39,7 +39,7 @@ fn constants_and_sequences() {
 }
 
 #[test]
-fn bad_constants_are_errors() {
+fn invalid_constants_and_sequences_are_errors() {
     let cpu = Device::Cpu;
     for error in [
         Tensor::arange(0, 5, 0, cpu),
@@ -74,7 +74,7 @@ fn round_trip<T: Element>(values: &[T], device: Device) {
 }
 
 #[test]
-fn every_dtype_comes_back_as_it_went() {
+fn every_dtype_survives_a_round_trip() {
     each_device(|device| {
         round_trip(&[1.5f32, -0.0, f32::MAX, f32::INFINITY, f32::MIN_POSITIVE / 8.0], device);
         round_trip(&[1.5f64, -0.0, f64::MAX], device);
@@ -89,7 +89,7 @@ fn every_dtype_comes_back_as_it_went() {
 }
 
 #[test]
-fn ndarray_of_any_layout() {
+fn ndarrays_of_any_layout_can_be_converted() {
     each_device(|device| {
         let a = Array2::from_shape_fn((3, 4), |(i, j)| (i * 4 + j) as f32);
         let same = |t: Tensor, a: ndarray::ArrayView2<f32>| {
@@ -109,13 +109,13 @@ fn ndarray_of_any_layout() {
         assert_eq!(take(Array2::zeros((0, 3))).shape().dims(), [0, 3]);
         assert_eq!(Tensor::from_ndarray(ndarray::arr0(2.5f32), device).unwrap().item::<f32>().unwrap(), 2.5);
     });
-    // What comes back is always in standard layout.
+    // Arrays that are returned always have the standard layout.
     let t = Tensor::from_ndarray(array![[1i64, 2], [3, 4]].reversed_axes(), Device::Cpu).unwrap();
     assert!(t.to_ndarray::<i64>().unwrap().is_standard_layout());
 }
 
 #[test]
-fn the_wrong_type_is_an_error_that_names_both() {
+fn type_mismatches_name_both_types() {
     let t = iota(&[2], Device::Cpu);
     for error in [t.to_vec::<i64>().err(), t.to_ndarray::<i64>().err(), t.narrow(0, 0, 1).unwrap().item::<i64>().err()]
     {
@@ -127,7 +127,7 @@ fn the_wrong_type_is_an_error_that_names_both() {
 }
 
 #[test]
-fn between_devices() {
+fn copies_between_devices() {
     each_device(|from| {
         each_device(|to| {
             let a = iota(&[5, 7], from);
@@ -175,9 +175,9 @@ fn cat_and_stack() -> Result<()> {
     gradcheck(|x| Tensor::stack(x, 1)?.mul(&weights)?.sum((), false), &[f64s(&a)?, f64s(&a)?], 1e-6)
 }
 
-/// Large enough for the blocked copy of the CPU and for several work-groups; sizes around its blocks.
+/// Large enough for the CPU's blocked copy and for several work-groups; sizes at block edges.
 #[test]
-fn transposed_copies_of_any_order() {
+fn transposed_copies_match_index_arithmetic() {
     each_device(|device| {
         for shape in [[31usize, 4, 67], [65, 33, 32], [2, 129, 63], [5, 1, 1000]] {
             let n: usize = shape.iter().product();
@@ -205,9 +205,9 @@ fn transposed_copies_of_any_order() {
     });
 }
 
-/// Large enough for transfers in pieces, or by all threads; behind work that is still under way, and from an offset.
+/// Large enough for transfers in pieces or by all threads; after pending work, and from an offset.
 #[test]
-fn large_transfers_arrive_whole() {
+fn large_transfers_are_complete() {
     each_device(|device| {
         let n = (4 << 20) / size_of::<f32>() + 5;
         let values: Vec<f32> = (0..n).map(|i| i as f32).collect();

@@ -1,5 +1,4 @@
-//! Operations of the user's: kernels in OpenCL C, operations with a backward of their own, formulas with derivatives of
-//! their own.
+//! User-defined operations: kernels in OpenCL C, operations with their own backward, formulas with their own derivatives.
 
 use claystone::autograd::{CustomOp, OpContext, gradcheck, gradgradcheck};
 use claystone::ops::Expr;
@@ -44,16 +43,16 @@ fn kernel(name: &'static str) -> Kernel {
     Kernel::from_source(name, SOURCE, "").unwrap()
 }
 
-/// `a * x`; the lengths are equal.
+/// Computes `y = a * x`; both tensors have the same length.
 fn scale(a: f32, x: &Tensor, y: &Tensor) -> Result<()> {
     let (kernel, n) = (kernel("scale"), x.numel());
     let call = kernel.call().arg(x).out(y).scalar(a).scalar(n as u32).global(&[n.next_multiple_of(32)]);
-    // SAFETY: the kernel keeps to the first `n` elements.
+    // SAFETY: the kernel accesses only the first `n` elements.
     unsafe { call.launch() }
 }
 
 #[test]
-fn kernels_see_views_from_their_first_element() {
+fn kernels_get_views_from_their_first_element() {
     for d in opencl() {
         let x = iota(&[10, 7], d);
         let y = Tensor::zeros(70, d).unwrap();
@@ -65,12 +64,12 @@ fn kernels_see_views_from_their_first_element() {
 }
 
 #[test]
-fn kernels_have_local_memory_vectors_and_types_of_their_own() {
+fn kernels_can_use_local_memory_vectors_and_own_types() {
     for d in opencl() {
         let (x, y) = (iota(&[4 * 64], d), Tensor::zeros(4, d).unwrap());
         let sums = kernel("sums");
         let call = sums.call().arg(&x).out(&y).local_memory(64).scalar(0.5f32).global(&[64]).local(&[16]);
-        // SAFETY: 64 work-items read four floats each, and groups of 16 write one; both local arrays have 16 floats.
+        // SAFETY: 64 work-items read four floats each, and each work-group of 16 writes one; both local arrays have 16 floats.
         unsafe { call.launch() }.unwrap();
         let x = vec(&x);
         let want: Vec<f32> = x.chunks(64).map(|part| 0.5 * part.iter().sum::<f32>()).collect();
@@ -79,7 +78,7 @@ fn kernels_have_local_memory_vectors_and_types_of_their_own() {
 }
 
 #[test]
-fn numbers_arrive_with_their_types() {
+fn scalar_arguments_keep_their_types() {
     for d in opencl() {
         let out = Tensor::zeros(1, (DType::Bool, d)).unwrap();
         let widths = kernel("widths");
@@ -92,7 +91,7 @@ fn numbers_arrive_with_their_types() {
 }
 
 #[test]
-fn groups_are_those_the_kernel_requires() {
+fn required_work_group_sizes_are_used() {
     for d in opencl() {
         let out = Tensor::zeros(8 * 4, (DType::I32, d)).unwrap();
         let places = kernel("places");
@@ -116,7 +115,7 @@ fn arguments_are_checked() {
         let leaf = Tensor::zeros(32, d).unwrap().requires_grad_(true).unwrap();
         let nothing = Tensor::zeros(0, d).unwrap();
         let full = |call: claystone::KernelCall| {
-            // SAFETY: none of these is launched; an earlier check fails.
+            // SAFETY: nothing is launched, because a check fails first.
             unsafe { call.global(&[32]).launch() }.unwrap_err().to_string()
         };
         let call = || scale.call();
@@ -129,19 +128,19 @@ fn arguments_are_checked() {
         says(full(call().arg(&x).out(&x).scalar(1f32).scalar(32u32)), "shares its storage");
         says(full(call().arg(&x).out(&leaf).scalar(1f32).scalar(32u32)), "no_grad");
         says(full(call().arg(&x).out(&nothing).scalar(1f32).scalar(32u32)), "has no memory");
-        says(full(call().scalar(1f32).scalar(1f32).scalar(1f32).scalar(32u32)), "none is given");
+        says(full(call().scalar(1f32).scalar(1f32).scalar(1f32).scalar(32u32)), "no tensor is given");
         says(full(sums.call().arg(&x).out(&y).scalar(1f32).scalar(1f32)), "__local float* part`, a number");
         let host = Tensor::zeros(32, Device::Cpu).unwrap();
         says(full(call().arg(&host).out(&host).scalar(1f32).scalar(32u32)), "on the CPU");
         let odd = scale.call().arg(&x).out(&y).scalar(1f32).scalar(32u32).global(&[33]).local(&[32]);
         // SAFETY: nothing is launched.
-        says(unsafe { odd.launch() }.unwrap_err().to_string(), "no whole groups");
+        says(unsafe { odd.launch() }.unwrap_err().to_string(), "not whole groups");
     }
     assert!(Kernel::from_source("2d", "", "").is_err() && Kernel::from_source("a b", "", "").is_err());
 }
 
 #[test]
-fn what_does_not_compile_comes_with_the_log() {
+fn compile_errors_contain_the_build_log() {
     for d in opencl() {
         let x = Tensor::zeros(1, d).unwrap();
         let broken =
@@ -164,7 +163,7 @@ fn what_does_not_compile_comes_with_the_log() {
 }
 
 #[test]
-fn a_kernels_writes_count_as_changes() {
+fn kernel_writes_count_as_changes() {
     for d in opencl() {
         let (x, w) = (iota(&[8], d), Tensor::ones(8, d).unwrap().requires_grad_(true).unwrap());
         let loss = w.mul(&x).unwrap().sum((), false).unwrap();
@@ -175,7 +174,7 @@ fn a_kernels_writes_count_as_changes() {
     }
 }
 
-/// `x * factor` by the user's own kernel, on OpenCL, forward and backward.
+/// `x * factor` with a user's OpenCL kernel, forward and backward.
 struct Scaled(f32);
 
 impl CustomOp for Scaled {
@@ -195,7 +194,7 @@ impl CustomOp for Scaled {
 }
 
 #[test]
-fn a_kernel_may_be_an_operation() {
+fn kernels_can_be_differentiable_operations() {
     for d in opencl() {
         let x = iota(&[4, 3], d).requires_grad_(true).unwrap();
         let y = Tensor::apply_op(Scaled(1.5), &[&x.t().unwrap()]).unwrap();
@@ -205,7 +204,7 @@ fn a_kernel_may_be_an_operation() {
     }
 }
 
-/// `x * y²`, whose backward reads both inputs and asks who wants a gradient.
+/// `x * y²`. Its backward reads both inputs and asks which of them need a gradient.
 struct Product {
     twice: bool,
 }
@@ -233,7 +232,7 @@ impl CustomOp for Product {
     }
 }
 
-/// The exponential, by its own result.
+/// The exponential. Its backward reads the result.
 struct Exp;
 
 impl CustomOp for Exp {
@@ -257,7 +256,7 @@ impl CustomOp for Exp {
 }
 
 #[test]
-fn operations_of_ones_own_have_gradients_and_gradients_of_these() {
+fn custom_operations_have_first_and_second_derivatives() {
     each_device(|d| {
         let values = |v: &[f64]| Tensor::from_slice(v, v.len(), d).unwrap();
         let inputs = [values(&[0.5, -1.2, 0.3]), values(&[1.1, 0.4, -0.7])];
@@ -270,7 +269,7 @@ fn operations_of_ones_own_have_gradients_and_gradients_of_these() {
         let exp = |x: &[Tensor]| Tensor::apply_op(Exp, &[&x[0]])?.mul(&x[0])?.sum((), false);
         gradcheck(exp, &inputs[..1], 1e-7).unwrap();
         gradgradcheck(exp, &inputs[..1], 1e-6).unwrap();
-        // One input that wants no gradient; none that does.
+        // One input requires no gradient; then none does.
         let x = inputs[0].detach().requires_grad_(true).unwrap();
         Tensor::apply_op(Product { twice: false }, &[&x, &inputs[1]])
             .unwrap()
@@ -283,7 +282,7 @@ fn operations_of_ones_own_have_gradients_and_gradients_of_these() {
     });
 }
 
-/// Gives what it is told to as its gradients.
+/// An operation whose backward returns the given gradients.
 struct Wrong(fn(&Tensor) -> Vec<Option<Tensor>>);
 
 impl CustomOp for Wrong {
@@ -301,7 +300,7 @@ impl CustomOp for Wrong {
 }
 
 #[test]
-fn wrong_gradients_are_refused_and_an_input_handed_through_stays_itself() {
+fn invalid_gradients_are_errors_and_returned_inputs_stay_the_same() {
     let x = Tensor::ones(2, Device::Cpu).unwrap().requires_grad_(true).unwrap();
     let run = |op: Wrong| Tensor::apply_op(op, &[&x])?.sum((), false)?.backward();
     let says = |op: Wrong, what: &str| assert!(run(op).unwrap_err().to_string().contains(what));
@@ -314,7 +313,7 @@ fn wrong_gradients_are_refused_and_an_input_handed_through_stays_itself() {
 }
 
 #[test]
-fn formulas_may_have_derivatives_of_their_own() {
+fn formulas_can_have_custom_derivatives() {
     each_device(|d| {
         let x = Tensor::from_slice(&[-2.0, 0.5, 3.0], 3, d).unwrap();
         let y = Tensor::from_slice(&[1.5], 1, d).unwrap();

@@ -1,11 +1,11 @@
-//! Devices by name, choice and absence. What depends on the process's environment runs in a process of its own: the
-//! test binary again, with only `devices_can_be_listed`.
+//! Devices: names, selection, and missing devices. Tests that depend on environment variables run the test binary again with only
+//! `devices_can_be_listed`.
 
 use std::process::Command;
 
 use claystone::{Device, Error};
 
-/// Runs `devices_can_be_listed` in a new process with these variables, and gives what it printed.
+/// Runs `devices_can_be_listed` in a new process with these variables, and returns its output.
 fn listed_with(vars: &[(&str, &str)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["device::devices_can_be_listed", "--exact", "--nocapture"])
@@ -18,8 +18,8 @@ fn listed_with(vars: &[(&str, &str)]) -> String {
     text
 }
 
-/// What a child printed after each `what`.
-fn said<'a>(output: &'a str, what: &str) -> Vec<&'a str> {
+/// The texts that a child process printed after each `what`.
+fn error_message<'a>(output: &'a str, what: &str) -> Vec<&'a str> {
     output.lines().filter_map(|l| l.split_once(what).map(|(_, rest)| rest.trim())).collect()
 }
 
@@ -27,7 +27,7 @@ fn names() -> Vec<String> {
     Device::all().iter().filter(|d| **d != Device::Cpu).map(|d| d.info().unwrap().name).collect()
 }
 
-/// Prints what the other tests look for; holds in every environment.
+/// Prints the lines that the other tests read. Passes in every environment.
 #[test]
 fn devices_can_be_listed() {
     println!("\nall= {:?}", Device::all());
@@ -43,7 +43,7 @@ fn devices_can_be_listed() {
 }
 
 #[test]
-fn names_go_there_and_back() {
+fn device_names_can_be_parsed() {
     for device in Device::all() {
         assert_eq!(device.to_string().parse::<Device>().unwrap(), device);
     }
@@ -52,7 +52,7 @@ fn names_go_there_and_back() {
 }
 
 #[test]
-fn every_listed_device_is_there_and_describes_itself() {
+fn every_listed_device_is_available() {
     let all = Device::all();
     assert_eq!(all.last(), Some(&Device::Cpu));
     assert_eq!(Device::best(), all[0]);
@@ -66,7 +66,7 @@ fn every_listed_device_is_there_and_describes_itself() {
 }
 
 #[test]
-fn an_index_beyond_the_last_says_how_many_there_are() {
+fn out_of_range_indices_report_the_number_of_devices() {
     let n = Device::all().len() - 1;
     let beyond = Device::OpenCL(n + 5);
     assert!(!beyond.is_available());
@@ -82,16 +82,16 @@ fn an_index_beyond_the_last_says_how_many_there_are() {
 }
 
 #[test]
-fn no_opencl_library_is_a_normal_state() {
-    // After OPENCL_DYLIB_PATH the usual name is tried: a file in the way that is no library.
+fn a_missing_opencl_library_is_not_an_error() {
+    // The loader tries OPENCL_DYLIB_PATH, then the usual name, for which it finds a file that is no library.
     let broken = tempfile::tempdir().unwrap();
     std::fs::write(broken.path().join("libOpenCL.so.1"), "not a library").unwrap();
     let dir = broken.path().to_str().unwrap();
     let text = listed_with(&[("OPENCL_DYLIB_PATH", "/nonexistent"), ("LD_LIBRARY_PATH", dir)]);
-    assert_eq!(said(&text, "best="), ["cpu"], "{text}");
-    assert_eq!(said(&text, "all="), ["[Cpu]"]);
-    assert_eq!(said(&text, "available="), ["false"]);
-    let errors = said(&text, "error=");
+    assert_eq!(error_message(&text, "best="), ["cpu"], "{text}");
+    assert_eq!(error_message(&text, "all="), ["[Cpu]"]);
+    assert_eq!(error_message(&text, "available="), ["false"]);
+    let errors = error_message(&text, "error=");
     assert_eq!(errors.len(), 2);
     for part in ["opencl:0", "libOpenCL.so.1", "/nonexistent", "pocl-opencl-icd ocl-icd-libopencl1"] {
         assert!(errors[0].contains(part), "{}", errors[0]);
@@ -99,43 +99,43 @@ fn no_opencl_library_is_a_normal_state() {
 }
 
 #[test]
-fn a_loader_without_drivers_is_a_normal_state() {
+fn a_loader_without_drivers_is_not_an_error() {
     let usual = listed_with(&[]);
-    if said(&usual, "name=").is_empty() {
-        return; // perhaps no loader either: the test above
+    if error_message(&usual, "name=").is_empty() {
+        return; // perhaps there is no loader either, as in the test above
     }
     let empty = tempfile::tempdir().unwrap();
     let text = listed_with(&[("OCL_ICD_VENDORS", empty.path().to_str().unwrap())]);
-    let unmoved = said(&text, "name=") == said(&usual, "name=");
-    if unmoved && said(&usual, "name=").iter().any(|n| n.contains("NVIDIA")) {
-        return; // NVIDIA's images have a loader that does not take its drivers from there; any other has to
+    let unmoved = error_message(&text, "name=") == error_message(&usual, "name=");
+    if unmoved && error_message(&usual, "name=").iter().any(|n| n.contains("NVIDIA")) {
+        return; // NVIDIA's images have a loader that ignores OCL_ICD_VENDORS; every other loader must honour it
     }
-    assert_eq!(said(&text, "all="), ["[Cpu]"], "{text}");
-    let errors = said(&text, "error=");
+    assert_eq!(error_message(&text, "all="), ["[Cpu]"], "{text}");
+    let errors = error_message(&text, "error=");
     assert!(errors[0].contains("/etc/OpenCL/vendors") && errors[0].contains("pocl-opencl-icd"), "{}", errors[0]);
 }
 
 #[test]
-fn the_environment_chooses_and_orders() {
+fn environment_variable_selects_and_orders_devices() {
     let unset = listed_with(&[]);
-    let here: Vec<String> = said(&unset, "name=").into_iter().map(String::from).collect();
+    let here: Vec<String> = error_message(&unset, "name=").into_iter().map(String::from).collect();
     let with = |choice: &str| listed_with(&[("CLAYSTONE_DEVICES", choice)]);
     let none = with("no such device");
-    assert_eq!(said(&none, "all="), ["[Cpu]"], "{none}");
+    assert_eq!(error_message(&none, "all="), ["[Cpu]"], "{none}");
     let Some(last) = here.last() else { return };
-    assert!(said(&none, "error=")[0].contains("CLAYSTONE_DEVICES=no such device"), "{none}");
-    assert_eq!(said(&with(""), "name="), here, "empty is unset");
-    // The last device first, then all the others.
+    assert!(error_message(&none, "error=")[0].contains("CLAYSTONE_DEVICES=no such device"), "{none}");
+    assert_eq!(error_message(&with(""), "name="), here, "empty is unset");
+    // The last device first, then all others.
     let reversed: Vec<&str> = here.iter().rev().map(String::as_str).collect();
     let text = with(&reversed.join(","));
-    assert_eq!(said(&text, "name=")[0], last, "{text}");
-    assert_eq!(said(&text, "name=").len(), here.len(), "{text}");
-    assert_eq!(said(&with("0:0"), "name=").len(), 1);
+    assert_eq!(error_message(&text, "name=")[0], last, "{text}");
+    assert_eq!(error_message(&text, "name=").len(), here.len(), "{text}");
+    assert_eq!(error_message(&with("0:0"), "name=").len(), 1);
 }
 
-/// With the feature `serde`, what has a text is that text in files.
+/// With the feature `serde`, types with a text form are serialised as that text.
 #[test]
-fn names_are_text_to_serde() {
+fn names_are_serialised_as_text() {
     use claystone::DType;
     use claystone::storage::Config;
     fn there_and_back<T>(value: &T, text: &str)

@@ -1,4 +1,4 @@
-//! Printing, against what PyTorch prints (its names of dtypes and devices replaced by ours).
+//! Printing, compared with PyTorch's output after replacing its names of dtypes and devices by claystone's.
 
 use claystone::{DType, Device, Tensor, device};
 
@@ -9,7 +9,7 @@ fn floats(values: &[f32]) -> String {
 }
 
 #[test]
-fn notation_is_chosen_as_pytorch_chooses() {
+fn notation_matches_pytorch() {
     let (nan, inf) = (f32::NAN, f32::INFINITY);
     for (values, printed) in [
         (&[1.0, 2.0][..], "[1., 2.]"),
@@ -21,7 +21,7 @@ fn notation_is_chosen_as_pytorch_chooses() {
         (&[-1.0, 1000.0], "[  -1., 1000.]"),
         (&[1e8], "[100000000.]"),
         (&[2e8], "[2.0000e+08]"),
-        (&[1e-4], "[1.0000e-04]"), // the nearest f32 is just below
+        (&[1e-4], "[1.0000e-04]"), // the nearest f32 is slightly smaller
         (&[1e-5, 0.0], "[1.0000e-05, 0.0000e+00]"),
         (&[2e-4, 3e-4], "[0.0002, 0.0003]"),
         (&[-1e-5, 1.0], "[-1.0000e-05,  1.0000e+00]"),
@@ -35,7 +35,7 @@ fn notation_is_chosen_as_pytorch_chooses() {
         (&[1e10, nan, inf], "[1.0000e+10,        nan,        inf]"),
         (&[0.00005, 0.5], "[5.0000e-05, 5.0000e-01]"),
         (&[std::f32::consts::PI], "[3.1416]"),
-        (&[0.12345, 0.00045], "[0.1235, 0.0004]"), // exact halves do not occur: both are rounded by their f32 value
+        (&[0.12345, 0.00045], "[0.1235, 0.0004]"), // no exact ties: both are rounded from their f32 value
         (&[0.99999], "[1.0000]"),
         (&[], "[]"),
     ] {
@@ -44,7 +44,7 @@ fn notation_is_chosen_as_pytorch_chooses() {
 }
 
 #[test]
-fn scalars_and_precision() {
+fn scalars_print_with_the_set_precision() {
     let scalar = |x: f32| Tensor::from_slice(&[x], (), Device::Cpu).unwrap();
     assert_eq!(scalar(3.0).to_string(), "tensor(3.)");
     assert_eq!(scalar(0.5).to_string(), "tensor(0.5000)");
@@ -55,7 +55,7 @@ fn scalars_and_precision() {
 }
 
 #[test]
-fn matrices_are_aligned_and_blocks_set_apart() {
+fn matrices_are_aligned_and_blocks_separated() {
     each_device(|device| {
         let suffix = if device == Device::Cpu { String::new() } else { format!(", device={device}") };
         let print = |shape: &[usize]| iota(shape, device).to_string();
@@ -96,7 +96,7 @@ fn long_rows_are_wrapped_at_80_columns() {
 }
 
 #[test]
-fn dtypes_and_other_suffixes() {
+fn dtype_device_and_gradient_suffixes() {
     let cpu = Device::Cpu;
     let of = |dtype| Tensor::eye(2, (dtype, cpu)).unwrap().to_string();
     assert_eq!(of(DType::F16), "tensor([[1., 0.],\n        [0., 1.]], dtype=f16)");
@@ -139,7 +139,7 @@ fn large_tensors_show_their_edges() {
             row_ = format_args!("[{}", &row[1..])
         )
     );
-    // A dimension of six is shown whole, one of seven is not.
+    // A dim of six elements is shown completely, a dim of seven is not.
     let tall = iota(&[200, 6], Device::Cpu).narrow(0, 0, 200).unwrap();
     assert_eq!(
         tall.to_string().lines().next().unwrap(),
@@ -158,9 +158,9 @@ fn large_tensors_show_their_edges() {
 }
 
 #[test]
-fn only_the_edges_are_read() {
+fn printing_reads_only_the_edges() {
     each_device(|device| {
-        // Four exabytes, of which 36 elements exist as far as printing goes.
+        // Four exabytes, of which printing reads 36 elements.
         let vast = Tensor::ones((), device).unwrap().expand([1usize << 40, 1 << 20]).unwrap();
         let (text, launches) = device::count_launches(|| vast.to_string());
         assert_eq!(text.lines().count(), 7);

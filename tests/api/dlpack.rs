@@ -1,4 +1,4 @@
-//! DLPack out and in, beside readers of our own that follow its pointers, and ndarray's arrays.
+//! DLPack export and import, checked with a reader that follows the raw pointers, and with ndarray.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -13,9 +13,9 @@ use ndarray::{Array, ArrayD, ArrayViewD, Axis, IxDyn, Slice};
 
 use crate::common::{devices, vec};
 
-/// The elements in row-major order, read where the description says that they are.
-fn follow<T: Copy>(exported: &versioned::Dlpack) -> Vec<T> {
-    // SAFETY: nobody changes the description.
+/// Reads the elements in row-major order at the addresses that the description gives.
+fn read_elements<T: Copy>(exported: &versioned::Dlpack) -> Vec<T> {
+    // SAFETY: nothing changes the description.
     let described = unsafe { exported.tensor() };
     let checked = exported.validate_export().unwrap();
     let (shape, strides) = (checked.shape(), checked.strides().unwrap_or_default());
@@ -34,9 +34,9 @@ fn follow<T: Copy>(exported: &versioned::Dlpack) -> Vec<T> {
     values
 }
 
-/// Nobody uses what is imported at the same time, here.
+/// Imports a tensor. Nothing else uses it at the same time.
 fn import<M: ManagedTensorBase + 'static>(dlpack: dlpark::Managed<M>) -> Result<Tensor> {
-    // SAFETY: as above; the descriptions are whole.
+    // SAFETY: nothing else uses the memory, and the description is complete.
     unsafe { DlpackMemory::new(dlpack) }.map(Tensor::from_dlpack)
 }
 
@@ -57,14 +57,14 @@ fn views(x: &Tensor) -> Vec<(&'static str, Tensor)> {
 }
 
 #[test]
-fn strides_and_offsets_go_out_and_come_back() {
+fn strides_and_offsets_survive_a_round_trip() {
     let x = Tensor::arange(0, 24, 1, Device::Cpu).unwrap().reshape([4, 6]).unwrap();
     for (name, view) in views(&x) {
         let want = view.to_ndarray::<f32>().unwrap();
         let exported = view.to_dlpack().unwrap();
-        assert_eq!(follow::<f32>(&exported), want.iter().copied().collect::<Vec<_>>(), "{name}");
+        assert_eq!(read_elements::<f32>(&exported), want.iter().copied().collect::<Vec<_>>(), "{name}");
         assert!(exported.flags().is_empty());
-        // SAFETY: nobody writes to it.
+        // SAFETY: nothing writes to the memory.
         let read = unsafe { ArrayViewD::<f32>::try_from_dlpack(&exported, ()) };
         assert!(read.is_err() || read.is_ok_and(|read| read == want), "{name}: as ndarray sees it, where it can");
         let back = import(exported).unwrap();
@@ -74,20 +74,20 @@ fn strides_and_offsets_go_out_and_come_back() {
         if view.numel() > 0 {
             assert_eq!(back.strides(), view.strides(), "{name}");
         }
-        // It computes on as any other.
+        // The imported tensor works in further computations.
         let both = [&view, &back].map(|t| vec(&t.mul_scalar(3).unwrap().sum((), false).unwrap()));
         assert_eq!(both[0], both[1], "{name}");
     }
 }
 
 #[test]
-fn every_dtype_goes_out_and_comes_back() {
+fn every_dtype_survives_a_round_trip() {
     fn check<T: Element + PartialEq>(values: [T; 6], described: DLDataType) {
         let x = Tensor::from_slice(&values, [2, 3], Device::Cpu).unwrap().t().unwrap();
         let exported = x.to_dlpack().unwrap();
         assert_eq!(exported.validate().unwrap().dtype(), described);
         let want = [0, 3, 1, 4, 2, 5].map(|i| values[i]);
-        assert!(follow::<T>(&exported) == want, "{described:?}");
+        assert!(read_elements::<T>(&exported) == want, "{described:?}");
         let back = import(exported).unwrap();
         assert!(back.dtype() == T::DTYPE && back.to_vec::<T>().unwrap() == want, "{described:?}");
     }
@@ -103,7 +103,7 @@ fn every_dtype_goes_out_and_comes_back() {
 }
 
 #[test]
-fn arrays_of_ndarray_come_in_without_a_copy() {
+fn ndarrays_are_imported_without_a_copy() {
     let whole: ArrayD<i32> = Array::from_shape_fn(IxDyn(&[3, 4, 5]), |i| (i[0] * 20 + i[1] * 5 + i[2]) as i32);
     let mut odd = whole.clone();
     odd.invert_axis(Axis(1));
@@ -112,7 +112,7 @@ fn arrays_of_ndarray_come_in_without_a_copy() {
     for array in [whole, odd, ArrayD::from_elem(IxDyn(&[]), 7), ArrayD::zeros(IxDyn(&[2, 0, 3]))] {
         let want = array.clone();
         let made: allocation::dynamic::Initialized<DLManagedTensorVersioned> = Box::new(array).try_into().unwrap();
-        // SAFETY: the description is the array's.
+        // SAFETY: the description is that of the array.
         let (managed, first) = unsafe {
             let managed = made.finish();
             let first = managed.tensor().data;
@@ -121,9 +121,9 @@ fn arrays_of_ndarray_come_in_without_a_copy() {
         let x = import(managed).unwrap();
         assert_eq!(x.to_ndarray::<i32>().unwrap(), want);
         let exported = x.to_dlpack().unwrap();
-        // SAFETY: nobody changes the description.
+        // SAFETY: nothing changes the description.
         assert_eq!(unsafe { exported.tensor() }.data, first, "the same memory");
-        // An owned array is a tensor's without any of this, as well.
+        // A tensor can also own an array without DLPack.
         let moved = want.clone();
         let place = moved.as_ptr();
         let y = Tensor::from_ndarray(moved, Device::Cpu).unwrap();
@@ -135,28 +135,28 @@ fn arrays_of_ndarray_come_in_without_a_copy() {
     }
 }
 
-/// Elements that tell when they are dropped.
-struct Told(Vec<f32>, Arc<AtomicUsize>);
+/// Elements that count when they are dropped.
+struct CountsDrops(Vec<f32>, Arc<AtomicUsize>);
 
-impl AsMut<[f32]> for Told {
+impl AsMut<[f32]> for CountsDrops {
     fn as_mut(&mut self) -> &mut [f32] {
         &mut self.0
     }
 }
 
-impl Drop for Told {
+impl Drop for CountsDrops {
     fn drop(&mut self) {
         self.1.fetch_add(1, SeqCst);
     }
 }
 
 #[test]
-fn memory_outlives_either_side_and_changes_are_seen_on_both() {
+fn exporter_and_importer_share_and_keep_the_memory() {
     for import_last in [false, true] {
         let dropped = Arc::new(AtomicUsize::new(0));
-        let x = Tensor::from_host_memory(Told(vec![1.0; 12], dropped.clone()), [3, 4], Device::Cpu).unwrap();
+        let x = Tensor::from_host_memory(CountsDrops(vec![1.0; 12], dropped.clone()), [3, 4], Device::Cpu).unwrap();
         let y = import(x.t().unwrap().to_dlpack().unwrap()).unwrap();
-        y.i((0, ..)).unwrap().fill_(5.0).unwrap(); // x's first column
+        y.i((0, ..)).unwrap().fill_(5.0).unwrap(); // the first column of x
         assert_eq!(vec(&x)[..5], [5.0, 1.0, 1.0, 1.0, 5.0]);
         x.mul_scalar_(2).unwrap();
         assert_eq!(vec(&y)[..4], [10.0, 10.0, 10.0, 2.0]);
@@ -164,20 +164,20 @@ fn memory_outlives_either_side_and_changes_are_seen_on_both() {
         drop(first);
         assert_eq!(dropped.load(SeqCst), 0, "the other one is left");
         assert_eq!(vec(&second.sum((), false).unwrap()), [48.0]);
-        std::thread::spawn(|| drop(second)).join().unwrap(); // also on another thread
+        std::thread::spawn(|| drop(second)).join().unwrap(); // dropping on another thread is allowed
         assert_eq!(dropped.load(SeqCst), 1);
     }
-    // An exported tensor alone keeps the memory, and one of the allocator's never moves.
+    // The exported tensor alone keeps the memory, and compaction does not move it.
     let x = Tensor::arange(0, 1000, 1, Device::Cpu).unwrap();
     let exported = x.narrow(0, 10, 5).unwrap().to_dlpack().unwrap();
     drop(x);
     Device::Cpu.empty_cache().unwrap();
     let _others: Vec<Tensor> = (0..50).map(|_| Tensor::full(1000, -1.0, Device::Cpu).unwrap()).collect();
-    assert_eq!(follow::<f32>(&exported), [10.0, 11.0, 12.0, 13.0, 14.0]);
+    assert_eq!(read_elements::<f32>(&exported), [10.0, 11.0, 12.0, 13.0, 14.0]);
     assert_eq!(vec(&import(exported).unwrap().add_scalar_(1).unwrap().shallow_clone())[0], 11.0);
 }
 
-/// A description of six floats in a vector; `change` makes it what is wanted.
+/// A description of six floats in a vector, after `change`.
 fn described<M: ManagedTensorBase>(
     (shape, strides): (&[i64], &[i64]),
     change: impl FnOnce(&mut allocation::dynamic::Initialized<M>),
@@ -187,12 +187,12 @@ fn described<M: ManagedTensorBase>(
     let mut made = Dynamic::new(shape, strides).initialize_as::<M>(values).unwrap();
     made.set_data(data).set_device(DLDevice::CPU).set_dtype(DLDataType::F64);
     change(&mut made);
-    // SAFETY: what is wrong with it is refused before anything is read.
+    // SAFETY: an invalid description is refused before its memory is read.
     unsafe { made.finish() }
 }
 
 #[test]
-fn what_cannot_be_a_tensor_is_told() {
+fn invalid_descriptions_are_errors() {
     type Made = allocation::dynamic::Initialized<DLManagedTensorVersioned>;
     let refused = |layout: (&[i64], &[i64]), change: &dyn Fn(&mut Made), word: &str| {
         let error = import(described::<DLManagedTensorVersioned>(layout, change)).unwrap_err();
@@ -204,20 +204,20 @@ fn what_cannot_be_a_tensor_is_told() {
     refused(fine, &|made| _ = made.set_dtype(DLDataType::I16), "no dtype is of code 0 with 16 bits");
     refused(fine, &|made| _ = made.set_dtype(DLDataType::new(DLDataTypeCode::FLOAT, 32, 4)), "4 lanes");
     refused(fine, &|made| _ = made.set_data(std::ptr::null_mut()), "null");
-    refused(fine, &|made| _ = made.set_byte_offset(4), "where no");
+    refused(fine, &|made| _ = made.set_byte_offset(4), "misaligned");
     refused((&[2, 3], &[1, 1]), &|_| {}, "overlap");
     refused((&[2, -3], &[3, 1]), &|_| {}, "negative");
-    refused((&[3, 2], &[i64::MAX, i64::MAX]), &|_| {}, "apart");
-    // Offsets in bytes, strides that go back, and the description without a version are as good as others.
+    refused((&[3, 2], &[i64::MAX, i64::MAX]), &|_| {}, "span more bytes");
+    // Byte offsets, negative strides and unversioned descriptions are accepted.
     let layout: (&[i64], &[i64]) = (&[2, 2], &[-2, 1]);
     let x = import(described::<DLManagedTensorVersioned>(layout, |made| _ = made.set_byte_offset(24))).unwrap();
     assert_eq!(x.to_vec::<f64>().unwrap(), [3.0, 4.0, 1.0, 2.0]);
     let x = import(described::<DLManagedTensor>(fine, |_| {})).unwrap();
     assert_eq!(x.t().unwrap().to_vec::<f64>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
-    // Nobody is to write to what is read-only: the tensor has a copy.
+    // Read-only memory is copied.
     let read_only =
         described::<DLManagedTensorVersioned>(fine, |made| _ = made.set_flags(DlpackFlags::READ_ONLY).unwrap());
-    // SAFETY: nobody changes the description.
+    // SAFETY: nothing changes the description.
     let place = unsafe { read_only.tensor() }.data;
     let x = import(read_only).unwrap();
     x.add_scalar_(1).unwrap();
@@ -228,7 +228,7 @@ fn what_cannot_be_a_tensor_is_told() {
 }
 
 #[test]
-fn what_cannot_go_out_is_told() {
+fn unsupported_exports_are_errors() {
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         let x = Tensor::ones(3, device).unwrap();
         let error = x.to_dlpack().err().unwrap();
@@ -237,10 +237,10 @@ fn what_cannot_go_out_is_told() {
             "{error}"
         );
         let exported = x.to_device(Device::Cpu).unwrap().to_dlpack().unwrap();
-        assert_eq!(follow::<f32>(&exported), [1.0; 3]);
+        assert_eq!(read_elements::<f32>(&exported), [1.0; 3]);
     }
     let w = Tensor::ones(3, Device::Cpu).unwrap().requires_grad_(true).unwrap();
     let error = w.to_dlpack().err().unwrap();
     assert!(error.to_string().contains("detach"), "{error}");
-    assert_eq!(follow::<f32>(&w.detach().to_dlpack().unwrap()), [1.0; 3]);
+    assert_eq!(read_elements::<f32>(&w.detach().to_dlpack().unwrap()), [1.0; 3]);
 }

@@ -1,4 +1,4 @@
-//! What the documentation says of the code: keys, and links to tests.
+//! Checks statements of the documentation about the code: configuration keys, and links to tests.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use claystone::storage::Config;
 const PAGE: &str = include_str!("../../docs/allocator.md");
 
 #[test]
-fn the_table_of_keys_is_that_of_the_program() {
+fn documented_configuration_keys_match_the_code() {
     let rows: Vec<&str> = PAGE.lines().skip_while(|line| !line.starts_with("| key |")).skip(2).collect();
     for (key, row) in Config::KEYS.iter().zip(rows) {
         assert_eq!(row, format!("| `{}` | `{}` | {} | {} |", key.name, key.default_value(), key.allowed, key.doc));
@@ -23,7 +23,7 @@ fn linked_tests_exist() {
     let links: Vec<(&str, &str)> = PAGE
         .split("[`")
         .skip(1)
-        .filter_map(|text| text.split_once("`](")) // a name, and where it is
+        .filter_map(|text| text.split_once("`](")) // a name and its file
         .map(|(name, rest)| (name, rest.split(')').next().unwrap_or_default()))
         .filter(|(_, file)| file.ends_with(".rs"))
         .collect();

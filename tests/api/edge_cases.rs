@@ -1,4 +1,4 @@
-//! Where formulas meet their limits: signed zeros, crossed bounds, constant rows, scalars. The values are PyTorch's.
+//! Edge cases of formulas: signed zeros, crossed bounds, constant rows, scalars. The expected values are PyTorch's.
 
 use claystone::autograd::{GradOptions, grad, grad_with_options};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
@@ -11,7 +11,7 @@ fn tensor(values: &[f32], device: Device) -> Tensor {
 }
 
 #[test]
-fn angles_at_zero() {
+fn atan2_at_signed_zeros() {
     use std::f32::consts::{FRAC_PI_2, PI};
     each_device(|d| {
         let (y, x) = (tensor(&[1.0, -1.0, 1.0, 0.0, 0.0], d), tensor(&[-0.0, -0.0, 0.0, 0.0, -2.0], d));
@@ -32,7 +32,7 @@ fn angles_at_zero() {
 }
 
 #[test]
-fn sides_and_thresholds_of_nan() {
+fn hypot_and_threshold_of_nan() {
     each_device(|d| {
         let (a, b) = (tensor(&[f32::NEG_INFINITY, f32::NAN, 3.0], d), tensor(&[f32::NAN, 1.0, -4.0], d));
         let sides = vec(&a.hypot(&b).unwrap());
@@ -43,7 +43,7 @@ fn sides_and_thresholds_of_nan() {
 }
 
 #[test]
-fn hardswish_has_its_limits_slopes_at_infinity() {
+fn hardswish_gradients_at_infinity() {
     each_device(|d| {
         let x = tensor(&[f32::NEG_INFINITY, -3.5, 0.0, 3.5, f32::INFINITY], d).requires_grad_(true).unwrap();
         x.hardswish().unwrap().sum((), false).unwrap().backward().unwrap();
@@ -52,7 +52,7 @@ fn hardswish_has_its_limits_slopes_at_infinity() {
 }
 
 #[test]
-fn a_product_with_a_logarithm_has_a_slope_at_zero() {
+fn xlogy_has_a_gradient_at_zero() {
     each_device(|d| {
         let x = Tensor::zeros(3, d).unwrap().requires_grad_(true).unwrap();
         let y = tensor(&[2.0, 0.5, 0.0], d);
@@ -65,9 +65,9 @@ fn a_product_with_a_logarithm_has_a_slope_at_zero() {
     });
 }
 
-/// Formulas of |x| have none where x is 0, though the functions do.
+/// Formulas of |x| have no second derivative at 0, although the functions do.
 #[test]
-fn smooth_functions_have_second_derivatives_everywhere() {
+fn smooth_functions_have_second_derivatives_at_zero() {
     type Function = fn(&Tensor) -> Result<Tensor>;
     let functions: [(&str, Function, f32, f32); 9] = [
         ("smooth_l1_loss", |x| x.smooth_l1_loss(&x.full_like(2)?, 0.5, LossReduction::Sum), 2.0, 2.0),
@@ -98,7 +98,7 @@ fn smooth_functions_have_second_derivatives_everywhere() {
 }
 
 #[test]
-fn crossed_bounds_give_the_upper_one() {
+fn crossed_clamp_bounds_give_the_upper_bound() {
     each_device(|d| {
         assert_eq!(vec(&tensor(&[0.0, 3.0, 7.0], d).clamp(5.0, 1.0).unwrap()), [1.0, 1.0, 1.0]);
         let bounded = vec(&tensor(&[f32::NAN, -9.0, 2.0, 9.0], d).clamp(-1.0, 3.0).unwrap());
@@ -107,13 +107,13 @@ fn crossed_bounds_give_the_upper_one() {
 }
 
 #[test]
-fn logarithms_and_hyperbolic_functions_at_their_ends() {
+fn logarithms_and_hyperbolic_functions_at_their_limits() {
     each_device(|d| {
         let logs = vec(&tensor(&[8.0, 0.25, 0.0, f32::INFINITY, -1.0], d).log2().unwrap());
         assert!(logs[..4] == [3.0, -2.0, f32::NEG_INFINITY, f32::INFINITY] && logs[4].is_nan(), "{logs:?}");
         let tens = vec(&tensor(&[1000.0, 1.0, 0.0], d).log10().unwrap());
         assert!((tens[0] - 3.0).abs() < 1e-6 && tens[1..] == [0.0, f32::NEG_INFINITY], "{tens:?}");
-        // exp(89) is more than f32 holds, half of it is not.
+        // exp(89) overflows f32, half of it does not.
         for (got, right) in [
             (tensor(&[89.0, -89.0, 30.0], d).sinh(), [89f64.sinh(), -89f64.sinh(), 30f64.sinh()]),
             (tensor(&[89.0, -89.0, 30.0], d).cosh(), [89f64.cosh(), 89f64.cosh(), 30f64.cosh()]),
@@ -128,7 +128,7 @@ fn logarithms_and_hyperbolic_functions_at_their_ends() {
 }
 
 #[test]
-fn a_constant_row_has_a_gradient() {
+fn constant_rows_have_a_zero_std_gradient() {
     each_device(|d| {
         let x = Tensor::from_slice(&[2f32, 2.0, 2.0, 1.0, 2.0, 6.0], [2, 3], d).unwrap().requires_grad_(true).unwrap();
         let std = x.std(1, 1, false).unwrap();
@@ -142,18 +142,18 @@ fn a_constant_row_has_a_gradient() {
 }
 
 #[test]
-fn a_scalar_is_reduced_over_its_one_dim() {
+fn scalars_can_be_reduced_over_dim_zero() {
     each_device(|d| {
         let x = Tensor::full((), 3.0, d).unwrap();
         assert_eq!(x.sum(-1, false).unwrap().item::<f32>().unwrap(), 3.0);
         assert_eq!(x.max(0, true).unwrap().shape().dims(), [0usize; 0]);
         let error = x.sum(1, false).unwrap_err();
-        assert_eq!(error.to_string(), "sum: dimension 1 is out of range: there is none");
+        assert_eq!(error.to_string(), "sum: dimension 1 is out of range: the tensor is a scalar");
     });
 }
 
 #[test]
-fn integers_become_floats_where_the_output_is_one() {
+fn integer_inputs_are_converted_for_float_outputs() {
     each_device(|d| {
         let bytes = Tensor::from_slice(&[0u8, 51, 255], 3, d).unwrap();
         let out = Tensor::zeros(3, d).unwrap();
@@ -168,7 +168,7 @@ fn integers_become_floats_where_the_output_is_one() {
 }
 
 #[test]
-fn errors_name_the_method_that_was_called() {
+fn errors_name_the_called_method() {
     each_device(|d| {
         let whole = Tensor::zeros([2, 3], (DType::I64, d)).unwrap();
         let (a, table) = (Tensor::zeros([2, 3], d).unwrap(), Tensor::zeros([4, 2], d).unwrap());
@@ -187,9 +187,9 @@ fn errors_name_the_method_that_was_called() {
     });
 }
 
-/// What is written to half-precision parameters between steps is not overwritten by the weights kept beside them.
+/// Changes to 16-bit parameters between steps are not overwritten by the f32 copies that the optimizer keeps.
 #[test]
-fn parameters_may_be_changed_between_steps() {
+fn parameters_can_be_changed_between_steps() {
     each_device(|d| {
         let made = || Tensor::full(4, 2.0, (DType::BF16, d)).unwrap().requires_grad_(true).unwrap();
         let (mut a, mut b) = (made(), made());
@@ -214,7 +214,7 @@ fn parameters_may_be_changed_between_steps() {
     });
 }
 
-/// The first update of a parameter is its first, however many others have had.
+/// Each parameter counts its own steps, so a parameter's first update has step number 1.
 #[test]
 fn adamw_counts_the_steps_of_each_parameter() {
     each_device(|d| {
@@ -229,7 +229,7 @@ fn adamw_counts_the_steps_of_each_parameter() {
             loss.backward().unwrap();
             adamw.step().unwrap();
         }
-        // A constant gradient moves a parameter by lr each time.
+        // With a constant gradient, each step moves a parameter by lr.
         assert!(vec(&early).iter().all(|x| (x + 5.0).abs() < 1e-3), "{early}");
         assert!(vec(&late).iter().all(|x| (x + 0.1).abs() < 1e-5), "{late}");
     });

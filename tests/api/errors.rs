@@ -1,4 +1,4 @@
-//! Bad input gives one clear error from a method, and every other tensor still holds its values.
+//! Invalid input returns one clear error, and leaves all other tensors unchanged.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -8,9 +8,9 @@ use claystone::ops::{self, Backend, Expr, Implementation, register};
 use claystone::optim::{Sgd, SgdConfig};
 use claystone::{ConvOptions, CrossEntropy, DType, Device, Error, MaxPoolOptions, Result, Tensor};
 
-use crate::common::{alone, each_device, iota};
+use crate::common::{each_device, in_own_process, iota};
 
-/// Runs `bad`, expects its error to mention all of `words`, and checks that a bystander is unharmed.
+/// Runs `bad`, expects an error that mentions all of `words`, and checks that another tensor is unchanged.
 #[track_caller]
 fn refused<T>(device: Device, words: &[&str], bad: impl FnOnce() -> Result<T>) -> Error {
     let bystander = iota(&[5, 7], device);
@@ -28,7 +28,7 @@ fn refused<T>(device: Device, words: &[&str], bad: impl FnOnce() -> Result<T>) -
 }
 
 #[test]
-fn shapes_that_do_not_go_together() {
+fn mismatched_shapes() {
     each_device(|d| {
         let (a, b) = (iota(&[2, 3], d), iota(&[4], d));
         refused(d, &["add", "[2, 3]", "[4]"], || a.add(&b));
@@ -58,7 +58,7 @@ fn dimensions_and_indices_out_of_range() {
 }
 
 #[test]
-fn dtypes_that_differ_or_do_not_fit() {
+fn mismatched_and_unsupported_dtypes() {
     each_device(|d| {
         let (a, b) = (iota(&[3], d), Tensor::ones(&[3], (DType::F16, d)).unwrap());
         let e = refused(d, &["matmul", "f32", "f16", "to_dtype"], || a.matmul(&b));
@@ -80,7 +80,7 @@ fn dtypes_that_differ_or_do_not_fit() {
 }
 
 #[test]
-fn devices_that_are_not_there_or_differ() {
+fn missing_and_mismatched_devices() {
     let missing = Device::OpenCL(77);
     for e in [Tensor::zeros(&[2], missing).err(), Tensor::rand(&[2], missing).err(), missing.info().err()] {
         assert!(matches!(e, Some(Error::NoDevice { .. })), "{e:?}");
@@ -98,13 +98,13 @@ fn devices_that_are_not_there_or_differ() {
 }
 
 #[test]
-fn more_memory_than_the_device_has() {
+fn out_of_memory_leaves_tensors_intact() {
     each_device(|d| {
         for shape in [vec![1usize << 46], vec![usize::MAX, usize::MAX], vec![1 << 31, 1 << 31]] {
             let words = ["out of memory", &d.to_string()];
             let e = refused(d, &words, || Tensor::zeros(shape.clone(), d));
             assert!(matches!(e, Error::OutOfMemory { .. }), "{e:?}");
-            // Sizes that no offset could be computed from are no view either.
+            // Sizes whose offsets would overflow cannot be views either.
             let words = if shape[0] == usize::MAX { &["expand"][..] } else { &words };
             refused(d, words, || iota(&[1], d).expand(shape.clone())?.try_clone());
         }
@@ -129,7 +129,7 @@ fn integer_division_by_zero() {
 }
 
 #[test]
-fn in_place_into_elements_that_are_one() {
+fn in_place_writes_to_expanded_tensors() {
     each_device(|d| {
         let a = iota(&[1, 3], d);
         refused(d, &["strides", "clone"], || a.expand([4, 3])?.fill_(1).map(|_| ()));
@@ -137,7 +137,7 @@ fn in_place_into_elements_that_are_one() {
 }
 
 #[test]
-fn overlapping_in_place_operands_behave_as_if_read_first() {
+fn overlapping_in_place_operands_are_read_before_the_write() {
     each_device(|d| {
         let a = iota(&[6], d);
         a.narrow(0, 1, 5).unwrap().copy_(&a.narrow(0, 0, 5).unwrap()).unwrap();
@@ -152,7 +152,7 @@ fn overlapping_in_place_operands_behave_as_if_read_first() {
 }
 
 #[test]
-fn expressions_that_make_no_sense() {
+fn invalid_expressions() {
     use claystone::ops::Expr;
     each_device(|d| {
         let a = iota(&[3], d);
@@ -163,11 +163,11 @@ fn expressions_that_make_no_sense() {
 }
 
 #[test]
-fn sizes_beyond_all_bounds() {
+fn sizes_that_overflow() {
     let m = isize::MAX as usize;
     each_device(|d| {
         let (one, none) = (Tensor::ones(1, d).unwrap(), Tensor::zeros(0, d).unwrap());
-        // A size of 0 hides the others from the product.
+        // A size of 0 makes the product 0, which must not hide the other sizes.
         refused(d, &["memory"], || Tensor::zeros(&[0, m, 4], d));
         refused(d, &["memory"], || Tensor::empty(&[m, 0, 4], d));
         refused(d, &["reshape"], || none.reshape([0, m, 4]));
@@ -182,12 +182,12 @@ fn sizes_beyond_all_bounds() {
 }
 
 #[test]
-fn formulas_that_read_what_is_not_there() {
+fn formulas_with_missing_inputs() {
     each_device(|d| {
         let x = iota(&[2, 2], d);
         refused(d, &["map"], || Tensor::map(&[&x], |_| Expr::input(usize::MAX)));
         refused(d, &["map"], || Tensor::map(&[&x], |e| &e[0] + Expr::scalar(usize::MAX)));
-        // Of integers a formula of floats would be cut short, or not compile.
+        // On integers, a float formula would be truncated or fail to compile.
         let n = x.to_dtype(DType::I64).unwrap();
         refused(d, &["linear_map", "i64"], || n.linear_map(&n, None, |z| z * 0.5));
         assert_eq!(n.linear_map(&n, None, |z| z * 2.0).unwrap().to_vec::<i64>().unwrap(), [2, 6, 6, 26]);
@@ -195,7 +195,7 @@ fn formulas_that_read_what_is_not_there() {
 }
 
 #[test]
-fn sequences_and_parameters_that_make_no_sense() {
+fn invalid_sequences_and_parameters() {
     each_device(|d| {
         refused(d, &["arange", "-0.5"], || Tensor::arange(0, -0.5, 1, d));
         let mut w = Tensor::ones(2, d).unwrap().requires_grad_(true).unwrap();
@@ -205,18 +205,18 @@ fn sequences_and_parameters_that_make_no_sense() {
 }
 
 #[test]
-fn views_and_layers_beyond_all_bounds() {
+fn views_and_layers_that_overflow() {
     let m = isize::MAX as usize;
     each_device(|d| {
         let one = Tensor::ones(1, d).unwrap();
-        // Bytes of so many elements overflow.
+        // The number of bytes overflows.
         refused(d, &["memory"], || one.expand(1usize << 62)?.pin_memory(d));
         refused(d, &["as_strided"], || one.as_strided([0, 3], &[isize::MIN, 1], 0));
         refused(d, &["as_strided"], || one.as_strided([0], &[1], 99));
         assert_eq!(one.as_strided([0, 3], &[7, 1], 1).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 0.0);
         refused(d, &["memory"], || Conv2d::new(1, 1, [m, 4], ConvOptions::default(), d).map(drop));
         refused(d, &["memory"], || MultiheadAttention::new(m, 1, d).map(drop));
-        // A list of so many tensors, and of so many rows.
+        // Lists with this many tensors, or this many rows.
         refused(d, &["tensor_split"], || one.tensor_split(1 << 60, 0));
         refused(d, &["room"], || Tensor::tril_indices(1 << 60, 2, 0, d));
         assert_eq!(Tensor::tril_indices(1 << 60, 2, 2 - (1 << 60), d).unwrap().numel(), 2 * 3);
@@ -226,9 +226,9 @@ fn views_and_layers_beyond_all_bounds() {
 }
 
 #[test]
-fn windows_of_nothing_but_padding() {
+fn windows_that_contain_only_padding() {
     each_device(|d| {
-        // Of two elements, four apart, one lies before and one behind an image of one.
+        // Two taps with dilation 4 on an image of one element: one is before the image, the other after it.
         let x = Tensor::ones([1, 1, 1], d).unwrap();
         let options = MaxPoolOptions { padding: [2, 0].into(), dilation: [4, 1], ..MaxPoolOptions::default() };
         refused(d, &["max_pool2d", "padding"], || x.max_pool2d([2, 1], options));
@@ -239,21 +239,21 @@ fn windows_of_nothing_but_padding() {
     });
 }
 
-/// In a process of its own: others use the operation that it replaces.
+/// In its own process, because it replaces an operation that other tests use.
 #[test]
-fn code_of_the_users_that_gives_something_else() {
-    if !alone("errors::code_of_the_users_that_gives_something_else") {
+fn invalid_results_of_user_code() {
+    if !in_own_process("errors::invalid_results_of_user_code") {
         return;
     }
     each_device(|d| {
         let x = iota(&[2, 3], d).requires_grad_(true).unwrap();
-        // A gradient of another dtype would be read as if it were the input's.
+        // A gradient of another dtype must not be read as the input's dtype.
         let halves = Implementation::new(|x, _| Ok(vec![x[0].exp()?]))
             .with_backward(|_, _, grad| Ok(vec![Some(grad.to_dtype(DType::F16)?)]));
         let _kept = register("gradient_of_halves", d.into(), halves).unwrap();
         let call = || ops::call("gradient_of_halves", &[&x], &[])?[0].sum((), false)?.backward();
         refused(d, &["gradient_of_halves", "dtype"], call);
-        // What is made of a replaced operation does not trust its shape.
+        // Compositions check the shape that a replaced operation returns.
         let short = Implementation::new(|x, _| Ok(vec![Tensor::ones(1, x[0])?]));
         let _short = register("sub", d.into(), short).unwrap();
         refused(d, &["[1]"], || x.std(1, 1, false));
@@ -269,7 +269,7 @@ fn code_of_the_users_that_gives_something_else() {
 }
 
 #[test]
-fn a_registration_may_be_held_by_another() {
+fn registrations_can_own_other_registrations() {
     let same = |x: &[&Tensor]| Ok(vec![x[0].shallow_clone()]);
     let inner = register("held", Backend::Cpu, Implementation::new(move |x, _| same(x))).unwrap();
     let holder = Implementation::new(move |x, _| {
@@ -283,9 +283,9 @@ fn a_registration_may_be_held_by_another() {
     assert!(ops::call("held", &[&x], &[]).is_err() && ops::call("holder", &[&x], &[]).is_err());
 }
 
-/// What an operation in place had written before it failed counts as a change.
+/// If an in-place operation fails, the elements that it wrote before still count as changes.
 #[test]
-fn a_failed_change_is_a_change() {
+fn failed_in_place_operations_count_as_changes() {
     each_device(|d| {
         let index = Tensor::from_slice(&[1i64, 0], 2, d).unwrap();
         let y = iota(&[2, 3], d).requires_grad_(true).unwrap().index_select(0, &index).unwrap();

@@ -1,4 +1,4 @@
-//! Graphs: what is replayed is what would have been computed, on every OpenCL device.
+//! Graphs: replays compute the same as the captured calls, on every OpenCL device.
 
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
@@ -14,7 +14,7 @@ fn ramp(n: usize, shape: &[usize], scale: f32, device: Device) -> Tensor {
     Tensor::from_slice(&values, shape, device).unwrap()
 }
 
-/// An MLP whose weights are the same each time.
+/// Training of an MLP with fixed initial weights.
 struct Training {
     net: Sequential,
     sgd: Sgd,
@@ -54,8 +54,8 @@ impl Training {
 }
 
 #[test]
-fn replays_train_as_steps_do() {
-    // What is captured reads buffers: steps that read images would have other roundings.
+fn replays_match_eager_training_steps() {
+    // Graphs capture kernels that read buffers; eager steps that read images would round differently.
     with_memory_mode(MemoryMode::Buffer, train_both);
 }
 
@@ -67,7 +67,7 @@ fn train_both() {
         assert_eq!(launches, 0, "a capture launches nothing on {device}");
         assert_eq!(replayed.weights(), before, "nor changes anything");
         for step in 0..20 {
-            // Another batch each time.
+            // A new batch in each step.
             let x = ramp(32 * 40, &[32, 40], 1.0 + step as f32 / 10.0, device);
             eager.x.copy_(&x).unwrap();
             replayed.x.copy_(&x).unwrap();
@@ -78,13 +78,13 @@ fn train_both() {
         }
         assert_eq!(replayed.weights(), eager.weights(), "on {device}");
         assert!(graph.commands() >= 6 && graph.reserved_bytes() > 0);
-        // Eager steps go on from there.
+        // Eager steps can continue after the replays.
         assert_eq!(vec(&replayed.step().unwrap()), vec(&eager.step().unwrap()));
     }
 }
 
 #[test]
-fn views_fills_copies_and_changes_in_place() {
+fn graphs_contain_views_fills_copies_and_in_place_changes() {
     let work = |x: &Tensor, sums: &Tensor| -> Result<(Tensor, Tensor)> {
         let turned = x.t()?.contiguous()?; // [5, 6]
         let part = x.narrow(0, 1, 3)?.slice(1, 0, 5, 2)?; // rows 1..4, columns 0, 2, 4
@@ -113,12 +113,12 @@ fn views_fills_copies_and_changes_in_place() {
 }
 
 #[test]
-fn memory_is_kept_while_the_graph_lives() {
+fn graphs_keep_their_memory() {
     for device in opencl() {
         let x = ramp(5000, &[5000], 2.0, device);
         let values = vec(&x);
         let (graph, y) = Graph::capture(device, || x.exp()?.add_scalar(1)?.mul(&x)?.log1p()).unwrap();
-        // Its input is dropped, and so were the temporaries: others are given other memory.
+        // The input and the temporaries were dropped, but new tensors must not get their memory.
         drop(x);
         let others: Vec<Tensor> = (0..20).map(|i| Tensor::full(&[5000], i, device).unwrap()).collect();
         graph.replay().unwrap();
@@ -130,7 +130,7 @@ fn memory_is_kept_while_the_graph_lives() {
         for (i, t) in others.iter().enumerate() {
             assert_eq!(vec(t), [i as f32; 5000]);
         }
-        // Its memory serves others afterwards, the result stays.
+        // After the graph is dropped its memory is reused, but the result is kept.
         let before = vec(&y);
         drop(graph);
         drop(others);
@@ -141,7 +141,7 @@ fn memory_is_kept_while_the_graph_lives() {
 }
 
 #[test]
-fn two_graphs_and_a_stream_of_their_own() {
+fn graphs_replay_on_another_stream() {
     for device in opencl() {
         let stream = Stream::new(device).unwrap();
         let x = ramp(100, &[100], 2.0, device);
@@ -162,9 +162,9 @@ fn two_graphs_and_a_stream_of_their_own() {
 }
 
 #[test]
-fn what_cannot_be_captured_says_so_and_changes_nothing() {
-    if !common::alone("graph::what_cannot_be_captured_says_so_and_changes_nothing") {
-        return; // others would allocate meanwhile
+fn unsupported_captures_are_errors_and_change_nothing() {
+    if !common::in_own_process("graph::unsupported_captures_are_errors_and_change_nothing") {
+        return; // other tests would allocate meanwhile
     }
     for device in opencl() {
         let x = ramp(12, &[3, 4], 2.0, device);
@@ -189,7 +189,7 @@ fn what_cannot_be_captured_says_so_and_changes_nothing() {
         ];
         for (word, mut case) in cases {
             let captured = Graph::capture(device, || {
-                x.add_scalar_(1)?; // would be seen below
+                x.add_scalar_(1)?; // would be visible below if it ran
                 case()
             });
             let error = captured.expect_err(word);
@@ -209,7 +209,7 @@ fn what_cannot_be_captured_says_so_and_changes_nothing() {
     assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains("call the closure"), "{error}");
 }
 
-/// A replay changes what it writes, for autograd as well; a failed capture has changed nothing.
+/// Replays count as changes of the tensors that they write, also for autograd; a failed capture changes nothing.
 #[test]
 fn replays_count_as_changes() {
     for device in opencl() {
@@ -226,9 +226,9 @@ fn replays_count_as_changes() {
     }
 }
 
-/// Also of what the graph has allocated itself; a backward pass of what was captured is of the last replay.
+/// Also for tensors that the graph allocated; a backward pass of captured results uses the values of the last replay.
 #[test]
-fn replays_change_their_own_results() {
+fn replays_count_as_changes_of_their_results() {
     for device in opencl() {
         let (x, w) = (Tensor::ones(4, device).unwrap(), ramp(4, &[4], 1.0, device).requires_grad_(true).unwrap());
         let (graph, y) = Graph::capture(device, || x.add_scalar(1)).unwrap();
@@ -252,7 +252,7 @@ fn replays_change_their_own_results() {
 }
 
 #[test]
-fn what_a_kernel_finds_wrong_is_told() {
+fn kernel_errors_of_replays_are_reported() {
     for device in opencl() {
         let logits = ramp(6, &[2, 3], 1.0, device);
         let labels = Tensor::from_slice(&[0i64, 2], 2, device).unwrap();
@@ -269,20 +269,20 @@ fn what_a_kernel_finds_wrong_is_told() {
     }
 }
 
-/// Two layers' worth of work on x, which drops what it makes between.
+/// Several operations on x, with temporaries.
 fn between(x: &Tensor, by: f64) -> Result<Tensor> {
     x.add_scalar(by)?.relu()?.mul_scalar(by)?.sum(1, false)
 }
 
 #[test]
-fn graphs_share_a_pool() {
+fn graphs_can_share_a_memory_pool() {
     for device in opencl() {
         let x = ramp(512 * 700, &[512, 700], 3.0, device);
         let (first, a) = Graph::capture(device, || between(&x, 2.0)).unwrap();
         let one = first.reserved_bytes();
         let pool = first.pool().clone();
         let (second, b) = Graph::capture_in(&pool, || between(&x, 3.0)).unwrap();
-        // What the second uses of the first's results is kept for its replays, although the user drops it.
+        // A result of the first graph that the second one reads is kept for replays, although the user drops it.
         let (third, c) = Graph::capture_in(&pool, || a.add(&b)?.mul_scalar(2.0)).unwrap();
         assert_eq!(third.pool().id(), first.pool().id());
         assert!(second.reserved_bytes() < one + one / 4, "what the first dropped serves the second");
@@ -295,7 +295,7 @@ fn graphs_share_a_pool() {
             [&first, &second, &third, &fourth].into_iter().for_each(|graph| graph.replay().unwrap());
             assert_eq!((vec(&c), vec(&d)), (vec(&want), vec(&last)), "{device}");
         }
-        // The pool lives as long as anybody has it.
+        // The pool lives as long as a graph uses it.
         drop((first, second, pool));
         [&third, &fourth].into_iter().for_each(|graph| graph.replay().unwrap());
         let last = between(&x, 4.0).unwrap();
@@ -304,21 +304,22 @@ fn graphs_share_a_pool() {
 }
 
 #[test]
-fn pools_that_cannot_be_shared_are_refused() {
+fn invalid_pool_sharing_is_an_error() {
     for device in opencl() {
         let x = Tensor::ones(1000, device).unwrap();
         let (graph, _) = Graph::capture(device, || x.exp()).unwrap();
         let side = Stream::new(device).unwrap();
-        let told = with_stream(&side, || Graph::capture_in(graph.pool(), || x.exp()));
-        assert!(told.as_ref().is_err_and(|e| e.to_string().contains("memory of stream 0")), "{told:?}");
+        let message = with_stream(&side, || Graph::capture_in(graph.pool(), || x.exp()));
+        assert!(message.as_ref().is_err_and(|e| e.to_string().contains("memory of stream 0")), "{message:?}");
         let lends = MemPool::of_device(device, MemPoolOptions { use_on_oom: true, ..Default::default() }).unwrap();
-        let told = Graph::capture_in(&lends, || x.exp());
-        assert!(told.as_ref().is_err_and(|e| e.to_string().contains("use_on_oom")), "{told:?}");
-        // And while another thread captures into it; after that it is free again.
+        let message = Graph::capture_in(&lends, || x.exp());
+        assert!(message.as_ref().is_err_and(|e| e.to_string().contains("use_on_oom")), "{message:?}");
+        // Also while another thread captures into the pool; afterwards the pool is available again.
         let pool = graph.pool();
         Graph::capture_in(pool, || {
-            let told = std::thread::scope(|scope| scope.spawn(|| Graph::capture_in(pool, || x.exp())).join().unwrap());
-            assert!(told.as_ref().is_err_and(|e| e.to_string().contains("one after another")), "{told:?}");
+            let message =
+                std::thread::scope(|scope| scope.spawn(|| Graph::capture_in(pool, || x.exp())).join().unwrap());
+            assert!(message.as_ref().is_err_and(|e| e.to_string().contains("one graph at a time")), "{message:?}");
             x.exp()
         })
         .unwrap();

@@ -1,11 +1,11 @@
-//! Formulas of a graph that become one launch, and those that are left out: the values are those of calls.
+//! Formulas that a graph fuses into one launch, and formulas that it omits: the values equal those of eager calls.
 
 use claystone::device::count_launches;
 use claystone::{DType, Graph, Result, Tensor};
 
 use crate::common::{opencl, scattered, values};
 
-/// Work on a matrix of 12 x 20, and how many commands it is as a graph.
+/// Work on a 12 x 20 matrix, and its number of commands in a graph.
 struct Case {
     name: &'static str,
     commands: usize,
@@ -99,7 +99,7 @@ const CASES: [Case; 22] = [
 ];
 
 #[test]
-fn chains_are_one_launch_with_the_same_values() {
+fn chains_are_fused_with_the_same_values() {
     for device in opencl() {
         for Case { name, commands, work } in CASES {
             let (x, other) = (scattered(&[12, 20], 3.0, device), scattered(&[12, 20], 3.0, device));
@@ -120,7 +120,7 @@ fn chains_are_one_launch_with_the_same_values() {
     }
 }
 
-/// Numbers of a program.
+/// Random choices of a program.
 struct Choices(u64);
 
 impl Choices {
@@ -130,7 +130,7 @@ impl Choices {
     }
 }
 
-/// Some operations on 16 x 16 matrices, of which some are dropped on the way, so that others get their memory.
+/// Random operations on 16 x 16 matrices. Some results are dropped meanwhile, so that others reuse their memory.
 fn program(choices: &mut Choices, outside: &[Tensor]) -> Result<Vec<Tensor>> {
     let mut tensors: Vec<Tensor> = outside.iter().map(Tensor::shallow_clone).collect();
     for _ in 0..4 + choices.below(20) {
@@ -163,7 +163,7 @@ fn program(choices: &mut Choices, outside: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 #[test]
-fn random_programs_compute_as_calls_do() {
+fn random_graphs_match_eager_calls() {
     for device in opencl() {
         let (mut captured, mut called) = (0, 0);
         for seed in 0..150 {

@@ -1,4 +1,4 @@
-//! What is called when a leaf has collected its gradient, and when a backward pass is over.
+//! Hooks that run after a leaf has accumulated its gradient, and callbacks at the end of a backward pass.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,11 +7,11 @@ use claystone::{Error, Tensor, autograd};
 use crate::common::each_device;
 
 #[test]
-fn hooks_of_collected_gradients_see_the_sum_and_callbacks_come_last() {
+fn accumulation_hooks_get_the_sum_and_callbacks_run_last() {
     each_device(|device| {
         let w = Tensor::ones(2, device).unwrap().requires_grad_(true).unwrap();
-        let told = Arc::new(Mutex::new(Vec::<String>::new()));
-        let tell = told.clone();
+        let message = Arc::new(Mutex::new(Vec::<String>::new()));
+        let tell = message.clone();
         let hook = w.register_post_accumulate_grad_hook(move |grad| {
             tell.lock().unwrap().push(format!("collected {:?}", grad.to_vec::<f32>()?));
             let last = tell.clone();
@@ -27,8 +27,8 @@ fn hooks_of_collected_gradients_see_the_sum_and_callbacks_come_last() {
         hook.remove();
         backward().unwrap();
         let want = ["collected [3.0, 3.0]", "over", "collected [6.0, 6.0]", "over"];
-        assert_eq!(*told.lock().unwrap(), want);
-        // An error of either is the backward's, and what was queued before is forgotten.
+        assert_eq!(*message.lock().unwrap(), want);
+        // An error of a hook or callback is the backward's error, and callbacks queued before it are discarded.
         let fails = w.register_post_accumulate_grad_hook(|_| {
             Err(autograd::queue_callback(|| Ok(())).err().unwrap_or(Error::DivisionByZero { op: "hook" }))
         });
@@ -46,16 +46,16 @@ fn hooks_of_collected_gradients_see_the_sum_and_callbacks_come_last() {
     });
 }
 
-/// Also of a leaf that is used twice, whose gradient is complete with the older use.
+/// Also for a leaf that is used twice, whose gradient is complete after its earlier use.
 #[test]
-fn a_leaf_collects_its_gradient_before_older_operations() {
+fn leaves_accumulate_before_older_operations_run() {
     each_device(|device| {
         let leaf = || Tensor::ones(2, device).unwrap().requires_grad_(true).unwrap();
-        let told = Arc::new(Mutex::new(Vec::new()));
+        let message = Arc::new(Mutex::new(Vec::new()));
         let tell = |name: &'static str| {
-            let told = told.clone();
+            let message = message.clone();
             move |_: &Tensor| {
-                told.lock().unwrap().push(name);
+                message.lock().unwrap().push(name);
                 Ok(())
             }
         };
@@ -73,7 +73,7 @@ fn a_leaf_collects_its_gradient_before_older_operations() {
         y.register_hook(passing("y")).unwrap();
         let z = y.mul(&second).unwrap().mul(&twice).unwrap();
         z.sum((), false).unwrap().backward().unwrap();
-        assert_eq!(*told.lock().unwrap(), ["second", "y", "twice", "x", "first"], "on {device}");
+        assert_eq!(*message.lock().unwrap(), ["second", "y", "twice", "x", "first"], "on {device}");
         assert_eq!(twice.grad().unwrap().to_vec::<f32>().unwrap(), [2.0 * 1f32.exp(); 2]);
     });
 }

@@ -1,4 +1,4 @@
-//! Tensors over memory that something else owns, on the CPU and on OpenCL devices that work on the host's memory.
+//! Tensors over host memory of another owner, on the CPU and on OpenCL devices with unified memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use claystone::device::ReplayMode;
 use claystone::{Device, Error, Graph, Stream, Tensor, storage, with_stream};
 
-use crate::common::{alone, devices, vec};
+use crate::common::{devices, in_own_process, vec};
 
-/// Numbers from the beginning of a page on, as drivers want memory that they use in place, or some elements behind it. Tells
+/// An owner of numbers that start at a page boundary, as drivers require for in-place use, or some elements after it. Counts
 /// when it is dropped.
 struct Lent {
     values: Vec<f32>,
@@ -46,9 +46,9 @@ fn in_place(device: Device) -> bool {
 }
 
 #[test]
-fn the_memory_is_used_where_it_is_and_kept_as_long() {
-    if !alone("host_memory::the_memory_is_used_where_it_is_and_kept_as_long") {
-        return; // others would allocate meanwhile
+fn host_memory_is_used_in_place_and_kept_alive() {
+    if !in_own_process("host_memory::host_memory_is_used_in_place_and_kept_alive") {
+        return; // other tests would allocate meanwhile
     }
     for device in devices() {
         let (lent, dropped, _) = Lent::new(4096, 0);
@@ -57,7 +57,7 @@ fn the_memory_is_used_where_it_is_and_kept_as_long() {
         let x = Tensor::from_host_memory(lent, [64, 64], device).unwrap();
         assert!(!in_place(device) || counted() == before, "allocators do not count it");
         assert_eq!((x.device(), vec(&x)), (device, (0..4096).map(|i| i as f32).collect()));
-        // Kernels, views, fills and copies work on it as on any tensor.
+        // Kernels, views, fills and copies work as on any tensor.
         x.t().unwrap().narrow(0, 1, 2).unwrap().mul_scalar_(-1).unwrap();
         x.narrow(0, 0, 1).unwrap().zero_().unwrap();
         let sum = x.sum(1, false).unwrap().add(&x.i((.., 0)).unwrap()).unwrap();
@@ -69,7 +69,7 @@ fn the_memory_is_used_where_it_is_and_kept_as_long() {
         assert_eq!(dropped.load(SeqCst), 1, "once, on {device}");
         assert_eq!(vec(&sum)[..2], [0.0, 64.0 + (64..128).sum::<i32>() as f32 - 2.0 * 131.0]);
 
-        // And read and changed there, without a copy.
+        // The memory can be read and changed without a copy.
         let (lent, dropped, place) = Lent::new(4096, 0);
         let x = Tensor::from_host_memory(lent, 4096, device).unwrap();
         x.add_scalar_(1).unwrap();
@@ -85,13 +85,13 @@ fn the_memory_is_used_where_it_is_and_kept_as_long() {
         assert_eq!(vec(&x.mul_scalar(2).unwrap())[6..8], [14.0, 200.0]);
         let host = x.into_host::<f32>().unwrap();
         assert_eq!((host[7], dropped.load(SeqCst)), (100.0, 0));
-        drop(host); // mapped as it is
+        drop(host); // still mapped
         assert_eq!(dropped.load(SeqCst), 1);
     }
 }
 
 #[test]
-fn what_a_device_cannot_use_in_place_is_copied() {
+fn unsuitable_memory_is_copied() {
     for device in devices() {
         for (n, behind) in [(4096, 1), (4095, 0), (1, 0), (0, 0), (6, 2), (1024, 4)] {
             let (lent, dropped, place) = Lent::new(n, behind);
@@ -107,14 +107,14 @@ fn what_a_device_cannot_use_in_place_is_copied() {
             assert_eq!(dropped.load(SeqCst), 1);
         }
     }
-    // Vectors and boxed slices of any dtype; another number of elements is refused, and the owner dropped.
+    // Vectors and boxed slices of any dtype; a wrong number of elements is refused, and the owner dropped.
     for device in devices() {
         let x = Tensor::from_host_memory(vec![true, false, true], 3, device).unwrap();
         assert_eq!(x.to_vec::<bool>().unwrap(), [true, false, true]);
         let boxed: Box<[i64]> = (0..32).collect();
         let x = Tensor::from_host_memory(boxed, [4, 8], device).unwrap();
         assert_eq!(x.t().unwrap().to_vec::<i64>().unwrap()[..5], [0, 8, 16, 24, 1]);
-        let x = Tensor::from_host_memory([1.5f64; 6], [2, 3], device).unwrap(); // the owner has the elements inside
+        let x = Tensor::from_host_memory([1.5f64; 6], [2, 3], device).unwrap(); // the owner contains the elements
         assert_eq!(x.to_vec::<f64>().unwrap(), [1.5; 6]);
         let (lent, dropped, _) = Lent::new(8, 0);
         let error = Tensor::from_host_memory(lent, 9, device).unwrap_err();
@@ -124,7 +124,7 @@ fn what_a_device_cannot_use_in_place_is_copied() {
 }
 
 #[test]
-fn commands_under_way_end_before_the_memory_goes() {
+fn pending_commands_finish_before_the_memory_is_freed() {
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         let (lent, dropped, _) = Lent::new(1 << 20, 0);
         let x = Tensor::from_host_memory(lent, 1 << 20, device).unwrap();
@@ -134,7 +134,7 @@ fn commands_under_way_end_before_the_memory_goes() {
             (0..20).try_for_each(|_| x.add_scalar_(1).map(drop))?;
             x.sum((), false)
         });
-        drop(x); // while the side stream may be at work
+        drop(x); // while the side stream may still be working
         assert_eq!(dropped.load(SeqCst), 1);
         let want = (0..1u64 << 20).map(|i| i as f64 + 20.0).sum::<f64>();
         let got = f64::from(with_stream(&side, || sums.unwrap().item::<f32>()).unwrap());
@@ -143,13 +143,13 @@ fn commands_under_way_end_before_the_memory_goes() {
 }
 
 #[test]
-fn graphs_keep_it_and_faults_are_told() {
+fn graphs_keep_host_memory_and_errors_unmap_it() {
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         for mode in [ReplayMode::Host, ReplayMode::CommandBuffer] {
             let (lent, dropped, _) = Lent::new(1024, 0);
             let x = Tensor::from_host_memory(lent, 1024, device).unwrap();
             let (mut graph, y) = Graph::capture(device, || x.add_scalar_(1)?.mul_scalar(2)).unwrap();
-            let _ = graph.set_replay_mode(mode); // where the device has it
+            let _ = graph.set_replay_mode(mode); // if the device supports the mode
             drop(x);
             assert_eq!(dropped.load(SeqCst), usize::from(!in_place(device)));
             (0..3).for_each(|_| graph.replay().unwrap());
@@ -161,7 +161,7 @@ fn graphs_keep_it_and_faults_are_told() {
         let x = Tensor::from_host_memory(lent, 1024, device).unwrap();
         let inside = Graph::capture(device, || x.shallow_clone().into_host::<f32>().map(drop)).unwrap_err();
         assert!(matches!(inside, Error::Invalid { .. }), "{inside}");
-        // What a kernel found wrong is told to who waits, also by mapping; the memory is unmapped then.
+        // Kernel errors are reported to the next wait, also one by mapping; the memory is then unmapped.
         let labels = Tensor::from_slice(&[9i64], 1, device).unwrap();
         let _loss = x.narrow(0, 0, 4).unwrap().reshape([1, 4]).unwrap().cross_entropy(&labels).unwrap();
         let keep = x.shallow_clone();

@@ -1,5 +1,5 @@
-//! What the examples `mnist` and `resnet` read with `--data`: the digits of this repository, written as IDX files, packed and
-//! not, and files of CIFAR-10.
+//! The readers of the examples `mnist` and `resnet` for `--data`: this repository's digits written as IDX files, compressed and not,
+//! and CIFAR-10 files.
 
 #[allow(dead_code)] // the example uses the rest
 #[path = "../../examples/common/images.rs"]
@@ -15,7 +15,7 @@ use images::Set;
 
 use crate::common::each_device;
 
-/// The bytes of an IDX file of bytes.
+/// An IDX file of u8 elements.
 fn idx(shape: &[usize], elements: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0, 0, 8, shape.len() as u8];
     shape.iter().for_each(|&d| bytes.extend((d as u32).to_be_bytes()));
@@ -29,7 +29,7 @@ fn gzipped(bytes: &[u8]) -> Vec<u8> {
     packed.finish().unwrap()
 }
 
-/// The bytes that stand for a set's pixels, 0 to 16 of them, and its labels.
+/// The bytes of a set's pixels, which have 17 levels, and its labels.
 fn bytes(set: &Set) -> (Vec<u8>, Vec<u8>) {
     let pixels = set.images.to_vec::<f32>().unwrap().iter().map(|p| (p * 16.0).round() as u8 * 15).collect();
     (pixels, set.labels.to_vec::<i64>().unwrap().iter().map(|&l| l as u8).collect())
@@ -49,7 +49,7 @@ fn write(folder: &Path, name: &str, set: &Set, packed: bool) {
 }
 
 #[test]
-fn idx_files_give_the_set_that_was_written() {
+fn idx_files_survive_a_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let (train, test) = images::digits(Device::Cpu, DType::F32).unwrap();
     write(folder.path(), "train", &train, false);
@@ -68,7 +68,7 @@ fn idx_files_give_the_set_that_was_written() {
 }
 
 #[test]
-fn what_is_no_idx_file_is_refused_by_name() {
+fn invalid_idx_files_are_errors_that_name_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let says = |wanted: &str| {
         let error = images::idx(folder.path(), Device::Cpu, DType::F32).err().unwrap().to_string();
@@ -87,16 +87,16 @@ fn what_is_no_idx_file_is_refused_by_name() {
     says("2 images and 3 labels");
     fs::write(&labels, idx(&[3], &[0])).unwrap();
     says("has 1 bytes for shape [3]");
-    fs::write(&labels, [0, 0, 13, 1, 0, 0]).unwrap(); // floats
+    fs::write(&labels, [0, 0, 13, 1, 0, 0]).unwrap(); // floats instead of bytes
     says("no IDX file of bytes");
-    fs::write(&labels, [0, 0, 8, 2, 0, 0]).unwrap(); // cut short
+    fs::write(&labels, [0, 0, 8, 2, 0, 0]).unwrap(); // truncated
     says("no IDX file of bytes");
 }
 
-/// Each file has two images, of the file's number and of the image's in the red and the green plane, with a label of ten times the
-/// one and the other.
+/// Each file has two images. The red plane contains the file's number, the green plane the image's number; the label is ten times the
+/// first plus the second.
 #[test]
-fn cifar_10_gives_planes_and_labels() {
+fn cifar_10_files_have_planes_and_labels() {
     let folder = tempfile::tempdir().unwrap();
     let names = ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"];
     let file = |i: usize| folder.path().join(format!("{}.bin", names[i]));

@@ -1,4 +1,4 @@
-//! Memory of others as tensors.
+//! Imports memory of other code as tensors.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -6,26 +6,26 @@ use std::sync::Arc;
 use claystone::storage::{self, Storage};
 use claystone::{DType, Device, Error, Result, Tensor};
 
-use crate::common::{alone, devices, vec};
+use crate::common::{devices, in_own_process, vec};
 
-fn told(result: Result<Storage>) -> String {
+fn error_message(result: Result<Storage>) -> String {
     match result {
         Err(Error::Invalid { .. }) => result.unwrap_err().to_string(),
         other => panic!("{other:?}"),
     }
 }
 
-/// The other tensor's bytes from a byte on, as a buffer of other code would be.
+/// Imports bytes of a tensor from a byte offset on, as if they were a buffer of other code.
 fn import(x: &Tensor, from: usize, bytes: usize) -> Result<Storage> {
     let (buffer, offset) = x.storage().export_cl()?;
-    // SAFETY: x lives as long as the test uses what is imported, on the same stream.
+    // SAFETY: x lives while the test uses the imported storage, on the same stream.
     unsafe { Storage::import_cl(x.device(), buffer, offset + from, bytes) }
 }
 
 #[test]
-fn buffers_are_shared_and_not_counted() {
-    if !alone("import::buffers_are_shared_and_not_counted") {
-        return; // others would allocate meanwhile
+fn imported_buffers_are_shared_and_not_counted() {
+    if !in_own_process("import::imported_buffers_are_shared_and_not_counted") {
+        return; // other tests would allocate meanwhile
     }
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         let x = Tensor::arange(0, 1000, 1, device).unwrap().to_dtype(DType::F32).unwrap();
@@ -35,7 +35,7 @@ fn buffers_are_shared_and_not_counted() {
         let y = Tensor::from_storage(storage, [10, 10], DType::F32).unwrap();
         assert_eq!(storage::allocator(device).unwrap().stats().allocated_bytes.current, before);
         assert_eq!(vec(&y), (16..116).map(|i| i as f32).collect::<Vec<_>>(), "{device}");
-        // What one changes the other has; views, odd strides and copies are as everywhere.
+        // Both tensors see each other's changes; views, strides and copies work as usual.
         y.t().unwrap().narrow(0, 3, 1).unwrap().fill_(-1.0).unwrap();
         assert_eq!(vec(&x)[16..28], [16.0, 17.0, 18.0, -1.0, 20.0, 21.0, 22.0, 23.0, 24.0, 25.0, 26.0, 27.0]);
         let copy = y.t().unwrap().clone();
@@ -47,41 +47,41 @@ fn buffers_are_shared_and_not_counted() {
 }
 
 #[test]
-fn what_cannot_be_imported_is_told() {
+fn invalid_imports_are_errors() {
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         let x = Tensor::zeros(8, device).unwrap();
         let (buffer, offset) = x.storage().export_cl().unwrap();
-        assert!(told(import(&x, 4, 8)).contains("begin at a multiple of 16"));
-        assert!(told(import(&x, 0, usize::MAX)).contains("leave room for the last"));
-        assert!(told(import(&x, 0, 1 << 60)).contains("leave room"));
+        assert!(error_message(import(&x, 4, 8)).contains("begin at a multiple of 16"));
+        assert!(error_message(import(&x, 0, usize::MAX)).contains("leave room for the last"));
+        assert!(error_message(import(&x, 0, 1 << 60)).contains("leave room"));
         assert_eq!(import(&x, 0, 0).unwrap().nbytes(), 0);
-        // SAFETY: nothing is imported.
+        // SAFETY: a null handle, which is refused.
         let none = unsafe { Storage::import_cl(device, std::ptr::null_mut(), 0, 16) };
-        assert!(told(none).contains("null"));
-        // SAFETY: as above.
+        assert!(error_message(none).contains("null"));
+        // SAFETY: a live buffer; the CPU device is refused.
         let wrong = unsafe { Storage::import_cl(Device::Cpu, buffer, offset, 16) };
-        assert!(told(wrong).contains("from_host_memory"));
+        assert!(error_message(wrong).contains("from_host_memory"));
         let contexts: Vec<_> = devices().into_iter().filter_map(|device| device.cl_context().ok()).collect();
         assert!(!contexts.is_empty() && contexts.iter().all(|context| !context.is_null()));
         for other in devices().into_iter().filter(|&other| other != Device::Cpu && other != device) {
-            // SAFETY: as above.
+            // SAFETY: a live buffer of another context, which is refused.
             let wrong = unsafe { Storage::import_cl(other, buffer, offset, 16) };
-            assert!(told(wrong).contains("of another context"));
+            assert!(error_message(wrong).contains("of another context"));
         }
         assert_eq!(vec(&x), [0.0; 8]);
     }
     assert!(Device::Cpu.cl_context().is_err());
 }
 
-/// Tells when it is dropped.
+/// An owner whose drop can be observed through the `Arc`.
 struct Owner(Vec<f32>, #[expect(dead_code, reason = "counted")] Arc<()>);
 
 #[test]
-fn host_memory_is_used_where_it_is_and_given_back() {
+fn host_memory_is_used_in_place_and_released() {
     let alive = Arc::new(());
     let mut owner = Owner((0..35).map(|i| i as f32).collect(), Arc::clone(&alive));
     let start = NonNull::new(owner.0.as_mut_ptr().cast::<u8>()).unwrap();
-    // SAFETY: the vector has 140 bytes, and is in nobody else's hands.
+    // SAFETY: the vector has 140 bytes, and nothing else uses it.
     let storage = unsafe { Storage::from_host_memory(start, 140, owner).unwrap() };
     let x = Tensor::from_storage(storage.clone(), [5, 7], DType::F32).unwrap();
     let part = x.narrow(1, 2, 3).unwrap().t().unwrap();
@@ -99,12 +99,12 @@ fn host_memory_is_used_where_it_is_and_given_back() {
 }
 
 #[test]
-fn addresses_and_sizes_are_checked() {
+fn addresses_and_sizes_of_host_memory_are_checked() {
     let mut bytes = vec![0u64; 4];
     let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>()).unwrap();
-    // SAFETY: refused.
+    // SAFETY: the misaligned address is refused.
     let odd = unsafe { Storage::from_host_memory(start.add(4), 8, ()) };
-    assert!(told(odd).contains("no multiple of 8"));
+    assert!(error_message(odd).contains("no multiple of 8"));
     // SAFETY: the vector has 32 bytes.
     let storage = unsafe { Storage::from_host_memory(start, 32, bytes).unwrap() };
     let few = Tensor::from_storage(storage.clone(), 9, DType::F32).unwrap_err().to_string();
@@ -114,13 +114,13 @@ fn addresses_and_sizes_are_checked() {
     assert!(refused(&storage, DType::Bool).contains("not every byte is a bool"));
     for device in devices() {
         let ten = Tensor::from_slice(&[1u8; 10], 10, device).unwrap();
-        assert!(refused(ten.storage(), DType::F32).contains("10 bytes are no whole number of f32"), "{device}");
+        assert!(refused(ten.storage(), DType::F32).contains("10 bytes are not a whole number of f32"), "{device}");
         assert_eq!(Tensor::from_storage(ten.storage().clone(), 4, DType::F16).unwrap().shape().numel(), 4);
     }
 }
 
 #[test]
-fn storages_are_seen_by_any_strides_that_stay_inside() {
+fn storages_support_any_strides_within_bounds() {
     for device in devices() {
         let x = Tensor::arange(0, 6, 1, device).unwrap();
         let view = |shape: &[usize], strides: &[isize], offset, dtype| {
@@ -132,7 +132,7 @@ fn storages_are_seen_by_any_strides_that_stay_inside() {
         assert_eq!(vec(&x), [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]);
         assert_eq!(vec(&view(&[4], &[0], 5, DType::F32).unwrap()), [50.0; 4]);
         let flags = view(&[24], &[1], 0, DType::Bool).unwrap();
-        assert!(flags.to_vec::<bool>().unwrap_err().to_string().contains("no bool"));
+        assert!(flags.to_vec::<bool>().unwrap_err().to_string().contains("no valid bool"));
         flags.fill_(true).unwrap();
         assert_eq!(flags.to_vec::<bool>().unwrap(), [true; 24]);
         for (shape, strides, offset, part) in [
@@ -145,13 +145,13 @@ fn storages_are_seen_by_any_strides_that_stay_inside() {
             let message = view(shape, strides, offset, DType::F32).unwrap_err().to_string();
             assert!(message.starts_with("from_storage_strided") && message.contains(part), "{message}");
         }
-        // A byte more than whole elements, also of a view.
+        // The storage's size is not a multiple of the element size, also through a view.
         let bytes = Tensor::zeros(21, (DType::U8, device)).unwrap();
         let floats = Tensor::from_storage_strided(bytes.storage().clone(), 5, &[1], 0, DType::F32);
         for refused in [floats, bytes.narrow(0, 0, 20).unwrap().view_dtype(DType::F32)] {
-            assert!(refused.unwrap_err().to_string().contains("21 bytes are no whole number of f32"));
+            assert!(refused.unwrap_err().to_string().contains("21 bytes are not a whole number of f32"));
         }
-        // Outside the graph, as other tensors on the storage are.
+        // The new tensor has no part in autograd, like other tensors on a storage.
         let leaf = x.requires_grad_(true).unwrap();
         let other = Tensor::from_storage_strided(leaf.storage().clone(), 2, &[1], 0, DType::F32).unwrap();
         assert!(!other.requires_grad());

@@ -1,4 +1,4 @@
-//! Operations that change recorded tensors in place: as PyTorch has them, views and all.
+//! In-place operations on recorded tensors and their views, compared with PyTorch.
 
 use claystone::autograd::{GradOptions, checkpoint, grad, grad_with_options, gradcheck, gradgradcheck};
 use claystone::device::count_launches;
@@ -86,7 +86,7 @@ const PROGRAMS: [(&str, Program); 9] = [
     }),
 ];
 
-fn near(name: &str, got: &Tensor, all: &StateDict) {
+fn assert_close(name: &str, got: &Tensor, all: &StateDict) {
     let want = all.get(name).unwrap_or_else(|| panic!("{name}"));
     assert_eq!(got.shape(), want.shape(), "{name}");
     for (got, want) in values(got).iter().zip(values(want)) {
@@ -95,7 +95,7 @@ fn near(name: &str, got: &Tensor, all: &StateDict) {
 }
 
 #[test]
-fn programs_have_pytorchs_results_and_gradients() {
+fn results_and_gradients_match_pytorch() {
     each_device(|device| {
         let all = io::load("tests/data/in_place.npz", device).unwrap();
         let names = ["image", "weight", "residual", "a", "b", "row"];
@@ -104,19 +104,19 @@ fn programs_have_pytorchs_results_and_gradients() {
             let leaves: Vec<Tensor> = names.iter().map(leaf).collect();
             let x = |name: &str| leaves[names.iter().position(|n| *n == name).unwrap()].shallow_clone();
             let result = f(&x).unwrap();
-            near(&format!("{program}.result"), &result, &all);
+            assert_close(&format!("{program}.result"), &result, &all);
             result.square().unwrap().sum((), false).unwrap().backward().unwrap();
             for (name, leaf) in names.iter().zip(&leaves) {
                 let name = format!("{program}.{name}");
                 match leaf.grad() {
-                    Some(grad) => near(&name, &grad, &all),
-                    // PyTorch gives zeros where no gradient flows.
+                    Some(grad) => assert_close(&name, &grad, &all),
+                    // PyTorch returns zeros where claystone has no gradient.
                     None => {
                         assert!(all.get(&name).is_none_or(|zeros| values(zeros).iter().all(|v| *v == 0.0)), "{name}")
                     }
                 }
             }
-            // The same in a checkpoint, and second gradients.
+            // The same inside a checkpoint, and second derivatives.
             if program != "residual_block" {
                 let inputs = ["a", "b", "row"].map(|name| all.get(name).unwrap().mul_scalar(0.5).unwrap());
                 let of = move |x: &[Tensor]| {
@@ -132,10 +132,10 @@ fn programs_have_pytorchs_results_and_gradients() {
 }
 
 #[test]
-fn every_operation_in_place_has_the_gradient_of_its_form_out_of_place() {
+fn in_place_gradients_match_out_of_place_gradients() {
     type InPlace = fn(&Tensor, &Tensor) -> Result<()>;
     type View = fn(&Tensor) -> Result<Tensor>;
-    // x is of shape [3, 4], above 0 and below 2; y is like it.
+    // x has shape [3, 4] and values between 0 and 2; y is similar.
     let operations: &[(&str, InPlace)] = &[
         ("add_", |x, y| x.add_(y).map(drop)),
         ("sub_", |x, y| x.sub_(y).map(drop)),
@@ -172,7 +172,7 @@ fn every_operation_in_place_has_the_gradient_of_its_form_out_of_place() {
         ("put_", |x, y| x.put_(&ints(&[3, 7, -1], &[3], x.device()), &y.i((.., 0))?, true).map(drop)),
         ("masked_scatter_", |x, y| x.masked_scatter_(&x.detach().gt_scalar(1)?, y).map(drop)),
     ];
-    // What of the base is changed.
+    // Views of the base that are changed.
     let views: [(&str, View); 5] = [
         ("all", |x| Ok(x.shallow_clone())),
         ("a part", |x| x.narrow(0, 1, 3)?.narrow(1, 1, 4)),
@@ -203,10 +203,10 @@ fn every_operation_in_place_has_the_gradient_of_its_form_out_of_place() {
 }
 
 #[test]
-fn what_is_saved_and_changed_is_an_error_in_backward() {
+fn changing_a_saved_tensor_is_an_error_in_backward() {
     each_device(|d| {
         let x = leaf(&[1.0, 2.0, 3.0], d);
-        // mul saves what it multiplies: changed there, in a view, and through a detached handle.
+        // mul saves its operands. They are changed directly, through a view, and through a detached handle.
         let changes: [fn(&Tensor) -> Result<()>; 3] =
             [|h| h.add_scalar_(1).map(drop), |h| h.i(0)?.zero_().map(drop), |h| h.detach().add_scalar_(1).map(drop)];
         for change in changes {
@@ -219,14 +219,14 @@ fn what_is_saved_and_changed_is_an_error_in_backward() {
                 "{error}"
             );
         }
-        // Nothing is saved by what only adds.
+        // An addition saves nothing.
         let h = x.mul_scalar(2).unwrap();
         let y = h.add_scalar(1).unwrap();
         h.mul_scalar_(5).unwrap();
         y.add(&h).unwrap().sum((), false).unwrap().backward().unwrap();
         assert_eq!(vec(&x.grad().unwrap()), [12.0; 3]);
         x.zero_grad();
-        // The gradients of relu and exp read what these gave, in place or not, and not what they were given.
+        // The gradients of relu and exp read their results, in place or not, and not their inputs.
         for f in [Tensor::relu, Tensor::exp] {
             let h = x.mul_scalar(2).unwrap();
             let y = f(&h).unwrap();
@@ -240,7 +240,7 @@ fn what_is_saved_and_changed_is_an_error_in_backward() {
         let h = x.mul_scalar(2).unwrap();
         h.relu_().unwrap().mul_scalar_(2).unwrap();
         assert!(h.sum((), false).unwrap().backward().is_err());
-        // Of 4x² and 2x exp(2x).
+        // The derivatives of 4x² and 2x exp(2x).
         let want = [1.0f32, 2.0, 3.0].map(|x| 8.0 * x + (2.0 + 4.0 * x) * (2.0 * x).exp());
         let got = vec(&x.grad().unwrap());
         assert!(got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-5 * want), "{got:?} for {want:?}");
@@ -248,7 +248,7 @@ fn what_is_saved_and_changed_is_an_error_in_backward() {
 }
 
 #[test]
-fn leaves_and_views_without_history_are_refused_as_in_pytorch() {
+fn in_place_changes_of_leaves_are_errors() {
     each_device(|d| {
         let x = leaf(&[1.0, 2.0, 3.0], d);
         let refused = |result: Result<&Tensor>, with: &str| {
@@ -263,10 +263,10 @@ fn leaves_and_views_without_history_are_refused_as_in_pytorch() {
         refused(view.mul_(&x.i(1..).unwrap()), "made inside no_grad");
         view.mul_scalar_(1).unwrap(); // nothing to record
         assert_eq!(vec(&x), [1.0, 2.0, 3.0]);
-        // Optimisers may.
+        // Optimizers may change leaves.
         no_grad(|| x.add_scalar_(1).and_then(|x| x.i(0)?.zero_().map(drop))).unwrap();
         assert_eq!(vec(&x), [0.0, 3.0, 4.0]);
-        // What only launches formulas is not recorded.
+        // Formulas that are only launched are not recorded.
         let error = Tensor::map_into(&[&y], &[], &[&y], |e, _| vec![e[0].exp()]).unwrap_err();
         assert!(error.to_string().contains("no_grad"), "{error}");
         // Integers have no gradient.
@@ -277,7 +277,7 @@ fn leaves_and_views_without_history_are_refused_as_in_pytorch() {
 }
 
 #[test]
-fn what_is_detached_has_no_part_in_the_history() {
+fn detached_handles_are_not_part_of_the_history() {
     each_device(|d| {
         let (x, w) = (leaf(&[1.0, 2.0], d), leaf(&[3.0, 4.0], d));
         let y = x.mul_scalar(2).unwrap();
@@ -286,7 +286,7 @@ fn what_is_detached_has_no_part_in_the_history() {
         let after = y.detach();
         assert!(!before.requires_grad() && !after.requires_grad() && y.requires_grad());
         assert!(!no_grad(|| y.i(0)).unwrap().requires_grad());
-        // A detached handle that is changed is a tensor of its own.
+        // A detached handle that is changed becomes a separate tensor.
         let view = after.i(0).unwrap();
         after.add_(&w).unwrap();
         assert!(after.requires_grad() && view.requires_grad() && !before.requires_grad());
@@ -306,12 +306,12 @@ fn what_is_detached_has_no_part_in_the_history() {
 }
 
 #[test]
-fn hooks_and_retained_gradients_are_those_of_the_values() {
+fn hooks_and_retained_gradients_belong_to_values() {
     each_device(|d| {
         let x = leaf(&[1.0, 2.0], d);
         let y = x.mul_scalar(2).unwrap();
         y.retain_grad().unwrap();
-        // A hook stays with the value it was registered on; the retained gradient is the last one's.
+        // A hook belongs to the value it was registered on; the retained gradient is that of the last value.
         let hook = y.register_hook(|grad| grad.mul_scalar(10).map(Some)).unwrap();
         y.mul_scalar_(3).unwrap();
         assert!(y.retains_grad());
@@ -327,7 +327,7 @@ fn hooks_and_retained_gradients_are_those_of_the_values() {
 }
 
 #[test]
-fn other_dtypes_are_converted_in_both_directions() {
+fn operands_of_other_dtypes_are_converted_both_ways() {
     each_device(|d| {
         let (x, w) = (leaf(&[1.0, 2.0], d), leaf(&[3.0, 4.0], d));
         let half = x.to_dtype(DType::F16).unwrap().mul_scalar(2).unwrap();
@@ -340,7 +340,7 @@ fn other_dtypes_are_converted_in_both_directions() {
 }
 
 #[test]
-fn operators_and_loops_extend_the_graph() {
+fn loops_of_in_place_operators_extend_the_graph() {
     each_device(|d| {
         let x = leaf(&[1.0, 2.0], d);
         let mut sum = Tensor::zeros(2, d).unwrap();
@@ -353,7 +353,7 @@ fn operators_and_loops_extend_the_graph() {
         let options = GradOptions { create_graph: true, ..Default::default() };
         let first = grad_with_options(&[&sum.mul(&x).unwrap().sum((), false).unwrap()], &[&x], options).unwrap();
         assert_eq!(vec(first[0].as_ref().unwrap()), [300.0, 300.0]);
-        // A long history is let go without recursion.
+        // A long history is freed without recursion.
         let long = x.mul_scalar(1).unwrap();
         for _ in 0..20_000 {
             long.add_scalar_(1).unwrap();
@@ -363,7 +363,7 @@ fn operators_and_loops_extend_the_graph() {
 }
 
 #[test]
-fn recording_launches_nothing_unless_old_elements_are_needed() {
+fn recording_copies_only_if_old_elements_are_needed() {
     type InPlace = fn(&Tensor, &Tensor) -> Result<()>;
     let operations: [(u64, InPlace); 8] = [
         (1, |y, x| y.add_(x).map(drop)),
@@ -371,7 +371,7 @@ fn recording_launches_nothing_unless_old_elements_are_needed() {
         (1, |y, x| y.mul_(&x.detach()).map(drop)),
         (1, |y, x| y.i(0)?.copy_(&x.i(1)?).map(drop)),
         (1, |y, _| y.i(..1)?.fill_(3).map(drop)),
-        (2, |y, x| y.mul_(x).map(drop)), // and a copy of y
+        (2, |y, x| y.mul_(x).map(drop)), // and a copy of the old y
         (1, |y, _| y.exp_().map(drop)),
         (2, |y, _| y.tanh_().map(drop)),
     ];
@@ -393,10 +393,10 @@ fn recording_launches_nothing_unless_old_elements_are_needed() {
 }
 
 #[test]
-fn a_captured_graph_replays_changes_and_their_gradients() {
+fn captured_graphs_replay_in_place_changes_and_gradients() {
     each_device(|d| {
         if d == Device::Cpu {
-            return; // does its work at once
+            return; // the CPU computes at once
         }
         let x = leaf(&[-1.0, 2.0, 3.0], d);
         let step = || {
@@ -412,17 +412,17 @@ fn a_captured_graph_replays_changes_and_their_gradients() {
         graph.replay().unwrap();
         let replayed = vec(&gradient);
         assert_eq!(replayed, vec(&step().unwrap()));
-        // x is now 2, 5, 6: of 3 x0 x1 + 3 x1 x2 + 3 x2.
+        // x is now 2, 5, 6: the derivatives of 3 x0 x1 + 3 x1 x2 + 3 x2.
         assert_eq!(replayed, [15.0, 6.0 + 18.0, 15.0 + 3.0]);
     });
 }
 
 #[test]
-fn a_graph_without_a_backward_gives_its_memory_back() {
+fn graphs_without_backward_free_their_memory() {
     let d = Device::Cpu;
     let x = Tensor::ones(1 << 20, d).unwrap().requires_grad_(true).unwrap();
     let run = || {
-        // Each saves what has the history that holds it.
+        // Each operation saves a tensor whose history contains the operation.
         let y = x.mul_scalar(2)?;
         y.relu_()?;
         let cache = Tensor::zeros(1 << 20, d)?;
@@ -435,12 +435,12 @@ fn a_graph_without_a_backward_gives_its_memory_back() {
     let allocated = || d.memory_stats().unwrap().allocated_bytes.current;
     let before = allocated();
     (0..20).for_each(|_| run().unwrap());
-    // Other tests allocate on the CPU as well, but not twenty times 8 MiB.
+    // Other tests allocate on the CPU too, but not twenty times 8 MiB.
     assert!(allocated() < before + (80 << 20), "{} bytes more", allocated() - before);
 }
 
 #[test]
-fn handles_with_a_history_are_dropped_by_several_threads() {
+fn handles_with_a_history_can_be_dropped_by_several_threads() {
     let d = Device::Cpu;
     let x = Tensor::ones(1 << 18, d).unwrap().requires_grad_(true).unwrap();
     let allocated = || d.memory_stats().unwrap().allocated_bytes.current;
@@ -451,6 +451,6 @@ fn handles_with_a_history_are_dropped_by_several_threads() {
         y.relu_().unwrap().i(..5).unwrap().mul_(&y.i(5..10).unwrap()).unwrap();
         std::thread::scope(|scope| handles.into_iter().for_each(|handle| drop(scope.spawn(move || drop(handle)))));
     }
-    // Of 300 MiB, and what other tests hold.
+    // Less than the 300 MiB of all histories, plus the memory of other tests.
     assert!(allocated() < before + (100 << 20), "{} bytes more", allocated() - before);
 }

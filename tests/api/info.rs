@@ -1,4 +1,4 @@
-//! `claystone info`: the report that goes into a report of a bug.
+//! `claystone info`: the report to attach to a bug report.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::stand_in::{ALWAYS, Faults, Kind};
 
-/// Whether the program succeeded, and what it reports.
+/// Runs the program. Returns whether it succeeded, and its report.
 fn info(variables: &[(&str, &str)]) -> (bool, Value) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
     command.args(["info", "--json"]).env_remove("CLAYSTONE_ALLOC_CONF").envs(variables.iter().copied());
@@ -17,7 +17,7 @@ fn info(variables: &[(&str, &str)]) -> (bool, Value) {
     (output.status.success(), report.unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&output.stderr))))
 }
 
-/// The keys of an object and of those inside, as the guide writes them. The fields of a property of a device are its own.
+/// Collects the keys of an object and of nested objects in the guide's notation. Fields of device properties are not collected.
 fn keys(value: &Value, path: &str, depth: usize, into: &mut BTreeSet<String>) {
     match value {
         Value::Object(fields) if depth > 0 => {
@@ -33,9 +33,9 @@ fn keys(value: &Value, path: &str, depth: usize, into: &mut BTreeSet<String>) {
     }
 }
 
-/// Those in the table of the guide.
+/// The keys in the guide's table.
 fn documented() -> BTreeSet<String> {
-    let guide = include_str!("../../docs/guide.md");
+    let guide = include_str!("../../docs/guide/reporting-bugs.md");
     let rows = guide.lines().skip_while(|line| !line.starts_with("| key of the report |")).skip(2);
     let rows = rows.take_while(|line| line.starts_with("| `"));
     let keys = rows.flat_map(|row| row.split('|').nth(1).unwrap_or_default().split('`').skip(1).step_by(2));
@@ -43,12 +43,12 @@ fn documented() -> BTreeSet<String> {
 }
 
 #[test]
-fn the_report_has_the_documented_keys() {
+fn report_has_the_documented_keys() {
     let (good, report) = info(&[]);
     assert!(good, "{report:#}");
     let mut found = BTreeSet::new();
     keys(&report, "", 3, &mut found);
-    // What a machine without OpenCL, or without drivers, has none of.
+    // A machine without OpenCL or drivers has no platforms.
     let counts = |key: &String| Device::all().len() > 1 || !key.starts_with("opencl.platforms");
     found.retain(counts);
     assert_eq!(found, documented().into_iter().filter(counts).collect());
@@ -63,7 +63,7 @@ fn the_report_has_the_documented_keys() {
 }
 
 #[test]
-fn configuration_says_where_it_comes_from() {
+fn configuration_names_its_sources() {
     let set = [("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_ALLOC_CONF", "decay_ms:10000, zero_fill:True")];
     let (good, report) = info(&[&set[..], &[("CLAYSTONE_CASHE_DIR", "off")]].concat());
     assert!(good, "{report:#}");
@@ -86,9 +86,9 @@ fn configuration_says_where_it_comes_from() {
     assert!(first["error"].as_str().unwrap().contains("unknown key"), "{report:#}");
 }
 
-/// Every variable that the crate reads is in the report.
+/// The report contains every environment variable that the crate reads.
 #[test]
-fn no_variable_is_left_out() {
+fn report_contains_every_environment_variable() {
     let (_, report) = info(&[("CLAYSTONE_DEVICES", "none")]);
     let variables = report["configuration"]["environment"].as_array().unwrap();
     let mut folders = vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
@@ -115,8 +115,8 @@ fn no_variable_is_left_out() {
 }
 
 #[test]
-fn a_broken_driver_still_gives_a_report() {
-    let Some(faults) = Faults::install("info::a_broken_driver_still_gives_a_report", Kind::Real) else { return };
+fn broken_drivers_still_give_a_report() {
+    let Some(faults) = Faults::install("info::broken_drivers_still_give_a_report", Kind::Real) else { return };
     let uncached = [("CLAYSTONE_CACHE_DIR", "off")];
     faults.fail("clGetPlatformIDs", 1, ALWAYS, -6);
     let (good, report) = info(&uncached);

@@ -1,4 +1,4 @@
-//! Files: round trips on every device, files that others wrote, files that are broken.
+//! Files: round trips on every device, files written by other programs, and damaged files.
 
 use std::fs;
 use std::io::Write;
@@ -35,7 +35,7 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap()).collect()
 }
 
-/// Tensors of every dtype: contiguous, views with strides, empty, a scalar, and one of several pieces.
+/// Tensors of every dtype: contiguous, strided views, empty, scalar, and large enough for several pieces.
 fn tensors(device: Device) -> Vec<(String, Tensor)> {
     let mut all = Vec::new();
     for dtype in DType::ALL {
@@ -59,7 +59,7 @@ fn assert_same(name: &str, got: &Tensor, want: &Tensor, device: Device) {
 }
 
 #[test]
-fn what_is_saved_is_loaded_on_every_device() {
+fn saved_tensors_can_be_loaded_on_every_device() {
     let folder = Folder::new();
     each_device(|d| {
         let state: StateDict = tensors(d).into_iter().collect();
@@ -70,7 +70,7 @@ fn what_is_saved_is_loaded_on_every_device() {
             assert_eq!(loaded.len(), state.len());
             state.iter().for_each(|(name, want)| assert_same(name, loaded.get(name).unwrap(), want, d));
         }
-        // SAFETY: nobody writes to the file.
+        // SAFETY: nothing writes to the file.
         let file = unsafe { MappedFile::open(folder.file("all.safetensors")) }.unwrap();
         let mapped = io::SafeTensors::new(&file).unwrap();
         assert_eq!(mapped.names().count(), state.len());
@@ -82,8 +82,8 @@ fn what_is_saved_is_loaded_on_every_device() {
     });
 }
 
-/// NumPy's `save` of `[[1, 2, 3], [4, 5, 6]]` as `>i4` in Fortran's order, of `[1.5, -2]` as `<f2`, of three bools, of a scalar,
-/// and its `savez_compressed` of two of these.
+/// Files written by NumPy: `save` of `[[1, 2, 3], [4, 5, 6]]` as `>i4` in Fortran order, of `[1.5, -2]` as `<f2`, of three bools, of a
+/// scalar, and `savez_compressed` of two of these.
 mod numpy {
     pub const BIG_ENDIAN_FORTRAN: &str = "
         934e554d5059010076007b276465736372273a20273e6934272c2027666f727472616e5f6f72646572273a20547275652c202773686170
@@ -117,7 +117,7 @@ mod numpy {
 }
 
 #[test]
-fn numpys_files_are_read() {
+fn numpy_files_can_be_read() {
     let folder = Folder::new();
     each_device(|d| {
         let read = |text: &str| io::read_npy(folder.with("x.npy", &hex(text)), d).unwrap();
@@ -137,9 +137,9 @@ fn numpys_files_are_read() {
     });
 }
 
-/// As Hugging Face's library for Python writes them: metadata, and names in an order of its own.
+/// As Hugging Face's Python library writes them: with metadata, and with names in another order.
 #[test]
-fn safetensors_of_others_are_read_and_ours_are_as_the_format_says() {
+fn safetensors_files_follow_the_format() {
     let folder = Folder::new();
     let header = br#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[],"data_offsets":[4,5]}}"#;
     let bytes = [&(header.len() as u64).to_le_bytes()[..], header, &[0xc0, 0x3f, 0x00, 0xc0, 9]].concat();
@@ -160,9 +160,9 @@ fn safetensors_of_others_are_read_and_ours_are_as_the_format_says() {
     assert_eq!(written[8 + length..], [0, 0, 128, 63, 0, 0, 0, 64]);
 }
 
-/// The bytes of elements in one more dim, the other tensors as ever.
+/// Elements of unsupported dtypes are read as bytes in an extra dim; other tensors are not affected.
 #[test]
-fn elements_of_other_dtypes_are_read_as_bytes() {
+fn unsupported_dtypes_are_read_as_bytes() {
     let folder = Folder::new();
     let entry = |name: &str, dtype: &str, shape: &str, from: usize, to: usize| {
         format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{from},{to}]}}"#)
@@ -180,7 +180,7 @@ fn elements_of_other_dtypes_are_read_as_bytes() {
     let data: Vec<u8> = (0..22).chain(1.5f32.to_le_bytes()).collect();
     let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
     let path = folder.with("x.safetensors", &bytes);
-    // SAFETY: nobody writes to the file.
+    // SAFETY: nothing writes to the file.
     let mapped = unsafe { MappedFile::open(&path) }.unwrap();
     let mapped = io::SafeTensors::new(&mapped).unwrap();
     let wanted: [(&str, &[usize], std::ops::Range<u8>); 6] = [
@@ -200,7 +200,7 @@ fn elements_of_other_dtypes_are_read_as_bytes() {
             }
         }
         assert_eq!(state.get("bias").unwrap().to_vec::<f32>().unwrap(), [1.5]);
-        // A layer does not take them for numbers.
+        // A layer does not accept the bytes as numbers.
         let layer = Linear::new(3, 2, d).unwrap();
         let error = layer.load_state_dict(&state, false).unwrap_err().to_string();
         assert!(error.contains("weight") && error.contains("dtype"), "{error}");
@@ -249,7 +249,7 @@ fn elements_of_other_dtypes_are_read_as_bytes() {
 }
 
 #[test]
-fn broken_files_say_which_and_what() {
+fn damaged_files_are_errors_that_name_file_and_problem() {
     let folder = Folder::new();
     let says = |r: Result<()>, what: &[&str]| {
         let error = r.unwrap_err().to_string();
@@ -264,16 +264,19 @@ fn broken_files_say_which_and_what() {
     says(load("x.safetensors", &u64::MAX.to_le_bytes()), &["header of"]);
     let file = |header: &str, data: &[u8]| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat();
     let one = |dtype: &str| format!(r#"{{"a.b":{{"dtype":"{dtype}","shape":[2],"data_offsets":[0,2]}}}}"#);
-    says(load("x.safetensors", &file(&one("BOOL"), &[1])), &["2 bytes of elements and there are 1"]);
-    says(load("x.safetensors", &file(&one("BOOL"), &[1, 2])), &["x.safetensors", "a.b", "neither 0 nor 1"]);
+    says(load("x.safetensors", &file(&one("BOOL"), &[1])), &["2 bytes of elements, but the file has 1"]);
+    says(load("x.safetensors", &file(&one("BOOL"), &[1, 2])), &["x.safetensors", "a.b", "must be 0 or 1"]);
     says(load("x.pt", b""), &["x.pt", "python -c", "torch.load", "x.safetensors"]);
     says(load("x.safetensors", &file(&one("F32"), &[1, 2])), &["x.safetensors"]);
     says(load("x.safetensors", &file("{", &[])), &["x.safetensors"]);
     let path = folder.with("x.safetensors", &file(&one("U8"), &[1, 2]));
-    // SAFETY: nobody writes to the file.
+    // SAFETY: nothing writes to the file.
     let mapped = unsafe { MappedFile::open(&path) }.unwrap();
-    says(io::SafeTensors::new(&mapped).unwrap().get("c", Device::Cpu).map(drop), &["tensor c", "none of this name"]);
-    // npy: no npy, cut off, with sizes beyond everything.
+    says(
+        io::SafeTensors::new(&mapped).unwrap().get("c", Device::Cpu).map(drop),
+        &["tensor c", "no tensor of this name"],
+    );
+    // npy: other files, truncated files, and sizes that overflow.
     let npy = |bytes: &[u8]| io::read_npy(folder.with("y.npy", bytes), Device::Cpu).map(drop);
     says(npy(b"\x93NUMPX"), &["y.npy"]);
     io::write_npy(folder.file("whole.npy"), &Tensor::zeros(10, Device::Cpu).unwrap()).unwrap();
@@ -281,7 +284,7 @@ fn broken_files_say_which_and_what() {
     says(npy(&whole[..whole.len() - 1]), &["y.npy", "ends before"]);
     let huge = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(9999999999, 9999999999)");
     says(npy(&[&whole[..10], &huge.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
-    // A size of 0 hides the others from the product.
+    // A size of 0 makes the product 0, which must not hide the other sizes.
     let hidden = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(0, 9223372036854775807, 4)");
     says(npy(&[&whole[..10], &hidden.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
     let none = Tensor::zeros(1, Device::Cpu).unwrap();
@@ -290,9 +293,9 @@ fn broken_files_say_which_and_what() {
 }
 
 #[test]
-fn bytes_of_tensors_come_back() {
+fn tensors_survive_a_round_trip_as_bytes() {
     each_device(|device| {
-        // More than one piece, and by strides.
+        // More than one piece, and a strided source.
         let x = Tensor::arange(0, 1_200_000, 1, device).unwrap().reshape([1000, 1200]).unwrap();
         let mut bytes = Vec::new();
         x.t().unwrap().write_to(&mut bytes).unwrap();
@@ -311,7 +314,7 @@ fn bytes_of_tensors_come_back() {
 }
 
 #[test]
-fn bytes_go_into_tensors_that_are_there() {
+fn bytes_can_be_written_into_existing_tensors() {
     for device in devices() {
         let x = Tensor::zeros([2, 3], (DType::I32, device)).unwrap();
         let bytes: Vec<u8> = (1..7i32).flat_map(i32::to_ne_bytes).collect();
@@ -328,11 +331,11 @@ fn bytes_go_into_tensors_that_are_there() {
             [(x.write_bytes_(&bytes[1..]).map(drop), "write_bytes_"), (x.read_bytes(&mut back[1..]), "read_bytes")]
         {
             let message = result.unwrap_err().to_string();
-            assert_eq!(message, format!("{op}: 23 bytes are not those of shape [2, 3] in i32, which takes 24"));
+            assert_eq!(message, format!("{op}: shape [2, 3] of i32 takes 24 bytes, not 23"));
         }
         assert!(x.narrow(0, 0, 1).unwrap().expand([2, 3]).unwrap().write_bytes_(&bytes).is_err());
         let flags = Tensor::zeros(2, (DType::Bool, device)).unwrap();
-        assert!(flags.write_bytes_(&[1, 2]).unwrap_err().to_string().contains("neither 0 nor 1 but 2"));
+        assert!(flags.write_bytes_(&[1, 2]).unwrap_err().to_string().contains("must be 0 or 1, not 2"));
         let leaf = Tensor::zeros(1, device).unwrap().requires_grad_(true).unwrap();
         assert!(matches!(leaf.write_bytes_(&[0; 4]), Err(Error::Autograd { op: "write_bytes_", .. })));
     }

@@ -1,4 +1,4 @@
-//! Leaves as optimisers move and replace them, and formulas that are launched again and again.
+//! Leaves that optimizers move and replace, and formulas that are launched repeatedly.
 
 use claystone::device::count_launches;
 use claystone::ops::MapInto;
@@ -11,7 +11,7 @@ fn leaf(device: Device) -> Tensor {
 }
 
 #[test]
-fn a_moved_leaf_is_the_same_leaf() {
+fn moved_leaves_stay_the_same_leaf() {
     each_device(|device| {
         let w = leaf(device);
         let (data, grads) = (Tensor::zeros(4, device).unwrap(), Tensor::zeros(4, device).unwrap());
@@ -28,9 +28,9 @@ fn a_moved_leaf_is_the_same_leaf() {
     });
 }
 
-/// The gradient of the result is that of `v` as it is, and is in the memory where that of `w` is to be.
+/// The result's gradient is passed to `v` unchanged, and its memory is the slot for the gradient of `w`.
 #[test]
-fn a_gradient_given_in_a_slot_is_not_overwritten() {
+fn gradients_in_a_slot_are_not_overwritten() {
     each_device(|device| {
         let (w, v, grads) = (leaf(device), leaf(device), Tensor::full(2, 4.0, device).unwrap());
         w.set_grad_slot(grads.shallow_clone()).unwrap();
@@ -42,7 +42,7 @@ fn a_gradient_given_in_a_slot_is_not_overwritten() {
 }
 
 #[test]
-fn a_leaf_keeps_its_shape_dtype_and_device() {
+fn moved_leaves_keep_shape_dtype_and_device() {
     each_device(|device| {
         let w = leaf(device);
         let zeros = |n: usize, dtype| Tensor::zeros(n, (dtype, device)).unwrap();
@@ -63,7 +63,7 @@ fn a_leaf_keeps_its_shape_dtype_and_device() {
 }
 
 #[test]
-fn successors_of_successors_stand_for_the_first_leaf() {
+fn successors_of_successors_refer_to_the_first_leaf() {
     each_device(|device| {
         let w = leaf(device);
         let half = w.succeeded_by(w.detach().to_dtype(DType::F16).unwrap(), None, None).unwrap();
@@ -78,7 +78,7 @@ fn successors_of_successors_stand_for_the_first_leaf() {
 }
 
 #[test]
-fn a_formula_over_tensors_that_stay_is_one_launch_each_time() {
+fn repeated_formulas_take_one_launch_each() {
     each_device(|device| {
         let x = Tensor::ones(3, device).unwrap();
         let handles = || vec![x.shallow_clone()];

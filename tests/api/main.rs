@@ -1,4 +1,4 @@
-//! The public face: tensors, views, autograd, streams, graphs, files, errors and devices as a user meets them.
+//! Tests of the public API: tensors, views, autograd, streams, graphs, files, errors and devices.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! Copies that return when they are enqueued: tests/faults/non_blocking.rs has those that are late.
+//! Non-blocking copies. tests/faults/non_blocking.rs tests delayed copies.
 
 use claystone::{Device, Error, Graph, Stream, Tensor, with_stream};
 
@@ -9,7 +9,7 @@ fn pinned(values: &[f32], device: Device) -> Tensor {
 }
 
 #[test]
-fn values_arrive() {
+fn non_blocking_copies_transfer_the_values() {
     for device in devices() {
         let x = Tensor::zeros([3, 4], device).unwrap();
         let host = Tensor::arange(0, 12, 1, Device::Cpu).unwrap().pin_memory(device).unwrap();
@@ -22,7 +22,7 @@ fn values_arrive() {
         let second = twice.narrow(0, 1, 1).unwrap().contiguous().unwrap().reshape(4).unwrap();
         host.narrow(0, 8, 4).unwrap().copy_non_blocking_(&second).unwrap();
         assert_eq!(vec(&host), [0., 1., 2., 3., 4., 5., 6., 7., 8., 10., 12., 14.]);
-        // Of ordinary memory, on one device, and of no elements: as copy_.
+        // From ordinary memory, on one device, and without elements, the copy works like copy_.
         let ordinary = Tensor::full([3, 4], 7, Device::Cpu).unwrap();
         x.copy_non_blocking_(&ordinary).unwrap();
         ordinary.copy_non_blocking_(&twice).unwrap();
@@ -32,7 +32,7 @@ fn values_arrive() {
         let none = Tensor::zeros(0, device).unwrap();
         none.copy_non_blocking_(&pinned(&[], device)).unwrap();
         none.write_bytes_non_blocking_(&[]).unwrap();
-        // Bytes, of which the caller's own may change at once; in row-major order whatever the strides.
+        // Bytes: the caller's memory may change at once, and the order is row-major whatever the strides.
         let mut bytes: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_ne_bytes()).collect();
         x.write_bytes_non_blocking_(&bytes).unwrap();
         bytes.fill(0);
@@ -44,7 +44,7 @@ fn values_arrive() {
 }
 
 #[test]
-fn a_gradient_goes_back() {
+fn non_blocking_copies_have_gradients() {
     for device in devices() {
         let source = pinned(&[1.0, 2.0], device).requires_grad_(true).unwrap();
         let x = Tensor::zeros(2, device).unwrap();
@@ -54,9 +54,9 @@ fn a_gradient_goes_back() {
     }
 }
 
-/// Copies of several streams that use the same pinned bytes come one after another.
+/// Copies on several streams that use the same pinned bytes are ordered.
 #[test]
-fn streams_that_share_pinned_memory() {
+fn streams_that_share_pinned_memory_are_ordered() {
     for device in opencl() {
         let streams = [Stream::new(device).unwrap(), Stream::new(device).unwrap()];
         let shared = pinned(&[0.0; 4096], device);
@@ -80,7 +80,7 @@ fn streams_that_share_pinned_memory() {
 }
 
 #[test]
-fn a_graph_has_no_copies_from_the_host() {
+fn graphs_refuse_copies_from_the_host() {
     for device in opencl() {
         let (x, host) = (Tensor::zeros(8, device).unwrap(), pinned(&[1.0; 8], device));
         let refused = |f: &dyn Fn() -> claystone::Result<()>| {

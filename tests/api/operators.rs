@@ -1,4 +1,4 @@
-//! `+ - * /` on tensors and numbers.
+//! The operators `+ - * /` on tensors and numbers.
 
 use std::ops::SubAssign;
 use std::panic::AssertUnwindSafe;
@@ -6,10 +6,10 @@ use std::sync::Mutex;
 
 use claystone::{DType, Device, Tensor};
 
-use crate::common::{alone, each_device, iota, vec};
+use crate::common::{each_device, in_own_process, iota, vec};
 
 #[test]
-fn operators_are_the_methods() {
+fn operators_call_the_methods() {
     each_device(|device| {
         let (a, b) = (iota(&[2, 2], device), Tensor::full([2], 2, device).unwrap());
         assert_eq!(vec(&(&a + &b)), [2., 3., 4., 5.]);
@@ -17,18 +17,18 @@ fn operators_are_the_methods() {
         assert_eq!(vec(&(&a * &b)), [0., 2., 4., 6.]);
         assert_eq!(vec(&(&a / &b)), [0., 0.5, 1., 1.5]);
         assert_eq!(vec(&-&a), [-0., -1., -2., -3.]);
-        // owned and borrowed, numbers on either side
+        // Owned and borrowed tensors, numbers on either side.
         assert_eq!(vec(&((&a + 1) * (2.0 * &a - 1.0) / b)), [-0.5, 1.0, 4.5, 10.0]);
         assert_eq!(vec(&(1.0 - &a)), [1., 0., -1., -2.]);
         assert_eq!(vec(&(6 / (a.shallow_clone() + 1))), [6., 3., 2., 1.5]);
         assert_eq!(vec(&-(-a)), [0., 1., 2., 3.]);
         let ints = Tensor::arange(1, 4, 1, (DType::I64, device)).unwrap();
-        assert_eq!(vec(&(6 / ints * 2)), [12.0, 6.0, 4.0]); // true division
+        assert_eq!(vec(&(6 / ints * 2)), [12.0, 6.0, 4.0]); // division of integers gives floats
     });
 }
 
 #[test]
-fn what_is_used_up_makes_room_for_the_result() {
+fn owned_operands_give_their_memory_to_the_result() {
     each_device(|device| {
         let (x, row) = (iota(&[3, 4], device), iota(&[4], device));
         let sum = &x + &row;
@@ -38,7 +38,7 @@ fn what_is_used_up_makes_room_for_the_result() {
         assert_eq!(address(&result), place);
         let right: Vec<f32> = (0..12).map(|i| -((i + i % 4 + 1) * (i % 4) - 2) as f32).collect();
         assert_eq!(vec(&result), right);
-        // Not where somebody else has it, where it is too small, or of a graph.
+        // Not if another handle exists, if the memory is too small, or if the tensor is recorded.
         let (a, b) = (&x * 2, iota(&[4], device));
         let view = a.t().unwrap();
         assert_eq!(vec(&(a + 1))[..3], [1.0, 3.0, 5.0]);
@@ -61,7 +61,7 @@ fn gradients_flow_through_operators() {
 }
 
 #[test]
-fn an_operator_panics_with_the_methods_message() {
+fn operators_panic_with_the_message_of_the_method() {
     let (a, b) = (iota(&[2], Device::Cpu), iota(&[3], Device::Cpu));
     let message = a.add(&b).unwrap_err().to_string();
     let panic = std::panic::catch_unwind(|| &a + &b).unwrap_err();
@@ -69,10 +69,10 @@ fn an_operator_panics_with_the_methods_message() {
     assert!(message.contains("[2]") && message.contains("[3]"), "{message}");
 }
 
-/// The line that a panic names is the one that has the operator.
+/// The panic's location is the line of the operator.
 #[test]
-fn an_operator_panics_at_the_line_of_its_caller() {
-    if !alone("operators::an_operator_panics_at_the_line_of_its_caller") {
+fn operators_panic_at_the_line_of_their_caller() {
+    if !in_own_process("operators::operators_panic_at_the_line_of_their_caller") {
         return;
     }
     let (a, b) = (iota(&[2], Device::Cpu), iota(&[3], Device::Cpu));

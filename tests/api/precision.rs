@@ -1,4 +1,4 @@
-//! How exact products of f32 are, by the precision that was asked for.
+//! The errors of f32 products for each precision setting.
 
 use claystone::{DType, Precision, Tensor, autocast, autocast_dtype, with_precision};
 use ndarray::{ArrayD, IxDyn};
@@ -6,7 +6,7 @@ use ndarray::{ArrayD, IxDyn};
 use crate::common;
 use crate::common::{each_device, f64s, reference, scaled};
 
-/// Root mean square and largest error of products, relative to the sums of magnitudes.
+/// The root mean square and the maximum of the errors, relative to the sums of magnitudes.
 fn errors(out: &ArrayD<f64>, a: &ArrayD<f64>, b: &ArrayD<f64>) -> [f64; 2] {
     let (want, size) = (reference(a, b), reference(&a.mapv(f64::abs), &b.mapv(f64::abs)));
     let all: Vec<f64> = (out - want).iter().zip(&size).map(|(e, s)| (e / s).abs()).collect();
@@ -14,7 +14,7 @@ fn errors(out: &ArrayD<f64>, a: &ArrayD<f64>, b: &ArrayD<f64>) -> [f64; 2] {
 }
 
 #[test]
-fn errors_are_those_of_f32() {
+fn products_have_f32_precision_by_default() {
     let hash = |i: usize, j: usize| ((i * 131 + j * 71) % 1009 * 37 % 41) as i32 - 20;
     type Scale<'a> = &'a dyn Fn(usize, usize) -> i32;
     let cases: [(&str, Scale<'_>, Scale<'_>); 5] = [
@@ -45,8 +45,8 @@ fn errors_are_those_of_f32() {
 }
 
 #[test]
-fn less_precision_on_request() {
-    if !common::alone("precision::less_precision_on_request") {
+fn lower_precision_can_be_requested() {
+    if !common::in_own_process("precision::lower_precision_can_be_requested") {
         return;
     }
     assert_eq!(claystone::get_float32_matmul_precision(), "highest");
@@ -63,16 +63,16 @@ fn less_precision_on_request() {
             let limit = match precision {
                 "highest" => 1e-6,
                 "high" => 3e-5,
-                _ => 2e-3, // of each operand less than 2⁻¹⁰
+                _ => 2e-3, // each operand is rounded by less than 2⁻¹⁰
             };
             assert!(most < limit, "{precision} on {device}: {most}");
         });
     }
 }
 
-/// Scopes of one thread, whose products are as exact as they say, on every device.
+/// A scope applies to one thread, and its products have the stated precision on every device.
 #[test]
-fn one_setting_for_products_and_autocast() {
+fn precision_setting_covers_products_and_autocast() {
     let (a, b) = (scaled(64, 256, 3, |_, _| 0), scaled(256, 64, 4, |_, _| 0));
     let wide = |t: &ArrayD<f32>| t.mapv(f64::from);
     let cases = [
@@ -81,7 +81,7 @@ fn one_setting_for_products_and_autocast() {
         (Precision::High, "highest", None, DType::F32, 1e-6),
     ];
     for (precision, matmul, cast, dtype, most) in cases {
-        // Other scopes around it make no difference, nor do those inside that are over.
+        // Outer scopes and finished inner scopes have no effect.
         let result = autocast(DType::F16, || {
             with_precision(precision, || {
                 with_precision(Precision::High, || assert_eq!(autocast_dtype(), None));

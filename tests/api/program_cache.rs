@@ -1,4 +1,4 @@
-//! The cache of compiled kernels as a user has it: one process after another, with files that are not what they should be.
+//! The cache of compiled kernels across processes, with damaged or replaced files.
 #![cfg(unix)]
 
 use std::fs;
@@ -15,22 +15,25 @@ use crate::common;
 
 const CHILD: &str = "CLAYSTONE_TEST_NUMBERS";
 
-/// A kernel that writes a number of its own: all of them are built from sources of the same length.
+/// Runs a kernel that writes the number `n`. All these kernels have sources of the same length.
 fn number(n: u32, device: Device) -> f32 {
     let source = format!("__kernel void number(__global float *x) {{ x[get_global_id(0)] = {n}; }}");
     let kernel = Kernel::from_source("number", source, "").unwrap();
     let x = Tensor::zeros([4], device).unwrap();
-    // SAFETY: four work-items write an element each of `x`, an `out`.
+    // SAFETY: four work-items write one element each of `x`, which is an `out`.
     unsafe { kernel.call().out(&x).global(&[4]).launch() }.unwrap();
     x.to_vec::<f32>().unwrap()[3]
 }
 
-/// A process that runs the kernels of some numbers on the first OpenCL device, with `variables` and no other cache, and
-/// has to find them right within two minutes.
+/// Runs the kernels of some numbers in a child process on the first OpenCL device, with the cache that `variables` select. The child
+/// must compute the right numbers within two minutes.
 #[track_caller]
 fn run(numbers: &str, variables: &[(&str, &Path)], directory: &Path) {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["program_cache::the_child", "--exact", "--nocapture"]).current_dir(directory).env(CHILD, numbers);
+    command
+        .args(["program_cache::runs_numbers_in_the_child", "--exact", "--nocapture"])
+        .current_dir(directory)
+        .env(CHILD, numbers);
     for name in ["CLAYSTONE_CACHE_DIR", "CLAYSTONE_CACHE_MAXSIZE", "XDG_CACHE_HOME"] {
         command.env_remove(name);
     }
@@ -50,9 +53,9 @@ fn run(numbers: &str, variables: &[(&str, &Path)], directory: &Path) {
     assert!(status.success(), "{numbers}: a number is wrong: {status}");
 }
 
-/// What [`run`] runs; nothing on its own.
+/// Runs in the child of [`run`]; does nothing otherwise.
 #[test]
-fn the_child() {
+fn runs_numbers_in_the_child() {
     let (Ok(numbers), Some(device)) = (std::env::var(CHILD), opencl()) else { return };
     for n in numbers.split(',').map(|n| n.parse().unwrap()) {
         assert_eq!(number(n, device), n as f32);
@@ -63,7 +66,7 @@ fn opencl() -> Option<Device> {
     common::devices().into_iter().find(|&device| device != Device::Cpu)
 }
 
-/// Files of a folder that is there, the last written last.
+/// The files of a folder, ordered by modification time; empty if the folder does not exist.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
@@ -72,13 +75,13 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn files_that_are_not_what_they_should_be_change_no_number() {
+fn damaged_cache_files_do_not_change_results() {
     if opencl().is_none() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
     let run = |numbers| run(numbers, &[("CLAYSTONE_CACHE_DIR", dir.path())], dir.path());
-    // A process each: where drivers are slow to give binaries (PoCL), one keeps the first two.
+    // One process each, because with drivers that are slow to return binaries (PoCL), a process stores only its first two.
     run("1");
     let first = files(dir.path());
     run("2");
@@ -90,11 +93,11 @@ fn files_that_are_not_what_they_should_be_change_no_number() {
         files.iter().zip(contents).for_each(|(file, contents)| fs::write(file, contents).unwrap());
     };
 
-    // Those of two kernels exchanged.
+    // The files of two kernels are exchanged.
     put(&first, &two);
     put(&second, &one);
     run("1,2");
-    // Pipes, which nobody writes to, and links to what would do.
+    // Pipes that nothing writes to, and links to valid files.
     put(&second, &two);
     let aside = tempfile::tempdir().unwrap();
     for (file, contents) in first.iter().zip(&one) {
@@ -110,7 +113,7 @@ fn files_that_are_not_what_they_should_be_change_no_number() {
 }
 
 #[test]
-fn a_folder_that_others_may_write_to_is_not_used() {
+fn folders_writable_by_others_are_not_used() {
     if opencl().is_none() {
         return;
     }
@@ -120,16 +123,16 @@ fn a_folder_that_others_may_write_to_is_not_used() {
     run("3");
     assert!(files(dir.path()).is_empty());
     fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o700)).unwrap();
-    // Only root may give it away.
+    // Only root can change the owner.
     if chown(dir.path(), Some(12_345), None).is_ok() {
         run("3");
         assert!(files(dir.path()).is_empty());
     }
 }
 
-/// The XDG specification has relative paths ignored.
+/// The XDG specification says that relative paths are ignored.
 #[test]
-fn a_relative_folder_is_ignored() {
+fn relative_folders_are_ignored() {
     if opencl().is_none() {
         return;
     }
@@ -142,7 +145,7 @@ fn a_relative_folder_is_ignored() {
 }
 
 #[test]
-fn the_folder_has_a_bound_and_the_last_used_stay() {
+fn cache_size_is_bounded_and_recent_files_are_kept() {
     if opencl().is_none() {
         return;
     }
@@ -165,9 +168,9 @@ fn the_folder_has_a_bound_and_the_last_used_stay() {
     assert!((3..=6).contains(&left.len()), "{left:?}");
 }
 
-/// `claystone cache` says where the files are and how large, removes them, and tells why a folder is not used.
+/// `claystone cache` prints the location and size of the files, removes them, and explains why a folder is not used.
 #[test]
-fn the_program_shows_and_empties_it() {
+fn cache_command_shows_and_empties_the_cache() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("cache");
     let cache = |value: &Path, args: &[&str]| {
@@ -193,14 +196,14 @@ fn the_program_shows_and_empties_it() {
     let (good, _, error) = cache(&folder, &[]);
     assert!(!good && error.contains("0777") && error.contains("chmod 700"), "{error}");
     let (good, told, _) = cache(Path::new("off"), &[]);
-    assert!(good && told.contains("nothing is kept"), "{told}");
+    assert!(good && told.contains("there is no cache"), "{told}");
 }
 
 const EXPORTED: &str = "CLAYSTONE_TEST_EXPORTED";
 
-/// What [`an_exported_cache_spares_another_process_the_compiler`] runs; nothing on its own.
+/// Runs in the child of [`exported_caches_avoid_compilation_in_other_processes`]; does nothing otherwise.
 #[test]
-fn the_importer() {
+fn imports_a_cache_in_the_child() {
     let (Ok(file), Some(device)) = (std::env::var(EXPORTED), opencl()) else { return };
     let programs = device.import_cache(file).unwrap();
     let (_, profile) = claystone::profiler::profile(|| {
@@ -214,7 +217,7 @@ fn the_importer() {
 }
 
 #[test]
-fn an_exported_cache_spares_another_process_the_compiler() {
+fn exported_caches_avoid_compilation_in_other_processes() {
     let Some(device) = opencl() else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("kernels.cache");
@@ -224,7 +227,10 @@ fn an_exported_cache_spares_another_process_the_compiler() {
     assert!(programs >= 2);
     assert_eq!(device.import_cache(&file).unwrap(), programs);
     let mut importer = Command::new(std::env::current_exe().unwrap());
-    importer.args(["program_cache::the_importer", "--exact"]).env(EXPORTED, &file).env("CLAYSTONE_CACHE_DIR", "off");
+    importer
+        .args(["program_cache::imports_a_cache_in_the_child", "--exact"])
+        .env(EXPORTED, &file)
+        .env("CLAYSTONE_CACHE_DIR", "off");
     let output = importer.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 
@@ -237,7 +243,7 @@ fn an_exported_cache_spares_another_process_the_compiler() {
     damaged[whole.len() / 2] ^= 1;
     assert!(told(&damaged).contains("damaged: export it again"));
     assert!(told(&whole[..whole.len() - 1]).contains("damaged"));
-    assert!(told(b"notes").contains("no file that export_cache wrote"));
+    assert!(told(b"notes").contains("not a file that export_cache wrote"));
     fs::remove_file(&file).unwrap();
     assert!(device.import_cache(&file).is_err());
     assert!(device.export_cache(folder.path()).is_err());

@@ -1,4 +1,4 @@
-//! However a graph is replayed, by the host or in command buffers, it computes the same to the bit.
+//! Graph replays have the same bits in every mode: by the host or in command buffers.
 
 use claystone::device::{ReplayMode, count_launches};
 use claystone::profiler::{Category, profile};
@@ -8,8 +8,8 @@ use crate::common::{opencl, vec};
 
 const MODES: [ReplayMode; 2] = [ReplayMode::Host, ReplayMode::CommandBuffer];
 
-/// Has the graph replayed like this; false where its device cannot, which says why.
-fn choose(graph: &mut Graph, mode: ReplayMode) -> bool {
+/// Sets the replay mode. Returns false, after checking the error message, if the device does not support it.
+fn select_mode(graph: &mut Graph, mode: ReplayMode) -> bool {
     let usual = graph.replay_mode();
     let Err(error) = graph.set_replay_mode(mode) else { return true };
     assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(&mode.to_string()), "{error}");
@@ -29,7 +29,7 @@ fn ramp(n: usize, device: Device) -> Tensor {
     Tensor::from_slice(&values, n, device).unwrap()
 }
 
-/// Kernels of several kinds, fills and copies, also of nothing, each needing what was before it.
+/// Kernels of several kinds, fills and copies, also of empty tensors, each depending on the previous commands.
 fn work(x: &Tensor, total: &Tensor) -> Result<Tensor> {
     let square = x.reshape([50, 20])?;
     let product = square.t()?.contiguous()?.matmul(&square)?; // [20, 20]
@@ -44,14 +44,14 @@ fn work(x: &Tensor, total: &Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn results_are_equal_to_the_bit() {
+fn results_have_the_same_bits_in_every_mode() {
     for device in opencl() {
         let run = |mode| {
             let (x, total) = (ramp(1000, device), Tensor::zeros(1000, device).unwrap());
             let (mut graph, y) = Graph::capture(device, || work(&x, &total)).unwrap();
             let capture = |by: f64| Graph::capture(device, || total.mul_scalar_(by)?.sum((), false)).unwrap();
             let [(mut second, sum), (mut third, last)] = [capture(0.5), capture(0.75)];
-            if ![&mut graph, &mut second, &mut third].into_iter().all(|graph| choose(graph, mode)) {
+            if ![&mut graph, &mut second, &mut third].into_iter().all(|graph| select_mode(graph, mode)) {
                 return None;
             }
             let mut seen = Vec::new();
@@ -66,7 +66,7 @@ fn results_are_equal_to_the_bit() {
                     total.add_scalar_(0.125).unwrap(); // between replays
                 }
             });
-            // Back to back: the queue has the same commands many times.
+            // Back to back, so that the queue holds the same commands many times.
             (0..500).for_each(|_| graph.replay().unwrap());
             seen.push([&x, &total, &y, &sum, &last].map(bits));
             assert_eq!([graph.replay_mode(), second.replay_mode(), third.replay_mode()], [mode; 3]);
@@ -79,23 +79,23 @@ fn results_are_equal_to_the_bit() {
 }
 
 #[test]
-fn a_graph_may_change_its_mode_and_is_released_whenever() {
+fn graphs_can_change_modes_and_be_dropped_while_running() {
     for device in opencl() {
         let x = Tensor::zeros(3000, device).unwrap();
         let (mut graph, ()) = Graph::capture(device, || x.add_scalar_(1).map(drop)).unwrap();
         let mut replays = 0;
         for mode in MODES.into_iter().chain(MODES) {
-            if choose(&mut graph, mode) {
+            if select_mode(&mut graph, mode) {
                 (0..100).for_each(|_| graph.replay().unwrap());
                 replays += 100;
             }
         }
-        drop(graph); // while the last are under way
+        drop(graph); // while the last replays are running
         assert_eq!(vec(&x), vec![replays as f32; 3000], "on {device}");
     }
 }
 
-/// More commands than the queue is to hold at once, of which the driver keeps several parts.
+/// More commands than the queue may hold at once, so that the driver records them in several parts.
 #[test]
 fn long_graphs_are_replayed_in_order() {
     for device in opencl() {
@@ -107,13 +107,13 @@ fn long_graphs_are_replayed_in_order() {
                     if i % 100 == 0 {
                         x.fill_(f64::from(i))?
                     } else {
-                        x.index_add_(0, &all, &ones)? // no formula, which would be joined with the next
+                        x.index_add_(0, &all, &ones)? // not a formula, because formulas would be fused
                     };
                 }
                 Ok(())
             };
             let (mut graph, ()) = Graph::capture(device, steps).unwrap();
-            if choose(&mut graph, mode) {
+            if select_mode(&mut graph, mode) {
                 let ((), launches) = count_launches(|| (0..3).for_each(|_| graph.replay().unwrap()));
                 assert!(launches >= 3 * 1485, "{launches}");
                 assert_eq!(vec(&x), [1499.0; 8], "{mode} on {device}");
@@ -124,7 +124,7 @@ fn long_graphs_are_replayed_in_order() {
 }
 
 #[test]
-fn streams_and_threads_replay_in_any_mode() {
+fn streams_and_threads_can_replay_in_every_mode() {
     for device in opencl() {
         for mode in MODES {
             let streams = [(); 3].map(|()| Stream::new(device).unwrap());
@@ -143,7 +143,7 @@ fn streams_and_threads_replay_in_any_mode() {
                             .and_then(|y| total.add_(&y).map(drop))
                     };
                     let (mut graph, ()) = with_stream(stream, || Graph::capture(device, step)).unwrap();
-                    choose(&mut graph, mode);
+                    select_mode(&mut graph, mode);
                     (graph, total)
                 })
                 .collect();
@@ -166,13 +166,13 @@ fn streams_and_threads_replay_in_any_mode() {
 }
 
 #[test]
-fn what_a_kernel_finds_wrong_is_told_in_any_mode() {
+fn kernel_errors_are_reported_in_every_mode() {
     for device in opencl() {
         for mode in MODES {
             let logits = ramp(6, device).reshape([2, 3]).unwrap();
             let labels = Tensor::from_slice(&[0i64, 2], 2, device).unwrap();
             let (mut graph, loss) = Graph::capture(device, || logits.cross_entropy(&labels)).unwrap();
-            if !choose(&mut graph, mode) {
+            if !select_mode(&mut graph, mode) {
                 continue;
             }
             for _ in 0..3 {
@@ -192,17 +192,17 @@ fn what_a_kernel_finds_wrong_is_told_in_any_mode() {
     }
 }
 
-/// While something is profiled every kernel is a command of its own, whose time is known; afterwards all is as before.
+/// While the profiler runs, every kernel is a separate command with its own time; afterwards replays work as before.
 #[test]
 fn profiles_attribute_the_kernels_of_replays() {
     for device in opencl() {
         for mode in MODES {
             let (x, ones) = (Tensor::zeros(100, device).unwrap(), Tensor::ones(100, device).unwrap());
             let all = Tensor::arange(0, 100, 1, device).unwrap().to_dtype(DType::I64).unwrap();
-            // No formulas, which would be joined.
+            // Not formulas, because formulas would be fused.
             let step = || x.index_add_(0, &all, &ones).map(drop);
             let (mut graph, ()) = Graph::capture(device, || (0..5).try_for_each(|_| step())).unwrap();
-            if !choose(&mut graph, mode) {
+            if !select_mode(&mut graph, mode) {
                 continue;
             }
             graph.replay().unwrap();
@@ -219,7 +219,7 @@ fn profiles_attribute_the_kernels_of_replays() {
 }
 
 #[test]
-fn modes_have_names() {
+fn modes_can_be_parsed() {
     for mode in [ReplayMode::Host, ReplayMode::CommandBuffer, ReplayMode::RecordableQueue] {
         assert_eq!(mode.to_string().parse(), Ok(mode));
     }

@@ -1,4 +1,4 @@
-//! Files are replaced as a whole: what fails leaves the file before, what succeeds has its name, mode and link.
+//! Files are replaced atomically: a failed write keeps the old file, a successful one keeps its name, mode and link.
 
 use std::fs;
 use std::path::Path;
@@ -8,9 +8,9 @@ use claystone::nn::StateDict;
 use claystone::storage::Snapshot;
 use claystone::{Device, Error, Result, Tensor, io};
 
-/// The variable with the folder in which a process whose files may not grow is to write.
+/// The environment variable with the folder for a child process whose file sizes are limited.
 const FULL: &str = "CLAYSTONE_FULL_DISK";
-/// What a file may grow to there, in KiB: more than what is there, less than what is written.
+/// The limit in KiB: more than the old files, less than the new ones.
 const LIMIT: &str = "64";
 
 type Writer = (&'static str, fn(&Path, usize) -> Result<()>);
@@ -33,7 +33,7 @@ const WRITERS: [Writer; 5] = [
 ];
 
 #[test]
-fn a_full_disk_leaves_the_file_before() {
+fn failed_writes_keep_the_old_file() {
     if let Some(folder) = std::env::var_os(FULL) {
         for (name, write) in WRITERS {
             let error = write(&Path::new(&folder).join(name), 1 << 20).unwrap_err();
@@ -44,11 +44,11 @@ fn a_full_disk_leaves_the_file_before() {
     let folder = tempfile::tempdir().unwrap();
     WRITERS.iter().for_each(|(name, write)| write(&folder.path().join(name), 100).unwrap());
     let before = WRITERS.map(|(name, _)| fs::read(folder.path().join(name)).unwrap());
-    // No file grows past the limit there: an error of the write, as on a full disk, once the signal is ignored.
+    // With SIGXFSZ ignored, writing beyond the limit is an error, as on a full disk.
     let full = Command::new("bash")
         .args(["-c", &format!("trap '' XFSZ; ulimit -f {LIMIT}; exec \"$0\" \"$@\"")])
         .arg(std::env::current_exe().unwrap())
-        .args(["saving::a_full_disk_leaves_the_file_before", "--exact"])
+        .args(["saving::failed_writes_keep_the_old_file", "--exact"])
         .env(FULL, folder.path())
         .output()
         .unwrap();
@@ -61,7 +61,7 @@ fn a_full_disk_leaves_the_file_before() {
 
 #[cfg(unix)]
 #[test]
-fn links_modes_and_streams_are_as_if_the_file_were_overwritten() {
+fn links_and_modes_are_kept() {
     use std::os::unix::fs::{PermissionsExt, symlink};
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
@@ -71,7 +71,7 @@ fn links_modes_and_streams_are_as_if_the_file_were_overwritten() {
     for (name, write) in WRITERS {
         let (there, link) = (format!("elsewhere/{name}"), format!("link {name}"));
         symlink(&there, file(&link)).unwrap();
-        // A link to nothing, then one to a file: the file behind it is written.
+        // A dangling link, then a link to a file: the target is written.
         for elements in [10, 1000] {
             write(&file(&link), elements).unwrap();
             assert!(fs::symlink_metadata(file(&link)).unwrap().is_symlink() && file(&there).is_file());

@@ -1,6 +1,6 @@
-//! Streams: what is ordered is right, events complete, the current stream nests, and faults are told across streams.
+//! Streams: waits order work, events complete, the current stream nests, and errors are reported across streams.
 //!
-//! Memory is given to the next tensor behind whatever still uses it.
+//! Freed memory is reused only after all streams have finished with it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -11,11 +11,11 @@ use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Error, Stream, Tensor, storage, with_stream};
 
 use crate::common;
-use crate::common::{alone, devices, each_device, iota, vec};
+use crate::common::{devices, each_device, in_own_process, iota, vec};
 use crate::stand_in::{Faults, Kind};
 
 #[test]
-fn two_streams_in_turn() {
+fn waits_order_two_streams() {
     each_device(|d| {
         let (a, b) = (Stream::new(d).unwrap(), Stream::new(d).unwrap());
         let main = Stream::current(d).unwrap();
@@ -38,7 +38,7 @@ fn two_streams_in_turn() {
 }
 
 #[test]
-fn events_and_streams_complete() {
+fn events_and_streams_report_completion() {
     each_device(|d| {
         let stream = Stream::new(d).unwrap();
         let before = stream.record_event().unwrap();
@@ -55,7 +55,7 @@ fn events_and_streams_complete() {
 }
 
 #[test]
-fn timed_events_say_how_long_what_is_between_them_took() {
+fn timed_events_measure_elapsed_time() {
     each_device(|d| {
         let (main, side) = (Stream::current(d).unwrap(), Stream::new(d).unwrap());
         let x = Tensor::zeros(&[100_000], d).unwrap();
@@ -84,7 +84,7 @@ fn timed_events_say_how_long_what_is_between_them_took() {
 }
 
 #[test]
-fn the_current_stream_nests_and_survives_a_panic() {
+fn current_stream_nests_and_survives_panics() {
     each_device(|d| {
         let (a, b) = (Stream::new(d).unwrap(), Stream::new(d).unwrap());
         let current = || Stream::current(d).unwrap();
@@ -107,14 +107,14 @@ fn the_current_stream_nests_and_survives_a_panic() {
 }
 
 #[test]
-fn devices_have_current_streams_of_their_own() {
+fn each_device_has_its_own_current_stream() {
     let streams: Vec<Stream> = common::devices().into_iter().map(|d| Stream::new(d).unwrap()).collect();
     for stream in &streams {
         with_stream(stream, || {
             for other in &streams {
                 let current = Stream::current(other.device()).unwrap();
                 assert_eq!(current == *other, stream == other, "{stream:?} and {other:?}");
-                // Across devices the host waits.
+                // The host waits for streams of another device.
                 other.wait_stream(stream).unwrap();
             }
         });
@@ -122,7 +122,7 @@ fn devices_have_current_streams_of_their_own() {
 }
 
 #[test]
-fn a_device_that_is_not_there_has_no_streams() {
+fn missing_devices_have_no_streams() {
     let missing = Device::OpenCL(77);
     for result in [Stream::new(missing), Stream::default_stream(missing), Stream::current(missing)] {
         assert!(matches!(result, Err(Error::NoDevice { .. })), "{result:?}");
@@ -130,7 +130,7 @@ fn a_device_that_is_not_there_has_no_streams() {
 }
 
 #[test]
-fn there_are_only_so_many_streams_and_dropped_ones_come_back() {
+fn number_of_streams_is_bounded_and_dropped_streams_are_reused() {
     let mut held = Vec::new();
     let error = loop {
         match Stream::new(Device::Cpu) {
@@ -145,7 +145,7 @@ fn there_are_only_so_many_streams_and_dropped_ones_come_back() {
 }
 
 #[test]
-fn many_threads_each_on_a_stream() {
+fn many_threads_can_use_their_own_streams() {
     each_device(|d| {
         std::thread::scope(|scope| {
             for t in 0..8usize {
@@ -168,7 +168,7 @@ fn many_threads_each_on_a_stream() {
 }
 
 #[test]
-fn faults_are_told_on_whichever_stream_waits_next() {
+fn kernel_errors_are_reported_by_the_next_wait_on_any_stream() {
     each_device(|d| {
         if d == Device::Cpu {
             return; // there the operation itself returns the error
@@ -179,7 +179,7 @@ fn faults_are_told_on_whichever_stream_waits_next() {
         let y = with_stream(&side, || x.index_select(0, &bad)).unwrap();
         let main = Stream::current(d).unwrap();
         main.wait_stream(&side).unwrap();
-        // Whoever waits for reasons of the allocator leaves it for the user.
+        // Waits by the allocator leave the error for the user.
         claystone::storage::driver(d).unwrap().synchronize().unwrap();
         let told = y.to_vec::<f32>();
         assert!(matches!(told, Err(Error::IndexOutOfRange { index: 9, size: 4, .. })), "{told:?}");
@@ -207,9 +207,9 @@ fn recorded_memory_is_not_reused_too_early() {
                 x.add_scalar(1).unwrap()
             });
             x.record_stream(&b).unwrap();
-            x.record_stream(&a).unwrap(); // its own: nothing new
+            x.record_stream(&a).unwrap(); // its own stream, so nothing changes
             drop(x);
-            let z = with_stream(&a, || Tensor::full(&[n], -1, d)).unwrap(); // in x's memory, were it free
+            let z = with_stream(&a, || Tensor::full(&[n], -1, d)).unwrap(); // would get x's memory if that were free
             results.push((round, y, z));
         }
         let main = Stream::current(d).unwrap();
@@ -229,7 +229,7 @@ fn recorded_memory_is_not_reused_too_early() {
 }
 
 #[test]
-fn only_streams_of_the_same_device_are_recorded() {
+fn recording_streams_of_other_devices_is_an_error() {
     let devices = common::devices();
     for &here in &devices {
         for &there in &devices {
@@ -247,7 +247,7 @@ fn only_streams_of_the_same_device_are_recorded() {
 }
 
 #[test]
-fn exported_memory_has_a_place_on_opencl_only() {
+fn memory_can_be_exported_only_on_opencl() {
     each_device(|d| {
         let x = iota(&[1000], d);
         match x.storage().export_cl() {
@@ -263,9 +263,9 @@ fn exported_memory_has_a_place_on_opencl_only() {
     });
 }
 
-/// Ids do not say which device they are of: nothing was ever submitted to one that a device does not have.
+/// Stream ids do not name their device. An id of another device has no work to wait for.
 #[test]
-fn streams_of_another_device_are_nothing_to_wait_for() {
+fn streams_of_another_device_have_no_pending_work() {
     let foreign: Vec<Stream> = (0..200).map(|_| Stream::new(Device::Cpu).unwrap()).collect();
     let id = foreign.last().unwrap().id();
     for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
@@ -279,18 +279,17 @@ fn streams_of_another_device_are_nothing_to_wait_for() {
     }
 }
 
-/// A stream that cannot be asked how far it is may still be writing to what another gave back.
+/// If the driver cannot report a stream's progress, the stream may still be writing to freed memory.
 #[test]
-fn memory_of_a_stream_that_takes_no_marker_is_not_reused() {
-    let Some(faults) = Faults::install("streams::memory_of_a_stream_that_takes_no_marker_is_not_reused", Kind::Real)
-    else {
+fn memory_is_not_reused_if_stream_markers_fail() {
+    let Some(faults) = Faults::install("streams::memory_is_not_reused_if_stream_markers_fail", Kind::Real) else {
         return;
     };
     let (device, n) = (Device::OpenCL(0), 1_000_000);
     let (side, main) = (Stream::new(device).unwrap(), Stream::current(device).unwrap());
     for markers in [0, 1, 2, 5] {
         let x = Tensor::zeros(&[n], device).unwrap();
-        with_stream(&side, || Tensor::full(&[n], 7, device).unwrap().add_scalar_(1).map(drop)).unwrap(); // compiled from now on
+        with_stream(&side, || Tensor::full(&[n], 7, device).unwrap().add_scalar_(1).map(drop)).unwrap(); // compiles the kernels
         side.wait_stream(&main).unwrap();
         device.synchronize().unwrap();
         faults.delay("clEnqueueNDRangeKernel", 300_000);
@@ -312,7 +311,7 @@ fn memory_of_a_stream_that_takes_no_marker_is_not_reused() {
     }
 }
 
-/// Bytes reserved at the peak of training eight networks in turn, each on one of so many streams, and the allocator that did it.
+/// Trains eight networks in turns on this many streams with a new allocator. Returns the peak of reserved bytes.
 fn train(device: Device, streams: usize, config: &str) -> u64 {
     let allocator = storage::build_allocator(storage::driver(device).unwrap(), config.parse().unwrap()).unwrap();
     storage::set_allocator(device, allocator).unwrap();
@@ -344,8 +343,8 @@ fn train(device: Device, streams: usize, config: &str) -> u64 {
 }
 
 #[test]
-fn networks_on_several_streams_need_little_more_memory() {
-    if !alone("streams::networks_on_several_streams_need_little_more_memory") {
+fn several_streams_need_little_more_memory() {
+    if !in_own_process("streams::several_streams_need_little_more_memory") {
         return;
     }
     each_device(|device| {
@@ -355,7 +354,7 @@ fn networks_on_several_streams_need_little_more_memory() {
             println!("{device}: {several} bytes on {streams} streams, {one} on one");
             assert!(several as f64 <= most * one as f64, "{several} bytes on {streams} streams, {one} on one");
         }
-        // What they freed goes back by itself.
+        // Freed memory is returned after its decay time.
         train(device, 4, "decay_ms:20");
         let reserved = || device.memory_stats().unwrap().reserved_bytes.current;
         for _ in 0..500 {
@@ -369,7 +368,7 @@ fn networks_on_several_streams_need_little_more_memory() {
 }
 
 #[test]
-fn a_stream_that_is_set_stays_until_its_scope_ends() {
+fn set_streams_stay_current_until_their_scope_ends() {
     each_device(|d| {
         let [a, b, c] = std::array::from_fn(|_| Stream::new(d).unwrap());
         let current = || Stream::current(d).unwrap();
@@ -386,7 +385,7 @@ fn a_stream_that_is_set_stays_until_its_scope_ends() {
         assert_eq!(current(), if d == Device::Cpu { a } else { b }, "a scope of another device does not matter");
         let others = std::thread::scope(|scope| scope.spawn(current).join().unwrap());
         assert_eq!(others, Stream::default_stream(d).unwrap());
-        let x = Tensor::ones(1000, d).unwrap().mul_scalar(3).unwrap(); // is made on the stream that was set
+        let x = Tensor::ones(1000, d).unwrap().mul_scalar(3).unwrap(); // runs on the stream that was set
         set_stream(&main);
         assert_eq!(current(), main);
         d.synchronize().unwrap();

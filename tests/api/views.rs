@@ -1,11 +1,11 @@
-//! Views: what they show, that they share, that gradients flow back through them, and what is refused.
+//! Views: their elements, shared storage, gradients, and errors.
 
 use claystone::{DType, Device, Error, Index, PadMode, Result, Tensor, autograd::gradcheck};
 use ndarray::Dimension as _;
 
 use crate::common::{each_device, iota, vec};
 
-/// Each view with the shape it has of a `[2, 3, 4]` tensor and its elements, of 0, 1, 2, ... in row-major order.
+/// A view of a `[2, 3, 4]` tensor of 0, 1, 2, ... in row-major order, with its shape as text.
 type View = (&'static str, fn(&Tensor) -> Result<Tensor>);
 
 const VIEWS: &[View] = &[
@@ -55,7 +55,7 @@ fn views_share_storage_and_agree_with_their_copies() {
             let copy = v.clone();
             assert!(!copy.shares_storage(&t) && copy.is_contiguous(), "view {i}");
             assert_eq!(vec(&copy), vec(&v), "view {i}");
-            // The strides say where the elements are.
+            // The elements must be at the positions that the strides give.
             let place = |index: Vec<usize>| {
                 v.offset() as isize + index.iter().zip(v.strides()).map(|(&i, s)| i as isize * s).sum::<isize>()
             };
@@ -71,7 +71,7 @@ fn views_share_storage_and_agree_with_their_copies() {
 #[test]
 fn gradients_flow_back_through_views() {
     each_device(|device| {
-        // Views of a view with an offset and strides, so that a gradient has its own layout.
+        // Views of a strided view with an offset, so that the gradient has another layout.
         let Ok(x) = iota(&[2, 4, 5], device).to_dtype(DType::F64) else { return };
         let x = x.transpose(1, 2).unwrap().narrow(1, 1, 4).unwrap().narrow(2, 0, 3).unwrap().transpose(1, 2).unwrap();
         for (i, (_, view)) in VIEWS.iter().enumerate() {
@@ -82,13 +82,13 @@ fn gradients_flow_back_through_views() {
             };
             gradcheck(loss, std::slice::from_ref(&x), 1e-4).unwrap_or_else(|e| panic!("view {i}: {e}"));
         }
-        // A reshape that must copy.
+        // A reshape that has to copy.
         gradcheck(|x| x[0].transpose(0, 2)?.reshape([-1])?.narrow(0, 3, 5)?.sum((), false), &[x], 1e-6).unwrap();
     });
 }
 
 #[test]
-fn several_pieces() {
+fn split_and_chunk_return_all_pieces() {
     each_device(|device| {
         let t = iota(&[7, 2], device);
         let sizes = |v: Vec<Tensor>| v.iter().map(|t| t.shape().dims()[0]).collect::<Vec<_>>();
@@ -106,7 +106,7 @@ fn several_pieces() {
 }
 
 #[test]
-fn writing_through_one_view_is_seen_through_another() {
+fn writes_through_a_view_are_visible_through_other_views() {
     each_device(|device| {
         let base = Tensor::zeros([4, 6], device).unwrap();
         let (left, column) = (base.narrow(1, 0, 3).unwrap(), base.t().unwrap().select(0, 2).unwrap());
@@ -120,7 +120,7 @@ fn writing_through_one_view_is_seen_through_another() {
 }
 
 #[test]
-fn reshape_copies_only_where_it_must() {
+fn reshape_copies_only_if_necessary() {
     let t = iota(&[4, 6], Device::Cpu);
     let columns = t.t().unwrap();
     assert!(columns.reshape([2, 3, 4]).unwrap().shares_storage(&t));
@@ -138,7 +138,7 @@ fn reshape_copies_only_where_it_must() {
 }
 
 #[test]
-fn python_slices() {
+fn slices_match_python() {
     let t = iota(&[5], Device::Cpu);
     let slice = |start: Option<isize>, end: Option<isize>, step| vec(&t.slice(0, start, end, step).unwrap());
     assert_eq!(slice(Some(-3), Some(-1), 1), [2., 3.]);
@@ -152,7 +152,7 @@ fn python_slices() {
 }
 
 #[test]
-fn what_does_not_exist_is_refused_and_nothing_changes() {
+fn out_of_range_views_are_errors() {
     let t = iota(&[2, 3], Device::Cpu);
     let dim = |r: Result<Tensor>| assert!(matches!(r, Err(Error::DimOutOfRange { rank: 2, .. })), "{r:?}");
     dim(t.transpose(0, 2));
@@ -190,7 +190,7 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
     invalid(Tensor::eye([1, 2, 3], Device::Cpu));
     invalid(t.unfold(1, 4, 1));
     invalid(t.unfold(1, 2, 0));
-    // Of one element that is repeated: more windows than can be counted.
+    // An expanded element with more windows than can be counted.
     invalid(t.i((0, 0)).unwrap().expand([1usize << 62]).unwrap().unfold(0, 1 << 40, 1));
     invalid(t.as_strided([3, 3], &[2, 1], 0));
     invalid(t.as_strided([2], &[-1], 0));
@@ -213,7 +213,7 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn views_of_nothing_hold_nothing() {
+fn empty_views_have_no_elements() {
     each_device(|d| {
         let rows = Tensor::zeros(&[0, 5], d).unwrap();
         for view in [rows.select(1, 4), rows.flip(1), rows.narrow(1, 3, 2), rows.slice(1, 2, None, 2)] {
@@ -225,7 +225,7 @@ fn views_of_nothing_hold_nothing() {
 }
 
 #[test]
-fn windows_whose_gradients_add_up_in_halves_are_rounded_once() {
+fn gradients_of_overlapping_f16_windows_round_once() {
     each_device(|d| {
         let x = Tensor::ones([40], (DType::F16, d)).unwrap().requires_grad_(true).unwrap();
         let windows = x.unfold(0, 20, 1).unwrap();
@@ -240,7 +240,7 @@ fn windows_whose_gradients_add_up_in_halves_are_rounded_once() {
 }
 
 #[test]
-fn padding_as_pytorch_does() {
+fn padding_matches_pytorch() {
     each_device(|d| {
         let x = iota(&[3], d);
         let padded = |pads: &[isize], mode| vec(&x.pad(pads, mode).unwrap());
@@ -274,7 +274,7 @@ fn padding_as_pytorch_does() {
 }
 
 #[test]
-fn triangles_and_diagonals() {
+fn tril_triu_and_diagonal() {
     each_device(|d| {
         let m = iota(&[3, 4], d).add_scalar(1).unwrap();
         let kept = |t: Tensor| vec(&t).iter().map(|&x| u8::from(x != 0.0)).collect::<Vec<_>>();

@@ -1,16 +1,16 @@
-//! Elements that a closure reads in place.
+//! Closures that read a tensor's elements in place.
 
 use std::sync::mpsc;
 use std::thread;
 
 use claystone::{DType, Device, Error, HostArray, Tensor};
 
-use crate::common::{alone, each_device, iota};
+use crate::common::{each_device, in_own_process, iota};
 
 #[test]
-fn a_closure_reads_the_cpus_memory_in_place() {
-    // Statistics are the process's.
-    if !alone("with_host::a_closure_reads_the_cpus_memory_in_place") {
+fn closures_read_cpu_memory_in_place() {
+    // In its own process, because statistics are process-wide.
+    if !in_own_process("with_host::closures_read_cpu_memory_in_place") {
         return;
     }
     let x = iota(&[4, 6], Device::Cpu);
@@ -34,7 +34,7 @@ fn a_closure_reads_the_cpus_memory_in_place() {
         );
         assert!(matches!(x.with_host(|_: &[i32]| ()), Err(Error::DTypeMismatch { .. })));
     });
-    // Memory that came with a vector, or with its owner.
+    // Memory that belonged to a vector or another owner.
     for x in [
         Tensor::from_vec(vec![1.0f32, 2.0], 2, Device::Cpu).unwrap(),
         Tensor::from_host_memory(vec![1.0f32, 2.0].into_boxed_slice(), 2, Device::Cpu).unwrap(),
@@ -46,12 +46,12 @@ fn a_closure_reads_the_cpus_memory_in_place() {
 }
 
 #[test]
-fn nobody_writes_to_what_a_closure_reads() {
+fn writes_fail_while_a_closure_reads() {
     let x = Tensor::full([64, 64], 3.0, Device::Cpu).unwrap();
     let other = x.shallow_clone();
     let view = x.narrow(0, 1, 2).unwrap();
     x.with_host(|all: &[f32]| {
-        // By this thread, through each handle and each way to write.
+        // This thread cannot write, through any handle or method.
         let one = Tensor::ones((), Device::Cpu).unwrap();
         let refused = [
             view.fill_(1.0).map(drop),
@@ -69,9 +69,9 @@ fn nobody_writes_to_what_a_closure_reads() {
             let error = result.expect_err(&format!("write {i}")).to_string();
             assert!(error.contains("with_host"), "{error}");
         }
-        // By another, which is not kept waiting.
+        // Another thread's write fails at once instead of waiting.
         thread::scope(|s| assert!(s.spawn(|| other.zero_().is_err()).join().unwrap()));
-        // Reading goes on, this tensor's, in a closure of its own, and that of a handle that is given up.
+        // Reading is allowed: by operations, by a nested closure, and through a handle that is moved.
         assert_eq!(other.sum((), false).unwrap().item::<f32>().unwrap(), 3.0 * 4096.0);
         assert_eq!(other.with_host(|again: &[f32]| again.as_ptr()).unwrap(), all.as_ptr());
         assert!(view.fill_(1.0).is_err(), "the outer closure still reads");
@@ -81,18 +81,18 @@ fn nobody_writes_to_what_a_closure_reads() {
     })
     .unwrap();
     assert_eq!(other.zero_().unwrap().to_vec::<f32>().unwrap(), [0.0; 4096]);
-    // A panic ends it, too.
+    // A panic ends the access too.
     let panicked = std::panic::catch_unwind(|| x.with_host(|_: &[f32]| panic!("in the closure")));
     assert!(panicked.is_err() && x.fill_(1.0).is_ok());
 }
 
-/// Two closures at once, of which the first ends while the second reads; compaction moves the blocks around theirs alone.
+/// Two closures run at once and the first ends earlier; meanwhile compaction moves all other blocks.
 #[test]
-fn closures_of_several_threads_keep_the_elements_where_they_are() {
-    if !alone("with_host::closures_of_several_threads_keep_the_elements_where_they_are") {
+fn memory_read_by_closures_is_not_moved() {
+    if !in_own_process("with_host::memory_read_by_closures_is_not_moved") {
         return;
     }
-    drop(Tensor::zeros(1 << 18, Device::Cpu).unwrap()); // a segment for what follows
+    drop(Tensor::zeros(1 << 18, Device::Cpu).unwrap()); // makes a segment for the following tensors
     let all: Vec<Tensor> = (0..24).map(|i| Tensor::full(10_000, i as f64, Device::Cpu).unwrap()).collect();
     let mut held: Vec<Option<Tensor>> = all.into_iter().map(Some).collect();
     held.iter_mut().step_by(2).for_each(|t| *t = None);

@@ -1,15 +1,15 @@
-//! Methods that give new tensors are `#[track_caller]`. (Those that macros make are seen by tests/allocator/callers.rs.)
+//! Checks that methods that return new tensors are `#[track_caller]`. tests/allocator/callers.rs checks methods that macros generate.
 
 use syn::visit::{Visit, visit_return_type, visit_type, visit_type_reference};
 use syn::{ImplItem, ImplItemFn, Item, PathSegment, TypeReference, Visibility};
 
-/// Files whose methods make tensors; those of the other files of tensor/ are views.
+/// Files whose methods make tensors. The methods in other files of tensor/ return views.
 const MAKERS: [&str; 4] = ["src/ops/", "src/tensor/create.rs", "src/tensor/bytes.rs", "src/tensor/convert.rs"];
 
-/// Methods that give another handle on memory that is there already.
+/// Methods that return another handle on existing memory.
 const HANDLES: [&str; 2] = ["positive", "from_storage"];
 
-/// The public methods of `Tensor` in a file that give new tensors, without the attribute.
+/// The public methods of `Tensor` in a file that return new tensors but lack the attribute.
 pub fn untracked(file: &str, text: &str) -> Vec<String> {
     if !file.ends_with(".rs") || !MAKERS.iter().any(|maker| file.starts_with(maker)) {
         return Vec::new();
@@ -42,7 +42,7 @@ fn is_tracked(method: &ImplItemFn) -> bool {
     method.attrs.iter().any(|attribute| attribute.path().is_ident("track_caller"))
 }
 
-/// What a type is made of.
+/// The words that occur in a type.
 #[derive(Default)]
 struct Words {
     tensor: bool,

@@ -1,14 +1,14 @@
-//! Files that import each other in a circle.
+//! Finds files that import each other in a circle.
 
 use crate::modules::Kind;
 use crate::resolve::Import;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// Which files each file imports from.
+/// The files that each file imports from.
 pub type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// The graph of imports. A re-export is no import: it hands a name on, and those who use it are drawn to its definition.
+/// Builds the import graph. A re-export is no edge: files that use it get an edge to the file of the definition.
 pub fn graph(imports: &[Import]) -> Graph {
     let mut graph = Graph::new();
     for import in imports.iter().filter(|import| import.kind != Kind::Reexport && import.file != "src/lib.rs") {
@@ -20,7 +20,7 @@ pub fn graph(imports: &[Import]) -> Graph {
     graph
 }
 
-/// The circles: the largest sets of files each of which reaches all others, the largest first.
+/// The circles, largest first: maximal sets of files in which each file reaches all others.
 pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
     let reached: BTreeMap<&String, BTreeSet<&String>> = graph.keys().map(|file| (file, reach(graph, file))).collect();
     let mutual = |a: &String, b: &String| reached[a].contains(b) && reached.get(b).is_some_and(|back| back.contains(a));
@@ -32,7 +32,7 @@ pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
     circles
 }
 
-/// Every file that `from` leads to.
+/// Every file that `from` reaches.
 fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
     let mut reached = BTreeSet::new();
     let mut next: Vec<&String> = graph[from].iter().collect();
@@ -44,7 +44,7 @@ fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
     reached
 }
 
-/// The graph for `dot -Tsvg`.
+/// Formats the graph for `dot -Tsvg`.
 pub fn dot(graph: &Graph) -> String {
     let mut text = "digraph imports {\n".to_string();
     for (from, targets) in graph {

@@ -1,21 +1,21 @@
-//! Today's exceptions, in a list that may only shrink.
+//! The list of current exceptions, which may only shrink.
 
 use crate::rules::{Rule, Violation};
 use std::collections::BTreeMap;
 
-/// What is excepted: a rule, a file, and what it imports or has.
+/// An exception: the rule, the file, and what the file imports or contains.
 type Key = (Rule, String, String);
 
-/// The list in `exceptions.txt`: lines of `rule file target`, `limit name number`, and reasons behind `#`.
+/// The contents of `exceptions.txt`: lines `rule file target` and `limit name number`, with reasons after `#`.
 #[derive(Default, PartialEq, Debug)]
 pub struct Exceptions {
     pub limits: BTreeMap<String, usize>,
-    /// On how many lines, and why.
+    /// The number of lines on which each exception occurs, and its reason.
     listed: BTreeMap<Key, (usize, String)>,
 }
 
 impl Exceptions {
-    /// Reads the list.
+    /// Parses the list.
     pub fn parse(text: &str) -> Self {
         let mut list = Self::default();
         for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
@@ -36,7 +36,7 @@ impl Exceptions {
         list
     }
 
-    /// The list as it should be, with the reasons of this one.
+    /// Returns the list for the current violations and limits, with the reasons of this list.
     pub fn renewed(&self, violations: &[Violation], limits: BTreeMap<String, usize>) -> Self {
         let reason = |key: &Key| self.listed.get(key).map(|(_, reason)| reason.clone()).unwrap_or_default();
         let listed = grouped(violations).into_iter().map(|(key, lines)| {
@@ -46,17 +46,16 @@ impl Exceptions {
         Self { limits, listed: listed.collect() }
     }
 
-    /// How many exceptions a rule has.
+    /// The number of exceptions for a rule.
     pub fn count(&self, rule: Rule) -> usize {
         self.listed.keys().filter(|(of, ..)| *of == rule).count()
     }
 
-    /// The text of the list.
+    /// Formats the list as in `exceptions.txt`.
     pub fn text(&self) -> String {
-        let mut text =
-            "# What breaks the rules of the architecture today. The list may only shrink: tests/architecture/main.rs \
-                        tells how.\n"
-                .to_string();
+        let mut text = "# Current exceptions to the rules of the architecture. The list may only shrink: see \
+                        tests/architecture/main.rs.\n"
+            .to_string();
         for (name, limit) in &self.limits {
             text += &format!("limit {name} {limit}\n");
         }
@@ -69,7 +68,7 @@ impl Exceptions {
         text
     }
 
-    /// One sentence for each violation that is not listed, and for each line of the list that is out of date.
+    /// Returns a message for each violation that is not listed and for each outdated line of the list.
     pub fn complaints(&self, violations: &[Violation], limits: &BTreeMap<String, usize>) -> Vec<String> {
         let found = grouped(violations);
         let mut complaints = Vec::new();
@@ -101,7 +100,7 @@ impl Exceptions {
     }
 }
 
-/// The lines of each exception. Imports are listed once a file, and only the kinds of devices are counted.
+/// The lines of each exception. Only exceptions for kinds of devices are counted line by line; others count once per file.
 fn grouped(violations: &[Violation]) -> BTreeMap<Key, Vec<usize>> {
     let mut found: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
     for Violation { rule, file, target, line } in violations {

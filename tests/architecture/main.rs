@@ -1,8 +1,8 @@
-//! The rules of the architecture, held over the crate's own sources. `rules.rs` has the order of the rooms and the eight
-//! rules; `exceptions.txt` what breaks them today. Where a listed exception is gone, the list must follow:
-//! `ARCHITECTURE=renew cargo test --test architecture` writes it anew, and what it adds is yours to mend. With
-//! `-- --nocapture` the test prints how many exceptions each rule has and which files form circles;
-//! `ARCHITECTURE_DOT=imports.dot` names a file for the graph of imports.
+//! Checks the crate's own sources against the rules of the architecture. `rules.rs` has the order of the rooms and the eight rules;
+//! `exceptions.txt` lists the current exceptions. When an exception is fixed, remove it from the list:
+//! `ARCHITECTURE=renew cargo test --test architecture` rewrites the list, but new entries must be fixed instead. With
+//! `-- --nocapture` the test prints the number of exceptions per rule and the files that form circles;
+//! `ARCHITECTURE_DOT=imports.dot` writes the import graph to a file.
 
 mod callers;
 mod circles;
@@ -22,7 +22,7 @@ use std::path::Path;
 
 const LIST: &str = "tests/architecture/exceptions.txt";
 
-/// Every text of the repository that the rules are about.
+/// Reads every source file that the rules apply to.
 fn sources() -> Sources {
     let mut sources = Sources::new();
     for folder in ["src", "tests", "benches", "examples", "kernels"] {
@@ -46,7 +46,7 @@ fn read(folder: &Path, sources: &mut Sources) {
 }
 
 #[test]
-fn the_rules_hold() {
+fn sources_follow_the_rules_of_the_architecture() {
     let sources = sources();
     let all = Crate::parse(&sources);
     let imports = all.imports();
@@ -80,7 +80,7 @@ fn the_rules_hold() {
     assert!(complaints.is_empty(), "{} complaints:\n{}", complaints.len(), complaints.join("\n"));
 }
 
-/// Files that no module declares would escape the rules.
+/// Checks that no file is outside all modules, because the rules would not apply to it.
 #[test]
 fn every_file_is_in_a_module() {
     let sources = sources();
@@ -91,9 +91,9 @@ fn every_file_is_in_a_module() {
     assert!(lost.is_empty(), "no `mod` declares {lost:?}");
 }
 
-/// Memory histories name the line that called an operation, which it can only know so.
+/// Checks `#[track_caller]`, without which memory histories could not name the line that called an operation.
 #[test]
-fn operations_know_their_callers() {
+fn methods_that_return_tensors_track_their_callers() {
     let untracked: Vec<String> = sources().iter().flat_map(|(file, text)| callers::untracked(file, text)).collect();
     assert!(untracked.is_empty(), "these give tensors and are not #[track_caller]:\n{}", untracked.join("\n"));
 }

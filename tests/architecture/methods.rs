@@ -1,15 +1,15 @@
-//! Methods that nn, optim and io may not call. Without types a call is known by its name alone: it breaks the rule where
-//! every method of that name that the caller could reach is `pub(crate)`. Names that macros declare, or may, count as public.
+//! Finds calls of `pub(crate)` methods in nn, optim and io. The check has no types, so it identifies a method by its name: a call breaks
+//! the rule if every reachable method of that name is `pub(crate)`. Names that a macro declares or may declare count as public.
 
 use crate::modules::{Access, Crate};
 use crate::resolve::Import;
 use crate::rules::{PUBLIC_ONLY, Rule, Violation, room};
 use std::collections::BTreeSet;
 
-/// Names that are hidden methods of ours and methods of std.
+/// Names of both `pub(crate)` methods of the crate and methods of std.
 const STANDARD: &[&str] = &["copied", "read", "write"];
 
-/// The calls of hidden methods, as `x.name()` and as `Type::name(x)`.
+/// Finds calls of hidden methods, written as `x.name()` or as `Type::name(x)`.
 pub fn violations(all: &Crate, imports: &[Import]) -> Vec<Violation> {
     let hidden = hidden(all);
     let violation = |file: &str, target, line| Violation { rule: Rule::Published, file: file.into(), target, line };

@@ -1,52 +1,52 @@
-//! The module tree of a crate: what each module declares, and every path that its code writes.
+//! The module tree of a crate: the items that each module declares, and every path in its code.
 
 use crate::paths::Collector;
 use std::collections::{BTreeMap, HashMap};
 use syn::{Attribute, Item, Meta, Visibility, punctuated::Punctuated, visit::Visit};
 
-/// File names, from the repository's root, with their texts.
+/// File contents by file name, relative to the repository's root.
 pub type Sources = BTreeMap<String, String>;
 
-/// The place of a module in [`Crate::modules`].
+/// The index of a module in [`Crate::modules`].
 pub type ModuleId = usize;
 
-/// Every module of the library and of its programs.
+/// Every module of the library and of its binaries.
 #[derive(Default)]
 pub struct Crate {
     pub modules: Vec<Module>,
-    /// The root of the library.
+    /// The root module of the library.
     pub library: ModuleId,
 }
 
 pub struct Module {
-    /// As code writes it: `crate::ops::reduce`.
+    /// The path in code: `crate::ops::reduce`.
     pub path: String,
     pub file: String,
     pub parent: Option<ModuleId>,
     pub root: ModuleId,
-    /// Compiled for tests only.
+    /// True if the module is compiled for tests only.
     pub test: bool,
     pub names: HashMap<String, Vec<Entry>>,
-    /// What `use path::*` names.
+    /// The paths of glob imports, `use path::*`.
     pub globs: Vec<Vec<String>>,
     pub paths: Vec<Written>,
-    /// The names of functions in `impl`s and traits, and who may call them.
+    /// The names of functions in `impl`s and traits, with their visibility.
     pub methods: Vec<(String, Access)>,
-    /// The methods that are called: `name` of `x.name()`, and the line.
+    /// The called methods: `name` in `x.name()`, and the line.
     pub calls: Vec<(String, usize)>,
 }
 
-/// Who may call a method.
+/// The visibility of a method.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Access {
     All,
-    /// All of the crate.
+    /// Visible in the whole crate.
     Crate,
-    /// A part of the crate.
+    /// Visible in a part of the crate.
     Part,
 }
 
-/// A meaning of a name in a module; a name may have several, such as a module and a function.
+/// One meaning of a name in a module. A name may have several, such as a module and a function.
 #[derive(Clone)]
 pub struct Entry {
     pub meaning: Meaning,
@@ -56,15 +56,15 @@ pub struct Entry {
 #[derive(Clone)]
 pub enum Meaning {
     Module(ModuleId),
-    /// Something that paths go through, as `Device::Cpu` does: a struct, an enum, a trait.
+    /// A struct, an enum or a trait: an item that may be followed by further path segments, as in `Device::Cpu`.
     Type,
-    /// A function, a constant, a macro.
+    /// A function, a constant or a macro.
     Value,
-    /// What `use` brought in from this path.
+    /// A name that `use` imports from this path.
     Import(Vec<String>),
 }
 
-/// A path as the source has it.
+/// A path in source code.
 pub struct Written {
     pub segments: Vec<String>,
     pub line: usize,
@@ -74,14 +74,14 @@ pub struct Written {
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Kind {
     Use,
-    /// `pub use`, which hands a name on without using it.
+    /// `pub use`, which re-exports a name without using it.
     Reexport,
-    /// A path in code or in the tokens of a macro.
+    /// A path in code or in a macro's tokens.
     Code,
 }
 
 impl Crate {
-    /// Parses the library at `src/lib.rs` and the programs at `src/bin/*/main.rs`.
+    /// Parses the library at `src/lib.rs` and the binaries at `src/bin/*/main.rs`.
     pub fn parse(sources: &Sources) -> Self {
         let mut all = Self::default();
         let is_program = |file: &&String| file.starts_with("src/bin/") && file.ends_with("/main.rs");
@@ -112,7 +112,7 @@ impl Crate {
         self.items(sources, id, &file.items, &children);
     }
 
-    /// Fills a module; files of its child modules are under `folder`.
+    /// Adds a module's items. Files of its child modules are in `folder`.
     fn items(&mut self, sources: &Sources, id: ModuleId, items: &[Item], folder: &str) {
         for item in items {
             if let Item::Mod(module) = item {
@@ -129,7 +129,7 @@ impl Crate {
                     match &module.content {
                         Some((_, items)) => self.items(sources, child, items, &format!("{folder}/{name}")),
                         None if file.starts_with("src/") => self.file(sources, child),
-                        None => {} // a file of the tests, which #[path] brought in
+                        None => {} // a file of the tests, included with #[path]
                     }
                 }
             } else if let Some((name, meaning, visibility)) = declared(item) {
@@ -145,7 +145,7 @@ impl Crate {
         items.iter().filter(|item| !matches!(item, Item::Mod(_))).for_each(|item| collector.visit_item(item));
     }
 
-    /// The file of `mod name;`: several, where the target decides.
+    /// The files of `mod name;`: several if `cfg_attr` selects the file by target.
     fn files_of(&self, sources: &Sources, id: ModuleId, module: &syn::ItemMod, folder: &str) -> Vec<String> {
         let given = |meta: &Meta| path_value(meta).map(|path| beside(&self.modules[id].file, &path));
         if let Some(file) = module.attrs.iter().find_map(|attribute| given(&attribute.meta)) {
@@ -164,7 +164,7 @@ impl Crate {
     }
 }
 
-/// The name that an item declares; those of `use` come from the [`Collector`].
+/// The name that an item declares. The [`Collector`] handles `use` items.
 fn declared(item: &Item) -> Option<(String, Meaning, &Visibility)> {
     let (attributes, name, meaning, visibility) = match item {
         Item::Const(i) => (&i.attrs, &i.ident, Meaning::Value, &i.vis),
@@ -181,7 +181,7 @@ fn declared(item: &Item) -> Option<(String, Meaning, &Visibility)> {
     (!is_test(attributes)).then(|| (name.to_string(), meaning, visibility))
 }
 
-/// Whether these attributes leave an item out of everything but tests.
+/// Whether these attributes restrict an item to tests.
 pub fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")
@@ -199,14 +199,14 @@ fn requires_test(condition: &Meta) -> bool {
     }
 }
 
-/// The arguments of an attribute or of a condition.
+/// The arguments of an attribute or of a cfg condition.
 fn parts(meta: &Meta) -> Vec<Meta> {
     let Meta::List(list) = meta else { return Vec::new() };
     let parts = list.parse_args_with(Punctuated::<Meta, syn::Token![,]>::parse_terminated);
     parts.map(|parts| parts.into_iter().collect()).unwrap_or_default()
 }
 
-/// The file that `path = "..."` names.
+/// The file in `path = "..."`.
 fn path_value(meta: &Meta) -> Option<String> {
     match meta {
         Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
@@ -217,7 +217,7 @@ fn path_value(meta: &Meta) -> Option<String> {
     }
 }
 
-/// `relative`, from the folder of `file`.
+/// Resolves `relative` against the folder of `file`.
 fn beside(file: &str, relative: &str) -> String {
     let mut parts: Vec<&str> = file.split('/').collect();
     parts.pop();

@@ -1,18 +1,18 @@
-//! Collects every path that a module's code writes: in `use`, in code, and in the tokens of macros.
+//! Collects every path in a module: in `use`, in code, and in the tokens of macros.
 
 use crate::modules::{Access, Entry, Kind, Meaning, Module, Written, is_test};
 use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Type, UseTree, Visibility};
 
-/// Visits the items of one module, and leaves out what only tests see.
+/// Visits the items of one module, except items that only tests use.
 pub struct Collector<'a> {
     module: &'a mut Module,
-    /// What `Self` stands for, inside an `impl` or an enum.
+    /// The path that `Self` stands for inside an `impl` or an enum.
     itself: Option<Vec<String>>,
-    /// Whether a macro stands for items, whose names are among its tokens.
+    /// True inside a macro that expands to items, whose names are among its tokens.
     of_items: bool,
-    /// Whether an `impl` is that of a trait, whose methods are as public as the trait.
+    /// True inside an `impl` of a trait, whose methods are as public as the trait.
     of_trait: bool,
 }
 
@@ -39,13 +39,13 @@ impl<'a> Collector<'a> {
         }
     }
 
-    fn within<N>(&mut self, itself: Option<Vec<String>>, node: N, visit: impl FnOnce(&mut Self, N)) {
+    fn with_scope<N>(&mut self, itself: Option<Vec<String>>, node: N, visit: impl FnOnce(&mut Self, N)) {
         let outer = std::mem::replace(&mut self.itself, itself);
         visit(self, node);
         self.itself = outer;
     }
 
-    /// Writes down the leaves of a `use`, and the names that they bring into the module.
+    /// Records the leaves of a `use` tree, and the names that they bring into the module.
     fn leaves(&mut self, prefix: &[String], tree: &UseTree, public: bool, kind: Kind) {
         let with = |ident: &Ident| [prefix, &[ident.to_string()]].concat();
         let (ident, name) = match tree {
@@ -67,7 +67,7 @@ impl<'a> Collector<'a> {
         self.write(path, ident.span().start().line, kind);
     }
 
-    /// Writes down the paths among a macro's tokens: `a`, `a::b`, `$crate::a`, `a::{b, c}`.
+    /// Records the paths in a macro's tokens: `a`, `a::b`, `$crate::a`, `a::{b, c}`.
     fn tokens(&mut self, prefix: &[String], tokens: TokenStream) {
         let mut tokens = tokens.into_iter().peekable();
         let mut path: Vec<String> = Vec::new();
@@ -113,7 +113,7 @@ impl<'a> Collector<'a> {
     }
 }
 
-/// Takes `::`, where it comes next.
+/// Consumes `::` if it is next.
 fn colons(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>) -> bool {
     let mut next = || tokens.next_if(|token| matches!(token, TokenTree::Punct(p) if p.as_char() == ':')).is_some();
     next() && next()
@@ -138,7 +138,7 @@ impl<'ast> Visit<'ast> for Collector<'_> {
         visit_stmt_macro: StmtMacro, visit_expr_block: ExprBlock, visit_expr_if: ExprIf, visit_expr_call: ExprCall
     }
 
-    // `pub(in path)` is no import.
+    // `pub(in path)` is not an import.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
@@ -157,7 +157,7 @@ impl<'ast> Visit<'ast> for Collector<'_> {
                 _ => None,
             };
             self.of_trait = item.trait_.is_some();
-            self.within(itself, item, visit::visit_item_impl);
+            self.with_scope(itself, item, visit::visit_item_impl);
         }
     }
 
@@ -201,7 +201,7 @@ impl<'ast> Visit<'ast> for Collector<'_> {
 
     fn visit_item_enum(&mut self, item: &'ast syn::ItemEnum) {
         if !is_test(&item.attrs) {
-            self.within(Some(vec![item.ident.to_string()]), item, visit::visit_item_enum);
+            self.with_scope(Some(vec![item.ident.to_string()]), item, visit::visit_item_enum);
         }
     }
 

@@ -1,25 +1,25 @@
-//! Resolves paths to where an item is really defined, through `use`, re-exports, renames and globs.
+//! Resolves paths to the definition of an item, through `use`, re-exports, renames and globs.
 
 use crate::modules::{Crate, Kind, Meaning, ModuleId};
 use std::collections::BTreeSet;
 
-/// A path in a file, and what it leads to.
+/// A path in a file, and the item that the path resolves to.
 #[derive(Clone, Debug)]
 pub struct Import {
     pub file: String,
     pub line: usize,
-    /// The item that this names, where it is defined: `crate::device::Device`, or the crate outside this one.
+    /// The path of the item's definition, such as `crate::device::Device`, or the name of an external crate.
     pub item: String,
-    /// The same with all that follows: `crate::device::Device::Cpu`.
+    /// The item's path with all following segments: `crate::device::Device::Cpu`.
     pub target: String,
-    /// The file of that definition, where it is in the crate.
+    /// The file of the definition, if it is in this crate.
     pub target_file: Option<String>,
     pub kind: Kind,
-    /// Whether a user of the crate could write this path too.
+    /// Whether a user of the crate could write this path.
     pub public: bool,
 }
 
-/// What a path leads to: a module or an item, and the segments behind an item's name.
+/// The result of resolving a path: a module or an item, and the segments after the item's name.
 #[derive(Clone, Debug)]
 struct Found {
     module: Option<ModuleId>,
@@ -28,19 +28,19 @@ struct Found {
     public: bool,
 }
 
-/// Names that are being looked up, as imports may go in circles.
+/// The names that are being resolved, because imports may be circular.
 type Seen = BTreeSet<(ModuleId, String)>;
 
 impl Crate {
-    /// Every path of the crate's code, tests left out.
+    /// Every path in the crate's code, except in tests.
     pub fn imports(&self) -> Vec<Import> {
         let mut imports = Vec::new();
         for (id, module) in self.modules.iter().enumerate().filter(|(_, module)| !module.test) {
             for path in &module.paths {
                 let found = self.resolve(id, &path.segments, id, &mut Seen::new());
                 let public = found.iter().any(|found| found.public);
-                // A module that `use` names is a namespace: what is used of it shows in the paths that go through it. In
-                // code, a module's name is that of something else.
+                // A module named in `use` is a namespace: paths through it show which of its items are used. A lone name in code that is
+                // also a module's name refers to another item.
                 let namespace = path.kind == Kind::Use || path.segments.len() == 1;
                 let item = path.kind == Kind::Code && found.iter().any(|found| !found.is_module);
                 for found in found.into_iter().filter(|found| !(found.is_module && (namespace || item))) {
@@ -59,13 +59,13 @@ impl Crate {
         imports
     }
 
-    /// A module's path with the first of the names that follow it.
+    /// A module's path, followed by at most `names` of the segments after it.
     fn name(&self, found: &Found, names: usize) -> String {
         let module = found.module.map(|id| self.modules[id].path.clone());
         module.into_iter().chain(found.names.iter().take(names).cloned()).collect::<Vec<_>>().join("::")
     }
 
-    /// What `path` means in module `at`; `reader` is the module whose code wrote it.
+    /// Resolves `path` in module `at`; `reader` is the module whose code contains the path.
     fn resolve(&self, at: ModuleId, path: &[String], reader: ModuleId, seen: &mut Seen) -> Vec<Found> {
         let root = self.modules[at].root;
         let (mut start, mut rest) = (at, path);
@@ -87,8 +87,8 @@ impl Crate {
         if found.is_empty() && !self.modules[at].names.contains_key(&path[0]) { vec![external] } else { found }
     }
 
-    /// What `path` leads to from inside a module. Where nothing by that name is to be seen, a macro has defined it there,
-    /// since the crate compiles; but not where `certain` is false, as other names may be in scope then.
+    /// Resolves `path` inside a module. A name that cannot be found there must come from a macro, because the crate compiles. If `certain`
+    /// is false, other names may be in scope, and an unknown name resolves to nothing.
     fn walk(&self, at: ModuleId, path: &[String], reader: ModuleId, certain: bool, seen: &mut Seen) -> Vec<Found> {
         let item = |public| Found { module: Some(at), names: path.to_vec(), is_module: false, public };
         let Some((name, rest)) = path.split_first() else {
@@ -105,7 +105,7 @@ impl Crate {
                     guarded((at, name.clone()), seen, |seen| self.resolve(at, &[import, rest].concat(), at, seen))
                 }
             };
-            // A re-export counts as it is declared, whatever the visibility of what is behind it.
+            // A re-export is as visible as its own declaration, whatever the visibility of its target.
             let reexport = !own && matches!(entry.meaning, Meaning::Import(_));
             let public = |target: &Found| (entry.public || own) && (reexport || target.public);
             found.extend(targets.into_iter().map(|target| Found { public: public(&target), ..target }));
@@ -117,7 +117,7 @@ impl Crate {
         if unknown && certain { vec![item(true)] } else { found }
     }
 
-    /// What `path` means in the modules that `at` imports everything of.
+    /// Resolves `path` in the modules that `at` imports with globs.
     fn through_globs(&self, at: ModuleId, path: &[String], reader: ModuleId, seen: &mut Seen) -> Vec<Found> {
         let mut found = Vec::new();
         for glob in &self.modules[at].globs {
@@ -129,13 +129,13 @@ impl Crate {
         found
     }
 
-    /// The top-level module that holds this one.
+    /// The top-level module that contains this module.
     fn room(&self, module: ModuleId) -> Option<&str> {
         self.modules[module].path.split("::").nth(1)
     }
 }
 
-/// Looks a name up, unless that is what it is looked up for.
+/// Resolves a name, unless that name is already being resolved.
 fn guarded(key: (ModuleId, String), seen: &mut Seen, look: impl FnOnce(&mut Seen) -> Vec<Found>) -> Vec<Found> {
     if !seen.insert(key.clone()) {
         return Vec::new();

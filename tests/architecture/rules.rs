@@ -1,11 +1,11 @@
-//! The eight rules, each a function from the crate's imports or texts to what breaks it.
+//! The eight rules. Each finds violations in the crate's imports or source text.
 
 use crate::methods;
 use crate::modules::{Crate, Sources};
 use crate::resolve::Import;
 use proc_macro2::{TokenStream, TokenTree};
 
-/// The rooms, from the top down. Those of one line do not import each other, unless [`CIRCLES`] says so.
+/// The rooms from top to bottom. Rooms on one line must not import each other, except those in [`CIRCLES`].
 const ROOMS: &[&[&str]] = &[
     &["distributed"],
     &["nn", "optim", "data"],
@@ -24,32 +24,30 @@ const ROOMS: &[&[&str]] = &[
     &["dtype", "error"],
 ];
 
-/// Rooms that may import each other: a tensor carries its node, a node its tensors, and every error may name a dtype.
+/// Rooms that may import each other: a tensor holds its autograd node and a node its tensors; errors name dtypes.
 const CIRCLES: &[&[&str]] = &[&["autograd", "tensor"], &["dtype", "error"]];
 
-/// Where a device's kind may be told.
+/// Files that may distinguish kinds of devices.
 const DEVICE_KIND: &[&str] = &["src/device/", "src/storage/", "src/backend/mod.rs"];
 
-/// Where OpenCL's own types may appear; files outside the first three rooms stand here for a reason.
+/// Files that may use OpenCL's own types: three rooms, and single files for the given reasons.
 const OPENCL: &[&str] = &[
     "src/device/opencl/",
     "src/storage/driver/",
     "src/backend/opencl/",
-    "src/bin/claystone/cache.rs", // the command that shows the cache of programs
-    "src/device/mod.rs",          // a `Device` asks its context for all that it tells
-    "src/device/stream.rs",       // a `Stream` and an `Event` hold OpenCL's on such devices
+    "src/bin/claystone/cache.rs", // the command that shows the program cache
+    "src/device/mod.rs",          // a `Device` gets its properties from its context
+    "src/device/stream.rs",       // a `Stream` and an `Event` hold OpenCL objects
 ];
 
-/// Where `unsafe` may stand.
+/// Files that may contain `unsafe`.
 const UNSAFE: &[&str] = &["src/device/", "src/storage/"];
 
-/// Where a storage's version counter may be moved: everything else goes through `backend::launch`, which cannot forget to.
+/// Files that may change a storage's version counter. All other code goes through `backend::launch`, which always does.
 const VERSIONS: &[&str] = &["src/storage/", "src/backend/"];
 
-/// The rooms that use what any user of the crate could.
+/// Rooms that may use only the crate's public API.
 pub const PUBLIC_ONLY: &[&str] = &["nn", "optim", "data", "io"];
-
-const LONGEST: usize = 500;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Rule {
@@ -59,63 +57,62 @@ pub enum Rule {
     Unsafe,
     Backends,
     Published,
-    Length,
     Versions,
 }
 
 impl Rule {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 7] = [
         Self::Downwards,
         Self::DeviceKind,
         Self::OpenClTypes,
         Self::Unsafe,
         Self::Backends,
         Self::Published,
-        Self::Length,
         Self::Versions,
     ];
 
-    /// The name in the list of exceptions.
+    /// The rule's name in the list of exceptions.
     pub fn name(self) -> &'static str {
-        ["downwards", "device-kind", "opencl-types", "unsafe", "backends", "published", "length", "versions"]
+        ["downwards", "device-kind", "opencl-types", "unsafe", "backends", "published", "versions"]
             [self as usize]
     }
 
-    /// The rule, and what to do where it is broken.
+    /// The rule, and how to fix a violation.
     pub fn advice(self) -> &'static str {
         match self {
             Self::Downwards => {
-                "imports go down only; move the item to a lower room, or hand it in from above (order: ROOMS in \
+                "imports go down only; move the item to a lower room, or pass it in from above (order: ROOMS in \
                  tests/architecture/rules.rs)"
             }
             Self::DeviceKind => {
-                "only device/, storage/ and backend/mod.rs tell devices apart; call the `Backend` instead"
+                "only device/, storage/ and backend/mod.rs distinguish devices; call the `Backend` instead"
             }
             Self::OpenClTypes => {
                 "OpenCL's types stay in device/opencl, storage/driver and backend/opencl; move the code there"
             }
             Self::Unsafe => "`unsafe` stays in device/ and storage/; put a safe function there and call it",
-            Self::Backends => "backend/cpu and backend/opencl do not know each other; share it through backend/problem",
+            Self::Backends => {
+                "backend/cpu and backend/opencl do not import each other; share it through backend/problem"
+            }
             Self::Published => "nn, optim, data and io use `pub` items by `pub` paths only; publish the item first",
-            Self::Length => "no file has over 500 lines; split it by what it does",
             Self::Versions => {
-                "version counters are moved by `backend::launch` and `backend::fill`; launch through them"
+                "version counters are changed by `backend::launch` and `backend::fill`; launch through them"
             }
         }
     }
 }
 
-/// A place that breaks a rule.
+/// A violation of a rule in a file.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Violation {
     pub rule: Rule,
     pub file: String,
-    /// What is imported or found there.
+    /// The imported item or the word that breaks the rule.
     pub target: String,
     pub line: usize,
 }
 
-/// Everything that breaks a rule, in order, each line of a file once a target.
+/// Finds all violations, sorted and without duplicates.
 pub fn violations(sources: &Sources, crates: &Crate, imports: &[Import]) -> Vec<Violation> {
     let mut all: Vec<Violation> = imports.iter().flat_map(of_import).collect();
     all.extend(methods::violations(crates, imports));
@@ -125,7 +122,7 @@ pub fn violations(sources: &Sources, crates: &Crate, imports: &[Import]) -> Vec<
     all
 }
 
-/// What an import breaks.
+/// Finds the rules that an import breaks.
 fn of_import(import: &Import) -> Vec<Violation> {
     let file = import.file.as_str();
     let target = import.target.as_str();
@@ -157,14 +154,10 @@ fn of_import(import: &Import) -> Vec<Violation> {
     broken.into_iter().map(violation).collect()
 }
 
-/// What a file's text breaks.
+/// Finds the rules that a file's text breaks.
 fn of_text(file: &str, text: &str) -> Vec<Violation> {
     let mut broken = Vec::new();
     let violation = |rule, target: String, line| Violation { rule, file: file.into(), target, line };
-    let lines = text.lines().count();
-    if lines > LONGEST {
-        broken.push(violation(Rule::Length, format!("over-{LONGEST}-lines"), lines));
-    }
     let words = [(Rule::Unsafe, "unsafe", UNSAFE), (Rule::Versions, "bump_version", VERSIONS)];
     for (rule, word, places) in words {
         if file.starts_with("src/") && file.ends_with(".rs") && !within(file, places) {
@@ -177,7 +170,7 @@ fn of_text(file: &str, text: &str) -> Vec<Violation> {
     broken
 }
 
-/// The lines of a keyword or a name, in macros too.
+/// Collects the lines of a keyword or an identifier, also inside macros.
 fn find_word(tokens: TokenStream, word: &str, lines: &mut Vec<usize>) {
     for token in tokens {
         match token {
@@ -195,19 +188,19 @@ fn downwards(from: &str, to: &str) -> bool {
     from == to || circle || level(from) < level(to)
 }
 
-/// How many rooms' lines are above this one.
+/// The index of a room's line in [`ROOMS`].
 fn level(room: &str) -> usize {
     let found = ROOMS.iter().position(|level| level.contains(&room));
     found.unwrap_or_else(|| panic!("`{room}` is in no room: give it a line of ROOMS in tests/architecture/rules.rs"))
 }
 
-/// The room of a file: the folder or the file at the top of src.
+/// The room of a file: the folder or file directly in src.
 pub fn room(file: &str) -> &str {
     let inside = file.strip_prefix("src/").unwrap_or(file);
     inside.split('/').next().unwrap_or(inside).trim_end_matches(".rs")
 }
 
-/// The module of a file: `crate::ops::reduce`.
+/// The module path of a file: `crate::ops::reduce`.
 pub fn module_of(file: &str) -> String {
     let inside = file.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
     format!("crate::{}", inside.replace('/', "::"))

@@ -1,4 +1,4 @@
-//! The checks, checked: small crates that break a rule, and such as nearly do.
+//! Tests the checks themselves with small crates that break a rule, and with crates that almost do.
 
 use crate::circles;
 use crate::exceptions::Exceptions;
@@ -7,7 +7,7 @@ use crate::resolve::Import;
 use crate::rules::{self, Rule, Violation};
 use std::collections::BTreeMap;
 
-/// A library of some files under `src`; those of `crate::device` are there always.
+/// A library of these files under `src`, and the files of `crate::device`.
 fn sources(files: &[(&str, &str)]) -> Sources {
     let device = "pub mod opencl; mod info; pub use info::Info; pub enum Device { Cpu, OpenCL(usize) }";
     let always = [
@@ -27,7 +27,7 @@ fn violations(files: &[(&str, &str)]) -> Vec<Violation> {
     rules::violations(&sources(files), &all, &all.imports())
 }
 
-/// What breaks rules where `code` stands in a file of the library beside tensors, operations and layers.
+/// The violations after adding `code` to a file of a library with tensors, operations and layers.
 fn broken(file: &str, code: &str) -> Vec<(Rule, String)> {
     let lib = "pub mod device; pub mod nn; pub mod ops; pub mod tensor; pub mod storage; pub mod backend; pub use device::Device;
                pub use tensor::Tensor; pub(crate) use ops::hidden;";
@@ -72,7 +72,7 @@ fn holds(file: &str, code: &str) {
 }
 
 #[test]
-fn imports_that_go_up_are_found_however_they_are_written() {
+fn upward_imports_are_found_in_every_notation() {
     let up = |code| breaks(Rule::Downwards, "crate::nn", "ops/mod.rs", code);
     up("use crate::nn::Linear;");
     up("use crate::{device::Device, nn::{Linear as L}};");
@@ -91,7 +91,7 @@ fn imports_that_go_up_are_found_however_they_are_written() {
 }
 
 #[test]
-fn imports_that_go_down_are_none_of_the_rules_business() {
+fn downward_imports_are_allowed() {
     holds("nn/mod.rs", "use crate::{Device, Tensor, ops}; fn f() { ops::add(); ops::reduce::sum() }");
     holds("ops/mod.rs", "/// [`crate::nn::Linear`]\npub(in crate::ops) fn f() {} // crate::nn::Linear");
     holds(
@@ -102,7 +102,7 @@ fn imports_that_go_down_are_none_of_the_rules_business() {
 }
 
 #[test]
-fn kinds_of_devices_are_found() {
+fn uses_of_device_kinds_are_found() {
     let kind = |target, code| breaks(Rule::DeviceKind, target, "ops/mod.rs", code);
     kind("Device::Cpu", "use crate::Device; fn f(d: Device) -> bool { matches!(d, Device::Cpu) }");
     kind("Device::OpenCL", "fn f(d: u8) { match d { crate::device::Device::OpenCL(_) => {} } }");
@@ -117,7 +117,7 @@ fn kinds_of_devices_are_found() {
 }
 
 #[test]
-fn types_of_opencl_are_found() {
+fn uses_of_opencl_types_are_found() {
     breaks(Rule::OpenClTypes, "crate::device::opencl", "ops/mod.rs", "use crate::device::opencl::ClDevice;");
     breaks(Rule::OpenClTypes, "opencl3", "ops/mod.rs", "fn f(b: opencl3::memory::Buffer<u8>) {}");
     breaks(Rule::OpenClTypes, "cl3", "storage/mod.rs", "use cl3::ext as table;");
@@ -134,13 +134,13 @@ fn unsafe_code_is_found() {
 }
 
 #[test]
-fn version_counters_that_are_moved_by_hand_are_found() {
+fn direct_changes_of_version_counters_are_found() {
     breaks(Rule::Versions, "bump_version", "ops/mod.rs", "fn f(t: &Tensor) { t.storage.bump_version() }");
     holds("backend/mod.rs", "fn f(t: &Tensor) { t.storage.bump_version() }");
 }
 
 #[test]
-fn backends_that_know_each_other_are_found() {
+fn imports_between_backends_are_found() {
     breaks(Rule::Backends, "crate::backend::opencl::run", "backend/cpu/mod.rs", "use super::opencl::run;");
     breaks(
         Rule::Backends,
@@ -152,7 +152,7 @@ fn backends_that_know_each_other_are_found() {
 }
 
 #[test]
-fn what_is_not_published_is_found() {
+fn uses_of_unpublished_items_are_found() {
     let hidden = |target, code| breaks(Rule::Published, target, "nn/mod.rs", code);
     hidden("crate::ops::hidden", "use crate::ops::hidden;");
     hidden("crate::ops::hidden", "fn f() { crate::hidden() }");
@@ -167,13 +167,7 @@ fn what_is_not_published_is_found() {
 }
 
 #[test]
-fn long_files_are_found() {
-    breaks(Rule::Length, "over-500-lines", "ops/reduce.rs", &"\n".repeat(500));
-    holds("ops/reduce.rs", &"\n".repeat(498));
-}
-
-#[test]
-fn circles_are_those_of_imports_and_not_of_declarations() {
+fn circles_consist_of_imports_not_declarations() {
     let circle = |ops: &str, a: &str, b: &str| {
         let ops = format!("pub mod a; pub mod b; {ops}");
         let files = [("lib.rs", "mod device; mod ops;"), ("ops/mod.rs", &ops), ("ops/a.rs", a), ("ops/b.rs", b)];
@@ -183,12 +177,12 @@ fn circles_are_those_of_imports_and_not_of_declarations() {
     assert_eq!(circle("", "use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() {}"), 0);
     assert_eq!(circle("", "pub use super::b::g; pub fn f() {}", "pub fn g() { super::a::f() }"), 0);
     assert_eq!(circle("fn h() { a::f() }", "pub(in crate::ops) fn f() {}", ""), 0);
-    // A function may have the name of a module.
+    // A function may have the same name as a module.
     assert_eq!(circle("pub use b::a;", "pub fn f() { super::a::f() }", "pub fn a() { super::a::f() }"), 0);
 }
 
 #[test]
-fn the_list_follows_what_is_there() {
+fn outdated_lines_of_the_exception_list_are_reported() {
     let up = "use crate::nn::Linear;\nuse crate::nn::Linear as Again;";
     let kind = "use crate::Device;\nfn f() { Device::Cpu;\nDevice::Cpu }";
     let lib = ("lib.rs", "pub mod device; pub mod nn; pub mod ops; pub use device::Device;");

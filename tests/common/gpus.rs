@@ -1,53 +1,53 @@
-//! What the tests of GPUs' kernels share. Where no GPU is, an OpenCL processor runs them, in a process of its own that is told to.
+//! Shared by the tests of GPU kernels. Without a GPU, an OpenCL CPU device runs the kernels, in a child process with CLAYSTONE_KERNELS set.
 
 use claystone::device::DeviceKind;
 use claystone::{DType, Device, Tensor};
 
-use super::{again_with, devices};
+use super::{devices, in_child_with};
 
-/// An OpenCL device that runs the kernels of GPUs, in a process of its own; none in the test's first one.
+/// Returns an OpenCL device that runs GPU kernels in the test's child process, and nothing in the parent process.
 pub fn gpus(test: &str) -> Vec<Device> {
     gpus_with("gpu", test)
 }
 
-/// The same for kernels whose last work-group finds what the others have written; GPUs without a fence have others.
+/// Like [`gpus`], for kernels whose last work-group reads the other work-groups' results. GPUs without the required fence use other kernels.
 pub fn fenced_gpus(test: &str) -> Vec<Device> {
     gpus_with("gpu+fence", test)
 }
 
 fn gpus_with(kernels: &str, test: &str) -> Vec<Device> {
-    match again_with(test, "CLAYSTONE_KERNELS", kernels) {
+    match in_child_with(test, "CLAYSTONE_KERNELS", kernels) {
         true => devices().into_iter().filter(|&d| d != Device::Cpu).take(1).collect(),
         false => Vec::new(),
     }
 }
 
-/// The CPU and the best device with their own kernels, and an OpenCL processor with those of GPUs.
-pub fn everywhere(test: &str) -> Vec<Device> {
+/// The CPU and the best device with their own kernels in the parent process; an OpenCL device with GPU kernels in the child process.
+pub fn gpus_and_processors(test: &str) -> Vec<Device> {
     match gpus(test) {
         none if none.is_empty() => devices().into_iter().filter(|&d| d == Device::Cpu || d == Device::best()).collect(),
         stand_in => stand_in,
     }
 }
 
-/// Whether it is a GPU, and not a processor that stands in for one, which takes seconds for some kernels.
+/// Whether the device is a real GPU. On a CPU device that stands in for a GPU, some kernels take seconds.
 pub fn is_gpu(device: Device) -> bool {
     matches!(device.info().unwrap().kind, DeviceKind::DiscreteGpu | DeviceKind::IntegratedGpu)
 }
 
-/// All of the cases on a GPU, every `n`-th on a processor that stands in for one.
-pub fn cases<T: Copy>(all: &[T], n: usize, device: Device) -> Vec<T> {
+/// All cases on a GPU; every `n`-th case on a CPU device that stands in for a GPU.
+pub fn thinned_cases<T: Copy>(all: &[T], n: usize, device: Device) -> Vec<T> {
     all.iter().copied().step_by(if is_gpu(device) { 1 } else { n }).collect()
 }
 
-/// The numbers as the dtype stores them.
+/// Uploads numbers in a dtype.
 pub fn upload(values: &[f64], shape: &[usize], dtype: DType, device: Device) -> Tensor {
-    // Converted on the host: what is tested does not make its own inputs.
+    // Converts on the host, so that the tested code does not make its own inputs.
     let host = Tensor::from_slice(values, [values.len()], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
     host.to_device(device).unwrap().reshape(shape).unwrap()
 }
 
-/// Each within `tolerance` of the larger of it and 1; one NaN is as another.
+/// Asserts that each element is within `tolerance * (1 + |want|)`; NaN equals NaN.
 #[track_caller]
 pub fn assert_same(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");

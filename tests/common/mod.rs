@@ -1,4 +1,4 @@
-//! What the integration tests share.
+//! Shared by the integration tests.
 #![allow(dead_code)] // each test program uses a part
 
 pub mod gpus;
@@ -8,10 +8,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use claystone::{DType, Device, Tensor};
 use ndarray::{ArrayD, Axis, IxDyn};
 
-/// Every device that is there. The test command promises OpenCL devices: then none is a failure, not a smaller test.
+/// All devices. If CLAYSTONE_REQUIRE_OPENCL is set, as by the test command, a missing OpenCL device is a failure.
 ///
-/// It has PoCL show the same processor twice. A test that is about values needs one device of each kind, and both of PoCL's
-/// kinds run the same code; two of one kind share what was compiled for either, so that testing on each costs little.
+/// The test command makes PoCL show the same processor twice. Tests of values need only one device of each kind, but both PoCL
+/// devices share their compiled kernels, so testing both costs little.
 #[track_caller]
 pub fn devices() -> Vec<Device> {
     let all = Device::all();
@@ -26,14 +26,14 @@ pub fn opencl() -> impl Iterator<Item = Device> {
     devices().into_iter().filter(|&device| device != Device::Cpu)
 }
 
-/// Numbers from `-scale / 2` to `scale / 2`, in no order, in f32.
+/// Numbers between `-scale / 2` and `scale / 2` in a scrambled order, in f32.
 pub fn scattered(shape: &[usize], scale: f32, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
     Tensor::from_slice(&values, shape, device).unwrap()
 }
 
-/// Runs `f` on every device that is there.
+/// Calls `f` with every device.
 #[track_caller]
 pub fn each_device(f: impl Fn(Device)) {
     for device in devices() {
@@ -58,12 +58,12 @@ pub fn f64s(t: &Tensor) -> ArrayD<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_ndarray().unwrap()
 }
 
-/// The elements in f64, converted on the host, in a row.
+/// The elements in f64, converted on the host, as a vector.
 pub fn values(t: &Tensor) -> Vec<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
-/// The product in f64, one element after the other; two dimensions or more, the others broadcast.
+/// The batched matrix product in f64 by a naive loop. Operands have two or more dims; leading dims broadcast.
 pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     let (x, y) = (a.shape(), b.shape());
     let (m, k, n) = (x[x.len() - 2], x[x.len() - 1], y[y.len() - 1]);
@@ -87,25 +87,25 @@ pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     })
 }
 
-/// Has the tests that look at what is the whole process's, the statistics of a device for one, take turns. Nothing is cached
-/// that earlier ones left: it would go back to the driver at some time.
-pub fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+/// Serialises tests that depend on process-wide state such as a device's statistics. Empties the caches first, because memory that
+/// earlier tests cached could return to the driver at any time.
+pub fn serial_guard() -> MutexGuard<'static, ()> {
+    static SERIAL_LOCK: Mutex<()> = Mutex::new(());
+    let turn = SERIAL_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     Device::all().into_iter().for_each(|device| device.empty_cache().unwrap());
     turn
 }
 
-/// Gives a test of this name, that of its module before it, a process of its own, for what is the whole process's: true there; elsewhere it has passed
-/// there when this returns.
+/// Runs a test in a process of its own, for tests of process-wide state. `test` is its name with its module path. Returns true in that
+/// process; in the calling process it returns false after the test passed there.
 #[track_caller]
-pub fn alone(test: &str) -> bool {
-    again_with(test, "CLAYSTONE_ALONE", "1")
+pub fn in_own_process(test: &str) -> bool {
+    in_child_with(test, "CLAYSTONE_ALONE", "1")
 }
 
-/// [`alone`], in a process whose environment has a variable set; the process that has it already is taken as it is.
+/// Like [`in_own_process`], with an environment variable set in the child. Returns true at once if this process has the variable already.
 #[track_caller]
-pub fn again_with(test: &str, variable: &str, value: &str) -> bool {
+pub fn in_child_with(test: &str, variable: &str, value: &str) -> bool {
     if std::env::var(variable).is_ok_and(|v| v == value) {
         return true;
     }
@@ -118,7 +118,7 @@ pub fn again_with(test: &str, variable: &str, value: &str) -> bool {
     false
 }
 
-/// Numbers between -1 and 1, times powers of two: those of `scale(row, column)`.
+/// Numbers between -1 and 1, multiplied by 2 to the power of `scale(row, column)`.
 pub fn scaled(rows: usize, cols: usize, seed: u64, scale: impl Fn(usize, usize) -> i32) -> ArrayD<f32> {
     let mut state = seed;
     ArrayD::from_shape_fn(IxDyn(&[rows, cols]), |at| {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes gpt2/model.safetensors: a tiny GPT-2 with Hugging Face's names of parameters, tokens, and what PyTorch computes for them:
-the logits after each, and the likeliest tokens that follow. tests/training/examples.rs compares. Needs torch and numpy."""
+"""Writes gpt2/model.safetensors: a tiny GPT-2 with Hugging Face's parameter names, tokens, and PyTorch's results for them: the
+logits after each token and the most likely next tokens. For tests/training/examples.rs. Needs torch and numpy."""
 
 import json
 import pathlib

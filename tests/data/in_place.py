@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes in_place.npz: results and gradients of programs that change recorded tensors in place, as PyTorch has them.
+"""Writes in_place.npz: PyTorch's results and gradients of programs that change recorded tensors in place.
 tests/api/in_place.rs has the same programs. Needs torch and numpy."""
 
 import pathlib

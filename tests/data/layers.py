@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes layers.npz: what PyTorch's activations with parameters, instance norms and transformers compute, with their weights and
-gradients. tests/training/pytorch_layers.rs compares. Needs torch and numpy."""
+"""Writes layers.npz: the results of PyTorch's parametric activations, instance norms and transformers, with their weights and
+gradients. For tests/training/pytorch_layers.rs. Needs torch and numpy."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ out = {}
 
 
 def keep(name, module, result):
-    """The result, a loss of it and the gradients, and the state that it was computed with."""
+    """The module's state, its result, and the gradients of a loss of the result."""
     for key, value in module.state_dict().items():
         out[f"{name}.state.{key}"] = value
     result.square().sum().backward()
@@ -24,7 +24,7 @@ def keep(name, module, result):
 
 
 def randomised(module):
-    """Biases and norms start from zeros and ones, which would hide mistakes."""
+    """Randomises biases and norms, whose initial zeros and ones would hide mistakes."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 1:

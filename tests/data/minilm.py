@@ -1,5 +1,5 @@
-"""Writes minilm/: a tiny model of the example minilm, and prints what PyTorch computes for two sentences: tests/training/examples.rs
-compares. Needs torch and safetensors."""
+"""Writes minilm/: a tiny model for the example minilm. Prints PyTorch's results for two sentences, for tests/training/examples.rs.
+Needs torch and safetensors."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes recurrent.npz: what PyTorch's recurrent layers and cells compute for sequences of different lengths, with the weights
-they computed it with. tests/training/packed.rs compares. Needs torch and numpy."""
+"""Writes recurrent.npz: the results of PyTorch's recurrent layers and cells for sequences of different lengths, with their
+weights. For tests/training/packed.rs. Needs torch and numpy."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ LENGTHS, INPUT, HIDDEN, CLASSES = [4, 9, 1, 9, 6], 6, 5, 3
 
 
 class Net(nn.Module):
-    """A classifier of sequences by what a bidirectional LSTM ends with, and layers and cells beside it."""
+    """A sequence classifier on the final states of a bidirectional LSTM, and further layers and cells."""
 
     def __init__(self):
         super().__init__()

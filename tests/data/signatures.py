@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes signatures.txt: the parameters that PyTorch has for the operations of docs/operations.md, a line an overload, with
-defaults. tests/operations/calls.rs compares. Needs torch."""
+"""Writes signatures.txt: PyTorch's parameters and defaults of the operations in docs/operations.md, one line per overload.
+For tests/operations/calls.rs. Needs torch."""
 
 import inspect
 import pathlib

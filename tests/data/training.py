@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes training.npz: the rates of PyTorch's schedules from step to step, and what its AveragedModel makes of a series of
-weights. tests/training/schedules.rs compares. Needs torch and numpy."""
+"""Writes training.npz: the learning rates of PyTorch's schedulers at each step, and the averages that its AveragedModel computes
+from a series of weights. For tests/training/schedules.rs. Needs torch and numpy."""
 
 import pathlib
 
@@ -19,7 +19,7 @@ def optimizer():
 
 
 def rates(make, metrics=None):
-    """The rate of both groups at each step."""
+    """The learning rates of both parameter groups at each step."""
     sgd = optimizer()
     scheduler = make(sgd)
     rows = []

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes windows.npz: what PyTorch's convolutional layers and pools compute, with their weights and gradients.
-tests/training/pytorch_windows.rs compares. Needs torch and numpy."""
+"""Writes windows.npz: the results of PyTorch's convolutional layers and pools, with their weights and gradients.
+For tests/training/pytorch_windows.rs. Needs torch and numpy."""
 
 import pathlib
 
@@ -13,7 +13,7 @@ out = {"x1": torch.randn(2, 4, 9), "x2": torch.randn(2, 4, 6, 7), "x3": torch.ra
 
 
 def keep(name, module, result):
-    """The result, a loss of it and the gradients, and the weights that it was computed with."""
+    """The layer's weights, its result, and the gradients of a loss of the result."""
     for key, value in module.state_dict().items():
         out[f"{name}.state.{key}"] = value
     result.square().sum().backward()
@@ -23,7 +23,7 @@ def keep(name, module, result):
 
 
 def pool(name, x, f):
-    """The result, and the gradient by x of its square."""
+    """The result, and the gradient of its square with respect to x."""
     x = x.clone().requires_grad_()
     result = f(x)
     result.square().sum().backward()
@@ -50,7 +50,7 @@ for name, layer, x in [
     ("adaptive_max_pool3d", nn.AdaptiveMaxPool3d((2, 4, 3)), x3),
 ]:
     pool(name, x, layer)
-# PyTorch pads the two sides of a dim differently in a step of its own, last dim first.
+# PyTorch applies padding that differs between the two sides of a dim in a separate step, last dim first.
 weight, sides = torch.randn(3, 4, 3, 2), (0, 1, 1, 2)
 out["uneven.weight"] = weight
 pad = nn.functional.pad

@@ -9,16 +9,16 @@ use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Scheduler, StepLr};
 use claystone::{DType, Device, Error, Result, Tensor};
 
-use crate::collectives::all;
+use crate::collectives::on_ranks;
 use crate::training::{Net, losses_alone, losses_together, small_buckets};
 
-/// A folder for a test, which processes that `mpirun` has started have together.
+/// A folder for a test. Processes started by `mpirun` share it.
 struct Folder {
     path: PathBuf,
     _temporary: Option<tempfile::TempDir>,
 }
 
-/// Where such processes have their folders.
+/// Environment variable with the parent folder for processes started by `mpirun`.
 pub const FOLDER: &str = "CLAYSTONE_TEST_FOLDER";
 
 impl Folder {
@@ -45,39 +45,39 @@ fn schedule() -> StepLr {
     StepLr { step_size: 1, gamma: 0.5 }
 }
 
-/// How a job saves.
+/// How a job saves its state.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Saved {
-    /// By rank 0, with a whole optimiser on every rank.
+    /// Rank 0 saves, and every rank has a whole optimizer.
     Whole,
-    /// By rank 0, with an optimiser that is divided among the ranks.
+    /// Rank 0 saves an optimizer that is sharded over the ranks.
     Gathered,
-    /// By every rank, with a divided optimiser.
+    /// Every rank saves its shard of the optimizer.
     Sharded,
 }
 
-/// The losses of some steps of a job on so many ranks, which goes on from a checkpoint unless it begins, and leaves one.
-fn job(ranks: usize, path: &Path, saved: Saved, steps: Range<usize>) -> Vec<f64> {
-    let mut all = all(ranks, |group| {
+/// Losses of a job's steps on some ranks. The job loads the checkpoint unless it starts at step 0, and saves one at its end.
+fn run_job(ranks: usize, path: &Path, saved: Saved, steps: Range<usize>) -> Vec<f64> {
+    let mut all = on_ranks(ranks, |group| {
         let net = Net::new(1 + group.rank() as u64, DType::F32, group.device())?;
         let mut net = DataParallel::new(net, group, small_buckets())?;
         match saved {
             Saved::Whole => {
                 let optimizer = AdamW::new(net.parameters_mut(), adamw())?;
-                go_on(group, path, saved, steps.clone(), net, optimizer)
+                resume_and_save(group, path, saved, steps.clone(), net, optimizer)
             }
             _ => {
                 let make = |named: Vec<(String, &mut Tensor)>| AdamW::grouped(named, |_, _| adamw());
                 let optimizer = ZeroRedundancyOptimizer::new(&mut net, make)?;
-                go_on(group, path, saved, steps.clone(), net, optimizer)
+                resume_and_save(group, path, saved, steps.clone(), net, optimizer)
             }
         }
     });
-    // Every rank has the mean; a process of none has nothing.
+    // Every rank has the mean of the losses. A process outside the group has no result.
     all.pop().map(|(_, losses)| losses).unwrap_or_default()
 }
 
-fn go_on<O: Optimizer + Stateful>(
+fn resume_and_save<O: Optimizer + Stateful>(
     group: &Group,
     path: &Path,
     saved: Saved,
@@ -111,8 +111,8 @@ fn go_on<O: Optimizer + Stateful>(
 }
 
 #[test]
-fn a_job_goes_on_with_another_number_of_ranks() {
-    // One process that never stops, with the rate halved every ten steps.
+fn jobs_resume_with_another_number_of_ranks() {
+    // The reference is one uninterrupted process that halves the rate every ten steps.
     let mut net = Net::new(1, DType::F32, Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(net.parameters_mut(), adamw()).unwrap();
     let mut want = Vec::new();
@@ -128,7 +128,7 @@ fn a_job_goes_on_with_another_number_of_ranks() {
             let folder = Folder::new(&format!("legs-{i}-{}", ranks[0]));
             let path = folder.path.join(if saved == Saved::Sharded { "run" } else { "run.safetensors" });
             for (leg, ranks) in ranks.into_iter().enumerate() {
-                let losses = job(ranks, &path, saved, 10 * leg..10 * leg + 10);
+                let losses = run_job(ranks, &path, saved, 10 * leg..10 * leg + 10);
                 for (step, (got, want)) in losses.iter().zip(&want[10 * leg..]).enumerate() {
                     assert!((got - want).abs() <= 1e-4, "{saved:?}, leg {leg} on {ranks}, {step}: {got}, {want}");
                 }
@@ -137,26 +137,26 @@ fn a_job_goes_on_with_another_number_of_ranks() {
     }
 }
 
-/// What the whole optimiser saves the divided one goes on from, and the other way round, in whatever way it was saved.
+/// Whole and sharded optimizers can load each other's checkpoints, for every way of saving.
 #[test]
-fn whole_and_divided_optimisers_have_the_same_checkpoints() {
+fn whole_and_sharded_optimizers_share_checkpoints() {
     let legs = [(2, Saved::Whole), (4, Saved::Gathered), (1, Saved::Whole), (2, Saved::Gathered)];
     let folder = Folder::new("alike");
     let path = folder.path.join("run.safetensors");
     let got: Vec<f64> = legs
         .iter()
         .enumerate()
-        .flat_map(|(leg, &(ranks, saved))| job(ranks, &path, saved, 5 * leg..5 * leg + 5))
+        .flat_map(|(leg, &(ranks, saved))| run_job(ranks, &path, saved, 5 * leg..5 * leg + 5))
         .collect();
     let folder = Folder::new("alike-alone");
     let path = folder.path.join("run.safetensors");
-    let want: Vec<f64> = (0..4).flat_map(|leg| job(1, &path, Saved::Whole, 5 * leg..5 * leg + 5)).collect();
+    let want: Vec<f64> = (0..4).flat_map(|leg| run_job(1, &path, Saved::Whole, 5 * leg..5 * leg + 5)).collect();
     if got.len() == want.len() {
         assert!(got.iter().zip(&want).all(|(got, want)| (got - want).abs() <= 1e-4), "{got:?}, {want:?}");
     }
 }
 
-/// Files of a folder, in order.
+/// Sorted names of the files in a folder.
 fn files(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
@@ -165,35 +165,35 @@ fn files(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_folder_has_the_last_whole_checkpoint() {
+fn folders_contain_the_last_complete_checkpoint() {
     let folder = Folder::new("last");
     let path = folder.path.join("run");
-    job(2, &path, Saved::Sharded, 0..2);
+    run_job(2, &path, Saved::Sharded, 0..2);
     assert_eq!(files(&path), ["1-rank-0-of-2.safetensors", "1-rank-1-of-2.safetensors", "index.safetensors"]);
-    // A save that a rank cannot do its part of.
+    // Rank 1 cannot write its part of this save.
     std::fs::create_dir(path.join("2-rank-1-of-2.safetensors")).unwrap();
     let groups = Group::threads(&[Device::Cpu; 2]).unwrap();
     let save = |group: Group| save_sharded_checkpoint(&path, &group, &[("step", &7usize)]).unwrap_err().to_string();
-    let told: Vec<String> = std::thread::scope(|scope| {
+    let message: Vec<String> = std::thread::scope(|scope| {
         let save = &save;
         let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || save(group))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(told[0].contains("rank 1 failed to do its part"), "{told:?}");
-    assert!(told[1].contains("2-rank-1-of-2.safetensors"), "{told:?}");
+    assert!(message[0].contains("rank 1 failed"), "{message:?}");
+    assert!(message[1].contains("2-rank-1-of-2.safetensors"), "{message:?}");
     std::fs::remove_dir(path.join("2-rank-1-of-2.safetensors")).unwrap();
     let mut step = 0usize;
     load_checkpoint(&path, &mut [("step", &mut step)]).unwrap();
     assert_eq!(step, 2);
-    // The next one replaces it, and what the failed one left, and no file of the user's.
+    // The next save replaces the old checkpoint and the remains of the failed one, but does not touch the user's file.
     std::fs::write(path.join("predictions-rank-0.safetensors"), "mine").unwrap();
-    job(1, &path, Saved::Sharded, 2..4);
+    run_job(1, &path, Saved::Sharded, 2..4);
     let want = ["2-rank-0-of-1.safetensors", "index.safetensors", "predictions-rank-0.safetensors"];
     assert_eq!(files(&path), want);
 }
 
 #[test]
-fn what_is_not_there_is_told() {
+fn missing_parts_are_errors() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run");
     std::fs::create_dir(&path).unwrap();
@@ -202,10 +202,10 @@ fn what_is_not_there_is_told() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
     save_sharded_checkpoint(&path, group, &[("epoch", &3usize)]).unwrap();
     assert!(load(&path).contains("there is no part step"), "{}", load(&path));
-    // A part of a tensor whose other parts no rank has.
+    // A file with one part of a tensor, whose other parts do not exist.
     let piece = [("step[0..2 of 3]".to_string(), Tensor::zeros(2, Device::Cpu).unwrap())].into_iter().collect();
     claystone::io::save(path.join("1-rank-0-of-1.safetensors"), &piece).unwrap();
-    assert!(load(&path).contains("the parts of step are not all of it"), "{}", load(&path));
+    assert!(load(&path).contains("some parts of step are missing"), "{}", load(&path));
     std::fs::remove_file(path.join("1-rank-0-of-1.safetensors")).unwrap();
     assert!(load(&path).contains("1-rank-0-of-1.safetensors"), "{}", load(&path));
     let unwritable = folder.path().join("none").join("run.safetensors");

@@ -5,9 +5,9 @@ use proptest::test_runner::RngSeed;
 
 use crate::common::devices;
 
-/// Runs `f` on so many ranks, on the devices in turn: what each gives, with its rank. Ranks are threads; in a process that
-/// `mpirun` has started they are processes, each of which has its own result only.
-pub fn all<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + Sync) -> Vec<(usize, R)> {
+/// Runs `f` on `n` ranks and returns each rank's result. Ranks are threads that alternate between the devices. In a job started
+/// by `mpirun` ranks are processes, and each returns only its own result.
+pub fn on_ranks<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + Sync) -> Vec<(usize, R)> {
     #[cfg(feature = "mpi")]
     if let Some(world) = crate::mpi::world() {
         let group = world.split((world.rank() < n).then_some(0), 0).unwrap();
@@ -29,12 +29,12 @@ pub fn all<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + Sync)
 const DTYPES: [DType; 9] =
     [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I64, DType::I32, DType::U32, DType::U8, DType::Bool];
 
-/// Values of a rank that every dtype has: small integers, bools of them.
+/// Small integers, which every numeric dtype represents exactly.
 fn value(rank: usize, i: usize) -> i64 {
     ((i * 7 + rank * 13) % 11) as i64
 }
 
-/// The rank's tensor, contiguous or every other column of one of twice as many.
+/// The rank's tensor, contiguous or a view of every second column.
 fn tensor(rank: usize, n: usize, dtype: DType, device: Device, strided: bool) -> claystone::Result<Tensor> {
     let of = |i: usize| if dtype == DType::Bool { value(rank, i) % 2 } else { value(rank, i) };
     let values: Vec<i64> = (0..n).map(of).collect();
@@ -64,7 +64,7 @@ fn reduced(op: ReduceOp, of: impl Iterator<Item = f64>) -> f64 {
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
 
-fn has(op: ReduceOp, dtype: DType) -> bool {
+fn supports(op: ReduceOp, dtype: DType) -> bool {
     match op {
         ReduceOp::Sum => dtype != DType::Bool,
         ReduceOp::Mean => dtype.is_float(),
@@ -72,24 +72,24 @@ fn has(op: ReduceOp, dtype: DType) -> bool {
     }
 }
 
-/// What rank r has at i.
+/// Element `i` on a rank.
 fn own(dtype: DType, rank: usize, i: usize) -> f64 {
     (if dtype == DType::Bool { value(rank, i) % 2 } else { value(rank, i) }) as f64
 }
 
 #[test]
-fn all_dtypes_sizes_and_strides_are_reduced() {
+fn reductions_support_all_dtypes_sizes_and_strides() {
     for n in 1..=5 {
         for size in [0, 1, 15, 16, 17, 1009] {
             for dtype in DTYPES {
-                for op in OPS.into_iter().filter(|&op| has(op, dtype)) {
+                for op in OPS.into_iter().filter(|&op| supports(op, dtype)) {
                     let strided = size % 2 == 1;
-                    let results = all(n, |group| {
+                    let results = on_ranks(n, |group| {
                         let x = tensor(group.rank(), size, dtype, group.device(), strided)?;
                         group.all_reduce(&x, op)?;
                         Ok(values(&x))
                     });
-                    // Means of small integers are rounded once in halves.
+                    // Means of small integers are rounded once to half precision.
                     let tolerance = if dtype == DType::BF16 { 0.04 } else { 0.01 };
                     for (_, result) in results {
                         for (i, got) in result.into_iter().enumerate() {
@@ -106,9 +106,9 @@ fn all_dtypes_sizes_and_strides_are_reduced() {
     }
 }
 
-/// Sums of numbers that rounding tells apart: one order, and halves in f32.
+/// Sums depend on the order of addition. All ranks use the same order, and halves are added in f32.
 #[test]
-fn every_rank_has_the_same_bits() {
+fn reductions_give_the_same_bits_on_every_rank() {
     let n = 5;
     let size = 1 << 20;
     for dtype in [DType::F32, DType::BF16] {
@@ -122,7 +122,7 @@ fn every_rank_has_the_same_bits() {
             DType::BF16 => (0..size).map(|i| half::bf16::from_f32(sum(i)).to_f32().to_bits()).collect(),
             _ => (0..size).map(|i| sum(i).to_bits()).collect(),
         };
-        for (rank, got) in all(n, |group| {
+        for (rank, got) in on_ranks(n, |group| {
             let x = of(group.rank())?.to_device(group.device())?;
             group.all_reduce(&x, ReduceOp::Sum)?;
             x.to_device(Device::Cpu)?.to_dtype(DType::F32)?.to_vec::<f32>()
@@ -133,8 +133,8 @@ fn every_rank_has_the_same_bits() {
 }
 
 #[test]
-fn nan_and_infinities_stay_what_they_are() {
-    for (_, [sum, max, min]) in all(3, |group| {
+fn reductions_keep_nan_and_infinities() {
+    for (_, [sum, max, min]) in on_ranks(3, |group| {
         let x = Tensor::from_slice(&[1.0f32, f32::INFINITY, 2.0, -0.0], 4, Device::Cpu)?;
         if group.rank() == 1 {
             x.copy_(&Tensor::from_slice(&[f32::NAN, 1.0, f32::NEG_INFINITY, -0.0], 4, Device::Cpu)?)?;
@@ -156,10 +156,10 @@ fn nan_and_infinities_stay_what_they_are() {
 }
 
 #[test]
-fn slices_of_large_tensors_find_their_way() {
+fn large_tensors_are_sent_in_slices() {
     let size = (9 << 20) / 4 + 3;
     let n = 3;
-    let results = all(n, |group| {
+    let results = on_ranks(n, |group| {
         let x = tensor(group.rank(), size, DType::F32, group.device(), false)?;
         group.all_reduce(&x, ReduceOp::Sum)?;
         let y = tensor(group.rank(), size, DType::F32, group.device(), false)?;
@@ -190,8 +190,8 @@ fn slices_of_large_tensors_find_their_way() {
 }
 
 #[test]
-fn groups_split_and_work_side_by_side() {
-    let results = all(5, |group| {
+fn split_groups_work_concurrently() {
+    let results = on_ranks(5, |group| {
         let color = (group.rank() != 4).then_some(group.rank() as u32 % 2);
         let Some(half) = group.split(color, -(group.rank() as i64))? else { return Ok(None) };
         let x = Tensor::full(3, group.rank() as f32, group.device())?;
@@ -208,8 +208,8 @@ fn groups_split_and_work_side_by_side() {
 }
 
 #[test]
-fn tensors_go_from_rank_to_rank() {
-    for (rank, got) in all(3, |group| {
+fn tensors_can_be_sent_and_received() {
+    for (rank, got) in on_ranks(3, |group| {
         let x = Tensor::full([2, 3], group.rank() as f32, group.device())?;
         let (next, before) = ((group.rank() + 1) % 3, (group.rank() + 2) % 3);
         if group.rank() == 0 {
@@ -228,8 +228,8 @@ fn tensors_go_from_rank_to_rank() {
 }
 
 #[test]
-fn several_are_under_way_at_once() {
-    for (_, sums) in all(2, |group| {
+fn several_collectives_can_be_pending() {
+    for (_, sums) in on_ranks(2, |group| {
         let tensors: Vec<Tensor> =
             (0..20).map(|i| Tensor::full(100, i as f32, group.device())).collect::<Result<_, _>>()?;
         let work: Vec<_> =
@@ -244,19 +244,19 @@ fn several_are_under_way_at_once() {
 }
 
 #[test]
-fn bad_arguments_are_told_and_nothing_is_sent() {
-    all(2, |group| {
+fn invalid_arguments_are_errors_and_send_nothing() {
+    on_ranks(2, |group| {
         let ints = Tensor::zeros(4, (DType::I64, group.device()))?;
         let mean = group.all_reduce(&ints, ReduceOp::Mean).unwrap_err();
         assert!(matches!(mean, Error::UnsupportedDType { op: "all_reduce", .. }), "{mean}");
         let odd = group.reduce_scatter(&Tensor::zeros(3, group.device())?, ReduceOp::Sum).unwrap_err();
-        assert!(odd.to_string().contains("no 2 equal parts"), "{odd}");
+        assert!(odd.to_string().contains("into 2 equal parts"), "{odd}");
         assert!(group.broadcast(&ints, 2).unwrap_err().to_string().contains("no rank 2"));
         assert!(group.send(&ints, group.rank()).unwrap_err().to_string().contains("itself"));
         let leaf = Tensor::zeros(2, group.device())?.requires_grad_(true)?;
         assert!(matches!(group.all_reduce(&leaf, ReduceOp::Sum), Err(Error::Autograd { .. })));
         let repeated = Tensor::zeros(1, group.device())?.expand(3)?;
-        assert!(group.all_reduce(&repeated, ReduceOp::Sum).unwrap_err().to_string().contains("give a clone()"));
+        assert!(group.all_reduce(&repeated, ReduceOp::Sum).unwrap_err().to_string().contains("pass a clone()"));
         group.barrier()
     });
     assert!(Group::threads(&[]).is_err());
@@ -271,7 +271,7 @@ enum Collective {
     AllToAll,
 }
 
-/// Processes make the same calls.
+/// A fixed seed for processes started by `mpirun`, because all must make the same calls.
 fn seed() -> RngSeed {
     match std::env::var("CLAYSTONE_TEST_RANKS") {
         Ok(_) => RngSeed::Fixed(1),
@@ -279,7 +279,7 @@ fn seed() -> RngSeed {
     }
 }
 
-/// Sequences of 30 calls on average; PROPTEST_CASES=3400 makes a hundred thousand calls.
+/// Number of sequences, with 30 calls on average; PROPTEST_CASES=3400 makes a hundred thousand calls.
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").map_or(12, |cases| cases.parse().expect("a number"))
 }
@@ -287,15 +287,15 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), rng_seed: seed(), ..ProptestConfig::default() })]
 
-    /// Many calls of any kind after one another in one group.
+    /// Many successive calls of any kind in one group.
     #[test]
-    fn any_sequence_of_collectives_is_what_one_process_computes(
+    fn any_sequence_of_collectives_matches_one_process(
         n in 1usize..=4,
         calls in prop::collection::vec((0u8..5, 0usize..4, 0usize..40, 0usize..9, any::<bool>()), 1..60),
     ) {
         let calls: Vec<_> = calls.into_iter().map(|(kind, x, size, dtype, strided)| {
             let dtype = DTYPES[dtype];
-            let op = if has(OPS[x], dtype) { OPS[x] } else { ReduceOp::Max };
+            let op = if supports(OPS[x], dtype) { OPS[x] } else { ReduceOp::Max };
             let call = match kind {
                 0 => Collective::Reduce(op),
                 1 => Collective::Broadcast(x % n),
@@ -305,7 +305,7 @@ proptest! {
             };
             (call, if kind > 2 { size * n } else { size }, dtype, strided)
         }).collect();
-        let results = all(n, |group| calls.iter().map(|&(call, size, dtype, strided)| {
+        let results = on_ranks(n, |group| calls.iter().map(|&(call, size, dtype, strided)| {
             let x = tensor(group.rank(), size, dtype, group.device(), strided)?;
             Ok(values(&match call {
                 Collective::Reduce(op) => { group.all_reduce(&x, op)?; x }

@@ -1,8 +1,8 @@
 use claystone::distributed::{Group, ReduceOp};
 use claystone::{Device, Error, Tensor};
 
-/// What each of three ranks' calls say when rank 1 does `f` instead of its part.
-fn others(f: impl Fn(Group) + Send + Sync) -> Vec<Error> {
+/// Errors of the other ranks if rank 1 of three runs `f` instead of the collective.
+fn errors_of_other_ranks(f: impl Fn(Group) + Send + Sync) -> Vec<Error> {
     let groups = Group::threads(&[Device::Cpu; 3]).unwrap();
     std::thread::scope(|scope| {
         let f = &f;
@@ -27,30 +27,30 @@ fn others(f: impl Fn(Group) + Send + Sync) -> Vec<Error> {
 }
 
 #[test]
-fn a_rank_that_panics_is_named_and_nobody_hangs() {
-    let told = others(|_group| panic!("as this test wants"));
-    assert_eq!(told.len(), 2);
-    for e in told {
+fn panicking_ranks_are_named_and_no_rank_hangs() {
+    let message = errors_of_other_ranks(|_group| panic!("as this test wants"));
+    assert_eq!(message.len(), 2);
+    for e in message {
         assert!(matches!(e, Error::Rank { op: "all_reduce", rank: 1, .. }), "{e}");
         assert!(e.to_string().contains("panicked"), "{e}");
     }
 }
 
 #[test]
-fn a_rank_that_leaves_is_named() {
-    for e in others(drop) {
+fn leaving_ranks_are_named() {
+    for e in errors_of_other_ranks(drop) {
         assert!(matches!(e, Error::Rank { op: "all_reduce", rank: 1, .. }), "{e}");
         assert!(e.to_string().contains("has left the group"), "{e}");
     }
 }
 
 #[test]
-fn other_sizes_are_told_where_they_arrive() {
-    let told = others(|group| {
+fn mismatched_sizes_are_errors_at_the_receiver() {
+    let message = errors_of_other_ranks(|group| {
         let x = Tensor::ones(2000, group.device()).unwrap();
         assert!(group.all_reduce(&x, ReduceOp::Sum).is_err());
-        // What the others sent is not taken for an answer to the next call.
+        // Data sent by the other ranks is not mistaken for part of the next call.
         assert!(group.all_reduce(&Tensor::ones(1000, group.device()).unwrap(), ReduceOp::Sum).is_err());
     });
-    assert!(told.iter().any(|e| e.to_string().contains("bytes where")), "{told:?}");
+    assert!(message.iter().any(|e| e.to_string().contains("bytes where")), "{message:?}");
 }

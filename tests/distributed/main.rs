@@ -1,4 +1,4 @@
-//! Groups of ranks: every collective against what one process computes, and training that gives what one rank gives.
+//! Groups of ranks: collectives against results of one process, and training on several ranks against one rank.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! The same under `mpirun`: this program starts itself again as processes that are ranks.
+//! Runs the same tests under `mpirun`: this program restarts itself as several processes, one per rank.
 
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -7,78 +7,78 @@ use claystone::Tensor;
 use claystone::distributed::{DataParallel, DataParallelOptions, Group, ReduceOp};
 use claystone::nn::{Linear, Module};
 
-/// Set in such processes.
-const RANKS: &str = "CLAYSTONE_TEST_RANKS";
+/// Environment variable that is set in processes started by `mpirun`.
+const RANKS_VARIABLE: &str = "CLAYSTONE_TEST_RANKS";
 
-/// The ranks of the job, in a process that is one. As long as the process: it ends with [`the_end`].
+/// Group of all ranks in a process started by `mpirun`. It lives as long as the process, which ends with [`the_end`].
 pub fn world() -> Option<&'static Group> {
     static WORLD: OnceLock<Group> = OnceLock::new();
-    std::env::var_os(RANKS)?;
+    std::env::var_os(RANKS_VARIABLE)?;
     Some(WORLD.get_or_init(|| Group::world().unwrap()))
 }
 
-/// Runs tests of this program on so many ranks.
+/// Runs tests of this program on the given number of ranks.
 fn mpirun(ranks: usize, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     Command::new("mpirun")
         .args(["--allow-run-as-root", "--oversubscribe", "--timeout", "300", "-n", &ranks.to_string()])
-        // Seconds from SIGTERM to SIGKILL, for a rank to say its sentence on a machine with much else to do.
+        // Seconds between SIGTERM and SIGKILL, so that a rank can print its error on a busy machine.
         .args(["--mca", "odls_base_sigkill_timeout", "3"])
         .arg(std::env::current_exe().unwrap())
         .args(["--test-threads", "1", "--nocapture"])
         .args(arguments)
-        .env(RANKS, "1")
+        .env(RANKS_VARIABLE, "1")
         .envs(environment.iter().copied())
         .output()
         .expect("mpirun: install openmpi-bin")
 }
 
 #[test]
-fn collectives_between_processes() {
+fn collectives_work_between_processes() {
     if world().is_some() {
         return;
     }
-    // With several threads a rank has several lanes.
+    // With several threads, each rank uses several lanes.
     let lanes = [("RAYON_NUM_THREADS", "4"), ("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_DISTRIBUTED_DEBUG", "1")];
     on_all_ranks(5, &["collectives::"], &lanes, 9);
     on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DISTRIBUTED_SHARED_MEMORY", "0")], 9);
 }
 
 #[test]
-fn processes_train_as_one() {
+fn processes_train_like_one() {
     if world().is_some() {
         return;
     }
-    // Debugging compares all calls, and finds none that differs.
+    // Debug mode compares all calls between the ranks and must not find a difference.
     let debug = [("CLAYSTONE_DISTRIBUTED_DEBUG", "1")];
     on_all_ranks(4, &["training::", "sync_batch_norm::", "--skip", "are_named"], &debug, 13);
 }
 
 #[test]
-fn processes_divide_optimisers_and_save_together() {
+fn processes_shard_optimizers_and_save_together() {
     if world().is_some() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let environment =
         [("CLAYSTONE_DISTRIBUTED_DEBUG", "1"), (crate::checkpoint::FOLDER, folder.path().to_str().unwrap())];
-    on_all_ranks(4, &["zero::", "checkpoint::a_job", "checkpoint::whole"], &environment, 18);
+    on_all_ranks(4, &["zero::", "checkpoint::jobs", "checkpoint::whole"], &environment, 18);
 }
 
-/// Every rank passes so many tests.
+/// Checks that every rank runs and passes the given number of tests.
 fn on_all_ranks(ranks: usize, arguments: &[&str], environment: &[(&str, &str)], tests: usize) {
     let output = mpirun(ranks, arguments, environment);
     assert!(output.status.success(), "{output:?}");
-    // The status says that all passed. This line is written at once, those of results in parts that the ranks' mix.
+    // The exit status shows that all tests passed. This line is printed in one write; lines of results mix between ranks.
     let (text, running) = (String::from_utf8_lossy(&output.stdout), format!("running {tests} tests\n"));
     assert_eq!(text.matches(&running).count(), ranks, "{text}");
 }
 
-/// What rank 1 does instead of its fifth call, in the processes that the test below starts.
-const FAULT: &str = "CLAYSTONE_TEST_FAULT";
+/// Environment variable with the fault of rank 1 in child processes: its behavior at its fifth call, or the call it dies at.
+const FAULT_VARIABLE: &str = "CLAYSTONE_TEST_FAULT";
 
 #[test]
 fn rank_1_fails() {
-    let (Some(world), Ok(fault)) = (world(), std::env::var(FAULT)) else { return };
+    let (Some(world), Ok(fault)) = (world(), std::env::var(FAULT_VARIABLE)) else { return };
     let group = world.clone(); // dropped while it panics
     let x = Tensor::ones(100_000, group.device()).unwrap();
     for call in 0..10 {
@@ -92,7 +92,7 @@ fn rank_1_fails() {
 }
 
 #[test]
-fn a_job_ends_with_a_sentence_when_a_rank_fails() {
+fn jobs_end_with_a_clear_error_if_a_rank_fails() {
     if world().is_some() {
         return;
     }
@@ -102,20 +102,20 @@ fn a_job_ends_with_a_sentence_when_a_rank_fails() {
         ("leave", &["all_reduce", "rank 1", "has left the group"]),
         ("other", &["broadcast of f32 [100000] root 0", "all_reduce of f32 [100000] Mean"]),
     ] {
-        let environment = [debug[0], debug[1], (FAULT, fault)];
+        let environment = [debug[0], debug[1], (FAULT_VARIABLE, fault)];
         let output = mpirun(3, &["--exact", "mpi::rank_1_fails"], &environment[usize::from(fault != "other")..]);
-        ends_with(fault, sentences, &output);
+        assert_stderr_contains(fault, sentences, &output);
     }
 }
 
-fn ends_with(fault: &str, sentences: &[&str], output: &Output) {
+fn assert_stderr_contains(fault: &str, sentences: &[&str], output: &Output) {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{fault}: {output:?}");
     assert!(sentences.iter().all(|part| text.contains(part)), "{fault}: {text}");
     assert!(!text.contains("exceeded"), "{fault}: mpirun had to end the job: {text}");
 }
 
-/// What the other ranks wait in when rank 1 is killed before it, and how they call it.
+/// Name of the operation in errors, and a collective in which the other ranks wait for the killed rank 1.
 type Call = (&'static str, fn(&Group, &Tensor) -> claystone::Result<()>);
 
 const CALLS: [Call; 10] = [
@@ -127,19 +127,19 @@ const CALLS: [Call; 10] = [
     ("split", |group, _| group.split(Some(0), 0).map(drop)),
     ("recv", |group, x| group.recv(x, 1)),
     ("send", |group, x| group.send(x, 1)),
-    // The barrier is an all_reduce of nothing.
+    // The barrier is an all_reduce of an empty tensor.
     ("all_reduce", |group, _| group.barrier()),
     ("all_reduce", |group, x| {
         let net = Linear::new(100, 100, group.device())?;
         let net = DataParallel::new(net, group, DataParallelOptions::default())?;
         let loss = net.forward(&x.narrow(0, 0, 300)?.reshape([3, 100])?)?.sum((), false)?;
-        // Only now, so that the others are in backward.
-        killed_if_1(group);
+        // The rank dies here, so that the other ranks are in backward.
+        kill_rank_1(group);
         loss.backward()
     }),
 ];
 
-fn killed_if_1(group: &Group) {
+fn kill_rank_1(group: &Group) {
     if group.rank() == 1 {
         let own = std::process::id().to_string();
         Command::new("kill").args(["-9", &own]).status().unwrap();
@@ -148,27 +148,27 @@ fn killed_if_1(group: &Group) {
 
 #[test]
 fn rank_1_is_killed() {
-    let (Some(group), Ok(call)) = (world(), std::env::var(FAULT)) else { return };
+    let (Some(group), Ok(call)) = (world(), std::env::var(FAULT_VARIABLE)) else { return };
     let call: usize = call.parse().unwrap();
     let x = Tensor::ones(3_000_000, group.device()).unwrap();
     for _ in 0..3 {
         group.all_reduce(&x, ReduceOp::Mean).unwrap();
     }
     if call < CALLS.len() - 1 {
-        killed_if_1(group);
+        kill_rank_1(group);
     }
     CALLS[call].1(group, &x).unwrap();
 }
 
 #[test]
-fn a_job_ends_with_a_sentence_wherever_a_rank_is_killed() {
+fn jobs_end_with_a_clear_error_if_a_rank_is_killed() {
     if world().is_some() {
         return;
     }
     for (call, (op, _)) in CALLS.iter().enumerate() {
         let call = call.to_string();
-        let environment = [(FAULT, &*call), ("CLAYSTONE_DEVICES", "none"), ("RAYON_NUM_THREADS", "3")];
+        let environment = [(FAULT_VARIABLE, &*call), ("CLAYSTONE_DEVICES", "none"), ("RAYON_NUM_THREADS", "3")];
         let output = mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &environment);
-        ends_with(&call, &[&format!("{op} waited for rank 1")], &output);
+        assert_stderr_contains(&call, &[&format!("{op} waited for rank 1")], &output);
     }
 }

@@ -2,16 +2,21 @@ use claystone::data::{DataLoader, DataLoaderConfig, Sampler, TensorDataset};
 use claystone::distributed::{DistributedSampler, DistributedSamplerConfig};
 use claystone::{DType, Device, Error, Tensor};
 
-use crate::collectives::all;
+use crate::collectives::on_ranks;
 
-/// What each rank has of so many items.
-fn shares(ranks: usize, items: usize, epoch: u64, config: DistributedSamplerConfig) -> Vec<(usize, Vec<usize>)> {
-    all(ranks, |group| {
+/// The indices of each rank for a data set of `items` items.
+fn sampled_indices(
+    ranks: usize,
+    items: usize,
+    epoch: u64,
+    config: DistributedSamplerConfig,
+) -> Vec<(usize, Vec<usize>)> {
+    on_ranks(ranks, |group| {
         let sampler = DistributedSampler::new(items, group, config);
         sampler.clone().set_epoch(epoch);
         let own = sampler.indices()?;
         assert_eq!(own.len(), sampler.len());
-        // Every rank has all shares, also where ranks are processes.
+        // Every rank collects the indices of all, as ranks may be processes.
         let own: Vec<i64> = own.into_iter().map(|i| i as i64).collect();
         let all = group.all_gather(&Tensor::from_slice(&own, own.len(), Device::Cpu)?)?.to_vec::<i64>()?;
         Ok(all.into_iter().map(|i| i as usize).collect())
@@ -19,12 +24,12 @@ fn shares(ranks: usize, items: usize, epoch: u64, config: DistributedSamplerConf
 }
 
 #[test]
-fn shares_are_of_one_size_and_together_the_data_set() {
+fn samplers_split_the_data_set_equally() {
     for (shuffle, drop_last) in [(false, false), (false, true), (true, false), (true, true)] {
         let config = DistributedSamplerConfig { shuffle, drop_last, seed: 5 };
         for (ranks, items) in (1..5).flat_map(|ranks| [0, 1, 3, 8, 10, 23].map(|items: usize| (ranks, items))) {
             let size = if drop_last { items / ranks } else { items.div_ceil(ranks) };
-            for (rank, mut all) in shares(ranks, items, 3, config) {
+            for (rank, mut all) in sampled_indices(ranks, items, 3, config) {
                 assert_eq!(all.len(), size * ranks, "rank {rank} of {ranks}, {items} items");
                 all.sort_unstable();
                 all.dedup();
@@ -36,31 +41,31 @@ fn shares_are_of_one_size_and_together_the_data_set() {
 }
 
 #[test]
-fn shares_without_shuffling_are_those_of_pytorch() {
+fn samplers_without_shuffling_match_pytorch() {
     let config = DistributedSamplerConfig { shuffle: false, ..Default::default() };
     // list(DistributedSampler(range(5), num_replicas=2, rank=r, shuffle=False)) is [0, 2, 4] and [1, 3, 0].
-    for (_, share) in shares(2, 5, 0, config) {
+    for (_, share) in sampled_indices(2, 5, 0, config) {
         assert_eq!(share, [0, 2, 4, 1, 3, 0]);
     }
-    for (_, share) in shares(2, 5, 0, DistributedSamplerConfig { drop_last: true, ..config }) {
+    for (_, share) in sampled_indices(2, 5, 0, DistributedSamplerConfig { drop_last: true, ..config }) {
         assert_eq!(share, [0, 2, 1, 3]);
     }
 }
 
 #[test]
-fn epochs_differ_and_seeds_too() {
+fn epochs_and_seeds_change_the_order() {
     let config = |seed| DistributedSamplerConfig { seed, ..Default::default() };
-    let of = |seed, epoch| shares(2, 100, epoch, config(seed)).remove(0).1;
+    let of = |seed, epoch| sampled_indices(2, 100, epoch, config(seed)).remove(0).1;
     assert_ne!(of(0, 0), of(0, 1));
     assert_ne!(of(0, 0), of(7, 0));
     assert_eq!(of(7, 2), of(7, 2));
 }
 
-/// However many ranks there are, batches number i are together the same items.
+/// For any number of ranks, the i-th batches of all ranks together contain the same items.
 #[test]
-fn the_ranks_batches_are_together_those_of_one() {
+fn batches_of_all_ranks_equal_those_of_one() {
     let batches = |ranks: usize| -> Vec<Vec<i64>> {
-        let mut all = all(ranks, |group| {
+        let mut all = on_ranks(ranks, |group| {
             let set = TensorDataset::new(vec![Tensor::arange(0, 40, 1, (DType::I64, Device::Cpu))?])?;
             let config = DataLoaderConfig { batch_size: 8 / group.size(), num_workers: 2, ..Default::default() };
             let sampler = DistributedSampler::new(40, group, Default::default());
@@ -85,7 +90,7 @@ fn the_ranks_batches_are_together_those_of_one() {
 }
 
 #[test]
-fn what_does_not_go_with_a_loader_is_told() {
+fn samplers_with_invalid_indices_are_errors() {
     struct Wrong(Vec<usize>, usize);
     impl Sampler for Wrong {
         fn len(&self) -> usize {
@@ -100,11 +105,11 @@ fn what_does_not_go_with_a_loader_is_told() {
     let loader = DataLoader::new(set(), shuffled).unwrap();
     assert!(matches!(loader.with_sampler(Wrong(vec![0], 1)), Err(Error::Invalid { .. })));
     for (wrong, sentence) in [
-        (Wrong(vec![3], 1), "the sampler gives item 3, and the data set has 3"),
-        (Wrong(vec![0, 1], 3), "the sampler gives 2 items, and its len() says 3"),
+        (Wrong(vec![3], 1), "the sampler returned item 3, but the data set has 3"),
+        (Wrong(vec![0, 1], 3), "the sampler returned 2 items, but its len() is 3"),
     ] {
         let loader = DataLoader::new(set(), DataLoaderConfig::default()).unwrap().with_sampler(wrong).unwrap();
-        let told = loader.iter().next().expect("an error").unwrap_err().to_string();
-        assert!(told.contains(sentence), "{told}");
+        let message = loader.iter().next().expect("an error").unwrap_err().to_string();
+        assert!(message.contains(sentence), "{message}");
     }
 }

@@ -4,11 +4,11 @@ use claystone::nn::{Activation, BatchNorm, BatchNorm1d, Linear, Module, Sequenti
 use claystone::optim::Sgd;
 use claystone::{DType, Device, Error, Generator, Result, Tensor, with_generator};
 
-use crate::collectives::all;
+use crate::collectives::on_ranks;
 use crate::common::values;
-use crate::training::{any_number_of_ranks_is_one, has_doubles, losses_alone, losses_together, sgd, small_buckets};
+use crate::training::{assert_ranks_match_one_process, has_doubles, losses_alone, losses_together, sgd, small_buckets};
 
-/// How many rows each of three ranks has: as many as it likes, also none.
+/// Number of rows on each of three ranks. Ranks may have different numbers, including none.
 const ROWS: [usize; 3] = [3, 0, 5];
 
 fn randn(seed: u64, shape: &[usize], dtype: DType, device: Device) -> Result<Tensor> {
@@ -16,15 +16,15 @@ fn randn(seed: u64, shape: &[usize], dtype: DType, device: Device) -> Result<Ten
     x.mul_scalar(2)?.add_scalar(3)?.to_dtype(dtype)?.to_device(device)
 }
 
-/// What a step of a layer gives.
+/// Results of a forward and backward through a layer.
 struct Step {
     out: Tensor,
-    /// Of x, weight and bias.
+    /// Gradients of x, weight and bias.
     gradients: Vec<Tensor>,
     running: Vec<Vec<f64>>,
 }
 
-/// Of these rows of a batch of that shape.
+/// Runs the layer on the given rows of a batch of `shape`.
 fn step(norm: &impl Module, shape: &[usize], rows: (usize, usize), dtype: DType, device: Device) -> Result<Step> {
     for (i, p) in norm.parameters().into_iter().enumerate() {
         p.detach().copy_(&randn(10 + i as u64, p.shape().dims(), p.dtype(), device)?)?;
@@ -47,8 +47,8 @@ fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Values, gradients and running statistics are those of one layer with the batches of all ranks.
-fn is_one_layer(group: &Group, shape: &[usize], dtype: DType, wide: DType, tolerance: f64) -> Result<()> {
+/// Checks that values, gradients and running statistics equal those of a single layer with the batches of all ranks.
+fn assert_matches_one_layer(group: &Group, shape: &[usize], dtype: DType, wide: DType, tolerance: f64) -> Result<()> {
     let device = group.device();
     let channels = shape[1];
     let alone = BatchNorm::new(channels, (wide, Device::Cpu))?.with_eps(1e-3).with_momentum(0.3);
@@ -73,27 +73,27 @@ fn is_one_layer(group: &Group, shape: &[usize], dtype: DType, wide: DType, toler
 }
 
 #[test]
-fn unequal_batches_are_normalised_as_one() {
+fn unequal_batches_are_normalized_together() {
     for shape in [&[8, 5][..], &[8, 3, 7], &[8, 4, 3, 5], &[8, 2, 3, 2, 4]] {
-        all(3, |group| is_one_layer(group, shape, DType::F32, DType::F32, 2e-5));
-        all(3, |group| is_one_layer(group, shape, DType::F16, DType::F32, 4e-3));
-        all(3, |group| is_one_layer(group, shape, DType::BF16, DType::BF16, 3e-2));
+        on_ranks(3, |group| assert_matches_one_layer(group, shape, DType::F32, DType::F32, 2e-5));
+        on_ranks(3, |group| assert_matches_one_layer(group, shape, DType::F16, DType::F32, 4e-3));
+        on_ranks(3, |group| assert_matches_one_layer(group, shape, DType::BF16, DType::BF16, 3e-2));
     }
 }
 
 #[test]
-fn doubles_are_normalised_to_their_last_digits() {
-    let every_rank_has_doubles = all(3, |group| {
+fn doubles_are_normalized_in_full_precision() {
+    let every_rank_has_doubles = on_ranks(3, |group| {
         let has = Tensor::full(1, i64::from(has_doubles(group.device())), (DType::I64, Device::Cpu))?;
         group.all_reduce(&has, ReduceOp::Min)?;
         Ok(has.item::<i64>()? == 1)
     });
     if every_rank_has_doubles.iter().all(|(_, has)| *has) {
-        all(3, |group| is_one_layer(group, &[8, 4, 3, 5], DType::F64, DType::F64, 1e-12));
+        on_ranks(3, |group| assert_matches_one_layer(group, &[8, 4, 3, 5], DType::F64, DType::F64, 1e-12));
     }
 }
 
-/// A layer in the middle, in one process or on all ranks.
+/// A network with a batch norm in the middle.
 fn net(dtype: DType, device: Device) -> Result<Sequential> {
     with_generator(&Generator::new(1), || {
         let mut net = Sequential::new()
@@ -108,7 +108,7 @@ fn net(dtype: DType, device: Device) -> Result<Sequential> {
 
 #[test]
 fn any_number_of_ranks_trains_as_one() {
-    any_number_of_ranks_is_one(
+    assert_ranks_match_one_process(
         |dtype| {
             let mut net = net(dtype, Device::Cpu)?;
             let mut sgd = Sgd::new(net.parameters_mut(), sgd())?;
@@ -124,8 +124,8 @@ fn any_number_of_ranks_trains_as_one() {
 }
 
 #[test]
-fn in_evaluation_ranks_do_not_wait() {
-    for (rank, out) in all(2, |group| {
+fn ranks_do_not_wait_in_evaluation() {
+    for (rank, out) in on_ranks(2, |group| {
         let norm = SyncBatchNorm::new(2, group.device(), group)?;
         norm.eval();
         match group.rank() {
@@ -142,18 +142,18 @@ fn values_of(x: &Tensor) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn what_has_no_statistics_is_told() {
-    let told = |shape: &'static [usize]| {
+fn batches_without_statistics_are_errors() {
+    let error_message = |shape: &'static [usize]| {
         let groups = Group::threads(&[Device::Cpu]).unwrap();
         let norm = SyncBatchNorm::new(2, Device::Cpu, &groups[0]).unwrap();
         norm.forward(&Tensor::ones(shape, Device::Cpu).unwrap()).unwrap_err().to_string()
     };
-    assert!(told(&[1, 2]).contains("one element a channel"), "{}", told(&[1, 2]));
-    assert!(told(&[4, 3]).contains("[N, 2, ..]"), "{}", told(&[4, 3]));
+    assert!(error_message(&[1, 2]).contains("one element per channel"), "{}", error_message(&[1, 2]));
+    assert!(error_message(&[4, 3]).contains("[N, 2, ..]"), "{}", error_message(&[4, 3]));
 }
 
 #[test]
-fn gradients_of_gradients_are_refused() {
+fn second_derivatives_are_refused() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
     let norm = SyncBatchNorm::new(2, Device::Cpu, group).unwrap();
     let x = Tensor::ones([3, 2], Device::Cpu).unwrap().requires_grad_(true).unwrap();

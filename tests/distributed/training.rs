@@ -5,9 +5,9 @@ use claystone::nn::{BatchNorm1d, Linear, Module};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Error, Generator, Result, Tensor, with_generator};
 
-use crate::collectives::all;
+use crate::collectives::on_ranks;
 
-/// Two layers, made alike by every rank that gives the same seed.
+/// Two layers, equal on all ranks that use the same seed.
 pub struct Net {
     pub first: Linear,
     pub second: Linear,
@@ -34,7 +34,7 @@ impl Module for Net {
 
 pub const BATCH: usize = 16;
 
-/// Step `step`'s inputs and targets, or the share of them that a rank has.
+/// Inputs and targets of a step, or a rank's part of them.
 pub fn batch(step: usize, (rank, ranks): (usize, usize), dtype: DType, device: Device) -> Result<(Tensor, Tensor)> {
     let (x, y) = with_generator(&Generator::new(1000 + step as u64), || -> Result<_> {
         Ok((Tensor::randn([BATCH, 10], Device::Cpu)?, Tensor::randn([BATCH, 3], Device::Cpu)?))
@@ -48,14 +48,14 @@ pub fn sgd() -> SgdConfig {
     SgdConfig { lr: 0.1, momentum: 0.9, ..SgdConfig::default() }
 }
 
-/// The losses of one process with the whole batch.
-pub fn alone(steps: usize, dtype: DType) -> Result<Vec<f64>> {
+/// Losses of one process with the whole batch.
+pub fn losses_of_one_process(steps: usize, dtype: DType) -> Result<Vec<f64>> {
     let mut net = Net::new(1, dtype, Device::Cpu)?;
     let mut sgd = Sgd::new(net.parameters_mut(), sgd())?;
     losses_alone(0..steps, dtype, &net, &mut sgd)
 }
 
-/// The losses of a net and its optimiser in one process with the whole batch.
+/// Losses of the given network and optimizer in one process with the whole batch.
 pub fn losses_alone(steps: Range<usize>, dtype: DType, net: &impl Module, sgd: &mut dyn Optimizer) -> Result<Vec<f64>> {
     steps
         .map(|step| {
@@ -69,7 +69,7 @@ pub fn losses_alone(steps: Range<usize>, dtype: DType, net: &impl Module, sgd: &
         .collect()
 }
 
-/// The mean of the ranks' losses.
+/// Mean of the losses of all ranks.
 pub fn mean(group: &Group, loss: &Tensor) -> Result<f64> {
     let loss = loss.detach().to_dtype(DType::F64)?;
     group.all_reduce(&loss, ReduceOp::Mean)?;
@@ -77,14 +77,14 @@ pub fn mean(group: &Group, loss: &Tensor) -> Result<f64> {
 }
 
 fn together(group: &Group, steps: usize, dtype: DType, options: DataParallelOptions) -> Result<Vec<f64>> {
-    // Only rank 0 begins with the weights of the one process.
+    // Only rank 0 has the initial weights of the reference process.
     let net = Net::new(1 + group.rank() as u64, dtype, group.device())?;
     let mut net = DataParallel::new(net, group, options)?;
     let mut sgd = Sgd::new(net.parameters_mut(), sgd())?;
     losses_together(group, 0..steps, dtype, &net, &mut sgd)
 }
 
-/// The losses of all ranks together, each with its share of the batch.
+/// Mean losses of all ranks, each with its part of the batch.
 pub fn losses_together(
     group: &Group,
     steps: Range<usize>,
@@ -108,22 +108,22 @@ pub fn has_doubles(device: Device) -> bool {
     device == Device::Cpu || Tensor::zeros(1, (DType::F64, device)).and_then(|x| x.exp()).is_ok()
 }
 
-/// Small buckets: several travel while backward goes on.
+/// Buckets so small that several are reduced during backward.
 pub fn small_buckets() -> DataParallelOptions {
     DataParallelOptions { bucket_bytes: 300, ..Default::default() }
 }
 
-/// Whether 1, 2 and 4 ranks have the losses of one process over 100 steps.
-pub fn any_number_of_ranks_is_one(
+/// Checks that 1, 2 and 4 ranks have the losses of one process over 100 steps.
+pub fn assert_ranks_match_one_process(
     alone: impl Fn(DType) -> Result<Vec<f64>>,
     together: impl Fn(&Group, DType) -> Result<Vec<f64>> + Sync,
 ) {
     for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F64, 1e-6)] {
         let want = alone(dtype).unwrap();
         for ranks in [1, 2, 4] {
-            // All ranks compute in f64, or none: they wait for each other.
+            // Either all ranks compute in f64 or none, because they wait for each other.
             let doubles = |group: &Group| group.device() == Device::Cpu || has_doubles(group.device());
-            let all_have = all(ranks, |group| {
+            let all_have = on_ranks(ranks, |group| {
                 let has = Tensor::full(1, i64::from(doubles(group)), (DType::I64, Device::Cpu))?;
                 group.all_reduce(&has, ReduceOp::Min)?;
                 Ok(has.item::<i64>()? == 1)
@@ -131,7 +131,7 @@ pub fn any_number_of_ranks_is_one(
             if dtype == DType::F64 && all_have.iter().any(|(_, has)| !has) {
                 continue;
             }
-            for (rank, losses) in all(ranks, |group| together(group, dtype)) {
+            for (rank, losses) in on_ranks(ranks, |group| together(group, dtype)) {
                 assert_eq!(losses.len(), want.len());
                 for (step, (got, want)) in losses.into_iter().zip(&want).enumerate() {
                     assert!((got - want).abs() <= tolerance, "{dtype}, rank {rank} of {ranks}, {step}: {got}, {want}");
@@ -145,10 +145,13 @@ pub fn any_number_of_ranks_is_one(
 
 #[test]
 fn any_number_of_ranks_trains_as_one() {
-    any_number_of_ranks_is_one(|dtype| alone(100, dtype), |group, dtype| together(group, 100, dtype, small_buckets()));
+    assert_ranks_match_one_process(
+        |dtype| losses_of_one_process(100, dtype),
+        |group, dtype| together(group, 100, dtype, small_buckets()),
+    );
 }
 
-/// The losses with two backwards a step, of which the first stays on its rank.
+/// Losses with two backwards per step. The first backward does not reduce gradients.
 pub fn accumulated_losses<M: Module>(
     group: &Group,
     dtype: DType,
@@ -173,9 +176,9 @@ pub fn accumulated_losses<M: Module>(
 }
 
 #[test]
-fn gradients_add_up_before_they_travel() {
-    any_number_of_ranks_is_one(
-        |dtype| alone(100, dtype),
+fn gradients_accumulate_before_reduction() {
+    assert_ranks_match_one_process(
+        |dtype| losses_of_one_process(100, dtype),
         |group, dtype| {
             let mut net = DataParallel::new(Net::new(1, dtype, group.device())?, group, small_buckets())?;
             let mut sgd = Sgd::new(net.parameters_mut(), sgd())?;
@@ -185,10 +188,10 @@ fn gradients_add_up_before_they_travel() {
 }
 
 #[test]
-fn gradients_travel_in_halves() {
+fn gradients_can_be_reduced_in_halves() {
     let options = DataParallelOptions { gradient_dtype: Some(DType::BF16), ..Default::default() };
-    let want = alone(20, DType::F32).unwrap();
-    for (_, losses) in all(2, |group| together(group, 20, DType::F32, options.clone())) {
+    let want = losses_of_one_process(20, DType::F32).unwrap();
+    for (_, losses) in on_ranks(2, |group| together(group, 20, DType::F32, options.clone())) {
         assert_ne!(losses, want);
         for (got, want) in losses.iter().zip(&want) {
             assert!((got - want).abs() <= 2e-2, "{got}, {want}");
@@ -196,7 +199,7 @@ fn gradients_travel_in_halves() {
     }
 }
 
-/// The gradients of a net of which rank 1 uses the first layer alone.
+/// Gradients of a network of which rank 1 uses only the first layer.
 fn gradients(group: &Group, find_unused_parameters: bool) -> Result<Vec<Vec<f32>>> {
     let options = DataParallelOptions { find_unused_parameters, ..Default::default() };
     let net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, options)?;
@@ -208,32 +211,32 @@ fn gradients(group: &Group, find_unused_parameters: bool) -> Result<Vec<Vec<f32>
 }
 
 #[test]
-fn parameters_that_one_rank_does_not_reach_have_the_others_gradients() {
-    for (rank, gradients) in all(2, |group| gradients(group, true)) {
-        // The number of rows on rank 0, nothing on rank 1.
+fn parameters_unused_by_one_rank_get_the_others_gradients() {
+    for (rank, gradients) in on_ranks(2, |group| gradients(group, true)) {
+        // The gradient is the number of rows on rank 0 and zero on rank 1.
         assert_eq!(gradients[3], [BATCH as f32 / 2.0; 3], "rank {rank}");
     }
 }
 
 #[test]
-fn parameters_that_backward_does_not_reach_are_named() {
+fn parameters_unused_by_backward_are_named() {
     let groups = Group::threads(&[Device::Cpu; 2]).unwrap();
-    let told: Vec<String> = std::thread::scope(|scope| {
+    let message: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> =
             groups.into_iter().map(|group| scope.spawn(move || gradients(&group, false).unwrap_err())).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap().to_string()).collect()
     });
-    assert!(told[1].contains("has not reached second.weight, second.bias"), "{told:?}");
-    assert!(told[0].contains("rank 1"), "{told:?}");
+    assert!(message[1].contains("has not reached second.weight, second.bias"), "{message:?}");
+    assert!(message[0].contains("rank 1"), "{message:?}");
 }
 
 #[test]
-fn buffers_are_those_of_rank_0() {
-    for (rank, mean) in all(2, |group| {
+fn buffers_are_copied_from_rank_0() {
+    for (rank, mean) in on_ranks(2, |group| {
         let net = DataParallel::new(BatchNorm1d::new(4, group.device())?, group, Default::default())?;
         let x = Tensor::full([8, 4], 1.0 + group.rank() as f32, group.device())?;
         net.forward(&x)?;
-        net.forward(&x)?; // begins with the statistics of rank 0's first
+        net.forward(&x)?; // starts with rank 0's statistics from the first call
         net.named_buffers("")[0].1.to_vec::<f32>()
     }) {
         let own = 1.0 + rank as f32;
@@ -243,12 +246,12 @@ fn buffers_are_those_of_rank_0() {
 }
 
 #[test]
-fn a_backward_that_fails_leaves_the_next_one_whole() {
-    for (rank, bias) in all(2, |group| {
+fn failed_backwards_do_not_affect_later_ones() {
+    for (rank, bias) in on_ranks(2, |group| {
         let net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, Default::default())?;
         let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
         let hidden = net.module().first.forward(&x)?;
-        hidden.register_hook(|_| Err(Error::DivisionByZero { op: "hook" }))?; // the second layer has its gradients by then
+        hidden.register_hook(|_| Err(Error::DivisionByZero { op: "hook" }))?; // fails after the second layer's gradients
         assert!(net.module().second.forward(&hidden)?.sum((), false)?.backward().is_err());
         net.zero_grad();
         net.forward(&x)?.mul_scalar(group.rank() as f32)?.sum((), false)?.backward()?;
@@ -259,7 +262,7 @@ fn a_backward_that_fails_leaves_the_next_one_whole() {
 }
 
 #[test]
-fn a_module_without_parameters_is_refused() {
+fn modules_without_parameters_are_refused() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
     let net = claystone::nn::Identity;
     assert!(matches!(DataParallel::new(net, group, Default::default()).map(drop), Err(Error::Invalid { .. })));

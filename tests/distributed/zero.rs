@@ -7,14 +7,15 @@ use claystone::optim::{
 };
 use claystone::{DType, Device, Error, Result, Tensor};
 
-use crate::collectives::all;
+use crate::collectives::on_ranks;
 use crate::common::values;
 use crate::training::{
-    Net, accumulated_losses, alone, any_number_of_ranks_is_one, batch, losses_together, sgd, small_buckets,
+    Net, accumulated_losses, assert_ranks_match_one_process, batch, losses_of_one_process, losses_together, sgd,
+    small_buckets,
 };
 
-/// A net on all ranks, and an optimiser that is divided among them.
-fn divided<R: Rule + PartialEq + Copy>(
+/// A network on all ranks, and an optimizer that is sharded over the ranks.
+fn sharded_model<R: Rule + PartialEq + Copy>(
     group: &Group,
     dtype: DType,
     options: DataParallelOptions,
@@ -28,31 +29,31 @@ fn divided<R: Rule + PartialEq + Copy>(
 
 #[test]
 fn any_number_of_ranks_trains_as_one() {
-    any_number_of_ranks_is_one(
-        |dtype| alone(100, dtype),
+    assert_ranks_match_one_process(
+        |dtype| losses_of_one_process(100, dtype),
         |group, dtype| {
-            let (net, mut sgd) = divided(group, dtype, small_buckets(), sgd())?;
+            let (net, mut sgd) = sharded_model(group, dtype, small_buckets(), sgd())?;
             losses_together(group, 0..100, dtype, &net, &mut sgd)
         },
     );
 }
 
 #[test]
-fn gradients_add_up_before_they_travel() {
-    any_number_of_ranks_is_one(
-        |dtype| alone(100, dtype),
+fn gradients_accumulate_before_reduction() {
+    assert_ranks_match_one_process(
+        |dtype| losses_of_one_process(100, dtype),
         |group, dtype| {
-            let (net, mut sgd) = divided(group, dtype, small_buckets(), sgd())?;
+            let (net, mut sgd) = sharded_model(group, dtype, small_buckets(), sgd())?;
             accumulated_losses(group, dtype, &net, &mut sgd)
         },
     );
 }
 
-/// The parts of a bucket's parameters lie one after another, on ranks that have the end of one and the beginning of another too.
+/// A rank's parts of a bucket's parameters are contiguous, even if they include parts of two parameters.
 #[test]
-fn a_step_is_a_launch_for_each_bucket() {
-    all(3, |group| {
-        let (net, mut adamw) = divided(group, DType::F32, Default::default(), AdamWConfig::default())?;
+fn steps_are_one_launch_per_bucket() {
+    on_ranks(3, |group| {
+        let (net, mut adamw) = sharded_model(group, DType::F32, Default::default(), AdamWConfig::default())?;
         let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
         net.forward(&x)?.sum((), false)?.backward()?;
         let (stepped, launches) = count_launches(|| adamw.step());
@@ -72,7 +73,7 @@ fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Five steps, of which `before` sees the optimiser before each.
+/// Runs five steps and calls `before` with the optimizer before each step.
 fn five_steps(
     group: &Group,
     dtype: DType,
@@ -90,14 +91,14 @@ fn five_steps(
     Ok(parameters_of(net))
 }
 
-/// The whole optimiser on every rank and the divided one come to the same parameters.
-fn is_the_whole_one<R: Rule + PartialEq + Copy + Sync>(rule: R, dtype: DType, tolerance: f64) {
+/// Checks that the sharded optimizer gives the same parameters as a whole optimizer on every rank.
+fn assert_matches_whole_optimizer<R: Rule + PartialEq + Copy + Sync>(rule: R, dtype: DType, tolerance: f64) {
     for ranks in [1, 2, 3, 4] {
-        all(ranks, |group| {
+        on_ranks(ranks, |group| {
             let mut whole = DataParallel::new(Net::new(1, dtype, group.device())?, group, Default::default())?;
             let mut optimizer = Fused::new(whole.parameters_mut(), rule)?;
             let want = five_steps(group, dtype, &whole, &mut optimizer, |_| Ok(()))?;
-            let (net, mut optimizer) = divided(group, dtype, small_buckets(), rule)?;
+            let (net, mut optimizer) = sharded_model(group, dtype, small_buckets(), rule)?;
             let got = five_steps(group, dtype, &net, &mut optimizer, |_| Ok(()))?;
             close(&got, &want, tolerance, &format!("{} of {dtype}, rank {} of {ranks}", R::NAME, group.rank()));
             Ok(())
@@ -106,29 +107,41 @@ fn is_the_whole_one<R: Rule + PartialEq + Copy + Sync>(rule: R, dtype: DType, to
 }
 
 #[test]
-fn every_optimiser_can_be_divided() {
-    is_the_whole_one(SgdConfig { lr: 0.1, momentum: 0.9, nesterov: true, ..Default::default() }, DType::F32, 1e-6);
-    is_the_whole_one(AdamConfig { lr: 0.1, amsgrad: true, weight_decay: 0.1, ..Default::default() }, DType::F32, 1e-5);
-    is_the_whole_one(AdamWConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-5);
-    is_the_whole_one(LionConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-6);
-    is_the_whole_one(RmsPropConfig { momentum: 0.5, centered: true, ..Default::default() }, DType::F32, 1e-5);
-    is_the_whole_one(AdagradConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-5);
+fn every_optimizer_can_be_sharded() {
+    assert_matches_whole_optimizer(
+        SgdConfig { lr: 0.1, momentum: 0.9, nesterov: true, ..Default::default() },
+        DType::F32,
+        1e-6,
+    );
+    assert_matches_whole_optimizer(
+        AdamConfig { lr: 0.1, amsgrad: true, weight_decay: 0.1, ..Default::default() },
+        DType::F32,
+        1e-5,
+    );
+    assert_matches_whole_optimizer(AdamWConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-5);
+    assert_matches_whole_optimizer(LionConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-6);
+    assert_matches_whole_optimizer(
+        RmsPropConfig { momentum: 0.5, centered: true, ..Default::default() },
+        DType::F32,
+        1e-5,
+    );
+    assert_matches_whole_optimizer(AdagradConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-5);
 }
 
-/// Steps that a bf16 weight does not show add up in the f32 master weights.
+/// Steps too small for a bf16 weight accumulate in the f32 weights.
 #[test]
-fn halves_keep_their_masters() {
-    is_the_whole_one(SgdConfig { lr: 1e-3, momentum: 0.9, ..Default::default() }, DType::BF16, 0.0);
+fn sharded_halves_keep_f32_weights() {
+    assert_matches_whole_optimizer(SgdConfig { lr: 1e-3, momentum: 0.9, ..Default::default() }, DType::BF16, 0.0);
 }
 
 #[test]
-fn gradients_travel_in_halves() {
-    all(2, |group| {
+fn gradients_can_be_reduced_in_halves() {
+    on_ranks(2, |group| {
         let options = DataParallelOptions { gradient_dtype: Some(DType::BF16), ..small_buckets() };
         let mut whole = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, options.clone())?;
         let mut optimizer = Sgd::new(whole.parameters_mut(), sgd())?;
         let want = five_steps(group, DType::F32, &whole, &mut optimizer, |_| Ok(()))?;
-        let (net, mut optimizer) = divided(group, DType::F32, options, sgd())?;
+        let (net, mut optimizer) = sharded_model(group, DType::F32, options, sgd())?;
         let got = five_steps(group, DType::F32, &net, &mut optimizer, |_| Ok(()))?;
         close(&got, &want, 1e-6, "bf16 on the way");
         Ok(())
@@ -136,17 +149,17 @@ fn gradients_travel_in_halves() {
 }
 
 #[test]
-fn each_rank_has_its_share_of_the_state() {
+fn each_rank_stores_a_shard_of_the_state() {
     let bytes = |state: claystone::io::StateDict| -> usize {
         state.iter().filter(|(_, t)| t.rank() > 0).map(|(_, t)| t.numel() * t.dtype().size()).sum()
     };
     for ranks in [1, 2, 4] {
-        for (rank, (own, whole)) in all(ranks, |group| {
-            let (mut net, divided) = divided(group, DType::F32, Default::default(), AdamWConfig::default())?;
+        for (rank, (own, whole)) in on_ranks(ranks, |group| {
+            let (mut net, divided) = sharded_model(group, DType::F32, Default::default(), AdamWConfig::default())?;
             let whole = AdamW::new(net.parameters_mut(), AdamWConfig::default())?;
             Ok((bytes(Optimizer::state_dict(&divided)?), bytes(Optimizer::state_dict(&whole)?)))
         }) {
-            // Shares are rounded up to one size; the state is two numbers a parameter.
+            // Shards are rounded up to equal sizes. The state has two numbers per parameter.
             let share = whole.div_ceil(8).div_ceil(ranks) * 8;
             assert_eq!(whole, 8 * (10 * 16 + 16 + 16 * 3 + 3));
             assert!(own <= share && own + 8 * ranks >= share, "rank {rank} of {ranks} has {own} bytes of {whole}");
@@ -155,10 +168,10 @@ fn each_rank_has_its_share_of_the_state() {
 }
 
 #[test]
-fn norms_are_clipped_over_all_ranks() {
+fn gradient_norms_are_clipped_over_all_ranks() {
     for norm_type in [2.0, 1.0, f64::INFINITY] {
         for ranks in [1, 3, 4] {
-            all(ranks, |group| {
+            on_ranks(ranks, |group| {
                 let mut norms = [Vec::new(), Vec::new()];
                 let net = Net::new(1, DType::F32, group.device())?;
                 let mut whole = DataParallel::new(net, group, Default::default())?;
@@ -170,7 +183,7 @@ fn norms_are_clipped_over_all_ranks() {
                     norms[0].push(clip_grad_norm_(whole.parameters(), 0.1, norm_type)?.item::<f32>()?);
                     optimizer.step()?;
                 }
-                let (net, mut optimizer) = divided(group, DType::F32, small_buckets(), sgd())?;
+                let (net, mut optimizer) = sharded_model(group, DType::F32, small_buckets(), sgd())?;
                 for step in 0..5 {
                     let (x, y) = batch(step, (group.rank(), group.size()), DType::F32, group.device())?;
                     optimizer.zero_grad();
@@ -192,7 +205,7 @@ fn norms_are_clipped_over_all_ranks() {
 
 #[test]
 fn schedules_set_the_rates_of_named_groups_on_every_rank() {
-    for (_, (rates, got, want)) in all(4, |group| {
+    for (_, (rates, got, want)) in on_ranks(4, |group| {
         let config = |name: &str, p: &Tensor| AdamWConfig {
             lr: if name.starts_with("second") { 0.1 } else { 0.01 },
             weight_decay: if p.rank() < 2 { 0.0 } else { 0.1 },
@@ -215,17 +228,17 @@ fn schedules_set_the_rates_of_named_groups_on_every_rank() {
     }
 }
 
-/// Where one rank's gradients overflow no rank steps.
+/// If the gradients of one rank overflow, all ranks skip the step.
 #[test]
 fn ranks_skip_a_step_together() {
-    for (rank, (stepped, unchanged, factor)) in all(3, |group| {
-        let (net, mut optimizer) = divided(group, DType::F32, small_buckets(), sgd())?;
+    for (rank, (stepped, unchanged, factor)) in on_ranks(3, |group| {
+        let (net, mut optimizer) = sharded_model(group, DType::F32, small_buckets(), sgd())?;
         let mut scaler = GradScaler::new(GradScalerConfig::default())?;
         let before = parameters_of(&net);
         let mut stepped = Vec::new();
         for step in 0..2 {
             let (x, y) = batch(step, (group.rank(), group.size()), DType::F32, group.device())?;
-            // One element of the last bias, which is the last rank's, gets an infinite gradient.
+            // One element of the last bias, which belongs to the last rank, gets an infinite gradient.
             let factor = if step == 0 && group.rank() == 1 { f64::INFINITY } else { 1.0 };
             let out = net.forward(&x)?;
             optimizer.zero_grad();
@@ -245,22 +258,22 @@ fn ranks_skip_a_step_together() {
 }
 
 #[test]
-fn parameters_that_no_rank_reaches_stay_as_they_are() {
+fn parameters_unused_by_all_ranks_do_not_change() {
     let options = || DataParallelOptions { find_unused_parameters: true, ..small_buckets() };
     let step = |group: &Group, net: &DataParallel<Net>, optimizer: &mut dyn Optimizer, second: bool| {
         let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
         optimizer.zero_grad();
         let hidden = net.module().first.forward(&x)?;
-        // The second layer is reached on rank 0 alone, or on none.
+        // Rank 0 alone or no rank uses the second layer.
         let out = if second && group.rank() == 0 { net.module().second.forward(&hidden)? } else { hidden };
         out.sum((), false)?.backward()?;
         optimizer.step()
     };
-    all(3, |group| {
+    on_ranks(3, |group| {
         let config = AdamWConfig { lr: 0.1, weight_decay: 0.1, ..Default::default() };
         let mut whole = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, options())?;
         let mut adamw = AdamW::new(whole.parameters_mut(), config)?;
-        let (net, mut divided) = divided(group, DType::F32, options(), config)?;
+        let (net, mut divided) = sharded_model(group, DType::F32, options(), config)?;
         let before = parameters_of(&net);
         for second in [false, true, false] {
             step(group, &whole, &mut adamw, second)?;
@@ -283,10 +296,10 @@ fn adamw_is_new(adamw: &AdamW) -> bool {
 }
 
 #[test]
-fn what_is_written_to_parameters_between_steps_counts() {
+fn parameters_written_between_steps_take_effect() {
     for dtype in [DType::F32, DType::BF16] {
-        all(2, |group| {
-            let (net, mut optimizer) = divided(group, dtype, small_buckets(), sgd())?;
+        on_ranks(2, |group| {
+            let (net, mut optimizer) = sharded_model(group, dtype, small_buckets(), sgd())?;
             five_steps(group, dtype, &net, &mut optimizer, |_| Ok(()))?;
             let other = Net::new(9, dtype, group.device())?;
             net.load_state_dict(&other.state_dict(), true)?;
@@ -298,10 +311,10 @@ fn what_is_written_to_parameters_between_steps_counts() {
     }
 }
 
-/// Memory that somebody else holds stays where everybody sees the steps.
+/// Steps are visible in tensors that share the parameters' memory.
 #[test]
-fn state_dicts_taken_before_follow() {
-    all(2, |group| {
+fn earlier_state_dicts_show_later_steps() {
+    on_ranks(2, |group| {
         let mut net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, Default::default())?;
         let state = net.state_dict();
         let before = values(state.get("second.bias").expect("it has one"));
@@ -315,25 +328,26 @@ fn state_dicts_taken_before_follow() {
 }
 
 #[test]
-fn what_does_not_go_together_is_told() {
+fn mismatched_optimizers_are_errors() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
-    let (mut net, mut optimizer) = divided(group, DType::F32, Default::default(), sgd()).unwrap();
-    let told = |e: Result<()>| e.unwrap_err().to_string();
+    let (mut net, mut optimizer) = sharded_model(group, DType::F32, Default::default(), sgd()).unwrap();
+    let error_message = |e: Result<()>| e.unwrap_err().to_string();
     let another = |net: &mut DataParallel<Net>| {
         ZeroRedundancyOptimizer::new(net, |named| Sgd::grouped(named, |_, _| sgd())).map(drop)
     };
-    assert!(told(another(&mut net)).contains("has one already"));
+    assert!(error_message(another(&mut net)).contains("already has such an optimiser"));
     net.to_dtype(DType::F64).unwrap();
-    assert!(told(optimizer.step()).contains("was converted"));
+    assert!(error_message(optimizer.step()).contains("was converted"));
     drop(optimizer);
-    assert!(told(another(&mut net)).contains("other parameters"));
+    assert!(error_message(another(&mut net)).contains("parameters have changed"));
     let mut net = DataParallel::new(Net::new(1, DType::F32, Device::Cpu).unwrap(), group, Default::default()).unwrap();
     let (_other, mut amsgrad) =
-        divided(group, DType::F32, Default::default(), AdamConfig { amsgrad: true, ..Default::default() }).unwrap();
-    let (_net, mut adam) = divided(group, DType::F32, Default::default(), AdamConfig::default()).unwrap();
+        sharded_model(group, DType::F32, Default::default(), AdamConfig { amsgrad: true, ..Default::default() })
+            .unwrap();
+    let (_net, mut adam) = sharded_model(group, DType::F32, Default::default(), AdamConfig::default()).unwrap();
     let states = [Optimizer::state_dict(&adam).unwrap(), Optimizer::state_dict(&amsgrad).unwrap()];
-    assert!(told(Optimizer::load_state_dict(&mut amsgrad, &states[0])).contains("no state.0.max_exp_avg_sq"));
-    assert!(told(Optimizer::load_state_dict(&mut adam, &states[1])).contains("has state.0.max_exp_avg_sq"));
+    assert!(error_message(Optimizer::load_state_dict(&mut amsgrad, &states[0])).contains("no state.0.max_exp_avg_sq"));
+    assert!(error_message(Optimizer::load_state_dict(&mut adam, &states[1])).contains("has state.0.max_exp_avg_sq"));
     Optimizer::load_state_dict(&mut adam, &states[0]).unwrap();
     let moved = ZeroRedundancyOptimizer::new(&mut net, |named| {
         let mut copies: Vec<Tensor> =
@@ -341,7 +355,7 @@ fn what_does_not_go_together_is_told() {
         Sgd::new(copies.iter_mut().collect(), sgd())
     });
     assert!(matches!(moved.map(drop), Err(Error::Invalid { .. })));
-    // Without the optimiser backward leaves whole gradients again.
+    // After the optimizer is dropped, backward gives whole gradients again.
     let x = Tensor::ones([2, 10], Device::Cpu).unwrap();
     net.forward(&x).unwrap().sum((), false).unwrap().backward().unwrap();
     assert!(net.parameters().iter().all(|p| p.grad().is_some()));
@@ -349,10 +363,10 @@ fn what_does_not_go_together_is_told() {
     group.all_reduce(&sum, ReduceOp::Sum).unwrap();
 }
 
-/// More ranks than elements: some have nothing to step.
+/// With more ranks than elements, some ranks have no element to step.
 #[test]
-fn ranks_may_have_nothing() {
-    for (_, weight) in all(4, |group| {
+fn ranks_may_have_no_elements() {
+    for (_, weight) in on_ranks(4, |group| {
         let mut net = DataParallel::new(PRelu::new(1, 0.25, group.device())?, group, Default::default())?;
         let mut adam = ZeroRedundancyOptimizer::new(&mut net, |p| Adam::grouped(p, |_, _| AdamConfig::default()))?;
         let x = Tensor::full([2, 1], -1.0, group.device())?;
@@ -368,10 +382,10 @@ fn ranks_may_have_nothing() {
     }
 }
 
-/// Optimisers step parameters in one buffer, though hooks wait for their gradients.
+/// Optimizers keep parameters in one buffer, even if hooks wait for their gradients.
 #[test]
-fn an_optimiser_moves_the_parameters_of_a_model() {
-    all(2, |group| {
+fn optimizers_move_parameters_into_one_buffer() {
+    on_ranks(2, |group| {
         let mut net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, Default::default())?;
         let _sgd = Sgd::new(net.parameters_mut(), sgd())?;
         let parameters = net.parameters();

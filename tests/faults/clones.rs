@@ -1,4 +1,4 @@
-//! A clone on an OpenCL device is one blocking `clEnqueueCopyBuffer`.
+//! On an OpenCL device a clone is one blocking `clEnqueueCopyBuffer`.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +8,9 @@ use crate::stand_in::{Faults, Kind};
 
 const MIB: usize = 1 << 20;
 
-/// A clone of contiguous elements, of whatever size, is one `clEnqueueCopyBuffer` that is done when the call returns, and no
-/// other command that moves bytes.
-fn a_clone_is_one_copy(test: &str, kind: Kind) {
+/// Checks that a clone of contiguous elements of any size issues one `clEnqueueCopyBuffer` and no other command that moves
+/// bytes. The copy is complete when the call returns.
+fn check_clones_are_one_blocking_copy(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let device = Device::OpenCL(0);
     let commands: Vec<&str> =
@@ -19,7 +19,7 @@ fn a_clone_is_one_copy(test: &str, kind: Kind) {
         let x = Tensor::arange(0, (bytes / 4 + 3) as i64, 1, device).unwrap();
         let view = x.narrow(0, 3, bytes / 4).unwrap();
         for clone in [|t: &Tensor| t.clone(), |t: &Tensor| t.try_clone().unwrap()] {
-            drop(clone(&view)); // its memory is there for the next one
+            drop(clone(&view)); // leaves a cached block for the clone below
             device.synchronize().unwrap();
             let before: Vec<u64> = commands.iter().map(|name| faults.calls(name)).collect();
             let copy = clone(&view);
@@ -31,7 +31,7 @@ fn a_clone_is_one_copy(test: &str, kind: Kind) {
             assert_eq!(copy.to_vec::<f32>().unwrap(), view.to_vec::<f32>().unwrap(), "{bytes} bytes");
         }
     }
-    // Nothing tells that it is done but a wait.
+    // A clone waits until its copy, which is delayed here, is done.
     let (x, held_back) = (Tensor::ones([MIB], device).unwrap(), Duration::from_millis(30));
     faults.delay("clEnqueueCopyBuffer", held_back.as_micros() as u64);
     let begin = Instant::now();
@@ -40,11 +40,11 @@ fn a_clone_is_one_copy(test: &str, kind: Kind) {
 }
 
 #[test]
-fn a_clone_is_one_copy_on_a_processor() {
-    a_clone_is_one_copy("clones::a_clone_is_one_copy_on_a_processor", Kind::Real);
+fn clones_are_one_blocking_copy_on_processors() {
+    check_clones_are_one_blocking_copy("clones::clones_are_one_blocking_copy_on_processors", Kind::Real);
 }
 
 #[test]
-fn a_clone_is_one_copy_on_a_discrete_gpu() {
-    a_clone_is_one_copy("clones::a_clone_is_one_copy_on_a_discrete_gpu", Kind::DiscreteGpu);
+fn clones_are_one_blocking_copy_on_discrete_gpus() {
+    check_clones_are_one_blocking_copy("clones::clones_are_one_blocking_copy_on_discrete_gpus", Kind::DiscreteGpu);
 }

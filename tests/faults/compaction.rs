@@ -1,4 +1,4 @@
-//! Compaction on a real driver, each call of which fails: every tensor keeps its values, and the device stays.
+//! Compaction on a real driver with failing calls: every tensor keeps its values, and the device is not lost.
 
 use claystone::{DType, Device, Error, Tensor, storage};
 
@@ -7,8 +7,8 @@ use crate::stand_in::{ALWAYS, Faults, Kind};
 const DEVICE: Device = Device::OpenCL(0);
 const MIB: usize = 1 << 20;
 
-/// Tensors of so many MiB each under a limit that they fill, every byte that of its number; of those that are `Err` only
-/// the room is left.
+/// Allocates a tensor of the given MiB per entry under a memory limit that exactly fits them. Tensors of `Ok` entries live,
+/// with each byte set to their number; those of `Err` entries are dropped and leave gaps.
 fn fill(blocks: &[Result<usize, usize>]) -> Vec<(Tensor, usize)> {
     let all: Vec<Tensor> = blocks.iter().map(|mib| empty(mib.unwrap_or_else(|free| free)).unwrap()).collect();
     let numbered = all.into_iter().zip(1..).zip(blocks);
@@ -30,14 +30,14 @@ fn check(live: &[(Tensor, usize)], what: &str) {
     }
 }
 
-/// All in one segment, where they slide; and in two of which neither has room, which go through the host.
+/// Layouts with the MiB to request: one segment, where blocks slide; two full segments, where blocks move through the host.
 fn layouts() -> [(Vec<Result<usize, usize>>, usize); 2] {
     let slides = [Err(2), Ok(5), Err(2), Ok(2), Ok(2), Err(2), Ok(3), Err(2)];
     let apart = [Ok(4), Err(4), Ok(8), Err(4), Ok(4), Err(4), Ok(8), Err(4)];
     [(slides.to_vec(), 7), (apart.to_vec(), 14)]
 }
 
-/// An allocator whose segments have 20 MiB, with memory for just these.
+/// Installs an allocator with segments of 20 MiB and a memory limit that exactly fits these blocks.
 fn begin(blocks: &[Result<usize, usize>]) {
     DEVICE.empty_cache().unwrap();
     let mib: usize = blocks.iter().map(|mib| mib.unwrap_or_else(|free| free)).sum();
@@ -47,9 +47,8 @@ fn begin(blocks: &[Result<usize, usize>]) {
 }
 
 #[test]
-fn a_call_that_fails_while_blocks_move_changes_no_value() {
-    let Some(faults) = Faults::install("compaction::a_call_that_fails_while_blocks_move_changes_no_value", Kind::Real)
-    else {
+fn failed_calls_during_compaction_change_no_value() {
+    let Some(faults) = Faults::install("compaction::failed_calls_during_compaction_change_no_value", Kind::Real) else {
         return;
     };
     let mut moved = 0;
@@ -80,8 +79,8 @@ fn a_call_that_fails_while_blocks_move_changes_no_value() {
 }
 
 #[test]
-fn tensors_without_memory_are_read_from_the_host_and_come_back() {
-    let name = "compaction::tensors_without_memory_are_read_from_the_host_and_come_back";
+fn tensors_evicted_to_the_host_are_readable_and_return() {
+    let name = "compaction::tensors_evicted_to_the_host_are_readable_and_return";
     let Some(faults) = Faults::install(name, Kind::Real) else { return };
     let (blocks, request) = &layouts()[1];
     begin(blocks);

@@ -1,5 +1,5 @@
-//! What a failed call of the driver may not do: have host memory released that the device still uses, tell a kernel's
-//! fault to somebody else, or tell of an operation that it did not happen although it did.
+//! Failed driver calls: host memory that the device still uses is kept, and a kernel's fault is reported to the thread that
+//! caused it. No error says that an operation did not run if the operation has changed its target.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -12,20 +12,20 @@ use claystone::{Device, Error, Graph, Result, Stream, Tensor};
 use crate::stand_in::{ALWAYS, Faults, Kind};
 
 pub(crate) const DEVICE: Device = Device::OpenCL(0);
-/// Everything that tells whether commands are over.
-const WAITS: [&str; 6] =
+/// All functions that report whether commands have finished.
+const WAIT_CALLS: [&str; 6] =
     ["clFinish", "clFlush", "clWaitForEvents", "clGetEventInfo", "clEnqueueMarkerWithWaitList", "clEnqueueMarker"];
-/// Elements of a transfer that goes neither through maps nor through pinned slices.
-pub(crate) const SMALL: usize = 1000;
-/// Elements of 2 MiB, which go to and from a discrete GPU through pinned slices.
-pub(crate) const STAGED: usize = 512 << 10;
+/// Number of elements whose transfer uses neither maps nor pinned staging slices.
+pub(crate) const SMALL_ELEMENTS: usize = 1000;
+/// Number of f32 elements (2 MiB) that a discrete GPU transfers through pinned staging slices.
+pub(crate) const STAGED_ELEMENTS: usize = 512 << 10;
 
 pub(crate) fn ramp(n: usize) -> Vec<f32> {
     (0..n).map(|i| i as f32).collect()
 }
 
-/// A graph that adds one to t as often as is said, each time by a launch: formulas would be joined.
-pub(crate) fn adding(t: &Tensor, times: usize) -> Graph {
+/// Captures a graph that adds one to `t` in `times` launches. It uses index additions, as pointwise additions would be fused.
+pub(crate) fn capture_additions(t: &Tensor, times: usize) -> Graph {
     let n = t.numel();
     let ones = on_device(&vec![1.0; n]);
     let all = Tensor::from_slice(&(0..n as i64).collect::<Vec<_>>(), n, DEVICE).unwrap();
@@ -36,28 +36,28 @@ pub(crate) fn on_device(values: &[f32]) -> Tensor {
     Tensor::from_slice(values, values.len(), DEVICE).unwrap()
 }
 
-/// Waits as long as any command is held back in these tests, and longer.
-pub(crate) fn outwait() {
+/// Waits longer than any command is delayed in these tests.
+pub(crate) fn wait_for_delayed_commands() {
     thread::sleep(Duration::from_millis(600));
 }
 
-/// Has nothing tell any more whether commands are over, and reads and writes touch the host's memory late.
-pub(crate) fn nothing_is_known(faults: &Faults) {
+/// Lets every function fail that can report the end of commands, and delays reads and writes of host memory.
+pub(crate) fn fail_all_waits(faults: &Faults) {
     ["clEnqueueReadBuffer", "clEnqueueWriteBuffer"].iter().for_each(|name| faults.delay(name, 300_000));
-    WAITS.iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
+    WAIT_CALLS.iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
 }
 
 #[track_caller]
-pub(crate) fn is_lost_and_says_why<T: std::fmt::Debug>(result: Result<T>) {
+pub(crate) fn assert_device_lost<T: std::fmt::Debug>(result: Result<T>) {
     let error = result.unwrap_err();
     assert!(matches!(error, Error::DeviceLost { .. }), "{error}");
     assert!(error.to_string().contains("never released"), "{error}");
 }
 
-/// At every message it asks for the devices and uses one, and counts those messages that it was not the cause of.
-struct Using(&'static AtomicUsize);
+/// Subscriber that lists the devices and uses one at every message. It does not count messages that this use causes.
+struct UsesDevice(&'static AtomicUsize);
 
-impl tracing::Subscriber for Using {
+impl tracing::Subscriber for UsesDevice {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
         metadata.is_event()
     }
@@ -85,46 +85,46 @@ impl tracing::Subscriber for Using {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// From the first use on: while devices are looked for, opened, and kernels compiled.
+/// The subscriber is active from the first use on: during discovery, opening and kernel compilation.
 #[test]
-fn a_subscriber_may_use_the_device_at_every_message() {
-    let Some(faults) = Faults::install("driver::a_subscriber_may_use_the_device_at_every_message", Kind::Real) else {
+fn log_subscribers_may_use_the_device() {
+    let Some(faults) = Faults::install("driver::log_subscribers_may_use_the_device", Kind::Real) else {
         return;
     };
     static MESSAGES: AtomicUsize = AtomicUsize::new(0);
-    tracing::subscriber::set_global_default(Using(&MESSAGES)).unwrap();
-    let tried_again = ["clGetDeviceInfo", "clCreateContext"]; // and told
+    tracing::subscriber::set_global_default(UsesDevice(&MESSAGES)).unwrap();
+    let tried_again = ["clGetDeviceInfo", "clCreateContext"]; // discovery retries and logs these failures
     tried_again.iter().for_each(|name| faults.fail(name, 1, 1, -6));
     assert_eq!(Device::best(), DEVICE);
     assert!(MESSAGES.load(Relaxed) > 0);
     assert_eq!(on_device(&[1.0, 2.0]).softmax(0).unwrap().to_vec::<f32>().unwrap().len(), 2);
     assert_eq!(tried_again.map(|name| faults.injected(name)), [1, 1]);
-    // The driver tells of a fault inside the call that fails, under the queues' lock.
+    // The driver reports a fault inside the failing call, while the queues are locked.
     let (x, before) = (on_device(&[1.0, 2.0]), MESSAGES.load(Relaxed));
     faults.fail("clEnqueueNDRangeKernel", 1, 1, -5);
     x.exp().unwrap_err();
     assert!(MESSAGES.load(Relaxed) > before, "the driver's message is logged");
 }
 
-/// A call that fails says nothing of the command: others tell that it is done, and it was.
-fn failed_waits_are_no_failed_commands(test: &str, kind: Kind) {
+/// Checks that a failed waiting call does not count as a failed command: other calls show that the command succeeded.
+fn check_failed_waits_do_not_fail_commands(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
-    let (t, here) = (on_device(&ramp(SMALL)), Tensor::zeros(SMALL, Device::Cpu).unwrap());
+    let (t, here) = (on_device(&ramp(SMALL_ELEMENTS)), Tensor::zeros(SMALL_ELEMENTS, Device::Cpu).unwrap());
     faults.delay("clEnqueueReadBuffer", 5_000);
-    for name in WAITS {
+    for name in WAIT_CALLS {
         for (times, code) in [(1, -6), (2, -5), (2, -36), (5, -6), (ALWAYS, -14)] {
             faults.fail(name, 1, times, code);
             if (name, times) == ("clGetEventInfo", ALWAYS) {
-                // It is over, and nothing tells whether it failed.
+                // The read has finished, but no call reports whether it failed.
                 let error = t.to_vec::<f32>().unwrap_err();
                 assert!(matches!(error, Error::OpenCl { call: "clGetEventInfo", .. }), "{error}");
                 faults.clear();
                 faults.delay("clEnqueueReadBuffer", 5_000);
             }
-            assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL), "{times} times {code} of {name}");
+            assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL_ELEMENTS), "{times} times {code} of {name}");
             here.zero_().unwrap();
             here.copy_(&t).unwrap();
-            assert_eq!(here.to_vec::<f32>().unwrap(), ramp(SMALL), "{times} times {code} of {name}");
+            assert_eq!(here.to_vec::<f32>().unwrap(), ramp(SMALL_ELEMENTS), "{times} times {code} of {name}");
             faults.fail(name, 1, 0, code);
         }
     }
@@ -132,29 +132,29 @@ fn failed_waits_are_no_failed_commands(test: &str, kind: Kind) {
 }
 
 #[test]
-fn failed_waits_are_no_failed_commands_on_a_processor() {
-    failed_waits_are_no_failed_commands("driver::failed_waits_are_no_failed_commands_on_a_processor", Kind::Real);
+fn failed_waits_do_not_fail_commands_on_processors() {
+    check_failed_waits_do_not_fail_commands("driver::failed_waits_do_not_fail_commands_on_processors", Kind::Real);
 }
 
 #[test]
-fn failed_waits_are_no_failed_commands_on_a_discrete_gpu() {
-    failed_waits_are_no_failed_commands(
-        "driver::failed_waits_are_no_failed_commands_on_a_discrete_gpu",
+fn failed_waits_do_not_fail_commands_on_discrete_gpus() {
+    check_failed_waits_do_not_fail_commands(
+        "driver::failed_waits_do_not_fail_commands_on_discrete_gpus",
         Kind::DiscreteGpu,
     );
 }
 
-/// A kernel's fault is told once, by the operation of the thread that made it, whatever the driver refuses meanwhile.
-fn faults_are_told_once(test: &str, kind: Kind) {
+/// Checks that a kernel's fault is reported once, to the thread that launched it, even if driver calls fail meanwhile.
+fn check_kernel_faults_are_reported_once(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let x = on_device(&[1.0, 2.0, 3.0]);
     let index = |at: i64| Tensor::from_slice(&[at], 1, DEVICE).unwrap();
     let (bad, good) = (index(99), index(1));
-    let told = |result: Result<Vec<f32>>| {
+    let assert_reports_fault = |result: Result<Vec<f32>>| {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::IndexOutOfRange { index: 99, .. }), "{error}");
     };
-    // The read of the data, the read of what kernels found, and the write that clears it.
+    // These are the read of the data, the read of the fault words, and the write that clears the fault words.
     for (name, nth) in [("clEnqueueReadBuffer", 1), ("clEnqueueReadBuffer", 2), ("clEnqueueWriteBuffer", 1)] {
         let y = x.index_select(0, &bad).unwrap();
         faults.fail(name, nth, 1, -4);
@@ -162,65 +162,68 @@ fn faults_are_told_once(test: &str, kind: Kind) {
             let error = y.to_vec::<f32>().unwrap_err();
             assert!(matches!(error, Error::OpenCl { call: "clEnqueueReadBuffer", .. }), "{error}");
         }
-        told(y.to_vec::<f32>());
+        assert_reports_fault(y.to_vec::<f32>());
         for _ in 0..2 {
             let z = x.index_select(0, &good).unwrap();
             assert_eq!(z.to_vec::<f32>().unwrap(), [2.0], "after a failed {name}");
         }
         faults.clear();
     }
-    // The read of what kernels found may fail after it was accepted, unnoticed: on a processor it comes first.
+    // The read of the fault words may fail unnoticed after it was accepted. On a processor this read comes first.
     let nth = if kind == Kind::DiscreteGpu { 2 } else { 1 };
     let y = x.index_select(0, &bad).unwrap();
     faults.drop_command("clEnqueueReadBuffer", nth, 1);
     let error = y.to_vec::<f32>().unwrap_err();
     assert!(matches!(error, Error::OpenCl { call: "clEnqueueReadBuffer", .. }), "{error}");
     assert_eq!(faults.injected("clEnqueueReadBuffer"), 3);
-    told(y.to_vec::<f32>());
+    assert_reports_fault(y.to_vec::<f32>());
     assert_eq!(x.index_select(0, &good).unwrap().to_vec::<f32>().unwrap(), [2.0]);
-    // The write that clears them may fail several times: no kernel gets the words before.
+    // The write that clears the fault words may fail several times. No kernel uses the words before they are cleared.
     let y = x.index_select(0, &bad).unwrap();
     faults.fail("clEnqueueWriteBuffer", 1, 2, -4);
-    told(y.to_vec::<f32>());
+    assert_reports_fault(y.to_vec::<f32>());
     assert!(x.index_select(0, &good).is_err());
     assert_eq!(x.index_select(0, &good).unwrap().to_vec::<f32>().unwrap(), [2.0]);
 }
 
 #[test]
-fn faults_are_told_once_on_a_processor() {
-    faults_are_told_once("driver::faults_are_told_once_on_a_processor", Kind::Real);
+fn kernel_faults_are_reported_once_on_processors() {
+    check_kernel_faults_are_reported_once("driver::kernel_faults_are_reported_once_on_processors", Kind::Real);
 }
 
 #[test]
-fn faults_are_told_once_on_a_discrete_gpu() {
-    faults_are_told_once("driver::faults_are_told_once_on_a_discrete_gpu", Kind::DiscreteGpu);
+fn kernel_faults_are_reported_once_on_discrete_gpus() {
+    check_kernel_faults_are_reported_once(
+        "driver::kernel_faults_are_reported_once_on_discrete_gpus",
+        Kind::DiscreteGpu,
+    );
 }
 
-/// A transfer that was accepted and failed later is an error, although the wait succeeds, as NVIDIA's does.
-fn transfers_that_fail_late_are_told(test: &str, kind: Kind) {
+/// Checks that an accepted transfer that fails later is an error, even if the wait succeeds as on NVIDIA's driver.
+fn check_late_transfer_failures_are_errors(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
-    let (t, new) = (on_device(&ramp(SMALL)), vec![-1.0; SMALL]);
-    let host = Tensor::from_slice(&new, SMALL, Device::Cpu).unwrap();
+    let (t, new) = (on_device(&ramp(SMALL_ELEMENTS)), vec![-1.0; SMALL_ELEMENTS]);
+    let host = Tensor::from_slice(&new, SMALL_ELEMENTS, Device::Cpu).unwrap();
     type Transfer<'a> = &'a dyn Fn() -> Result<Vec<f32>>;
     let transfers: [(&str, Transfer<'_>); 4] = [
         ("clEnqueueReadBuffer", &|| t.to_vec()),
         ("clEnqueueReadBuffer", &|| t.to_device(Device::Cpu)?.to_vec()),
         ("clEnqueueCopyBuffer", &|| t.try_clone()?.to_vec()),
-        ("clEnqueueWriteBuffer", &|| Tensor::from_slice(&ramp(SMALL), SMALL, DEVICE)?.to_vec()),
+        ("clEnqueueWriteBuffer", &|| Tensor::from_slice(&ramp(SMALL_ELEMENTS), SMALL_ELEMENTS, DEVICE)?.to_vec()),
     ];
-    faults.waits_succeed();
+    faults.make_waits_succeed();
     for (name, transfer) in transfers {
-        assert_eq!(transfer().unwrap(), ramp(SMALL));
+        assert_eq!(transfer().unwrap(), ramp(SMALL_ELEMENTS));
         let before = faults.injected(name);
         faults.fail_command(name, 1, 1, -4);
         let error = transfer().unwrap_err();
         assert!(matches!(error, Error::OpenCl { .. }), "{name}: {error}");
         assert_eq!(faults.injected(name), before + 1, "the command was asked for an event");
-        assert_eq!(transfer().unwrap(), ramp(SMALL), "after a {name} that failed");
+        assert_eq!(transfer().unwrap(), ramp(SMALL_ELEMENTS), "after a {name} that failed");
     }
     faults.fail_command("clEnqueueWriteBuffer", 1, 1, -4);
     t.copy_(&host).unwrap_err();
-    assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL));
+    assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL_ELEMENTS));
     t.copy_(&host).unwrap();
     assert_eq!(t.to_vec::<f32>().unwrap(), new);
     let events = faults.live_events();
@@ -229,18 +232,21 @@ fn transfers_that_fail_late_are_told(test: &str, kind: Kind) {
 }
 
 #[test]
-fn transfers_that_fail_late_are_told_on_a_processor() {
-    transfers_that_fail_late_are_told("driver::transfers_that_fail_late_are_told_on_a_processor", Kind::Real);
+fn late_transfer_failures_are_errors_on_processors() {
+    check_late_transfer_failures_are_errors("driver::late_transfer_failures_are_errors_on_processors", Kind::Real);
 }
 
 #[test]
-fn transfers_that_fail_late_are_told_on_a_discrete_gpu() {
-    transfers_that_fail_late_are_told("driver::transfers_that_fail_late_are_told_on_a_discrete_gpu", Kind::DiscreteGpu);
+fn late_transfer_failures_are_errors_on_discrete_gpus() {
+    check_late_transfer_failures_are_errors(
+        "driver::late_transfer_failures_are_errors_on_discrete_gpus",
+        Kind::DiscreteGpu,
+    );
 }
 
-/// Threads that end without asking what their kernels found leave no more memory behind the more there are; what one found
-/// is told all the same.
-fn ended_threads_leave_little_behind(test: &str, kind: Kind) {
+/// Checks that threads which end without reading their fault words do not leak memory, and that their faults are still
+/// reported.
+fn check_ended_threads_do_not_leak_memory(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let x = on_device(&[1.0, 2.0, 3.0]);
     let index = |at: i64| Tensor::from_slice(&[at], 1, DEVICE).unwrap();
@@ -258,17 +264,20 @@ fn ended_threads_leave_little_behind(test: &str, kind: Kind) {
 }
 
 #[test]
-fn ended_threads_leave_little_behind_on_a_processor() {
-    ended_threads_leave_little_behind("driver::ended_threads_leave_little_behind_on_a_processor", Kind::Real);
+fn ended_threads_do_not_leak_memory_on_processors() {
+    check_ended_threads_do_not_leak_memory("driver::ended_threads_do_not_leak_memory_on_processors", Kind::Real);
 }
 
 #[test]
-fn ended_threads_leave_little_behind_on_a_discrete_gpu() {
-    ended_threads_leave_little_behind("driver::ended_threads_leave_little_behind_on_a_discrete_gpu", Kind::DiscreteGpu);
+fn ended_threads_do_not_leak_memory_on_discrete_gpus() {
+    check_ended_threads_do_not_leak_memory(
+        "driver::ended_threads_do_not_leak_memory_on_discrete_gpus",
+        Kind::DiscreteGpu,
+    );
 }
 
-/// A flush that fails after a launch does not undo the launch.
-fn failed_flushes_are_tried_again(test: &str, kind: Kind) {
+/// Checks that an operation succeeds if only the flush after its launch fails.
+fn check_failed_flushes_do_not_fail_operations(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
     let mut sum = 0.0;
@@ -284,19 +293,25 @@ fn failed_flushes_are_tried_again(test: &str, kind: Kind) {
 }
 
 #[test]
-fn failed_flushes_are_tried_again_on_a_processor() {
-    failed_flushes_are_tried_again("driver::failed_flushes_are_tried_again_on_a_processor", Kind::Real);
+fn failed_flushes_do_not_fail_operations_on_processors() {
+    check_failed_flushes_do_not_fail_operations(
+        "driver::failed_flushes_do_not_fail_operations_on_processors",
+        Kind::Real,
+    );
 }
 
 #[test]
-fn failed_flushes_are_tried_again_on_a_discrete_gpu() {
-    failed_flushes_are_tried_again("driver::failed_flushes_are_tried_again_on_a_discrete_gpu", Kind::DiscreteGpu);
+fn failed_flushes_do_not_fail_operations_on_discrete_gpus() {
+    check_failed_flushes_do_not_fail_operations(
+        "driver::failed_flushes_do_not_fail_operations_on_discrete_gpus",
+        Kind::DiscreteGpu,
+    );
 }
 
-/// Where the driver does not tell how a launch ended, it may have failed.
+/// A launch whose event status cannot be read counts as failed at the next wait.
 #[test]
-fn a_launch_that_nobody_can_tell_of_is_told_by_the_wait() {
-    let test = "driver::a_launch_that_nobody_can_tell_of_is_told_by_the_wait";
+fn launches_with_unknown_status_are_reported_by_the_next_wait() {
+    let test = "driver::launches_with_unknown_status_are_reported_by_the_next_wait";
     let Some(faults) = Faults::install(test, Kind::Real) else { return };
     let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
     ["clWaitForEvents", "clGetEventInfo"].iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
@@ -309,14 +324,15 @@ fn a_launch_that_nobody_can_tell_of_is_told_by_the_wait() {
     assert_eq!(t.to_vec::<f32>().unwrap(), [2100.0; 8]);
 }
 
-/// In a graph of thousands every launch that has an event is asked.
+/// A graph checks the event of every launch that has one, not only of the last.
 #[test]
-fn a_graphs_launch_that_failed_is_told_by_the_wait() {
-    let Some(faults) = Faults::install("driver::a_graphs_launch_that_failed_is_told_by_the_wait", Kind::Real) else {
+fn failed_graph_launches_are_reported_by_the_next_wait() {
+    let Some(faults) = Faults::install("driver::failed_graph_launches_are_reported_by_the_next_wait", Kind::Real)
+    else {
         return;
     };
     let t = on_device(&[0.0; 8]);
-    let graph = adding(&t, 4200);
+    let graph = capture_additions(&t, 4200);
     assert_eq!(t.to_vec::<f32>().unwrap(), [0.0; 8]);
     faults.fail_command("clEnqueueNDRangeKernel", 1, 1100, -4);
     graph.replay().unwrap();
@@ -326,11 +342,12 @@ fn a_graphs_launch_that_failed_is_told_by_the_wait() {
     assert_eq!(t.to_vec::<f32>().unwrap(), [4199.0; 8]);
 }
 
-/// One launch in a thousand has an event. If that one fails the next wait reports it, whether or not a later launch has
-/// waited for it because the queue was long.
+/// One launch in a thousand has an event. If that launch fails, the next wait reports the failure. This holds also if a later
+/// launch has already waited for the event because the queue was long.
 #[test]
-fn an_earlier_launch_that_failed_is_told_by_the_wait() {
-    let Some(faults) = Faults::install("driver::an_earlier_launch_that_failed_is_told_by_the_wait", Kind::Real) else {
+fn earlier_failed_launches_are_reported_by_the_next_wait() {
+    let Some(faults) = Faults::install("driver::earlier_failed_launches_are_reported_by_the_next_wait", Kind::Real)
+    else {
         return;
     };
     let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
@@ -351,11 +368,11 @@ fn an_earlier_launch_that_failed_is_told_by_the_wait() {
     }
 }
 
-/// What the driver refuses to unmap is unmapped before anything else uses a buffer, and until then nothing does.
+/// If the driver refuses to unmap a buffer, the unmap is repeated before any buffer is used; until then uses are errors.
 #[test]
-fn a_buffer_that_stays_mapped_is_not_used() {
-    let Some(faults) = Faults::install("driver::a_buffer_that_stays_mapped_is_not_used", Kind::Real) else { return };
-    let n = 1_050_000; // above 4 MiB a processor maps
+fn buffers_are_not_used_while_mapped() {
+    let Some(faults) = Faults::install("driver::buffers_are_not_used_while_mapped", Kind::Real) else { return };
+    let n = 1_050_000; // more than 4 MiB, which a processor transfers by maps
     let (values, one) = (ramp(n), on_device(&[1.0]));
     let (t, host) = (on_device(&values), Tensor::full(n, -1, Device::Cpu).unwrap());
     let (maps, launches) = (faults.live_mappings(), || faults.calls("clEnqueueNDRangeKernel"));
@@ -374,16 +391,16 @@ fn a_buffer_that_stays_mapped_is_not_used() {
         assert_eq!(t.to_vec::<f32>().unwrap(), values, "it was read");
         assert_eq!(faults.live_mappings(), maps + 1);
         let before = launches();
-        is_whole(one.add_(&one));
+        assert_not_partial(one.add_(&one));
         assert!(matches!(one.to_vec::<f32>().unwrap_err(), Error::OpenCl { call: "clEnqueueUnmapMemObject", .. }));
         assert_eq!(launches(), before, "no kernel while a buffer is mapped");
-        DEVICE.synchronize().unwrap(); // waits for what is there all the same
+        DEVICE.synchronize().unwrap(); // waits for the commands nevertheless
         faults.clear();
         one.add_(&one).unwrap();
         assert_eq!((launches(), faults.live_mappings()), (before + 1, maps));
         assert_eq!(one.to_vec::<f32>().unwrap(), [if late { 8.0 } else { 4.0 }]);
     }
-    // What was written is there once it is unmapped: for a read, and for a clone.
+    // Written values are visible after the unmap, to a read and to a clone.
     faults.fail("clEnqueueUnmapMemObject", 1, 5, -4);
     t.copy_(&host).unwrap();
     assert_eq!(t.to_vec::<f32>().unwrap(), vec![-1.0; n]);
@@ -392,7 +409,7 @@ fn a_buffer_that_stays_mapped_is_not_used() {
     t.copy_(&host).unwrap();
     let copy = t.try_clone().unwrap();
     assert_eq!(copy.to_vec::<f32>().unwrap(), vec![-1.0; n]);
-    // The buffer is kept though its tensor is gone.
+    // The buffer is kept although its tensor was dropped.
     faults.fail("clEnqueueUnmapMemObject", 1, ALWAYS, -4);
     let large = t.to_vec::<f32>().unwrap();
     drop((t, copy));
@@ -404,55 +421,56 @@ fn a_buffer_that_stays_mapped_is_not_used() {
 }
 
 #[track_caller]
-pub fn is_partial<T: std::fmt::Debug>(result: Result<T>, name: &str) {
+pub fn assert_partial<T: std::fmt::Debug>(result: Result<T>, name: &str) {
     let error = result.unwrap_err();
     let Error::Partial { op, source } = &error else { panic!("{error}") };
     assert!(*op == name && matches!(**source, Error::OpenCl { .. }), "{error}");
-    assert!(error.to_string().contains("done in part"), "{error}");
+    assert!(error.to_string().contains("partly done"), "{error}");
 }
 
 #[track_caller]
-fn is_whole<T: std::fmt::Debug>(result: Result<T>) {
+fn assert_not_partial<T: std::fmt::Debug>(result: Result<T>) {
     let error = result.unwrap_err();
     assert!(matches!(error, Error::OpenCl { .. }), "{error}");
 }
 
 #[test]
-fn what_fails_midway_says_so() {
-    let Some(faults) = Faults::install("driver::what_fails_midway_says_so", Kind::Real) else { return };
+fn failures_midway_are_partial_errors() {
+    let Some(faults) = Faults::install("driver::failures_midway_are_partial_errors", Kind::Real) else { return };
     let t = on_device(&[0.0; 8]);
-    let graph = adding(&t, 3);
+    let graph = capture_additions(&t, 3);
     faults.fail("clEnqueueNDRangeKernel", 1, 1, -4);
-    is_whole(graph.replay());
+    assert_not_partial(graph.replay());
     assert_eq!(t.to_vec::<f32>().unwrap(), [0.0; 8], "nothing of it");
     faults.fail("clEnqueueNDRangeKernel", 3, 1, -4);
-    is_partial(graph.replay(), "Graph::replay");
+    assert_partial(graph.replay(), "Graph::replay");
     assert_eq!(t.to_vec::<f32>().unwrap(), [2.0; 8], "a part of it");
     t.zero_().unwrap();
     graph.replay().unwrap();
     assert_eq!(t.to_vec::<f32>().unwrap(), [3.0; 8]);
 
-    // A copy to where it overlaps goes in pieces.
-    let values = ramp(3 * SMALL);
+    // A copy onto an overlapping range is split into pieces.
+    let values = ramp(3 * SMALL_ELEMENTS);
     let t = on_device(&values);
-    let (from, to) = (t.narrow(0, 0, 2 * SMALL).unwrap(), t.narrow(0, SMALL, 2 * SMALL).unwrap());
+    let (from, to) =
+        (t.narrow(0, 0, 2 * SMALL_ELEMENTS).unwrap(), t.narrow(0, SMALL_ELEMENTS, 2 * SMALL_ELEMENTS).unwrap());
     faults.fail("clEnqueueCopyBuffer", 1, 1, -4);
-    is_whole(to.copy_(&from));
+    assert_not_partial(to.copy_(&from));
     assert_eq!(t.to_vec::<f32>().unwrap(), values, "nothing of it");
     faults.fail("clEnqueueCopyBuffer", 2, 1, -4);
-    is_partial(to.copy_(&from), "copy_");
+    assert_partial(to.copy_(&from), "copy_");
     assert_ne!(t.to_vec::<f32>().unwrap(), values, "a part of it");
 
-    // A step of two groups is two launches.
+    // An optimizer step for two groups is two launches.
     let leaf = || on_device(&[1.0; 4]).requires_grad_(true).unwrap();
     let (mut a, mut b) = (leaf(), leaf());
     let config = SgdConfig { lr: 0.5, ..SgdConfig::default() };
     let mut sgd = Sgd::new(vec![&mut a], config).unwrap().with_group(vec![&mut b], config).unwrap();
     a.mul(&b).unwrap().sum((), false).unwrap().backward().unwrap();
     faults.fail("clEnqueueNDRangeKernel", 1, 1, -4);
-    is_whole(sgd.step());
+    assert_not_partial(sgd.step());
     assert_eq!([&a, &b].map(|p| p.to_vec::<f32>().unwrap()), [[1.0; 4], [1.0; 4]]);
     faults.fail("clEnqueueNDRangeKernel", 2, 1, -4);
-    is_partial(sgd.step(), "Sgd");
+    assert_partial(sgd.step(), "Sgd");
     assert_eq!([&a, &b].map(|p| p.to_vec::<f32>().unwrap()), [[0.5; 4], [1.0; 4]]);
 }

@@ -1,15 +1,15 @@
-//! Graphs whose commands the driver keeps: what it refuses is done by the host, once, and nothing is kept longer than it is
-//! used.
+//! Graphs whose commands the driver keeps, as command buffers or recordings: the host executes refused replays exactly once,
+//! and driver objects are released after use.
 
 use std::time::Duration;
 
 use claystone::device::ReplayMode;
 use claystone::{Device, Error, Graph, Tensor};
 
-use crate::driver::{DEVICE, adding, is_partial, on_device};
+use crate::driver::{DEVICE, assert_partial, capture_additions, on_device};
 use crate::stand_in::{self, ALWAYS, Faults, Kind};
 
-/// The process of a test in which drivers keep commands in `kept`; none in the one that starts it.
+/// Runs `test` in a child process whose drivers keep commands as `kept` says. Returns `None` in the parent.
 fn install(test: &str, kept: &str) -> Option<Faults> {
     let here = Faults::here();
     if here.is_none() {
@@ -22,13 +22,13 @@ fn install(test: &str, kept: &str) -> Option<Faults> {
     here
 }
 
-fn first(t: &Tensor) -> f32 {
+fn first_element(t: &Tensor) -> f32 {
     t.to_vec::<f32>().unwrap()[0]
 }
 
 #[test]
-fn what_the_driver_does_not_keep_the_host_replays() {
-    let Some(faults) = install("graphs::what_the_driver_does_not_keep_the_host_replays", "buffers") else { return };
+fn the_host_replays_what_the_driver_refuses_to_keep() {
+    let Some(faults) = install("graphs::the_host_replays_what_the_driver_refuses_to_keep", "buffers") else { return };
     for (call, code) in [
         ("clCreateCommandBufferKHR", -6),
         ("clCreateCommandBufferKHR", -1140),
@@ -36,44 +36,44 @@ fn what_the_driver_does_not_keep_the_host_replays() {
         ("clFinalizeCommandBufferKHR", -5),
     ] {
         let t = on_device(&[0.0; 8]);
-        let graph = adding(&t, 3);
+        let graph = capture_additions(&t, 3);
         assert_eq!(graph.replay_mode(), ReplayMode::CommandBuffer);
         faults.fail(call, 1, 1, code);
         graph.replay().unwrap();
         graph.replay().unwrap();
-        assert_eq!((first(&t), graph.replay_mode()), (6.0, ReplayMode::Host), "{call}");
+        assert_eq!((first_element(&t), graph.replay_mode()), (6.0, ReplayMode::Host), "{call}");
     }
     assert_eq!((faults.live_recordings(), faults.calls("clEnqueueCommandBufferKHR")), (0, 0));
-    // A new graph is kept again; refused when it is enqueued, now or then, it is the host's from then on.
+    // A new graph is kept by the driver again. If its first or a later enqueue is refused, the host replays it from then on.
     for code in [-59, -1138, -1140] {
         let t = on_device(&[0.0; 8]);
-        let graph = adding(&t, 3);
+        let graph = capture_additions(&t, 3);
         graph.replay().unwrap();
         assert_eq!(graph.replay_mode(), ReplayMode::CommandBuffer);
         faults.fail("clEnqueueCommandBufferKHR", 1, 1, code);
         let calls = faults.calls("clEnqueueCommandBufferKHR");
         (0..3).for_each(|_| graph.replay().unwrap());
-        assert_eq!((first(&t), graph.replay_mode()), (12.0, ReplayMode::Host), "{code}");
+        assert_eq!((first_element(&t), graph.replay_mode()), (12.0, ReplayMode::Host), "{code}");
         assert_eq!(faults.calls("clEnqueueCommandBufferKHR"), calls + 1);
     }
     assert_eq!(faults.live_recordings(), 0);
 }
 
-/// A driver may have come halfway with the commands when it fails.
+/// The driver may have executed some of the commands when it fails.
 #[test]
-fn a_replay_that_fails_says_that_it_may_have_begun() {
-    let Some(faults) = install("graphs::a_replay_that_fails_says_that_it_may_have_begun", "buffers") else { return };
+fn failed_replays_are_partial_errors() {
+    let Some(faults) = install("graphs::failed_replays_are_partial_errors", "buffers") else { return };
     let t = on_device(&[0.0; 8]);
-    let graph = adding(&t, 600); // three parts
+    let graph = capture_additions(&t, 600); // three command buffers
     graph.replay().unwrap();
-    assert_eq!((first(&t), faults.live_recordings()), (600.0, 3));
+    assert_eq!((first_element(&t), faults.live_recordings()), (600.0, 3));
     for nth in [1, 3] {
         t.fill_(0).unwrap();
         faults.fail("clEnqueueCommandBufferKHR", nth, 1, -6);
-        is_partial(graph.replay(), "Graph::replay");
-        assert_eq!(first(&t), 256.0 * (nth - 1) as f32);
+        assert_partial(graph.replay(), "Graph::replay");
+        assert_eq!(first_element(&t), 256.0 * (nth - 1) as f32);
     }
-    // One that fails later, of those that are waited for because the queue is long, is told to whoever waits.
+    // With a long queue, replays wait for earlier ones. The next wait of the caller reports if an earlier replay failed.
     faults.fail_command("clEnqueueCommandBufferKHR", 1, ALWAYS, -14);
     (0..4).for_each(|_| graph.replay().unwrap());
     let error = DEVICE.synchronize().unwrap_err();
@@ -81,23 +81,23 @@ fn a_replay_that_fails_says_that_it_may_have_begun() {
     faults.clear();
     t.fill_(0).unwrap();
     graph.replay().unwrap();
-    assert_eq!(first(&t), 600.0);
+    assert_eq!(first_element(&t), 600.0);
     let events = faults.live_events();
     drop(graph);
     assert_eq!(faults.live_recordings(), 0);
-    (0..3).for_each(|_| adding(&t, 600).replay().unwrap());
+    (0..3).for_each(|_| capture_additions(&t, 600).replay().unwrap());
     DEVICE.synchronize().unwrap();
     assert_eq!((faults.live_recordings(), faults.live_events() <= events + 1), (0, true));
 }
 
-/// Where a command buffer may not be enqueued again before it is done, the host replays meanwhile.
+/// If a pending command buffer must not be enqueued again, the host executes the replays meanwhile.
 #[test]
-fn a_command_buffer_that_is_pending_is_not_enqueued_again() {
-    let Some(faults) = install("graphs::a_command_buffer_that_is_pending_is_not_enqueued_again", "sequential") else {
+fn pending_command_buffers_are_not_enqueued_again() {
+    let Some(faults) = install("graphs::pending_command_buffers_are_not_enqueued_again", "sequential") else {
         return;
     };
     let t = on_device(&[0.0; 8]);
-    let graph = adding(&t, 3);
+    let graph = capture_additions(&t, 3);
     let launches = || faults.calls("clEnqueueNDRangeKernel");
     let before = launches();
     graph.replay().unwrap();
@@ -108,10 +108,10 @@ fn a_command_buffer_that_is_pending_is_not_enqueued_again() {
     faults.clear();
     (0..10).for_each(|_| graph.replay().unwrap());
     assert_eq!(launches(), before + 30, "meanwhile");
-    assert_eq!((first(&t), graph.replay_mode()), (36.0, ReplayMode::CommandBuffer));
+    assert_eq!((first_element(&t), graph.replay_mode()), (36.0, ReplayMode::CommandBuffer));
     for i in 0..50 {
         graph.replay().unwrap();
-        assert_eq!(first(&t), (39 + 3 * i) as f32);
+        assert_eq!(first_element(&t), (39 + 3 * i) as f32);
     }
     assert_eq!(graph.replay_mode(), ReplayMode::CommandBuffer);
     assert_eq!(faults.errors("clEnqueueCommandBufferKHR"), 0);
@@ -119,31 +119,31 @@ fn a_command_buffer_that_is_pending_is_not_enqueued_again() {
     assert_eq!(faults.live_recordings(), 0);
 }
 
-/// Played by the library that stands in, as no such device was there.
+/// The stand-in library emulates recordable queues, because no real device with them was available.
 #[test]
-fn recordable_queues_have_kernels_only() {
-    let Some(faults) = install("graphs::recordable_queues_have_kernels_only", "recordings") else { return };
+fn recordable_queues_replay_kernels_only() {
+    let Some(faults) = install("graphs::recordable_queues_replay_kernels_only", "recordings") else { return };
     let t = on_device(&[0.0; 8]);
-    let mut graph = adding(&t, 600);
+    let mut graph = capture_additions(&t, 600);
     assert_eq!(graph.replay_mode(), ReplayMode::RecordableQueue);
     let launches = faults.calls("clEnqueueNDRangeKernel");
     (0..5).for_each(|_| graph.replay().unwrap());
-    assert_eq!((first(&t), faults.calls("clEnqueueRecordingQCOM")), (3000.0, 15));
+    assert_eq!((first_element(&t), faults.calls("clEnqueueRecordingQCOM")), (3000.0, 15));
     assert_eq!(faults.calls("clEnqueueNDRangeKernel"), launches + 600, "recorded once");
     assert_eq!(faults.live_recordings(), 3);
     graph.set_replay_mode(ReplayMode::Host).unwrap();
     graph.replay().unwrap();
-    assert_eq!((first(&t), faults.live_recordings()), (3600.0, 0));
+    assert_eq!((first_element(&t), faults.live_recordings()), (3600.0, 0));
     graph.set_replay_mode(ReplayMode::RecordableQueue).unwrap();
     faults.fail("clEnqueueRecordingQCOM", 2, 1, -6);
-    is_partial(graph.replay(), "Graph::replay");
-    assert_eq!(first(&t), 3856.0);
-    // Copies are the host's, which setting the mode says as well.
+    assert_partial(graph.replay(), "Graph::replay");
+    assert_eq!(first_element(&t), 3856.0);
+    // Recordable queues do not take copies: the host executes them, and setting the mode reports this.
     let copy = |to: &Tensor| Graph::capture(DEVICE, || to.copy_(&t).map(drop)).unwrap().0;
     let to = Tensor::zeros(8, Device::OpenCL(0)).unwrap();
     let mut transfer = copy(&to);
     transfer.replay().unwrap();
-    assert_eq!((first(&to), transfer.replay_mode()), (3856.0, ReplayMode::Host));
+    assert_eq!((first_element(&to), transfer.replay_mode()), (3856.0, ReplayMode::Host));
     let error = transfer.set_replay_mode(ReplayMode::RecordableQueue).unwrap_err();
     assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains("1 copies"), "{error}");
     drop((graph, transfer));

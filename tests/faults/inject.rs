@@ -1,4 +1,4 @@
-//! The processes that the sweep starts: each runs one step over and over, with another fault each time.
+//! The child processes of the sweep. Each runs one step again and again, with a different fault each time.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -14,16 +14,16 @@ use crate::steps::{Kept, Run, STEPS, Step, Values, is_wrong};
 
 const CODES: [i32; 8] = [-4, -5, -6, -11, -14, -36, -58, -61];
 
-/// A fault of the driver.
+/// A fault to inject into the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Injection {
-    /// The function, or `any`.
+    /// The driver function, or `any`.
     pub name: String,
-    /// Which call of it in the step is the first to fail, and how many do.
+    /// Number (from 1) of the first failing call within the step, and number of failures in a row.
     pub nth: u64,
     pub times: u64,
     pub code: i32,
-    /// The call succeeds and its command fails.
+    /// Whether the call succeeds and its command fails later.
     pub late: bool,
 }
 
@@ -39,8 +39,8 @@ impl Injection {
         }
     }
 
-    /// How often it fails, and whether the call or its command does.
-    pub fn run(&self) -> &'static str {
+    /// Label for the tables: the number of failures, or `command` for late failures.
+    pub fn run_label(&self) -> &'static str {
         match (self.late, self.times) {
             (true, _) => "command",
             (false, 1) => "once",
@@ -61,22 +61,22 @@ impl Injection {
 
 impl std::fmt::Display for Injection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} #{} {} {}", self.name, self.nth, self.run(), self.code)
+        write!(f, "{} #{} {} {}", self.name, self.nth, self.run_label(), self.code)
     }
 }
 
-/// What came of an injection.
+/// The result of an injection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// The step did not make so many calls.
+    /// The step made fewer calls than the injection needs.
     Missed,
-    /// The step succeeded all the same.
+    /// The step succeeded in spite of the fault.
     Absorbed,
-    /// The step returned an error, and succeeded when it was tried again.
+    /// The step returned an error, and succeeded when repeated.
     Failed,
     /// The device was lost, after at least three failures.
     Lost,
-    /// What must not be.
+    /// A violation: a wrong value, panic, leak or hang.
     Wrong(String),
 }
 
@@ -109,54 +109,55 @@ impl Outcome {
     }
 }
 
-/// What a step must not leave behind.
+/// Resources that a step must release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Held {
-    /// Of tensors, and of pinned memory that is not only kept for the next transfer.
+struct HeldResources {
+    /// Bytes of device tensors.
     bytes: u64,
+    /// Bytes of pinned memory, without cached blocks.
     pinned: u64,
-    /// Without those that stay mapped, as pinned memory does.
+    /// Number of buffers, without those that stay mapped as pinned memory.
     buffers: i64,
     events: i64,
 }
 
-/// The markers that queues may keep for the next question whether they are idle, and those of pinned memory that waits to be
-/// used again, with its bytes.
-const KEPT_EVENTS: i64 = 6;
-const KEPT_PINNED: u64 = 16 << 20;
+/// Number of events that may stay: markers which queues keep for idle queries, and markers of cached pinned memory.
+const MAX_KEPT_EVENTS: i64 = 6;
+/// Bytes of pinned memory that may stay until their marker is done.
+const MAX_KEPT_PINNED_BYTES: u64 = 16 << 20;
 
-impl Held {
-    fn now(device: Device, faults: &Faults) -> Result<Held> {
+impl HeldResources {
+    fn now(device: Device, faults: &Faults) -> Result<HeldResources> {
         device.synchronize()?;
         device.empty_cache()?;
         let bytes = device.memory_stats()?.allocated_bytes.current;
         let pinned = device.pinned_memory_stats()?.active_bytes.current;
         let buffers = faults.live_buffers() - faults.live_mappings();
-        Ok(Held { bytes, pinned, buffers, events: faults.live_events() })
+        Ok(HeldResources { bytes, pinned, buffers, events: faults.live_events() })
     }
 
-    /// Whether this is more than there was.
-    fn is_leak(self, base: Held) -> bool {
-        let more = self.events > base.events + KEPT_EVENTS || self.pinned > base.pinned + KEPT_PINNED;
+    /// Whether more is held than in `base`, beyond the allowed events and pinned bytes.
+    fn is_leak(self, base: HeldResources) -> bool {
+        let more = self.events > base.events + MAX_KEPT_EVENTS || self.pinned > base.pinned + MAX_KEPT_PINNED_BYTES;
         more || (self.bytes, self.buffers) != (base.bytes, base.buffers)
     }
 }
 
-fn run(step: &Step, device: Device) -> (Vec<Kept>, thread::Result<Result<Values>>) {
+fn run_step(step: &Step, device: Device) -> (Vec<Kept>, thread::Result<Result<Values>>) {
     let mut run = Run { device, kept: Vec::new() };
     let result = catch_unwind(AssertUnwindSafe(|| (step.run)(&mut run)));
     (run.kept, result)
 }
 
 /// Compares bit by bit, so that NaN equals NaN.
-fn same(a: &Values, b: &Values) -> bool {
+fn bits_equal(a: &Values, b: &Values) -> bool {
     let bits = |v: &Values| -> Vec<Vec<u32>> { v.iter().map(|v| v.iter().map(|x| x.to_bits()).collect()).collect() };
     a.len() == b.len() && bits(a) == bits(b)
 }
 
-/// A child of the sweep. `FAULTS_STEP` is the step, `FAULTS_PLAN` a file with an injection a line, `FAULTS_FROM` the first
-/// of them to run, `FAULTS_RESULTS` where it tells what came of each. The child that finds no plan makes it: every
-/// `FAULTS_STRIDE`-th fault of the step, beginning with number `FAULTS_OFFSET`.
+/// Entry point of a child process of the sweep. `FAULTS_STEP` is the step's index, `FAULTS_PLAN` a file with one injection
+/// per line, `FAULTS_FROM` the first line to run, and `FAULTS_RESULTS` the file for the outcomes. If the plan is empty, the
+/// child writes it: every `FAULTS_STRIDE`-th injection of the step, starting at `FAULTS_OFFSET`.
 pub fn child(faults: &Faults) {
     let variable = |name| std::env::var(name).unwrap();
     let number = |name| variable(name).parse::<usize>().unwrap();
@@ -164,16 +165,16 @@ pub fn child(faults: &Faults) {
     let mut plan: Vec<Injection> = text.lines().map(Injection::parse).collect();
     let mut results = OpenOptions::new().append(true).open(variable("FAULTS_RESULTS")).unwrap();
     let (step, device) = (&STEPS[number("FAULTS_STEP")], Device::OpenCL(0));
-    watch();
+    start_watchdog();
     if step.first && !plan.is_empty() {
         let i = number("FAULTS_FROM");
-        tell(&mut results, format_args!("run {i}"));
+        write_line(&mut results, format_args!("run {i}"));
         let outcome = inject_first(faults, &plan[i], step, device);
-        return tell(&mut results, format_args!("done {i} {}", outcome.line()));
+        return write_line(&mut results, format_args!("done {i} {}", outcome.line()));
     }
     let plainly =
-        || run(step, device).1.expect("no panic").unwrap_or_else(|e| panic!("{} without a fault: {e}", step.name));
-    // What every step finds on the device and has to leave as it is.
+        || run_step(step, device).1.expect("no panic").unwrap_or_else(|e| panic!("{} without a fault: {e}", step.name));
+    // Tensors that exist before every step and must keep their values.
     let witness = |values: Vec<f32>| Kept {
         tensor: Tensor::from_slice(&values, [values.len()], device).unwrap(),
         either: vec![values],
@@ -182,16 +183,16 @@ pub fn child(faults: &Faults) {
     let (mut want, mut base, mut kept) = (Values::new(), None, None);
     if !step.first {
         kept = Some(witnesses());
-        want = plainly(); // compiles
-        assert!(same(&want, &plainly()), "{} gives the same each time", step.name);
-        base = Some(Held::now(device, faults).unwrap());
+        want = plainly(); // compiles the kernels
+        assert!(bits_equal(&want, &plainly()), "{} gives the same each time", step.name);
+        base = Some(HeldResources::now(device, faults).unwrap());
     }
     if plan.is_empty() {
         let before: Vec<u64> = faults.names().map(|name| faults.calls(name)).collect();
         plainly();
         let calls = faults.names().zip(before).map(|(name, before)| (name, faults.calls(name) - before));
         let calls: Vec<(&str, u64)> = calls.collect();
-        tell(&mut results, format_args!("calls {}", calls.iter().map(|(_, calls)| calls).sum::<u64>()));
+        write_line(&mut results, format_args!("calls {}", calls.iter().map(|(_, calls)| calls).sum::<u64>()));
         let stride = number("FAULTS_STRIDE");
         plan = injections(&calls);
         plan = plan.into_iter().skip(number("FAULTS_OFFSET")).step_by(stride).collect();
@@ -199,12 +200,12 @@ pub fn child(faults: &Faults) {
         std::fs::write(variable("FAULTS_PLAN"), lines).unwrap();
     }
     let (Some(mut base), Some(kept)) = (base, kept) else { return };
-    let now = Held::now(device, faults).unwrap();
+    let now = HeldResources::now(device, faults).unwrap();
     assert!(!now.is_leak(base), "{} leaves something behind without a fault: {base:?}, {now:?}", step.name);
     for (i, injection) in plan.iter().enumerate().skip(number("FAULTS_FROM")) {
-        tell(&mut results, format_args!("run {i}"));
+        write_line(&mut results, format_args!("run {i}"));
         let (outcome, after) = inject(faults, injection, step, device, &want, &kept, base);
-        tell(&mut results, format_args!("done {i} {}", outcome.line()));
+        write_line(&mut results, format_args!("done {i} {}", outcome.line()));
         match after {
             Some(after) => base = after,
             None => return,
@@ -212,7 +213,7 @@ pub fn child(faults: &Faults) {
     }
 }
 
-/// Every fault of a step that makes so many calls of each function.
+/// All injections for a step with the given number of calls per function.
 fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
     let mut all = Vec::new();
     let mut add =
@@ -221,7 +222,7 @@ fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
         for nth in 1..=calls {
             for code in CODES {
                 [1, 2, 5, ALWAYS].into_iter().for_each(|times| add(name, nth, times, code, false));
-                // PoCL never gets past a barrier that waits for a marker which failed.
+                // PoCL hangs in a barrier that waits for a failed marker.
                 if name.starts_with("clEnqueue")
                     && !["clEnqueueMapBuffer", "clEnqueueMarkerWithWaitList"].contains(&name)
                 {
@@ -238,10 +239,10 @@ fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
     all
 }
 
-/// Runs a step with the fault in a process that has made no call yet. Afterwards every device is there, in its place.
+/// Runs a step with the fault in a process without earlier driver calls. Afterwards every device must have its number.
 fn inject_first(faults: &Faults, injection: &Injection, step: &Step, device: Device) -> Outcome {
     injection.arm(faults);
-    let result = run(step, device).1;
+    let result = run_step(step, device).1;
     faults.clear();
     let injected = faults.injected("any");
     let mut wrong = Vec::new();
@@ -265,7 +266,7 @@ fn inject_first(faults: &Faults, injection: &Injection, step: &Step, device: Dev
         if names != known {
             wrong.push(format!("the devices are {names:?} and not {known:?}"));
         }
-        match run(step, device).1 {
+        match run_step(step, device).1 {
             Ok(Ok(_)) => {}
             Ok(Err(error)) => wrong.push(format!("trying again failed: {error}")),
             Err(_) => wrong.push("trying again panicked".into()),
@@ -280,16 +281,16 @@ fn inject_first(faults: &Faults, injection: &Injection, step: &Step, device: Dev
     }
 }
 
-fn tell(to: &mut File, line: std::fmt::Arguments<'_>) {
+fn write_line(to: &mut File, line: std::fmt::Arguments<'_>) {
     PROGRESS.fetch_add(1, Relaxed);
     to.write_all(format!("{line}\n").as_bytes()).unwrap();
 }
 
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
-/// Ends the process when an injection takes longer than anything here can: PoCL needs five seconds for the longest kernel, and several
-/// times as long where other programs run.
-fn watch() {
+/// Starts a thread that ends the process if one injection takes too long. PoCL needs five seconds for the longest kernel, and
+/// several times as long on a busy machine.
+fn start_watchdog() {
     thread::spawn(|| {
         loop {
             let before = PROGRESS.load(Relaxed);
@@ -302,7 +303,7 @@ fn watch() {
     });
 }
 
-/// Runs the step with the fault. What is held afterwards; none where the device is of no more use.
+/// Runs the step with the fault. Returns the outcome and the resources held afterwards, `None` if the device is lost.
 fn inject(
     faults: &Faults,
     injection: &Injection,
@@ -310,11 +311,11 @@ fn inject(
     device: Device,
     want: &Values,
     witness: &[Kept],
-    base: Held,
-) -> (Outcome, Option<Held>) {
+    base: HeldResources,
+) -> (Outcome, Option<HeldResources>) {
     let before = faults.injected("any");
     injection.arm(faults);
-    let (kept, result) = run(step, device);
+    let (kept, result) = run_step(step, device);
     faults.clear();
     let injected = faults.injected("any") - before;
 
@@ -326,7 +327,7 @@ fn inject(
             (true, String::new())
         }
         Ok(Ok(values)) => {
-            if !same(values, want) {
+            if !bits_equal(values, want) {
                 wrong.push("Ok with wrong values".into());
             }
             (false, String::new())
@@ -352,7 +353,7 @@ fn inject(
         }
         return (outcome(wrong, Outcome::Lost), None);
     }
-    // A kernel's fault that the step did not get to see is told by the next wait.
+    // The next wait reports a kernel's fault that the step did not receive.
     match device.synchronize() {
         Ok(()) | Err(Error::IndexOutOfRange { .. }) => {}
         Err(error) => wrong.push(format!("synchronize failed afterwards: {error}")),
@@ -365,13 +366,13 @@ fn inject(
         }
     }
     drop(kept);
-    match run(step, device).1 {
-        Ok(Ok(values)) if same(&values, want) => {}
+    match run_step(step, device).1 {
+        Ok(Ok(values)) if bits_equal(&values, want) => {}
         Ok(Ok(_)) => wrong.push("trying again gave wrong values".into()),
         Ok(Err(error)) => wrong.push(format!("trying again failed: {error}")),
         Err(_) => wrong.push("trying again panicked".into()),
     }
-    let after = match Held::now(device, faults) {
+    let after = match HeldResources::now(device, faults) {
         Ok(after) if !after.is_leak(base) => Some(base),
         Ok(after) => {
             wrong.push(format!("leak: {base:?} became {after:?}"));

@@ -1,4 +1,4 @@
-//! Devices that allow less than most: what they lack is told, and where it is enough they compute the same.
+//! Devices with small limits: errors name the insufficient limit, and the smallest allowed limits give the same results.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use claystone::{DType, Device, Interpolation, Result, Tensor};
 
 use crate::stand_in::{self, Faults, Kind};
 
-/// What a process finds whose device has these limits.
+/// Output after `found: ` of a child process whose device has these limits.
 fn found(test: &str, kind: Kind, limits: &[(&str, &str)]) -> String {
     let ended = stand_in::run(test, kind, limits, Duration::from_secs(300));
     let line = ended.text.lines().find_map(|line| line.split_once("found: "));
@@ -15,8 +15,8 @@ fn found(test: &str, kind: Kind, limits: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn a_device_that_lacks_what_kernels_need_says_so() {
-    const TEST: &str = "limits::a_device_that_lacks_what_kernels_need_says_so";
+fn devices_below_the_limits_report_the_missing_limit() {
+    const TEST: &str = "limits::devices_below_the_limits_report_the_missing_limit";
     if Faults::here().is_some() {
         match Device::OpenCL(0).info() {
             Ok(info) => println!("found: {} {}", info.max_work_group, info.local_memory),
@@ -39,11 +39,11 @@ fn a_device_that_lacks_what_kernels_need_says_so() {
     assert!(lacks.contains("(0:0 has 16383 bytes of local memory, and kernels need 16384)"), "{lacks}");
 }
 
-/// Every family of kernels, of rows and results enough for the largest groups and several of them: the least that the device
-/// may have is enough, and so are the few work-items a group that Mesa's driver allows any kernel.
+/// Runs every family of kernels on enough rows and results for several of the largest work-groups. The smallest allowed limits
+/// suffice, and so do the few work-items per group that Mesa's driver allows some kernels.
 #[test]
-fn the_least_is_enough() {
-    const TEST: &str = "limits::the_least_is_enough";
+fn the_smallest_allowed_limits_suffice() {
+    const TEST: &str = "limits::the_smallest_allowed_limits_suffice";
     if Faults::here().is_none() {
         let least = [("STAND_IN_WORK_GROUP", "32"), ("STAND_IN_LOCAL_MEMORY", "16384")];
         for (kind, limits) in [
@@ -65,7 +65,7 @@ fn the_least_is_enough() {
 }
 
 fn families(device: Device) -> Result<Vec<Tensor>> {
-    // No two elements are equal: what is chosen of them is the same everywhere.
+    // All elements differ, so that selections are unique and equal on every device.
     let n = 5 << 13;
     let mixed = Tensor::arange(0, n, 1, (DType::I64, device))?.mul_scalar(7919)?.remainder_scalar(n)?;
     let x = mixed.to_dtype(DType::F32)?.div_scalar(n)?.reshape([1 << 13, 5])?;

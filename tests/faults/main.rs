@@ -1,8 +1,8 @@
-//! Faults of the driver: whichever call fails, with whatever code and however often, nothing aborts, hangs, leaks or gives a
-//! wrong value, and a device is not lost after fewer than three failures.
+//! Failing driver calls: with any call, error code and number of failures, nothing aborts, hangs, leaks or gives a wrong
+//! value. A device is lost only after at least three failures.
 //!
-//! `CLAYSTONE_FAULTS=N` runs every N-th injection, spread over all of them, and 1 all; without it every 307th is run.
-//! `CLAYSTONE_FAULTS_STEP` chooses steps by a part of their name.
+//! `CLAYSTONE_FAULTS=N` runs every N-th injection, evenly spread, and `CLAYSTONE_FAULTS=1` all. The default is every 307th.
+//! `CLAYSTONE_FAULTS_STEP` selects the steps whose name contains the given text.
 
 #[path = "../stand_in/mod.rs"]
 mod stand_in;
@@ -38,22 +38,22 @@ use steps::STEPS;
 use tempfile::NamedTempFile;
 
 const TEST: &str = "no_failing_call_corrupts_leaks_or_hangs";
-/// Without `CLAYSTONE_FAULTS` every 307th injection is run.
-const USUAL: usize = 307;
+/// Default of `CLAYSTONE_FAULTS`: every 307th injection is run.
+const DEFAULT_STRIDE: usize = 307;
 
-/// What came of a step's injections.
+/// The outcomes of a step's injections.
 #[derive(Default)]
 struct Report {
-    /// The calls that the step makes.
+    /// Number of driver calls in the step.
     calls: u64,
     outcomes: Vec<(Injection, Outcome)>,
-    /// What must not be, the end of a process included.
+    /// Descriptions of violations, including processes that ended early.
     wrong: Vec<String>,
 }
 
 const OUTCOMES: [&str; 5] = ["absorbed", "failed", "lost", "missed", "wrong"];
 
-/// How many of each of [`OUTCOMES`].
+/// Number of injections per outcome, in the order of [`OUTCOMES`].
 fn count<'a>(outcomes: impl Iterator<Item = &'a (Injection, Outcome)>) -> [usize; 5] {
     let mut counts = [0; 5];
     outcomes.for_each(|(_, outcome)| counts[OUTCOMES.iter().position(|&n| n == outcome.name()).unwrap()] += 1);
@@ -66,22 +66,22 @@ fn row(table: &mut String, head: &str, counts: &[usize]) {
     writeln!(table, "| {head} | {} |", cells.join(" | ")).unwrap();
 }
 
-/// The plan and the results of a step's children.
+/// The plan of a step's injections, and the settings of its child processes.
 struct Sweep {
     step: usize,
     kind: Kind,
     plan: NamedTempFile,
-    /// Which of the step's injections are run: every `stride`-th, beginning with number `offset`.
+    /// Every `stride`-th injection of the step is run, starting at number `offset`.
     stride: usize,
     offset: usize,
-    /// The names of all devices.
+    /// Names of all devices.
     devices: String,
-    /// PoCL's cache of the worker.
+    /// PoCL's cache directory of the worker.
     cache: Option<PathBuf>,
 }
 
 impl Sweep {
-    /// Runs a child. Gives what it wrote, and how it ended where that was not as it should.
+    /// Runs a child process. Returns its output, and a description of the failure if it did not succeed.
     fn child(&self, from: usize) -> (String, Option<String>) {
         let results = NamedTempFile::new().unwrap();
         let [step, from, stride, offset] = [self.step, from, self.stride, self.offset].map(|n| n.to_string());
@@ -103,7 +103,7 @@ impl Sweep {
         (text, (!well).then(|| format!("{:?}: {}", ended.status, ended.text)))
     }
 
-    /// Runs a step's injections.
+    /// Runs all injections of the step, with a new child process after each that ended early.
     fn run(&self) -> Report {
         let (mut report, mut from, mut plan) = (Report::default(), 0, Vec::new());
         loop {
@@ -166,10 +166,10 @@ fn no_failing_call_corrupts_leaks_or_hangs() {
     if let Some(faults) = Faults::here() {
         return inject::child(&faults);
     }
-    let stride = std::env::var("CLAYSTONE_FAULTS").map_or(USUAL, |n| n.parse().expect("a number"));
+    let stride = std::env::var("CLAYSTONE_FAULTS").map_or(DEFAULT_STRIDE, |n| n.parse().expect("a number"));
     let only = std::env::var("CLAYSTONE_FAULTS_STEP").unwrap_or_default();
     let workers = thread::available_parallelism().map_or(2, |n| n.get());
-    // Many injections of a step are shared out among the workers.
+    // Several workers share the injections of one step.
     let parts = (workers / stride).max(1);
     let steps = (0..STEPS.len()).filter(|&i| STEPS[i].name.contains(&only));
     let work =
@@ -181,7 +181,7 @@ fn no_failing_call_corrupts_leaks_or_hangs() {
     thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
-                // PoCL fails or aborts when two processes build one program at the same time in one cache.
+                // PoCL fails or aborts if two processes build the same program at the same time in one cache.
                 let own = (parts > 1).then(|| tempfile::tempdir().unwrap());
                 while let Some((step, kind, part)) = { work.lock().unwrap_or_else(PoisonError::into_inner).pop_front() }
                 {
@@ -207,7 +207,9 @@ fn no_failing_call_corrupts_leaks_or_hangs() {
     }
     let mut by_fault = BTreeMap::<_, Vec<_>>::new();
     let all = || reports.values().flat_map(|report| &report.outcomes);
-    all().for_each(|one| by_fault.entry((-one.0.code, one.0.late, one.0.times, one.0.run())).or_default().push(one));
+    all().for_each(|one| {
+        by_fault.entry((-one.0.code, one.0.late, one.0.times, one.0.run_label())).or_default().push(one)
+    });
     writeln!(table, "\n| code | failures | {heads} |\n|---|---|{}", "---:|".repeat(OUTCOMES.len())).unwrap();
     for ((code, .., run), outcomes) in by_fault {
         row(&mut table, &format!("-{code} | {run}"), &count(outcomes.into_iter()));

@@ -1,4 +1,4 @@
-//! Devices have the same numbers in every process, whatever fails while they are given out.
+//! Devices have the same numbers in every process, even if calls fail during discovery.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use claystone::Device;
 
 use crate::stand_in::{self, ALWAYS, Faults, Kind};
 
-const TEST: &str = "numbers::devices_have_their_numbers_whatever_fails_first";
+const TEST: &str = "numbers::failures_during_discovery_do_not_change_device_numbers";
 
-/// The names of the devices in order, found after calls of a function failed from the `nth` on.
-fn names(choice: &str, name: &str, nth: u64) -> String {
-    // The one with more compute units comes second on its platform and is the first device.
+/// The device names in order, in a child process where calls of function `name` fail from call `nth` on.
+fn device_names(choice: &str, name: &str, nth: u64) -> String {
+    // The device with more compute units is second on its platform, but gets the first number.
     let nth = nth.to_string();
     let variables =
         [("POCL_DEVICES", "basic pthread"), ("CLAYSTONE_DEVICES", choice), ("NUMBERS", &nth), ("CALL", name)];
@@ -20,7 +20,7 @@ fn names(choice: &str, name: &str, nth: u64) -> String {
 }
 
 #[test]
-fn devices_have_their_numbers_whatever_fails_first() {
+fn failures_during_discovery_do_not_change_device_numbers() {
     if let Some(faults) = Faults::here() {
         let nth = std::env::var("NUMBERS").unwrap().parse().unwrap();
         if nth > 0 {
@@ -33,10 +33,10 @@ fn devices_have_their_numbers_whatever_fails_first() {
         return;
     }
     for choice in ["", "0:0,0:1", "0:1", "pthread"] {
-        let right = names(choice, "clGetDeviceInfo", 0);
+        let right = device_names(choice, "clGetDeviceInfo", 0);
         for nth in [1, 3, 9, 13, 15, 31] {
-            assert_eq!(names(choice, "clGetDeviceInfo", nth), right, "{choice}, from call {nth} on");
+            assert_eq!(device_names(choice, "clGetDeviceInfo", nth), right, "{choice}, from call {nth} on");
         }
-        assert_eq!(names(choice, "clGetDeviceIDs", 1), right, "{choice}");
+        assert_eq!(device_names(choice, "clGetDeviceIDs", 1), right, "{choice}");
     }
 }

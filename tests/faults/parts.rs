@@ -1,5 +1,5 @@
-//! Operations in place that are made of several: wherever they fail, what they write to holds what it held, unless the error
-//! is [`Error::Partial`].
+//! In-place operations of several commands: after a failure their targets are unchanged, unless the error is
+//! [`Error::Partial`].
 
 use claystone::nn::{BatchNorm1d, Module, init};
 use claystone::ops::ScatterReduce;
@@ -10,7 +10,7 @@ use crate::stand_in::{Faults, Kind};
 
 const DEVICE: Device = Device::OpenCL(0);
 
-/// What an operation writes to, and the operation.
+/// The tensors that an operation writes to, and the operation.
 type Case = (Vec<Tensor>, Box<dyn FnMut() -> Result<()>>);
 
 fn ramp(n: usize) -> Tensor {
@@ -28,11 +28,11 @@ fn mean() -> Case {
     scatter_reduce(ScatterReduce::Mean, true)
 }
 
-fn others_alone() -> Case {
+fn product_without_self() -> Case {
     scatter_reduce(ScatterReduce::Prod, false)
 }
 
-/// Two leaves that have gradients already.
+/// Backward with two leaves that already have gradients.
 fn backward() -> Case {
     let leaves = [3, 5].map(|n| ramp(n).requires_grad_(true).unwrap());
     let [a, b] = &leaves;
@@ -69,12 +69,12 @@ fn load_state() -> Case {
     (tensors, Box::new(move || adam.load_state_dict(&state)))
 }
 
-/// What makes a case, by the name that its error gives.
-type Named = (&'static str, fn() -> Case);
+/// The operation's name in errors, and a function that builds the case.
+type NamedCase = (&'static str, fn() -> Case);
 
-const CASES: [Named; 6] = [
+const CASES: [NamedCase; 6] = [
     ("scatter_reduce_", mean),
-    ("scatter_reduce_", others_alone),
+    ("scatter_reduce_", product_without_self),
     ("backward", backward),
     ("BatchNorm::forward", batch_norm),
     ("trunc_normal_", trunc_normal),
@@ -82,14 +82,18 @@ const CASES: [Named; 6] = [
 ];
 
 #[test]
-fn what_fails_midway_says_so_or_did_nothing() {
-    let Some(faults) = Faults::install("parts::what_fails_midway_says_so_or_did_nothing", Kind::Real) else { return };
+fn failed_in_place_operations_change_nothing_or_are_partial_errors() {
+    let Some(faults) =
+        Faults::install("parts::failed_in_place_operations_change_nothing_or_are_partial_errors", Kind::Real)
+    else {
+        return;
+    };
     let values = |tensors: &[Tensor]| -> Vec<Vec<f64>> {
         tensors.iter().map(|t| t.to_dtype(DType::F64).unwrap().to_vec().unwrap()).collect()
     };
     for (name, case) in CASES {
         let (_, mut warm) = case();
-        warm().unwrap(); // its kernels are there
+        warm().unwrap(); // compiles the kernels
         let (mut partial, mut whole) = (0, 0);
         for nth in 1.. {
             let (targets, mut operation) = case();
@@ -116,10 +120,10 @@ fn what_fails_midway_says_so_or_did_nothing() {
     }
 }
 
-/// Gradients that were divided by the factor are not divided again where the step has to be tried again.
+/// If a scaled step is repeated after a failure, gradients are not divided by the scale a second time.
 #[test]
-fn a_scaled_step_can_be_tried_again() {
-    let Some(faults) = Faults::install("parts::a_scaled_step_can_be_tried_again", Kind::Real) else { return };
+fn failed_scaled_steps_can_be_repeated() {
+    let Some(faults) = Faults::install("parts::failed_scaled_steps_can_be_repeated", Kind::Real) else { return };
     let mut w = Tensor::ones(&[4], DEVICE).unwrap().requires_grad_(true).unwrap();
     let mut sgd = claystone::optim::Sgd::new(vec![&mut w], Default::default()).unwrap();
     sgd.set_learning_rate(0.25);

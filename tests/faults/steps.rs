@@ -1,4 +1,4 @@
-//! The workload: short programs that together make every kind of call, with what each has to compute.
+//! The workload of the sweep: short programs that together make every kind of driver call and have known results.
 
 mod memory;
 mod updates;
@@ -10,53 +10,53 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::plan::Plan;
 use claystone::{DType, Device, Error, Graph, Kernel, Result, Stream, Tensor, manual_seed, with_stream};
 
-/// What a step computes, to be compared with what it computes where nothing fails.
+/// Results of a step, compared with the results without faults.
 pub type Values = Vec<Vec<f32>>;
 
-/// A tensor that exists whatever fails afterwards, and what it may hold.
+/// A tensor that outlives failures, and the values that it may have.
 pub struct Kept {
     pub tensor: Tensor,
     pub either: Vec<Vec<f32>>,
 }
 
-/// What a step works with.
+/// State of a running step.
 pub struct Run {
     pub device: Device,
     pub kept: Vec<Kept>,
 }
 
 impl Run {
-    /// A tensor of values that the host knows; it has to hold them from now on.
+    /// Creates a tensor from `values`, which it must hold from now on.
     fn keep(&mut self, values: Vec<f32>) -> Result<Tensor> {
         let tensor = Tensor::from_slice(&values, [values.len()], self.device)?;
         self.kept.push(Kept { tensor: tensor.shallow_clone(), either: vec![values] });
         Ok(tensor)
     }
 
-    /// `n` numbers, kept.
+    /// Creates a tensor of `n` different numbers, which it must hold from now on.
     fn ramp(&mut self, n: usize) -> Result<Tensor> {
         self.keep(ramp(n))
     }
 
-    /// Changes the kept tensor of this index in place. After an error it holds what it held, unless the error says that
-    /// the change may have happened in part.
+    /// Changes kept tensor `i` in place. After an error it must be unchanged, unless the error says that the change may have
+    /// happened in part.
     fn change(&mut self, i: usize, f: impl Fn(f32) -> f32, change: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
         let kept = &mut self.kept[i];
         let after: Vec<f32> = kept.either[0].iter().map(|&x| f(x)).collect();
         let result = change(&kept.tensor);
         match &result {
             Ok(()) => kept.either = vec![after],
-            Err(error) if says_maybe(error) => drop(self.kept.remove(i)), // it holds anything
+            Err(error) if is_partial_error(error) => drop(self.kept.remove(i)), // its values are unknown
             Err(_) => {}
         }
         result
     }
 
-    /// Calls `f`, which changes these tensors in place. After an error they hold what they held, as for [`Run::change`].
+    /// Calls `f`, which changes these tensors in place. After an error the rule of [`Run::change`] holds for each tensor.
     fn change_all<T>(&mut self, tensors: &[Tensor], f: impl FnOnce() -> Result<T>) -> Result<T> {
         let before = tensors.iter().map(Tensor::to_vec).collect::<Result<Values>>()?;
         f().inspect_err(|error| {
-            if !says_maybe(error) {
+            if !is_partial_error(error) {
                 let kept = tensors.iter().zip(before);
                 self.kept.extend(kept.map(|(t, v)| Kept { tensor: t.shallow_clone(), either: vec![v] }));
             }
@@ -64,8 +64,8 @@ impl Run {
     }
 }
 
-/// Whether the error says that the operation may have happened, wholly or in part.
-pub fn says_maybe(error: &Error) -> bool {
+/// Whether the error says that the operation may have happened completely or in part.
+pub fn is_partial_error(error: &Error) -> bool {
     matches!(error, Error::Partial { .. })
 }
 
@@ -76,66 +76,66 @@ fn ramp(n: usize) -> Vec<f32> {
 /// A part of the workload.
 pub struct Step {
     pub name: &'static str,
-    /// The allocator's configuration.
+    /// The allocator's settings.
     pub conf: &'static str,
-    /// Where programs are cached: see `CLAYSTONE_CACHE_DIR`.
+    /// The program cache, as in `CLAYSTONE_CACHE_DIR`.
     pub cache: Option<&'static str>,
-    /// Whether its faults begin with the first call that a process makes: each has a process of its own then.
+    /// Whether the injected calls start at the process's first call, so that each injection needs its own process.
     pub first: bool,
     pub run: fn(&mut Run) -> Result<Values>,
 }
 
-/// A step in processes that have run it before, with the usual cache of programs.
+/// A step that has run before in its process, with the default program cache.
 const fn step(name: &'static str, conf: &'static str, run: fn(&mut Run) -> Result<Values>) -> Step {
     Step { name, conf, cache: None, first: false, run }
 }
 
-/// Elements of more than 4 MiB.
-const LARGE: usize = 1_050_000;
-const PLAIN: &str = "decay_ms:0";
-/// Little memory, so that it has to be moved together.
-const TIGHT: &str = "decay_ms:0,memory_limit_mb:8";
+/// Number of f32 elements above 4 MiB.
+const LARGE_ELEMENTS: usize = 1_050_000;
+const DEFAULT_CONFIG: &str = "decay_ms:0";
+/// Settings with a small memory limit, so that blocks must be compacted.
+const LIMITED_CONFIG: &str = "decay_ms:0,memory_limit_mb:8";
 
 pub const STEPS: &[Step] = &[
-    Step { first: true, ..step("start", PLAIN, start) },
-    Step { first: true, cache: Some("off"), ..step("start without a cache", PLAIN, start) },
-    step("create", PLAIN, create),
-    step("views", PLAIN, views),
-    step("clone", PLAIN, clone),
-    step("launches", PLAIN, launches),
-    step("reductions", PLAIN, reductions),
-    step("in place", PLAIN, in_place),
-    step("scatter_reduce", PLAIN, updates::scatter_reduce),
-    step("indexing", PLAIN, indexing),
-    step("bad index", PLAIN, bad_index),
-    step("compile", PLAIN, compile),
-    step("transfers", PLAIN, transfers),
-    step("large transfers", PLAIN, large_transfers),
-    step("pinned", PLAIN, pinned),
-    step("streams", PLAIN, streams),
-    step("events", PLAIN, events),
-    step("times", PLAIN, times),
-    step("record_stream", PLAIN, record_stream),
-    step("backward", PLAIN, backward),
-    step("accumulation", PLAIN, updates::accumulation),
-    step("running statistics", PLAIN, updates::running_statistics),
-    step("optimisers", PLAIN, optimisers),
-    step("graphs", PLAIN, graphs),
-    step("plans", PLAIN, plans),
-    step("compaction", TIGHT, compaction),
-    step("compaction for room", TIGHT, compaction_for_room),
-    step("out of memory", TIGHT, memory::out_of_memory),
-    step("snapshots", PLAIN, memory::snapshots),
-    step("empty_cache", PLAIN, memory::empty_cache),
+    Step { first: true, ..step("start", DEFAULT_CONFIG, start) },
+    Step { first: true, cache: Some("off"), ..step("start without a cache", DEFAULT_CONFIG, start) },
+    step("create", DEFAULT_CONFIG, create),
+    step("views", DEFAULT_CONFIG, views),
+    step("clone", DEFAULT_CONFIG, clone),
+    step("launches", DEFAULT_CONFIG, launches),
+    step("reductions", DEFAULT_CONFIG, reductions),
+    step("in place", DEFAULT_CONFIG, in_place),
+    step("scatter_reduce", DEFAULT_CONFIG, updates::scatter_reduce),
+    step("indexing", DEFAULT_CONFIG, indexing),
+    step("bad index", DEFAULT_CONFIG, bad_index),
+    step("compile", DEFAULT_CONFIG, compile),
+    step("transfers", DEFAULT_CONFIG, transfers),
+    step("large transfers", DEFAULT_CONFIG, large_transfers),
+    step("pinned", DEFAULT_CONFIG, pinned),
+    step("streams", DEFAULT_CONFIG, streams),
+    step("events", DEFAULT_CONFIG, events),
+    step("times", DEFAULT_CONFIG, times),
+    step("record_stream", DEFAULT_CONFIG, record_stream),
+    step("backward", DEFAULT_CONFIG, backward),
+    step("accumulation", DEFAULT_CONFIG, updates::accumulation),
+    step("running statistics", DEFAULT_CONFIG, updates::running_statistics),
+    step("optimisers", DEFAULT_CONFIG, optimisers),
+    step("graphs", DEFAULT_CONFIG, graphs),
+    step("plans", DEFAULT_CONFIG, plans),
+    step("compaction", LIMITED_CONFIG, compaction),
+    step("compaction for room", LIMITED_CONFIG, compaction_for_room),
+    step("out of memory", LIMITED_CONFIG, memory::out_of_memory),
+    step("snapshots", DEFAULT_CONFIG, memory::snapshots),
+    step("empty_cache", DEFAULT_CONFIG, memory::empty_cache),
 ];
 
-/// Discovery, opening the device, and the first programs.
+/// Device discovery, opening a device, and compiling the first programs.
 fn start(run: &mut Run) -> Result<Values> {
     let known = [3.0f32, 1.0, 2.0];
     let t = run.keep(known.to_vec())?;
     let (more, sum) = (t.add_scalar(1)?.to_vec::<f32>()?, t.sum((), false)?.item::<f32>()?);
     if more != known.map(|x| x + 1.0) || sum != 6.0 {
-        return Err(wrong(format!("{known:?} and 1 are {more:?}, and their sum is {sum}")));
+        return Err(wrong_value_error(format!("{known:?} and 1 are {more:?}, and their sum is {sum}")));
     }
     Ok(vec![more, vec![sum]])
 }
@@ -215,7 +215,7 @@ fn indexing(run: &mut Run) -> Result<Values> {
     Ok(vec![rows.to_vec()?, positive.to_vec()?, sorted.to_vec()?, joined.to_vec()?])
 }
 
-/// An index that is out of range is told, to whoever reads what the operation made or waits for it, and to nobody else.
+/// An index out of range is reported to a reader of the result or at the next wait, and nowhere else.
 fn bad_index(run: &mut Run) -> Result<Values> {
     let t = run.ramp(20)?;
     let index = |i: i64| Tensor::from_slice(&[1i64, i], [2], run.device);
@@ -223,24 +223,28 @@ fn bad_index(run: &mut Run) -> Result<Values> {
     match t.index_select(0, &bad) {
         Err(error) => is_about_index(error)?,
         Ok(poisoned) => match poisoned.to_vec::<f32>() {
-            Ok(values) => return Err(wrong(format!("index 99 of 20 gave {values:?}"))),
+            Ok(values) => return Err(wrong_value_error(format!("index 99 of 20 gave {values:?}"))),
             Err(first) => {
-                let told = is_about_index(first);
-                if told.is_err() {
-                    // The read failed: the fault has not been told, or what it made cannot be read.
+                let index_result = is_about_index(first);
+                if index_result.is_err() {
+                    // The read failed. Either the fault was not reported yet, or the result cannot be read.
                     match poisoned.to_vec::<f32>() {
-                        Ok(values) => return Err(wrong(format!("a second read after index 99 of 20 gave {values:?}"))),
+                        Ok(values) => {
+                            return Err(wrong_value_error(format!(
+                                "a second read after index 99 of 20 gave {values:?}"
+                            )));
+                        }
                         Err(second) => _ = is_about_index(second),
                     }
                 }
-                told?;
+                index_result?;
             }
         },
     }
     Ok(vec![t.index_select(0, &good)?.to_vec()?])
 }
 
-/// Ok where this is the error that the index had to give.
+/// Ok if the error reports the bad index; otherwise returns the error.
 fn is_about_index(error: Error) -> Result<()> {
     match error {
         Error::IndexOutOfRange { index: 99, .. } => Ok(()),
@@ -248,17 +252,17 @@ fn is_about_index(error: Error) -> Result<()> {
     }
 }
 
-/// What a step returns where it has seen what must not be; see [`is_wrong`].
-fn wrong(what: String) -> Error {
+/// The error of a step that saw a wrong value; see [`is_wrong`].
+fn wrong_value_error(what: String) -> Error {
     Error::Invalid { op: "faults", reason: format!("WRONG: {what}") }
 }
 
-/// Whether a step returned this because it has seen a wrong value.
+/// Whether a step returned this error because it saw a wrong value.
 pub fn is_wrong(error: &Error) -> bool {
     matches!(error, Error::Invalid { op: "faults", .. })
 }
 
-/// A kernel that is new each time.
+/// Compiles a kernel with a new source each time.
 fn compile(run: &mut Run) -> Result<Values> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let (t, number) = (run.ramp(10)?, NEXT.fetch_add(1, Relaxed));
@@ -271,7 +275,7 @@ fn compile(run: &mut Run) -> Result<Values> {
     );
     let (kernel, out) = (Kernel::from_source("twice", source, "")?, Tensor::zeros([10], run.device)?);
     let call = kernel.call().arg(&t).out(&out).global(&[10]);
-    // SAFETY: ten work-items, each with an element of both.
+    // SAFETY: there are ten work-items, and each uses one element of both tensors.
     unsafe { call.launch()? };
     Ok(vec![out.to_vec()?])
 }
@@ -286,13 +290,13 @@ fn transfers(run: &mut Run) -> Result<Values> {
     Ok(vec![large.to_vec()?, strided.to_vec()?, back.to_vec()?, into.to_vec()?, host.to_vec()])
 }
 
-/// Transfers that go by maps on a processor.
+/// Transfers that use maps on a processor.
 fn large_transfers(run: &mut Run) -> Result<Values> {
-    let large = run.keep(vec![3.0; LARGE])?;
+    let large = run.keep(vec![3.0; LARGE_ELEMENTS])?;
     let copy = large.try_clone()?;
-    run.kept.push(Kept { tensor: copy.shallow_clone(), either: vec![vec![3.0; LARGE]] });
+    run.kept.push(Kept { tensor: copy.shallow_clone(), either: vec![vec![3.0; LARGE_ELEMENTS]] });
     let twice = copy.mul_scalar(2)?;
-    let host = Tensor::full([LARGE], 5.0, Device::Cpu)?;
+    let host = Tensor::full([LARGE_ELEMENTS], 5.0, Device::Cpu)?;
     let first = run.kept.len() - 2;
     run.change(first, |_| 5.0, |t| t.copy_(&host).map(drop))?;
     Ok(vec![large.to_vec()?, twice.to_vec()?])
@@ -334,13 +338,13 @@ fn events(run: &mut Run) -> Result<Values> {
     stream.is_idle()?;
     done.synchronize()?;
     if !done.is_done()? {
-        return Err(wrong("an event that was waited for is not done".into()));
+        return Err(wrong_value_error("an event that was waited for is not done".into()));
     }
     stream.synchronize()?;
     Ok(vec![y.to_vec()?])
 }
 
-/// Events that know when they were done, on a queue of their own.
+/// Timed events, which use a separate profiling queue.
 fn times(run: &mut Run) -> Result<Values> {
     let (stream, x) = (Stream::new(run.device)?, run.ramp(1000)?);
     stream.wait_stream(&Stream::current(run.device)?)?;
@@ -348,13 +352,13 @@ fn times(run: &mut Run) -> Result<Values> {
     let y = with_stream(&stream, || x.add_scalar(1)?.exp())?;
     let end = stream.record_timed_event()?;
     if start.elapsed_time(&end)? < 0.0 {
-        return Err(wrong("time ran backwards".into()));
+        return Err(wrong_value_error("time ran backwards".into()));
     }
     stream.synchronize()?;
     Ok(vec![y.to_vec()?])
 }
 
-/// Blocks that another stream still uses are not handed out.
+/// Blocks in use on another stream are not reused.
 fn record_stream(run: &mut Run) -> Result<Values> {
     let (side, main) = (Stream::new(run.device)?, Stream::current(run.device)?);
     let x = run.ramp(200_000)?;
@@ -375,7 +379,7 @@ fn record_stream(run: &mut Run) -> Result<Values> {
     Ok(values)
 }
 
-/// A small network whose weights are the same each time.
+/// A small network with the same weights each time.
 fn network(run: &mut Run) -> Result<(Sequential, Tensor, Tensor)> {
     let d = run.device;
     manual_seed(3);
@@ -392,7 +396,7 @@ fn backward(run: &mut Run) -> Result<Values> {
     loss.backward()?;
     let mut values = vec![loss.to_vec()?];
     for parameter in net.parameters() {
-        let gradient = parameter.grad().ok_or_else(|| wrong("backward gave Ok and no gradient".into()))?;
+        let gradient = parameter.grad().ok_or_else(|| wrong_value_error("backward gave Ok and no gradient".into()))?;
         values.push(gradient.to_vec()?);
     }
     Ok(values)
@@ -422,7 +426,7 @@ fn optimisers(run: &mut Run) -> Result<Values> {
     Ok(values)
 }
 
-/// A replay that fails did nothing, or says that it may have done a part.
+/// A failed replay either did nothing or says that it may have happened in part.
 fn graphs(run: &mut Run) -> Result<Values> {
     let (x, total) = (run.ramp(500)?, Tensor::zeros([500], run.device)?);
     let (graph, y) = Graph::capture(run.device, || {
@@ -435,7 +439,7 @@ fn graphs(run: &mut Run) -> Result<Values> {
     let mut known = total.to_vec::<f32>()?;
     for _ in 0..3 {
         if let Err(error) = graph.replay() {
-            if !says_maybe(&error) {
+            if !is_partial_error(&error) {
                 run.kept.push(Kept { tensor: total, either: vec![known] });
             }
             return Err(error);
@@ -463,8 +467,8 @@ fn plans(run: &mut Run) -> Result<Values> {
     Ok(values)
 }
 
-/// Every second of some blocks, the others given back.
-fn scattered(run: &mut Run, blocks: usize, elements: usize) -> Result<()> {
+/// Keeps every second of `blocks` blocks and frees the others.
+fn keep_every_second_block(run: &mut Run, blocks: usize, elements: usize) -> Result<()> {
     let mut gaps = Vec::new();
     for i in 0..blocks {
         match i % 2 {
@@ -476,14 +480,14 @@ fn scattered(run: &mut Run, blocks: usize, elements: usize) -> Result<()> {
 }
 
 fn compaction(run: &mut Run) -> Result<Values> {
-    scattered(run, 12, 50_000)?;
+    keep_every_second_block(run, 12, 50_000)?;
     run.device.compact()?;
     run.kept.iter().map(|k| k.tensor.to_vec()).collect()
 }
 
 fn compaction_for_room(run: &mut Run) -> Result<Values> {
-    scattered(run, 14, 140_000)?; // 7.5 of 8 MiB
-    let large = Tensor::full([900_000], 1.0, run.device)?; // no gap is so long
+    keep_every_second_block(run, 14, 140_000)?; // takes 7.5 of 8 MiB and frees every second block
+    let large = Tensor::full([900_000], 1.0, run.device)?; // larger than every gap
     let mut values = vec![large.to_vec()?];
     for k in &run.kept {
         values.push(k.tensor.to_vec()?);

@@ -1,4 +1,4 @@
-//! Launches with something on trial: what a candidate cannot do is done with the default.
+//! Launches that try tuning candidates: if a candidate fails, the default is launched instead.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use crate::driver::{DEVICE, on_device};
 use crate::stand_in::{self, Faults, Kind};
 
 #[test]
-fn a_candidate_that_fails_is_no_error() {
+fn failing_candidates_are_not_errors() {
     let Some(faults) = Faults::here() else {
-        // Without a cache, which would keep what was chosen for the next time this runs.
+        // The program cache is off, because it would keep the choice for the next test run.
         let no_cache = [("CLAYSTONE_CACHE_DIR", "off")];
-        let test = "trials::a_candidate_that_fails_is_no_error";
+        let test = "trials::failing_candidates_are_not_errors";
         let ended = stand_in::run(test, Kind::Real, &no_cache, Duration::from_secs(300));
         assert!(ended.text.contains("1 passed"), "{:?}: {}", ended.status, ended.text);
         return;
@@ -38,7 +38,7 @@ fn a_candidate_that_fails_is_no_error() {
     assert!(added > 10 && t.to_vec::<f32>().unwrap() == [added as f32; 1000], "{added}");
     let chosen = tune::choices(DEVICE).unwrap();
     assert!(!chosen.is_empty());
-    // One that never ran is not chosen: what was chosen is the default, which launches do without a second attempt.
+    // A candidate that never ran is not chosen. The choice is the default, which needs a single launch.
     let launches = faults.calls("clEnqueueNDRangeKernel");
     t.add_(&one).unwrap();
     assert_eq!(faults.calls("clEnqueueNDRangeKernel"), launches + 1);

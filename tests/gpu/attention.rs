@@ -1,19 +1,19 @@
-//! Attention by the kernel of GPUs: values and gradients beside the CPU's in f64, by every way of the operations, memory and launches.
-//! Where no GPU is, an OpenCL processor runs it: each test starts itself again with `CLAYSTONE_KERNELS=gpu`.
+//! Tests the GPU kernel for attention: values and gradients against the CPU in f64 for all options, memory use and launches.
+//! Without a GPU, an OpenCL processor runs the kernel: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
 
 use claystone::device::count_launches;
 use claystone::ops::Attention;
 use claystone::{DType, Device, Tensor, manual_seed};
 
 use crate::common::f64s;
-use crate::common::gpus::{assert_same, cases, gpus, is_gpu, upload};
+use crate::common::gpus::{assert_same, gpus, is_gpu, thinned_cases, upload};
 
-/// Numbers between -1 and 1, which repeat late.
+/// Numbers between -1 and 1 with a long period.
 fn numbers(n: usize, seed: usize) -> Vec<f64> {
     (0..n).map(|i| ((i * 7919 + i / 241 + seed * 613) % 241) as f64 / 120.0 - 1.0).collect()
 }
 
-/// A leaf with rows that are gapped, after elements that are not part of it.
+/// A leaf whose storage starts with other elements and has gaps between the rows.
 fn leaf(shape: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let mut wide = shape.to_vec();
     let last = wide.len() - 1;
@@ -26,7 +26,7 @@ fn values(t: &Tensor) -> Vec<f64> {
     f64s(&t.detach()).iter().copied().collect()
 }
 
-/// The result and the gradients of the leaves, one after another.
+/// Values of the result, followed by the gradients of the leaves.
 fn with_gradients(y: Tensor, leaves: &[Tensor]) -> Vec<f64> {
     let weights = upload(&numbers(y.numel(), 5), y.shape().dims(), y.dtype(), y.device());
     y.backward_with(&weights).unwrap();
@@ -34,8 +34,8 @@ fn with_gradients(y: Tensor, leaves: &[Tensor]) -> Vec<f64> {
     values(&y).into_iter().chain(gradients).collect()
 }
 
-/// Queries, keys and values of heads in groups that are told, or broadcast; operands that are broadcast otherwise.
-const CALLS: [[&[usize]; 3]; 6] = [
+/// Shapes of queries, keys and values: grouped heads (declared or by broadcasting), and broadcast batches.
+const CALL_SHAPES: [[&[usize]; 3]; 6] = [
     [&[2, 6, 9, 8], &[2, 2, 37, 8], &[2, 2, 37, 4]],
     [&[3, 33, 8], &[17, 8], &[17, 8]],
     [&[2, 1, 39, 8], &[3, 31, 8], &[3, 31, 8]],
@@ -45,18 +45,18 @@ const CALLS: [[&[usize]; 3]; 6] = [
 ];
 
 #[test]
-fn values_and_gradients_are_those_of_the_cpu() {
-    for device in gpus("attention::values_and_gradients_are_those_of_the_cpu") {
-        let calls = (0..CALLS.len()).map(|i| (i, DType::F32, 2e-5)).chain([(0, DType::F16, 4e-3)]);
+fn values_and_gradients_match_the_cpu() {
+    for device in gpus("attention::values_and_gradients_match_the_cpu") {
+        let calls = (0..CALL_SHAPES.len()).map(|i| (i, DType::F32, 2e-5)).chain([(0, DType::F16, 4e-3)]);
         for (i, dtype, tolerance) in calls {
             let call = |to: DType, device: Device| {
-                // Both sides start from the same bits.
+                // Both devices start from the same bits.
                 let made = |k: usize| {
-                    let t = leaf(CALLS[i][k], k, dtype, Device::Cpu).detach().to_dtype(to).unwrap();
+                    let t = leaf(CALL_SHAPES[i][k], k, dtype, Device::Cpu).detach().to_dtype(to).unwrap();
                     t.to_device(device).unwrap().requires_grad_(true).unwrap()
                 };
                 let leaves = [made(0), made(1), made(2)];
-                // The first has a mask of bools, every second one is causal, the last one drops weights.
+                // The first call has a mask of bools, every second call is causal, and the last call uses dropout.
                 let mask = leaf(&[2, 6, 1, 37], 3, dtype, device).detach().gt_scalar(-0.6).unwrap();
                 let options = Attention {
                     attn_mask: (i == 0).then_some(&mask),
@@ -75,8 +75,8 @@ fn values_and_gradients_are_those_of_the_cpu() {
     }
 }
 
-/// Queries, keys and values around the tiles of tensor cores (64 or 128 queries, 32 or 64 keys), with heads that fill these or do not.
-const OF_TILES: [[&[usize]; 3]; 9] = [
+/// Shapes around the tiles of tensor cores (64 or 128 queries, 32 or 64 keys). Some heads fill these tiles and some do not.
+const TILE_SHAPES: [[&[usize]; 3]; 9] = [
     [&[1, 2, 65, 32], &[1, 2, 33, 32], &[1, 2, 33, 32]],
     [&[1, 2, 64, 64], &[1, 2, 64, 64], &[1, 2, 64, 64]],
     [&[2, 1, 129, 64], &[2, 1, 127, 64], &[2, 1, 127, 64]],
@@ -89,21 +89,21 @@ const OF_TILES: [[&[usize]; 3]; 9] = [
 ];
 
 #[test]
-fn on_tensor_cores() {
-    for device in gpus("attention::on_tensor_cores") {
+fn tensor_cores_match_the_cpu() {
+    for device in gpus("attention::tensor_cores_match_the_cpu") {
         let calls = [None, Some(DType::Bool), Some(DType::F32)].map(|mask| [(mask, false), (mask, true)]);
         let calls = [(DType::F16, 3e-3), (DType::BF16, 2e-2), (DType::F32, 2e-5)]
             .map(|of| calls.as_flattened().iter().map(move |&call| (of, call)));
         let calls = calls.into_iter().flatten().enumerate();
-        // On a processor each takes seconds to compile.
+        // A processor compiles each variant for seconds, so it runs only one.
         for (i, ((dtype, tolerance), (mask, is_causal))) in calls.filter(|&(i, _)| is_gpu(device) || i == 4) {
-            for shapes in cases(&OF_TILES, OF_TILES.len(), device) {
-                // Fewer groups than a GPU has compute units have no tensor cores for f32.
+            for shapes in thinned_cases(&TILE_SHAPES, TILE_SHAPES.len(), device) {
+                // Kernels for f32 use tensor cores only if there are at least as many work-groups as compute units.
                 let batch = if dtype == DType::F32 && is_gpu(device) { 70 } else { shapes[0][0] };
                 let [of_q, of_k, of_v] = shapes.map(|of| [&[batch], &of[1..]].concat());
                 let (heads, queries, keys) = (of_q[1], of_q[2], of_k[2]);
                 let call = |to: DType, device: Device| {
-                    // Rows that are gapped, by 16, 8 or 4 bytes.
+                    // Gaps between rows keep the rows aligned to 16, 8 or 4 bytes.
                     let made = |of: &[usize], k: usize| {
                         let gap = [8, 4, 2][i % 3];
                         let wide: Vec<usize> = of[..3].iter().copied().chain([of[3] + gap]).collect();
@@ -133,19 +133,19 @@ fn on_tensor_cores() {
     }
 }
 
-/// Infinities in f32 are what they are by arithmetic, though parts of them, which tensor cores multiply, are not.
+/// Infinities in f32 follow IEEE arithmetic, although tensor cores multiply each f32 number in parts.
 #[test]
-fn infinities() {
-    /// So many that tensor cores multiply.
+fn infinities_follow_ieee_arithmetic() {
+    /// Number of heads, large enough for tensor cores.
     const HEADS: usize = 50;
-    for device in gpus("attention::infinities") {
+    for device in gpus("attention::infinities_follow_ieee_arithmetic") {
         let call = |dtype: DType, device: Device| {
             let numbers = |seed: usize, at: usize, value: f64| {
                 let mut numbers = numbers(HEADS * 130 * 64, seed);
                 numbers[at] = value;
                 numbers
             };
-            // Queries have positive numbers where one of the first head's keys has -inf: its weight is 0.
+            // Queries are positive at the position where one of the first head's keys has -inf, so that this key's weight is 0.
             let positive = (0..HEADS * 130 * 64).map(|i| if i % 64 == 3 { 0.5 } else { (i % 37) as f64 / 37.0 - 0.4 });
             let made = |numbers: &[f64]| {
                 let t = upload(numbers, &[HEADS, 130, 64], DType::F32, Device::Cpu).to_dtype(dtype).unwrap();
@@ -156,7 +156,7 @@ fn infinities() {
             let y = q.scaled_dot_product_attention(&k, &v, Attention::default()).unwrap();
             let weights = upload(&self::numbers(y.numel(), 5), &[HEADS, 130, 64], dtype, device);
             y.backward_with(&weights).unwrap();
-            // Of the second head every gradient of queries and keys has a part inf - inf.
+            // In the second head, every gradient of queries and keys contains inf - inf.
             let of_first = |t: &Tensor| values(&t.narrow(0, 0, 1).unwrap());
             [values(&y), of_first(&q.grad().unwrap()), of_first(&k.grad().unwrap()), values(&v.grad().unwrap())]
                 .concat()
@@ -168,8 +168,8 @@ fn infinities() {
 }
 
 #[test]
-fn one_projection_of_all_heads() {
-    for device in gpus("attention::one_projection_of_all_heads") {
+fn packed_attention_matches_the_cpu() {
+    for device in gpus("attention::packed_attention_matches_the_cpu") {
         for (is_causal, dropout_p) in [(true, 0.0), (false, 0.5)] {
             let call = |dtype: DType, device: Device| {
                 let x = leaf(&[2, 19, 3 * 4 * 8], 1, DType::F32, Device::Cpu).detach().to_dtype(dtype).unwrap();
@@ -193,10 +193,10 @@ fn one_projection_of_all_heads() {
     }
 }
 
-/// Few queries share a device by their keys, in a second launch; all sums are made in a fixed order.
+/// With few queries, work-groups split the keys and a second launch combines them. All sums have a fixed order.
 #[test]
-fn decoding_reads_a_long_cache() {
-    for device in gpus("attention::decoding_reads_a_long_cache") {
+fn decoding_with_a_long_cache_takes_two_launches() {
+    for device in gpus("attention::decoding_with_a_long_cache_takes_two_launches") {
         let (q, cache) = (leaf(&[1, 8, 1, 32], 0, DType::F32, device), leaf(&[1, 2, 2000, 32], 1, DType::F32, device));
         let options = Attention { enable_gqa: true, ..Attention::default() };
         let call = |q: &Tensor, cache: &Tensor| {
@@ -213,9 +213,9 @@ fn decoding_reads_a_long_cache() {
 }
 
 #[test]
-fn memory_is_linear_in_the_length() {
-    for device in gpus("attention::memory_is_linear_in_the_length") {
-        // As many as occupy a GPU, where few tiles would be shared by parts of the keys.
+fn memory_is_linear_in_the_sequence_length() {
+    for device in gpus("attention::memory_is_linear_in_the_sequence_length") {
+        // This number of heads occupies a GPU. With few heads, work-groups would split the keys and need extra memory.
         let heads = if is_gpu(device) { 64 } else { 2 };
         let bytes = |length: usize| {
             let x = leaf(&[1, heads, length, 16], 1, DType::F32, device);
@@ -228,16 +228,16 @@ fn memory_is_linear_in_the_length() {
             device.memory_stats().unwrap().allocated_bytes.peak - before
         };
         let (short, long) = (bytes(1024), bytes(4096));
-        // The scores of 4,096 positions take 64 MiB a head; the operands, 0.25 MiB each, stand for all that is there.
+        // The scores of 4,096 positions would take 64 MiB per head. The operands take 0.25 MiB each and are the measure.
         let limit = (4 * short + (1 << 16), (heads as u64) << 22);
         assert!(long <= limit.0 && long < limit.1, "{short} bytes, and {long} of four times the length");
     }
 }
 
-/// Other work changes nothing, and every run has the same bits.
+/// Every run gives the same bits.
 #[test]
-fn runs_have_the_same_bits() {
-    for device in gpus("attention::runs_have_the_same_bits") {
+fn repeated_runs_give_the_same_bits() {
+    for device in gpus("attention::repeated_runs_give_the_same_bits") {
         let call = || {
             let leaves = [0, 1, 2].map(|k| leaf(&[2, 2, 33, 8], k, DType::F32, device));
             let [q, k, v] = leaves.each_ref();
@@ -247,10 +247,10 @@ fn runs_have_the_same_bits() {
     }
 }
 
-/// What needs more than the kernel has is composed: a gradient of the mask, wider heads, gradients of gradients.
+/// Cases that the kernel does not support are composed of other operations: gradients of the mask and wide heads.
 #[test]
-fn what_the_kernel_has_not_is_composed() {
-    for device in gpus("attention::what_the_kernel_has_not_is_composed") {
+fn unsupported_cases_are_composed() {
+    for device in gpus("attention::unsupported_cases_are_composed") {
         let x = leaf(&[2, 5, 8], 1, DType::F32, device);
         let mask = leaf(&[5, 5], 2, DType::F32, device);
         let options = Attention { attn_mask: Some(&mask), ..Attention::default() };

@@ -1,16 +1,16 @@
-//! Batch norm and maximum pooling of tensors whose channels lie innermost: at sizes around those of vectors, blocks of channels and
-//! slices of rows, through offsets and gaps between rows, beside formulas in f64.
+//! Tests batch norm and max pooling of channels-last tensors against formulas in f64. Sizes are around those of vectors, channel
+//! blocks and row slices; views have offsets and gaps between rows.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
 use claystone::ops::{AvgPoolOptions, MaxPoolOptions};
 use claystone::{BatchNormOptions, DType, Device, MemoryFormat, Tensor};
 
-use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
+use crate::common::gpus::{assert_same, gpus, gpus_and_processors, thinned_cases, upload};
 use crate::common::values;
-use crate::rows::{assert_norm, drawn, normalised, tolerance};
+use crate::rows::{assert_norm, pseudo_random, reference_norm, tolerance};
 
-/// Rows of `channels` neighbours from the `at`th element on of rows that have `gap` more.
+/// Layout of a matrix in memory: it starts at element `at` and has a gap of `gap` elements after each row.
 #[derive(Clone, Copy)]
 struct Rows {
     rows: usize,
@@ -23,7 +23,7 @@ impl Rows {
     fn put(&self, numbers: &[f64], dtype: DType, device: Device) -> Tensor {
         let Rows { rows, channels, at, gap } = *self;
         let pitch = channels + gap;
-        // What is between the rows would be seen in every sum.
+        // NaN between the rows would spoil every sum that includes them.
         let mut whole = vec![f64::NAN; at + rows * pitch];
         for (i, number) in numbers.iter().enumerate() {
             whole[at + i / channels * pitch + i % channels] = *number;
@@ -33,12 +33,13 @@ impl Rows {
         rows.narrow(1, 0, channels).unwrap()
     }
 
-    /// Numbers of a channel one after another, and back.
-    fn turned(&self, numbers: &[f64]) -> Vec<Vec<f64>> {
+    /// Splits row-major numbers by channel.
+    fn split_by_channel(&self, numbers: &[f64]) -> Vec<Vec<f64>> {
         (0..self.channels).map(|c| numbers.iter().skip(c).step_by(self.channels).copied().collect()).collect()
     }
 
-    fn back(&self, channels: &[Vec<f64>]) -> Vec<f64> {
+    /// Joins numbers by channel into row-major numbers.
+    fn join_by_row(&self, channels: &[Vec<f64>]) -> Vec<f64> {
         (0..self.rows).flat_map(|r| channels.iter().map(move |channel| channel[r])).collect()
     }
 }
@@ -52,8 +53,8 @@ fn training<'a>(weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> BatchNo
 }
 
 #[test]
-fn batch_norm_of_one_slice_and_of_many() {
-    // One work-item's turns end between them, so do groups' rows; the longest ones are in slices, also of two compute units.
+fn batch_norm_of_one_or_many_slices_matches_formulas() {
+    // Row counts around the rows per work-item and per group. The longest are split into slices, also of two compute units.
     let shapes = [
         rows(2, 2),
         rows(9, 8),
@@ -68,21 +69,26 @@ fn batch_norm_of_one_slice_and_of_many() {
         rows(20_011, 16),
     ];
     let dtypes = [DType::F32, DType::BF16, DType::F64, DType::F16];
-    for device in everywhere("channels_last::batch_norm_of_one_slice_and_of_many") {
+    for device in gpus_and_processors("channels_last::batch_norm_of_one_or_many_slices_matches_formulas") {
         let all: Vec<_> =
             shapes.iter().enumerate().flat_map(|(i, &s)| (0..4).map(move |k| (s, dtypes[(i + k) % 4]))).collect();
-        for (shape, dtype) in cases(&all, 4, device) {
+        for (shape, dtype) in thinned_cases(&all, 4, device) {
             let Rows { rows, channels, .. } = shape;
-            let (xs, gs) = drawn(rows * channels, 3.0);
-            let (ws, bs) = drawn(channels, 0.5);
+            let (xs, gs) = pseudo_random(rows * channels, 3.0);
+            let (ws, bs) = pseudo_random(channels, 0.5);
             let (x, g) = (shape.put(&xs, dtype, device), shape.put(&gs, dtype, device));
-            let (xs, gs) = (values(&x), values(&g)); // as they are stored
-            // Halves have weights of their own dtype or in f32.
+            let (xs, gs) = (values(&x), values(&g)); // as rounded to the dtype
+            // Half-precision inputs use f32 weights.
             let of_weights = if dtype == DType::F64 { dtype } else { DType::F32 };
             let [w, b] = [&ws, &bs].map(|numbers| upload(numbers, &[channels], of_weights, device));
-            let ([ys, dxs], [dw, db]) =
-                normalised(&shape.turned(&xs), &shape.turned(&gs), [&ws, &bs], |r, _| r, (1e-5, false));
-            let want = [&shape.back(&ys)[..], &shape.back(&dxs), &dw, &db];
+            let ([ys, dxs], [dw, db]) = reference_norm(
+                &shape.split_by_channel(&xs),
+                &shape.split_by_channel(&gs),
+                [&ws, &bs],
+                |r, _| r,
+                (1e-5, false),
+            );
+            let want = [&shape.join_by_row(&ys)[..], &shape.join_by_row(&dxs), &dw, &db];
             let what = format!("{rows} x {channels} of {dtype}, strides {:?}", x.strides());
             assert_norm([&x, &w, &b, &g], want, tolerance(dtype), &what, |x, w, b| {
                 let (y, launches) = count_launches(|| x.batch_norm(training(Some(w), Some(b))).unwrap());
@@ -96,14 +102,14 @@ fn batch_norm_of_one_slice_and_of_many() {
     }
 }
 
-/// Native norms of rows of channels, whose statistics have roots, and their gradients are those of the same batch whose channels are
-/// apart, which is for other kernels.
+/// Native batch norm returns the reciprocal standard deviations that its backward takes. Its results and gradients for
+/// channels-last rows equal those for the same batch in channels-first layout, which other kernels compute.
 #[test]
-fn native_batch_norm_gives_the_roots_that_backward_takes() {
-    for device in gpus("channels_last::native_batch_norm_gives_the_roots_that_backward_takes") {
+fn native_batch_norm_matches_the_channels_first_layout() {
+    for device in gpus("channels_last::native_batch_norm_matches_the_channels_first_layout") {
         for shape in [rows(7, 9), rows(4099, 24)] {
-            let (xs, gs) = drawn(shape.rows * shape.channels, 3.0);
-            let (ws, bs) = drawn(shape.channels, 0.5);
+            let (xs, gs) = pseudo_random(shape.rows * shape.channels, 3.0);
+            let (ws, bs) = pseudo_random(shape.channels, 0.5);
             let [w, b] = [&ws, &bs].map(|numbers| upload(numbers, &[shape.channels], DType::F32, device));
             let [x, g] = [&xs, &gs].map(|numbers| shape.put(numbers, DType::F32, device));
             let run = |x: &Tensor, g: &Tensor| {
@@ -116,7 +122,7 @@ fn native_batch_norm_gives_the_roots_that_backward_takes() {
                 assert!(launches <= most && backward <= most, "{launches} and {backward} launches");
                 [Some(y), Some(mean), Some(rstd), dx, dw, db].map(|t| values(&t.unwrap()))
             };
-            // [1, C, rows]: each channel's numbers lie together.
+            // Shape [1, C, rows]: the numbers of a channel are contiguous.
             let apart = |t: &Tensor| t.t().unwrap().contiguous().unwrap().unsqueeze(0).unwrap();
             let (made, mut other) = (run(&x, &g), run(&apart(&x), &apart(&g)));
             for k in [0, 3] {
@@ -132,34 +138,39 @@ fn native_batch_norm_gives_the_roots_that_backward_takes() {
     }
 }
 
-/// Numbers far from 0 lose no more than f32 has; a channel with a NaN or an infinity has no results, and others do.
+/// Numbers far from 0 keep the precision of f32. NaN and infinity affect only their own channel.
 #[test]
-fn batch_norm_of_what_sums_alone_do_not_fit() {
-    for device in gpus("channels_last::batch_norm_of_what_sums_alone_do_not_fit") {
+fn batch_norm_of_numbers_far_from_0_is_precise() {
+    for device in gpus("channels_last::batch_norm_of_numbers_far_from_0_is_precise") {
         let shape = rows(2085, 12);
-        let (mut xs, gs) = drawn(shape.rows * shape.channels, 1000.0);
+        let (mut xs, gs) = pseudo_random(shape.rows * shape.channels, 1000.0);
         xs[17 * shape.channels + 3] = f64::NAN;
         xs[2000 * shape.channels + 8] = f64::INFINITY;
-        // A channel whose first row is far from the others, and one that is the same in all.
+        // In one channel the first row is far from the others; in another channel all rows are equal.
         xs[5] = -3e5;
         xs.iter_mut().skip(6).step_by(shape.channels).for_each(|x| *x = 1.0 / 3.0);
         let none = vec![0.0; shape.channels];
         let ones = vec![1.0; shape.channels];
         let (x, g) = (shape.put(&xs, DType::F32, device), shape.put(&gs, DType::F32, device));
         let (w, b) = (upload(&ones, &[12], DType::F32, device), upload(&none, &[12], DType::F32, device));
-        let xs = values(&x); // as they are stored
-        let ([ys, dxs], [dw, db]) =
-            normalised(&shape.turned(&xs), &shape.turned(&gs), [&ones, &none], |r, _| r, (1e-5, false));
+        let xs = values(&x); // as rounded to f32
+        let ([ys, dxs], [dw, db]) = reference_norm(
+            &shape.split_by_channel(&xs),
+            &shape.split_by_channel(&gs),
+            [&ones, &none],
+            |r, _| r,
+            (1e-5, false),
+        );
         assert!(ys[3].iter().chain(&ys[8]).all(|y| y.is_nan()) && ys[5].iter().all(|y| y.is_finite()));
-        let want = [&shape.back(&ys)[..], &shape.back(&dxs), &dw, &db];
-        // An ulp of 1000 is 6e-5 deviations.
+        let want = [&shape.join_by_row(&ys)[..], &shape.join_by_row(&dxs), &dw, &db];
+        // One ulp of 1000 is 6e-5 standard deviations.
         assert_norm([&x, &w, &b, &g], want, 2e-4, "numbers far from 0", |x, w, b| {
             x.batch_norm(training(Some(w), Some(b))).unwrap()
         });
     }
 }
 
-/// Windows of images [n, channels, rows, columns]: size, step, padding, dilation.
+/// Image shape [n, channels, rows, columns], and the window's size, step, padding and dilation.
 type Pool = ([usize; 4], [[usize; 2]; 4]);
 
 const POOLS: [Pool; 6] = [
@@ -171,10 +182,15 @@ const POOLS: [Pool; 6] = [
     ([2, 40, 6, 6], [[2, 3], [3, 4], [0, 1], [1, 1]]),
 ];
 
-/// What pools give of images that begin at the `at`th element, and the gradients that come with a gap behind each pixel.
-fn pooled((shape, [size, step, padding, dilation]): Pool, at: usize, dtype: DType, device: Device) -> Vec<Vec<f64>> {
+/// Results of max and average pooling of images that start at element `at`, and gradients with gaps between pixels.
+fn pool_results(
+    (shape, [size, step, padding, dilation]): Pool,
+    at: usize,
+    dtype: DType,
+    device: Device,
+) -> Vec<Vec<f64>> {
     let last = |[n, c, h, w]: [usize; 4], gap: usize, of: usize| {
-        // Small whole numbers: greatest ones are several, and sums are exact. Some are not finite.
+        // Small whole numbers give ties of maxima and exact sums. Some numbers are not finite.
         let number = |i: usize| match (i * 7919 + i / 13) % 1009 {
             0 if of == 0 => f64::NAN,
             1 => f64::NEG_INFINITY,
@@ -201,7 +217,7 @@ fn pooled((shape, [size, step, padding, dilation]): Pool, at: usize, dtype: DTyp
             }
         };
         let [n, c, h, w] = [0, 1, 2, 3].map(|d| y.shape().dims()[d]);
-        // Gradients that are read 16 bytes at a time, and others.
+        // Without a gap and with some gaps, kernels can read 16 bytes of the gradient at a time.
         results.push(values(&y.detach()));
         for gap in [0, 8, 3] {
             let grad = last([n, c, h, w], gap, 29 + gap);
@@ -215,13 +231,13 @@ fn pooled((shape, [size, step, padding, dilation]): Pool, at: usize, dtype: DTyp
 }
 
 #[test]
-fn pooling_and_its_gradients() {
-    for device in everywhere("channels_last::pooling_and_its_gradients") {
-        for dtype in cases(&[DType::F32, DType::BF16, DType::F16, DType::F64], 1, device) {
-            for (i, pool) in cases(&POOLS, 1, device).into_iter().enumerate() {
+fn pooling_and_its_gradients_match_the_cpu() {
+    for device in gpus_and_processors("channels_last::pooling_and_its_gradients_match_the_cpu") {
+        for dtype in thinned_cases(&[DType::F32, DType::BF16, DType::F16, DType::F64], 1, device) {
+            for (i, pool) in thinned_cases(&POOLS, 1, device).into_iter().enumerate() {
                 let at = [0, 8, 3][i % 3];
-                let want = pooled(pool, at, DType::F64, Device::Cpu);
-                for (got, want) in pooled(pool, at, dtype, device).iter().zip(&want) {
+                let want = pool_results(pool, at, DType::F64, Device::Cpu);
+                for (got, want) in pool_results(pool, at, dtype, device).iter().zip(&want) {
                     assert_same(got, want, tolerance(dtype), &format!("{pool:?} at {at} of {dtype} on {device}"));
                 }
             }
@@ -229,10 +245,10 @@ fn pooling_and_its_gradients() {
     }
 }
 
-/// Groups have more work-items than there are rows: those without one leave no trace, however large the mean is.
+/// Work-items without a row do not change the result, even if the mean is large.
 #[test]
-fn batch_norm_of_few_large_rows() {
-    for device in gpus("channels_last::batch_norm_of_few_large_rows") {
+fn idle_work_items_do_not_change_batch_norm() {
+    for device in gpus("channels_last::idle_work_items_do_not_change_batch_norm") {
         let x =
             Tensor::full([1, 64, 4, 4], 2e19, device).unwrap().to_memory_format(MemoryFormat::ChannelsLast).unwrap();
         let y = x.batch_norm(BatchNormOptions { training: true, ..BatchNormOptions::default() }).unwrap();

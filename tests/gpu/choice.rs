@@ -1,6 +1,6 @@
-//! What GPUs find by counting, in place of sorting and searching: places of what is not zero, the first of lines, the element at some place,
-//! the greatest; around the edges of tiles, through offsets and strides, against std's sort. Where no GPU is, OpenCL processors run
-//! these kernels: each test starts itself again with `CLAYSTONE_KERNELS=gpu`. What is counted is asked of processors' own kernels too.
+//! Tests GPU kernels for selections: nonzero, sort, top-k, k-th element, median and maxima, against std's sort. Sizes are around
+//! the edges of tiles; views have offsets and strides. Without a GPU, an OpenCL processor runs these kernels: each test restarts
+//! itself with `CLAYSTONE_KERNELS=gpu`. The kernels of processors for nonzero are tested as well.
 
 use std::cmp::Ordering;
 
@@ -10,7 +10,7 @@ use crate::common;
 use crate::common::gpus::{gpus, is_gpu, upload};
 use crate::common::values;
 
-/// Numbers with many that are equal, zeros of both signs and, of floats, infinities and NaN, as every dtype stores them.
+/// Numbers with many ties and, for floats, zeros of both signs, infinities and NaN, rounded to the dtype.
 fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
     let mut state = seed as u64 * 0x9e37_79b9 + 1;
     (0..n)
@@ -27,26 +27,28 @@ fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
                 (_, DType::U8 | DType::U32) => (x % 256) as f64,
                 (_, DType::I64) => (x % 100_000 * 4_000_037 - 200_000_000_000) as f64,
                 (_, DType::I32) => (x % 70_000 * 60_000 - 2_100_000_000).clamp(-2_147_483_648, 2_147_483_647) as f64,
-                // f16 and bf16 have these too, which are often equal.
+                // f16 and bf16 represent these numbers exactly, and many are equal.
                 _ => (x % 255 - 127) as f64 / 16.0,
             }
         })
         .collect()
 }
 
-/// NaN is above everything.
-fn order(a: f64, b: f64) -> Ordering {
+/// Total order in which NaN is greater than all numbers.
+fn compare_nan_greatest(a: f64, b: f64) -> Ordering {
     a.is_nan().cmp(&b.is_nan()).then(a.partial_cmp(&b).unwrap_or(Ordering::Equal))
 }
 
 fn sorted(line: &[f64], descending: bool) -> Vec<usize> {
     let mut places: Vec<usize> = (0..line.len()).collect();
-    places.sort_by(|&i, &j| if descending { order(line[j], line[i]) } else { order(line[i], line[j]) });
+    places.sort_by(|&i, &j| {
+        if descending { compare_nan_greatest(line[j], line[i]) } else { compare_nan_greatest(line[i], line[j]) }
+    });
     places
 }
 
 #[track_caller]
-fn same(got: (Tensor, Tensor), lines: &[Vec<f64>], places: impl Fn(&[f64]) -> Vec<usize>, what: &str) {
+fn assert_selected(got: (Tensor, Tensor), lines: &[Vec<f64>], places: impl Fn(&[f64]) -> Vec<usize>, what: &str) {
     let places: Vec<Vec<usize>> = lines.iter().map(|line| places(line)).collect();
     let found: Vec<f64> = places.iter().flatten().map(|&p| p as f64).collect();
     assert_eq!(values(&got.1), found, "{what}");
@@ -55,20 +57,20 @@ fn same(got: (Tensor, Tensor), lines: &[Vec<f64>], places: impl Fn(&[f64]) -> Ve
     assert_eq!(values(&got.0).into_iter().map(bits).collect::<Vec<_>>(), read, "{what}");
 }
 
-/// One NaN is as another.
+/// Bits of a number; all NaN have the same.
 fn bits(v: f64) -> u64 {
     if v.is_nan() { f64::NAN.to_bits() } else { v.to_bits() }
 }
 
-/// Lines of the last dim of a contiguous tensor.
+/// Splits a contiguous tensor into the lines of its last dimension.
 fn lines(all: &[f64], n: usize) -> Vec<Vec<f64>> {
     all.chunks(n).map(<[f64]>::to_vec).collect()
 }
 
-/// Below, at and above what a group sorts at once, by comparisons and by digits, and what is sorted by bytes.
+/// Lengths around the limit of a single group's sort, for sorting by comparison, by digits and by bytes.
 #[test]
-fn whole_lines_are_sorted() {
-    for device in gpus("choice::whole_lines_are_sorted") {
+fn sorts_match_std() {
+    for device in gpus("choice::sorts_match_std") {
         for dtype in DType::ALL {
             let sizes = [
                 (2, 33_001),
@@ -89,26 +91,31 @@ fn whole_lines_are_sorted() {
                 let t = upload(&host, &[rows, n], dtype, device);
                 for descending in [false, true].into_iter().take(if all { 2 } else { 1 }) {
                     let what = format!("{dtype} [{rows}, {n}], {descending}");
-                    same(t.sort(1, descending).unwrap(), &lines(&host, n), |line| sorted(line, descending), &what);
+                    assert_selected(
+                        t.sort(1, descending).unwrap(),
+                        &lines(&host, n),
+                        |line| sorted(line, descending),
+                        &what,
+                    );
                 }
             }
         }
-        // Along the first dim, from an offset, and backwards: each line has its elements far from each other.
+        // Sorts along dimension 1 of a reversed view with an offset; the elements of a line are not adjacent.
         let host = numbers(2 * 1500 * 3, 5, DType::F32, true);
         let t = upload(&host, &[2, 1500, 3], DType::F32, device).narrow(0, 1, 1).unwrap().flip([1]).unwrap();
         let (top, at) = t.sort(1, false).unwrap();
         let last = |t: &Tensor| t.transpose(1, 2).unwrap().contiguous().unwrap();
         let line = |c: usize| (0..1500).rev().map(|i| host[(1500 + i) * 3 + c]).collect::<Vec<_>>();
-        same((last(&top), last(&at)), &[line(0), line(1), line(2)], |line| sorted(line, false), "columns");
+        assert_selected((last(&top), last(&at)), &[line(0), line(1), line(2)], |line| sorted(line, false), "columns");
     }
 }
 
 #[test]
-fn the_first_and_the_middle_of_lines() {
-    for device in gpus("choice::the_first_and_the_middle_of_lines") {
+fn top_k_and_medians_match_std() {
+    for device in gpus("choice::top_k_and_medians_match_std") {
         let gpu = is_gpu(device);
         for dtype in DType::ALL {
-            // The last is more than a work-item has in registers, and what a group goes through in tiles.
+            // Longest lines exceed a work-item's registers and are processed in tiles.
             let sizes = [(3, 257), (1, 9001), (3, 64), (2, 4097), (2, 65), (2, 1000), (2, 4096)];
             let some = if gpu || dtype == DType::F32 { sizes.len() } else { 1 };
             for (rows, n) in sizes.into_iter().take(some) {
@@ -119,10 +126,15 @@ fn the_first_and_the_middle_of_lines() {
                 for k in [1, 7, 64, 300, 512].into_iter().filter(|&k| k <= n && (gpu || matches!(k, 7 | 300))) {
                     for largest in [true, false] {
                         let what = format!("the first {k} of {rows} x {n} {dtype}, {largest}");
-                        same(t.topk(k, 1, largest).unwrap(), &of, |line| sorted(line, largest)[..k].to_vec(), &what);
+                        assert_selected(
+                            t.topk(k, 1, largest).unwrap(),
+                            &of,
+                            |line| sorted(line, largest)[..k].to_vec(),
+                            &what,
+                        );
                     }
                     let nth = |line: &[f64]| vec![sorted(line, false)[n - k]];
-                    same(
+                    assert_selected(
                         t.kthvalue(n - k + 1, 1, false).unwrap(),
                         &of,
                         nth,
@@ -134,19 +146,24 @@ fn the_first_and_the_middle_of_lines() {
                     let nans = nans(line);
                     vec![sorted(line, false)[if nans > 0 { n - nans } else { (n - 1) / 2 }]]
                 };
-                same(t.median(1, false).unwrap(), &of, middle, &format!("the median of {n} {dtype}"));
+                assert_selected(t.median(1, false).unwrap(), &of, middle, &format!("the median of {n} {dtype}"));
                 let middle = |line: &[f64]| vec![sorted(line, false)[(n - 1).saturating_sub(nans(line)) / 2]];
-                same(t.nanmedian(1, false).unwrap(), &of, middle, &format!("the median but for NaN of {n} {dtype}"));
+                assert_selected(
+                    t.nanmedian(1, false).unwrap(),
+                    &of,
+                    middle,
+                    &format!("the median but for NaN of {n} {dtype}"),
+                );
             }
         }
-        // Side by side, backwards, and not from the start of memory.
+        // Lines are interleaved and reversed, and the view has an offset.
         let host = numbers(90 * 80 * 3, 5, DType::F32, true);
         let t = upload(&host, &[90, 80, 3], DType::F32, device);
         let turned = t.narrow(0, 7, 70).unwrap().flip(0).unwrap();
         let of: Vec<Vec<f64>> = (0..240).map(|j| (7..77).rev().map(|i| host[i * 240 + j]).collect()).collect();
         let (top, at) = turned.topk(5, 0, true).unwrap();
         let last = |t: &Tensor| t.permute(&[1, 2, 0]).unwrap();
-        same((last(&top), last(&at)), &of, |line| sorted(line, true)[..5].to_vec(), "turned");
+        assert_selected((last(&top), last(&at)), &of, |line| sorted(line, true)[..5].to_vec(), "turned");
         let (top, at) = turned.median(0, true).unwrap();
         let middle = |line: &[f64]| {
             vec![
@@ -156,13 +173,13 @@ fn the_first_and_the_middle_of_lines() {
                 }],
             ]
         };
-        same((last(&top), last(&at)), &of, middle, "turned");
+        assert_selected((last(&top), last(&at)), &of, middle, "turned");
     }
 }
 
 #[test]
-fn the_first_of_what_is_in_order_already() {
-    for device in gpus("choice::the_first_of_what_is_in_order_already") {
+fn top_k_of_ordered_lines_matches_std() {
+    for device in gpus("choice::top_k_of_ordered_lines_matches_std") {
         let n = 40_000;
         for (what, host) in [
             ("rising", (0..n).map(f64::from).collect::<Vec<_>>()),
@@ -175,7 +192,7 @@ fn the_first_of_what_is_in_order_already() {
             for largest in [true, false] {
                 for k in [1, 8, 300].into_iter().skip(usize::from(!is_gpu(device))) {
                     let first = |line: &[f64]| sorted(line, largest)[..k].to_vec();
-                    same(
+                    assert_selected(
                         t.topk(k, 0, largest).unwrap(),
                         std::slice::from_ref(&host),
                         first,
@@ -185,7 +202,7 @@ fn the_first_of_what_is_in_order_already() {
             }
             let nans = host.iter().filter(|v| v.is_nan()).count();
             let middle = if nans > 0 { 0 } else { (n as usize - 1) / 2 };
-            same(
+            assert_selected(
                 t.median(0, false).unwrap(),
                 std::slice::from_ref(&host),
                 |line| vec![sorted(line, false)[middle]],
@@ -195,10 +212,10 @@ fn the_first_of_what_is_in_order_already() {
     }
 }
 
-/// Lines of slices that groups count digits of.
+/// Long lines are split into slices, and groups count the digits of each slice.
 #[test]
-fn few_long_lines_are_searched_by_digits() {
-    for device in gpus("choice::few_long_lines_are_searched_by_digits") {
+fn selections_from_long_lines_match_std() {
+    for device in gpus("choice::selections_from_long_lines_match_std") {
         let dtypes = [DType::F32, DType::F16, DType::U8, DType::I64];
         for dtype in dtypes.into_iter().take(if is_gpu(device) { 4 } else { 2 }) {
             for (rows, n) in [(1, 70_001), (3, 65_600)] {
@@ -207,11 +224,21 @@ fn few_long_lines_are_searched_by_digits() {
                 let of = lines(&values(&t), n);
                 for k in [1, n / 3, n] {
                     let nth = |line: &[f64]| vec![sorted(line, false)[k - 1]];
-                    same(t.kthvalue(k, 1, false).unwrap(), &of, nth, &format!("element {k} of {rows} x {n} {dtype}"));
+                    assert_selected(
+                        t.kthvalue(k, 1, false).unwrap(),
+                        &of,
+                        nth,
+                        &format!("element {k} of {rows} x {n} {dtype}"),
+                    );
                 }
                 for largest in [true, false] {
                     let first = |line: &[f64]| sorted(line, largest)[..5000].to_vec();
-                    same(t.topk(5000, 1, largest).unwrap(), &of, first, &format!("5000 of {rows} x {n} {dtype}"));
+                    assert_selected(
+                        t.topk(5000, 1, largest).unwrap(),
+                        &of,
+                        first,
+                        &format!("5000 of {rows} x {n} {dtype}"),
+                    );
                 }
             }
         }
@@ -219,8 +246,8 @@ fn few_long_lines_are_searched_by_digits() {
 }
 
 #[test]
-fn gradients_of_what_is_chosen() {
-    for device in gpus("choice::gradients_of_what_is_chosen") {
+fn gradients_reach_the_selected_elements() {
+    for device in gpus("choice::gradients_reach_the_selected_elements") {
         let host = numbers(200, 9, DType::F32, false);
         let t = upload(&host, &[2, 100], DType::F32, device).requires_grad_(true).unwrap();
         let (top, _) = t.topk(3, 1, true).unwrap();
@@ -239,8 +266,8 @@ fn gradients_of_what_is_chosen() {
 }
 
 #[test]
-fn the_greatest_of_rows_in_vectors() {
-    for device in gpus("choice::the_greatest_of_rows_in_vectors") {
+fn maxima_and_minima_of_rows_match_std() {
+    for device in gpus("choice::maxima_and_minima_of_rows_match_std") {
         let all = [DType::F32, DType::F16, DType::U8, DType::I64, DType::I32, DType::F64];
         for dtype in all.into_iter().take(if is_gpu(device) { 6 } else { 4 }) {
             for (rows, n) in [(3, 16), (5, 48), (2, 272), (2, 4112), (1, 70_000)] {
@@ -253,16 +280,16 @@ fn the_greatest_of_rows_in_vectors() {
                         vec![nan.unwrap_or_else(|| sorted(line, largest)[0])]
                     };
                     let what = format!("{rows} x {n} {dtype}");
-                    same(t.max_dim(1, false).unwrap(), &of, |line| best(line, true), &what);
-                    same(t.min_dim(1, false).unwrap(), &of, |line| best(line, false), &what);
+                    assert_selected(t.max_dim(1, false).unwrap(), &of, |line| best(line, true), &what);
+                    assert_selected(t.min_dim(1, false).unwrap(), &of, |line| best(line, false), &what);
                 }
             }
         }
     }
 }
 
-/// Places of what is not zero, and what is picked by it, of a tensor and its transpose, of all and of nothing.
-fn counts(device: Device) {
+/// Checks nonzero and masked_select of tensors and their transposes, with all, some or no elements selected.
+fn check_nonzero(device: Device) {
     let shapes: [&[usize]; 8] =
         [&[1], &[4095], &[4096], &[70_001], &[300, 41], &[3, 50, 70], &[2, 3, 4, 5], &[20_000, 2]];
     for (i, shape) in shapes.into_iter().enumerate() {
@@ -299,7 +326,7 @@ fn counts(device: Device) {
             }
         }
     }
-    // Both broadcast, from inside memory.
+    // Tensor and mask are both broadcast and both have an offset.
     let x = Tensor::arange(0, 900, 1, device).unwrap().narrow(0, 9, 300).unwrap().reshape([300, 1]).unwrap();
     let mask = Tensor::from_slice(&[false, true, true, false, true], 5, device).unwrap().narrow(0, 1, 4).unwrap();
     let want: Vec<f32> = (9..309).flat_map(|i| [i as f32; 3]).collect();
@@ -312,11 +339,11 @@ fn counts(device: Device) {
 }
 
 #[test]
-fn what_is_not_zero_on_gpus() {
-    gpus("choice::what_is_not_zero_on_gpus").into_iter().for_each(counts);
+fn nonzero_is_correct_with_gpu_kernels() {
+    gpus("choice::nonzero_is_correct_with_gpu_kernels").into_iter().for_each(check_nonzero);
 }
 
 #[test]
-fn what_is_not_zero_on_processors() {
-    common::devices().into_iter().filter(|&d| d != Device::Cpu).take(1).for_each(counts);
+fn nonzero_is_correct_with_processor_kernels() {
+    common::devices().into_iter().filter(|&d| d != Device::Cpu).take(1).for_each(check_nonzero);
 }

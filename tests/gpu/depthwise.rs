@@ -1,12 +1,12 @@
-//! Convolutions of which every channel is a group, and their gradients: beside the CPU device, which is tested against the definition.
+//! Tests depthwise convolutions and their gradients against the CPU device, which is tested against the definition.
 
 use claystone::{ConvOptions, DType, Device, MemoryFormat, Result};
 
-use crate::common::gpus::{assert_same, everywhere, upload};
+use crate::common::gpus::{assert_same, gpus_and_processors, upload};
 use crate::common::values;
 
 struct Case {
-    /// Images, channels of theirs, channels of windows for each.
+    /// Number of images, channels per image, and output channels per input channel.
     sizes: [usize; 3],
     image: [usize; 2],
     kernel: [usize; 2],
@@ -25,7 +25,7 @@ const CASES: [Case; 7] = [
     Case { sizes: [67, 2, 1], image: [31, 33], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
 ];
 
-/// Small numbers, of which sums are exact in f32; with some that are not finite.
+/// Small numbers whose sums are exact in f32. With `special`, some are infinite or NaN.
 fn numbers(n: usize, seed: usize, special: bool) -> Vec<f64> {
     let number = |i: usize| match (i * 7919 + seed * 31) % 211 {
         0 if special => f64::INFINITY,
@@ -35,14 +35,14 @@ fn numbers(n: usize, seed: usize, special: bool) -> Vec<f64> {
     (0..n).map(number).collect()
 }
 
-/// The result and the gradients of images, weight and bias.
+/// The result, and the gradients of images, weight and bias.
 fn made(case: &Case, dtype: DType, special: bool, device: Device) -> Result<Vec<Vec<f64>>> {
     let Case { sizes: [n, c, multiplier], image: [h, w], kernel: [kh, kw], stride, padding, dilation } = *case;
     let put = |shape: &[usize], seed: usize| {
         let t = upload(&numbers(shape.iter().product(), seed, special), shape, dtype, device);
         t.requires_grad_(true)
     };
-    // Images are every second row of larger ones, mirrored: an offset, a step and a negative stride.
+    // Images are a mirrored view of every second row: offset, step and negative stride.
     let whole = put(&[n, c, 2 * h, w], 1)?;
     let x = whole.slice(2, 1, None, 2)?.flip([3])?;
     let (weight, bias) = (put(&[c * multiplier, 1, kh, kw], 2)?, put(&[c * multiplier], 3)?);
@@ -53,8 +53,8 @@ fn made(case: &Case, dtype: DType, special: bool, device: Device) -> Result<Vec<
     Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
 }
 
-/// Rows of halves that travel eight or four at once, forward and back, with what is read before and after them; and some that cannot.
-const ROWS: [Case; 6] = [
+/// Rows of halves that kernels load eight or four at a time, with the elements before and after, and rows that they cannot.
+const HALF_ROW_CASES: [Case; 6] = [
     Case { sizes: [2, 3, 1], image: [9, 24], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
     Case { sizes: [2, 3, 2], image: [6, 12], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
     Case { sizes: [2, 2, 1], image: [8, 32], kernel: [3, 3], stride: [2, 2], padding: [1, 1], dilation: [1, 1] },
@@ -64,9 +64,9 @@ const ROWS: [Case; 6] = [
 ];
 
 #[test]
-fn rows_of_halves() {
-    for device in everywhere("depthwise::rows_of_halves") {
-        for (i, case) in ROWS.iter().enumerate() {
+fn rows_of_halves_match_the_cpu() {
+    for device in gpus_and_processors("depthwise::rows_of_halves_match_the_cpu") {
+        for (i, case) in HALF_ROW_CASES.iter().enumerate() {
             let made = |dtype: DType, device: Device| -> Vec<Vec<f64>> {
                 let Case { sizes: [n, c, multiplier], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
                     *case;
@@ -92,9 +92,9 @@ fn rows_of_halves() {
     }
 }
 
-/// Channels-last images and gradients: results have their format and the values of row-major ones.
+/// Channels-last images and gradients give channels-last results with the values of row-major images.
 #[test]
-fn channels_last() {
+fn channels_last_convolutions_match_row_major_ones() {
     let made = |format: MemoryFormat, device: Device| -> Result<Vec<Vec<f64>>> {
         let put = |shape: &[usize], seed: usize| {
             let t = upload(&numbers(shape.iter().product(), seed, false), shape, DType::F32, device);
@@ -106,14 +106,14 @@ fn channels_last() {
         let gradient = put(y.shape().dims(), 4)?;
         y.backward_with(&gradient.detach())?;
         let results = [y.detach(), x.grad().unwrap(), weight.grad().unwrap()];
-        // The CPU device's are row-major.
+        // Results of the CPU device are always row-major.
         assert!(
             device == Device::Cpu || results[..2].iter().all(|t| t.is_contiguous_in(format)),
             "{format} on {device}"
         );
         Ok(results.iter().map(values).collect())
     };
-    for device in everywhere("depthwise::channels_last") {
+    for device in gpus_and_processors("depthwise::channels_last_convolutions_match_row_major_ones") {
         let want = made(MemoryFormat::Contiguous, Device::Cpu).unwrap();
         for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
             for (got, want) in made(format, device).unwrap().iter().zip(&want) {
@@ -124,8 +124,8 @@ fn channels_last() {
 }
 
 #[test]
-fn channels_that_are_groups() {
-    for device in everywhere("depthwise::channels_that_are_groups") {
+fn depthwise_convolutions_match_the_cpu() {
+    for device in gpus_and_processors("depthwise::depthwise_convolutions_match_the_cpu") {
         for (i, case) in CASES.iter().enumerate() {
             for (dtype, special, tolerance) in
                 [(DType::F32, false, 1e-5), (DType::F32, true, 1e-5), (DType::BF16, false, 2e-2)]

@@ -1,16 +1,16 @@
-//! Convolutions of several channels and their gradients, which tensor cores multiply without columns, beside the CPU device, which is
-//! tested against the definition.
+//! Tests convolutions that tensor cores compute without an im2col matrix, and their gradients, against the CPU device. The CPU
+//! device is tested against the definition.
 
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, MemoryFormat, Result, set_float32_matmul_precision};
 
-use crate::common::gpus::{assert_same, cases, everywhere, is_gpu, upload};
-use crate::common::{alone, values};
+use crate::common::gpus::{assert_same, gpus_and_processors, is_gpu, thinned_cases, upload};
+use crate::common::{in_own_process, values};
 
 #[derive(Clone, Copy)]
 struct Case {
     n: usize,
     groups: usize,
-    /// Of a group: channels of images, and of windows.
+    /// Input and output channels per group.
     channels: [usize; 2],
     image: [usize; 2],
     kernel: [usize; 2],
@@ -24,7 +24,7 @@ const fn case(n: usize, channels: [usize; 2], image: [usize; 2], kernel: [usize;
 }
 
 impl Case {
-    const fn moves(self, stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2]) -> Case {
+    const fn with_geometry(self, stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2]) -> Case {
         Case { stride, padding, dilation, ..self }
     }
 
@@ -32,18 +32,18 @@ impl Case {
         Case { groups, ..self }
     }
 
-    /// The result and the gradients of images, weight and bias; images are channels-last, and on GPUs the weight and the
-    /// result's gradient, or images are views of larger ones with reversed rows.
+    /// The result, and the gradients of images, weight and bias. With `last`, images are channels-last, and on GPUs the weight and
+    /// the result's gradient too. Otherwise images are views of every second row with reversed columns.
     fn made(&self, dtype: DType, last: bool, transposed: bool, device: Device) -> Result<Vec<Vec<f64>>> {
         let Case { n, groups, channels: [inner, outer], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
             *self;
-        // Small whole numbers: their sums are exact.
+        // Small whole numbers have exact sums.
         let put = |shape: &[usize], seed: usize| {
             let number = |i: usize| ((i * 7919 + i * i * 31 + seed) % 5) as f64 - 2.0;
             let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
             upload(&numbers, shape, dtype, device).requires_grad_(true)
         };
-        // A processor's compiler does not come to an end with some of the kernels of GPUs that read such weights and gradients.
+        // A processor's compiler does not finish for some GPU kernels that read channels-last weights and gradients.
         let format = if last && is_gpu(device) { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
         let (c, o) = (groups * inner, groups * outer);
         let (given, made) = if transposed { (o, c) } else { (c, o) };
@@ -62,7 +62,7 @@ impl Case {
                 x.conv_transpose2d(&weight, Some(&bias), options)?
             }
         };
-        // In the order of the images on tensor cores, else row-major.
+        // With tensor cores the result has the layout of the images; otherwise it is row-major.
         assert!(y.is_contiguous() || last && y.is_contiguous_in(MemoryFormat::ChannelsLast));
         y.backward_with(&put(y.shape().dims(), 4)?.detach().to_memory_format(format)?)?;
         let grads = [&whole, &weights, &bias].map(|t| values(&t.grad().unwrap()));
@@ -71,43 +71,43 @@ impl Case {
 }
 
 const CASES: [Case; 28] = [
-    case(2, [16, 24], [7, 9], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
-    case(2, [64, 64], [8, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
-    case(1, [40, 136], [16, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
-    case(1, [72, 264], [10, 10], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
-    case(2, [9, 10], [11, 6], [3, 2]).moves([1, 1], [1, 0], [1, 2]),
-    case(2, [20, 32], [13, 10], [3, 3]).moves([2, 1], [1, 1], [2, 1]),
-    case(2, [3, 64], [33, 31], [7, 7]).moves([2, 2], [3, 3], [1, 1]),
-    case(3, [20, 12], [5, 6], [3, 3]).moves([1, 1], [1, 1], [1, 1]).groups(2),
-    case(2, [32, 64], [8, 8], [3, 3]).moves([2, 2], [1, 1], [1, 1]).groups(3),
-    case(2, [64, 72], [7, 7], [1, 1]), // lines that no copy can begin at
+    case(2, [16, 24], [7, 9], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
+    case(2, [64, 64], [8, 16], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
+    case(1, [40, 136], [16, 16], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
+    case(1, [72, 264], [10, 10], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
+    case(2, [9, 10], [11, 6], [3, 2]).with_geometry([1, 1], [1, 0], [1, 2]),
+    case(2, [20, 32], [13, 10], [3, 3]).with_geometry([2, 1], [1, 1], [2, 1]),
+    case(2, [3, 64], [33, 31], [7, 7]).with_geometry([2, 2], [3, 3], [1, 1]),
+    case(3, [20, 12], [5, 6], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
+    case(2, [32, 64], [8, 8], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]).groups(3),
+    case(2, [64, 72], [7, 7], [1, 1]), // lines too unaligned for asynchronous copies
     case(2, [64, 72], [8, 8], [1, 1]),
-    case(2, [64, 32], [9, 9], [1, 1]).moves([2, 2], [0, 0], [1, 1]),
-    case(1, [72, 16], [9, 9], [3, 3]).moves([1, 1], [4, 4], [1, 1]), // more padding than windows reach
-    case(1, [256, 64], [3, 3], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // few tiles share the depth
-    case(2, [64, 40], [9, 8], [3, 3]).moves([2, 2], [1, 1], [1, 1]),
-    case(2, [24, 72], [11, 13], [4, 5]).moves([2, 2], [1, 2], [1, 1]).groups(2),
-    case(2, [16, 160], [10, 12], [3, 4]).moves([1, 2], [3, 0], [2, 3]),
-    case(9, [8, 8], [1, 65], [1, 4]).moves([1, 1], [0, 3], [1, 1]),
-    case(2, [64, 64], [16, 10], [3, 3]).moves([2, 1], [1, 1], [1, 1]), // rows apart that are no whole vectors, of images that are
-    case(2, [24, 64], [10, 12], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // a weight that both passes read as it is
-    case(2, [24, 64], [9, 8], [1, 1]).moves([2, 2], [0, 0], [1, 1]),   // pixels that no window reaches
-    case(2, [64, 64], [9, 12], [3, 3]).moves([2, 2], [1, 1], [1, 1]).groups(2),
-    case(1, [16, 32], [4, 40], [1, 20]).moves([1, 1], [0, 9], [1, 1]), // more columns of taps than bits
-    case(2, [124, 64], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]), // channels that are filled up to a tile
-    case(2, [252, 128], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]),
-    case(2, [2, 40], [13, 22], [5, 7]).moves([1, 4], [2, 1], [1, 1]), // rows of the kernel as taps
-    case(2, [3, 96], [20, 20], [4, 4]).moves([4, 4], [0, 0], [1, 1]),
-    case(2, [3, 72], [14, 13], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // an image gradient of blocks
+    case(2, [64, 32], [9, 9], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),
+    case(1, [72, 16], [9, 9], [3, 3]).with_geometry([1, 1], [4, 4], [1, 1]), // padding larger than the window
+    case(1, [256, 64], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // few tiles, so that groups split the depth
+    case(2, [64, 40], [9, 8], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
+    case(2, [24, 72], [11, 13], [4, 5]).with_geometry([2, 2], [1, 2], [1, 1]).groups(2),
+    case(2, [16, 160], [10, 12], [3, 4]).with_geometry([1, 2], [3, 0], [2, 3]),
+    case(9, [8, 8], [1, 65], [1, 4]).with_geometry([1, 1], [0, 3], [1, 1]),
+    case(2, [64, 64], [16, 10], [3, 3]).with_geometry([2, 1], [1, 1], [1, 1]), // row distances that are not whole vectors
+    case(2, [24, 64], [10, 12], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // both passes read the weight without conversion
+    case(2, [24, 64], [9, 8], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),   // pixels outside every window
+    case(2, [64, 64], [9, 12], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]).groups(2),
+    case(1, [16, 32], [4, 40], [1, 20]).with_geometry([1, 1], [0, 9], [1, 1]), // more kernel columns than bits in a mask
+    case(2, [124, 64], [12, 12], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]), // channels padded to a full tile
+    case(2, [252, 128], [12, 12], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),
+    case(2, [2, 40], [13, 22], [5, 7]).with_geometry([1, 4], [2, 1], [1, 1]), // kernel rows as taps
+    case(2, [3, 96], [20, 20], [4, 4]).with_geometry([4, 4], [0, 0], [1, 1]),
+    case(2, [3, 72], [14, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // image gradient computed in blocks
 ];
 
-/// Every case in each dtype, channels-last or not, transposed or not, beside the CPU device.
+/// Checks each case for each of the given (dtype, channels-last, transposed) against the CPU device.
 fn check(device: Device, kinds: &[(DType, bool, bool)]) {
-    for (i, case) in cases(&CASES, 7, device).iter().enumerate() {
+    for (i, case) in thinned_cases(&CASES, 7, device).iter().enumerate() {
         for &(dtype, last, transposed) in kinds {
             let got = case.made(dtype, last, transposed, device).unwrap();
             let exact = case.made(DType::F32, last, transposed, Device::Cpu).unwrap();
-            // Where columns are added up in bf16, large sums are rounded more than once.
+            // Gradients that are summed from columns in bf16 are rounded more than once.
             let tolerance = if dtype == DType::BF16 && !is_gpu(device) { 1.0 / 128.0 } else { 1e-6 };
             for (what, (got, exact)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&exact)) {
                 let want = values(&upload(exact, &[exact.len()], dtype, Device::Cpu));
@@ -119,17 +119,17 @@ fn check(device: Device, kinds: &[(DType, bool, bool)]) {
 }
 
 #[test]
-fn channels_in_groups() {
-    for device in everywhere("implicit_gemm::channels_in_groups") {
+fn convolutions_match_the_cpu() {
+    for device in gpus_and_processors("implicit_gemm::convolutions_match_the_cpu") {
         let halves = [(DType::F16, false, false), (DType::F16, true, true), (DType::BF16, true, false)];
         check(device, &[&halves[..], &[(DType::F32, false, false), (DType::F32, true, true)]].concat());
     }
 }
 
-/// TF32 holds the small numbers of these cases exactly.
+/// TF32 represents the small numbers of these cases exactly.
 #[test]
-fn channels_in_groups_as_tf32() {
-    if alone("implicit_gemm::channels_in_groups_as_tf32") {
+fn tf32_convolutions_match_the_cpu() {
+    if in_own_process("implicit_gemm::tf32_convolutions_match_the_cpu") {
         set_float32_matmul_precision("medium").unwrap();
         let layouts = [(false, false), (false, true), (true, false), (true, true)];
         check(Device::best(), &layouts.map(|(last, transposed)| (DType::F32, last, transposed)));

@@ -1,5 +1,5 @@
-//! Reading and writing through indices by the kernels of GPUs, against plain loops, at sizes around the edges of their rows, lists
-//! and tiles. Where no GPU is, an OpenCL processor runs them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`.
+//! Tests GPU kernels that read and write through indices against plain loops, at sizes around the edges of rows, lists and tiles.
+//! Without a GPU, an OpenCL processor runs the kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
 
 use claystone::ops::ScatterReduce;
 use claystone::{DType, Device, Error, Tensor};
@@ -7,12 +7,12 @@ use claystone::{DType, Device, Error, Tensor};
 use crate::common;
 use crate::common::values;
 
-fn gpu(test: &str) -> Option<Device> {
-    let there = common::again_with(test, "CLAYSTONE_KERNELS", "gpu");
+fn device_with_gpu_kernels(test: &str) -> Option<Device> {
+    let there = common::in_child_with(test, "CLAYSTONE_KERNELS", "gpu");
     common::devices().into_iter().find(|&d| there && d != Device::Cpu)
 }
 
-/// Numbers that every dtype stores exactly; with a NaN and infinities where there are any.
+/// Numbers that the dtype represents exactly, including NaN and infinity for floats.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     (0..n)
         .map(|i| match (i * 7 + seed) * 31 % 61 {
@@ -24,12 +24,12 @@ fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
         .collect()
 }
 
-/// Sums of these depend on their order.
+/// Numbers whose sum depends on the order of addition.
 fn fractions(n: usize, seed: usize) -> Vec<f64> {
     (0..n).map(|i| f64::from(((i + seed) * 131 % 1013) as f32 * 0.37 - 150.1)).collect()
 }
 
-/// A matrix that begins `skip` elements into its memory and has a gap of as many after each row.
+/// A matrix that begins `skip` elements into its memory and has a gap of `skip` elements between rows.
 fn matrix(xs: &[f64], [rows, columns]: [usize; 2], skip: usize, dtype: DType, device: Device) -> Tensor {
     let padded: Vec<f64> =
         xs.chunks(columns).flat_map(|row| vec![0.0; skip].into_iter().chain(row.iter().copied())).collect();
@@ -50,8 +50,8 @@ fn assert_same(got: &[f64], want: &[f64], what: &str) {
     );
 }
 
-/// Places below `size`; with `crowded` half of them are one of two.
-fn places(n: usize, size: usize, crowded: bool) -> Vec<i64> {
+/// Indices below `size`. With `crowded`, half of them are 0 or 1.
+fn index_values(n: usize, size: usize, crowded: bool) -> Vec<i64> {
     let one = |i: usize| if crowded && i.is_multiple_of(2) { i / 2 % 2 % size } else { i * 7919 % 10007 * 31 % size };
     (0..n).map(|i| one(i) as i64).collect()
 }
@@ -60,8 +60,8 @@ fn index(places: &[i64], shape: &[usize], dtype: DType, device: Device) -> Tenso
     Tensor::from_slice(places, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
-/// `x[p]` becomes `meet` of itself and what arrives there, element after element.
-fn arrived(
+/// Expected result of a scatter: each source element in order replaces the target `x` by `meet(x, element)`.
+fn scattered_reference(
     x: &[f64],
     [_, columns]: [usize; 2],
     source: &[f64],
@@ -83,8 +83,8 @@ fn added(a: f64, b: f64) -> f64 {
 }
 
 #[test]
-fn rows_and_elements_are_read() {
-    let Some(device) = gpu("indices::rows_and_elements_are_read") else { return };
+fn rows_and_elements_are_read_exactly() {
+    let Some(device) = device_with_gpu_kernels("indices::rows_and_elements_are_read_exactly") else { return };
     for (dtype, of) in
         [(DType::F32, DType::I64), (DType::F16, DType::I32), (DType::F64, DType::U8), (DType::Bool, DType::I64)]
     {
@@ -95,7 +95,7 @@ fn rows_and_elements_are_read() {
                 let what = format!("{n} of {rows} x {columns} of {dtype} from {skip}");
                 let xs = numbers(rows * columns, 3, dtype);
                 let x = matrix(&xs, [rows, columns], skip, dtype, device);
-                let (down, along) = (places(n, rows, false), places(n, columns, false));
+                let (down, along) = (index_values(n, rows, false), index_values(n, columns, false));
                 let got = x.index_select(0, &index(&down, &[n], of, device)).unwrap();
                 let want: Vec<f64> =
                     (0..n * columns).map(|i| xs[down[i / columns] as usize * columns + i % columns]).collect();
@@ -104,12 +104,12 @@ fn rows_and_elements_are_read() {
                     let got = x.index_select(1, &index(&along, &[n], of, device)).unwrap();
                     let want: Vec<f64> = (0..rows * n).map(|i| xs[i / n * columns + along[i % n] as usize]).collect();
                     assert_same(&values(&got), &want, &format!("columns, {what}"));
-                    let each = places(rows * n, columns, true);
+                    let each = index_values(rows * n, columns, true);
                     let got = x.gather(1, &index(&each, &[rows, n], of, device)).unwrap();
                     let want: Vec<f64> = (0..rows * n).map(|i| xs[i / n * columns + each[i] as usize]).collect();
                     assert_same(&values(&got), &want, &format!("elements of rows, {what}"));
                 }
-                let each = places(n * columns, rows, true);
+                let each = index_values(n * columns, rows, true);
                 let got = x.gather(0, &index(&each, &[n, columns], of, device)).unwrap();
                 let want: Vec<f64> = (0..n * columns).map(|i| xs[each[i] as usize * columns + i % columns]).collect();
                 assert_same(&values(&got), &want, &format!("elements of columns, {what}"));
@@ -119,9 +119,9 @@ fn rows_and_elements_are_read() {
 }
 
 #[test]
-fn rows_arrive_in_order() {
-    let Some(device) = gpu("indices::rows_arrive_in_order") else { return };
-    // Lists that fill up and lists that stay empty; rows of single elements and of vectors, shorter and longer than a group.
+fn rows_are_added_in_order() {
+    let Some(device) = device_with_gpu_kernels("indices::rows_are_added_in_order") else { return };
+    // Some index lists fill up and some stay empty. Rows are read by elements or vectors, and are shorter or longer than a group.
     let shapes = [
         (3, 8, 5),
         (30, 5, 200),
@@ -138,27 +138,27 @@ fn rows_arrive_in_order() {
             let (xs, from) = (fractions(rows * columns, 1), fractions(n * columns, 5));
             let x = matrix(&xs, [rows, columns], skip, DType::F32, device);
             let source = matrix(&from, [n, columns], skip, DType::F32, device);
-            let to = places(n, rows, crowded);
+            let to = index_values(n, rows, crowded);
             let i = index(&to, &[n], DType::I64, device);
             let (of, shape) = ([rows, columns], [n, columns]);
             let place = |j: usize, c: usize| [to[j] as usize, c];
-            let want = arrived(&xs, of, &from, shape, place, added);
+            let want = scattered_reference(&xs, of, &from, shape, place, added);
             assert_same(&values(&x.index_add(0, &i, &source).unwrap()), &want, &what);
             let turned = x.t().unwrap().index_add(1, &i, &source.t().unwrap()).unwrap();
             assert_same(&values(&turned.t().unwrap()), &want, &what);
-            let want = arrived(&xs, of, &from, shape, place, |_, new| new);
+            let want = scattered_reference(&xs, of, &from, shape, place, |_, new| new);
             assert_same(&values(&x.index_copy(0, &i, &source).unwrap()), &want, &what);
             x.index_add_(0, &i, &source).unwrap();
-            let want = arrived(&xs, of, &from, shape, place, added);
+            let want = scattered_reference(&xs, of, &from, shape, place, added);
             assert_same(&values(&x), &want, &what);
         }
     }
 }
 
 #[test]
-fn elements_arrive_in_order() {
-    let Some(device) = gpu("indices::elements_arrive_in_order") else { return };
-    // Around a block of indices, a row that local memory holds, and a few columns beside each other.
+fn elements_are_added_in_order() {
+    let Some(device) = device_with_gpu_kernels("indices::elements_are_added_in_order") else { return };
+    // Sizes around a block of indices and around rows that fit in local memory, and matrices with few columns.
     let shapes =
         [(3, 5, 1023), (2, 4095, 1025), (1, 4096, 1024), (2, 4097, 2100), (1, 60_000, 3000), (9, 17, 40), (1, 3, 4000)];
     for (rows, columns, n) in shapes {
@@ -167,40 +167,40 @@ fn elements_arrive_in_order() {
             let (xs, from) = (fractions(rows * columns, 1), fractions(rows * n, 5));
             let x = matrix(&xs, [rows, columns], skip, DType::F32, device);
             let source = matrix(&from, [rows, n], skip, DType::F32, device);
-            let to = places(rows * n, columns, crowded);
+            let to = index_values(rows * n, columns, crowded);
             let i = index(&to, &[rows, n], DType::I64, device);
             let place = |r: usize, j: usize| [r, to[r * n + j] as usize];
-            let want = arrived(&xs, [rows, columns], &from, [rows, n], place, added);
+            let want = scattered_reference(&xs, [rows, columns], &from, [rows, n], place, added);
             assert_same(&values(&x.scatter_add(1, &i, &source).unwrap()), &want, &what);
-            // The same along the first dim, where neighbours are columns.
+            // Repeats the check along dimension 0, where adjacent elements belong to different columns.
             let deep = |t: &Tensor| t.t().unwrap().contiguous().unwrap();
             let got = deep(&x).scatter_add(0, &deep(&i), &deep(&source)).unwrap();
             assert_same(&values(&got.t().unwrap()), &want, &what);
-            let want = arrived(&xs, [rows, columns], &from, [rows, n], place, |_, new| new);
+            let want = scattered_reference(&xs, [rows, columns], &from, [rows, n], place, |_, new| new);
             assert_same(&values(&x.scatter(1, &i, &source).unwrap()), &want, &what);
         }
     }
 }
 
-/// Two indices are one into all elements, of which few are named: tiles serve what would be rows.
+/// Two index tensors combine to one index of all rows. As few rows are addressed, the kernels work on tiles.
 #[test]
-fn few_rows_of_many_arrive_in_order() {
-    let Some(device) = gpu("indices::few_rows_of_many_arrive_in_order") else { return };
+fn rows_of_two_indices_are_added_in_order() {
+    let Some(device) = device_with_gpu_kernels("indices::rows_of_two_indices_are_added_in_order") else { return };
     let (blocks, rows, columns, n) = (40, 500, 9, 3000);
     let (xs, from) = (fractions(blocks * rows * columns, 1), fractions(n * columns, 5));
     let x = matrix(&xs, [blocks * rows, columns], 0, DType::F32, device).reshape([blocks, rows, columns]).unwrap();
     let source = matrix(&from, [n, columns], 0, DType::F32, device);
-    let (block, row) = (places(n, blocks, true), places(n, rows, true));
+    let (block, row) = (index_values(n, blocks, true), index_values(n, rows, true));
     let [i, j] = [&block, &row].map(|p| index(p, &[n], DType::I64, device));
     let got = x.index_put(&[Some(&i), Some(&j)], &source, true).unwrap();
     let place = |k: usize, c: usize| [block[k] as usize * rows + row[k] as usize, c];
-    let want = arrived(&xs, [blocks * rows, columns], &from, [n, columns], place, added);
+    let want = scattered_reference(&xs, [blocks * rows, columns], &from, [n, columns], place, added);
     assert_same(&values(&got), &want, "rows of two indices");
 }
 
 #[test]
-fn every_dtype_is_written() {
-    let Some(device) = gpu("indices::every_dtype_is_written") else { return };
+fn every_dtype_is_written_exactly() {
+    let Some(device) = device_with_gpu_kernels("indices::every_dtype_is_written_exactly") else { return };
     use DType::*;
     let (rows, columns, n) = (6, 24, 50);
     let nan_max = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) };
@@ -210,33 +210,41 @@ fn every_dtype_is_written() {
         let (xs, from) = (numbers(rows * columns, 2, dtype), numbers(n * columns, 9, dtype));
         let x = matrix(&xs, [rows, columns], 0, dtype, device);
         let source = matrix(&from, [n, columns], 0, dtype, device);
-        let (line, each) = (places(n, rows, true), places(n * columns, rows, false));
+        let (line, each) = (index_values(n, rows, true), index_values(n * columns, rows, false));
         let (i, e) = (index(&line, &[n], of, device), index(&each, &[n, columns], of, device));
         let (shape, wide) = ([rows, columns], [n, columns]);
         let by_line = |j: usize, c: usize| [line[j] as usize, c];
         let by_each = |j: usize, c: usize| [each[j * columns + c] as usize, c];
         let same =
             |got: Tensor, want: Vec<f64>, what: &str| assert_same(&values(&got), &want, &format!("{what} {dtype}"));
-        same(x.index_copy(0, &i, &source).unwrap(), arrived(&xs, shape, &from, wide, by_line, |_, new| new), "copy");
-        same(x.scatter(0, &e, &source).unwrap(), arrived(&xs, shape, &from, wide, by_each, |_, new| new), "scatter");
+        same(
+            x.index_copy(0, &i, &source).unwrap(),
+            scattered_reference(&xs, shape, &from, wide, by_line, |_, new| new),
+            "copy",
+        );
+        same(
+            x.scatter(0, &e, &source).unwrap(),
+            scattered_reference(&xs, shape, &from, wide, by_each, |_, new| new),
+            "scatter",
+        );
         if dtype == Bool {
             continue;
         }
-        let sums = arrived(&xs, shape, &from, wide, by_line, |a, b| a + b);
+        let sums = scattered_reference(&xs, shape, &from, wide, by_line, |a, b| a + b);
         same(x.index_add(0, &i, &source).unwrap(), sums, "index_add");
-        let sums = arrived(&xs, shape, &from, wide, by_each, |a, b| a + b);
+        let sums = scattered_reference(&xs, shape, &from, wide, by_each, |a, b| a + b);
         same(x.scatter_add(0, &e, &source).unwrap(), sums, "scatter_add");
         let most = x.scatter_reduce(0, &e, &source, ScatterReduce::Amax, true).unwrap();
-        same(most, arrived(&xs, shape, &from, wide, by_each, nan_max), "amax");
+        same(most, scattered_reference(&xs, shape, &from, wide, by_each, nan_max), "amax");
     }
 }
 
 #[test]
-fn what_is_out_of_range_is_named() {
-    let Some(device) = gpu("indices::what_is_out_of_range_is_named") else { return };
+fn indices_out_of_range_are_named() {
+    let Some(device) = device_with_gpu_kernels("indices::indices_out_of_range_are_named") else { return };
     let (rows, columns, n) = (20, 16, 3000);
     for bad in [rows as i64, -1, i64::MIN, i64::MAX] {
-        let mut to = places(n, rows, false);
+        let mut to = index_values(n, rows, false);
         to[2600] = bad;
         let i = index(&to, &[n], DType::I64, device);
         let each = i.reshape([n, 1]).unwrap().expand([n, columns]).unwrap().contiguous().unwrap();
@@ -256,7 +264,7 @@ fn what_is_out_of_range_is_named() {
             let error = call().and_then(|t| t.to_vec::<f32>()).map(drop).expect_err(&format!("call {k}, {bad}"));
             assert!(matches!(error, Error::IndexOutOfRange { index, size: 20, .. } if index == bad), "{k}: {error}");
         }
-        // From the end, where that is meant.
+        // Negative indices count from the end where this is allowed.
         let ends = x.index_fill(0, &index(&[-1, -20], &[2], DType::I64, device), 99.0).unwrap();
         let got = values(&ends);
         assert!(got[..columns].iter().chain(&got[19 * columns..]).all(|&v| v == 99.0));

@@ -1,17 +1,17 @@
-//! The kernels of GPUs, at sizes around the edges of their vectors and tiles, through offsets and strides, in every dtype.
-//! Where no GPU is, OpenCL processors run them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`. The same of
-//! elementwise kernels is asked of processors' own.
+//! Tests the GPU kernels in every dtype, at sizes around the edges of vectors and tiles, with offsets and strides. Without a GPU,
+//! an OpenCL processor runs the kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`. The processors' own elementwise
+//! kernels are tested as well.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Interpolation, Tensor};
 
-use crate::common::gpus::{assert_same, cases, everywhere, gpus, is_gpu, upload};
+use crate::common::gpus::{assert_same, gpus, gpus_and_processors, is_gpu, thinned_cases, upload};
 use crate::common::values;
 
-/// Sizes around vectors of 2 to 16 elements and groups of 256.
+/// Sizes around vectors of 2 to 16 elements and around groups of 256.
 const SIZES: [usize; 19] = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1023, 4099];
 
-/// Numbers that every dtype stores exactly, but for the sign; with a NaN and an infinity where there are any.
+/// Whole numbers, not negative for unsigned dtypes, and including NaN and infinity for floats.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     let least = if matches!(dtype, DType::U8 | DType::U32) { 0 } else { -8 };
     (0..n)
@@ -24,7 +24,7 @@ fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
         .collect()
 }
 
-/// A sum of two elements as the dtype stores it.
+/// Sum of two elements, rounded or wrapped to the dtype.
 fn added(a: f64, b: f64, dtype: DType) -> f64 {
     match dtype {
         DType::U8 => ((a + b) as i64 as u8).into(),
@@ -35,8 +35,8 @@ fn added(a: f64, b: f64, dtype: DType) -> f64 {
 }
 
 #[test]
-fn neighbours_in_every_dtype_size_and_offset() {
-    for device in everywhere("kernels::neighbours_in_every_dtype_size_and_offset") {
+fn additions_are_exact_in_every_dtype_size_and_offset() {
+    for device in gpus_and_processors("kernels::additions_are_exact_in_every_dtype_size_and_offset") {
         for dtype in DType::ALL {
             let most = SIZES[SIZES.len() - 1] + 4;
             let (xs, ys) = (numbers(most, 0, dtype), numbers(most, 3, dtype));
@@ -47,7 +47,7 @@ fn neighbours_in_every_dtype_size_and_offset() {
                     let (a, b) = (x.narrow(0, at, n).unwrap(), y.narrow(0, to, n).unwrap());
                     let want: Vec<f64> = (0..n).map(|i| added(xs[at + i], ys[to + i], dtype)).collect();
                     assert_same(&values(&a.add(&b).unwrap()), &want, 0.0, &what);
-                    // Written to a view, with guards on both sides.
+                    // The result is a view between guard elements.
                     let out = upload(&vec![1.0; most], &[most], dtype, device);
                     out.narrow(0, to, n).unwrap().copy_(&a.add(&b).unwrap()).unwrap();
                     out.narrow(0, to, n).unwrap().add_(&b).unwrap();
@@ -61,14 +61,14 @@ fn neighbours_in_every_dtype_size_and_offset() {
 }
 
 #[test]
-fn conversions_between_all_dtypes() {
-    for device in gpus("kernels::conversions_between_all_dtypes") {
+fn conversions_between_all_dtypes_match_the_cpu() {
+    for device in gpus("kernels::conversions_between_all_dtypes_match_the_cpu") {
         for from in DType::ALL {
             let xs = numbers(37, 1, from);
             let x = upload(&xs, &[37], from, device);
             let host = x.to_device(Device::Cpu).unwrap();
             for to in DType::ALL {
-                // The CPU device's conversions are tested against Rust's `as`.
+                // The conversions of the CPU device are tested against Rust's `as`.
                 let want = values(&host.to_dtype(to).unwrap());
                 assert_same(&values(&x.to_dtype(to).unwrap()), &want, 0.0, &format!("{from} to {to}"));
             }
@@ -77,8 +77,8 @@ fn conversions_between_all_dtypes() {
 }
 
 #[test]
-fn broadcast_rows_columns_and_scalars() {
-    for device in everywhere("kernels::broadcast_rows_columns_and_scalars") {
+fn broadcast_rows_columns_and_scalars_are_exact() {
+    for device in gpus_and_processors("kernels::broadcast_rows_columns_and_scalars_are_exact") {
         for (rows, columns) in [(1, 8), (3, 1), (3, 3), (5, 4), (7, 8), (2, 33), (9, 64), (3, 257)] {
             for dtype in [DType::F32, DType::F16, DType::BF16, DType::I64, DType::U8] {
                 let n = rows * columns;
@@ -95,7 +95,7 @@ fn broadcast_rows_columns_and_scalars() {
                 let scalar = x.add(&r.narrow(0, n - 1, 1).unwrap()).unwrap();
                 let want: Vec<f64> = (0..n).map(|i| added(xs[i], rs[n - 1], dtype)).collect();
                 assert_same(&values(&scalar), &want, 0.0, &what);
-                // Every second row, and the rows backwards.
+                // Adds the reversed rows to the rows.
                 let back = x.flip(0).unwrap().add(&x).unwrap();
                 let at = |i: usize| xs[(rows - 1 - i / columns) * columns + i % columns];
                 let want: Vec<f64> = (0..n).map(|i| added(at(i), xs[i], dtype)).collect();
@@ -106,8 +106,8 @@ fn broadcast_rows_columns_and_scalars() {
 }
 
 #[test]
-fn transposed_through_tiles() {
-    for device in everywhere("kernels::transposed_through_tiles") {
+fn transposes_through_tiles_are_exact() {
+    for device in gpus_and_processors("kernels::transposes_through_tiles_are_exact") {
         for dtype in [DType::U8, DType::F16, DType::F32, DType::F64] {
             for (rows, columns) in [
                 (1, 9),
@@ -125,7 +125,7 @@ fn transposed_through_tiles() {
                 (8, 200),
                 (9, 600),
                 (16, 300),
-                (643, 701), // enough for the largest tiles of large devices
+                (643, 701), // enough for the largest tiles on large devices
             ] {
                 let n = rows * columns;
                 if n > 100_000 && !is_gpu(device) {
@@ -140,7 +140,7 @@ fn transposed_through_tiles() {
                     let source = |i: usize| at + i / n * n + i % rows * columns + i % n / rows;
                     let want: Vec<f64> = (0..3 * n).map(|i| xs[source(i)]).collect();
                     assert_same(&values(&turned.contiguous().unwrap()), &want, 0.0, &what);
-                    // Beside an operand that is not turned, one that is one row for all, and one for everything.
+                    // Further operands are not transposed: one is broadcast along rows, and one is a broadcast scalar.
                     let b = upload(&bs, &[3, columns, rows], dtype, device);
                     let row = b.narrow(0, 0, 1).unwrap().narrow(1, 0, 1).unwrap();
                     let one = row.narrow(2, 0, 1).unwrap();
@@ -152,7 +152,7 @@ fn transposed_through_tiles() {
                         })
                         .collect();
                     assert_same(&values(&sum), &want, 0.0, &what);
-                    // Into a transposed view, from a plain tensor and from a transposed one.
+                    // Copies a plain and a transposed tensor into a transposed view.
                     let out = upload(&vec![1.0; 3 * n], &[3, rows, columns], dtype, device);
                     out.transpose(1, 2).unwrap().copy_(&b).unwrap();
                     let back = |i: usize| bs[i / n * n + i % columns * rows + i % n / columns];
@@ -160,7 +160,7 @@ fn transposed_through_tiles() {
                     assert_same(&values(&out), &want, 0.0, &what);
                     out.transpose(1, 2).unwrap().copy_(&turned).unwrap();
                     assert_same(&values(&out), &xs[at..at + 3 * n], 0.0, &what);
-                    // A result of another dtype, computed in place over three dims turned round.
+                    // The result has another dtype, and its three dimensions are permuted.
                     let cube = x.permute(&[2, 0, 1]).unwrap();
                     let source = |i: usize| at + i / rows % 3 * n + i % rows * columns + i / (3 * rows);
                     let want: Vec<f64> = (0..3 * n).map(|i| f64::from(xs[source(i)] > 0.0)).collect();
@@ -171,21 +171,21 @@ fn transposed_through_tiles() {
     }
 }
 
-/// Small whole numbers without NaN or infinity.
-fn whole(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
+/// Finite whole numbers.
+fn finite_numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     numbers(n, seed, dtype).into_iter().map(|x| if x.is_finite() { x } else { 1.0 }).collect()
 }
 
 #[test]
-fn reductions_of_rows_and_of_everything() {
-    for device in gpus("kernels::reductions_of_rows_and_of_everything") {
+fn reductions_of_rows_and_tensors_match_formulas() {
+    for device in gpus("kernels::reductions_of_rows_and_tensors_match_formulas") {
         use DType::*;
-        for dtype in cases(&[F32, F64, BF16, F16, I64, I32, U8, U32, Bool], 3, device) {
+        for dtype in thinned_cases(&[F32, F64, BF16, F16, I64, I32, U8, U32, Bool], 3, device) {
             let shapes =
                 [(5, 7), (1, 1), (3, 2), (300, 8), (3, 9), (2, 1023), (3, 64), (2, 31), (1, 70_001), (2, 1024)];
-            for (rows, n) in cases(&shapes, 5, device) {
+            for (rows, n) in thinned_cases(&shapes, 5, device) {
                 let all = rows * n + 1;
-                let xs = whole(all, 2, dtype);
+                let xs = finite_numbers(all, 2, dtype);
                 let t = upload(&xs, &[all], dtype, device);
                 for at in [0, 1] {
                     let what = format!("{rows} x {n} of {dtype} at {at}");
@@ -206,7 +206,7 @@ fn reductions_of_rows_and_of_everything() {
                 }
             }
         }
-        // A NaN is the greatest wherever it stands.
+        // NaN is the maximum at any position.
         for place in [0, 3, 4, 1000, 4095, 4096] {
             let mut xs = vec![1.0; 4097];
             xs[place] = f64::NAN;
@@ -217,11 +217,11 @@ fn reductions_of_rows_and_of_everything() {
 }
 
 #[test]
-fn rows_kept_in_registers_and_rows_read_again() {
-    for device in gpus("kernels::rows_kept_in_registers_and_rows_read_again") {
-        for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
+fn softmax_of_short_and_long_rows_matches_formulas() {
+    for device in gpus("kernels::softmax_of_short_and_long_rows_matches_formulas") {
+        for dtype in thinned_cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let lengths = [1, 2, 3, 4, 8, 9, 31, 33, 64, 129, 1000, 1024, 16_640, 4099, 16_384];
-            for n in cases(&lengths, 3, device) {
+            for n in thinned_cases(&lengths, 3, device) {
                 for (rows, at) in [(3, 0), (2, 1)] {
                     let what = format!("{rows} x {n} of {dtype} at {at}");
                     let xs: Vec<f64> = (0..rows * n + at).map(|i| ((i * 7) % 23) as f64 / 8.0 - 1.0).collect();
@@ -268,12 +268,12 @@ fn rows_kept_in_registers_and_rows_read_again() {
     }
 }
 
-/// Rows of whole vectors, which work-items have each a vector of, and others, of views too: what the CPU computes, bit by bit but for shares.
+/// Interpolation of rows that fit whole vectors, other rows, and views. Nearest modes match the CPU's results exactly.
 #[test]
-fn images_of_other_sizes() {
+fn interpolation_matches_the_cpu() {
     let linear = |align_corners| Interpolation::Linear { align_corners };
     let modes = [Interpolation::Nearest, Interpolation::NearestExact, linear(false), linear(true)];
-    for device in gpus("kernels::images_of_other_sizes") {
+    for device in gpus("kernels::interpolation_matches_the_cpu") {
         for (dtype, ulp) in [(DType::F32, 1.2e-7), (DType::F16, 9.8e-4), (DType::BF16, 7.8e-3)] {
             let x = Tensor::rand([2, 3, 9, 14], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
             for (sizes, how) in
@@ -282,7 +282,7 @@ fn images_of_other_sizes() {
                 for view in [|x: &Tensor| x.narrow(3, 1, 12).unwrap(), |x: &Tensor| x.transpose(2, 3).unwrap()] {
                     let want = view(&x).interpolate(&sizes, how).unwrap();
                     let got = view(&x.to_device(device).unwrap()).interpolate(&sizes, how).unwrap();
-                    // OpenCL lets GPUs compute the quotient that a share is with an error of 2.5 ulp.
+                    // OpenCL allows GPUs an error of 2.5 ulp in the division that computes the linear weights.
                     let exact = !is_gpu(device) || matches!(how, Interpolation::Nearest | Interpolation::NearestExact);
                     let tolerance = if exact { 0.0 } else { 4.0 * ulp };
                     assert_same(&values(&got), &values(&want), tolerance, &format!("{sizes:?} {how:?} of {dtype}"));
@@ -292,10 +292,10 @@ fn images_of_other_sizes() {
     }
 }
 
-/// Vectors that end rows, matrices and the whole, in every size of elements; one launch.
+/// Shapes where vectors cross the ends of rows, matrices and tensors, for every element size. Each call is one launch.
 #[test]
-fn triangles() {
-    for device in gpus("kernels::triangles") {
+fn tril_and_triu_match_the_cpu() {
+    for device in gpus("kernels::tril_and_triu_match_the_cpu") {
         for dtype in [DType::F32, DType::F16, DType::U8, DType::I64] {
             for (shape, at) in
                 [([1, 1, 1], 0), ([3, 5, 3], 1), ([2, 7, 31], 0), ([2, 16, 32], 16), ([3, 65, 5], 3), ([1, 2, 700], 4)]
@@ -317,10 +317,10 @@ fn triangles() {
     }
 }
 
-/// Neighbours share blocks of random words: the bits that the CPU draws, at the ends of vectors and from views on.
+/// Adjacent elements use one block of random words. The bits equal those of the CPU, also at the ends of vectors and in views.
 #[test]
-fn random_numbers() {
-    for device in gpus("kernels::random_numbers") {
+fn random_numbers_match_the_cpu() {
+    for device in gpus("kernels::random_numbers_match_the_cpu") {
         for dtype in DType::ALL.into_iter().filter(|t| t.is_float() && *t != DType::F64) {
             for (n, at) in SIZES.into_iter().flat_map(|n| [(n, 0), (n, 3), (n, 8)]) {
                 let drawn = |device| {

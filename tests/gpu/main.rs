@@ -1,4 +1,4 @@
-//! The kernels of GPUs. Where there is no GPU, an OpenCL processor runs them: such a test starts itself again, in a process with
+//! Tests of the GPU kernels. Without a GPU, an OpenCL processor runs them: the test restarts itself in a process with
 //! `CLAYSTONE_KERNELS=gpu`.
 
 #[path = "../common/mod.rs"]

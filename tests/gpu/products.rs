@@ -1,14 +1,14 @@
-//! Products with few rows or columns by the kernels of GPUs, whose work-groups may share columns: at sizes around the edges of vectors,
-//! lanes and parts, through offsets, strides and batches, beside sums in f64. Where no GPU is, OpenCL processors run them: each test
-//! starts itself again with `CLAYSTONE_KERNELS=gpu`, and where groups share columns with `gpu+fence`.
+//! Tests GPU kernels for matrix products with few rows or columns against sums in f64. Sizes are around the edges of vectors,
+//! lanes and parts; operands have offsets, strides and batches. Without a GPU, an OpenCL processor runs the kernels: each test
+//! restarts itself with `CLAYSTONE_KERNELS=gpu`, or with `gpu+fence` for kernels where groups split columns.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Tensor, set_float32_matmul_precision};
 
 use crate::common::gpus::{assert_same, fenced_gpus, gpus, upload};
-use crate::common::{alone, values};
+use crate::common::{in_own_process, values};
 
-/// Whole numbers from -3 to 3, so that sums of products are exact wherever they are not rounded to halves.
+/// Whole numbers from -3 to 3, so that sums of products are exact unless they are rounded to halves.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     let least = if matches!(dtype, DType::U8) { 0.0 } else { -3.0 };
     (0..n).map(|i| ((i * 7919 + i / 7 + seed) % 7) as f64 + least).collect()
@@ -21,7 +21,7 @@ fn stored(v: f64, dtype: DType) -> f64 {
     }
 }
 
-/// `batch` times [m, k] by [k, n] from element `at` on, where lines of the second are `pad` longer, and it is given transposed.
+/// Checks `batch` products [m, k] x [k, n]. Both operands start at element `at`, the lines of the second have a gap of `pad`.
 fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed: bool, [at, pad]: [usize; 2]) {
     let what = format!("{batch} of {m} x {k} x {n} of {dtype} at {at}, {pad} longer, transposed: {transposed}");
     let (lines, length) = if transposed { (n, k) } else { (k, n) };
@@ -40,16 +40,16 @@ fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed:
             (0..k).map(|p| xs[at + (z * m + i) * k + p] * ys[at_b(p) + if transposed { p } else { j }]).sum();
         want.push(stored(sum, dtype));
     }
-    // The last with no elements to read.
+    // An empty product has at most one launch too.
     let (y, launches) = count_launches(|| a.matmul(&b).unwrap());
     assert_same(&values(&y), &want, 0.0, &what);
     assert!(launches <= 1, "{launches} launches for {what}");
-    // The transposed product, which has few columns.
+    // The transposed product has few columns.
     let y = b.transpose(1, 2).unwrap().matmul(&a.transpose(1, 2).unwrap()).unwrap();
     assert_same(&values(&y.transpose(1, 2).unwrap()), &want, 0.0, &format!("{what}, turned round"));
 }
 
-fn few_rows(device: Device) {
+fn check_few_rows(device: Device) {
     let sizes = [
         [1, 1, 1, 1],
         [1, 1, 5, 0],
@@ -82,15 +82,15 @@ fn few_rows(device: Device) {
 }
 
 #[test]
-fn few_rows_in_a_group_each() {
-    gpus("products::few_rows_in_a_group_each").into_iter().for_each(few_rows);
+fn products_with_few_rows_are_exact() {
+    gpus("products::products_with_few_rows_are_exact").into_iter().for_each(check_few_rows);
 }
 
 #[test]
-fn few_rows_shared_by_groups() {
-    for device in fenced_gpus("products::few_rows_shared_by_groups") {
-        few_rows(device);
-        // Again and again: the groups' counters begin at zero each time, and the last tile has columns of its own alone.
+fn products_with_groups_that_split_columns_are_exact() {
+    for device in fenced_gpus("products::products_with_groups_that_split_columns_are_exact") {
+        check_few_rows(device);
+        // Repeated calls show that the groups' counters are reset. The last tile has fewer columns.
         for n in [128, 33] {
             let (x, y) = (numbers(4096, 2, DType::F32), numbers(4096 * n, 3, DType::F32));
             let want: Vec<f64> = (0..n).map(|j| (0..4096).map(|p| x[p] * y[p * n + j]).sum()).collect();
@@ -102,11 +102,11 @@ fn few_rows_shared_by_groups() {
     }
 }
 
-/// Sizes around the edges of tiles in all layouts: whole numbers, which TF32 holds, are exact, others nearly, and NaN and infinities stay
-/// in their rows and columns.
+/// TF32 products in all layouts, at sizes around the edges of tiles. Products of small whole numbers are exact and others nearly
+/// exact; NaN and infinity affect only their rows and columns.
 #[test]
-fn f32_as_tf32() {
-    if !alone("products::f32_as_tf32") {
+fn tf32_products_are_nearly_exact() {
+    if !in_own_process("products::tf32_products_are_nearly_exact") {
         return;
     }
     set_float32_matmul_precision("medium").unwrap();
@@ -116,7 +116,7 @@ fn f32_as_tf32() {
     let made = |rows: usize, cols: usize, along: bool, v: &dyn Fn(usize, usize) -> f64| {
         let (lines, length) = if along { (rows, cols) } else { (cols, rows) };
         let of = |line, e| if along { v(line, e) } else { v(e, line) };
-        // Lines are four elements longer in memory.
+        // Each line has a gap of four elements.
         let all: Vec<f64> = (0..lines * (length + 4)).map(|i| of(i / (length + 4), i % (length + 4))).collect();
         let t = upload(&all, &[lines, length + 4], DType::F32, device).narrow(1, 0, length).unwrap();
         if along { t } else { t.t().unwrap() }
@@ -147,10 +147,10 @@ fn f32_as_tf32() {
     }
 }
 
-/// NaN and infinities stay in their columns, whichever part of k they are in.
+/// NaN and infinity affect only their columns, regardless of the part of k that contains them.
 #[test]
-fn what_is_not_finite_in_parts_of_few_rows() {
-    for device in fenced_gpus("products::what_is_not_finite_in_parts_of_few_rows") {
+fn infinities_and_nan_stay_in_their_columns() {
+    for device in fenced_gpus("products::infinities_and_nan_stay_in_their_columns") {
         let (k, n) = (2048, 64);
         let mut y = vec![1f64; k * n];
         y[5 * n + 1] = f64::NAN;

@@ -1,6 +1,6 @@
-//! Reductions to few results by the kernels of GPUs, which cut them in slices that work-groups of their own add up: the last group of a
-//! result combines them, or a second launch. Where no GPU is, OpenCL processors run them: each test starts itself again with
-//! `CLAYSTONE_KERNELS=gpu`, and where the last group does with `gpu+fence`.
+//! Tests GPU kernels for reductions with few results, which split the input into slices for several work-groups. Either a second
+//! launch or the last group of a result combines the slices. Without a GPU, an OpenCL processor runs the kernels: each test
+//! restarts itself with `CLAYSTONE_KERNELS=gpu`, or with `gpu+fence` if the last group combines.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Tensor};
@@ -8,13 +8,13 @@ use claystone::{DType, Device, Tensor};
 use crate::common::gpus::{assert_same, fenced_gpus, gpus, is_gpu, upload};
 use crate::common::values;
 
-/// Whole numbers whose sums f32 stores exactly, and a greatest one in a late place.
+/// Whole numbers with exact sums in f32 and a single maximum at two thirds of the length.
 fn numbers(n: usize, seed: usize) -> Vec<f64> {
     (0..n).map(|i| if i == n / 3 * 2 { 9.0 } else { ((i * 7919 + i / 5 + seed) % 13) as f64 - 6.0 }).collect()
 }
 
-/// Sums, greatest elements and their places, rows by rows and columns by columns, again and again: counters begin at zero each time.
-fn few_results(device: Device, launches: u64) {
+/// Checks sums, maxima and argmax of rows and columns. Repeated calls show that the groups' counters are reset.
+fn check_few_results(device: Device, launches: u64) {
     for (rows, n) in [(1, 300_007), (3, 100_000), (2, 65_537), (1, 40_960)] {
         let xs = numbers(rows * n, rows);
         let sums: Vec<f64> = xs.chunks(n).map(|row| row.iter().sum()).collect();
@@ -27,7 +27,7 @@ fn few_results(device: Device, launches: u64) {
             let what = format!("{rows} x {n} along {dim}");
             let (sum, counted) = count_launches(|| x.sum(dim, false).unwrap());
             assert_same(&values(&sum), &sums, 0.0, &what);
-            // A GPU has a fence or has none, whatever is asked of a processor.
+            // A GPU may have a fence or not. The environment variable decides only for processors.
             let right = if is_gpu(device) { (1..=2).contains(&counted) } else { counted == launches };
             assert!(right, "{counted} launches for {what}");
             assert_same(&values(&x.max(dim, false).unwrap()), &greatest, 0.0, &what);
@@ -42,11 +42,15 @@ fn few_results(device: Device, launches: u64) {
 }
 
 #[test]
-fn few_results_in_two_launches() {
-    gpus("reductions::few_results_in_two_launches").into_iter().for_each(|device| few_results(device, 2));
+fn two_launches_give_exact_sums_and_maxima() {
+    gpus("reductions::two_launches_give_exact_sums_and_maxima")
+        .into_iter()
+        .for_each(|device| check_few_results(device, 2));
 }
 
 #[test]
-fn few_results_by_the_last_group() {
-    fenced_gpus("reductions::few_results_by_the_last_group").into_iter().for_each(|device| few_results(device, 1));
+fn last_groups_give_exact_sums_and_maxima() {
+    fenced_gpus("reductions::last_groups_give_exact_sums_and_maxima")
+        .into_iter()
+        .for_each(|device| check_few_results(device, 1));
 }

@@ -1,27 +1,27 @@
-//! Norms, variances and cross-entropy by the kernels of GPUs, which keep rows in registers or cut them in slices: at sizes around the
-//! edges of both, through offsets and strides, beside formulas in f64. Where no GPU is, OpenCL processors run them: each test starts
-//! itself again with `CLAYSTONE_KERNELS=gpu`. The same is asked of processors' own kernels.
+//! Tests norms, variances and cross-entropy by GPU kernels, which keep rows in registers or split them into slices, against
+//! formulas in f64. Sizes are around the edges of both; views have offsets and strides. Without a GPU, an OpenCL processor runs
+//! these kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`. The processors' own kernels are tested as well.
 
 use claystone::device;
 use claystone::{BatchNormOptions, CrossEntropy, DType, Device, Error, LossReduction, Tensor};
 
-use crate::common::gpus::{assert_same, cases, everywhere, fenced_gpus, gpus, upload};
+use crate::common::gpus::{assert_same, fenced_gpus, gpus, gpus_and_processors, thinned_cases, upload};
 use crate::common::values;
 
-/// Mean and variance (not unbiased) of some numbers.
+/// Mean and biased variance.
 fn moments(x: &[f64]) -> (f64, f64) {
     let mean = x.iter().sum::<f64>() / x.len() as f64;
     (mean, x.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / x.len() as f64)
 }
 
-/// Numbers around `centre` and gradients, repeating late.
-pub fn drawn(n: usize, centre: f64) -> (Vec<f64>, Vec<f64>) {
+/// Numbers around `centre`, and gradients, both with long periods.
+pub fn pseudo_random(n: usize, centre: f64) -> (Vec<f64>, Vec<f64>) {
     let part = |i: usize, of: usize, by: f64| ((i * 7919 + i / of) % of) as f64 / by;
     ((0..n).map(|i| part(i, 241, 64.0) + centre).collect(), (0..n).map(|i| part(i, 37, 16.0) - 1.0).collect())
 }
 
-/// What a norm of rows gives, and the gradients of its input, of the factors and of the shifts: factor `w[of(row, element)]`.
-pub fn normalised(
+/// Expected norm of rows and the gradients of input, weight and bias. The weight of an element is `w[of(row, element)]`.
+pub fn reference_norm(
     rows: &[Vec<f64>],
     grads: &[Vec<f64>],
     [w, b]: [&[f64]; 2],
@@ -55,7 +55,7 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Runs `norm` and its gradient with the output's, and compares all four.
+/// Runs `norm` and its backward with the gradient `g`, and compares the result and the three gradients.
 pub fn assert_norm(
     [x, w, b, g]: [&Tensor; 4],
     want: [&[f64]; 4],
@@ -69,7 +69,7 @@ pub fn assert_norm(
     assert_same(&values(&y.detach()), want[0], eps, &format!("{what}: results"));
     y.backward_with(g).unwrap();
     for ((leaf, want), name) in leaves.iter().zip(&want[1..]).zip(["inputs", "factors", "shifts"]) {
-        // A shift of a norm without any has no gradient.
+        // Norms without a bias do not have a gradient for it.
         if let Some(gradient) = leaf.grad() {
             let scale = want.iter().fold(1.0, |m: f64, w| m.max(w.abs()));
             assert_same(&values(&gradient), want, 4.0 * eps * scale, &format!("{what}: gradient of {name}"));
@@ -78,14 +78,14 @@ pub fn assert_norm(
 }
 
 #[test]
-fn norms_of_rows_kept_in_registers_and_of_slices() {
-    for device in everywhere("rows::norms_of_rows_kept_in_registers_and_of_slices") {
-        for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
+fn norms_of_rows_match_formulas() {
+    for device in gpus_and_processors("rows::norms_of_rows_match_formulas") {
+        for dtype in thinned_cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let lengths = [2, 3, 4, 8, 33, 64, 100, 768, 1000, 4096, 4099, 16_384, 16_388, 32_771, 70_000];
-            for n in cases(&lengths, 4, device) {
+            for n in thinned_cases(&lengths, 4, device) {
                 for (rows, at) in [(5, 0), (3, 1)] {
                     let what = format!("{rows} x {n} of {dtype} at {at}");
-                    let ((xs, gs), (ws, bs)) = (drawn(rows * n + at, 3.0), drawn(n, 0.5));
+                    let ((xs, gs), (ws, bs)) = (pseudo_random(rows * n + at, 3.0), pseudo_random(n, 0.5));
                     let up = |v: &[f64]| upload(v, &[v.len()], dtype, device);
                     let view = |t: Tensor| t.narrow(0, at, rows * n).unwrap().reshape([rows, n]).unwrap();
                     let (x, g, w, b) = (view(up(&xs)), view(up(&gs)), up(&ws), up(&bs));
@@ -94,7 +94,7 @@ fn norms_of_rows_kept_in_registers_and_of_slices() {
                         let none = vec![0.0; n];
                         let shifts = if rms { &none } else { &bs };
                         let ([ys, dxs], [dw, db]) =
-                            normalised(&cut(&xs), &cut(&gs), [&ws, shifts], |_, e| e, (1e-5, rms));
+                            reference_norm(&cut(&xs), &cut(&gs), [&ws, shifts], |_, e| e, (1e-5, rms));
                         let want = [&ys.concat()[..], &dxs.concat(), &dw, &db];
                         assert_norm([&x, &w, &b, &g], want, tolerance(dtype), &what, |x, w, b| match rms {
                             true => x.rms_norm(&[n], Some(w), Some(1e-5)).unwrap(),
@@ -108,14 +108,14 @@ fn norms_of_rows_kept_in_registers_and_of_slices() {
 }
 
 #[test]
-fn norms_of_channels_in_registers_and_in_slices() {
-    for device in everywhere("rows::norms_of_channels_in_registers_and_in_slices") {
-        for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
+fn norms_of_channels_match_formulas() {
+    for device in gpus_and_processors("rows::norms_of_channels_match_formulas") {
+        for dtype in thinned_cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let shapes = [[2, 4, 1], [2, 4, 3], [3, 4, 64], [5, 6, 500], [4, 2, 12_544], [3, 2, 20_001], [600, 2, 196]];
-            for [n, c, l] in cases(&shapes, 2, device) {
-                let ((xs, gs), (ws, bs)) = (drawn(n * c * l, 3.0), drawn(c, 0.5));
+            for [n, c, l] in thinned_cases(&shapes, 2, device) {
+                let ((xs, gs), (ws, bs)) = (pseudo_random(n * c * l, 3.0), pseudo_random(c, 0.5));
                 let up = |v: &[f64], shape: &[usize]| upload(v, shape, dtype, device);
-                // As it lies, and with the batch innermost.
+                // Tests the contiguous layout and a layout whose innermost dimension is the batch.
                 let turned = |v: &[f64]| {
                     let t = up(v, &[n, c, l]).permute(&[1, 2, 0]).unwrap().contiguous().unwrap();
                     t.permute(&[2, 0, 1]).unwrap()
@@ -123,7 +123,7 @@ fn norms_of_channels_in_registers_and_in_slices() {
                 for (x, g) in [(up(&xs, &[n, c, l]), up(&gs, &[n, c, l])), (turned(&xs), turned(&gs))] {
                     let (w, b) = (up(&ws, &[c]), up(&bs, &[c]));
                     let what = format!("[{n}, {c}, {l}] of {dtype}, strides {:?}", x.strides());
-                    // Elements of a batch's channels one after another.
+                    // Converts between batch-major numbers and rows per channel.
                     let channels = |v: &[f64]| -> Vec<Vec<f64>> {
                         (0..c).map(|k| (0..n * l).map(|i| v[(i / l * c + k) * l + i % l]).collect()).collect()
                     };
@@ -131,7 +131,7 @@ fn norms_of_channels_in_registers_and_in_slices() {
                         (0..n * c * l).map(|i| rows[i / l % c][i / (c * l) * l + i % l]).collect()
                     };
                     let ([ys, dxs], [dw, db]) =
-                        normalised(&channels(&xs), &channels(&gs), [&ws, &bs], |r, _| r, (1e-5, false));
+                        reference_norm(&channels(&xs), &channels(&gs), [&ws, &bs], |r, _| r, (1e-5, false));
                     let want = [&back(&ys)[..], &back(&dxs), &dw, &db];
                     assert_norm(
                         [&x, &w, &b, &g],
@@ -150,7 +150,7 @@ fn norms_of_channels_in_registers_and_in_slices() {
                     );
                     let cut = |v: &[f64]| v.chunks(c / 2 * l).map(<[f64]>::to_vec).collect::<Vec<_>>();
                     let of = |r: usize, e: usize| r % 2 * (c / 2) + e / l;
-                    let ([ys, dxs], [dw, db]) = normalised(&cut(&xs), &cut(&gs), [&ws, &bs], of, (1e-5, false));
+                    let ([ys, dxs], [dw, db]) = reference_norm(&cut(&xs), &cut(&gs), [&ws, &bs], of, (1e-5, false));
                     let want = [&ys.concat()[..], &dxs.concat(), &dw, &db];
                     assert_norm(
                         [&x, &w, &b, &g],
@@ -166,12 +166,14 @@ fn norms_of_channels_in_registers_and_in_slices() {
 }
 
 #[test]
-fn variances_in_one_go() {
-    for device in gpus("rows::variances_in_one_go") {
-        for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
-            for [a, b, c] in cases(&[[3, 5, 7], [2, 3, 64], [3, 1, 4099], [2, 2, 40_000], [1, 1, 300_000]], 2, device) {
-                // Far from 0, where sums of squares alone would be of no use; halves have no such numbers.
-                let (xs, _) = drawn(a * b * c, if dtype == DType::F16 { 1.0 } else { 1000.0 });
+fn variances_match_formulas() {
+    for device in gpus("rows::variances_match_formulas") {
+        for dtype in thinned_cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
+            for [a, b, c] in
+                thinned_cases(&[[3, 5, 7], [2, 3, 64], [3, 1, 4099], [2, 2, 40_000], [1, 1, 300_000]], 2, device)
+            {
+                // Values far from 0 would cancel in sums of squares. Halves have no precision for such values.
+                let (xs, _) = pseudo_random(a * b * c, if dtype == DType::F16 { 1.0 } else { 1000.0 });
                 let x = upload(&xs, &[a, b, c], dtype, device);
                 let mut seen = 0;
                 for (dims, of) in [(&[2isize][..], c), (&[1, 2], b * c), (&[0, 1, 2], a * b * c)] {
@@ -194,10 +196,10 @@ fn variances_in_one_go() {
     }
 }
 
-/// Mean, sum and each of the losses of rows from element `at` on, and the gradient, where every fifth label is ignored.
+/// Checks losses with all reductions and the gradient for rows from element `at` on. Every fifth label is ignored.
 fn check_cross_entropy(device: Device, dtype: DType, [rows, n]: [usize; 2], at: usize) {
     let what = format!("{rows} x {n} of {dtype} at {at}");
-    let (xs, _) = drawn(rows * n + at, -2.0);
+    let (xs, _) = pseudo_random(rows * n + at, -2.0);
     let x = upload(&xs, &[xs.len()], dtype, device).narrow(0, at, rows * n).unwrap();
     let x = x.reshape([rows, n]).unwrap().requires_grad_(true).unwrap();
     let labels: Vec<i64> = (0..rows).map(|r| if r % 5 == 3 { -100 } else { (r * 31 % n) as i64 }).collect();
@@ -227,18 +229,18 @@ fn check_cross_entropy(device: Device, dtype: DType, [rows, n]: [usize; 2], at: 
 }
 
 #[test]
-fn cross_entropy_of_labels_in_one_group_and_many() {
-    for device in everywhere("rows::cross_entropy_of_labels_in_one_group_and_many") {
-        for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
+fn cross_entropy_matches_formulas() {
+    for device in gpus_and_processors("rows::cross_entropy_matches_formulas") {
+        for dtype in thinned_cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let shapes =
                 [[1, 1], [64, 10], [7, 33], [300, 10], [1000, 12], [9, 1000], [5, 4096], [3, 8195], [2, 40_000]];
-            for [rows, n] in cases(&shapes, 3, device) {
+            for [rows, n] in thinned_cases(&shapes, 3, device) {
                 for at in [0, 1] {
                     check_cross_entropy(device, dtype, [rows, n], at);
                 }
             }
         }
-        // What has no answer, in rows that are kept and in long ones; a masked class has.
+        // Checks rows with infinities and NaN, both short and long. A class masked by -inf is valid.
         for n in [10, 9001] {
             let mut x = vec![1f32; 4 * n];
             x[..n - 1].fill(f32::NEG_INFINITY);
@@ -257,10 +259,10 @@ fn cross_entropy_of_labels_in_one_group_and_many() {
     }
 }
 
-/// A row in slices, which groups of their own see: one element more than a row that is kept, at the edges of slices, and more elements
-/// than slices of one block.
+/// Checks rows that several groups process in slices. Lengths: the longest row of a single group, one element more, the edges
+/// of slices, and more slices than one block.
 fn cross_entropy_in_slices(device: Device) {
-    // What a group is enough for is not cut.
+    // A row that suffices for one group is not split.
     let (lengths, uncut) = ([8192, 8193, 12_288, 40_003, 1_048_579], 8192);
     for (i, n) in lengths.into_iter().enumerate() {
         let long = n > 100_000;
@@ -271,12 +273,12 @@ fn cross_entropy_in_slices(device: Device) {
         let labels = Tensor::from_slice(&[0i64, n as i64 - 1, i as i64], 3, device).unwrap();
         let (loss, launches) = device::count_launches(|| x.cross_entropy(&labels).unwrap());
         assert_same(&values(&loss), &[(n as f64).ln()], 1e-5, "of equals");
-        // Where groups cannot tell which is last, one more may add up what they leave.
+        // Without a fence, one more launch combines the partial results.
         assert!(if n == uncut { launches <= 2 } else { (2..=3).contains(&launches) }, "{launches} launches for {n}");
     }
     check_cross_entropy(device, DType::F16, [2, 50_257], 1);
     check_cross_entropy(device, DType::F64, [1, 33_000], 0);
-    // What is not finite, in the first, a middle and the last slice.
+    // Infinities and NaN in the first, a middle and the last slice.
     let n = 30_000;
     for at in [0, 15_000, n - 1] {
         let mut x = vec![f32::NEG_INFINITY; 3 * n];
@@ -297,11 +299,13 @@ fn cross_entropy_in_slices(device: Device) {
 }
 
 #[test]
-fn cross_entropy_of_few_long_rows() {
-    gpus("rows::cross_entropy_of_few_long_rows").into_iter().for_each(cross_entropy_in_slices);
+fn cross_entropy_of_long_rows_matches_formulas() {
+    gpus("rows::cross_entropy_of_long_rows_matches_formulas").into_iter().for_each(cross_entropy_in_slices);
 }
 
 #[test]
-fn cross_entropy_of_few_long_rows_by_the_last_group() {
-    fenced_gpus("rows::cross_entropy_of_few_long_rows_by_the_last_group").into_iter().for_each(cross_entropy_in_slices);
+fn cross_entropy_combined_by_the_last_group_matches_formulas() {
+    fenced_gpus("rows::cross_entropy_combined_by_the_last_group_matches_formulas")
+        .into_iter()
+        .for_each(cross_entropy_in_slices);
 }

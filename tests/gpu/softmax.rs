@@ -1,6 +1,6 @@
-//! Softmax and its kin by the kernels of GPUs, of rows that are too long to be kept in registers: around the edges of what is kept, of
-//! blocks and of slices, through offsets and strides, beside formulas in f64. Where no GPU is, OpenCL processors run them: each test
-//! starts itself again with `CLAYSTONE_KERNELS=gpu`.
+//! Tests softmax, log-softmax and logsumexp of rows too long for registers by GPU kernels, against formulas in f64. Sizes are
+//! around the edges of registers, blocks and slices; views have offsets and strides. Without a GPU, an OpenCL processor runs
+//! these kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Tensor};
@@ -12,14 +12,14 @@ fn numbers(n: usize, of: usize) -> Vec<f64> {
     (0..n).map(|i| ((i * 7919 + i / of) % of) as f64 / 32.0 - 3.0).collect()
 }
 
-/// Of each row: softmax, log-softmax, logsumexp.
-fn wanted(rows: &[f64], n: usize) -> [Vec<f64>; 3] {
+/// Expected softmax, log-softmax and logsumexp of each row.
+fn reference_results(rows: &[f64], n: usize) -> [Vec<f64>; 3] {
     let sums: Vec<f64> = rows.chunks(n).map(|row| row.iter().map(|x| x.exp()).sum::<f64>().ln()).collect();
     let logs: Vec<f64> = rows.iter().enumerate().map(|(i, x)| x - sums[i / n]).collect();
     [logs.iter().map(|x| x.exp()).collect(), logs, sums]
 }
 
-/// How much larger numbers of the size of 1 / n may differ, in `assert_same`'s terms.
+/// Tolerance of `assert_same` for results of about 1.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1e-2,
@@ -29,14 +29,14 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Along the last dim of the view x, whose elements these are.
+/// Checks all three functions and their gradients along the last dimension of `x`, a view with the elements `xs`.
 fn check(x: &Tensor, xs: &[f64], n: usize, what: &str) {
     let eps = tolerance(x.dtype());
-    // Softmax is compared times n, so that what is compared is of the size of 1.
+    // Softmax is multiplied by n, so that the compared numbers are about 1.
     let times = |v: &[f64]| v.iter().map(|v| v * n as f64).collect::<Vec<_>>();
-    let [soft, logs, sums] = wanted(xs, n);
+    let [soft, logs, sums] = reference_results(xs, n);
     let got = x.softmax(-1).unwrap();
-    // Those of f16 are subnormal.
+    // Softmax results in f16 are subnormal and not compared.
     if x.dtype() != DType::F16 {
         assert_same(&times(&values(&got)), &times(&soft), 4.0 * eps, &format!("softmax of {what}"));
     }
@@ -45,7 +45,7 @@ fn check(x: &Tensor, xs: &[f64], n: usize, what: &str) {
     if x.dtype().size() < 4 {
         return;
     }
-    // Gradients that differ by element.
+    // The gradients differ between elements.
     let gs = numbers(xs.len(), 53);
     let g = upload(&gs, x.shape().dims(), x.dtype(), x.device());
     let grad = |f: &dyn Fn(&Tensor) -> Tensor| {
@@ -68,8 +68,8 @@ fn check(x: &Tensor, xs: &[f64], n: usize, what: &str) {
 }
 
 #[test]
-fn long_rows_in_slices() {
-    for device in gpus("softmax::long_rows_in_slices") {
+fn long_rows_match_formulas() {
+    for device in gpus("softmax::long_rows_match_formulas") {
         for (rows, n) in
             [(1, 32_768), (1, 32_769), (3, 32_772), (2, 36_863), (1, 36_864), (1, 36_865), (2, 50_257), (1, 300_007)]
         {
@@ -84,7 +84,7 @@ fn long_rows_in_slices() {
             let xs = values(&upload(&numbers(rows * n, 241), &[rows * n], dtype, Device::Cpu));
             check(&upload(&xs, &[rows, n], dtype, device), &xs, n, &format!("{rows} x {n} of {dtype}"));
         }
-        // Every second element, rows backwards; rows that are far apart.
+        // A view of every second element with reversed rows.
         let n = 33_000;
         let xs = numbers(4 * n, 241);
         let x = upload(&xs, &[2, n, 2], DType::F32, device).select(2, 1).unwrap().flip(0).unwrap();
@@ -93,10 +93,10 @@ fn long_rows_in_slices() {
     }
 }
 
-/// Two launches, however many rows; rows that are kept take one.
+/// Long rows take two launches for any number of rows; rows in registers take one.
 #[test]
-fn launches_of_long_rows() {
-    for device in gpus("softmax::launches_of_long_rows") {
+fn long_rows_take_two_launches() {
+    for device in gpus("softmax::long_rows_take_two_launches") {
         for (rows, n, want) in [(2, 1000, 1), (2, 40_000, 2), (40, 33_000, 2)] {
             let x = Tensor::zeros(&[rows, n], device).unwrap();
             let (y, launches) = count_launches(|| x.softmax(-1).unwrap());
@@ -106,14 +106,14 @@ fn launches_of_long_rows() {
     }
 }
 
-/// What is not finite, in the first, a middle and the last slice.
+/// Infinities and NaN in the first, a middle and the last slice.
 #[test]
-fn what_is_not_finite_in_long_rows() {
-    for device in gpus("softmax::what_is_not_finite_in_long_rows") {
+fn infinities_and_nan_in_long_rows_are_handled() {
+    for device in gpus("softmax::infinities_and_nan_in_long_rows_are_handled") {
         let n = 40_000;
         for at in [0, 20_001, n - 1] {
             let mut x = vec![f32::NEG_INFINITY; 5 * n];
-            x[at] = 2.0; // alone
+            x[at] = 2.0; // the only finite element of the first row
             x[n..4 * n].fill(0.5);
             x[n + at] = f32::NAN;
             x[2 * n + at] = f32::INFINITY;

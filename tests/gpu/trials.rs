@@ -1,4 +1,4 @@
-//! Choices by kernel and size, made in ordinary work: in processes of their own, with files of their own.
+//! Tuning by kernel and size during ordinary work. Tests run in processes and cache folders of their own.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,17 +9,20 @@ use claystone::{Device, Interpolation, Result, Tensor, device::count_launches};
 
 use crate::common;
 
-/// What a process of these tests does, if it is one.
-const ROLE: &str = "CLAYSTONE_TEST_CHOICES";
-/// The file that it exports or imports.
-const IMPORTED: &str = "CLAYSTONE_TEST_CHOICES_FILE";
+/// Environment variable with the role of a child process.
+const ROLE_VARIABLE: &str = "CLAYSTONE_TEST_CHOICES";
+/// Environment variable with the file that a child exports or imports.
+const FILE_VARIABLE: &str = "CLAYSTONE_TEST_CHOICES_FILE";
 
-/// Runs a test of this file again: in a role, with programs and tuning in a folder, at a level, with a file to import. Gives
-/// the choices that it prints.
+/// Runs a test of this file in a child process with the given role, cache folder, tuning level and file. Returns the choices
+/// that the child prints.
 #[track_caller]
-fn run(test: &str, role: &str, folder: &Path, level: &str, imported: &Path) -> BTreeSet<String> {
+fn run_child(test: &str, role: &str, folder: &Path, level: &str, imported: &Path) -> BTreeSet<String> {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([&format!("trials::{test}"), "--exact", "--nocapture"]).env(ROLE, role).env(IMPORTED, imported);
+    command
+        .args([&format!("trials::{test}"), "--exact", "--nocapture"])
+        .env(ROLE_VARIABLE, role)
+        .env(FILE_VARIABLE, imported);
     let output = command.env("CLAYSTONE_CACHE_DIR", folder).env("CLAYSTONE_TUNING", level).output().unwrap();
     let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
@@ -27,14 +30,14 @@ fn run(test: &str, role: &str, folder: &Path, level: &str, imported: &Path) -> B
 }
 
 fn is_role(role: &str) -> bool {
-    std::env::var(ROLE).is_ok_and(|is| is == role)
+    std::env::var(ROLE_VARIABLE).is_ok_and(|is| is == role)
 }
 
-fn first() -> Option<Device> {
+fn first_opencl_device() -> Option<Device> {
     common::devices().into_iter().find(|&device| device != Device::Cpu)
 }
 
-/// Results of operations whose kernels have something to choose, of sizes around those of groups and tiles; in place as well.
+/// Results of operations with tuned kernels, including in-place ones. Sizes are around those of groups and tiles.
 fn results(n: usize, device: Device) -> Result<Vec<Tensor>> {
     let number = |shape: &[usize], below: usize| {
         let values = (0..shape.iter().product()).map(|i: usize| (i % below) as f32).collect::<Vec<f32>>();
@@ -65,13 +68,13 @@ fn results(n: usize, device: Device) -> Result<Vec<Tensor>> {
     ])
 }
 
-/// Until nothing is on trial, compared with the CPU's, in as many launches as without trials.
+/// During trials, results equal the CPU's and need as many launches as without trials.
 #[test]
-fn what_is_on_trial_gives_the_right_results() {
-    let Some(device) = first() else { return };
+fn trials_give_the_cpus_results() {
+    let Some(device) = first_opencl_device() else { return };
     if !is_role("trials") {
         let folder = tempfile::tempdir().unwrap();
-        run("what_is_on_trial_gives_the_right_results", "trials", folder.path(), "none", Path::new(""));
+        run_child("trials_give_the_cpus_results", "trials", folder.path(), "none", Path::new(""));
         return;
     }
     let mut made = 0;
@@ -91,7 +94,7 @@ fn what_is_on_trial_gives_the_right_results() {
             rounds += 1;
             assert!(rounds < 5000, "{} trials do not end", tune::on_trial(device).unwrap());
         }
-        // Nothing is chosen anew for the same sizes.
+        // The same sizes do not start new trials.
         let chosen = tune::choices(device).unwrap();
         assert!(chosen.len() >= made && chosen.len() > 10, "{chosen:?}");
         results(n, device).unwrap();
@@ -101,10 +104,10 @@ fn what_is_on_trial_gives_the_right_results() {
     }
 }
 
-/// At level none nothing is tried, and nothing is written.
+/// At level none, nothing is tried and nothing is written.
 #[test]
-fn what_was_chosen_is_used_by_other_processes() {
-    let Some(device) = first() else { return };
+fn choices_are_used_by_other_processes() {
+    let Some(device) = first_opencl_device() else { return };
     let print = || {
         let chosen = tune::choices(device).unwrap();
         chosen.iter().for_each(|choice| println!("chosen: {choice:?}"));
@@ -114,13 +117,13 @@ fn what_was_chosen_is_used_by_other_processes() {
         let x = Tensor::ones([1000, 2], device).unwrap();
         assert_eq!(x.add(&x).unwrap().narrow(1, 1, 1).unwrap().exp().unwrap().sum((), false).unwrap().numel(), 1);
     };
-    match std::env::var(ROLE).unwrap_or_default().as_str() {
+    match std::env::var(ROLE_VARIABLE).unwrap_or_default().as_str() {
         "chooses" => {
             assert_eq!(tune::level(device).unwrap(), Level::Fast);
             (0..500).for_each(|_| add());
             assert_eq!(tune::on_trial(device).unwrap(), 0);
             assert!(print() > 0);
-            device.export_cache(std::env::var(IMPORTED).unwrap()).unwrap();
+            device.export_cache(std::env::var(FILE_VARIABLE).unwrap()).unwrap();
         }
         "uses" => {
             assert_eq!(tune::level(device).unwrap(), Level::None);
@@ -130,21 +133,21 @@ fn what_was_chosen_is_used_by_other_processes() {
         }
         "imports" => {
             assert_eq!(tune::choices(device).unwrap(), []);
-            device.import_cache(std::env::var(IMPORTED).unwrap()).unwrap();
+            device.import_cache(std::env::var(FILE_VARIABLE).unwrap()).unwrap();
             assert!(print() > 0);
             tune::forget(device).unwrap();
             assert_eq!(tune::choices(device).unwrap(), []);
         }
         _ => {
-            let this = "what_was_chosen_is_used_by_other_processes";
+            let this = "choices_are_used_by_other_processes";
             let [folder, other] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
             let file = other.path().join("file");
-            let chosen = run(this, "chooses", folder.path(), "fast", &file);
+            let chosen = run_child(this, "chooses", folder.path(), "fast", &file);
             for level in ["none", "", "a lot"] {
-                assert_eq!(run(this, "uses", folder.path(), level, &file), chosen);
+                assert_eq!(run_child(this, "uses", folder.path(), level, &file), chosen);
             }
-            assert_eq!(run(this, "uses", other.path(), "none", &file), BTreeSet::new());
-            assert_eq!(run(this, "imports", Path::new("off"), "", &file), chosen);
+            assert_eq!(run_child(this, "uses", other.path(), "none", &file), BTreeSet::new());
+            assert_eq!(run_child(this, "imports", Path::new("off"), "", &file), chosen);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `claystone tune`, run as a user runs it.
+//! Runs the command `claystone tune` as a user would.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::common;
 
-/// What the program prints, with programs and tuning in a folder of their own.
+/// Output of the command on stdout and stderr, with the cache in the given folder.
 #[track_caller]
 fn tune(folder: &Path, kernels: &str, args: &[&str]) -> (String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
@@ -25,9 +25,9 @@ fn has_opencl() -> bool {
     common::devices().iter().any(|&device| device != Device::Cpu)
 }
 
-/// Around the edges that it makes, against the CPU: with the device's own kernels, and with those of GPUs whose groups share work.
+/// Checks every choice against the CPU, for the device's own kernels and for GPU kernels with a fence.
 #[test]
-fn every_choice_gives_the_right_results() {
+fn every_choice_gives_the_cpus_results() {
     let folder = tempfile::tempdir().unwrap();
     for kernels in ["", "gpu+fence"].into_iter().filter(|_| has_opencl()) {
         let (out, _) = tune(folder.path(), kernels, &["--check"]);
@@ -35,9 +35,9 @@ fn every_choice_gives_the_right_results() {
     }
 }
 
-/// What is stored is what a later process has, unless the file is damaged.
+/// Later processes use the stored choices unless the file is damaged.
 #[test]
-fn what_is_stored_is_used() {
+fn stored_choices_are_used() {
     if !has_opencl() {
         return;
     }
@@ -49,16 +49,16 @@ fn what_is_stored_is_used() {
     let tuning = || stored().find(|path| path.extension().is_some_and(|e| e == "tuning"));
     assert_eq!(tuning(), None);
 
-    let (told, _) = tune(folder.path(), "", &[]);
+    let (message, _) = tune(folder.path(), "", &[]);
     let file = tuning().unwrap();
-    assert!(told.contains(&format!("kept in {}", file.display())), "{told}");
-    // Every choice was timed, and a later process has what was chosen.
-    let (measured, values): (Vec<&str>, Vec<&str>) = told.lines().partition(|line| line.starts_with(' '));
-    assert!(measured.len() >= 2 * (values.len() - 1) && measured.iter().all(|line| line.contains(" us")), "{told}");
-    assert_eq!(shown().lines().collect::<Vec<_>>(), values[..values.len() - 1], "{told}");
+    assert!(message.contains(&format!("saved to {}", file.display())), "{message}");
+    // Every choice was timed, and a later process uses the selected values.
+    let (measured, values): (Vec<&str>, Vec<&str>) = message.lines().partition(|line| line.starts_with(' '));
+    assert!(measured.len() >= 2 * (values.len() - 1) && measured.iter().all(|line| line.contains(" us")), "{message}");
+    assert_eq!(shown().lines().collect::<Vec<_>>(), values[..values.len() - 1], "{message}");
 
-    // Another choice in the file is another choice in use, if it is sealed: behind a name and a checksum of 32 bytes, which
-    // is of the file's name as well.
+    // A changed choice is used if its seal is valid. The file starts with 16 bytes of format name and a checksum of 32 bytes, which
+    // covers the file's name and text.
     let sealed = std::fs::read(&file).unwrap();
     let (head, text) = (&sealed[..16], String::from_utf8(sealed[48..].to_vec()).unwrap());
     let seal = |text: &str| {
@@ -88,10 +88,10 @@ fn the_cpu_has_nothing_to_tune() {
     assert!(!done.status.success() && err.contains("name an OpenCL device"), "{err}");
 }
 
-/// A choice that gives wrong results is not left in force. In a process of its own: others use the operation that it replaces.
+/// If a choice gives wrong results, tuning keeps the old values. The test replaces an operation, so it has its own process.
 #[test]
-fn what_fails_changes_nothing() {
-    if !common::alone("tune::what_fails_changes_nothing") {
+fn failed_tuning_changes_nothing() {
+    if !common::in_own_process("tune::failed_tuning_changes_nothing") {
         return;
     }
     for device in common::devices().into_iter().filter(|&device| device != Device::Cpu) {
@@ -100,7 +100,7 @@ fn what_fails_changes_nothing() {
         let wrong = Implementation::new(|x, _| Ok(vec![x[0].sub(x[1])?]));
         let _wrong = register("add", Backend::OpenCL, wrong).unwrap();
         let error = tuning::tune(device, |_| {}).unwrap_err().to_string();
-        assert!(error.contains("nothing is kept"), "{error}");
+        assert!(error.contains("nothing is saved"), "{error}");
         assert_eq!(values(), before);
     }
 }

@@ -1,4 +1,4 @@
-//! Attention, against its definition.
+//! Attention, compared with its definition.
 
 use claystone::device::{DeviceKind, count_launches};
 use claystone::nn::{AttentionMasks, Module, MultiheadAttention};
@@ -15,7 +15,7 @@ fn transposed(x: &ArrayD<f64>) -> ArrayD<f64> {
     x
 }
 
-/// What a mask says about a score.
+/// The effect of a mask on a score.
 #[derive(Clone, Copy, PartialEq)]
 enum Mask {
     None,
@@ -62,13 +62,13 @@ fn weights(
     scores
 }
 
-/// Heads repeated for groups of queries.
+/// Repeats heads for groups of queries.
 fn repeated(x: &ArrayD<f64>, times: usize) -> ArrayD<f64> {
     let heads: Vec<usize> = (0..x.shape()[1] * times).map(|h| h / times).collect();
     x.select(Axis(1), &heads)
 }
 
-/// `[.., L, 3 E]` as three of `[.., heads, L, E / heads]`.
+/// Splits `[.., L, 3 E]` into three tensors `[.., heads, L, E / heads]`.
 fn parts(x: &ArrayD<f64>, heads: usize) -> [ArrayD<f64>; 3] {
     let (rank, all) = (x.ndim(), x.shape()[x.ndim() - 1]);
     let width = all / 3 / heads;
@@ -86,7 +86,7 @@ fn parts(x: &ArrayD<f64>, heads: usize) -> [ArrayD<f64>; 3] {
     })
 }
 
-/// The opposite: `[.., heads, L, width]` as `[.., L, E]`.
+/// Joins heads again: `[.., heads, L, width]` to `[.., L, E]`.
 fn joined(mut x: ArrayD<f64>) -> ArrayD<f64> {
     let rank = x.ndim();
     x.swap_axes(rank - 3, rank - 2);
@@ -97,7 +97,7 @@ fn joined(mut x: ArrayD<f64>) -> ArrayD<f64> {
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    // Scores and weights are rounded on the way in halves.
+    // f16 and bf16 round the scores and the weights in between.
     let name = "scaled_dot_product_attention";
     let whole = |q: &[usize], k: &[usize], v: &[usize]| case(name).input(q).input(k).input(v).tolerance(4.0);
     for (q, k, v) in [
@@ -111,13 +111,13 @@ pub fn cases() -> Vec<Case> {
         for causal in [false, true] {
             cases.push(
                 (whole(q, k, v).arg(0.0).arg(causal))
-                    .gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
+                    .with_reference(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
             );
         }
     }
     for (shape, causal) in [(&[2, 3, 5, 4][..], false), (&[2, 3, 5, 4], true), (&[0, 5, 4], false)] {
         let made = case("scaled_dot_product_attention_math").input(shape).input(shape).input(shape).tolerance(4.0);
-        cases.push(made.arg(0.0).arg(causal).gives(move |x| {
+        cases.push(made.arg(0.0).arg(causal).with_reference(move |x| {
             let weights = weights(&x[0], &x[1], None, causal, None);
             vec![reference(&weights, &x[2]), weights]
         }));
@@ -127,26 +127,26 @@ pub fn cases() -> Vec<Case> {
             let whole = whole(&[2, 2, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 3]);
             let whole = if kind == Mask::Keep { whole.mask(mask) } else { whole.input(mask) };
             let mask_of = move |x: &[ArrayD<f64>]| attention([&x[0], &x[1], &x[2]], Some((&x[3], kind)), causal, None);
-            cases.push(whole.arg(0.0).arg(causal).gives(move |x| vec![mask_of(x)]));
+            cases.push(whole.arg(0.0).arg(causal).with_reference(move |x| vec![mask_of(x)]));
         }
     }
     cases.push(
         (whole(&[3, 4], &[5, 4], &[5, 4]).arg(0.0).arg(false).arg(0.3))
-            .gives(|x| vec![attention([&x[0], &x[1], &x[2]], None, false, Some(0.3))]),
+            .with_reference(|x| vec![attention([&x[0], &x[1], &x[2]], None, false, Some(0.3))]),
     );
     let grouped = whole(&[2, 6, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 4]).arg(0.0).arg(true).arg(0.5).arg(true);
     cases.push(
-        grouped.gives(|x| vec![attention([&x[0], &repeated(&x[1], 3), &repeated(&x[2], 3)], None, true, Some(0.5))]),
+        grouped.with_reference(|x| vec![attention([&x[0], &repeated(&x[1], 3), &repeated(&x[2], 3)], None, true, Some(0.5))]),
     );
     let grouped = whole(&[2, 4, 3, 2], &[2, 2, 3, 2], &[2, 2, 3, 2]).mask(&[2, 4, 1, 3]);
-    cases.push(grouped.arg(0.0).arg(false).arg(1).arg(true).gives(|x| {
+    cases.push(grouped.arg(0.0).arg(false).arg(1).arg(true).with_reference(|x| {
         let (k, v) = (repeated(&x[1], 2), repeated(&x[2], 2));
         vec![attention([&x[0], &k, &v], Some((&x[3], Mask::Keep)), false, Some(1.0))]
     }));
     for (shape, heads) in [(&[2, 5, 24][..], 2), (&[3, 6], 1), (&[2, 2, 3, 12], 4), (&[0, 5, 12], 2), (&[2, 17, 6], 2)]
     {
         for causal in [false, true] {
-            cases.push((case("packed_attention").input(shape).arg(heads).arg(0.0).arg(causal).tolerance(4.0)).gives(
+            cases.push((case("packed_attention").input(shape).arg(heads).arg(0.0).arg(causal).tolerance(4.0)).with_reference(
                 move |x| {
                     let [q, k, v] = parts(&x[0], heads);
                     vec![joined(attention([&q, &k, &v], None, causal, None))]
@@ -156,7 +156,7 @@ pub fn cases() -> Vec<Case> {
     }
     let masked =
         case("packed_attention").input(&[2, 5, 12]).mask(&[2, 1, 1, 5]).arg(2).arg(0.0).arg(true).tolerance(4.0);
-    cases.push(masked.gives(|x| {
+    cases.push(masked.with_reference(|x| {
         let [q, k, v] = parts(&x[0], 2);
         vec![joined(attention([&q, &k, &v], Some((&x[1], Mask::Keep)), true, None))]
     }));
@@ -164,7 +164,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn a_query_that_sees_nothing_gives_zeros() {
+fn fully_masked_queries_give_zeros() {
     each_device(|device| {
         for dtype in [DType::F32, DType::F16] {
             let x = Tensor::ones(&[2, 3, 4], (dtype, device)).unwrap().requires_grad_(true).unwrap();
@@ -183,9 +183,9 @@ fn a_query_that_sees_nothing_gives_zeros() {
 }
 
 #[test]
-fn scores_beyond_the_causal_edge_do_not_count() {
+fn causal_masking_ignores_later_keys() {
     each_device(|device| {
-        // What is not seen may be anything.
+        // Hidden values may be anything.
         let k = Tensor::from_slice(&[1f32, f32::NAN, f32::INFINITY], [3, 1], device).unwrap();
         let (q, v) =
             (Tensor::ones(&[3, 1], device).unwrap(), Tensor::from_slice(&[7f32, 8.0, 9.0], [3, 1], device).unwrap());
@@ -196,7 +196,7 @@ fn scores_beyond_the_causal_edge_do_not_count() {
 }
 
 #[test]
-fn long_rows_of_every_kind() {
+fn long_rows_match_the_definition() {
     each_device(|device| {
         for n in [63, 257, 1030] {
             let scores = |rows: usize, by: usize| {
@@ -223,13 +223,13 @@ fn long_rows_of_every_kind() {
 }
 
 #[test]
-fn dropped_weights_are_the_others_scaled() {
+fn dropout_scales_the_kept_weights() {
     each_device(|device| {
         let (x, v) = (Tensor::zeros(&[4, 8], device).unwrap(), Tensor::ones(&[64, 1], device).unwrap());
         let k = Tensor::zeros(&[64, 8], device).unwrap();
         let options = Attention { dropout_p: 0.5, ..Attention::default() };
         let sums = f64s(&x.scaled_dot_product_attention(&k, &v, options).unwrap());
-        // Each row is the number of weights left of 64, doubled, by 64.
+        // Each row sum is the number of kept weights among 64, doubled, divided by 64.
         assert!(sums.iter().all(|s| (s * 32.0).fract() == 0.0 && (0.3..1.7).contains(s)), "{sums}");
         assert!(sums.iter().any(|&s| s != sums[[0, 0]]));
         let wrong = Attention { dropout_p: 1.5, ..Attention::default() };
@@ -238,7 +238,7 @@ fn dropped_weights_are_the_others_scaled() {
 }
 
 #[test]
-fn few_launches_and_no_copies() {
+fn attention_takes_few_launches_and_no_copies() {
     each_device(|device| {
         let projected = Tensor::ones(&[2, 16, 3 * 32], device).unwrap().requires_grad_(true).unwrap();
         let options = Attention { is_causal: true, ..Attention::default() };
@@ -246,14 +246,14 @@ fn few_launches_and_no_copies() {
         assert!(y.is_contiguous());
         let grad = Tensor::ones(y.shape(), device).unwrap();
         let ((), backward) = count_launches(|| y.backward_with(&grad).unwrap());
-        // One kernel and its two gradients; of products on processors.
+        // GPUs run one fused kernel and two for the gradients; CPU devices run matrix products and a softmax.
         let fused = device.info().unwrap().kind != DeviceKind::Cpu;
         assert_eq!((forward, backward), if fused { (1, 2) } else { (3, 5) }, "on {device}");
     });
 }
 
 #[test]
-fn a_layer_by_every_way() {
+fn multihead_layer_agrees_with_and_without_masks() {
     each_device(|device| {
         let layer = MultiheadAttention::new(8, 2, device).unwrap();
         let names: Vec<String> = layer.named_parameters("").into_iter().map(|(name, _)| name).collect();
@@ -275,7 +275,7 @@ fn a_layer_by_every_way() {
         };
         close(&layer.forward(&x).unwrap(), &attend(&layer, AttentionMasks::default()));
 
-        // Later positions and padding, as bools and as floats.
+        // A causal mask and a padding mask, as bools and as floats.
         let later = Tensor::ones(&[5, 5], (DType::Bool, device)).unwrap().triu(1).unwrap();
         let low = |mask: &Tensor| Tensor::zeros((), device).unwrap().masked_fill(mask, f64::NEG_INFINITY).unwrap();
         let lengths = Tensor::from_slice(&[5i64, 3, 1], [3, 1], device).unwrap();
@@ -292,7 +292,7 @@ fn a_layer_by_every_way() {
         let right = both(Some(&later), Some(&padding));
         close(&right, &both(Some(&later_low), Some(&padding)));
         close(&right, &both(Some(&later_low), Some(&padding_low)));
-        // What comes before the end of a sequence does not see what comes after.
+        // Positions before the end of a sequence do not depend on positions after it.
         close(&right.i((1, ..3)).unwrap(), &causal.i((1, ..3)).unwrap());
         let layer = layer.with_causal();
         close(&causal, &layer.forward(&x).unwrap());
@@ -306,7 +306,7 @@ fn a_layer_by_every_way() {
 }
 
 #[test]
-fn shapes_that_do_not_go_together() {
+fn mismatched_shapes_are_errors() {
     let t = |shape: &[usize]| Tensor::zeros(shape, claystone::Device::Cpu).unwrap();
     let (q, k, v, mask) = (t(&[2, 3, 4]), t(&[2, 5, 4]), t(&[2, 5, 4]), t(&[3, 4]));
     fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<(), Error> {
@@ -318,7 +318,7 @@ fn shapes_that_do_not_go_together() {
     mismatch(attend(&q, &k, &v, Attention { attn_mask: Some(&mask), ..Attention::default() }));
     let grouped = Attention { enable_gqa: true, ..Attention::default() };
     mismatch(attend(&t(&[1, 3, 3, 4]), &t(&[1, 2, 3, 4]), &t(&[1, 2, 3, 4]), grouped));
-    // Errors name the shapes that were given, and what would make them go together.
+    // Errors name the given shapes and the shapes that would match.
     fn told(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> (String, String, &'static str) {
         match attend(q, k, v, options) {
             Err(Error::ShapeMismatch { lhs, rhs, hint, .. }) => (lhs.to_string(), rhs.to_string(), hint),

@@ -1,6 +1,6 @@
-//! Whatever an operation is called with, it answers with tensors or an error: every case, changed at random until little
-//! of it makes sense. Sizes are small or beyond any memory, so that nothing large is made. `CALLS=1000` makes more calls,
-//! `DEVICE=opencl:0` makes them there, `CASE=name` those of one operation, which `-- --nocapture` shows before they are made.
+//! Calls of every operation return tensors or an error, whatever the arguments: each case is changed at random until it is mostly
+//! invalid. Sizes are small or larger than any memory, so nothing large is allocated. `CALLS=1000` sets the number of calls per case,
+//! `DEVICE=opencl:0` the device, `CASE=name` selects an operation, and `-- --nocapture` then prints each call before it is made.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,7 +9,7 @@ use claystone::{DType, Device, Result, Tensor};
 
 use crate::harness::{Case, case};
 
-/// Calls for each case and each row of the table.
+/// Calls per case and per row of the table.
 const CALLS: usize = 24;
 
 const SHAPES: [&[usize]; 13] = [
@@ -48,7 +48,7 @@ const FLOATS: [f64; 12] =
 
 const TEXTS: [&str; 8] = ["", "mean", "none", "reflect", "ij,jk->ik", "i->ii", "...a,b...->", "é, ↯"];
 
-/// SplitMix64.
+/// The SplitMix64 generator.
 struct Random(u64);
 
 impl Random {
@@ -80,7 +80,7 @@ impl Random {
         }
     }
 
-    /// Another argument of the same kind, more often than not.
+    /// Returns another argument, in four of five cases of the same kind.
     fn changed(&mut self, argument: &Argument) -> Argument {
         match argument {
             _ if self.below(5) == 0 => self.argument(),
@@ -171,7 +171,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// What happens, results' gradients included.
+    /// Makes the call and computes the gradients of its results.
     fn run(&self) -> Result<()> {
         let tracked = |t: &Tensor| match t.dtype().is_float() && self.case.op.kind != Kind::InPlace {
             true => t.detach().requires_grad_(true),
@@ -180,7 +180,7 @@ impl Call<'_> {
         let tensors = self.tensors.iter().map(tracked).collect::<Result<Vec<_>>>()?;
         let outs = ops::call(self.case.op.name, &self.case.slots(&tensors), &self.arguments)?;
         for out in outs {
-            // What was expanded to any size is not computed with.
+            // Results that were expanded to a huge size are not read.
             if out.numel() < 1 << 16 {
                 out.to_dtype(DType::F64)?.to_vec::<f64>()?;
                 if out.requires_grad() {
@@ -199,7 +199,7 @@ impl Call<'_> {
     }
 }
 
-/// A call of each row of the table, and of its form in place.
+/// A call of each row of the table and of its in-place form.
 pub fn rows() -> impl Iterator<Item = Case> {
     let rows = ops::operations().iter().filter_map(|op| op.row().map(|row| (op, row)));
     rows.map(|(op, row)| {
@@ -208,7 +208,7 @@ pub fn rows() -> impl Iterator<Item = Case> {
     })
 }
 
-/// Panics of calls on a device, and how many other calls were refused and how many were answered.
+/// Makes random calls on a device. Returns the calls that panicked, and the numbers of calls that failed and succeeded.
 fn provoke(cases: Vec<Case>, device: Device, calls: usize) -> (Vec<String>, usize, usize) {
     let (mut panics, mut refused, mut answered) = (Vec::new(), 0, 0);
     let cases: Vec<Case> = cases.into_iter().chain(rows()).collect();
@@ -240,6 +240,6 @@ fn bad_input_never_panics() {
     let device = std::env::var("DEVICE").map_or(Device::Cpu, |d| d.parse().expect("a device"));
     let (panics, refused, answered) = provoke(crate::all_cases(), device, calls);
     assert!(panics.is_empty(), "{} calls panic, {} do not:\n{}", panics.len(), refused + answered, panics.join("\n"));
-    // Neither is everything changed beyond recognition nor nothing.
+    // The changes must leave some calls valid and make others invalid.
     assert!(refused > 0 && answered > 0, "{refused} calls are refused, {answered} answered");
 }

@@ -1,5 +1,5 @@
-//! Calls by name: what does not fit a signature is refused with it, nothing is ignored, and parameters by their names are those by
-//! position.
+//! Calls by name. Arguments that do not match the signature are refused with an error that shows it, and no argument is ignored.
+//! Passing parameters by name is equivalent to passing them by position.
 
 use claystone::ops::{self, Argument, Attention, Kind, Operation, ParameterKind, Value};
 use claystone::{AvgPoolOptions, BatchNormOptions, ConvOptions, CrossEntropy, DType, Device, Tensor};
@@ -7,15 +7,15 @@ use claystone::{AvgPoolOptions, BatchNormOptions, ConvOptions, CrossEntropy, DTy
 use crate::bad_input::rows;
 use crate::common::{each_device, f64s};
 
-/// The most tensors, `None` where it is any number.
+/// The maximum number of tensors; `None` if it is unlimited.
 fn most_tensors(op: &Operation) -> Option<usize> {
     let listed = op.signature().tensors().any(|p| p.kind == ParameterKind::Tensors);
     (!listed).then(|| op.signature().tensors().count())
 }
 
 #[test]
-fn what_an_operation_does_not_take_is_refused() {
-    // No weight, bias or mask of more than one element has this shape, and no argument is this text.
+fn invalid_tensors_and_arguments_are_refused() {
+    // No weight, bias or mask of more than one element has this shape, and no string argument has this value.
     let odd = Tensor::zeros(&[11, 13], Device::Cpu).unwrap();
     let nonsense = Argument::from("nonsense");
     for case in crate::all_cases().into_iter().chain(rows()) {
@@ -56,7 +56,7 @@ fn what_an_operation_does_not_take_is_refused() {
     }
 }
 
-/// All of a call by name but the tensors of a list, in the opposite order.
+/// All arguments of a call by name, in reverse order, except the tensors of a list.
 fn named<'a>(
     op: &'static Operation,
     tensors: &[Option<&'a Tensor>],
@@ -73,7 +73,7 @@ fn named<'a>(
 }
 
 #[test]
-fn parameters_by_their_names_are_those_by_position() {
+fn calls_by_name_equal_calls_by_position() {
     let (mut answered, cases) = (0, crate::all_cases().into_iter().chain(rows()).collect::<Vec<_>>());
     for (k, case) in cases.iter().enumerate() {
         let op = case.op;
@@ -90,7 +90,7 @@ fn parameters_by_their_names_are_those_by_position() {
         };
         let (by_name, by_position) = match (results(true), results(false)) {
             (Ok(by_name), Ok(by_position)) => (by_name, by_position),
-            // Integers divided by zero, for example.
+            // Both fail, for example by dividing integers by zero.
             (by_name, by_position) => {
                 assert_eq!(by_name.unwrap_err(), by_position.unwrap_err());
                 continue;
@@ -106,9 +106,9 @@ fn parameters_by_their_names_are_those_by_position() {
     assert!(answered > cases.len() * 9 / 10, "{answered} of {} calls are answered", cases.len());
 }
 
-/// Into tensors whose elements lie in another order, and of which each dimension has gaps.
+/// The destinations have another memory order, and gaps in each dim.
 #[test]
-fn every_result_can_be_written_into_a_tensor_that_is_there() {
+fn every_result_can_be_written_into_an_existing_tensor() {
     for (k, case) in crate::all_cases().into_iter().chain(rows()).enumerate() {
         let op = case.op;
         let run = |out: Option<&[Option<&Tensor>]>| {
@@ -133,7 +133,7 @@ fn every_result_can_be_written_into_a_tensor_that_is_there() {
             let same = op.name.starts_with("empty") || f64s(a).mapv(f64::to_bits) == f64s(b).mapv(f64::to_bits);
             assert!(same, "{}: {a} is written as {b}", op.signature());
         }
-        // The last one alone.
+        // With a destination for the last result only.
         let mut last = vec![None; places.len() - 1];
         last.push(places.last());
         run(Some(&last)).unwrap_or_else(|e| panic!("{}: {e}", op.signature()));
@@ -141,16 +141,16 @@ fn every_result_can_be_written_into_a_tensor_that_is_there() {
 }
 
 #[test]
-fn what_is_written_into_has_the_shape_and_is_converted_as_it_can_be() {
+fn destinations_need_the_shape_and_convert_the_dtype() {
     each_device(|d| {
         let of = |values: &[f32]| Tensor::from_slice(values, values.len(), d).unwrap();
         let (x, y) = (of(&[1.0, 2.0, 3.0]), of(&[10.0, 20.0, 30.0]));
         let into = |name: &str, tensors: &[&Tensor], out: &[&Tensor]| ops::call_into(name, tensors, &[], out);
-        // Where it overlaps an operand.
+        // The destination may overlap an operand.
         let line = of(&[1.0, 2.0, 3.0, 4.0]);
         into("add", &[&line.narrow(0, 0, 3).unwrap(), &y], &[&line.narrow(0, 1, 3).unwrap()]).unwrap();
         assert_eq!(f64s(&line).as_slice().unwrap(), [1.0, 11.0, 22.0, 33.0]);
-        // Converted, also where computing in the wider dtype would give something else.
+        // Results are converted after the computation, even if computing in the wider dtype would give another value.
         let wide = Tensor::zeros(3, (DType::F64, d)).unwrap();
         into("div", &[&x, &y], &[&wide]).unwrap();
         assert_eq!(f64s(&wide)[0], f64::from(1.0f32 / 10.0));
@@ -162,18 +162,18 @@ fn what_is_written_into_has_the_shape_and_is_converted_as_it_can_be() {
             assert!(message.contains(part), "{message}");
         };
         let whole = Tensor::zeros(3, (DType::I64, d)).unwrap();
-        refused(into("add", &[&x, &y], &[&whole]), "add gives f32, which is not written into i64");
+        refused(into("add", &[&x, &y], &[&whole]), "add returns f32, which cannot be converted to i64");
         refused(into("add", &[&x, &y], &[&line]), "shapes [4] and [3]");
         refused(into("add", &[&x, &y], &[&of(&[0.0])]), "shapes [1] and [3]");
         refused(into("matmul", &[&x, &y], &[&line]), "shapes [4] and []");
-        refused(into("add", &[&x, &y], &[&wide, &wide]), "2 tensors for the 1 results of add");
+        refused(into("add", &[&x, &y], &[&wide, &wide]), "2 tensors were given for the 1 results of add");
         refused(into("add", &[&x], &[&x]), "other, a tensor, is missing");
         let leaf = of(&[0.0; 3]).requires_grad_(true).unwrap();
         refused(into("add", &[&x, &y], &[&leaf]), "wrap it in no_grad");
         refused(into("add", &[&leaf, &y], &[&x]), "wrap it in no_grad");
         claystone::no_grad(|| into("add", &[&leaf, &y], &[&x])).unwrap();
         assert_eq!(f64s(&x).as_slice().unwrap(), [10.0, 20.0, 30.0]);
-        // What a user registered is what is written.
+        // A registered implementation's results are written as well.
         let forward = move |_: &[&Tensor], _: &[Argument]| Ok(vec![Tensor::full(3, 7.0, d)?]);
         let _kept = ops::register("my_sevens", d.into(), ops::Implementation::new(forward)).unwrap();
         into("my_sevens", &[&x, &y], &[&x]).unwrap();
@@ -182,7 +182,7 @@ fn what_is_written_into_has_the_shape_and_is_converted_as_it_can_be() {
 }
 
 #[test]
-fn a_call_that_does_not_fit_says_how_the_operation_is_called() {
+fn invalid_calls_show_the_signature() {
     let x = &Tensor::ones(&[2, 3], Device::Cpu).unwrap();
     let says = |reason: &str, name: &str, tensors: &[&Tensor], named: &[(&str, Value)]| {
         let message = ops::call_named(name, tensors, named).unwrap_err().to_string();
@@ -208,13 +208,13 @@ fn a_call_that_does_not_fit_says_how_the_operation_is_called() {
         &[("reduction", "max".into())],
     );
     let gap = ops::call("cat", &[Some(x), None], &[]).unwrap_err().to_string();
-    assert_eq!(gap, "cat: in a list of tensors none can be left out: cat(*tensors, dim: int = 0)");
+    assert_eq!(gap, "cat: no tensor of a list can be left out: cat(*tensors, dim: int = 0)");
     let unknown = ops::call_named("no_such_operation", &[x], &[("dim", 1.into())]).unwrap_err().to_string();
     assert!(unknown.contains("no_such_operation"), "{unknown}");
 }
 
 #[test]
-fn what_is_left_out_has_the_default() {
+fn omitted_arguments_take_their_defaults() {
     let arange = |shape: &[usize]| {
         let count: usize = shape.iter().product();
         Tensor::arange(0, count as i64, 1, Device::Cpu).unwrap().reshape(shape).unwrap().sin().unwrap()
@@ -272,8 +272,8 @@ fn what_is_left_out_has_the_default() {
     is("pad", &[x], &[("pad", (&[1, 2]).into())], x.pad(&[1, 2], claystone::PadMode::Constant(0.into())));
 }
 
-/// Parameters that PyTorch's operation does not have, or has in another form.
-const OWN: [(&str, &str); 12] = [
+/// Parameters that PyTorch's operation lacks, or has in another form.
+const OWN_CALLS: [(&str, &str); 12] = [
     ("avg_pool1d", "divisor_override"),
     ("count_nonzero", "keepdim"),
     ("einsum", "operands"),
@@ -288,8 +288,8 @@ const OWN: [(&str, &str); 12] = [
     ("tensordot", "dims_b"),
 ];
 
-/// Operations some of whose parameters must be given, which are `None` by default in PyTorch.
-const EXPLICIT: [&str; 14] = [
+/// Operations with required parameters that default to `None` in PyTorch.
+const EXPLICIT_CALLS: [&str; 14] = [
     "clamp",
     "clamp_",
     "clamp_tensor",
@@ -306,10 +306,10 @@ const EXPLICIT: [&str; 14] = [
     "softmin",
 ];
 
-/// Whether a default is what Python prints as `text`.
+/// Whether a default equals `text`, as Python prints it.
 fn same(default: &Argument, text: &str) -> bool {
     match default {
-        Argument::Int(0) if text == "False" => true, // a switch among the numbers of a formula
+        Argument::Int(0) if text == "False" => true, // a bool among the numbers of a formula
         Argument::Int(x) => text.parse() == Ok(*x as f64),
         Argument::Float(x) => text.parse() == Ok(*x),
         Argument::Text(x) => x == text,
@@ -318,7 +318,7 @@ fn same(default: &Argument, text: &str) -> bool {
 }
 
 #[test]
-fn names_and_defaults_are_pytorchs() {
+fn names_and_defaults_match_pytorch() {
     let lines = include_str!("../data/signatures.txt").lines().filter_map(|line| line.split_once(": "));
     let lines: Vec<(&str, &str)> = lines.collect();
     let mut wrong = Vec::new();
@@ -336,13 +336,13 @@ fn names_and_defaults_are_pytorchs() {
             }
             let given: Vec<&str> = defaults.iter().copied().flatten().collect();
             let right = match &p.default {
-                None => defaults.contains(&None) || (!defaults.is_empty() && EXPLICIT.contains(&op.name)),
+                None => defaults.contains(&None) || (!defaults.is_empty() && EXPLICIT_CALLS.contains(&op.name)),
                 Some(Argument::None) => !defaults.is_empty(),
                 Some(default) => {
                     !defaults.is_empty() && (given.is_empty() || given.iter().any(|d| *d == "None" || same(default, d)))
                 }
             };
-            if right == OWN.contains(&(op.name, name)) {
+            if right == OWN_CALLS.contains(&(op.name, name)) {
                 wrong.push(format!("({:?}, {name:?}), {p}: {defaults:?}", op.name));
             }
         }

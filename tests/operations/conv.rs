@@ -1,4 +1,4 @@
-//! Convolutions, and windows as columns, against loops over their definitions.
+//! Convolutions, unfold and fold, compared with loops over their definitions.
 
 use claystone::device::count_launches;
 use claystone::storage::{MemoryMode, with_memory_mode};
@@ -9,24 +9,24 @@ use ndarray::{Array, Array4, ArrayD, Dimension, IxDyn};
 use crate::common::each_device;
 use crate::harness::{Case, case};
 
-/// How windows move, a pair a direction: the numbers of a case.
+/// Stride, padding, dilation and groups of a 2-D convolution; arrays hold one entry per dim.
 #[derive(Clone, Copy)]
-struct Moves {
+struct ConvParams {
     stride: [usize; 2],
-    /// Before and after.
+    /// Padding before and after.
     padding: [[usize; 2]; 2],
     dilation: [usize; 2],
     groups: usize,
 }
 
-const PLAIN: Moves = Moves { stride: [1; 2], padding: [[0; 2]; 2], dilation: [1; 2], groups: 1 };
+const PLAIN: ConvParams = ConvParams { stride: [1; 2], padding: [[0; 2]; 2], dilation: [1; 2], groups: 1 };
 
-fn moves(stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2], groups: usize) -> Moves {
-    Moves { stride, padding: padding.map(|p| [p, p]), dilation, groups }
+fn moves(stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2], groups: usize) -> ConvParams {
+    ConvParams { stride, padding: padding.map(|p| [p, p]), dilation, groups }
 }
 
-/// Each pair of an image's element and a window's tap that meet: image row and column, tap, window.
-fn meetings(image: [usize; 2], kernel: [usize; 2], grid: [usize; 2], m: Moves, mut f: impl FnMut([usize; 6])) {
+/// Calls `f` for each image element under a kernel tap: image row and column, tap row and column, output row and column.
+fn for_each_product(image: [usize; 2], kernel: [usize; 2], grid: [usize; 2], m: ConvParams, mut f: impl FnMut([usize; 6])) {
     for oh in 0..grid[0] {
         for ow in 0..grid[1] {
             for kh in 0..kernel[0] {
@@ -45,15 +45,15 @@ fn meetings(image: [usize; 2], kernel: [usize; 2], grid: [usize; 2], m: Moves, m
     }
 }
 
-fn grid(image: [usize; 2], kernel: [usize; 2], m: Moves) -> [usize; 2] {
+fn grid(image: [usize; 2], kernel: [usize; 2], m: ConvParams) -> [usize; 2] {
     [0, 1].map(|d| {
         let padded = image[d] + m.padding[d][0] + m.padding[d][1];
         (padded - m.dilation[d] * (kernel[d] - 1) - 1) / m.stride[d] + 1
     })
 }
 
-/// With a dim of 1 for rows where there are none, and for a batch.
-pub fn four(x: &ArrayD<f64>, directions: usize) -> Array4<f64> {
+/// Adds missing dims of size 1: rows for 1-D inputs, and the batch.
+pub fn to_4d(x: &ArrayD<f64>, directions: usize) -> Array4<f64> {
     let mut shape = x.shape().to_vec();
     if directions == 1 {
         shape.insert(shape.len() - 1, 1);
@@ -64,8 +64,8 @@ pub fn four(x: &ArrayD<f64>, directions: usize) -> Array4<f64> {
     x.clone().into_shape_with_order(IxDyn(&shape)).unwrap().into_dimensionality().unwrap()
 }
 
-/// The result of what [`four`] made, with the dims that were there.
-pub fn as_given(out: Array<f64, impl Dimension>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+/// Removes the dims from a result that [`to_4d`] added to `x`.
+pub fn remove_added_dims(out: Array<f64, impl Dimension>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     let mut shape = out.shape().to_vec();
     if directions == 1 {
         shape.remove(2);
@@ -80,8 +80,8 @@ fn dims(x: &Array4<f64>) -> [usize; 4] {
     x.dim().into()
 }
 
-fn conv(t: &[ArrayD<f64>], directions: usize, m: Moves) -> ArrayD<f64> {
-    let (x, w) = (four(&t[0], directions), four(&t[1], directions));
+fn conv(t: &[ArrayD<f64>], directions: usize, m: ConvParams) -> ArrayD<f64> {
+    let (x, w) = (to_4d(&t[0], directions), to_4d(&t[1], directions));
     let ([n, _, h, wide], [o, per_group, kh, kw]) = (dims(&x), dims(&w));
     let [oh, ow] = grid([h, wide], [kh, kw], m);
     let mut out = Array4::zeros([n, o, oh, ow]);
@@ -89,7 +89,7 @@ fn conv(t: &[ArrayD<f64>], directions: usize, m: Moves) -> ArrayD<f64> {
         for j in 0..o {
             let group = j / (o / m.groups).max(1);
             for c in 0..per_group {
-                meetings([h, wide], [kh, kw], [oh, ow], m, |[h, v, kh, kw, oh, ow]| {
+                for_each_product([h, wide], [kh, kw], [oh, ow], m, |[h, v, kh, kw, oh, ow]| {
                     out[[i, j, oh, ow]] += x[[i, group * per_group + c, h, v]] * w[[j, c, kh, kw]];
                 });
             }
@@ -98,11 +98,11 @@ fn conv(t: &[ArrayD<f64>], directions: usize, m: Moves) -> ArrayD<f64> {
             }
         }
     }
-    as_given(out, &t[0], directions)
+    remove_added_dims(out, &t[0], directions)
 }
 
-fn conv_transpose(t: &[ArrayD<f64>], directions: usize, m: Moves, behind: [usize; 2]) -> ArrayD<f64> {
-    let (x, w) = (four(&t[0], directions), four(&t[1], directions));
+fn conv_transpose(t: &[ArrayD<f64>], directions: usize, m: ConvParams, behind: [usize; 2]) -> ArrayD<f64> {
+    let (x, w) = (to_4d(&t[0], directions), to_4d(&t[1], directions));
     let ([n, c, h, wide], [_, per_group, kh, kw]) = (dims(&x), dims(&w));
     let image = [0, 1].map(|d| {
         ([h, wide][d] - 1) * m.stride[d] + m.dilation[d] * ([kh, kw][d] - 1) + behind[d] + 1 - 2 * m.padding[d][0]
@@ -113,7 +113,7 @@ fn conv_transpose(t: &[ArrayD<f64>], directions: usize, m: Moves, behind: [usize
         for j in 0..c {
             let group = j / (c / m.groups).max(1);
             for k in 0..per_group {
-                meetings(image, [kh, kw], [h, wide], m, |[row, column, kh, kw, h, v]| {
+                for_each_product(image, [kh, kw], [h, wide], m, |[row, column, kh, kw, h, v]| {
                     out[[i, group * per_group + k, row, column]] += x[[i, j, h, v]] * w[[j, k, kh, kw]];
                 });
             }
@@ -124,18 +124,18 @@ fn conv_transpose(t: &[ArrayD<f64>], directions: usize, m: Moves, behind: [usize
             }
         }
     }
-    as_given(out, &t[0], directions)
+    remove_added_dims(out, &t[0], directions)
 }
 
-fn unfold(x: &ArrayD<f64>, kernel: [usize; 2], m: Moves) -> ArrayD<f64> {
-    let images = four(x, 2);
+fn unfold(x: &ArrayD<f64>, kernel: [usize; 2], m: ConvParams) -> ArrayD<f64> {
+    let images = to_4d(x, 2);
     let [n, c, h, w] = dims(&images);
     let g = grid([h, w], kernel, m);
     let taps = kernel[0] * kernel[1];
     let mut out = ArrayD::zeros(IxDyn(&[n, c * taps, g[0] * g[1]]));
     for i in 0..n {
         for j in 0..c {
-            meetings([h, w], kernel, g, m, |[h, v, kh, kw, oh, ow]| {
+            for_each_product([h, w], kernel, g, m, |[h, v, kh, kw, oh, ow]| {
                 out[[i, j * taps + kh * kernel[1] + kw, oh * g[1] + ow]] = images[[i, j, h, v]];
             });
         }
@@ -143,14 +143,14 @@ fn unfold(x: &ArrayD<f64>, kernel: [usize; 2], m: Moves) -> ArrayD<f64> {
     if x.ndim() == 3 { out.index_axis_move(ndarray::Axis(0), 0) } else { out }
 }
 
-fn fold(x: &ArrayD<f64>, image: [usize; 2], kernel: [usize; 2], m: Moves) -> ArrayD<f64> {
+fn fold(x: &ArrayD<f64>, image: [usize; 2], kernel: [usize; 2], m: ConvParams) -> ArrayD<f64> {
     let columns = if x.ndim() == 2 { x.clone().insert_axis(ndarray::Axis(0)) } else { x.clone() };
     let (taps, g) = (kernel[0] * kernel[1], grid(image, kernel, m));
     let (n, c) = (columns.shape()[0], columns.shape()[1] / taps);
     let mut out = ArrayD::zeros(IxDyn(&[n, c, image[0], image[1]]));
     for i in 0..n {
         for j in 0..c {
-            meetings(image, kernel, g, m, |[h, v, kh, kw, oh, ow]| {
+            for_each_product(image, kernel, g, m, |[h, v, kh, kw, oh, ow]| {
                 out[[i, j, h, v]] += columns[[i, j * taps + kh * kernel[1] + kw, oh * g[1] + ow]];
             });
         }
@@ -158,30 +158,30 @@ fn fold(x: &ArrayD<f64>, image: [usize; 2], kernel: [usize; 2], m: Moves) -> Arr
     if x.ndim() == 2 { out.index_axis_move(ndarray::Axis(0), 0) } else { out }
 }
 
-/// Sums of many products: their rounding is that of the largest partial sum.
+/// Tolerance factor for sums of many products, whose rounding is that of the largest partial sum.
 const PRODUCTS: f64 = 10.0;
 
-fn conv2d(x: &[usize], w: &[usize], bias: bool, m: Moves) -> Case {
+fn conv2d(x: &[usize], w: &[usize], bias: bool, m: ConvParams) -> Case {
     let made = case("conv2d").input(x).input(w).tolerance(PRODUCTS);
     let made = if bias { made.input(&w[..1]) } else { made };
     let padding = m.padding.map(|p| p[0]);
     let made = made.arg(&m.stride).arg(&padding).arg(&m.dilation).arg(m.groups);
-    made.gives(move |x| vec![conv(x, 2, m)])
+    made.with_reference(move |x| vec![conv(x, 2, m)])
 }
 
-fn conv1d(x: &[usize], w: &[usize], bias: bool, m: Moves) -> Case {
+fn conv1d(x: &[usize], w: &[usize], bias: bool, m: ConvParams) -> Case {
     let made = case("conv1d").input(x).input(w).tolerance(PRODUCTS);
     let made = if bias { made.input(&w[..1]) } else { made };
     let made = made.arg(m.stride[1]).arg(m.padding[1][0]).arg(m.dilation[1]).arg(m.groups);
-    made.gives(move |x| vec![conv(x, 1, m)])
+    made.with_reference(move |x| vec![conv(x, 1, m)])
 }
 
-fn conv_transpose2d(x: &[usize], w: &[usize], bias: bool, m: Moves, behind: [usize; 2]) -> Case {
+fn conv_transpose2d(x: &[usize], w: &[usize], bias: bool, m: ConvParams, behind: [usize; 2]) -> Case {
     let made = case("conv_transpose2d").input(x).input(w).tolerance(PRODUCTS);
     let made = if bias { made.input(&[w[1] * m.groups]) } else { made };
     let padding = m.padding.map(|p| p[0]);
     let made = made.arg(&m.stride).arg(&padding).arg(&behind).arg(m.groups).arg(&m.dilation);
-    made.gives(move |x| vec![conv_transpose(x, 2, m, behind)])
+    made.with_reference(move |x| vec![conv_transpose(x, 2, m, behind)])
 }
 
 pub fn cases() -> Vec<Case> {
@@ -201,7 +201,7 @@ pub fn cases() -> Vec<Case> {
         conv2d(&[2, 0, 4, 4], &[3, 0, 2, 2], true, PLAIN),
         conv2d(&[2, 3, 4, 4], &[0, 3, 2, 2], false, PLAIN),
         conv2d(&[2, 1, 2, 2], &[2, 1, 3, 3], true, moves([3, 3], [2, 2], [1, 1], 1)),
-        // Columns and products around the edges of tiles: 63, 64, 65 and a prime of them.
+        // Columns and products around the edges of tiles: 63, 64, 65 and a prime number of them.
         conv2d(&[3, 8, 17, 19], &[16, 8, 3, 3], true, moves([1, 1], [1, 1], [1, 1], 1)),
         conv2d(&[1, 3, 9, 11], &[65, 3, 3, 3], true, PLAIN),
         conv2d(&[1, 7, 10, 10], &[64, 7, 3, 3], false, PLAIN),
@@ -211,7 +211,7 @@ pub fn cases() -> Vec<Case> {
         conv1d(&[2, 3, 5], &[4, 3, 1], true, PLAIN),
         conv1d(&[0, 3, 9], &[4, 3, 4], true, PLAIN),
         conv1d(&[3, 6, 131], &[10, 6, 5], true, moves([1, 1], [0, 2], [1, 1], 1)),
-        // Groups of one channel.
+        // Groups of one channel each.
         conv2d(&[2, 3, 6, 5], &[3, 1, 3, 3], true, moves([1, 1], [1, 1], [1, 1], 3)),
         conv2d(&[2, 6, 9], &[4, 1, 3, 2], false, moves([1, 1], [1, 2], [1, 2], 2)),
         conv2d(&[0, 3, 5, 5], &[3, 1, 3, 3], true, moves([1, 1], [0, 0], [1, 1], 3)),
@@ -233,17 +233,17 @@ pub fn cases() -> Vec<Case> {
     ] {
         let made = case("conv_transpose1d").input(x).input(&w).input(&[w[1] * m.groups]).tolerance(PRODUCTS);
         let made = made.arg(m.stride[1]).arg(m.padding[1][0]).arg(behind).arg(m.groups).arg(m.dilation[1]);
-        cases.push(made.gives(move |x| vec![conv_transpose(x, 1, m, [0, behind])]));
+        cases.push(made.with_reference(move |x| vec![conv_transpose(x, 1, m, [0, behind])]));
     }
-    // Padding by name: with an even kernel there is one more behind.
+    // Padding "same": an even kernel has one more element of padding at the end.
     for (w, dilation, padding) in [([2, 2, 4, 3], [1, 1], [[1, 2], [1, 1]]), ([2, 2, 2, 2], [2, 3], [[1, 1], [1, 2]])] {
-        let m = Moves { padding, dilation, ..PLAIN };
+        let m = ConvParams { padding, dilation, ..PLAIN };
         let made = case("conv2d").input(&[2, 2, 5, 6]).input(&w).tolerance(PRODUCTS);
         let made = made.arg(&[1, 1]).arg("same").arg(&dilation).arg(1);
-        cases.push(made.gives(move |x| vec![conv(x, 2, m)]));
+        cases.push(made.with_reference(move |x| vec![conv(x, 2, m)]));
     }
     let valid = case("conv2d").input(&[1, 2, 4, 4]).input(&[2, 2, 3, 3]).tolerance(PRODUCTS);
-    cases.push(valid.arg(Argument::None).arg("valid").gives(|x| vec![conv(x, 2, PLAIN)]));
+    cases.push(valid.arg(Argument::None).arg("valid").with_reference(|x| vec![conv(x, 2, PLAIN)]));
     for (x, kernel, m) in [
         (&[2, 3, 5, 6][..], [2, 3], PLAIN),
         (&[2, 6, 7], [3, 2], wide),
@@ -255,7 +255,7 @@ pub fn cases() -> Vec<Case> {
     ] {
         let pads = m.padding.map(|p| p[0]);
         let made = case("unfold2d").input(x).arg(&kernel).arg(&m.dilation).arg(&pads).arg(&m.stride);
-        cases.push(made.gives(move |x| vec![unfold(&x[0], kernel, m)]));
+        cases.push(made.with_reference(move |x| vec![unfold(&x[0], kernel, m)]));
     }
     for (n, image, kernel, m) in [
         (Some(2), [5, 6], [2, 3], PLAIN),
@@ -266,13 +266,13 @@ pub fn cases() -> Vec<Case> {
         let (g, pads) = (grid(image, kernel, m), m.padding.map(|p| p[0]));
         let shape: Vec<usize> = n.into_iter().chain([2 * kernel[0] * kernel[1], g[0] * g[1]]).collect();
         let made = case("fold").input(&shape).arg(&image).arg(&kernel).arg(&m.dilation).arg(&pads).arg(&m.stride);
-        cases.push(made.gives(move |x| vec![fold(&x[0], image, kernel, m)]));
+        cases.push(made.with_reference(move |x| vec![fold(&x[0], image, kernel, m)]));
     }
     cases
 }
 
-/// Whether the processor has the kernels by which the CPU does a convolution in one launch.
-pub fn at_once() -> bool {
+/// Whether the CPU has the instructions for convolutions in one launch.
+pub fn has_single_launch_kernels() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("f16c")
@@ -282,20 +282,20 @@ pub fn at_once() -> bool {
 }
 
 #[test]
-fn convolutions_are_contiguous_in_one_launch_or_two_and_one_more_for_a_batch() {
+fn convolutions_are_contiguous_and_take_few_launches() {
     each_device(|device| {
         let bias = Tensor::ones(4, device).unwrap();
         for (batch, kernel, most) in [(1, 3, 2), (2, 3, 3), (2, 1, 1)] {
             let x = Tensor::ones(&[batch, 3, 8, 8], device).unwrap();
             let w = Tensor::ones(&[4, 3, kernel, kernel], device).unwrap();
-            // Those of images have one.
+            // Convolutions of images take one launch.
             let run = || {
                 let convolve = || x.conv2d(&w, Some(&bias), ConvOptions::default());
                 with_memory_mode(MemoryMode::Buffer, convolve).unwrap()
             };
             run();
             let (y, launches) = count_launches(run);
-            let most = if device == Device::Cpu && at_once() { 1 } else { most };
+            let most = if device == Device::Cpu && has_single_launch_kernels() { 1 } else { most };
             assert_eq!(launches, most, "kernel {kernel} on {device}");
             assert!(y.is_contiguous() && y.view([batch as isize, -1]).is_ok());
             assert!(x.conv2d(&w, None, ConvOptions { groups: 1, stride: [2, 2], ..Default::default() }).unwrap().is_contiguous());
@@ -305,7 +305,7 @@ fn convolutions_are_contiguous_in_one_launch_or_two_and_one_more_for_a_batch() {
 }
 
 #[test]
-fn convolutions_say_what_does_not_fit() {
+fn errors_of_convolutions_name_the_mismatch() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, Device::Cpu).unwrap();
     let says = |text: &str, made: claystone::Result<Tensor>| {
         let message = made.unwrap_err().to_string();

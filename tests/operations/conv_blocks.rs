@@ -1,48 +1,48 @@
-//! Convolutions of sizes that are cut into blocks, and their gradients.
+//! Convolutions that are computed in blocks, and their gradients.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Tensor, no_grad};
 
-use crate::common::{alone, each_device, values};
-use crate::conv::at_once;
-use crate::conv_size::{Size, compare, compare_special, made, repeats, size};
+use crate::common::{each_device, in_own_process, values};
+use crate::conv::has_single_launch_kernels;
+use crate::conv_size::{Size, compare, compare_special, pseudo_random, repeats, size};
 
-/// Around tiles and vectors of every kernel, blocks of channels, parts of images and several of them.
+/// Sizes at the edges of every kernel's tiles and vectors, of channel blocks, of image parts and of groups of images.
 const SIZES: &[Size] = &[
-    size(2, [3, 5], [9, 11], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
+    size(2, [3, 5], [9, 11], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
     size(1, [1, 1], [5, 7], [2, 3]),
-    size(3, [13, 12], [28, 28], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
-    size(2, [5, 11], [13, 17], [3, 3]).moves([1, 1], [2, 0], [2, 3]),
-    size(2, [4, 33], [16, 16], [5, 5]).moves([1, 1], [2, 2], [1, 1]),
-    size(2, [7, 31], [15, 32], [1, 3]).moves([1, 1], [0, 1], [1, 1]),
-    size(2, [6, 17], [31, 9], [3, 1]).moves([1, 1], [1, 0], [1, 1]),
-    size(2, [3, 24], [33, 31], [3, 3]).moves([2, 2], [1, 1], [1, 1]),
-    size(1, [3, 13], [40, 37], [7, 7]).moves([2, 3], [3, 3], [1, 1]),
-    size(2, [3, 4], [23, 29], [2, 2]).moves([5, 4], [0, 1], [1, 1]), // gaps between windows
-    size(2, [3, 4], [2, 3], [5, 4]).moves([1, 1], [4, 3], [1, 1]),   // windows larger than the image
-    size(1, [2, 3], [1, 1], [3, 3]).moves([3, 3], [4, 4], [2, 2]),   // windows of padding alone
-    size(2, [3, 4], [4, 4], [3, 3]).moves([1, 1], [6, 6], [1, 1]),
-    size(1, [4, 6], [12, 12], [3, 3]).moves([1, 1], [9, 9], [9, 9]), // taps farther apart than rows
-    size(2, [17, 16], [9, 10], [3, 3]).moves([1, 2], [1, 1], [2, 1]).groups(3),
-    size(3, [1, 3], [14, 14], [3, 3]).moves([1, 1], [1, 1], [1, 1]).groups(4),
-    size(1, [24, 33], [6, 6], [3, 3]).moves([1, 1], [1, 1], [1, 1]).groups(2),
-    size(67, [5, 9], [3, 3], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // several images a job, the last one fewer
-    size(67, [20, 13], [3, 4], [3, 3]).moves([1, 1], [1, 1], [1, 1]).groups(2),
-    size(37, [6, 5], [7, 7], [3, 3]).moves([2, 2], [1, 1], [1, 1]),
-    size(1, [3, 7], [64, 65], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // parts of an image
-    size(1, [2, 3], [1, 1031], [1, 5]).moves([1, 1], [0, 2], [1, 1]), // of a row
-    size(1, [2, 3], [1, 1031], [1, 5]).moves([1, 3], [0, 2], [1, 2]),
-    size(5, [2, 3], [1, 40], [1, 4]).moves([1, 2], [0, 0], [1, 1]),
-    size(1, [90, 4], [28, 28], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // channels that do not fit into the cache
-    size(1, [61, 130], [12, 12], [5, 5]).moves([1, 1], [2, 2], [1, 1]),
-    size(1, [2, 40], [61, 60], [5, 5]).moves([1, 1], [2, 2], [1, 1]), // nor windows
-    size(1, [3, 2], [1, 9001], [1, 9]).moves([1, 1], [0, 4], [1, 1]),
-    size(9, [64, 33], [7, 7], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // rows of pairs for AMX, and an odd number of windows
-    size(2, [79, 64], [11, 13], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // and pairs that are left over
+    size(3, [13, 12], [28, 28], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
+    size(2, [5, 11], [13, 17], [3, 3]).with_geometry([1, 1], [2, 0], [2, 3]),
+    size(2, [4, 33], [16, 16], [5, 5]).with_geometry([1, 1], [2, 2], [1, 1]),
+    size(2, [7, 31], [15, 32], [1, 3]).with_geometry([1, 1], [0, 1], [1, 1]),
+    size(2, [6, 17], [31, 9], [3, 1]).with_geometry([1, 1], [1, 0], [1, 1]),
+    size(2, [3, 24], [33, 31], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
+    size(1, [3, 13], [40, 37], [7, 7]).with_geometry([2, 3], [3, 3], [1, 1]),
+    size(2, [3, 4], [23, 29], [2, 2]).with_geometry([5, 4], [0, 1], [1, 1]), // gaps between windows
+    size(2, [3, 4], [2, 3], [5, 4]).with_geometry([1, 1], [4, 3], [1, 1]),   // windows larger than the image
+    size(1, [2, 3], [1, 1], [3, 3]).with_geometry([3, 3], [4, 4], [2, 2]),   // windows that contain only padding
+    size(2, [3, 4], [4, 4], [3, 3]).with_geometry([1, 1], [6, 6], [1, 1]),
+    size(1, [4, 6], [12, 12], [3, 3]).with_geometry([1, 1], [9, 9], [9, 9]), // taps farther apart than rows
+    size(2, [17, 16], [9, 10], [3, 3]).with_geometry([1, 2], [1, 1], [2, 1]).groups(3),
+    size(3, [1, 3], [14, 14], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(4),
+    size(1, [24, 33], [6, 6], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
+    size(67, [5, 9], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // several images per job, fewer in the last
+    size(67, [20, 13], [3, 4], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
+    size(37, [6, 5], [7, 7], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
+    size(1, [3, 7], [64, 65], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // parts of an image
+    size(1, [2, 3], [1, 1031], [1, 5]).with_geometry([1, 1], [0, 2], [1, 1]), // parts of a row
+    size(1, [2, 3], [1, 1031], [1, 5]).with_geometry([1, 3], [0, 2], [1, 2]),
+    size(5, [2, 3], [1, 40], [1, 4]).with_geometry([1, 2], [0, 0], [1, 1]),
+    size(1, [90, 4], [28, 28], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // channels that do not fit into the cache
+    size(1, [61, 130], [12, 12], [5, 5]).with_geometry([1, 1], [2, 2], [1, 1]),
+    size(1, [2, 40], [61, 60], [5, 5]).with_geometry([1, 1], [2, 2], [1, 1]), // windows that do not fit into the cache
+    size(1, [3, 2], [1, 9001], [1, 9]).with_geometry([1, 1], [0, 4], [1, 1]),
+    size(9, [64, 33], [7, 7], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // pairs of rows for AMX, with an odd number of windows
+    size(2, [79, 64], [11, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // pairs of rows with a remainder
 ];
 
 #[test]
-fn convolutions_in_blocks_are_those_of_their_definition() {
+fn convolutions_in_blocks_match_their_definition() {
     for size in SIZES {
         for turned in [false, true] {
             (0..5).for_each(|how| compare(size, how, DType::F32, turned));
@@ -56,15 +56,15 @@ fn convolutions_in_blocks_are_those_of_their_definition() {
     }
 }
 
-/// More columns than are in memory at once: several images, rows of an image, channels of an image.
+/// The columns do not fit into memory at once: for several images, for rows of an image, for channels of an image.
 #[test]
-fn convolutions_in_blocks_of_columns() {
+fn convolutions_in_blocks_of_columns_match_their_definition() {
     for size in [
-        size(3, [20, 4], [130, 130], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
-        size(1, [6, 3], [256, 260], [3, 5]).moves([1, 1], [2, 0], [1, 2]),
-        size(2, [3, 4], [521, 517], [5, 3]).moves([2, 1], [1, 2], [2, 1]),
-        size(2, [11, 4], [130, 128], [3, 3]).moves([1, 1], [2, 1], [1, 1]).groups(2),
-        size(1, [3, 2], [300, 1100], [2, 2]).moves([1, 1], [4, 4], [1, 1]), // rows of padding alone
+        size(3, [20, 4], [130, 130], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
+        size(1, [6, 3], [256, 260], [3, 5]).with_geometry([1, 1], [2, 0], [1, 2]),
+        size(2, [3, 4], [521, 517], [5, 3]).with_geometry([2, 1], [1, 2], [2, 1]),
+        size(2, [11, 4], [130, 128], [3, 3]).with_geometry([1, 1], [2, 1], [1, 1]).groups(2),
+        size(1, [3, 2], [300, 1100], [2, 2]).with_geometry([1, 1], [4, 4], [1, 1]), // rows that contain only padding
     ] {
         for turned in [false, true] {
             compare(&size, 0, DType::F32, turned);
@@ -73,10 +73,10 @@ fn convolutions_in_blocks_of_columns() {
     }
 }
 
-/// The columns of these images have 72 MiB, which are neither in memory at a time nor kept.
+/// The columns of these images would take 72 MiB. They must be neither in memory at once nor cached.
 #[test]
-fn convolutions_take_little_memory() {
-    if !alone("conv_blocks::convolutions_take_little_memory") {
+fn convolutions_use_little_extra_memory() {
+    if !in_own_process("conv_blocks::convolutions_use_little_extra_memory") {
         return;
     }
     each_device(|device| {
@@ -97,7 +97,7 @@ fn convolutions_take_little_memory() {
                 false => x.conv2d(&w, Some(&b), plain).unwrap(),
                 true => x.conv_transpose2d(&w, Some(&b), turned).unwrap(),
             };
-            // The first run makes copies of weights that a device keeps.
+            // The first run makes copies of the weights that the device caches.
             run().backward_with(&grad).unwrap();
             [&x, &w, &b].into_iter().for_each(Tensor::zero_grad);
             let before = memory().current;
@@ -120,24 +120,24 @@ fn convolutions_take_little_memory() {
 }
 
 #[test]
-fn special_values_of_convolutions() {
-    let size = size(2, [3, 13], [9, 20], [3, 3]).moves([1, 1], [1, 1], [1, 1]);
+fn convolutions_propagate_nan_and_infinity() {
+    let size = size(2, [3, 13], [9, 20], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]);
     for dtype in [DType::F32, DType::BF16] {
         [false, true].into_iter().for_each(|turned| compare_special(&size, dtype, turned));
     }
 }
 
-/// The gradient of a gradient is that of f64, whichever of the inputs have one.
+/// Second derivatives are compared with f64, for each combination of inputs that require a gradient.
 #[test]
-fn second_gradients_of_convolutions() {
-    let size = size(2, [3, 4], [6, 7], [3, 3]).moves([2, 1], [1, 1], [1, 1]);
+fn second_derivatives_of_convolutions_match_f64() {
+    let size = size(2, [3, 4], [6, 7], [3, 3]).with_geometry([2, 1], [1, 1], [1, 1]);
     for (turned, wanted) in
         [false, true].into_iter().flat_map(|t| [[true, true], [true, false], [false, true]].map(|w| (t, w)))
     {
         let [x, weight, bias, _] = size.shapes(turned);
         let twice = |dtype: DType| {
             let leaf = |shape: &[usize], seed, wanted| {
-                made(shape, seed, DType::F32).to_dtype(dtype).unwrap().requires_grad_(wanted).unwrap()
+                pseudo_random(shape, seed, DType::F32).to_dtype(dtype).unwrap().requires_grad_(wanted).unwrap()
             };
             let inputs = [leaf(&x, 1, wanted[0]), leaf(&weight, 2, wanted[1]), leaf(&bias, 3, true)];
             let y = size.run(inputs.each_ref(), turned).unwrap();
@@ -162,6 +162,6 @@ fn second_gradients_of_convolutions() {
 }
 
 #[test]
-fn convolutions_are_launched_once_and_repeat() {
-    repeats(&size(64, [5, 13], [19, 23], [3, 3]).moves([1, 1], [1, 1], [1, 1]), at_once());
+fn blocked_convolutions_take_one_launch_and_are_deterministic() {
+    repeats(&size(64, [5, 13], [19, 23], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), has_single_launch_kernels());
 }

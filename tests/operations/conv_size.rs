@@ -1,16 +1,16 @@
-//! Convolutions of many sizes, and their gradients, beside loops over their definition: for `conv_blocks` and `conv_depthwise`.
+//! Convolutions of many sizes and their gradients, compared with loops over the definition. Used by `conv_blocks` and `conv_depthwise`.
 
 use claystone::device::count_launches;
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Result, Tensor};
 
 use crate::common::values;
 
-/// A convolution, or a transposed one of the same weight, of which `image` is then the result.
+/// A convolution; also used as the transposed convolution with the same weight, whose result has the size `image`.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     n: usize,
     groups: usize,
-    /// Channels of an image and of windows in each group.
+    /// Input and output channels of each group.
     inner: usize,
     outer: usize,
     image: [usize; 2],
@@ -20,14 +20,14 @@ pub struct Size {
     dilation: [usize; 2],
 }
 
-/// One group, windows that move by one.
+/// A convolution with one group, stride 1 and dilation 1.
 pub const fn size(n: usize, [inner, outer]: [usize; 2], image: [usize; 2], kernel: [usize; 2]) -> Size {
     let (stride, dilation) = ([1; 2], [1; 2]);
     Size { n, groups: 1, inner, outer, image, kernel, stride, padding: [0; 2], dilation }
 }
 
 impl Size {
-    pub const fn moves(self, stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2]) -> Size {
+    pub const fn with_geometry(self, stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2]) -> Size {
         Size { stride, padding, dilation, ..self }
     }
 
@@ -35,7 +35,7 @@ impl Size {
         Size { groups, ..self }
     }
 
-    /// Channels of each group.
+    /// Sets the channels of each group.
     pub const fn of(self, inner: usize, outer: usize) -> Size {
         Size { inner, outer, ..self }
     }
@@ -47,7 +47,7 @@ impl Size {
         })
     }
 
-    /// Of the input, the weight, the bias and the result.
+    /// The shapes of the input, weight, bias and result.
     pub fn shapes(&self, turned: bool) -> [Vec<usize>; 4] {
         let ([h, w], [oh, ow], [kh, kw]) = (self.image, self.grid(), self.kernel);
         let (c, o) = (self.groups * self.inner, self.groups * self.outer);
@@ -69,9 +69,9 @@ impl Size {
         x.conv_transpose2d(weight, Some(bias), options)
     }
 
-    /// Of every tap of every window of every pair of channels, the places in images, windows and the weight; in images None
-    /// in the padding.
-    fn meetings(&self, mut f: impl FnMut(Option<usize>, usize, usize)) {
+    /// Calls `f` with the indices into the images, windows and weight, for every kernel tap of every window and channel pair. The image index
+    /// is None in the padding.
+    fn for_each_product(&self, mut f: impl FnMut(Option<usize>, usize, usize)) {
         let ([h, w], [oh, ow], [kh, kw]) = (self.image, self.grid(), self.kernel);
         let (c, o) = (self.groups * self.inner, self.groups * self.outer);
         let seen = |d: usize, window: usize, tap: usize| {
@@ -91,7 +91,7 @@ impl Size {
         }
     }
 
-    /// The result and the gradients of what it is made of. Zeros of the padding are multiplied where images are read.
+    /// The result and the gradients of the inputs by definition. Padding zeros are multiplied too when images are read.
     fn definition(&self, inputs: &[Tensor; 3], grad: &Tensor, turned: bool) -> [Vec<f64>; 4] {
         let ([x, weight, bias], grad) = (inputs.each_ref().map(values), values(grad));
         let plane = grad.len() / grad_channels(self, turned);
@@ -99,7 +99,7 @@ impl Size {
         let mut y: Vec<f64> = (0..grad.len()).map(|i| bias[channel(i)]).collect();
         let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; weight.len()], vec![0.0; bias.len()]);
         grad.iter().enumerate().for_each(|(i, g)| db[channel(i)] += g);
-        self.meetings(|image, window, tap| match (image, turned) {
+        self.for_each_product(|image, window, tap| match (image, turned) {
             (image, false) => {
                 let seen = image.map_or(0.0, |at| x[at]);
                 y[window] += seen * weight[tap];
@@ -117,25 +117,25 @@ impl Size {
     }
 }
 
-/// Pairs of indices below two sizes, in row-major order.
+/// All pairs of indices below two sizes, in row-major order.
 fn pairs([rows, columns]: [usize; 2]) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).flat_map(move |row| (0..columns).map(move |column| (row, column)))
 }
 
-/// Channels of all images of the result.
+/// The number of channels in all images of the result.
 fn grad_channels(size: &Size, turned: bool) -> usize {
     (size.n * size.groups * if turned { size.inner } else { size.outer }).max(1)
 }
 
-/// Numbers of a dtype.
-pub fn made(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
+/// Pseudo-random numbers in a dtype.
+pub fn pseudo_random(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
     let n: usize = shape.iter().product();
     let numbers: Vec<f32> = (0..n).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 1009.0 - 0.5).collect();
     Tensor::from_slice(&numbers, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The same shape, laid out otherwise: with the dims in another order, some of more, or channels that are one.
-fn laid_out(t: &Tensor, how: usize) -> Tensor {
+/// The same tensor in another memory layout: with dims in another order, with gaps, or with expanded channels.
+fn with_layout(t: &Tensor, how: usize) -> Tensor {
     let dims = t.shape().dims().to_vec();
     match how {
         1 => t.permute(&[3, 1, 0, 2]).unwrap().contiguous().unwrap().permute(&[2, 1, 3, 0]).unwrap(),
@@ -146,7 +146,7 @@ fn laid_out(t: &Tensor, how: usize) -> Tensor {
             inner.copy_(t).unwrap();
             inner
         }
-        // Rows that lie in one piece, but not beside each other.
+        // Contiguous rows with gaps between them.
         3 => {
             let wide = Tensor::zeros(&[dims[0], dims[1], dims[2], dims[3] + 3], t).unwrap();
             let inner = wide.narrow(3, 2, dims[3]).unwrap();
@@ -158,7 +158,7 @@ fn laid_out(t: &Tensor, how: usize) -> Tensor {
     }
 }
 
-/// The result and the gradients.
+/// Computes the result and the gradients with claystone.
 fn all(size: &Size, inputs: &[Tensor; 3], grad: &Tensor, turned: bool) -> [Vec<f64>; 4] {
     let leaves = inputs.each_ref().map(|t| t.detach().requires_grad_(true).unwrap());
     let y = size.run(leaves.each_ref(), turned).unwrap();
@@ -168,12 +168,12 @@ fn all(size: &Size, inputs: &[Tensor; 3], grad: &Tensor, turned: bool) -> [Vec<f
     [values(&y), dx, dw, db]
 }
 
-/// The result and the gradients in one of the layouts, 0 to 4, beside the definition.
+/// Compares the result and the gradients in one of the layouts, 0 to 4, with the definition.
 pub fn compare(size: &Size, how: usize, dtype: DType, turned: bool) {
     let [x, weight, bias, y] = size.shapes(turned);
-    let weight = laid_out(&made(&weight, 2, dtype), if how == 4 { 0 } else { how });
-    let inputs = [laid_out(&made(&x, 1, dtype), how), weight, made(&bias, 3, dtype)];
-    let grad = laid_out(&made(&y, 4, dtype), how);
+    let weight = with_layout(&pseudo_random(&weight, 2, dtype), if how == 4 { 0 } else { how });
+    let inputs = [with_layout(&pseudo_random(&x, 1, dtype), how), weight, pseudo_random(&bias, 3, dtype)];
+    let grad = with_layout(&pseudo_random(&y, 4, dtype), how);
     let (got, want) = (all(size, &inputs, &grad, turned), size.definition(&inputs, &grad, turned));
     let rounding = match dtype {
         DType::F64 => 1e-13,
@@ -183,7 +183,7 @@ pub fn compare(size: &Size, how: usize, dtype: DType, turned: bool) {
     };
     for (part, (got, want)) in ["result", "input", "weight", "bias"].iter().zip(got.iter().zip(&want)) {
         assert_eq!(got.len(), want.len());
-        // Of the largest: sums of many products are as exact as those.
+        // Relative to the largest value, because the rounding of a sum is that of its largest products.
         let scale = want.iter().fold(1.0, |max: f64, x| max.max(x.abs()));
         for (i, (got, want)) in got.iter().zip(want).enumerate() {
             let off = (got - want).abs();
@@ -192,11 +192,12 @@ pub fn compare(size: &Size, how: usize, dtype: DType, turned: bool) {
     }
 }
 
-/// What is no number, or not finite, in the input, the weight, the bias or the gradient.
+/// Puts NaN or infinity into the input, the weight, the bias or the gradient, and compares with the definition.
 pub fn compare_special(size: &Size, dtype: DType, turned: bool) {
     for place in 0..4 {
         let [x, weight, bias, y] = size.shapes(turned);
-        let mut tensors = [(x, 1), (weight, 2), (bias, 3), (y, 4)].map(|(shape, seed)| made(&shape, seed, DType::F32));
+        let mut tensors =
+            [(x, 1), (weight, 2), (bias, 3), (y, 4)].map(|(shape, seed)| pseudo_random(&shape, seed, DType::F32));
         let mut elements = tensors[place].to_vec::<f32>().unwrap();
         for (at, number) in [(0, f32::INFINITY), (11, f32::NEG_INFINITY), (17, f32::NAN)] {
             if let Some(element) = elements.get_mut(at) {
@@ -218,12 +219,12 @@ pub fn compare_special(size: &Size, dtype: DType, turned: bool) {
     }
 }
 
-/// The same bits every time, and where it is `at_once` one launch for the result and for every gradient.
+/// Checks that repeated runs have the same bits, and with `at_once` that the result and each gradient take one launch.
 pub fn repeats(size: &Size, at_once: bool) {
     for turned in [false, true] {
         let [x, weight, bias, y] = size.shapes(turned);
-        let inputs = [x, weight, bias].map(|shape| made(&shape, 1, DType::F32).requires_grad_(true).unwrap());
-        let grad = made(&y, 4, DType::F32);
+        let inputs = [x, weight, bias].map(|shape| pseudo_random(&shape, 1, DType::F32).requires_grad_(true).unwrap());
+        let grad = pseudo_random(&y, 4, DType::F32);
         let mut first: Option<Vec<Vec<f32>>> = None;
         for _ in 0..5 {
             let (y, launches) = count_launches(|| size.run(inputs.each_ref(), turned).unwrap());

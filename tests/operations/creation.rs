@@ -1,17 +1,17 @@
-//! Creation against loops, and random numbers by what they have to be like.
+//! Creation operations compared with loops, and random numbers checked by their statistics.
 
 use claystone::ops::Argument;
 use claystone::{DType, Device, Error, Generator, Result, Tensor, manual_seed, with_generator};
 use ndarray::{ArrayD, Axis, arr1};
 
 use crate::common::{each_device, f64s, vec};
-use crate::harness::{Case, HERE, case};
+use crate::harness::{Case, TESTED_DEVICE, case};
 use crate::views::built;
 
-/// A case whose operation makes a tensor of the tested dtype and device.
+/// A case whose operation makes a tensor with the tested dtype and device.
 fn made(name: &str, arguments: &[Argument]) -> Case {
     let case = arguments.iter().fold(case(name), |case, a| case.arg(a.clone()));
-    case.arg(DType::F32).arg(HERE)
+    case.arg(DType::F32).arg(TESTED_DEVICE)
 }
 
 fn sizes(shape: &[usize]) -> Argument {
@@ -25,24 +25,24 @@ fn constants() -> Vec<Case> {
             let shape = shape.to_vec();
             move |_: &[ArrayD<f64>]| vec![built(&shape, |_| value)]
         };
-        cases.push(made("zeros", &[sizes(shape)]).gives(of(0.0)));
-        cases.push(made("ones", &[sizes(shape)]).gives(of(1.0)));
-        cases.push(made("full", &[sizes(shape), 1.into()]).gives(of(1.0)));
-        cases.push(case("zeros_like").input(shape).gives(of(0.0)));
-        cases.push(case("ones_like").input(shape).gives(of(1.0)));
-        cases.push(case("full_like").input(shape).arg(1).gives(of(1.0)));
-        // Of what is empty only the shape is known.
+        cases.push(made("zeros", &[sizes(shape)]).with_reference(of(0.0)));
+        cases.push(made("ones", &[sizes(shape)]).with_reference(of(1.0)));
+        cases.push(made("full", &[sizes(shape), 1.into()]).with_reference(of(1.0)));
+        cases.push(case("zeros_like").input(shape).with_reference(of(0.0)));
+        cases.push(case("ones_like").input(shape).with_reference(of(1.0)));
+        cases.push(case("full_like").input(shape).arg(1).with_reference(of(1.0)));
+        // The contents of an empty tensor are unspecified, so only shapes without elements are compared.
         if shape.contains(&0) {
-            cases.push(made("empty", &[sizes(shape)]).gives(of(0.0)));
-            cases.push(case("empty_like").input(shape).gives(of(0.0)));
+            cases.push(made("empty", &[sizes(shape)]).with_reference(of(0.0)));
+            cases.push(case("empty_like").input(shape).with_reference(of(0.0)));
         }
     }
     for n in [0, 1, 4] {
-        cases.push(made("eye", &[n.into()]).gives(move |_| vec![built(&[n, n], |i| f64::from(i[0] == i[1]))]));
+        cases.push(made("eye", &[n.into()]).with_reference(move |_| vec![built(&[n, n], |i| f64::from(i[0] == i[1]))]));
     }
     for [n, m] in [[2, 3], [3, 2], [0, 2], [1, 1]] {
         let identity = move |_: &[ArrayD<f64>]| vec![built(&[n, m], |i| f64::from(i[0] == i[1]))];
-        cases.push(made("eye", &[sizes(&[n, m])]).gives(identity));
+        cases.push(made("eye", &[sizes(&[n, m])]).with_reference(identity));
     }
     cases
 }
@@ -50,25 +50,25 @@ fn constants() -> Vec<Case> {
 fn sequences() -> Vec<Case> {
     let mut cases = Vec::new();
     let whole = |a: i64, b: i64, s: i64| made("arange", &[a.into(), b.into(), s.into()]);
-    cases.push(whole(2, 9, 3).gives(|_| vec![arr1(&[2.0, 5.0, 8.0]).into_dyn()]));
-    cases.push(whole(9, 2, -3).gives(|_| vec![arr1(&[9.0, 6.0, 3.0]).into_dyn()]));
-    cases.push(whole(4, 4, 1).gives(|_| vec![built(&[0], |_| 0.0)]));
-    cases.push(made("arange", &[0.5.into(), 2.0.into(), 0.5.into()]).floats().gives(|_| vec![arr1(&[0.5, 1.0, 1.5]).into_dyn()]));
+    cases.push(whole(2, 9, 3).with_reference(|_| vec![arr1(&[2.0, 5.0, 8.0]).into_dyn()]));
+    cases.push(whole(9, 2, -3).with_reference(|_| vec![arr1(&[9.0, 6.0, 3.0]).into_dyn()]));
+    cases.push(whole(4, 4, 1).with_reference(|_| vec![built(&[0], |_| 0.0)]));
+    cases.push(made("arange", &[0.5.into(), 2.0.into(), 0.5.into()]).floats().with_reference(|_| vec![arr1(&[0.5, 1.0, 1.5]).into_dyn()]));
     let steps = |n: usize| made("linspace", &[1.0.into(), 9.0.into(), n.into()]);
-    cases.push(steps(5).gives(|_| vec![arr1(&[1.0, 3.0, 5.0, 7.0, 9.0]).into_dyn()]));
-    cases.push(steps(1).gives(|_| vec![arr1(&[1.0]).into_dyn()]));
-    cases.push(steps(0).gives(|_| vec![built(&[0], |_| 0.0)]));
+    cases.push(steps(5).with_reference(|_| vec![arr1(&[1.0, 3.0, 5.0, 7.0, 9.0]).into_dyn()]));
+    cases.push(steps(1).with_reference(|_| vec![arr1(&[1.0]).into_dyn()]));
+    cases.push(steps(0).with_reference(|_| vec![built(&[0], |_| 0.0)]));
     let powers = |n: usize| made("logspace", &[0.0.into(), 3.0.into(), n.into(), 2.0.into()]);
-    cases.push(powers(4).gives(|_| vec![arr1(&[1.0, 2.0, 4.0, 8.0]).into_dyn()]));
+    cases.push(powers(4).with_reference(|_| vec![arr1(&[1.0, 2.0, 4.0, 8.0]).into_dyn()]));
     for (rows, columns, offset) in [(3, 4, 0), (3, 2, -1), (2, 5, 2), (0, 3, 0), (3, 0, 0), (2, 2, -9), (2, 2, 9)] {
         let kept = move |lower: bool| {
             let all = (0..rows).flat_map(move |r| (0..columns).map(move |c| (r, c)));
             let kept: Vec<_> = all.filter(|(r, c): &(i64, i64)| if lower { c - r <= offset } else { c - r >= offset }).collect();
             vec![built(&[2, kept.len()], |i| [kept[i[1]].0, kept[i[1]].1][i[0]] as f64)]
         };
-        let of = |name: &str| case(name).arg(rows).arg(columns).arg(offset).arg(HERE);
-        cases.push(of("tril_indices").gives(move |_| kept(true)));
-        cases.push(of("triu_indices").gives(move |_| kept(false)));
+        let of = |name: &str| case(name).arg(rows).arg(columns).arg(offset).arg(TESTED_DEVICE);
+        cases.push(of("tril_indices").with_reference(move |_| kept(true)));
+        cases.push(of("triu_indices").with_reference(move |_| kept(false)));
     }
     cases
 }
@@ -77,38 +77,38 @@ pub fn cases() -> Vec<Case> {
     [constants(), sequences(), draws()].into_iter().flatten().collect()
 }
 
-/// Draws of which only one outcome is possible.
+/// Random draws with only one possible outcome.
 fn draws() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in [[2, 3], [0, 3]] {
         let of = move |value: f64| move |_: &[ArrayD<f64>]| vec![built(&shape, |_| value)];
-        cases.push(made("randint", &[1.into(), 2.into(), sizes(&shape)]).gives(of(1.0)));
-        cases.push(case("randint_like").input(&shape).arg(1).arg(2).gives(of(1.0)));
-        cases.push(case("uniform_").input(&shape).arg(1.5).arg(1.5).gives(of(1.5)));
-        cases.push(case("normal_").input(&shape).arg(-1.0).arg(0.0).gives(of(-1.0)));
-        cases.push(case("exponential_").input(&shape).arg(f64::INFINITY).gives(of(0.0)));
-        cases.push(case("bernoulli_").input(&shape).arg(1.0).gives(of(1.0)));
-        cases.push(case("bernoulli").input_in(&shape, 1.0..2.0).gives(of(1.0)));
-        cases.push(case("normal").input(&shape).input_in(&shape, 0.0..1e-30).gives(|x| vec![x[0].clone()]));
+        cases.push(made("randint", &[1.into(), 2.into(), sizes(&shape)]).with_reference(of(1.0)));
+        cases.push(case("randint_like").input(&shape).arg(1).arg(2).with_reference(of(1.0)));
+        cases.push(case("uniform_").input(&shape).arg(1.5).arg(1.5).with_reference(of(1.5)));
+        cases.push(case("normal_").input(&shape).arg(-1.0).arg(0.0).with_reference(of(-1.0)));
+        cases.push(case("exponential_").input(&shape).arg(f64::INFINITY).with_reference(of(0.0)));
+        cases.push(case("bernoulli_").input(&shape).arg(1.0).with_reference(of(1.0)));
+        cases.push(case("bernoulli").input_in(&shape, 1.0..2.0).with_reference(of(1.0)));
+        cases.push(case("normal").input(&shape).input_in(&shape, 0.0..1e-30).with_reference(|x| vec![x[0].clone()]));
         for name in ["dropout", "dropout2d"] {
             let whole: Vec<usize> = shape.iter().copied().chain([2]).collect();
-            cases.push(case(name).input(&whole).arg(0.0).gives(|x| vec![x[0].clone()]));
-            cases.push(case(name).input(&whole).arg(1.0).gives(|x| vec![x[0].mapv(|_| 0.0)]));
+            cases.push(case(name).input(&whole).arg(0.0).with_reference(|x| vec![x[0].clone()]));
+            cases.push(case(name).input(&whole).arg(1.0).with_reference(|x| vec![x[0].mapv(|_| 0.0)]));
         }
     }
     let empty = || vec![built(&[0, 3], |_| 0.0)];
     for name in ["rand", "randn"] {
-        cases.push(made(name, &[sizes(&[0, 3])]).gives(move |_| empty()));
+        cases.push(made(name, &[sizes(&[0, 3])]).with_reference(move |_| empty()));
     }
     for name in ["rand_like", "randn_like"] {
-        cases.push(case(name).input(&[0, 3]).gives(move |_| empty()));
+        cases.push(case(name).input(&[0, 3]).with_reference(move |_| empty()));
     }
-    cases.push(case("randperm").arg(1).arg(HERE).gives(|_| vec![built(&[1], |_| 0.0)]));
+    cases.push(case("randperm").arg(1).arg(TESTED_DEVICE).with_reference(|_| vec![built(&[1], |_| 0.0)]));
     for replacement in [true, false] {
         let only = case("multinomial").input_in(&[3, 1], 0.5..1.0).arg(1).arg(replacement);
-        cases.push(only.gives(|_| vec![built(&[3, 1], |_| 0.0)]));
+        cases.push(only.with_reference(|_| vec![built(&[3, 1], |_| 0.0)]));
         let none = case("multinomial").input(&[0, 2]).arg(2).arg(replacement);
-        cases.push(none.gives(|_| vec![built(&[0, 2], |_| 0.0)]));
+        cases.push(none.with_reference(|_| vec![built(&[0, 2], |_| 0.0)]));
     }
     cases
 }
@@ -121,7 +121,7 @@ fn moments(t: &Tensor) -> (f64, f64) {
 }
 
 #[test]
-fn distributions_have_their_moments() {
+fn distributions_have_the_right_mean_and_variance() {
     each_device(|d| {
         manual_seed(3);
         let x = Tensor::empty([200, 200], d).unwrap();
@@ -162,7 +162,7 @@ fn multinomial_draws_by_weight() {
         let mut second = pairs.index_axis(Axis(0), 1).iter().copied().collect::<Vec<_>>();
         second.sort_unstable();
         assert_eq!(second, [1, 3], "only these have weight");
-        // The first of two drawn without replacement is drawn by weight.
+        // Without replacement, the first of two draws is distributed by weight.
         let many = weights.narrow(0, 0, 1).unwrap().expand([5000, 4]).unwrap();
         let firsts = many.multinomial(2, false).unwrap().to_ndarray::<i64>().unwrap();
         let share = firsts.index_axis(Axis(1), 0).iter().filter(|&&i| i == 3).count() as f64 / 5000.0;
@@ -174,7 +174,7 @@ fn multinomial_draws_by_weight() {
 }
 
 #[test]
-fn a_generator_gives_the_same_on_every_device_and_leaves_the_process_alone() {
+fn generators_agree_on_every_device_and_do_not_affect_the_default() {
     let draw = |d: Device| -> Result<Vec<f32>> {
         let generator = Generator::new(11);
         with_generator(&generator, || {
@@ -197,7 +197,7 @@ fn a_generator_gives_the_same_on_every_device_and_leaves_the_process_alone() {
 }
 
 #[test]
-fn parameters_that_make_no_sense() {
+fn invalid_distribution_parameters_are_errors() {
     let x = Tensor::zeros(3, Device::Cpu).unwrap();
     let invalid = |r: Result<&Tensor>| assert!(matches!(r, Err(Error::Invalid { .. })), "{r:?}");
     invalid(x.uniform_(1.0, 0.0));

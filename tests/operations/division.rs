@@ -1,11 +1,11 @@
-//! Division and square roots of f32, by the processor's own arithmetic.
+//! Division and square roots in f32, compared with the processor's own.
 
 use claystone::{DType, Tensor};
 
 use crate::common::each_device;
 
 #[test]
-fn division_and_roots_are_rounded_correctly() {
+fn division_and_square_roots_are_correctly_rounded() {
     each_device(|device| {
         let single = device.capabilities().unwrap().single.unwrap();
         if !single.correct_division {

@@ -1,4 +1,4 @@
-//! Reading and adding through indices, against plain loops.
+//! Gather, scatter-add and related operations, compared with plain loops.
 
 use claystone::{DType, Device, Element, Error, Tensor, autograd::gradcheck};
 
@@ -8,7 +8,7 @@ fn index(values: &[i64], shape: &[usize], device: Device) -> Tensor {
     Tensor::from_slice(values, shape, device).unwrap()
 }
 
-/// Position of each element of `shape`, outermost first.
+/// The multi-index of each element of `shape`, outermost dim first.
 fn positions(shape: &[usize]) -> Vec<Vec<usize>> {
     let n: usize = shape.iter().product();
     let mut all = vec![vec![0; shape.len()]; n];
@@ -26,7 +26,7 @@ fn at(shape: &[usize], p: &[usize]) -> usize {
     p.iter().zip(shape).fold(0, |sum, (&i, &d)| sum * d + i)
 }
 
-/// The definition of gather on row-major values.
+/// Gather by its definition, on row-major values.
 fn gathered(x: &Tensor, d: usize, index: &Tensor) -> Vec<f32> {
     let (values, indices) = (vec(x), index.to_vec::<i64>().unwrap());
     let one = |(mut p, i): (Vec<usize>, &i64)| {
@@ -37,7 +37,7 @@ fn gathered(x: &Tensor, d: usize, index: &Tensor) -> Vec<f32> {
 }
 
 #[test]
-fn index_select_of_any_dim_and_strides() {
+fn index_select_supports_any_dim_and_strides() {
     each_device(|device| {
         let base = iota(&[4, 5, 6], device);
         for x in [
@@ -65,7 +65,7 @@ fn index_select_of_any_dim_and_strides() {
 }
 
 #[test]
-fn gather_with_an_index_of_its_own_shape() {
+fn gather_supports_indices_of_another_shape() {
     each_device(|device| {
         let x = iota(&[5, 7], device).t().unwrap();
         let values: Vec<i64> = (0..12).map(|i| i * 5 % 7).collect();
@@ -81,7 +81,7 @@ fn gather_with_an_index_of_its_own_shape() {
 }
 
 #[test]
-fn every_dtype_of_elements_and_index() {
+fn gathers_support_every_dtype_of_elements_and_indices() {
     fn values<T: Element>(t: &Tensor) -> Vec<T> {
         t.to_vec::<T>().unwrap()
     }
@@ -107,7 +107,7 @@ fn every_dtype_of_elements_and_index() {
 }
 
 #[test]
-fn embedding_and_empty_indices() {
+fn embedding_supports_empty_indices() {
     each_device(|device| {
         let table = iota(&[5, 3], device);
         let rows = table.embedding(&index(&[4, 0, 1, 1], &[2, 2], device)).unwrap();
@@ -122,7 +122,7 @@ fn embedding_and_empty_indices() {
 }
 
 #[test]
-fn an_index_out_of_range_is_an_error_and_harms_nothing() {
+fn out_of_range_indices_are_errors_and_write_nothing() {
     each_device(|device| {
         let x = iota(&[3, 4], device);
         for bad in [4i64, -1, i64::MIN, i64::MAX] {
@@ -139,7 +139,7 @@ fn an_index_out_of_range_is_an_error_and_harms_nothing() {
     });
 }
 
-/// The definition of scatter_add on row-major values.
+/// Scatter-add by its definition, on row-major values.
 fn scattered(x: &Tensor, d: usize, index: &Tensor, source: &Tensor) -> Vec<f32> {
     let (mut values, indices) = (vec(x), index.to_vec::<i64>().unwrap());
     let from = vec(source);
@@ -152,7 +152,7 @@ fn scattered(x: &Tensor, d: usize, index: &Tensor, source: &Tensor) -> Vec<f32> 
 }
 
 #[test]
-fn scatter_add_adds_equal_indices_up() {
+fn scatter_add_accumulates_equal_indices() {
     each_device(|device| {
         for (rows, columns, many) in [(3, 5, 9), (1, 1, 300), (40, 70, 5), (7, 257, 64), (2, 16, 1)] {
             let x = iota(&[rows, columns], device);
@@ -168,7 +168,7 @@ fn scatter_add_adds_equal_indices_up() {
     });
 }
 
-/// Every element of `source` goes to its place in row-major order.
+/// Adds every element of `source` in row-major order.
 fn added<T: Element + std::ops::AddAssign>(x: &Tensor, d: usize, index: &Tensor, source: &Tensor) -> Vec<T> {
     let (mut values, indices) =
         (x.to_vec::<T>().unwrap(), index.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap());
@@ -181,16 +181,16 @@ fn added<T: Element + std::ops::AddAssign>(x: &Tensor, d: usize, index: &Tensor,
     values
 }
 
-/// Indices below `size`, many of them equal.
+/// Indices below `size`, with many repetitions.
 fn some_indices(shape: &[usize], size: usize, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<i64> = (0..n).map(|i| (i * 7919 % 1009 * 31 % size) as i64).collect();
     index(&values, shape, device)
 }
 
-/// Of shapes that threads share by rows, by columns, and not at all.
+/// Shapes that threads partition by rows, by columns, and not at all.
 #[test]
-fn many_elements_arrive_in_order_however_they_are_shared_out() {
+fn scatter_add_order_does_not_depend_on_the_partition() {
     let shapes: [(&[usize], &[usize]); 6] = [
         (&[300, 200], &[290, 190]),
         (&[3, 500, 50], &[3, 480, 47]),
@@ -225,7 +225,7 @@ fn many_elements_arrive_in_order_however_they_are_shared_out() {
             let turned_want = added::<f32>(&flipped, far as usize, &wide, &deep);
             assert_eq!(got.to_vec::<f32>().unwrap(), turned_want);
             assert_eq!(vec(&turned(&x).gather(far, &turned(&i)).unwrap()), gathered(&flipped, far as usize, &wide));
-            // Into a view with gaps, whose surroundings stay.
+            // Into a view with gaps, whose surroundings must not change.
             let mut larger = shape.to_vec();
             larger.iter_mut().for_each(|n| *n += 3);
             let base = fractions(&larger);
@@ -233,7 +233,7 @@ fn many_elements_arrive_in_order_however_they_are_shared_out() {
             for (k, &n) in shape.iter().enumerate() {
                 view = view.narrow(k as isize, 2, n).unwrap();
             }
-            let before = view.contiguous().unwrap().try_clone().unwrap(); // a vector is its own contiguous view
+            let before = view.contiguous().unwrap().try_clone().unwrap(); // for a vector, `contiguous` returns the view itself
             let outside = base.try_clone().unwrap();
             view.scatter_add_(dim, &i, &source).unwrap();
             assert_eq!(view.contiguous().unwrap().to_vec::<f32>().unwrap(), added::<f32>(&before, d, &i, &source));
@@ -244,7 +244,7 @@ fn many_elements_arrive_in_order_however_they_are_shared_out() {
 }
 
 #[test]
-fn slices_are_added_in_order_and_the_last_copy_stays() {
+fn index_add_is_ordered_and_index_copy_keeps_the_last() {
     each_device(|device| {
         for (rows, columns, many) in [(1, 40000, 1), (30, 100, 500), (500, 17, 3000), (40000, 1, 40000)] {
             for dtype in [DType::F32, DType::I64, DType::U8, DType::BF16] {
@@ -285,7 +285,7 @@ fn slices_are_added_in_order_and_the_last_copy_stays() {
 }
 
 #[test]
-fn the_first_bad_index_of_many_is_named_and_nothing_is_written() {
+fn first_out_of_range_index_is_reported_and_nothing_is_written() {
     let (rows, columns) = (400, 300);
     let x = iota(&[rows, columns], Device::Cpu);
     for (d, size) in [(0, rows), (1, columns)] {
@@ -314,7 +314,7 @@ fn the_first_bad_index_of_many_is_named_and_nothing_is_written() {
 }
 
 #[test]
-fn in_place_through_views() {
+fn in_place_index_operations_work_through_views() {
     each_device(|device| {
         let base = iota(&[4, 6], device);
         let view = base.t().unwrap().narrow(0, 1, 4).unwrap();
@@ -324,7 +324,7 @@ fn in_place_through_views() {
         view.index_add_(0, &i, &source).unwrap();
         assert_eq!(vec(&view), vec(&want));
         assert_eq!(vec(&base)[..6], [0.0, 2.0, 2.0, 3.0, 6.0, 5.0]);
-        // the tensor itself as the source
+        // The tensor is its own source.
         let x = iota(&[3], device);
         x.index_add_(0, &index(&[0, 0, 1], &[3], device), &x).unwrap();
         assert_eq!(vec(&x), [1.0, 3.0, 2.0]);
@@ -335,7 +335,7 @@ fn in_place_through_views() {
 }
 
 #[test]
-fn other_dtypes_add_too_and_halves_round_once() {
+fn sums_in_other_dtypes_round_once() {
     each_device(|device| {
         let ones = index(&[0; 3000], &[3000], device);
         for dtype in [DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U32] {
@@ -370,7 +370,7 @@ fn gradients() {
 }
 
 #[test]
-fn halves_have_gradients() {
+fn gathers_have_gradients_in_16_bit_floats() {
     each_device(|device| {
         for dtype in [DType::F16, DType::BF16] {
             let x = Tensor::zeros([3, 2], (dtype, device)).unwrap().requires_grad_(true).unwrap();
@@ -384,7 +384,7 @@ fn halves_have_gradients() {
 }
 
 #[test]
-fn one_hot_vectors() {
+fn one_hot_matches_its_definition() {
     each_device(|device| {
         let t = index(&[1, 0, 2, 2, 1, 1], &[2, 3], device).t().unwrap();
         let hot = t.one_hot(3).unwrap();
@@ -397,7 +397,7 @@ fn one_hot_vectors() {
 }
 
 #[test]
-fn shapes_that_do_not_go_together() {
+fn mismatched_shapes_are_errors() {
     let x = iota(&[3, 4], Device::Cpu);
     let i = index(&[0, 1], &[2], Device::Cpu);
     assert!(matches!(x.gather(1, &i), Err(Error::ShapeMismatch { .. })));
@@ -411,7 +411,7 @@ fn shapes_that_do_not_go_together() {
 }
 
 #[test]
-fn an_empty_dimension_has_no_index_in_range() {
+fn indices_into_an_empty_dim_are_errors() {
     each_device(|d| {
         let table = Tensor::zeros(&[0, 3], d).unwrap();
         let index = Tensor::from_slice(&[7i64, 1], 2, d).unwrap();

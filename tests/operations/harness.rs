@@ -1,30 +1,30 @@
-//! What every operation goes through: each case on every device, in several dtypes and layouts, against its reference in
-//! f64, and its gradient against central differences of that reference.
+//! The checks for every operation: each case runs on every device, in several dtypes and layouts, and is compared with a reference in
+//! f64; its gradient is compared with central differences of the reference.
 
 use claystone::autograd::gradgradcheck;
-use claystone::ops::{self, Argument, Dtypes, Gives, Kind, Operation};
+use claystone::ops::{self, Argument, Dtypes, Kind, Operation, ResultDType};
 use claystone::{DType, Device, Error, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 
 use crate::common::{devices, f64s};
 use crate::rounding::{rounded, rounded_result, tolerance};
 
-/// In a case's arguments: the device that is tested.
-pub const HERE: Argument = Argument::Device(Device::Cpu);
+/// Stands for the tested device in a case's arguments.
+pub const TESTED_DEVICE: Argument = Argument::Device(Device::Cpu);
 
-/// How far a gradient may be off central differences in f64, of its scale.
+/// Tolerance of a gradient against central differences in f64, relative to its scale.
 const GRADIENT_TOLERANCE: f64 = 2e-6;
-/// The same of gradients of gradients, which differences of gradients are less good for.
+/// Tolerance of second derivatives, for which finite differences are less exact.
 const SECOND_GRADIENT_TOLERANCE: f64 = 1e-4;
-/// Cases of more elements are not differentiated: differences cost two references an element.
+/// Cases with more elements have no gradient check, because finite differences cost two references per element.
 const GRADIENT_ELEMENTS: usize = 400;
 
 #[derive(Clone, Debug)]
 enum Values {
     Between(f64, f64),
-    /// No two alike: whole numbers around 0, shuffled.
+    /// Distinct integers around 0, shuffled.
     Distinct,
-    /// I64, below this.
+    /// I64 indices below this bound.
     Index(usize),
     Mask,
     Given(ArrayD<f64>, DType),
@@ -38,11 +38,11 @@ struct Operand {
 
 type Reference = dyn Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync;
 
-/// An operation on operands of some shapes, with its reference. Made by [`case`].
+/// An operation on operands of given shapes, with its reference. Made by [`case`].
 pub struct Case {
     pub op: &'static Operation,
     operands: Vec<Operand>,
-    /// The positions of tensors that are left out before others.
+    /// The positions of optional tensors that are omitted before other tensors.
     left_out: Vec<usize>,
     arguments: Vec<Argument>,
     dtypes: Dtypes,
@@ -51,7 +51,7 @@ pub struct Case {
     reference: Option<Box<Reference>>,
 }
 
-/// A case of the operation `name` of the catalogue.
+/// Starts a case for the catalogue's operation `name`.
 pub fn case(name: &str) -> Case {
     let op = ops::operations().iter().find(|op| op.name == name);
     let op = op.unwrap_or_else(|| panic!("{name} is not in the catalogue"));
@@ -59,78 +59,78 @@ pub fn case(name: &str) -> Case {
     Case { op, operands, left_out, arguments, dtypes: op.takes, tolerance: 1.0, gradient: true, reference: None }
 }
 
-#[allow(dead_code)] // for every family to come
+#[allow(dead_code)] // for families to come
 impl Case {
     fn operand(mut self, shape: &[usize], values: Values) -> Case {
         self.operands.push(Operand { shape: shape.to_vec(), values });
         self
     }
 
-    /// The next tensor, of the tested dtype, with values between -2 and 2.
+    /// Adds a tensor of the tested dtype, with values between -2 and 2.
     pub fn input(self, shape: &[usize]) -> Case {
         self.operand(shape, Values::Between(-2.0, 2.0))
     }
 
-    /// The next tensor, with values in a range.
+    /// Adds a tensor of the tested dtype, with values in a range.
     pub fn input_in(self, shape: &[usize], range: std::ops::Range<f64>) -> Case {
         self.operand(shape, Values::Between(range.start, range.end))
     }
 
-    /// The next tensor, no two elements alike (up to 200 of them in 8 bits).
+    /// Adds a tensor with distinct elements (at most 200 elements in 8 bits).
     pub fn distinct(self, shape: &[usize]) -> Case {
         self.operand(shape, Values::Distinct)
     }
 
-    /// The next tensor: i64 indices below `below`.
+    /// Adds a tensor of i64 indices below `below`.
     pub fn index(self, shape: &[usize], below: usize) -> Case {
         self.operand(shape, Values::Index(below))
     }
 
-    /// The next tensor: bool.
+    /// Adds a bool tensor.
     pub fn mask(self, shape: &[usize]) -> Case {
         self.operand(shape, Values::Mask)
     }
 
-    /// The next tensor: these values in this dtype, whatever dtype is tested.
+    /// Adds a tensor of these values in this dtype, independent of the tested dtype.
     pub fn fixed(self, values: ArrayD<f64>, dtype: DType) -> Case {
         let shape = values.shape().to_vec();
         self.operand(&shape, Values::Given(values, dtype))
     }
 
-    /// The next tensor is left out.
+    /// Omits the next tensor.
     pub fn none(mut self) -> Case {
         self.left_out.push(self.operands.len() + self.left_out.len());
         self
     }
 
-    /// The next argument. A dtype stands for the tested one, [`HERE`] for the device.
+    /// Adds an argument. A dtype stands for the tested dtype, [`TESTED_DEVICE`] for the device.
     pub fn arg(mut self, argument: impl Into<Argument>) -> Case {
         self.arguments.push(argument.into());
         self
     }
 
-    /// Only in floats.
+    /// Tests only float dtypes.
     pub fn floats(self) -> Case {
         Case { dtypes: Dtypes::Floats, ..self }
     }
 
-    /// Only in integers.
+    /// Tests only integer dtypes.
     pub fn integers(self) -> Case {
         Case { dtypes: Dtypes::IntegersOnly, ..self }
     }
 
-    /// A multiple of the dtype's tolerance: say why.
+    /// Multiplies the dtype's tolerance; say why at the call.
     pub fn tolerance(self, factor: f64) -> Case {
         Case { tolerance: factor, ..self }
     }
 
-    /// The gradient is not checked: say why.
+    /// Disables the gradient check; say why at the call.
     pub fn no_gradient(self) -> Case {
         Case { gradient: false, ..self }
     }
 
-    /// What is right, from the operands' values (as their dtypes hold them), in f64.
-    pub fn gives(self, f: impl Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync + 'static) -> Case {
+    /// Sets the reference: computes the expected results in f64 from the operands' values as rounded to their dtypes.
+    pub fn with_reference(self, f: impl Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync + 'static) -> Case {
         Case { reference: Some(Box::new(f)), ..self }
     }
 
@@ -139,27 +139,28 @@ impl Case {
         self.operands.iter().any(|o| o.shape.contains(&0))
     }
 
-    /// Whether a tensor is left out before others.
+    /// Whether a tensor is omitted before other tensors.
     pub fn has_gaps(&self) -> bool {
         !self.left_out.is_empty()
     }
 
-    /// Whether there is a tensor among the operands.
+    /// Whether the operands include a tensor.
     pub fn has_operands(&self) -> bool {
         !self.operands.is_empty()
     }
 
-    /// Tensors and arguments of a right call, in a dtype and a layout that `choice` picks.
+    /// The tensors and arguments of a valid call, in a dtype and a layout that `choice` selects.
     pub fn parts(&self, choice: usize, device: Device) -> Result<(Vec<Tensor>, Vec<Argument>)> {
-        let contained = |t: &DType| self.op.takes.contain(*t) && self.dtypes.contain(*t);
+        let contained = |t: &DType| self.op.takes.contains(*t) && self.dtypes.contains(*t);
         let dtypes: Vec<DType> = DType::ALL.into_iter().filter(contained).collect();
-        let (dtype, lie) = (dtypes[choice % dtypes.len()], [Lie::Contiguous, Lie::Strided, Lie::Backwards][choice % 3]);
+        let (dtype, lie) =
+            (dtypes[choice % dtypes.len()], [Layout::Contiguous, Layout::Strided, Layout::Backwards][choice % 3]);
         let made = |(k, o): (usize, &Operand)| o.tensor(&o.array(k, dtype, lie), dtype, device, lie);
         let tensors = self.operands.iter().enumerate().map(made).collect::<Result<Vec<_>>>()?;
         Ok((tensors, self.arguments(dtype, device)))
     }
 
-    /// What the operation is called with: `None` where a tensor is left out.
+    /// The tensor arguments of the call, with `None` for omitted tensors.
     pub fn slots<'a>(&self, tensors: &'a [Tensor]) -> Vec<Option<&'a Tensor>> {
         let mut slots: Vec<_> = tensors.iter().map(Some).collect();
         self.left_out.iter().for_each(|&at| slots.insert(at.min(slots.len()), None));
@@ -180,27 +181,27 @@ impl Case {
     }
 }
 
-/// How operands lie in memory.
+/// The memory layout of operands.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Lie {
+pub enum Layout {
     Contiguous,
-    /// Dims from last to first, gaps after each, from an odd offset on.
+    /// Dims in reverse order, gaps after each, and an odd offset.
     Strided,
-    /// The last dim from its end.
+    /// A negative stride in the last dim.
     Backwards,
-    /// One slice for all of the first dim.
+    /// A stride of 0 in the first dim.
     Expanded,
 }
 
-/// Element `i` of `n` of operand `k`, before it is rounded to a dtype.
+/// Element `i` of `n` of operand `k`, before rounding to a dtype.
 fn value(values: &Values, k: usize, i: usize, n: usize) -> f64 {
-    // Low-discrepancy points; no two operands alike.
+    // Low-discrepancy points, with different values in each operand.
     let u = ((i + 1) as f64 * [0.618_033_988_749_895, 0.754_877_666_246_693, 0.569_840_290_998_053][k % 3]
         + k as f64 * 0.137)
         .fract();
     match values {
         Values::Between(low, high) => low + u * (high - low),
-        // 101 and n have no common divisor, or it is 101: then it is 103.
+        // A factor without a common divisor with n: 101, or 103 if 101 divides n.
         Values::Distinct => ((i * if n.is_multiple_of(101) { 103 } else { 101 }) % n) as f64 - (n / 2) as f64,
         Values::Index(below) => (u * *below as f64).floor(),
         Values::Mask => f64::from(u < 0.5),
@@ -222,14 +223,14 @@ impl Operand {
         matches!(self.values, Values::Between(..) | Values::Distinct)
     }
 
-    /// The values as the operation sees them.
-    fn array(&self, k: usize, dtype: DType, lie: Lie) -> ArrayD<f64> {
+    /// The values as the operation reads them, rounded to the dtype.
+    fn array(&self, k: usize, dtype: DType, lie: Layout) -> ArrayD<f64> {
         let dtype = self.dtype(dtype);
         let n: usize = self.shape.iter().product();
         let rest: usize = self.shape.iter().skip(1).product();
         let mut i = 0;
         ArrayD::from_shape_simple_fn(IxDyn(&self.shape), || {
-            let at = if lie == Lie::Expanded && self.expands() { i % rest } else { i };
+            let at = if lie == Layout::Expanded && self.expands() { i % rest } else { i };
             i += 1;
             let x = value(&self.values, k, at, n);
             if matches!(self.values, Values::Between(..)) && !dtype.is_float() && dtype != DType::Bool {
@@ -239,12 +240,12 @@ impl Operand {
         })
     }
 
-    /// Elements that have to differ, and those that were given, are not repeated.
+    /// Whether the operand may be expanded: not if its elements must be distinct or were given.
     fn expands(&self) -> bool {
         self.shape.first().is_some_and(|&d| d > 1) && matches!(self.values, Values::Between(..) | Values::Mask)
     }
 
-    fn tensor(&self, array: &ArrayD<f64>, dtype: DType, device: Device, lie: Lie) -> Result<Tensor> {
+    fn tensor(&self, array: &ArrayD<f64>, dtype: DType, device: Device, lie: Layout) -> Result<Tensor> {
         let dtype = self.dtype(dtype);
         let made = |values: Vec<f64>, shape: &[usize]| {
             if dtype.is_float() {
@@ -256,8 +257,8 @@ impl Operand {
         let rank = self.shape.len();
         match lie {
             _ if rank == 0 => made(array.iter().copied().collect(), &[]),
-            Lie::Contiguous => made(array.iter().copied().collect(), &self.shape),
-            Lie::Strided => {
+            Layout::Contiguous => made(array.iter().copied().collect(), &self.shape),
+            Layout::Strided => {
                 let turned = array.view().reversed_axes();
                 let memory: Vec<usize> = turned.shape().iter().map(|d| d + 2).collect();
                 let mut filled = ArrayD::from_elem(IxDyn(&memory), 1.0);
@@ -269,36 +270,36 @@ impl Operand {
                 }
                 t.permute(&(0..rank as isize).rev().collect::<Vec<_>>())
             }
-            Lie::Backwards => {
+            Layout::Backwards => {
                 let mut turned = array.clone();
                 turned.invert_axis(ndarray::Axis(rank - 1));
                 made(turned.iter().copied().collect(), &self.shape)?.flip(-1)
             }
-            Lie::Expanded if self.expands() => {
+            Layout::Expanded if self.expands() => {
                 let rest: usize = self.shape[1..].iter().product();
                 let mut shape = self.shape.clone();
                 shape[0] = 1;
                 made(array.iter().take(rest).copied().collect(), &shape)?.expand(&self.shape[..])
             }
-            Lie::Expanded => made(array.iter().copied().collect(), &self.shape),
+            Layout::Expanded => made(array.iter().copied().collect(), &self.shape),
         }
     }
 }
 
-/// The dtypes and layouts to run on a device. The first OpenCL device compiles a kernel for each, so there it is fewer; others
-/// get one.
-fn variants(case: &Case, device: Device) -> Result<Vec<(DType, Lie)>> {
-    use Lie::*;
-    // What is written to has elements of its own.
+/// The dtypes and layouts to run on a device: all on the CPU, fewer on the first OpenCL device, which compiles a kernel for each, and one on
+/// other devices.
+fn variants(case: &Case, device: Device) -> Result<Vec<(DType, Layout)>> {
+    use Layout::*;
+    // Destinations of in-place operations cannot be expanded.
     let last = if case.op.kind == Kind::InPlace { Backwards } else { Expanded };
     let all = [Contiguous, Strided, Backwards, last];
     let fp64 = device.info()?.fp64;
     let dtypes: Vec<DType> = DType::ALL
         .into_iter()
-        .filter(|&t| case.op.takes.contain(t) && case.dtypes.contain(t) && (fp64 || t != DType::F64))
+        .filter(|&t| case.op.takes.contains(t) && case.dtypes.contains(t) && (fp64 || t != DType::F64))
         .collect();
     let main = if dtypes.contains(&DType::F32) { DType::F32 } else { dtypes[0] };
-    let mut variants: Vec<(DType, Lie)> = match device {
+    let mut variants: Vec<(DType, Layout)> = match device {
         Device::OpenCL(i) if i > 0 => return Ok(vec![(main, Contiguous)]),
         _ => all.map(|lie| (main, lie)).into(),
     };
@@ -325,7 +326,7 @@ fn compare(what: &str, got: &Tensor, right: &ArrayD<f64>, tolerance: f64) {
     }
 }
 
-fn check_values(case: &Case, device: Device, dtype: DType, lie: Lie) -> Result<()> {
+fn check_values(case: &Case, device: Device, dtype: DType, lie: Layout) -> Result<()> {
     let what = format!("{} {:?} on {device} in {dtype}, {lie:?}", case.op.name, case.arguments);
     let arrays: Vec<_> = case.operands.iter().enumerate().map(|(k, o)| o.array(k, dtype, lie)).collect();
     let zipped = case.operands.iter().zip(&arrays);
@@ -334,23 +335,23 @@ fn check_values(case: &Case, device: Device, dtype: DType, lie: Lie) -> Result<(
     let right = case.right(&arrays);
     assert_eq!(outs.len(), right.len(), "{what}: number of results");
     let asked = case.arguments.iter().find_map(|a| if let Argument::DType(t) = a { Some(*t) } else { None });
-    let operand = if case.op.gives == Gives::Asked { asked.unwrap_or(dtype) } else { dtype };
-    assert_eq!(outs[0].dtype(), case.op.gives.of(operand), "{what}: dtype of the result");
+    let operand = if case.op.gives == ResultDType::Asked { asked.unwrap_or(dtype) } else { dtype };
+    assert_eq!(outs[0].dtype(), case.op.gives.resolve(operand), "{what}: dtype of the result");
     for (out, right) in outs.iter().zip(&right) {
         assert_eq!(out.device(), device, "{what}: device of the result");
         let right = right.mapv(|x| if out.dtype().is_float() { x } else { rounded_result(x, out.dtype()) });
         let factor = case.tolerance * tolerance(if out.dtype().is_float() { out.dtype() } else { DType::I64 });
         compare(&what, out, &right, factor);
     }
-    // Nothing but the first tensor of an operation in place may have changed.
+    // Only the first tensor of an in-place operation may have changed.
     for (k, (t, a)) in tensors.iter().zip(&arrays).enumerate().skip(usize::from(case.op.kind == Kind::InPlace)) {
         compare(&format!("{what}: operand {k} afterwards"), t, a, 0.0);
     }
     Ok(())
 }
 
-/// Central differences of the reference, weighted by a cotangent for each result, against backward.
-fn check_gradient(case: &Case, device: Device, lie: Lie) -> Result<()> {
+/// Compares backward with central differences of the reference, weighted by a cotangent for each result.
+fn check_gradient(case: &Case, device: Device, lie: Layout) -> Result<()> {
     let what = format!("gradient of {} {:?} on {device}, {lie:?}", case.op.name, case.arguments);
     let arrays: Vec<_> = case.operands.iter().enumerate().map(|(k, o)| o.array(k, DType::F64, lie)).collect();
     let leaves = (case.operands.iter().zip(&arrays))
@@ -389,7 +390,7 @@ fn check_gradient(case: &Case, device: Device, lie: Lie) -> Result<()> {
                 let up = at(h);
                 (up - at(-2.0 * h)) / (2.0 * h)
             };
-            // where two widths disagree there is a kink or a jump between them
+            // If two step sizes disagree, there is a kink or a jump between them.
             let (right, other) = (slope(1e-5), slope(3e-6));
             if !close(right, other, GRADIENT_TOLERANCE / 2.0) {
                 kinks += 1;
@@ -402,18 +403,18 @@ fn check_gradient(case: &Case, device: Device, lie: Lie) -> Result<()> {
     Ok(())
 }
 
-/// How many elements are differentiated by, where a gradient's gradient can be checked; 0 where it cannot.
+/// The number of elements to differentiate by in a second-derivative check; 0 if the case does not support it.
 pub fn differentiable_elements(case: &Case) -> usize {
-    let checked = case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64);
+    let checked = case.op.is_differentiable() && case.gradient && case.dtypes.contains(DType::F64);
     let elements = case.operands.iter().filter(|o| o.is_tested()).map(|o| o.shape.iter().product::<usize>()).sum();
     if checked && !case.is_empty() { elements } else { 0 }
 }
 
-/// Central differences of the gradients of the squared results, weighted, against backward through backward, on the CPU.
+/// Compares double backward of the squared, weighted results with central differences of their gradients, on the CPU.
 pub fn check_second_gradient(case: &Case) {
     let operands = || case.operands.iter().enumerate();
     let made = |(k, o): (usize, &Operand)| {
-        o.tensor(&o.array(k, DType::F64, Lie::Contiguous), DType::F64, Device::Cpu, Lie::Contiguous)
+        o.tensor(&o.array(k, DType::F64, Layout::Contiguous), DType::F64, Device::Cpu, Layout::Contiguous)
     };
     let tensors = named(case, operands().map(made).collect::<Result<Vec<_>>>());
     let tested: Vec<usize> = operands().filter(|(_, o)| o.is_tested()).map(|(k, _)| k).collect();
@@ -436,7 +437,7 @@ fn named<T>(case: &Case, result: Result<T, Error>) -> T {
     result.unwrap_or_else(|e| panic!("{} {:?}: {e}", case.op.name, case.arguments))
 }
 
-/// Runs every case, or those of the operation named by the environment variable `CASE`.
+/// Runs every case, or the cases of the operation named by the environment variable `CASE`.
 pub fn check(cases: Vec<Case>) {
     let only = std::env::var("CASE").ok();
     for case in cases.iter().filter(|case| only.as_deref().is_none_or(|name| name == case.op.name)) {
@@ -445,17 +446,21 @@ pub fn check(cases: Vec<Case>) {
                 named(case, check_values(case, device, dtype, lie));
             }
             let elements: usize = case.operands.iter().map(|o| o.shape.iter().product::<usize>()).sum();
-            let differentiated = case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64);
+            let differentiated = case.op.is_differentiable() && case.gradient && case.dtypes.contains(DType::F64);
             let second = matches!(device, Device::OpenCL(i) if i > 0);
             if differentiated && elements <= GRADIENT_ELEMENTS && !second && named(case, device.info()).fp64 {
-                let lies = if device == Device::Cpu { &[Lie::Contiguous, Lie::Expanded][..] } else { &[Lie::Strided] };
+                let lies = if device == Device::Cpu {
+                    &[Layout::Contiguous, Layout::Expanded][..]
+                } else {
+                    &[Layout::Strided]
+                };
                 lies.iter().for_each(|&lie| named(case, check_gradient(case, device, lie)));
             }
         }
     }
 }
 
-/// Runs a case on the CPU with its operation replaced by one that counts and calls what is built in.
+/// Runs a case on the CPU with its operation replaced by an implementation that counts calls and forwards to the built-in one.
 pub fn check_replaced(case: &Case) {
     use claystone::ops::{Backend, Implementation, register};
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -468,9 +473,9 @@ pub fn check_replaced(case: &Case) {
     let _kept = named(case, register(name, Backend::Cpu, counting));
     let before = CALLS.load(Ordering::Relaxed);
     let dtype = named(case, variants(case, Device::Cpu))[0].0;
-    named(case, check_values(case, Device::Cpu, dtype, Lie::Contiguous));
+    named(case, check_values(case, Device::Cpu, dtype, Layout::Contiguous));
     assert!(CALLS.load(Ordering::Relaxed) > before, "{name}: the method does not ask the registry");
-    if case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64) && !case.is_empty() {
-        named(case, check_gradient(case, Device::Cpu, Lie::Contiguous));
+    if case.op.is_differentiable() && case.gradient && case.dtypes.contains(DType::F64) && !case.is_empty() {
+        named(case, check_gradient(case, Device::Cpu, Layout::Contiguous));
     }
 }

@@ -1,4 +1,4 @@
-//! Kernels that read images: the values, in every shape that fits and some that do not, and where the images come from.
+//! Kernels that read image objects: their results for many shapes, and the allocation of images.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
@@ -8,9 +8,9 @@ use claystone::{
     with_stream,
 };
 
-use crate::common::{alone, devices, values};
+use crate::common::{devices, in_own_process, values};
 
-/// The devices that have images. PoCL has: where it is promised, one is there.
+/// The devices that support images. PoCL does, so there must be one if OpenCL is required.
 fn with_images() -> Vec<Device> {
     let found: Vec<Device> =
         devices().into_iter().filter(|device| device.capabilities().is_ok_and(|c| c.images.is_some())).collect();
@@ -18,14 +18,14 @@ fn with_images() -> Vec<Device> {
     found
 }
 
-/// Numbers of both signs, that f16 and bf16 have exactly.
+/// Positive and negative numbers that f16 and bf16 represent exactly.
 fn numbers(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let n: usize = dims.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * i * 7 + i * 3 + seed * 11) % 31) as f32 / 8.0 - 2.0).collect();
     Tensor::from_vec(values, dims, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
-/// A view with strides, an offset and elements between that are no numbers.
+/// A copy as a strided view with an offset and NaN in the gaps.
 fn odd_view(t: &Tensor) -> Tensor {
     let dims = t.shape().dims();
     if dims.is_empty() {
@@ -34,7 +34,7 @@ fn odd_view(t: &Tensor) -> Tensor {
     let mut padded = dims.to_vec();
     padded.iter_mut().for_each(|d| *d = 2 * *d + 1);
     padded.swap(0, dims.len() - 1);
-    padded.push(2); // so that no dim has a stride of 1
+    padded.push(2); // so that no dim has stride 1
     let all = Tensor::full(&padded[..], f64::NAN, (t.dtype(), t.device())).unwrap();
     let mut view = all.select(-1, 1).unwrap().transpose(0, -1).unwrap();
     for (d, &size) in dims.iter().enumerate() {
@@ -44,7 +44,7 @@ fn odd_view(t: &Tensor) -> Tensor {
     view
 }
 
-/// How far results may be from those in f64.
+/// Tolerance against f64.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2e-6,
@@ -53,7 +53,7 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Runs `f` with images on a device, and in f64 on the CPU; the results are to be equal within rounding, NaN where NaN.
+/// Runs `f` with images on a device, and in f64 on the CPU; the results must be equal within rounding, with NaN in the same elements.
 #[track_caller]
 fn check(inputs: &[Tensor], what: &str, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let exact: Vec<Tensor> =
@@ -69,7 +69,7 @@ fn check(inputs: &[Tensor], what: &str, f: impl Fn(&[Tensor]) -> Result<Tensor>)
 }
 
 #[test]
-fn every_layout_there_and_back() {
+fn every_shape_survives_the_conversion_to_images() {
     for device in with_images() {
         for dims in [&[][..], &[1], &[7], &[3, 5], &[1, 1, 1], &[5, 3, 2], &[2, 3, 5, 7], &[1, 4, 1, 9], &[3, 8, 4, 1]]
         {
@@ -85,7 +85,7 @@ fn every_layout_there_and_back() {
                 }
             }
         }
-        // All bits, with infinities, the smallest and the largest.
+        // The bits must survive, including infinities and the smallest and largest numbers.
         let numbers = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-3];
         let x = Tensor::from_slice(&numbers, 7, device).unwrap();
         let back = Tensor::from_image(&x.to_image().unwrap(), 7).unwrap().to_vec::<f32>().unwrap();
@@ -94,7 +94,7 @@ fn every_layout_there_and_back() {
 }
 
 #[test]
-fn what_has_no_image_says_so() {
+fn tensors_without_image_support_are_errors() {
     for device in with_images() {
         let fails = |t: Tensor| t.to_image().unwrap_err().to_string();
         assert!(fails(Tensor::zeros(4, (DType::I32, device)).unwrap()).contains("f32, f16 or bf16"));
@@ -102,7 +102,7 @@ fn what_has_no_image_says_so() {
         assert!(fails(Tensor::zeros(&[2, 0], device).unwrap()).contains("has no image on"));
         let image = Tensor::zeros(&[2, 3, 4, 5], device).unwrap().to_image().unwrap();
         let other = Tensor::from_image(&image, [2, 3, 5, 4]).unwrap_err().to_string();
-        assert!(other.contains("is not that of a tensor of shape"), "{other}");
+        assert!(other.contains("does not have the size for a tensor of shape"), "{other}");
         let none = ImageDesc { width: 0, height: 1, format: ImageFormat::F32 };
         assert!(matches!(Image::new(device, none, StorageType::Dynamic), Err(Error::Invalid { .. })));
         let wide = ImageDesc { width: 1 << 30, height: 1, format: ImageFormat::F32 };
@@ -131,7 +131,7 @@ fn convolutions() {
                     (3, 9, 4, 5, 8, 1),
                     (2, 5, 5, 6, 7, 5),
                     (1, 8, 8, 5, 5, 8),
-                    (2, 4, 6, 5, 5, 2), // groups that only products of columns have
+                    (2, 4, 6, 5, 5, 2), // grouped, which only matrix products of columns support
                 ] {
                     let options = ConvOptions { stride, padding, dilation, groups };
                     let x = numbers(&[n, c, h, w], 1, dtype, device);
@@ -149,7 +149,7 @@ fn convolutions() {
 }
 
 #[test]
-fn a_convolution_is_one_launch_and_its_gradients_are_those_of_buffers() {
+fn convolutions_of_images_take_one_launch_with_the_gradients_of_buffers() {
     for device in with_images() {
         for (c, o, groups) in [(3, 5, 1), (4, 4, 4)] {
             let make = || {
@@ -172,7 +172,7 @@ fn a_convolution_is_one_launch_and_its_gradients_are_those_of_buffers() {
             for (a, b) in images.iter().flatten().zip(buffers.iter().flatten()) {
                 assert!((a - b).abs() <= 1e-4 * (1.0 + b.abs()), "{a} and {b}");
             }
-            // And second ones.
+            // And second derivatives.
             let second = |mode| {
                 let (x, weight, _) = make();
                 with_memory_mode(mode, || {
@@ -248,7 +248,7 @@ fn formulas_and_products() {
                 let what = format!("{m} x {k} x {n}");
                 for (a, b) in [(a.shallow_clone(), b.shallow_clone()), (odd_view(&a), odd_view(&b))] {
                     let bias = numbers(&[n], 3, dtype, device);
-                    // The second time the matrix has an image already; then it changes.
+                    // The second call reuses the matrix's image; then the matrix changes.
                     check(&[a.shallow_clone(), b.shallow_clone()], &what, |t| t[0].matmul(&t[1]));
                     check(&[a.shallow_clone(), b.shallow_clone()], &what, |t| t[0].matmul(&t[1]));
                     check(&[a.shallow_clone(), b.shallow_clone(), bias], &what, |t| {
@@ -265,7 +265,7 @@ fn formulas_and_products() {
 }
 
 #[test]
-fn nothing_of_images_is_captured_and_what_is_captured_reads_buffers() {
+fn graph_capture_uses_buffers_instead_of_images() {
     for device in with_images() {
         let x = numbers(&[1, 4, 6, 6], 1, DType::F32, device);
         let weight = numbers(&[3, 4, 3, 3], 2, DType::F32, device);
@@ -281,8 +281,8 @@ fn nothing_of_images_is_captured_and_what_is_captured_reads_buffers() {
 }
 
 #[test]
-fn images_of_many_views_are_not_all_kept() {
-    if !alone("images::images_of_many_views_are_not_all_kept") {
+fn cached_images_of_views_are_bounded() {
+    if !in_own_process("images::cached_images_of_views_are_bounded") {
         return;
     }
     for device in with_images() {
@@ -294,7 +294,7 @@ fn images_of_many_views_are_not_all_kept() {
             }
         });
         assert!((1..=4 * 512 * 64 * 4).contains(&kept()), "{}", kept());
-        // They are the first to go when memory is wanted back, and are made again.
+        // Cached images are freed first when memory is needed, and made again afterwards.
         device.empty_cache().unwrap();
         assert_eq!(kept(), 0);
         check(&[a, all.narrow(0, 3, 64).unwrap()], "again", |t| t[0].matmul(&t[1]));
@@ -303,12 +303,12 @@ fn images_of_many_views_are_not_all_kept() {
 }
 
 #[test]
-fn where_images_have_no_room_buffers_are_read() {
-    if !alone("images::where_images_have_no_room_buffers_are_read") {
+fn buffers_are_used_when_images_do_not_fit_in_memory() {
+    if !in_own_process("images::buffers_are_used_when_images_do_not_fit_in_memory") {
         return;
     }
     for device in with_images() {
-        let x = numbers(&[1, 1, 512, 512], 1, DType::F32, device); // 1 MiB, of an image 4
+        let x = numbers(&[1, 1, 512, 512], 1, DType::F32, device); // 1 MiB as a buffer, 4 MiB as an image
         device.empty_cache().unwrap();
         let held = device.memory_stats().unwrap().reserved_bytes.current;
         device.set_memory_limit(held + (2 << 20)).unwrap();
@@ -320,7 +320,7 @@ fn where_images_have_no_room_buffers_are_read() {
     }
 }
 
-/// A small network: its parameters, and its forward pass.
+/// A small network.
 struct Network {
     convs: Vec<Tensor>,
     last: Tensor,
@@ -343,8 +343,8 @@ impl Network {
 }
 
 #[test]
-fn a_forward_pass_again_makes_no_image() {
-    if !alone("images::a_forward_pass_again_makes_no_image") {
+fn repeated_forward_passes_make_no_new_images() {
+    if !in_own_process("images::repeated_forward_passes_make_no_new_images") {
         return;
     }
     for device in with_images() {
@@ -360,7 +360,7 @@ fn a_forward_pass_again_makes_no_image() {
                     assert_eq!(values(&network.forward(&x).unwrap()), first);
                 }
                 assert_eq!(made(), before);
-                // Halves have images of their own: none of those that are free serves them.
+                // f16 needs images of another format, so free f32 images cannot be reused.
                 let (halves, x) = (Network::new(DType::F16, device), x.to_dtype(DType::F16).unwrap());
                 halves.forward(&x).unwrap();
                 assert!(made() > before);
@@ -376,8 +376,8 @@ fn a_forward_pass_again_makes_no_image() {
 }
 
 #[test]
-fn every_kind_of_operation_reads_images() {
-    if !alone("images::every_kind_of_operation_reads_images") {
+fn every_kind_of_operation_can_read_images() {
+    if !in_own_process("images::every_kind_of_operation_can_read_images") {
         return;
     }
     for device in with_images() {
@@ -399,15 +399,15 @@ fn every_kind_of_operation_reads_images() {
             with_memory_mode(MemoryMode::Image, f).unwrap();
             assert_eq!(allocations() - before, images, "operation {i}");
             with_memory_mode(MemoryMode::Buffer, f).unwrap();
-            with_memory_mode(MemoryMode::Auto, f).unwrap(); // nobody has measured
+            with_memory_mode(MemoryMode::Auto, f).unwrap(); // no measurements exist yet
             assert_eq!(allocations() - before, images, "operation {i}");
         }
     }
 }
 
 #[test]
-fn images_are_memory_like_any_other() {
-    if !alone("images::images_are_memory_like_any_other") {
+fn images_count_as_device_memory() {
+    if !in_own_process("images::images_count_as_device_memory") {
         return;
     }
     const MIB: u64 = 1 << 20;
@@ -424,7 +424,7 @@ fn images_are_memory_like_any_other() {
         snapshot.check().unwrap();
         let shown = |pool: (i64, i64)| snapshot.segments.iter().filter(move |s| s.segment_pool_id == pool);
         assert_eq!(shown((1, 0)).map(|s| s.total_size).sum::<u64>(), 8 * MIB);
-        // What is free is reused, also by another that is smaller; and the limit counts all.
+        // Free images are reused, also for smaller images, and the memory limit counts all images.
         let reserved = stats.reserved_bytes.current;
         device.set_memory_limit(reserved + 6 * MIB).unwrap();
         let third = new().unwrap();
@@ -433,14 +433,14 @@ fn images_are_memory_like_any_other() {
         let tensor = || Tensor::empty(&[4 << 20], (DType::U8, device));
         let error = tensor().unwrap_err();
         assert!(error.to_string().contains("are held by images"), "{error}");
-        // Free images make room for tensors, free buffers for images.
+        // Free images are released for tensors, free buffers for images.
         drop(third);
         let reserved = device.image_memory_stats().unwrap().reserved_bytes.current;
         let kept = tensor().unwrap();
         assert!(device.image_memory_stats().unwrap().reserved_bytes.current < reserved);
         drop(kept);
         let third = new().unwrap();
-        // Observers and callbacks of the device are asked.
+        // Out-of-memory observers and callbacks of the device are called.
         let spare = std::sync::Arc::new(std::sync::Mutex::new(Some(third)));
         let asked = spare.clone();
         let callback =
@@ -448,22 +448,22 @@ fn images_are_memory_like_any_other() {
         let fourth = new().unwrap();
         assert!(spare.lock().unwrap().is_none());
         drop(callback);
-        let told = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
-        let tell = told.clone();
+        let message = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let tell = message.clone();
         let observer = device
             .add_oom_observer(Box::new(move |event| {
                 tell.store(event.requested, std::sync::atomic::Ordering::Relaxed);
             }))
             .unwrap();
         assert!(new().is_err());
-        assert_eq!(told.load(std::sync::atomic::Ordering::Relaxed), 4 << 20);
+        assert_eq!(message.load(std::sync::atomic::Ordering::Relaxed), 4 << 20);
         drop((observer, fourth, images));
         device.set_memory_limit(u64::MAX).unwrap();
     }
 }
 
 #[test]
-fn streams_have_images_of_their_own() {
+fn streams_have_separate_images() {
     for device in with_images() {
         let weight = numbers(&[4, 3, 3, 3], 1, DType::F32, device);
         let x = numbers(&[1, 3, 8, 8], 2, DType::F32, device);

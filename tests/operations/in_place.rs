@@ -1,11 +1,11 @@
-//! Rows in place: what the row computes lands in the first tensor, through strides.
+//! In-place rows: the result is written to the first tensor, with any strides.
 
 use claystone::ops::{self, Accepts, Kind, ROWS};
 use claystone::{Result, Scalar, Tensor};
 
 use crate::common::{each_device, f64s};
 
-fn in_place_is_out_of_place(row: &'static ops::Row, name: &str, device: claystone::Device) -> Result<()> {
+fn check_in_place_row(row: &'static ops::Row, name: &str, device: claystone::Device) -> Result<()> {
     let shape = [5, 3];
     let operand = |k: usize| {
         let (low, high) = row.domain[k];
@@ -41,11 +41,11 @@ fn arguments(scalars: &[Scalar]) -> Vec<ops::Argument> {
 }
 
 #[test]
-fn every_row_in_place() {
+fn in_place_rows_match_out_of_place_rows() {
     each_device(|device| {
         for row in ROWS {
             let Some(name) = row.in_place else { continue };
-            in_place_is_out_of_place(row, name, device).unwrap_or_else(|e| panic!("{name} on {device}: {e}"));
+            check_in_place_row(row, name, device).unwrap_or_else(|e| panic!("{name} on {device}: {e}"));
             assert!(ops::operations().iter().any(|op| op.name == name && op.kind == Kind::InPlace));
         }
     });

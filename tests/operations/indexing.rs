@@ -1,11 +1,11 @@
-//! Reading and writing through indices, against loops.
+//! Reading and writing through indices, compared with loops.
 
 use claystone::DType;
 use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 
 use crate::harness::{Case, case};
 
-/// The dim that is meant, of so many.
+/// Resolves a negative dim.
 fn axis(dim: isize, rank: usize) -> usize {
     dim.rem_euclid(rank as isize) as usize
 }
@@ -27,7 +27,7 @@ fn gathered(x: &ArrayD<f64>, d: usize, index: &ArrayD<f64>) -> ArrayD<f64> {
     })
 }
 
-/// `f(element, what is written)` at each place of an index with the source's rank.
+/// Applies `f(element, source element)` for each position of an index with the source's rank.
 fn scattered(
     x: &ArrayD<f64>,
     d: usize,
@@ -44,8 +44,8 @@ fn scattered(
     out
 }
 
-/// A vector of indices as an index with the rank of what it selects.
-fn spread(index: &ArrayD<f64>, d: usize, like: &ArrayD<f64>) -> ArrayD<f64> {
+/// Expands a vector of indices along the other dims of `like`.
+fn expand_index(index: &ArrayD<f64>, d: usize, like: &ArrayD<f64>) -> ArrayD<f64> {
     ArrayD::from_shape_fn(like.raw_dim(), |p| index[p[d]])
 }
 
@@ -61,7 +61,7 @@ fn add(to: &mut f64, from: f64) {
     *to += from;
 }
 
-/// PyTorch's reductions into what an index names.
+/// PyTorch's reductions into indexed elements.
 fn reduced(
     x: &ArrayD<f64>,
     d: usize,
@@ -90,7 +90,7 @@ fn reduced(
     out
 }
 
-/// What `x[i, :, j]` names in NumPy, as positions in x for each position of the result.
+/// NumPy's `x[i, :, j]`: the result's shape, and the position in x for each element of the result.
 fn named(shape: &[usize], dims: &[usize], indices: &[&ArrayD<f64>]) -> (Vec<usize>, Vec<Vec<usize>>) {
     let rank = indices.iter().map(|i| i.ndim()).max().unwrap();
     let size = |d: usize| {
@@ -141,7 +141,7 @@ fn put(
     out
 }
 
-/// `x` as a vector.
+/// Flattens `x` to a vector.
 fn flat(x: &ArrayD<f64>) -> ArrayD<f64> {
     ArrayD::from_shape_vec(IxDyn(&[x.len()]), x.iter().copied().collect()).unwrap()
 }
@@ -155,27 +155,27 @@ fn selections() -> Vec<Case> {
         let size = shape[d];
         cases.push(
             (case("index_select").input(shape).arg(dim).index(&[count], size))
-                .gives(move |x| vec![x[0].select(Axis(d), &indices(&x[1]))]),
+                .with_reference(move |x| vec![x[0].select(Axis(d), &indices(&x[1]))]),
         );
         let mut picked = shape.to_vec();
         picked[d] = count;
         cases.push(
-            (case("gather").input(shape).arg(dim).index(&picked, size)).gives(move |x| vec![gathered(&x[0], d, &x[1])]),
+            (case("gather").input(shape).arg(dim).index(&picked, size)).with_reference(move |x| vec![gathered(&x[0], d, &x[1])]),
         );
         cases.push(
             (case("take_along_dim").input(shape).arg(dim).index(&picked, size))
-                .gives(move |x| vec![gathered(&x[0], d, &x[1])]),
+                .with_reference(move |x| vec![gathered(&x[0], d, &x[1])]),
         );
     }
-    // A smaller index; a broadcast one; everything as vectors.
-    cases.push(case("gather").input(&[5, 7]).arg(1).index(&[3, 4], 7).gives(|x| vec![gathered(&x[0], 1, &x[1])]));
-    cases.push(case("take_along_dim").input(&[1, 6]).arg(1).index(&[3, 2], 6).gives(|x| {
+    // A smaller index; a broadcast index; flattened operands.
+    cases.push(case("gather").input(&[5, 7]).arg(1).index(&[3, 4], 7).with_reference(|x| vec![gathered(&x[0], 1, &x[1])]));
+    cases.push(case("take_along_dim").input(&[1, 6]).arg(1).index(&[3, 2], 6).with_reference(|x| {
         let wide = x[0].broadcast(IxDyn(&[3, 6])).unwrap().to_owned();
         vec![gathered(&wide, 1, &x[1])]
     }));
     cases.push(
         (case("take_along_dim").input(&[3, 4]).index(&[2, 5], 12))
-            .gives(|x| vec![gathered(&flat(&x[0]), 0, &flat(&x[1]))]),
+            .with_reference(|x| vec![gathered(&flat(&x[0]), 0, &flat(&x[1]))]),
     );
     for (rows, index) in [(5, &[2, 3][..]), (5, &[]), (7, &[0, 2]), (1, &[4])] {
         let shape: Vec<usize> = index.iter().copied().chain([3]).collect();
@@ -183,11 +183,11 @@ fn selections() -> Vec<Case> {
             let rows = x[0].select(Axis(0), &indices(&x[1]));
             vec![rows.into_shape_with_order(IxDyn(&shape)).unwrap()]
         };
-        cases.push(case("embedding").input(&[rows, 3]).index(index, rows).gives(rows_of.clone()));
-        cases.push(case("embedding_with").input(&[rows, 3]).index(index, rows).gives(rows_of));
+        cases.push(case("embedding").input(&[rows, 3]).index(index, rows).with_reference(rows_of.clone()));
+        cases.push(case("embedding_with").input(&[rows, 3]).index(index, rows).with_reference(rows_of));
     }
     for shape in [&[4][..], &[2, 3], &[0, 2], &[]] {
-        cases.push(case("one_hot").index(shape, 5).arg(5).gives(|x| {
+        cases.push(case("one_hot").index(shape, 5).arg(5).with_reference(|x| {
             let shape: Vec<usize> = x[0].shape().iter().copied().chain([5]).collect();
             let classes = indices(&x[0]);
             vec![
@@ -204,20 +204,20 @@ fn selections() -> Vec<Case> {
 
 fn writes() -> Vec<Case> {
     let mut cases = Vec::new();
-    // Where the last one stays, no index twice: the gradient of the others would be theirs too, as PyTorch's.
+    // If the last write wins, no index may repeat: as in PyTorch, the overwritten sources would get a gradient too.
     let places = || fixed(&[2, 0, 4, 1, 3, 0, 0, 4, 2], &[3, 3]);
     let columns = || fixed(&[3, 0, 4], &[3]);
     let none = || fixed(&[], &[0]);
     let whole = |name: &str| case(name).input(&[3, 5]).arg(1).fixed(places(), DType::I64);
-    cases.push(whole("scatter").input(&[3, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
-    cases.push(whole("scatter").input(&[4, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
-    cases.push((whole("scatter_value").arg(1)).gives(|x| vec![scattered(&x[0], 1, &x[1], &filled(&x[1], 1.0), set)]));
+    cases.push(whole("scatter").input(&[3, 3]).with_reference(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
+    cases.push(whole("scatter").input(&[4, 3]).with_reference(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
+    cases.push((whole("scatter_value").arg(1)).with_reference(|x| vec![scattered(&x[0], 1, &x[1], &filled(&x[1], 1.0), set)]));
     let in_place = |name: &str| case(name).distinct(&[3, 5]).arg(1).fixed(places(), DType::I64);
-    cases.push(in_place("scatter_").input(&[3, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
+    cases.push(in_place("scatter_").input(&[3, 3]).with_reference(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
     cases.push(
-        (in_place("scatter_value_").arg(1)).gives(|x| vec![scattered(&x[0], 1, &x[1], &filled(&x[1], 1.0), set)]),
+        (in_place("scatter_value_").arg(1)).with_reference(|x| vec![scattered(&x[0], 1, &x[1], &filled(&x[1], 1.0), set)]),
     );
-    cases.push(in_place("scatter_add_").input(&[3, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], add)]));
+    cases.push(in_place("scatter_add_").input(&[3, 3]).with_reference(|x| vec![scattered(&x[0], 1, &x[1], &x[2], add)]));
     for (shape, dim, count) in [(&[4, 5][..], 1, 9), (&[7, 3], 0, 4), (&[2, 17, 3], -2, 64), (&[3, 4], 1, 0)] {
         let d = axis(dim, shape.len());
         let mut picked = shape.to_vec();
@@ -225,24 +225,24 @@ fn writes() -> Vec<Case> {
         let size = shape[d];
         cases.push(
             (case("scatter_add").input(shape).arg(dim).index(&picked, size).input(&picked))
-                .gives(move |x| vec![scattered(&x[0], d, &x[1], &x[2], add)]),
+                .with_reference(move |x| vec![scattered(&x[0], d, &x[1], &x[2], add)]),
         );
         cases.push(
             (case("index_add").input(shape).arg(dim).index(&[count], size).input(&picked))
-                .gives(move |x| vec![scattered(&x[0], d, &spread(&x[1], d, &x[2]), &x[2], add)]),
+                .with_reference(move |x| vec![scattered(&x[0], d, &expand_index(&x[1], d, &x[2]), &x[2], add)]),
         );
     }
     for (name, f) in [("index_copy", set as fn(&mut f64, f64)), ("index_copy_", set), ("index_add_", add)] {
         let target = |case: Case, shape| if name.ends_with('_') { case.distinct(shape) } else { case.input(shape) };
-        let of = move |x: &[ArrayD<f64>]| vec![scattered(&x[0], 1, &spread(&x[1], 1, &x[2]), &x[2], f)];
-        cases.push(target(case(name), &[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).gives(of));
-        cases.push(target(case(name), &[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).gives(of));
+        let of = move |x: &[ArrayD<f64>]| vec![scattered(&x[0], 1, &expand_index(&x[1], 1, &x[2]), &x[2], f)];
+        cases.push(target(case(name), &[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).with_reference(of));
+        cases.push(target(case(name), &[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).with_reference(of));
     }
     for name in ["index_add_alpha", "index_add_alpha_"] {
         let target = |shape| if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
-        let of = |x: &[ArrayD<f64>]| vec![scattered(&x[0], 1, &spread(&x[1], 1, &x[2]), &x[2].mapv(|x| 2.0 * x), add)];
-        cases.push(target(&[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).arg(2).gives(of));
-        cases.push(target(&[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).arg(2.0).gives(of));
+        let of = |x: &[ArrayD<f64>]| vec![scattered(&x[0], 1, &expand_index(&x[1], 1, &x[2]), &x[2].mapv(|x| 2.0 * x), add)];
+        cases.push(target(&[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).arg(2).with_reference(of));
+        cases.push(target(&[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).arg(2.0).with_reference(of));
     }
     for name in ["index_fill", "index_fill_"] {
         let target = |shape| if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
@@ -255,18 +255,18 @@ fn writes() -> Vec<Case> {
             vec![out]
         };
         let index = fixed(&[1, -1, 1, -5], &[4]);
-        cases.push(target(&[3, 5]).arg(1).fixed(index, DType::I64).arg(1).gives(of));
-        cases.push(target(&[3, 5]).arg(-1).fixed(none(), DType::I64).arg(1).gives(of));
-        cases.push(target(&[0, 5]).arg(1).fixed(columns(), DType::I64).arg(1).gives(of));
+        cases.push(target(&[3, 5]).arg(1).fixed(index, DType::I64).arg(1).with_reference(of));
+        cases.push(target(&[3, 5]).arg(-1).fixed(none(), DType::I64).arg(1).with_reference(of));
+        cases.push(target(&[0, 5]).arg(1).fixed(columns(), DType::I64).arg(1).with_reference(of));
     }
-    // Nothing to write, and nothing to write to.
+    // Empty sources and empty destinations.
     for name in ["scatter", "scatter_", "scatter_add_"] {
         let target = if name.ends_with('_') { case(name).distinct(&[3, 5]) } else { case(name).input(&[3, 5]) };
-        cases.push(target.arg(0).fixed(fixed(&[], &[0, 5]), DType::I64).input(&[0, 5]).gives(|x| vec![x[0].clone()]));
+        cases.push(target.arg(0).fixed(fixed(&[], &[0, 5]), DType::I64).input(&[0, 5]).with_reference(|x| vec![x[0].clone()]));
     }
     for name in ["scatter_value", "scatter_value_"] {
         let target = if name.ends_with('_') { case(name).distinct(&[3, 5]) } else { case(name).input(&[3, 5]) };
-        cases.push(target.arg(0).fixed(fixed(&[], &[3, 0]), DType::I64).arg(1).gives(|x| vec![x[0].clone()]));
+        cases.push(target.arg(0).fixed(fixed(&[], &[3, 0]), DType::I64).arg(1).with_reference(|x| vec![x[0].clone()]));
     }
     cases
 }
@@ -278,22 +278,22 @@ fn reductions() -> Vec<Case> {
             let floats = move |case: Case| if reduce == "mean" { case.floats() } else { case };
             let of = move |x: &[ArrayD<f64>]| vec![reduced(&x[0], 1, &x[1], &x[2], reduce, include)];
             let whole = case("scatter_reduce").input(&[3, 5]).arg(1).index(&[2, 7], 5).input(&[3, 8]);
-            cases.push(floats(whole.arg(reduce).arg(include).gives(of)));
+            cases.push(floats(whole.arg(reduce).arg(include).with_reference(of)));
             let whole = case("scatter_reduce_").distinct(&[3, 5]).arg(1).index(&[2, 7], 5).input(&[3, 8]);
-            cases.push(floats(whole.arg(reduce).arg(include).gives(of)));
+            cases.push(floats(whole.arg(reduce).arg(include).with_reference(of)));
             let slices = case("index_reduce").input(&[3, 5]).arg(1).index(&[4], 5).input(&[3, 4]);
             cases.push(floats(
                 slices
                     .arg(reduce)
                     .arg(include)
-                    .gives(move |x| vec![reduced(&x[0], 1, &spread(&x[1], 1, &x[2]), &x[2], reduce, include)]),
+                    .with_reference(move |x| vec![reduced(&x[0], 1, &expand_index(&x[1], 1, &x[2]), &x[2], reduce, include)]),
             ));
         }
     }
     let none = |name: &str| {
         let target = if name.ends_with('_') { case(name).distinct(&[3, 5]) } else { case(name).input(&[3, 5]) };
         let shape: &[usize] = if name == "index_reduce" { &[0] } else { &[3, 0] };
-        target.arg(1).index(shape, 5).input(&[3, 0]).arg("prod").arg(false).gives(|x| vec![x[0].clone()])
+        target.arg(1).index(shape, 5).input(&[3, 0]).arg("prod").arg(false).with_reference(|x| vec![x[0].clone()])
     };
     cases.extend(["scatter_reduce", "scatter_reduce_", "index_reduce"].map(none));
     cases
@@ -319,36 +319,36 @@ fn several() -> Vec<Case> {
         };
         cases.push(
             with(case("index").input(shape))
-                .gives(move |x| vec![read(&x[0], dims, &x[1..].iter().collect::<Vec<_>>())]),
+                .with_reference(move |x| vec![read(&x[0], dims, &x[1..].iter().collect::<Vec<_>>())]),
         );
         let (all, _) = named(shape, dims, &given.iter().collect::<Vec<_>>());
-        // Values of the whole shape, and broadcast.
+        // Values of the full shape, and broadcast values.
         for values in [&all[..], &all[all.len() - 1..], &[]] {
             for name in ["index_put", "index_put_"] {
                 let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
                 let of =
                     move |x: &[ArrayD<f64>]| vec![put(&x[0], dims, &x[2..].iter().collect::<Vec<_>>(), &x[1], add)];
-                cases.push(with(target.input(values)).arg(true).gives(of));
+                cases.push(with(target.input(values)).arg(true).with_reference(of));
             }
         }
     }
-    // No place twice; see `writes`.
+    // No repeated index; see `writes`.
     for name in ["index_put", "index_put_"] {
         let target = if name.ends_with('_') { case(name).distinct(&[4, 5, 2]) } else { case(name).input(&[4, 5, 2]) };
         let (i, j) = (fixed(&[0, -1, 2], &[3]), fixed(&[1, -3, 0], &[3]));
         let of = |x: &[ArrayD<f64>]| vec![put(&x[0], &[0, 1], &x[2..].iter().collect::<Vec<_>>(), &x[1], set)];
         let with = target.input(&[3, 1]).fixed(i, DType::I64).fixed(j, DType::I64);
-        cases.push(with.arg(&[0, 1][..]).arg(false).gives(of));
+        cases.push(with.arg(&[0, 1][..]).arg(false).with_reference(of));
     }
     for (shape, index) in [(&[3, 4][..], fixed(&[0, -1, 5, 5, 11, -12], &[2, 3])), (&[3, 4], fixed(&[], &[0]))] {
-        cases.push((case("take").input(shape).fixed(index.clone(), DType::I64)).gives(|x| {
+        cases.push((case("take").input(shape).fixed(index.clone(), DType::I64)).with_reference(|x| {
             let all = flat(&x[0]);
             vec![x[1].mapv(|i| all[(i as isize).rem_euclid(12) as usize])]
         }));
         for name in ["put", "put_"] {
             let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
             let with = target.fixed(index.clone(), DType::I64).input(index.shape()).arg(true);
-            cases.push(with.gives(|x| {
+            cases.push(with.with_reference(|x| {
                 let sum = put(&flat(&x[0]), &[0], &[&flat(&x[1])], &flat(&x[2]), add);
                 vec![sum.into_shape_with_order(x[0].raw_dim()).unwrap()]
             }));
@@ -357,7 +357,7 @@ fn several() -> Vec<Case> {
     cases
 }
 
-/// Bool masks, as NumPy takes them.
+/// Bool masks, as in NumPy.
 fn masks() -> Vec<Case> {
     let mut cases = Vec::new();
     let trues = |mask: &ArrayD<f64>| -> Vec<Vec<usize>> {
@@ -365,14 +365,14 @@ fn masks() -> Vec<Case> {
     };
     for (shape, mask) in [(&[5, 3][..], &[5][..]), (&[4, 3], &[4, 3]), (&[3, 4, 2], &[3, 4]), (&[0, 3], &[0])] {
         let rank = mask.len();
-        cases.push(case("index").input(shape).mask(mask).arg(&[0][..]).gives(move |x| {
+        cases.push(case("index").input(shape).mask(mask).arg(&[0][..]).with_reference(move |x| {
             let rows = trues(&x[1]);
             let shape = [&[rows.len()], &x[0].shape()[rank..]].concat();
             vec![ArrayD::from_shape_fn(IxDyn(&shape), |p| x[0][&[&rows[p[0]], &p.slice()[1..]].concat()[..]])]
         }));
         for name in ["index_put", "index_put_"] {
             let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
-            cases.push(target.input(&[]).mask(mask).arg(&[0][..]).arg(false).gives(move |x| {
+            cases.push(target.input(&[]).mask(mask).arg(&[0][..]).arg(false).with_reference(move |x| {
                 let (value, mut out) = (x[1].first().copied().unwrap(), x[0].clone());
                 for (p, to) in out.indexed_iter_mut() {
                     if x[2][&p.slice()[..rank]] != 0.0 {
@@ -386,7 +386,7 @@ fn masks() -> Vec<Case> {
     for (shape, mask) in [(&[4, 5][..], &[4, 5][..]), (&[4, 5], &[5]), (&[3, 2], &[3, 1]), (&[0, 2], &[2])] {
         for name in ["masked_scatter", "masked_scatter_"] {
             let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
-            cases.push(target.mask(mask).input(&[7, 3]).gives(|x| {
+            cases.push(target.mask(mask).input(&[7, 3]).with_reference(|x| {
                 let (mask, mut from) = (x[1].broadcast(x[0].raw_dim()).unwrap(), x[2].iter());
                 let mut out = x[0].clone();
                 out.zip_mut_with(&mask, |to, &m| {

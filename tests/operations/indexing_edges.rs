@@ -1,4 +1,4 @@
-//! Indexing where the sources say nothing by themselves: repeated indices, NaN, integers, faults, views.
+//! Edge cases of indexing: repeated indices, NaN, integers, errors, views.
 
 use claystone::ops::ScatterReduce;
 use claystone::{DType, Device, Error, Result, Tensor};
@@ -14,7 +14,7 @@ fn values(t: &Tensor) -> Vec<f64> {
 }
 
 #[test]
-fn of_equal_indices_the_last_stays() {
+fn last_write_to_an_equal_index_wins() {
     each_device(|device| {
         let x = Tensor::zeros(&[4], device).unwrap();
         let (i, source) = (index(&[1, 1, 3, 1], device), Tensor::arange(1, 5, 1, device).unwrap());
@@ -30,7 +30,7 @@ fn of_equal_indices_the_last_stays() {
 }
 
 #[test]
-fn means_of_integers_are_rounded_down() {
+fn integer_means_round_down() {
     each_device(|device| {
         for dtype in [DType::I64, DType::I32] {
             let x = Tensor::from_slice(&[3i64, -4], 2, device).unwrap().to_dtype(dtype).unwrap();
@@ -46,7 +46,7 @@ fn means_of_integers_are_rounded_down() {
 }
 
 #[test]
-fn extremes_of_integers_and_of_nan() {
+fn extremes_handle_integer_limits_and_nan() {
     each_device(|device| {
         let i = index(&[0, 0], device);
         for (dtype, low, high) in [
@@ -74,13 +74,13 @@ fn extremes_of_integers_and_of_nan() {
 }
 
 #[test]
-fn an_error_has_the_name_of_the_method() {
+fn errors_name_the_method() {
     each_device(|device| {
         let x = Tensor::zeros(&[3, 4], device).unwrap();
         let bad = index(&[0, 4], device);
         let wide = bad.reshape([1, 2]).unwrap();
         let two = Tensor::ones(&[1, 2], device).unwrap();
-        // One at a time: of several faults the device keeps the first.
+        // One call at a time, because the device keeps only the first of several errors.
         type Call<'a> = &'a dyn Fn() -> Result<Tensor>;
         let calls: [(&str, Call); 8] = [
             ("index_select", &|| x.index_select(1, &bad)),
@@ -106,7 +106,7 @@ fn an_error_has_the_name_of_the_method() {
 }
 
 #[test]
-fn padding_gets_no_gradient() {
+fn padding_rows_get_no_gradient() {
     each_device(|device| {
         let table = Tensor::ones(&[3, 2], device).unwrap().requires_grad_(true).unwrap();
         for padding in [1, -2] {
@@ -120,7 +120,7 @@ fn padding_gets_no_gradient() {
 }
 
 #[test]
-fn scalars_are_scattered_into_by_a_mask() {
+fn masked_scatter_supports_scalars() {
     each_device(|device| {
         let (five, seven) = (Tensor::full((), 5, device).unwrap(), Tensor::full(2, 7, device).unwrap());
         let yes = Tensor::full((), 1, (DType::Bool, device)).unwrap();
@@ -131,7 +131,7 @@ fn scalars_are_scattered_into_by_a_mask() {
         y.backward().unwrap();
         assert_eq!(values(&x.grad().unwrap()), [0.0]);
         assert_eq!(values(&five.masked_scatter(&no, &seven).unwrap()), [5.0]);
-        // Both are broadcast.
+        // Both operands are broadcast.
         let mask = Tensor::from_slice(&[true, false, true], 3, device).unwrap();
         assert_eq!(values(&five.masked_scatter(&mask, &seven).unwrap()), [7.0, 5.0, 7.0]);
         five.masked_scatter_(&yes, &seven).unwrap();
@@ -141,7 +141,7 @@ fn scalars_are_scattered_into_by_a_mask() {
 }
 
 #[test]
-fn a_factor_of_integers_is_whole() {
+fn index_add_factors_of_integers_must_be_integers() {
     each_device(|device| {
         let x = Tensor::zeros(2, (DType::U8, device)).unwrap();
         let (i, source) = (index(&[1, 1], device), Tensor::full(2, 100, (DType::U8, device)).unwrap());
@@ -153,7 +153,7 @@ fn a_factor_of_integers_is_whole() {
 }
 
 #[test]
-fn an_expanded_view_of_nothing_is_written_to() {
+fn empty_expanded_views_can_be_written() {
     each_device(|device| {
         let none = Tensor::zeros([1, 0], device).unwrap().expand([3, 0]).unwrap();
         none.fill_(1.0).unwrap().add_scalar_(2).unwrap();
@@ -162,7 +162,7 @@ fn an_expanded_view_of_nothing_is_written_to() {
 }
 
 #[test]
-fn into_views_and_from_oneself() {
+fn writes_work_into_views_and_from_the_same_tensor() {
     each_device(|device| {
         let base = Tensor::arange(0, 12, 1, device).unwrap().reshape([3, 4]).unwrap();
         let view = base.t().unwrap().flip(0).unwrap();

@@ -1,4 +1,4 @@
-//! Joining, padding, repeating and assigning against index arithmetic.
+//! Joining, padding, repeating and assigning, compared with index arithmetic.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Error, Result, Tensor};
@@ -20,21 +20,21 @@ fn seen_as(x: &[ArrayD<f64>], shape: impl Fn(&[usize]) -> Vec<usize>) -> Vec<Arr
 fn joins() -> Vec<Case> {
     let mut cases = Vec::new();
     for n in [4, 1, 0] {
-        cases.push(case("cat").input(&[2, n]).input(&[2, 3]).input(&[2, 1]).arg(1).gives(|x| joined(x, 1)));
-        cases.push(case("cat").input(&[n, 3]).input(&[2, 3]).arg(-2).gives(|x| joined(x, 0)));
-        cases.push(case("stack").input(&[2, n]).input(&[2, n]).arg(1).gives(|x| {
+        cases.push(case("cat").input(&[2, n]).input(&[2, 3]).input(&[2, 1]).arg(1).with_reference(|x| joined(x, 1)));
+        cases.push(case("cat").input(&[n, 3]).input(&[2, 3]).arg(-2).with_reference(|x| joined(x, 0)));
+        cases.push(case("stack").input(&[2, n]).input(&[2, n]).arg(1).with_reference(|x| {
             joined(&seen_as(x, |s| vec![s[0], 1, s[1]]), 1)
         }));
-        cases.push(case("hstack").input(&[n]).input(&[2]).gives(|x| joined(x, 0)));
-        cases.push(case("hstack").input(&[2, n]).input(&[2, 2]).gives(|x| joined(x, 1)));
-        cases.push(case("vstack").input(&[n]).input(&[n]).gives(|x| joined(&seen_as(x, |s| vec![1, s[0]]), 0)));
-        cases.push(case("dstack").input(&[n, 2]).input(&[n, 2]).gives(|x| {
+        cases.push(case("hstack").input(&[n]).input(&[2]).with_reference(|x| joined(x, 0)));
+        cases.push(case("hstack").input(&[2, n]).input(&[2, 2]).with_reference(|x| joined(x, 1)));
+        cases.push(case("vstack").input(&[n]).input(&[n]).with_reference(|x| joined(&seen_as(x, |s| vec![1, s[0]]), 0)));
+        cases.push(case("dstack").input(&[n, 2]).input(&[n, 2]).with_reference(|x| {
             joined(&seen_as(x, |s| vec![s[0], s[1], 1]), 2)
         }));
-        cases.push(case("column_stack").input(&[n]).input(&[n, 2]).gives(|x| {
+        cases.push(case("column_stack").input(&[n]).input(&[n, 2]).with_reference(|x| {
             joined(&seen_as(x, |s| vec![s[0], s.get(1).copied().unwrap_or(1)]), 1)
         }));
-        cases.push(case("block_diag").input(&[2, n]).input(&[3]).gives(move |x| {
+        cases.push(case("block_diag").input(&[2, n]).input(&[3]).with_reference(move |x| {
             vec![built(&[3, n + 3], |i| match (i[0], i[1]) {
                 (r, c) if r < 2 && c < n => x[0][[r, c]],
                 (2, c) if c >= n => x[1][[c - n]],
@@ -51,25 +51,25 @@ fn repetitions() -> Vec<Case> {
         for repeats in [[2, 3], [1, 1], [0, 2], [4, 1]] {
             let [a, b] = repeats;
             let times = move |x: &[ArrayD<f64>]| vec![built(&[2 * a, n * b], |i| x[0][[i[0] % 2, i[1] % n]])];
-            cases.push(case("repeat").input(&[2, n]).arg(&repeats).gives(times));
-            cases.push(case("tile").input(&[2, n]).arg(&repeats).gives(times));
+            cases.push(case("repeat").input(&[2, n]).arg(&repeats).with_reference(times));
+            cases.push(case("tile").input(&[2, n]).arg(&repeats).with_reference(times));
         }
-        cases.push(case("repeat").input(&[n]).arg(&[2, 2]).gives(move |x| {
+        cases.push(case("repeat").input(&[n]).arg(&[2, 2]).with_reference(move |x| {
             vec![built(&[2, 2 * n], |i| x[0][[i[1] % n]])]
         }));
-        cases.push(case("tile").input(&[2, n]).arg(&[2]).gives(move |x| {
+        cases.push(case("tile").input(&[2, n]).arg(&[2]).with_reference(move |x| {
             vec![built(&[2, 2 * n], |i| x[0][[i[0], i[1] % n]])]
         }));
         let interleaved = move |x: &[ArrayD<f64>]| vec![built(&[2, n * 3], |i| x[0][[i[0], i[1] / 3]])];
-        cases.push(case("repeat_interleave").input(&[2, n]).arg(3).arg(-1).gives(interleaved));
-        cases.push(case("repeat_interleave").input(&[2, n]).arg(2).gives(move |x| {
+        cases.push(case("repeat_interleave").input(&[2, n]).arg(3).arg(-1).with_reference(interleaved));
+        cases.push(case("repeat_interleave").input(&[2, n]).arg(2).with_reference(move |x| {
             vec![built(&[4 * n], |i| x[0][[i[0] / 2 / n, i[0] / 2 % n]])]
         }));
         let shift = |k: usize, size: usize, by: usize| (k + size - by % size) % size;
-        cases.push(case("roll").input(&[4, n]).arg(&[5, -1]).arg(&[0, 1]).gives(move |x| {
+        cases.push(case("roll").input(&[4, n]).arg(&[5, -1]).arg(&[0, 1]).with_reference(move |x| {
             vec![built(&[4, n], |i| x[0][[shift(i[0], 4, 1), (i[1] + 1) % n]])]
         }));
-        cases.push(case("roll").input(&[4, n]).arg(2).arg(&[0i32; 0]).gives(move |x| {
+        cases.push(case("roll").input(&[4, n]).arg(2).arg(&[0i32; 0]).with_reference(move |x| {
             let place = move |i: &[usize]| shift(i[0] * n + i[1], 4 * n, 2);
             vec![built(&[4, n], |i| x[0][[place(i) / n, place(i) % n]])]
         }));
@@ -77,12 +77,12 @@ fn repetitions() -> Vec<Case> {
     let repeats = arr1(&[2.0, 0.0, 1.0, 3.0]).into_dyn();
     for rows in [2, 0] {
         let tensor = case("repeat_interleave_tensor").input(&[rows, 4]).fixed(repeats.clone(), DType::I64).arg(1);
-        cases.push(tensor.gives(move |x| vec![built(&[rows, 6], |i| x[0][[i[0], [0, 0, 2, 3, 3, 3][i[1]]]])]));
+        cases.push(tensor.with_reference(move |x| vec![built(&[rows, 6], |i| x[0][[i[0], [0, 0, 2, 3, 3, 3][i[1]]]])]));
     }
     cases
 }
 
-/// Where index i of a padded dimension comes from, of what negative pads leave.
+/// The source index for index `i` of a padded dim, after negative pads have cut the dim.
 fn source(mode: &str, i: usize, (before, after): (isize, isize), size: usize) -> Option<usize> {
     let (cut, n) = (-before.min(0), size as isize + before.min(0) + after.min(0));
     let at = i as isize - before.max(0);
@@ -110,7 +110,7 @@ fn pads() -> Vec<Case> {
                 let padded = if mode == "constant" { padded.arg(1) } else { padded };
                 let grown = |size: usize, ends: isize| size.saturating_add_signed(ends);
                 let shape = [2, grown(rows, top + bottom), grown(5, left + right)];
-                cases.push(padded.gives(move |x| {
+                cases.push(padded.with_reference(move |x| {
                     vec![built(&shape, |i| {
                         match (source(mode, i[1], (top, bottom), rows), source(mode, i[2], (left, right), 5)) {
                             (Some(r), Some(c)) => x[0][[i[0], r, c]],
@@ -128,16 +128,16 @@ fn assignments() -> Vec<Case> {
     let mut cases = Vec::new();
     for n in [4, 0] {
         let row = move |x: &[ArrayD<f64>]| vec![built(&[3, n], |i| if i[0] == 2 { x[1][[i[1]]] } else { x[0][[i[0], i[1]]] })];
-        cases.push(case("slice_assign").input(&[3, n]).input(&[n]).arg(&[-1]).gives(row));
-        cases.push(case("slice_assign_").input(&[3, n]).input(&[n]).arg(&[-1]).gives(row));
-        cases.push(case("select_scatter").input(&[3, n]).input(&[n]).arg(0).arg(2).gives(row));
+        cases.push(case("slice_assign").input(&[3, n]).input(&[n]).arg(&[-1]).with_reference(row));
+        cases.push(case("slice_assign_").input(&[3, n]).input(&[n]).arg(&[-1]).with_reference(row));
+        cases.push(case("select_scatter").input(&[3, n]).input(&[n]).arg(0).arg(2).with_reference(row));
         let slice = case("slice_scatter").input(&[5, n]).input(&[2, n]).arg(0).arg(1).arg(Some(4)).arg(2);
-        cases.push(slice.gives(move |x| {
+        cases.push(slice.with_reference(move |x| {
             vec![built(&[5, n], |i| if i[0] == 1 || i[0] == 3 { x[1][[i[0] / 2, i[1]]] } else { x[0][[i[0], i[1]]] })]
         }));
         let len = n.saturating_sub(1).min(3);
         let diagonal = case("diagonal_scatter").input(&[3, n]).input(&[len]).arg(1).arg(0).arg(1);
-        cases.push(diagonal.gives(move |x| {
+        cases.push(diagonal.with_reference(move |x| {
             vec![built(&[3, n], |i| if i[1] == i[0] + 1 { x[1][[i[0]]] } else { x[0][[i[0], i[1]]] })]
         }));
         for (offset, a, b) in [(0i32, -2, -1), (1, 0, 2), (-2, 1, 0)] {
@@ -146,7 +146,7 @@ fn assignments() -> Vec<Case> {
             let rest = 3 - d1 - d2;
             let mut shape = [side; 3];
             shape[rest] = 2;
-            cases.push(case("diag_embed").input(&[2, n]).arg(offset).arg(a).arg(b).gives(move |x| {
+            cases.push(case("diag_embed").input(&[2, n]).arg(offset).arg(a).arg(b).with_reference(move |x| {
                 let (top, left) = (offset.min(0).unsigned_abs() as usize, offset.max(0) as usize);
                 vec![built(&shape, |i| {
                     let on = i[d1] >= top && i[d2] >= left && i[d1] - top == i[d2] - left;
@@ -163,10 +163,10 @@ fn assignments() -> Vec<Case> {
                 let kept = |i: &[usize]| i[2] as i32 - i[1] as i32 >= k;
                 vec![built(x[0].shape(), |i| if kept(i) { x[0][i] } else { 0.0 })]
             };
-            cases.push(case("tril").input(&[2, 3, n]).arg(k).gives(lower));
-            cases.push(case("tril_").input(&[2, 3, n]).arg(k).gives(lower));
-            cases.push(case("triu").input(&[2, 3, n]).arg(k).gives(upper));
-            cases.push(case("triu_").input(&[2, 3, n]).arg(k).gives(upper));
+            cases.push(case("tril").input(&[2, 3, n]).arg(k).with_reference(lower));
+            cases.push(case("tril_").input(&[2, 3, n]).arg(k).with_reference(lower));
+            cases.push(case("triu").input(&[2, 3, n]).arg(k).with_reference(upper));
+            cases.push(case("triu_").input(&[2, 3, n]).arg(k).with_reference(upper));
         }
     }
     cases
@@ -177,7 +177,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn joined_dtypes_promote_and_gradients_go_back_in_their_own() {
+fn cat_promotes_dtypes_and_keeps_them_in_gradients() {
     each_device(|d| {
         let half = Tensor::ones(2, (DType::F16, d)).unwrap().requires_grad_(true).unwrap();
         let whole = Tensor::from_slice(&[3i64], 1, d).unwrap();
@@ -186,14 +186,14 @@ fn joined_dtypes_promote_and_gradients_go_back_in_their_own() {
         all.square().unwrap().sum((), false).unwrap().backward().unwrap();
         let grad = half.grad().unwrap();
         assert_eq!((grad.dtype(), f64s(&grad).into_raw_vec_and_offset().0), (DType::F16, vec![2.0, 2.0]));
-        // Vectors of nothing go with every shape.
+        // Empty vectors can be joined with any shape.
         let matrix = iota(&[2, 2], d);
         assert_eq!(vec(&Tensor::cat(&[&Tensor::zeros(0, d).unwrap(), &matrix], 1).unwrap()), [0., 1., 2., 3.]);
     });
 }
 
 #[test]
-fn assignment_through_every_kind_of_index() {
+fn slice_assignment_supports_every_kind_of_index() {
     use claystone::Index;
     each_device(|d| {
         let x = Tensor::zeros([3, 4], d).unwrap();
@@ -209,7 +209,7 @@ fn assignment_through_every_kind_of_index() {
 }
 
 #[test]
-fn what_is_cut_off_is_reflected_and_repeated_as_pytorch_does() {
+fn negative_pads_match_pytorch() {
     use claystone::PadMode;
     each_device(|d| {
         let x = iota(&[4], d);
@@ -219,7 +219,7 @@ fn what_is_cut_off_is_reflected_and_repeated_as_pytorch_does() {
         assert_eq!(of([-4, 2], PadMode::Replicate), [3., 3.]);
         assert_eq!(of([1, -1], PadMode::Circular), [2., 0., 1., 2.]);
         assert_eq!(of([-1, 1], PadMode::Constant(9.into())), [1., 2., 3., 9.]);
-        // The result is memory of its own, in order, in every mode.
+        // The result has its own contiguous memory in every mode.
         for mode in [PadMode::Reflect, PadMode::Replicate, PadMode::Circular, PadMode::default()] {
             let leaf = iota(&[2, 4], d).requires_grad_(true).unwrap();
             let cut = leaf.pad(&[-1, -1], mode).unwrap();
@@ -231,7 +231,7 @@ fn what_is_cut_off_is_reflected_and_repeated_as_pytorch_does() {
 }
 
 #[test]
-fn what_does_not_go_together_is_refused() {
+fn mismatched_shapes_are_errors() {
     let x = iota(&[2, 3], Device::Cpu);
     let invalid = |r: Result<Tensor>| assert!(matches!(r, Err(Error::Invalid { .. })), "{r:?}");
     invalid(x.repeat(&[2]));
@@ -247,10 +247,10 @@ fn what_does_not_go_together_is_refused() {
     shape(x.slice_assign(0, &iota(&[2], Device::Cpu)));
 }
 
-/// Rows with a step between them, of an odd number of elements, from an odd element on, of every size of element; more tensors than a launch
-/// takes, and empty ones.
+/// Strided rows with an odd number of elements, from an odd offset, for every element size; more tensors than a launch can take; and
+/// empty tensors.
 #[test]
-fn tensors_are_joined_in_one_launch() {
+fn cat_takes_one_launch() {
     each_device(|device| {
         let most = |launches: u64, most: u64| assert!(device == Device::Cpu || launches <= most, "{launches} on {device}");
         for dtype in [DType::U8, DType::F16, DType::F32, DType::F64] {
@@ -282,7 +282,7 @@ fn tensors_are_joined_in_one_launch() {
 }
 
 #[test]
-fn many_numbers_are_joined_in_few_launches() {
+fn stacking_many_scalars_takes_few_launches() {
     each_device(|device| {
         let x = iota(&[70], device).requires_grad_(true).unwrap();
         let numbers: Vec<Tensor> = (0..70).map(|i| x.select(0, 69 - i).unwrap()).collect();

@@ -1,4 +1,4 @@
-//! Products, contractions, norms and distances, against sums of products over every index.
+//! Products, contractions, norms and distances, compared with sums over all indices.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ fn scalar(x: f64) -> ArrayD<f64> {
     ArrayD::from_elem(IxDyn(&[]), x)
 }
 
-/// The product with vectors as PyTorch takes them.
+/// The product, where vectors are treated as in PyTorch.
 fn matmul(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     let (row, column) = (a.ndim() == 1, b.ndim() == 1);
     let mut out = reference(
@@ -35,7 +35,7 @@ fn matmul(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     out
 }
 
-/// An equation without an ellipsis: a loop over every value of every letter.
+/// Einsum without an ellipsis, as a loop over every value of every letter.
 fn einsum(equation: &str, x: &[ArrayD<f64>]) -> ArrayD<f64> {
     let (inputs, output) = equation.split_once("->").unwrap();
     let inputs: Vec<Vec<char>> = inputs.split(',').map(|s| s.chars().collect()).collect();
@@ -81,7 +81,7 @@ fn products() -> Vec<Case> {
         (&[0], &[0]),
         (&[2, 0, 3], &[3, 2]),
     ] {
-        cases.push(case("matmul").input(a).input(b).gives(|x| vec![matmul(&x[0], &x[1])]));
+        cases.push(case("matmul").input(a).input(b).with_reference(|x| vec![matmul(&x[0], &x[1])]));
     }
     for (name, a, b) in [
         ("mm", &[3, 4][..], &[4, 2][..]),
@@ -96,22 +96,22 @@ fn products() -> Vec<Case> {
         ("vdot", &[7], &[7]),
         ("vdot", &[0], &[0]),
     ] {
-        cases.push(case(name).input(a).input(b).gives(|x| vec![matmul(&x[0], &x[1])]));
+        cases.push(case(name).input(a).input(b).with_reference(|x| vec![matmul(&x[0], &x[1])]));
     }
     for (shape, out) in [(&[3, 4][..], 5), (&[2, 3, 4], 1), (&[4], 3), (&[0, 4], 2), (&[17, 33], 16)] {
         let features = shape[shape.len() - 1];
         let whole = case("linear").input(shape).input(&[out, features]);
-        cases.push(whole.gives(|x| vec![matmul(&x[0], &x[1].t().to_owned())]));
+        cases.push(whole.with_reference(|x| vec![matmul(&x[0], &x[1].t().to_owned())]));
         let whole = case("linear").input(shape).input(&[out, features]).input(&[out]);
-        cases.push(whole.gives(|x| vec![matmul(&x[0], &x[1].t().to_owned()) + &x[2]]));
+        cases.push(whole.with_reference(|x| vec![matmul(&x[0], &x[1].t().to_owned()) + &x[2]]));
     }
     for (a, b) in [(3, 4), (0, 4), (1, 1)] {
         for name in ["outer", "ger"] {
-            cases.push(case(name).input(&[a]).input(&[b]).gives(|x| vec![einsum("i,j->ij", x)]));
+            cases.push(case(name).input(&[a]).input(&[b]).with_reference(|x| vec![einsum("i,j->ij", x)]));
         }
     }
     type Right = fn(&[ArrayD<f64>]) -> ArrayD<f64>;
-    /// The operation, its matrices, what is added to their product in turn, the product.
+    /// An operation, its matrices, the tensors to add to their product, and the product.
     type Added<'a> = (&'a str, [&'a [usize]; 2], &'a [&'a [usize]], Right);
     let added: [Added; 11] = [
         ("addmm", [&[3, 4], &[4, 5]], &[&[3, 5], &[5], &[3, 1], &[]], |x| matmul(&x[1], &x[2])),
@@ -132,11 +132,11 @@ fn products() -> Vec<Case> {
                 let product = product(x) * f64::from(alpha);
                 vec![&x[0].broadcast(product.raw_dim()).unwrap() * f64::from(beta) + product]
             };
-            cases.push(case(name).input(input).input(a).input(b).arg(beta).arg(alpha).gives(of));
+            cases.push(case(name).input(input).input(a).input(b).arg(beta).arg(alpha).with_reference(of));
         }
     }
     let fractions = case("addmm").floats().input(&[2]).input(&[3, 4]).input(&[4, 2]).arg(0.5).arg(-1.25);
-    cases.push(fractions.gives(|x| vec![&x[0] * 0.5 + matmul(&x[1], &x[2]) * -1.25]));
+    cases.push(fractions.with_reference(|x| vec![&x[0] * 0.5 + matmul(&x[1], &x[2]) * -1.25]));
     cases
 }
 
@@ -183,9 +183,9 @@ fn contractions() -> Vec<Case> {
             whole = whole.input(shape);
         }
         let spelled = if spelled.is_empty() { equation } else { spelled };
-        // What is summed or contracted first is rounded in between.
+        // Intermediate sums and contractions are rounded.
         let whole = if shapes.len() > 1 { whole.tolerance(4.0) } else { whole };
-        cases.push(whole.arg(equation).gives(move |x| vec![einsum(spelled, x)]));
+        cases.push(whole.arg(equation).with_reference(move |x| vec![einsum(spelled, x)]));
     }
     for (a, b, dims, equation) in [
         (&[2, 3, 4][..], &[4, 5][..], None, "abc,cd->abd"),
@@ -199,7 +199,7 @@ fn contractions() -> Vec<Case> {
             None => whole.arg(1),
             Some((left, right)) => whole.arg(left).arg(right),
         };
-        cases.push(whole.gives(move |x| vec![einsum(equation, x)]));
+        cases.push(whole.with_reference(move |x| vec![einsum(equation, x)]));
     }
     for (a, b, equation) in [
         (&[4][..], &[4][..], "i,i->"),
@@ -208,35 +208,35 @@ fn contractions() -> Vec<Case> {
         (&[], &[3], ",i->i"),
         (&[2, 0], &[3, 0], "ai,bi->ab"),
     ] {
-        cases.push(case("inner").input(a).input(b).gives(move |x| vec![einsum(equation, x)]));
+        cases.push(case("inner").input(a).input(b).with_reference(move |x| vec![einsum(equation, x)]));
     }
     for shapes in [&[&[2, 3][..], &[3, 4], &[4, 2]][..], &[&[3], &[3, 4], &[4, 2]], &[&[5, 2], &[2, 7], &[7, 1], &[1]]]
     {
         let whole = shapes.iter().fold(case("multi_dot"), |case, shape| case.input(shape));
-        // Products of more factors are as much larger.
-        cases.push(whole.tolerance(4.0).gives(|x| vec![x[1..].iter().fold(x[0].clone(), |a, b| matmul(&a, b))]));
+        // Products of more factors are larger.
+        cases.push(whole.tolerance(4.0).with_reference(|x| vec![x[1..].iter().fold(x[0].clone(), |a, b| matmul(&a, b))]));
     }
-    cases.push(case("multi_dot").input(&[2, 0]).input(&[0, 3]).gives(|x| vec![matmul(&x[0], &x[1])]));
+    cases.push(case("multi_dot").input(&[2, 0]).input(&[0, 3]).with_reference(|x| vec![matmul(&x[0], &x[1])]));
     for (shape, n) in [(&[3, 3][..], 0), (&[3, 3], 1), (&[3, 3], 2), (&[2, 3, 3], 5), (&[0, 0], 3), (&[0, 2, 2], 0)] {
-        // Each squaring rounds, and the products grow.
+        // Each squaring rounds, and the values grow.
         let whole = case("matrix_power").input_in(shape, -0.7..0.7).arg(n).tolerance(4.0);
         let whole = if n == 0 { whole.no_gradient() } else { whole };
         let whole = if n > 2 { whole.floats() } else { whole };
-        cases.push(whole.gives(move |x| {
+        cases.push(whole.with_reference(move |x| {
             let d = x[0].ndim() - 1;
             let one = ArrayD::from_shape_fn(x[0].raw_dim(), |p| f64::from(u8::from(p[d] == p[d - 1])));
             vec![(0..n).fold(one, |power, _| reference(&power, &x[0]))]
         }));
     }
     for shape in [[3, 3], [2, 5], [5, 2], [0, 3]] {
-        cases.push(case("trace").input(&shape).gives(|x| {
+        cases.push(case("trace").input(&shape).with_reference(|x| {
             let n = x[0].shape()[0].min(x[0].shape()[1]);
             vec![scalar((0..n).map(|i| x[0][[i, i]]).sum())]
         }));
     }
     for (a, b) in [(&[2, 3][..], &[3, 2][..]), (&[2], &[2, 3]), (&[2, 1, 3], &[2]), (&[], &[2, 2]), (&[0, 2], &[3, 2])]
     {
-        cases.push(case("kron").input(a).input(b).gives(|x| {
+        cases.push(case("kron").input(a).input(b).with_reference(|x| {
             let rank = x[0].ndim().max(x[1].ndim());
             let padded = |x: &ArrayD<f64>| {
                 let shape = [vec![1; rank - x.ndim()], x.shape().to_vec()].concat();
@@ -255,7 +255,7 @@ fn contractions() -> Vec<Case> {
         [(&[2, 3][..], &[2, 3][..], -1), (&[3, 4], &[3, 4], 0), (&[1, 3], &[4, 3], 1), (&[0, 3], &[0, 3], 1)]
     {
         let d = if dim < 0 { 1 } else { dim as usize };
-        cases.push(case("cross").input(a).input(b).arg(dim).gives(move |x| {
+        cases.push(case("cross").input(a).input(b).arg(dim).with_reference(move |x| {
             let shape: Vec<usize> =
                 x[0].shape().iter().zip(x[1].shape()).map(|(&m, &n)| if m == 1 { n } else { m }).collect();
             let (a, b) = (x[0].broadcast(IxDyn(&shape)).unwrap(), x[1].broadcast(IxDyn(&shape)).unwrap());
@@ -272,7 +272,7 @@ fn contractions() -> Vec<Case> {
     cases
 }
 
-/// The norm of order `p` of one vector.
+/// The norm of order `p` of a vector.
 fn norm(x: impl Iterator<Item = f64>, p: f64) -> f64 {
     let x = x.map(f64::abs);
     match p {
@@ -286,7 +286,7 @@ fn norm(x: impl Iterator<Item = f64>, p: f64) -> f64 {
 fn norms() -> Vec<Case> {
     let mut cases = Vec::new();
     for p in [0.0, 1.0, 2.0, 3.0, 0.5, f64::INFINITY, f64::NEG_INFINITY] {
-        // Roots of sums of powers; the number of elements is flat.
+        // Roots of sums of powers. The 0-norm counts elements, so its gradient is zero.
         let whole = |shape: &[usize]| {
             let whole = case("vector_norm").input(shape).arg(p).tolerance(4.0);
             if p == 0.0 { whole.no_gradient() } else { whole }
@@ -295,14 +295,14 @@ fn norms() -> Vec<Case> {
             whole(&[3, 5])
                 .arg(1)
                 .arg(false)
-                .gives(move |x| vec![x[0].map_axis(Axis(1), |row| norm(row.iter().copied(), p))]),
+                .with_reference(move |x| vec![x[0].map_axis(Axis(1), |row| norm(row.iter().copied(), p))]),
         );
-        // The extremes of rows that are one in memory tie: differences go up only.
+        // With expanded rows the extremes tie, and finite differences see only increases.
         let both = if p.is_infinite() { whole(&[3, 5]).no_gradient() } else { whole(&[3, 5]) };
         cases.push(both.arg(&[0, 1]).arg(true)
-                .gives(move |x| vec![ArrayD::from_elem(IxDyn(&[1, 1]), norm(x[0].iter().copied(), p))]),
+                .with_reference(move |x| vec![ArrayD::from_elem(IxDyn(&[1, 1]), norm(x[0].iter().copied(), p))]),
         );
-        cases.push(whole(&[0, 3]).arg(1).arg(false).gives(|_| vec![ArrayD::zeros(IxDyn(&[0]))]));
+        cases.push(whole(&[0, 3]).arg(1).arg(false).with_reference(|_| vec![ArrayD::zeros(IxDyn(&[0]))]));
         if p < 0.0 {
             continue;
         }
@@ -327,14 +327,14 @@ fn norms() -> Vec<Case> {
             let whole = case("cdist").input_in(a, 2.0..4.0).input_in(b, -2.0..1.0).arg(p).tolerance(8.0);
             if p == 0.0 { whole.no_gradient() } else { whole }
         };
-        cases.push(apart(&[3, 4], &[5, 4]).gives(distances));
-        cases.push(apart(&[2, 3, 2], &[5, 2]).gives(distances));
-        cases.push(apart(&[0, 4], &[5, 4]).gives(distances));
-        cases.push(apart(&[3, 0], &[2, 0]).gives(distances));
-        // Many points: one product, whose rounding is that of the squares.
+        cases.push(apart(&[3, 4], &[5, 4]).with_reference(distances));
+        cases.push(apart(&[2, 3, 2], &[5, 2]).with_reference(distances));
+        cases.push(apart(&[0, 4], &[5, 4]).with_reference(distances));
+        cases.push(apart(&[3, 0], &[2, 0]).with_reference(distances));
+        // For many points distances use one matrix product, whose rounding is that of the squared norms.
         if p == 2.0 {
-            cases.push(apart(&[30, 3], &[5, 3]).tolerance(20.0).gives(distances));
-            cases.push(apart(&[2, 4, 3], &[27, 3]).tolerance(20.0).gives(distances));
+            cases.push(apart(&[30, 3], &[5, 3]).tolerance(20.0).with_reference(distances));
+            cases.push(apart(&[2, 4, 3], &[27, 3]).tolerance(20.0).with_reference(distances));
         }
         let whole = |shape: &[usize]| {
             let whole = case("pairwise_distance").input_in(shape, 1.0..2.0).input_in(shape, -1.0..0.5);
@@ -345,14 +345,14 @@ fn norms() -> Vec<Case> {
             let difference = &x[0] - &x[1] + 0.125;
             vec![difference.map_axis(Axis(x[0].ndim() - 1), |row| norm(row.iter().copied(), p))]
         };
-        cases.push(whole(&[3, 4]).gives(of));
+        cases.push(whole(&[3, 4]).with_reference(of));
         let one = if p.is_infinite() { whole(&[4]).no_gradient() } else { whole(&[4]) };
-        cases.push(one.gives(of));
-        cases.push(whole(&[0, 4]).gives(of));
+        cases.push(one.with_reference(of));
+        cases.push(whole(&[0, 4]).with_reference(of));
     }
     for (shape, dim) in [(&[3, 4][..], 1), (&[3, 4], 0), (&[2, 3, 4], -2), (&[0, 4], 1), (&[4, 0], 0)] {
         let d = if dim < 0 { shape.len() - 2 } else { dim as usize };
-        cases.push(case("cosine_similarity").input(shape).input(shape).arg(dim).arg(1e-8).tolerance(4.0).gives(
+        cases.push(case("cosine_similarity").input(shape).input(shape).arg(dim).arg(1e-8).tolerance(4.0).with_reference(
             move |x| {
                 let length = |x: &ArrayD<f64>| x.map_axis(Axis(d), |row| norm(row.iter().copied(), 2.0).max(1e-8));
                 vec![(&x[0] * &x[1]).sum_axis(Axis(d)) / (length(&x[0]) * length(&x[1]))]
@@ -367,7 +367,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn a_beta_of_zero_reads_nothing() {
+fn beta_of_zero_ignores_the_added_tensor() {
     each_device(|device| {
         let nan = Tensor::full(&[2], f64::NAN, device).unwrap();
         let (a, b) = (Tensor::ones(&[3, 4], device).unwrap(), Tensor::ones(&[4, 2], device).unwrap());
@@ -379,7 +379,7 @@ fn a_beta_of_zero_reads_nothing() {
 }
 
 #[test]
-fn distances_of_zero_have_no_slope() {
+fn zero_distances_have_zero_gradients() {
     each_device(|device| {
         for (points, p) in [(3, 2.0), (40, 2.0), (3, 3.0), (3, 1.0)] {
             let x = Tensor::ones(&[points, 2], (DType::F32, device)).unwrap().requires_grad_(true).unwrap();
@@ -392,7 +392,7 @@ fn distances_of_zero_have_no_slope() {
 }
 
 #[test]
-fn integers_wrap_and_are_exact() {
+fn integer_products_wrap_and_are_exact() {
     each_device(|device| {
         let x = Tensor::full(&[2, 2], 1i64 << 40, (DType::I64, device)).unwrap();
         assert_eq!(x.mm(&x).unwrap().to_vec::<i64>().unwrap(), [0; 4]);
@@ -403,7 +403,7 @@ fn integers_wrap_and_are_exact() {
 }
 
 #[test]
-fn strided_operands_of_a_contraction_are_one_product() {
+fn contractions_of_strided_operands_take_one_product() {
     each_device(|device| {
         let ones = |shape: &[usize]| Tensor::ones(shape, device).unwrap();
         let (q, k, scores, w) = (ones(&[2, 5, 3, 4]), ones(&[2, 7, 3, 4]), ones(&[2, 3, 5, 7]), ones(&[3, 4, 6]));
@@ -420,7 +420,7 @@ fn strided_operands_of_a_contraction_are_one_product() {
 }
 
 #[test]
-fn what_does_not_go_together_is_said() {
+fn mismatched_shapes_are_errors() {
     let (a, b) = (Tensor::zeros(&[2, 3], Device::Cpu).unwrap(), Tensor::zeros(&[4, 5], Device::Cpu).unwrap());
     let einsum = |equation: &str| Tensor::einsum(equation, &[&a, &b]);
     for wrong in

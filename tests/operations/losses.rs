@@ -1,4 +1,4 @@
-//! Losses against their definitions.
+//! Losses, compared with their definitions.
 
 use std::f64::consts::PI;
 
@@ -23,7 +23,7 @@ fn reduced(x: ArrayD<f64>, how: &str) -> Vec<ArrayD<f64>> {
     }]
 }
 
-/// One number of each tensor at a time; those with less dims are broadcast.
+/// Applies `f` to the corresponding elements of all tensors, broadcast to the first tensor's shape.
 fn each(x: &[ArrayD<f64>], f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
     let all: Vec<_> = x.iter().map(|t| t.broadcast(x[0].raw_dim()).unwrap()).collect();
     ArrayD::from_shape_fn(x[0].raw_dim(), |at| f(&all.iter().map(|t| t[&at]).collect::<Vec<_>>()))
@@ -31,16 +31,16 @@ fn each(x: &[ArrayD<f64>], f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
 
 type Pointwise = fn(&[f64]) -> f64;
 
-/// What an operation takes besides tensors, in front of the reduction or behind it.
+/// The arguments of an operation besides tensors and the reduction.
 #[derive(Clone, Copy)]
 enum More {
     Nothing,
     Number(f64),
-    /// After the reduction.
+    /// A bool after the reduction.
     Switch(bool),
     Poisson(bool, bool, f64),
     Gaussian(bool),
-    /// The third tensor is left out.
+    /// The third tensor is omitted.
     NoThird,
 }
 
@@ -59,7 +59,7 @@ fn pointwise(name: &'static str, ranges: &[(f64, f64)], more: More, f: Pointwise
             More::Poisson(log, full, eps) => made.arg(log).arg(full).arg(eps).arg(how),
             More::Gaussian(full) => made.arg(full).arg(1e-6).arg(how),
         };
-        cases.push(made.tolerance(4.0).gives(move |x| reduced(each(x, f), how)));
+        cases.push(made.tolerance(4.0).with_reference(move |x| reduced(each(x, f), how)));
     }
     cases
 }
@@ -83,8 +83,8 @@ fn log_softmax(x: &ArrayD<f64>, dim: usize) -> ArrayD<f64> {
     out
 }
 
-/// Losses of log-probabilities and labels; where the mean divides by the labels' weights.
-fn labelled(log: &ArrayD<f64>, labels: &ArrayD<f64>, weight: Option<&ArrayD<f64>>, smooth: f64, ignore: i64, how: &str) -> ArrayD<f64> {
+/// Losses of log-probabilities and labels; a mean divides by the sum of the labels' weights.
+fn with_labels(log: &ArrayD<f64>, labels: &ArrayD<f64>, weight: Option<&ArrayD<f64>>, smooth: f64, ignore: i64, how: &str) -> ArrayD<f64> {
     let dim = usize::from(log.ndim() > 1);
     let classes = log.shape()[dim];
     let weight = |c: usize| weight.map_or(1.0, |w| w[[c]]);
@@ -126,26 +126,26 @@ fn classes() -> Vec<Case> {
             for &how in if shape.len() == 2 { &REDUCTIONS[..] } else { &REDUCTIONS[one..one + 1] } {
                 let given = |name: &str| {
                     let made = case(name).input(shape).index(&under, n).tolerance(4.0);
-                    // The mean of nothing is NaN, and weights have no part in it.
+                    // The mean of nothing is NaN, whatever the weights.
                     let made = if shape.contains(&0) { made.no_gradient() } else { made };
                     if weighted { made.input_in(&[n], 0.5..1.5) } else { made }
                 };
-                // Class 1 does not count.
+                // Class 1 is ignored.
                 let made = given("cross_entropy").arg(how).arg(1).arg(smooth);
-                cases.push(made.gives(move |x| {
+                cases.push(made.with_reference(move |x| {
                     let log = log_softmax(&x[0], usize::from(x[0].ndim() > 1));
-                    vec![labelled(&log, &x[1], x.get(2), smooth, 1, how)]
+                    vec![with_labels(&log, &x[1], x.get(2), smooth, 1, how)]
                 }));
                 if smooth == 0.0 {
                     let made = given("nll_loss").arg(how).arg(-100);
-                    cases.push(made.gives(move |x| vec![labelled(&x[0], &x[1], x.get(2), 0.0, -100, how)]));
+                    cases.push(made.with_reference(move |x| vec![with_labels(&x[0], &x[1], x.get(2), 0.0, -100, how)]));
                 }
             }
-            // A probability for each class.
+            // Class probabilities instead of labels.
             let made = case("cross_entropy").input(shape).input_in(shape, 0.0..1.0).tolerance(4.0);
             let made = if shape.contains(&0) { made.no_gradient() } else { made };
             let made = if weighted { made.input_in(&[n], 0.5..1.5) } else { made };
-            cases.push(made.arg(how).arg(-100).arg(smooth).gives(move |x| {
+            cases.push(made.arg(how).arg(-100).arg(smooth).with_reference(move |x| {
                 let dim = usize::from(x[0].ndim() > 1);
                 let (log, classes) = (log_softmax(&x[0], dim), x[0].shape()[dim] as f64);
                 let losses = ArrayD::from_shape_fn(log.raw_dim(), |at| {
@@ -171,7 +171,7 @@ fn vectors() -> Vec<Case> {
         let rows = &shape[..shape.len() - 1];
         for target in [1.0, -1.0] {
             let made = case("cosine_embedding_loss").input(shape).input(shape).input_in(rows, target..target);
-            cases.push(made.tolerance(4.0).arg(-0.6).arg(how).gives(move |x| {
+            cases.push(made.tolerance(4.0).arg(-0.6).arg(how).with_reference(move |x| {
                 let dot = |a: &ArrayD<f64>, b: &ArrayD<f64>| (a * b).sum_axis(Axis(a.ndim() - 1));
                 let norms = (dot(&x[0], &x[0]) + 1e-12) * (dot(&x[1], &x[1]) + 1e-12);
                 let cos = dot(&x[0], &x[1]) / norms.mapv(f64::sqrt);
@@ -185,7 +185,7 @@ fn vectors() -> Vec<Case> {
         }
         for (p, swap) in [(2.0, false), (1.0, true)] {
             let made = case("triplet_margin_loss").input(shape).input(shape).input(shape).tolerance(4.0);
-            cases.push(made.arg(1.0).arg(p).arg(swap).arg(how).gives(move |x| {
+            cases.push(made.arg(1.0).arg(p).arg(swap).arg(how).with_reference(move |x| {
                 let (near, mut far) = (distance(&x[0], &x[1], p), distance(&x[0], &x[2], p));
                 if swap {
                     far.zip_mut_with(&distance(&x[1], &x[2], p), |a, &b| *a = a.min(b));
@@ -248,7 +248,7 @@ pub fn cases() -> Vec<Case> {
     for target in [1.0, -1.0] {
         for (how, shape) in [("mean", &[3][..]), ("none", &[1, 2]), ("sum", &[0])] {
             let made = case("hinge_embedding_loss").input(shape).input_in(shape, target..target);
-            cases.push(made.arg(0.7).arg(how).gives(move |x| {
+            cases.push(made.arg(0.7).arg(how).with_reference(move |x| {
                 let losses = each(x, |v| if v[1] == 1.0 { v[0] } else if v[1] == -1.0 { hinge(0.7 - v[0]) } else { hinge(0.7 - v[0]) + v[0] });
                 reduced(losses, how)
             }));
@@ -269,9 +269,9 @@ impl<const N: usize> ConcatAll for [Vec<Case>; N] {
     }
 }
 
-/// Saturated probabilities cost 100 and still have PyTorch's gradients.
+/// Saturated probabilities have a loss of 100 and PyTorch's gradients.
 #[test]
-fn saturated_probabilities() {
+fn saturated_probabilities_have_finite_losses_and_gradients() {
     each_device(|device| {
         let x = Tensor::from_slice(&[0f32, 1.0, 0.0, 1.0], 4, device).unwrap().requires_grad_(true).unwrap();
         let t = Tensor::from_slice(&[1f32, 0.0, 0.0, 1.0], 4, device).unwrap();
@@ -283,14 +283,14 @@ fn saturated_probabilities() {
         let t = Tensor::from_slice(&[0f32, 1.0], 2, device).unwrap();
         let loss = x.binary_cross_entropy_with_logits(&t, None, None, LossReduction::None).unwrap();
         assert_eq!(loss.to_vec::<f32>().unwrap(), [200.0, 200.0], "on {device}");
-        // A target of 0 has no divergence.
+        // A target of 0 contributes nothing to the divergence.
         let loss = x.kl_div(&Tensor::zeros(2, device).unwrap(), LossReduction::Sum, false).unwrap();
         assert_eq!(loss.item::<f32>().unwrap(), 0.0);
     });
 }
 
 #[test]
-fn labels_that_are_ignored_or_do_not_exist() {
+fn ignored_and_out_of_range_labels() {
     each_device(|device| {
         let x = Tensor::arange(0, 6, 1, device).unwrap().mul_scalar(-1).unwrap().reshape([2, 3]).unwrap();
         let mut x = x.to_dtype(DType::F32).unwrap().detach();
@@ -319,7 +319,7 @@ fn labels_that_are_ignored_or_do_not_exist() {
 }
 
 #[test]
-fn losses_say_what_does_not_fit() {
+fn errors_of_losses_name_the_mismatch() {
     let (x, y) = (Tensor::zeros(&[2, 3], Device::Cpu).unwrap(), Tensor::zeros(&[3, 2], Device::Cpu).unwrap());
     let says = |text: &str, made: claystone::Result<Tensor>| {
         let message = made.unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! Every operation of the catalogue, on every device: values, gradients, dtypes, layouts, empty tensors. A family's cases are
-//! in the file of its name; `CASE=name` runs those of one operation.
+//! Tests every operation in the catalogue on every device: values, gradients, dtypes, layouts, empty tensors. Each family of operations
+//! has its cases in the file of the same name; `CASE=name` selects an operation.
 
 mod bad_input;
 mod calls;
@@ -33,7 +33,7 @@ use std::collections::HashSet;
 use claystone::ops::{self, Kind};
 use harness::Case;
 
-/// Declares the families: a module, and a test that runs its cases.
+/// Declares the families: a module for each, and a test that runs its cases.
 macro_rules! families {
     ($($family:ident),* $(,)?) => {
         $(mod $family;)*
@@ -98,7 +98,7 @@ fn every_computation_can_be_replaced() {
 }
 
 #[test]
-fn the_page_of_operations_is_what_the_program_prints() {
+fn operations_page_is_up_to_date() {
     let page = include_str!("../../docs/operations.md");
     let right = ops::operations_markdown();
     assert_eq!(page, right, "run: cargo run -- operations > docs/operations.md");
@@ -107,7 +107,7 @@ fn the_page_of_operations_is_what_the_program_prints() {
 }
 
 #[test]
-fn kinds_are_in_the_order_of_the_page() {
+fn operations_are_sorted_by_kind() {
     let kinds: Vec<Kind> = ops::operations().iter().map(|op| op.kind).collect();
     assert!(kinds.is_sorted());
 }

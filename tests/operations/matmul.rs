@@ -10,14 +10,14 @@ use ndarray::ArrayD;
 use crate::common;
 use crate::common::{each_device, f64s, reference, scaled};
 
-/// Small whole numbers: their sums are exact in every float that sums in f32.
-fn whole(shape: &[usize], dtype: DType, device: Device) -> Tensor {
+/// Small integers, whose sums are exact in every dtype that accumulates in f32.
+fn whole_numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * i + 3 * i) % 7) as f32 - 3.0).collect();
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// `value` as `dtype` stores it.
+/// `value` rounded to `dtype`.
 fn rounded(value: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F16 => f16::from_f64(value).to_f64(),
@@ -41,7 +41,7 @@ fn floats(device: Device) -> impl Iterator<Item = DType> {
 }
 
 #[test]
-fn every_orientation_at_the_edges_of_tiles() {
+fn products_of_every_orientation_at_the_edges_of_tiles() {
     let sizes = [
         (1, 1, 1),
         (1, 40, 33),
@@ -58,8 +58,8 @@ fn every_orientation_at_the_edges_of_tiles() {
     each_device(|device| {
         for dtype in floats(device).chain([DType::I64]) {
             let matrix = |rows, cols, turned| match turned {
-                true => whole(&[cols, rows], dtype, device).t().unwrap(),
-                false => whole(&[rows, cols], dtype, device),
+                true => whole_numbers(&[cols, rows], dtype, device).t().unwrap(),
+                false => whole_numbers(&[rows, cols], dtype, device),
             };
             for (m, n, k) in sizes {
                 for (a_turned, b_turned) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -71,12 +71,12 @@ fn every_orientation_at_the_edges_of_tiles() {
 }
 
 #[test]
-fn large_enough_for_every_tile_size() {
+fn products_with_every_tile_size() {
     each_device(|device| {
         let depths = [DType::F32, DType::F16, DType::BF16].map(|dtype| (1100, 2824, 136, dtype));
         let sizes = [(140, 260, 50), (700, 900, 50), (1500, 1700, 50), (1100, 1500, 136)];
         for (m, n, depth, dtype) in sizes.map(|(m, n, k)| (m, n, k, DType::F32)).into_iter().chain(depths) {
-            let (a, b) = (whole(&[m, depth], dtype, device), whole(&[depth, n], dtype, device));
+            let (a, b) = (whole_numbers(&[m, depth], dtype, device), whole_numbers(&[depth, n], dtype, device));
             let out = f64s(&a.matmul(&b).unwrap());
             let turned = b.t().unwrap().matmul(&a.t().unwrap()).unwrap().t().unwrap();
             assert_eq!(out, f64s(&turned));
@@ -90,10 +90,10 @@ fn large_enough_for_every_tile_size() {
     });
 }
 
-/// Deep enough for tensor cores, where there are some: the edges of their tiles, in every orientation, at starts and
-/// with lines of every alignment.
+/// Products deep enough for tensor cores, if there are any, at the edges of their tiles: every orientation, with offsets and row lengths of
+/// every alignment.
 #[test]
-fn deep_products() {
+fn products_of_large_depth() {
     each_device(|device| {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (m, n, k) in [(32, 72, 128), (64, 64, 144), (65, 33, 131), (129, 40, 192)] {
@@ -101,7 +101,7 @@ fn deep_products() {
                     for pad in [0, 1, 2, 8] {
                         let matrix = |rows, cols, turned: bool| {
                             let (rows, cols) = if turned { (cols, rows) } else { (rows, cols) };
-                            let wide = whole(&[rows + 1, cols + pad], dtype, device);
+                            let wide = whole_numbers(&[rows + 1, cols + pad], dtype, device);
                             let part = wide.narrow(0, 1, rows).unwrap().narrow(1, pad, cols).unwrap();
                             if turned { part.t().unwrap() } else { part }
                         };
@@ -111,7 +111,7 @@ fn deep_products() {
                     }
                 }
             }
-            let (a, b) = (whole(&[2, 3, 40, 136], dtype, device), whole(&[3, 136, 48], dtype, device));
+            let (a, b) = (whole_numbers(&[2, 3, 40, 136], dtype, device), whole_numbers(&[3, 136, 48], dtype, device));
             check_exact(&a, &b);
             check_exact(&a.expand([2, 3, 40, 136]).unwrap(), &b.narrow(0, 1, 1).unwrap());
             check_exact(&a.flip(2).unwrap(), &b.flip(0).unwrap());
@@ -119,7 +119,7 @@ fn deep_products() {
     });
 }
 
-/// Few tiles and deep: work-groups share a tile, where there are tensor cores. Always in the same order.
+/// Few tiles with a large depth: with tensor cores, work-groups split a tile's depth and add up in a fixed order.
 #[test]
 fn products_of_few_tiles() {
     each_device(|device| {
@@ -129,8 +129,8 @@ fn products_of_few_tiles() {
             {
                 for (a_turned, b_turned) in [(false, true), (true, false)] {
                     let matrix = |rows, cols, turned| match turned {
-                        true => whole(&[cols, rows], dtype, device).t().unwrap(),
-                        false => whole(&[rows, cols], dtype, device),
+                        true => whole_numbers(&[cols, rows], dtype, device).t().unwrap(),
+                        false => whole_numbers(&[rows, cols], dtype, device),
                     };
                     check_exact(&matrix(m, k, a_turned), &matrix(k, n, b_turned));
                 }
@@ -142,7 +142,7 @@ fn products_of_few_tiles() {
         let first = common::vec(&a.matmul(&b).unwrap());
         let same = |_| common::vec(&a.matmul(&b).unwrap()).iter().zip(&first).all(|(x, y)| x.to_bits() == y.to_bits());
         assert!((0..20).all(same), "on {device}");
-        // What one part has not, all have not: nothing of one product is left for the next.
+        // A NaN reaches a row only, and no partial sums of one product remain for the next.
         let mut nan = vec![0f32; 64 * 2000];
         (nan[777], nan[5 * 2000 + 1999]) = (f32::NAN, f32::INFINITY);
         let nan = Tensor::from_slice(&nan, [64, 2000], device).unwrap();
@@ -154,9 +154,9 @@ fn products_of_few_tiles() {
 }
 
 #[test]
-fn views_of_any_strides() {
+fn products_of_views_of_any_strides() {
     each_device(|device| {
-        let base = whole(&[40, 90], DType::F32, device);
+        let base = whole_numbers(&[40, 90], DType::F32, device);
         let part = |row, rows, col, cols| base.narrow(0, row, rows).unwrap().narrow(1, col, cols).unwrap();
         let views = [
             part(3, 20, 5, 36),
@@ -177,7 +177,7 @@ fn views_of_any_strides() {
 }
 
 #[test]
-fn batches_broadcast() {
+fn batch_dims_broadcast() {
     let shapes: [(&[usize], &[usize]); 9] = [
         (&[3, 4, 5], &[3, 5, 6]),
         (&[3, 4, 5], &[5, 6]),
@@ -191,9 +191,9 @@ fn batches_broadcast() {
     ];
     each_device(|device| {
         for (a, b) in shapes {
-            let (a, b) = (whole(a, DType::F32, device), whole(b, DType::F32, device));
+            let (a, b) = (whole_numbers(a, DType::F32, device), whole_numbers(b, DType::F32, device));
             check_exact(&a, &b);
-            // The same shapes with the batch dimensions inside.
+            // The same shapes with the batch dims innermost in memory.
             let inside_out = |t: &Tensor| {
                 let dims: Vec<isize> = (0..t.rank() as isize).rev().collect();
                 t.permute(&dims).unwrap().contiguous().unwrap().permute(&dims).unwrap()
@@ -205,10 +205,11 @@ fn batches_broadcast() {
 }
 
 #[test]
-fn vectors_are_rows_and_columns() {
+fn vectors_act_as_rows_and_columns() {
     each_device(|device| {
-        let (u, v) = (whole(&[5], DType::F32, device), whole(&[5], DType::F32, device).flip(0).unwrap());
-        let m = whole(&[2, 5, 5], DType::F32, device);
+        let (u, v) =
+            (whole_numbers(&[5], DType::F32, device), whole_numbers(&[5], DType::F32, device).flip(0).unwrap());
+        let m = whole_numbers(&[2, 5, 5], DType::F32, device);
         let row = |t: &Tensor| t.unsqueeze(0).unwrap();
         let column = |t: &Tensor| t.unsqueeze(1).unwrap();
         let check = |got: Tensor, want: Tensor, shape: &[usize]| {
@@ -222,7 +223,7 @@ fn vectors_are_rows_and_columns() {
 }
 
 #[test]
-fn empty_everything() {
+fn products_of_empty_operands() {
     each_device(|device| {
         let zeros = |shape: &[usize]| Tensor::zeros(shape, device).unwrap();
         assert_eq!(zeros(&[3, 0]).matmul(&zeros(&[0, 2])).unwrap().to_vec::<f32>().unwrap(), [0.0; 6]);
@@ -242,7 +243,7 @@ fn empty_everything() {
 }
 
 #[test]
-fn integers_wrap() {
+fn integer_products_wrap() {
     each_device(|device| {
         let a = Tensor::from_slice(&[200u8, 100, 3, 255], [2, 2], device).unwrap();
         assert_eq!(a.matmul(&a).unwrap().to_vec::<u8>().unwrap(), [108, 188, 85, 45]);
@@ -254,7 +255,7 @@ fn integers_wrap() {
 }
 
 #[test]
-fn nan_and_infinity_reach_their_row_and_column_only() {
+fn nan_and_infinity_affect_only_their_row_and_column() {
     each_device(|device| {
         for (dtype, n) in floats(device).flat_map(|dtype| [(dtype, 37), (dtype, 136)]) {
             let mut values = vec![1f32; n * n];
@@ -274,7 +275,7 @@ fn nan_and_infinity_reach_their_row_and_column_only() {
                     }
                 }
             }
-            // 0 x infinity is NaN: nothing skips zeros.
+            // 0 x infinity is NaN, so zeros must not be skipped.
             let nan = f64s(&a.zeros_like().unwrap().matmul(&a).unwrap());
             assert!(nan[[0, 5]].is_nan() && nan[[0, 30]].is_nan() && nan[[0, 0]] == 0.0);
         }
@@ -282,7 +283,7 @@ fn nan_and_infinity_reach_their_row_and_column_only() {
 }
 
 #[test]
-fn long_sums_keep_their_digits() {
+fn long_sums_stay_precise() {
     each_device(|device| {
         let a = Tensor::linspace(-1.0, 1.0, 9 * 1000, device).unwrap().reshape([9, 1000]).unwrap().sin().unwrap();
         let b = a.reshape([1000, 9]).unwrap().cos().unwrap();
@@ -296,17 +297,17 @@ fn long_sums_keep_their_digits() {
 }
 
 #[test]
-fn one_launch_each() {
+fn products_take_one_launch_each() {
     each_device(|device| {
-        let (x, w) = (whole(&[4, 8, 6], DType::F16, device), whole(&[10, 6], DType::F16, device));
-        let b = whole(&[10], DType::F16, device);
+        let (x, w) = (whole_numbers(&[4, 8, 6], DType::F16, device), whole_numbers(&[10, 6], DType::F16, device));
+        let b = whole_numbers(&[10], DType::F16, device);
         let launches = |f: &dyn Fn() -> Result<Tensor>| count_launches(|| f().unwrap()).1;
         assert_eq!(launches(&|| x.matmul(&w.t()?)), 1);
         assert_eq!(launches(&|| x.linear(&w, Some(&b))), 1);
         assert_eq!(launches(&|| x.narrow(0, 0, 0)?.linear(&w, Some(&b))), 0);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let (x, w) = (whole(&[64, 136], dtype, device), whole(&[72, 136], dtype, device));
-            let bias = whole(&[72], dtype, device);
+            let (x, w) = (whole_numbers(&[64, 136], dtype, device), whole_numbers(&[72, 136], dtype, device));
+            let bias = whole_numbers(&[72], dtype, device);
             let (y, launches) = count_launches(|| x.linear_map(&w, Some(&bias), |z| z.relu()).unwrap());
             assert_eq!(launches, 1);
             let sum = reference(&f64s(&x), &f64s(&w).t().to_owned()) + f64s(&bias);
@@ -321,12 +322,12 @@ fn one_launch_each() {
 }
 
 #[test]
-fn linear_is_a_product_and_a_sum() {
+fn linear_matches_product_plus_bias() {
     each_device(|device| {
         for dtype in floats(device) {
-            let (w, b) = (whole(&[10, 6], dtype, device), whole(&[10], dtype, device));
+            let (w, b) = (whole_numbers(&[10, 6], dtype, device), whole_numbers(&[10], dtype, device));
             for shape in [&[6][..], &[3, 6], &[2, 5, 6]] {
-                let x = whole(shape, dtype, device);
+                let x = whole_numbers(shape, dtype, device);
                 let product = x.matmul(&w.t().unwrap()).unwrap();
                 assert_eq!(f64s(&x.linear(&w, None).unwrap()), f64s(&product));
                 assert_eq!(f64s(&x.linear(&w, Some(&b)).unwrap()), f64s(&product.add(&b).unwrap()));
@@ -336,24 +337,27 @@ fn linear_is_a_product_and_a_sum() {
 }
 
 #[test]
-fn a_formula_after_a_layer() {
+fn linear_map_applies_a_formula_in_the_same_launch() {
     each_device(|device| {
         for dtype in floats(device) {
-            let (x, w, b) =
-                (whole(&[5, 6], dtype, device), whole(&[40, 6], dtype, device), whole(&[40], dtype, device));
+            let (x, w, b) = (
+                whole_numbers(&[5, 6], dtype, device),
+                whole_numbers(&[40, 6], dtype, device),
+                whole_numbers(&[40], dtype, device),
+            );
             let plain = x.linear(&w, Some(&b)).unwrap();
             let got = x.linear_map(&w, Some(&b), |z| z.relu() * 0.5).unwrap();
             assert_eq!(f64s(&got), f64s(&plain).mapv(|v| v.max(0.0) * 0.5));
-            // Tracked, there is a second result; still one launch, and one more backward.
+            // Recording adds a second result to the same launch, and backward takes one launch more.
             let w = w.requires_grad_(true).unwrap();
             let (tracked, launches) = count_launches(|| x.linear_map(&w, Some(&b), |z| z.relu() * 0.5).unwrap());
             assert_eq!((f64s(&tracked), launches), (f64s(&got), 1));
-            let grad = whole(&[5, 40], dtype, device);
+            let grad = whole_numbers(&[5, 40], dtype, device);
             assert_eq!(count_launches(|| tracked.backward_with(&grad).unwrap()).1, 2);
             let masked = f64s(&grad) * f64s(&plain).mapv(|v| if v > 0.0 { 0.5 } else { 0.0 });
             let want = reference(&masked.t().to_owned(), &f64s(&x)).mapv(|v| rounded(v, dtype));
             assert_eq!(f64s(&w.grad().unwrap()), want);
-            // Of relu alone the result says what the slope is.
+            // For relu alone the derivative follows from the result.
             w.zero_grad();
             let tracked = x.linear_map(&w, Some(&b), |z| z.relu()).unwrap();
             assert_eq!(f64s(&tracked), f64s(&plain).mapv(|v| v.max(0.0)));
@@ -362,7 +366,7 @@ fn a_formula_after_a_layer() {
             let want = reference(&masked.t().to_owned(), &f64s(&x)).mapv(|v| rounded(v, dtype));
             assert_eq!(f64s(&w.grad().unwrap()), want);
         }
-        let (x, w) = (whole(&[5, 6], DType::F32, device), whole(&[4, 6], DType::F32, device));
+        let (x, w) = (whole_numbers(&[5, 6], DType::F32, device), whole_numbers(&[4, 6], DType::F32, device));
         for f in [Expr::input(1), Expr::scalar(0), Expr::uniform(0)] {
             assert!(matches!(x.linear_map(&w, None, |z| z + &f), Err(Error::Invalid { .. })));
         }
@@ -370,12 +374,13 @@ fn a_formula_after_a_layer() {
 }
 
 #[test]
-fn gradients() {
+fn products_have_gradients() {
     each_device(|device| {
         if !floats(device).any(|t| t == DType::F64) {
             return;
         }
-        let leaf = |shape: &[usize]| Tensor::map(&[&whole(shape, DType::F64, device)], |x| &x[0] * 0.3).unwrap();
+        let leaf =
+            |shape: &[usize]| Tensor::map(&[&whole_numbers(shape, DType::F64, device)], |x| &x[0] * 0.3).unwrap();
         let weighted = |t: Tensor| -> Result<Tensor> { t.mul(&t)?.sum((), false) };
         for (a, b) in [
             (&[3, 4][..], &[4, 2][..]),
@@ -399,22 +404,22 @@ fn gradients() {
             gradcheck(|x| weighted(x[0].linear(&x[1], None)?), &inputs[..2], 1e-6).unwrap();
             gradcheck(|x| weighted(x[0].linear_map(&x[1], Some(&x[2]), |z| z.tanh())?), &inputs, 1e-6).unwrap();
         }
-        // The same tensor on both sides.
+        // The same tensor as both operands.
         gradcheck(|x| weighted(x[0].matmul(&x[0].t()?)?), &[leaf(&[3, 4])], 1e-6).unwrap();
     });
 }
 
 #[test]
-fn only_the_gradients_that_are_wanted() {
+fn only_requested_gradients_are_computed() {
     each_device(|device| {
-        let x = whole(&[3, 4], DType::F32, device);
-        let w = whole(&[2, 4], DType::F32, device).requires_grad_(true).unwrap();
+        let x = whole_numbers(&[3, 4], DType::F32, device);
+        let w = whole_numbers(&[2, 4], DType::F32, device).requires_grad_(true).unwrap();
         let y = x.linear(&w, None).unwrap();
         let grad = y.ones_like().unwrap();
         assert_eq!(count_launches(|| y.backward_with(&grad).unwrap()).1, 1);
         assert_eq!(f64s(&w.grad().unwrap()), reference(&f64s(&grad.t().unwrap()), &f64s(&x)));
         assert!(x.grad().is_none());
-        // What only the other side's gradient needs may change.
+        // A tensor may change if only the other operand's gradient reads it.
         let y = x.matmul(&w.t().unwrap()).unwrap();
         claystone::no_grad(|| w.fill_(0)).unwrap();
         y.sum((), false).unwrap().backward().unwrap();
@@ -425,7 +430,7 @@ fn only_the_gradients_that_are_wanted() {
 }
 
 #[test]
-fn what_does_not_fit_is_said() {
+fn mismatched_shapes_are_errors() {
     each_device(|device| {
         let zeros = |shape: &[usize]| Tensor::zeros(shape, device).unwrap();
         for (a, b) in [(&[2, 3][..], &[2, 3][..]), (&[2, 2, 3], &[3, 3, 2]), (&[], &[3]), (&[3], &[]), (&[2], &[3])] {

@@ -1,5 +1,5 @@
-//! Operations on tensors whose channels lie innermost: values are those of row-major ones, the format stays, and there are no more
-//! launches.
+//! Operations on channels-last tensors: values equal those of row-major tensors, the format is kept, and the number of launches does not
+//! grow.
 
 use claystone::device::count_launches;
 use claystone::nn::{BatchNorm2d, Module};
@@ -18,15 +18,15 @@ fn last(t: &Tensor) -> Tensor {
     t.to_memory_format(LAST).unwrap()
 }
 
-/// [`compare`], with no more launches than row-major.
+/// [`compare`], and checks that channels-last takes no more launches than row-major.
 fn check(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let [rows, own] = compare(name, device, operands, f);
     let fewer = own.iter().zip(&rows).all(|(own, rows)| own <= rows);
     assert!(fewer, "{name} on {device}: {own:?} launches forward and backward, row-major {rows:?}");
 }
 
-/// The same operation of row-major and of channels-last operands: results, gradients and formats. Gives how many launches these
-/// are, forward and backward.
+/// Compares an operation on row-major and channels-last operands: results, gradients and formats. Returns the numbers of launches,
+/// forward and backward, for both.
 fn compare(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> [[u64; 2]; 2] {
     let run = |format: MemoryFormat| {
         let leaf = |t: &Tensor| {
@@ -59,7 +59,7 @@ fn compare(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]
     [launches, own_launches]
 }
 
-/// Images of shapes that vectors fit and of others, and numbers for each channel.
+/// Images whose shapes are multiples of vectors and others, and a tensor with one element per channel.
 fn images(device: Device) -> impl Iterator<Item = [Tensor; 3]> {
     [[2, 16, 6, 8], [3, 5, 7, 4], [1, 32, 9, 3], [2, 64, 40, 33]].into_iter().map(move |shape| {
         let other = scattered(&shape, 5.0, device).flip(&[0, 1, 2, 3]).unwrap().contiguous().unwrap();
@@ -68,14 +68,14 @@ fn images(device: Device) -> impl Iterator<Item = [Tensor; 3]> {
 }
 
 #[test]
-fn elementwise() {
+fn elementwise_operations_keep_channels_last() {
     each_device(|device| {
         for [x, y, channel] in images(device) {
             check("relu", device, &[x.shallow_clone()], |t| t[0].relu());
             check("gelu", device, &[x.shallow_clone()], |t| t[0].gelu());
             check("add", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].add(&t[1]));
             check("mul", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].mul(&t[1]));
-            // GPUs may add up columns in a launch more than rows.
+            // GPUs may take one more launch for column sums than for row sums.
             compare("mul of channels", device, &[x.shallow_clone(), channel], |t| t[0].mul(&t[1]));
             check("map", device, &[x.shallow_clone(), y.shallow_clone()], |t| {
                 Tensor::map(&[&t[0], &t[1]], |e| (&e[0] * &e[1]).tanh())
@@ -98,7 +98,7 @@ fn elementwise() {
 }
 
 #[test]
-fn pooling() {
+fn pools_keep_channels_last() {
     let max = MaxPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..MaxPoolOptions::default() };
     let mean = AvgPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..AvgPoolOptions::default() };
     each_device(|device| {
@@ -119,14 +119,14 @@ fn pooling() {
 }
 
 #[test]
-fn norms() {
+fn norms_keep_channels_last() {
     each_device(|device| {
         for [x, y, channel] in images(device) {
             let c = x.shape().dims()[1];
             let (weight, bias) = (channel.reshape(c).unwrap(), channel.neg().unwrap().reshape(c).unwrap());
             let all = [x.shallow_clone(), weight.shallow_clone(), bias.shallow_clone()];
             let training = BatchNormOptions { training: true, ..BatchNormOptions::default() };
-            // Two launches each way: where a GPU has few groups of neighbouring channels, slices of their rows are added up apart.
+            // Two launches each way: if a GPU has few groups of adjacent channels, it sums slices of their rows first.
             let most = |n: u64, [_, own]: [[u64; 2]; 2]| assert!(own.iter().all(|&launches| launches <= n), "{own:?}");
             most(
                 2,
@@ -136,7 +136,7 @@ fn norms() {
             );
             most(2, compare("batch_norm without weight", device, &all[..1], |t| t[0].batch_norm(training)));
             for half in [DType::F16, DType::BF16] {
-                // Weights in f32: only x is converted, here.
+                // With f32 weights only x is converted, here.
                 most(
                     3,
                     compare("batch_norm of halves", device, &all, |t| {
@@ -146,13 +146,13 @@ fn norms() {
                 );
             }
             let (mean, var) = (bias.detach(), weight.square().unwrap().add_scalar(1).unwrap());
-            // GPUs may add up gradients of numbers for each channel in a launch more.
+            // GPUs may take one more launch for gradients of per-channel tensors.
             compare("batch_norm in evaluation", device, &all, |t| {
                 let (running_mean, running_var) = (Some(&mean), Some(&var));
                 let (weight, bias) = (Some(&t[1]), Some(&t[2]));
                 t[0].batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, ..Default::default() })
             });
-            // Residual blocks: the gradient of a result comes in the format of the result, or row-major.
+            // Residual blocks: the gradient arrives in the result's format or in row-major order.
             compare("a residual block", device, &[x.shallow_clone(), y, weight, bias], |t| {
                 t[0].batch_norm(BatchNormOptions { weight: Some(&t[2]), bias: Some(&t[3]), ..training })?
                     .add(&t[1])?
@@ -173,9 +173,9 @@ fn norms() {
     });
 }
 
-/// Gradients that come in the other format than what they are the gradients of.
+/// Gradients whose format differs from that of their tensor.
 #[test]
-fn gradients_in_another_format() {
+fn gradients_in_another_format_are_converted() {
     each_device(|device| {
         let (x, grad) = (scattered(&[2, 6, 5, 7], 4.0, device), scattered(&[2, 6, 5, 7], 3.0, device));
         let max = MaxPoolOptions { stride: Some([1, 1]), padding: 1.into(), ..MaxPoolOptions::default() };
@@ -200,9 +200,9 @@ fn gradients_in_another_format() {
     });
 }
 
-/// What a user or another layer does with a result: none goes by its memory.
+/// Operations of users and other layers on a result: values must not depend on its memory format.
 #[test]
-fn results_are_read_by_their_indices() {
+fn values_do_not_depend_on_the_memory_format() {
     each_device(|device| {
         let x = iota(&[2, 3, 4, 5], device);
         let (y, right) = (last(&x).add_scalar(1).unwrap(), x.add_scalar(1).unwrap());
@@ -219,7 +219,7 @@ fn results_are_read_by_their_indices() {
         let mut bytes = Vec::new();
         y.write_to(&mut bytes).unwrap();
         assert_eq!(values(&Tensor::from_bytes(&bytes, [2, 3, 4, 5], device).unwrap()), values(&right));
-        // Over to other devices, and copies: in the same format.
+        // Copies, also to other devices, keep the format.
         for other in Device::all() {
             let there = y.to_device(other).unwrap();
             assert!(there.is_contiguous_in(LAST) && values(&there) == values(&right));
@@ -238,7 +238,7 @@ fn results_are_read_by_their_indices() {
         {
             assert!(like.unwrap().is_contiguous_in(LAST));
         }
-        // Random numbers count elements by their indices.
+        // Random numbers depend on an element's index, not on its position in memory.
         let dropped = |x: &Tensor| values(&with_generator(&Generator::new(7), || x.dropout(0.5)).unwrap());
         assert_eq!(dropped(&y), dropped(&right));
         let sums =
@@ -250,25 +250,25 @@ fn results_are_read_by_their_indices() {
 }
 
 #[test]
-fn formats_of_shapes() {
+fn results_take_the_format_of_the_first_operand() {
     let volume = Tensor::zeros([2, 3, 4, 5, 6], Device::Cpu).unwrap();
     let last = volume.to_memory_format(MemoryFormat::ChannelsLast3d).unwrap();
     assert_eq!(last.strides(), [360, 1, 90, 18, 3]);
     assert!(last.sigmoid().unwrap().is_contiguous_in(MemoryFormat::ChannelsLast3d));
     assert!(last.contiguous().unwrap().is_contiguous());
     let error = volume.to_memory_format(LAST).unwrap_err().to_string();
-    assert!(error.contains("channels_last is an order of 4 dims") && error.contains("[2, 3, 4, 5, 6]"), "{error}");
+    assert!(error.contains("channels_last needs 4 dims") && error.contains("[2, 3, 4, 5, 6]"), "{error}");
     assert_eq!("channels_last".parse::<MemoryFormat>().unwrap(), LAST);
     assert!("nhwc".parse::<MemoryFormat>().is_err());
-    // PyTorch's rule: of two formats the first operand's.
+    // PyTorch's rule: the first operand decides the format.
     let (rows, last) = (Tensor::ones([2, 3, 4, 5], Device::Cpu).unwrap(), volume.select(4, 0).unwrap());
     let last = last.permute(&[0, 1, 2, 3]).unwrap().to_memory_format(LAST).unwrap();
     assert!(rows.add(&last).unwrap().is_contiguous() && last.add(&rows).unwrap().is_contiguous_in(LAST));
 }
 
-/// Operations along dims, whose results are row-major or not: the values of their results and gradients.
+/// Operations along dims, with any result format: compares values and gradients.
 #[test]
-fn operations_along_dims() {
+fn operations_along_dims_match_row_major() {
     let operations: [(&str, &Operation); 19] = [
         ("softmax", &|x| x.softmax(1)),
         ("log_softmax", &|x| x.log_softmax(-1)),

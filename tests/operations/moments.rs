@@ -1,11 +1,11 @@
-//! Means, variances and norms of numbers whose squares leave the range of the dtype, and of numbers far from 0.
+//! Means, variances and norms of numbers whose squares overflow or underflow the dtype, and of numbers far from 0.
 
 use claystone::{BatchNormOptions, DType, Device, LossReduction, MemoryFormat, Tensor};
 
 use crate::common::{each_device, values};
 use crate::rounding::rounded;
 
-/// Calls `f` on every device with each dtype, scales whose squares overflow and vanish, and the largest error allowed.
+/// Calls `f` on every device with each dtype, with scales whose squares overflow and underflow, and with the tolerance.
 fn each_scale(f: impl Fn(Device, DType, f64, f64)) {
     each_device(|device| {
         for (dtype, scales, within) in [
@@ -25,7 +25,7 @@ fn each_scale(f: impl Fn(Device, DType, f64, f64)) {
     });
 }
 
-/// Rows of numbers from 1 to 5 times the scale, as the dtype holds them.
+/// Rows of numbers from 1 to 5 times the scale, rounded to the dtype.
 fn rows(count: usize, n: usize, dtype: DType, scale: f64) -> Vec<f64> {
     (0..count * n).map(|i| rounded(((i * 7919 % 257) as f64 / 64.0 + 1.0) * scale, dtype)).collect()
 }
@@ -53,16 +53,16 @@ fn close(got: &Tensor, want: &[f64], within: f64, of: &str) {
     }
 }
 
-/// Mean and sum of squared deviations of a row.
+/// The mean and the root of the sum of squared deviations of a row.
 fn moments(row: &[f64]) -> (f64, f64) {
     let mean = row.iter().map(|x| x / row.len() as f64).sum::<f64>();
-    // Scaled, since squares of f64 overflow too.
+    // Scaled, because squares overflow in f64 too.
     let size = row.iter().fold(0f64, |size, x| size.max(x.abs()));
     (mean, row.iter().map(|x| ((x - mean) / size).powi(2)).sum::<f64>().sqrt() * size)
 }
 
 #[test]
-fn variances_and_norms_in_range() {
+fn variances_and_norms_do_not_overflow() {
     each_scale(|device, dtype, scale, within| {
         for (count, n) in [(3, 2), (2, 5), (20, 33), (3, 1000), (1, 70_001)] {
             let x = rows(count, n, dtype, scale);
@@ -83,7 +83,7 @@ fn variances_and_norms_in_range() {
                 let cubes = of_rows(&|row| row.iter().map(|x| (x / scale).powi(3)).sum::<f64>().cbrt() * scale);
                 close(&cube, &cubes, 10.0 * within, &of("norm of order 3"));
 
-                // Gradients are those of the definitions.
+                // Gradients must match the definitions.
                 let leaf = x.detach().requires_grad_(true).unwrap();
                 leaf.std(1, 1, false).unwrap().sum((), false).unwrap().backward().unwrap();
                 let rows = (0..count).flat_map(|r| (0..n).map(move |i| (r, i)));
@@ -101,14 +101,14 @@ fn variances_and_norms_in_range() {
 }
 
 #[test]
-fn means_of_the_largest_numbers() {
+fn means_of_the_largest_numbers_are_finite() {
     each_device(|device| {
         let x = Tensor::from_slice(&[3e38f32, 3.2e38, 3.4e38], 3, device).unwrap();
         close(&x.mean((), false).unwrap(), &[3.2e38], 1e-6, "mean");
         close(&x.std((), 0, false).unwrap(), &[0.163_299_316e38], 1e-5, "std");
         let many = Tensor::full(100_000, 3e38, (DType::F32, device)).unwrap();
         close(&many.mean((), false).unwrap(), &[3e38], 1e-6, "mean of many");
-        // Not finite as in PyTorch.
+        // NaN and infinite results, as in PyTorch.
         for (odd, norm) in [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY)] {
             let x = Tensor::from_slice(&[1e30, odd, 2.0], 3, device).unwrap();
             let is = |t: Tensor, want: f32| {
@@ -139,10 +139,10 @@ fn means_of_the_largest_numbers() {
 
 /// Applies a norm to `[N, C, L]`, which may be a view.
 type Norm = fn(&Tensor, f64) -> Tensor;
-/// Returns the row of an element by its sample, its channel and the number of channels.
+/// The row of an element, given its sample, its channel and the number of channels.
 type RowOf = fn(usize, usize, usize) -> usize;
 
-/// The norms, and the row of each element by its sample and channel of `c`.
+/// The norms, and the function that assigns elements to rows.
 const NORMS: [(&str, Norm, RowOf); 6] = [
     ("layer_norm", |x, eps| x.layer_norm(&x.shape().dims()[2..], None, None, eps).unwrap(), |n, c, cs| n * cs + c),
     ("rms_norm", |x, eps| x.rms_norm(&x.shape().dims()[2..], None, Some(eps)).unwrap(), |n, c, cs| n * cs + c),
@@ -164,8 +164,8 @@ fn batch_norm(x: &Tensor, eps: f64) -> Tensor {
     x.batch_norm(BatchNormOptions { training: true, eps, ..Default::default() }).unwrap()
 }
 
-/// Results and gradients in f64, of gradients `g`.
-fn normalised(x: &[f64], g: &[f64], eps: f64, rms: bool, row: impl Fn(usize) -> usize) -> [Vec<f64>; 2] {
+/// Results and gradients of a norm in f64, for output gradients `g`.
+fn normalized(x: &[f64], g: &[f64], eps: f64, rms: bool, row: impl Fn(usize) -> usize) -> [Vec<f64>; 2] {
     let mut of_rows = vec![Vec::new(); (0..x.len()).map(&row).max().unwrap() + 1];
     (0..x.len()).for_each(|i| of_rows[row(i)].push(i));
     let (mut y, mut dx) = (vec![0.0; x.len()], vec![0.0; x.len()]);
@@ -183,7 +183,7 @@ fn normalised(x: &[f64], g: &[f64], eps: f64, rms: bool, row: impl Fn(usize) -> 
     [y, dx]
 }
 
-/// Results of each norm of `[n, c, l]`, and their gradients: those from the device, and those in f64.
+/// Calls a check with each norm's results and gradients for `[n, c, l]`: from the device, and in f64.
 fn compare(
     x: &[f64],
     [n, c, l]: [usize; 3],
@@ -195,7 +195,7 @@ fn compare(
     let g: Vec<f64> = (0..x.len()).map(|i| rounded((i * 31 % 17) as f64 / 8.0 - 1.0, dtype)).collect();
     let grads = Tensor::from_slice(&g, [n, c, l], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
     for (name, norm, row) in NORMS {
-        let want = normalised(x, &g, eps, name == "rms_norm", |i| row(i / l / c, i / l % c, c));
+        let want = normalized(x, &g, eps, name == "rms_norm", |i| row(i / l / c, i / l % c, c));
         for (which, view) in views(x, n * c, l, dtype, device).into_iter().enumerate() {
             let leaf = view.detach().requires_grad_(true).unwrap();
             let y = norm(&leaf.reshape([n, c, l]).unwrap(), eps);
@@ -207,7 +207,7 @@ fn compare(
 }
 
 #[test]
-fn normalised_in_range() {
+fn norms_do_not_overflow() {
     each_scale(|device, dtype, scale, within| {
         for shape in [[2, 4, 3], [1, 2, 600], [3, 4, 65], [1, 2, 40_000]] {
             if shape[2] > 600 && scale == 1.0 {
@@ -216,7 +216,7 @@ fn normalised_in_range() {
             let x = rows(shape[0] * shape[1], shape[2], dtype, scale);
             let eps = if scale < 1.0 { 0.0 } else { 1e-5 };
             compare(&x, shape, eps, dtype, device, |name, [y, dx], [want, gradient]| {
-                // Where channels are added up over many, halves are rounded on the way back alone.
+                // 16-bit floats round the gradient when channels are summed over many elements.
                 close(y, &want, 4.0 * within, name);
                 close(dx, &gradient, 8.0 * within, &format!("gradient of {name}"));
             });
@@ -224,19 +224,19 @@ fn normalised_in_range() {
     });
 }
 
-/// The largest difference.
+/// The largest absolute difference.
 fn error(got: &Tensor, want: &[f64]) -> f64 {
     values(got).iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f64::max)
 }
 
 #[test]
-fn normalised_far_from_zero() {
+fn norms_far_from_zero_stay_precise() {
     each_device(|device| {
         for (mean, n) in [(1000.0, 1024), (10_000.0, 1000), (10_000.0, 65_536)] {
             let x: Vec<f64> = (0..4 * n).map(|i| f64::from((mean + (i % 16) as f64 * 1e-3) as f32)).collect();
             let (_, root) = moments(&x[..n]);
             let std = root / (n as f64).sqrt();
-            // Half of a unit in the mean's last place: the error of PyTorch 2.x, whose means are f32.
+            // Half a unit in the last place of the mean: the error of PyTorch 2.x, whose means are f32.
             let ulp = f64::from(f32::EPSILON) * 2f64.powf(f64::log2(mean).floor());
             let limit = 0.5 * ulp / std;
             println!("limit {limit:.4}");
@@ -253,7 +253,7 @@ fn normalised_far_from_zero() {
 }
 
 #[test]
-fn distances_in_range() {
+fn distances_do_not_overflow() {
     each_scale(|device, dtype, scale, within| {
         let (n, k) = (30, 7);
         let (a, b) = (rows(n, k, dtype, scale), rows(n + 1, k, dtype, scale)[k..].to_vec());
@@ -278,7 +278,7 @@ fn distances_in_range() {
             let pairs: Vec<f64> = (0..n).map(|i| far(i, i)).collect();
             close(&x.pairwise_distance(y, 2.0, 0.0, false).unwrap(), &pairs, 4.0 * within, "pairwise_distance");
             for m in [3, n] {
-                // Products of many points lose digits where these nearly coincide.
+                // Matrix products of many points lose digits if points nearly coincide.
                 let within = if m < 26 { 4.0 * within } else { within.sqrt() };
                 let (x, y) = (x.narrow(0, 0, m).unwrap(), y.narrow(0, 0, m).unwrap());
                 let all: Vec<f64> = (0..m * m).map(|i| far(i / m, i % m)).collect();

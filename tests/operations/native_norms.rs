@@ -1,4 +1,4 @@
-//! Norms with their statistics and gradients made of these, against their definition.
+//! Norms that return their statistics, and gradients computed from these, compared with their definition.
 
 use claystone::device::count_launches;
 use claystone::ops::Argument;
@@ -10,14 +10,14 @@ use crate::harness::{Case, case};
 
 const EPS: f64 = 1e-5;
 
-/// Which row an element is in, and which element of the weight it has, by its index.
+/// Assigns elements to rows and to elements of the weight, by their index.
 #[derive(Clone, Copy)]
 enum Rows {
-    /// The last so many dims, of the normalised shape.
+    /// A row is the last dims, the normalised shape; the number of dims.
     Last(usize),
-    /// A channel.
+    /// A row is a channel.
     Batch,
-    /// So many groups of so many channels.
+    /// A row is a group of channels: the number of groups, and of channels in each.
     Groups(usize, usize),
 }
 
@@ -42,7 +42,7 @@ impl Rows {
         }
     }
 
-    /// The indices of the two for that of an element.
+    /// The indices of an element's weight and statistics.
     fn of(self, at: &[usize]) -> [IxDyn; 2] {
         match self {
             Rows::Last(dims) => {
@@ -55,14 +55,14 @@ impl Rows {
         }
     }
 
-    /// Sums of an array's rows, or of what has one weight.
+    /// Sums over the elements of each weight (`which` 0) or each row (1).
     fn sums(self, x: &ArrayD<f64>, which: usize) -> ArrayD<f64> {
         let mut sums = ArrayD::zeros(IxDyn(&self.shapes(x.shape())[which]));
         x.indexed_iter().for_each(|(at, v)| sums[&self.of(at.slice())[which]] += v);
         sums
     }
 
-    /// Each element with that of an array of its row's, or its weight's.
+    /// Combines each element with the entry of `other` for its weight (`which` 0) or row (1).
     fn with(self, x: &ArrayD<f64>, other: &ArrayD<f64>, which: usize, f: impl Fn(f64, f64) -> f64) -> ArrayD<f64> {
         ArrayD::from_shape_fn(x.raw_dim(), |at| f(x[&at], other[&self.of(at.slice())[which]]))
     }
@@ -78,7 +78,7 @@ impl Rows {
         vec![y, mean, rstd]
     }
 
-    /// From the gradient, x, the mean, 1 over the deviation and perhaps the weight.
+    /// The gradients, from the output gradient, x, the mean, the reciprocal deviation and an optional weight.
     fn backward(self, x: &[ArrayD<f64>], wanted: [bool; 3]) -> Vec<ArrayD<f64>> {
         let n = x[1].len() as f64 / x[2].len().max(1) as f64;
         let normal = self.with(&self.with(&x[1], &x[2], 1, |x, mean| x - mean), &x[3], 1, |x, rstd| x * rstd);
@@ -94,7 +94,7 @@ impl Rows {
 fn cases_of(shape: &[usize], rows: Rows, given: usize) -> Vec<Case> {
     let [own, of_rows] = rows.shapes(shape);
     let named = |end: &str| case(&format!("native_{}_norm{end}", rows.name()));
-    // What is not a tensor and not eps, and whether the gradient of a bias needs no bias.
+    // The arguments besides tensors and eps, and whether a bias gradient can be requested without a bias.
     let (argument, alone): (Argument, bool) = match rows {
         Rows::Last(_) => (own[..].into(), false),
         Rows::Batch => (0.1.into(), true),
@@ -103,13 +103,13 @@ fn cases_of(shape: &[usize], rows: Rows, given: usize) -> Vec<Case> {
     let forward = named("").input(shape);
     let forward = if let Rows::Batch = rows { forward.none().none() } else { forward };
     let forward = (0..given).fold(forward, |c, _| c.input(&own)).arg(argument.clone());
-    let mut cases = vec![forward.arg(EPS).gives(move |x| rows.forward(x))];
+    let mut cases = vec![forward.arg(EPS).with_reference(move |x| rows.forward(x))];
     let wanted = [true, given > 1, given > 0 || alone];
     let backward = named("_backward").input(shape).input(shape).input(&of_rows).input_in(&of_rows, 0.5..2.0);
     let backward = if given > 0 { backward.input(&own) } else { backward };
     let backward = if let Rows::Batch = rows { backward } else { backward.arg(argument) };
     let mask = wanted.map(usize::from);
-    cases.push(backward.arg(&mask[..]).tolerance(4.0).gives(move |x| rows.backward(x, wanted)));
+    cases.push(backward.arg(&mask[..]).tolerance(4.0).with_reference(move |x| rows.backward(x, wanted)));
     cases
 }
 
@@ -136,31 +136,31 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// Statistics come from the launch of the norm itself, and backward takes them as they are: of these views it makes no copy. Gradients
-/// of copies, in storages of their own, are the same.
+/// The norm's own launch computes the statistics, and backward uses them and these views without copies. Gradients for copied
+/// statistics are the same.
 #[test]
-fn one_launch_each_way() {
+fn native_norms_take_one_launch_each_way() {
     type Forward = fn(&Tensor) -> Result<[Tensor; 3]>;
     type Backward = fn(&Tensor, &Tensor, [&Tensor; 2]) -> Result<Option<Tensor>>;
     let norms: [(Forward, Backward); 3] = [
         (
             |x| x.native_layer_norm(&[5], None, None, EPS).map(Into::into),
-            |g, x, [mean, rstd]| Ok(g.native_layer_norm_backward(x, &[5], mean, rstd, None, None, ONLY_X)?[0].take()),
+            |g, x, [mean, rstd]| Ok(g.native_layer_norm_backward(x, &[5], mean, rstd, None, None, ONLY_INPUT_GRADIENT)?[0].take()),
         ),
         (
             |x| x.native_batch_norm(BatchNormOptions { training: true, ..Default::default() }).map(Into::into),
-            |g, x, [mean, rstd]| Ok(g.native_batch_norm_backward(x, mean, rstd, None, ONLY_X)?[0].take()),
+            |g, x, [mean, rstd]| Ok(g.native_batch_norm_backward(x, mean, rstd, None, ONLY_INPUT_GRADIENT)?[0].take()),
         ),
         (
             |x| x.native_group_norm(2, None, None, EPS).map(Into::into),
-            |g, x, [mean, rstd]| Ok(g.native_group_norm_backward(x, 2, mean, rstd, None, ONLY_X)?[0].take()),
+            |g, x, [mean, rstd]| Ok(g.native_group_norm_backward(x, 2, mean, rstd, None, ONLY_INPUT_GRADIENT)?[0].take()),
         ),
     ];
     each_device(|device| {
         let x = Tensor::arange(0, 120, 1, device).unwrap().sin().unwrap().reshape([6, 4, 5]).unwrap();
         for (i, (forward, backward)) in norms.iter().enumerate() {
             let (made, launches) = count_launches(|| forward(&x).unwrap());
-            // OpenCL processors have a kernel for it, the CPU normalises channels of a batch in a second pass.
+            // OpenCL CPU devices have a single kernel for it; the CPU normalises the channels of a batch in a second pass.
             let most = if device == Device::Cpu && i == 1 { 2 } else { 1 };
             assert!(launches <= most, "norm {i} on {device}: {launches} launches");
             let [y, mean, rstd] = made;
@@ -172,9 +172,9 @@ fn one_launch_each_way() {
     });
 }
 
-/// Also where they are wider than the input.
+/// Also if they are wider than the input.
 #[test]
-fn weights_and_biases_of_other_shapes_are_refused() {
+fn mismatched_weights_and_biases_are_errors() {
     each_device(|device| {
         let x = Tensor::ones([4, 8], device).unwrap().to_dtype(DType::F16).unwrap();
         let [y, mean, rstd]: [Tensor; 3] = x.native_layer_norm(&[8], None, None, EPS).unwrap().into();
@@ -188,11 +188,11 @@ fn weights_and_biases_of_other_shapes_are_refused() {
     });
 }
 
-const ONLY_X: [bool; 3] = [true, false, false];
+const ONLY_INPUT_GRADIENT: [bool; 3] = [true, false, false];
 
-/// Running variances move towards the variance itself, also where eps is all that the root shows of it.
+/// Running variances use the variance itself, even if eps dominates the root.
 #[test]
-fn running_statistics_move_as_in_batch_norm() {
+fn running_statistics_match_batch_norm() {
     each_device(|device| {
         let x = Tensor::arange(0, 24, 1, device).unwrap().mul_scalar(1e-6).unwrap().reshape([4, 3, 2]).unwrap();
         let run = |native: bool| {

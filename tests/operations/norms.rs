@@ -1,4 +1,4 @@
-//! Normalisation against its definition.
+//! Normalisation, compared with its definition.
 
 use claystone::device::{DeviceKind, count_launches};
 use claystone::ops::{self, Argument};
@@ -8,8 +8,8 @@ use ndarray::{ArrayD, Dimension, IxDyn};
 use crate::common::{each_device, f64s, vec};
 use crate::harness::{Case, case};
 
-/// Each element less the mean of its row, over the root of the row's variance (or mean square) and eps; `row` says which row
-/// an index is in.
+/// Normalises each element by its row's mean and the root of its variance (or mean square) plus eps; `row` returns the row of an
+/// index.
 fn normal(x: &ArrayD<f64>, eps: f64, rms: bool, row: impl Fn(&[usize]) -> usize) -> ArrayD<f64> {
     let mut rows: Vec<Vec<f64>> = Vec::new();
     for (at, &v) in x.indexed_iter() {
@@ -31,7 +31,7 @@ fn normal(x: &ArrayD<f64>, eps: f64, rms: bool, row: impl Fn(&[usize]) -> usize)
     })
 }
 
-/// Times a weight and plus a bias, where there are some; `own` says which element of theirs belongs to an index.
+/// Applies an optional weight and bias; `own` returns the index of an element's weight.
 fn affine(y: ArrayD<f64>, rest: &[ArrayD<f64>], own: impl Fn(&[usize]) -> Vec<usize>) -> Vec<ArrayD<f64>> {
     let out = ArrayD::from_shape_fn(y.raw_dim(), |at| {
         let own = IxDyn(&own(at.slice()));
@@ -41,7 +41,7 @@ fn affine(y: ArrayD<f64>, rest: &[ArrayD<f64>], own: impl Fn(&[usize]) -> Vec<us
     vec![out]
 }
 
-/// Row-major position of the first dims.
+/// The row-major index in the first dims.
 fn position(at: &[usize], shape: &[usize]) -> usize {
     at.iter().zip(shape).fold(0, |p, (i, n)| p * n + i)
 }
@@ -52,7 +52,7 @@ fn last(name: &str, shape: &[usize], dims: usize, eps: f64, given: usize) -> Cas
     let made = (0..given).fold(case(name).input(shape), |c, _| c.input(&normalised));
     let (made, outer) = (made.arg(&normalised[..]).arg(eps), shape[..kept].to_vec());
     let rms = name == "rms_norm";
-    made.gives(move |x| {
+    made.with_reference(move |x| {
         let y = normal(&x[0], eps, rms, |at| position(&at[..kept], &outer));
         affine(y, &x[1..], |at| at[kept..].to_vec())
     })
@@ -61,7 +61,7 @@ fn last(name: &str, shape: &[usize], dims: usize, eps: f64, given: usize) -> Cas
 fn groups(shape: &[usize], groups: usize, given: usize) -> Case {
     let made = (0..given).fold(case("group_norm").input(shape), |c, _| c.input(&shape[1..2]));
     let each = shape[1] / groups;
-    made.arg(groups).arg(1e-5).gives(move |x| {
+    made.arg(groups).arg(1e-5).with_reference(move |x| {
         let y = normal(&x[0], 1e-5, false, |at| at[0] * groups + at[1] / each);
         affine(y, &x[1..], |at| vec![at[1]])
     })
@@ -70,16 +70,16 @@ fn groups(shape: &[usize], groups: usize, given: usize) -> Case {
 fn instance(shape: &[usize], given: usize) -> Case {
     let made = (0..given).fold(case("instance_norm").input(shape), |c, _| c.input(&shape[1..2]));
     let channels = shape[1];
-    made.arg(1e-5).gives(move |x| {
+    made.arg(1e-5).with_reference(move |x| {
         let y = normal(&x[0], 1e-5, false, |at| at[0] * channels + at[1]);
         affine(y, &x[1..], |at| vec![at[1]])
     })
 }
 
-/// A bias without a weight.
+/// A norm with a bias but no weight.
 fn biased(name: &str, shape: &[usize], arguments: &[Argument]) -> Case {
     let made = case(name).input(shape).none().input(&shape[1..2]);
-    arguments.iter().fold(made, |c, a| c.arg(a.clone())).gives(|x| {
+    arguments.iter().fold(made, |c, a| c.arg(a.clone())).with_reference(|x| {
         let (all, channels) = (x[0].ndim() == 2, x[0].shape()[1]);
         let y = normal(&x[0], 1e-5, false, |at| if all { at[0] } else { at[0] * channels + at[1] });
         vec![ArrayD::from_shape_fn(y.raw_dim(), |at| y[&at] + x[1][[at[1]]])]
@@ -88,7 +88,7 @@ fn biased(name: &str, shape: &[usize], arguments: &[Argument]) -> Case {
 
 fn training(shape: &[usize], given: usize) -> Case {
     let made = (0..given).fold(case("batch_norm").input(shape).none().none(), |c, _| c.input(&shape[1..2]));
-    made.arg(true).arg(0.1).arg(1e-5).gives(move |x| {
+    made.arg(true).arg(0.1).arg(1e-5).with_reference(move |x| {
         let y = normal(&x[0], 1e-5, false, |at| at[1]);
         affine(y, &x[1..], |at| vec![at[1]])
     })
@@ -97,7 +97,7 @@ fn training(shape: &[usize], given: usize) -> Case {
 fn evaluation(shape: &[usize], given: usize) -> Case {
     let made = case("batch_norm").input(shape).input(&shape[1..2]).input_in(&shape[1..2], 0.5..2.0);
     let made = (0..given).fold(made, |c, _| c.input(&shape[1..2]));
-    made.arg(false).arg(0.1).arg(1e-5).gives(move |x| {
+    made.arg(false).arg(0.1).arg(1e-5).with_reference(move |x| {
         let y = ArrayD::from_shape_fn(x[0].raw_dim(), |at| {
             let c = [at[1]];
             (x[0][&at] - x[1][c]) / (x[2][c] + 1e-5).sqrt()
@@ -147,7 +147,7 @@ pub fn cases() -> Vec<Case> {
     for (shape, p, dim) in [(&[3, 4][..], 2.0, 1), (&[3, 4, 2], 1.0, -2isize), (&[2, 5], 3.0, -1), (&[0, 4], 2.0, 1)] {
         let axis = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         let made = case("normalize").input_in(shape, 0.3..2.0).arg(p).arg(dim).arg(1e-12);
-        cases.push(made.gives(move |x| {
+        cases.push(made.with_reference(move |x| {
             let norms = x[0].map_axis(ndarray::Axis(axis), |lane| {
                 lane.iter().map(|v| v.abs().powf(p)).sum::<f64>().powf(1.0 / p)
             });
@@ -157,9 +157,9 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The running statistics move a tenth of the way, to the unbiased variance, and nothing else does.
+/// The running statistics move by a tenth, the variance to the unbiased variance; nothing else changes.
 #[test]
-fn running_statistics_follow_the_batch() {
+fn running_statistics_are_updated_from_the_batch() {
     each_device(|device| {
         for dtype in [DType::F32, DType::F16] {
             let options = (dtype, device);
@@ -189,9 +189,9 @@ fn running_statistics_follow_the_batch() {
     });
 }
 
-/// Halves with numbers in f32 are normalised in f32 and rounded once, and each gradient has the dtype of its tensor.
+/// 16-bit floats with f32 parameters are normalised in f32 and rounded once; each gradient has its tensor's dtype.
 #[test]
-fn halves_with_numbers_in_f32() {
+fn sixteen_bit_inputs_support_f32_parameters() {
     type Norm = fn(&Tensor, [&Tensor; 4]) -> claystone::Result<Tensor>;
     fn batch_norm(x: &Tensor, numbers: [&Tensor; 4], training: bool) -> claystone::Result<Tensor> {
         let [weight, bias, running_mean, running_var] = numbers.map(Some);
@@ -224,7 +224,7 @@ fn halves_with_numbers_in_f32() {
                 let half = x.to_dtype(dtype).unwrap();
                 let (got, want) = (run(half.shallow_clone()), run(half.to_dtype(DType::F32).unwrap()));
                 assert_eq!(got[0].dtype(), dtype);
-                // The statistics are the same; else the rounding of the result is in it.
+                // The statistics are equal; the other results include the rounding of the result.
                 let tolerance = if dtype == DType::F16 { 2e-3 } else { 2e-2 };
                 for (k, (got, want)) in got.iter().zip(&want).enumerate() {
                     let tolerance = if k >= 4 { 1e-6 } else { tolerance };
@@ -237,9 +237,9 @@ fn halves_with_numbers_in_f32() {
     });
 }
 
-/// Large means leave the variance its digits.
+/// A large mean does not reduce the precision of the variance.
 #[test]
-fn variances_survive_large_means() {
+fn variances_stay_precise_for_large_means() {
     each_device(|device| {
         let x = Tensor::from_slice(&[10000.0f32, 10001.0, 10002.0, 10003.0], [1, 4], device).unwrap();
         let y = x.layer_norm(&[4], None, None, 0.0).unwrap().to_vec::<f32>().unwrap();
@@ -248,7 +248,7 @@ fn variances_survive_large_means() {
     });
 }
 
-/// The tensors of a call by name are in PyTorch's order: the running statistics come before weight and bias, and move.
+/// Calls by name take tensors in PyTorch's order: running statistics, which are updated, before weight and bias.
 #[test]
 fn batch_norm_by_name_takes_the_running_statistics_first() {
     each_device(|device| {
@@ -273,7 +273,7 @@ fn batch_norm_by_name_takes_the_running_statistics_first() {
 }
 
 #[test]
-fn norms_say_what_does_not_fit() {
+fn errors_of_norms_name_the_mismatch() {
     let x = Tensor::zeros(&[2, 6, 4], Device::Cpu).unwrap();
     let says = |text: &str, made: claystone::Result<Tensor>| {
         let message = made.unwrap_err().to_string();

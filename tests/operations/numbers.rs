@@ -1,4 +1,4 @@
-//! Numbers that a dtype cannot hold are refused wherever an operation stores one, and those at the ends of its range are not.
+//! Numbers that a dtype cannot represent are refused by every operation that stores a number; numbers at the limits are accepted.
 
 use claystone::{DType, Device, Error, PadMode, Result, Scalar, Tensor};
 
@@ -6,12 +6,12 @@ use crate::common::each_device;
 
 const INF: f64 = f64::INFINITY;
 
-/// Whether the device has doubles, or the dtype needs none.
+/// Whether the device supports the dtype: f64 needs doubles.
 fn has(device: Device, dtype: DType) -> bool {
     dtype != DType::F64 || device == Device::Cpu || device.info().unwrap().fp64
 }
 
-/// Numbers that the dtype holds, each with the element stored, and numbers that it does not hold.
+/// Numbers that the dtype can store, each with the stored element, and numbers that it cannot store.
 fn numbers(dtype: DType) -> (Vec<(Scalar, Scalar)>, Vec<Scalar>) {
     let ints = |all: &[(i64, i64)]| all.iter().map(|&(a, b)| (a.into(), b.into())).collect::<Vec<(Scalar, Scalar)>>();
     let mixed = |all: &[(f64, i64)]| all.iter().map(|&(a, b)| (a.into(), b.into())).collect::<Vec<(Scalar, Scalar)>>();
@@ -61,7 +61,7 @@ fn numbers(dtype: DType) -> (Vec<(Scalar, Scalar)>, Vec<Scalar>) {
 
 type Store = fn(&Tensor, Scalar) -> Result<Tensor>;
 
-/// Operations that store a number as the last of three elements of a copy of the vector.
+/// Operations that store a number in the last of the three elements of a copy of a vector.
 const STORES: [(&str, Store); 12] = [
     ("fill_", |x, s| {
         let x = x.try_clone()?;
@@ -101,7 +101,7 @@ const STORES: [(&str, Store); 12] = [
     }),
 ];
 
-/// A mask of the last of three.
+/// A mask that selects the last of three elements.
 fn last(x: &Tensor) -> Result<Tensor> {
     Tensor::arange(0, 3, 1, (DType::I64, x.device()))?.eq_scalar(2)
 }
@@ -110,13 +110,14 @@ fn is_refused<T: std::fmt::Debug>(made: Result<T>, op: &str) {
     let Err(Error::Invalid { .. }) = made else { panic!("{op}: {made:?}") };
     let text = made.unwrap_err().to_string();
     assert!(
-        text.starts_with(&format!("{op}: ")) && (text.contains("out of the range of") || text.contains("not whole")),
+        text.starts_with(&format!("{op}: "))
+            && (text.contains("out of the range of") || text.contains("not an integer")),
         "{text}"
     );
 }
 
 #[test]
-fn numbers_that_a_dtype_cannot_hold_are_refused_wherever_they_are_stored() {
+fn unrepresentable_numbers_are_refused_by_every_operation() {
     each_device(|d| {
         for dtype in DType::ALL.into_iter().filter(|&t| has(d, t)) {
             let x = Tensor::ones(3, (dtype, d)).unwrap();
@@ -140,7 +141,7 @@ fn numbers_that_a_dtype_cannot_hold_are_refused_wherever_they_are_stored() {
     });
 }
 
-/// One element, from bits of the host's own types.
+/// A one-element tensor, made from the host's own types.
 fn element(dtype: DType, value: Scalar) -> Tensor {
     let (x, i) = (value.to_f64(), value.to_i64());
     let host = Device::Cpu;
@@ -158,9 +159,9 @@ fn element(dtype: DType, value: Scalar) -> Tensor {
     .unwrap()
 }
 
-/// A bound is refused where all elements would become it; one that no element reaches is none.
+/// A clamp bound is refused if it would replace all elements; a bound that no element reaches has no effect.
 #[test]
-fn bounds_and_factors_have_to_fit_where_they_count() {
+fn clamp_bounds_and_factors_are_checked_only_if_used() {
     each_device(|d| {
         let bytes = Tensor::from_slice(&[5u8, 200], 2, d).unwrap();
         let of = |t: Tensor| t.to_vec::<u8>().unwrap();
@@ -180,7 +181,7 @@ fn bounds_and_factors_have_to_fit_where_they_count() {
         );
         let square = Tensor::ones([2, 2], (DType::U8, d)).unwrap();
         is_refused(square.addmm(&square, &square, 1, 256), "addmm");
-        assert!(square.addmm(&square, &square, 1, 1.5).unwrap_err().to_string().contains("not whole"));
+        assert!(square.addmm(&square, &square, 1, 1.5).unwrap_err().to_string().contains("not an integer"));
         // Arithmetic wraps, and comparisons are exact.
         assert_eq!(of(bytes.add_scalar(300).unwrap()), [49, 244]);
         assert_eq!(bytes.gt_scalar(300).unwrap().to_vec::<bool>().unwrap(), [false, false]);
@@ -217,9 +218,9 @@ fn bounds_and_factors_have_to_fit_where_they_count() {
     });
 }
 
-/// Formulas over integers compute in i64, whatever their result's dtype.
+/// Formulas on integers compute in i64, whatever the dtype of their result.
 #[test]
-fn formulas_take_the_numbers_of_i64() {
+fn integer_formulas_take_numbers_of_i64() {
     each_device(|d| {
         let (x, out) =
             (Tensor::from_slice(&[1 << 40, 5i64], 2, d).unwrap(), Tensor::zeros(2, (DType::Bool, d)).unwrap());
@@ -228,6 +229,6 @@ fn formulas_take_the_numbers_of_i64() {
         assert_eq!(out.to_vec::<bool>().unwrap(), [true, false]);
         is_refused(above(1e20.into()), "map_into");
         is_refused(above(f64::NAN.into()), "map_into");
-        assert!(above(0.5.into()).unwrap_err().to_string().contains("not whole"));
+        assert!(above(0.5.into()).unwrap_err().to_string().contains("not an integer"));
     });
 }

@@ -1,4 +1,4 @@
-//! What README promises to whoever adds an operation: its row is all there is to write.
+//! Checks the promise of docs/adding-an-operation.md: an elementwise operation is written in one row and nowhere else.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use claystone::{Device, Result, Tensor};
 
 use crate::common::each_device;
 
-/// A row that nothing else in the crate uses.
+/// An operation that the rest of the crate does not use.
 const NAME: &str = "addcdiv";
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {
@@ -18,7 +18,7 @@ fn files(dir: &Path, found: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn it_is_written_in_one_file() {
+fn a_row_operation_is_written_in_one_file() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut all = Vec::new();
     ["src", "kernels"].iter().for_each(|dir| files(&root.join(dir), &mut all));
@@ -29,7 +29,7 @@ fn it_is_written_in_one_file() {
 }
 
 #[test]
-fn it_reaches_every_device_autograd_docs_and_tests() {
+fn a_row_reaches_devices_autograd_docs_and_tests() {
     let row = ROWS.iter().find(|row| row.name == NAME).expect("table.rs runs every row of ROWS");
     assert!(include_str!("table.rs").contains("for row in ROWS"));
     let line = |name: &str| {

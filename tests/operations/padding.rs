@@ -1,75 +1,75 @@
-//! Every form of padding, in convolutions, transposed convolutions, pools and columns: one number, one a dim, one a side, by name.
+//! Every form of padding in convolutions, transposed convolutions, pools and unfold: one number, one per dim, one per side, by name.
 
 use claystone::ops::{self, Argument};
 use claystone::{AvgPoolOptions, ConvOptions, ConvTransposeOptions, Device, MaxPoolOptions, Padding, Tensor};
 use ndarray::ArrayD;
 
 use crate::harness::{Case, case};
-use crate::volumes::{Moves, PRODUCTS, conv, conv_transpose, max_pool, mean, plain, pool};
+use crate::volumes::{ConvParams, PRODUCTS, conv, conv_transpose, max_pool, mean, plain, pool};
 
-/// Windows one step apart.
-fn padded<const D: usize>(padding: [(usize, usize); D]) -> Moves<D> {
-    Moves { padding, ..plain() }
+/// Windows with stride 1.
+fn padded<const D: usize>(padding: [(usize, usize); D]) -> ConvParams<D> {
+    ConvParams { padding, ..plain() }
 }
 
-fn convolution<const D: usize>(name: &str, x: &[usize], w: &[usize], given: impl Into<Argument>, m: Moves<D>) -> Case {
+fn convolution<const D: usize>(name: &str, x: &[usize], w: &[usize], given: impl Into<Argument>, m: ConvParams<D>) -> Case {
     let made = case(name).input(x).input(w).tolerance(PRODUCTS).arg(&m.stride).arg(given).arg(&m.dilation);
-    made.arg(m.groups).gives(move |x| vec![conv(x, m)])
+    made.arg(m.groups).with_reference(move |x| vec![conv(x, m)])
 }
 
-fn transposed<const D: usize>(name: &str, x: &[usize], w: &[usize], given: impl Into<Argument>, m: Moves<D>) -> Case {
+fn transposed<const D: usize>(name: &str, x: &[usize], w: &[usize], given: impl Into<Argument>, m: ConvParams<D>) -> Case {
     let made = case(name).input(x).input(w).tolerance(PRODUCTS).arg(&m.stride).arg(given).arg(&[0; D]).arg(m.groups);
-    made.arg(&m.dilation).gives(move |x| vec![conv_transpose(x, m, [0; D])])
+    made.arg(&m.dilation).with_reference(move |x| vec![conv_transpose(x, m, [0; D])])
 }
 
-/// The greatest elements with their indices, and means with and without the padding.
+/// Max pools with indices, and average pools with and without the padding.
 fn pools<const D: usize>(
     x: &[usize],
     kernel: [usize; D],
     given: impl Into<Argument> + Clone,
-    m: Moves<D>,
+    m: ConvParams<D>,
     ceil: bool,
 ) -> Vec<Case> {
     let name = |kind: &str, end: &str| format!("{kind}_pool{D}d{end}");
     let made = case(&name("max", "_with_indices")).distinct(x).arg(&kernel).arg(&m.stride).arg(given.clone());
-    let mut cases = vec![made.arg(&m.dilation).arg(ceil).gives(move |x| max_pool(&x[0], kernel, m, ceil))];
+    let mut cases = vec![made.arg(&m.dilation).arg(ceil).with_reference(move |x| max_pool(&x[0], kernel, m, ceil))];
     for include in [true, false] {
         let made = case(&name("avg", "")).input(x).arg(&kernel).arg(&m.stride).arg(given.clone()).arg(ceil);
         let by = move |e: &[(usize, f64)], size| if include { size } else { e.len() };
         let f = move |x: &ArrayD<f64>| pool(x, kernel, m, ceil, |e, size| mean(e, by(e, size) as f64));
-        cases.push(made.arg(include).gives(move |x| vec![f(&x[0])]));
+        cases.push(made.arg(include).with_reference(move |x| vec![f(&x[0])]));
     }
     cases
 }
 
 pub fn cases() -> Vec<Case> {
     let (uneven, volume) = ([(1, 2), (0, 1)], [(1, 0), (0, 2), (1, 1)]);
-    let strided = Moves { stride: [2, 1], ..padded(uneven) };
+    let strided = ConvParams { stride: [2, 1], ..padded(uneven) };
     let mut cases = vec![
-        convolution("conv1d", &[2, 3, 5], &[4, 3, 2], &[2, 0], Moves { dilation: [2], ..padded([(2, 0)]) }),
+        convolution("conv1d", &[2, 3, 5], &[4, 3, 2], &[2, 0], ConvParams { dilation: [2], ..padded([(2, 0)]) }),
         convolution("conv1d", &[2, 3, 5], &[4, 3, 4], "same", padded([(1, 2)])),
         convolution("conv2d", &[1, 2, 4, 5], &[3, 2, 3, 2], &[1, 2, 0, 1], strided),
         convolution("conv2d", &[1, 2, 4, 5], &[3, 2, 3, 2], 1, padded([(1, 1); 2])),
-        convolution("conv2d", &[2, 3, 4, 5], &[3, 1, 3, 3], &[1, 2, 0, 1], Moves { groups: 3, ..padded(uneven) }),
+        convolution("conv2d", &[2, 3, 4, 5], &[3, 1, 3, 3], &[1, 2, 0, 1], ConvParams { groups: 3, ..padded(uneven) }),
         convolution("conv2d", &[2, 3, 2, 3], &[4, 3, 1, 1], &[0, 1, 0, 0], padded([(0, 1), (0, 0)])),
         convolution("conv3d", &[1, 2, 3, 3, 2], &[2, 2, 2, 2, 2], &[1, 0, 0, 2, 1, 1], padded(volume)),
-        transposed("conv_transpose1d", &[2, 3, 4], &[3, 2, 3], &[1, 0], Moves { stride: [2], ..padded([(1, 0)]) }),
+        transposed("conv_transpose1d", &[2, 3, 4], &[3, 2, 3], &[1, 0], ConvParams { stride: [2], ..padded([(1, 0)]) }),
         transposed("conv_transpose1d", &[2, 3, 4], &[3, 2, 4], "same", padded([(1, 2)])),
         transposed("conv_transpose2d", &[1, 2, 3, 4], &[2, 3, 3, 2], &[1, 2, 0, 1], strided),
         transposed("conv_transpose2d", &[1, 2, 3, 4], &[2, 3, 3, 3], 1, padded([(1, 1); 2])),
         transposed("conv_transpose3d", &[1, 2, 2, 3, 2], &[2, 2, 3, 2, 2], &[1, 0, 0, 2, 1, 1], padded(volume)),
     ];
-    cases.extend(pools(&[2, 3, 7], [3], &[1, 0], Moves { stride: [2], ..padded([(1, 0)]) }, true));
+    cases.extend(pools(&[2, 3, 7], [3], &[1, 0], ConvParams { stride: [2], ..padded([(1, 0)]) }, true));
     cases.extend(pools(&[2, 3, 7], [4], "same", padded([(1, 2)]), false));
-    cases.extend(pools(&[1, 2, 4, 6], [4, 2], &[1, 2, 0, 1], Moves { stride: [2, 2], ..padded(uneven) }, true));
+    cases.extend(pools(&[1, 2, 4, 6], [4, 2], &[1, 2, 0, 1], ConvParams { stride: [2, 2], ..padded(uneven) }, true));
     cases.extend(pools(&[1, 2, 4, 6], [4, 2], &[1, 2, 0, 1], strided, false));
-    cases.extend(pools(&[1, 2, 3, 4], [3, 2], 1, Moves { stride: [2, 2], ..padded([(1, 1); 2]) }, false));
+    cases.extend(pools(&[1, 2, 3, 4], [3, 2], 1, ConvParams { stride: [2, 2], ..padded([(1, 1); 2]) }, false));
     cases.extend(pools(&[1, 2, 4, 3, 5], [2, 4, 3], &[1, 0, 0, 2, 1, 1], padded(volume), true));
-    // Columns: one tap of one window is one element.
+    // Unfold: one tap of one window is one element.
     let (kernel, grid) = ([2, 3], strided.grid([3, 4], [2, 3], false));
     let windows = grid[0] * grid[1];
     let made = case("unfold2d").input(&[2, 1, 3, 4]).arg(&kernel).arg(&[1, 1]).arg(&[1, 2, 0, 1]).arg(&[2, 1]);
-    cases.push(made.gives(move |x| {
+    cases.push(made.with_reference(move |x| {
         let mut out = ArrayD::zeros(&[2, 6, windows][..]);
         strided.products(2, [3, 4], &[1, 1, 2, 3], grid, |i, k, o| {
             out[[o[0], k[2] * 3 + k[3], o[2] * grid[1] + o[3]]] = x[0][i];
@@ -77,7 +77,7 @@ pub fn cases() -> Vec<Case> {
         vec![out]
     }));
     let made = case("fold").input(&[2, 6, windows]).arg(&[3, 4]).arg(&kernel).arg(&[1, 1]);
-    cases.push(made.arg(&[1, 2, 0, 1]).arg(&[2, 1]).gives(move |x| {
+    cases.push(made.arg(&[1, 2, 0, 1]).arg(&[2, 1]).with_reference(move |x| {
         let mut out = ArrayD::zeros(&[2, 1, 3, 4][..]);
         strided.products(2, [3, 4], &[1, 1, 2, 3], grid, |i, k, o| {
             out[i] += x[0][[o[0], k[2] * 3 + k[3], o[2] * grid[1] + o[3]]];
@@ -88,7 +88,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn simple_forms_are_the_same_as_long_ones() {
+fn short_forms_of_padding_equal_explicit_forms() {
     let all = Padding::Explicit([(1, 1), (1, 1)]);
     assert!(Padding::from(1) == all && Padding::from([1, 1]) == all && Padding::from([(1, 1); 2]) == all);
     assert_eq!(Padding::from((2, 0)), Padding::Explicit([(2, 0)]));
@@ -97,7 +97,7 @@ fn simple_forms_are_the_same_as_long_ones() {
 }
 
 #[test]
-fn paddings_say_what_does_not_fit() {
+fn errors_of_padding_name_the_problem() {
     let says = |text: &str, made: claystone::Result<Tensor>| {
         let message = made.unwrap_err().to_string();
         assert!(message.contains(text), "{message}");

@@ -1,36 +1,36 @@
-//! Elementwise operations that are no rows, and what rows do with special values and dtypes.
+//! Elementwise operations that are not rows, and the behaviour of rows for special values and dtypes.
 
 use claystone::ops;
 use claystone::{DType, Device, Error, Tensor, autocast, get_default_dtype, set_default_dtype};
 use ndarray::{ArrayD, Axis, IxDyn, Slice};
 
-use crate::common::{alone, each_device, f64s, vec};
+use crate::common::{in_own_process, each_device, f64s, vec};
 use crate::harness::{Case, case};
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in [&[][..], &[0, 3], &[5, 7]] {
         for name in ["bitwise_not", "bitwise_not_"] {
-            cases.push(case(name).input(shape).integers().gives(|x| vec![x[0].mapv(|x| -1.0 - x)]));
+            cases.push(case(name).input(shape).integers().with_reference(|x| vec![x[0].mapv(|x| -1.0 - x)]));
         }
         let same = |x: &[ArrayD<f64>]| x[0] == x[1];
         let verdict = |says: bool| vec![ArrayD::from_elem(IxDyn(&[]), f64::from(says))];
         for twice in [false, true] {
-            // Operands of different values, and one with itself: a scalar, as the same points are not to be had twice.
+            // Two different operands, and an operand with itself: constants, because two generated operands always differ.
             let start = |name: &str| {
                 let one = ArrayD::from_elem(IxDyn(shape), 1.0);
                 let made = if twice { case(name).fixed(one.clone(), DType::F32) } else { case(name).input(shape) };
                 if twice { made.fixed(one, DType::F32) } else { made.input(shape) }
             };
-            cases.push(start("equal").gives(move |x| verdict(same(x))));
-            cases.push(start("allclose").arg(0.0).arg(0.0).arg(false).gives(move |x| verdict(same(x))));
+            cases.push(start("equal").with_reference(move |x| verdict(same(x))));
+            cases.push(start("allclose").arg(0.0).arg(0.0).arg(false).with_reference(move |x| verdict(same(x))));
         }
-        cases.push(case("positive").input(shape).gives(|x| vec![x[0].clone()]));
+        cases.push(case("positive").input(shape).with_reference(|x| vec![x[0].clone()]));
         let tenths = |x: &[ArrayD<f64>]| vec![x[0].mapv(|x| (x * 10.0).round_ties_even() / 10.0)];
-        // Halves of tenths fall on either side.
-        cases.push(case("round_decimals").input(shape).arg(1).tolerance(4.0).gives(tenths));
+        // Ties of tenths may round either way.
+        cases.push(case("round_decimals").input(shape).arg(1).tolerance(4.0).with_reference(tenths));
     }
-    // One weight for all or one a channel, also where the last dim has as many elements as there are channels.
+    // One weight for all elements or one per channel, also if the last dim has as many elements as there are channels.
     for (shape, weights) in [
         (&[2, 3, 3][..], &[3][..]),
         (&[2, 3, 3], &[1]),
@@ -43,7 +43,7 @@ pub fn cases() -> Vec<Case> {
         (&[0, 3], &[3]),
         (&[2, 0, 3], &[0]),
     ] {
-        cases.push(case("prelu").input(shape).input(weights).gives(|x| {
+        cases.push(case("prelu").input(shape).input(weights).with_reference(|x| {
             let (of, only) = (&x[1], x[1].first().copied());
             let slope = |at: &IxDyn| if of.len() == 1 { only.unwrap_or_default() } else { of[[at[1]]] };
             let value = |at: IxDyn| if x[0][&at] > 0.0 { x[0][&at] } else { slope(&at) * x[0][&at] };
@@ -51,7 +51,7 @@ pub fn cases() -> Vec<Case> {
         }));
     }
     for n in [6, 2, 0] {
-        cases.push(case("glu").input(&[3, n]).arg(-1).gives(move |x| {
+        cases.push(case("glu").input(&[3, n]).arg(-1).with_reference(move |x| {
             let half = |a: usize, b: usize| x[0].slice_axis(Axis(1), Slice::from(a..b)).to_owned();
             vec![half(0, n / 2) / half(n / 2, n).mapv(|g| 1.0 + (-g).exp())]
         }));
@@ -60,7 +60,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn prelu_says_which_weights_fit() {
+fn errors_of_prelu_name_valid_weights() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, Device::Cpu).unwrap();
     for (x, weight) in [(&[2, 3, 4][..], &[4][..]), (&[2, 3, 4], &[3, 1]), (&[3], &[3]), (&[2, 3], &[1, 1]), (&[], &[0])] {
         let message = zeros(x).prelu(&zeros(weight)).unwrap_err().to_string();
@@ -73,7 +73,7 @@ fn prelu_says_which_weights_fit() {
 }
 
 #[test]
-fn mixed_dtypes_promote_as_pytorchs_do() {
+fn type_promotion_matches_pytorch() {
     each_device(|d| {
         let of = |x: f64, shape: &[usize], dtype: DType| Tensor::full(shape, x, (dtype, d)).unwrap();
         let value = |t: &Tensor| (t.dtype(), f64s(t).iter().copied().next().unwrap());
@@ -99,7 +99,7 @@ fn mixed_dtypes_promote_as_pytorchs_do() {
             assert_eq!(value(&half.mul(&of(2.0, &[], DType::F64)).unwrap()), (DType::F16, 3.0));
             assert_eq!(value(&half.mul(&of(2.0, &[3], DType::F64)).unwrap()), (DType::F64, 3.0));
         }
-        // Each operand's gradient is of its own dtype.
+        // Each operand's gradient has the operand's dtype.
         let (a, b) = (half.requires_grad_(true).unwrap(), brain.requires_grad_(true).unwrap());
         a.mul(&b).unwrap().sum((), false).unwrap().backward().unwrap();
         assert_eq!(value(&a.grad().unwrap()), (DType::F16, 2.0));
@@ -107,9 +107,9 @@ fn mixed_dtypes_promote_as_pytorchs_do() {
     });
 }
 
-/// Powers that PyTorch computes as products and roots, and others beside them.
+/// Exponents that PyTorch computes as products and roots, and other exponents.
 #[test]
-fn powers_that_are_products_and_roots() {
+fn small_powers_are_products_and_roots() {
     let positive = [0.25f32, 1.0, 1.5, 9.0, 1e-3, 700.0, 2.0];
     let signed = [-0.25f32, 1.5, -3.0, 7.0, -1e3, 0.1, -1.0];
     let close = |got: f64, right: f64| (got - right).abs() <= 1e-6 * right.abs();
@@ -130,7 +130,7 @@ fn powers_that_are_products_and_roots() {
         let square = whole.pow_scalar(2).unwrap();
         assert_eq!(square.to_vec::<i64>().unwrap(), [9, 25, 0]);
         assert_eq!(whole.pow_scalar(3).unwrap().to_vec::<i64>().unwrap(), [27, -125, 0]);
-        // The bits of the product, of NaN and infinities too.
+        // Equal to the product in every bit, also for NaN and infinities.
         let given = [0.1f32, -1.7, 3.3e12, -0.0, f32::NAN, f32::NEG_INFINITY, 1e13];
         let cube = Tensor::from_slice(&given, 7, d).unwrap().pow_scalar(3).unwrap().to_vec::<f32>().unwrap();
         for (x, got) in given.into_iter().zip(cube) {
@@ -143,8 +143,8 @@ fn powers_that_are_products_and_roots() {
 }
 
 #[test]
-fn the_default_dtype() {
-    if !alone("pointwise::the_default_dtype") {
+fn default_dtype_can_be_changed() {
+    if !in_own_process("pointwise::default_dtype_can_be_changed") {
         return;
     }
     assert_eq!(get_default_dtype(), DType::F32);
@@ -159,7 +159,7 @@ fn the_default_dtype() {
 }
 
 #[test]
-fn special_values() {
+fn special_values_match_pytorch() {
     let (nan, inf) = (f32::NAN, f32::INFINITY);
     let same = |name: &str, got: &Tensor, right: &[f32]| {
         let got = got.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
@@ -194,9 +194,9 @@ fn special_values() {
     });
 }
 
-/// From one series to the other, at 20, and far out.
+/// Around 20, where the series changes, and for large arguments.
 #[test]
-fn bessel_functions_far_out() {
+fn bessel_functions_of_large_arguments() {
     each_device(|d| {
         let (dtype, tolerance) = if d.info().unwrap().fp64 { (DType::F64, 1e-13) } else { (DType::F32, 2e-6) };
         let points = [0.0, 1e-3, 12.5, 19.75, 20.0, 20.25, 25.0, 60.0, -60.0, -20.5, -3.0];
@@ -215,7 +215,7 @@ fn bessel_functions_far_out() {
 }
 
 #[test]
-fn another_name_is_the_same_operation() {
+fn aliases_are_the_same_operation() {
     let aliases: Vec<_> = ops::operations().iter().filter(|op| op.row().is_some_and(|r| r.name != op.name)).collect();
     let aliases: Vec<_> = aliases.into_iter().filter(|op| op.kind != ops::Kind::InPlace).collect();
     assert!(aliases.iter().any(|op| op.name == "absolute") && aliases.len() >= 20);
@@ -232,7 +232,7 @@ fn another_name_is_the_same_operation() {
 }
 
 #[test]
-fn bits_of_every_integer_dtype() {
+fn bit_operations_support_every_integer_dtype() {
     each_device(|d| {
         let of = |x: &[i64], dtype: DType| Tensor::from_slice(x, x.len(), d).unwrap().to_dtype(dtype).unwrap();
         let got = |t: &Tensor| t.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap();
@@ -256,7 +256,7 @@ fn bits_of_every_integer_dtype() {
 }
 
 #[test]
-fn operators_in_place() {
+fn assignment_operators_work_in_place() {
     let mut x = Tensor::arange(0, 3, 1, Device::Cpu).unwrap();
     let seen = x.shallow_clone();
     x += 1.0;

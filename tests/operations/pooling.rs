@@ -1,14 +1,14 @@
-//! Pooling against loops over its definition.
+//! Pooling, compared with loops over its definition.
 
 use claystone::autograd::gradcheck;
 use claystone::{AvgPoolOptions, DType, Device, MaxPoolOptions, Tensor};
 use ndarray::{Array4, ArrayD};
 
 use crate::common::{each_device, f64s};
-use crate::conv::{as_given, four};
+use crate::conv::{remove_added_dims, to_4d};
 use crate::harness::{Case, case};
 
-/// Rows and columns: kernel, stride, padding, dilation, and whether windows may reach out.
+/// Parameters of a 2-D pool; `ceil` allows windows that extend beyond the padding.
 #[derive(Clone, Copy)]
 struct Pool {
     kernel: [usize; 2],
@@ -23,14 +23,14 @@ fn pool(kernel: [usize; 2], stride: [usize; 2], padding: [usize; 2], dilation: [
 }
 
 impl Pool {
-    /// How many windows there are in a direction, and where each starts and ends in the image; padding has negative places.
+    /// The start and end of each window in dim `d`; positions in the padding are negative or beyond the image.
     fn windows(&self, d: usize, size: usize) -> Vec<(isize, isize)> {
         let reach = self.dilation[d] * (self.kernel[d] - 1) + 1;
         let last = size + 2 * self.padding[d];
         let mut out = Vec::new();
         for from in (0..last).step_by(self.stride[d]) {
             let fits = from + reach <= last;
-            // One that reaches out has to start before the padding behind.
+            // A window that extends beyond the padding must start before the trailing padding.
             if fits || (self.ceil && from < size + self.padding[d] && out.last().is_none_or(|&(_, e)| e < last as isize)) {
                 out.push((from as isize, (from + reach) as isize));
             }
@@ -39,14 +39,14 @@ impl Pool {
     }
 }
 
-/// `f` of each window's elements, which come with their position in the image, and the window's size with padding.
+/// Applies `f` to each window's elements, which come with their index in the image, and to the window's size with padding.
 fn each_window(
     x: &ArrayD<f64>,
     directions: usize,
     windows: [&[Vec<usize>]; 2],
     f: impl Fn(&[(usize, f64)]) -> f64,
 ) -> ArrayD<f64> {
-    let images = four(x, directions);
+    let images = to_4d(x, directions);
     let (n, c, wide) = (images.shape()[0], images.shape()[1], images.shape()[3]);
     let shape = [n, c, windows[0].len(), windows[1].len()];
     let out = Array4::from_shape_fn(shape, |(i, j, row, column)| {
@@ -57,7 +57,7 @@ fn each_window(
             .collect();
         f(&elements)
     });
-    as_given(out, x, directions)
+    remove_added_dims(out, x, directions)
 }
 
 fn taps(p: Pool, d: usize, size: usize) -> Vec<Vec<usize>> {
@@ -88,19 +88,19 @@ fn avg_pool(x: &ArrayD<f64>, directions: usize, p: Pool, include: bool, divisor:
     let [h, w] = sizes(x, directions);
     let (rows, columns) = (taps(p, 0, h), taps(p, 1, w));
     let sums = each_window(x, directions, [&rows, &columns], |e| e.iter().map(|(_, v)| v).sum());
-    // Of each window, how far it reaches: into the padding, but not beyond.
+    // The extent of each window, including the padding but nothing beyond it.
     let reach = |d: usize, size: usize| -> Vec<f64> {
         let end = (size + p.padding[d]) as isize;
         p.windows(d, size).iter().map(|&(a, b)| (b.min(end) - a) as f64).collect()
     };
     let (high, wide) = (reach(0, h), reach(1, w));
-    let images = four(&sums, directions);
+    let images = to_4d(&sums, directions);
     let out = Array4::from_shape_fn(images.raw_dim(), |(i, j, row, column)| {
         let inside = (rows[row].len() * columns[column].len()) as f64;
         let all = if include { high[row] * wide[column] } else { inside };
         images[[i, j, row, column]] / divisor.unwrap_or(all)
     });
-    as_given(out, x, directions)
+    remove_added_dims(out, x, directions)
 }
 
 fn parts(size: usize, count: usize) -> Vec<Vec<usize>> {
@@ -143,21 +143,21 @@ pub fn cases() -> Vec<Case> {
         for name in ["max_pool2d", "max_pool2d_with_indices"] {
             let made = case(name).distinct(x).arg(&p.kernel).arg(&p.stride).arg(&p.padding).arg(&p.dilation).arg(p.ceil);
             let count = if name == "max_pool2d" { 1 } else { 2 };
-            cases.push(made.gives(move |x| max_pool(&x[0], 2, p).into_iter().take(count).collect()));
+            cases.push(made.with_reference(move |x| max_pool(&x[0], 2, p).into_iter().take(count).collect()));
         }
         if p.dilation == one {
             for (include, divisor) in [(true, None), (false, None), (true, Some(3usize))] {
                 let made = case("avg_pool2d").input(x).arg(&p.kernel).arg(&p.stride).arg(&p.padding).arg(p.ceil);
                 let made = made.arg(include).arg(divisor);
                 let divisor = divisor.map(|n| n as f64);
-                cases.push(made.gives(move |x| vec![avg_pool(&x[0], 2, p, include, divisor)]));
+                cases.push(made.with_reference(move |x| vec![avg_pool(&x[0], 2, p, include, divisor)]));
             }
         }
     }
-    // Without a stride, windows lie side by side.
+    // The stride defaults to the window's size.
     let beside = pool([2, 3], [2, 3], [0, 0], one, false);
     let made = case("max_pool2d").distinct(&[1, 2, 4, 7]).arg(&[2, 3]);
-    cases.push(made.gives(move |x| max_pool(&x[0], 2, beside).into_iter().take(1).collect()));
+    cases.push(made.with_reference(move |x| max_pool(&x[0], 2, beside).into_iter().take(1).collect()));
     for (x, p) in [
         (&[2, 3, 9][..], pool([1, 3], [1, 2], [0, 1], one, true)),
         (&[3, 8], pool([1, 2], [1, 2], [0, 0], [1, 3], false)),
@@ -166,11 +166,11 @@ pub fn cases() -> Vec<Case> {
         for name in ["max_pool1d", "max_pool1d_with_indices"] {
             let made = case(name).distinct(x).arg(p.kernel[1]).arg(p.stride[1]).arg(p.padding[1]).arg(p.dilation[1]);
             let count = if name == "max_pool1d" { 1 } else { 2 };
-            cases.push(made.arg(p.ceil).gives(move |x| max_pool(&x[0], 1, p).into_iter().take(count).collect()));
+            cases.push(made.arg(p.ceil).with_reference(move |x| max_pool(&x[0], 1, p).into_iter().take(count).collect()));
         }
         if p.dilation == one {
             let made = case("avg_pool1d").input(x).arg(p.kernel[1]).arg(p.stride[1]).arg(p.padding[1]).arg(p.ceil);
-            cases.push(made.arg(false).gives(move |x| vec![avg_pool(&x[0], 1, p, false, None)]));
+            cases.push(made.arg(false).with_reference(move |x| vec![avg_pool(&x[0], 1, p, false, None)]));
         }
     }
     for (x, size) in [
@@ -183,26 +183,26 @@ pub fn cases() -> Vec<Case> {
         (&[2, 3, 17, 13], [7, 7]),
     ] {
         let made = case("adaptive_avg_pool2d").input(x).arg(&size);
-        cases.push(made.gives(move |x| vec![adaptive(&x[0], 2, size, mean)]));
+        cases.push(made.with_reference(move |x| vec![adaptive(&x[0], 2, size, mean)]));
         let made = case("adaptive_max_pool2d").distinct(x).arg(&size);
-        cases.push(made.gives(move |x| vec![adaptive(&x[0], 2, size, |e| greatest(e).1)]));
+        cases.push(made.with_reference(move |x| vec![adaptive(&x[0], 2, size, |e| greatest(e).1)]));
         let made = case("adaptive_max_pool2d_with_indices").distinct(x).arg(&size);
-        cases.push(made.gives(move |x| adaptive_max(&x[0], 2, size)));
+        cases.push(made.with_reference(move |x| adaptive_max(&x[0], 2, size)));
     }
     for (x, size) in [(&[2, 3, 7][..], 3), (&[3, 8], 1), (&[0, 2, 5], 2)] {
         let made = case("adaptive_avg_pool1d").input(x).arg(size);
-        cases.push(made.gives(move |x| vec![adaptive(&x[0], 1, [1, size], mean)]));
+        cases.push(made.with_reference(move |x| vec![adaptive(&x[0], 1, [1, size], mean)]));
         let made = case("adaptive_max_pool1d").distinct(x).arg(size);
-        cases.push(made.gives(move |x| vec![adaptive(&x[0], 1, [1, size], |e| greatest(e).1)]));
+        cases.push(made.with_reference(move |x| vec![adaptive(&x[0], 1, [1, size], |e| greatest(e).1)]));
         let made = case("adaptive_max_pool1d_with_indices").distinct(x).arg(size);
-        cases.push(made.gives(move |x| adaptive_max(&x[0], 1, [1, size])));
+        cases.push(made.with_reference(move |x| adaptive_max(&x[0], 1, [1, size])));
     }
     cases
 }
 
-/// The last NaN of a window, the first among equals, -infinity where there is nothing else.
+/// The last NaN of a window wins, then the first of equal elements; -infinity is the result only if nothing else exists.
 #[test]
-fn greatest_elements_of_special_values() {
+fn max_pools_of_special_values() {
     each_device(|device| {
         let (nan, low) = (f32::NAN, f32::NEG_INFINITY);
         let x = [1.0, nan, nan, 7.0, 5.0, 5.0, 5.0, 2.0, low, low, low, low];
@@ -214,9 +214,9 @@ fn greatest_elements_of_special_values() {
     });
 }
 
-/// More planes than a job has, of each layout, with infinities and NaN.
+/// More planes than one job takes, in each memory layout, with infinities and NaN.
 #[test]
-fn many_planes() {
+fn pools_of_many_planes() {
     let (n, c, h, w) = (37, 3, 27, 29);
     let mut values: Vec<f32> = (0..n * c * h * w).map(|i| (i * 7919 % 1009) as f32 / 1009.0 - 0.5).collect();
     values[5000] = f32::INFINITY;
@@ -228,9 +228,9 @@ fn many_planes() {
     let (mut means, mut greatest) = (Vec::new(), Vec::new());
     for plane in values.chunks(h * w) {
         for (i, j) in (0..h / 2).flat_map(|i| (0..w / 2).map(move |j| (2 * i, 2 * j))) {
-            let four = [0, 1, w, w + 1].map(|k| plane[i * w + j + k]);
-            means.push(four.iter().sum::<f32>() / 4.0);
-            greatest.push(four.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a || b.is_nan() { b } else { a }));
+            let to_4d = [0, 1, w, w + 1].map(|k| plane[i * w + j + k]);
+            means.push(to_4d.iter().sum::<f32>() / 4.0);
+            greatest.push(to_4d.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a || b.is_nan() { b } else { a }));
         }
     }
     let same = |got: &Tensor, want: &[f32]| {
@@ -252,9 +252,9 @@ fn many_planes() {
     }
 }
 
-/// Overlapping windows that choose the same element add up their gradients.
+/// Gradients add up if overlapping windows choose the same element.
 #[test]
-fn gradients_of_overlapping_windows() {
+fn gradients_of_overlapping_windows_add_up() {
     each_device(|device| {
         let x = Tensor::from_slice(&[0f32, 9.0, 1.0, 2.0], [1, 4], device).unwrap().requires_grad_(true).unwrap();
         let options = MaxPoolOptions { stride: Some([1]), ..MaxPoolOptions::default() };
@@ -263,7 +263,7 @@ fn gradients_of_overlapping_windows() {
         if device != Device::Cpu && !device.info().unwrap().fp64 {
             return;
         }
-        // Twice, too: the gradient of a mean is linear.
+        // Second derivatives too: the gradient of a mean is linear.
         let x = Tensor::linspace(-1.0, 1.0, 24, (DType::F64, device)).unwrap().reshape([1, 2, 3, 4]).unwrap();
         let options = AvgPoolOptions { stride: Some([1, 1]), padding: 1.into(), ..AvgPoolOptions::default() };
         let f = |x: &[Tensor]| x[0].avg_pool2d([2, 3], options)?.square()?.sum((), false);
@@ -273,7 +273,7 @@ fn gradients_of_overlapping_windows() {
 }
 
 #[test]
-fn pools_say_what_does_not_fit() {
+fn errors_of_pools_name_the_mismatch() {
     let x = Tensor::zeros(&[1, 3, 4, 4], Device::Cpu).unwrap();
     let says = |text: &str, made: claystone::Result<Tensor>| {
         let message = made.unwrap_err().to_string();
@@ -292,9 +292,9 @@ fn pools_say_what_does_not_fit() {
     assert_eq!(f64s(&max).sum(), 0.0);
 }
 
-/// Planes that are pooled in parts, one long row and a tall image, in dtypes that are read in place and converted.
+/// Planes that are pooled in parts: a long row and a tall image, in dtypes that are read directly and in dtypes that are converted.
 #[test]
-fn large_planes() {
+fn pools_of_large_planes() {
     each_device(|device| {
         let shapes = [
             ([1, 300_001], pool([1, 5], [1, 2], [0, 2], [1, 2], false)),
@@ -318,8 +318,8 @@ fn large_planes() {
                 for i in 0..h / 2 + usize::from(h == 1) {
                     let high = if h == 1 { 1 } else { 2 };
                     for j in 0..w / 2 {
-                        let four = (0..high).flat_map(|k| [(high * i + k) * w + 2 * j, (high * i + k) * w + 2 * j + 1]);
-                        sums.push(four.map(|at| plane[at]).sum::<f64>() / (2 * high) as f64);
+                        let to_4d = (0..high).flat_map(|k| [(high * i + k) * w + 2 * j, (high * i + k) * w + 2 * j + 1]);
+                        sums.push(to_4d.map(|at| plane[at]).sum::<f64>() / (2 * high) as f64);
                     }
                 }
             }
@@ -342,7 +342,7 @@ fn large_planes() {
                         let y = x.avg_pool2d(kernel, AvgPoolOptions::default()).unwrap();
                         let close = f64s(&y).iter().zip(&sums).all(|(a, b)| (a - b).abs() <= 0.13);
                         assert!(close, "means of {h} x {w} in {dtype} on {device}");
-                        // Parts of two elements and one row are windows of that size.
+                        // Adaptive pooling of an even width to half is pooling with windows of two elements.
                         let parts = x.narrow(3, 0, w - 1).unwrap().adaptive_avg_pool2d([h, w / 2]).unwrap();
                         let pairs = x.narrow(3, 0, w - 1).unwrap().avg_pool2d([1, 2], AvgPoolOptions::default());
                         assert_eq!(f64s(&parts), f64s(&pairs.unwrap()), "adaptive, {h} x {w} in {dtype} on {device}");

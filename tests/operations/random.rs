@@ -1,4 +1,4 @@
-//! Random numbers keep the ends of their intervals in every float dtype, and indices come by their weights, whatever these are.
+//! Random numbers respect the ends of their intervals in every float dtype, and indices are distributed by weight.
 
 use claystone::{DType, Device, Generator, Result, Tensor, manual_seed, nn::init, with_generator};
 use half::{bf16, f16};
@@ -16,7 +16,7 @@ fn host(t: &Tensor) -> Vec<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
-/// The distance between numbers of the dtype beside x.
+/// The distance between adjacent numbers of the dtype at x.
 fn step(dtype: DType, x: f64) -> f64 {
     let digits = match dtype {
         DType::F16 => f16::MANTISSA_DIGITS,
@@ -29,9 +29,9 @@ fn step(dtype: DType, x: f64) -> f64 {
 
 type Draw = fn(&Tensor, f64, f64) -> Result<()>;
 
-/// Numbers are in `from..to` after rounding, have the middle as their mean, and the same bits as on the host.
+/// Numbers are in `from..to` after rounding, have the interval's middle as their mean, and the same bits as on the host.
 #[test]
-fn uniform_numbers_stay_below_the_open_end() {
+fn uniform_numbers_exclude_the_upper_bound() {
     const N: usize = 1 << 18;
     let draws: [Draw; 2] = [|x, from, to| x.uniform_(from, to).map(drop), init::uniform_];
     let intervals = [
@@ -55,12 +55,12 @@ fn uniform_numbers_stay_below_the_open_end() {
                         x
                     };
                     let x = host(&drawn(d));
-                    // An interval that holds no number of the dtype but `from`, rounded, has that.
+                    // An interval that contains no number of the dtype except `from` yields `from`, rounded.
                     let narrow = step(dtype, to) > to - from;
                     let outside = x.iter().filter(|x| !(from..to).contains(x)).count();
                     assert!(outside == 0 || narrow, "{outside} of {from}..{to} in {dtype} on {d}");
                     let mean = from + x.iter().map(|x| x - from).sum::<f64>() / N as f64;
-                    // Halves draw multiples of 2^-11 and 2^-8, rounded down, of the length.
+                    // f16 and bf16 draw multiples of 2^-11 and 2^-8 of the length, rounded down.
                     let tolerance =
                         step(dtype, from.abs().max(to.abs())) + (to - from) * (5e-3 + 5.0 * 0.29 / (N as f64).sqrt());
                     assert!(
@@ -75,7 +75,7 @@ fn uniform_numbers_stay_below_the_open_end() {
 }
 
 #[test]
-fn exponential_numbers_are_above_zero_and_random_ones_below_one() {
+fn exponential_numbers_are_positive_and_rand_is_below_one() {
     const N: usize = 1 << 20;
     each_device(|d| {
         for dtype in floats(d) {
@@ -107,14 +107,14 @@ fn exponential_numbers_are_above_zero_and_random_ones_below_one() {
     });
 }
 
-/// Of `n` counts of equal probability, the sum of squared deviations in units of the expected count: about n.
+/// The chi-squared statistic of `n` counts of equal probability; about n.
 fn chi_squared(counts: &[usize]) -> f64 {
     let mean = counts.iter().sum::<usize>() as f64 / counts.len() as f64;
     counts.iter().map(|&c| (c as f64 - mean).powi(2) / mean).sum()
 }
 
 #[test]
-fn light_weights_beside_a_heavy_one_are_drawn_alike() {
+fn equal_small_weights_are_drawn_equally_often() {
     const N: usize = 1 << 20;
     each_device(|d| {
         for dtype in floats(d) {
@@ -137,7 +137,7 @@ fn light_weights_beside_a_heavy_one_are_drawn_alike() {
 }
 
 #[test]
-fn many_weights_are_drawn_alike() {
+fn many_equal_weights_are_drawn_equally_often() {
     const N: usize = 1 << 24;
     each_device(|d| {
         let halves = [2.0, 1.0].map(|w| Tensor::full(N / 2, w, (DType::BF16, d)).unwrap());
@@ -151,7 +151,7 @@ fn many_weights_are_drawn_alike() {
 }
 
 #[test]
-fn weights_at_the_end_of_the_range() {
+fn extreme_weights_are_drawn_correctly() {
     each_device(|d| {
         for dtype in floats(d) {
             let (most, least) = if dtype == DType::F16 { (6e4, 2e-6) } else { (3e38, 1e-36) };
@@ -179,7 +179,7 @@ fn weights_at_the_end_of_the_range() {
                     );
                 }
             }
-            // However small a weight is, it comes before the next sample is refused.
+            // However small, a weight is drawn before sampling without replacement fails.
             let drawn = row(&[least, 0.0, most]).multinomial(2, false).unwrap().to_vec::<i64>().unwrap();
             assert_eq!(drawn, [2, 0], "{dtype} on {d}");
         }
@@ -187,7 +187,7 @@ fn weights_at_the_end_of_the_range() {
 }
 
 #[test]
-fn weights_that_are_no_probabilities() {
+fn invalid_weights_are_errors() {
     each_device(|d| {
         for dtype in floats(d) {
             let matrix =
@@ -209,9 +209,9 @@ fn weights_that_are_no_probabilities() {
     });
 }
 
-/// Weights whose quotients by the greatest are exact give the same indices on every device.
+/// Weights whose quotients by the maximum are exact yield the same indices on every device.
 #[test]
-fn indices_are_the_same_on_every_device() {
+fn multinomial_agrees_on_every_device() {
     let drawn = |d: Device| {
         let weights = Tensor::from_slice(&[1f32, 0.0, 3.0, 4.0, 0.0, 2.0, 0.5, 2.0], [2, 4], d).unwrap();
         with_generator(&Generator::new(4), || weights.multinomial(10_000, true)).unwrap().to_vec::<i64>().unwrap()
@@ -220,9 +220,9 @@ fn indices_are_the_same_on_every_device() {
     each_device(|d| assert_eq!(drawn(d), right, "on {d}"));
 }
 
-/// Numbers of an element follow from its index, whatever its neighbours, the strides and the device.
+/// An element's random number depends only on its index, not on the size, strides or device.
 #[test]
-fn numbers_are_the_hosts_at_every_size_and_stride() {
+fn random_numbers_agree_with_the_host_for_every_size_and_stride() {
     let all = |d: Device, n: usize| -> Result<Vec<Vec<f64>>> {
         let x = Tensor::arange(0, 6 * n as i64, 1, d)?.reshape([n, 6])?;
         let part = x.narrow(1, 1, 3)?;

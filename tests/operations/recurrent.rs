@@ -1,4 +1,4 @@
-//! The step of an LSTM against its definition.
+//! An LSTM step, compared with its definition.
 
 use ndarray::{ArrayD, IxDyn};
 
@@ -19,7 +19,7 @@ fn forward(x: &[ArrayD<f64>]) -> Vec<ArrayD<f64>> {
     vec![ArrayD::from_shape_fn(c.raw_dim(), |at| gate(&at, 3) * c[&at].tanh()), c, gates]
 }
 
-/// From the cell state before and after the step, the gates, and the gradients of the hidden and the cell state.
+/// The gradients, from the cell state before and after the step, the gates, and the gradients of hidden and cell state.
 fn backward(x: &[ArrayD<f64>], of_h: Option<usize>, of_c: Option<usize>) -> Vec<ArrayD<f64>> {
     let h = x[0].shape()[1];
     let gate = |at: &IxDyn, i: usize| x[2][[at[0], i * h + at[1]]];
@@ -46,15 +46,15 @@ pub fn cases() -> Vec<Case> {
     for [n, h] in [[2, 3], [1, 1], [0, 2], [3, 37]] {
         let (states, gates) = ([n, h], [n, 4 * h]);
         let cell = || case("fused_lstm_cell").input(&gates).input(&gates).input(&states).tolerance(2.0);
-        cases.push(cell().gives(forward));
-        cases.push(cell().input(&gates[1..]).input(&gates[1..]).gives(forward));
+        cases.push(cell().with_reference(forward));
+        cases.push(cell().input(&gates[1..]).input(&gates[1..]).with_reference(forward));
         let back = || {
             case("fused_lstm_cell_backward").input(&states).input(&states).input_in(&gates, 0.1..0.9).tolerance(2.0)
         };
-        cases.push(back().gives(|x| backward(x, None, None)));
-        cases.push(back().input(&states).gives(|x| backward(x, Some(3), None)));
-        cases.push(back().none().input(&states).gives(|x| backward(x, None, Some(3))));
-        cases.push(back().input(&states).input(&states).gives(|x| backward(x, Some(3), Some(4))));
+        cases.push(back().with_reference(|x| backward(x, None, None)));
+        cases.push(back().input(&states).with_reference(|x| backward(x, Some(3), None)));
+        cases.push(back().none().input(&states).with_reference(|x| backward(x, None, Some(3))));
+        cases.push(back().input(&states).input(&states).with_reference(|x| backward(x, Some(3), Some(4))));
     }
     cases
 }

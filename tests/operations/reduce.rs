@@ -1,4 +1,4 @@
-//! Reductions over any dims, against plain loops in f64.
+//! Reductions over any dims, compared with plain loops in f64.
 
 use claystone::{DType, Device, Error, Tensor, autograd::gradcheck, device::count_launches};
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use ndarray::{ArrayD, Axis, IxDyn};
 
 use crate::common::each_device;
 
-/// Small whole numbers: sums of them are exact in every dtype but the halves.
+/// Small integers, whose sums are exact in every dtype except f16 and bf16.
 fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let signed = !matches!(dtype, DType::U8 | DType::U32 | DType::Bool);
@@ -19,7 +19,7 @@ fn array(t: &Tensor) -> ArrayD<f64> {
     ArrayD::from_shape_vec(IxDyn(t.shape().dims()), values).unwrap()
 }
 
-/// The elements over the reduced dims, in row-major order, for each result in order.
+/// For each result, the reduced elements in row-major order.
 fn groups(t: &Tensor, dims: &[usize]) -> Vec<Vec<f64>> {
     let a = array(t);
     let kept: Vec<usize> = (0..t.rank()).filter(|d| !dims.contains(d)).collect();
@@ -59,7 +59,7 @@ fn close(got: &Tensor, want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Every reduction of `t` over `dims` against its definition.
+/// Compares every reduction of `t` over `dims` with its definition.
 #[track_caller]
 fn check(t: &Tensor, dims: &[usize], what: &str) {
     let what = &format!("{what} {:?} strides {:?} over {dims:?} {} {}", t.shape(), t.strides(), t.dtype(), t.device());
@@ -94,7 +94,7 @@ fn check(t: &Tensor, dims: &[usize], what: &str) {
 }
 
 #[test]
-fn every_reduction_of_every_dtype() {
+fn every_reduction_supports_every_dtype() {
     each_device(|device| {
         for dtype in DType::ALL {
             for (shape, dims) in [(&[37][..], &[0][..]), (&[3, 40], &[1]), (&[40, 19], &[0])] {
@@ -106,7 +106,7 @@ fn every_reduction_of_every_dtype() {
 }
 
 #[test]
-fn sizes_around_the_edges() {
+fn reductions_of_sizes_around_block_edges() {
     each_device(|device| {
         for n in [1, 2, 15, 16, 17, 31, 33, 127, 129, 255, 256, 257, 511, 513, 1025] {
             check(&numbers(&[n], DType::F32, device), &[0], "vector");
@@ -121,7 +121,7 @@ fn sizes_around_the_edges() {
 }
 
 #[test]
-fn few_results_of_many_elements_take_two_stages() {
+fn large_reductions_use_two_stages() {
     each_device(|device| {
         for (shape, dims) in
             [(&[200_003][..], &[0][..]), (&[2, 100_003], &[1]), (&[70_001, 3], &[0]), (&[20_011, 19], &[0])]
@@ -134,7 +134,7 @@ fn few_results_of_many_elements_take_two_stages() {
 }
 
 #[test]
-fn any_strides_offset_and_broadcast() {
+fn reductions_support_any_strides() {
     each_device(|device| {
         let base = numbers(&[6, 20, 34], DType::F32, device);
         let row = numbers(&[34], DType::F32, device);
@@ -157,7 +157,7 @@ fn any_strides_offset_and_broadcast() {
 }
 
 #[test]
-fn nan_and_infinities() {
+fn reductions_handle_nan_and_infinities() {
     each_device(|device| {
         let (nan, inf) = (f64::NAN, f64::INFINITY);
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
@@ -182,7 +182,7 @@ fn nan_and_infinities() {
 }
 
 #[test]
-fn empty_dims() {
+fn reductions_of_empty_dims() {
     each_device(|device| {
         let t = Tensor::zeros([0, 3], device).unwrap();
         assert_eq!(t.sum(0, false).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
@@ -200,7 +200,7 @@ fn empty_dims() {
 }
 
 #[test]
-fn products_and_their_dtypes() {
+fn products_and_sums_have_the_right_dtypes() {
     each_device(|device| {
         let t = Tensor::from_slice(&[1i32, 2, 3, 4, -5, 6], [2, 3], device).unwrap();
         let prod = t.prod(1, false).unwrap();
@@ -219,7 +219,7 @@ fn products_and_their_dtypes() {
 }
 
 #[test]
-fn halves_accumulate_in_f32() {
+fn sixteen_bit_floats_accumulate_in_f32() {
     each_device(|device| {
         let ones = Tensor::ones([2, 40_000], (DType::F16, device)).unwrap();
         assert_eq!(ones.sum(1, false).unwrap().to_vec::<f16>().unwrap(), [f16::from_f32(40_000.0); 2]);
@@ -230,7 +230,7 @@ fn halves_accumulate_in_f32() {
 }
 
 #[test]
-fn a_sum_of_ten_million_is_good_to_a_millionth_and_the_same_twice() {
+fn sums_of_ten_million_are_precise_and_deterministic() {
     let values: Vec<f32> = (0..10_000_000u64).map(|i| (i * 2_654_435_761 % 1000) as f32 / 1000.0 + 0.1).collect();
     let exact: f64 = values.iter().map(|v| f64::from(*v)).sum();
     each_device(|device| {
@@ -245,7 +245,7 @@ fn a_sum_of_ten_million_is_good_to_a_millionth_and_the_same_twice() {
 }
 
 #[test]
-fn launches() {
+fn reductions_take_few_launches() {
     each_device(|device| {
         for (shape, dim) in [([64, 128], 0), ([4096, 128], 0), ([4096, 10], 0), ([4096, 1000], 0), ([1000, 64], 1)] {
             let t = Tensor::ones(shape, device).unwrap();
@@ -274,7 +274,7 @@ fn bad_dims_are_errors() {
 }
 
 #[test]
-fn variance_deviation_and_norm() {
+fn variance_deviation_and_norm_match_their_definitions() {
     each_device(|device| {
         let t = numbers(&[5, 12], DType::F32, device).transpose(0, 1).unwrap();
         for dims in [&[0][..], &[0, 1]] {
@@ -296,7 +296,7 @@ fn variance_deviation_and_norm() {
     });
 }
 
-/// No two elements alike, none zero.
+/// Distinct elements, none of them zero.
 fn distinct(shape: &[usize], device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * 7 % n) as f64 + 0.5) / n as f64 * 3.0 - 1.4).collect();
@@ -304,7 +304,7 @@ fn distinct(shape: &[usize], device: Device) -> Tensor {
 }
 
 #[test]
-fn gradients() {
+fn reductions_have_gradients() {
     each_device(|device| {
         let x = distinct(&[3, 4, 5], device);
         let weight = |t: Tensor| -> claystone::Result<Tensor> {
@@ -329,7 +329,7 @@ fn gradients() {
 }
 
 #[test]
-fn ties_share_the_gradient_and_the_norm_of_nothing_has_none() {
+fn ties_share_the_gradient_and_zero_norms_have_none() {
     each_device(|device| {
         let x = Tensor::from_slice(&[1f32, 3.0, 3.0, 2.0], 4, device).unwrap().requires_grad_(true).unwrap();
         x.max((), false).unwrap().backward().unwrap();
@@ -341,7 +341,7 @@ fn ties_share_the_gradient_and_the_norm_of_nothing_has_none() {
 }
 
 #[test]
-fn broadcast_gradients_are_summed_back() {
+fn gradients_of_broadcast_operands_are_summed() {
     each_device(|device| {
         let a = distinct(&[3, 1, 5], device);
         let b = distinct(&[4, 1], device);
@@ -350,14 +350,14 @@ fn broadcast_gradients_are_summed_back() {
 }
 
 #[test]
-fn ndarray_agrees_on_axes() {
+fn axes_match_ndarray() {
     let t = numbers(&[4, 6, 5], DType::F64, Device::Cpu);
     let want = array(&t).sum_axis(Axis(1));
     assert_eq!(t.sum(1, false).unwrap().to_ndarray::<f64>().unwrap(), want);
 }
 
 #[test]
-fn squares_of_halves_do_not_overflow() {
+fn squares_of_sixteen_bit_floats_do_not_overflow() {
     each_device(|d| {
         let x = Tensor::from_slice(&[-300f32, 300.0], 2, d).unwrap().requires_grad_(true).unwrap();
         let half = x.to_dtype(DType::F16).unwrap();

@@ -1,4 +1,4 @@
-//! Reductions: every row of the table by its own reference, the compositions by theirs.
+//! Reductions: every row of the table compared with the row's own reference, compositions with theirs.
 
 use claystone::autograd::gradgradcheck;
 use claystone::ops::{Argument, Dtypes, REDUCTIONS, ReductionRow, operations};
@@ -8,7 +8,7 @@ use ndarray::{ArrayD, Axis, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-/// `f` of the elements over `dims`, in row-major order, for each result.
+/// Applies `f` to the elements over `dims`, in row-major order, for each result.
 fn over(x: &ArrayD<f64>, dims: &[usize], keepdim: bool, f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
     let kept: Vec<usize> = (0..x.ndim()).filter(|d| !dims.contains(d)).collect();
     let mut shape: Vec<usize> = kept.iter().map(|&d| x.shape()[d]).collect();
@@ -37,17 +37,17 @@ fn dims_of((shape, dims, _): Form) -> (Argument, Vec<usize>) {
 }
 
 fn of_row(row: &'static ReductionRow) -> Vec<Case> {
-    // Of nothing, where there is such a result; otherwise no results.
-    let empty: Form = (&[0, 3], Some(if row.takes_nothing() { &[0] } else { &[1] }), false);
+    // A reduction of no elements if the row allows it, otherwise a reduction without results.
+    let empty: Form = (&[0, 3], Some(if row.allows_no_elements() { &[0] } else { &[1] }), false);
     let one = |form: Form| {
         let (argument, dims) = dims_of(form);
         let case = case(row.name);
-        // An extreme has a kink where elements are equal.
+        // Extremes have a kink at equal elements.
         let case = match row.name.contains("max") || row.name.contains("min") {
             true => case.distinct(form.0),
             false => case.input_in(form.0, row.domain.0..row.domain.1),
         };
-        case.arg(argument).arg(form.2).gives(move |x| vec![over(&x[0], &dims, form.2, row.reference)])
+        case.arg(argument).arg(form.2).with_reference(move |x| vec![over(&x[0], &dims, form.2, row.reference)])
     };
     FORMS.into_iter().chain([empty]).map(one).collect()
 }
@@ -76,28 +76,28 @@ pub fn cases() -> Vec<Case> {
         };
         let (var, std, average) = (over(|v| variance(v, 1)), over(|v| variance(v, 0).sqrt()), over(mean));
         let (var_, std_, average_) = (var.clone(), std.clone(), average.clone());
-        cases.push(start("nanmean").arg(keepdim).gives(move |x| vec![average_(&x[0])]));
-        cases.push(start("var").arg(1).arg(keepdim).gives(move |x| vec![var_(&x[0])]));
-        cases.push(start("std").arg(0).arg(keepdim).gives(move |x| vec![std_(&x[0])]));
+        cases.push(start("nanmean").arg(keepdim).with_reference(move |x| vec![average_(&x[0])]));
+        cases.push(start("var").arg(1).arg(keepdim).with_reference(move |x| vec![var_(&x[0])]));
+        cases.push(start("std").arg(0).arg(keepdim).with_reference(move |x| vec![std_(&x[0])]));
         let average_ = average.clone();
-        cases.push(start("var_mean").arg(1).arg(keepdim).gives(move |x| vec![var(&x[0]), average_(&x[0])]));
-        cases.push(start("std_mean").arg(0).arg(keepdim).gives(move |x| vec![std(&x[0]), average(&x[0])]));
+        cases.push(start("var_mean").arg(1).arg(keepdim).with_reference(move |x| vec![var(&x[0]), average_(&x[0])]));
+        cases.push(start("std_mean").arg(0).arg(keepdim).with_reference(move |x| vec![std(&x[0]), average(&x[0])]));
         let log = over(|v| {
             let top = v.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             if v.is_empty() { top } else { top + v.iter().map(|x| (x - top).exp()).sum::<f64>().ln() }
         });
-        cases.push(start("logsumexp").arg(keepdim).gives(move |x| vec![log(&x[0])]));
+        cases.push(start("logsumexp").arg(keepdim).with_reference(move |x| vec![log(&x[0])]));
     }
     for form @ (shape, _, keepdim) in FORMS.into_iter().chain([(&[0, 3][..], Some(&[1][..]), true)]) {
         let (argument, dims) = dims_of(form);
-        cases.push(case("aminmax").distinct(shape).arg(argument).arg(keepdim).gives(move |x| {
+        cases.push(case("aminmax").distinct(shape).arg(argument).arg(keepdim).with_reference(move |x| {
             let of = |better: fn(f64, f64) -> bool| over(&x[0], &dims, keepdim, |v| v[place(v, better)]);
             vec![of(|a, b| a < b), of(|a, b| a > b)]
         }));
     }
     for (name, better) in [("max_dim", (|a, b| a > b) as fn(f64, f64) -> bool), ("min_dim", |a, b| a < b)] {
         for (shape, dim, keepdim) in [(&[5, 7][..], 1, false), (&[4, 3, 5], 1, true), (&[3, 0], 0, false)] {
-            cases.push(case(name).distinct(shape).arg(dim).arg(keepdim).gives(move |x| {
+            cases.push(case(name).distinct(shape).arg(dim).arg(keepdim).with_reference(move |x| {
                 let of = |f: &dyn Fn(&[f64]) -> f64| over(&x[0], &[dim as usize], keepdim, f);
                 vec![of(&|v| v[place(v, better)]), of(&|v| place(v, better) as f64)]
             }));
@@ -106,9 +106,9 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// What a row alone brings: its method (called by name), an entry with its dtypes, a line in the documentation, a gradient.
+/// A row alone provides a method (callable by name), a catalogue entry with its dtypes, a line in the documentation, and a gradient.
 #[test]
-fn a_row_is_all_that_a_reduction_takes() {
+fn reduction_rows_are_complete() {
     let page = include_str!("../../docs/operations.md");
     for row in REDUCTIONS {
         let entry = operations().iter().find(|op| op.name == row.name).unwrap();
@@ -131,7 +131,7 @@ fn a_row_is_all_that_a_reduction_takes() {
 }
 
 #[test]
-fn reductions_around_nan() {
+fn reductions_propagate_nan() {
     let nan = f64::NAN;
     each_device(|device| {
         for n in [4, 40, 300, 70_000] {
@@ -158,7 +158,7 @@ fn reductions_around_nan() {
 }
 
 #[test]
-fn ties_zeros_and_second_derivatives() {
+fn gradients_of_ties_and_zeros() {
     each_device(|device| {
         let t = Tensor::from_slice(&[2f32, 1.0, 2.0, 2.0], 4, device).unwrap().requires_grad_(true).unwrap();
         t.amax((), false).unwrap().backward().unwrap();
@@ -180,7 +180,7 @@ fn ties_zeros_and_second_derivatives() {
 }
 
 #[test]
-fn log_sums_over_several_dims() {
+fn logsumexp_over_several_dims() {
     each_device(|device| {
         let t = Tensor::from_slice(&[1000f32, 1000.0, -1000.0, 1000.0], [2, 2], device).unwrap();
         let got = t.logsumexp((), false).unwrap().item::<f32>().unwrap();
@@ -196,7 +196,7 @@ fn log_sums_over_several_dims() {
 }
 
 #[test]
-fn results_of_few_elements_each() {
+fn reductions_of_few_elements() {
     let check = |t: &Tensor, d: usize| {
         let (x, dim) = (f64s(t), d as isize);
         let what = |name: &str| format!("{name} of {:?} {:?} along {d} {} on {}", t.shape(), t.strides(), t.dtype(), t.device());

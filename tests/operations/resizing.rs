@@ -1,4 +1,4 @@
-//! Images of other sizes.
+//! Interpolation to other image sizes.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
@@ -9,7 +9,7 @@ use ndarray::{ArrayD, Axis, IxDyn, concatenate};
 use crate::common::{each_device, f64s, values, vec};
 use crate::harness::{Case, case};
 
-/// Dim `d` of `x` with `to` elements, each a sum of elements of `x` by `parts`: for a place in the result, places and shares.
+/// Resizes dim `d` of `x` to `to` elements. `parts` returns the source indices and weights of a result index.
 fn along(x: &ArrayD<f64>, d: usize, to: usize, parts: impl Fn(usize) -> Vec<(usize, f64)>) -> ArrayD<f64> {
     let slice = |o: usize| {
         let mut sum = ArrayD::zeros(x.index_axis(Axis(d), 0).raw_dim());
@@ -67,7 +67,7 @@ pub fn cases() -> Vec<Case> {
     ] {
         for (mode, align) in MODES {
             let made = case("interpolate").input(shape).arg(sizes).arg(mode).arg(align).tolerance(4.0);
-            cases.push(made.gives(move |x| vec![resized(&x[0], sizes, mode, align)]));
+            cases.push(made.with_reference(move |x| vec![resized(&x[0], sizes, mode, align)]));
         }
     }
     for (n, c, h, w, r) in [(2, 3, 2, 3, 2), (1, 1, 3, 2, 3), (0, 2, 2, 2, 2), (2, 2, 1, 4, 1)] {
@@ -82,15 +82,15 @@ pub fn cases() -> Vec<Case> {
             })
         };
         let made = case("pixel_shuffle").input(&[n, c * r * r, h, w]).arg(r);
-        cases.push(made.gives(move |x| vec![shuffled(&x[0])]));
+        cases.push(made.with_reference(move |x| vec![shuffled(&x[0])]));
         let made = case("pixel_unshuffle").input(&[n, c, h * r, w * r]).arg(r);
-        cases.push(made.gives(move |x| vec![back(&x[0])]));
+        cases.push(made.with_reference(move |x| vec![back(&x[0])]));
     }
     cases
 }
 
 #[test]
-fn sizes_are_pytorchs() {
+fn sizes_match_pytorch() {
     each_device(|device| {
         let x = Tensor::arange(0, 3, 1, device).unwrap().reshape([1, 1, 3]).unwrap();
         let of = |to: usize, mode| vec(&x.interpolate(&[to], mode).unwrap());
@@ -108,16 +108,16 @@ const ALL: [Interpolation; 4] = [
     Interpolation::Linear { align_corners: true },
 ];
 
-/// Numbers without a pattern.
-fn some(shape: &[usize], dtype: DType) -> Tensor {
+/// Pseudo-random numbers.
+fn pseudo_random(shape: &[usize], dtype: DType) -> Tensor {
     let value = |i: usize| ((i as f64 + 1.0) * 0.618_033_988_749_895).fract() - 0.5;
     let values: Vec<f64> = (0..shape.iter().product()).map(value).collect();
     Tensor::from_vec(values, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// More than a thread's share: bands of large planes, several small ones, a row, what lies in steps, every float.
+/// More work than one thread's share: bands of large planes, several small planes, a row, strided tensors, every float dtype.
 #[test]
-fn large_images() {
+fn large_images_match_the_definition() {
     for (shape, sizes) in [
         (&[1, 2, 150, 140][..], &[301, 211][..]),
         (&[3, 50, 7, 9], &[15, 20]),
@@ -128,8 +128,8 @@ fn large_images() {
         for ((mode, align), how) in MODES.into_iter().zip(ALL) {
             let right = |x: &Tensor| resized(&f64s(x), sizes, mode, align);
             for (dtype, tolerance) in [(DType::F64, 1e-10), (DType::F32, 1e-6), (DType::F16, 5e-4), (DType::BF16, 3e-3)] {
-                let flat = some(shape, dtype);
-                let turned = some(&shape.iter().rev().copied().collect::<Vec<_>>(), dtype);
+                let flat = pseudo_random(shape, dtype);
+                let turned = pseudo_random(&shape.iter().rev().copied().collect::<Vec<_>>(), dtype);
                 let turned = turned.permute(&(0..shape.len() as isize).rev().collect::<Vec<_>>()).unwrap();
                 for x in [flat, turned] {
                     let made = f64s(&x.interpolate(sizes, how).unwrap());
@@ -141,9 +141,9 @@ fn large_images() {
     }
 }
 
-/// `y · A x = x · Aᵀ y`, and every plane alone has the same bits as among others, whoever computes it.
+/// `y · A x = x · Aᵀ y`, and each plane has the same bits alone as among others, whichever thread computes it.
 #[test]
-fn large_gradients() {
+fn gradients_of_large_images_are_adjoint() {
     for (shape, sizes) in [
         (&[3, 50, 7, 9][..], &[15, 20][..]),
         (&[1, 2, 150, 140], &[301, 211]),
@@ -152,9 +152,9 @@ fn large_gradients() {
         (&[1, 3, 30011], &[50021]),
     ] {
         for how in ALL {
-            let x = some(shape, DType::F32).requires_grad_(true).unwrap();
+            let x = pseudo_random(shape, DType::F32).requires_grad_(true).unwrap();
             let y = x.interpolate(sizes, how).unwrap();
-            let given = some(y.shape().dims(), DType::F32).flip(-1).unwrap();
+            let given = pseudo_random(y.shape().dims(), DType::F32).flip(-1).unwrap();
             y.backward_with(&given).unwrap();
             let grad = x.grad().unwrap();
             let dot = |a: &Tensor, b: &Tensor| (&f64s(a) * &f64s(b)).sum();
@@ -170,15 +170,15 @@ fn large_gradients() {
     }
 }
 
-/// Rows and columns at once, each dim before them by itself; a gradient as many.
+/// Rows and columns take one launch together, each further dim one launch; a gradient takes the same number.
 #[test]
-fn launches() {
+fn interpolation_takes_few_launches() {
     each_device(|device| {
         for (shape, sizes, most) in
             [(&[2, 3, 5][..], &[8][..], 1), (&[2, 3, 5, 4], &[8, 3], 1), (&[2, 3, 5, 4, 3], &[8, 3, 5], 2)]
         {
             for how in ALL {
-                let x = some(shape, DType::F32).to_device(device).unwrap().requires_grad_(true).unwrap();
+                let x = pseudo_random(shape, DType::F32).to_device(device).unwrap().requires_grad_(true).unwrap();
                 let (y, launches) = count_launches(|| x.interpolate(sizes, how).unwrap());
                 assert_eq!(launches, most, "{shape:?} on {device}");
                 let ones = y.ones_like().unwrap();
@@ -190,20 +190,20 @@ fn launches() {
     });
 }
 
-/// What is larger than the caches goes past them: the same.
+/// Images larger than the caches are written with non-temporal stores; results are the same.
 #[test]
-fn images_past_the_caches() {
+fn images_larger_than_the_caches() {
     for how in ALL {
-        let x = some(&[1, 2, 1300, 1100], DType::F32);
+        let x = pseudo_random(&[1, 2, 1300, 1100], DType::F32);
         let (both, one) = (x.interpolate(&[2600, 1301], how).unwrap(), x.narrow(1, 1, 1).unwrap());
         assert!(one.interpolate(&[2600, 1301], how).unwrap().equal(&both.narrow(1, 1, 1).unwrap()).unwrap());
     }
 }
 
-/// An element is a share, at most a half, of the way from the nearer element to the other: what is not finite spreads as far,
-/// and 0 times an infinity is NaN.
+/// A result interpolates two elements, and the weight of the farther one is at most a half: non-finite values spread accordingly, and
+/// 0 times infinity is NaN.
 #[test]
-fn what_is_not_finite_spreads() {
+fn non_finite_values_spread_by_weight() {
     let line = |x: &[f64], to: usize| -> Vec<f64> {
         let value = |o: usize| {
             let place = ((o as f64 + 0.5) * x.len() as f64 / to as f64 - 0.5).max(0.0);
@@ -239,7 +239,7 @@ fn what_is_not_finite_spreads() {
 }
 
 #[test]
-fn what_has_no_size_is_refused() {
+fn invalid_sizes_are_errors() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, Device::Cpu).unwrap();
     let invalid = |made: claystone::Result<Tensor>| assert!(matches!(made, Err(Error::Invalid { .. })), "{made:?}");
     invalid(zeros(&[1, 1, 3]).interpolate(&[2, 2], Interpolation::Nearest));

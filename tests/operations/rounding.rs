@@ -1,9 +1,9 @@
-//! What dtypes hold of numbers in f64, and how far results may be off.
+//! Rounding of f64 numbers to dtypes, and the tolerances of results.
 
 use claystone::DType;
 use half::{bf16, f16};
 
-/// How far a result may be off, of its scale: absolute below 1, relative above. Integers are exact.
+/// The tolerance of a result: absolute below 1, relative above. Integers must be exact.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-11,
@@ -14,7 +14,7 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// `x` as `dtype` holds it.
+/// `x` rounded to `dtype`.
 pub fn rounded(x: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => x,
@@ -28,7 +28,7 @@ pub fn rounded(x: f64, dtype: DType) -> f64 {
     }
 }
 
-/// A result of integers as its dtype holds it, wrapped.
+/// An integer result as its dtype stores it, wrapped.
 pub fn rounded_result(x: f64, dtype: DType) -> f64 {
     match dtype {
         DType::U8 => x.rem_euclid(256.0),

@@ -1,4 +1,4 @@
-//! Scans against plain loops in f64.
+//! Scans, compared with plain loops in f64.
 
 use claystone::{DType, Device, Error, Tensor, autograd::gradcheck};
 use ndarray::{ArrayD, Axis};
@@ -11,22 +11,22 @@ pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2isize), (&[0, 3], 0), (&[3, 0], 1)] {
         let d = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
-        cases.push(case("cumsum").input(shape).arg(dim).gives(move |x| vec![along(&x[0], d, cumsum)]));
-        cases.push(case("cumprod").input_in(shape, 0.5..1.5).arg(dim).gives(move |x| vec![along(&x[0], d, cumprod)]));
-        cases.push(case("logcumsumexp").input(shape).arg(dim).gives(move |x| vec![along(&x[0], d, logcumsumexp)]));
+        cases.push(case("cumsum").input(shape).arg(dim).with_reference(move |x| vec![along(&x[0], d, cumsum)]));
+        cases.push(case("cumprod").input_in(shape, 0.5..1.5).arg(dim).with_reference(move |x| vec![along(&x[0], d, cumprod)]));
+        cases.push(case("logcumsumexp").input(shape).arg(dim).with_reference(move |x| vec![along(&x[0], d, logcumsumexp)]));
         for (name, places) in [("cummax", cummax as fn(&[f64]) -> Vec<usize>), ("cummin", cummin)] {
-            // Where elements are equal there is a kink.
-            cases.push(case(name).distinct(shape).arg(dim).gives(move |x| {
+            // Extremes have a kink at equal elements.
+            cases.push(case(name).distinct(shape).arg(dim).with_reference(move |x| {
                 let of = |line: &[f64]| places(line).iter().map(|&i| line[i]).collect();
                 let at = |line: &[f64]| places(line).iter().map(|&i| i as f64).collect();
                 vec![along(&x[0], d, of), along(&x[0], d, at)]
             }));
         }
         for n in [0, 1, 2] {
-            // Bool has no differences in f64; a test below has them.
+            // Bool differences have no f64 reference; a test below checks them.
             for case in [case("diff").floats(), case("diff").integers()] {
                 let made = move |x: &[ArrayD<f64>]| vec![(0..n).fold(x[0].clone(), |x, _| differences(&x, d))];
-                cases.push(case.input(shape).arg(n).arg(dim).gives(made));
+                cases.push(case.input(shape).arg(n).arg(dim).with_reference(made));
             }
         }
     }
@@ -39,7 +39,7 @@ fn differences(x: &ArrayD<f64>, d: usize) -> ArrayD<f64> {
     from(x.len_of(Axis(d)) - pairs) - from(0)
 }
 
-/// `f` of every line along `d`: as many values as the line has.
+/// Applies `f`, which keeps the length, to every line along `d`.
 fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
     let mut out = x.clone();
     for mut line in out.lanes_mut(Axis(d)) {
@@ -77,7 +77,7 @@ fn logcumsumexp(line: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// Where the extreme of the elements so far is: the last among equals, the last NaN.
+/// The index of the running extreme: the last of equal elements, the last NaN.
 fn extreme(line: &[f64], reaches: fn(f64, f64) -> bool) -> Vec<usize> {
     let mut best = 0;
     (0..line.len())
@@ -98,12 +98,12 @@ fn cummin(line: &[f64]) -> Vec<usize> {
     extreme(line, |a, b| a <= b)
 }
 
-/// The numbers as a tensor of this dtype holds them.
+/// The numbers rounded to this dtype.
 fn rounded(x: ArrayD<f64>, dtype: DType) -> ArrayD<f64> {
     f64s(&Tensor::from_ndarray(x, Device::Cpu).unwrap().to_dtype(dtype).unwrap())
 }
 
-/// Every scan of whole numbers along every dim, exactly.
+/// Compares every scan of integers along every dim exactly.
 #[track_caller]
 fn check(t: &Tensor) {
     let x = f64s(t);
@@ -151,14 +151,14 @@ fn scans_of_sizes_around_blocks() {
 }
 
 #[test]
-fn few_long_lines_are_cut_in_slices() {
+fn long_lines_are_scanned_in_slices() {
     each_device(|device| {
         for dtype in [DType::F32, DType::I64] {
             check(&numbers(&[100_003], dtype, device));
             check(&numbers(&[2, 70_001], dtype, device));
         }
         check(&numbers(&[70_001, 2], DType::F32, device));
-        // The first element of a slice is the greatest of all so far, its last NaN the last one.
+        // The first element of each slice is the maximum so far, and the last NaN wins.
         let mut values: Vec<f32> = (0..100_003).map(|i| (i / 5000) as f32).collect();
         values[60_000] = f32::NAN;
         values[90_001] = f32::NAN;
@@ -166,9 +166,9 @@ fn few_long_lines_are_cut_in_slices() {
     });
 }
 
-/// Lines side by side and one after another, whole and in pieces.
+/// Adjacent lines and consecutive lines, whole and in pieces.
 #[test]
-fn many_lines_and_pieces_of_them() {
+fn scans_of_many_lines_and_partial_lines() {
     for shape in [[2, 9, 65], [3, 64, 127], [1, 700, 64], [2, 5000, 9], [1, 3, 20_011], [2, 601, 129], [5, 33, 1026]] {
         for dtype in [DType::F32, DType::F64, DType::I32] {
             let t = numbers(&shape, dtype, Device::Cpu);
@@ -179,7 +179,7 @@ fn many_lines_and_pieces_of_them() {
                 check(&t.flip(1).unwrap());
             }
         }
-        // Halves as far as they hold whole numbers; a product that wraps, and one that is 0 before it would overflow.
+        // bf16 for integers that it represents exactly; products that wrap, and products that become 0 before they would overflow.
         let few = numbers(&shape, DType::BF16, Device::Cpu).eq_scalar(3).unwrap().to_dtype(DType::BF16).unwrap();
         let want = along(&f64s(&few), 1, cumsum);
         let rounded = Tensor::from_ndarray(want, Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
@@ -207,7 +207,7 @@ fn many_lines_and_pieces_of_them() {
 }
 
 #[test]
-fn running_sums_and_products_of_every_dtype() {
+fn scans_support_every_dtype() {
     each_device(|device| {
         for dtype in DType::ALL {
             let t = numbers(&[3, 20], dtype, device);
@@ -222,14 +222,14 @@ fn running_sums_and_products_of_every_dtype() {
         let large = Tensor::full(3, i64::MAX, (DType::I64, device)).unwrap();
         assert_eq!(large.cumsum(0).unwrap().to_vec::<i64>().unwrap(), [i64::MAX, -2, i64::MAX - 2]);
         assert_eq!(large.cumprod(0).unwrap().to_vec::<i64>().unwrap(), [i64::MAX, 1, i64::MAX]);
-        // A half at a time these would stop at 2048.
+        // Accumulated in f16, the sum would stop at 2048.
         let halves = Tensor::ones(3000, (DType::F16, device)).unwrap().cumsum(0).unwrap();
         assert_eq!(halves.narrow(0, 2999, 1).unwrap().to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap(), [3000.0]);
     });
 }
 
 #[test]
-fn long_running_sums_stay_close() {
+fn long_running_sums_stay_precise() {
     each_device(|device| {
         let values: Vec<f32> = (0..1_000_000i64).map(|i| (i * 7919 % 1009) as f32 / 1009.0).collect();
         let t = Tensor::from_slice(&values, values.len(), device).unwrap();
@@ -264,7 +264,7 @@ fn scans_of_special_values() {
 }
 
 #[test]
-fn scans_of_nothing_and_of_scalars() {
+fn scans_of_empty_tensors_and_scalars() {
     each_device(|device| {
         let empty = Tensor::zeros([3, 0], device).unwrap();
         assert_eq!(empty.cumsum(1).unwrap().shape().dims(), [3, 0]);
@@ -282,7 +282,7 @@ fn scans_of_nothing_and_of_scalars() {
 }
 
 #[test]
-fn gradients_of_scans() {
+fn scans_have_gradients() {
     each_device(|device| {
         if !device.info().unwrap().fp64 {
             return;
@@ -298,7 +298,7 @@ fn gradients_of_scans() {
             gradcheck(|x| weighted(x[0].cummin(dim)?.0), &[t.detach()], 1e-6).unwrap();
             gradcheck(|x| weighted(x[0].logcumsumexp(dim)?), &[t.detach()], 1e-6).unwrap();
         }
-        // One zero, two, at either end, and none.
+        // One zero, two zeros, zeros at both ends, and no zeros.
         let zeros = [0.0, 2.0, 3.0, 0.5, 2.0, 0.0, 0.0, 0.5, 1.5, 2.0, 3.0, 0.0, 0.5, 1.0, 2.0, -1.0];
         let t = Tensor::from_slice(&zeros, [4, 4], device).unwrap();
         gradcheck(|x| x[0].cumprod(1)?.mul(&t.exp()?)?.sum((), false), &[t.detach()], 1e-6).unwrap();

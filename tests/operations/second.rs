@@ -1,4 +1,4 @@
-//! Gradients of gradients, of every operation that has a gradient.
+//! Second derivatives of every differentiable operation.
 
 use std::collections::HashMap;
 
@@ -8,23 +8,23 @@ use claystone::{DType, Device, Tensor};
 
 use crate::harness::{Case, check_second_gradient, differentiable_elements};
 
-/// Cases of so many elements say enough; those of more than are quick to check are left out.
-const ENOUGH: usize = 4;
-const QUICK: usize = 500;
-/// How many cases an operation has to pass.
-const CASES: usize = 3;
+/// Cases with at least this many elements are preferred, and cases with more than MAX_ELEMENTS elements are skipped.
+const PREFERRED_MIN_ELEMENTS: usize = 4;
+const MAX_ELEMENTS: usize = 500;
+/// The number of cases that each operation has to pass.
+const CASES_PER_OPERATION: usize = 3;
 
 #[test]
-fn every_gradient_has_a_gradient() {
+fn every_operation_has_second_derivatives() {
     let only = std::env::var("CASE").ok();
     let mut cases: Vec<Case> = crate::all_cases();
     cases.retain(|case| only.as_deref().is_none_or(|name| name == case.op.name));
-    cases.retain(|case| (1..=QUICK).contains(&differentiable_elements(case)));
-    cases.sort_by_key(|case| (differentiable_elements(case) < ENOUGH, differentiable_elements(case)));
+    cases.retain(|case| (1..=MAX_ELEMENTS).contains(&differentiable_elements(case)));
+    cases.sort_by_key(|case| (differentiable_elements(case) < PREFERRED_MIN_ELEMENTS, differentiable_elements(case)));
     let mut checked: HashMap<&str, usize> = HashMap::new();
     for case in &cases {
         let count = checked.entry(case.op.name).or_default();
-        if *count < CASES {
+        if *count < CASES_PER_OPERATION {
             *count += 1;
             check_second_gradient(case);
         }
@@ -35,7 +35,7 @@ fn every_gradient_has_a_gradient() {
 }
 
 #[test]
-fn every_row_s_gradient_has_a_gradient() {
+fn every_row_has_second_derivatives() {
     for row in ROWS.iter().filter(|row| row.accepts != Accepts::Integer) {
         let operand = |(k, &(low, high)): (usize, &(f64, f64))| {
             let point = |i: usize| low + (high - low) * ((i + 1) as f64 * (0.618 + 0.137 * k as f64)).fract();
@@ -47,7 +47,7 @@ fn every_row_s_gradient_has_a_gradient() {
             let out = row.apply(&x.iter().collect::<Vec<_>>(), &scalars)?;
             match out.dtype() {
                 DType::F64 if out.requires_grad() => out.square()?.sum((), false),
-                _ => x[0].sum((), false), // it has no gradient
+                _ => x[0].sum((), false), // the row has no gradient
             }
         };
         gradgradcheck(squares, &inputs, 1e-4).unwrap_or_else(|e| panic!("{}: {e}", row.name));

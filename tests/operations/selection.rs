@@ -1,14 +1,14 @@
-//! What the CPU selects, counts and numbers in pieces and on several threads, at the edges of these.
+//! Selecting, counting and generating sequences on the CPU, which works in pieces and on several threads: sizes at the edges of pieces.
 
 use claystone::{DType, Device, Tensor};
 use ndarray::ArrayD;
 
-use crate::common::{alone, each_device, f64s};
+use crate::common::{each_device, f64s, in_own_process};
 use crate::sorting::{along, check as sorting_check, equal, numbers, sorted};
 
 const CPU: Device = Device::Cpu;
 
-/// Ties, zeros of both signs and, of floats, infinities and NaN.
+/// Numbers with ties, zeros of both signs and, for floats, infinities and NaN.
 fn special(shape: &[usize], dtype: DType, nans: usize) -> Tensor {
     let t = numbers(shape, dtype, CPU);
     if !dtype.is_float() {
@@ -24,7 +24,7 @@ fn special(shape: &[usize], dtype: DType, nans: usize) -> Tensor {
     Tensor::from_slice(&values.collect::<Vec<_>>(), shape, CPU).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The element of every line at `place` in ascending order, and its index.
+/// Checks the element at rank `place` of every line, and its index.
 fn is_at(got: (Tensor, Tensor), x: &ArrayD<f64>, d: usize, place: impl Fn(&[f64]) -> usize, what: &str) {
     let index = |line: &[f64]| sorted(line, false)[place(line)];
     equal(&got.1, &along(x, d, |line| vec![index(line) as f64]), what);
@@ -55,7 +55,7 @@ fn check(t: &Tensor, counts: &[usize]) {
 }
 
 #[test]
-fn the_first_of_lines_are_those_of_a_sort() {
+fn topk_and_kthvalue_match_a_sort() {
     for dtype in DType::ALL {
         for nans in [0, 3, 97] {
             check(&special(&[3, 200], dtype, nans), &[1, 2, 8, 31, 32, 33, 99, 100, 101, 199, 200]);
@@ -69,7 +69,7 @@ fn the_first_of_lines_are_those_of_a_sort() {
         check(&special(&[n], DType::F32, 2), &[1, 8, 32, 33, 5000]);
         check(&special(&[n], DType::I64, 0), &[1, 33]);
     }
-    // In descending order every one is among the first until the end; in ascending order none after them.
+    // In descending order every element enters the selection; in ascending order none enters after the first.
     let falling = Tensor::arange(100_000, 0, -1, CPU).unwrap();
     assert_eq!(falling.topk(3, 0, false).unwrap().1.to_vec::<i64>().unwrap(), [99_999, 99_998, 99_997]);
     assert_eq!(falling.topk(3, 0, true).unwrap().1.to_vec::<i64>().unwrap(), [0, 1, 2]);
@@ -80,7 +80,7 @@ fn the_first_of_lines_are_those_of_a_sort() {
 }
 
 #[test]
-fn places_of_what_is_not_zero_around_blocks() {
+fn nonzero_of_sizes_around_blocks() {
     for shape in [&[1][..], &[255], &[256], &[257], &[16_384], &[16_385], &[50_001], &[1, 1], &[400, 300], &[20_000, 2]]
         .into_iter()
         .chain([&[3, 5000, 7][..], &[2, 3, 4, 5], &[33_000, 1, 2]])
@@ -112,7 +112,7 @@ fn places_of_what_is_not_zero_around_blocks() {
 }
 
 #[test]
-fn long_sequences_of_every_dtype() {
+fn long_sequences_support_every_dtype() {
     for n in [8191, 8192, 8193, 65_537, 200_000i64] {
         for dtype in DType::ALL {
             let made = Tensor::arange(-5, 3 * n - 5, 3, (dtype, CPU));
@@ -135,9 +135,9 @@ fn long_sequences_of_every_dtype() {
     }
 }
 
-/// Looks up and counts more elements than one block has.
+/// Looks up and counts more elements than one block holds.
 #[test]
-fn membership_and_counts_of_many_elements() {
+fn isin_and_counts_of_many_elements() {
     each_device(|device| {
         let n = (1 << 21) + 77;
         let values: Vec<i64> = (0..n).map(|i: i64| i * 7919 % 251).collect();
@@ -159,7 +159,7 @@ fn membership_and_counts_of_many_elements() {
         }
         let parts = t.to_dtype(DType::F32).unwrap().histc(251, -0.5, 250.5).unwrap();
         assert!(f64s(&parts).iter().zip(&counts).all(|(&a, &b)| a == b as f64), "histc on {device}");
-        // Products of integers beside others, wrapping: a product that is summed in 64 bits before a bias is added in parts.
+        // Wrapping products of integers: the CPU sums in 64 bits in parts before it adds the bias.
         let x = t.narrow(0, 0, 1 << 21).unwrap().reshape([1 << 19, 4]).unwrap().to_dtype(DType::U8).unwrap();
         let w = x.narrow(0, 5, 9).unwrap();
         let bias = w.select(1, 0).unwrap();
@@ -170,7 +170,7 @@ fn membership_and_counts_of_many_elements() {
     });
 }
 
-/// A position between two ranks, as `quantile` has it.
+/// The value at a fractional rank, as `quantile` interpolates it.
 fn between(line: &[f64], place: f64) -> f64 {
     let order = sorted(line, false);
     let [low, high] = [place.floor(), place.ceil()].map(|rank| line[order[rank as usize]]);
@@ -178,7 +178,7 @@ fn between(line: &[f64], place: f64) -> f64 {
 }
 
 #[test]
-fn long_lines_are_selected_from_on_every_device() {
+fn selections_from_long_lines_agree_on_every_device() {
     each_device(|device| {
         for dtype in DType::ALL {
             check(&special(&[40_003], dtype, 2).to_device(device).unwrap(), &[1, 600, 9000]);
@@ -187,14 +187,14 @@ fn long_lines_are_selected_from_on_every_device() {
             check(&special(&[n], DType::F32, 2).to_device(device).unwrap(), &[1, 8, 9, 32, 33, n / 5, n]);
         }
         check(&special(&[2, 17_000], DType::F16, 97).to_device(device).unwrap(), &[1, 33]);
-        // Many lines, some beside each other, and lines that are read backwards or with gaps.
+        // Many lines, adjacent lines, and lines that are reversed or strided.
         let t = special(&[20, 300, 3], DType::F32, 1).to_device(device).unwrap();
         check(&t, &[1, 32, 300]);
         check(&t.permute(&[2, 0, 1]).unwrap().narrow(2, 7, 200).unwrap().flip(2).unwrap(), &[2, 40]);
         let t = special(&[16_500, 3], DType::F16, 1).to_device(device).unwrap();
         check(&t, &[1, 33, 4000]);
         check(&t.narrow(0, 1, 16_400).unwrap().flip(0).unwrap(), &[5, 600]);
-        // All are equal, or none but one.
+        // All elements equal, or all except one.
         let mut values = vec![7.0f32; 50_000];
         check(&Tensor::from_slice(&values, 50_000, device).unwrap(), &[1, 32, 33, 12_000]);
         values[49_999] = -1.0;
@@ -206,7 +206,7 @@ fn long_lines_are_selected_from_on_every_device() {
 }
 
 #[test]
-fn quantiles_of_long_and_short_lines() {
+fn quantiles_match_a_sort() {
     each_device(|device| {
         for dtype in [DType::F32, DType::F64, DType::F16] {
             for (shape, nans) in [(&[9][..], 0), (&[5, 70], 2), (&[3, 70], 0), (&[70_001], 0), (&[2, 17_000], 97)] {
@@ -239,8 +239,8 @@ fn quantiles_of_long_and_short_lines() {
 }
 
 #[test]
-fn selections_stream_their_input() {
-    if !alone("selection::selections_stream_their_input") {
+fn selections_do_not_copy_their_input() {
+    if !in_own_process("selection::selections_do_not_copy_their_input") {
         return;
     }
     each_device(|device| {
@@ -274,7 +274,7 @@ fn selections_stream_their_input() {
     });
 }
 
-/// The most bytes of memory that this process has had so far; None where the system does not tell.
+/// The peak resident memory of this process in bytes; None if the system does not report it.
 fn most_resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -282,8 +282,8 @@ fn most_resident() -> Option<u64> {
 }
 
 #[test]
-fn the_cpu_has_its_temporaries_from_the_allocator() {
-    if !alone("selection::the_cpu_has_its_temporaries_from_the_allocator") {
+fn cpu_temporaries_come_from_the_allocator() {
+    if !in_own_process("selection::cpu_temporaries_come_from_the_allocator") {
         return;
     }
     let n = 1 << 24;
@@ -314,9 +314,9 @@ fn the_cpu_has_its_temporaries_from_the_allocator() {
     }
 }
 
-/// More boundaries and more values than are converted at a time.
+/// More boundaries and values than are converted at a time.
 #[test]
-fn searches_of_long_lines() {
+fn searchsorted_on_long_lines() {
     each_device(|device| {
         let line = numbers(&[70_000], DType::F16, device).sort(0, false).unwrap().0;
         let v = numbers(&[3001], DType::F16, device).mul_scalar(1.5).unwrap();
@@ -328,7 +328,7 @@ fn searches_of_long_lines() {
 }
 
 #[test]
-fn long_sorts_of_every_dtype() {
+fn long_sorts_support_every_dtype() {
     each_device(|device| {
         for dtype in DType::ALL {
             sorting_check(&special(&[70_001], dtype, 3).to_device(device).unwrap());

@@ -1,4 +1,4 @@
-//! Softmax, log-softmax, logsumexp and cross-entropy along any dim, against f64.
+//! Softmax, log-softmax, logsumexp and cross-entropy along any dim, compared with f64.
 
 use claystone::{
     CrossEntropy, DType, Device, Error, LossReduction, Tensor, autograd::gradcheck, device::count_launches,
@@ -13,7 +13,7 @@ fn logits(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     Tensor::from_slice(&values, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
-/// `f` of every row along d, in place.
+/// Applies `f` in place to every row along d.
 fn by_row(t: &Tensor, d: usize, f: impl Fn(&mut [f64])) -> Vec<f64> {
     let mut all = values(t);
     let dims = t.shape().dims();
@@ -77,7 +77,7 @@ fn check(t: &Tensor, d: usize) {
 }
 
 #[test]
-fn along_any_dim_of_any_float() {
+fn softmax_along_any_dim_in_every_float_dtype() {
     each_device(|device| {
         for dtype in FLOATS {
             let t = logits(&[3, 17, 40], dtype, device);
@@ -94,7 +94,7 @@ fn along_any_dim_of_any_float() {
 }
 
 #[test]
-fn sizes_around_the_edges() {
+fn softmax_of_sizes_around_block_edges() {
     each_device(|device| {
         for n in [1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1025] {
             check(&logits(&[3, n], DType::F32, device), 1);
@@ -112,7 +112,7 @@ fn sizes_around_the_edges() {
 }
 
 #[test]
-fn extreme_logits() {
+fn softmax_of_extreme_logits() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     each_device(|device| {
         let of = |v: &[f32]| Tensor::from_slice(v, v.len(), device).unwrap();
@@ -130,7 +130,7 @@ fn extreme_logits() {
 }
 
 #[test]
-fn gradients() {
+fn softmax_has_gradients() {
     each_device(|device| {
         let x = logits(&[3, 5, 4], DType::F64, device);
         let w = logits(&[4, 5, 3], DType::F64, device).transpose(0, 2).unwrap();
@@ -150,7 +150,7 @@ fn labels(n: usize, classes: usize, device: Device) -> Tensor {
     Tensor::from_slice(&values, n, device).unwrap()
 }
 
-/// Losses of the rows, and the gradient of their sum.
+/// The losses of the rows, and the gradient of their sum.
 fn entropy(x: &Tensor, labels: &Tensor, ignore: i64) -> (Vec<f64>, Vec<f64>) {
     let classes = x.shape().dims()[1];
     let (x, labels) = (values(x), values(labels));
@@ -171,7 +171,7 @@ fn entropy(x: &Tensor, labels: &Tensor, ignore: i64) -> (Vec<f64>, Vec<f64>) {
     (losses, grad)
 }
 
-/// Loss and gradient of `x` for labels of which every seventh is ignored, against f64.
+/// Compares loss and gradient with f64, for labels of which every seventh is ignored.
 fn check_entropy(x: &Tensor) {
     let (n, classes, eps) = (x.shape().dims()[0], x.shape().dims()[1], tolerance(x.dtype()));
     let x = x.detach().requires_grad_(true).unwrap();
@@ -197,7 +197,7 @@ fn check_entropy(x: &Tensor) {
     }
 }
 
-/// As a matrix whose rows lie apart, and as one whose columns do.
+/// The matrix with gaps between rows, and with gaps between columns.
 fn strided(x: &Tensor) -> [Tensor; 2] {
     let (n, classes) = (x.shape().dims()[0], x.shape().dims()[1]);
     let wide = Tensor::zeros([n + 1, classes + 2], (x.dtype(), x.device())).unwrap();
@@ -211,7 +211,7 @@ fn strided(x: &Tensor) -> [Tensor; 2] {
 }
 
 #[test]
-fn cross_entropy_and_its_gradient() {
+fn cross_entropy_and_its_gradient_match_f64() {
     each_device(|device| {
         for dtype in FLOATS {
             for (n, classes) in [(1, 1), (2, 10), (5, 16), (64, 10), (65, 33), (300, 100), (3, 1000), (1000, 7)] {
@@ -223,14 +223,14 @@ fn cross_entropy_and_its_gradient() {
     });
 }
 
-/// Numbers of rows and of their elements around those that the CPU has at a time.
-const BLOCKS: [usize; 9] = [1, 15, 16, 17, 63, 64, 65, 127, 200];
-const SHORT: [usize; 14] = [1, 2, 7, 8, 10, 16, 17, 31, 32, 33, 63, 64, 65, 130];
+/// Numbers of rows and row lengths around the CPU's block sizes.
+const ROW_COUNTS: [usize; 9] = [1, 15, 16, 17, 63, 64, 65, 127, 200];
+const SHORT_ROW_LENGTHS: [usize; 14] = [1, 2, 7, 8, 10, 16, 17, 31, 32, 33, 63, 64, 65, 130];
 
 #[test]
-fn short_rows_in_blocks() {
-    for (dtype, classes) in FLOATS.into_iter().flat_map(|dtype| SHORT.map(|classes| (dtype, classes))) {
-        for n in BLOCKS {
+fn softmax_of_short_rows_in_blocks() {
+    for (dtype, classes) in FLOATS.into_iter().flat_map(|dtype| SHORT_ROW_LENGTHS.map(|classes| (dtype, classes))) {
+        for n in ROW_COUNTS {
             let x = logits(&[n, classes], dtype, Device::Cpu);
             check(&x, 1);
             check_entropy(&x);
@@ -246,7 +246,7 @@ fn short_rows_in_blocks() {
 
 #[test]
 fn gradients_of_short_rows_in_blocks() {
-    for (n, classes) in BLOCKS.into_iter().flat_map(|n| SHORT.map(|classes| (n, classes))) {
+    for (n, classes) in ROW_COUNTS.into_iter().flat_map(|n| SHORT_ROW_LENGTHS.map(|classes| (n, classes))) {
         for dtype in [DType::F32, DType::F64] {
             let whole = logits(&[n, classes], dtype, Device::Cpu);
             let g = logits(&[classes, n], dtype, Device::Cpu).t().unwrap();
@@ -274,7 +274,7 @@ fn gradients_of_short_rows_in_blocks() {
     }
 }
 
-/// Every eleventh row has an infinity, or only negative ones, or one among others, or NaN.
+/// Every eleventh row has an infinity, only negative infinities, one among other numbers, or NaN.
 fn extreme(n: usize, classes: usize, dtype: DType) -> Tensor {
     let mut all = values(&logits(&[n, classes], dtype, Device::Cpu));
     for (r, row) in all.chunks_mut(classes).enumerate() {
@@ -292,7 +292,7 @@ fn extreme(n: usize, classes: usize, dtype: DType) -> Tensor {
 
 #[test]
 fn extreme_logits_in_blocks() {
-    for (n, classes) in BLOCKS.into_iter().flat_map(|n| SHORT.map(|classes| (n, classes))) {
+    for (n, classes) in ROW_COUNTS.into_iter().flat_map(|n| SHORT_ROW_LENGTHS.map(|classes| (n, classes))) {
         for dtype in FLOATS {
             let whole = extreme(n, classes, dtype);
             let labels = labels(n, classes, Device::Cpu);
@@ -311,7 +311,7 @@ fn extreme_logits_in_blocks() {
     }
 }
 
-/// As [`check`], of rows whose greatest element may be infinite or NaN.
+/// Like [`check`], for rows whose maximum may be infinite or NaN.
 fn check_extreme(x: &Tensor) {
     let eps = tolerance(x.dtype());
     let top = |row: &[f64]| row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -335,7 +335,7 @@ fn check_extreme(x: &Tensor) {
 }
 
 #[test]
-fn a_loss_does_not_depend_on_the_rows_beside_it() {
+fn cross_entropy_of_a_row_is_independent_of_other_rows() {
     let options = CrossEntropy { reduction: LossReduction::None, ..CrossEntropy::default() };
     for classes in [3, 10, 64, 65, 300] {
         let (x, labels) = (logits(&[1000, classes], DType::F32, Device::Cpu), labels(1000, classes, Device::Cpu));
@@ -352,7 +352,7 @@ fn a_loss_does_not_depend_on_the_rows_beside_it() {
 }
 
 #[test]
-fn cross_entropy_per_row_weights_and_other_label_types() {
+fn cross_entropy_supports_weights_and_label_dtypes() {
     each_device(|device| {
         let x = logits(&[6, 5], DType::F64, device);
         let w = logits(&[6], DType::F64, device);
@@ -372,7 +372,7 @@ fn cross_entropy_per_row_weights_and_other_label_types() {
 }
 
 #[test]
-fn cross_entropy_of_nothing() {
+fn cross_entropy_with_all_labels_ignored() {
     each_device(|device| {
         let none = Tensor::from_slice(&[-100i64; 3], 3, device).unwrap();
         let x = logits(&[3, 4], DType::F32, device).requires_grad_(true).unwrap();
@@ -387,7 +387,7 @@ fn cross_entropy_of_nothing() {
 }
 
 #[test]
-fn a_great_many_labels_are_counted_apart() {
+fn cross_entropy_of_many_rows() {
     each_device(|device| {
         let n = 70_001;
         let x = logits(&[n, 3], DType::F32, device);
@@ -399,7 +399,7 @@ fn a_great_many_labels_are_counted_apart() {
 }
 
 #[test]
-fn a_label_out_of_range_is_an_error_and_harms_nothing() {
+fn out_of_range_labels_are_errors_and_write_nothing() {
     each_device(|device| {
         let x = logits(&[3, 4], DType::F32, device).requires_grad_(true).unwrap();
         let before = values(&x);
@@ -416,7 +416,7 @@ fn a_label_out_of_range_is_an_error_and_harms_nothing() {
 }
 
 #[test]
-fn launches() {
+fn cross_entropy_takes_few_launches() {
     each_device(|device| {
         let x = logits(&[64, 10], DType::F32, device).requires_grad_(true).unwrap();
         let labels = labels(64, 10, device);
@@ -429,7 +429,7 @@ fn launches() {
 }
 
 #[test]
-fn bad_input_is_an_error() {
+fn invalid_calls_are_errors() {
     let x = logits(&[3, 4], DType::F32, Device::Cpu);
     let labels = Tensor::from_slice(&[0i64, 1, 2], 3, Device::Cpu).unwrap();
     assert!(matches!(x.softmax(2), Err(Error::DimOutOfRange { op: "softmax", .. })));
@@ -439,8 +439,8 @@ fn bad_input_is_an_error() {
     assert!(matches!(labels.cross_entropy(&labels), Err(Error::UnsupportedDType { .. })));
 }
 
-/// Rows along dim 1 of three: short ones in blocks, longer ones whole, in pieces of lines, and in pieces of those.
-const ACROSS: [[usize; 3]; 12] = [
+/// Shapes whose rows run along dim 1 of three: short rows in blocks, longer rows whole, and rows in pieces.
+const INTERLEAVED_SHAPES: [[usize; 3]; 12] = [
     [1, 64, 64],
     [2, 17, 8],
     [3, 1, 129],
@@ -456,11 +456,11 @@ const ACROSS: [[usize; 3]; 12] = [
 ];
 
 #[test]
-fn side_by_side() {
-    for (shape, dtype) in ACROSS.into_iter().flat_map(|shape| FLOATS.map(|dtype| (shape, dtype))) {
+fn softmax_of_interleaved_rows() {
+    for (shape, dtype) in INTERLEAVED_SHAPES.into_iter().flat_map(|shape| FLOATS.map(|dtype| (shape, dtype))) {
         check(&logits(&shape, dtype, Device::Cpu), 1);
     }
-    for [o, n, inner] in ACROSS {
+    for [o, n, inner] in INTERLEAVED_SHAPES {
         let (within, turned) = (logits(&[o, n + 3, inner + 5], DType::F32, Device::Cpu), [inner, n, o]);
         check(&within.narrow(1, 2, n).unwrap().narrow(2, 4, inner).unwrap(), 1);
         check(&logits(&turned, DType::F32, Device::Cpu).transpose(0, 2).unwrap(), 1);
@@ -468,10 +468,10 @@ fn side_by_side() {
     }
 }
 
-/// Rows side by side give what those along the last dim do, infinities and NaN included, and so do their gradients.
+/// Interleaved rows have the same results and gradients as contiguous rows, including infinities and NaN.
 #[test]
-fn side_by_side_as_one_after_another() {
-    for ([o, n, inner], dtype) in ACROSS.into_iter().flat_map(|shape| FLOATS.map(|dtype| (shape, dtype))) {
+fn interleaved_rows_match_contiguous_rows() {
+    for ([o, n, inner], dtype) in INTERLEAVED_SHAPES.into_iter().flat_map(|shape| FLOATS.map(|dtype| (shape, dtype))) {
         let rows = extreme(o * inner, n, dtype).reshape([o, inner, n]).unwrap();
         let x = rows.transpose(1, 2).unwrap().contiguous().unwrap();
         let eps = tolerance(dtype);

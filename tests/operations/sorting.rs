@@ -1,4 +1,4 @@
-//! Sorting, searching and counting against std's.
+//! Sorting, searching and counting, compared with std.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -9,13 +9,13 @@ use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-/// Of every line what `choose` gives the indices of: values and indices.
-fn chosen(x: &ArrayD<f64>, d: usize, keepdim: bool, choose: impl Fn(&[f64]) -> usize) -> Vec<ArrayD<f64>> {
+/// The values and indices that `choose` selects in every line.
+fn selected_elements(x: &ArrayD<f64>, d: usize, keepdim: bool, choose: impl Fn(&[f64]) -> usize) -> Vec<ArrayD<f64>> {
     let made = [along(x, d, |line| vec![line[choose(line)]]), along(x, d, |line| vec![choose(line) as f64])];
     made.into_iter().map(|made| shaped(made, d, keepdim)).collect()
 }
 
-/// With or without dim d, of size 1.
+/// Removes dim d, of size 1, unless `keepdim` is set.
 fn shaped(made: ArrayD<f64>, d: usize, keepdim: bool) -> ArrayD<f64> {
     let mut shape = made.shape().to_vec();
     if !keepdim {
@@ -32,7 +32,7 @@ fn most_frequent(line: &[f64]) -> usize {
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    // Where elements are equal sorting has kinks: they differ here, and below in tests of their own.
+    // Sorting has kinks at equal elements, so elements differ here; tests below cover equal elements.
     for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2isize), (&[3, 0], 1)] {
         let d = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         for descending in [false, true] {
@@ -40,33 +40,33 @@ pub fn cases() -> Vec<Case> {
             let values = move |line: &[f64]| places(line).iter().map(|&i| line[i]).collect();
             let indices = move |line: &[f64]| places(line).iter().map(|&i| i as f64).collect();
             let both = move |x: &[ArrayD<f64>]| vec![along(&x[0], d, values), along(&x[0], d, indices)];
-            cases.push(case("sort").distinct(shape).arg(dim).arg(descending).gives(both));
+            cases.push(case("sort").distinct(shape).arg(dim).arg(descending).with_reference(both));
             let places = move |x: &[ArrayD<f64>]| vec![along(&x[0], d, indices)];
-            cases.push(case("argsort").distinct(shape).arg(dim).arg(descending).gives(places));
+            cases.push(case("argsort").distinct(shape).arg(dim).arg(descending).with_reference(places));
             let k = shape[d].min(3);
             let first = move |line: Vec<f64>| line[..k].to_vec();
             let topk = move |x: &[ArrayD<f64>]| {
                 vec![along(&x[0], d, |line| first(values(line))), along(&x[0], d, |line| first(indices(line)))]
             };
-            cases.push(case("topk").distinct(shape).arg(k).arg(dim).arg(descending).gives(topk));
+            cases.push(case("topk").distinct(shape).arg(k).arg(dim).arg(descending).with_reference(topk));
         }
     }
     for (shape, dim) in [(&[6, 2][..], 0), (&[0, 2], 0)] {
         let ascending = |line: &[f64]| sorted(line, false).iter().map(|&i| line[i]).collect();
-        cases.push(case("msort").distinct(shape).gives(move |x| vec![along(&x[0], dim, ascending)]));
+        cases.push(case("msort").distinct(shape).with_reference(move |x| vec![along(&x[0], dim, ascending)]));
     }
     for (shape, d, keepdim) in [(&[5, 7][..], 1, false), (&[6, 4], 0, true), (&[0, 4], 1, false)] {
         let of = |name: &str| case(name).distinct(shape);
-        let by = move |choose: fn(&[f64]) -> usize| move |x: &[ArrayD<f64>]| chosen(&x[0], d, keepdim, choose);
-        cases.push(of("kthvalue").arg(2).arg(d).arg(keepdim).gives(by(|line| sorted(line, false)[1])));
+        let by = move |choose: fn(&[f64]) -> usize| move |x: &[ArrayD<f64>]| selected_elements(&x[0], d, keepdim, choose);
+        cases.push(of("kthvalue").arg(2).arg(d).arg(keepdim).with_reference(by(|line| sorted(line, false)[1])));
         for name in ["median", "nanmedian"] {
             let middle = by(|line| sorted(line, false)[(line.len() - 1) / 2]);
-            cases.push(of(name).arg(d).arg(keepdim).gives(middle));
+            cases.push(of(name).arg(d).arg(keepdim).with_reference(middle));
         }
-        cases.push(of("mode").arg(d).arg(keepdim).gives(by(most_frequent)));
-        cases.push(case("mode").input(shape).integers().arg(d).arg(keepdim).gives(by(most_frequent)));
+        cases.push(of("mode").arg(d).arg(keepdim).with_reference(by(most_frequent)));
+        cases.push(case("mode").input(shape).integers().arg(d).arg(keepdim).with_reference(by(most_frequent)));
         for (name, q) in [("quantile", 0.0), ("quantile", 0.3), ("quantile", 1.0), ("nanquantile", 0.3)] {
-            cases.push(of(name).arg(q).arg(d).arg(keepdim).gives(move |x| {
+            cases.push(of(name).arg(q).arg(d).arg(keepdim).with_reference(move |x| {
                 let at = |line: &[f64]| {
                     let place = q * (line.len() - 1) as f64;
                     let value = |i: f64| line[sorted(line, false)[i as usize]];
@@ -81,7 +81,7 @@ pub fn cases() -> Vec<Case> {
             let among = ArrayD::from_shape_vec(vec![among.len()], among.to_vec()).expect("a vector");
             let whole = case("isin").input(shape).fixed(among, dtype);
             let found = |x: &[ArrayD<f64>]| vec![x[0].mapv(|v| f64::from(x[1].iter().any(|&w| w == v)))];
-            cases.push(whole.gives(found));
+            cases.push(whole.with_reference(found));
         }
     }
     for dtype in [DType::F32, DType::I64, DType::F16] {
@@ -94,9 +94,9 @@ pub fn cases() -> Vec<Case> {
                     vec![sought.mapv(|v| line.iter().filter(|&&e| passes(e, v)).count() as f64)]
                 };
                 let searchsorted = case("searchsorted").fixed(line.clone(), dtype).fixed(sought.clone(), dtype);
-                cases.push(searchsorted.arg(right).gives(move |x| below(&x[0], &x[1])));
+                cases.push(searchsorted.arg(right).with_reference(move |x| below(&x[0], &x[1])));
                 let bucketize = case("bucketize").fixed(sought.clone(), dtype).fixed(line.clone(), dtype);
-                cases.push(bucketize.arg(right).gives(move |x| below(&x[1], &x[0])));
+                cases.push(bucketize.arg(right).with_reference(move |x| below(&x[1], &x[0])));
             }
         }
     }
@@ -104,8 +104,8 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The different values in order, how often each is there, and where each element's is.
-fn told_apart(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
+/// The distinct values in order, their counts, and the index of each element's value.
+fn distinct_elements(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
     let mut values: Vec<f64> = x.iter().copied().collect();
     values.sort_by(|&a, &b| order(a, b));
     values.dedup();
@@ -118,8 +118,8 @@ fn told_apart(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
     ]
 }
 
-/// The different slices along a dim in lexicographic order, where each slice is among them, and how often each is there.
-fn slices_apart(x: &ArrayD<f64>, dim: usize) -> Vec<ArrayD<f64>> {
+/// The distinct slices along a dim in lexicographic order, the index of each slice's value, and the counts.
+fn distinct_slices(x: &ArrayD<f64>, dim: usize) -> Vec<ArrayD<f64>> {
     let slice = |i: usize| x.index_axis(Axis(dim), i).iter().copied().collect::<Vec<f64>>();
     let mut kept: Vec<usize> = (0..x.len_of(Axis(dim))).collect();
     kept.sort_by(|&a, &b| slice(a).partial_cmp(&slice(b)).unwrap());
@@ -145,20 +145,20 @@ fn of_counts() -> Vec<Case> {
     let mut cases = Vec::new();
     for (shape, dim) in [(&[7, 3][..], 0isize), (&[3, 2, 5], -1)] {
         let axis = if dim < 0 { shape.len() - 1 } else { dim as usize };
-        cases.push(case("unique_all").input(shape).arg(dim).gives(move |x| slices_apart(&x[0], axis)));
+        cases.push(case("unique_all").input(shape).arg(dim).with_reference(move |x| distinct_slices(&x[0], axis)));
     }
     for shape in [&[4, 6][..], &[0, 3]] {
-        cases.push(case("unique").input(shape).gives(|x| told_apart(&x[0])[..1].to_vec()));
-        cases.push(case("unique_counts").input(shape).gives(|x| told_apart(&x[0])[..2].to_vec()));
-        cases.push(case("unique_inverse").input(shape).gives(|x| {
-            let [values, _, inverse] = told_apart(&x[0]);
+        cases.push(case("unique").input(shape).with_reference(|x| distinct_elements(&x[0])[..1].to_vec()));
+        cases.push(case("unique_counts").input(shape).with_reference(|x| distinct_elements(&x[0])[..2].to_vec()));
+        cases.push(case("unique_inverse").input(shape).with_reference(|x| {
+            let [values, _, inverse] = distinct_elements(&x[0]);
             vec![values, inverse]
         }));
-        cases.push(case("unique_all").input(shape).gives(|x| {
-            let [values, counts, inverse] = told_apart(&x[0]);
+        cases.push(case("unique_all").input(shape).with_reference(|x| {
+            let [values, counts, inverse] = distinct_elements(&x[0]);
             vec![values, inverse, counts]
         }));
-        cases.push(case("unique_consecutive").input(shape).gives(|x| {
+        cases.push(case("unique_consecutive").input(shape).with_reference(|x| {
             let (mut values, mut counts): (Vec<f64>, Vec<f64>) = (vec![], vec![]);
             let inverse = ArrayD::from_shape_vec(
                 x[0].shape(),
@@ -178,14 +178,14 @@ fn of_counts() -> Vec<Case> {
             vec![vector(values), inverse, vector(counts)]
         }));
         for name in ["nonzero", "argwhere"] {
-            cases.push(case(name).input(shape).integers().gives(|x| vec![not_zero(&x[0])]));
-            cases.push(case(name).mask(shape).gives(|x| vec![not_zero(&x[0])]));
+            cases.push(case(name).input(shape).integers().with_reference(|x| vec![not_zero(&x[0])]));
+            cases.push(case(name).mask(shape).with_reference(|x| vec![not_zero(&x[0])]));
         }
-        cases.push(case("masked_select").input(shape).mask(shape).gives(|x| {
+        cases.push(case("masked_select").input(shape).mask(shape).with_reference(|x| {
             let picked: Vec<f64> = x[0].iter().zip(&x[1]).filter(|(_, m)| **m != 0.0).map(|(v, _)| *v).collect();
             vec![ArrayD::from_shape_vec(vec![picked.len()], picked).unwrap()]
         }));
-        cases.push(case("histc").input(shape).arg(8).arg(-1.5).arg(1.5).gives(|x| {
+        cases.push(case("histc").input(shape).arg(8).arg(-1.5).arg(1.5).with_reference(|x| {
             let mut counts = ArrayD::zeros(vec![8]);
             for v in x[0].iter().filter(|v| v.abs() <= 1.5) {
                 counts[[((v + 1.5) / 3.0 * 8.0).floor().min(7.0) as usize]] += 1.0;
@@ -194,7 +194,7 @@ fn of_counts() -> Vec<Case> {
         }));
     }
     for n in [13, 0] {
-        cases.push(case("bincount").input_in(&[n], 0.0..6.0).arg(8).gives(|x| {
+        cases.push(case("bincount").input_in(&[n], 0.0..6.0).arg(8).with_reference(|x| {
             let mut counts = ArrayD::zeros(vec![8]);
             x[0].iter().for_each(|&v| counts[[v as usize]] += 1.0);
             vec![counts]
@@ -203,7 +203,7 @@ fn of_counts() -> Vec<Case> {
     cases
 }
 
-/// PyTorch's order: NaN above everything.
+/// PyTorch's order, with NaN above everything.
 fn order(a: f64, b: f64) -> Ordering {
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
 }
@@ -215,7 +215,7 @@ pub fn sorted(line: &[f64], descending: bool) -> Vec<usize> {
     indices
 }
 
-/// `f` of every line along `d`, of as many numbers as the first gives.
+/// Applies `f` to every line along `d`. All results must have the same length.
 pub fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
     let lines: Vec<Vec<f64>> = x.lanes(Axis(d)).into_iter().map(|line| f(&line.to_vec())).collect();
     let mut shape = x.shape().to_vec();
@@ -227,7 +227,7 @@ pub fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Array
     out
 }
 
-/// Exactly, but that NaN is NaN.
+/// Asserts equality; NaN equals NaN.
 #[track_caller]
 pub fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
     let got = f64s(got);
@@ -252,7 +252,7 @@ pub fn check(t: &Tensor) {
     }
 }
 
-/// Few different numbers: most are equal to others.
+/// Integers with many repetitions.
 pub fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let signed = !matches!(dtype, DType::U8 | DType::U32 | DType::Bool);
@@ -277,7 +277,7 @@ fn sorts_of_sizes_around_blocks() {
 }
 
 #[test]
-fn sorts_of_every_dtype_and_of_special_values() {
+fn sorts_support_every_dtype_and_special_values() {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     each_device(|device| {
         for dtype in DType::ALL {
@@ -292,7 +292,7 @@ fn sorts_of_every_dtype_and_of_special_values() {
         let mut want = ends;
         want.sort();
         assert_eq!(values.to_vec::<i64>().unwrap(), want);
-        // A zero keeps its sign.
+        // Zeros keep their sign.
         let zeros = Tensor::from_slice(&[0f32, -0.0], 2, device).unwrap().sort(0, false).unwrap().0;
         assert_eq!(
             zeros.to_vec::<f32>().unwrap().iter().map(|z| z.is_sign_negative()).collect::<Vec<_>>(),
@@ -302,7 +302,7 @@ fn sorts_of_every_dtype_and_of_special_values() {
 }
 
 #[test]
-fn what_is_chosen_by_order() {
+fn order_statistics_handle_ties_and_nan() {
     let nan = f64::NAN;
     each_device(|device| {
         let values = [3.0, 1.0, 2.0, 1.0, 5.0, nan, 4.0, nan, 0.0, nan, nan, nan];
@@ -340,7 +340,7 @@ fn what_is_chosen_by_order() {
 }
 
 #[test]
-fn searches() {
+fn searchsorted_matches_a_linear_search() {
     each_device(|device| {
         for (n, dtype) in [(0, DType::F32), (1, DType::F64), (2, DType::F16), (7, DType::F32), (100, DType::BF16), (100, DType::F32)] {
             let line: Vec<f64> = (0..n).map(|i| f64::from(i / 3)).collect();
@@ -363,7 +363,7 @@ fn searches() {
             let found: Vec<bool> = values.iter().map(|v| line.contains(v)).collect();
             assert_eq!(v.isin(&x).unwrap().to_vec::<bool>().unwrap(), found);
         }
-        // Every line has its own values; what is searched goes backwards in memory.
+        // Every line has its own boundaries, which are reversed in memory.
         let x = Tensor::from_slice(&[5i64, 3, 1, 6, 4, 2], [2, 3], device).unwrap().flip(1).unwrap();
         let v = Tensor::from_slice(&[4i64, 1, 4, 7], [2, 2], device).unwrap();
         assert_eq!(x.searchsorted(&v, false).unwrap().to_vec::<i64>().unwrap(), [2, 0, 1, 3]);
@@ -375,7 +375,7 @@ fn searches() {
 }
 
 #[test]
-fn what_is_told_apart() {
+fn unique_matches_a_map() {
     each_device(|device| {
         for dtype in [DType::F32, DType::I64, DType::Bool] {
             let t = numbers(&[6, 50], dtype, device).t().unwrap();
@@ -391,7 +391,7 @@ fn what_is_told_apart() {
             let again = values.index_select(0, &inverse.flatten(0, -1).unwrap()).unwrap();
             assert_eq!(all(&again), f64s(&t).iter().copied().collect::<Vec<_>>());
         }
-        // Of two numbers, so that slices agree in part or in whole.
+        // Only two distinct numbers, so that slices agree partly or entirely.
         let two = |at: &[usize]| (at.iter().fold(1, |h, i| h * 5 + i * i) / 3 % 2) as f64;
         for (shape, dim) in [([40, 5, 1], 0), ([3, 2, 9], 2), ([2, 12, 1], 1), ([1, 6, 2], 0), ([0, 3, 2], 0)] {
             let x = ArrayD::from_shape_fn(IxDyn(&shape), |at| two(at.slice()));
@@ -400,7 +400,7 @@ fn what_is_told_apart() {
                 let t = reversed.to_dtype(dtype).unwrap().to_device(device).unwrap().permute(&[2, 1, 0]).unwrap();
                 let (values, inverse, counts) = t.unique_all(dim as isize).unwrap();
                 assert_eq!(values.dtype(), dtype);
-                assert_eq!([f64s(&values), f64s(&inverse), f64s(&counts)].to_vec(), slices_apart(&x, dim), "{shape:?}");
+                assert_eq!([f64s(&values), f64s(&inverse), f64s(&counts)].to_vec(), distinct_slices(&x, dim), "{shape:?}");
             }
         }
         let nans = Tensor::from_slice(&[f32::NAN, 1.0, f32::NAN], 3, device).unwrap();
@@ -408,7 +408,7 @@ fn what_is_told_apart() {
         let (values, inverse, counts) = nans.unique_all(None).unwrap();
         assert_eq!((values.numel(), inverse.to_vec::<i64>().unwrap()), (3, vec![1, 0, 2]));
         assert_eq!(counts.to_vec::<i64>().unwrap(), [1, 1, 1]);
-        // Rows without elements are all the same.
+        // Rows without elements are all equal.
         let (values, inverse, counts) = Tensor::zeros([4, 0], device).unwrap().unique_all(0).unwrap();
         assert_eq!((values.shape().dims(), counts.to_vec::<i64>().unwrap()), (&[1, 0][..], vec![4]));
         assert_eq!(inverse.to_vec::<i64>().unwrap(), [0; 4]);
@@ -426,7 +426,7 @@ fn what_is_told_apart() {
 }
 
 #[test]
-fn what_is_not_zero() {
+fn nonzero_and_masked_select() {
     each_device(|device| {
         let t = Tensor::from_slice(&[0f32, f32::NAN, -0.0, 2.0, 0.0, -1.0], [2, 3], device).unwrap();
         let indices = t.nonzero().unwrap();
@@ -437,7 +437,7 @@ fn what_is_not_zero() {
         assert_eq!(Tensor::zeros([2, 0, 3], device).unwrap().nonzero().unwrap().shape().dims(), [0, 3]);
         assert_eq!(Tensor::ones((), device).unwrap().nonzero().unwrap().shape().dims(), [1, 0]);
         assert_eq!(Tensor::zeros((), device).unwrap().nonzero().unwrap().shape().dims(), [0, 0]);
-        // Both are stretched.
+        // Both operands are broadcast.
         let row = Tensor::from_slice(&[true, false, true], 3, device).unwrap();
         let picked = Tensor::from_slice(&[1i64, 2], [2, 1], device).unwrap().masked_select(&row).unwrap();
         assert_eq!(picked.to_vec::<i64>().unwrap(), [1, 1, 2, 2]);
@@ -450,7 +450,7 @@ fn what_is_not_zero() {
 }
 
 #[test]
-fn counts() {
+fn bincount_and_histc() {
     each_device(|device| {
         let t = Tensor::from_slice(&[1i32, 4, 1, 0], 4, device).unwrap();
         assert_eq!(t.bincount(None, 0).unwrap().to_vec::<i64>().unwrap(), [1, 2, 0, 0, 1]);
@@ -472,7 +472,7 @@ fn counts() {
 }
 
 #[test]
-fn gradients_of_what_is_chosen() {
+fn sorts_and_selections_have_gradients() {
     each_device(|device| {
         if !device.info().unwrap().fp64 {
             return;

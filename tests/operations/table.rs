@@ -1,5 +1,5 @@
-//! Every row of the expression table, on every device: its value against f64 and its derivative against central
-//! differences, contiguous, strided, broadcast and with an offset. A new row is tested by being there.
+//! Every row of the expression table on every device: values compared with f64 and derivatives with central differences, for contiguous,
+//! strided, reversed and broadcast operands. New rows are tested automatically.
 
 use claystone::ops::{Accepts, Output, ROWS, Row};
 use claystone::{DType, Device, Result, Scalar, Tensor};
@@ -10,55 +10,56 @@ const HEIGHT: usize = 7;
 const WIDTH: usize = 13;
 const POINTS: usize = HEIGHT * WIDTH;
 
-/// How an operand lies in memory. All but the first are walked by strides, in one and the same kernel.
+/// The memory layout of an operand. All layouts except the first use the strided kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Lie {
+enum Layout {
     Contiguous,
-    /// The transposed view of a tensor with a gap after each row, from an odd offset on.
+    /// A transposed view with a gap after each row, from an odd offset.
     Strided,
-    /// Columns from last to first.
+    /// Columns in reverse order.
     Backwards,
-    /// One row for all rows.
+    /// One row, broadcast to all rows.
     Broadcast,
 }
 
-/// The operand's values as the formula sees them (a broadcast row repeats), and the tensor.
-fn operand(row: &Row, k: usize, lie: Lie, dtype: DType, device: Device) -> Result<(Vec<f64>, Tensor)> {
+/// The operand's values after broadcasting, and the tensor.
+fn operand(row: &Row, k: usize, lie: Layout, dtype: DType, device: Device) -> Result<(Vec<f64>, Tensor)> {
     let (low, high) = row.domain[k];
-    // Low-discrepancy points, exact in f32; no two operands alike.
+    // Low-discrepancy points that are exact in f32, with different values in each operand.
     let point = |i: usize| {
         let u = ((i + 1) as f64 * [0.618_033_988_749_895, 0.754_877_666_246_693, 0.569_840_290_998_053][k]).fract();
         let x = f64::from((low + u * (high - low)) as f32);
         if row.accepts == Accepts::Integer { x.floor() } else { x }
     };
-    let seen: Vec<f64> = (0..POINTS).map(|i| if lie == Lie::Broadcast { point(i % WIDTH) } else { point(i) }).collect();
+    let seen: Vec<f64> =
+        (0..POINTS).map(|i| if lie == Layout::Broadcast { point(i % WIDTH) } else { point(i) }).collect();
     let tensor = |values: &[f64], shape: &[usize]| Tensor::from_slice(values, shape, device)?.to_dtype(dtype);
     let t = match lie {
-        Lie::Contiguous => tensor(&seen, &[HEIGHT, WIDTH])?,
-        Lie::Strided => {
+        Layout::Contiguous => tensor(&seen, &[HEIGHT, WIDTH])?,
+        Layout::Strided => {
             let mut memory = vec![f64::NAN; (WIDTH + 1) * (HEIGHT + 2)];
             for (i, x) in seen.iter().enumerate() {
                 memory[(1 + i % WIDTH) * (HEIGHT + 2) + 1 + i / WIDTH] = *x;
             }
             tensor(&memory, &[WIDTH + 1, HEIGHT + 2])?.narrow(0, 1, WIDTH)?.narrow(1, 1, HEIGHT)?.t()?
         }
-        Lie::Backwards => {
+        Layout::Backwards => {
             let memory: Vec<f64> = (0..POINTS).map(|i| seen[i / WIDTH * WIDTH + WIDTH - 1 - i % WIDTH]).collect();
             tensor(&memory, &[HEIGHT, WIDTH])?.flip(1)?
         }
-        Lie::Broadcast => tensor(&seen[..WIDTH], &[WIDTH])?,
+        Layout::Broadcast => tensor(&seen[..WIDTH], &[WIDTH])?,
     };
     Ok((seen, t))
 }
 
-/// The cases of a row: all operands contiguous, then each of the other lies for the operands in turn. The result of a
-/// single broadcast operand is contiguous, so there it is left out.
-fn cases(row: &Row) -> Vec<Vec<Lie>> {
-    let lies = [Lie::Strided, Lie::Backwards, Lie::Broadcast];
+/// The cases of a row: all operands contiguous, then every other layout for each operand in turn. A single broadcast operand has a
+/// contiguous result, so that case is skipped.
+fn cases(row: &Row) -> Vec<Vec<Layout>> {
+    let lies = [Layout::Strided, Layout::Backwards, Layout::Broadcast];
     let mixed = (0..lies.len()).map(|v| (0..row.arity).map(|k| lies[(v + k) % lies.len()]).collect());
-    std::iter::once(vec![Lie::Contiguous; row.arity])
+    std::iter::once(vec![Layout::Contiguous; row.arity])
         .chain(mixed)
-        .filter(|case: &Vec<Lie>| case.iter().any(|&lie| lie != Lie::Broadcast))
+        .filter(|case: &Vec<Layout>| case.iter().any(|&lie| lie != Layout::Broadcast))
         .collect()
 }
 
@@ -95,7 +96,7 @@ fn check_derivatives(row: &'static Row, device: Device) -> Result<()> {
     let (dtype, tolerance) = if fp64 { (DType::F64, 1e-6) } else { (DType::F32, 1e-3) };
     for case in cases(row) {
         let operands = (0..row.arity).map(|k| operand(row, k, case[k], dtype, device)).collect::<Result<Vec<_>>>()?;
-        // Slopes by the reference; where two widths disagree there is a kink between them, and no gradient is sent back.
+        // Derivatives by the reference. If two step sizes disagree, there is a kink between them, and the point's upstream gradient is 0.
         let mut slopes = vec![vec![0.0; POINTS]; row.arity];
         let mut upstream = vec![1.0; POINTS];
         for i in 0..POINTS {
@@ -124,7 +125,7 @@ fn check_derivatives(row: &'static Row, device: Device) -> Result<()> {
         let shape = [HEIGHT, WIDTH];
         out.backward_with(&Tensor::from_slice(&upstream, shape, device)?.to_dtype(dtype)?)?;
         for (k, leaf) in leaves.iter().enumerate() {
-            let columns = if case[k] == Lie::Broadcast { WIDTH } else { POINTS };
+            let columns = if case[k] == Layout::Broadcast { WIDTH } else { POINTS };
             let mut right = vec![0.0; columns];
             (0..POINTS).for_each(|i| right[i % columns] += upstream[i] * slopes[k][i]);
             let got = match leaf.grad() {
@@ -141,7 +142,7 @@ fn check_derivatives(row: &'static Row, device: Device) -> Result<()> {
     Ok(())
 }
 
-/// Rows are spread over two tests, so that both cores compile kernels. `ROW=erf,erfc` runs only these.
+/// Checks every second row, so that two tests can compile kernels in parallel. `ROW=erf,erfc` selects rows.
 fn check(part: usize) {
     let only = std::env::var("ROW").ok();
     let wanted = |row: &&&Row| only.as_deref().is_none_or(|names| names.split(',').any(|name| name == row.name));
@@ -157,19 +158,19 @@ fn check(part: usize) {
 }
 
 #[test]
-fn every_other_row() {
+fn even_rows_of_the_table() {
     check(0);
 }
 
 #[test]
-fn and_the_rest() {
+fn odd_rows_of_the_table() {
     check(1);
 }
 
 #[test]
-fn a_mask_of_floats_leaves_integers_exact() {
+fn where_with_float_masks_keeps_integers_exact() {
     each_device(|d| {
-        let odd = (1i64 << 53) + 1; // no float has it
+        let odd = (1i64 << 53) + 1; // not representable as a float
         let a = Tensor::full(&[2], odd, (DType::I64, d)).unwrap();
         let mask = Tensor::from_slice(&[0.25f32, 0.0], 2, d).unwrap();
         assert_eq!(mask.where_cond(&a, &a.neg().unwrap()).unwrap().to_vec::<i64>().unwrap(), [odd, -odd]);

@@ -1,4 +1,4 @@
-//! Convolutions and pools of three dims against loops over their definitions, which know any number of dims.
+//! 3-D convolutions and pools, compared with loops over their definitions in any number of dims.
 
 use claystone::ops::Argument;
 use claystone::{AvgPoolOptions, ConvOptions, ConvTransposeOptions, DType, Device, MaxPoolOptions, Tensor};
@@ -7,33 +7,33 @@ use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-/// How windows move; the padding is that before an image and behind it.
+/// Stride, padding (before, after), dilation and groups.
 #[derive(Clone, Copy)]
-pub struct Moves<const D: usize> {
+pub struct ConvParams<const D: usize> {
     pub stride: [usize; D],
     pub padding: [(usize, usize); D],
     pub dilation: [usize; D],
     pub groups: usize,
 }
 
-pub fn plain<const D: usize>() -> Moves<D> {
-    Moves { stride: [1; D], padding: [(0, 0); D], dilation: [1; D], groups: 1 }
+pub fn plain<const D: usize>() -> ConvParams<D> {
+    ConvParams { stride: [1; D], padding: [(0, 0); D], dilation: [1; D], groups: 1 }
 }
 
-fn moves(stride: [usize; 3], padding: [usize; 3], dilation: [usize; 3], groups: usize) -> Moves<3> {
-    Moves { stride, padding: padding.map(|n| (n, n)), dilation, groups }
+fn moves(stride: [usize; 3], padding: [usize; 3], dilation: [usize; 3], groups: usize) -> ConvParams<3> {
+    ConvParams { stride, padding: padding.map(|n| (n, n)), dilation, groups }
 }
 
 fn last<const D: usize>(dims: &[usize]) -> [usize; D] {
     dims[dims.len() - D..].try_into().unwrap()
 }
 
-/// With a batch, of one where there is none.
+/// Adds a batch dim if there is none.
 fn batched<const D: usize>(x: &ArrayD<f64>) -> ArrayD<f64> {
     if x.ndim() == D + 2 { x.clone() } else { x.clone().insert_axis(Axis(0)) }
 }
 
-fn as_given<const D: usize>(out: ArrayD<f64>, x: &ArrayD<f64>) -> ArrayD<f64> {
+fn remove_added_dims<const D: usize>(out: ArrayD<f64>, x: &ArrayD<f64>) -> ArrayD<f64> {
     if x.ndim() == D + 2 { out } else { out.index_axis_move(Axis(0), 0) }
 }
 
@@ -41,8 +41,8 @@ fn indices(dims: &[usize]) -> impl Iterator<Item = Vec<usize>> {
     ndarray::indices(IxDyn(dims)).into_iter().map(|i| i.as_array_view().to_vec())
 }
 
-impl<const D: usize> Moves<D> {
-    /// How many windows there are; with `ceil` the last may reach out, if it does not start behind the image.
+impl<const D: usize> ConvParams<D> {
+    /// The number of windows; with `ceil` the last window may extend beyond the padding if it starts within the image.
     pub fn grid(&self, image: [usize; D], kernel: [usize; D], ceil: bool) -> [usize; D] {
         std::array::from_fn(|d| {
             let (before, behind) = self.padding[d];
@@ -54,13 +54,13 @@ impl<const D: usize> Moves<D> {
         })
     }
 
-    /// Where in the image tap `k` of window `o` is.
+    /// The index in the image of tap `k` of window `o`; None in the padding.
     fn place(&self, image: [usize; D], o: &[usize], k: &[usize]) -> Option<Vec<usize>> {
         let along = |d: usize| (o[d] * self.stride[d] + k[d] * self.dilation[d]).checked_sub(self.padding[d].0);
         (0..D).map(|d| along(d).filter(|&i| i < image[d])).collect()
     }
 
-    /// Calls `f` with the index in images, weight `[outer, inner, kernel]` and windows of every product of a convolution.
+    /// Calls `f` with the indices in images, weight `[outer, inner, kernel]` and windows of every product of a convolution.
     pub fn products(
         &self,
         n: usize,
@@ -90,17 +90,17 @@ fn add_bias(out: &mut ArrayD<f64>, bias: Option<&ArrayD<f64>>) {
     }
 }
 
-pub fn conv<const D: usize>(t: &[ArrayD<f64>], m: Moves<D>) -> ArrayD<f64> {
+pub fn conv<const D: usize>(t: &[ArrayD<f64>], m: ConvParams<D>) -> ArrayD<f64> {
     let (x, w) = (batched::<D>(&t[0]), &t[1]);
     let image = last(x.shape());
     let grid = m.grid(image, last(w.shape()), false);
     let mut out = ArrayD::zeros([&[x.shape()[0], w.shape()[0]], &grid[..]].concat());
     m.products(x.shape()[0], image, w.shape(), grid, |i, k, o| out[o] += x[i] * w[k]);
     add_bias(&mut out, t.get(2));
-    as_given::<D>(out, &t[0])
+    remove_added_dims::<D>(out, &t[0])
 }
 
-pub fn conv_transpose<const D: usize>(t: &[ArrayD<f64>], m: Moves<D>, added: [usize; D]) -> ArrayD<f64> {
+pub fn conv_transpose<const D: usize>(t: &[ArrayD<f64>], m: ConvParams<D>, added: [usize; D]) -> ArrayD<f64> {
     let (x, w) = (batched::<D>(&t[0]), &t[1]);
     let (grid, kernel): ([usize; D], [usize; D]) = (last(x.shape()), last(w.shape()));
     let image = std::array::from_fn(|d| {
@@ -110,10 +110,10 @@ pub fn conv_transpose<const D: usize>(t: &[ArrayD<f64>], m: Moves<D>, added: [us
     let mut out = ArrayD::zeros([&[x.shape()[0], w.shape()[1] * m.groups], &image[..]].concat());
     m.products(x.shape()[0], image, w.shape(), grid, |i, k, o| out[i] += x[o] * w[k]);
     add_bias(&mut out, t.get(2));
-    as_given::<D>(out, &t[0])
+    remove_added_dims::<D>(out, &t[0])
 }
 
-/// `f` of the elements of each window, with their positions in the image, and of the size of the window with its padding.
+/// Applies `f` to each window's elements, with their index in the image, and to the window's size with padding.
 fn windows<const D: usize>(
     given: &ArrayD<f64>,
     grid: [usize; D],
@@ -130,7 +130,7 @@ fn windows<const D: usize>(
         };
         f(&places.iter().map(value).collect::<Vec<_>>(), size)
     });
-    as_given::<D>(out, given)
+    remove_added_dims::<D>(out, given)
 }
 
 fn greatest(e: &[(usize, f64)]) -> (usize, f64) {
@@ -141,11 +141,11 @@ pub fn mean(e: &[(usize, f64)], by: f64) -> f64 {
     e.iter().map(|(_, v)| v).sum::<f64>() / by
 }
 
-/// A pool of windows of one size.
+/// A pool with windows of one size.
 pub fn pool<const D: usize>(
     x: &ArrayD<f64>,
     kernel: [usize; D],
-    m: Moves<D>,
+    m: ConvParams<D>,
     ceil: bool,
     f: impl Fn(&[(usize, f64)], usize) -> f64,
 ) -> ArrayD<f64> {
@@ -171,26 +171,26 @@ fn adaptive(x: &ArrayD<f64>, grid: [usize; 3], f: impl Fn(&[(usize, f64)], usize
     windows(x, grid, elements, f)
 }
 
-pub fn max_pool<const D: usize>(x: &ArrayD<f64>, kernel: [usize; D], m: Moves<D>, ceil: bool) -> Vec<ArrayD<f64>> {
+pub fn max_pool<const D: usize>(x: &ArrayD<f64>, kernel: [usize; D], m: ConvParams<D>, ceil: bool) -> Vec<ArrayD<f64>> {
     let value = pool(x, kernel, m, ceil, |e, _| greatest(e).1);
     vec![value, pool(x, kernel, m, ceil, |e, _| greatest(e).0 as f64)]
 }
 
-/// Sums of many products: their rounding is that of the largest partial sum.
+/// Tolerance factor for sums of many products, whose rounding is that of the largest partial sum.
 pub const PRODUCTS: f64 = 10.0;
 
-fn conv3d(x: &[usize], w: &[usize], bias: bool, m: Moves<3>) -> Case {
+fn conv3d(x: &[usize], w: &[usize], bias: bool, m: ConvParams<3>) -> Case {
     let made = case("conv3d").input(x).input(w).tolerance(PRODUCTS);
     let made = if bias { made.input(&w[..1]) } else { made };
     let made = made.arg(&m.stride).arg(&m.padding.map(|p| p.0)).arg(&m.dilation).arg(m.groups);
-    made.gives(move |x| vec![conv(x, m)])
+    made.with_reference(move |x| vec![conv(x, m)])
 }
 
-fn conv_transpose3d(x: &[usize], w: &[usize], bias: bool, m: Moves<3>, added: [usize; 3]) -> Case {
+fn conv_transpose3d(x: &[usize], w: &[usize], bias: bool, m: ConvParams<3>, added: [usize; 3]) -> Case {
     let made = case("conv_transpose3d").input(x).input(w).tolerance(PRODUCTS);
     let made = if bias { made.input(&[w[1] * m.groups]) } else { made };
     let made = made.arg(&m.stride).arg(&m.padding.map(|p| p.0)).arg(&added).arg(m.groups).arg(&m.dilation);
-    made.gives(move |x| vec![conv_transpose(x, m, added)])
+    made.with_reference(move |x| vec![conv_transpose(x, m, added)])
 }
 
 pub fn cases() -> Vec<Case> {
@@ -218,9 +218,9 @@ pub fn cases() -> Vec<Case> {
         conv_transpose3d(&[0, 3, 2, 2, 2], &[3, 2, 2, 2, 2], true, plain(), [0; 3]),
         conv_transpose3d(&[2, 8, 3, 4, 5], &[8, 6, 4, 4, 4], true, moves([2; 3], one, one, 1), [0; 3]),
     ];
-    let same = Moves { padding: [(0, 1), (1, 1), (1, 2)], ..plain() };
+    let same = ConvParams { padding: [(0, 1), (1, 1), (1, 2)], ..plain() };
     let made = case("conv3d").input(&[1, 2, 3, 4, 5]).input(&[2, 2, 2, 3, 4]).tolerance(PRODUCTS);
-    cases.push(made.arg(Argument::None).arg("same").gives(move |x| vec![conv(x, same)]));
+    cases.push(made.arg(Argument::None).arg("same").with_reference(move |x| vec![conv(x, same)]));
     for (x, kernel, m, ceil) in [
         (&[2, 2, 4, 4, 6][..], [2, 2, 2], moves([2, 2, 2], [0; 3], one, 1), false),
         (&[1, 2, 3, 5, 4], [2, 3, 2], moves([1, 2, 2], [1, 1, 0], one, 1), false),
@@ -235,14 +235,14 @@ pub fn cases() -> Vec<Case> {
         let padding = m.padding.map(|p| p.0);
         for (name, count) in [("max_pool3d", 1), ("max_pool3d_with_indices", 2)] {
             let made = case(name).distinct(x).arg(&kernel).arg(&m.stride).arg(&padding).arg(&m.dilation).arg(ceil);
-            cases.push(made.gives(move |x| max_pool(&x[0], kernel, m, ceil).into_iter().take(count).collect()));
+            cases.push(made.with_reference(move |x| max_pool(&x[0], kernel, m, ceil).into_iter().take(count).collect()));
         }
         for (include, divisor) in [(true, None), (false, None), (true, Some(3usize))] {
             if m.dilation == one {
                 let made = case("avg_pool3d").input(x).arg(&kernel).arg(&m.stride).arg(&padding).arg(ceil);
                 let by = move |e: &[(usize, f64)], size: usize| divisor.unwrap_or(if include { size } else { e.len() });
                 let f = move |x: &[ArrayD<f64>]| pool(&x[0], kernel, m, ceil, |e, size| mean(e, by(e, size) as f64));
-                cases.push(made.arg(include).arg(divisor).gives(move |x| vec![f(x)]));
+                cases.push(made.arg(include).arg(divisor).with_reference(move |x| vec![f(x)]));
             }
         }
     }
@@ -256,11 +256,11 @@ pub fn cases() -> Vec<Case> {
         (&[2, 3, 4, 4, 4], [2, 0, 2]),
     ] {
         let made = case("adaptive_avg_pool3d").input(x).arg(&size);
-        cases.push(made.gives(move |x| vec![adaptive(&x[0], size, |e, n| mean(e, n as f64))]));
+        cases.push(made.with_reference(move |x| vec![adaptive(&x[0], size, |e, n| mean(e, n as f64))]));
         let made = case("adaptive_max_pool3d").distinct(x).arg(&size);
-        cases.push(made.gives(move |x| vec![adaptive(&x[0], size, |e, _| greatest(e).1)]));
+        cases.push(made.with_reference(move |x| vec![adaptive(&x[0], size, |e, _| greatest(e).1)]));
         let made = case("adaptive_max_pool3d_with_indices").distinct(x).arg(&size);
-        cases.push(made.gives(move |x| {
+        cases.push(made.with_reference(move |x| {
             let of = |f: fn(&[(usize, f64)], usize) -> f64| adaptive(&x[0], size, f);
             vec![of(|e, _| greatest(e).1), of(|e, _| greatest(e).0 as f64)]
         }));
@@ -268,9 +268,9 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The last NaN of a window, the first among equals of several slices, -infinity where there is nothing else.
+/// The last NaN of a window wins, then the first of equal elements over several slices; -infinity only if nothing else exists.
 #[test]
-fn greatest_elements_of_slices_with_special_values() {
+fn max_pool3d_of_special_values() {
     each_device(|device| {
         let (nan, low) = (f32::NAN, f32::NEG_INFINITY);
         let x = [nan, 9.0, nan, 7.0, 1.0, 5.0, 5.0, 5.0, low, low, low, low];
@@ -282,9 +282,9 @@ fn greatest_elements_of_slices_with_special_values() {
     });
 }
 
-/// Sums of a window that no half holds, and means that would be rounded twice.
+/// Sums that f16 and bf16 cannot represent, and means that would be rounded twice.
 #[test]
-fn means_of_halves_are_rounded_once() {
+fn means_of_sixteen_bit_floats_round_once() {
     each_device(|device| {
         let pool = |values: [f32; 4], dtype: DType| {
             let x = Tensor::from_slice(&values, [1, 2, 1, 2], device).unwrap();
@@ -292,13 +292,13 @@ fn means_of_halves_are_rounded_once() {
             f64s(&x.to_dtype(dtype).unwrap().avg_pool3d([2, 1, 2], options).unwrap())
         };
         assert_eq!(pool([60000.0, 60000.0, -60000.0, 1024.0], DType::F16).sum(), 30512.0);
-        // The half of 1 + 1/256 is rounded down in bf16, and with that so is the sum.
+        // bf16 rounds 1 + 1/256 down, and so rounding the sum first would be wrong.
         assert_eq!(pool([1.0, 1.0 / 256.0, 1.0, 2.0 / 256.0], DType::BF16).sum(), 1.0078125);
     });
 }
 
 #[test]
-fn operations_of_three_dims_say_what_does_not_fit() {
+fn errors_of_3d_operations_name_the_mismatch() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, Device::Cpu).unwrap();
     let says = |text: &str, made: claystone::Result<Tensor>| {
         let message = made.unwrap_err().to_string();

@@ -1,9 +1,9 @@
-//! Sums, gaps and tables of profiles whose numbers are known.
+//! Sums, gaps and tables of profiles with known numbers.
 
 use claystone::Device;
 use claystone::profiler::{Average, Category, Profile, SortBy};
 
-/// Two kernels of one operation, a copy, and nested events of the host.
+/// Two kernels of one operation, a copy, and nested host events.
 const TRACE: &str = r#"{"displayTimeUnit":"ns",
  "otherData":{"claystone":"0.1.0","duration_us":200.0,"dropped_events":3,
   "devices":[{"device":"opencl:0","name":"Some GPU","pid":1,"copy_bytes_per_s":1e9}]},
@@ -68,7 +68,7 @@ fn rows_are_sorted_and_limited() {
 }
 
 #[test]
-fn the_table_tells_devices_waits_and_programs() {
+fn the_table_lists_devices_waits_and_programs() {
     let profile = Profile::from_bytes(TRACE.as_bytes()).unwrap();
     let table = profile.key_averages().to_string();
     for part in [

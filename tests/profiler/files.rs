@@ -1,4 +1,4 @@
-//! Profiles in Chrome's format.
+//! Profiles as files in Chrome's trace format.
 
 use std::collections::HashMap;
 
@@ -8,17 +8,17 @@ use claystone::storage::annotate;
 use serde_json::Value;
 
 use crate::common::devices;
-use crate::{alone, train};
+use crate::{serial_guard, train};
 
-/// A profile on every device with something of each kind.
+/// A profile on every device with events of each kind.
 fn recorded() -> Profile {
-    let _alone = alone();
+    let _guard = serial_guard();
     let all = || devices().into_iter().for_each(|device| _ = annotate("training", || train(device, 2).unwrap()));
     profile(all).unwrap().1
 }
 
 #[test]
-fn what_is_written_is_read_again() {
+fn written_profiles_can_be_read() {
     let written = recorded();
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("trace.json");
@@ -44,9 +44,9 @@ fn what_is_written_is_read_again() {
     assert_eq!(table(&read), table(&written));
 }
 
-/// The rules of the format, as Perfetto holds traces to them.
+/// Checks the rules that Perfetto applies to traces.
 #[test]
-fn the_format_is_chromes() {
+fn profiles_follow_chromes_format() {
     let mut bytes = Vec::new();
     recorded().write(&mut bytes).unwrap();
     let trace: Value = serde_json::from_slice(&bytes).unwrap();
@@ -75,7 +75,7 @@ fn the_format_is_chromes() {
         }
     }
     assert!(counters > 0);
-    // Every arrow has two ends, each within a slice of its track.
+    // Every arrow has two ends, and each end is within a slice of its track.
     assert_eq!(starts.len(), ends.len());
     assert_eq!(starts.is_empty(), devices().iter().all(|&d| d == Device::Cpu));
     for (id, start) in starts {
@@ -91,9 +91,9 @@ fn the_format_is_chromes() {
     }
 }
 
-/// As PyTorch's profiler exports them: other categories, ids that are texts, lists as arguments.
+/// PyTorch's profiler exports other categories, text ids and lists as arguments.
 #[test]
-fn other_programs_traces_are_read() {
+fn traces_of_other_programs_can_be_read() {
     let trace = r#"{"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": [
       {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 5.5, "dur": 10.0, "args": {"Input Dims": [[2, 2], []]}},
       {"ph": "X", "cat": "kernel", "name": "sgemm", "pid": 0, "tid": 7, "ts": 9.0, "dur": 4.0, "args": {"device": 0, "stream": 7, "grid": [1, 1, 1]}},
@@ -110,13 +110,13 @@ fn other_programs_traces_are_read() {
     assert_eq!((named("Memcpy HtoD").category, named("Memcpy HtoD").bytes), (Category::Copy, 64));
     assert_eq!(named("whole").category, Category::Other);
     assert!(profile.key_averages().to_string().contains("aten::mm"));
-    // The list alone is a trace as well.
+    // A plain list of events is a valid trace too.
     let list = r#"[{"ph": "X", "name": "a", "ts": 1, "dur": 2}]"#;
     assert_eq!(Profile::from_bytes(list.as_bytes()).unwrap().duration_us(), 2.0);
 }
 
 #[test]
-fn files_that_are_no_traces_are_told() {
+fn files_other_than_traces_are_errors() {
     for bytes in ["", "{}", "3", "[1, 2", "{\"traceEvents\": 3}", "\"text\"", "{\"traceEvents\": []} more"] {
         let error = Profile::from_bytes(bytes.as_bytes()).unwrap_err().to_string();
         assert!(error.contains("not a trace in Chrome's format"), "{bytes}: {error}");

@@ -1,4 +1,4 @@
-//! The profiler. It sees the whole process, so that its tests have one of their own and take turns.
+//! The profiler. It records the whole process, so its tests run in a separate program and one at a time.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -13,13 +13,13 @@ use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{Device, Result, Tensor, manual_seed};
 
-/// Held by a test as long as it profiles.
-fn alone() -> MutexGuard<'static, ()> {
+/// Lock that a test holds while it profiles.
+fn serial_guard() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs so many steps of a small network, and gives its loss.
+/// Trains a small network for some steps and returns the loss.
 fn train(device: Device, steps: usize) -> Result<f32> {
     manual_seed(7);
     let mut net = Sequential::new()

@@ -1,4 +1,4 @@
-//! What is recorded.
+//! Recorded events.
 
 use std::collections::HashSet;
 use std::process::Command;
@@ -9,37 +9,37 @@ use claystone::storage::{MemoryMode, annotate, with_context, with_memory_mode};
 use claystone::{ConvOptions, DType, Device, Error, Graph, Kernel, Stream, Tensor, with_stream};
 
 use crate::common::devices;
-use crate::{alone, train};
+use crate::{serial_guard, train};
 
-fn of(profile: &Profile, category: Category) -> Vec<&Event> {
+fn events_of(profile: &Profile, category: Category) -> Vec<&Event> {
     profile.events().iter().filter(|event| event.category == category).collect()
 }
 
-/// Launches of operations: on OpenCL devices kernels, but for the copies and fills that are kernels of their own.
-fn launches(profile: &Profile, device: Device) -> usize {
+/// Number of launches of operations. On OpenCL devices these are kernels, without those that copy or fill memory.
+fn count_launch_events(profile: &Profile, device: Device) -> usize {
     let category = if device == Device::Cpu { Category::Operation } else { Category::Kernel };
     let is_launch = |event: &&&Event| event.device == Some(device) && &*event.name != "memory";
-    of(profile, category).iter().filter(is_launch).count()
+    events_of(profile, category).iter().filter(is_launch).count()
 }
 
 #[test]
-fn every_launch_of_ten_steps_is_recorded_and_nothing_else_changes() {
-    let _alone = alone();
+fn every_launch_is_recorded_without_changing_results() {
+    let _guard = serial_guard();
     for device in devices() {
-        // Conversions to images are recorded, but not counted.
+        // Conversions to images are recorded but not counted as launches.
         let train = || with_memory_mode(MemoryMode::Buffer, || train(device, 10).unwrap());
         let (plain, counted) = count_launches(train);
         let (loss, recorded) = profile(train).unwrap();
         assert_eq!(loss, plain, "{device}");
-        assert_eq!(launches(&recorded, device) as u64, counted, "{device}");
+        assert_eq!(count_launch_events(&recorded, device) as u64, counted, "{device}");
         assert_eq!(train(), plain, "{device}: after the profile");
         assert_eq!(recorded.dropped_events(), 0);
     }
 }
 
 #[test]
-fn commands_have_their_times_in_order_and_arrows_from_their_launches() {
-    let _alone = alone();
+fn commands_have_ordered_times_and_arrows_from_launches() {
+    let _guard = serial_guard();
     for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
         let (_, recorded) = profile(|| train(device, 3).unwrap()).unwrap();
         let commands: Vec<&Event> = recorded.events().iter().filter(|e| e.category.is_command()).collect();
@@ -58,13 +58,13 @@ fn commands_have_their_times_in_order_and_arrows_from_their_launches() {
             assert_eq!((&launch.name, launch.device), (&command.name, Some(device)));
             assert!(matches!(launch.lane, Lane::Thread(_)));
         }
-        assert!(!of(&recorded, Category::Wait).is_empty(), "the host waited for the losses");
+        assert!(!events_of(&recorded, Category::Wait).is_empty(), "the host waited for the losses");
     }
 }
 
 #[test]
-fn convolutions_of_single_channels_are_recorded_with_their_gradients() {
-    let _alone = alone();
+fn depthwise_convolutions_and_gradients_are_recorded() {
+    let _guard = serial_guard();
     for device in devices() {
         let leaf = |shape: &[usize]| Tensor::ones(shape, device).unwrap().requires_grad_(true).unwrap();
         let (x, weight) = (leaf(&[2, 3, 6, 7]), leaf(&[3, 1, 3, 3]));
@@ -73,18 +73,18 @@ fn convolutions_of_single_channels_are_recorded_with_their_gradients() {
         let ((), recorded) = profile(|| with_memory_mode(MemoryMode::Buffer, convolve)).unwrap();
         for name in ["conv2d", "conv_transpose2d", "conv2d weight gradient"] {
             let named = |e: &&&Event| &*e.name == name;
-            assert_eq!(of(&recorded, Category::Operation).iter().filter(named).count(), 1, "{name} on {device}");
+            assert_eq!(events_of(&recorded, Category::Operation).iter().filter(named).count(), 1, "{name} on {device}");
         }
     }
 }
 
 #[test]
-fn operations_tell_shapes_dtypes_bytes_and_flops() {
-    let _alone = alone();
+fn operations_have_shapes_dtypes_bytes_and_flops() {
+    let _guard = serial_guard();
     for device in devices() {
         let (_, recorded) = profile(|| {
             let (a, b) = (Tensor::ones(&[3, 5], device).unwrap(), Tensor::ones(&[5, 7], device).unwrap());
-            let product = with_memory_mode(MemoryMode::Buffer, || a.matmul(&b).unwrap()); // one kernel
+            let product = with_memory_mode(MemoryMode::Buffer, || a.matmul(&b).unwrap()); // launches one kernel
             product.add(&Tensor::ones(7, device).unwrap()).unwrap().exp().unwrap().sum(1, false).unwrap()
         })
         .unwrap();
@@ -110,8 +110,8 @@ fn operations_tell_shapes_dtypes_bytes_and_flops() {
 }
 
 #[test]
-fn transfers_copies_and_fills_tell_bytes() {
-    let _alone = alone();
+fn transfers_copies_and_fills_have_bytes() {
+    let _guard = serial_guard();
     for device in devices() {
         let (_, recorded) = profile(|| {
             let x = Tensor::from_slice(&[1.5f32; 1000], 1000, device).unwrap();
@@ -121,15 +121,15 @@ fn transfers_copies_and_fills_tell_bytes() {
         })
         .unwrap();
         for category in [Category::Copy, Category::Read] {
-            let bytes: u64 = of(&recorded, category).iter().map(|e| e.bytes).sum();
+            let bytes: u64 = events_of(&recorded, category).iter().map(|e| e.bytes).sum();
             assert_eq!(bytes, 4000, "{category:?} on {device}");
         }
     }
 }
 
 #[test]
-fn annotations_are_spans_and_mark_what_happens_inside() {
-    let _alone = alone();
+fn annotations_are_spans_and_label_inner_events() {
+    let _guard = serial_guard();
     for device in devices() {
         let x = Tensor::ones(8, device).unwrap();
         let (_, recorded) = profile(|| {
@@ -137,7 +137,7 @@ fn annotations_are_spans_and_mark_what_happens_inside() {
             x.exp().unwrap()
         })
         .unwrap();
-        let spans = of(&recorded, Category::Annotation);
+        let spans = events_of(&recorded, Category::Annotation);
         assert_eq!(spans.iter().map(|e| &*e.name).collect::<Vec<_>>(), ["step"]);
         let of_name = |name: &str| recorded.events().iter().find(|e| &*e.name == name).unwrap();
         assert_eq!(&*of_name("exp").annotation, "");
@@ -151,18 +151,18 @@ fn annotations_are_spans_and_mark_what_happens_inside() {
 }
 
 #[test]
-fn gradients_have_spans_of_their_own() {
-    let _alone = alone();
+fn gradients_have_their_own_spans() {
+    let _guard = serial_guard();
     let x = Tensor::ones(&[4, 4], Device::Cpu).unwrap().requires_grad_(true).unwrap();
     let y = x.matmul(&x).unwrap().sum((), false).unwrap();
     let (_, recorded) = profile(|| y.backward().unwrap()).unwrap();
-    let backward = of(&recorded, Category::Backward);
+    let backward = events_of(&recorded, Category::Backward);
     assert_eq!(backward.iter().map(|e| &*e.name).collect::<Vec<_>>(), ["sum", "matmul"]);
 }
 
 #[test]
 fn threads_and_streams_have_lanes() {
-    let _alone = alone();
+    let _guard = serial_guard();
     for device in devices() {
         let (_, recorded) = profile(|| {
             let worker = std::thread::Builder::new().name("worker".into());
@@ -183,8 +183,8 @@ fn threads_and_streams_have_lanes() {
 }
 
 #[test]
-fn memory_is_sampled_and_ends_as_the_statistics_say() {
-    let _alone = alone();
+fn memory_samples_match_the_statistics() {
+    let _guard = serial_guard();
     for device in devices() {
         let held = Tensor::zeros(1000, device).unwrap();
         let (kept, recorded) = profile(|| {
@@ -203,58 +203,58 @@ fn memory_is_sampled_and_ends_as_the_statistics_say() {
 }
 
 #[test]
-fn programs_that_are_built_and_segments_are_recorded() {
-    let _alone = alone();
+fn program_builds_and_segments_are_recorded() {
+    let _guard = serial_guard();
     for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
-        // A source that no cache has.
+        // The source is unique, so that no cache contains it.
         let unique = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
         let source = format!("__kernel void once(__global float *x) {{ x[get_global_id(0)] = 1; }} // {unique}");
         let (_, recorded) = profile(|| {
             let once = Kernel::from_source("once", source, "").unwrap();
             let x = Tensor::zeros(64, device).unwrap();
-            // SAFETY: the kernel writes the 64 elements of `x`, which is an `out`.
+            // SAFETY: the kernel writes the 64 elements of `x`, which is passed as `out`.
             unsafe { once.call().out(&x).global(&[64]).launch().unwrap() };
             assert_eq!(x.to_vec::<f32>().unwrap(), [1.0; 64]);
             drop(Tensor::zeros(40 << 20, device).unwrap());
         })
         .unwrap();
-        // As it is, and with offsets into its buffers.
-        assert_eq!(of(&recorded, Category::Compile).len(), 2, "{device}");
-        assert!(of(&recorded, Category::Segment).iter().any(|e| e.bytes >= 160 << 20), "{device}");
+        // The program is built as given and with offsets into its buffers.
+        assert_eq!(events_of(&recorded, Category::Compile).len(), 2, "{device}");
+        assert!(events_of(&recorded, Category::Segment).iter().any(|e| e.bytes >= 160 << 20), "{device}");
     }
 }
 
 #[test]
-fn a_replayed_graph_is_recorded() {
-    let _alone = alone();
+fn replayed_graphs_are_recorded() {
+    let _guard = serial_guard();
     for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
         let x = Tensor::ones(100, device).unwrap();
         let (graph, y) = Graph::capture(device, || x.exp()?.add_scalar(1.0)).unwrap();
         let (_, counted) = count_launches(|| graph.replay().unwrap());
         let (_, recorded) = profile(|| graph.replay().unwrap()).unwrap();
-        assert_eq!(launches(&recorded, device) as u64, counted);
+        assert_eq!(count_launch_events(&recorded, device) as u64, counted);
         assert_eq!(y.to_vec::<f32>().unwrap(), [1f32.exp() + 1.0; 100]);
     }
 }
 
 #[test]
-fn faults_of_kernels_are_left_for_who_waits_next() {
-    let _alone = alone();
+fn profiling_does_not_consume_kernel_faults() {
+    let _guard = serial_guard();
     for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
         let x = Tensor::ones(4, device).unwrap();
         let beyond = Tensor::from_slice(&[9i64], 1, device).unwrap();
         let profiler = Profiler::start().unwrap();
         let _taken = x.take(&beyond).unwrap();
         let recorded = profiler.stop();
-        assert!(launches(&recorded, device) > 0);
-        let told = device.synchronize();
-        assert!(matches!(told, Err(Error::IndexOutOfRange { index: 9, size: 4, .. })), "{told:?}");
+        assert!(count_launch_events(&recorded, device) > 0);
+        let message = device.synchronize();
+        assert!(matches!(message, Err(Error::IndexOutOfRange { index: 9, size: 4, .. })), "{message:?}");
     }
 }
 
 #[test]
-fn what_began_before_a_profile_is_not_in_it() {
-    let _alone = alone();
+fn events_begun_before_a_profile_are_not_in_it() {
+    let _guard = serial_guard();
     let (_, first) = profile(|| {
         annotate("outside", || {
             let inner = profile(|| ());
@@ -262,7 +262,7 @@ fn what_began_before_a_profile_is_not_in_it() {
         })
     })
     .unwrap();
-    assert_eq!(of(&first, Category::Annotation).len(), 1);
+    assert_eq!(events_of(&first, Category::Annotation).len(), 1);
     let mut profiler = Some(Profiler::start().unwrap());
     let second = annotate("from one to the next", || {
         drop(profiler.take());
@@ -271,13 +271,13 @@ fn what_began_before_a_profile_is_not_in_it() {
         second
     });
     let recorded = second.stop();
-    assert!(of(&recorded, Category::Annotation).is_empty());
+    assert!(events_of(&recorded, Category::Annotation).is_empty());
     assert!(recorded.events().iter().all(|event| event.start_us >= 0.0));
 }
 
 #[test]
-fn the_latest_events_are_kept() {
-    let _alone = alone();
+fn only_the_latest_events_are_kept() {
+    let _guard = serial_guard();
     let options = ProfilerOptions { max_events: 10, copy_rate: false };
     let profiler = Profiler::start_with(options).unwrap();
     let x = Tensor::ones(4, Device::Cpu).unwrap();
@@ -290,8 +290,8 @@ fn the_latest_events_are_kept() {
 }
 
 #[test]
-fn one_profiler_at_a_time() {
-    let _alone = alone();
+fn only_one_profiler_can_run() {
+    let _guard = serial_guard();
     let first = Profiler::start().unwrap();
     let refused = Profiler::start().unwrap_err().to_string();
     assert!(refused.contains("stop that first"), "{refused}");
@@ -300,12 +300,12 @@ fn one_profiler_at_a_time() {
     assert!(recorded.events().is_empty(), "{:?}", recorded.events());
 }
 
-/// What the next test runs in a process of its own; it does nothing otherwise.
+/// Body of a child process for the tests below; without `CLAYSTONE_PROFILE` it does nothing.
 #[test]
-fn in_a_process_of_its_own() {
+fn profiled_child_process() {
     if std::env::var_os("CLAYSTONE_PROFILE").is_some() {
         let devices = devices();
-        // Each device's first use, in which it is also measured how fast it copies.
+        // The first use of a device, which also measures its copy rate.
         for &device in devices.iter().filter(|&&device| device != Device::Cpu) {
             let (graph, y) = Graph::capture(device, || Tensor::ones(100, device)?.exp()).unwrap();
             graph.replay().unwrap();
@@ -317,16 +317,16 @@ fn in_a_process_of_its_own() {
 }
 
 #[test]
-fn the_environment_has_a_whole_program_profiled() {
+fn the_environment_variable_profiles_a_whole_program() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("trace.json");
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "recording::in_a_process_of_its_own"]).env("CLAYSTONE_PROFILE", &file);
+    child.args(["--exact", "recording::profiled_child_process"]).env("CLAYSTONE_PROFILE", &file);
     let output = child.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     let recorded = Profile::load(&file).unwrap();
     for device in devices() {
-        assert!(launches(&recorded, device) > 10, "{device}");
+        assert!(count_launch_events(&recorded, device) > 10, "{device}");
         let opened = recorded.events().iter().filter(|e| e.category == Category::Open && e.device == Some(device));
         assert_eq!(opened.count(), usize::from(device != Device::Cpu), "{device}");
         let known = recorded.devices().iter().find(|of| of.device == device).unwrap();
@@ -335,11 +335,9 @@ fn the_environment_has_a_whole_program_profiled() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_told_and_the_program_ends_well() {
+fn unwritable_profiles_are_reported_without_failing_the_program() {
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child
-        .args(["--exact", "recording::in_a_process_of_its_own"])
-        .env("CLAYSTONE_PROFILE", "/no/such/folder/trace.json");
+    child.args(["--exact", "recording::profiled_child_process"]).env("CLAYSTONE_PROFILE", "/no/such/folder/trace.json");
     let output = child.output().unwrap();
     assert!(output.status.success());
     let said = String::from_utf8_lossy(&output.stderr);

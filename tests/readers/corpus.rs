@@ -1,4 +1,4 @@
-//! What mutations begin with: whole files of each format, written by the library and by hand.
+//! Valid inputs of each format, written by the library or by hand. Mutations start from them.
 
 use std::io::{Cursor, Write};
 
@@ -11,7 +11,7 @@ use zip::{CompressionMethod, ZipWriter};
 
 use crate::targets::CACHE_FILE;
 
-/// A profile with an event of each kind.
+/// A profile with one event of each kind.
 const PROFILE: &str = r#"{"otherData":{"duration_us":200.0,"dropped_events":3,
 "devices":[{"device":"opencl:0","name":"Some GPU","pid":1,"copy_bytes_per_s":1e9}]},"traceEvents":[
 {"ph":"M","name":"thread_name","pid":0,"tid":4,"args":{"name":"main"}},
@@ -22,26 +22,30 @@ const PROFILE: &str = r#"{"otherData":{"duration_us":200.0,"dropped_events":3,
 {"ph":"s","id":1,"cat":"launch","name":"launch","pid":0,"tid":4,"ts":12},
 {"ph":"C","name":"memory opencl:0","pid":1,"ts":30,"args":{"allocated":100,"reserved":2000}}]}"#;
 
-/// What other programs write besides, as a list without an end.
+/// A trace with events of other programs, as a list without its closing bracket.
 const PAGE: &str = r#"[{"ph":"M","name":"process_sort_index","pid":"a","args":{"sort_index":-3}},null,
 {"ph":"B","name":"step","pid":"a","tid":"b","ts":"1.5"},{"ph":"i","name":"mark","pid":7,"tid":8,"ts":2,"id":"0x1"},
 {"ph":"E","pid":"a","tid":"b","ts":9},{"ph":"B","name":"open","pid":"a","tid":"b","ts":10,"args":{"n":1e300,"x":{"y":[]}}},
 {"ph":"t","id":"0x1","cat":"a","pid":7,"tid":8,"ts":3},{"ph":"f","id":"0x1","cat":"a","pid":"a","tid":"b","ts":1},"#;
 
-/// The whole inputs of a reader.
+/// Valid inputs for a reader.
 pub fn of(name: &str) -> Vec<Vec<u8>> {
     let texts = |texts: &[&str]| texts.iter().map(|text| text.as_bytes().to_vec()).collect();
     match name {
-        "npy" => npys(),
+        "npy" => npy_files(),
         "npz" => {
-            vec![written("x.npz"), zip(CompressionMethod::Deflated, &npys()), zip(CompressionMethod::Stored, &npys())]
+            vec![
+                file_of_all_dtypes("x.npz"),
+                zip(CompressionMethod::Deflated, &npy_files()),
+                zip(CompressionMethod::Stored, &npy_files()),
+            ]
         }
         "safetensors" | "mapped" => {
             let odd = r#"{"a":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"NEW","shape":[9],"data_offsets":[3,4]}}"#;
             let odd = [&(odd.len() as u64).to_le_bytes()[..], odd.as_bytes(), &[1, 2, 3, 4]].concat();
-            vec![written("x.safetensors"), odd]
+            vec![file_of_all_dtypes("x.safetensors"), odd]
         }
-        "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), shared(3, 4)],
+        "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), nested_lists(3, 4)],
         "json" => vec![snapshot().to_json().unwrap().into_bytes()],
         "profile" => texts(&[PROFILE]),
         "page" => texts(&[PROFILE, PAGE]),
@@ -69,25 +73,25 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
 
 const PYTORCH: &[u8] = include_bytes!("../../src/storage/history/tests/pytorch.pickle");
 
-/// A file of the cache, as the library seals it.
+/// A file of the program cache with a valid seal.
 fn sealed(contents: &[u8]) -> Vec<u8> {
     let sum = Sha256::new().chain_update(CACHE_FILE).chain_update([0]).chain_update(contents).finalize();
     [&b"claystone binary"[..], &sum[..], contents].concat()
 }
 
-/// An npy file of this version with this literal as its header.
+/// An npy file with the given version and header literal.
 pub fn npy(version: u8, literal: &str, elements: &[u8]) -> Vec<u8> {
     let length = (literal.len() as u32).to_le_bytes();
     let length = if version == 1 { &length[..2] } else { &length[..] };
     [b"\x93NUMPY", &[version, 0][..], length, literal.as_bytes(), elements].concat()
 }
 
-/// The literal of an array of bytes.
+/// Header literal of a byte array.
 pub fn literal(shape: &str) -> String {
     format!("{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}")
 }
 
-fn npys() -> Vec<Vec<u8>> {
+fn npy_files() -> Vec<Vec<u8>> {
     let turned = "{'descr': '>i4', 'fortran_order': True, 'shape': (2, 3), }";
     let halves = "{\"shape\": (2L,), \"descr\": \"<f2\", \"fortran_order\": False}";
     vec![
@@ -101,7 +105,7 @@ fn npys() -> Vec<Vec<u8>> {
     ]
 }
 
-/// An archive of these files, which takes few bytes for many zeros if it is compressed.
+/// An archive of the given files. With compression, long runs of zeros take few bytes.
 pub fn zip(method: CompressionMethod, files: &[Vec<u8>]) -> Vec<u8> {
     let mut archive = ZipWriter::new(Cursor::new(Vec::new()));
     for (i, file) in files.iter().enumerate() {
@@ -112,8 +116,8 @@ pub fn zip(method: CompressionMethod, files: &[Vec<u8>]) -> Vec<u8> {
     archive.finish().unwrap().into_inner()
 }
 
-/// A file of tensors of all dtypes.
-fn written(name: &str) -> Vec<u8> {
+/// A file with tensors of all dtypes.
+fn file_of_all_dtypes(name: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let tensor =
         |dtype| Tensor::arange(0, 6, 1, Device::Cpu).unwrap().reshape([2, 3]).unwrap().to_dtype(dtype).unwrap();
@@ -122,7 +126,7 @@ fn written(name: &str) -> Vec<u8> {
     std::fs::read(folder.path().join(name)).unwrap()
 }
 
-/// What the CPU device holds while a few tensors are made and dropped.
+/// A snapshot of the CPU device taken while tensors are created and dropped.
 fn snapshot() -> Snapshot {
     Device::Cpu.record_memory_history(HistoryOptions::default()).unwrap();
     let _kept = annotate("setup", || with_context("input", || Tensor::ones(&[64, 64], Device::Cpu))).unwrap();
@@ -157,22 +161,22 @@ fn log() -> Vec<u8> {
     bytes
 }
 
-/// A pickle of a snapshot with one setting: a list that holds the list inside it `fold` times, `depth` times over.
-pub fn shared(depth: u8, fold: usize) -> Vec<u8> {
+/// A pickled snapshot with nested lists as a setting: each of `depth` levels contains the next level's list `fold` times.
+pub fn nested_lists(depth: u8, fold: usize) -> Vec<u8> {
     fn list(depth: u8, fold: usize) -> Vec<u8> {
         let Some(inner) = depth.checked_sub(1) else { return b"]q\x00".to_vec() };
         let more = [b'h', inner].repeat(fold - 1);
         [&b"]("[..], &list(inner, fold), &more, &[b'e', b'q', depth]].concat()
     }
-    pickled("allocator_settings", &[&b"}("[..], &text("a"), &list(depth, fold), b"u"].concat())
+    pickled_snapshot("allocator_settings", &[&b"}("[..], &text("a"), &list(depth, fold), b"u"].concat())
 }
 
-/// A pickle of a snapshot without segments and with this value under this name.
-pub fn pickled(name: &str, value: &[u8]) -> Vec<u8> {
+/// A pickled snapshot without segments and with the given value under the given name.
+pub fn pickled_snapshot(name: &str, value: &[u8]) -> Vec<u8> {
     [&b"\x80\x02}("[..], &text("segments"), b"]", &text(name), value, b"u."].concat()
 }
 
-/// A short text as the instruction that pushes it.
+/// The pickle instruction that pushes a short text.
 pub fn text(text: &str) -> Vec<u8> {
     [&b"X"[..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
 }

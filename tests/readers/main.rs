@@ -1,6 +1,6 @@
-//! Readers of files and text: whatever the bytes, no panic, no more memory than there is data, and an error of one sentence.
+//! Readers of files and text: for any bytes they do not panic, take bounded memory, and return errors of one sentence.
 //!
-//! Mutations of whole inputs: 2,000 a reader, or `CLAYSTONE_MUTATIONS`.
+//! Each reader gets 2,000 mutations of valid inputs, or `CLAYSTONE_MUTATIONS`.
 
 mod corpus;
 mod mutate;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use claystone::storage::{Config, CsvEvent, Snapshot};
 use claystone::{Device, Result, Tensor, io};
-use corpus::{literal, npy, pickled, shared, text, zip};
+use corpus::{literal, nested_lists, npy, pickled_snapshot, text, zip};
 use mutate::{Random, mutated};
 use peak_alloc::PeakAlloc;
 use targets::TARGETS;
@@ -21,18 +21,18 @@ use zip::CompressionMethod::{Deflated, Stored};
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// What a reader may take beyond the size of its input.
-const SLACK: usize = 64 << 20;
+/// Bytes that a reader may take beyond the size of its input.
+const SLACK_BYTES: usize = 64 << 20;
 
-/// Memory is the whole process's: one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
+/// Lock for tests that measure memory, which is global to the process.
+fn serial_guard() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     Device::Cpu.empty_cache().unwrap();
     guard
 }
 
-/// The most memory, on the heap and of the CPU device, that was taken while `f` ran.
+/// Peak bytes taken on the heap and on the CPU device while `f` runs.
 fn peak<R>(f: impl FnOnce() -> R) -> (usize, R) {
     Device::Cpu.reset_peak_stats().unwrap();
     let before = HEAP.current_usage();
@@ -43,8 +43,8 @@ fn peak<R>(f: impl FnOnce() -> R) -> (usize, R) {
 }
 
 #[test]
-fn no_mutation_makes_a_reader_panic_or_take_much_memory() {
-    let _alone = alone();
+fn mutations_cause_neither_panics_nor_large_allocations() {
+    let _guard = serial_guard();
     let count = mutate::count(2000);
     let only = std::env::var("CLAYSTONE_READER").ok();
     for (name, run) in TARGETS.into_iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
@@ -58,7 +58,7 @@ fn no_mutation_makes_a_reader_panic_or_take_much_memory() {
             let (taken, outcome) = peak(|| catch_unwind(AssertUnwindSafe(|| run(&input))));
             longest = longest.max(started.elapsed());
             most = most.max(taken.saturating_sub(input.len()));
-            if outcome.is_err() || taken > input.len() + SLACK {
+            if outcome.is_err() || taken > input.len() + SLACK_BYTES {
                 let path = std::env::temp_dir().join(format!("claystone-{name}.input"));
                 std::fs::write(&path, &input).unwrap();
                 panic!("{name}: mutation {i}, which is in {}: {taken} bytes, {outcome:?}", path.display());
@@ -68,83 +68,84 @@ fn no_mutation_makes_a_reader_panic_or_take_much_memory() {
     }
 }
 
-/// What reading `bytes` as a file of this name gives, within the bounds.
+/// Reads `bytes` as a file of this name and checks the memory bound.
 #[track_caller]
-fn bounded<T>(name: &str, bytes: &[u8], read: impl FnOnce(&std::path::Path) -> Result<T>) -> Result<T> {
+fn read_bounded<T>(name: &str, bytes: &[u8], read: impl FnOnce(&std::path::Path) -> Result<T>) -> Result<T> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
     std::fs::write(&path, bytes).unwrap();
     let (taken, outcome) = peak(|| read(&path));
-    assert!(taken <= bytes.len() + SLACK, "{taken} bytes for a file of {}", bytes.len());
+    assert!(taken <= bytes.len() + SLACK_BYTES, "{taken} bytes for a file of {}", bytes.len());
     outcome
 }
 
 #[track_caller]
-fn refused<T>(outcome: Result<T>, why: &str) {
+fn assert_refused<T>(outcome: Result<T>, why: &str) {
     let error = outcome.err().expect("it is damaged").to_string();
     assert!(error.contains(why) && error.len() < 3000, "{error}");
 }
 
 #[test]
-fn headers_are_not_believed_beyond_the_file() {
-    let _alone = alone();
-    let read_npy = |bytes: &[u8]| bounded("x.npy", bytes, |path| io::read_npy(path, Device::Cpu));
+fn headers_beyond_the_file_are_errors() {
+    let _guard = serial_guard();
+    let read_npy = |bytes: &[u8]| read_bounded("x.npy", bytes, |path| io::read_npy(path, Device::Cpu));
     let mut long = npy(2, &literal("(1,)"), &[1]);
     long[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
-    refused(read_npy(&long), "longer than any array's");
-    refused(read_npy(&npy(1, &literal("(9000000000,)"), &[1; 8 << 20])), "ends before");
-    refused(read_npy(&npy(1, &"(".repeat(60_000), &[])), "header");
-    refused(read_npy(&npy(1, &literal(&format!("({})", "0,".repeat(20_000))), &[])), "dims");
-    let load = |bytes: &[u8]| bounded("x.safetensors", bytes, |path| io::load(path, Device::Cpu));
+    assert_refused(read_npy(&long), "too long for an array");
+    assert_refused(read_npy(&npy(1, &literal("(9000000000,)"), &[1; 8 << 20])), "ends before");
+    assert_refused(read_npy(&npy(1, &"(".repeat(60_000), &[])), "header");
+    assert_refused(read_npy(&npy(1, &literal(&format!("({})", "0,".repeat(20_000))), &[])), "dims");
+    let load = |bytes: &[u8]| read_bounded("x.safetensors", bytes, |path| io::load(path, Device::Cpu));
     let file = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
     let sizes = format!("[{}0]", "0,".repeat(1 << 20));
-    refused(load(&file(&format!(r#"{{"a":{{"dtype":"U8","shape":{sizes},"data_offsets":[0,0]}}}}"#))), "dims");
-    refused(load(&file(&"[".repeat(1 << 20))), "x.safetensors");
+    assert_refused(load(&file(&format!(r#"{{"a":{{"dtype":"U8","shape":{sizes},"data_offsets":[0,0]}}}}"#))), "dims");
+    assert_refused(load(&file(&"[".repeat(1 << 20))), "x.safetensors");
     let one = r#""a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
-    refused(load(&file(&format!("{{{one},{one}}}"))), "twice");
+    assert_refused(load(&file(&format!("{{{one},{one}}}"))), "twice");
 }
 
 #[test]
-fn archives_hold_what_they_say_before_memory_is_taken() {
-    let _alone = alone();
-    let load = |bytes: &[u8]| bounded("x.npz", bytes, |path| io::load(path, Device::Cpu));
-    // A header of 200 MiB of spaces, in as many KiB.
+fn archives_are_checked_before_memory_is_taken() {
+    let _guard = serial_guard();
+    let load = |bytes: &[u8]| read_bounded("x.npz", bytes, |path| io::load(path, Device::Cpu));
+    // The header of 200 MiB of spaces is compressed to about 200 KiB.
     let header = npy(2, &" ".repeat(200 << 20), &[]);
     let header = zip(Deflated, &[header]);
-    refused(load(&header), "read it with read_npz_limited");
-    let load_all = |bytes: &[u8]| bounded("x.npz", bytes, |path| io::read_npz_limited(path, Device::Cpu, u64::MAX));
-    refused(load_all(&header), "longer than any array's");
-    // 200 MiB of zeros: whole they are read, and damaged they take no memory.
+    assert_refused(load(&header), "use read_npz_limited");
+    let load_all =
+        |bytes: &[u8]| read_bounded("x.npz", bytes, |path| io::read_npz_limited(path, Device::Cpu, u64::MAX));
+    assert_refused(load_all(&header), "too long for an array");
+    // 200 MiB of zeros: a valid archive is read, and a damaged archive takes no memory.
     let zeros = npy(1, &literal("(209715200,)"), &vec![0; 200 << 20]);
     let mut archive = zip(Deflated, &[zeros]);
     assert!(archive.len() < 1 << 20);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.npz");
     std::fs::write(&path, &archive).unwrap();
-    refused(load(&archive), "read it with read_npz_limited");
-    refused(io::read_npz_limited(&path, Device::Cpu, 200 << 20), "more than 209715200");
+    assert_refused(load(&archive), "use read_npz_limited");
+    assert_refused(io::read_npz_limited(&path, Device::Cpu, 200 << 20), "more than 209715200");
     let state = io::read_npz_limited(&path, Device::Cpu, 201 << 20).unwrap();
     assert_eq!(state.get("0").unwrap().sum((), false).unwrap().item::<i64>().unwrap(), 0);
     drop(state);
     Device::Cpu.empty_cache().unwrap();
     let end = archive.len() - 500;
     archive[end] ^= 0x55;
-    refused(load_all(&archive), "x.npz");
-    // Within 8 times its size and 32 MiB it is read as it is.
+    assert_refused(load_all(&archive), "x.npz");
+    // The default limit is 8 times the archive's size plus 32 MiB.
     let zeros = npy(1, &literal("(31457280,)"), &vec![0; 30 << 20]);
     load(&zip(Deflated, &[zeros])).unwrap();
-    // An array of more than its entry has, and an entry of more than is there.
-    refused(load(&zip(Stored, &[npy(1, &literal("(1000000000,)"), &[0; 100])])), "ends before");
+    // An array longer than its entry, and an entry longer than its data.
+    assert_refused(load(&zip(Stored, &[npy(1, &literal("(1000000000,)"), &[0; 100])])), "ends before");
     let small = npy(1, &literal("(3,)"), &[1, 2, 3]);
     let mut long = zip(Deflated, std::slice::from_ref(&small));
     let directory = long.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap();
     long[directory + 24..directory + 28].copy_from_slice(&0xf000_0000_u32.to_le_bytes());
-    refused(load(&long), "x.npz");
-    refused(load(&overlapping(&zip(Stored, &[small]))), "overlap");
+    assert_refused(load(&long), "x.npz");
+    assert_refused(load(&archive_with_duplicate_entry(&zip(Stored, &[small]))), "overlap");
 }
 
-/// The archive of one file with its entry in the directory twice.
-fn overlapping(archive: &[u8]) -> Vec<u8> {
+/// An archive whose directory lists its only entry twice.
+fn archive_with_duplicate_entry(archive: &[u8]) -> Vec<u8> {
     let directory = archive.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap();
     let end = archive.windows(4).rposition(|w| w == b"PK\x05\x06").unwrap();
     let (entry, mut tail) = (&archive[directory..end], archive[end..].to_vec());
@@ -156,53 +157,56 @@ fn overlapping(archive: &[u8]) -> Vec<u8> {
     [&archive[..end], &second, &tail].concat()
 }
 
-/// What never ends is read up to a bound.
+/// Endless files are read up to a bound.
 #[test]
 #[cfg(unix)]
-fn devices_and_pipes_are_read_up_to_a_bound() {
-    let _alone = alone();
+fn endless_files_are_read_up_to_a_bound() {
+    let _guard = serial_guard();
     let folder = tempfile::tempdir().unwrap();
     for name in ["x.pickle", "x.json"] {
         let path = folder.path().join(name);
         std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
         let (taken, outcome) = peak(|| Snapshot::load(&path));
-        refused(outcome, "copy it to a file");
-        assert!(taken <= SLACK + (1 << 20), "{taken} bytes of a device");
+        assert_refused(outcome, "copy it to a file");
+        assert!(taken <= SLACK_BYTES + (1 << 20), "{taken} bytes of a device");
         let (taken, outcome) = peak(|| targets::trace::Trace::open(&path));
         assert!(outcome.unwrap_err().contains("copy it to a file"));
-        assert!(taken <= SLACK + (1 << 20), "{taken} bytes of a device");
+        assert!(taken <= SLACK_BYTES + (1 << 20), "{taken} bytes of a device");
     }
 }
 
 #[test]
-fn pickles_that_share_values_are_bounded() {
-    let _alone = alone();
+fn pickles_with_shared_values_take_bounded_memory() {
+    let _guard = serial_guard();
     let read = |bytes: &[u8]| {
         let (taken, outcome) = peak(|| Snapshot::from_pickle(bytes));
-        assert!(taken <= bytes.len() + SLACK, "{taken} bytes for a pickle of {}", bytes.len());
+        assert!(taken <= bytes.len() + SLACK_BYTES, "{taken} bytes for a pickle of {}", bytes.len());
         outcome
     };
-    assert_eq!(read(&shared(3, 4)).unwrap().allocator_settings.len(), 1);
-    refused(read(&shared(5, 200)), "too many values");
-    refused(read(&shared(40, 2)), "nested too deep");
-    refused(read(&b"(".repeat(1 << 20)), "too many values");
-    refused(read(&b"]".repeat(1 << 20)), "too many values");
-    // A list that holds itself.
-    refused(read(&pickled("allocator_settings", &[&b"}("[..], &text("a"), b"]q\x00h\x00au"].concat())), "too deep");
-    // An event with a hundred thousand frames of a long name, used over and over.
+    assert_eq!(read(&nested_lists(3, 4)).unwrap().allocator_settings.len(), 1);
+    assert_refused(read(&nested_lists(5, 200)), "too many values");
+    assert_refused(read(&nested_lists(40, 2)), "nested too deep");
+    assert_refused(read(&b"(".repeat(1 << 20)), "too many values");
+    assert_refused(read(&b"]".repeat(1 << 20)), "too many values");
+    // A list that contains itself.
+    assert_refused(
+        read(&pickled_snapshot("allocator_settings", &[&b"}("[..], &text("a"), b"]q\x00h\x00au"].concat())),
+        "too deep",
+    );
+    // An event with a hundred thousand references to one frame with a long name.
     let frame = [&b"}("[..], &text("filename"), &text(&"x".repeat(10_000)), &text("line"), b"K\x01"].concat();
     let frame = [&frame[..], &text("name"), &text("f"), b"uq\x00"].concat();
     let stack = [&b"]("[..], &frame, &b"h\x00".repeat(100_000), b"e"].concat();
     let event = [&b"}("[..], &text("action"), &text("alloc"), &text("size"), b"K\x01"].concat();
     let event = [&event[..], &text("frames"), &stack, b"uq\x01"].concat();
     let traces = [&b"](]("[..], &event, &b"h\x01".repeat(100_000), b"ee"].concat();
-    refused(read(&pickled("device_traces", &traces)), "too many values");
+    assert_refused(read(&pickled_snapshot("device_traces", &traces)), "too many values");
 }
 
-/// As PyTorch writes them: every event has a list of its own, of frames that all of them share.
+/// As in PyTorch's snapshots, every event has its own list of frames, and all lists share the frames.
 #[test]
-fn stacks_that_events_have_in_common_are_kept_once() {
-    let _alone = alone();
+fn shared_stacks_are_stored_once() {
+    let _guard = serial_guard();
     let mut frames = Vec::new();
     for i in 0..100u8 {
         let head = [&b"}("[..], &text("filename"), &text(&"x".repeat(100)), &text("line"), b"K\x01"].concat();
@@ -211,22 +215,22 @@ fn stacks_that_events_have_in_common_are_kept_once() {
     let recalled: Vec<u8> = (0..100u8).flat_map(|i| [b'h', i]).collect();
     let event = [&b"}("[..], &text("action"), &text("alloc"), &text("size"), b"K\x01"].concat();
     let event = [&event[..], &text("frames"), b"](", &recalled, b"eu"].concat();
-    // The frames come first, in a setting that nobody reads.
+    // The frames come first, in a setting that the reader ignores.
     let first = [&text("frames")[..], b"](", &frames, b"e"].concat();
     let value = [&b"](]("[..], &event.repeat(20_000), b"ee"].concat();
-    let pickle = pickled("device_traces", &value);
+    let pickle = pickled_snapshot("device_traces", &value);
     let pickle = [&b"\x80\x02}("[..], &first, &pickle[4..]].concat();
     let (taken, snapshot) = peak(|| Snapshot::from_pickle(&pickle).unwrap());
     assert_eq!(snapshot.device_traces[0].len(), 20_000);
     assert!(snapshot.device_traces[0].iter().all(|event| event.frames.len() == 100));
-    // 400 MiB if each event had frames of its own.
+    // Separate copies of the frames would take 400 MiB.
     assert!(taken < 16 * pickle.len(), "{taken} bytes for a pickle of {}", pickle.len());
 }
 
-/// A seal that is right opens a file, and one that is not has it removed.
+/// A file with a valid seal is opened, and a file with an invalid seal is removed.
 #[test]
-fn cache_files_are_opened_by_their_seals() {
-    let _alone = alone();
+fn cache_files_need_a_valid_seal() {
+    let _guard = serial_guard();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(targets::CACHE_FILE);
     let read = |bytes: &[u8]| {
@@ -235,7 +239,7 @@ fn cache_files_are_opened_by_their_seals() {
     };
     let [sealed, _, text] = &corpus::of("cache")[..] else { panic!("three files") };
     let error = read(sealed);
-    assert!(path.exists() && error.contains("is no choice"), "{error}");
+    assert!(path.exists() && error.contains("is not a valid choice"), "{error}");
     assert_eq!(read(text), error, "the same text without a seal");
     let mut broken = sealed.clone();
     broken[20] ^= 1;
@@ -244,27 +248,27 @@ fn cache_files_are_opened_by_their_seals() {
 }
 
 #[test]
-fn errors_quote_the_start_of_what_they_read() {
-    let _alone = alone();
+fn errors_quote_only_the_start_of_long_inputs() {
+    let _guard = serial_guard();
     let long = "x".repeat(1 << 20);
     let tensor = Tensor::ones([2, 2], Device::Cpu).unwrap();
-    refused(long.parse::<Config>(), "xxx...");
-    refused(format!("backend:{long}").parse::<Config>(), "caching, pool or direct");
-    refused(long.parse::<Device>(), "write cpu");
-    refused(long.parse::<claystone::DType>(), "f32");
-    refused(Tensor::einsum(&long, &[&tensor]), "dims");
-    refused(Tensor::einsum(&format!("{long}!"), &[&tensor]), "letter");
-    refused(Snapshot::from_json(&format!("{{\"segments\": \"{long}\"}}")), "JSON");
-    refused(Snapshot::from_json(&"[".repeat(1 << 20)), "JSON");
+    assert_refused(long.parse::<Config>(), "xxx...");
+    assert_refused(format!("backend:{long}").parse::<Config>(), "caching, pool or direct");
+    assert_refused(long.parse::<Device>(), "write cpu");
+    assert_refused(long.parse::<claystone::DType>(), "f32");
+    assert_refused(Tensor::einsum(&long, &[&tensor]), "dims");
+    assert_refused(Tensor::einsum(&format!("{long}!"), &[&tensor]), "letter");
+    assert_refused(Snapshot::from_json(&format!("{{\"segments\": \"{long}\"}}")), "JSON");
+    assert_refused(Snapshot::from_json(&"[".repeat(1 << 20)), "JSON");
     let action = [&b"](](}("[..], &text("action"), &text(&long), b"uee"].concat();
-    refused(Snapshot::from_pickle(&pickled("device_traces", &action)), "pickle");
-    refused(CsvEvent::read_all(long.as_bytes()), "longer than any event");
-    refused(CsvEvent::read_all(format!("1,{},allocate,0,0,0", &long[..60_000]).as_bytes()), "23:59");
+    assert_refused(Snapshot::from_pickle(&pickled_snapshot("device_traces", &action)), "pickle");
+    assert_refused(CsvEvent::read_all(long.as_bytes()), "longer than any event");
+    assert_refused(CsvEvent::read_all(format!("1,{},allocate,0,0,0", &long[..60_000]).as_bytes()), "23:59");
     let (taken, outcome) = peak(|| CsvEvent::read_all(",".repeat(8 << 20).as_bytes()));
-    refused(outcome, "longer");
+    assert_refused(outcome, "longer");
     assert!(taken < 12 << 20, "{taken}");
-    refused(io::read_npy("/dev/zero", Device::Cpu), "npy");
+    assert_refused(io::read_npy("/dev/zero", Device::Cpu), "npy");
     let header = format!("{{\"{long}\":{{\"dtype\":\"{long}\"}}}}");
     let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
-    refused(bounded("x.safetensors", &file, |path| io::load(path, Device::Cpu)), "x.safetensors");
+    assert_refused(read_bounded("x.safetensors", &file, |path| io::load(path, Device::Cpu)), "x.safetensors");
 }

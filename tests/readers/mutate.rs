@@ -1,11 +1,11 @@
-//! Mutations of inputs: a few edits that keep most of a file, from a seeded generator.
+//! Mutations of inputs: a few edits that keep most of a file, drawn from a seeded generator.
 
-/// How many mutations a test makes of each kind of input: `CLAYSTONE_MUTATIONS`, or `usual`.
+/// Number of mutations per kind of input: `CLAYSTONE_MUTATIONS`, or `usual`.
 pub fn count(usual: u64) -> u64 {
     std::env::var("CLAYSTONE_MUTATIONS").map_or(usual, |n| n.parse().unwrap())
 }
 
-/// SplitMix64.
+/// The SplitMix64 generator.
 pub struct Random(pub u64);
 
 impl Random {
@@ -17,14 +17,14 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Below `n`, which is above 0.
+    /// A number below `n`, which must be positive.
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
 }
 
-/// Numbers at the edges of the types that lengths and sizes have.
-const EDGES: [u64; 14] = [
+/// Numbers at the limits of the types of lengths and sizes.
+const EDGE_NUMBERS: [u64; 14] = [
     0,
     1,
     0x7f,
@@ -41,19 +41,19 @@ const EDGES: [u64; 14] = [
     u64::MAX,
 ];
 
-/// What parts text into pieces, and bytes that are none.
-const MARKS: &[u8] = b"()[]{},:'\"->.0 \n#-\x00\x80\xff";
+/// Separators of text, and bytes that are not text.
+const SEPARATORS: &[u8] = b"()[]{},:'\"->.0 \n#-\x00\x80\xff";
 
-/// Longer inputs are cut: edits that double a part would let them grow for ever.
-const LONGEST: usize = 1 << 17;
+/// Maximum length of mutated inputs in bytes. Without it, repeated duplication would let inputs grow without bound.
+const MAX_BYTES: usize = 1 << 17;
 
-/// One of `whole` with one to six edits.
+/// One of the valid inputs with one to six edits.
 pub fn mutated(random: &mut Random, whole: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = whole[random.below(whole.len())].clone();
     for _ in 0..=random.below(6) {
         edit(random, &mut bytes, whole);
     }
-    bytes.truncate(LONGEST);
+    bytes.truncate(MAX_BYTES);
     bytes
 }
 
@@ -61,7 +61,7 @@ fn edit(random: &mut Random, bytes: &mut Vec<u8>, whole: &[Vec<u8>]) {
     if bytes.is_empty() {
         bytes.push(random.next() as u8);
     }
-    // Headers are at the start and directories at the end: every other edit is there.
+    // Headers are at the start and directories at the end, so every second edit is there.
     let near = bytes.len().min(200);
     let at = match random.below(4) {
         0 => random.below(near),
@@ -85,7 +85,7 @@ fn edit(random: &mut Random, bytes: &mut Vec<u8>, whole: &[Vec<u8>]) {
             bytes.splice(at..at + len, part.iter().copied());
         }
         6 => {
-            let edge = EDGES[random.below(EDGES.len())].to_le_bytes();
+            let edge = EDGE_NUMBERS[random.below(EDGE_NUMBERS.len())].to_le_bytes();
             let width = [1, 2, 4, 8][random.below(4)].min(bytes.len() - at);
             bytes[at..at + width].copy_from_slice(&edge[..width]);
             if random.below(4) == 0 {
@@ -93,14 +93,15 @@ fn edit(random: &mut Random, bytes: &mut Vec<u8>, whole: &[Vec<u8>]) {
             }
         }
         7 => {
-            // A number in text, wherever the next one is.
+            // Replaces the next number in text.
             let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|i| at + i) else { return };
             let end = bytes[start..].iter().position(|b| !b.is_ascii_digit()).map_or(bytes.len(), |i| start + i);
-            let number = EDGES[random.below(EDGES.len())].wrapping_add(random.below(2) as u64).to_string();
+            let number =
+                EDGE_NUMBERS[random.below(EDGE_NUMBERS.len())].wrapping_add(random.below(2) as u64).to_string();
             bytes.splice(start..end, number.into_bytes());
         }
         _ => {
-            bytes.insert(at, MARKS[random.below(MARKS.len())]);
+            bytes.insert(at, SEPARATORS[random.below(SEPARATORS.len())]);
         }
     }
 }

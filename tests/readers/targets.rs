@@ -1,6 +1,6 @@
-//! Every reader of files and text as a function of bytes: what the tests here and the targets of `fuzz/` run.
+//! Every reader of files and text as a function of bytes, for these tests and for the targets of `fuzz/`.
 
-#![allow(dead_code)] // a target of `fuzz/` runs one of them
+#![allow(dead_code)] // each target of `fuzz/` uses one of the functions
 
 use std::cell::RefCell;
 use std::fs;
@@ -18,14 +18,14 @@ pub mod page;
 #[path = "../../src/bin/claystone/trace/mod.rs"]
 pub mod trace;
 
-/// An error of a reader is a sentence, however long what it read.
-const LONGEST_ERROR: usize = 3000;
+/// Maximum length of an error in bytes, for inputs of any length.
+const MAX_ERROR_BYTES: usize = 3000;
 
 thread_local! {
     static FOLDER: RefCell<Option<TempDir>> = const { RefCell::new(None) };
 }
 
-/// A file of this thread's with these contents; in memory where the system has a file system there.
+/// Writes a file in this thread's folder, which is in memory if /dev/shm exists.
 fn file(name: &str, bytes: &[u8]) -> PathBuf {
     FOLDER.with_borrow_mut(|folder| {
         let folder = folder.get_or_insert_with(|| {
@@ -37,93 +37,93 @@ fn file(name: &str, bytes: &[u8]) -> PathBuf {
     })
 }
 
-/// Looks at an outcome: any tensor or none, and an error that can be read.
+/// Accepts any outcome, but checks that an error is short.
 #[track_caller]
-fn seen<T>(outcome: Result<T>) -> Option<T> {
-    outcome.inspect_err(|e| short(&e.to_string())).ok()
+fn checked_outcome<T>(outcome: Result<T>) -> Option<T> {
+    outcome.inspect_err(|e| assert_short(&e.to_string())).ok()
 }
 
 #[track_caller]
-fn short(error: &str) {
-    assert!(error.len() < LONGEST_ERROR, "an error of {} bytes: {:.200}", error.len(), error);
+fn assert_short(error: &str) {
+    assert!(error.len() < MAX_ERROR_BYTES, "an error of {} bytes: {:.200}", error.len(), error);
 }
 
 pub fn npy(bytes: &[u8]) {
-    seen(io::read_npy(file("x.npy", bytes), Device::Cpu));
+    checked_outcome(io::read_npy(file("x.npy", bytes), Device::Cpu));
 }
 
 pub fn npz(bytes: &[u8]) {
-    seen(io::load(file("x.npz", bytes), Device::Cpu));
+    checked_outcome(io::load(file("x.npz", bytes), Device::Cpu));
 }
 
 pub fn safetensors(bytes: &[u8]) {
-    seen(io::load(file("x.safetensors", bytes), Device::Cpu));
+    checked_outcome(io::load(file("x.safetensors", bytes), Device::Cpu));
 }
 
 pub fn mapped(bytes: &[u8]) {
     let path = file("mapped.safetensors", bytes);
-    // SAFETY: the folder is this thread's, which writes the file again when the mapping is gone.
-    let Some(mapped) = seen(unsafe { MappedFile::open(path) }) else { return };
-    let Some(tensors) = seen(io::SafeTensors::new(&mapped)) else { return };
+    // SAFETY: the folder belongs to this thread, which overwrites the file only after the mapping was dropped.
+    let Some(mapped) = checked_outcome(unsafe { MappedFile::open(path) }) else { return };
+    let Some(tensors) = checked_outcome(io::SafeTensors::new(&mapped)) else { return };
     let names: Vec<&str> = tensors.names().collect();
-    names.into_iter().for_each(|name| drop(seen(tensors.get(name, Device::Cpu))));
+    names.into_iter().for_each(|name| drop(checked_outcome(tensors.get(name, Device::Cpu))));
 }
 
-/// What is done with a snapshot that was read.
+/// Uses a snapshot as the tools do.
 fn used(snapshot: Option<Snapshot>) {
     if let Some(snapshot) = snapshot {
-        seen(snapshot.check());
+        checked_outcome(snapshot.check());
         let _ = snapshot.to_string();
     }
 }
 
 pub fn pickle(bytes: &[u8]) {
-    used(seen(Snapshot::from_pickle(bytes)));
+    used(checked_outcome(Snapshot::from_pickle(bytes)));
 }
 
 pub fn json(bytes: &[u8]) {
-    used(seen(Snapshot::from_json(&String::from_utf8_lossy(bytes))));
+    used(checked_outcome(Snapshot::from_json(&String::from_utf8_lossy(bytes))));
 }
 
 pub fn csv(bytes: &[u8]) {
-    seen(CsvEvent::read_all(bytes));
+    checked_outcome(CsvEvent::read_all(bytes));
 }
 
 pub fn profile(bytes: &[u8]) {
-    if let Some(profile) = seen(Profile::from_bytes(bytes)) {
+    if let Some(profile) = checked_outcome(Profile::from_bytes(bytes)) {
         let _ = (profile.key_averages_by_shape().to_string(), profile.timings().to_string());
         profile.write(&mut std::io::sink()).expect("what is read is written");
     }
 }
 
-/// The profile's page.
+/// Builds the page of a profile.
 pub fn page(bytes: &[u8]) {
     match page::blob(&String::from_utf8_lossy(bytes)) {
         Ok(blob) => blob.write(&mut std::io::sink()).expect("a sink takes everything"),
-        Err(what) => short(&what),
+        Err(what) => assert_short(&what),
     }
 }
 
 pub fn traces(bytes: &[u8]) {
     match trace::Trace::read(bytes, "trace") {
         Ok(traces) => traces.iter().for_each(|trace| assert_eq!(trace.lifetimes().len(), trace.blocks)),
-        Err(fault) => short(&fault.what),
+        Err(fault) => assert_short(&fault.what),
     }
 }
 
 pub fn config(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
-    if let Some(config) = seen(text.parse::<Config>()) {
+    if let Some(config) = checked_outcome(text.parse::<Config>()) {
         assert_eq!(config.to_string().parse::<Config>().expect("what is printed is read"), config);
     }
 }
 
 pub fn device(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
-    if let Some(device) = seen(text.parse::<Device>()) {
+    if let Some(device) = checked_outcome(text.parse::<Device>()) {
         assert_eq!(device.to_string().parse::<Device>().expect("what is printed is read"), device);
     }
-    seen(text.parse::<DType>());
+    checked_outcome(text.parse::<DType>());
 }
 
 pub fn einsum(bytes: &[u8]) {
@@ -132,19 +132,19 @@ pub fn einsum(bytes: &[u8]) {
     }
     let text = String::from_utf8_lossy(bytes);
     OPERANDS.with(|operands| {
-        seen(Tensor::einsum(&text, operands));
-        seen(Tensor::einsum(&text, &operands[..1]));
+        checked_outcome(Tensor::einsum(&text, operands));
+        checked_outcome(Tensor::einsum(&text, &operands[..1]));
     });
 }
 
-/// The name of a file in the cache of programs.
+/// Name of a file in the program cache.
 pub const CACHE_FILE: &str = "0000000000000000000000000000000000000000000000000000000000000000.tuning";
 
 pub fn cache(bytes: &[u8]) {
-    seen(claystone::device::read_cache_file(&file(CACHE_FILE, bytes)));
+    checked_outcome(claystone::device::read_cache_file(&file(CACHE_FILE, bytes)));
 }
 
-/// A reader: what it is called, and what runs it.
+/// Name of a reader and the function that runs it.
 pub type Target = (&'static str, fn(&[u8]));
 
 pub const TARGETS: [Target; 14] = [

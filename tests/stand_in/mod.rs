@@ -1,7 +1,7 @@
-//! An OpenCL library that stands in for the real one: it forwards every call, counts it, and fails those that a test
-//! chooses. `opencl.c` is the library; it is compiled with `cc` when the first test asks for it.
+//! An OpenCL library that stands in for the real one: it forwards and counts every call, and makes the calls fail that a test
+//! selects. `opencl.c` is the library; the first test that needs it compiles it with `cc`.
 //!
-//! OpenCL is loaded once a process, so such a test runs in a process of its own:
+//! OpenCL is loaded once per process, so such a test runs in its own process:
 //!
 //! ```ignore
 //! mod stand_in;
@@ -11,11 +11,11 @@
 //! fn a_failed_finish_is_told() {
 //!     let Some(faults) = Faults::install("a_failed_finish_is_told", Kind::DiscreteGpu) else { return };
 //!     let t = Tensor::ones([4], Device::OpenCL(0)).unwrap();
-//!     faults.fail("clFinish", 1, 1, -6);          // the next call of it
-//!     faults.fail("clFlush", 2, 3, -5);           // its second, third and fourth call from now
-//!     faults.fail("any", 10, ALWAYS, -36);        // from the tenth call of anything on
-//!     faults.fail_command("clEnqueueReadBuffer", 1, 1, -14); // accepted, and its event ends with -14
-//!     faults.delay("clEnqueueReadBuffer", 50_000); // every read reaches host memory 50 ms late
+//!     faults.fail("clFinish", 1, 1, -6);          // its next call fails
+//!     faults.fail("clFlush", 2, 3, -5);           // its second, third and fourth calls from now fail
+//!     faults.fail("any", 10, ALWAYS, -36);        // all calls from the tenth on fail
+//!     faults.fail_command("clEnqueueReadBuffer", 1, 1, -14); // accepted, but its event ends with -14
+//!     faults.delay("clEnqueueReadBuffer", 50_000); // every read reaches host memory 50 ms later
 //!     assert!(t.to_vec::<f32>().is_err());
 //!     faults.clear();
 //!     assert_eq!(faults.injected("clFinish"), 1);
@@ -23,8 +23,8 @@
 //! }
 //! ```
 //!
-//! Calls are counted, and fail, in the order in which they reach the library, whatever thread they come from. A call
-//! that fails is not forwarded. The test process and the library share a file that the library has mapped, so that no
+//! Calls are counted and fail in the order in which they reach the library, whichever thread makes them. A call
+//! that fails is not forwarded. The test process and the library share a file that the library has mapped, so no
 //! `unsafe` is needed here.
 #![allow(dead_code)] // each test program uses a part
 
@@ -42,7 +42,7 @@ use tempfile::NamedTempFile;
 
 const SOURCE: &str = include_str!("opencl.c");
 
-/// `struct slot` of `opencl.c`: its size, how many there are, and where its fields are.
+/// The size in bytes and number of `struct slot`s of `opencl.c`, and the offsets of the fields.
 const SLOT: u64 = 96;
 const SLOTS: u64 = 96;
 const NAME: usize = 40;
@@ -54,26 +54,26 @@ const TIMES: u64 = 72;
 const CODE_AND_LATE: u64 = 80;
 const DELAY: u64 = 88;
 
-/// So many times: from then on.
+/// A number of times that means: from then on.
 pub const ALWAYS: u64 = u64::MAX;
 
-/// What the devices say they are.
+/// The type that devices report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// What they are.
+    /// Their real type.
     Real,
-    /// Discrete GPUs, whose memory is not the host's.
+    /// Discrete GPUs, whose memory is separate from the host's.
     DiscreteGpu,
 }
 
-/// The control of the library that this process has loaded.
+/// Controls the library that this process has loaded.
 pub struct Faults {
     file: File,
-    /// In the order of their entries.
+    /// The names of the slots, in order.
     names: Vec<String>,
 }
 
-/// Compiles the library, once for all test programs.
+/// Compiles the library once for all test programs.
 fn library() -> PathBuf {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     let build = || {
@@ -91,26 +91,26 @@ fn library() -> PathBuf {
                 .args(["-ldl", "-lpthread"]);
             let output = cc.output().expect("cc, the C compiler, runs");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            std::fs::rename(object, &path).unwrap(); // whole, whoever else compiles it
+            std::fs::rename(object, &path).unwrap(); // atomic, in case another process compiles it at the same time
         }
         path
     };
     PATH.get_or_init(build).clone()
 }
 
-/// How a process that [`run`] started ended.
-pub struct Ended {
-    /// None where it took too long and was killed.
+/// The result of a process that [`run`] started.
+pub struct ChildResult {
+    /// None if the process exceeded the time limit and was killed.
     pub status: Option<std::process::ExitStatus>,
-    /// What it printed.
+    /// The process's output.
     pub text: String,
 }
 
-/// Runs one test of this program again, in a process that loads the library. One that is not over after `limit` is killed.
-pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) -> Ended {
+/// Runs one test of this program in a child process that loads the library. Kills the child after `limit`.
+pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) -> ChildResult {
     let control = NamedTempFile::new().unwrap();
     control.as_file().set_len(SLOT * SLOTS).unwrap();
-    let text = NamedTempFile::new().unwrap(); // a pipe that nobody empties would hold it up
+    let text = NamedTempFile::new().unwrap(); // a file, because a full pipe would block the child
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args([test, "--exact", "--nocapture"])
@@ -133,12 +133,12 @@ pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) 
             status => break status,
         }
     };
-    Ended { status, text: String::from_utf8_lossy(&std::fs::read(text.path()).unwrap()).into_owned() }
+    ChildResult { status, text: String::from_utf8_lossy(&std::fs::read(text.path()).unwrap()).into_owned() }
 }
 
 impl Faults {
-    /// Gives a test of this name a process of its own that loads the library: `Some` in that process. The process that calls
-    /// it runs that one, panics if it failed, and gets `None`.
+    /// Runs the test of this name in a child process that loads the library. Returns `Some` in the child. In the parent it waits for the
+    /// child, panics if the test failed, and returns `None`.
     #[track_caller]
     pub fn install(test: &str, kind: Kind) -> Option<Faults> {
         let here = Faults::here();
@@ -150,7 +150,7 @@ impl Faults {
         here
     }
 
-    /// The control of the library in a process that [`run`] started, which it loads; none in others.
+    /// The control of the library in a child process that [`run`] started; None in other processes. Loads the library.
     pub fn here() -> Option<Faults> {
         let path = std::env::var_os("STAND_IN_CONTROL")?;
         cl3::load_library().as_ref().expect("the library that stands in loads");
@@ -165,7 +165,7 @@ impl Faults {
         Some(Faults { file, names })
     }
 
-    /// The functions of the library.
+    /// The names of the library's functions.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.iter().map(String::as_str).filter(|name| name.starts_with("cl"))
     }
@@ -198,39 +198,39 @@ impl Faults {
         self.set(slot + TIMES, times);
     }
 
-    /// Has `times` calls of a function (or of `any`) fail with a code, from the `nth` from now on; the next is the first.
-    /// What was asked of the function before is forgotten.
+    /// Makes `times` calls of a function (or of `any`) fail with a code, starting with the `nth` call from now; 1 is the next call.
+    /// Replaces earlier requests for the function.
     #[track_caller]
     pub fn fail(&self, name: &str, nth: u64, times: u64, code: i32) {
         self.arm(name, nth, times, code, 0);
     }
 
-    /// [`fail`](Self::fail), but the calls succeed and the commands that they enqueue end with the code, doing nothing.
-    /// Only of commands that an event is asked of: nobody can tell about others.
+    /// Like [`fail`](Self::fail), but the calls succeed, and their commands do nothing and end with the code.
+    /// Applies only to commands with an event, because the failure of others could not be observed.
     #[track_caller]
     pub fn fail_command(&self, name: &str, nth: u64, times: u64, code: i32) {
         self.arm(name, nth, times, code, 1);
     }
 
-    /// [`fail`](Self::fail), but the commands are accepted and do nothing, and nobody is told, not even their events.
+    /// Like [`fail`](Self::fail), but the commands are accepted, do nothing, and report success, also through their events.
     #[track_caller]
     pub fn drop_command(&self, name: &str, nth: u64, times: u64) {
         self.arm(name, nth, times, -1, 2);
     }
 
-    /// Has waits for events succeed for commands that failed as well, as NVIDIA's driver does.
-    pub fn waits_succeed(&self) {
+    /// Makes waits for events succeed even if the commands failed, as NVIDIA's driver does.
+    pub fn make_waits_succeed(&self) {
         self.set(self.slot("lenient wait") + TIMES, 1);
     }
 
-    /// Holds each command of a function back for so many microseconds after it was enqueued, and what follows it on its
-    /// queue with it. 0 for no longer.
+    /// Delays each command of a function by this many microseconds, and with it the commands after it on its queue.
+    /// 0 ends the delay.
     #[track_caller]
     pub fn delay(&self, name: &str, microseconds: u64) {
         self.set(self.slot(name) + DELAY, microseconds);
     }
 
-    /// Forgets all faults and delays. Counts stay.
+    /// Removes all faults and delays. Counts are kept.
     pub fn clear(&self) {
         for slot in (0..self.names.len() as u64).map(|i| i * SLOT) {
             self.set(slot + TIMES, 0);
@@ -238,25 +238,25 @@ impl Faults {
         }
     }
 
-    /// How often a function (or `any`) was called, failures included.
+    /// The number of calls of a function (or of `any`), including failed calls.
     #[track_caller]
     pub fn calls(&self, name: &str) -> u64 {
         self.get(self.slot(name) + CALLS)
     }
 
-    /// How many calls of a function (or `any`) failed because the test wanted it, failed commands included.
+    /// The number of calls of a function (or of `any`) that a test made fail, including failed commands.
     #[track_caller]
     pub fn injected(&self, name: &str) -> u64 {
         self.get(self.slot(name) + INJECTED)
     }
 
-    /// How many calls of a function (or `any`) gave an error, or failed after they were accepted, whoever wanted it.
+    /// The number of calls of a function (or of `any`) that failed for any reason, including commands that failed after they were accepted.
     #[track_caller]
     pub fn errors(&self, name: &str) -> u64 {
         self.get(self.slot(name) + ERRORS)
     }
 
-    /// What a function created, less what was given back with another: whether the driver agreed or not.
+    /// The number of successful calls of `create` minus all calls of `release`, failed or not.
     fn live(&self, create: &str, release: &str) -> i64 {
         self.succeeded(create) - self.calls(release) as i64
     }
@@ -265,25 +265,25 @@ impl Faults {
         (self.calls(name) - self.errors(name)) as i64
     }
 
-    /// Handles of buffers, less those released.
+    /// The number of buffer handles that are not released.
     pub fn live_buffers(&self) -> i64 {
         self.live("clCreateBuffer", "clReleaseMemObject")
             + self.succeeded("clCreateBufferWithProperties")
             + self.succeeded("clRetainMemObject")
     }
 
-    /// Command buffers and recordings, less those released.
+    /// The number of command buffers and recordings that are not released.
     pub fn live_recordings(&self) -> i64 {
         self.live("clCreateCommandBufferKHR", "clReleaseCommandBufferKHR")
             + self.live("clNewRecordingQCOM", "clReleaseRecordingQCOM")
     }
 
-    /// Events that were asked for, less those released.
+    /// The number of events that are not released.
     pub fn live_events(&self) -> i64 {
         self.live("event", "clReleaseEvent")
     }
 
-    /// Ranges of buffers that were mapped, less those unmapped.
+    /// The number of mapped ranges that are not unmapped.
     pub fn live_mappings(&self) -> i64 {
         self.succeeded("clEnqueueMapBuffer") - self.succeeded("clEnqueueUnmapMemObject")
     }

@@ -1,16 +1,20 @@
-/* An OpenCL library that stands in for the real one, forwards every call to it, and fails those that it is told to.
+/* An OpenCL library that stands in for the real one: it forwards every call, and fails the calls that a test selects.
  *
- * mod.rs compiles and controls it. It needs no OpenCL headers: handles are pointers, and the types of everything else are
- * those of the 64-bit platforms that the tests run on. STAND_IN_REAL names the real library where it is not the usual
- * one, STAND_IN_CONTROL the file through which the test process counts calls and asks for faults (without it there are
- * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. STAND_IN_WORK_GROUP and STAND_IN_LOCAL_MEMORY
- * are the most that devices have, STAND_IN_KERNEL_GROUP the largest group that they say any kernel can have.
- * STAND_IN_HINTS=1 has devices say that queues take hints of priority and throttle, which are counted and go no further.
- * STAND_IN_LARGEST is the largest buffer that devices promise, in bytes, and STAND_IN_LARGE the driver that is asked for a larger
- * one: `granted`, as NVIDIA's; `refused`, as PoCL's; `intel`, with a flag; or `qualcomm`, with a property. The last two are
- * counted and go no further, as is Intel's option for programs.
- * STAND_IN_GRAPHS is what drivers keep recorded commands in: nothing unless it says `buffers`, the real one's command buffers;
- * `sequential`, the same, which devices say they run one at a time; or `recordings`, those of a device of Qualcomm's, played here. */
+ * mod.rs compiles and controls it. It needs no OpenCL headers: handles are pointers, and all other types are those of the
+ * 64-bit platforms that the tests run on. Environment variables:
+ *
+ * STAND_IN_REAL: the path of the real library, if it is not libOpenCL.so.1.
+ * STAND_IN_CONTROL: the file through which the test process reads counts and requests faults; without it nothing fails.
+ * STAND_IN_DISCRETE=1: every device reports that it is a discrete GPU.
+ * STAND_IN_WORK_GROUP, STAND_IN_LOCAL_MEMORY: upper limits of the devices' work-group size and local memory.
+ * STAND_IN_KERNEL_GROUP: upper limit of the work-group size that devices report for any kernel.
+ * STAND_IN_HINTS=1: devices report that queues accept priority and throttle hints. The hints are counted and not forwarded.
+ * STAND_IN_LARGEST: upper limit of the largest buffer that devices report, in bytes.
+ * STAND_IN_LARGE: how the driver treats larger buffers: `granted`, as NVIDIA's; `refused`, as PoCL's; `intel`, with a flag;
+ *     or `qualcomm`, with a property. The flag, the property and Intel's build option are counted and not forwarded.
+ * STAND_IN_GRAPHS: how the driver records commands. Not at all unless it is `buffers`, with the real library's command
+ *     buffers; `sequential`, the same, but devices report that they run one at a time; or `recordings`, with Qualcomm's
+ *     recordings, which are implemented here. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -23,16 +27,16 @@
 #include <sys/mman.h>
 #include <time.h>
 
-/* One function's entry in the control file; mod.rs knows the offsets. */
+/* A function's entry in the control file; mod.rs knows the offsets. */
 struct slot {
     char name[40];
     uint64_t calls, errors, injected;
     /* Calls number `first` to `first + times - 1` fail, counted from 1. */
     uint64_t first, times;
-    /* The code they fail with; `late` is 1 for a command that is to be accepted and to fail later, where it is asked for an
-     * event, and 2 for one that is accepted and does nothing, and nobody is told. */
+    /* The error code of failing calls. `late` is 0 if the call itself fails. 1: a command with an event is accepted, and its
+     * event fails. 2: a command is accepted, does nothing, and reports success. */
     int32_t code, late;
-    /* For how many microseconds commands are held back. */
+    /* The delay of commands, in microseconds. */
     uint64_t delay;
 };
 enum { SLOTS = 96 };
@@ -41,7 +45,7 @@ _Static_assert(sizeof(struct slot) == 96, "mod.rs reads entries of this size");
 static struct slot *slots, *any, *events, *lenient;
 static void *library;
 
-/* The callback of the first context, which is told of every fault, inside the call that fails. */
+/* The callback of the first context, which is called with every fault, inside the failing call. */
 static void (*notify_context)(const char *text, const void *data, size_t bytes, void *user);
 static void *notified;
 
@@ -51,12 +55,12 @@ static void remember_callback(void (*notify)(void), void *user) {
 
 static struct slot *add_slot(const char *name) {
     for (int i = 0; i < SLOTS; i++)
-        if (!slots[i].name[0] || !strcmp(slots[i].name, name)) /* another process may have the file as well */
+        if (!slots[i].name[0] || !strcmp(slots[i].name, name)) /* another process may have filled the file already */
             return strncpy(slots[i].name, name, sizeof slots->name - 1), &slots[i];
     fprintf(stderr, "stand-in: more than %d functions\n", SLOTS), abort();
 }
 
-/* Runs before the constructors that the functions below have. */
+/* Runs before the constructors of the functions below. */
 __attribute__((constructor(101))) static void load(void) {
     const char *real = getenv("STAND_IN_REAL"), *control = getenv("STAND_IN_CONTROL");
     library = dlopen(real ? real : "libOpenCL.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -75,7 +79,7 @@ static int is_due(struct slot *s, uint64_t call) {
     return call >= s->first && call - s->first < times;
 }
 
-/* Counts a call of the function. Returns the entry that says how it fails, or NULL. */
+/* Counts a call of the function. Returns the slot that describes how the call fails, or NULL if it does not. */
 static struct slot *begin(struct slot *self, int has_event) {
     uint64_t call = count(&self->calls), of_all = count(&any->calls);
     struct slot *fault = is_due(self, call) ? self : is_due(any, of_all) ? any : NULL;
@@ -91,7 +95,7 @@ static int end(struct slot *self, int code) {
 
 #define REAL(type, name, parameters) ((type(*) parameters)dlsym(library, #name))
 
-/* A user event in the context of the queue. */
+/* Makes a user event in the context of the queue. */
 static void *user_event(void *queue) {
     void *context = NULL;
     int code = 0;
@@ -116,7 +120,7 @@ static void *open_gate(void *argument) {
     return NULL;
 }
 
-/* An event that is complete after so many microseconds. */
+/* Makes an event that completes after a delay in microseconds. */
 static void *gate(void *queue, uint64_t delay) {
     struct gate *gate = malloc(sizeof *gate);
     *gate = (struct gate){user_event(queue), delay};
@@ -126,7 +130,7 @@ static void *gate(void *queue, uint64_t delay) {
     return event;
 }
 
-/* A size that is no more than the number in a variable, if it has one. */
+/* Limits a size to the number in an environment variable, if that is set. */
 static void limit(size_t *value, const char *variable) {
     const char *most = getenv(variable);
     if (most && *value > strtoul(most, NULL, 10)) *value = strtoul(most, NULL, 10);
@@ -138,19 +142,19 @@ static void limit_group(unsigned what, void *value) {
     limit(value, "STAND_IN_KERNEL_GROUP");
 }
 
-/* Whether this is what recorded commands are kept in. */
+/* Whether STAND_IN_GRAPHS selects this way of recording commands. */
 static int keeps(const char *what) {
     const char *kept = getenv("STAND_IN_GRAPHS");
     return kept && !strcmp(kept, what);
 }
 
-/* Whether this driver is asked for buffers that are larger than promised. */
+/* Whether STAND_IN_LARGE selects this driver. */
 static int driver_is(const char *name) {
     const char *driver = getenv("STAND_IN_LARGE");
     return driver && !strcmp(driver, name);
 }
 
-/* Has the device say that it is a discrete GPU, and that it has no more than it is told to have. */
+/* Changes a reported device property as the environment variables request. */
 static void disguise(unsigned what, void *value) {
     if (!value) return;
     if (what == 0x1004 /* CL_DEVICE_MAX_WORK_GROUP_SIZE */) limit(value, "STAND_IN_WORK_GROUP");
@@ -160,7 +164,7 @@ static void disguise(unsigned what, void *value) {
     if (what == 0x1030 /* CL_DEVICE_EXTENSIONS */ && driver_is("qualcomm")) memcpy(value, "cl_qcom_large_buffer ", 21);
     const char *hints = getenv("STAND_IN_HINTS"), *more = "cl_khr_priority_hints cl_khr_throttle_hints ";
     if (what == 0x1030 /* CL_DEVICE_EXTENSIONS */ && hints && !strcmp(hints, "1") && strlen(value) > strlen(more))
-        memcpy(value, more, strlen(more)); /* in the place of the first others, whose number does not change */
+        memcpy(value, more, strlen(more)); /* overwrites the first extensions, so that the length does not change */
     if (what == 0x1030 && keeps("recordings")) memcpy(value, "cl_qcom_recordable_queues ", 26);
     if (what == 0x12A9 /* CL_DEVICE_COMMAND_BUFFER_CAPABILITIES_KHR */ && keeps("sequential")) *(uint64_t *)value &= ~UINT64_C(4);
     const char *discrete = getenv("STAND_IN_DISCRETE");
@@ -169,7 +173,7 @@ static void disguise(unsigned what, void *value) {
     if (what == 0x1035) *(uint32_t *)value = 0; /* CL_DEVICE_HOST_UNIFIED_MEMORY */
 }
 
-/* What all functions share: the pointer to the real one, and the entry. A function that the real library lacks answers
+/* Declares the slot and the real function's pointer for each function. A function that the real library lacks returns
  * CL_INVALID_OPERATION, as a loader does for a driver of an earlier version. */
 #define DECLARE(type, name, parameters)                                                                                \
     static struct slot *slot_##name;                                                                                   \
@@ -202,7 +206,7 @@ static void disguise(unsigned what, void *value) {
         return handle;                                                                                                 \
     }
 
-/* A command with a wait list and an event, which may be held back, or fail after it was accepted. */
+/* A command with a wait list and an event. It may be delayed, or fail after it was accepted. */
 #define COMMAND(name, parameters, arguments)                                                                           \
     DECLARE(int, name, (parameters unsigned waits, void *const *list, void **event))                                   \
     int name(parameters unsigned waits, void *const *list, void **event) {                                             \
@@ -225,7 +229,7 @@ static void disguise(unsigned what, void *value) {
         return code;                                                                                                   \
     }
 
-#define P(...) __VA_ARGS__ /* parameters, or arguments, with a comma behind the last */
+#define P(...) __VA_ARGS__ /* parameters or arguments, each followed by a comma */
 #define INFO(name, object)                                                                                             \
     STATUS(name, (void *object, unsigned what, size_t size, void *value, size_t *needed), (object, what, size, value, needed), )
 #define RELEASE(name) STATUS(name, (void *object), (object), )
@@ -243,7 +247,7 @@ RELEASE(clRetainCommandQueue)
 INFO(clGetContextInfo, context)
 CREATE(clCreateCommandQueue, (void *context, void *device, uint64_t properties, int *status), (context, device, properties, status), )
 
-/* Kernels recorded on a queue that was created for that. */
+/* Kernels recorded on a queue that was created for recording. */
 struct recording {
     void *queue;
     unsigned n, ended;
@@ -262,7 +266,7 @@ static int is_recordable(void *queue) {
     return 0;
 }
 
-/* Creates a queue, and remembers one for recordings. */
+/* Creates a queue, and registers it if it is for recording. */
 static void *create_recordable(void *context, void *device, uint64_t properties, int *status) {
     uint64_t records = properties & 1 << 30;
     void *queue = REAL(void *, clCreateCommandQueue, (void *, void *, uint64_t, int *))(context, device, properties & ~records, status);
@@ -272,14 +276,14 @@ static void *create_recordable(void *context, void *device, uint64_t properties,
 }
 __attribute__((constructor(103))) static void make_recordable(void) { real_clCreateCommandQueue = create_recordable; }
 
-/* The entry of a hint and its value, which counts queues that are created with it. */
+/* Counts a queue that is created with a hint. */
 static void count_hint(uint64_t name, uint64_t value) {
     char text[40];
     snprintf(text, sizeof text, "%s %d", name == 0x1096 ? "priority" : "throttle", (int)value);
     count(&add_slot(text)->calls);
 }
 
-/* Creates a queue of the properties, without the hints among them. */
+/* Creates a queue with the properties except the hints. */
 static void *create_queue(void *context, void *device, const uint64_t *list, int *status) {
     uint64_t properties = 0;
     for (; list && *list; list += 2) {
@@ -300,7 +304,7 @@ INFO(clGetCommandQueueInfo, queue)
 CREATE(clCreateBuffer, (void *context, uint64_t flags, size_t bytes, void *host, int *status), (context, flags, bytes, host, status), )
 CREATE(clCreateBufferWithProperties, (void *context, const uint64_t *list, uint64_t flags, size_t bytes, void *host, int *status), (context, list, flags, bytes, host, status), )
 
-/* Grants or refuses what is larger than promised, as the driver does that it stands in for. */
+/* Grants or refuses buffers larger than the reported limit, as the selected driver does. */
 static void *create_buffer(void *context, uint64_t flags, size_t bytes, void *host, int *status) {
     const uint64_t unrestricted = 1 << 23;
     size_t largest = SIZE_MAX;
@@ -325,7 +329,7 @@ INFO(clGetMemObjectInfo, object)
 CREATE(clCreateProgramWithSource, (void *context, unsigned n, const char **lines, const size_t *lengths, int *status), (context, n, lines, lengths, status), )
 CREATE(clCreateProgramWithBinary, (void *context, unsigned n, void *const *devices, const size_t *lengths, const unsigned char **binaries, int *each, int *status), (context, n, devices, lengths, binaries, each, status), )
 STATUS(clBuildProgram, (void *program, unsigned n, void *const *devices, const char *options, callback notify, void *user), (program, n, devices, options, notify, user), )
-/* Counts Intel's option, which others do not know, and leaves it out. */
+/* Counts Intel's build option and removes it, because other drivers do not know it. */
 static int build_program(void *program, unsigned n, void *const *devices, const char *options, callback notify, void *user) {
     const char *wide = "-cl-intel-greater-than-4GB-buffer-required";
     char kept[4096];
@@ -344,7 +348,7 @@ STATUS(clSetKernelArg, (void *kernel, unsigned index, size_t size, const void *v
 INFO(clGetKernelInfo, kernel)
 STATUS(clGetKernelArgInfo, (void *kernel, unsigned index, unsigned what, size_t size, void *value, size_t *needed), (kernel, index, what, size, value, needed), )
 STATUS(clGetKernelWorkGroupInfo, (void *kernel, void *device, unsigned what, size_t size, void *value, size_t *needed), (kernel, device, what, size, value, needed), limit_group(what, value))
-/* While `lenient` is on it succeeds for commands that failed as well, as NVIDIA's does. */
+/* While `lenient` is on, waits succeed for failed commands as well, as with NVIDIA's driver. */
 static int wait_for_events(unsigned n, void *const *list) {
     int code = REAL(int, clWaitForEvents, (unsigned, void *const *))(n, list);
     return code == -14 && __atomic_load_n(&lenient->times, __ATOMIC_SEQ_CST) ? 0 : code;
@@ -364,7 +368,7 @@ COMMAND(clEnqueueReadBuffer, P(void *queue, void *buffer, unsigned blocking, siz
 COMMAND(clEnqueueWriteBuffer, P(void *queue, void *buffer, unsigned blocking, size_t offset, size_t bytes, const void *from,), P(queue, buffer, blocking, offset, bytes, from,))
 COMMAND(clEnqueueCopyBuffer, P(void *queue, void *from, void *to, size_t from_offset, size_t to_offset, size_t bytes,), P(queue, from, to, from_offset, to_offset, bytes,))
 COMMAND(clEnqueueFillBuffer, P(void *queue, void *buffer, const void *pattern, size_t length, size_t offset, size_t bytes,), P(queue, buffer, pattern, length, offset, bytes,))
-/* The device refuses what is more than it is told to have, as a real one does. */
+/* Refuses launches that exceed the reported limits, as a real device does. */
 static int launch(void *queue, void *kernel, unsigned dims, const size_t *offset, const size_t *global, const size_t *local, unsigned waits, void *const *list, void **event) {
     size_t group = 1, most = SIZE_MAX;
     if (is_recordable(queue)) {
@@ -396,7 +400,7 @@ STATUS(clEnqueueMarker, (void *queue, void **event), (queue, event), count(&even
 STATUS(clEnqueueWaitForEvents, (void *queue, unsigned n, void *const *list), (queue, n, list), )
 CREATE(clEnqueueMapBuffer, (void *queue, void *buffer, unsigned blocking, uint64_t flags, size_t offset, size_t bytes, unsigned waits, void *const *list, void **event, int *status), (queue, buffer, blocking, flags, offset, bytes, waits, list, event, status), if (event) count(&events->calls))
 
-/* The functions of cl_qcom_recordable_queues, as its header has them. */
+/* The functions of cl_qcom_recordable_queues, with the signatures in its header. */
 static void *new_recording(void *queue, int *status) {
     if (!is_recordable(queue)) return *status = -36, NULL; /* CL_INVALID_COMMAND_QUEUE */
     under_way = calloc(1, sizeof *under_way), under_way->queue = queue;
@@ -437,7 +441,7 @@ COMMAND(clEnqueueCommandBufferKHR, P(unsigned n, void **queues, void *buffer,), 
 #define GIVE(name, real)                                                                                               \
     if (!strcmp(asked, #name)) return real_##name = real, (void *)name
 
-/* Functions of extensions are found where STAND_IN_GRAPHS asks for them. */
+/* Returns extension functions only if STAND_IN_GRAPHS selects them. */
 void *clGetExtensionFunctionAddressForPlatform(void *platform, const char *asked) {
     int buffers = keeps("buffers") || keeps("sequential");
     void *found = buffers ? REAL(void *, clGetExtensionFunctionAddressForPlatform, (void *, const char *))(platform, asked) : NULL;

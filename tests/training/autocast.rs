@@ -1,4 +1,4 @@
-//! Mixed precision: what autocast lowers, what it widens, and the casts of weights that it keeps.
+//! Mixed precision: the operations that autocast runs in half precision or f32, and its cached casts of weights.
 
 use claystone::device::count_launches;
 use claystone::{CrossEntropy, DType, Device, LossReduction, Result, Tensor, autocast, autocast_dtype, no_grad};
@@ -9,9 +9,9 @@ fn leaf(values: &[f32], device: Device) -> Tensor {
     Tensor::from_slice(values, values.len(), device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// Products in half, sums in f32, one cast of a weight, gradients in the dtype of the leaves.
+/// Products run in half precision and sums in f32. A weight is cast once, and gradients have the dtype of the leaves.
 #[test]
-fn autocast_lowers_products_and_widens_sums() {
+fn autocast_runs_products_in_halves_and_sums_in_f32() {
     each_device(|d| {
         let (x, w) = (leaf(&[1.0, 2.0, 3.0, 0.3], d), leaf(&[0.5, -1.0, 0.25, 0.1], d));
         let x = x.reshape([2, 2]).unwrap().detach();
@@ -54,7 +54,7 @@ fn autocast_lowers_products_and_widens_sums() {
             assert_eq!(weight.grad().unwrap().dtype(), DType::F32);
             assert_eq!(x.matmul(&weight).unwrap().dtype(), DType::F32);
         }
-        // An optimiser's step inside the scope makes another weight; a cast made without recording is not reused.
+        // A weight changed inside the scope is cast again. A cast made under no_grad is not reused for recording.
         autocast(DType::BF16, || {
             let frozen = no_grad(|| x.matmul(&weight)).unwrap();
             let y = x.matmul(&weight).unwrap();
@@ -67,9 +67,9 @@ fn autocast_lowers_products_and_widens_sums() {
     });
 }
 
-/// Losses of labels are in f32 without a copy of the logits in it, and they and the gradient are what the copy would give.
+/// Losses with labels are in f32 without an f32 copy of the logits. Losses and gradients equal those of such a copy.
 #[test]
-fn losses_of_halves_are_in_f32() {
+fn losses_of_halves_are_computed_in_f32() {
     each_device(|d| {
         let logits = Tensor::randn(&[37, 519], d).unwrap();
         let labels = Tensor::from_vec((0..37i64).map(|i| i * 14).collect(), 37, d).unwrap();
@@ -89,7 +89,7 @@ fn losses_of_halves_are_in_f32() {
             let copied = loss(&x.to_dtype(DType::F32).unwrap());
             assert_eq!(own.to_vec::<f32>().unwrap(), copied.to_vec::<f32>().unwrap(), "on {d}");
             assert_eq!(own_gradient, gradient(&x, &copied), "on {d}");
-            // Losses that are weighted or smoothed are composed, of a copy.
+            // Weighted or smoothed losses are composed of other operations on an f32 copy.
             let smoothed = CrossEntropy { label_smoothing: 0.1, ..options };
             assert_eq!(autocast(half, || x.cross_entropy_with(&labels, smoothed)).unwrap().dtype(), DType::F32);
         }

@@ -1,4 +1,4 @@
-//! State dicts and checkpoints: a run that is cut off and goes on is the same run, to the bit.
+//! State dicts and checkpoints: a resumed run gives the same bits as an uninterrupted one.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use claystone::{DType, Device, Generator, Result, Tensor, with_generator};
 
 use crate::common::each_device;
 
-/// A run whose every step draws random numbers and changes the rate, the loss scale and running statistics.
+/// A training run. Every step draws random numbers and changes the learning rate, the loss scale and running statistics.
 struct Run {
     net: Sequential,
     ema: AveragedModel<Sequential>,
@@ -100,7 +100,7 @@ impl Run {
     }
 }
 
-/// Names, dtypes, shapes and bits.
+/// Names, dtypes, shapes and bits of all tensors.
 fn bits(state: &StateDict) -> Vec<(String, DType, Vec<usize>, Vec<u64>)> {
     let bits = |t: &Tensor| -> Vec<u64> {
         let wide = t.to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap();
@@ -110,7 +110,7 @@ fn bits(state: &StateDict) -> Vec<(String, DType, Vec<usize>, Vec<u64>)> {
 }
 
 #[test]
-fn a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit() {
+fn resumed_runs_give_the_same_bits() {
     each_device(|device| {
         for dtype in [DType::F32, DType::BF16] {
             let folder = tempfile::tempdir().unwrap();
@@ -119,7 +119,7 @@ fn a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit() {
             whole.train_to(4, dtype, device).unwrap();
             whole.save(&file).unwrap();
             whole.train_to(9, dtype, device).unwrap();
-            // Another seed: nothing but the file may count.
+            // The different seed shows that the state comes from the file only.
             let mut resumed = Run::new(77, dtype, device).unwrap();
             resumed.load(&file).unwrap();
             assert_eq!((resumed.epoch, resumed.losses.len()), (4, 4));
@@ -140,7 +140,7 @@ fn a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit() {
 }
 
 #[test]
-fn parts_that_are_not_asked_for_are_left_and_those_that_do_not_fit_are_named() {
+fn unrequested_parts_are_ignored_and_mismatched_parts_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.safetensors");
     let run = Run::new(1, DType::F32, Device::Cpu).unwrap();
@@ -158,13 +158,13 @@ fn parts_that_are_not_asked_for_are_left_and_those_that_do_not_fit_are_named() {
     let wrong = error(&mut [("model", &mut small)]);
     assert!(wrong.contains("part model: the state has other names: missing [\"weight\""), "{wrong}");
     let number = error(&mut [("losses", &mut epoch)]);
-    assert!(number.contains("part losses: the state has 0 values and this is one number"), "{number}");
+    assert!(number.contains("part losses: the state has 0 values, not one number"), "{number}");
     let clash = io::save_checkpoint(&file, &[("a", &1.0f64), ("a.b", &2.0f64)]).unwrap_err().to_string();
     assert!(clash.contains("part a.b is below part a"), "{clash}");
 }
 
 #[test]
-fn load_state_dict_names_the_tensor_that_does_not_fit() {
+fn load_state_dict_names_the_mismatched_tensor() {
     let net = |n| Sequential::new().push(Linear::new(3, n, Device::Cpu).unwrap());
     let error = net(4).load_state_dict(&Module::state_dict(&net(5)), true).unwrap_err().to_string();
     let want = "load_state_dict: 0.weight has shape [4, 3] here and [5, 3] in the state: give both the same sizes";
@@ -172,7 +172,7 @@ fn load_state_dict_names_the_tensor_that_does_not_fit() {
 }
 
 #[test]
-fn numbers_tensors_and_generators_are_parts() {
+fn numbers_tensors_and_generators_can_be_parts() {
     let generator = Generator::new(u64::MAX - 1);
     with_generator(&generator, || Tensor::rand(1, Device::Cpu)).unwrap();
     let state = StateDict::from_parts(&[
@@ -209,7 +209,7 @@ fn numbers_tensors_and_generators_are_parts() {
 }
 
 #[test]
-fn a_clone_of_a_state_has_memory_of_its_own() {
+fn cloned_states_have_separate_memory() {
     let layer = Linear::new(2, 2, Device::Cpu).unwrap();
     let (shared, copy) = (Module::state_dict(&layer), Module::state_dict(&layer).clone());
     let before = bits(&copy);

@@ -1,4 +1,4 @@
-//! Data sets and loaders: the same batches whatever the number of workers, in order, on every device.
+//! Data sets and loaders: batches and their order do not depend on the number of workers or on the device.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -9,7 +9,7 @@ use claystone::{Device, Error, Generator, Result, Tensor};
 
 use crate::common::each_device;
 
-/// The numbers below `len` with a random number beside each; some are errors or panics.
+/// The numbers below `len`, each with a random number. Given indices fail or panic.
 struct Numbers {
     len: usize,
     error: Option<usize>,
@@ -40,7 +40,7 @@ fn config(batch_size: usize, num_workers: usize) -> DataLoaderConfig {
     DataLoaderConfig { batch_size, num_workers, ..Default::default() }
 }
 
-/// The numbers of each batch, and the bits beside them.
+/// The numbers of each batch, and the bits of their random numbers.
 fn collect(loader: &DataLoader<(Tensor, Tensor)>) -> Vec<(Vec<i64>, Vec<u32>)> {
     let bits = |t: Tensor| t.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
     let batch = |b: Result<(Tensor, Tensor)>| b.map(|(n, t)| (n.to_vec::<i64>().unwrap(), bits(t))).unwrap();
@@ -74,7 +74,7 @@ fn batches_do_not_depend_on_the_number_of_workers() {
 }
 
 #[test]
-fn a_pass_is_repeated_from_the_generators_state() {
+fn passes_can_be_repeated_from_the_generators_state() {
     let generator = Generator::new(4);
     let config =
         DataLoaderConfig { shuffle: true, generator: Some(generator.clone()), drop_last: true, ..config(8, 2) };
@@ -88,7 +88,7 @@ fn a_pass_is_repeated_from_the_generators_state() {
 }
 
 #[test]
-fn errors_and_panics_come_in_the_place_of_their_batches() {
+fn errors_and_panics_replace_their_batches() {
     for workers in [0, 1, 4] {
         let set = Numbers { error: Some(5), panic: Some(9), ..numbers(14) };
         let batches: Vec<_> = DataLoader::new(set, config(2, workers)).unwrap().iter().collect();
@@ -105,11 +105,11 @@ fn errors_and_panics_come_in_the_place_of_their_batches() {
         }
     }
     let none = DataLoader::new(numbers(3), config(0, 0)).err().unwrap().to_string();
-    assert_eq!(none, "DataLoader: a batch has at least one item: batch_size is 0");
+    assert_eq!(none, "DataLoader: batch_size is 0: a batch needs at least one item");
     assert_eq!(DataLoader::new(numbers(0), config(3, 2)).unwrap().iter().count(), 0);
 }
 
-/// Tells of every item, and refuses those further ahead than may be.
+/// Data set that reports every requested item and fails for items too far ahead of the consumer.
 struct Watched {
     asked: Mutex<Sender<usize>>,
     taken: Arc<AtomicUsize>,
@@ -134,14 +134,14 @@ impl Dataset for Watched {
 }
 
 #[test]
-fn workers_are_a_bounded_way_ahead_and_end_with_the_pass() {
+fn workers_prefetch_a_bounded_number_and_end_with_the_pass() {
     let (asked, asks) = channel();
     let taken = Arc::new(AtomicUsize::new(0));
     let set = Arc::new(Watched { asked: Mutex::new(asked), taken: taken.clone(), ahead: 6 });
     let config = DataLoaderConfig { prefetch_factor: 3, ..config(1, 2) };
     let loader = DataLoader::new(set.clone(), config).unwrap();
     let mut batches = loader.iter();
-    // Six are made before the first is taken: this would wait for ever otherwise.
+    // Six items are requested before the consumer takes the first; with fewer, this would wait forever.
     let mut ahead: Vec<usize> = (0..6).map(|_| asks.recv().unwrap()).collect();
     ahead.sort_unstable();
     assert_eq!(ahead, [0, 1, 2, 3, 4, 5]);
@@ -157,7 +157,7 @@ fn workers_are_a_bounded_way_ahead_and_end_with_the_pass() {
 }
 
 #[test]
-fn batches_arrive_on_every_device_while_it_computes() {
+fn batches_are_uploaded_while_the_device_computes() {
     each_device(|device| {
         let (rows, columns) = (96, 4096);
         let values: Vec<f32> = (0..rows * columns).map(|i| (i % 1021) as f32).collect();
@@ -172,7 +172,7 @@ fn batches_arrive_on_every_device_while_it_computes() {
             for (i, batch) in loader.iter().enumerate() {
                 let [x, labels] = &batch.unwrap()[..] else { panic!("two tensors") };
                 assert_eq!((x.device(), labels.device(), x.shape().dims()), (device, device, &[8, columns][..]));
-                // The memory of a batch that was dropped goes to a later one only after this has run.
+                // A later batch gets the memory of a dropped batch only after these kernels have run.
                 sums.push((x.mul_scalar(2.0).unwrap().sum(1, false).unwrap(), labels.add_scalar(1).unwrap(), i));
             }
             for (sum, labels, i) in sums {
@@ -191,7 +191,7 @@ fn batches_arrive_on_every_device_while_it_computes() {
 }
 
 #[test]
-fn a_split_is_all_of_the_set_and_repeatable() {
+fn random_splits_are_complete_and_repeatable() {
     let split = |seed| {
         let parts = random_split(numbers(20), &[12, 5, 3], &Generator::new(seed)).unwrap();
         let items = |d: &dyn Fn(usize) -> i64, n: usize| (0..n).map(d).collect::<Vec<i64>>();
@@ -204,15 +204,15 @@ fn a_split_is_all_of_the_set_and_repeatable() {
     assert_eq!(all, (0..20).collect::<Vec<i64>>());
     assert!(split(5) == parts && split(6) != parts);
     let error = random_split(numbers(20), &[12, 5], &Generator::new(1)).err().unwrap().to_string();
-    assert_eq!(error, "random_split: the lengths [12, 5] are 17 together, and the set has 20 items");
+    assert_eq!(error, "random_split: the lengths [12, 5] add up to 17, but the set has 20 items");
 }
 
 #[test]
-fn what_cannot_be_collated_is_an_error() {
+fn items_of_different_shapes_are_errors() {
     let zeros = |n: usize| Tensor::zeros(n, Device::Cpu).unwrap();
     assert!(matches!(Collate::collate(vec![zeros(2), zeros(3)]), Err(Error::ShapeMismatch { op: "stack", .. })));
     let error = Collate::collate(vec![vec![1i64, 2], vec![3]]).err().unwrap().to_string();
-    assert_eq!(error, "collate: items have 2 parts and 1: give all as many, or use with_collate");
+    assert_eq!(error, "collate: items have 2 and 1 parts: give all the same number, or use with_collate");
     let (a, b, c) = Collate::collate(vec![(1u8, true, 0.5f32), (2, false, 1.5)]).unwrap();
     assert_eq!(a.to_vec::<u8>().unwrap(), [1, 2]);
     assert_eq!((b.to_vec::<bool>().unwrap(), c.to_vec::<f32>().unwrap()), (vec![true, false], vec![0.5, 1.5]));

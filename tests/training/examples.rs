@@ -1,5 +1,5 @@
-//! The example programs themselves, with small numbers, on every device.
-#![allow(clippy::duplicate_mod)] // each program has the module that they share
+//! Runs the example programs with small sizes on every device.
+#![allow(clippy::duplicate_mod)] // each program includes the shared module
 
 #[allow(dead_code)]
 #[path = "../../examples/gpt2/main.rs"]
@@ -30,19 +30,19 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
 use claystone::storage::{MemoryMode, with_memory_mode};
 use claystone::{DType, Device, Error, Generator, Graph, Tensor, TensorOptions, io, no_grad, with_generator};
 
-use crate::common::{alone, devices, each_device, values, vec};
+use crate::common::{devices, each_device, in_own_process, values, vec};
 
-/// The arguments of a program: words, and then the device and others that are not known before.
+/// Parses a program's arguments: words separated by spaces, followed by `more`, such as the device.
 fn args<A: Parser>(words: &str, more: &[&str]) -> A {
     let words = ["program"].into_iter().chain(words.split_whitespace());
     A::parse_from(words.chain(more.iter().copied()))
 }
 
-/// A run that is started again goes on with the epoch that it had not begun.
+/// A restarted run continues with the first epoch that was not completed.
 #[test]
 fn resnet_learns_and_resumes() {
-    // The generator is the process's.
-    if !alone("examples::resnet_learns_and_resumes") {
+    // The default random generator is shared by the process.
+    if !in_own_process("examples::resnet_learns_and_resumes") {
         return;
     }
     each_device(|device| {
@@ -63,10 +63,10 @@ fn resnet_learns_and_resumes() {
     });
 }
 
-/// Steps of the ResNet with dropout in front of its last layer, captured: replays take other images, and go on as calls do.
+/// Captured training steps of the ResNet with dropout: replays with new images give the same results as direct calls.
 #[test]
-fn resnets_steps_are_captured() {
-    // What is captured reads buffers: steps that read images would have other roundings.
+fn resnet_steps_can_be_captured() {
+    // Captured steps read buffers. Direct steps must too, as reading images rounds differently.
     with_memory_mode(MemoryMode::Buffer, || {
         devices().into_iter().filter(|&d| d != Device::Cpu).for_each(captured_steps)
     });
@@ -107,10 +107,10 @@ fn captured_steps(device: Device) {
         let want = with_generator(&calls, || step(&same, &mut eager, &same_images, &same_labels)).unwrap();
         assert_eq!(results.each_ref().map(vec), want.each_ref().map(vec), "step {number} on {device}");
     }
-    // Running statistics too.
+    // Running statistics are equal too.
     let state = |net: &Sequential| net.state_dict().iter().map(|(_, t)| values(t)).collect::<Vec<_>>();
     assert_eq!(state(&net), state(&same));
-    // A label that does not exist is found as in a call.
+    // An invalid label is reported as in a direct call.
     labels.fill_(10).unwrap();
     graph.replay().unwrap();
     let told = results[0].item::<f32>();
@@ -118,9 +118,9 @@ fn captured_steps(device: Device) {
 }
 
 #[test]
-fn vae_learns_and_draws() {
-    // The generator is the process's.
-    if !alone("examples::vae_learns_and_draws") {
+fn vae_learns_and_generates_images() {
+    // The default random generator is shared by the process.
+    if !in_own_process("examples::vae_learns_and_generates_images") {
         return;
     }
     let losses = std::cell::RefCell::new(Vec::new());
@@ -135,7 +135,7 @@ fn vae_learns_and_draws() {
         let picture = |epoch: u8| image::open(folder.path().join(format!("epoch-{epoch:03}.png"))).unwrap().to_luma8();
         assert!(!folder.path().join("epoch-001.png").exists());
         assert_eq!(picture(2).dimensions(), (800, 800));
-        // Elements are eight pixels wide, strokes in the middle of an image, and there is a rim.
+        // Generated elements are eight pixels wide. Strokes are in the middle of an image, and the border is darker.
         let last = picture(3);
         assert!(last.enumerate_pixels().all(|(x, y, p)| p == last.get_pixel(x - x % 8, y - y % 8)));
         let mean = |column: u32| (0..800).map(|y| u32::from(last.get_pixel(column, y).0[0])).sum::<u32>() / 800;
@@ -148,8 +148,8 @@ fn vae_learns_and_draws() {
 
 #[test]
 fn super_resolution_learns() {
-    // The generator is the process's.
-    if !alone("examples::super_resolution_learns") {
+    // The default random generator is shared by the process.
+    if !in_own_process("examples::super_resolution_learns") {
         return;
     }
     each_device(|device| {
@@ -167,9 +167,9 @@ const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/gpt2");
 
 const MINILM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/minilm");
 
-/// Compares tokens, and embeddings of a batch with padding, with those of PyTorch that `tests/data/minilm.py` prints.
+/// Compares tokens and embeddings of a padded batch with PyTorch's, which `tests/data/minilm.py` prints.
 #[test]
-fn minilm_has_pytorchs_embeddings() {
+fn minilm_embeddings_match_pytorch() {
     each_device(|device| {
         let model = minilm::MiniLm::load(Path::new(MINILM), device).unwrap();
         let sentences = ["A man eats food.", "Eating thing"];
@@ -194,7 +194,7 @@ fn minilm_has_pytorchs_embeddings() {
     assert!(missing.is_err());
 }
 
-/// Adapters alone are trained and saved.
+/// Only the adapters are trained and saved.
 #[test]
 fn lora_learns() {
     each_device(|device| {
@@ -205,14 +205,14 @@ fn lora_learns() {
         let losses = lora::train(folder.path(), device).unwrap();
         assert!(losses[19] < losses[0], "{losses:?} on {device}");
         let saved = io::load(folder.path().join("lora.safetensors"), Device::Cpu).unwrap();
-        assert_eq!(saved.len(), 8); // two matrices of queries and of values in each of two layers
+        assert_eq!(saved.len(), 8); // two matrices for queries and two for values in each of two layers
         assert!(saved.names().all(|name| name.starts_with("encoder.layer.") && name.contains("lora_")));
     });
 }
 
-/// Read at once and token by token through the cache, against PyTorch: `tests/data/gpt2.py` wrote what it has.
+/// Compares logits with PyTorch's, written by `tests/data/gpt2.py`: for the whole text at once, and per token with the cache.
 #[test]
-fn gpt2_has_pytorchs_logits() {
+fn gpt2_logits_match_pytorch() {
     each_device(|device| {
         let path = Path::new(GPT2).join("model.safetensors");
         let wanted = io::load(&path, device).unwrap();
@@ -233,9 +233,9 @@ fn gpt2_has_pytorchs_logits() {
 }
 
 #[test]
-fn gpt2_writes() {
-    // The generator is the process's.
-    if !alone("examples::gpt2_writes") {
+fn gpt2_generates_text() {
+    // The default random generator is shared by the process.
+    if !in_own_process("examples::gpt2_generates_text") {
         return;
     }
     let wanted = io::load(Path::new(GPT2).join("model.safetensors"), Device::Cpu).unwrap();
@@ -252,9 +252,9 @@ fn gpt2_writes() {
     });
 }
 
-/// A vocabulary of all bytes and four merges.
+/// Uses a vocabulary of all bytes and four merges.
 #[test]
-fn gpt2_reads_and_writes_text() {
+fn gpt2_tokenizes_and_decodes_text() {
     use gpt2::tokenizer::{Tokenizer, character, words};
     let folder = tempfile::tempdir().unwrap();
     let bytes = (0..=255).map(|byte| character(byte).to_string());
@@ -269,7 +269,7 @@ fn gpt2_reads_and_writes_text() {
     for text in ["hello world", "naïve: ¿日本?\n\t x", ""] {
         assert_eq!(tokenizer.decode(&tokenizer.encode(text).unwrap()), text);
     }
-    // What GPT-2's regular expression gives.
+    // The expected words are those of GPT-2's regular expression.
     assert_eq!(
         words("It's  12 o'clock,\n ok? "),
         ["It", "'s", " ", " 12", " o", "'", "clock", ",", "\n", " ok", "?", " "]

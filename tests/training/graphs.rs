@@ -1,5 +1,4 @@
-//! Training steps in graphs: what changes from step to step, the optimisers' numbers and the random ones, changes from replay to
-//! replay as it would from call to call.
+//! Training steps in graphs: step counts, learning rates and random numbers advance from replay to replay as in direct calls.
 
 use claystone::autograd::checkpoint;
 use claystone::ops::Seed;
@@ -11,7 +10,7 @@ use claystone::{DType, Device, Generator, Graph, Result, Tensor, no_grad, with_g
 
 use crate::common::{opencl, scattered, values, vec};
 
-/// Two parameters, the second of which has a gradient in every step but those that are told not to.
+/// Two parameters with an optimizer, and the gradients of each step.
 struct Pair<R> {
     leaves: [Tensor; 2],
     gradients: [Tensor; 2],
@@ -43,13 +42,13 @@ impl<R: Rule> Pair<R> {
     }
 }
 
-/// Steps, captured and not, with a learning rate that changes, and steps after that.
-fn follows<R: Rule>(rule: R) {
+/// Compares captured with direct steps while the learning rate changes, and direct steps after replays.
+fn assert_replays_match<R: Rule>(rule: R) {
     for device in opencl() {
         for dtype in [DType::F32, DType::BF16, DType::F64] {
             let make = || Pair::new(rule.clone(), dtype, device);
             let (mut eager, mut replayed) = (make(), make());
-            // A step before the capture, so that replays do not begin with the first.
+            // A step before the capture, so that the first replay is not the optimizer's first step.
             eager.step().unwrap();
             replayed.step().unwrap();
             let schedule = || StepLr { step_size: 2, gamma: 0.5 };
@@ -69,7 +68,7 @@ fn follows<R: Rule>(rule: R) {
                 for (pair, scheduler) in [&mut eager, &mut replayed].into_iter().zip(&mut schedulers) {
                     scheduler.step(&mut pair.optimizer).unwrap();
                 }
-                // What is written to the parameters meanwhile counts for both.
+                // Parameters written between steps affect both.
                 if step == 2 {
                     no_grad(|| [&eager, &replayed].map(|pair| pair.leaves[0].mul_scalar_(0.5).map(drop).unwrap()));
                 }
@@ -78,7 +77,7 @@ fn follows<R: Rule>(rule: R) {
                     replayed.step().unwrap();
                 }
             }
-            // The state goes elsewhere, with the number of steps.
+            // The saved state contains the number of steps.
             let mut other = make();
             other.optimizer.load_state_dict(&replayed.optimizer.state_dict().unwrap()).unwrap();
             let steps = |pair: &Pair<R>| pair.optimizer.state_dict().unwrap().get("state.0.step").map(values);
@@ -87,9 +86,9 @@ fn follows<R: Rule>(rule: R) {
     }
 }
 
-/// The second step of a capture goes on from the first.
+/// A capture of several steps counts each of them.
 #[test]
-fn several_steps_of_a_capture_count_one_after_another() {
+fn captures_of_several_steps_count_each_step() {
     for device in opencl() {
         for dtype in [DType::F32, DType::BF16] {
             let make = || Pair::new(AdamWConfig { lr: 0.1, ..Default::default() }, dtype, device);
@@ -105,35 +104,35 @@ fn several_steps_of_a_capture_count_one_after_another() {
                 graph.replay().unwrap();
                 assert_eq!(replayed.state(), eager.state(), "round {round} in {dtype} on {device}");
             }
-            // One parameter goes on alone: what updated both at once cannot any more.
+            // Only one parameter has a gradient now. The captured step updates both at once and can no longer be replayed.
             replayed.optimizer.zero_grad();
             replayed.leaves[0].square().unwrap().sum((), false).unwrap().backward().unwrap();
             replayed.optimizer.step().unwrap();
             let before = replayed.state();
-            let told = graph.replay().unwrap_err().to_string();
-            assert!(told.contains("capture it again"), "{told}");
+            let message = graph.replay().unwrap_err().to_string();
+            assert!(message.contains("capture it again"), "{message}");
             assert_eq!(replayed.state(), before, "{dtype} on {device}");
         }
     }
 }
 
 #[test]
-fn optimisers_count_the_steps_of_replays() {
-    follows(AdamWConfig { lr: 0.1, ..Default::default() });
-    follows(AdamConfig { lr: 0.1, amsgrad: true, weight_decay: 0.1, ..Default::default() });
+fn replayed_adam_steps_match_direct_steps() {
+    assert_replays_match(AdamWConfig { lr: 0.1, ..Default::default() });
+    assert_replays_match(AdamConfig { lr: 0.1, amsgrad: true, weight_decay: 0.1, ..Default::default() });
 }
 
 #[test]
-fn so_do_those_whose_rates_fall_and_whose_velocity_begins() {
-    follows(SgdConfig { lr: 0.1, momentum: 0.9, dampening: 0.5, ..Default::default() });
-    follows(AdagradConfig { lr: 0.1, lr_decay: 0.3, ..Default::default() });
-    follows(RmsPropConfig { momentum: 0.5, centered: true, ..Default::default() });
-    follows(LionConfig::default());
+fn replayed_steps_of_other_optimizers_match_direct_steps() {
+    assert_replays_match(SgdConfig { lr: 0.1, momentum: 0.9, dampening: 0.5, ..Default::default() });
+    assert_replays_match(AdagradConfig { lr: 0.1, lr_decay: 0.3, ..Default::default() });
+    assert_replays_match(RmsPropConfig { momentum: 0.5, centered: true, ..Default::default() });
+    assert_replays_match(LionConfig::default());
 }
 
-/// A capture that fails leaves the optimiser as it was, and its f32 weights.
+/// A failed capture does not change the optimizer or its f32 weights.
 #[test]
-fn steps_of_captures_that_fail_are_not_counted() {
+fn failed_captures_do_not_count_steps() {
     for device in opencl() {
         let rule = AdamWConfig { lr: 0.1, ..Default::default() };
         let (mut eager, mut failed) = (Pair::new(rule, DType::BF16, device), Pair::new(rule, DType::BF16, device));
@@ -152,8 +151,8 @@ fn steps_of_captures_that_fail_are_not_counted() {
     }
 }
 
-/// One draw of every kind, and gradients that draw again.
-fn draws(x: &Tensor) -> Result<Vec<Tensor>> {
+/// One draw of every kind, and gradients that repeat draws.
+fn draw_every_kind(x: &Tensor) -> Result<Vec<Tensor>> {
     let device = x.device();
     let leaf = x.detach().requires_grad_(true)?;
     let dropped = leaf.dropout(0.4)?.mul(&leaf)?;
@@ -180,16 +179,16 @@ fn draws(x: &Tensor) -> Result<Vec<Tensor>> {
 }
 
 #[test]
-fn replays_draw_what_calls_would() {
+fn replays_draw_the_numbers_of_direct_calls() {
     for device in opencl() {
         let x = scattered(&[6, 7], 2.0, device);
         let (eager, captured) = (Generator::new(5), Generator::new(5));
         let (graph, results) =
-            with_generator(&captured, || Graph::capture(device, || draws(&x.narrow(0, 0, 6)?))).unwrap();
+            with_generator(&captured, || Graph::capture(device, || draw_every_kind(&x.narrow(0, 0, 6)?))).unwrap();
         assert_eq!(captured.state(), Seed { key: 5, stream: 0 }, "a capture draws nothing");
         let mut before = Vec::new();
         for round in 0..4 {
-            let want = with_generator(&eager, || draws(&x)).unwrap();
+            let want = with_generator(&eager, || draw_every_kind(&x)).unwrap();
             graph.replay().unwrap();
             let got: Vec<Vec<f64>> = results.iter().map(values).collect();
             for (i, (got, want)) in got.iter().zip(&want).enumerate() {
@@ -198,7 +197,7 @@ fn replays_draw_what_calls_would() {
             assert!(got != before, "others each time");
             before = got;
             assert_eq!(captured.state(), eager.state());
-            // Calls and replays may take turns, and either generator may be set.
+            // Calls and replays may alternate, and both generators may be reseeded.
             let between = |generator| with_generator(generator, || Tensor::rand(5, device)).unwrap();
             assert_eq!(vec(&between(&eager)), vec(&between(&captured)));
             if round == 1 {
@@ -208,9 +207,9 @@ fn replays_draw_what_calls_would() {
     }
 }
 
-/// A graph that draws from two generators, and draws outside of it that a captured backward pass makes again.
+/// A graph may draw from two generators. A captured backward may repeat draws from outside the graph, and vice versa.
 #[test]
-fn generators_of_their_own_and_draws_from_outside() {
+fn graphs_may_use_several_generators() {
     for device in opencl() {
         let (a, b) = (Generator::new(1), Generator::new(2));
         let of = |generator: &Generator| with_generator(generator, || Tensor::rand(4, device));
@@ -230,7 +229,7 @@ fn generators_of_their_own_and_draws_from_outside() {
         graph.replay().unwrap();
         let kept = |t: &Tensor| vec(t).into_iter().map(|x| x != 0.0).collect::<Vec<_>>();
         assert_eq!(kept(&leaf.grad().unwrap()), kept(&dropped.detach()));
-        // And the other way round: gradients, outside, of what the last replay drew.
+        // A backward outside the graph repeats the draws of the last replay.
         let leaf = scattered(&[50], 2.0, device).requires_grad_(true).unwrap();
         let (graph, dropped) = Graph::capture(device, || leaf.dropout(0.5)).unwrap();
         graph.replay().unwrap();

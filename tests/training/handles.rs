@@ -1,13 +1,13 @@
-//! Handles on modules: twins, copies, checkpoints, and parameters that are frozen.
+//! Handles on modules: shared handles, copies, checkpoints and frozen parameters.
 
 use claystone::autograd::{CustomOp, OpContext, checkpoint};
 use claystone::nn::*;
 use claystone::optim::*;
 use claystone::{DType, Device, Result, Tensor, io, manual_seed, no_grad, ops};
 
-use crate::common::{alone, each_device, f64s, vec};
+use crate::common::{each_device, f64s, in_own_process, vec};
 
-/// A module with fields that are no tensors: `Copy`, cloned, and an enum.
+/// A module with fields that are not tensors: `Copy` values, cloned values and an enum.
 struct Block {
     up: Linear,
     scale: Tensor,
@@ -62,7 +62,7 @@ fn gradients(net: &impl Module) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn a_handle_has_the_same_tensors_and_a_copy_has_its_own() {
+fn handles_share_tensors_and_copies_do_not() {
     each_device(|device| {
         let mut net = Sequential::new().push(block(device)).push(Linear::new(4, 2, device).unwrap());
         let (twin, copy) = (net.shallow_clone(), net.try_clone().unwrap());
@@ -76,7 +76,7 @@ fn a_handle_has_the_same_tensors_and_a_copy_has_its_own() {
         let before = vec(&twin.forward(&x).unwrap());
         assert_eq!(before, vec(&copy.forward(&x).unwrap()), "on {device}");
         assert_ne!(before, vec(&twin.forward(&x.mul_scalar(2).unwrap()).unwrap()));
-        // The switch to training is each handle's own.
+        // Each handle has its own training mode.
         let dropped = (0..20).any(|_| vec(&net.forward(&x).unwrap()) != before);
         assert!(dropped && vec(&twin.forward(&x).unwrap()) == before);
         let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.1, ..Default::default() }).unwrap();
@@ -90,7 +90,7 @@ fn a_handle_has_the_same_tensors_and_a_copy_has_its_own() {
 }
 
 #[test]
-fn every_layer_has_handles() {
+fn every_layer_supports_handles() {
     let device = Device::Cpu;
     let conv = Conv2d::new(3, 4, [3, 3], Default::default(), device).unwrap();
     let images = Tensor::randn([2, 3, 8, 8], device).unwrap();
@@ -144,7 +144,7 @@ impl Module for Tied {
 }
 
 #[test]
-fn tied_parameters_are_tied_in_copies_and_where_they_are_frozen() {
+fn tied_parameters_stay_tied_in_copies_and_when_frozen() {
     let one = Linear::new(2, 2, Device::Cpu).unwrap();
     let mut net = Tied { other: one.shallow_clone(), one };
     assert_eq!(net.parameters().len(), 2);
@@ -154,19 +154,19 @@ fn tied_parameters_are_tied_in_copies_and_where_they_are_frozen() {
     assert_eq!((net.parameters().len(), net.trainable_parameters_mut().len()), (2, 0));
     net.requires_grad_(true).unwrap();
     assert_eq!((net.parameters().len(), net.trainable_parameters_mut().len()), (2, 2));
-    // Tensors that were never trained.
+    // Tests tensors that never required gradients.
     let plain = |layer: &Linear| layer.weight().detach();
     struct Plain(Vec<Tensor>);
     impl Module for Plain {
         fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-            Part::show(&self.0, prefix, visitor);
+            Part::visit_field(&self.0, prefix, visitor);
         }
         fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-            Part::show_mut(&mut self.0, prefix, visitor);
+            Part::visit_field_mut(&mut self.0, prefix, visitor);
         }
         fn set_training(&self, _: bool) {}
         fn shallow_clone(&self) -> Plain {
-            Plain(Part::handle(&self.0))
+            Plain(Part::clone_handle(&self.0))
         }
     }
     let mut net = Plain(vec![plain(&net.one), plain(&net.other), plain(&copy.one)]);
@@ -174,9 +174,9 @@ fn tied_parameters_are_tied_in_copies_and_where_they_are_frozen() {
     assert_eq!(net.trainable_parameters_mut().len(), 2);
 }
 
-/// Gradients are those of the same network without checkpoints, dropout included.
+/// Gradients equal those of the same network without checkpoints, including dropout.
 #[test]
-fn a_module_is_checkpointed() {
+fn checkpointed_modules_give_the_same_gradients() {
     each_device(|device| {
         let net = block(device);
         let kept = Checkpoint::new(net.shallow_clone());
@@ -189,7 +189,7 @@ fn a_module_is_checkpointed() {
         assert_eq!(gradients(&net), want, "on {device}");
         let names = |m: &dyn Module| m.named_parameters("").into_iter().map(|(name, _)| name).collect::<Vec<_>>();
         assert_eq!(names(&kept), names(&net));
-        // A module of several inputs.
+        // Checkpoints a module with several inputs.
         let cell = LstmCell::new(4, 3, device).unwrap();
         let twin = cell.shallow_clone();
         let h = checkpoint(move |x| Ok(twin.run(&x[0], None)?.0), &[&x]).unwrap();
@@ -203,7 +203,7 @@ fn adamw() -> AdamWConfig {
 }
 
 #[test]
-fn optimisers_skip_what_is_frozen_and_go_on_with_it_later() {
+fn optimizers_skip_frozen_parameters_until_they_are_trainable() {
     each_device(|device| {
         for dtype in [DType::F32, DType::BF16] {
             let made = || {
@@ -220,7 +220,7 @@ fn optimisers_skip_what_is_frozen_and_go_on_with_it_later() {
                 optimizer.step().unwrap();
             };
             step(&net);
-            // The gradients of this step stay: those of frozen parameters count for nothing.
+            // The gradients of this step remain set, but gradients of frozen parameters are ignored.
             let weights = |net: &Tied| [f64s(net.one.weight()), f64s(net.other.weight())];
             let before = weights(&net);
             net.one.requires_grad_(false).unwrap();
@@ -236,7 +236,7 @@ fn optimisers_skip_what_is_frozen_and_go_on_with_it_later() {
 }
 
 #[test]
-fn a_module_that_is_converted_while_it_is_frozen_is_trained_later() {
+fn modules_converted_while_frozen_can_be_trained() {
     let device = Device::Cpu;
     let mut net = Linear::new(4, 2, device).unwrap();
     let mut optimizer = AdamW::new(net.parameters_mut(), adamw()).unwrap();
@@ -251,7 +251,7 @@ fn a_module_that_is_converted_while_it_is_frozen_is_trained_later() {
 }
 
 #[test]
-fn an_optimiser_of_a_partly_frozen_model_has_the_rest() {
+fn optimizers_own_only_trainable_parameters() {
     let device = Device::Cpu;
     let mut net = Tied { one: Linear::new(4, 4, device).unwrap(), other: Linear::new(4, 2, device).unwrap() };
     net.one.requires_grad_(false).unwrap();
@@ -270,7 +270,7 @@ fn an_optimiser_of_a_partly_frozen_model_has_the_rest() {
         step(&net, optimizer).unwrap();
         assert!(vec(net.one.weight()) == before[0] && vec(net.other.weight()) != before[1]);
     }
-    // Parameters that the optimiser was not given are named where they would not be trained.
+    // A trainable parameter that the optimizer does not own is named in the error.
     net.one.requires_grad_(true).unwrap();
     for mut optimizer in optimizers {
         let error = step(&net, &mut optimizer).unwrap_err().to_string();
@@ -289,7 +289,7 @@ fn an_optimiser_of_a_partly_frozen_model_has_the_rest() {
     assert!(error.contains("no parameter requires a gradient: call requires_grad_(true)"), "{error}");
 }
 
-/// A linear layer with an adapter of low rank.
+/// A linear layer with a low-rank adapter.
 struct Lora {
     base: Linear,
     lora_a: Linear,
@@ -305,7 +305,7 @@ impl Module for Lora {
 }
 
 #[test]
-fn adapters_alone_are_trained_and_saved() {
+fn adapters_can_be_trained_and_saved_separately() {
     each_device(|device| {
         let folder = tempfile::tempdir().unwrap();
         let (full, adapters) = (folder.path().join("full.safetensors"), folder.path().join("lora.safetensors"));
@@ -340,14 +340,17 @@ fn adapters_alone_are_trained_and_saved() {
     });
 }
 
+/// Rows and columns of each weight.
 const SIDE: usize = 128;
-const COUNT: usize = 16;
-const WEIGHTS: usize = 4 * SIDE * SIDE * COUNT;
+/// Number of weights.
+const WEIGHT_COUNT: usize = 16;
+/// Bytes of all weights.
+const WEIGHT_BYTES: usize = 4 * SIDE * SIDE * WEIGHT_COUNT;
 
-/// Products with all weights, with a gradient of the user's.
-struct Products;
+/// Custom operation with products by all weights. Its backward writes into gradient slots.
+struct ProductOfAll;
 
-impl CustomOp for Products {
+impl CustomOp for ProductOfAll {
     fn name(&self) -> &'static str {
         "products"
     }
@@ -383,7 +386,7 @@ impl CustomOp for Products {
     }
 }
 
-/// One product, without a thought for slots.
+/// Custom operation with a single product. Its backward does not use gradient slots.
 struct Product;
 
 impl CustomOp for Product {
@@ -403,8 +406,8 @@ impl CustomOp for Product {
 }
 
 #[test]
-fn gradients_are_in_memory_once_where_there_is_an_optimiser() {
-    if !alone("handles::gradients_are_in_memory_once_where_there_is_an_optimiser") {
+fn gradients_of_an_optimizer_are_in_memory_once() {
+    if !in_own_process("handles::gradients_of_an_optimizer_are_in_memory_once") {
         return;
     }
     each_device(|device| {
@@ -416,14 +419,14 @@ fn gradients_are_in_memory_once_where_there_is_an_optimiser() {
                 let w: Vec<Tensor> = w.iter().map(Tensor::shallow_clone).collect();
                 checkpoint(move |x| w.iter().try_fold(x[0].shallow_clone(), |x, w| x.matmul(w)), &[x])
             }),
-            ("custom", |x, w| Tensor::apply_op(Products, &std::iter::once(x).chain(w).collect::<Vec<_>>())),
+            ("custom", |x, w| Tensor::apply_op(ProductOfAll, &std::iter::once(x).chain(w).collect::<Vec<_>>())),
             ("customs", |x, w| w.iter().try_fold(x.shallow_clone(), |x, w| Tensor::apply_op(Product, &[&x, w]))),
         ];
         let mut want: Option<Vec<Vec<f64>>> = None;
         for (name, forward) in forwards {
             manual_seed(2);
             let weight = |_| Tensor::randn([SIDE, SIDE], device).unwrap().mul_scalar(0.1).unwrap();
-            let mut weights: Vec<Tensor> = (0..COUNT).map(|i| weight(i).requires_grad_(true).unwrap()).collect();
+            let mut weights: Vec<Tensor> = (0..WEIGHT_COUNT).map(|i| weight(i).requires_grad_(true).unwrap()).collect();
             let mut sgd = Sgd::new(weights.iter_mut().collect(), SgdConfig::default()).unwrap();
             for _ in 0..2 {
                 sgd.zero_grad();
@@ -434,8 +437,8 @@ fn gradients_are_in_memory_once_where_there_is_an_optimiser() {
                 loss.backward().unwrap();
                 device.synchronize().unwrap();
                 let more = (device.memory_stats().unwrap().allocated_bytes.peak - before) as usize;
-                println!("{name} on {device}: {more} bytes beside gradients of {WEIGHTS}");
-                assert!(more < WEIGHTS / 4, "{name} on {device}: {more} bytes beside gradients of {WEIGHTS}");
+                println!("{name} on {device}: {more} bytes beside gradients of {WEIGHT_BYTES}");
+                assert!(more < WEIGHT_BYTES / 4, "{name} on {device}: {more} bytes beside gradients of {WEIGHT_BYTES}");
             }
             let got: Vec<Vec<f64>> = weights.iter().map(|w| f64s(&w.grad().unwrap()).into_iter().collect()).collect();
             let want = want.get_or_insert_with(|| got.clone());

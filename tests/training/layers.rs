@@ -1,4 +1,4 @@
-//! Layers: what is fused into products, gradients against f64 and against differences; modules, their names and states.
+//! Layers: fused launches, gradients against f64 and finite differences; modules, their names and states.
 
 use claystone::autograd::gradcheck;
 use claystone::device::{DeviceKind, count_launches};
@@ -14,14 +14,14 @@ use ndarray::{ArrayD, IxDyn};
 
 use crate::common::{each_device, f64s};
 
-/// Small whole numbers in f64.
-fn whole(shape: &[usize], device: Device) -> Tensor {
+/// Small whole numbers as an f64 tensor.
+fn whole_numbers(shape: &[usize], device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * i + 3 * i) % 7) as f64 - 3.0).collect();
     Tensor::from_vec(values, shape, device).unwrap()
 }
 
-/// In -1/4..1/4.
+/// Pseudo-random numbers between -1/4 and 1/4.
 fn random(rows: usize, cols: usize, seed: u64) -> ArrayD<f64> {
     let mut state = seed;
     ArrayD::from_shape_fn(IxDyn(&[rows, cols]), |_| {
@@ -30,14 +30,14 @@ fn random(rows: usize, cols: usize, seed: u64) -> ArrayD<f64> {
     })
 }
 
-/// What a layer's gradient is multiplied by is left to the layer behind it, if that is the only one.
+/// A layer's gradient factor is applied by the following layer if that is its only consumer.
 #[test]
-fn gradients_through_several_layers() {
+fn gradients_through_several_layers_are_exact() {
     each_device(|device| {
         if device != Device::Cpu && !device.info().unwrap().fp64 {
             return;
         }
-        let leaf = |shape: &[usize]| Tensor::map(&[&whole(shape, device)], |x| &x[0] * 0.3).unwrap();
+        let leaf = |shape: &[usize]| Tensor::map(&[&whole_numbers(shape, device)], |x| &x[0] * 0.3).unwrap();
         let inputs = [leaf(&[3, 4]), leaf(&[5, 4]), leaf(&[5]), leaf(&[2, 5]), leaf(&[2])];
         let hidden = |x: &[Tensor]| x[0].linear_map(&x[1], Some(&x[2]), |z| z.tanh());
         let layer = |h: &Tensor, x: &[Tensor]| h.linear_map(&x[3], Some(&x[4]), |z| z.sigmoid());
@@ -64,9 +64,9 @@ fn gradients_through_several_layers() {
     });
 }
 
-/// Products, sums of rows and slopes in the same launches, against f64 on the host.
+/// Products, row sums and activation slopes use the same launches. Results are compared with f64 on the host.
 #[test]
-fn a_layer_s_gradients_are_a_launch_each() {
+fn each_gradient_of_a_layer_is_one_launch() {
     each_device(|device| {
         for (rows, wide, tall, classes) in [(640, 130, 72, 10), (64, 256, 128, 10), (1000, 40, 136, 33), (33, 8, 31, 5)]
         {
@@ -104,7 +104,7 @@ fn a_layer_s_gradients_are_a_launch_each() {
     });
 }
 
-/// A network of users: layers as fields, in a vector and in boxes.
+/// A user-defined network with layers as fields, in a vector and in boxes.
 struct Net {
     conv: Conv2d,
     norm: BatchNorm2d,
@@ -150,7 +150,7 @@ const PARAMETERS: [&str; 10] = [
 const BUFFERS: [&str; 3] = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"];
 
 #[test]
-fn modules_name_their_tensors_as_pytorch_does() {
+fn modules_name_their_tensors_like_pytorch() {
     let mut net = net((DType::F32, Device::Cpu)).unwrap();
     let names = |of: Vec<(String, &Tensor)>| of.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
     assert_eq!(names(net.named_parameters("")), PARAMETERS);
@@ -166,17 +166,17 @@ fn modules_name_their_tensors_as_pytorch_does() {
     assert_eq!(state.len(), PARAMETERS.len() + BUFFERS.len());
 }
 
-/// What was saved on the CPU gives the same results on every device.
+/// A state saved on the CPU gives the same results on every device.
 #[test]
 fn states_move_between_modules_and_devices() {
     let source = net((DType::F32, Device::Cpu)).unwrap();
     let x = Tensor::randn(&[5, 2, 4, 4], Device::Cpu).unwrap();
-    source.forward(&x).unwrap(); // moves the running statistics
+    source.forward(&x).unwrap(); // changes the running statistics
     source.eval();
     let want = f64s(&source.forward(&x).unwrap());
     each_device(|device| {
         let mut target = net((DType::F32, device)).unwrap();
-        // Loading keeps what an optimiser has taken over.
+        // Loading keeps the tensors that an optimizer shares.
         let _sgd = Sgd::new(target.parameters_mut(), SgdConfig::default()).unwrap();
         let keys = target.load_state_dict(&source.state_dict(), true).unwrap();
         assert_eq!(keys, IncompatibleKeys::default());
@@ -201,7 +201,7 @@ fn states_move_between_modules_and_devices() {
 }
 
 #[test]
-fn states_that_do_not_fit_change_nothing() {
+fn mismatched_states_change_nothing() {
     let net = net((DType::F32, Device::Cpu)).unwrap();
     let before = f64s(net.parameters()[0]);
     let mut state: StateDict = net.state_dict().into_iter().filter(|(name, _)| name != "scale").collect();
@@ -215,7 +215,7 @@ fn states_that_do_not_fit_change_nothing() {
     assert_eq!(f64s(net.parameters()[0]), before);
 }
 
-/// Evaluation drops nothing out and leaves running statistics alone; training counts batches.
+/// Evaluation does not drop elements or change running statistics. Training counts batches.
 #[test]
 fn modules_switch_between_training_and_evaluation() {
     each_device(|device| {
@@ -233,9 +233,9 @@ fn modules_switch_between_training_and_evaluation() {
     });
 }
 
-/// Every layer's gradient by its parameters, through a network of all of them.
+/// Checks the gradients of all parameters in a network of all layers.
 #[test]
-fn gradients_through_every_layer() {
+fn gradients_through_every_layer_match_differences() {
     each_device(|device| {
         if device != Device::Cpu && !device.info().unwrap().fp64 {
             return;
@@ -285,7 +285,7 @@ fn gradients_through_every_layer() {
 }
 
 #[test]
-fn first_values_have_the_spread_they_should() {
+fn initial_values_have_the_expected_distribution() {
     each_device(|device| {
         let t = Tensor::zeros(&[64, 16, 3, 3], device).unwrap();
         let spread = |t: &Tensor| {
@@ -317,7 +317,7 @@ fn first_values_have_the_spread_they_should() {
         check("trunc_normal_", 0.5396, 1.0);
         init::constant_(&t, 0.5).unwrap();
         assert_eq!(spread(&t), (0.5, 0.0, 0.5));
-        // Orthonormal rows, or columns, times the gain; of every dtype, through strides.
+        // Rows or columns are orthonormal times the gain, for every dtype and for strided tensors.
         for (shape, count) in
             [([6, 3, 5, 2], 6), ([40, 2, 3, 1], 6), ([7, 7, 1, 1], 7), ([1, 1, 1, 1], 1), ([0, 3, 1, 1], 0)]
         {
@@ -341,7 +341,7 @@ fn first_values_have_the_spread_they_should() {
 }
 
 #[test]
-fn channels_are_dropped_whole_and_padding_stays_zero() {
+fn dropout_drops_whole_channels_and_padding_stays_zero() {
     each_device(|device| {
         let x = Tensor::ones(&[8, 16, 2, 3], device).unwrap();
         let dropout = Dropout2d::new(0.5).unwrap();

@@ -1,4 +1,4 @@
-//! Training: layers, optimisers, whole steps and small networks.
+//! Training: layers, optimizers, complete steps and small networks.
 
 #[path = "../common/mod.rs"]
 mod common;

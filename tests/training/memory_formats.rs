@@ -1,4 +1,4 @@
-//! Networks whose images and weights have their channels innermost learn as row-major ones do.
+//! Networks with channels-last images and weights train like row-major ones.
 
 use claystone::device::count_launches;
 use claystone::io::Stateful;
@@ -13,10 +13,10 @@ use crate::common::{each_device, scattered, values};
 const LAST: MemoryFormat = MemoryFormat::ChannelsLast;
 
 fn net(device: Device) -> Result<Sequential> {
-    with_generator(&Generator::new(3), || made(device))
+    with_generator(&Generator::new(3), || build_net(device))
 }
 
-fn made(device: Device) -> Result<Sequential> {
+fn build_net(device: Device) -> Result<Sequential> {
     let conv = |from, to, options| Conv2d::new(from, to, [3, 3], options, device);
     let padded = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
     Ok(Sequential::new()
@@ -37,13 +37,13 @@ fn data(device: Device) -> (Tensor, Tensor) {
     (scattered(&[6, 3, 12, 10], 4.0, device), labels)
 }
 
-fn close(what: &str, got: &[f64], right: &[f64]) {
+fn assert_close(what: &str, got: &[f64], right: &[f64]) {
     let far = got.iter().zip(right).find(|(a, b)| (**a - **b).abs() > 2e-3 * (1.0 + b.abs()));
     assert!(got.len() == right.len() && far.is_none(), "{what}: {far:?}");
 }
 
-/// Losses of a few steps, the optimiser's state and the network, which has this format before the optimiser is made, or from the second
-/// step on.
+/// Losses of a few steps, the optimizer's state and the network. The network has the first format before the optimizer is
+/// created, and the second format from the second step on.
 fn learned<O: Optimizer + Stateful>(
     device: Device,
     formats: [MemoryFormat; 2],
@@ -74,7 +74,7 @@ fn learned<O: Optimizer + Stateful>(
 }
 
 #[test]
-fn optimisers_go_on_in_any_format() {
+fn optimizers_train_in_any_memory_format() {
     let rows = MemoryFormat::Contiguous;
     let sgd = |p: Vec<&mut Tensor>| Sgd::new(p, SgdConfig { lr: 0.05, momentum: 0.9, ..SgdConfig::default() });
     let adam = |p: Vec<&mut Tensor>| AdamW::new(p, AdamWConfig { lr: 0.01, ..AdamWConfig::default() });
@@ -82,22 +82,22 @@ fn optimisers_go_on_in_any_format() {
         let (losses, state, launches) = learned(device, [rows, rows], sgd);
         for formats in [[LAST, LAST], [rows, LAST], [LAST, rows]] {
             let (own_losses, own_state, own_launches) = learned(device, formats, sgd);
-            close(&format!("losses of {formats:?} on {device}"), &own_losses, &losses);
-            own_state.iter().zip(&state).for_each(|(own, right)| close("state", own, right));
-            // Row-major images may be copied for a convolution; those whose format is that of its weights need not be.
+            assert_close(&format!("losses of {formats:?} on {device}"), &own_losses, &losses);
+            own_state.iter().zip(&state).for_each(|(own, right)| assert_close("state", own, right));
+            // Row-major images may be copied for a convolution. Images in the format of their weights are not.
             assert!(formats[0] != formats[1] || own_launches <= launches + 8, "{own_launches}, row-major {launches}");
         }
         let (losses, state, _) = learned(device, [rows, rows], adam);
         for formats in [[LAST, LAST], [rows, LAST]] {
             let (own_losses, own_state, _) = learned(device, formats, adam);
-            close(&format!("losses of {formats:?} on {device}"), &own_losses, &losses);
-            own_state.iter().zip(&state).for_each(|(own, right)| close("state", own, right));
+            assert_close(&format!("losses of {formats:?} on {device}"), &own_losses, &losses);
+            own_state.iter().zip(&state).for_each(|(own, right)| assert_close("state", own, right));
         }
     });
 }
 
 #[test]
-fn halves_and_their_masters() {
+fn half_precision_trains_in_any_memory_format() {
     each_device(|device| {
         let run = |format: MemoryFormat| {
             let ((x, labels), mut net) = (data(device), net(device).unwrap());
@@ -121,9 +121,9 @@ fn halves_and_their_masters() {
     });
 }
 
-/// Steps much smaller than what a half tells from its neighbours add up in the f32 weights, which a conversion keeps.
+/// Steps too small for half precision accumulate in the f32 weights, which a format conversion keeps.
 #[test]
-fn conversions_keep_what_halves_have_rounded_away() {
+fn format_conversions_keep_the_f32_weights() {
     each_device(|device| {
         let run = |converted: bool| {
             let mut net =
@@ -147,7 +147,7 @@ fn conversions_keep_what_halves_have_rounded_away() {
 }
 
 #[test]
-fn in_autocast() {
+fn autocast_trains_in_any_memory_format() {
     each_device(|device| {
         let losses = |format: MemoryFormat| {
             let ((x, labels), mut net) = (data(device), net(device).unwrap());
@@ -169,9 +169,9 @@ fn in_autocast() {
     });
 }
 
-/// What is saved has the values of the indices, whatever the format is.
+/// Saved values have row-major order in any format.
 #[test]
-fn saved_and_loaded() {
+fn saved_values_do_not_depend_on_the_memory_format() {
     let device = Device::Cpu;
     let (rows, mut last) = (net(device).unwrap(), net(device).unwrap());
     last.to_memory_format(LAST).unwrap();
@@ -185,6 +185,10 @@ fn saved_and_loaded() {
     Module::load_state_dict(&last, &loaded, true).unwrap();
     let x = data(device).0;
     [&rows as &dyn Module, &last].iter().for_each(|net| net.eval());
-    close("evaluation", &values(&last.forward(&x).unwrap().detach()), &values(&rows.forward(&x).unwrap().detach()));
+    assert_close(
+        "evaluation",
+        &values(&last.forward(&x).unwrap().detach()),
+        &values(&rows.forward(&x).unwrap().detach()),
+    );
     assert!(last.parameters()[0].is_contiguous_in(LAST));
 }

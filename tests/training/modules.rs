@@ -1,4 +1,4 @@
-//! Modules of several inputs and of a state, and what a module is made of.
+//! Modules with several inputs and a state, and summaries of modules.
 
 use claystone::nn::{
     AveragedModel, Dropout, Embedding, Forward, Linear, Lstm, LstmCell, Module, MultiheadAttention, RnnOptions,
@@ -7,7 +7,7 @@ use claystone::nn::{
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, io};
 
-/// A decoder: a token and the state so far to scores and the next state.
+/// A decoder: maps a token and a state to scores and the next state.
 struct Decoder {
     embedding: Embedding,
     cells: Vec<LstmCell>,
@@ -49,7 +49,7 @@ impl Forward<(&Tensor, Option<&State>)> for Decoder {
 }
 
 #[test]
-fn a_module_of_an_input_and_a_state_is_trained_saved_and_averaged() {
+fn modules_with_a_state_can_be_trained_saved_and_averaged() {
     let mut net = Decoder::new().unwrap();
     net.eval();
     let token = Tensor::from_slice(&[1i64, 5], 2, Device::Cpu).unwrap();
@@ -79,11 +79,14 @@ fn a_module_of_an_input_and_a_state_is_trained_saved_and_averaged() {
     average.eval();
     assert!(average.call((&token, None)).unwrap().0.equal(&after).unwrap());
     let error = net.forward(&token).unwrap_err().to_string();
-    assert_eq!(error, "Decoder: it is no function of one tensor: use Forward::call, or a method of its own");
+    assert_eq!(
+        error,
+        "Decoder: the module is not a function of one tensor: use Forward::call, or the module's own method"
+    );
 }
 
 #[test]
-fn layers_of_the_crate_are_called_with_their_states_and_several_inputs() {
+fn layers_accept_states_and_several_inputs() {
     let lstm = Lstm::new(3, 5, RnnOptions::default(), Device::Cpu).unwrap();
     let x = Tensor::randn([4, 2, 3], Device::Cpu).unwrap();
     let (out, state) = lstm.call((&x, None)).unwrap();
@@ -97,7 +100,7 @@ fn layers_of_the_crate_are_called_with_their_states_and_several_inputs() {
 }
 
 #[test]
-fn a_summary_has_every_module_and_counts_each_parameter_once() {
+fn summaries_count_each_parameter_once() {
     let net = Decoder::new().unwrap();
     let table = summary(&net);
     let lines: Vec<_> = table.layers.iter().map(|l| (l.depth, &l.name[..], l.type_name, l.parameters)).collect();
@@ -112,7 +115,7 @@ fn a_summary_has_every_module_and_counts_each_parameter_once() {
         (2, "head.0", "Linear", 35),
     ];
     assert_eq!(lines, want);
-    // The bias of the decoder itself is a plain tensor that nobody trains.
+    // The decoder's own bias is a plain tensor that does not require gradients.
     assert_eq!((table.parameters, table.trainable), (want[0].3, want[0].3 - 7));
     let shapes = |i: usize| table.layers[i].shapes.iter().map(|(n, s)| format!("{n} {s}")).collect::<Vec<_>>();
     assert_eq!(
@@ -131,7 +134,7 @@ fn a_summary_has_every_module_and_counts_each_parameter_once() {
     );
 }
 
-/// Fields by the names of a file of PyTorch: dotted, of a word that Rust reserves, and without a name.
+/// Fields with the names of a PyTorch file: a dotted name, a Rust keyword and an empty name.
 struct Renamed {
     query: Linear,
     r#type: Embedding,
@@ -152,7 +155,7 @@ impl Module for Renamed {
 }
 
 #[test]
-fn fields_have_the_names_that_parts_gives_them() {
+fn fields_have_the_names_given_to_parts() {
     let linear = || Linear::new(2, 2, Device::Cpu).unwrap().without_bias();
     let r#type = Embedding::new(3, 2, Device::Cpu).unwrap();
     let inner = Dense { dense: linear() };

@@ -1,4 +1,4 @@
-//! Optimisers against their definitions in f64, groups, state, schedules, clipping and loss scaling.
+//! Optimizers against their definitions in f64; groups, states, schedules, clipping and loss scaling.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,16 +17,16 @@ fn leaf(values: &[f64], dtype: DType, device: Device) -> Tensor {
     host.to_device(device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// `sum(slope * w²)`: the gradient is `2 slope w`.
+/// Backward of `sum(slope * w²)`, whose gradient is `2 slope w`.
 fn backward(w: &Tensor) {
     let slope = Tensor::from_slice(&SLOPE, 4, Device::Cpu).unwrap().to_dtype(w.dtype()).unwrap();
     let slope = slope.to_device(w.device()).unwrap();
     w.mul(w).unwrap().mul(&slope).unwrap().sum((), false).unwrap().backward().unwrap();
 }
 
-/// Ten steps on every device against `reference`: the new weight from the weight, its gradient, three numbers of state (all
-/// 0 at first) and the step's number.
-fn follows<R: Rule + Clone>(rule: R, reference: impl Fn(f64, f64, &mut [f64; 3], i32) -> f64) {
+/// Compares ten steps on every device with `reference`. It maps a weight, its gradient, three state numbers (initially 0) and
+/// the step's number to the new weight.
+fn assert_matches_reference<R: Rule + Clone>(rule: R, reference: impl Fn(f64, f64, &mut [f64; 3], i32) -> f64) {
     each_device(|device| {
         let mut w = leaf(&START, DType::F32, device);
         let mut optimizer = Fused::new(vec![&mut w], rule.clone()).unwrap();
@@ -49,20 +49,20 @@ fn follows<R: Rule + Clone>(rule: R, reference: impl Fn(f64, f64, &mut [f64; 3],
 #[test]
 fn sgd_follows_its_definition() {
     let plain = SgdConfig { lr: 0.1, weight_decay: 0.05, ..Default::default() };
-    follows(plain, |w, g, _, _| w - 0.1 * (g + 0.05 * w));
+    assert_matches_reference(plain, |w, g, _, _| w - 0.1 * (g + 0.05 * w));
     let heavy = SgdConfig { momentum: 0.8, dampening: 0.3, ..plain };
-    follows(heavy, |w, g, s, t| {
+    assert_matches_reference(heavy, |w, g, s, t| {
         let g = g + 0.05 * w;
         s[0] = if t == 1 { g } else { 0.8 * s[0] + 0.7 * g };
         w - 0.1 * s[0]
     });
     let light = SgdConfig { lr: 0.1, momentum: 0.8, ..Default::default() };
-    follows(light, |w, g, s, _| {
+    assert_matches_reference(light, |w, g, s, _| {
         s[0] = 0.8 * s[0] + g;
         w - 0.1 * s[0]
     });
     let nesterov = SgdConfig { momentum: 0.8, nesterov: true, ..plain };
-    follows(nesterov, |w, g, s, _| {
+    assert_matches_reference(nesterov, |w, g, s, _| {
         let g = g + 0.05 * w;
         s[0] = 0.8 * s[0] + g;
         w - 0.1 * (g + 0.8 * s[0])
@@ -80,21 +80,21 @@ fn adam_and_adamw_follow_their_definitions() {
     };
     for amsgrad in [false, true] {
         let adam = AdamConfig { lr: 0.05, weight_decay: 0.1, amsgrad, ..Default::default() };
-        follows(adam, |w, g, s, t| w - 0.05 * moments(g + 0.1 * w, s, t, amsgrad));
+        assert_matches_reference(adam, |w, g, s, t| w - 0.05 * moments(g + 0.1 * w, s, t, amsgrad));
         let adamw = AdamWConfig { lr: 0.05, weight_decay: 0.1, amsgrad, ..Default::default() };
-        follows(adamw, |w, g, s, t| w * (1.0 - 0.05 * 0.1) - 0.05 * moments(g, s, t, amsgrad));
+        assert_matches_reference(adamw, |w, g, s, t| w * (1.0 - 0.05 * 0.1) - 0.05 * moments(g, s, t, amsgrad));
     }
 }
 
 #[test]
 fn adagrad_follows_its_definition() {
     let rule = AdagradConfig { lr: 0.1, lr_decay: 0.2, weight_decay: 0.05, ..Default::default() };
-    follows(rule, |w, g, s, t| {
+    assert_matches_reference(rule, |w, g, s, t| {
         let g = g + 0.05 * w;
         s[0] += g * g;
         w - 0.1 / (1.0 + f64::from(t - 1) * 0.2) * g / (s[0].sqrt() + 1e-10)
     });
-    // The sums start where they are told to.
+    // The sums start at the configured value.
     let mut w = leaf(&[1.0], DType::F64, Device::Cpu);
     let rule = AdagradConfig { lr: 0.1, initial_accumulator_value: 3.0, ..Default::default() };
     let mut adagrad = Adagrad::new(vec![&mut w], rule).unwrap();
@@ -107,7 +107,7 @@ fn adagrad_follows_its_definition() {
 fn rmsprop_follows_its_definition() {
     for (centered, momentum) in [(false, 0.0), (true, 0.0), (false, 0.7), (true, 0.7)] {
         let rule = RmsPropConfig { lr: 0.01, alpha: 0.9, momentum, centered, weight_decay: 0.05, ..Default::default() };
-        follows(rule, |w, g, s, _| {
+        assert_matches_reference(rule, |w, g, s, _| {
             let g = g + 0.05 * w;
             s[0] = 0.9 * s[0] + 0.1 * g * g;
             s[1] = 0.9 * s[1] + 0.1 * g;
@@ -120,25 +120,28 @@ fn rmsprop_follows_its_definition() {
 
 #[test]
 fn lion_follows_its_definition() {
-    follows(LionConfig { lr: 0.01, weight_decay: 0.1, ..Default::default() }, |w, g, s, _| {
+    assert_matches_reference(LionConfig { lr: 0.01, weight_decay: 0.1, ..Default::default() }, |w, g, s, _| {
         let c = 0.9 * s[0] + 0.1 * g;
         s[0] = 0.99 * s[0] + 0.01 * g;
         w * (1.0 - 0.01 * 0.1) - 0.01 * if c == 0.0 { 0.0 } else { c.signum() }
     });
 }
 
-/// Weights, the state of each and how often they were updated.
-type Followed = ([f64; 4], [[f64; 3]; 4], i32);
+/// Weights, the state of each weight, and the number of updates.
+type ExpectedState = ([f64; 4], [[f64; 3]; 4], i32);
 
-/// Steps know how the last one was launched. What changes from one to the next counts all the same: learning rates, factors,
-/// parameters that backward did not reach, weights and state written from outside. Where a parameter missed a step, later
-/// ones are `apart` launches.
-fn goes_on<R: Rule + Clone>(rule: R, apart: u64, reference: impl Fn(f64, f64, &mut [f64; 3], i32, f64) -> f64) {
+/// Optimizers cache the launch of a step. Checks that changes between steps take effect nevertheless: learning rates, scales,
+/// missing gradients, and weights and state written from outside. After a parameter missed a step, steps take `apart` launches.
+fn assert_changes_take_effect<R: Rule + Clone>(
+    rule: R,
+    apart: u64,
+    reference: impl Fn(f64, f64, &mut [f64; 3], i32, f64) -> f64,
+) {
     each_device(|device| {
         let mut parameters: Vec<Tensor> = (0..3).map(|_| leaf(&START, DType::F32, device)).collect();
         let mut optimizer = Fused::new(parameters.iter_mut().collect(), rule.clone()).unwrap();
         let mut want = [(START, [[0.0; 3]; 4], 0); 3];
-        let step = |optimizer: &mut Fused<R>, want: &mut [Followed; 3], lr, factor, missing| {
+        let step = |optimizer: &mut Fused<R>, want: &mut [ExpectedState; 3], lr, factor, missing| {
             optimizer.zero_grad();
             optimizer.set_learning_rates(&[lr]).unwrap();
             for (i, (w, state, t)) in want.iter_mut().enumerate().filter(|(i, _)| Some(*i) != missing) {
@@ -176,15 +179,15 @@ fn goes_on<R: Rule + Clone>(rule: R, apart: u64, reference: impl Fn(f64, f64, &m
 }
 
 #[test]
-fn what_changes_between_steps_counts() {
+fn changes_between_steps_take_effect() {
     let sgd = SgdConfig { momentum: 0.8, dampening: 0.3, weight_decay: 0.05, ..Default::default() };
-    goes_on(sgd, 1, |w, g, s, t, lr| {
+    assert_changes_take_effect(sgd, 1, |w, g, s, t, lr| {
         let g = g + 0.05 * w;
         s[0] = if t == 1 { g } else { 0.8 * s[0] + 0.7 * g };
         w - lr * s[0]
     });
     let adamw = AdamWConfig { weight_decay: 0.1, ..Default::default() };
-    goes_on(adamw, 3, |w, g, s, t, lr| {
+    assert_changes_take_effect(adamw, 3, |w, g, s, t, lr| {
         s[0] = 0.9 * s[0] + 0.1 * g;
         s[1] = 0.999 * s[1] + 0.001 * g * g;
         let root = (s[1] / (1.0 - 0.999f64.powi(t))).sqrt() + 1e-8;
@@ -192,7 +195,7 @@ fn what_changes_between_steps_counts() {
     });
 }
 
-/// A rule of somebody else's, whose weight decay is changed from outside.
+/// A user-defined rule whose weight decay can be changed from outside.
 #[derive(Clone)]
 struct Decaying {
     lr: f64,
@@ -220,7 +223,7 @@ impl Rule for Decaying {
 }
 
 #[test]
-fn a_rules_numbers_are_asked_at_every_step() {
+fn rules_are_asked_for_their_numbers_at_every_step() {
     each_device(|device| {
         let (mut w, decay) = (leaf(&START, DType::F32, device), Arc::new(Mutex::new(0.0)));
         let mut optimizer = Fused::new(vec![&mut w], Decaying { lr: 0.1, decay: decay.clone() }).unwrap();
@@ -262,7 +265,7 @@ fn groups_have_hyperparameters_of_their_own() {
 }
 
 #[test]
-fn hyperparameters_out_of_range_are_refused() {
+fn hyperparameters_out_of_range_are_errors() {
     let mut w = leaf(&START, DType::F32, Device::Cpu);
     let refused = |text: &str, made: claystone::Result<()>| {
         let message = made.unwrap_err().to_string();
@@ -276,9 +279,9 @@ fn hyperparameters_out_of_range_are_refused() {
     refused("eps", Adagrad::new(vec![&mut w], AdagradConfig { eps: -1.0, ..Default::default() }).map(|_| ()));
 }
 
-/// What was saved and loaded goes on with the same bits as what was not, in half precision too.
+/// Training with a saved and loaded state gives the same bits as without, in half precision too.
 #[test]
-fn training_goes_on_where_the_state_was_saved() {
+fn saved_states_continue_with_the_same_bits() {
     each_device(|device| {
         for dtype in [DType::F32, DType::BF16] {
             let config = AdamWConfig { lr: 0.05, amsgrad: true, ..Default::default() };
@@ -310,7 +313,7 @@ fn training_goes_on_where_the_state_was_saved() {
             run(&again, &mut other);
             assert_eq!(f64s(&again), f64s(&w), "{dtype} on {device}");
 
-            // What does not fit changes nothing.
+            // An incomplete state is an error and changes nothing.
             let fewer: StateDict = saved.into_iter().filter(|(n, _)| n != "state.0.exp_avg").collect();
             let message = other.load_state_dict(&fewer).unwrap_err().to_string();
             assert!(message.contains("state.0.exp_avg"), "{message}");
@@ -319,7 +322,7 @@ fn training_goes_on_where_the_state_was_saved() {
     });
 }
 
-/// The rates that PyTorch's schedulers give, from their definitions.
+/// The learning rates of PyTorch's schedulers, from their definitions.
 #[test]
 fn schedules_follow_their_definitions() {
     let rates = |s: &dyn Schedule, steps: &[usize]| steps.iter().map(|&t| s.learning_rate(0.5, t)).collect::<Vec<_>>();
@@ -335,7 +338,7 @@ fn schedules_follow_their_definitions() {
     close(rates(&LinearLr { start_factor: 0.2, end_factor: 1.0, total_iters: 4 }, &[1, 2]), &[0.2, 0.3]);
     close(rates(&LambdaLr(|t| 1.0 / (1.0 + t as f64)), &[0, 1, 3]), &[0.5, 0.25, 0.125]);
     close(rates(&|base: f64, t: usize| base - t as f64, &[0, 2]), &[0.5, -1.5]);
-    // Ten steps up to step 2, where the rate is highest, and down: pct_start * total_steps - 1 = 2.
+    // The rate peaks at step 2 of ten, as pct_start * total_steps - 1 = 2.
     let cycle = OneCycleLr::new(1.0, 10);
     let down = |part: f64| 4e-6 + (1.0 - 4e-6) * (1.0 + (std::f64::consts::PI * part).cos()) / 2.0;
     close(rates(&cycle, &[0, 1, 2, 5, 9, 20]), &[0.04, 0.52, 1.0, down(3.0 / 7.0), 4e-6, 4e-6]);
@@ -345,7 +348,7 @@ fn schedules_follow_their_definitions() {
 }
 
 #[test]
-fn a_scheduler_sets_every_group_and_can_be_saved() {
+fn schedulers_set_every_group_and_can_be_saved() {
     let (mut a, mut b) = (leaf(&START, DType::F32, Device::Cpu), leaf(&START, DType::F32, Device::Cpu));
     let config = |lr| SgdConfig { lr, ..Default::default() };
     let mut sgd = Sgd::new(vec![&mut a], config(1.0)).unwrap().with_group(vec![&mut b], config(0.1)).unwrap();
@@ -362,7 +365,7 @@ fn a_scheduler_sets_every_group_and_can_be_saved() {
 }
 
 #[test]
-fn norms_are_clipped_over_all_parameters() {
+fn gradient_norms_are_clipped_over_all_parameters() {
     each_device(|device| {
         for rehomed in [false, true] {
             let (mut a, mut b) = (leaf(&[3.0, -4.0], DType::F32, device), leaf(&[12.0], DType::F32, device));
@@ -399,7 +402,7 @@ fn norms_are_clipped_over_all_parameters() {
     });
 }
 
-/// Two halves of a batch without zeroing between them are the whole batch.
+/// Two half batches without zeroing in between give the gradients of the whole batch.
 #[test]
 fn gradients_accumulate_over_passes() {
     each_device(|device| {
@@ -422,7 +425,7 @@ fn gradients_accumulate_over_passes() {
     });
 }
 
-/// A gradient of 2^-26 is 0 in f16; scaled it is not. One too large makes the step be skipped.
+/// A gradient of 2^-26 underflows in f16 unless the loss is scaled. A step with an overflow is skipped.
 #[test]
 fn scaled_losses_neither_underflow_nor_overflow() {
     each_device(|device| {
@@ -460,9 +463,9 @@ fn scaled_losses_neither_underflow_nor_overflow() {
     });
 }
 
-/// As in PyTorch: what decays by nothing is not multiplied by 0.
+/// As in PyTorch, a decay of 0 is not multiplied.
 #[test]
-fn an_infinite_weight_is_no_nan_without_decay() {
+fn infinite_weights_stay_infinite_without_decay() {
     fn without<R: Rule + Clone>(rule: R) {
         each_device(|device| {
             let mut w = leaf(&[f64::INFINITY, 1.0], DType::F32, device);

@@ -1,4 +1,4 @@
-//! Single steps on tensors whose state the caller keeps, against the optimisers that keep it themselves; one formula for many tensors.
+//! Optimizer steps on tensors with state kept by the caller, against the optimizer objects; one formula for many tensors.
 
 use claystone::device::count_launches;
 use claystone::ops::{self, TensorSet, map_each};
@@ -7,7 +7,7 @@ use claystone::{DType, Device, Tensor, no_grad};
 
 use crate::common::{each_device, values};
 
-/// Three parameters, two of them of one shape.
+/// Lengths of three parameters, two of them equal.
 const SIZES: [usize; 3] = [5, 3, 5];
 
 struct Tensors(Vec<Tensor>);
@@ -47,8 +47,8 @@ fn number(value: f64, device: Device, dtype: DType) -> Tensor {
     Tensor::full((), value, (dtype, device)).unwrap()
 }
 
-/// What an optimiser makes of the same in five steps, with or without the sign of the gradient turned.
-fn wanted<R: Rule>(rule: R, dtype: DType, device: Device, sign: f64) -> Vec<f64> {
+/// Parameters after five steps of an optimizer object, with the gradient multiplied by `sign`.
+fn optimizer_results<R: Rule>(rule: R, dtype: DType, device: Device, sign: f64) -> Vec<f64> {
     let parameters = Tensors::new(dtype, device, start);
     let mut leaves: Vec<Tensor> = parameters.0.into_iter().map(|p| p.requires_grad_(true).unwrap()).collect();
     let mut optimizer = Fused::new(leaves.iter_mut().collect(), rule).unwrap();
@@ -60,13 +60,13 @@ fn wanted<R: Rule>(rule: R, dtype: DType, device: Device, sign: f64) -> Vec<f64>
     Tensors(leaves).values()
 }
 
-fn close(got: &[f64], want: &[f64], within: f64) {
+fn assert_close(got: &[f64], want: &[f64], within: f64) {
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= within;
     assert!(got.len() == want.len() && got.iter().zip(want).all(near), "{got:?} instead of {want:?}");
 }
 
 #[test]
-fn adam_is_that_of_the_optimiser() {
+fn functional_adam_matches_the_optimizer() {
     each_device(|device| {
         for (dtype, within) in [(DType::F32, 2e-6), (DType::F64, 1e-12)] {
             if dtype == DType::F64 && Tensor::zeros(1, (DType::F64, device)).is_err() {
@@ -78,8 +78,8 @@ fn adam_is_that_of_the_optimiser() {
                 let adamw = AdamWConfig { lr, beta1, beta2, eps, weight_decay, amsgrad };
                 let sign = if maximize { -1.0 } else { 1.0 };
                 let want = match decoupled {
-                    true => wanted(adamw, dtype, device, sign),
-                    false => wanted(adam, dtype, device, sign),
+                    true => optimizer_results(adamw, dtype, device, sign),
+                    false => optimizer_results(adam, dtype, device, sign),
                 };
                 for (lr, scale) in
                     [(None, None), (Some(number(0.1, device, dtype)), Some(number(8.0, device, DType::F32)))]
@@ -90,7 +90,7 @@ fn adam_is_that_of_the_optimiser() {
                     let of_steps: Vec<&Tensor> = steps.iter().collect();
                     let mut launched = 0;
                     for step in 0..6 {
-                        // Of the fourth step the gradients overflow: all stays as it is.
+                        // The gradients of the fourth step overflow, so the step must change nothing.
                         let overflow = step == 3;
                         let found = number(f64::from(overflow), device, DType::F32);
                         let factor = if scale.is_some() { 8.0 } else { 1.0 };
@@ -124,15 +124,15 @@ fn adam_is_that_of_the_optimiser() {
                             assert_eq!(parameters.values(), before);
                             ops::foreach_into("add_scalar", &[&of_steps], &[(-1.0).into()], &of_steps).unwrap();
                         } else {
-                            close(
+                            assert_close(
                                 &gradients.values(),
                                 &Tensors::new(dtype, device, |k, i| slope(at, k, i)).values(),
                                 within,
                             );
                         }
                     }
-                    close(&parameters.values(), &want, within);
-                    // The numbers of all at once, then a launch a shape; f64 converts the steps first.
+                    assert_close(&parameters.values(), &want, within);
+                    // One launch computes the numbers of all tensors, and one launch updates each shape. For f64, the steps are converted first.
                     assert_eq!(launched, if dtype == DType::F64 { 6 } else { 3 }, "{device}");
                 }
             }
@@ -141,16 +141,16 @@ fn adam_is_that_of_the_optimiser() {
 }
 
 #[test]
-fn sgd_is_that_of_the_optimiser() {
+fn functional_sgd_matches_the_optimizer() {
     each_device(|device| {
         let plain = SgdConfig { lr: 0.1, weight_decay: 0.2, ..Default::default() };
         let heavy = SgdConfig { momentum: 0.9, dampening: 0.3, ..plain };
         let light = SgdConfig { momentum: 0.9, nesterov: true, ..plain };
         for (config, maximize) in [(plain, false), (heavy, true), (light, false)] {
-            let want = wanted(config, DType::F32, device, if maximize { -1.0 } else { 1.0 });
+            let want = optimizer_results(config, DType::F32, device, if maximize { -1.0 } else { 1.0 });
             for lr in [None, Some(number(0.1, device, DType::F32))] {
                 let parameters = Tensors::new(DType::F32, device, start);
-                let buffers = Tensors::new(DType::F32, device, |_, _| f64::NAN); // as memory that nobody has written may hold
+                let buffers = Tensors::new(DType::F32, device, |_, _| f64::NAN); // as in uninitialized memory
                 for step in 0..5 {
                     let gradients = Tensors::new(DType::F32, device, |k, i| slope(step, k, i));
                     let tensors = FusedStep {
@@ -166,19 +166,19 @@ fn sgd_is_that_of_the_optimiser() {
                     done.unwrap();
                     assert_eq!(launches, 2, "one a shape on {device}");
                 }
-                close(&parameters.values(), &want, 2e-6);
+                assert_close(&parameters.values(), &want, 2e-6);
             }
         }
     });
 }
 
 #[test]
-fn adagrad_is_that_of_the_optimiser() {
+fn functional_adagrad_matches_the_optimizer() {
     each_device(|device| {
         let plain = AdagradConfig { lr: 0.1, ..Default::default() };
         let falling = AdagradConfig { lr_decay: 0.2, weight_decay: 0.2, initial_accumulator_value: 0.5, ..plain };
         for (config, maximize) in [(plain, false), (falling, true)] {
-            let want = wanted(config, DType::F32, device, if maximize { -1.0 } else { 1.0 });
+            let want = optimizer_results(config, DType::F32, device, if maximize { -1.0 } else { 1.0 });
             for lr in [None, Some(number(0.1, device, DType::F32))] {
                 let parameters = Tensors::new(DType::F32, device, start);
                 let sums = Tensors::new(DType::F32, device, |_, _| config.initial_accumulator_value);
@@ -198,14 +198,14 @@ fn adagrad_is_that_of_the_optimiser() {
                     done.unwrap();
                     assert_eq!(launches, 3, "the numbers of all, and one a shape on {device}");
                 }
-                close(&parameters.values(), &want, 2e-6);
+                assert_close(&parameters.values(), &want, 2e-6);
             }
         }
     });
 }
 
 #[test]
-fn overflows_are_found() {
+fn overflows_are_detected() {
     each_device(|device| {
         let inverse = number(0.25, device, DType::F32);
         for (broken, found) in [(None, 0.0), (Some(f64::NAN), 1.0), (Some(f64::NEG_INFINITY), 1.0)] {
@@ -220,7 +220,7 @@ fn overflows_are_found() {
 }
 
 #[test]
-fn tensors_that_meet_are_written_one_after_the_other() {
+fn overlapping_tensors_are_written_in_order() {
     each_device(|device| {
         let x = Tensor::ones(6, device).unwrap();
         let (a, b) = (x.narrow(0, 0, 3).unwrap(), x.narrow(0, 3, 3).unwrap());
@@ -237,7 +237,7 @@ fn tensors_that_meet_are_written_one_after_the_other() {
 }
 
 #[test]
-fn what_does_not_fit_is_a_sentence() {
+fn mismatched_tensors_are_errors() {
     let x = Tensor::ones(3, Device::Cpu).unwrap();
     let fails = |done: claystone::Result<()>, part: &str| {
         let message = done.unwrap_err().to_string();
@@ -249,5 +249,5 @@ fn what_does_not_fit_is_a_sentence() {
     let sets = [TensorSet::default(), TensorSet { inputs: [&x].into_iter().collect(), ..Default::default() }];
     fails(map_each("shrink", &sets, &[], &[], |x, _| x.to_vec()), "shrink");
     let step = FusedStep { parameters: &[&x], ..Default::default() };
-    fails(no_grad(|| fused_sgd_(&step, &[], true, &SgdConfig::default())), "there have to be 1 tensors");
+    fails(no_grad(|| fused_sgd_(&step, &[], true, &SgdConfig::default())), "must have 1 tensors");
 }

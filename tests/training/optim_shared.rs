@@ -1,4 +1,4 @@
-//! Optimisers and what else looks at their parameters: other optimisers, state dicts, tied layers, conversions of the model.
+//! Optimizers that share parameters with other optimizers, state dicts or tied layers, and conversions of the model.
 
 use claystone::device::count_launches;
 use claystone::nn::{Linear, Module, Sequential};
@@ -11,7 +11,7 @@ fn leaf(value: f32, n: usize, device: Device) -> Tensor {
     Tensor::full(n, value, device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// Gradients of 1.
+/// Backward that gives gradients of 1.
 fn backward(parameters: &[&Tensor]) {
     parameters.iter().for_each(|p| p.sum((), false).unwrap().backward().unwrap());
 }
@@ -25,21 +25,21 @@ fn momentum(lr: f64) -> SgdConfig {
 }
 
 #[test]
-fn optimisers_over_the_same_parameters_step_the_same_parameters() {
+fn optimizers_may_share_parameters() {
     each_device(|device| {
         for dtype in [DType::F32, DType::BF16] {
             let of = |n| leaf(8.0, n, device).detach().to_dtype(dtype).unwrap().requires_grad_(true).unwrap();
             let (mut a, mut b, mut c) = (of(3), of(5), of(2));
             let mut first = Sgd::new(vec![&mut a, &mut b], sgd(1.0)).unwrap();
             let mut second = Sgd::new(vec![&mut a, &mut b], momentum(0.5)).unwrap();
-            // A subset in another order, and one more.
+            // A subset in another order, and one more parameter.
             let mut third = Sgd::new(vec![&mut c, &mut b], sgd(0.25)).unwrap();
             backward(&[&a, &b, &c]);
             let (_, launches) = count_launches(|| first.step().unwrap());
             assert_eq!(launches, 1, "of the first on {device}");
             assert_eq!((f64s(&a)[0], f64s(&b)[4], f64s(&c)[1]), (7.0, 7.0, 8.0), "after the first on {device}");
             let (_, launches) = count_launches(|| second.step().unwrap());
-            // Masters of half-precision weights take over first what the others have done.
+            // The f32 weights of half-precision parameters first take over the changes by the other optimizers.
             assert!(launches == 1 || dtype == DType::BF16, "{launches} of the second on {device}");
             assert_eq!((f64s(&a)[0], f64s(&b)[4], f64s(&c)[1]), (6.5, 6.5, 8.0), "after the second on {device}");
             third.step().unwrap();
@@ -48,15 +48,15 @@ fn optimisers_over_the_same_parameters_step_the_same_parameters() {
             assert!(a.grad().is_none() && b.grad().is_none() && c.grad().is_some());
             backward(&[&a, &b]);
             drop(first);
-            second.step().unwrap(); // the velocity is 1.5
+            second.step().unwrap(); // with a velocity of 1.5
             assert_eq!((f64s(&a)[0], f64s(&b)[4]), (5.75, 5.5), "without the first on {device}");
         }
     });
 }
 
-/// A later optimiser of the same model goes on with its buffers, and still is one launch.
+/// A later optimizer of the same model uses the same gradient buffers and still needs one launch.
 #[test]
-fn a_group_may_be_of_parameters_that_another_optimiser_has() {
+fn groups_may_share_parameters_with_other_optimizers() {
     each_device(|device| {
         let (mut a, mut b, mut c) = (leaf(1.0, 4, device), leaf(1.0, 4, device), leaf(1.0, 4, device));
         let mut first = Sgd::new(vec![&mut a, &mut b], sgd(0.5)).unwrap();
@@ -70,7 +70,7 @@ fn a_group_may_be_of_parameters_that_another_optimiser_has() {
 }
 
 #[test]
-fn state_dicts_taken_before_see_the_steps() {
+fn earlier_state_dicts_show_later_steps() {
     each_device(|device| {
         let mut net = Linear::new(3, 2, device).unwrap();
         let state = net.state_dict();
@@ -86,7 +86,7 @@ fn state_dicts_taken_before_see_the_steps() {
             assert_eq!(f64s(state.get("weight").unwrap()), f64s(net.parameters()[0]), "on {device}");
             assert_eq!(f64s(state.get("bias").unwrap()), f64s(&other), "on {device}");
         }
-        // Loading writes where everybody looks.
+        // Loading writes into the tensors that all handles share.
         let mut saved = later;
         saved.insert("weight", before.shallow_clone());
         net.load_state_dict(&saved, true).unwrap();
@@ -94,9 +94,9 @@ fn state_dicts_taken_before_see_the_steps() {
     });
 }
 
-/// With strides of its own, as a transposed view of somebody else's memory.
+/// The parameter is a transposed view of another tensor's memory.
 #[test]
-fn a_parameter_that_is_a_view_stays_one() {
+fn parameters_that_are_views_stay_views() {
     each_device(|device| {
         let all = Tensor::arange(0, 6, 1, (DType::F32, device)).unwrap().reshape([2, 3]).unwrap();
         let mut w = all.t().unwrap().requires_grad_(true).unwrap();
@@ -124,7 +124,7 @@ impl Module for Tied {
 }
 
 #[test]
-fn tied_parameters_stay_tied() {
+fn optimizers_keep_tied_parameters_tied() {
     each_device(|device| {
         let inner = Linear::new(3, 3, device).unwrap();
         let outer = inner.parameters()[0].shallow_clone();
@@ -144,9 +144,9 @@ fn tied_parameters_stay_tied() {
     });
 }
 
-/// Trains on, with moments and gradients, after the model went to another dtype or device; a step is one launch as before.
+/// After the model is converted to another dtype or device, training continues with moments and gradients, and one launch per step.
 #[test]
-fn optimisers_follow_a_model_that_is_converted() {
+fn optimizers_follow_converted_models() {
     each_device(|device| {
         for (dtype, home) in
             [(DType::F32, device), (DType::F32, Device::Cpu), (DType::BF16, device), (DType::F16, Device::Cpu)]
@@ -195,9 +195,9 @@ fn optimisers_follow_a_model_that_is_converted() {
     });
 }
 
-/// Half of a group in another dtype: the step says so, and has done nothing.
+/// After half of a group was converted to another dtype, a step is an error and changes nothing.
 #[test]
-fn a_step_says_that_parameters_do_not_go_together_any_more() {
+fn steps_of_partly_converted_groups_are_errors() {
     let (mut a, mut b) = (Linear::new(2, 2, Device::Cpu).unwrap(), Linear::new(2, 2, Device::Cpu).unwrap());
     let all = |a: &mut Linear, b: &mut Linear| {
         Sgd::new(a.parameters_mut().into_iter().chain(b.parameters_mut()).collect(), sgd(0.5)).unwrap()

@@ -1,5 +1,4 @@
-//! Sequences of different lengths through recurrent layers, and cells: against loops in f64 over each sequence alone, and
-//! against PyTorch.
+//! Packed sequences through recurrent layers, and cells: against loops in f64 over each single sequence, and against PyTorch.
 
 #[path = "../../examples/rnn/model.rs"]
 mod model;
@@ -17,15 +16,15 @@ use claystone::{DType, Device, Error, Result, Tensor, manual_seed};
 use model::{Batch, Classifier};
 use ndarray::{Array3, Ix3, s};
 
-use crate::common::{alone, each_device, f64s, iota, values};
+use crate::common::{each_device, f64s, in_own_process, iota, values};
 use crate::recurrent::{HIDDEN, INPUT, near, reference};
 
-fn three(t: &Tensor) -> Array3<f64> {
+fn to_3d(t: &Tensor) -> Array3<f64> {
     f64s(t).into_dimensionality::<Ix3>().unwrap()
 }
 
 #[test]
-fn each_sequence_goes_its_own_way() {
+fn packed_sequences_match_single_sequences() {
     let plain = RnnOptions::default();
     let deep = RnnOptions { num_layers: 2, bidirectional: true, ..plain };
     let projected = RnnOptions { proj_size: 3, bias: false, ..deep };
@@ -40,24 +39,24 @@ fn each_sequence_goes_its_own_way() {
             let x = Tensor::randn(&[steps, n, INPUT], device).unwrap();
             let h = Tensor::randn(&[slots, n, output], device).unwrap();
             let c = Tensor::randn(&[slots, n, HIDDEN], device).unwrap();
-            let given = [three(&h), three(&c)];
+            let given = [to_3d(&h), to_3d(&c)];
             let packed = pack_padded_sequence(&x, lengths, false, false).unwrap();
             assert_eq!(packed.lengths(), lengths);
             let unpacked = |packed: &PackedSequence| pad_packed_sequence(packed, false, 0.0, None).unwrap().0;
             near("packed and padded", &unpacked(&packed), &{
-                let mut x = three(&x);
+                let mut x = to_3d(&x);
                 lengths.iter().enumerate().for_each(|(i, &length)| x.slice_mut(s![length.., i, ..]).fill(0.0));
                 x
             });
 
             let lstm = Lstm::new(INPUT, HIDDEN, options, device).unwrap();
-            let [y, last, cell] = reference("lstm", &lstm, options, &three(&x), lengths, &given);
+            let [y, last, cell] = reference("lstm", &lstm, options, &to_3d(&x), lengths, &given);
             let (out, state) = lstm.run_packed(&packed, Some(&(h.shallow_clone(), c.shallow_clone()))).unwrap();
             near("lstm", &unpacked(&out), &y);
             near("lstm's hidden state", &state.0, &last);
             near("lstm's cell state", &state.1, &cell);
             let whole = vec![steps; n];
-            let [y, last, _] = reference("lstm", &lstm, options, &three(&x), &whole, &given);
+            let [y, last, _] = reference("lstm", &lstm, options, &to_3d(&x), &whole, &given);
             let (out, state) = lstm.run(&x, Some(&(h.shallow_clone(), c.shallow_clone()))).unwrap();
             near("lstm of whole sequences", &out, &y);
             near("lstm's hidden state of whole sequences", &state.0, &last);
@@ -68,12 +67,12 @@ fn each_sequence_goes_its_own_way() {
             for start in [None, Some(&h)] {
                 let given = if start.is_some() { &given } else { &zeros };
                 let gru = Gru::new(INPUT, HIDDEN, options, device).unwrap();
-                let [y, last, _] = reference("gru", &gru, options, &three(&x), lengths, given);
+                let [y, last, _] = reference("gru", &gru, options, &to_3d(&x), lengths, given);
                 let (out, state) = gru.run_packed(&packed, start).unwrap();
                 near("gru", &unpacked(&out), &y);
                 near("gru's state", &state, &last);
                 let rnn = Rnn::new(INPUT, HIDDEN, options, device).unwrap().with_relu();
-                let [y, last, _] = reference("relu", &rnn, options, &three(&x), lengths, given);
+                let [y, last, _] = reference("relu", &rnn, options, &to_3d(&x), lengths, given);
                 let (out, state) = rnn.run_packed(&packed, start).unwrap();
                 near("relu", &unpacked(&out), &y);
                 near("relu's state", &state, &last);
@@ -82,8 +81,7 @@ fn each_sequence_goes_its_own_way() {
     });
 }
 
-/// Compares gradients with differences, with respect to `inputs` and to every parameter of a module; gradients of gradients too
-/// where `twice`.
+/// Compares gradients for `inputs` and all parameters with finite differences, and with `twice` also second derivatives.
 fn check<M: Module>(module: M, inputs: &[&Tensor], twice: bool, f: impl Fn(&M, &[Tensor]) -> Result<Tensor>) {
     let parameters: Vec<Tensor> = module.parameters().into_iter().map(Tensor::detach).collect();
     let all: Vec<Tensor> = inputs.iter().copied().chain(&parameters).map(Tensor::shallow_clone).collect();
@@ -101,7 +99,7 @@ fn check<M: Module>(module: M, inputs: &[&Tensor], twice: bool, f: impl Fn(&M, &
 }
 
 #[test]
-fn gradients_go_through_lengths() {
+fn gradients_of_packed_sequences_match_differences() {
     let at = (DType::F64, Device::Cpu);
     let sum = |packed: &PackedSequence, states: &[&Tensor]| {
         let (out, _) = pad_packed_sequence(packed, true, 0.5, None)?;
@@ -134,12 +132,12 @@ fn gradients_go_through_lengths() {
 }
 
 #[test]
-fn cells_are_steps_of_layers() {
+fn cells_match_layers_of_one_step() {
     each_device(|device| {
         manual_seed(5);
         let x = Tensor::randn(&[3, 2, INPUT], device).unwrap();
         let at = |t: isize| x.select(0, t).unwrap();
-        // The layer of one step has the cell's parameters under other names.
+        // A layer's parameters have the names of the cell's parameters with a suffix.
         let moved = |cell: &dyn Module| -> StateDict {
             cell.state_dict().iter().map(|(name, t)| (format!("{name}_l0"), t.shallow_clone())).collect()
         };
@@ -165,7 +163,7 @@ fn cells_are_steps_of_layers() {
         let (h, c) = state.unwrap();
         close(&h, &out.select(0, 2).unwrap());
         close(&c, &layer.run(&x, None).unwrap().1.1.select(0, 0).unwrap());
-        // One input without a batch.
+        // Tests a single input without a batch.
         let one = cell.run(&at(0).select(0, 1).unwrap(), None).unwrap().0;
         close(&one, &out.select(0, 0).unwrap().select(0, 1).unwrap());
     });
@@ -179,7 +177,7 @@ fn cells_are_steps_of_layers() {
 }
 
 #[test]
-fn packing_is_undone() {
+fn unpacking_restores_sequences() {
     each_device(|device| {
         let sequences = [2, 4, 1].map(|length| iota(&[length, 2], device).add_scalar(length as f32).unwrap());
         for batch_first in [false, true] {
@@ -201,26 +199,26 @@ fn packing_is_undone() {
         for (a, b) in unpack_sequence(&host).unwrap().iter().zip(&sequences) {
             assert!(a.equal(&b.to_device(Device::Cpu).unwrap()).unwrap());
         }
-        // What is sorted stays so.
+        // Sorted sequences keep their order.
         let sorted = pack_sequence(&[&sequences[1], &sequences[0]], true).unwrap();
         assert!(sorted.sorted_indices().is_none() && sorted.lengths() == [4, 2]);
     });
 }
 
 #[test]
-fn what_cannot_be_packed_is_said() {
+fn invalid_packing_is_an_error() {
     let x = Tensor::ones(&[2, 4, 3], Device::Cpu).unwrap();
     let said = |result: Result<PackedSequence>, words: &str| {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(words), "{error}");
     };
-    said(pack_padded_sequence(&x, &[4, 0], true, false), "sequence 1 has no element");
+    said(pack_padded_sequence(&x, &[4, 0], true, false), "sequence 1 is empty");
     said(pack_padded_sequence(&x, &[2, 4], true, true), "enforce_sorted = false");
     said(pack_padded_sequence(&x, &[2, 5], true, false), "sequence 1 has length 5");
     said(pack_padded_sequence(&x, &[4], true, false), "1 lengths for 2 sequences");
-    said(pack_padded_sequence(&x.narrow(0, 0, 0).unwrap(), &[], true, false), "there is no sequence");
+    said(pack_padded_sequence(&x.narrow(0, 0, 0).unwrap(), &[], true, false), "there are no sequences");
     said(pack_padded_sequence(&x.flatten(0, -1).unwrap(), &[1], true, false), "[N, L, ..]");
-    said(pack_sequence::<Tensor>(&[], true), "there is no sequence");
+    said(pack_sequence::<Tensor>(&[], true), "there are no sequences");
     let packed = pack_padded_sequence(&x, &[4, 2], true, true).unwrap();
     said(packed.map(|data| data.narrow(0, 0, 5)), "instead of 6 rows");
     assert_eq!(PackedSequence::new(packed.data(), packed.batch_sizes().to_vec()).unwrap().lengths(), packed.lengths());
@@ -280,7 +278,7 @@ impl Module for Net {
 }
 
 #[test]
-fn results_are_pytorchs() {
+fn packed_results_match_pytorch() {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/recurrent.npz");
     each_device(|device| {
         let all = read_npz(file, device).unwrap();
@@ -345,11 +343,11 @@ fn results_are_pytorchs() {
     });
 }
 
-/// The example `rnn`, tiny.
+/// Trains the example `rnn` with tiny sizes.
 #[test]
-fn a_classifier_of_sequences_learns() {
-    // The generator is the process's.
-    if !alone("packed::a_classifier_of_sequences_learns") {
+fn the_rnn_example_learns() {
+    // The default random generator is shared by the process.
+    if !in_own_process("packed::the_rnn_example_learns") {
         return;
     }
     each_device(|device| {

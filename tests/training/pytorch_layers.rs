@@ -1,4 +1,4 @@
-//! Activations, instance norms and transformers against PyTorch's, from the same weights: tests/data/layers.py made the values.
+//! Activations, instance norms and transformers with the same weights as in PyTorch. tests/data/layers.py wrote the values.
 
 use claystone::nn::{
     Activation, AttentionMasks, Forward, Identity, InstanceNorm2d, LogSoftmax, Module, PRelu, Softmax, Softmin,
@@ -26,7 +26,7 @@ impl Values {
         self.all.get(name).unwrap_or_else(|| panic!("{name}")).shallow_clone()
     }
 
-    /// Within 1e-5 of the largest of the right values.
+    /// Checks that values differ by at most 1e-5 of the largest expected value.
     pub fn near(&self, name: &str, got: &Tensor) {
         let want = self.get(name);
         assert_eq!(got.shape(), want.shape(), "{name}");
@@ -41,7 +41,7 @@ impl Values {
         module.load_state_dict(&state, true).unwrap();
     }
 
-    /// The result, and the gradients of all parameters.
+    /// Checks the result and the gradients of all parameters.
     pub fn check(&self, name: &str, module: &impl Module, result: &Tensor) {
         self.near(&format!("{name}.result"), result);
         result.square().unwrap().sum((), false).unwrap().backward().unwrap();
@@ -52,7 +52,7 @@ impl Values {
 }
 
 #[test]
-fn activations() {
+fn activations_match_pytorch() {
     each_device(|device| {
         let all = Values::on(device);
         let x = all.get("x");
@@ -78,7 +78,7 @@ fn activations() {
 }
 
 #[test]
-fn instance_norms() {
+fn instance_norms_match_pytorch() {
     each_device(|device| {
         let all = Values::on(device);
         let x = all.get("x");
@@ -99,7 +99,7 @@ fn instance_norms() {
 }
 
 #[test]
-fn transformers() {
+fn transformers_match_pytorch() {
     let small = TransformerOptions { dim_feedforward: 6, dropout: 0.0, ..TransformerOptions::default() };
     let gelu = TransformerOptions { activation: Activation::Gelu, layer_norm_eps: 1e-3, norm_first: true, ..small };
     each_device(|device| {
@@ -129,9 +129,9 @@ fn transformers() {
     });
 }
 
-/// Without masks a call by [`Forward`] is what the methods give, and norms at the ends are left out where there are none.
+/// Without masks, a call by [`Forward`] equals the methods' results. Final norms are optional.
 #[test]
-fn transformers_without_masks() {
+fn transformers_can_be_called_without_masks() {
     let options = TransformerOptions { dim_feedforward: 5, ..TransformerOptions::default() };
     each_device(|device| {
         let [source, target] = [5, 4].map(|n| Tensor::randn(&[2, n, 4], device).unwrap());
@@ -140,7 +140,7 @@ fn transformers_without_masks() {
         let net = Transformer { encoder, decoder };
         assert_eq!(net.named_parameters("").last().unwrap().0, "decoder.layers.0.norm3.bias");
         let all = AttentionMasks::default();
-        // In training, dropout makes any two results differ.
+        // In training, dropout makes two results differ.
         assert!(!net.call((&source, &target)).unwrap().equal(&net.call((&source, &target)).unwrap()).unwrap());
         net.eval();
         let memory = net.encoder.forward(&source).unwrap();
@@ -149,7 +149,10 @@ fn transformers_without_masks() {
         assert_eq!(values(&net.decoder.call((&target, &memory)).unwrap()), want);
         assert_eq!(values(&net.call((&source, &target)).unwrap()), want);
         let error = net.forward(&source).unwrap_err().to_string();
-        assert_eq!(error, "Transformer: it is no function of one tensor: use Forward::call, or a method of its own");
+        assert_eq!(
+            error,
+            "Transformer: the module is not a function of one tensor: use Forward::call, or the module's own method"
+        );
         assert!(TransformerEncoderLayer::new(5, 2, options, device).is_err());
         assert!(TransformerEncoderLayer::new(4, 2, TransformerOptions { dropout: 2.0, ..options }, device).is_err());
     });

@@ -1,4 +1,4 @@
-//! Convolutional layers and pools against PyTorch's, from the same weights: tests/data/windows.py made the values.
+//! Convolutional layers and pools with the same weights as in PyTorch. tests/data/windows.py wrote the values.
 
 use claystone::nn::{
     AdaptiveAvgPool1d, AdaptiveAvgPool3d, AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d, AvgPool1d,
@@ -18,7 +18,7 @@ fn check(all: &Values, name: &str, mut layer: impl Module, x: &str) {
     all.check(name, &layer, &layer.forward(&all.get(x)).unwrap());
 }
 
-/// The result, and the gradient of what it is made of.
+/// Checks the result and the gradient of the input.
 fn check_input(all: &Values, name: &str, x: &str, f: impl Fn(&Tensor) -> Result<Tensor>) {
     let x = all.get(x).detach().requires_grad_(true).unwrap();
     let result = f(&x).unwrap();
@@ -28,7 +28,7 @@ fn check_input(all: &Values, name: &str, x: &str, f: impl Fn(&Tensor) -> Result<
 }
 
 #[test]
-fn convolutional_layers() {
+fn convolutional_layers_match_pytorch() {
     each_device(|device| {
         let all = on(device);
         let (stride, padding, dilation) = ([1, 2, 1], [1, 0, 1].into(), [2, 1, 1]);
@@ -46,7 +46,7 @@ fn convolutional_layers() {
 }
 
 #[test]
-fn pools() {
+fn pools_match_pytorch() {
     let (stride, padding) = (Some([2, 2, 1]), [1, 1, 0].into());
     let max =
         MaxPool1d { options: MaxPoolOptions { stride: Some([2]), padding: 1.into(), ..Default::default() }, kernel: 3 };
@@ -75,9 +75,9 @@ fn pools() {
     });
 }
 
-/// One row before and two behind, and one column behind.
+/// Padding of one row above, two below, and one column on the right.
 #[test]
-fn paddings_that_differ_on_the_two_sides() {
+fn asymmetric_paddings_match_pytorch() {
     let padding = [(1, 2), (0, 1)].into();
     each_device(|device| {
         let all = on(device);

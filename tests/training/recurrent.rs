@@ -1,4 +1,4 @@
-//! Recurrent layers against loops over numbers in f64.
+//! Recurrent layers against loops in f64.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// The next hidden and cell state from the two parts of the gates, `gates * HIDDEN` of each.
+/// The next hidden and cell state, from the input part `x` and the hidden part `z` of the gates, `gates * HIDDEN` numbers each.
 fn next(kind: &str, x: &[f64], z: &[f64], h: &[f64], c: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let sum = |gate: usize, i: usize| x[gate * HIDDEN + i] + z[gate * HIDDEN + i];
     let each = |f: &dyn Fn(usize) -> f64| (0..HIDDEN).map(f).collect::<Vec<f64>>();
@@ -36,7 +36,7 @@ fn next(kind: &str, x: &[f64], z: &[f64], h: &[f64], c: &[f64]) -> (Vec<f64>, Ve
     }
 }
 
-/// Outputs `[L, N, directions * H]`, zeros behind the end of each sequence, and the last hidden and cell states
+/// Expected outputs `[L, N, directions * H]` with zeros after the end of each sequence, and the last hidden and cell states
 /// `[layers * directions, N, H]`.
 pub fn reference(
     kind: &str,
@@ -93,7 +93,7 @@ pub fn near(what: &str, got: &Tensor, right: &Array3<f64>) {
 }
 
 #[test]
-fn steps_are_those_of_the_formulas() {
+fn recurrent_layers_match_formulas() {
     let plain = RnnOptions::default();
     let deep = RnnOptions { num_layers: 2, bidirectional: true, batch_first: true, ..plain };
     each_device(|device| {
@@ -131,7 +131,7 @@ fn steps_are_those_of_the_formulas() {
             let (out, state) = gru.run(&input, Some(&h)).unwrap();
             near("gru", &turned(&out), &y);
             near("gru's state", &state, &last);
-            // One sequence alone.
+            // Tests a single sequence without a batch.
             let one = x.select(1, 1).unwrap();
             let (out, state) = gru.run(&one, Some(&h.select(1, 1).unwrap())).unwrap();
             near("one sequence", &out.unsqueeze(1).unwrap(), &y.select(Axis(1), &[1]));
@@ -141,7 +141,7 @@ fn steps_are_those_of_the_formulas() {
 }
 
 #[test]
-fn names_are_pytorchs_and_gradients_reach_everything() {
+fn names_match_pytorch_and_all_parameters_have_gradients() {
     let options = RnnOptions { num_layers: 2, bidirectional: true, ..RnnOptions::default() };
     let lstm = Lstm::new(2, 3, options, (DType::F64, Device::Cpu)).unwrap();
     let names: Vec<String> = lstm.named_parameters("rnn").into_iter().map(|(name, _)| name).collect();
@@ -170,7 +170,7 @@ fn names_are_pytorchs_and_gradients_reach_everything() {
 }
 
 #[test]
-fn layers_are_made_of_parameters_that_are_there() {
+fn recurrent_layers_can_be_built_from_existing_parameters() {
     let deep = RnnOptions { num_layers: 2, bidirectional: true, ..RnnOptions::default() };
     let x = Tensor::randn(&[STEPS, BATCH, INPUT], Device::Cpu).unwrap();
     let of = |layer: &dyn Module| layer.parameters().iter().map(|t| t.shallow_clone()).collect::<Vec<_>>();
@@ -203,7 +203,7 @@ fn layers_are_made_of_parameters_that_are_there() {
 }
 
 #[test]
-fn what_goes_between_layers_is_dropped_in_training_only() {
+fn dropout_between_layers_applies_only_in_training() {
     let options = RnnOptions { num_layers: 2, dropout: 1.0, ..RnnOptions::default() };
     let gru = Gru::new(2, 3, options, Device::Cpu).unwrap();
     let (x, y) = (Tensor::ones(&[4, 1, 2], Device::Cpu).unwrap(), Tensor::zeros(&[4, 1, 2], Device::Cpu).unwrap());
@@ -214,7 +214,7 @@ fn what_goes_between_layers_is_dropped_in_training_only() {
 }
 
 #[test]
-fn what_does_not_fit_is_said() {
+fn mismatched_inputs_are_errors() {
     let gru = Gru::new(2, 3, RnnOptions::default(), Device::Cpu).unwrap();
     let zeros = |shape: &[usize]| Tensor::zeros(shape, Device::Cpu).unwrap();
     assert!(matches!(gru.forward(&zeros(&[4, 1, 3])), Err(Error::Invalid { .. })));

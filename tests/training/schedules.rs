@@ -1,4 +1,4 @@
-//! Schedules and averages of weights against PyTorch's: `tests/data/training.py` wrote what it has.
+//! Schedules and weight averages against PyTorch's, written by `tests/data/training.py`.
 
 use claystone::io::{self, Stateful};
 use claystone::nn::{AveragedModel, BatchNorm1d, Linear, Module, Sequential, StateDict};
@@ -14,7 +14,7 @@ fn reference(name: &str) -> Tensor {
     all.get(name).unwrap().shallow_clone()
 }
 
-/// An optimiser of two groups with the rates that the reference starts from.
+/// An optimizer with two groups and the initial rates of the reference.
 fn optimizer() -> Sgd {
     let leaf = || Tensor::zeros(1, Device::Cpu).unwrap().requires_grad_(true).unwrap();
     let config = |lr| SgdConfig { lr, ..Default::default() };
@@ -31,7 +31,7 @@ fn assert_rates(name: &str, rates: &[Vec<f64>]) {
 }
 
 #[test]
-fn schedules_are_pytorchs() {
+fn schedules_match_pytorch() {
     let follows = |name: &str, schedule: Box<dyn Schedule>| {
         let mut sgd = optimizer();
         let mut scheduler =
@@ -56,13 +56,13 @@ fn schedules_are_pytorchs() {
     };
     follows("one_cycle_linear", Box::new(linear));
     follows("one_cycle_three_phase", Box::new(OneCycleLr { three_phase: true, ..one_cycle }));
-    // A way up of one step, where PyTorch divides by zero.
+    // The rising phase has one step, for which PyTorch divides by zero.
     let short = OneCycleLr { pct_start: 0.1, ..OneCycleLr::new(0.5, 10) };
     assert_eq!([0, 9, 20].map(|t| short.learning_rate(1.0, t)), [0.5, 0.5 / 25.0 / 1e4, 0.5 / 25.0 / 1e4]);
 }
 
 #[test]
-fn reduce_lr_on_plateau_is_pytorchs_and_goes_on_from_its_state() {
+fn reduce_lr_on_plateau_matches_pytorch_and_can_be_resumed() {
     let metrics = f64s(&reference("metrics"));
     let follows = |name: &str, config: ReduceLrOnPlateauConfig| {
         let mut sgd = optimizer();
@@ -99,7 +99,7 @@ fn reduce_lr_on_plateau_is_pytorchs_and_goes_on_from_its_state() {
 }
 
 #[test]
-fn averages_of_weights_are_pytorchs() {
+fn averages_of_weights_match_pytorch() {
     let weights = reference("weights");
     each_device(|device| {
         for (name, decay) in [("ema", Some(0.9)), ("swa", None)] {
@@ -112,7 +112,7 @@ fn averages_of_weights_are_pytorchs() {
             for step in 0..weights.shape().dims()[0] {
                 layer.weight().detach().copy_(&weights.i(step).unwrap().to_device(device).unwrap()).unwrap();
                 average.update_parameters(&layer).unwrap();
-                // A new one goes on from the state of the old one.
+                // A new average continues from the state of the old one.
                 let later = averaged(linear());
                 later.load_state_dict(&Module::state_dict(&average), true).unwrap();
                 average = later;
@@ -126,7 +126,7 @@ fn averages_of_weights_are_pytorchs() {
 }
 
 #[test]
-fn averages_have_the_models_buffers_and_may_be_in_f32() {
+fn averages_include_buffers_and_may_be_in_f32() {
     each_device(|device| {
         let net = |dtype: DType| Sequential::new().push(BatchNorm1d::new(2, (dtype, device)).unwrap());
         let (model, average) = (net(DType::BF16), AveragedModel::ema(net(DType::F32), 0.999).unwrap());
@@ -143,6 +143,6 @@ fn averages_have_the_models_buffers_and_may_be_in_f32() {
     });
     let layer = |n| Linear::new(3, n, Device::Cpu).unwrap();
     let error = AveragedModel::swa(layer(4)).unwrap().update_parameters(&layer(5)).unwrap_err().to_string();
-    let want = "the average has weight of shape [4, 3] where the model has weight of shape [5, 3]: make both alike";
+    let want = "the average has weight of shape [4, 3] where the model has weight of shape [5, 3]: give both the same architecture";
     assert!(error.ends_with(want), "{error}");
 }

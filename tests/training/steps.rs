@@ -1,4 +1,4 @@
-//! Training: launch counts, memory in steady state, agreement between devices, optimisers against their definitions.
+//! Training steps: numbers of launches, memory in the steady state, agreement between devices, and optimizers' definitions.
 
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
@@ -6,7 +6,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::DeviceStats;
 use claystone::{DType, Device, Result, Tensor, manual_seed};
 
-use crate::common::{alone, devices, each_device};
+use crate::common::{devices, each_device, in_own_process};
 
 fn mlp(options: (DType, Device)) -> Sequential {
     Sequential::new()
@@ -14,7 +14,7 @@ fn mlp(options: (DType, Device)) -> Sequential {
         .push(Linear::new(128, 10, options).unwrap())
 }
 
-/// A batch whose bits are the same on every device.
+/// A batch with the same bits on every device.
 fn batch(options: (DType, Device)) -> (Tensor, Tensor) {
     let x = Tensor::rand(&[32, 64], (DType::F32, options.1)).unwrap().to_dtype(options.0).unwrap();
     let y = Tensor::randint(0, 10, &[32], (DType::I64, options.1)).unwrap();
@@ -37,7 +37,7 @@ fn step(net: &Sequential, optimizer: &mut dyn Optimizer, x: &Tensor, y: &Tensor)
 
 #[test]
 fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
-    if !alone("steps::a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory") {
+    if !in_own_process("steps::a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory") {
         return;
     }
     each_device(|device| {
@@ -48,7 +48,7 @@ fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
         for _ in 0..2 {
             step(&net, &mut sgd, &x, &y).unwrap();
         }
-        // The allocator learns what a step needs: a few tries.
+        // The allocator may need a few steps until its cache suffices.
         let quiet = (0..20).any(|_| {
             let before = device.memory_stats().unwrap().num_device_alloc;
             for _ in 0..3 {
@@ -60,10 +60,10 @@ fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
     });
 }
 
-/// Of memory too a steady state takes no more than it needs.
+/// In the steady state, training allocates no driver memory and reserves little more than it uses.
 #[test]
-fn steady_training_asks_for_nothing_and_reserves_little_more_than_it_uses() {
-    if !alone("steps::steady_training_asks_for_nothing_and_reserves_little_more_than_it_uses") {
+fn steady_training_reserves_little_more_than_it_uses() {
+    if !in_own_process("steps::steady_training_reserves_little_more_than_it_uses") {
         return;
     }
     each_device(|device| {
@@ -92,7 +92,7 @@ fn steady_training_asks_for_nothing_and_reserves_little_more_than_it_uses() {
 }
 
 #[test]
-fn an_optimiser_step_is_one_launch() {
+fn optimizer_steps_are_one_launch() {
     each_device(|device| {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let (x, y) = batch((dtype, device));
@@ -124,7 +124,7 @@ fn losses(device: Device, adamw: bool) -> Vec<f64> {
 
 #[test]
 fn the_first_20_losses_agree_between_devices() {
-    if !alone("steps::the_first_20_losses_agree_between_devices") {
+    if !in_own_process("steps::the_first_20_losses_agree_between_devices") {
         return;
     }
     for adamw in [false, true] {
@@ -189,7 +189,7 @@ fn adamw_follows_its_definition() {
 }
 
 #[test]
-fn parameters_without_a_gradient_stay_as_they_are() {
+fn parameters_without_a_gradient_do_not_change() {
     each_device(|device| {
         let leaf = |x: f32| Tensor::full(&[4], x, device).unwrap().requires_grad_(true).unwrap();
         let (mut a, mut b, mut c) = (leaf(1.0), leaf(2.0), leaf(3.0));
@@ -215,7 +215,7 @@ fn gradients_accumulate_until_zeroed_and_shared_parameters_add_up() {
         assert_eq!(grad(), [8.0; 3]);
         sgd.zero_grad();
         assert!(w.grad().is_none());
-        // Three uses of one leaf at different depths.
+        // One leaf is used three times at different depths.
         let y = w.exp().unwrap().mul(&w).unwrap().add(&w).unwrap();
         y.sum((), false).unwrap().backward().unwrap();
         let want = 2f32.exp() * 3.0 + 1.0;
@@ -224,8 +224,8 @@ fn gradients_accumulate_until_zeroed_and_shared_parameters_add_up() {
 }
 
 #[test]
-fn long_chains_neither_recurse_nor_keep_what_is_done() {
-    // 20,000 nodes: recursion in backward or in drop would overflow a test thread's stack.
+fn long_chains_neither_recurse_nor_leak() {
+    // With 20,000 nodes, recursion in backward or in drop would overflow a test thread's stack.
     let x = Tensor::ones(&[2], Device::Cpu).unwrap().requires_grad_(true).unwrap();
     let chain = || (0..20_000).try_fold(x.shallow_clone(), |y, _| y.add_scalar(0.0001)).unwrap();
     chain().sum((), false).unwrap().backward().unwrap();
@@ -234,7 +234,7 @@ fn long_chains_neither_recurse_nor_keep_what_is_done() {
 }
 
 #[test]
-fn backward_says_what_is_wrong() {
+fn backward_errors_name_the_cause() {
     let message = |e: Result<()>| e.unwrap_err().to_string();
     let x = Tensor::ones(&[2], Device::Cpu).unwrap().requires_grad_(true).unwrap();
     assert!(message(x.exp().unwrap().backward()).contains("one element"));
@@ -242,21 +242,21 @@ fn backward_says_what_is_wrong() {
     let y = x.exp().unwrap().sum((), false).unwrap();
     y.backward().unwrap();
     assert!(message(y.backward()).contains("consumed"));
-    // A saved tensor changed in place.
+    // A saved tensor was changed in place.
     let a = Tensor::ones(&[2], Device::Cpu).unwrap();
     let y = x.mul(&a).unwrap().sum((), false).unwrap();
     a.add_scalar_(1).unwrap();
     assert!(message(y.backward()).contains("changed in place"));
-    // In-place changes of what a graph needs.
+    // Leaves that require gradients must not be changed in place.
     assert!(x.add_scalar_(1).map(|_| ()).unwrap_err().to_string().contains("no_grad"));
     let view = x.narrow(0, 0, 1).unwrap();
     assert!(view.fill_(0).map(|_| ()).unwrap_err().to_string().contains("no_grad"));
     assert_eq!(x.to_vec::<f32>().unwrap(), [1.0; 2]);
 }
 
-/// An optimiser's gradient buffer is lent to one backward at a time.
+/// An optimizer's gradient buffer is lent to one backward at a time.
 #[test]
-fn threads_may_add_to_the_same_gradients() {
+fn threads_can_accumulate_the_same_gradients() {
     each_device(|d| {
         let mut w = Tensor::ones(20_000, d).unwrap().requires_grad_(true).unwrap();
         let _sgd = Sgd::new(vec![&mut w], SgdConfig::default()).unwrap();

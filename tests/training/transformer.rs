@@ -1,4 +1,4 @@
-//! The model of the example `char_transformer`, tiny: it learns, the same on every device, in f32 and in mixed precision.
+//! The model of the example `char_transformer` with tiny sizes trains equally on every device, in f32 and mixed precision.
 
 #[path = "../../examples/char_transformer/model.rs"]
 mod model;
@@ -9,7 +9,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
 use claystone::{DType, Device, Generator, Graph, Result, Tensor, manual_seed, no_grad, with_generator};
 use model::{Gpt, Sizes, Text, windows};
 
-use crate::common::{alone, devices, vec};
+use crate::common::{devices, in_own_process, vec};
 
 const STEPS: usize = 100;
 
@@ -23,7 +23,7 @@ fn sizes(text: &Text, tied: bool) -> Sizes {
     Sizes { vocabulary: text.characters.len(), context: 12, width: 16, layers: 1, heads: 2, tied, dropout: 0.0 }
 }
 
-/// The mean loss of the first and of the last five steps.
+/// The mean losses of the first five and of the last five steps.
 fn train(device: Device, precision: DType) -> (f64, f64) {
     manual_seed(1);
     let (text, numbers) = text(device);
@@ -43,9 +43,9 @@ fn train(device: Device, precision: DType) -> (f64, f64) {
 }
 
 #[test]
-fn it_learns_the_same_on_every_device_and_in_mixed_precision() {
-    // The generator is the process's.
-    if !alone("transformer::it_learns_the_same_on_every_device_and_in_mixed_precision") {
+fn the_transformer_learns_equally_on_every_device() {
+    // The default random generator is shared by the process.
+    if !in_own_process("transformer::the_transformer_learns_equally_on_every_device") {
         return;
     }
     let (start, end) = train(Device::Cpu, DType::F32);
@@ -60,8 +60,8 @@ fn it_learns_the_same_on_every_device_and_in_mixed_precision() {
     }
 }
 
-/// A step with windows of its own, dropout, clipping and AdamW.
-fn whole_step(gpt: &Gpt, adamw: &mut AdamW, numbers: &Tensor, precision: DType) -> Result<[Tensor; 2]> {
+/// A complete step: random windows, dropout, clipping and AdamW.
+fn train_step(gpt: &Gpt, adamw: &mut AdamW, numbers: &Tensor, precision: DType) -> Result<[Tensor; 2]> {
     adamw.zero_grad();
     let loss = gpt.loss(&windows(numbers, 8, 13)?, precision)?;
     loss.backward()?;
@@ -70,9 +70,9 @@ fn whole_step(gpt: &Gpt, adamw: &mut AdamW, numbers: &Tensor, precision: DType) 
     Ok([loss, norm])
 }
 
-/// Captured once, steps go on as calls do: other windows, other numbers dropped, AdamW's corrections and the learning rate.
+/// Replays of captured steps equal direct calls: windows, dropout, AdamW's bias corrections and learning rates advance.
 #[test]
-fn whole_steps_are_captured() {
+fn complete_steps_can_be_captured() {
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         for (precision, tied) in [(DType::F32, false), (DType::F32, true), (DType::BF16, false)] {
             let (text, numbers) = text(device);
@@ -86,12 +86,12 @@ fn whole_steps_are_captured() {
             };
             let ((eager, mut by_call, calls), (replayed, mut by_replay, replays)) = (make(), make());
             let (graph, results) = with_generator(&replays, || {
-                Graph::capture(device, || whole_step(&replayed, &mut by_replay, &numbers, precision)).unwrap()
+                Graph::capture(device, || train_step(&replayed, &mut by_replay, &numbers, precision)).unwrap()
             });
             for step in 0..20 {
                 let rate = 1e-2 / (1.0 + f64::from(step));
                 [&mut by_call, &mut by_replay].into_iter().for_each(|adamw| adamw.set_learning_rate(rate));
-                let want = with_generator(&calls, || whole_step(&eager, &mut by_call, &numbers, precision)).unwrap();
+                let want = with_generator(&calls, || train_step(&eager, &mut by_call, &numbers, precision)).unwrap();
                 graph.replay().unwrap();
                 assert_eq!(results.each_ref().map(vec), want.each_ref().map(vec), "step {step}, {precision}, {device}");
             }
@@ -102,9 +102,9 @@ fn whole_steps_are_captured() {
     }
 }
 
-/// What comes later changes nothing, and the names are PyTorch's.
+/// Later characters do not affect earlier outputs, and parameters have PyTorch's names.
 #[test]
-fn it_is_causal_and_its_parameters_have_names() {
+fn the_transformer_is_causal_and_names_its_parameters() {
     for device in devices() {
         let (text, numbers) = text(device);
         for tied in [false, true] {
@@ -129,11 +129,11 @@ fn it_is_causal_and_its_parameters_have_names() {
     }
 }
 
-/// The scores of 3,000 positions and two heads are 69 MiB, of which only blocks exist.
+/// The scores of 3,000 positions and two heads would take 69 MiB; attention computes them in blocks.
 #[test]
-fn attention_over_long_sequences_keeps_no_scores() {
-    // The statistics are the process's.
-    if !alone("transformer::attention_over_long_sequences_keeps_no_scores") {
+fn attention_over_long_sequences_does_not_store_scores() {
+    // The memory statistics are shared by the process.
+    if !in_own_process("transformer::attention_over_long_sequences_does_not_store_scores") {
         return;
     }
     let device = Device::Cpu;

@@ -1,4 +1,4 @@
-//! Modules without memory, whose values come from a file.
+//! Modules created without memory, whose values are loaded from a file.
 
 use claystone::device::count_launches;
 use claystone::nn::{
@@ -8,9 +8,9 @@ use claystone::nn::{
 use claystone::optim::{AdamW, AdamWConfig};
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Generator, Result, Tensor, io};
 
-use crate::common::{alone, each_device};
+use crate::common::{each_device, in_own_process};
 
-/// Parameters by every initialiser, in a row and composed of operations, and a table of values that the host has.
+/// Parameters from every initializer, directly or through operations, and a table computed on the host.
 struct Own {
     composed: Tensor,
     filled: Vec<Tensor>,
@@ -106,8 +106,8 @@ impl Module for Net {
     );
 }
 
-/// The bytes that are allocated on a device, and the most that `f` had beyond.
-fn allocated<R>(device: Device, f: impl FnOnce() -> R) -> (R, i64) {
+/// Result of `f`, and the peak of requested bytes on the device beyond those at its start.
+fn with_peak_bytes<R>(device: Device, f: impl FnOnce() -> R) -> (R, i64) {
     device.reset_peak_stats().unwrap();
     let bytes = || device.memory_stats().unwrap().requested_bytes;
     let before = bytes().current;
@@ -120,9 +120,9 @@ fn bytes(state: &StateDict) -> i64 {
 }
 
 #[test]
-fn modules_without_memory_take_over_the_tensors_of_a_file() {
-    // Statistics and the generator are the process's.
-    if !alone("uninit::modules_without_memory_take_over_the_tensors_of_a_file") {
+fn modules_without_memory_adopt_loaded_tensors() {
+    // Memory statistics and the random generator are shared by the process.
+    if !in_own_process("uninit::modules_without_memory_adopt_loaded_tensors") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -132,19 +132,20 @@ fn modules_without_memory_take_over_the_tensors_of_a_file() {
         io::save(&path, &saved).unwrap();
         let table = Own::new(device).unwrap().table;
         let drawn = Generator::current().state();
-        let ((made, launches), peak) = allocated(device, || count_launches(|| nn::uninit(|| Net::new(device))));
+        let ((made, launches), peak) = with_peak_bytes(device, || count_launches(|| nn::uninit(|| Net::new(device))));
         let mut net = made.unwrap();
         assert_eq!(Generator::current().state(), drawn, "no random number");
         assert!(net.state_dict().iter().all(|(_, t)| t.is_uninit()));
-        // The table, which is no parameter, is computed as ever: 8 numbers, two operations.
+        // The table is not a parameter and is computed as usual: 8 numbers and two operations.
         assert!(launches <= 3 && peak <= 1024, "{launches} launches, {peak} bytes");
         assert_eq!(net.own.table.to_vec::<f32>().unwrap(), table.to_vec::<f32>().unwrap());
 
-        let (loaded, peak) = allocated(device, || io::load(&path, device).unwrap());
+        let (loaded, peak) = with_peak_bytes(device, || io::load(&path, device).unwrap());
         let wanted = bytes(&saved);
         assert!((wanted..=wanted + 1024).contains(&peak), "{peak} bytes for {wanted}");
         let handles: Vec<usize> = loaded.iter().map(|(_, t)| t.storage().allocation() as *const _ as usize).collect();
-        let ((keys, launches), peak) = allocated(device, || count_launches(|| net.assign_state_dict(loaded, true)));
+        let ((keys, launches), peak) =
+            with_peak_bytes(device, || count_launches(|| net.assign_state_dict(loaded, true)));
         assert_eq!((keys.unwrap().missing_keys.len(), launches, peak), (0, 0, 0), "nothing is copied");
         let state = net.state_dict();
         assert_eq!(state.names().collect::<Vec<_>>(), saved.names().collect::<Vec<_>>());
@@ -152,7 +153,7 @@ fn modules_without_memory_take_over_the_tensors_of_a_file() {
             assert!(state.get(name).unwrap().equal(t).unwrap(), "{name}");
             assert!(handles.contains(&(state.get(name).unwrap().storage().allocation() as *const _ as usize)));
         }
-        // They are trained as any others.
+        // Loaded parameters can be trained.
         net.linear
             .forward(&Tensor::ones([2, 40], device).unwrap())
             .unwrap()
@@ -166,11 +167,11 @@ fn modules_without_memory_take_over_the_tensors_of_a_file() {
 }
 
 #[test]
-fn values_are_converted_or_copied_where_they_have_to_be() {
+fn assigned_values_are_converted_or_copied_if_needed() {
     each_device(|device| {
         let saved = Linear::new(4, 3, (DType::F16, Device::Cpu)).unwrap();
         let mut layer = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
-        // The module that the state is of keeps its tensors for itself.
+        // The module that provides the state keeps its own tensors.
         layer.assign_state_dict(saved.state_dict(), true).unwrap();
         let mut same = nn::uninit(|| Linear::new(4, 3, (DType::F16, Device::Cpu))).unwrap();
         same.assign_state_dict(saved.state_dict(), true).unwrap();
@@ -179,7 +180,7 @@ fn values_are_converted_or_copied_where_they_have_to_be() {
         assert_eq!((layer.weight().dtype(), layer.weight().device()), (DType::F32, device));
         assert_eq!(layer.weight().to_vec::<f32>().unwrap(), before);
         assert_eq!(same.weight().to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap(), before);
-        // Views of one storage become tensors of their own, row-major.
+        // Views of one storage are copied to separate row-major tensors.
         let both = Tensor::arange(0, 24, 1, (DType::F32, device)).unwrap().reshape([4, 6]).unwrap();
         let part = both.t().unwrap().narrow(0, 0, 3).unwrap();
         let entries =
@@ -187,21 +188,21 @@ fn values_are_converted_or_copied_where_they_have_to_be() {
         let mut layer = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
         layer.assign_state_dict(entries.into_iter().collect(), true).unwrap();
         assert!(layer.weight().is_contiguous() && layer.weight().equal(&part).unwrap());
-        // Frozen parameters stay frozen, and can be trained afterwards.
+        // Frozen parameters stay frozen, and can be made trainable later.
         let mut frozen = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
         frozen.requires_grad_(false).unwrap();
         frozen.assign_state_dict(layer.state_dict(), true).unwrap();
         assert!(!frozen.weight().requires_grad() && frozen.weight().equal(&part).unwrap());
         frozen.requires_grad_(true).unwrap();
         assert!(frozen.weight().requires_grad());
-        // Tensors that have memory keep it: another module's state is copied, as by load_state_dict.
+        // Parameters with memory keep it: the other module's state is copied, as by load_state_dict.
         let place = layer.weight().shallow_clone();
         layer.assign_state_dict(Linear::new(4, 3, device).unwrap().state_dict(), true).unwrap();
         assert!(layer.weight().shares_storage(&place));
     });
 }
 
-/// Two handles on one parameter, trained or not.
+/// Two handles on one parameter, which may be trainable.
 struct Tied {
     first: Tensor,
     second: Tensor,
@@ -219,7 +220,7 @@ impl Module for Tied {
 }
 
 #[test]
-fn tied_parameters_stay_tied_whichever_name_the_file_has() {
+fn tied_parameters_stay_tied_for_either_name_in_the_file() {
     each_device(|device| {
         for (trained, name) in [(true, "first"), (true, "second"), (false, "first"), (false, "second")] {
             let mut net = nn::uninit(|| Tied::new(device, trained)).unwrap();
@@ -233,7 +234,7 @@ fn tied_parameters_stay_tied_whichever_name_the_file_has() {
 }
 
 #[test]
-fn what_nobody_loaded_is_an_error_that_names_it() {
+fn missing_values_are_errors_that_name_the_parameter() {
     each_device(|device| {
         let x = Tensor::ones([2, 4], device).unwrap();
         let made = || nn::uninit(|| Linear::new(4, 3, device)).unwrap();
@@ -250,7 +251,7 @@ fn what_nobody_loaded_is_an_error_that_names_it() {
         let mut net = made();
         let wrong = [("weight".to_string(), x.shallow_clone()), ("bias".into(), Tensor::ones(3, device).unwrap())];
         assert!(net.assign_state_dict(wrong.into_iter().collect(), true).is_err());
-        // Whatever touches the elements is an error, and nothing else.
+        // Every use of the elements is an error.
         assert!(net.load_state_dict(&Linear::new(4, 3, device).unwrap().state_dict(), true).is_err());
         let w = net.weight().detach();
         assert!(w.to_vec::<f32>().is_err() && w.item::<f32>().is_err() && w.to_host::<f32>().is_err());
@@ -268,7 +269,7 @@ fn what_nobody_loaded_is_an_error_that_names_it() {
         assert!(x.equal(&Tensor::ones([2, 4], device).unwrap()).unwrap(), "others are as they were");
         assert!(format!("{w}").contains("no values"), "{w}");
 
-        // Within the scope a tensor with values is not silently left as it is.
+        // Within the scope, initializing a tensor with values is an error.
         let real = Tensor::from_slice(&[1.0f32; 8], [2, 4], device).unwrap();
         assert!(nn::uninit(|| init::normal_(&real, 0.0, 1.0)).is_err());
         assert!(nn::uninit(|| real.mul(&Tensor::ones(4, device)?)).unwrap().is_uninit());
@@ -283,7 +284,7 @@ fn what_nobody_loaded_is_an_error_that_names_it() {
 }
 
 #[test]
-fn a_checkpoint_is_loaded_into_a_module_without_memory() {
+fn checkpoints_load_into_modules_without_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.safetensors");
     let saved = Linear::new(4, 3, Device::Cpu).unwrap();

@@ -1,18 +1,18 @@
-/* The C API of claystone. Made of integrations/capi/src by cbindgen: change that, and run
+/* The C API of claystone. cbindgen generates this file from integrations/capi/src: change the source and run
  * UPDATE_HEADER=1 cargo test -p claystone-capi --test header
  *
- * Statuses. A function that can fail returns a ClaystoneStatus; where it is not CLAYSTONE_STATUS_OK, nothing was written to
- * what its last parameters point to, and claystone_last_error() is a sentence that says what is wrong.
+ * Statuses. A function that can fail returns a ClaystoneStatus. If the status is not CLAYSTONE_STATUS_OK, the function has not
+ * written to the destinations of its results, and claystone_last_error() returns a message.
  *
- * Ownership. A handle that a function gives (through a `T **`) is the caller's, who gives it back to the `_release` function of
- * its type, once. A handle that is given to a function is borrowed for the call; what is made of it keeps what it needs: a
- * tensor keeps its storage. The same holds for arrays and texts. `const` handles are borrowed, too: tensors are changed
- * through them, as claystone's methods do.
+ * Ownership. A handle that a function returns (through a `T **`) belongs to the caller, who passes it to the `_release` function of
+ * its type once. A handle that is passed to a function is borrowed for the call; objects made from it keep what they need: a tensor
+ * keeps its storage. The same holds for arrays and strings. `const` handles are borrowed too: functions may change a tensor through
+ * a `const` handle, as claystone's methods change it through a shared reference.
  *
- * Threads. Handles may be used by any thread, by several at a time. Not so while one of them releases its last handle.
+ * Threads. Any thread may use a handle, and several may use it at a time, except while a thread releases the last handle.
  *
- * Asynchrony. Work on an OpenCL device is enqueued on the thread's current stream of that device. What a kernel finds wrong
- * is the error of a later call that waits.
+ * Asynchrony. Work on an OpenCL device is enqueued on the thread's current stream of that device. A later call that waits returns
+ * the errors that kernels report.
  */
 
 #pragma once
@@ -21,38 +21,38 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The number of the CPU device, which is always there. OpenCL devices have the numbers from 0 on.
+// The number of the CPU device, which always exists. OpenCL devices are numbered from 0.
 #define CLAYSTONE_CPU -1
 
-// How a call ended.
+// The outcome of a call.
 typedef enum {
-    // As it should.
+    // The call succeeded.
     CLAYSTONE_STATUS_OK = 0,
-    // An argument makes no sense: shapes, dtypes, devices, names, tags, null.
+    // An argument is invalid: a shape, dtype, device, name, tag or null pointer.
     CLAYSTONE_STATUS_INVALID = 1,
     // A dimension or an index is out of range.
     CLAYSTONE_STATUS_INDEX = 2,
-    // The device, after giving back everything cached, has no room.
+    // The device is out of memory, even after its cached memory was freed.
     CLAYSTONE_STATUS_OUT_OF_MEMORY = 3,
-    // The device is not there.
+    // There is no such device.
     CLAYSTONE_STATUS_NO_DEVICE = 4,
     // A call of the OpenCL driver failed, or a kernel does not compile.
     CLAYSTONE_STATUS_DRIVER = 5,
     // The device has faulted; nothing can run on it in this process any more.
     CLAYSTONE_STATUS_DEVICE_LOST = 6,
-    // An operation in place was done in part: what it writes to has to be set anew.
+    // An in-place operation was only partly done: the contents of its destination are invalid and must be written again.
     CLAYSTONE_STATUS_PARTIAL = 7,
     // A gradient cannot be computed.
     CLAYSTONE_STATUS_AUTOGRAD = 8,
-    // claystone panicked: a bug. What the call was to write to may hold anything.
+    // claystone panicked, which is a bug. The destinations of the call may hold anything.
     CLAYSTONE_STATUS_PANIC = 9,
-    // Something else.
+    // Any other failure.
     CLAYSTONE_STATUS_FAILED = 10,
-    // An index out of range or a division by zero that a kernel found, of this operation or of an earlier one. It is told this once.
+    // A kernel of this or an earlier operation found an index out of range or a division by zero. Each such error is reported once.
     CLAYSTONE_STATUS_KERNEL = 11,
 } ClaystoneStatus;
 
-// The element types. The numbers stay what they are.
+// The element types. The numbers never change.
 typedef enum {
     // 32-bit IEEE float.
     CLAYSTONE_DTYPE_F32 = 0,
@@ -74,19 +74,19 @@ typedef enum {
     CLAYSTONE_DTYPE_BOOL = 8,
 } ClaystoneDtype;
 
-// What an argument is, and so which member of its value is read.
+// The type of an argument. It selects the member of ClaystoneValue that is read.
 typedef enum {
-    // An argument that is left out: its default. A tensor that is left out is a null TENSOR.
+    // The argument is omitted and its default applies. An omitted tensor is a null TENSOR instead.
     CLAYSTONE_TAG_NONE = 0,
-    // `integer`: false where it is 0.
+    // `integer`: 0 is false, everything else true.
     CLAYSTONE_TAG_BOOL = 1,
     // `integer`.
     CLAYSTONE_TAG_INT = 2,
     // `number`.
     CLAYSTONE_TAG_FLOAT = 3,
-    // `integers`, of `length` entries.
+    // `integers`, with `length` entries.
     CLAYSTONE_TAG_INTS = 4,
-    // `numbers`, of `length` entries.
+    // `numbers`, with `length` entries.
     CLAYSTONE_TAG_FLOATS = 5,
     // `text`.
     CLAYSTONE_TAG_TEXT = 6,
@@ -96,13 +96,14 @@ typedef enum {
     CLAYSTONE_TAG_DEVICE = 8,
     // `tensor`, or null.
     CLAYSTONE_TAG_TENSOR = 9,
-    // `tensors`, of `length` entries, none of them null.
+    // `tensors`, with `length` entries, none of them null.
     CLAYSTONE_TAG_TENSORS = 10,
-    // `generator`, for operations that draw random numbers: no parameter of theirs, and it has no name. Null is the process's.
+    // `generator`, for operations that draw random numbers. It is not a parameter of the operation and takes no name. Null selects
+    // the process's default generator.
     CLAYSTONE_TAG_GENERATOR = 11,
 } ClaystoneTag;
 
-// The forms of a memory snapshot.
+// The formats of a memory snapshot.
 typedef enum {
     // A pickle for PyTorch's memory viewer.
     CLAYSTONE_SNAPSHOT_FORMAT_PICKLE = 0,
@@ -110,120 +111,120 @@ typedef enum {
     CLAYSTONE_SNAPSHOT_FORMAT_JSON = 1,
 } ClaystoneSnapshotFormat;
 
-// What an event of a profile is about.
+// The kind of an event of a profile.
 typedef enum {
-    // An operation on the host: while it is submitted to an OpenCL device, or while the CPU device computes it.
+    // An operation on the host: its submission to an OpenCL device, or its computation on the CPU device.
     CLAYSTONE_CATEGORY_OPERATION = 0,
-    // A call of the driver that submits a command.
+    // A driver call that submits a command.
     CLAYSTONE_CATEGORY_LAUNCH = 1,
     // The host waits for a device.
     CLAYSTONE_CATEGORY_WAIT = 2,
     // A kernel on a device.
     CLAYSTONE_CATEGORY_KERNEL = 3,
-    // Bytes are copied within a device.
+    // A copy within a device.
     CLAYSTONE_CATEGORY_COPY = 4,
-    // Bytes are filled on a device.
+    // A fill on a device.
     CLAYSTONE_CATEGORY_FILL = 5,
-    // Bytes go from a device to the host.
+    // A copy from a device to the host.
     CLAYSTONE_CATEGORY_READ = 6,
-    // Bytes go from the host to a device.
+    // A copy from the host to a device.
     CLAYSTONE_CATEGORY_WRITE = 7,
-    // Anything else.
+    // Any other event.
     CLAYSTONE_CATEGORY_OTHER = 8,
 } ClaystoneCategory;
 
-// What a recurrent layer computes in a step.
+// The cell of a recurrent layer.
 typedef enum {
     // Long short-term memory.
     CLAYSTONE_CELL_LSTM = 0,
-    // The gated recurrent unit.
+    // Gated recurrent unit.
     CLAYSTONE_CELL_GRU = 1,
-    // The hyperbolic tangent of a sum.
+    // Elman cell with tanh.
     CLAYSTONE_CELL_RNN_TANH = 2,
-    // A sum where it is above 0.
+    // Elman cell with ReLU.
     CLAYSTONE_CELL_RNN_RELU = 3,
 } ClaystoneCell;
 
-// A handle on a point in a stream's work.
+// A handle on an event: a point in a stream's work.
 typedef struct ClaystoneEvent ClaystoneEvent;
 
-// A handle on a generator of random numbers: a seed and the number of draws made from it. One serves every device. Where a function
-// takes one, null is the process's own.
+// A handle on a random number generator: a seed and the number of draws made from it. One generator serves every device. Functions that
+// take a generator use the process's default generator for null.
 typedef struct ClaystoneGenerator ClaystoneGenerator;
 
-// A handle on what was recorded.
+// A handle on a finished recording.
 typedef struct ClaystoneProfile ClaystoneProfile;
 
-// What the gradients of a call are computed from.
+// A recorded forward call, from which gradients are computed.
 typedef struct ClaystoneRecording ClaystoneRecording;
 
-// A handle on a run of bytes on one device. The bytes go back to the device's allocator when the last handle and the last tensor
-// on them are released.
+// A handle on contiguous bytes on one device. The bytes return to the device's allocator when the last handle and the last tensor on the
+// storage are released.
 typedef struct ClaystoneStorage ClaystoneStorage;
 
-// A handle on a line of work of one device: what is submitted to it runs in order.
+// A handle on a stream of one device: work submitted to a stream runs in order.
 typedef struct ClaystoneStream ClaystoneStream;
 
-// A handle on a tensor: elements of a storage by shape, strides and offset.
+// A handle on a tensor: elements of a storage, addressed by shape, strides and offset.
 typedef struct ClaystoneTensor ClaystoneTensor;
 
 // The value of an argument.
 typedef union {
-    // Of BOOL, INT, DTYPE, DEVICE.
+    // For BOOL, INT, DTYPE and DEVICE.
     int64_t integer;
-    // Of FLOAT.
+    // For FLOAT.
     double number;
-    // Of INTS.
+    // For INTS.
     const int64_t *integers;
-    // Of FLOATS.
+    // For FLOATS.
     const double *numbers;
-    // Of TEXT.
+    // For TEXT.
     const char *text;
-    // Of TENSOR.
+    // For TENSOR.
     const ClaystoneTensor *tensor;
-    // Of TENSORS.
+    // For TENSORS.
     const ClaystoneTensor *const *tensors;
-    // Of GENERATOR.
+    // For GENERATOR.
     const ClaystoneGenerator *generator;
 } ClaystoneValue;
 
 // An argument of a call.
 typedef struct {
-    // The parameter that it is for; null for the next one by position. Those with names come last.
+    // The name of the parameter, or null for the next parameter by position. Named arguments come last.
     const char *name;
     // A ClaystoneTag.
     int32_t tag;
-    // How many entries its value has, of INTS, FLOATS and TENSORS; otherwise it is not read.
+    // The number of entries of INTS, FLOATS and TENSORS; not read for other tags.
     size_t length;
-    // Its value, of which the tag says which member.
+    // The value; the tag selects its member.
     ClaystoneValue value;
 } ClaystoneArgument;
 
-// An operation and what it is called with.
+// An operation and its arguments.
 //
-// The parameters of an operation are those of its signature, which `claystone_operations` lists. Tensors are for its parameters that
-// are tensors, in their order, and other arguments for the others, in theirs: it makes no difference whether tensors are in
-// `tensors` or among `arguments`, where they may stand in the order of the signature. Those of `tensors` come first. What is left
-// out at the end has its default.
+// `claystone_operations` lists the signature of each operation. Tensors are assigned to the tensor parameters in order, and other
+// arguments to the other parameters in order. A tensor may be passed in `tensors` or among `arguments`; the tensors in `tensors`
+// are assigned first. A list of arguments in the order of the signature therefore works unchanged. Parameters omitted at the end
+// take their defaults.
 typedef struct {
     // The operation's name.
     const char *name;
-    // Tensors by position; null for one that is left out.
+    // Tensors by position; null for an omitted tensor.
     const ClaystoneTensor *const *tensors;
-    // How many.
+    // The number of tensors.
     size_t tensor_count;
-    // Arguments, and tensors too.
+    // Arguments, which may include tensors.
     const ClaystoneArgument *arguments;
-    // How many.
+    // The number of arguments.
     size_t argument_count;
 } ClaystoneCall;
 
-// Bytes that claystone made, which are the caller's: `claystone_bytes_free` frees them. One zero byte that is not counted follows them,
-// so that a text is a C string.
+// Bytes that claystone allocated and the caller owns; `claystone_bytes_free` frees them. A zero byte, which `length` does not count,
+// follows them, so that a text is a C string.
 typedef struct {
     // The first byte.
     uint8_t *data;
-    // How many there are.
+    // The number of bytes.
     size_t length;
 } ClaystoneBytes;
 
@@ -231,35 +232,35 @@ typedef struct {
 typedef struct {
     // Handles, none of them null.
     const ClaystoneTensor *const *tensors;
-    // How many.
+    // The number of tensors.
     size_t count;
 } ClaystoneTensors;
 
-// What a step of an optimiser is made of, whichever it is.
+// The tensors that every optimizer step takes.
 typedef struct {
-    // What is updated.
+    // The parameters to update.
     ClaystoneTensors parameters;
-    // As many gradients.
+    // The gradients, one for each parameter.
     ClaystoneTensors gradients;
-    // The learning rate, of one element, on the device; null where that of the hyperparameters is the one.
+    // The learning rate as a one-element tensor on the device; null to use the hyperparameters' learning rate.
     const ClaystoneTensor *lr;
-    // What gradients are divided by first, in place, of one element; or null.
+    // A one-element tensor by which the gradients are first divided in place; or null.
     const ClaystoneTensor *grad_scale;
-    // One element: where it is 1 nothing is changed. Or null.
+    // A one-element tensor; if it is 1, the step changes nothing. Or null.
     const ClaystoneTensor *found_inf;
-    // Whether to go up the gradient instead of down.
+    // True to ascend the gradient instead of descending it.
     bool maximize;
 } ClaystoneStep;
 
-// The state of Adam and AdamW: as many tensors as parameters in each list.
+// The state of Adam and AdamW: each list has a tensor for each parameter.
 typedef struct {
     // Running means of the gradients.
     ClaystoneTensors exp_avgs;
-    // Running means of their squares.
+    // Running means of the squared gradients.
     ClaystoneTensors exp_avg_sqs;
-    // The greatest of these so far; read with `amsgrad` only.
+    // Maxima of `exp_avg_sqs` so far; read with `amsgrad` only.
     ClaystoneTensors max_exp_avg_sqs;
-    // Tensors of one element: the how-manieth step this is, from 1 on.
+    // One-element tensors with the number of this step, counted from 1.
     ClaystoneTensors steps;
 } ClaystoneAdamState;
 
@@ -269,15 +270,15 @@ typedef struct {
     double lr;
     // Decay of the running mean of the gradient.
     double beta1;
-    // Decay of the running mean of its square.
+    // Decay of the running mean of the squared gradient.
     double beta2;
     // Added to the denominator.
     double eps;
-    // Weight decay: of AdamW beside the gradient, otherwise in it.
+    // Weight decay: applied to the parameters by AdamW, added to the gradient by Adam.
     double weight_decay;
-    // Whether to divide by the greatest running mean so far.
+    // Whether to divide by the maximum of the running means so far.
     bool amsgrad;
-    // Whether it is AdamW.
+    // True for AdamW, false for Adam.
     bool decoupled;
 } ClaystoneAdam;
 
@@ -285,15 +286,15 @@ typedef struct {
 typedef struct {
     // Learning rate.
     double lr;
-    // Factor of the velocity kept from step to step; 0 for none.
+    // Factor of the velocity from the previous step; 0 for no momentum.
     double momentum;
-    // The part of the gradient that does not reach the velocity, from the second step on.
+    // The fraction of the gradient that is not added to the velocity, from the second step on.
     double dampening;
     // L2 penalty, added to the gradient.
     double weight_decay;
-    // Nesterov's look-ahead.
+    // Whether to use Nesterov momentum.
     bool nesterov;
-    // Whether it is the first step: what the momentum buffers hold is not read.
+    // True in the first step: the contents of the momentum buffers are then not read.
     bool first;
 } ClaystoneSgd;
 
@@ -301,7 +302,7 @@ typedef struct {
 typedef struct {
     // Learning rate.
     double lr;
-    // How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
+    // Decay of the learning rate: step t uses `lr / (1 + (t - 1) * lr_decay)`.
     double lr_decay;
     // L2 penalty, added to the gradient.
     double weight_decay;
@@ -313,69 +314,68 @@ typedef struct {
 typedef struct {
     // A ClaystoneCategory.
     int32_t category;
-    // PyTorch's name of an operation, of a kernel its program's, of other commands the driver's: the profile's, as long as that lives.
+    // The name of an operation in PyTorch, of a kernel in its program, or of another command in the driver. The profile owns the string.
     const char *name;
-    // The number of the device that works, or that the host works for; the CPU device's where there is none.
+    // The number of the device that does the work or that the host works for; CLAYSTONE_CPU if there is none.
     int32_t device;
-    // Whether it happened on a stream of an OpenCL device, and not on a thread of the host.
+    // True if the event ran on a stream of an OpenCL device, false if it ran on a host thread.
     bool on_stream;
-    // The number of the stream or of the thread.
+    // The number of the stream or thread.
     uint32_t lane;
-    // Nanoseconds from when the profiler was started to when the event began.
+    // Nanoseconds from the start of the profiler to the start of the event.
     int64_t start;
-    // For how many nanoseconds it ran.
+    // The duration in nanoseconds.
     int64_t duration;
-    // Bytes that it reads and writes, where they are known.
+    // Bytes read and written, if known; otherwise 0.
     uint64_t bytes;
-    // What a launch and its command on the device have in common; 0 for other events.
+    // A number that a launch shares with its command on the device; 0 for other events.
     uint64_t launch;
-    // The names of `claystone_annotate` that it happened under, the outermost first, joined by slashes; as `name`.
+    // The enclosing names of `claystone_annotate`, outermost first, joined by slashes. The profile owns the string.
     const char *annotation;
 } ClaystoneProfileEvent;
 
-// Recurrent layers on top of each other, and what they are given: PyTorch's `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and
-// `torch.rnn_relu`, without dropout.
+// Stacked recurrent layers and their inputs: PyTorch's `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, without
+// dropout.
 typedef struct {
     // A ClaystoneCell.
     int32_t cell;
-    // How many layers.
+    // The number of layers.
     size_t num_layers;
-    // Whether each layer also goes through the sequence from its end.
+    // Whether each layer also processes the sequence backwards.
     bool bidirectional;
-    // Whether there are biases.
+    // Whether the layers have biases.
     bool bias;
-    // Where not 0, LSTM's hidden state is projected to so many features.
+    // If not 0, the number of features that LSTM's hidden state is projected to.
     size_t proj_size;
-    // Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+    // True if input and output are `[N, L, ..]` instead of `[L, N, ..]`.
     bool batch_first;
-    // Of packed sequences, whose input is `[rows, ..]`, how many of these rows each step has; null for others.
+    // For packed sequences, whose input is `[rows, ..]`: the number of rows of each step. Otherwise null.
     const int64_t *batch_sizes;
-    // How many steps that are; 0 for others.
+    // The number of steps of packed sequences; otherwise 0.
     size_t batch_size_count;
     // The input.
     const ClaystoneTensor *input;
-    // The hidden states to begin with, `[layers * directions, N, H]`.
+    // The initial hidden states, `[layers * directions, N, H]`.
     const ClaystoneTensor *hx;
-    // LSTM's cell states to begin with; null for others.
+    // The initial cell states of an LSTM; null for other cells.
     const ClaystoneTensor *cx;
-    // Of each layer and each of its directions `weight_ih`, `weight_hh`, then the two biases, then LSTM's `weight_hr`, as far as there
-    // are such.
+    // For each layer and direction: `weight_ih`, `weight_hh`, the two biases if there are any, then `weight_hr` of a projected LSTM.
     ClaystoneTensors parameters;
 } ClaystoneRecurrent;
 
-// What a tensor is, but for its sizes and strides.
+// The properties of a tensor, except its sizes and strides.
 typedef struct {
-    // The number of the device.
+    // The device number.
     int32_t device;
     // A ClaystoneDtype.
     int32_t dtype;
-    // How many dimensions.
+    // The number of dimensions.
     size_t rank;
-    // How many elements.
+    // The number of elements.
     size_t numel;
-    // Elements of the storage before the first one.
+    // The offset of the first element in the storage, in elements.
     size_t offset;
-    // The size of the storage in bytes, as asked for.
+    // The size of the storage in bytes, as requested.
     size_t storage_nbytes;
 } ClaystoneTensorInfo;
 
@@ -385,28 +385,28 @@ extern "C" {
 
 // Runs an operation.
 //
-// `results` has room for `capacity` handles, which are the caller's; results beyond that are dropped. `result_count` says how many
-// the operation gave, and may be null. A result may share its storage with an operand: that of a view does.
+// `results` has room for `capacity` handles, which the caller owns; further results are dropped. `result_count` receives the number
+// of results of the operation and may be null. The result of a view operation shares its storage with an operand.
 ClaystoneStatus claystone_call(const ClaystoneCall *call,
                                ClaystoneTensor **results,
                                size_t capacity,
                                size_t *result_count);
 
-// Runs an operation and writes its results into tensors that are there: those of `out`, of the results' shapes, converted to their
-// dtypes. Null is for a result that nobody wants. PyTorch's `out=`. Elementwise operations whose result has the dtype of the tensor
-// write it directly; of others the results are copied.
+// Runs an operation and writes its results into the existing tensors `out`, like PyTorch's `out=`. Each tensor has the shape of its
+// result, which is converted to the tensor's dtype. A null entry discards its result. Elementwise operations whose result dtype
+// matches write the tensor directly; results of other operations are copied.
 ClaystoneStatus claystone_call_out(const ClaystoneCall *call,
                                    const ClaystoneTensor *const *out,
                                    size_t out_count);
 
-// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results. Of elementwise operations
-// and convolutions the results are not computed for that.
+// Computes the gradients of an operation: runs the operation again with recording and propagates the gradients of its results back.
+// Elementwise operations and convolutions do not recompute their results for that.
 //
-// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none. `wanted` has
-// a flag for each tensor parameter of the operation, in the order of its signature (for each tensor of a list at its end): not 0
-// where its gradient is wanted. `gradients` has room for as many handles, which are the caller's: null where none was wanted or
-// none flows. No gradient shares a storage with what was given. An operation that draws random numbers draws them again: give it a
-// generator whose state is what it was before.
+// `grad_outputs` has a gradient for each of the first results, of the same shape, dtype and device; null for a result without one.
+// `wanted` has a flag for each tensor parameter of the operation, in the order of its signature (for a list at the end: one for each of its
+// tensors); a flag other than 0 requests the gradient. `gradients` has room for as many handles, which the caller owns: null for
+// gradients that were not requested or do not exist. No gradient shares a storage with an argument. An operation that draws random
+// numbers draws them again: pass a generator whose state is the same as before the forward call.
 ClaystoneStatus claystone_call_backward(const ClaystoneCall *call,
                                         const ClaystoneTensor *const *grad_outputs,
                                         size_t grad_output_count,
@@ -414,62 +414,63 @@ ClaystoneStatus claystone_call_backward(const ClaystoneCall *call,
                                         ClaystoneTensor **gradients,
                                         size_t tensor_count);
 
-// The signatures of all operations, one a line, as `docs/operations.md` explains them: what `claystone_call` can be given. The text
-// is the caller's.
+// The signatures of all operations that `claystone_call` accepts, one per line; `docs/operations.md` explains them. The caller owns the
+// string.
 ClaystoneStatus claystone_operations(ClaystoneBytes *signatures);
 
-// How many OpenCL devices there are: their numbers are 0 and above, as long as the process lives.
+// The number of OpenCL devices. Device numbers start at 0 and do not change while the process lives.
 ClaystoneStatus claystone_device_count(int32_t *count);
 
-// The name of a device: its model. The text is the caller's, to be given to `claystone_bytes_free`.
+// The model name of a device. The caller owns the string and frees it with `claystone_bytes_free`.
 ClaystoneStatus claystone_device_name(int32_t number, ClaystoneBytes *name);
 
-// The memory of a device in bytes; 0 where it could not be found out.
+// The memory of a device in bytes; 0 if unknown.
 ClaystoneStatus claystone_device_memory(int32_t number, uint64_t *bytes);
 
-// Whether a device is there and has not been lost to a fault. Opens nothing.
+// Gets whether a device exists and has not been lost to a fault. Does not open the device.
 ClaystoneStatus claystone_device_is_available(int32_t number, bool *available);
 
-// From now on, whichever thread waits next is told what kernels found wrong, and not the thread that launched them: for programs whose
-// threads hand work on. Call it before the first operation.
+// Makes the next thread that waits receive errors reported by kernels, instead of the thread that launched them: for programs whose
+// threads pass work to each other. Call it before the first operation.
 void claystone_report_faults_to_any_thread(void);
 
-// Waits until everything submitted to a device so far, on every stream, is done. Reports what kernels found wrong meanwhile.
+// Waits until all work submitted to a device so far, on every stream, is complete. Returns errors that kernels reported meanwhile.
 ClaystoneStatus claystone_device_synchronize(int32_t number);
 
-// Frees what a function made, and sets it to none, so that to free it again does nothing. Null is none.
+// Frees bytes and sets `data` to null, so that freeing them again does nothing. Null is ignored.
 void claystone_bytes_free(ClaystoneBytes *bytes);
 
-// A device's memory statistics as a JSON object of whole numbers under the names of `torch.cuda.memory_stats`, such as
+// The memory statistics of a device as a JSON object of integers with the names of `torch.cuda.memory_stats`, such as
 // "allocated_bytes.all.current".
 ClaystoneStatus claystone_memory_stats(int32_t number, ClaystoneBytes *json);
 
-// Sets every peak of a device's statistics to the current value.
+// Resets every peak of a device's statistics to the current value.
 ClaystoneStatus claystone_memory_reset_peak(int32_t number);
 
-// Sets the sums and counts of a device's statistics to zero.
+// Resets the accumulated sums and counts of a device's statistics to zero.
 ClaystoneStatus claystone_memory_reset_accumulated(int32_t number);
 
-// Gives every segment of a device's memory that nothing uses back to the driver.
+// Returns all unused memory segments of a device to the driver.
 ClaystoneStatus claystone_memory_empty_cache(int32_t number);
 
-// Lets the allocator of a device hold at most this part, 0 to 1, of its memory. What it holds already it keeps.
+// Limits a device's allocator to this fraction, 0 to 1, of the device's memory. Memory already reserved is kept.
 ClaystoneStatus claystone_memory_set_fraction(int32_t number, double fraction);
 
-// Begins to record what a device's allocator does, of the `max_entries` latest events, with call stacks where `stacks` says so; with
-// `max_entries` 0 it ends, and what was recorded is forgotten.
+// Starts to record the `max_entries` latest events of a device's allocator, with call stacks if `stacks` is true. With `max_entries` 0
+// it stops recording and discards the recorded events.
 ClaystoneStatus claystone_memory_record_history(int32_t number,
                                                 size_t max_entries,
                                                 bool stacks);
 
-// What a device's allocator holds, block by block, and the recorded events, in a form of ClaystoneSnapshotFormat. The bytes are the
-// caller's.
+// A snapshot of a device's allocator: every block, and the recorded events, in a ClaystoneSnapshotFormat. The caller owns the
+// bytes.
 ClaystoneStatus claystone_memory_snapshot(int32_t number,
                                           int32_t format,
                                           ClaystoneBytes *snapshot);
 
-// Runs an elementwise operation on many tensors: `lists` has its operands, `list_count` of them, each of as many tensors as `out`, which
-// is written, or of one for all; `numbers` has its other arguments. Tensors of one shape share launches. `out` may be the first list.
+// Runs an elementwise operation on many tensors. `lists` has `list_count` operands, each with as many tensors as `out`, which receives
+// the results, or with one tensor that applies to all; `numbers` has the scalar arguments. Tensors of one shape share launches. `out`
+// may be the first list.
 ClaystoneStatus claystone_foreach(const char *name,
                                   const ClaystoneTensors *lists,
                                   size_t list_count,
@@ -482,43 +483,43 @@ ClaystoneStatus claystone_fused_adam(const ClaystoneStep *step,
                                      const ClaystoneAdamState *state,
                                      const ClaystoneAdam *adam);
 
-// One step of stochastic gradient descent. `momentum_buffers` has as many tensors as there are parameters, or none without a
-// momentum. PyTorch's `torch._fused_sgd_`.
+// One step of stochastic gradient descent. `momentum_buffers` has a tensor for each parameter, or is empty without momentum.
+// PyTorch's `torch._fused_sgd_`.
 ClaystoneStatus claystone_fused_sgd(const ClaystoneStep *step,
                                     ClaystoneTensors momentum_buffers,
                                     const ClaystoneSgd *sgd);
 
-// One step of Adagrad. `state_sums` are the sums of squared gradients, `steps` tensors of one element: the how-manieth step this
-// is, from 1 on. PyTorch's `torch._fused_adagrad_`.
+// One step of Adagrad. `state_sums` are the sums of squared gradients, `steps` one-element tensors with the number of this step,
+// counted from 1. PyTorch's `torch._fused_adagrad_`.
 ClaystoneStatus claystone_fused_adagrad(const ClaystoneStep *step,
                                         ClaystoneTensors state_sums,
                                         ClaystoneTensors steps,
                                         const ClaystoneAdagrad *adagrad);
 
-// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
-// element. PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`.
+// Multiplies gradients by `inv_scale` in place and sets `found_inf` to 1 if an element is infinite or NaN; `inv_scale` and `found_inf`
+// have one element. PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`.
 ClaystoneStatus claystone_unscale(ClaystoneTensors gradients,
                                   const ClaystoneTensor *found_inf,
                                   const ClaystoneTensor *inv_scale);
 
-// Begins to record what the process does. Waits for what devices have to do. One profiler at a time sees the whole process.
+// Starts the profiler, which records the whole process; only one can run at a time. Waits until all devices are idle.
 ClaystoneStatus claystone_profiler_start(void);
 
-// Ends the recording, and gives what was recorded. Waits for what devices have to do. The handle is the caller's.
+// Stops the profiler and returns its recording. Waits until all devices are idle. The caller owns the handle.
 ClaystoneStatus claystone_profiler_stop(ClaystoneProfile **profile);
 
-// How many events a profile has.
+// The number of events of a profile.
 ClaystoneStatus claystone_profile_count(const ClaystoneProfile *profile, size_t *count);
 
-// An event of a profile, by its index in the order in which they began.
+// Gets an event of a profile by its index; events are sorted by their start.
 ClaystoneStatus claystone_profile_event(const ClaystoneProfile *profile, size_t index, ClaystoneProfileEvent *event);
 
-// A profile as the trace that `claystone profile`, Perfetto and `chrome://tracing` read. The bytes are the caller's.
+// The profile as a trace for `claystone profile`, Perfetto and `chrome://tracing`. The caller owns the bytes.
 ClaystoneStatus claystone_profile_trace(const ClaystoneProfile *profile, ClaystoneBytes *json);
 
-// Calls `run` with `data`, under a name: profiles, and the memory histories of devices, show when it began and ended, and what
-// the thread did meanwhile carries the name. Each name is remembered for the life of the process: use few. `run` has to return; to
-// leave it by an exception or a jump is undefined behaviour.
+// Calls `run(data)` under a name. Profiles and the memory histories of devices show when it began and ended, and label the work of
+// the thread meanwhile with the name. Each distinct name is kept for the life of the process, so use few. `run` must return: leaving
+// it by an exception or a jump is undefined behaviour.
 ClaystoneStatus claystone_annotate(const char *name,
                                    void (*run)(void*),
                                    void *data);
@@ -526,155 +527,156 @@ ClaystoneStatus claystone_annotate(const char *name,
 // Gives a handle on a profile back; null is none.
 void claystone_profile_release(ClaystoneProfile *profile);
 
-// Makes a generator of this seed. To have an operation draw from it, give it as an argument of the call.
+// Makes a generator with this seed. To make an operation draw from it, pass it as an argument of the call.
 ClaystoneStatus claystone_generator_new(uint64_t seed, ClaystoneGenerator **generator);
 
-// Gives a handle on a generator back; null is none.
+// Releases a handle on a generator; null is ignored.
 void claystone_generator_release(ClaystoneGenerator *generator);
 
-// Sets the seed and the number of draws that a generator goes on from: 0 for a new start. PyTorch's `manual_seed` and `set_state`.
+// Sets the seed and the number of draws of a generator; 0 draws restarts its sequence. PyTorch's `manual_seed` and `set_state`.
 ClaystoneStatus claystone_generator_set_state(const ClaystoneGenerator *generator_handle,
                                               uint64_t seed,
                                               uint64_t draws);
 
-// The seed of a generator and the number of draws made from it.
+// Gets the seed of a generator and the number of draws made from it.
 ClaystoneStatus claystone_generator_state(const ClaystoneGenerator *generator_handle, uint64_t *seed, uint64_t *draws);
 
 // Runs recurrent layers.
 //
-// `results` has room for three handles, which are the caller's: the hidden states of the last layer at all steps, the hidden states that
-// all layers end with, and LSTM's cell states likewise, null for others. `wanted` has a flag for the input, for `hx`, for LSTM's `cx`,
-// and for each parameter: not 0 where its gradient will be asked for. Then `recording` is written a handle that is the caller's; null
-// where `wanted` is null or all 0.
+// `results` has room for three handles, which the caller owns: the hidden states of the last layer at all steps, the final hidden states of
+// all layers, and an LSTM's final cell states (null for other cells). `wanted` has a flag for the input, `hx`, an LSTM's `cx`, and
+// each parameter; a flag other than 0 means that its gradient will be requested. `recording` then receives a handle, which the caller
+// owns; it is null if `wanted` is null or all 0.
 ClaystoneStatus claystone_recurrent(const ClaystoneRecurrent *layers,
                                     const uint8_t *wanted,
                                     ClaystoneTensor **results,
                                     ClaystoneRecording **recording);
 
-// The gradients of the tensors of a recorded call, as often as one likes.
+// Computes the gradients of a recorded call. May be called any number of times.
 //
-// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none.
-// `gradients` has room for a handle for each tensor, in the order of the flags that were given, which are the caller's: null where none was
-// wanted or none flows. Each has a storage of its own. What the call was given must not have changed.
+// `grad_outputs` has a gradient for each of the first results, of the same shape, dtype and device; null for a result without one.
+// `gradients` has room for one handle per flag of `wanted`, in that order, which the caller owns: null for gradients that were not
+// requested or do not exist. Each gradient has its own storage. The arguments of the recorded call must not have changed.
 ClaystoneStatus claystone_recording_backward(const ClaystoneRecording *recording,
                                              const ClaystoneTensor *const *grad_outputs,
                                              size_t grad_output_count,
                                              ClaystoneTensor **gradients,
                                              size_t tensor_count);
 
-// Gives a handle on a recording back, and what it kept. Null is none.
+// Releases a handle on a recording and the tensors it keeps; null is ignored.
 void claystone_recording_release(ClaystoneRecording *recording);
 
-// The sentence of the latest call of this thread that failed; empty where none did. It is claystone's: valid until the next
-// failing call of the thread, and nobody's to free. Successful calls leave it as it is.
+// The message of this thread's latest failed call; empty if none failed. claystone owns the string, which stays valid until the next
+// failed call of the thread; do not free it. Successful calls do not change it.
 const char *claystone_last_error(void);
 
-// Makes a storage of `nbytes` bytes by the device's allocator, on the thread's current stream. What it holds is unspecified. The
-// handle is the caller's.
+// Allocates a storage of `nbytes` bytes with the device's allocator, on the thread's current stream. Its contents are unspecified. The
+// caller owns the handle.
 ClaystoneStatus claystone_storage_new(int32_t device_number,
                                       size_t nbytes,
                                       ClaystoneStorage **storage);
 
-// Makes a storage of `nbytes` bytes of the host's memory, on the CPU device, that a device transfers to and from at full speed, and says
-// where they are: the caller may read and write them there as long as the storage lives, but not while a call or a copy uses them.
-// For the CPU device, and where there is none left, it is ordinary memory. Bytes that were freed are kept for the next that are
-// asked for, once copies that were enqueued are done with them. What it holds is unspecified. The handle is the caller's.
+// Allocates a storage of `nbytes` bytes of host memory on the CPU device, and writes its address to `data`. The memory is pinned for
+// fast transfers to and from the given device. The caller may read and write these bytes while the storage lives, except while a call
+// or copy uses them. Ordinary memory is used for the CPU device and if no pinned memory is left. Freed bytes are cached and reused
+// once the enqueued copies from and to them are complete. The contents are unspecified. The caller owns the handle.
 ClaystoneStatus claystone_storage_new_pinned(int32_t device_number,
                                              size_t nbytes,
                                              ClaystoneStorage **storage,
                                              void **data);
 
-// Makes one more handle on a storage, which is the same pointer: it has to be released once more.
+// Increments the handle's reference count; the handle must be released once more.
 ClaystoneStatus claystone_storage_retain(const ClaystoneStorage *storage);
 
-// Gives one handle on a storage back; null is none. To release a handle more often than it was given and retained is undefined
-// behaviour.
+// Decrements the handle's reference count; null is ignored. Releasing a handle more often than it was returned and retained is
+// undefined behaviour.
 void claystone_storage_release(ClaystoneStorage *storage);
 
-// How often the handle would have to be released. Tensors on the storage do not count.
+// The handle's reference count: how often it must still be released. Tensors on the storage do not count.
 ClaystoneStatus claystone_storage_use_count(const ClaystoneStorage *storage, size_t *count);
 
-// The size in bytes, as asked for.
+// The size in bytes, as requested.
 ClaystoneStatus claystone_storage_nbytes(const ClaystoneStorage *storage, size_t *nbytes);
 
-// The number of the device that the bytes are on.
+// The number of the device that holds the bytes.
 ClaystoneStatus claystone_storage_device(const ClaystoneStorage *storage, int32_t *device_number);
 
-// Whether two handles are on the same bytes. Handles that were given at different times may be different pointers on one storage.
+// Gets whether two handles refer to the same storage. Handles returned by different calls may be different pointers to one storage.
 ClaystoneStatus claystone_storage_is_same(const ClaystoneStorage *storage,
                                           const ClaystoneStorage *other,
                                           bool *same);
 
-// Announces that work on `stream`, not the one the storage was made on, uses its bytes: they are not given to others before what
-// was submitted to that stream until the release is done. PyTorch's `record_stream`.
+// Declares that `stream`, which is not the stream the storage was allocated on, uses the bytes. After the release they are not reused
+// until the work submitted to `stream` before the release is complete. PyTorch's `record_stream`.
 ClaystoneStatus claystone_storage_record_stream(const ClaystoneStorage *storage,
                                                 const ClaystoneStream *stream);
 
-// Makes a stream of its own. When its last handle is released, what was submitted still runs.
+// Makes a new stream. Work already submitted still runs after the last handle is released.
 ClaystoneStatus claystone_stream_new(int32_t device_number, ClaystoneStream **stream);
 
-// `claystone_stream_new` with a hint for the driver: below 0 the stream's work is more urgent than that of others, above 0 less.
+// Like `claystone_stream_new`, with a hint for the driver: a priority below 0 is more urgent than that of other streams, above 0 less.
 ClaystoneStatus claystone_stream_with_priority(int32_t device_number,
                                                int32_t priority,
                                                ClaystoneStream **stream);
 
-// A handle on the stream every device has, which all threads use unless another one is set.
+// Gets a handle on a device's default stream, which every thread uses until it sets another one.
 ClaystoneStatus claystone_stream_default(int32_t device_number, ClaystoneStream **stream);
 
-// A handle on the stream that this thread's work on a device goes to.
+// Gets a handle on the stream that this thread currently submits a device's work to.
 ClaystoneStatus claystone_stream_current(int32_t device_number, ClaystoneStream **stream);
 
-// Makes a stream the one that this thread's work on its device goes to from now on; the thread keeps it until another is set.
+// Makes a stream this thread's current stream of its device. The thread keeps the stream alive until it sets another one.
 ClaystoneStatus claystone_stream_set_current(const ClaystoneStream *stream);
 
-// Gives a handle on a stream back; null is none.
+// Releases a handle on a stream; null is ignored.
 void claystone_stream_release(ClaystoneStream *stream);
 
-// The number of a stream's device, and which of its streams it is: 0 is the default one. Numbers of streams that are gone are
-// given again. Either pointer may be null.
+// Gets the device number of a stream and the stream's number on that device: 0 is the default stream. Numbers of destroyed streams are
+// reused. Either pointer may be null.
 ClaystoneStatus claystone_stream_id(const ClaystoneStream *stream,
                                     int32_t *device_number,
                                     int64_t *id);
 
-// Waits until everything submitted to a stream so far is done. Reports what its kernels found wrong.
+// Waits until all work submitted to a stream so far is complete. Returns errors that its kernels reported.
 ClaystoneStatus claystone_stream_synchronize(const ClaystoneStream *stream);
 
-// Whether everything submitted to a stream is done. Does not wait.
+// Gets whether all work submitted to a stream is complete. Does not wait.
 ClaystoneStatus claystone_stream_query(const ClaystoneStream *stream, bool *done);
 
-// Holds back what is submitted to a stream from now on until what was submitted to another so far is done. The host waits only
-// where they are of different devices.
+// Makes work submitted to `stream` from now on wait for the work submitted to `other` so far. The host waits only if the streams are
+// on different devices.
 ClaystoneStatus claystone_stream_wait_stream(const ClaystoneStream *stream,
                                              const ClaystoneStream *other);
 
-// Makes an event that is done when everything submitted to a stream so far is.
+// Records an event that is complete when all work submitted to a stream so far is complete.
 ClaystoneStatus claystone_stream_record_event(const ClaystoneStream *stream, ClaystoneEvent **event);
 
-// `claystone_stream_record_event` with an event that knows when it was done, for `claystone_event_elapsed_time`.
+// Like `claystone_stream_record_event`, but the event also stores its completion time for `claystone_event_elapsed_time`.
 ClaystoneStatus claystone_stream_record_timed_event(const ClaystoneStream *stream, ClaystoneEvent **event);
 
-// Holds back what is submitted to a stream from now on until an event is done. The host waits only where it is another device's.
+// Makes work submitted to `stream` from now on wait for an event. The host waits only if the event is on another device.
 ClaystoneStatus claystone_stream_wait_event(const ClaystoneStream *stream,
                                             const ClaystoneEvent *event);
 
-// Whether everything before an event is done. Does not wait.
+// Gets whether all work before an event is complete. Does not wait.
 ClaystoneStatus claystone_event_query(const ClaystoneEvent *event, bool *done);
 
-// Waits until everything before an event is done.
+// Waits until all work before an event is complete.
 ClaystoneStatus claystone_event_synchronize(const ClaystoneEvent *event);
 
-// The milliseconds from when one event was done to when another of the same device was, by the device's clock; below 0 where that
-// was earlier. Both are those of `claystone_stream_record_timed_event`, and are waited for.
+// The milliseconds between the completion of two events of one device, by the device's clock; negative if `end` completed first. Waits
+// for both events, which `claystone_stream_record_timed_event` must have recorded.
 ClaystoneStatus claystone_event_elapsed_time(const ClaystoneEvent *start,
                                              const ClaystoneEvent *end,
                                              double *milliseconds);
 
-// Gives a handle on an event back; null is none.
+// Releases a handle on an event; null is ignored.
 void claystone_event_release(ClaystoneEvent *event);
 
-// Makes a tensor over a storage: `rank` sizes, as many strides, and an offset, all in elements. Strides may be zero or negative, as
-// long as all elements lie in the storage, which has to be a whole number of elements: one that is to have several dtypes is best
-// made of a multiple of 16 bytes. Of bools each byte has to be 0 or 1. The handle is the caller's; the tensor keeps the storage.
+// Makes a tensor over a storage from `rank` sizes, `rank` strides and an offset, all in elements. Strides may be zero or negative if all
+// elements are inside the storage. The storage's size must be a multiple of the element size; to view one storage with several
+// dtypes, make its size a multiple of 16 bytes. Each byte of a bool tensor must be 0 or 1. The caller owns the handle; the tensor
+// keeps the storage alive.
 ClaystoneStatus claystone_tensor_new(const ClaystoneStorage *storage,
                                      int32_t dtype_number,
                                      const int64_t *sizes,
@@ -683,52 +685,53 @@ ClaystoneStatus claystone_tensor_new(const ClaystoneStorage *storage,
                                      int64_t offset,
                                      ClaystoneTensor **tensor);
 
-// Gives a handle on a tensor back; null is none. To release one twice is undefined behaviour.
+// Releases a handle on a tensor; null is ignored. Releasing a handle twice is undefined behaviour.
 void claystone_tensor_release(ClaystoneTensor *tensor);
 
-// What a tensor is, its sizes and its strides. Any of the last pointers may be null. `sizes` and `strides` have room for `capacity`
-// entries; where the rank is larger it is an error, and `info` says the rank all the same.
+// Gets the properties, sizes and strides of a tensor. Each of the last three pointers may be null. `sizes` and `strides` have room for
+// `capacity` entries; a larger rank is an error, but `info` is still written and contains the rank.
 ClaystoneStatus claystone_tensor_info(const ClaystoneTensor *tensor,
                                       size_t capacity,
                                       ClaystoneTensorInfo *info,
                                       int64_t *sizes,
                                       int64_t *strides);
 
-// Whether two tensors are on the same storage.
+// Gets whether two tensors share a storage.
 ClaystoneStatus claystone_tensor_shares_storage(const ClaystoneTensor *tensor,
                                                 const ClaystoneTensor *other,
                                                 bool *shares);
 
-// A handle on the storage of a tensor, which is the caller's.
+// Gets a handle on the storage of a tensor. The caller owns the handle.
 ClaystoneStatus claystone_tensor_storage(const ClaystoneTensor *tensor, ClaystoneStorage **storage);
 
-// Copies the elements of `source` into a tensor of any strides, dtype and device: broadcast to its shape and converted to its dtype.
-// PyTorch's `copy_`. Between devices it waits, and so does a copy from or to the CPU device.
+// Copies `source` into a tensor of any strides, dtype and device, broadcast to its shape and converted to its dtype, like PyTorch's
+// `copy_`. Copies between devices, including the CPU device, wait until the copy is complete.
 ClaystoneStatus claystone_tensor_copy(const ClaystoneTensor *tensor,
                                       const ClaystoneTensor *source);
 
-// `claystone_tensor_copy` that returns when it is enqueued on the thread's current stream, where one tensor is on a device, the other
-// in memory pinned for it (`claystone_storage_new_pinned`), and both are contiguous and of one shape and dtype: PyTorch's
-// `non_blocking=True`. Others wait as before. The program may touch the pinned bytes when the stream, or an event recorded on it, was
-// waited for; the handles may be released at once. A failure is told by the stream's next wait.
+// Like `claystone_tensor_copy`, but returns once the copy is enqueued on the thread's current stream, like PyTorch's
+// `non_blocking=True`. That requires one tensor on a device, the other in memory pinned for that device
+// (`claystone_storage_new_pinned`), and both contiguous with the same shape and dtype; other copies wait. Do not access the pinned
+// bytes before waiting for the stream or for an event recorded on it; the handles may be released at once. The next wait on the
+// stream reports a failure.
 ClaystoneStatus claystone_tensor_copy_non_blocking(const ClaystoneTensor *tensor,
                                                    const ClaystoneTensor *source);
 
-// Sets the elements of a tensor, in row-major order, to those at `data`: `nbytes` bytes, which have to be just theirs. The host's
-// memory may be reused when it returns.
+// Sets the elements of a tensor, in row-major order, from `data`; `nbytes` must be exactly their size in bytes. `data` may be reused
+// after the call.
 ClaystoneStatus claystone_tensor_write(const ClaystoneTensor *tensor,
                                        const void *data,
                                        size_t nbytes);
 
-// `claystone_tensor_write` that returns when it is enqueued on the thread's current stream, with a copy of the bytes: it does not wait
-// for what the stream has to do before. For more than 16 MiB, and into a tensor that is not contiguous, it waits. A failure of
-// the device is told by the stream's next wait.
+// Like `claystone_tensor_write`, but copies `data` and returns once the write is enqueued on the thread's current stream, without
+// waiting for earlier work of the stream. Writes of more than 16 MiB, and writes to a non-contiguous tensor, wait. The next wait on
+// the stream reports a failure of the device.
 ClaystoneStatus claystone_tensor_write_non_blocking(const ClaystoneTensor *tensor,
                                                     const void *data,
                                                     size_t nbytes);
 
-// Copies the elements of a tensor, in row-major order, to `data`: `nbytes` bytes, which have to be just theirs. Waits for the device.
-// Where it fails, the bytes at `data` are unspecified.
+// Copies the elements of a tensor, in row-major order, to `data`; `nbytes` must be exactly their size in bytes. Waits for the device.
+// If the call fails, the contents of `data` are unspecified.
 ClaystoneStatus claystone_tensor_read(const ClaystoneTensor *tensor,
                                       void *data,
                                       size_t nbytes);

@@ -14,21 +14,21 @@ use crate::random::ClaystoneGenerator;
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::tensor::{ClaystoneTensor, dtype};
 
-/// What an argument is, and so which member of its value is read.
+/// The type of an argument. It selects the member of ClaystoneValue that is read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaystoneTag {
-    /// An argument that is left out: its default. A tensor that is left out is a null TENSOR.
+    /// The argument is omitted and its default applies. An omitted tensor is a null TENSOR instead.
     None = 0,
-    /// `integer`: false where it is 0.
+    /// `integer`: 0 is false, everything else true.
     Bool = 1,
     /// `integer`.
     Int = 2,
     /// `number`.
     Float = 3,
-    /// `integers`, of `length` entries.
+    /// `integers`, with `length` entries.
     Ints = 4,
-    /// `numbers`, of `length` entries.
+    /// `numbers`, with `length` entries.
     Floats = 5,
     /// `text`.
     Text = 6,
@@ -38,9 +38,10 @@ pub enum ClaystoneTag {
     Device = 8,
     /// `tensor`, or null.
     Tensor = 9,
-    /// `tensors`, of `length` entries, none of them null.
+    /// `tensors`, with `length` entries, none of them null.
     Tensors = 10,
-    /// `generator`, for operations that draw random numbers: no parameter of theirs, and it has no name. Null is the process's.
+    /// `generator`, for operations that draw random numbers. It is not a parameter of the operation and takes no name. Null selects
+    /// the process's default generator.
     Generator = 11,
 }
 
@@ -48,21 +49,21 @@ pub enum ClaystoneTag {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub union ClaystoneValue {
-    /// Of BOOL, INT, DTYPE, DEVICE.
+    /// For BOOL, INT, DTYPE and DEVICE.
     pub integer: i64,
-    /// Of FLOAT.
+    /// For FLOAT.
     pub number: f64,
-    /// Of INTS.
+    /// For INTS.
     pub integers: *const i64,
-    /// Of FLOATS.
+    /// For FLOATS.
     pub numbers: *const f64,
-    /// Of TEXT.
+    /// For TEXT.
     pub text: *const c_char,
-    /// Of TENSOR.
+    /// For TENSOR.
     pub tensor: *const ClaystoneTensor,
-    /// Of TENSORS.
+    /// For TENSORS.
     pub tensors: *const *const ClaystoneTensor,
-    /// Of GENERATOR.
+    /// For GENERATOR.
     pub generator: *const ClaystoneGenerator,
 }
 
@@ -70,38 +71,38 @@ pub union ClaystoneValue {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ClaystoneArgument {
-    /// The parameter that it is for; null for the next one by position. Those with names come last.
+    /// The name of the parameter, or null for the next parameter by position. Named arguments come last.
     pub name: *const c_char,
     /// A ClaystoneTag.
     pub tag: i32,
-    /// How many entries its value has, of INTS, FLOATS and TENSORS; otherwise it is not read.
+    /// The number of entries of INTS, FLOATS and TENSORS; not read for other tags.
     pub length: usize,
-    /// Its value, of which the tag says which member.
+    /// The value; the tag selects its member.
     pub value: ClaystoneValue,
 }
 
-/// An operation and what it is called with.
+/// An operation and its arguments.
 ///
-/// The parameters of an operation are those of its signature, which `claystone_operations` lists. Tensors are for its parameters that
-/// are tensors, in their order, and other arguments for the others, in theirs: it makes no difference whether tensors are in
-/// `tensors` or among `arguments`, where they may stand in the order of the signature. Those of `tensors` come first. What is left
-/// out at the end has its default.
+/// `claystone_operations` lists the signature of each operation. Tensors are assigned to the tensor parameters in order, and other
+/// arguments to the other parameters in order. A tensor may be passed in `tensors` or among `arguments`; the tensors in `tensors`
+/// are assigned first. A list of arguments in the order of the signature therefore works unchanged. Parameters omitted at the end
+/// take their defaults.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ClaystoneCall {
     /// The operation's name.
     pub name: *const c_char,
-    /// Tensors by position; null for one that is left out.
+    /// Tensors by position; null for an omitted tensor.
     pub tensors: *const *const ClaystoneTensor,
-    /// How many.
+    /// The number of tensors.
     pub tensor_count: usize,
-    /// Arguments, and tensors too.
+    /// Arguments, which may include tensors.
     pub arguments: *const ClaystoneArgument,
-    /// How many.
+    /// The number of arguments.
     pub argument_count: usize,
 }
 
-/// A call by position: what `ops::call` takes.
+/// A call whose arguments are all by position, in the form that `ops::call` takes.
 struct Call<'a> {
     name: &'a str,
     tensors: Vec<Option<&'a Tensor>>,
@@ -110,8 +111,8 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Runs `f`, whose random numbers are the generator's.
-    fn drawing<R>(&self, f: impl FnOnce() -> R) -> R {
+    /// Calls `f` so that it draws its random numbers from the call's generator, if there is one.
+    fn with_own_generator<R>(&self, f: impl FnOnce() -> R) -> R {
         match self.generator {
             Some(generator) => with_generator(generator, f),
             None => f(),
@@ -119,19 +120,19 @@ impl Call<'_> {
     }
 }
 
-/// What an argument is, once it was read.
-enum Read<'a> {
+/// An argument decoded from its tag and value.
+enum Decoded<'a> {
     Argument(Argument),
     Tensor(Option<&'a Tensor>),
     Tensors(Vec<&'a Tensor>),
     Generator(Option<&'a Generator>),
 }
 
-/// An argument by its tag.
+/// Decodes an argument by its tag.
 ///
 /// # Safety
-/// The member that the tag names was set; pointers in it are null, or good as the crate's documentation says.
-unsafe fn read<'a>(argument: &'a ClaystoneArgument) -> Result<Read<'a>, Fault> {
+/// The member that the tag selects is set; pointers in it are null or valid as the crate's documentation requires.
+unsafe fn decode<'a>(argument: &'a ClaystoneArgument) -> Result<Decoded<'a>, Fault> {
     const TAGS: [ClaystoneTag; 12] = [
         ClaystoneTag::None,
         ClaystoneTag::Bool,
@@ -150,9 +151,9 @@ unsafe fn read<'a>(argument: &'a ClaystoneArgument) -> Result<Read<'a>, Fault> {
     let Some(known) = TAGS.into_iter().find(|known| *known as i32 == *tag) else {
         return Err(Fault::Argument(format!("{tag} is no ClaystoneTag")));
     };
-    // SAFETY: the caller's promise, of the member that each tag names.
+    // SAFETY: the caller promises that the member that the tag selects is set and valid.
     unsafe {
-        Ok(Read::Argument(match known {
+        Ok(Decoded::Argument(match known {
             ClaystoneTag::None => Argument::None,
             ClaystoneTag::Bool => Argument::Bool(value.integer != 0),
             ClaystoneTag::Int => Argument::Int(value.integer),
@@ -162,79 +163,79 @@ unsafe fn read<'a>(argument: &'a ClaystoneArgument) -> Result<Read<'a>, Fault> {
             ClaystoneTag::Text => Argument::Text(text(value.text, "text")?.to_owned()),
             ClaystoneTag::Dtype => Argument::DType(dtype(value.integer)?),
             ClaystoneTag::Device => {
-                // What is no i32 is no device, either.
+                // A number outside the range of i32 is not a device either; i32::MIN makes `device` report the error.
                 Argument::Device(device(i32::try_from(value.integer).unwrap_or(i32::MIN))?)
             }
-            ClaystoneTag::Tensor => return Ok(Read::Tensor(value.tensor.as_ref().map(|t| &t.0))),
+            ClaystoneTag::Tensor => return Ok(Decoded::Tensor(value.tensor.as_ref().map(|t| &t.0))),
             ClaystoneTag::Tensors => {
                 let tensors = array(value.tensors, *length, "tensors")?;
                 let tensors = tensors.iter().map(|&t| Ok(&borrow(t, "a tensor of a list")?.0));
-                return Ok(Read::Tensors(tensors.collect::<Result<_, Fault>>()?));
+                return Ok(Decoded::Tensors(tensors.collect::<Result<_, Fault>>()?));
             }
-            ClaystoneTag::Generator => return Ok(Read::Generator(value.generator.as_ref().map(|g| &g.0))),
+            ClaystoneTag::Generator => return Ok(Decoded::Generator(value.generator.as_ref().map(|g| &g.0))),
         }))
     }
 }
 
-impl Read<'_> {
-    /// What `ops` takes by name.
+impl Decoded<'_> {
+    /// Converts to the value that `Signature::by_position` takes for a named argument.
     fn value(&self) -> Value<'_> {
         match self {
-            Read::Argument(argument) => Value::Argument(argument.clone()),
-            Read::Tensor(tensor) => (*tensor).into(),
-            Read::Tensors(list) => Value::Tensors(list),
-            Read::Generator(_) => Value::Argument(Argument::None),
+            Decoded::Argument(argument) => Value::Argument(argument.clone()),
+            Decoded::Tensor(tensor) => (*tensor).into(),
+            Decoded::Tensors(list) => Value::Tensors(list),
+            Decoded::Generator(_) => Value::Argument(Argument::None),
         }
     }
 }
 
-/// Calls `run` with the call by position that this is.
+/// Converts a C call to a call by position and passes it to `run`.
 ///
 /// # Safety
-/// Pointers are null, or good as the crate's documentation says.
+/// Pointers are null or valid as the crate's documentation requires.
 unsafe fn with_call<R>(call: *const ClaystoneCall, run: impl FnOnce(Call) -> Result<R, Fault>) -> Result<R, Fault> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let (name, handles, given) = unsafe {
         let call = borrow(call, "call")?;
         let handles = array(call.tensors, call.tensor_count, "tensors")?;
         (text(call.name, "name")?, handles, array(call.arguments, call.argument_count, "arguments")?)
     };
-    // SAFETY: each is null or a handle that lives.
+    // SAFETY: the caller promises that each entry is null or a live handle.
     let mut tensors: Vec<_> = handles.iter().map(|&t| unsafe { t.as_ref() }.map(|t| &t.0)).collect();
     let (mut arguments, mut generator, mut named) = (Vec::new(), None, Vec::new());
     for argument in given {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract.
         let (key, value) = unsafe {
             let key = if argument.name.is_null() { None } else { Some(text(argument.name, "an argument's name")?) };
-            (key, read(argument)?)
+            (key, decode(argument)?)
         };
         match (key, value) {
-            (None, Read::Generator(given)) => generator = given,
-            (Some(key), Read::Generator(_)) => {
-                return Err(Fault::Argument(format!("the generator has the name {key}: it takes none")));
+            (None, Decoded::Generator(given)) => generator = given,
+            (Some(key), Decoded::Generator(_)) => {
+                return Err(Fault::Argument(format!("a generator argument takes no name, but has the name {key}")));
             }
             (Some(key), value) => named.push((key, value)),
             (None, _) if !named.is_empty() => {
                 return Err(Fault::Argument("an argument by position comes after one with a name".into()));
             }
-            (None, Read::Argument(argument)) => arguments.push(argument),
-            (None, Read::Tensor(tensor)) => tensors.push(tensor),
-            (None, Read::Tensors(list)) => tensors.extend(list.into_iter().map(Some)),
+            (None, Decoded::Argument(argument)) => arguments.push(argument),
+            (None, Decoded::Tensor(tensor)) => tensors.push(tensor),
+            (None, Decoded::Tensors(list)) => tensors.extend(list.into_iter().map(Some)),
         }
     }
     if !named.is_empty() {
         let Some(signature) = ops::signature(name) else {
-            return Err(Fault::Argument(format!("{name:?} is no built-in operation, its parameters have no names")));
+            return Err(Fault::Argument(format!("{name:?} is not a built-in operation: its parameters have no names")));
         };
         let values: Vec<(&str, Value)> = named.iter().map(|(key, value)| (*key, value.value())).collect();
         let (tensors, arguments) = signature.by_position(&tensors, &arguments, &values)?;
-        return told_apart(|| run(Call { name, tensors, arguments, generator }));
+        return tag_kernel_faults(|| run(Call { name, tensors, arguments, generator }));
     }
-    told_apart(|| run(Call { name, tensors, arguments, generator }))
+    tag_kernel_faults(|| run(Call { name, tensors, arguments, generator }))
 }
 
-/// Errors of what kernels found are not the arguments' fault: an earlier operation's may be among them.
-fn told_apart<R>(run: impl FnOnce() -> Result<R, Fault>) -> Result<R, Fault> {
+/// Marks errors that kernels reported as [`Fault::Kernel`], because they may come from an earlier operation instead of this call.
+fn tag_kernel_faults<R>(run: impl FnOnce() -> Result<R, Fault>) -> Result<R, Fault> {
     let before = reported_faults();
     run().map_err(|fault| match fault {
         Fault::Claystone(error) if reported_faults() != before => Fault::Kernel(error),
@@ -242,8 +243,8 @@ fn told_apart<R>(run: impl FnOnce() -> Result<R, Fault>) -> Result<R, Fault> {
     })
 }
 
-/// Handles for results, which are the caller's.
-pub(crate) fn give(
+/// Writes a new handle, owned by the caller, for each result; null for `None`.
+pub(crate) fn write_results(
     results: impl IntoIterator<Item = Option<Tensor>>,
     outputs: &mut [MaybeUninit<*mut ClaystoneTensor>],
 ) {
@@ -254,8 +255,8 @@ pub(crate) fn give(
 
 /// Runs an operation.
 ///
-/// `results` has room for `capacity` handles, which are the caller's; results beyond that are dropped. `result_count` says how many
-/// the operation gave, and may be null. A result may share its storage with an operand: that of a view does.
+/// `results` has room for `capacity` handles, which the caller owns; further results are dropped. `result_count` receives the number
+/// of results of the operation and may be null. The result of a view operation shares its storage with an operand.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_call(
     call: *const ClaystoneCall,
@@ -264,20 +265,20 @@ pub unsafe extern "C" fn claystone_call(
     result_count: *mut usize,
 ) -> ClaystoneStatus {
     guard("claystone_call", || {
-        // SAFETY: pointers that are good for writing, says the caller.
+        // SAFETY: the caller promises pointers that are valid for writing.
         let (outputs, count) = unsafe { (outputs(results, capacity, "results")?, optional(result_count)) };
-        let run = |call: Call| Ok(call.drawing(|| ops::call(call.name, &call.tensors, &call.arguments))?);
-        // SAFETY: what the call points to is good, says the caller.
+        let run = |call: Call| Ok(call.with_own_generator(|| ops::call(call.name, &call.tensors, &call.arguments))?);
+        // SAFETY: the caller promises that the pointers in the call are null or valid.
         let made = unsafe { with_call(call, run)? };
         count.map(|output| output.write(made.len()));
-        give(made.into_iter().map(Some), outputs);
+        write_results(made.into_iter().map(Some), outputs);
         Ok(())
     })
 }
 
-/// Runs an operation and writes its results into tensors that are there: those of `out`, of the results' shapes, converted to their
-/// dtypes. Null is for a result that nobody wants. PyTorch's `out=`. Elementwise operations whose result has the dtype of the tensor
-/// write it directly; of others the results are copied.
+/// Runs an operation and writes its results into the existing tensors `out`, like PyTorch's `out=`. Each tensor has the shape of its
+/// result, which is converted to the tensor's dtype. A null entry discards its result. Elementwise operations whose result dtype
+/// matches write the tensor directly; results of other operations are copied.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_call_out(
     call: *const ClaystoneCall,
@@ -285,25 +286,27 @@ pub unsafe extern "C" fn claystone_call_out(
     out_count: usize,
 ) -> ClaystoneStatus {
     guard("claystone_call_out", || {
-        // SAFETY: an array, says the caller, whose entries are null or handles that live.
+        // SAFETY: the caller promises an array whose entries are null or live handles.
         let out: Vec<Option<&Tensor>> = unsafe {
             let out = array(out, out_count, "out")?;
             out.iter().map(|&t| t.as_ref().map(|t| &t.0)).collect()
         };
-        let run = |call: Call| Ok(call.drawing(|| ops::call_into(call.name, &call.tensors, &call.arguments, &out))?);
-        // SAFETY: what the call points to is good, says the caller.
+        let run = |call: Call| {
+            Ok(call.with_own_generator(|| ops::call_into(call.name, &call.tensors, &call.arguments, &out))?)
+        };
+        // SAFETY: the caller promises that the pointers in the call are null or valid.
         unsafe { with_call(call, run) }
     })
 }
 
-/// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results. Of elementwise operations
-/// and convolutions the results are not computed for that.
+/// Computes the gradients of an operation: runs the operation again with recording and propagates the gradients of its results back.
+/// Elementwise operations and convolutions do not recompute their results for that.
 ///
-/// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none. `wanted` has
-/// a flag for each tensor parameter of the operation, in the order of its signature (for each tensor of a list at its end): not 0
-/// where its gradient is wanted. `gradients` has room for as many handles, which are the caller's: null where none was wanted or
-/// none flows. No gradient shares a storage with what was given. An operation that draws random numbers draws them again: give it a
-/// generator whose state is what it was before.
+/// `grad_outputs` has a gradient for each of the first results, of the same shape, dtype and device; null for a result without one.
+/// `wanted` has a flag for each tensor parameter of the operation, in the order of its signature (for a list at the end: one for each of its
+/// tensors); a flag other than 0 requests the gradient. `gradients` has room for as many handles, which the caller owns: null for
+/// gradients that were not requested or do not exist. No gradient shares a storage with an argument. An operation that draws random
+/// numbers draws them again: pass a generator whose state is the same as before the forward call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_call_backward(
     call: *const ClaystoneCall,
@@ -314,7 +317,7 @@ pub unsafe extern "C" fn claystone_call_backward(
     tensor_count: usize,
 ) -> ClaystoneStatus {
     guard("claystone_call_backward", || {
-        // SAFETY: arrays, says the caller, of which the entries of `grad_outputs` are null or handles that live.
+        // SAFETY: the caller promises arrays; each entry of `grad_outputs` is null or a live handle.
         let (grad_outputs, wanted, outputs) = unsafe {
             let handles = array(grad_outputs, grad_output_count, "grad_outputs")?;
             let grad_outputs: Vec<Option<&Tensor>> = handles.iter().map(|&t| t.as_ref().map(|t| &t.0)).collect();
@@ -322,20 +325,22 @@ pub unsafe extern "C" fn claystone_call_backward(
         };
         let wanted: Vec<bool> = wanted.iter().map(|&flag| flag != 0).collect();
         let run = |call: Call| {
-            Ok(call.drawing(|| ops::gradients(call.name, &call.tensors, &call.arguments, &grad_outputs, &wanted))?)
+            Ok(call.with_own_generator(|| {
+                ops::gradients(call.name, &call.tensors, &call.arguments, &grad_outputs, &wanted)
+            })?)
         };
-        // SAFETY: what the call points to is good, says the caller.
-        give(unsafe { with_call(call, run)? }, outputs);
+        // SAFETY: the caller promises that the pointers in the call are null or valid.
+        write_results(unsafe { with_call(call, run)? }, outputs);
         Ok(())
     })
 }
 
-/// The signatures of all operations, one a line, as `docs/operations.md` explains them: what `claystone_call` can be given. The text
-/// is the caller's.
+/// The signatures of all operations that `claystone_call` accepts, one per line; `docs/operations.md` explains them. The caller owns the
+/// string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_operations(signatures: *mut ClaystoneBytes) -> ClaystoneStatus {
     guard("claystone_operations", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let output = unsafe { output(signatures, "signatures")? };
         let lines: Vec<String> = ops::operations().iter().map(|op| op.signature().to_string()).collect();
         output.write(ClaystoneBytes::new((lines.join("\n") + "\n").into_bytes()));

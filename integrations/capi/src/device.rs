@@ -6,21 +6,21 @@ use crate::memory::ClaystoneBytes;
 use crate::pointers::output;
 use crate::status::{ClaystoneStatus, Fault, guard};
 
-/// The number of the CPU device, which is always there. OpenCL devices have the numbers from 0 on.
+/// The number of the CPU device, which always exists. OpenCL devices are numbered from 0.
 pub const CLAYSTONE_CPU: i32 = -1;
 
-/// The device of this number, whether it is there or not.
+/// Converts a device number. Does not check that the device exists.
 pub(crate) fn device(number: i32) -> Result<Device, Fault> {
     match usize::try_from(number) {
         Ok(index) => Ok(Device::OpenCL(index)),
         Err(_) if number == CLAYSTONE_CPU => Ok(Device::Cpu),
-        Err(_) => {
-            Err(Fault::Argument(format!("{number} is no device: OpenCL's are 0 and above, the CPU is {CLAYSTONE_CPU}")))
-        }
+        Err(_) => Err(Fault::Argument(format!(
+            "{number} is not a device: OpenCL's are 0 and above, the CPU is {CLAYSTONE_CPU}"
+        ))),
     }
 }
 
-/// The number of this device.
+/// The number of a device in the C API.
 pub(crate) fn number(device: Device) -> i32 {
     match device {
         Device::Cpu => CLAYSTONE_CPU,
@@ -28,58 +28,58 @@ pub(crate) fn number(device: Device) -> i32 {
     }
 }
 
-/// How many OpenCL devices there are: their numbers are 0 and above, as long as the process lives.
+/// The number of OpenCL devices. Device numbers start at 0 and do not change while the process lives.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_device_count(count: *mut i32) -> ClaystoneStatus {
     guard("claystone_device_count", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let count = unsafe { output(count, "count")? };
         count.write(Device::all().iter().filter(|&&device| device != Device::Cpu).count() as i32);
         Ok(())
     })
 }
 
-/// The name of a device: its model. The text is the caller's, to be given to `claystone_bytes_free`.
+/// The model name of a device. The caller owns the string and frees it with `claystone_bytes_free`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_device_name(number: i32, name: *mut ClaystoneBytes) -> ClaystoneStatus {
     guard("claystone_device_name", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let name = unsafe { output(name, "name")? };
         name.write(ClaystoneBytes::new(device(number)?.info()?.name.into_bytes()));
         Ok(())
     })
 }
 
-/// The memory of a device in bytes; 0 where it could not be found out.
+/// The memory of a device in bytes; 0 if unknown.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_device_memory(number: i32, bytes: *mut u64) -> ClaystoneStatus {
     guard("claystone_device_memory", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let bytes = unsafe { output(bytes, "bytes")? };
         bytes.write(device(number)?.info()?.memory);
         Ok(())
     })
 }
 
-/// Whether a device is there and has not been lost to a fault. Opens nothing.
+/// Gets whether a device exists and has not been lost to a fault. Does not open the device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_device_is_available(number: i32, available: *mut bool) -> ClaystoneStatus {
     guard("claystone_device_is_available", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let available = unsafe { output(available, "available")? };
         available.write(device(number)?.is_available());
         Ok(())
     })
 }
 
-/// From now on, whichever thread waits next is told what kernels found wrong, and not the thread that launched them: for programs whose
-/// threads hand work on. Call it before the first operation.
+/// Makes the next thread that waits receive errors reported by kernels, instead of the thread that launched them: for programs whose
+/// threads pass work to each other. Call it before the first operation.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_report_faults_to_any_thread() {
     claystone::device::report_faults_to_any_thread();
 }
 
-/// Waits until everything submitted to a device so far, on every stream, is done. Reports what kernels found wrong meanwhile.
+/// Waits until all work submitted to a device so far, on every stream, is complete. Returns errors that kernels reported meanwhile.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_device_synchronize(number: i32) -> ClaystoneStatus {
     guard("claystone_device_synchronize", || Ok(device(number)?.synchronize()?))

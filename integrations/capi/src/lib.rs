@@ -1,25 +1,26 @@
-//! The C API of [claystone](https://docs.rs/claystone): `include/claystone.h` is made of this crate, and is what C programs and
-//! bindings of other languages include.
+//! The C API of [claystone](https://docs.rs/claystone). cbindgen generates `include/claystone.h` from this crate; C programs and
+//! bindings of other languages include that header.
 //!
-//! A file a subject: [`device`] and [`stream`], [`storage`] and [`tensor`], [`call`] for operations by name and their gradients,
-//! [`multi`] for many tensors at once, [`recurrent`] for layers of LSTM and its like, [`profiler`] for what ran when, [`memory`] for statistics and snapshots, [`random`] for generators. [`status`] has what every function shares: statuses, the
-//! last error of a thread, and the guard that keeps panics on this side.
+//! There is one file per subject: [`device`] and [`stream`], [`storage`] and [`tensor`], [`call`] for operations by name and their
+//! gradients, [`multi`] for operations on lists of tensors, [`recurrent`] for LSTM, GRU and RNN layers, [`profiler`], [`memory`] for
+//! statistics and snapshots, [`random`] for generators. [`status`] has the parts that every function uses: the statuses, the last
+//! error of each thread, and the guard that stops panics before they reach C.
 //!
 //! # Safety
 //!
-//! claystone's rule, `unsafe` in `src/device` and `src/storage` only, is about the library. A C API cannot do without: what C hands
-//! over are pointers, and only their users know whether they are good. It stays in this crate, where each block says which of
-//! the promises below it stands on. C programs promise, for every function:
+//! claystone itself uses `unsafe` only in `src/device` and `src/storage`. A C API needs more of it: C passes raw pointers, and only
+//! the C program knows whether they are valid. That `unsafe` stays in this crate, and each block names the promises below that it
+//! relies on. C programs promise for every function:
 //!
-//! - A handle is null, or one that this API gave and that was not released more often than it was given and retained.
-//! - A pointer to a result is null, or good for writing one value of its type.
-//! - An array is good for reading (or, where results go, writing) as many entries as the count beside it says, or the count is 0.
-//! - A text is null or ends with a zero byte.
-//! - What a call was given is not changed or released by another thread while it runs.
+//! - A handle is null, or was returned by this API and has not been released more often than it was returned and retained.
+//! - A pointer to a result is null, or valid for writing one value of its type.
+//! - An array is valid for reading (for results: writing) as many entries as the count passed with it, or the count is 0.
+//! - A string is null or ends with a zero byte.
+//! - No other thread changes or releases an argument while the call runs.
 //!
-//! Null where there has to be something, counts, tags, dtypes, sizes and strides are checked, and are errors.
+//! The API checks for null where a value is required, and checks counts, tags, dtypes, sizes and strides; violations are errors.
 //!
-//! Panics are caught at the border where the crate is compiled with `panic = "unwind"`, which is the default; with `abort` they end the
+//! Panics are caught before they reach C if the crate is compiled with `panic = "unwind"`, the default; with `abort` they end the
 //! process.
 #![warn(missing_docs)]
 

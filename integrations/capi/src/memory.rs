@@ -1,4 +1,4 @@
-//! Memory of devices: statistics, limits, snapshots.
+//! Device memory: statistics, limits and snapshots.
 
 use std::fmt::Write as _;
 
@@ -8,14 +8,14 @@ use crate::device::device;
 use crate::pointers::output;
 use crate::status::{ClaystoneStatus, Fault, guard};
 
-/// Bytes that claystone made, which are the caller's: `claystone_bytes_free` frees them. One zero byte that is not counted follows them,
-/// so that a text is a C string.
+/// Bytes that claystone allocated and the caller owns; `claystone_bytes_free` frees them. A zero byte, which `length` does not count,
+/// follows them, so that a text is a C string.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ClaystoneBytes {
     /// The first byte.
     pub data: *mut u8,
-    /// How many there are.
+    /// The number of bytes.
     pub length: usize,
 }
 
@@ -27,20 +27,20 @@ impl ClaystoneBytes {
     }
 }
 
-/// Frees what a function made, and sets it to none, so that to free it again does nothing. Null is none.
+/// Frees bytes and sets `data` to null, so that freeing them again does nothing. Null is ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_bytes_free(bytes: *mut ClaystoneBytes) {
-    // SAFETY: null, or good for reading and writing, says the caller.
+    // SAFETY: the caller promises a pointer that is null, or valid for reading and writing.
     let Some(bytes) = (unsafe { bytes.as_mut() }) else { return };
     let ClaystoneBytes { data, length } =
         std::mem::replace(bytes, ClaystoneBytes { data: std::ptr::null_mut(), length: 0 });
     if !data.is_null() {
-        // SAFETY: made by `ClaystoneBytes::new` of a box of so many bytes and a zero, and not changed since, says the caller.
+        // SAFETY: the caller promises that `ClaystoneBytes::new` made both fields, from a box of `length` bytes and a zero byte.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(data, length + 1)) });
     }
 }
 
-/// The forms of a memory snapshot.
+/// The formats of a memory snapshot.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaystoneSnapshotFormat {
@@ -50,12 +50,12 @@ pub enum ClaystoneSnapshotFormat {
     Json = 1,
 }
 
-/// A device's memory statistics as a JSON object of whole numbers under the names of `torch.cuda.memory_stats`, such as
+/// The memory statistics of a device as a JSON object of integers with the names of `torch.cuda.memory_stats`, such as
 /// "allocated_bytes.all.current".
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_memory_stats(number: i32, json: *mut ClaystoneBytes) -> ClaystoneStatus {
     guard("claystone_memory_stats", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let json = unsafe { output(json, "json")? };
         json.write(ClaystoneBytes::new(stats_json(&device(number)?.memory_stats()?).into_bytes()));
         Ok(())
@@ -99,32 +99,32 @@ fn stats_json(stats: &DeviceStats) -> String {
     json
 }
 
-/// Sets every peak of a device's statistics to the current value.
+/// Resets every peak of a device's statistics to the current value.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_memory_reset_peak(number: i32) -> ClaystoneStatus {
     guard("claystone_memory_reset_peak", || Ok(device(number)?.reset_peak_stats()?))
 }
 
-/// Sets the sums and counts of a device's statistics to zero.
+/// Resets the accumulated sums and counts of a device's statistics to zero.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_memory_reset_accumulated(number: i32) -> ClaystoneStatus {
     guard("claystone_memory_reset_accumulated", || Ok(device(number)?.reset_accumulated_stats()?))
 }
 
-/// Gives every segment of a device's memory that nothing uses back to the driver.
+/// Returns all unused memory segments of a device to the driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_memory_empty_cache(number: i32) -> ClaystoneStatus {
     guard("claystone_memory_empty_cache", || Ok(device(number)?.empty_cache()?))
 }
 
-/// Lets the allocator of a device hold at most this part, 0 to 1, of its memory. What it holds already it keeps.
+/// Limits a device's allocator to this fraction, 0 to 1, of the device's memory. Memory already reserved is kept.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_memory_set_fraction(number: i32, fraction: f64) -> ClaystoneStatus {
     guard("claystone_memory_set_fraction", || Ok(device(number)?.set_memory_fraction(fraction)?))
 }
 
-/// Begins to record what a device's allocator does, of the `max_entries` latest events, with call stacks where `stacks` says so; with
-/// `max_entries` 0 it ends, and what was recorded is forgotten.
+/// Starts to record the `max_entries` latest events of a device's allocator, with call stacks if `stacks` is true. With `max_entries` 0
+/// it stops recording and discards the recorded events.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_memory_record_history(number: i32, max_entries: usize, stacks: bool) -> ClaystoneStatus {
     guard("claystone_memory_record_history", || {
@@ -136,8 +136,8 @@ pub extern "C" fn claystone_memory_record_history(number: i32, max_entries: usiz
     })
 }
 
-/// What a device's allocator holds, block by block, and the recorded events, in a form of ClaystoneSnapshotFormat. The bytes are the
-/// caller's.
+/// A snapshot of a device's allocator: every block, and the recorded events, in a ClaystoneSnapshotFormat. The caller owns the
+/// bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_memory_snapshot(
     number: i32,
@@ -145,7 +145,7 @@ pub unsafe extern "C" fn claystone_memory_snapshot(
     snapshot: *mut ClaystoneBytes,
 ) -> ClaystoneStatus {
     guard("claystone_memory_snapshot", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let output = unsafe { output(snapshot, "snapshot")? };
         let snapshot = device(number)?.memory_snapshot()?;
         output.write(ClaystoneBytes::new(match format {

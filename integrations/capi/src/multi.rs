@@ -1,4 +1,4 @@
-//! One call for many tensors: elementwise operations, and steps of optimisers.
+//! Operations on lists of tensors: elementwise operations and optimizer steps.
 
 use std::ffi::c_char;
 
@@ -16,23 +16,24 @@ use crate::tensor::ClaystoneTensor;
 pub struct ClaystoneTensors {
     /// Handles, none of them null.
     pub tensors: *const *const ClaystoneTensor,
-    /// How many.
+    /// The number of tensors.
     pub count: usize,
 }
 
-/// The tensors of a list.
+/// Borrows the tensors of a list.
 ///
 /// # Safety
-/// Pointers are null, or good as the crate's documentation says.
-pub(crate) unsafe fn list<'a>(list: &ClaystoneTensors, what: &str) -> Result<Vec<&'a Tensor>, Fault> {
-    // SAFETY: the caller's promise.
+/// Pointers are null or valid as the crate's documentation requires.
+pub(crate) unsafe fn borrow_tensors<'a>(list: &ClaystoneTensors, what: &str) -> Result<Vec<&'a Tensor>, Fault> {
+    // SAFETY: the caller upholds this function's contract.
     let handles = unsafe { array(list.tensors, list.count, what)? };
-    // SAFETY: as above.
+    // SAFETY: the caller promises that the entries are null or live handles.
     handles.iter().map(|&t| Ok(&unsafe { borrow(t, what)? }.0)).collect()
 }
 
-/// Runs an elementwise operation on many tensors: `lists` has its operands, `list_count` of them, each of as many tensors as `out`, which
-/// is written, or of one for all; `numbers` has its other arguments. Tensors of one shape share launches. `out` may be the first list.
+/// Runs an elementwise operation on many tensors. `lists` has `list_count` operands, each with as many tensors as `out`, which receives
+/// the results, or with one tensor that applies to all; `numbers` has the scalar arguments. Tensors of one shape share launches. `out`
+/// may be the first list.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_foreach(
     name: *const c_char,
@@ -43,11 +44,11 @@ pub unsafe extern "C" fn claystone_foreach(
     out: ClaystoneTensors,
 ) -> ClaystoneStatus {
     guard("claystone_foreach", || {
-        // SAFETY: a text, arrays of so many entries, and handles that live, says the caller.
+        // SAFETY: the caller promises a string, arrays of the given lengths, and live handles.
         let (name, lists, numbers, out) = unsafe {
             let given = array(lists, list_count, "lists")?.iter();
-            let lists = given.map(|one| list(one, "a list")).collect::<Result<Vec<_>, Fault>>()?;
-            (text(name, "name")?, lists, array(numbers, number_count, "numbers")?, list(&out, "out")?)
+            let lists = given.map(|one| borrow_tensors(one, "a list")).collect::<Result<Vec<_>, Fault>>()?;
+            (text(name, "name")?, lists, array(numbers, number_count, "numbers")?, borrow_tensors(&out, "out")?)
         };
         let lists: Vec<&[&Tensor]> = lists.iter().map(Vec::as_slice).collect();
         let numbers: Vec<Scalar> = numbers.iter().map(|&x| Scalar::Float(x)).collect();
@@ -55,37 +56,38 @@ pub unsafe extern "C" fn claystone_foreach(
     })
 }
 
-/// What a step of an optimiser is made of, whichever it is.
+/// The tensors that every optimizer step takes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ClaystoneStep {
-    /// What is updated.
+    /// The parameters to update.
     pub parameters: ClaystoneTensors,
-    /// As many gradients.
+    /// The gradients, one for each parameter.
     pub gradients: ClaystoneTensors,
-    /// The learning rate, of one element, on the device; null where that of the hyperparameters is the one.
+    /// The learning rate as a one-element tensor on the device; null to use the hyperparameters' learning rate.
     pub lr: *const ClaystoneTensor,
-    /// What gradients are divided by first, in place, of one element; or null.
+    /// A one-element tensor by which the gradients are first divided in place; or null.
     pub grad_scale: *const ClaystoneTensor,
-    /// One element: where it is 1 nothing is changed. Or null.
+    /// A one-element tensor; if it is 1, the step changes nothing. Or null.
     pub found_inf: *const ClaystoneTensor,
-    /// Whether to go up the gradient instead of down.
+    /// True to ascend the gradient instead of descending it.
     pub maximize: bool,
 }
 
-/// Runs a step of the tensors that this is of.
+/// Converts the tensors of a step and passes them to `run`.
 ///
 /// # Safety
-/// Pointers are null, or good as the crate's documentation says.
+/// Pointers are null or valid as the crate's documentation requires.
 unsafe fn with_step(
     step: *const ClaystoneStep,
     run: impl FnOnce(&FusedStep) -> claystone::Result<()>,
 ) -> Result<(), Fault> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let (step, parameters, gradients, [lr, grad_scale, found_inf]) = unsafe {
         let step = borrow(step, "step")?;
         let one = |t: *const ClaystoneTensor| t.as_ref().map(|t| &t.0);
-        let (parameters, gradients) = (list(&step.parameters, "a parameter")?, list(&step.gradients, "a gradient")?);
+        let (parameters, gradients) =
+            (borrow_tensors(&step.parameters, "a parameter")?, borrow_tensors(&step.gradients, "a gradient")?);
         (step, parameters, gradients, [step.lr, step.grad_scale, step.found_inf].map(one))
     };
     let maximize = step.maximize;
@@ -101,29 +103,29 @@ pub struct ClaystoneAdam {
     pub lr: f64,
     /// Decay of the running mean of the gradient.
     pub beta1: f64,
-    /// Decay of the running mean of its square.
+    /// Decay of the running mean of the squared gradient.
     pub beta2: f64,
     /// Added to the denominator.
     pub eps: f64,
-    /// Weight decay: of AdamW beside the gradient, otherwise in it.
+    /// Weight decay: applied to the parameters by AdamW, added to the gradient by Adam.
     pub weight_decay: f64,
-    /// Whether to divide by the greatest running mean so far.
+    /// Whether to divide by the maximum of the running means so far.
     pub amsgrad: bool,
-    /// Whether it is AdamW.
+    /// True for AdamW, false for Adam.
     pub decoupled: bool,
 }
 
-/// The state of Adam and AdamW: as many tensors as parameters in each list.
+/// The state of Adam and AdamW: each list has a tensor for each parameter.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ClaystoneAdamState {
     /// Running means of the gradients.
     pub exp_avgs: ClaystoneTensors,
-    /// Running means of their squares.
+    /// Running means of the squared gradients.
     pub exp_avg_sqs: ClaystoneTensors,
-    /// The greatest of these so far; read with `amsgrad` only.
+    /// Maxima of `exp_avg_sqs` so far; read with `amsgrad` only.
     pub max_exp_avg_sqs: ClaystoneTensors,
-    /// Tensors of one element: the how-manieth step this is, from 1 on.
+    /// One-element tensors with the number of this step, counted from 1.
     pub steps: ClaystoneTensors,
 }
 
@@ -135,12 +137,14 @@ pub unsafe extern "C" fn claystone_fused_adam(
     adam: *const ClaystoneAdam,
 ) -> ClaystoneStatus {
     guard("claystone_fused_adam", || {
-        // SAFETY: structs that are good for reading, and handles that live, says the caller.
+        // SAFETY: the caller promises structs that are valid for reading, and live handles.
         let (adam, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps]) = unsafe {
             let (state, adam) = (borrow(state, "state")?, borrow(adam, "adam")?);
-            let greatest = if adam.amsgrad { list(&state.max_exp_avg_sqs, "a greatest mean")? } else { Vec::new() };
-            let means = (list(&state.exp_avgs, "a mean")?, list(&state.exp_avg_sqs, "a mean of squares")?);
-            (adam, [means.0, means.1, greatest, list(&state.steps, "a step")?])
+            let greatest =
+                if adam.amsgrad { borrow_tensors(&state.max_exp_avg_sqs, "a greatest mean")? } else { Vec::new() };
+            let means =
+                (borrow_tensors(&state.exp_avgs, "a mean")?, borrow_tensors(&state.exp_avg_sqs, "a mean of squares")?);
+            (adam, [means.0, means.1, greatest, borrow_tensors(&state.steps, "a step")?])
         };
         let state = FusedAdamState {
             exp_avgs: &exp_avgs,
@@ -149,7 +153,7 @@ pub unsafe extern "C" fn claystone_fused_adam(
             steps: &steps,
         };
         let ClaystoneAdam { lr, beta1, beta2, eps, weight_decay, amsgrad, decoupled } = *adam;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract.
         unsafe {
             with_step(step, |step| match decoupled {
                 true => fused_adamw_(step, &state, &AdamWConfig { lr, beta1, beta2, eps, weight_decay, amsgrad }),
@@ -165,20 +169,20 @@ pub unsafe extern "C" fn claystone_fused_adam(
 pub struct ClaystoneSgd {
     /// Learning rate.
     pub lr: f64,
-    /// Factor of the velocity kept from step to step; 0 for none.
+    /// Factor of the velocity from the previous step; 0 for no momentum.
     pub momentum: f64,
-    /// The part of the gradient that does not reach the velocity, from the second step on.
+    /// The fraction of the gradient that is not added to the velocity, from the second step on.
     pub dampening: f64,
     /// L2 penalty, added to the gradient.
     pub weight_decay: f64,
-    /// Nesterov's look-ahead.
+    /// Whether to use Nesterov momentum.
     pub nesterov: bool,
-    /// Whether it is the first step: what the momentum buffers hold is not read.
+    /// True in the first step: the contents of the momentum buffers are then not read.
     pub first: bool,
 }
 
-/// One step of stochastic gradient descent. `momentum_buffers` has as many tensors as there are parameters, or none without a
-/// momentum. PyTorch's `torch._fused_sgd_`.
+/// One step of stochastic gradient descent. `momentum_buffers` has a tensor for each parameter, or is empty without momentum.
+/// PyTorch's `torch._fused_sgd_`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_fused_sgd(
     step: *const ClaystoneStep,
@@ -186,11 +190,11 @@ pub unsafe extern "C" fn claystone_fused_sgd(
     sgd: *const ClaystoneSgd,
 ) -> ClaystoneStatus {
     guard("claystone_fused_sgd", || {
-        // SAFETY: structs that are good for reading, and handles that live, says the caller.
-        let (buffers, sgd) = unsafe { (list(&momentum_buffers, "a momentum buffer")?, borrow(sgd, "sgd")?) };
+        // SAFETY: the caller promises structs that are valid for reading, and live handles.
+        let (buffers, sgd) = unsafe { (borrow_tensors(&momentum_buffers, "a momentum buffer")?, borrow(sgd, "sgd")?) };
         let ClaystoneSgd { lr, momentum, dampening, weight_decay, nesterov, first } = *sgd;
         let config = SgdConfig { lr, momentum, dampening, weight_decay, nesterov };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { with_step(step, |step| fused_sgd_(step, &buffers, first, &config)) }
     })
 }
@@ -201,7 +205,7 @@ pub unsafe extern "C" fn claystone_fused_sgd(
 pub struct ClaystoneAdagrad {
     /// Learning rate.
     pub lr: f64,
-    /// How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
+    /// Decay of the learning rate: step t uses `lr / (1 + (t - 1) * lr_decay)`.
     pub lr_decay: f64,
     /// L2 penalty, added to the gradient.
     pub weight_decay: f64,
@@ -209,8 +213,8 @@ pub struct ClaystoneAdagrad {
     pub eps: f64,
 }
 
-/// One step of Adagrad. `state_sums` are the sums of squared gradients, `steps` tensors of one element: the how-manieth step this
-/// is, from 1 on. PyTorch's `torch._fused_adagrad_`.
+/// One step of Adagrad. `state_sums` are the sums of squared gradients, `steps` one-element tensors with the number of this step,
+/// counted from 1. PyTorch's `torch._fused_adagrad_`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_fused_adagrad(
     step: *const ClaystoneStep,
@@ -219,18 +223,19 @@ pub unsafe extern "C" fn claystone_fused_adagrad(
     adagrad: *const ClaystoneAdagrad,
 ) -> ClaystoneStatus {
     guard("claystone_fused_adagrad", || {
-        // SAFETY: a struct that is good for reading, and handles that live, says the caller.
-        let (sums, steps, adagrad) =
-            unsafe { (list(&state_sums, "a sum")?, list(&steps, "a step")?, borrow(adagrad, "adagrad")?) };
+        // SAFETY: the caller promises a struct that is valid for reading, and live handles.
+        let (sums, steps, adagrad) = unsafe {
+            (borrow_tensors(&state_sums, "a sum")?, borrow_tensors(&steps, "a step")?, borrow(adagrad, "adagrad")?)
+        };
         let ClaystoneAdagrad { lr, lr_decay, weight_decay, eps } = *adagrad;
         let config = AdagradConfig { lr, lr_decay, weight_decay, eps, ..Default::default() };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { with_step(step, |step| fused_adagrad_(step, &sums, &steps, &config)) }
     })
 }
 
-/// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
-/// element. PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`.
+/// Multiplies gradients by `inv_scale` in place and sets `found_inf` to 1 if an element is infinite or NaN; `inv_scale` and `found_inf`
+/// have one element. PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_unscale(
     gradients: ClaystoneTensors,
@@ -238,9 +243,9 @@ pub unsafe extern "C" fn claystone_unscale(
     inv_scale: *const ClaystoneTensor,
 ) -> ClaystoneStatus {
     guard("claystone_unscale", || {
-        // SAFETY: handles that live, says the caller.
+        // SAFETY: the caller promises live handles.
         let (gradients, found_inf, inv_scale) = unsafe {
-            let gradients = list(&gradients, "a gradient")?;
+            let gradients = borrow_tensors(&gradients, "a gradient")?;
             (gradients, borrow(found_inf, "found_inf")?, borrow(inv_scale, "inv_scale")?)
         };
         Ok(unscale_(&gradients, &found_inf.0, &inv_scale.0)?)

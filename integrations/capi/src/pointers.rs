@@ -1,4 +1,4 @@
-//! What C's pointers are, once they are checked for null: handles, arrays, texts and where results go.
+//! Conversions of C pointers to references after a check for null: handles, arrays, strings and destinations of results.
 
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -7,39 +7,39 @@ use std::sync::Arc;
 
 use crate::status::{Fault, guard};
 
-fn null(what: &str) -> Fault {
+fn null_error(what: &str) -> Fault {
     Fault::Argument(format!("{what} is null"))
 }
 
-/// What a handle or a pointer to a struct points to.
+/// Dereferences a handle or a pointer to a struct.
 ///
 /// # Safety
-/// It is null, or good for reading as long as the result is used.
+/// `pointer` is null, or valid for reading while the result is used.
 pub(crate) unsafe fn borrow<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Fault> {
-    // SAFETY: the caller's promise.
-    unsafe { pointer.as_ref() }.ok_or_else(|| null(what))
+    // SAFETY: the caller upholds this function's contract.
+    unsafe { pointer.as_ref() }.ok_or_else(|| null_error(what))
 }
 
-/// An array. Of no entries it may be null.
+/// Makes a slice of an array, which may be null if `count` is 0.
 ///
 /// # Safety
-/// It is null, or good for reading `count` entries as long as the result is used.
+/// `pointer` is null, or valid for reading `count` entries while the result is used.
 pub(crate) unsafe fn array<'a, T>(pointer: *const T, count: usize, what: &str) -> Result<&'a [T], Fault> {
     match (pointer.is_null(), count) {
         (_, 0) => Ok(&[]),
-        (true, _) => Err(null(what)),
+        (true, _) => Err(null_error(what)),
         _ if count > isize::MAX as usize / size_of::<T>() => {
             Err(Fault::Argument(format!("{what} has too many entries")))
         }
-        // SAFETY: the caller's promise; it is not null, and not longer than an array can be.
+        // SAFETY: the caller promises valid entries; the pointer is not null, and the slice is at most isize::MAX bytes long.
         _ => Ok(unsafe { slice::from_raw_parts(pointer, count) }),
     }
 }
 
-/// An array to write results to, of which nothing is read. Of no entries it may be null.
+/// Makes a slice of an array for results, which is only written. The array may be null if `count` is 0.
 ///
 /// # Safety
-/// It is null, or good for writing `count` entries as long as the result is used, and nobody else uses it meanwhile.
+/// `pointer` is null, or valid for writing `count` entries while the result is used, and nothing else accesses them meanwhile.
 pub(crate) unsafe fn outputs<'a, T>(
     pointer: *mut T,
     count: usize,
@@ -47,81 +47,82 @@ pub(crate) unsafe fn outputs<'a, T>(
 ) -> Result<&'a mut [MaybeUninit<T>], Fault> {
     match (pointer.is_null(), count) {
         (_, 0) => Ok(&mut []),
-        (true, _) => Err(null(what)),
+        (true, _) => Err(null_error(what)),
         _ if count > isize::MAX as usize / size_of::<T>() => {
             Err(Fault::Argument(format!("{what} has too many entries")))
         }
-        // SAFETY: the caller's promise; it is not null, not longer than an array can be, and its entries may be of any bytes.
+        // SAFETY: the caller promises valid entries; the pointer is not null, the slice is at most isize::MAX bytes long, and
+        // `MaybeUninit` entries may hold any bytes.
         _ => Ok(unsafe { slice::from_raw_parts_mut(pointer.cast(), count) }),
     }
 }
 
-/// Memory of the host that is written to.
+/// Makes a slice of host memory to write bytes to.
 ///
 /// # Safety
-/// As [`outputs`]. The bytes count as initialised, as all that comes over the border does.
+/// As for [`outputs`]. The bytes count as initialised, like all memory that C passes.
 pub(crate) unsafe fn bytes<'a>(pointer: *mut u8, count: usize, what: &str) -> Result<&'a mut [u8], Fault> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let outputs = unsafe { outputs(pointer, count, what)? };
-    // SAFETY: the same entries, which count as initialised, says the caller.
+    // SAFETY: the slice covers the same entries as `outputs`, and the caller promises that they count as initialised.
     Ok(unsafe { slice::from_raw_parts_mut(outputs.as_mut_ptr().cast(), count) })
 }
 
-/// Where one result goes, if anywhere.
+/// The destination of an optional result: `None` for null.
 ///
 /// # Safety
-/// As [`outputs`], for one entry.
+/// As for [`outputs`], with one entry.
 pub(crate) unsafe fn optional<'a, T>(pointer: *mut T) -> Option<&'a mut MaybeUninit<T>> {
-    // SAFETY: the caller's promise; what is there may be any bytes.
+    // SAFETY: the caller promises a valid pointer; a `MaybeUninit` may hold any bytes.
     unsafe { pointer.cast::<MaybeUninit<T>>().as_mut() }
 }
 
-/// Where one result goes.
+/// The destination of one result.
 ///
 /// # Safety
-/// As [`outputs`], for one entry.
+/// As for [`outputs`], with one entry.
 pub(crate) unsafe fn output<'a, T>(pointer: *mut T, what: &str) -> Result<&'a mut MaybeUninit<T>, Fault> {
-    // SAFETY: the caller's promise.
-    unsafe { optional(pointer) }.ok_or_else(|| null(what))
+    // SAFETY: the caller upholds this function's contract.
+    unsafe { optional(pointer) }.ok_or_else(|| null_error(what))
 }
 
-/// A text.
+/// Borrows a C string as UTF-8.
 ///
 /// # Safety
-/// It is null, or ends with a zero byte and stays as long as the result is used.
+/// `pointer` is null, or a string that ends with a zero byte and lives while the result is used.
 pub(crate) unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a str, Fault> {
     if pointer.is_null() {
-        return Err(null(what));
+        return Err(null_error(what));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let text = unsafe { CStr::from_ptr(pointer) };
-    text.to_str().map_err(|_| Fault::Argument(format!("{what} is no UTF-8")))
+    text.to_str().map_err(|_| Fault::Argument(format!("{what} is not UTF-8")))
 }
 
-/// A handle on a value, which its release function takes back.
+/// Makes a handle on a value; the matching release function frees it.
 pub(crate) fn handle<T>(value: T) -> *mut T {
     Arc::into_raw(Arc::new(value)).cast_mut()
 }
 
-/// Makes one more handle on the same value.
+/// Increments a handle's reference count.
 ///
 /// # Safety
-/// It is null, or a [`handle`] that was not released.
+/// `pointer` is null, or a [`handle`] that was not released.
 pub(crate) unsafe fn retain<T>(pointer: *const T, what: &str) -> Result<(), Fault> {
     if pointer.is_null() {
-        return Err(null(what));
+        return Err(null_error(what));
     }
-    // SAFETY: the caller's promise, which includes that it is of an `Arc`.
+    // SAFETY: the caller promises an unreleased handle, which `Arc::into_raw` made.
     unsafe { Arc::increment_strong_count(pointer) };
     Ok(())
 }
 
-/// How many handles there are on the value.
+/// A handle's reference count.
 ///
 /// # Safety
-/// As [`retain`].
+/// As for [`retain`].
 pub(crate) unsafe fn use_count<T>(pointer: *const T, what: &str) -> Result<usize, Fault> {
-    // SAFETY: retained first, so that one handle is this one's to give back.
+    // SAFETY: `retain` adds a reference first, so dropping the `Arc` does not take the caller's.
     let value = unsafe {
         retain(pointer, what)?;
         Arc::from_raw(pointer)
@@ -129,13 +130,13 @@ pub(crate) unsafe fn use_count<T>(pointer: *const T, what: &str) -> Result<usize
     Ok(Arc::strong_count(&value) - 1)
 }
 
-/// Gives a handle back. Null is none.
+/// Decrements a handle's reference count; null is ignored.
 ///
 /// # Safety
-/// It is null, or a [`handle`] that was not released, and nobody uses this one any more.
+/// `pointer` is null, or a [`handle`] that was not released and is not used after this call.
 pub(crate) unsafe fn release<T>(name: &str, pointer: *mut T) {
     if !pointer.is_null() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds this function's contract.
         let value = unsafe { Arc::from_raw(pointer) };
         _ = guard(name, || {
             drop(value);

@@ -1,4 +1,4 @@
-//! What the process did, and when.
+//! The profiler: which operations, driver calls and kernels ran when.
 
 use std::ffi::{CString, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -11,37 +11,37 @@ use crate::memory::ClaystoneBytes;
 use crate::pointers::{borrow, handle, output, release, text};
 use crate::status::{ClaystoneStatus, Fault, guard};
 
-/// The profiler that records, if one does.
+/// The running profiler, if any.
 static RUNNING: Mutex<Option<Profiler>> = Mutex::new(None);
 
-/// A handle on what was recorded.
+/// A handle on a finished recording.
 pub struct ClaystoneProfile {
     profile: Profile,
-    /// The names of its events and their annotations, as C strings.
+    /// The name and the annotation of each event, as C strings.
     names: Vec<[CString; 2]>,
 }
 
-/// What an event of a profile is about.
+/// The kind of an event of a profile.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaystoneCategory {
-    /// An operation on the host: while it is submitted to an OpenCL device, or while the CPU device computes it.
+    /// An operation on the host: its submission to an OpenCL device, or its computation on the CPU device.
     Operation = 0,
-    /// A call of the driver that submits a command.
+    /// A driver call that submits a command.
     Launch = 1,
     /// The host waits for a device.
     Wait = 2,
     /// A kernel on a device.
     Kernel = 3,
-    /// Bytes are copied within a device.
+    /// A copy within a device.
     Copy = 4,
-    /// Bytes are filled on a device.
+    /// A fill on a device.
     Fill = 5,
-    /// Bytes go from a device to the host.
+    /// A copy from a device to the host.
     Read = 6,
-    /// Bytes go from the host to a device.
+    /// A copy from the host to a device.
     Write = 7,
-    /// Anything else.
+    /// Any other event.
     Other = 8,
 }
 
@@ -51,47 +51,47 @@ pub enum ClaystoneCategory {
 pub struct ClaystoneProfileEvent {
     /// A ClaystoneCategory.
     pub category: i32,
-    /// PyTorch's name of an operation, of a kernel its program's, of other commands the driver's: the profile's, as long as that lives.
+    /// The name of an operation in PyTorch, of a kernel in its program, or of another command in the driver. The profile owns the string.
     pub name: *const c_char,
-    /// The number of the device that works, or that the host works for; the CPU device's where there is none.
+    /// The number of the device that does the work or that the host works for; CLAYSTONE_CPU if there is none.
     pub device: i32,
-    /// Whether it happened on a stream of an OpenCL device, and not on a thread of the host.
+    /// True if the event ran on a stream of an OpenCL device, false if it ran on a host thread.
     pub on_stream: bool,
-    /// The number of the stream or of the thread.
+    /// The number of the stream or thread.
     pub lane: u32,
-    /// Nanoseconds from when the profiler was started to when the event began.
+    /// Nanoseconds from the start of the profiler to the start of the event.
     pub start: i64,
-    /// For how many nanoseconds it ran.
+    /// The duration in nanoseconds.
     pub duration: i64,
-    /// Bytes that it reads and writes, where they are known.
+    /// Bytes read and written, if known; otherwise 0.
     pub bytes: u64,
-    /// What a launch and its command on the device have in common; 0 for other events.
+    /// A number that a launch shares with its command on the device; 0 for other events.
     pub launch: u64,
-    /// The names of `claystone_annotate` that it happened under, the outermost first, joined by slashes; as `name`.
+    /// The enclosing names of `claystone_annotate`, outermost first, joined by slashes. The profile owns the string.
     pub annotation: *const c_char,
 }
 
-/// Begins to record what the process does. Waits for what devices have to do. One profiler at a time sees the whole process.
+/// Starts the profiler, which records the whole process; only one can run at a time. Waits until all devices are idle.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_profiler_start() -> ClaystoneStatus {
     guard("claystone_profiler_start", || {
         let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         if running.is_some() {
-            return Err(Fault::Argument("it records already".into()));
+            return Err(Fault::Argument("the profiler is already running".into()));
         }
         *running = Some(Profiler::start_with(ProfilerOptions { copy_rate: false, ..Default::default() })?);
         Ok(())
     })
 }
 
-/// Ends the recording, and gives what was recorded. Waits for what devices have to do. The handle is the caller's.
+/// Stops the profiler and returns its recording. Waits until all devices are idle. The caller owns the handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_profiler_stop(profile: *mut *mut ClaystoneProfile) -> ClaystoneStatus {
     guard("claystone_profiler_stop", || {
-        // SAFETY: good for writing, says the caller.
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
         let output = unsafe { output(profile, "profile")? };
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let profile = running.ok_or_else(|| Fault::Argument("nothing is recorded".into()))?.stop();
+        let profile = running.ok_or_else(|| Fault::Argument("the profiler is not running".into()))?.stop();
         let text = |text: &str| CString::new(text.replace('\0', "\\0")).unwrap_or_default();
         let names = |event: &Event| [&event.name, &event.annotation].map(|name| text(name));
         let names = profile.events().iter().map(names).collect();
@@ -100,21 +100,21 @@ pub unsafe extern "C" fn claystone_profiler_stop(profile: *mut *mut ClaystonePro
     })
 }
 
-/// How many events a profile has.
+/// The number of events of a profile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_profile_count(
     profile: *const ClaystoneProfile,
     count: *mut usize,
 ) -> ClaystoneStatus {
     guard("claystone_profile_count", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and a pointer that is valid for writing.
         let (profile, count) = unsafe { (borrow(profile, "profile")?, output(count, "count")?) };
         count.write(profile.names.len());
         Ok(())
     })
 }
 
-/// An event of a profile, by its index in the order in which they began.
+/// Gets an event of a profile by its index; events are sorted by their start.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_profile_event(
     profile: *const ClaystoneProfile,
@@ -122,7 +122,7 @@ pub unsafe extern "C" fn claystone_profile_event(
     event: *mut ClaystoneProfileEvent,
 ) -> ClaystoneStatus {
     guard("claystone_profile_event", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and a pointer that is valid for writing.
         let (profile, output) = unsafe { (borrow(profile, "profile")?, output(event, "event")?) };
         let (Some(event), Some([name, annotation])) = (profile.profile.events().get(index), profile.names.get(index))
         else {
@@ -163,14 +163,14 @@ fn category(category: Category) -> ClaystoneCategory {
     }
 }
 
-/// A profile as the trace that `claystone profile`, Perfetto and `chrome://tracing` read. The bytes are the caller's.
+/// The profile as a trace for `claystone profile`, Perfetto and `chrome://tracing`. The caller owns the bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_profile_trace(
     profile: *const ClaystoneProfile,
     json: *mut ClaystoneBytes,
 ) -> ClaystoneStatus {
     guard("claystone_profile_trace", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and a pointer that is valid for writing.
         let (profile, json) = unsafe { (borrow(profile, "profile")?, output(json, "json")?) };
         let mut bytes = Vec::new();
         profile.profile.write(&mut bytes).map_err(|e| Fault::Argument(e.to_string()))?;
@@ -179,9 +179,9 @@ pub unsafe extern "C" fn claystone_profile_trace(
     })
 }
 
-/// Calls `run` with `data`, under a name: profiles, and the memory histories of devices, show when it began and ended, and what
-/// the thread did meanwhile carries the name. Each name is remembered for the life of the process: use few. `run` has to return; to
-/// leave it by an exception or a jump is undefined behaviour.
+/// Calls `run(data)` under a name. Profiles and the memory histories of devices show when it began and ended, and label the work of
+/// the thread meanwhile with the name. Each distinct name is kept for the life of the process, so use few. `run` must return: leaving
+/// it by an exception or a jump is undefined behaviour.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_annotate(
     name: *const c_char,
@@ -190,9 +190,9 @@ pub unsafe extern "C" fn claystone_annotate(
 ) -> ClaystoneStatus {
     guard("claystone_annotate", || {
         let run = run.ok_or_else(|| Fault::Argument("run is null".into()))?;
-        // SAFETY: a text, says the caller.
+        // SAFETY: the caller promises a string.
         let name = unsafe { text(name, "name")? };
-        // SAFETY: a function that may be called with this data, says the caller.
+        // SAFETY: the caller promises a function that may be called with this data.
         annotate(name, || unsafe { run(data) });
         Ok(())
     })
@@ -201,6 +201,6 @@ pub unsafe extern "C" fn claystone_annotate(
 /// Gives a handle on a profile back; null is none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_profile_release(profile: *mut ClaystoneProfile) {
-    // SAFETY: a handle that was not released, says the caller.
+    // SAFETY: the caller promises an unreleased handle.
     unsafe { release("claystone_profile_release", profile) }
 }

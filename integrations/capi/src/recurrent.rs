@@ -1,66 +1,65 @@
-//! Recurrent layers through all their steps, and recordings: what the gradients of a call are computed from later.
+//! Recurrent layers over whole sequences, and the recordings from which their gradients are computed later.
 
 use claystone::nn::{Gru, Lstm, PackedSequence, Rnn, RnnOptions};
 use claystone::ops::Recorded;
 use claystone::{Tensor, no_grad};
 
-use crate::call::give;
-use crate::multi::{ClaystoneTensors, list};
+use crate::call::write_results;
+use crate::multi::{ClaystoneTensors, borrow_tensors};
 use crate::pointers::{array, borrow, handle, optional, outputs, release};
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::tensor::ClaystoneTensor;
 
-/// What a recurrent layer computes in a step.
+/// The cell of a recurrent layer.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaystoneCell {
     /// Long short-term memory.
     Lstm = 0,
-    /// The gated recurrent unit.
+    /// Gated recurrent unit.
     Gru = 1,
-    /// The hyperbolic tangent of a sum.
+    /// Elman cell with tanh.
     RnnTanh = 2,
-    /// A sum where it is above 0.
+    /// Elman cell with ReLU.
     RnnRelu = 3,
 }
 
-/// Recurrent layers on top of each other, and what they are given: PyTorch's `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and
-/// `torch.rnn_relu`, without dropout.
+/// Stacked recurrent layers and their inputs: PyTorch's `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, without
+/// dropout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ClaystoneRecurrent {
     /// A ClaystoneCell.
     pub cell: i32,
-    /// How many layers.
+    /// The number of layers.
     pub num_layers: usize,
-    /// Whether each layer also goes through the sequence from its end.
+    /// Whether each layer also processes the sequence backwards.
     pub bidirectional: bool,
-    /// Whether there are biases.
+    /// Whether the layers have biases.
     pub bias: bool,
-    /// Where not 0, LSTM's hidden state is projected to so many features.
+    /// If not 0, the number of features that LSTM's hidden state is projected to.
     pub proj_size: usize,
-    /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+    /// True if input and output are `[N, L, ..]` instead of `[L, N, ..]`.
     pub batch_first: bool,
-    /// Of packed sequences, whose input is `[rows, ..]`, how many of these rows each step has; null for others.
+    /// For packed sequences, whose input is `[rows, ..]`: the number of rows of each step. Otherwise null.
     pub batch_sizes: *const i64,
-    /// How many steps that are; 0 for others.
+    /// The number of steps of packed sequences; otherwise 0.
     pub batch_size_count: usize,
     /// The input.
     pub input: *const ClaystoneTensor,
-    /// The hidden states to begin with, `[layers * directions, N, H]`.
+    /// The initial hidden states, `[layers * directions, N, H]`.
     pub hx: *const ClaystoneTensor,
-    /// LSTM's cell states to begin with; null for others.
+    /// The initial cell states of an LSTM; null for other cells.
     pub cx: *const ClaystoneTensor,
-    /// Of each layer and each of its directions `weight_ih`, `weight_hh`, then the two biases, then LSTM's `weight_hr`, as far as there
-    /// are such.
+    /// For each layer and direction: `weight_ih`, `weight_hh`, the two biases if there are any, then `weight_hr` of a projected LSTM.
     pub parameters: ClaystoneTensors,
 }
 
-/// What the gradients of a call are computed from.
+/// A recorded forward call, from which gradients are computed.
 pub struct ClaystoneRecording(pub(crate) Recorded);
 
-/// The results of layers: the hidden states of the last one, then what all of them end with.
-fn run(
+/// Runs the layers. Returns the last layer's hidden states at all steps, then the final states of all layers.
+fn run_cell(
     cell: ClaystoneCell,
     options: RnnOptions,
     batch_sizes: Option<&[usize]>,
@@ -71,7 +70,7 @@ fn run(
     let (states, parameters) = given[1..].split_at(if is_lstm { 2 } else { 1 });
     let parameters = parameters.iter().map(|t| t.shallow_clone()).collect();
     let packed = batch_sizes.map(|sizes| PackedSequence::new(given[0], sizes.to_vec())).transpose()?;
-    macro_rules! through {
+    macro_rules! run_layers {
         ($layers:expr, $state:expr) => {{
             let layers = $layers;
             match &packed {
@@ -85,22 +84,22 @@ fn run(
     let (out, last) = match cell {
         ClaystoneCell::Lstm => {
             let state = (states[0].shallow_clone(), states[1].shallow_clone());
-            let (out, (h, c)) = through!(Lstm::from_parameters(parameters, options)?, Some(&state))?;
+            let (out, (h, c)) = run_layers!(Lstm::from_parameters(parameters, options)?, Some(&state))?;
             return Ok(vec![out, h, c]);
         }
-        ClaystoneCell::Gru => through!(Gru::from_parameters(parameters, options)?, Some(states[0]))?,
-        ClaystoneCell::RnnTanh => through!(Rnn::from_parameters(parameters, options)?, Some(states[0]))?,
-        ClaystoneCell::RnnRelu => through!(Rnn::from_parameters(parameters, options)?.with_relu(), Some(states[0]))?,
+        ClaystoneCell::Gru => run_layers!(Gru::from_parameters(parameters, options)?, Some(states[0]))?,
+        ClaystoneCell::RnnTanh => run_layers!(Rnn::from_parameters(parameters, options)?, Some(states[0]))?,
+        ClaystoneCell::RnnRelu => run_layers!(Rnn::from_parameters(parameters, options)?.with_relu(), Some(states[0]))?,
     };
     Ok(vec![out, last])
 }
 
 /// Runs recurrent layers.
 ///
-/// `results` has room for three handles, which are the caller's: the hidden states of the last layer at all steps, the hidden states that
-/// all layers end with, and LSTM's cell states likewise, null for others. `wanted` has a flag for the input, for `hx`, for LSTM's `cx`,
-/// and for each parameter: not 0 where its gradient will be asked for. Then `recording` is written a handle that is the caller's; null
-/// where `wanted` is null or all 0.
+/// `results` has room for three handles, which the caller owns: the hidden states of the last layer at all steps, the final hidden states of
+/// all layers, and an LSTM's final cell states (null for other cells). `wanted` has a flag for the input, `hx`, an LSTM's `cx`, and
+/// each parameter; a flag other than 0 means that its gradient will be requested. `recording` then receives a handle, which the caller
+/// owns; it is null if `wanted` is null or all 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_recurrent(
     layers: *const ClaystoneRecurrent,
@@ -109,12 +108,13 @@ pub unsafe extern "C" fn claystone_recurrent(
     recording: *mut *mut ClaystoneRecording,
 ) -> ClaystoneStatus {
     guard("claystone_recurrent", || {
-        // SAFETY: a struct whose pointers are null, or good as the crate's documentation says; places for the results.
+        // SAFETY: the caller promises a struct whose pointers are null or valid as the crate's documentation requires, and
+        // destinations that are null or valid for writing.
         let (given, batch_sizes, tensors, outputs, recording) = unsafe {
             let given = borrow(layers, "layers")?;
             let sizes = array(given.batch_sizes, given.batch_size_count, "batch_sizes")?;
             let states = [given.hx, given.cx].map(|t| t.as_ref().map(|t| &t.0));
-            let parameters = list(&given.parameters, "a parameter")?;
+            let parameters = borrow_tensors(&given.parameters, "a parameter")?;
             let mut tensors = vec![Some(&borrow(given.input, "input")?.0), states[0]];
             tensors.extend((given.cell == ClaystoneCell::Lstm as i32).then_some(states[1]));
             tensors.extend(parameters.into_iter().map(Some));
@@ -140,14 +140,14 @@ pub unsafe extern "C" fn claystone_recurrent(
         };
         let wanted: Vec<bool> = match wanted.is_null() {
             true => vec![false; tensors.len()],
-            // SAFETY: as many flags as there are tensors, says the caller.
+            // SAFETY: the caller promises as many flags as there are tensors.
             false => unsafe { array(wanted, tensors.len(), "wanted")? }.iter().map(|&flag| flag != 0).collect(),
         };
         let is_recorded = wanted.contains(&true);
         let (made, kept) = if is_recorded {
-            let recorded = Recorded::new(&tensors, &wanted, |tensors| run(cell, options, batch_sizes, tensors))?;
+            let recorded = Recorded::new(&tensors, &wanted, |tensors| run_cell(cell, options, batch_sizes, tensors))?;
             let mut made = recorded.results();
-            // What one direction of others than LSTM gives is what backward reads, and the caller may write into his.
+            // Backward reads the output of cells other than LSTM, so the caller gets a copy that it may overwrite.
             if cell != ClaystoneCell::Lstm {
                 made[0] = no_grad(|| {
                     let rows = if given.batch_first { made[0].transpose(0, 1)? } else { made[0].shallow_clone() };
@@ -157,23 +157,23 @@ pub unsafe extern "C" fn claystone_recurrent(
             }
             (made, handle(ClaystoneRecording(recorded)))
         } else {
-            (no_grad(|| run(cell, options, batch_sizes, &tensors))?, std::ptr::null_mut())
+            (no_grad(|| run_cell(cell, options, batch_sizes, &tensors))?, std::ptr::null_mut())
         };
         match recording {
             Some(place) => _ = place.write(kept),
-            // SAFETY: made above, and given to nobody.
+            // SAFETY: `kept` was made above and nothing else holds it.
             None => unsafe { release("claystone_recurrent", kept) },
         }
-        give(made.into_iter().map(Some).chain([None]), outputs);
+        write_results(made.into_iter().map(Some).chain([None]), outputs);
         Ok(())
     })
 }
 
-/// The gradients of the tensors of a recorded call, as often as one likes.
+/// Computes the gradients of a recorded call. May be called any number of times.
 ///
-/// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none.
-/// `gradients` has room for a handle for each tensor, in the order of the flags that were given, which are the caller's: null where none was
-/// wanted or none flows. Each has a storage of its own. What the call was given must not have changed.
+/// `grad_outputs` has a gradient for each of the first results, of the same shape, dtype and device; null for a result without one.
+/// `gradients` has room for one handle per flag of `wanted`, in that order, which the caller owns: null for gradients that were not
+/// requested or do not exist. Each gradient has its own storage. The arguments of the recorded call must not have changed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_recording_backward(
     recording: *const ClaystoneRecording,
@@ -183,7 +183,7 @@ pub unsafe extern "C" fn claystone_recording_backward(
     tensor_count: usize,
 ) -> ClaystoneStatus {
     guard("claystone_recording_backward", || {
-        // SAFETY: a handle that lives and arrays, says the caller, of which the entries of `grad_outputs` are null or handles that live.
+        // SAFETY: the caller promises a live handle and arrays; each entry of `grad_outputs` is null or a live handle.
         let (recording, grad_outputs, outputs) = unsafe {
             let handles = array(grad_outputs, grad_output_count, "grad_outputs")?;
             let grad_outputs: Vec<Option<&Tensor>> = handles.iter().map(|&t| t.as_ref().map(|t| &t.0)).collect();
@@ -193,14 +193,14 @@ pub unsafe extern "C" fn claystone_recording_backward(
         if outputs.len() != found.len() {
             return Err(Fault::Argument(format!("there is room for {} gradients of {}", outputs.len(), found.len())));
         }
-        give(found, outputs);
+        write_results(found, outputs);
         Ok(())
     })
 }
 
-/// Gives a handle on a recording back, and what it kept. Null is none.
+/// Releases a handle on a recording and the tensors it keeps; null is ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_recording_release(recording: *mut ClaystoneRecording) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     unsafe { release("claystone_recording_release", recording) }
 }

@@ -1,4 +1,4 @@
-//! What functions return, the last error of each thread, and the guard around every function.
+//! The status that functions return, the last error of each thread, and the guard around every function.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -7,43 +7,43 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use claystone::Error;
 
-/// How a call ended.
+/// The outcome of a call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaystoneStatus {
-    /// As it should.
+    /// The call succeeded.
     Ok = 0,
-    /// An argument makes no sense: shapes, dtypes, devices, names, tags, null.
+    /// An argument is invalid: a shape, dtype, device, name, tag or null pointer.
     Invalid = 1,
     /// A dimension or an index is out of range.
     Index = 2,
-    /// The device, after giving back everything cached, has no room.
+    /// The device is out of memory, even after its cached memory was freed.
     OutOfMemory = 3,
-    /// The device is not there.
+    /// There is no such device.
     NoDevice = 4,
     /// A call of the OpenCL driver failed, or a kernel does not compile.
     Driver = 5,
     /// The device has faulted; nothing can run on it in this process any more.
     DeviceLost = 6,
-    /// An operation in place was done in part: what it writes to has to be set anew.
+    /// An in-place operation was only partly done: the contents of its destination are invalid and must be written again.
     Partial = 7,
     /// A gradient cannot be computed.
     Autograd = 8,
-    /// claystone panicked: a bug. What the call was to write to may hold anything.
+    /// claystone panicked, which is a bug. The destinations of the call may hold anything.
     Panic = 9,
-    /// Something else.
+    /// Any other failure.
     Failed = 10,
-    /// An index out of range or a division by zero that a kernel found, of this operation or of an earlier one. It is told this once.
+    /// A kernel of this or an earlier operation found an index out of range or a division by zero. Each such error is reported once.
     Kernel = 11,
 }
 
 /// Why a call failed.
 pub(crate) enum Fault {
-    /// What C handed over is no argument.
+    /// C passed an invalid argument.
     Argument(String),
-    /// claystone's error.
+    /// An error of claystone.
     Claystone(Error),
-    /// What a kernel found wrong, maybe one of an earlier operation.
+    /// An error that a kernel reported, possibly a kernel of an earlier operation.
     Kernel(Error),
 }
 
@@ -80,45 +80,45 @@ impl Fault {
 }
 
 thread_local! {
-    static LAST: RefCell<CString> = RefCell::default();
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Keeps a sentence as this thread's last error. A thread that is ending keeps none.
-fn remember(sentence: String) {
+/// Stores a message as this thread's last error. Does nothing while the thread's local storage is being destroyed.
+fn set_last_error(sentence: String) {
     let text = CString::new(sentence.replace('\0', "\\0")).unwrap_or_default();
-    _ = LAST.try_with(|last| last.replace(text));
+    _ = LAST_ERROR.try_with(|last| last.replace(text));
 }
 
-/// What a panic was about.
-fn sentence(name: &str, panic: &(dyn Any + Send)) -> String {
+/// The error message for a panic in the function `name`.
+fn panic_message(name: &str, panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     format!("{name} panicked, which is a bug in claystone: {}", text.unwrap_or("no message"))
 }
 
-/// Runs the body of the function `name`. Neither errors nor panics leave it, but as a status and the thread's last error.
+/// Runs the body of the function `name` and turns errors and panics into a status and the thread's last error.
 pub(crate) fn guard(name: &str, body: impl FnOnce() -> Result<(), Fault>) -> ClaystoneStatus {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => ClaystoneStatus::Ok,
         Ok(Err(fault)) => {
             let status = fault.status();
-            remember(match fault {
+            set_last_error(match fault {
                 Fault::Argument(reason) => format!("{name}: {reason}"),
                 Fault::Claystone(error) | Fault::Kernel(error) => error.to_string(),
             });
             status
         }
         Err(panic) => {
-            remember(sentence(name, &*panic));
-            // Dropping what was thrown might panic again.
+            set_last_error(panic_message(name, &*panic));
+            // Dropping the panic's payload might panic again.
             std::mem::forget(panic);
             ClaystoneStatus::Panic
         }
     }
 }
 
-/// The sentence of the latest call of this thread that failed; empty where none did. It is claystone's: valid until the next
-/// failing call of the thread, and nobody's to free. Successful calls leave it as it is.
+/// The message of this thread's latest failed call; empty if none failed. claystone owns the string, which stays valid until the next
+/// failed call of the thread; do not free it. Successful calls do not change it.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_last_error() -> *const c_char {
-    LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+    LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

@@ -7,38 +7,38 @@ use crate::device::{device, number};
 use crate::pointers::{borrow, handle, optional, output, release};
 use crate::status::{ClaystoneStatus, Fault, guard};
 
-/// A handle on a line of work of one device: what is submitted to it runs in order.
+/// A handle on a stream of one device: work submitted to a stream runs in order.
 pub struct ClaystoneStream(pub(crate) Stream);
 
-/// A handle on a point in a stream's work.
+/// A handle on an event: a point in a stream's work.
 pub struct ClaystoneEvent(Event);
 
-/// A handle on the stream that `make` gives for a device.
+/// Writes a handle on the stream that `make` returns for a device.
 ///
 /// # Safety
-/// `stream` is null or good for writing.
+/// `stream` is null or valid for writing.
 unsafe fn write_stream(
     make: fn(Device) -> claystone::Result<Stream>,
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> Result<(), Fault> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let stream = unsafe { output(stream, "stream")? };
     stream.write(handle(ClaystoneStream(make(device(device_number)?)?)));
     Ok(())
 }
 
-/// Makes a stream of its own. When its last handle is released, what was submitted still runs.
+/// Makes a new stream. Work already submitted still runs after the last handle is released.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_new(
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> ClaystoneStatus {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     guard("claystone_stream_new", || unsafe { write_stream(Stream::new, device_number, stream) })
 }
 
-/// `claystone_stream_new` with a hint for the driver: below 0 the stream's work is more urgent than that of others, above 0 less.
+/// Like `claystone_stream_new`, with a hint for the driver: a priority below 0 is more urgent than that of other streams, above 0 less.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_with_priority(
     device_number: i32,
@@ -50,50 +50,50 @@ pub unsafe extern "C" fn claystone_stream_with_priority(
         0 => Stream::new,
         1.. => |device| Stream::with_priority(device, Priority::Low),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     guard("claystone_stream_with_priority", || unsafe { write_stream(make, device_number, stream) })
 }
 
-/// A handle on the stream every device has, which all threads use unless another one is set.
+/// Gets a handle on a device's default stream, which every thread uses until it sets another one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_default(
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> ClaystoneStatus {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     guard("claystone_stream_default", || unsafe { write_stream(Stream::default_stream, device_number, stream) })
 }
 
-/// A handle on the stream that this thread's work on a device goes to.
+/// Gets a handle on the stream that this thread currently submits a device's work to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_current(
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> ClaystoneStatus {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     guard("claystone_stream_current", || unsafe { write_stream(Stream::current, device_number, stream) })
 }
 
-/// Makes a stream the one that this thread's work on its device goes to from now on; the thread keeps it until another is set.
+/// Makes a stream this thread's current stream of its device. The thread keeps the stream alive until it sets another one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_set_current(stream: *const ClaystoneStream) -> ClaystoneStatus {
     guard("claystone_stream_set_current", || {
-        // SAFETY: a handle that lives, says the caller.
+        // SAFETY: the caller promises a live handle.
         let stream = unsafe { borrow(stream, "stream")? };
         set_stream(&stream.0);
         Ok(())
     })
 }
 
-/// Gives a handle on a stream back; null is none.
+/// Releases a handle on a stream; null is ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_release(stream: *mut ClaystoneStream) {
-    // SAFETY: a handle that was not released, says the caller.
+    // SAFETY: the caller promises an unreleased handle.
     unsafe { release("claystone_stream_release", stream) }
 }
 
-/// The number of a stream's device, and which of its streams it is: 0 is the default one. Numbers of streams that are gone are
-/// given again. Either pointer may be null.
+/// Gets the device number of a stream and the stream's number on that device: 0 is the default stream. Numbers of destroyed streams are
+/// reused. Either pointer may be null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_id(
     stream: *const ClaystoneStream,
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn claystone_stream_id(
     id: *mut i64,
 ) -> ClaystoneStatus {
     guard("claystone_stream_id", || {
-        // SAFETY: a handle that lives, and pointers that are null or good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and pointers that are null or valid for writing.
         let (stream, device_number, id) = unsafe { (borrow(stream, "stream")?, optional(device_number), optional(id)) };
         device_number.map(|output| output.write(number(stream.0.device())));
         id.map(|output| output.write(stream.0.id().index() as i64));
@@ -109,112 +109,112 @@ pub unsafe extern "C" fn claystone_stream_id(
     })
 }
 
-/// Waits until everything submitted to a stream so far is done. Reports what its kernels found wrong.
+/// Waits until all work submitted to a stream so far is complete. Returns errors that its kernels reported.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_synchronize(stream: *const ClaystoneStream) -> ClaystoneStatus {
     guard("claystone_stream_synchronize", || {
-        // SAFETY: a handle that lives, says the caller.
+        // SAFETY: the caller promises a live handle.
         let stream = unsafe { borrow(stream, "stream")? };
         Ok(stream.0.synchronize()?)
     })
 }
 
-/// Whether everything submitted to a stream is done. Does not wait.
+/// Gets whether all work submitted to a stream is complete. Does not wait.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_query(stream: *const ClaystoneStream, done: *mut bool) -> ClaystoneStatus {
     guard("claystone_stream_query", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and a pointer that is valid for writing.
         let (stream, done) = unsafe { (borrow(stream, "stream")?, output(done, "done")?) };
         done.write(stream.0.is_idle()?);
         Ok(())
     })
 }
 
-/// Holds back what is submitted to a stream from now on until what was submitted to another so far is done. The host waits only
-/// where they are of different devices.
+/// Makes work submitted to `stream` from now on wait for the work submitted to `other` so far. The host waits only if the streams are
+/// on different devices.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_wait_stream(
     stream: *const ClaystoneStream,
     other: *const ClaystoneStream,
 ) -> ClaystoneStatus {
     guard("claystone_stream_wait_stream", || {
-        // SAFETY: handles that live, says the caller.
+        // SAFETY: the caller promises live handles.
         let (stream, other) = unsafe { (borrow(stream, "stream")?, borrow(other, "other")?) };
         Ok(stream.0.wait_stream(&other.0)?)
     })
 }
 
-/// A handle on the event that `record` gives for a stream.
+/// Writes a handle on the event that `record` returns for a stream.
 ///
 /// # Safety
-/// Both are null, or a handle that lives and a pointer that is good for writing.
+/// Each pointer is null, or a live handle and a pointer valid for writing.
 unsafe fn write_event(
     record: fn(&Stream) -> claystone::Result<Event>,
     stream: *const ClaystoneStream,
     event: *mut *mut ClaystoneEvent,
 ) -> Result<(), Fault> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let (stream, event) = unsafe { (borrow(stream, "stream")?, output(event, "event")?) };
     event.write(handle(ClaystoneEvent(record(&stream.0)?)));
     Ok(())
 }
 
-/// Makes an event that is done when everything submitted to a stream so far is.
+/// Records an event that is complete when all work submitted to a stream so far is complete.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_record_event(
     stream: *const ClaystoneStream,
     event: *mut *mut ClaystoneEvent,
 ) -> ClaystoneStatus {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     guard("claystone_stream_record_event", || unsafe { write_event(Stream::record_event, stream, event) })
 }
 
-/// `claystone_stream_record_event` with an event that knows when it was done, for `claystone_event_elapsed_time`.
+/// Like `claystone_stream_record_event`, but the event also stores its completion time for `claystone_event_elapsed_time`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_record_timed_event(
     stream: *const ClaystoneStream,
     event: *mut *mut ClaystoneEvent,
 ) -> ClaystoneStatus {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     guard("claystone_stream_record_timed_event", || unsafe { write_event(Stream::record_timed_event, stream, event) })
 }
 
-/// Holds back what is submitted to a stream from now on until an event is done. The host waits only where it is another device's.
+/// Makes work submitted to `stream` from now on wait for an event. The host waits only if the event is on another device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_wait_event(
     stream: *const ClaystoneStream,
     event: *const ClaystoneEvent,
 ) -> ClaystoneStatus {
     guard("claystone_stream_wait_event", || {
-        // SAFETY: handles that live, says the caller.
+        // SAFETY: the caller promises live handles.
         let (stream, event) = unsafe { (borrow(stream, "stream")?, borrow(event, "event")?) };
         Ok(stream.0.wait_event(&event.0)?)
     })
 }
 
-/// Whether everything before an event is done. Does not wait.
+/// Gets whether all work before an event is complete. Does not wait.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_event_query(event: *const ClaystoneEvent, done: *mut bool) -> ClaystoneStatus {
     guard("claystone_event_query", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and a pointer that is valid for writing.
         let (event, done) = unsafe { (borrow(event, "event")?, output(done, "done")?) };
         done.write(event.0.is_done()?);
         Ok(())
     })
 }
 
-/// Waits until everything before an event is done.
+/// Waits until all work before an event is complete.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_event_synchronize(event: *const ClaystoneEvent) -> ClaystoneStatus {
     guard("claystone_event_synchronize", || {
-        // SAFETY: a handle that lives, says the caller.
+        // SAFETY: the caller promises a live handle.
         let event = unsafe { borrow(event, "event")? };
         Ok(event.0.synchronize()?)
     })
 }
 
-/// The milliseconds from when one event was done to when another of the same device was, by the device's clock; below 0 where that
-/// was earlier. Both are those of `claystone_stream_record_timed_event`, and are waited for.
+/// The milliseconds between the completion of two events of one device, by the device's clock; negative if `end` completed first. Waits
+/// for both events, which `claystone_stream_record_timed_event` must have recorded.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_event_elapsed_time(
     start: *const ClaystoneEvent,
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn claystone_event_elapsed_time(
     milliseconds: *mut f64,
 ) -> ClaystoneStatus {
     guard("claystone_event_elapsed_time", || {
-        // SAFETY: handles that live, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises live handles, and a pointer that is valid for writing.
         let (start, end, milliseconds) =
             unsafe { (borrow(start, "start")?, borrow(end, "end")?, output(milliseconds, "milliseconds")?) };
         milliseconds.write(start.0.elapsed_time(&end.0)?);
@@ -230,9 +230,9 @@ pub unsafe extern "C" fn claystone_event_elapsed_time(
     })
 }
 
-/// Gives a handle on an event back; null is none.
+/// Releases a handle on an event; null is ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_event_release(event: *mut ClaystoneEvent) {
-    // SAFETY: a handle that was not released, says the caller.
+    // SAFETY: the caller promises an unreleased handle.
     unsafe { release("claystone_event_release", event) }
 }

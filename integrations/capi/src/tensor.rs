@@ -9,7 +9,7 @@ use crate::pointers::{array, borrow, bytes, handle, optional, output, outputs, r
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::storage::ClaystoneStorage;
 
-/// The element types. The numbers stay what they are.
+/// The element types. The numbers never change.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaystoneDtype {
@@ -33,7 +33,7 @@ pub enum ClaystoneDtype {
     Bool = 8,
 }
 
-/// Every dtype of the API with claystone's.
+/// Pairs each dtype of the C API with claystone's dtype.
 const DTYPES: [(ClaystoneDtype, DType); 9] = [
     (ClaystoneDtype::F32, DType::F32),
     (ClaystoneDtype::F16, DType::F16),
@@ -46,36 +46,37 @@ const DTYPES: [(ClaystoneDtype, DType); 9] = [
     (ClaystoneDtype::Bool, DType::Bool),
 ];
 
-/// The dtype of this number.
+/// Converts a dtype number of the C API.
 pub(crate) fn dtype(given: i64) -> Result<DType, Fault> {
     let found = DTYPES.iter().find(|(number, _)| *number as i64 == given);
     found.map(|(_, dtype)| *dtype).ok_or_else(|| Fault::Argument(format!("{given} is no ClaystoneDtype")))
 }
 
-/// A handle on a tensor: elements of a storage by shape, strides and offset.
+/// A handle on a tensor: elements of a storage, addressed by shape, strides and offset.
 pub struct ClaystoneTensor(pub(crate) Tensor);
 
-/// What a tensor is, but for its sizes and strides.
+/// The properties of a tensor, except its sizes and strides.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ClaystoneTensorInfo {
-    /// The number of the device.
+    /// The device number.
     pub device: i32,
     /// A ClaystoneDtype.
     pub dtype: i32,
-    /// How many dimensions.
+    /// The number of dimensions.
     pub rank: usize,
-    /// How many elements.
+    /// The number of elements.
     pub numel: usize,
-    /// Elements of the storage before the first one.
+    /// The offset of the first element in the storage, in elements.
     pub offset: usize,
-    /// The size of the storage in bytes, as asked for.
+    /// The size of the storage in bytes, as requested.
     pub storage_nbytes: usize,
 }
 
-/// Makes a tensor over a storage: `rank` sizes, as many strides, and an offset, all in elements. Strides may be zero or negative, as
-/// long as all elements lie in the storage, which has to be a whole number of elements: one that is to have several dtypes is best
-/// made of a multiple of 16 bytes. Of bools each byte has to be 0 or 1. The handle is the caller's; the tensor keeps the storage.
+/// Makes a tensor over a storage from `rank` sizes, `rank` strides and an offset, all in elements. Strides may be zero or negative if all
+/// elements are inside the storage. The storage's size must be a multiple of the element size; to view one storage with several
+/// dtypes, make its size a multiple of 16 bytes. Each byte of a bool tensor must be 0 or 1. The caller owns the handle; the tensor
+/// keeps the storage alive.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_new(
     storage: *const ClaystoneStorage,
@@ -87,7 +88,7 @@ pub unsafe extern "C" fn claystone_tensor_new(
     tensor: *mut *mut ClaystoneTensor,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_new", || {
-        // SAFETY: a handle that lives, arrays of `rank` entries, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, arrays of `rank` entries, and a pointer that is valid for writing.
         let (storage, sizes, strides, tensor) = unsafe {
             let (sizes, strides) = (array(sizes, rank, "sizes")?, array(strides, rank, "strides")?);
             (borrow(storage, "storage")?, sizes, strides, output(tensor, "tensor")?)
@@ -104,15 +105,15 @@ pub unsafe extern "C" fn claystone_tensor_new(
     })
 }
 
-/// Gives a handle on a tensor back; null is none. To release one twice is undefined behaviour.
+/// Releases a handle on a tensor; null is ignored. Releasing a handle twice is undefined behaviour.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_release(tensor: *mut ClaystoneTensor) {
-    // SAFETY: a handle that was not released, says the caller.
+    // SAFETY: the caller promises an unreleased handle.
     unsafe { release("claystone_tensor_release", tensor) }
 }
 
-/// What a tensor is, its sizes and its strides. Any of the last pointers may be null. `sizes` and `strides` have room for `capacity`
-/// entries; where the rank is larger it is an error, and `info` says the rank all the same.
+/// Gets the properties, sizes and strides of a tensor. Each of the last three pointers may be null. `sizes` and `strides` have room for
+/// `capacity` entries; a larger rank is an error, but `info` is still written and contains the rank.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_info(
     tensor: *const ClaystoneTensor,
@@ -122,7 +123,7 @@ pub unsafe extern "C" fn claystone_tensor_info(
     strides: *mut i64,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_info", || {
-        // SAFETY: a handle that lives, and pointers that are null or good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and pointers that are null or valid for writing.
         let (tensor, info, sizes, strides) = unsafe {
             let given = |output: *mut i64| (!output.is_null()).then(|| outputs(output, capacity, "")).transpose();
             (&borrow(tensor, "tensor")?.0, optional(info), given(sizes)?, given(strides)?)
@@ -144,7 +145,7 @@ pub unsafe extern "C" fn claystone_tensor_info(
     })
 }
 
-/// Whether two tensors are on the same storage.
+/// Gets whether two tensors share a storage.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_shares_storage(
     tensor: *const ClaystoneTensor,
@@ -152,7 +153,7 @@ pub unsafe extern "C" fn claystone_tensor_shares_storage(
     shares: *mut bool,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_shares_storage", || {
-        // SAFETY: handles that live, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises live handles, and a pointer that is valid for writing.
         let (tensor, other, shares) =
             unsafe { (borrow(tensor, "tensor")?, borrow(other, "other")?, output(shares, "shares")?) };
         shares.write(tensor.0.shares_storage(&other.0));
@@ -160,54 +161,55 @@ pub unsafe extern "C" fn claystone_tensor_shares_storage(
     })
 }
 
-/// A handle on the storage of a tensor, which is the caller's.
+/// Gets a handle on the storage of a tensor. The caller owns the handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_storage(
     tensor: *const ClaystoneTensor,
     storage: *mut *mut ClaystoneStorage,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_storage", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and a pointer that is valid for writing.
         let (tensor, storage) = unsafe { (borrow(tensor, "tensor")?, output(storage, "storage")?) };
         storage.write(handle(ClaystoneStorage(tensor.0.storage().clone())));
         Ok(())
     })
 }
 
-/// Copies the elements of `source` into a tensor of any strides, dtype and device: broadcast to its shape and converted to its dtype.
-/// PyTorch's `copy_`. Between devices it waits, and so does a copy from or to the CPU device.
+/// Copies `source` into a tensor of any strides, dtype and device, broadcast to its shape and converted to its dtype, like PyTorch's
+/// `copy_`. Copies between devices, including the CPU device, wait until the copy is complete.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_copy(
     tensor: *const ClaystoneTensor,
     source: *const ClaystoneTensor,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_copy", || {
-        // SAFETY: handles that live, says the caller.
+        // SAFETY: the caller promises live handles.
         let (to, from) = unsafe { (&borrow(tensor, "tensor")?.0, &borrow(source, "source")?.0) };
         copy(to, from, Tensor::copy_)
     })
 }
 
-/// `claystone_tensor_copy` that returns when it is enqueued on the thread's current stream, where one tensor is on a device, the other
-/// in memory pinned for it (`claystone_storage_new_pinned`), and both are contiguous and of one shape and dtype: PyTorch's
-/// `non_blocking=True`. Others wait as before. The program may touch the pinned bytes when the stream, or an event recorded on it, was
-/// waited for; the handles may be released at once. A failure is told by the stream's next wait.
+/// Like `claystone_tensor_copy`, but returns once the copy is enqueued on the thread's current stream, like PyTorch's
+/// `non_blocking=True`. That requires one tensor on a device, the other in memory pinned for that device
+/// (`claystone_storage_new_pinned`), and both contiguous with the same shape and dtype; other copies wait. Do not access the pinned
+/// bytes before waiting for the stream or for an event recorded on it; the handles may be released at once. The next wait on the
+/// stream reports a failure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_copy_non_blocking(
     tensor: *const ClaystoneTensor,
     source: *const ClaystoneTensor,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_copy_non_blocking", || {
-        // SAFETY: handles that live, says the caller.
+        // SAFETY: the caller promises live handles.
         let (to, from) = unsafe { (&borrow(tensor, "tensor")?.0, &borrow(source, "source")?.0) };
         copy(to, from, Tensor::copy_non_blocking_)
     })
 }
 
-/// How a tensor is copied into another.
+/// The signature of `Tensor::copy_` and `Tensor::copy_non_blocking_`.
 type Copy = for<'a> fn(&'a Tensor, &Tensor) -> claystone::Result<&'a Tensor>;
 
-/// Copies by `copy`, from another device in the dtype and order of `to`.
+/// Copies with `copy`. A source on another device is first converted to the dtype of `to` and moved, unless both tensors are alike.
 fn copy(to: &Tensor, from: &Tensor, copy: Copy) -> Result<(), Fault> {
     let plain = |t: &Tensor| (t.dtype(), t.shape().dims().to_vec(), t.is_contiguous());
     if to.device() == from.device() || plain(to) == plain(from) && to.is_contiguous() {
@@ -218,8 +220,8 @@ fn copy(to: &Tensor, from: &Tensor, copy: Copy) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Sets the elements of a tensor, in row-major order, to those at `data`: `nbytes` bytes, which have to be just theirs. The host's
-/// memory may be reused when it returns.
+/// Sets the elements of a tensor, in row-major order, from `data`; `nbytes` must be exactly their size in bytes. `data` may be reused
+/// after the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_write(
     tensor: *const ClaystoneTensor,
@@ -227,16 +229,16 @@ pub unsafe extern "C" fn claystone_tensor_write(
     nbytes: usize,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_write", || {
-        // SAFETY: a handle that lives, and `nbytes` bytes that are good for reading, says the caller.
+        // SAFETY: the caller promises a live handle, and `nbytes` bytes that are valid for reading.
         let (tensor, data) = unsafe { (borrow(tensor, "tensor")?, array(data.cast::<u8>(), nbytes, "data")?) };
         tensor.0.write_bytes_(data)?;
         Ok(())
     })
 }
 
-/// `claystone_tensor_write` that returns when it is enqueued on the thread's current stream, with a copy of the bytes: it does not wait
-/// for what the stream has to do before. For more than 16 MiB, and into a tensor that is not contiguous, it waits. A failure of
-/// the device is told by the stream's next wait.
+/// Like `claystone_tensor_write`, but copies `data` and returns once the write is enqueued on the thread's current stream, without
+/// waiting for earlier work of the stream. Writes of more than 16 MiB, and writes to a non-contiguous tensor, wait. The next wait on
+/// the stream reports a failure of the device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_write_non_blocking(
     tensor: *const ClaystoneTensor,
@@ -244,15 +246,15 @@ pub unsafe extern "C" fn claystone_tensor_write_non_blocking(
     nbytes: usize,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_write_non_blocking", || {
-        // SAFETY: a handle that lives, and `nbytes` bytes that are good for reading, says the caller.
+        // SAFETY: the caller promises a live handle, and `nbytes` bytes that are valid for reading.
         let (tensor, data) = unsafe { (borrow(tensor, "tensor")?, array(data.cast::<u8>(), nbytes, "data")?) };
         tensor.0.write_bytes_non_blocking_(data)?;
         Ok(())
     })
 }
 
-/// Copies the elements of a tensor, in row-major order, to `data`: `nbytes` bytes, which have to be just theirs. Waits for the device.
-/// Where it fails, the bytes at `data` are unspecified.
+/// Copies the elements of a tensor, in row-major order, to `data`; `nbytes` must be exactly their size in bytes. Waits for the device.
+/// If the call fails, the contents of `data` are unspecified.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_read(
     tensor: *const ClaystoneTensor,
@@ -260,7 +262,7 @@ pub unsafe extern "C" fn claystone_tensor_read(
     nbytes: usize,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_read", || {
-        // SAFETY: a handle that lives, and `nbytes` bytes that are good for writing, says the caller.
+        // SAFETY: the caller promises a live handle, and `nbytes` bytes that are valid for writing.
         let (tensor, data) = unsafe { (borrow(tensor, "tensor")?, bytes(data.cast(), nbytes, "data")?) };
         Ok(tensor.0.read_bytes(data)?)
     })

@@ -1,4 +1,4 @@
-/* What C programs do with the API, on the device whose number is the argument. Runs under sanitizers: see c.rs. */
+/* Uses the API as C programs do, on the device whose number is the argument. c.rs runs it under sanitizers. */
 #include <claystone.h>
 #include <math.h>
 #include <pthread.h>
@@ -33,7 +33,7 @@ static ClaystoneTensor *tensor_on(int32_t where, int32_t dtype, size_t size, int
     size_t nbytes = (size_t)(rows * columns) * size;
     OK(claystone_storage_new(where, nbytes, &storage));
     OK(claystone_tensor_new(storage, dtype, (int64_t[]){rows, columns}, (int64_t[]){columns, 1}, 2, 0, &tensor));
-    claystone_storage_release(storage); /* the tensor keeps it */
+    claystone_storage_release(storage); /* the tensor keeps the storage alive */
     if (data) OK(claystone_tensor_write(tensor, data, nbytes));
     return tensor;
 }
@@ -66,7 +66,7 @@ static void devices(void) {
     CHECK(name.length > 0 && strlen((char *)name.data) == name.length);
     printf("%d: %s\n", device, (char *)name.data);
     claystone_bytes_free(&name);
-    claystone_bytes_free(&name); /* there is nothing any more */
+    claystone_bytes_free(&name); /* freeing twice does nothing */
     OK(claystone_device_memory(device, &memory));
     OK(claystone_device_synchronize(device));
     CHECK(claystone_device_synchronize(-2) == CLAYSTONE_STATUS_INVALID);
@@ -108,7 +108,7 @@ static void storages_and_views(void) {
     CHECK(same);
     claystone_storage_release(again);
     claystone_storage_release(storage);
-    expect(turned, 4, (float[]){20, 50, 10, 40}); /* whose storage is still there */
+    expect(turned, 4, (float[]){20, 50, 10, 40}); /* the view keeps the storage alive */
     claystone_tensor_release(whole);
     claystone_tensor_release(turned);
 
@@ -126,7 +126,7 @@ static void operations(void) {
     expect(results[0], 6, (float[]){11, 12, 13, 24, 25, 26});
     claystone_tensor_release(results[0]);
 
-    /* A tensor that is left out, arguments by position, by name, and all in one list. */
+    /* An omitted tensor; arguments by position, by name, and all in one list. */
     OK(claystone_call(&(ClaystoneCall){"reshape", TENSORS(bias), 1, ARGUMENTS(INTS(3)), 1}, &flat, 1, NULL));
     const ClaystoneArgument sizes = {.name = "normalized_shape", .tag = CLAYSTONE_TAG_INTS, .length = 1, .value.integers = (int64_t[]){3}};
     const ClaystoneArgument named_bias = {.name = "bias", .tag = CLAYSTONE_TAG_TENSOR, .value.tensor = flat};
@@ -144,7 +144,7 @@ static void operations(void) {
     }
     claystone_tensor_release(flat);
 
-    /* Several results, of which one is taken; lists of tensors, dtypes, switches, texts. */
+    /* Several results with room for one; lists of tensors, dtypes, bools, strings. */
     OK(claystone_call(&(ClaystoneCall){"max_dim", TENSORS(x), 1, ARGUMENTS(INT(1)), 1}, results, 1, &count));
     CHECK(count == 2);
     expect(results[0], 2, (float[]){3, 6});
@@ -168,7 +168,7 @@ static void operations(void) {
     expect(results[0], 1, (float[]){81 + 64 + 49 + 256 + 225 + 196});
     claystone_tensor_release(results[0]);
 
-    /* In place, and into tensors that are there: a formula, and what is copied and converted. */
+    /* In place, and into existing tensors: written directly, and copied with conversion. */
     OK(claystone_call(&(ClaystoneCall){"add_", TENSORS(x, y), 2, NULL, 0}, NULL, 0, NULL));
     expect(x, 6, (float[]){11, 12, 13, 24, 25, 26});
     OK(claystone_call_out(&(ClaystoneCall){"sub", TENSORS(x, y), 2, NULL, 0}, TENSORS(y), 1));
@@ -184,7 +184,7 @@ static void operations(void) {
     claystone_tensor_release(sums);
     claystone_tensor_release(other);
 
-    /* What does not fit is an error with a sentence. */
+    /* Invalid calls are errors with a message. */
     CHECK(claystone_call(&(ClaystoneCall){"no_such", TENSORS(x), 1, NULL, 0}, results, 1, NULL) == CLAYSTONE_STATUS_INVALID);
     CHECK(strstr(claystone_last_error(), "no_such"));
     CHECK(claystone_call(&(ClaystoneCall){"softmax", TENSORS(x), 1, ARGUMENTS(INT(7)), 1}, results, 1, NULL) == CLAYSTONE_STATUS_INDEX);
@@ -210,13 +210,13 @@ static void gradients(void) {
     CHECK(grads[0] == NULL);
     claystone_tensor_release(grads[1]);
 
-    /* The gradient of a sum's operand is that of the result: it is a copy all the same. */
+    /* The gradient of an operand of `add` equals the result's gradient, but is a copy. */
     OK(claystone_call_backward(&(ClaystoneCall){"add", TENSORS(x, w), 2, NULL, 0}, TENSORS(grad), 1, (uint8_t[]){1, 0}, grads, 2));
     OK(claystone_call(&(ClaystoneCall){"zero_", TENSORS(grads[0]), 1, NULL, 0}, NULL, 0, NULL));
     expect(grad, 4, (float[]){1, 1, 0, 1});
     claystone_tensor_release(grads[0]);
 
-    /* Of two results only the second has a gradient, and it passes none back. */
+    /* Only the second of two results has a gradient, and it does not propagate. */
     ClaystoneTensor *whole = tensor_on(device, CLAYSTONE_DTYPE_I64, 8, 1, 2, NULL);
     const ClaystoneCall largest = {"max_dim", TENSORS(x), 1, ARGUMENTS(INT(1)), 1};
     OK(claystone_call_backward(&largest, TENSORS(NULL, whole), 2, (uint8_t[]){1}, grads, 1));
@@ -233,11 +233,11 @@ static void copies(void) {
     ClaystoneTensor *host = tensor_on(CLAYSTONE_CPU, CLAYSTONE_DTYPE_F64, 8, 2, 3, NULL);
     ClaystoneTensor *back = floats(3, 2, NULL);
     double values[6];
-    OK(claystone_tensor_copy(host, x)); /* another device and dtype */
+    OK(claystone_tensor_copy(host, x)); /* to another device and dtype */
     OK(claystone_tensor_read(host, values, sizeof values));
     CHECK(values[0] == 1 && values[5] == 6);
     OK(claystone_call(&(ClaystoneCall){"t", TENSORS(host), 1, NULL, 0}, &turned, 1, NULL));
-    OK(claystone_tensor_copy(back, turned)); /* and strides */
+    OK(claystone_tensor_copy(back, turned)); /* with other strides */
     expect(back, 6, (float[]){1, 4, 2, 5, 3, 6});
     claystone_tensor_release(turned);
     ClaystoneTensor *row = tensor_on(CLAYSTONE_CPU, CLAYSTONE_DTYPE_F32, 4, 1, 3, (float[]){7, 8, 9});
@@ -434,7 +434,7 @@ static void random_numbers(void) {
     CHECK(memcmp(values[0], values[1], sizeof values[0]) != 0 && memcmp(values[0], values[2], sizeof values[0]) == 0);
     OK(claystone_generator_state(generator, &seed, &drawn));
     CHECK(seed == 7 && drawn == 1);
-    /* A backward that draws what the forward drew. */
+    /* Backward draws the same random numbers as forward. */
     ClaystoneCall dropout = {"dropout", TENSORS(ones), 1, ARGUMENTS(FLOAT(0.5), from), 2};
     OK(claystone_call(&dropout, draws, 1, NULL));
     OK(claystone_generator_set_state(generator, 7, 1));
@@ -467,7 +467,7 @@ int main(int count, char **arguments) {
     profiles();
     memory();
     random_numbers();
-    /* Null is no handle, and releasing none does nothing. */
+    /* Releasing null does nothing. */
     claystone_storage_release(NULL), claystone_tensor_release(NULL);
     claystone_stream_release(NULL), claystone_event_release(NULL);
     claystone_generator_release(NULL);

@@ -1,4 +1,4 @@
-//! C programs that use the API: compiled by gcc with sanitizers, and run on the CPU device and on every OpenCL device.
+//! Compiles C programs that use the API with gcc and sanitizers, and runs them on the CPU device and every OpenCL device.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use claystone::Device;
 
 const HOME: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The folder that Cargo put this test and the library in.
+/// The folder that holds this test and the library.
 fn built() -> PathBuf {
     let test = std::env::current_exe().expect("this test is a file");
     test.parent().expect("in a folder").to_owned()
@@ -21,7 +21,7 @@ fn run(command: &mut Command) -> Output {
     output
 }
 
-/// Compiles a program with `flags`, which end with how it is linked.
+/// Compiles a program. `flags` end with the linker options.
 fn compile(source: &Path, program: &Path, flags: &[&str]) {
     run(Command::new("gcc")
         .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-I"])
@@ -32,7 +32,7 @@ fn compile(source: &Path, program: &Path, flags: &[&str]) {
         .args(flags));
 }
 
-/// The C program that README.md shows.
+/// Writes the C program in README.md to a file.
 fn example(folder: &Path) -> PathBuf {
     let readme = fs::read_to_string(Path::new(HOME).join("README.md")).expect("README.md is read");
     let (_, code) = readme.split_once("```c\n").expect("README.md has a C program");
@@ -43,7 +43,7 @@ fn example(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_c_program_runs_on_every_device_under_sanitizers() {
+fn c_programs_run_on_every_device_under_sanitizers() {
     let (folder, built) = (tempfile::tempdir().unwrap(), built());
     let (library, path) = (built.display().to_string(), format!("-Wl,-rpath,{}", built.display()));
     let linked = [
@@ -60,7 +60,7 @@ fn a_c_program_runs_on_every_device_under_sanitizers() {
     compile(&Path::new(HOME).join("tests/api.c"), &api, &linked);
     compile(&example(folder.path()), &shown, &linked);
 
-    // What compilers inside of OpenCL's drivers keep until the process ends is theirs. A leak through this API has a frame of it.
+    // Memory that compilers inside OpenCL drivers keep until the process ends is not a leak of this API: such a leak has an API frame.
     let suppressions = folder.path().join("suppressions");
     fs::write(&suppressions, "leak:libpocl\nleak:libLLVM\nleak:libOpenCL\n").unwrap();
     let options = format!("suppressions={}:print_suppressions=0", suppressions.display());
@@ -75,10 +75,10 @@ fn a_c_program_runs_on_every_device_under_sanitizers() {
 }
 
 #[test]
-fn the_static_library_has_all_that_a_program_needs_but_the_systems_libraries() {
+fn static_library_links_with_system_libraries_only() {
     let (folder, built) = (tempfile::tempdir().unwrap(), built());
     let program = folder.path().join("example");
-    // Where the features of the workspace bring MPI, nothing that the API has reaches it.
+    // If workspace features enable MPI, --gc-sections drops it, because nothing in the API refers to it.
     let library = built.join("libclaystone_capi.a").display().to_string();
     compile(&example(folder.path()), &program, &[&library, "-Wl,--gc-sections", "-lm", "-lpthread", "-ldl"]);
     assert_eq!(run(&mut Command::new(&program)).stdout, b"0.090 0.245 0.665\n");

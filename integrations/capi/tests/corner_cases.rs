@@ -1,4 +1,4 @@
-//! What C programs do wrong, and what they cannot make happen: as seen from Rust, which can have claystone panic.
+//! Invalid calls and cases that C programs cannot produce. The tests are in Rust, which can make claystone panic.
 
 use std::ffi::{CStr, CString, c_char};
 use std::ptr::{null, null_mut};
@@ -17,19 +17,19 @@ use ClaystoneStatus as Status;
 
 /// The last error of this thread.
 fn last_error() -> String {
-    // SAFETY: a text that lives until the next failing call.
+    // SAFETY: a string that lives until the next failing call.
     unsafe { CStr::from_ptr(claystone_last_error()) }.to_str().unwrap().to_owned()
 }
 
 /// A storage on the CPU device.
 fn storage(nbytes: usize) -> *mut ClaystoneStorage {
     let mut storage = null_mut();
-    // SAFETY: a place for the result.
+    // SAFETY: the result pointer is valid.
     assert_eq!(unsafe { claystone_storage_new(CLAYSTONE_CPU, nbytes, &mut storage) }, Status::Ok);
     storage
 }
 
-/// What `claystone_tensor_new` says to these, with the tensor where there is one.
+/// The status of `claystone_tensor_new`, and the tensor if it succeeded.
 fn view(
     storage: *mut ClaystoneStorage,
     dtype: i32,
@@ -39,20 +39,20 @@ fn view(
 ) -> (Status, *mut ClaystoneTensor) {
     assert_eq!(sizes.len(), strides.len());
     let mut tensor = null_mut();
-    // SAFETY: a handle that lives, arrays of so many entries, a place for the result.
+    // SAFETY: a live handle, arrays of the given lengths, and a valid result pointer.
     let status = unsafe {
         claystone_tensor_new(storage, dtype, sizes.as_ptr(), strides.as_ptr(), sizes.len(), offset, &mut tensor)
     };
     (status, tensor)
 }
 
-/// A tensor of f32 of these values.
+/// An f32 tensor with these values.
 fn tensor(values: &[f32]) -> *mut ClaystoneTensor {
     let bytes = size_of_val(values);
     let storage = storage(bytes);
     let (status, tensor) = view(storage, ClaystoneDtype::F32 as i32, &[values.len() as i64], &[1], 0);
     assert_eq!(status, Status::Ok);
-    // SAFETY: handles that live, and the bytes of the values.
+    // SAFETY: live handles, and as many readable bytes as stated.
     unsafe {
         claystone_storage_release(storage);
         assert_eq!(claystone_tensor_write(tensor, values.as_ptr().cast(), bytes), Status::Ok);
@@ -62,13 +62,13 @@ fn tensor(values: &[f32]) -> *mut ClaystoneTensor {
 
 fn values<const N: usize>(tensor: *const ClaystoneTensor) -> [f32; N] {
     let mut values = [0.0; N];
-    // SAFETY: a handle that lives, and bytes for the values.
+    // SAFETY: a live handle, and as many writable bytes as stated.
     let status = unsafe { claystone_tensor_read(tensor, values.as_mut_ptr().cast(), size_of_val(&values)) };
     assert_eq!(status, Status::Ok, "{}", last_error());
     values
 }
 
-/// What `claystone_call` says to these, with the first result where there is one.
+/// The status of `claystone_call`, and the first result if it succeeded.
 fn call(
     name: &str,
     tensors: &[*const ClaystoneTensor],
@@ -83,7 +83,7 @@ fn call(
         argument_count: arguments.len(),
     };
     let mut result = null_mut();
-    // SAFETY: all of it lives.
+    // SAFETY: every pointer is valid and outlives the call.
     let status = unsafe { claystone_call(&call, &mut result, 1, null_mut()) };
     (status, result)
 }
@@ -96,101 +96,121 @@ fn named(name: &CStr, argument: ClaystoneArgument) -> ClaystoneArgument {
     ClaystoneArgument { name: name.as_ptr(), ..argument }
 }
 
-/// Asserts that a call failed with a sentence that has `part`.
+/// Asserts that a call failed with the status `wanted` and a message that contains `part`.
 #[track_caller]
-fn refused(status: Status, wanted: Status, part: &str) {
+fn assert_refused(status: Status, wanted: Status, part: &str) {
     assert_eq!(status, wanted, "{}", last_error());
     assert!(last_error().contains(part), "{}", last_error());
 }
 
 #[test]
-fn null_is_an_error_wherever_something_has_to_be() {
+fn required_pointers_that_are_null_are_errors() {
     let (kept, x) = (storage(16), tensor(&[1.0]));
-    // SAFETY: handles that live, and null, which is what this is about.
+    // SAFETY: live handles and null pointers, which the API checks.
     unsafe {
-        refused(claystone_device_count(null_mut()), Status::Invalid, "claystone_device_count: count is null");
-        refused(claystone_device_name(-1, null_mut()), Status::Invalid, "name is null");
-        refused(claystone_device_memory(-1, null_mut()), Status::Invalid, "bytes is null");
-        refused(claystone_device_is_available(-1, null_mut()), Status::Invalid, "available is null");
-        refused(claystone_storage_new(-1, 4, null_mut()), Status::Invalid, "storage is null");
-        refused(claystone_storage_retain(null()), Status::Invalid, "storage is null");
-        refused(claystone_storage_use_count(null(), &mut 0), Status::Invalid, "storage is null");
-        refused(claystone_storage_use_count(kept, null_mut()), Status::Invalid, "count is null");
-        refused(claystone_storage_nbytes(null(), &mut 0), Status::Invalid, "storage is null");
-        refused(claystone_storage_device(kept, null_mut()), Status::Invalid, "device_number is null");
-        refused(claystone_storage_is_same(kept, null(), &mut false), Status::Invalid, "other is null");
-        refused(claystone_storage_record_stream(kept, null()), Status::Invalid, "stream is null");
+        assert_refused(claystone_device_count(null_mut()), Status::Invalid, "claystone_device_count: count is null");
+        assert_refused(claystone_device_name(-1, null_mut()), Status::Invalid, "name is null");
+        assert_refused(claystone_device_memory(-1, null_mut()), Status::Invalid, "bytes is null");
+        assert_refused(claystone_device_is_available(-1, null_mut()), Status::Invalid, "available is null");
+        assert_refused(claystone_storage_new(-1, 4, null_mut()), Status::Invalid, "storage is null");
+        assert_refused(claystone_storage_retain(null()), Status::Invalid, "storage is null");
+        assert_refused(claystone_storage_use_count(null(), &mut 0), Status::Invalid, "storage is null");
+        assert_refused(claystone_storage_use_count(kept, null_mut()), Status::Invalid, "count is null");
+        assert_refused(claystone_storage_nbytes(null(), &mut 0), Status::Invalid, "storage is null");
+        assert_refused(claystone_storage_device(kept, null_mut()), Status::Invalid, "device_number is null");
+        assert_refused(claystone_storage_is_same(kept, null(), &mut false), Status::Invalid, "other is null");
+        assert_refused(claystone_storage_record_stream(kept, null()), Status::Invalid, "stream is null");
         let mut made = null_mut();
         let new = |sizes, strides, tensor| claystone_tensor_new(kept, 0, sizes, strides, 1, 0, tensor);
-        refused(new(null(), &1, &mut made), Status::Invalid, "sizes is null");
-        refused(new(&1, null(), &mut made), Status::Invalid, "strides is null");
-        refused(new(&1, &1, null_mut()), Status::Invalid, "tensor is null");
-        refused(claystone_tensor_new(null(), 0, null(), null(), 0, 0, &mut made), Status::Invalid, "storage is null");
-        refused(
+        assert_refused(new(null(), &1, &mut made), Status::Invalid, "sizes is null");
+        assert_refused(new(&1, null(), &mut made), Status::Invalid, "strides is null");
+        assert_refused(new(&1, &1, null_mut()), Status::Invalid, "tensor is null");
+        assert_refused(
+            claystone_tensor_new(null(), 0, null(), null(), 0, 0, &mut made),
+            Status::Invalid,
+            "storage is null",
+        );
+        assert_refused(
             claystone_tensor_info(null(), 0, null_mut(), null_mut(), null_mut()),
             Status::Invalid,
             "tensor is null",
         );
         assert_eq!(claystone_tensor_info(x, 0, null_mut(), null_mut(), null_mut()), Status::Ok);
-        refused(claystone_tensor_storage(x, null_mut()), Status::Invalid, "storage is null");
-        refused(claystone_tensor_copy(x, null()), Status::Invalid, "source is null");
-        refused(claystone_tensor_write(x, null(), 4), Status::Invalid, "data is null");
-        refused(claystone_tensor_read(x, null_mut(), 4), Status::Invalid, "data is null");
-        refused(claystone_call(null(), null_mut(), 0, null_mut()), Status::Invalid, "call is null");
+        assert_refused(claystone_tensor_storage(x, null_mut()), Status::Invalid, "storage is null");
+        assert_refused(claystone_tensor_copy(x, null()), Status::Invalid, "source is null");
+        assert_refused(claystone_tensor_write(x, null(), 4), Status::Invalid, "data is null");
+        assert_refused(claystone_tensor_read(x, null_mut(), 4), Status::Invalid, "data is null");
+        assert_refused(claystone_call(null(), null_mut(), 0, null_mut()), Status::Invalid, "call is null");
         let nothing =
             ClaystoneCall { name: null(), tensors: null(), tensor_count: 0, arguments: null(), argument_count: 0 };
-        refused(claystone_call(&nothing, null_mut(), 0, null_mut()), Status::Invalid, "name is null");
+        assert_refused(claystone_call(&nothing, null_mut(), 0, null_mut()), Status::Invalid, "name is null");
         let relu = ClaystoneCall { name: c"relu".as_ptr(), tensor_count: 1, ..nothing };
-        refused(claystone_call(&relu, null_mut(), 0, null_mut()), Status::Invalid, "tensors is null");
+        assert_refused(claystone_call(&relu, null_mut(), 0, null_mut()), Status::Invalid, "tensors is null");
         let relu = ClaystoneCall { name: c"relu".as_ptr(), argument_count: 1, ..nothing };
-        refused(claystone_call(&relu, null_mut(), 0, null_mut()), Status::Invalid, "arguments is null");
+        assert_refused(claystone_call(&relu, null_mut(), 0, null_mut()), Status::Invalid, "arguments is null");
         let pointer = x.cast_const();
         let relu = ClaystoneCall { name: c"relu".as_ptr(), tensors: &pointer, tensor_count: 1, ..nothing };
-        refused(claystone_call(&relu, null_mut(), 1, null_mut()), Status::Invalid, "results is null");
-        refused(claystone_call_out(&relu, null(), 1), Status::Invalid, "out is null");
-        refused(claystone_call_backward(&relu, null(), 1, &1, &mut made, 1), Status::Invalid, "grad_outputs is null");
-        refused(claystone_call_backward(&relu, &pointer, 1, null(), &mut made, 1), Status::Invalid, "wanted is null");
-        refused(claystone_call_backward(&relu, &pointer, 1, &1, null_mut(), 1), Status::Invalid, "gradients is null");
-        refused(claystone_operations(null_mut()), Status::Invalid, "signatures is null");
-        refused(claystone_stream_new(-1, null_mut()), Status::Invalid, "stream is null");
-        refused(claystone_stream_set_current(null()), Status::Invalid, "stream is null");
-        refused(claystone_stream_record_event(null(), null_mut()), Status::Invalid, "stream is null");
-        refused(claystone_event_query(null(), &mut false), Status::Invalid, "event is null");
-        refused(claystone_memory_stats(-1, null_mut()), Status::Invalid, "json is null");
-        refused(claystone_memory_snapshot(-1, 0, null_mut()), Status::Invalid, "snapshot is null");
-        refused(claystone_generator_new(0, null_mut()), Status::Invalid, "generator is null");
-        refused(claystone_generator_state(null(), null_mut(), &mut 0), Status::Invalid, "seed is null");
+        assert_refused(claystone_call(&relu, null_mut(), 1, null_mut()), Status::Invalid, "results is null");
+        assert_refused(claystone_call_out(&relu, null(), 1), Status::Invalid, "out is null");
+        assert_refused(
+            claystone_call_backward(&relu, null(), 1, &1, &mut made, 1),
+            Status::Invalid,
+            "grad_outputs is null",
+        );
+        assert_refused(
+            claystone_call_backward(&relu, &pointer, 1, null(), &mut made, 1),
+            Status::Invalid,
+            "wanted is null",
+        );
+        assert_refused(
+            claystone_call_backward(&relu, &pointer, 1, &1, null_mut(), 1),
+            Status::Invalid,
+            "gradients is null",
+        );
+        assert_refused(claystone_operations(null_mut()), Status::Invalid, "signatures is null");
+        assert_refused(claystone_stream_new(-1, null_mut()), Status::Invalid, "stream is null");
+        assert_refused(claystone_stream_set_current(null()), Status::Invalid, "stream is null");
+        assert_refused(claystone_stream_record_event(null(), null_mut()), Status::Invalid, "stream is null");
+        assert_refused(claystone_event_query(null(), &mut false), Status::Invalid, "event is null");
+        assert_refused(claystone_memory_stats(-1, null_mut()), Status::Invalid, "json is null");
+        assert_refused(claystone_memory_snapshot(-1, 0, null_mut()), Status::Invalid, "snapshot is null");
+        assert_refused(claystone_generator_new(0, null_mut()), Status::Invalid, "generator is null");
+        assert_refused(claystone_generator_state(null(), null_mut(), &mut 0), Status::Invalid, "seed is null");
         claystone_tensor_release(x);
         claystone_storage_release(kept);
     }
     let missing = argument(ClaystoneTag::Text as i32, ClaystoneValue { text: null() });
-    refused(call("mse_loss", &[], &[missing]).0, Status::Invalid, "text is null");
+    assert_refused(call("mse_loss", &[], &[missing]).0, Status::Invalid, "text is null");
     let list = argument(ClaystoneTag::Ints as i32, ClaystoneValue { integers: null() });
-    refused(call("ones", &[], &[ClaystoneArgument { length: 2, ..list }]).0, Status::Invalid, "integers is null");
+    assert_refused(
+        call("ones", &[], &[ClaystoneArgument { length: 2, ..list }]).0,
+        Status::Invalid,
+        "integers is null",
+    );
     let holes = [null::<ClaystoneTensor>()];
     let list = argument(ClaystoneTag::Tensors as i32, ClaystoneValue { tensors: holes.as_ptr() });
     let cat = call("cat", &[], &[ClaystoneArgument { length: 1, ..list }]);
-    refused(cat.0, Status::Invalid, "a tensor of a list is null");
+    assert_refused(cat.0, Status::Invalid, "a tensor of a list is null");
 }
 
 #[test]
-fn views_are_checked_against_their_storage() {
+fn views_are_checked_against_the_bounds_of_their_storage() {
     let kept = storage(24);
     let (f32, f64, bool) = (ClaystoneDtype::F32 as i32, ClaystoneDtype::F64 as i32, ClaystoneDtype::Bool as i32);
     for (dtype, sizes, strides, offset) in [
         (f32, &[6i64][..], &[1i64][..], 0),
-        (f32, &[6], &[-1], 5),      // backwards
-        (f32, &[2, 3], &[1, 2], 0), // columns
-        (f32, &[1 << 40], &[0], 5), // one element again and again
+        (f32, &[6], &[-1], 5),      // reversed
+        (f32, &[2, 3], &[1, 2], 0), // column-major
+        (f32, &[1 << 40], &[0], 5), // one element, expanded
         (f32, &[3, 4], &[1, 1], 0), // overlapping windows
         (f32, &[], &[], 5),         // one element
-        (f32, &[0], &[1], 6),       // nothing, at the end
+        (f32, &[0], &[1], 6),       // empty, at the end
         (f64, &[3], &[1], 0),
         (bool, &[24], &[1], 0),
     ] {
         let (status, tensor) = view(kept, dtype, sizes, strides, offset);
         assert_eq!(status, Status::Ok, "{sizes:?} {strides:?} {offset}: {}", last_error());
-        // SAFETY: given just now.
+        // SAFETY: made by `view` just now.
         unsafe { claystone_tensor_release(tensor) };
     }
     for (dtype, sizes, strides, offset, part) in [
@@ -211,24 +231,24 @@ fn views_are_checked_against_their_storage() {
         (-1, &[1], &[1], 0, "-1 is no ClaystoneDtype"),
     ] {
         let (status, tensor) = view(kept, dtype, sizes, strides, offset);
-        refused(status, Status::Invalid, part);
-        assert!(tensor.is_null(), "where a function fails it gives nothing");
+        assert_refused(status, Status::Invalid, part);
+        assert!(tensor.is_null(), "a failing function writes no result");
     }
-    // SAFETY: given above.
+    // SAFETY: made above.
     unsafe { claystone_storage_release(kept) };
     let odd = storage(21);
-    refused(view(odd, f32, &[5], &[1], 0).0, Status::Invalid, "21 bytes are no whole number of f32");
-    // SAFETY: given above.
+    assert_refused(view(odd, f32, &[5], &[1], 0).0, Status::Invalid, "21 bytes are not a whole number of f32");
+    // SAFETY: made above.
     unsafe { claystone_storage_release(odd) };
 }
 
 #[test]
-fn a_storage_lives_as_long_as_a_handle_or_a_tensor() {
+fn storage_lives_as_long_as_a_handle_or_tensor() {
     let held = || claystone::Device::Cpu.memory_stats().unwrap().requested_bytes.current;
     let before = held();
     let (kept, mut count) = (storage(5 << 20), 0);
     let (_, whole) = view(kept, ClaystoneDtype::U8 as i32, &[5 << 20], &[1], 0);
-    // SAFETY: handles are released as often as they are given and retained.
+    // SAFETY: each handle is released as often as it is returned and retained.
     unsafe {
         for wanted in [2, 3] {
             assert_eq!(claystone_storage_retain(kept), Status::Ok);
@@ -248,7 +268,7 @@ fn a_storage_lives_as_long_as_a_handle_or_a_tensor() {
 }
 
 #[test]
-fn arguments_that_do_not_fit_are_errors_that_say_so() {
+fn invalid_arguments_are_errors_that_name_the_problem() {
     let x = tensor(&[1.0, 2.0, 3.0, 4.0]);
     let integer = |tag: ClaystoneTag, integer| argument(tag as i32, ClaystoneValue { integer });
     let int = |n| integer(ClaystoneTag::Int, n);
@@ -267,17 +287,21 @@ fn arguments_that_do_not_fit_are_errors_that_say_so() {
             "input is given twice",
         ),
         ("to_dtype", vec![integer(ClaystoneTag::Dtype, 77)], "77 is no ClaystoneDtype"),
-        ("ones", vec![int(1), integer(ClaystoneTag::None, 0), integer(ClaystoneTag::Device, i64::MAX)], "is no device"),
+        (
+            "ones",
+            vec![int(1), integer(ClaystoneTag::None, 0), integer(ClaystoneTag::Device, i64::MAX)],
+            "is not a device",
+        ),
         (
             "softmax",
             vec![named(c"generator", argument(ClaystoneTag::Generator as i32, ClaystoneValue { generator: null() }))],
-            "takes none",
+            "takes no name",
         ),
-        ("my_own", vec![named(c"dim", int(0))], "no built-in operation"),
+        ("my_own", vec![named(c"dim", int(0))], "not a built-in operation"),
     ] {
         let tensors = if name == "ones" { &[][..] } else { &[x.cast_const()][..] };
         let (status, result) = call(name, tensors, &arguments);
-        refused(status, Status::Invalid, part);
+        assert_refused(status, Status::Invalid, part);
         assert!(result.is_null());
     }
     let latin: &[u8] = b"caf\xe9\0";
@@ -288,19 +312,19 @@ fn arguments_that_do_not_fit_are_errors_that_say_so() {
         arguments: null(),
         argument_count: 0,
     };
-    // SAFETY: all of it lives.
+    // SAFETY: every pointer is valid and outlives the call.
     unsafe {
-        refused(claystone_call(&call, null_mut(), 0, null_mut()), Status::Invalid, "name is no UTF-8");
+        assert_refused(claystone_call(&call, null_mut(), 0, null_mut()), Status::Invalid, "name is not UTF-8");
         claystone_tensor_release(x);
     }
 }
 
 #[test]
-fn statuses_tell_kinds_of_errors_apart() {
+fn statuses_distinguish_kinds_of_errors() {
     let x = tensor(&[1.0, 2.0]);
     let dim = |n| argument(ClaystoneTag::Int as i32, ClaystoneValue { integer: n });
-    refused(call("softmax", &[x], &[dim(3)]).0, Status::Index, "dimension 3 is out of range");
-    refused(claystone_device_synchronize(999), Status::NoDevice, "opencl:999");
+    assert_refused(call("softmax", &[x], &[dim(3)]).0, Status::Index, "dimension 3 is out of range");
+    assert_refused(claystone_device_synchronize(999), Status::NoDevice, "opencl:999");
     let (tensors, mut made) = ([x.cast_const(); 2], null_mut());
     let call = ClaystoneCall {
         name: c"add".as_ptr(),
@@ -309,16 +333,16 @@ fn statuses_tell_kinds_of_errors_apart() {
         arguments: null(),
         argument_count: 0,
     };
-    // SAFETY: all of it lives.
+    // SAFETY: every pointer is valid and outlives the call.
     unsafe {
         let wrong = tensor(&[1.0, 2.0, 3.0]);
         let outs = [wrong.cast_const()];
-        refused(
+        assert_refused(
             claystone_call_backward(&call, outs.as_ptr(), 1, &1, &mut made, 1),
             Status::Invalid,
             "the gradient has the shape",
         );
-        refused(
+        assert_refused(
             claystone_storage_new(CLAYSTONE_CPU, usize::MAX, &mut null_mut()),
             Status::OutOfMemory,
             "out of memory",
@@ -329,20 +353,20 @@ fn statuses_tell_kinds_of_errors_apart() {
 }
 
 #[test]
-fn a_panic_ends_at_the_border() {
+fn panics_become_a_status() {
     let panics = Implementation::new(|_, _| panic!("the \0 in my_panic"));
     let _kept = ops::register("my_panic", Backend::Cpu, panics).unwrap();
     let x = tensor(&[1.0]);
     let (status, result) = call("my_panic", &[x], &[]);
-    refused(status, Status::Panic, "claystone_call panicked, which is a bug in claystone: the \\0 in my_panic");
+    assert_refused(status, Status::Panic, "claystone_call panicked, which is a bug in claystone: the \\0 in my_panic");
     assert!(result.is_null());
-    // Everything still works.
+    // The API still works after a panic.
     let (status, result) =
         call("add_scalar", &[x], &[argument(ClaystoneTag::Float as i32, ClaystoneValue { number: 1.5 })]);
     assert_eq!(status, Status::Ok);
     assert_eq!(values(result), [2.5]);
-    assert!(last_error().contains("my_panic"), "what succeeds leaves the last error as it is");
-    // SAFETY: given above.
+    assert!(last_error().contains("my_panic"), "successful calls keep the last error");
+    // SAFETY: made above.
     unsafe {
         claystone_tensor_release(result);
         claystone_tensor_release(x);
@@ -350,8 +374,8 @@ fn a_panic_ends_at_the_border() {
 }
 
 #[test]
-fn a_gradient_is_that_of_each_tensor_that_has_one() {
-    // A tensor that is left out, by position and by name, and integers that have none.
+fn backward_gives_gradients_only_for_tensors_that_have_one() {
+    // The weight is omitted; the bias is passed by position, then by name. Integer arguments have no gradient.
     let (x, bias) = (tensor(&[1.0, 2.0, 4.0]), tensor(&[0.0, 0.0, 0.0]));
     let grad = tensor(&[1.0, 0.0, 0.0]);
     let size = [3i64];
@@ -370,7 +394,7 @@ fn a_gradient_is_that_of_each_tensor_that_has_one() {
             argument_count: arguments.len(),
         };
         let (mut gradients, outs) = ([x; 3], [grad.cast_const()]);
-        // SAFETY: all of it lives.
+        // SAFETY: every pointer is valid and outlives the call.
         unsafe {
             let wanted = [1u8, 1, 1];
             let status = claystone_call_backward(&call, outs.as_ptr(), 1, wanted.as_ptr(), gradients.as_mut_ptr(), 3);
@@ -383,6 +407,6 @@ fn a_gradient_is_that_of_each_tensor_that_has_one() {
         }
     }
     assert_eq!(all[0], all[1]);
-    // SAFETY: given above.
+    // SAFETY: made above.
     unsafe { [x, bias, grad].into_iter().for_each(|tensor| claystone_tensor_release(tensor)) };
 }

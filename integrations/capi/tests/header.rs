@@ -1,10 +1,10 @@
-//! `include/claystone.h`, which is checked in, is what cbindgen makes of `src/`.
+//! Checks that the checked-in `include/claystone.h` is the header that cbindgen generates from `src/`.
 
 use std::fs;
 use std::path::Path;
 
 #[test]
-fn the_header_is_that_of_the_source() {
+fn checked_in_header_matches_the_source() {
     let home = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(home.join("cbindgen.toml")).expect("cbindgen.toml is read");
     let builder = cbindgen::Builder::new().with_config(config).with_src(home.join("src/lib.rs"));
@@ -18,6 +18,6 @@ fn the_header_is_that_of_the_source() {
     }
     let kept = fs::read_to_string(&header).unwrap_or_default();
     let line = kept.lines().zip(made.lines()).position(|(a, b)| a != b);
-    let advice = "include/claystone.h is not that of src/: UPDATE_HEADER=1 cargo test -p claystone-capi --test header";
+    let advice = "include/claystone.h is out of date: run UPDATE_HEADER=1 cargo test -p claystone-capi --test header";
     assert!(kept == made, "{advice} (first difference at line {line:?}, counted from 0)");
 }

@@ -1,4 +1,4 @@
-/* Many tensors at once, with what api.c has for all. */
+/* Part of api.c: operations on lists of tensors. */
 #define LIST(...) (ClaystoneTensors){TENSORS(__VA_ARGS__), COUNT(((const ClaystoneTensor *const[]){__VA_ARGS__}))}
 
 static void call_exp(void *x) {
@@ -42,7 +42,7 @@ static void many(void) {
     step.lr = quarter;
     OK(claystone_fused_adam(&step, &state, &adam));
     expect(x, 2, (float[]){-5.25f, -1.75f});
-    adam.amsgrad = true; /* whose state is not there */
+    adam.amsgrad = true; /* but its state is missing */
     CHECK(claystone_fused_adam(&step, &state, &adam) == CLAYSTONE_STATUS_INVALID);
     const ClaystoneAdagrad adagrad = {.eps = 0};
     OK(claystone_call(&(ClaystoneCall){"zero_", TENSORS(v), 1, NULL, 0}, NULL, 0, NULL));

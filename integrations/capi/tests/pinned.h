@@ -1,4 +1,4 @@
-/* Part of api.c: memory of the host that devices transfer to and from. */
+/* Part of api.c: pinned host memory. */
 static void pinned(void) {
     ClaystoneStorage *storage;
     ClaystoneTensor *host, *x = floats(2, 2, NULL);
@@ -20,12 +20,12 @@ static void pinned(void) {
     claystone_tensor_release(host);
     claystone_tensor_release(x);
     claystone_storage_release(storage);
-    OK(claystone_storage_new_pinned(device, 0, &storage, &data)); /* no bytes are somewhere, too */
+    OK(claystone_storage_new_pinned(device, 0, &storage, &data)); /* a storage of 0 bytes has an address too */
     CHECK(data);
     claystone_storage_release(storage);
 }
 
-/* Gives the current stream of an OpenCL device work that takes a while, which what is submitted next comes after. */
+/* Submits long work to the current stream of an OpenCL device, so that the next command has to wait. */
 static void keep_busy(void) {
     if (device == CLAYSTONE_CPU)
         return;
@@ -39,7 +39,7 @@ static void keep_busy(void) {
     claystone_tensor_release(x);
 }
 
-/* Whether the default stream has nothing left to do: at once on the CPU device, where calls compute. */
+/* Whether the default stream is idle; always true on the CPU device, which computes within the call. */
 static bool is_done(void) {
     ClaystoneStream *stream;
     bool done;
@@ -69,7 +69,7 @@ static void enqueued(void) {
     OK(claystone_call(&(ClaystoneCall){"flatten", TENSORS(x), 1, ARGUMENTS(INT(0), INT(1)), 2}, &y, 1, NULL));
     OK(claystone_stream_default(device, &stream));
 
-    /* To the device. Pinned bytes that were given back serve nobody else before the copy is done. */
+    /* To the device. Released pinned bytes are not reused before the copy is complete. */
     keep_busy();
     OK(claystone_tensor_copy_non_blocking(y, host));
     CHECK(is_done() == computes);
@@ -78,7 +78,7 @@ static void enqueued(void) {
     OK(claystone_tensor_read(y, values, sizeof values));
     CHECK(values[0] == 1 && values[1023] == 1);
 
-    /* To the host, behind what the stream computes before. */
+    /* To the host, after earlier work of the stream. */
     keep_busy();
     OK(claystone_call(&(ClaystoneCall){"add_", TENSORS(y, y), 2, NULL, 0}, NULL, 0, NULL));
     OK(claystone_call(&(ClaystoneCall){"add_", TENSORS(y, y), 2, NULL, 0}, NULL, 0, NULL));
@@ -87,7 +87,7 @@ static void enqueued(void) {
     OK(claystone_stream_synchronize(stream));
     CHECK(other[0] == 4 && other[1023] == 4);
 
-    /* A call that uses the pinned tensor waits by itself. */
+    /* A call that uses the pinned tensor waits for the copy. */
     keep_busy();
     OK(claystone_call(&(ClaystoneCall){"zero_", TENSORS(y), 1, NULL, 0}, NULL, 0, NULL));
     OK(claystone_tensor_copy_non_blocking(next, y));

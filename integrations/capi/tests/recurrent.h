@@ -1,6 +1,6 @@
-/* Recurrent layers and recordings, with what api.c has for all. */
+/* Part of api.c: recurrent layers and recordings. */
 
-/* A tensor of three dims, of which the last two are 1. */
+/* A tensor of shape [count, 1, 1]. */
 static ClaystoneTensor *steps(int64_t count, const float *data) {
     ClaystoneTensor *matrix = floats(count, 1, data), *made;
     OK(claystone_call(&(ClaystoneCall){"reshape", TENSORS(matrix), 1, ARGUMENTS(INTS(count, 1, 1)), 1}, &made, 1, NULL));
@@ -18,7 +18,7 @@ static void recurrent(void) {
     expect(results[0], 3, (float[]){1, 4, 11});
     expect(results[1], 1, (float[]){11});
     CHECK(results[2] == NULL);
-    /* Writing into what it gave changes no gradient, and gradients can be asked for again. */
+    /* Writing into the results changes no gradient, and gradients can be computed repeatedly. */
     OK(claystone_call(&(ClaystoneCall){"zero_", TENSORS(results[0]), 1, NULL, 0}, NULL, 0, NULL));
     for (int again = 0; again < 2; again++) {
         OK(claystone_recording_backward(recording, TENSORS(grad), 1, grads, 4));
@@ -52,7 +52,7 @@ static void recurrent(void) {
     layer.batch_sizes = (int64_t[]){2, -1};
     CHECK(claystone_recurrent(&layer, NULL, results, NULL) == CLAYSTONE_STATUS_INVALID);
 
-    /* LSTM has two states; all weights are 0, so that half of the cell state stays. */
+    /* LSTM has two states. All weights are 0, so the forget gate is 0.5 and halves the cell state. */
     ClaystoneTensor *zeros = floats(4, 1, (float[]){0, 0, 0, 0}), *one = steps(1, (float[]){1});
     ClaystoneRecurrent lstm = {.cell = CLAYSTONE_CELL_LSTM, .num_layers = 1, .input = x, .hx = start, .cx = one, .parameters = LIST(zeros, zeros)};
     OK(claystone_recurrent(&lstm, NULL, results, NULL));

@@ -1,4 +1,4 @@
-// Times calls of claystone by its C API, for overhead.py.
+// Times calls of claystone's C API, for overhead.py.
 #include <claystone.h>
 #include <stddef.h>
 #include <time.h>
@@ -9,7 +9,7 @@ static double now(void) {
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-// A tensor of f32 with these sizes, filled with a number; null where that fails.
+// Makes an f32 tensor of these sizes, filled with a number; null on failure.
 ClaystoneTensor *filled(int32_t device, const int64_t *sizes, size_t rank, double number) {
     ClaystoneTensor *result = NULL;
     const ClaystoneArgument arguments[] = {
@@ -22,7 +22,7 @@ ClaystoneTensor *filled(int32_t device, const int64_t *sizes, size_t rank, doubl
     return result;
 }
 
-// The seconds that one of `count` calls takes; negative where one fails.
+// The average seconds per call of `count` calls; negative on failure.
 double seconds_per_call(const ClaystoneCall *call, int count) {
     const double begun = now();
     for (int i = 0; i < count; i++) {

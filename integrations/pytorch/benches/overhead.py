@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What an operator costs the host: through PyTorch on claystone, and claystone's own call by the C API, on tensors of few elements.
+"""Measures the host time of an operator on tensors of few elements: through PyTorch on claystone, and by claystone's C API alone.
 
     python benches/overhead.py [--rounds 30] [--only add]
 
-Everything is measured in turns in one process; the figures are medians, in microseconds. It needs a C compiler. `adapter` is the
-difference of the first two columns, and so has PyTorch's own dispatch and Python in it, which `CPU` shows for PyTorch's CPU."""
+All columns are measured in turns in one process; the figures are medians, in microseconds. Needs a C compiler. `adapter` is the difference
+of the first two columns, so it includes PyTorch's own dispatch and Python, which `CPU` shows for PyTorch's CPU."""
 
 import argparse
 import ctypes
@@ -37,7 +37,7 @@ class Call(ctypes.Structure):
                 ("arguments", ctypes.c_void_p), ("argument_count", ctypes.c_size_t)]
 
 
-BOOL, INT, FLOAT, INTS = 1, 2, 3, 4  # of ClaystoneTag
+BOOL, INT, FLOAT, INTS = 1, 2, 3, 4  # values of ClaystoneTag
 
 
 def library():
@@ -51,7 +51,7 @@ def library():
 
 
 def own_call(calls, device, name, shapes, arguments):
-    """A function that gives the seconds of one call of claystone."""
+    """Returns a function that measures the seconds of one claystone call."""
     handles = [calls.filled(device, (ctypes.c_int64 * len(shape))(*shape), len(shape), 0.5) for shape in shapes]
     tensors = (ctypes.c_void_p * len(handles))(*handles)
     given, kept = (Argument * len(arguments))(), []
@@ -70,7 +70,7 @@ def own_call(calls, device, name, shapes, arguments):
     return lambda count, _kept=kept: calls.seconds_per_call(ctypes.byref(call), count)
 
 
-# Name, shapes, what PyTorch does, and claystone's operation with its arguments; none where PyTorch calls nothing.
+# Title, shapes, PyTorch's function, and claystone's operation with its arguments; None if PyTorch calls no operation.
 CASES = [
     ("add", [(4, 4), (4, 4)], torch.add, "add", []),
     ("mul by a number", [(4, 4)], lambda a: torch.mul(a, 2.0), "mul_scalar", [2.0]),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Training steps and forward passes of networks on claystone beside PyTorch's CPU or CUDA, in turns.
+"""Times training steps and forward passes of networks on claystone and on PyTorch's CPU or CUDA, in turns.
 
     python benches/steps.py [--rounds 9] [--only resnet18,lstm] [--beside cuda]
 
-Times are medians in milliseconds: of the wall, and in brackets of all processors together. PyTorch's own device has a process of its own, for
-where any other device is registered CUDA has no backward (github.com/pytorch/pytorch/issues/161129)."""
+Times are medians in milliseconds: wall time, and in parentheses the processor time of all threads. PyTorch's own device runs in a separate
+process, because CUDA has no backward while another device is registered (github.com/pytorch/pytorch/issues/161129)."""
 
 import argparse
 import statistics
@@ -74,7 +74,7 @@ def sentences(model, x):
     return model(input_ids=x, labels=x).loss
 
 
-# Name, network, input, loss, optimiser.
+# Name, network, input, loss, optimizer.
 CASES = {
     "mlp": (mlp, lambda: torch.randn(64, 784), classes, lambda p: torch.optim.SGD(p, lr=0.01)),
     "mnist": (Mnist, lambda: torch.randn(64, 1, 8, 8), classes, lambda p: torch.optim.Adadelta(p, lr=1.0)),
@@ -104,14 +104,14 @@ class Run:
 
 
     def timed(self, what):
-        # A step ends with its loss on the host, so that the device has done the step.
+        # A step ends with its loss on the host, so the device has finished the step.
         wall, processor = time.perf_counter(), time.process_time()
         getattr(self, what)()
         return time.perf_counter() - wall, time.process_time() - processor
 
 
 class Elsewhere:
-    """A run in a process without claystone, which is told what to do by lines of its input."""
+    """A run in a process without claystone, which reads commands as lines of its input."""
 
     def __init__(self, device, name):
         command = [sys.executable, __file__, "--serve", device, name]

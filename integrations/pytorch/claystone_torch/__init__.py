@@ -23,8 +23,8 @@ modules.install()
 
 @atexit.register
 def _at_exit():
-    # Threads of PyTorch's backward may still be giving back the last graph, which needs the interpreter: it ends the process with
-    # "terminate called without an active exception" where it stops meanwhile.
+    # PyTorch's backward threads may still be freeing the last graph, which needs the interpreter. If the interpreter shuts down
+    # meanwhile, the process ends with "terminate called without an active exception".
     time.sleep(0.02)
 
 
@@ -34,15 +34,15 @@ _overloads = sorted(set(_C.register_rows()))
 
 
 def fallbacks():
-    """What ran on the CPU so far: a dict from the operator's name with its overload to how often, and why the latest time."""
+    """The operators that ran on PyTorch's CPU so far: a dict from name with overload to the number of calls and the latest reason."""
     return _C.fallbacks()
 
 
 def reset_fallbacks():
-    """Forgets what fallbacks() lists."""
+    """Empties the list that fallbacks() returns."""
     _C.reset_fallbacks()
 
 
 def overloads_with_rows():
-    """The operators, with their overloads, that claystone computes: every one that a row of operators.toml is for."""
+    """The operators, with their overloads, that claystone computes: all that have a row in operators.toml."""
     return list(_overloads)

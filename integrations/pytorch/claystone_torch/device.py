@@ -1,4 +1,4 @@
-"""What is torch.claystone: the functions that PyTorch and its users expect of a device's module."""
+"""The module torch.claystone: the functions that PyTorch and its users expect of a device module."""
 
 import json
 import pickle
@@ -24,7 +24,7 @@ def _device(device):
 
 
 def is_available():
-    """Whether there is a device: always, as claystone's CPU device stands in where there is no OpenCL."""
+    """Always true: without OpenCL, the device is claystone's CPU device."""
     return True
 
 
@@ -33,16 +33,16 @@ def is_initialized():
 
 
 def _is_in_bad_fork():
-    """Whether this process was forked off one that had the device: workers of a DataLoader, for which there is none."""
+    """Whether this process was forked after claystone was loaded, as DataLoader workers are. Such a process cannot use the device."""
     return _C.is_forked()
 
 
 def init():
-    """Nothing has to be initialised."""
+    """Does nothing: the device needs no initialisation."""
 
 
 def device_count():
-    """How many devices there are: OpenCL's, or 1 where there is none."""
+    """The number of OpenCL devices, or 1 for claystone's CPU device if there are none."""
     return _C.device_count()
 
 
@@ -55,7 +55,7 @@ def set_device(device):
 
 
 class device:
-    """A context in which another device is the current one."""
+    """A context manager that selects the current device."""
 
     def __init__(self, device):
         self.index = _index(device)
@@ -73,27 +73,27 @@ def get_device_name(device=None):
 
 
 def is_opencl(device=None):
-    """Whether a device is OpenCL's; where there is none, claystone's CPU stands in."""
+    """Whether a device is an OpenCL device, and not claystone's CPU device."""
     return _C.is_opencl(_index(device))
 
 
 def synchronize(device=None):
-    """Waits until everything submitted to the device is done; raises what kernels found wrong meanwhile."""
+    """Waits until all work submitted to the device is complete; raises errors that kernels reported meanwhile."""
     _C.synchronize(_index(device))
 
 
-# ---- streams and events: torch.Stream and torch.Event under the names that they have in torch.cuda
+# ---- streams and events: torch.Stream and torch.Event under their names in torch.cuda
 
 def Stream(device=None, priority=0):
-    """A torch.Stream: what is submitted to it runs in order. There are 32 of each priority on a device, given in turn.
+    """A torch.Stream, whose work runs in order. Each device has 32 streams of each priority, which are returned in turn.
 
-    Priorities are hints for the driver: below 0 is urgent, above 0 has time.
+    Priorities are hints for the driver: below 0 is more urgent, above 0 less.
     """
     return torch.Stream(device=_device(device), priority=priority)
 
 
 def Event(enable_timing=False, blocking=False, interprocess=False):
-    """A torch.Event: a point in a stream's work. With `enable_timing`, elapsed_time gives the milliseconds between two."""
+    """A torch.Event: a point in a stream's work. With `enable_timing`, elapsed_time returns the milliseconds between two events."""
     return torch.Event(device="claystone", enable_timing=enable_timing)
 
 
@@ -106,13 +106,13 @@ def default_stream(device=None):
 
 
 def set_stream(stream):
-    """Makes a stream, and its device, the current one of this thread; None changes nothing."""
+    """Makes a stream and its device current for this thread; None changes nothing."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
 
 class StreamContext:
-    """A context in which a stream, and its device, is the current one; of None nothing changes."""
+    """A context manager that makes a stream and its device current; None changes nothing."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -137,7 +137,7 @@ def get_amp_supported_dtype():
     return [torch.float16, torch.bfloat16]
 
 
-# ---- random numbers: one generator serves all devices
+# ---- random numbers: all devices share one generator
 
 def manual_seed(seed):
     _C.seed(int(seed) & 0xFFFFFFFFFFFFFFFF)
@@ -177,7 +177,7 @@ def set_rng_state_all(new_states):
 # ---- memory: as in torch.cuda
 
 def memory_stats(device=None):
-    """The allocator's statistics under the names of torch.cuda.memory_stats. A tensor's memory is taken when it is first used."""
+    """The allocator's statistics under the names of torch.cuda.memory_stats. A tensor's memory is allocated at its first use."""
     return json.loads(_C.memory_stats(_index(device)))
 
 
@@ -215,13 +215,13 @@ def set_per_process_memory_fraction(fraction, device=None):
 
 
 def mem_get_info(device=None):
-    """Free and total bytes. OpenCL does not say what is free: here it is what this process does not hold."""
+    """Free and total bytes. OpenCL does not report free memory, so memory that this process has not reserved counts as free."""
     total = _C.device_memory(_index(device))
     return max(0, total - memory_reserved(device)), total
 
 
 def memory_snapshot(device=None):
-    """What the allocator holds, as in torch.cuda.memory_snapshot: a list of segments."""
+    """The allocator's segments and blocks as a list of segments, as in torch.cuda.memory_snapshot."""
     return pickle.loads(_C.memory_snapshot(_index(device), True))["segments"]
 
 

@@ -1,4 +1,4 @@
-"""What `module.to("claystone")` needs that PyTorch does not have for other devices by itself."""
+"""Changes to PyTorch's modules that `module.to("claystone")` needs."""
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -7,7 +7,7 @@ from torch.utils import swap_tensors
 
 
 def _apply(self, function, recurse=True):
-    """Module._apply of lazy modules. Where conversions swap tensors, it makes an empty parameter of one that has no shape yet."""
+    """Module._apply for lazy modules: PyTorch's swapping conversion does not support parameters without a shape."""
     lazy = [(tensors, name) for tensors in (self._parameters, self._buffers) for name, tensor in tensors.items() if is_lazy(tensor)]
     apart = [tensors[name] for tensors, name in lazy]
     for tensors, name in lazy:
@@ -24,7 +24,7 @@ def _apply(self, function, recurse=True):
 
 
 def install():
-    # To .to(), a parameter on this device is not what one on the CPU can become, and modules would get new ones: weights that two layers
-    # share would be two. Swapping keeps the parameter that there is.
+    # Module.to() cannot change a CPU parameter into one of this device in place and would create a new one. Two layers that share a
+    # weight would then no longer share it. Swapping keeps the parameter object.
     torch.__future__.set_swap_module_params_on_conversion(True)
     LazyModuleMixin._apply = _apply

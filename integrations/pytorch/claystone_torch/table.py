@@ -1,4 +1,4 @@
-"""Reads operators.toml into the rows that the extension takes."""
+"""Converts operators.toml to the rows that the extension registers."""
 
 
 def _alternatives(given, *section):
@@ -9,7 +9,7 @@ def _alternatives(given, *section):
 
 
 def rows(table):
-    """The name of each operator with its alternatives: a condition, a program, whether it is elementwise, and whether apart."""
+    """Yields each operator's name and its alternatives: (condition, program, is_elementwise, is_apart)."""
     for section, entries in table.items():
         kind = section.startswith("elementwise"), section.startswith("apart")
         short = entries.pop("same", {})

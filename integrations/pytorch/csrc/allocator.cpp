@@ -1,6 +1,6 @@
-// The allocator: data pointers are addresses of a range that nobody may read, so that arithmetic on them works and the host's reading
-// them faults at once. Each stands for a block, which is one storage of claystone's, taken when it is first used: what an operation
-// writes as a whole can then take the storage that claystone computed it in, without a copy.
+// The allocator. Data pointers are addresses in a reserved range without access, so pointer arithmetic works and host reads fault at
+// once. Each pointer stands for a block: one claystone storage, allocated at its first use. An operation that writes a whole tensor
+// can therefore give the block the storage in which claystone computed the result, without a copy.
 #include "storage.h"
 #include "streams.h"
 
@@ -16,12 +16,12 @@
 namespace claystone_torch {
 namespace {
 
-constexpr size_t SMALLEST = 512; // of ranges; data pointers are aligned so
-constexpr size_t ROUNDED_TO = 16; // storages are whole numbers of elements of every dtype
+constexpr size_t MIN_RANGE_BYTES = 512; // bytes of the smallest range, and so the alignment of data pointers
+constexpr size_t STORAGE_MULTIPLE_BYTES = 16; // bytes: makes every storage a whole number of elements of every dtype
 
 struct Block;
 
-// The ranges, powers of two, and whose they are: none's for those that wait for the next one of their size.
+// The address ranges, whose sizes are powers of two, and the block that owns each; null for free ranges.
 class Addresses {
 public:
     using Range = std::pair<char* const, Block*>;
@@ -36,10 +36,10 @@ public:
     void give(Range* range, size_t nbytes) {
         std::lock_guard lock(mutex);
         range->second = nullptr;
-        free_ranges[std::countr_zero(std::bit_ceil(std::max(nbytes, SMALLEST)))].push_back(range);
+        free_ranges[std::countr_zero(std::bit_ceil(std::max(nbytes, MIN_RANGE_BYTES)))].push_back(range);
     }
 
-    // The block with the highest address that is not above this one.
+    // The block of the range that starts at or before this address.
     Block* owner(const void* address) {
         std::lock_guard lock(mutex);
         auto above = owners.upper_bound(static_cast<char*>(const_cast<void*>(address)));
@@ -48,7 +48,7 @@ public:
 
 private:
     Range* find(size_t nbytes) {
-        const size_t size = std::bit_ceil(std::max(nbytes, SMALLEST));
+        const size_t size = std::bit_ceil(std::max(nbytes, MIN_RANGE_BYTES));
         auto& free = free_ranges[std::countr_zero(size)];
         if (!free.empty()) {
             Range* range = free.back();
@@ -61,7 +61,7 @@ private:
         return &*owners.emplace(std::exchange(next, next + size), nullptr).first;
     }
 
-    // Addresses cost nothing but where the system limits them: then fewer at a time.
+    // Reserves address space. Reservations are free unless the system limits address space, so smaller sizes are tried after a failure.
     void reserve(size_t at_least) {
         for (size_t size = std::max(size_t(1) << 44, at_least); size >= at_least; size /= 2) {
             void* range = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -81,11 +81,11 @@ private:
 };
 
 Addresses& addresses() {
-    static auto* const all = new Addresses; // storages may outlive static objects
+    static auto* const all = new Addresses; // never destroyed: storages may outlive static objects
     return *all;
 }
 
-// What a data pointer stands for.
+// The memory that a data pointer stands for.
 struct Block {
     Block(int device, size_t nbytes) : device(device), nbytes(nbytes), range(addresses().take(nbytes, this)), address(range->first) {}
     ~Block() {
@@ -102,7 +102,7 @@ struct Block {
             record_locked(now);
         } else {
             ClaystoneStorage* made = nullptr;
-            const size_t rounded = (std::max(nbytes, size_t(1)) + ROUNDED_TO - 1) / ROUNDED_TO * ROUNDED_TO;
+            const size_t rounded = (std::max(nbytes, size_t(1)) + STORAGE_MULTIPLE_BYTES - 1) / STORAGE_MULTIPLE_BYTES * STORAGE_MULTIPLE_BYTES;
             check(claystone_storage_new(device, rounded, &made));
             held = StorageHandle(made, ReleaseStorage());
             stream = recorded = now.id();
@@ -111,7 +111,7 @@ struct Block {
         return held;
     }
 
-    // Takes a storage that was made on this thread's current stream.
+    // Replaces the storage by one that was made on this thread's current stream.
     void replace(StorageHandle storage) {
         std::lock_guard lock(mutex);
         held.swap(storage); // the old one is released after the lock
@@ -121,7 +121,7 @@ struct Block {
         stream = recorded = current_stream(index()).id();
     }
 
-    // The memory is used on this stream.
+    // Declares that the memory is used on this stream.
     void record(const c10::Stream& user) {
         std::lock_guard lock(mutex);
         if (held) {
@@ -137,14 +137,14 @@ struct Block {
     void* const address;
 
 private:
-    // Tells PyTorch's profiler what is taken and given back, in the bytes of its tensors.
+    // Reports allocated and freed bytes, as PyTorch's tensors count them, to PyTorch's profiler.
     void report(int64_t bytes) const {
         static std::atomic<int64_t> total = 0;
         const int64_t now = total += bytes;
         c10::reportMemoryUsageToProfiler(address, bytes, now, now, c10::Device(c10::DeviceType::PrivateUse1, index()));
     }
 
-    // Memory is taken when it is first used, on the stream of that time: so whoever uses it on another is recorded, asked or not.
+    // Memory belongs to the stream of its first use. A use on any other stream is recorded even if the user does not call record_stream.
     void record_locked(const c10::Stream& user) {
         if (user.id() != stream && user.id() != recorded) {
             check(claystone_storage_record_stream(held.get(), stream_handle(user)));
@@ -154,8 +154,8 @@ private:
 
     std::mutex mutex;
     StorageHandle held;
-    int64_t stream = 0;   // that the storage was made on
-    int64_t recorded = 0; // that was recorded last
+    int64_t stream = 0;   // the stream that the storage was made on
+    int64_t recorded = 0; // the stream that was recorded last
 };
 
 void delete_block(void* block) {
@@ -172,25 +172,24 @@ struct Allocator final : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
         return data_pointer(new Block(claystone_device(current_device()), nbytes));
     }
-    // Data pointers are no memory of the host's: there is no raw form of them.
+    // Data pointers are not host memory, so there is no raw form.
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
     void copy_data(void*, const void*, std::size_t) const override {
         TORCH_CHECK(false, "claystone: storages are copied as tensors, not by their addresses");
     }
 };
 
-// The block that a data pointer is in; none where it is another's.
+// The block that contains a data pointer; null if the pointer belongs to another allocator.
 Block* block_of(const c10::DataPtr& pointer) {
     return pointer.get_deleter() == &delete_block ? static_cast<Block*>(pointer.get_context()) : addresses().owner(pointer.get());
 }
 
-// A tensor's block, and the bytes of it before the storage. PyTorch's storages lie at the start of theirs, but a tensor may have been
-// made of an address.
-std::pair<Block&, size_t> place_of(const at::TensorBase& tensor) {
+// A tensor's block, and the offset of the tensor's storage in it, in bytes. The offset is not 0 only for tensors made from an address.
+std::pair<Block&, size_t> block_and_offset(const at::TensorBase& tensor) {
     const auto& pointer = tensor.storage().data_ptr();
     Block* block = block_of(pointer);
     const size_t before = block ? static_cast<const char*>(pointer.get()) - static_cast<const char*>(block->address) : 0;
-    TORCH_CHECK(block && before + tensor.storage().nbytes() <= block->nbytes, "claystone: the address of a tensor is none of this device's");
+    TORCH_CHECK(block && before + tensor.storage().nbytes() <= block->nbytes, "claystone: the address of a tensor does not belong to this device");
     return {*block, before};
 }
 
@@ -225,10 +224,10 @@ TensorHandle handle(const at::TensorBase& tensor) {
     ClaystoneTensor* made = nullptr;
     const auto dtype = claystone_dtype(tensor.scalar_type());
     TORCH_CHECK(dtype, "claystone has no dtype ", tensor.scalar_type());
-    const auto [block, before] = place_of(tensor);
+    const auto [block, before] = block_and_offset(tensor);
     const auto storage = block.storage();
     const auto sizes = tensor.sizes(), strides = tensor.strides();
-    // A tensor without elements may have any strides, and an offset outside the storage.
+    // A tensor without elements may have any strides and an offset outside its storage.
     const bool empty = tensor.numel() == 0;
     const int64_t offset = empty ? 0 : before / tensor.itemsize() + tensor.storage_offset();
     const std::vector<int64_t> none(empty ? sizes.size() : 0);
@@ -239,7 +238,7 @@ TensorHandle handle(const at::TensorBase& tensor) {
 TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length) {
     ClaystoneTensor* made = nullptr;
     const int64_t size = length, stride = 1;
-    const auto [block, before] = place_of(tensor);
+    const auto [block, before] = block_and_offset(tensor);
     const auto storage = block.storage();
     check(claystone_tensor_new(storage.get(), CLAYSTONE_DTYPE_U8, &size, &stride, 1, before + offset, &made));
     return own(made);
@@ -263,16 +262,16 @@ at::Tensor wrap(const TensorHandle& tensor, const Info& known) {
 }
 
 bool adopt(const at::TensorBase& target, const TensorHandle& result) {
-    const auto [block, before] = place_of(target);
+    const auto [block, before] = block_and_offset(target);
     const auto made = info(result);
     const size_t nbytes = target.nbytes();
-    if (before != 0 || target.storage_offset() != 0 || made.tensor.offset != 0 || target.storage().nbytes() > nbytes || block.nbytes > nbytes + ROUNDED_TO ||
+    if (before != 0 || target.storage_offset() != 0 || made.tensor.offset != 0 || target.storage().nbytes() > nbytes || block.nbytes > nbytes + STORAGE_MULTIPLE_BYTES ||
         made.tensor.device != block.device || nbytes == 0 || torch_dtype(made.tensor.dtype) != target.scalar_type() ||
         !made.is_contiguous() || !target.is_contiguous()) {
         return false;
     }
     const size_t held = made.tensor.storage_nbytes;
-    if (held < nbytes || held > nbytes + ROUNDED_TO) {
+    if (held < nbytes || held > nbytes + STORAGE_MULTIPLE_BYTES) {
         return false;
     }
     block.replace(storage_of(result));

@@ -1,4 +1,4 @@
-// The names of PyTorch's operators in what claystone records.
+// Labels claystone's recordings with the names of PyTorch's operators.
 #pragma once
 
 #include "storage.h"
@@ -7,9 +7,9 @@
 
 namespace claystone_torch {
 
-// Calls `compute`: what claystone records of memory and time meanwhile carries the operator's name.
+// Calls `compute` under an operator's name, which claystone's profiles and memory histories then show.
 template <typename Compute>
-void annotated(const std::string& name, Compute compute) {
+void with_annotation(const std::string& name, Compute compute) {
     struct Call {
         Compute& compute;
         std::exception_ptr thrown;
@@ -18,7 +18,7 @@ void annotated(const std::string& name, Compute compute) {
         auto& call = *static_cast<Call*>(data);
         try {
             call.compute();
-        } catch (...) { // which C would not let through
+        } catch (...) { // an exception must not pass through C
             call.thrown = std::current_exception();
         }
     }, &call));

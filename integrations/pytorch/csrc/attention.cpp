@@ -1,4 +1,4 @@
-// How PyTorch's attention is computed here: by the rows of the operators that it has for other devices, or of products and a softmax.
+// Chooses the kernel of scaled_dot_product_attention: the fused operators for other devices, which have rows, or products and a softmax.
 #include "storage.h"
 
 #include <ATen/SDPBackend.h>

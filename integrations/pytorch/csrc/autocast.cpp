@@ -1,4 +1,4 @@
-// Autocast: PyTorch's own lists of operators that run in the lower precision, in f32, or in the widest dtype of their operands.
+// Autocast: registers PyTorch's lists of operators that run in the lower precision, in f32, or in their operands' widest dtype.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -13,7 +13,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
     AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
-    // These are composed of such, and are one operator here.
+    // PyTorch composes these of operators in the list above; here each is one operator.
     LOWER_PRECISION(lstm, input)
     LOWER_PRECISION(lstm, data)
     LOWER_PRECISION(gru, input)

@@ -13,12 +13,12 @@
 namespace claystone_torch {
 namespace {
 
-// How many bytes there are from a tensor's first element to behind its last one.
+// The number of bytes from the start of a tensor's first element to the end of its last.
 size_t span(const at::Tensor& tensor) {
     return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
-// The pinned memory at an address as bytes of claystone's CPU device; none where it is no pinned memory.
+// The pinned memory at an address as a u8 tensor of claystone's CPU device; none if the address is not in pinned memory.
 TensorHandle pinned_bytes(const void* address, size_t nbytes) {
     const auto [storage, before] = pinned_storage(address);
     if (!storage) {
@@ -30,8 +30,8 @@ TensorHandle pinned_bytes(const void* address, size_t nbytes) {
     return own(made);
 }
 
-// Sets all bytes from the first element to the last one of a tensor of the host to those of one with the same strides. To pinned memory
-// it may return when that is enqueued.
+// Copies all bytes from a device tensor's first element to its last to a host tensor of the same strides. With `non_blocking`, a copy
+// to pinned memory may return once it is enqueued.
 void read(const at::Tensor& tensor, const at::TensorBase& host, bool non_blocking = false) {
     const size_t nbytes = span(tensor);
     if (nbytes == 0) {
@@ -46,27 +46,27 @@ void read(const at::Tensor& tensor, const at::TensorBase& host, bool non_blockin
     }
 }
 
-// The elements of a tensor in the host's memory, with its strides.
+// Copies a tensor to host memory and keeps its strides.
 at::Tensor read(const at::Tensor& tensor) {
     at::Tensor result(at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
     read(tensor, result);
     return result;
 }
 
-// Whether elements lie in the tensor's bytes without gaps and overlaps, so that writing all bytes writes nothing else.
+// Whether the elements fill the tensor's bytes without gaps and overlaps, so that writing all bytes writes nothing else.
 bool is_dense(const at::Tensor& tensor) {
     return tensor.is_non_overlapping_and_dense();
 }
 
-// Whether both tensors, of the same shape, are the same bytes where they have the same elements.
-bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+// Whether tensors of the same shape have the same dtype and memory layout, so that copying bytes copies the elements.
+bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
     return a.scalar_type() == b.scalar_type() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg() && is_dense(a) &&
         ((a.is_contiguous() && b.is_contiguous()) || (is_dense(b) && a.strides() == b.strides()));
 }
 
-// Whether claystone converts one to the other.
+// Whether claystone can convert one to the other.
 bool converts(const at::Tensor& source, const at::Tensor& target) {
-    const bool plain = !source.is_neg() && !target.is_neg(); // as complex tensors' imaginary parts may be
+    const bool plain = !source.is_neg() && !target.is_neg(); // imaginary parts of complex tensors may be negated views
     return plain && claystone_dtype(source.scalar_type()) && claystone_dtype(target.scalar_type());
 }
 
@@ -78,12 +78,12 @@ void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
     }
 }
 
-// Whether it is in pinned memory, and dense.
-bool pins(const at::Tensor& host) {
+// Whether a host tensor is dense and in pinned memory.
+bool is_pinned_and_dense(const at::Tensor& host) {
     return host.is_cpu() && is_dense(host) && pinned_storage(host.const_data_ptr()).first;
 }
 
-// An empty tensor of a device with the sizes, strides and dtype of another.
+// An empty tensor on a device with another tensor's sizes, strides and dtype.
 at::Tensor like(const at::Tensor& tensor, c10::Device device) {
     return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).pinned_memory(false));
 }
@@ -120,17 +120,17 @@ void copy(const at::Tensor& source, const at::Tensor& target, bool non_blocking)
     }
     if (is_ours(source) && is_ours(target)) {
         copy_on_device(source, target);
-    } else if (is_ours(source) && lie_alike(source, target)) {
+    } else if (is_ours(source) && have_same_layout(source, target)) {
         read(source, target, non_blocking);
-    } else if (is_ours(source) && non_blocking && pins(target) && converts(source, target)) {
+    } else if (is_ours(source) && non_blocking && is_pinned_and_dense(target) && converts(source, target)) {
         const auto converted = like(target, source.device());
         copy_on_device(source, converted);
         read(converted, target, non_blocking);
     } else if (is_ours(source)) {
         target.copy_(to_host(source));
-    } else if (source.is_cpu() && lie_alike(source, target)) {
+    } else if (source.is_cpu() && have_same_layout(source, target)) {
         write_alike(target, source, non_blocking);
-    } else if (non_blocking && pins(source) && converts(source, target)) {
+    } else if (non_blocking && is_pinned_and_dense(source) && converts(source, target)) {
         const auto there = like(source, target.device());
         write_alike(there, source, non_blocking);
         copy_on_device(there, target);
@@ -149,7 +149,7 @@ namespace {
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     at::assert_no_internal_overlap(target);
-    // PyTorch broadcasts in copy_, which is above this.
+    // PyTorch broadcasts in copy_, which calls this function.
     copy(source.sizes() == target.sizes() ? source : source.expand_as(target), target, non_blocking);
     return target;
 }
@@ -164,7 +164,7 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
     return to_host(tensor).item();
 }
 
-// Copies see to conjugated and negated views themselves: to make plain tensors of these is a copy, too.
+// `copy` handles conjugated and negated views itself, since resolving these would also be a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
     library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

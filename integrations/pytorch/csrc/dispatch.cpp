@@ -1,4 +1,4 @@
-// The kernel that every operator comes to: its row's program is run by claystone, or the CPU takes the call.
+// The kernel of all operators: it runs the program of the operator's row with claystone, or lets the CPU take the call.
 #include "dispatch.h"
 #include "annotate.h"
 #include "copy.h"
@@ -20,7 +20,7 @@
 namespace claystone_torch {
 namespace {
 
-// A program of a row, and when it is the one.
+// A program of a row and its condition.
 struct Alternative {
     std::optional<Program> condition;
     Program program;
@@ -28,21 +28,21 @@ struct Alternative {
 };
 
 struct Row {
-    bool writes_itself; // the operation does: the row is that of the form in place only
+    bool writes_itself; // its operation works in place, so the row is for the operator's in-place form only
     std::vector<Alternative> alternatives;
 };
 
-// An operator as its kernel needs it.
+// An operator in the form that its kernel needs.
 struct Operator {
     const Row* row = nullptr;
-    std::vector<size_t> arguments; // positions on the stack of the arguments of the row
-    std::vector<size_t> outputs;   // positions on the stack of what is written
-    std::string name; // as PyTorch's profiler shows it
+    std::vector<size_t> arguments; // positions on the stack of the row's arguments
+    std::vector<size_t> outputs;   // positions on the stack of the tensors to write
+    std::string name; // the name in PyTorch's profiler
     bool in_place = false;
-    bool each = false; // it is for each tensor of lists
+    bool each = false; // true for `_foreach_` operators
 };
 
-// What belongs together: an operator, its form in place and that with `out`, have the same key.
+// The key of a row: an operator, its in-place form and its `out` form have the same key.
 std::string key_of(const c10::FunctionSchema& schema, std::vector<size_t>* inputs, std::vector<size_t>* outputs, bool* in_place) {
     std::string key = schema.name();
     const auto written = [](const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); };
@@ -63,7 +63,7 @@ std::string key_of(const c10::FunctionSchema& schema, std::vector<size_t>* input
     return key;
 }
 
-// Whether the operation of a program writes into its first operand, as its name says.
+// Whether a program's operation writes into its first operand, which its name shows.
 bool writes_itself(const Program& program) {
     const Node& first = *program.results[0];
     return first.kind == Node::Operation && first.text.ends_with('_');
@@ -81,7 +81,7 @@ Operator operator_of(const c10::OperatorHandle& handle) {
     return made;
 }
 
-// Fills the scope with the arguments, and says which device they are on.
+// Makes the scope of a call and finds the device of its tensors.
 Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, size_t base) {
     Scope scope;
     std::optional<c10::Device> device, other;
@@ -89,8 +89,8 @@ Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, 
         if (is_ours(tensor)) {
             other = device && *device != tensor.device() ? device : other;
             device = tensor.device();
-            scope.wide |= tensor.scalar_type() == at::kDouble;
-        } else if (tensor.defined() && tensor.dim() > 0) { // one without dimensions is a number, wherever it is
+            scope.floats_are_f64 |= tensor.scalar_type() == at::kDouble;
+        } else if (tensor.defined() && tensor.dim() > 0) { // a zero-dimensional tensor counts as a number on any device
             other = tensor.device();
         }
     };
@@ -108,7 +108,7 @@ Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, 
     return scope;
 }
 
-// The shape that the tensors of the call have together; none where they do not fit.
+// The shape that the call's tensors broadcast to; none if they do not broadcast.
 std::optional<c10::SmallVector<int64_t, 5>> common_shape(const Scope& scope) {
     c10::SmallVector<int64_t, 5> shape;
     for (const Value& value : scope.values) {
@@ -130,7 +130,8 @@ std::optional<c10::SmallVector<int64_t, 5>> common_shape(const Scope& scope) {
     return shape;
 }
 
-// The strides of an elementwise result: those of its first operand of its shape, as with PyTorch. Only where that is not row-major.
+// The order of dims in memory of an elementwise result: as in PyTorch, that of the first operand with the result's shape.
+// Used only if that operand is not row-major.
 struct Order {
     std::vector<int64_t> shape, dims, inverse;
 
@@ -184,14 +185,14 @@ bool shares_with_arguments(const TensorHandle& result, const Scope& scope, size_
 void write(const at::Tensor& target, const TensorHandle& result, bool in_place, bool elementwise, const Scope& scope, size_t arguments) {
     const auto made = info(result);
     if (!in_place && !elementwise && torch_dtype(made.tensor.dtype) != target.scalar_type()) {
-        throw Refused("the result does not have the dtype of the tensor it is for");
+        throw Refused("the result does not have the dtype of the output tensor");
     }
     if (!at::canCast(torch_dtype(made.tensor.dtype), target.scalar_type())) {
-        throw Refused("the result does not fit into the dtype of the tensor it is for");
+        throw Refused("the result cannot be cast to the dtype of the output tensor");
     }
     if (target.sizes() != made.sizes) {
         if (in_place || target.numel() != 0) {
-            throw Refused("the result does not have the shape of the tensor it is for");
+            throw Refused("the result does not have the shape of the output tensor");
         }
         target.resize_(made.sizes);
     }
@@ -209,7 +210,7 @@ c10::IValue returned(const Value& value, const c10::Argument& wanted, const Scop
         }
         auto result = value.is_number() ? tensor_of(value, scope) : std::get<TensorHandle>(value);
         auto known = info(result);
-        // PyTorch has no negative strides, and operators that are no views give storages of their own.
+        // PyTorch has no negative strides, and results of operators that are not views have their own storage.
         const bool turned = std::any_of(known.strides.begin(), known.strides.end(), [](int64_t stride) { return stride < 0; });
         if (turned || shares_with_arguments(result, scope, arguments)) {
             result = turned ? contiguous(result) : cloned(result);
@@ -217,14 +218,14 @@ c10::IValue returned(const Value& value, const c10::Argument& wanted, const Scop
         }
         return wrap(result, known);
     }
-    if (const auto* tensor = value.as<TensorHandle>()) { // `equal` and the like give a bool
+    if (const auto* tensor = value.as<TensorHandle>()) { // such as `equal`, which returns a bool
         const auto item = to_host(wrap(*tensor)).item();
         return kind == c10::TypeKind::BoolType ? c10::IValue(item.toBool()) : c10::IValue(item);
     }
     return kind == c10::TypeKind::BoolType ? c10::IValue(value.truth()) : c10::IValue(value.integer());
 }
 
-// The program of a row for these arguments.
+// Returns the first program of a row whose condition holds.
 const Alternative* choose(const Row& row, Scope& scope) {
     for (const Alternative& alternative : row.alternatives) {
         if (!alternative.condition || evaluate(*alternative.condition->results[0], scope).truth()) {
@@ -234,7 +235,7 @@ const Alternative* choose(const Row& row, Scope& scope) {
     throw Refused("its row has no program for these arguments");
 }
 
-// Runs the row's operation for each tensor of lists, together; where they do not go together, PyTorch's way calls operators one by one.
+// Runs the row's operation on lists of tensors. If these cannot share launches, PyTorch's kernel calls the operators one by one.
 void run_each(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     const auto& schema = handle.schema();
     const size_t base = stack->size() - schema.arguments().size();
@@ -258,7 +259,7 @@ void run_each(const Operator& op, const c10::OperatorHandle& handle, torch::jit:
     handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
 }
 
-// Raises where a tensor for a result has several elements in one place, or is apart by the row and shares memory with an argument.
+// Raises if elements of an output tensor share memory, or if an output of an `apart` row shares memory with an argument.
 void check_overlap(const Operator& op, const torch::jit::Stack& stack, size_t base, const at::Tensor& output) {
     at::assert_no_internal_overlap(output);
     for (size_t i = 0; op.row->alternatives[0].apart && i < op.arguments.size(); i++) {
@@ -270,7 +271,7 @@ void check_overlap(const Operator& op, const torch::jit::Stack& stack, size_t ba
     }
 }
 
-// Runs the row's program. Nothing was written, and the stack is as it was, where it is refused.
+// Runs the row's program. If it throws Refused, nothing was written and the stack is unchanged.
 void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
     const size_t size = schema.arguments().size(), base = stack->size() - size;
     Scope scope = scope_of(op, size, *stack, base);
@@ -290,11 +291,11 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     for (const size_t position : op.outputs) {
         const auto& output = (*stack)[base + position];
         if (!output.isTensor() || !is_ours(output.toTensor()) || !claystone_dtype(output.toTensor().scalar_type())) {
-            throw Refused("claystone has no tensors such as that which is written");
+            throw Refused("claystone does not support the device or dtype of the output tensor");
         }
         outputs.push_back(output.toTensor());
         if (op.in_place && at::has_internal_overlap(outputs.back()) == at::MemOverlap::Yes) {
-            throw Refused("several elements of what is written share memory");
+            throw Refused("elements of the output tensor share memory");
         }
         if (!op.in_place) {
             check_overlap(op, *stack, base, outputs.back());
@@ -302,7 +303,7 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
             TORCH_CHECK_VALUE(outputs.size() == 1 || (overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial),
                 "the out= tensors of ", op.name, " must not overlap");
         }
-        scope.wide |= outputs.back().scalar_type() == at::kDouble;
+        scope.floats_are_f64 |= outputs.back().scalar_type() == at::kDouble;
     }
     if (!outputs.empty()) {
         scope.out_dtype = Dtype{*claystone_dtype(outputs[0].scalar_type())};
@@ -355,12 +356,12 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     }
 }
 
-// The kernel of an operator that has a row.
+// The kernel of an operator with a row.
 struct Kernel final : c10::OperatorKernel {
     explicit Kernel(Operator op) : op(std::move(op)) {}
 
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
-        annotated(op.name, [&] { compute(handle, stack); });
+        with_annotation(op.name, [&] { compute(handle, stack); });
     }
 
 private:
@@ -374,7 +375,7 @@ private:
         } catch (const Refused& refused) {
             reason = refused.what();
         } catch (const std::bad_variant_access&) {
-            reason = "an argument is of a kind that its row does not expect";
+            reason = "an argument has a type that its row does not expect";
         }
         fall_back(handle, stack, reason);
     }
@@ -383,7 +384,7 @@ private:
 };
 
 void without_row(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
-    annotated(handle.schema().name(), [&] { fall_back(handle, stack, "it has no row in operators.toml"); });
+    with_annotation(handle.schema().name(), [&] { fall_back(handle, stack, "it has no row in operators.toml"); });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -408,7 +409,7 @@ bool add_row(const std::string& name, const std::vector<RowText>& texts) {
         arguments.push_back(handle->schema().arguments()[position].name());
     }
     if (name == "_cdist_backward") {
-        arguments[0] = "grad_output"; // which was `grad` before PyTorch 2.15
+        arguments[0] = "grad_output"; // named `grad` before PyTorch 2.15
     }
     for (const RowText& text : texts) {
         std::optional<Program> condition;
@@ -435,7 +436,7 @@ std::vector<std::string> register_rows() {
             continue;
         }
         names.push_back(name_of(*handle));
-        // What PyTorch makes of other operators has its gradient by these, and would lose it: but for operators with one of their own.
+        // Composite operators get their gradient from the operators they call, and a kernel here would lose it, unless they have an autograd kernel.
         const auto has = [&](c10::DispatchKey key) { return handle->hasKernelForDispatchKey(key); };
         if ((!has(c10::DispatchKey::CompositeImplicitAutograd) || has(c10::DispatchKey::Autograd)) && !has(c10::DispatchKey::PrivateUse1)) {
             library->impl(names.back().c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(op))));

@@ -1,4 +1,4 @@
-// Runs programs: an operation is a call of claystone, everything else is done here.
+// Evaluates programs: operations are calls of claystone, everything else is computed here.
 #include "evaluate.h"
 #include "functions.h"
 
@@ -27,7 +27,7 @@ ClaystoneArgument number(const Value& value) {
     return argument(value.as<bool>() ? CLAYSTONE_TAG_BOOL : CLAYSTONE_TAG_INT, {.integer = value.integer()});
 }
 
-// A call as the C API takes it, with what its pointers point to.
+// A call in the form of the C API, and the owner of everything its pointers refer to.
 class Call {
 public:
     Call(const Node& node, Scope& scope) : rooms(node.children.size()) {
@@ -37,7 +37,7 @@ public:
         }
         name = node.text.c_str();
         const auto* parameters = node.parameters;
-        // The second operand of `add` may be a number. One that is a bool or of a dtype is a tensor, as it has a say in the dtype of sums.
+        // The second operand of `add` may be a number. Bools and numbers with a dtype become tensors, because they affect the result's dtype.
         if (node.scalar_parameters && values.size() >= 2 && values[1]->is_number() && !values[1]->as<bool>() && !values[1]->dtype && values[0]->as<TensorHandle>()) {
             name = node.with_scalar.c_str();
             parameters = node.scalar_parameters;
@@ -91,14 +91,14 @@ private:
         } else if (const auto* numbers = value.as<std::vector<double>>()) {
             arguments.push_back(argument(CLAYSTONE_TAG_FLOATS, {.numbers = numbers->data()}, numbers->size()));
         } else {
-            throw Refused(std::string("an argument of ") + name + " is of a kind that it does not take");
+            throw Refused(std::string("an argument of ") + name + " has a type that it does not take");
         }
     }
 
     const char* name;
     c10::SmallVector<ClaystoneArgument, 8> arguments;
-    c10::SmallVector<TensorHandle, 2> made; // of numbers
-    c10::SmallVector<Value, 8> rooms;       // values that are no variables
+    c10::SmallVector<TensorHandle, 2> made; // tensors made of numbers
+    c10::SmallVector<Value, 8> rooms;       // operands that are not variables
 };
 
 Value call(const Node& node, Scope& scope) {
@@ -116,7 +116,7 @@ Value call(const Node& node, Scope& scope) {
     return values;
 }
 
-// The gradients of an operation for its tensors: a list, with none where none was wanted.
+// The gradients of an operation for its tensors: a list, with none for gradients that were not requested.
 Value gradient(const Node& node, Scope& scope) {
     TORCH_CHECK(
         node.children.size() == 3 && node.children[0]->kind == Node::Operation, "operators.toml: gradient(operation, [gradients], [wanted])");
@@ -171,7 +171,7 @@ Value index(const Node& node, Scope& scope) {
     if (const auto* integers = list.as<std::vector<int64_t>>()) {
         return (*integers)[within(integers->size())];
     }
-    throw Refused("what is indexed is no list");
+    throw Refused("the indexed value is not a list");
 }
 
 Value list(const Node& node, Scope& scope) {
@@ -200,7 +200,7 @@ void check_call(ClaystoneStatus status) {
         case CLAYSTONE_STATUS_DEVICE_LOST:
         case CLAYSTONE_STATUS_DRIVER:
         case CLAYSTONE_STATUS_PARTIAL:
-        case CLAYSTONE_STATUS_KERNEL: // maybe of an earlier operation, which PyTorch's CPU would not run again
+        case CLAYSTONE_STATUS_KERNEL: // may come from an earlier operation, which the CPU would not run again
         case CLAYSTONE_STATUS_PANIC:
             return check(status);
         default:
@@ -208,9 +208,9 @@ void check_call(ClaystoneStatus status) {
     }
 }
 
-// A tensor without dimensions of a number.
+// Makes a zero-dimensional tensor of a number.
 TensorHandle tensor_of(const Value& value, const Scope& scope) {
-    const ClaystoneDtype floats = scope.wide ? CLAYSTONE_DTYPE_F64 : CLAYSTONE_DTYPE_F32;
+    const ClaystoneDtype floats = scope.floats_are_f64 ? CLAYSTONE_DTYPE_F64 : CLAYSTONE_DTYPE_F32;
     const ClaystoneDtype natural = value.as<double>() ? floats : value.as<bool>() ? CLAYSTONE_DTYPE_BOOL : CLAYSTONE_DTYPE_I64;
     const int64_t dtype = value.dtype.value_or(natural);
     static const int64_t nothing = 0;

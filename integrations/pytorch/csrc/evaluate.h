@@ -1,4 +1,4 @@
-// Runs programs.
+// Evaluates programs.
 #pragma once
 
 #include "program.h"
@@ -8,21 +8,21 @@
 
 namespace claystone_torch {
 
-// Where a program runs: values by slot, and what they have in common.
+// The state of a running program: the value of each slot, and what the whole call shares.
 struct Scope {
     c10::SmallVector<Value, 8> values;
     int device = CLAYSTONE_CPU;
     std::optional<GeneratorPointer> generator;
-    Value out_dtype; // of the first tensor that is written
-    bool wide = false; // whether numbers that become tensors are f64
+    Value out_dtype; // the dtype of the first output tensor
+    bool floats_are_f64 = false; // true if floating-point numbers become f64 tensors instead of f32
 };
 
-// Failures that a CPU would not have are the caller's; a call that claystone refuses throws Refused, and goes to the CPU.
+// Throws failures that a CPU could not have, such as a lost device. For other failures throws Refused, so that the CPU takes the call.
 void check_call(ClaystoneStatus status);
-// The value of a node: where it is not there already, it is put into `room`.
+// Evaluates a node. The result is a reference to an existing value where possible; otherwise it is stored in `room`.
 const Value& evaluate(const Node& node, Scope& scope, Value& room);
 Value evaluate(const Node& node, Scope& scope);
-// Runs an operation that is one result of a program, into a tensor that is there.
+// Runs the operation of a program with a single result and writes the result into `out`.
 void evaluate_into(const Node& operation, Scope& scope, const TensorHandle& out);
 
 } // namespace claystone_torch

@@ -1,4 +1,4 @@
-// Calls that PyTorch's CPU takes.
+// Calls that run on PyTorch's CPU instead.
 #include "fallback.h"
 #include "copy.h"
 #include "storage.h"
@@ -12,10 +12,10 @@
 namespace claystone_torch {
 namespace {
 
-std::mutex mutex; // of what follows
+std::mutex mutex; // guards `counts`
 std::map<std::string, Fallback> counts;
 
-// Whether the call is in place on a tensor of which several elements are one place in memory, as in `x.expand(3).fill_(1)`.
+// Whether the call writes in place into a tensor whose elements share memory, as in `x.expand(3).fill_(1)`.
 bool writes_overlapping(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
     const auto& arguments = handle.schema().arguments();
     if (arguments.empty() || arguments[0].is_out() || !arguments[0].alias_info() || !arguments[0].alias_info()->isWrite()) {
@@ -25,7 +25,8 @@ bool writes_overlapping(const c10::OperatorHandle& handle, const torch::jit::Sta
     return written.isTensor() && is_ours(written.toTensor()) && at::has_internal_overlap(written.toTensor()) == at::MemOverlap::Yes;
 }
 
-// Calls the CPU's kernel with a tensor in which the same elements share memory: it says whether it may write there, and what wins.
+// Calls the CPU kernel with a host tensor whose elements share memory in the same way: the kernel decides whether to raise an error,
+// and which write wins.
 void call_overlapping(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     const size_t base = stack->size() - handle.schema().arguments().size();
     const at::Tensor target = (*stack)[base].toTensor();
@@ -37,7 +38,7 @@ void call_overlapping(const c10::OperatorHandle& handle, torch::jit::Stack* stac
             auto tensors = argument.toTensorVector();
             std::transform(tensors.begin(), tensors.end(), tensors.begin(), to_host);
             argument = tensors;
-        } else if (argument.isList()) { // of tensors and none
+        } else if (argument.isList()) { // a list of optional tensors
             c10::List<std::optional<at::Tensor>> tensors;
             for (const c10::IValue& one : argument.toListRef()) {
                 if (!one.isTensor() && !one.isNone()) {
@@ -81,13 +82,13 @@ void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, cons
     if (writes_overlapping(handle, *stack)) {
         return call_overlapping(handle, stack);
     }
-    // The two that PyTorch has for other devices only are the CPU's own by another name; the latter has the bias's sizes as well.
+    // PyTorch's two convolution operators for other devices are its CPU operators under other names; the backward one also takes bias sizes.
     auto& dispatcher = c10::Dispatcher::singleton();
     if (name == "convolution_overrideable") {
         return at::native::cpu_fallback(dispatcher.findSchemaOrThrow("aten::convolution", ""), stack);
     }
     if (name == "convolution_backward_overrideable") {
-        stack->insert(stack->end() - 7, c10::IValue()); // before the stride
+        stack->insert(stack->end() - 7, c10::IValue()); // the bias sizes, before the stride
         return at::native::cpu_fallback(dispatcher.findSchemaOrThrow("aten::convolution_backward", ""), stack);
     }
     at::native::cpu_fallback(handle, stack);

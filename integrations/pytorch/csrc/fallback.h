@@ -1,4 +1,4 @@
-// Calls that PyTorch's CPU takes.
+// Calls that run on PyTorch's CPU instead.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -8,17 +8,17 @@
 
 namespace claystone_torch {
 
-// An operator's name with its overload: `add.Tensor`.
+// An operator's name with its overload, such as `add.Tensor`.
 std::string name_of(const c10::OperatorHandle& handle);
 
-// Calls the operator's kernel of the CPU, and counts and says why, the first time by a warning.
+// Calls the operator's CPU kernel and counts the call with its reason. The first call of each operator prints a warning.
 void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, const std::string& reason);
 
 struct Fallback {
     int64_t count = 0;
-    std::string reason; // the latest
+    std::string reason; // of the latest call
 };
-// What ran on the CPU so far.
+// The operators that ran on the CPU so far, by name.
 std::map<std::string, Fallback> fallbacks();
 void reset_fallbacks();
 

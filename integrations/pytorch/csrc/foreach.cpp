@@ -1,4 +1,4 @@
-// PyTorch's `_foreach_` operators: one operation for all tensors of a list. Those of one shape share launches.
+// PyTorch's `_foreach_` operators: one operation on every tensor of a list. Tensors of one shape share launches.
 #include "foreach.h"
 
 #include <ATen/ops/empty_like.h>
@@ -6,12 +6,12 @@
 namespace claystone_torch {
 namespace {
 
-// Tensors that take part: floats of one dtype on one device, as they lie in memory.
+// Whether claystone can compute with the tensor: a float tensor of this device that is not a negated view.
 bool is_plain(const at::Tensor& tensor) {
     return is_ours(tensor) && tensor.is_floating_point() && claystone_dtype(tensor.scalar_type()) && !tensor.is_neg();
 }
 
-bool go_together(const std::vector<std::vector<at::Tensor>>& lists) {
+bool can_share_launches(const std::vector<std::vector<at::Tensor>>& lists) {
     const auto& first = lists[0];
     if (first.empty() || !is_plain(first[0])) {
         return false;
@@ -34,7 +34,7 @@ Value number_of(const c10::IValue& argument) {
     }
     const Value value = value_of(argument);
     const auto* several = value.as<Values>();
-    // A number for each tensor, which are mostly the same one.
+    // PyTorch passes one number per tensor; they are usually all equal.
     if (several && !several->empty()) {
         for (const Value& one : *several) {
             if (!one.is_number() || one.number() != several->front().number()) {
@@ -87,14 +87,14 @@ std::optional<std::vector<at::Tensor>> foreach(
             tensors.push_back(argument.isTensor() ? std::vector{argument.toTensor()} : argument.toTensorVector());
         }
     }
-    if (!go_together(tensors)) {
+    if (!can_share_launches(tensors)) {
         return std::nullopt;
     }
     if (out.empty()) {
         for (const at::Tensor& tensor : tensors[0]) {
             out.push_back(at::empty_like(tensor));
         }
-    } else if (!go_together({tensors[0], out})) {
+    } else if (!can_share_launches({tensors[0], out})) {
         return std::nullopt;
     }
     TensorLists lists;

@@ -7,10 +7,10 @@
 
 namespace claystone_torch {
 
-// A list of tensors as the C API takes it.
+// Converts lists of tensors to the C API's form, and keeps the handles alive.
 class TensorLists {
 public:
-    // Good as long as this is.
+    // The result is valid while this object lives.
     ClaystoneTensors add(const std::vector<at::Tensor>& tensors);
 
 private:
@@ -18,10 +18,10 @@ private:
     std::vector<std::unique_ptr<std::vector<const ClaystoneTensor*>>> lists;
 };
 
-// The scope of an operator whose arguments are lists of tensors: of the arguments that are numbers, and numbers alike.
+// The scope of an operator on lists: its numeric arguments, where a list of equal numbers counts as one number.
 Scope scope_of_lists(const std::vector<c10::IValue>& arguments);
-// Runs an operation of claystone for each tensor of lists that are among the arguments. Gives what was written: `out`, or new
-// tensors where that is empty; nothing where the tensors are none that can share launches.
+// Runs a claystone operation on every tensor of the lists among the arguments. Returns the written tensors: `out`, or new tensors if
+// `out` is empty. Returns nothing if the tensors cannot share launches.
 std::optional<std::vector<at::Tensor>> foreach(
     const Node& operation, Scope& scope, const std::vector<c10::IValue>& arguments, std::vector<at::Tensor> out);
 

@@ -59,17 +59,17 @@ const std::map<std::string, Function> FUNCTIONS = {
          return sizes[at];
      }},
     {"is_none", [](const Arguments& a) -> Value { return a[0].is_none(); }},
-    // A tensor without dimensions as one of one element.
+    // Reshapes a zero-dimensional tensor to one dim.
     {"row", [](const Arguments& a) -> Value {
          const auto* given = a[0].as<TensorHandle>();
          return given && info(*given).tensor.rank == 0 ? Value(reshaped(*given, {1})) : a[0];
      }},
-    // A tensor as a matrix, whose rows are along its last dim.
+    // Reshapes a tensor to a matrix whose rows run along the tensor's last dim.
     {"matrix", [](const Arguments& a) -> Value {
          const auto& given = tensor(a[0]);
          const auto sizes = info(given).sizes;
          if (sizes.empty()) {
-             throw Refused("a tensor without dims is no matrix");
+             throw Refused("a zero-dimensional tensor is not a matrix");
          }
          return sizes.size() == 2 ? a[0] : Value(reshaped(given, {c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()}));
      }},
@@ -77,19 +77,19 @@ const std::map<std::string, Function> FUNCTIONS = {
     {"is_float", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<double>() != nullptr : is_float(dtype(a[0])); }},
     {"is_bool", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<bool>() != nullptr : dtype(a[0]) == CLAYSTONE_DTYPE_BOOL; }},
     {"dtype", [](const Arguments& a) -> Value { return Dtype{dtype(a[0])}; }},
-    // The tensor in a dtype, or as it is where none is given.
+    // Converts the tensor to a dtype; none leaves it unchanged.
     {"cast", [](const Arguments& a) -> Value { return a[1].is_none() ? a[0] : Value(converted(tensor(a[0]), dtype(a[1]))); }},
-    // Sums of integers and bools are i64.
+    // Converts integers and bools to i64, the dtype of their sums.
     {"whole", [](const Arguments& a) -> Value {
          const auto given = dtype(a[0]);
          return is_float(given) ? a[0] : Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_I64));
      }},
-    // A tensor of halves in f32, for what is computed in several steps; others as they are.
+    // Converts f16 and bf16 to f32 for computations of several steps.
     {"wide", [](const Arguments& a) -> Value {
          return is_half(dtype(a[0])) ? Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_F32)) : a[0];
      }},
     {"is_half", [](const Arguments& a) -> Value { return is_half(dtype(a[0])); }},
-    // A number as it is in a dtype of halves.
+    // Rounds a number to f16 or bf16.
     {"rounded", [](const Arguments& a) -> Value {
          switch (dtype(a[1])) {
              case CLAYSTONE_DTYPE_F16: return double(c10::Half(float(a[0].number())));
@@ -97,14 +97,14 @@ const std::map<std::string, Function> FUNCTIONS = {
              default: return a[0];
          }
      }},
-    // The first value that is there.
+    // The first value that is not none.
     {"either", [](const Arguments& a) -> Value { return a[0].is_none() ? a[1] : a[0]; }},
-    // A list, or none where it is empty: all dims of a reduction, the stride that is the size of a window.
+    // A list, or none if it is empty: all dims of a reduction, or a stride that defaults to the window's size.
     {"unless_empty", [](const Arguments& a) -> Value {
          const auto* given = a[0].as<std::vector<int64_t>>();
          return given && given->empty() ? Value() : a[0];
      }},
-    // PyTorch's number of a reduction of losses as its name.
+    // The name of a loss reduction that PyTorch gives as a number.
     {"reduction", [](const Arguments& a) -> Value {
          static const char* const names[] = {"none", "mean", "sum"};
          const int64_t given = a[0].integer();
@@ -117,7 +117,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          const auto* integers = a[0].as<std::vector<int64_t>>();
          return int64_t(integers ? integers->size() : a[0].as<Values>() ? a[0].as<Values>()->size() : 0);
      }},
-    // All dims of a tensor but one.
+    // All dims of a tensor except one.
     {"dims_but", [](const Arguments& a) -> Value {
          const int64_t rank = info(tensor(a[0])).tensor.rank;
          std::vector<int64_t> dims;
@@ -128,7 +128,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          }
          return dims;
      }},
-    // The last so many dims of a tensor.
+    // The last dims of a tensor; the second argument is their number.
     {"last_dims", [](const Arguments& a) -> Value {
          const int64_t rank = info(tensor(a[0])).tensor.rank;
          std::vector<int64_t> dims;
@@ -137,7 +137,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          }
          return dims;
      }},
-    // The other dims of a tensor.
+    // All dims of a tensor before its last ones, whose number is the second argument.
     {"first_dims", [](const Arguments& a) -> Value {
          const int64_t rank = info(tensor(a[0])).tensor.rank;
          std::vector<int64_t> dims;
@@ -146,7 +146,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          }
          return dims;
      }},
-    // A list of tensors without those that are none, and which dims of the indexed tensor the others are for.
+    // The indices of a list that are not none, and the dims of the indexed tensor that they apply to.
     {"given", [](const Arguments& a) -> Value {
          Values values;
          for (const Value& value : std::get<Values>(a[0])) {
@@ -166,7 +166,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          }
          return dims;
      }},
-    // As many values as there are switches: those of a list, or the one, where a switch is on, and none elsewhere.
+    // Distributes values to the positions whose switch is on; the other positions are none.
     {"spread", [](const Arguments& a) -> Value {
          const Values found = a[0].as<Values>() ? *a[0].as<Values>() : Values{a[0]};
          Values spread;
@@ -178,7 +178,7 @@ const std::map<std::string, Function> FUNCTIONS = {
      }},
     {"root", [](const Arguments& a) -> Value { return std::sqrt(a[0].number()); }},
     {"same_sizes", [](const Arguments& a) -> Value { return info(tensor(a[0])).sizes == info(tensor(a[1])).sizes; }},
-    // Tensors without those of shape [0], which PyTorch's `cat` leaves out whatever the others' shape.
+    // Removes tensors of shape [0], which PyTorch's `cat` ignores whatever the shape of the other tensors.
     {"not_empty", [](const Arguments& a) -> Value {
          Values values;
          for (const Value& value : std::get<Values>(a[0])) {
@@ -188,7 +188,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          }
          return values.empty() ? a[0] : Value(values);
      }},
-    // Indices of which each is for one dim: masks are the positions where they are true.
+    // Makes indices apply to one dim each: replaces each mask by the indices of its true elements, one tensor per dim.
     {"plain_indices", [](const Arguments& a) -> Value {
          Values values;
          for (const Value& value : std::get<Values>(a[0])) {
@@ -198,7 +198,7 @@ const std::map<std::string, Function> FUNCTIONS = {
              }
              const size_t rank = info(tensor(value)).tensor.rank;
              if (rank == 0) {
-                 throw Refused("an index is a mask without dimensions");
+                 throw Refused("an index is a zero-dimensional mask");
              }
              const auto positions = nonzero(tensor(value));
              for (size_t dim = 0; dim < rank; dim++) {
@@ -207,7 +207,7 @@ const std::map<std::string, Function> FUNCTIONS = {
          }
          return values;
      }},
-    // Gives the call to the CPU, with a reason.
+    // Refuses the call with a reason, so that the CPU takes it.
     {"refuse", [](const Arguments& a) -> Value { throw Refused(a[0].as<std::string>() ? *a[0].as<std::string>() : "refused"); }},
 };
 

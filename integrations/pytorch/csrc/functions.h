@@ -1,16 +1,16 @@
-// What programs can say besides operations of claystone.
+// The functions and infix operators that programs can use besides claystone's operations.
 #pragma once
 
 #include "evaluate.h"
 
 namespace claystone_torch {
 
-// The function of this name. It throws where there is none.
+// Returns the function of this name. Throws if there is none.
 Function find_function(const std::string& name);
 Value infix(const Node& node, Scope& scope);
-// A tensor without dimensions of a number.
+// Makes a zero-dimensional tensor of a number.
 TensorHandle tensor_of(const Value& value, const Scope& scope);
-// The positions where a mask is true, a row each, and a column of them.
+// The indices of a mask's true elements, one row per element; and one column of such a matrix.
 TensorHandle nonzero(const TensorHandle& mask);
 TensorHandle column(const TensorHandle& matrix, size_t index);
 TensorHandle reshaped(const TensorHandle& tensor, const std::vector<int64_t>& sizes);

@@ -1,4 +1,4 @@
-// Generators of random numbers: a seed and the number of draws, which is their state.
+// Random number generators. Their state is a seed and the number of draws.
 #include "generator.h"
 #include "storage.h"
 
@@ -13,7 +13,7 @@ namespace claystone_torch {
 namespace {
 
 struct Generator final : c10::GeneratorImpl {
-    // A null handle is the generator of the process.
+    // A null handle is the process's default generator.
     Generator(c10::DeviceIndex index, ClaystoneGenerator* given)
         : c10::GeneratorImpl(c10::Device(c10::DeviceType::PrivateUse1, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
           handle(given) {}

@@ -1,4 +1,4 @@
-// Generators of random numbers, and storages that grow.
+// Random number generators, and resizing of storages.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -7,13 +7,13 @@
 
 namespace claystone_torch {
 
-// The generator of the process, which all devices draw from.
+// The process's default generator, which all devices share.
 const at::Generator& default_generator();
 at::Generator new_generator(c10::DeviceIndex index);
-// claystone's handle of a generator; null is the process's own.
+// claystone's handle of a generator; null is the process's default generator.
 const ClaystoneGenerator* generator_handle(const at::Generator& generator);
 
-// Gives a storage another size; what fits of its bytes stays.
+// Resizes a storage and keeps the bytes that fit.
 void resize_storage(const c10::Storage& storage, size_t nbytes);
 
 } // namespace claystone_torch

@@ -1,4 +1,4 @@
-// The device guard and the hooks: which device is current, its streams, its generators.
+// PyTorch's device guard and hooks: the current device, its streams and its generators.
 #include "storage.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -22,7 +22,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return before;
     }
     void setDevice(c10::Device device) const override {
-        claystone_device(device.index()); // throws where there is no such device
+        claystone_device(device.index()); // throws if there is no such device
         current = device.index();
     }
     void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
@@ -43,7 +43,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream getNewStream(c10::Device device, int priority) const override {
         return new_stream(device.index() < 0 ? current : device.index(), priority);
     }
-    // Overrides what PyTorch 2.9 does not have.
+    // No `override`: PyTorch 2.9 does not have this method.
     void* getStreamNativeHandle(const c10::Stream stream) const { return stream_handle(stream); }
     bool queryStream(const c10::Stream& stream) const override {
         bool done = false;

@@ -1,4 +1,4 @@
-// Statuses, dtypes, devices and what else is translated one to one.
+// Conversions of statuses, dtypes, devices and tensor properties.
 #include "storage.h"
 
 #include <c10/util/Exception.h>
@@ -17,7 +17,7 @@ constexpr std::pair<ClaystoneDtype, at::ScalarType> DTYPES[] = {
     {CLAYSTONE_DTYPE_U8, at::kByte},    {CLAYSTONE_DTYPE_U32, at::kUInt32}, {CLAYSTONE_DTYPE_BOOL, at::kBool},
 };
 
-// How many OpenCL devices are used: none where CLAYSTONE_TORCH_DEVICE is `cpu`.
+// The number of OpenCL devices to use: 0 if CLAYSTONE_TORCH_DEVICE is `cpu`.
 int opencl_devices() {
     static const int count = [] {
         const char* wanted = std::getenv("CLAYSTONE_TORCH_DEVICE");
@@ -53,7 +53,7 @@ void check(ClaystoneStatus status) {
     }
 }
 
-// Where there is no OpenCL, the one device is claystone's CPU.
+// Without OpenCL devices, the only device is claystone's CPU device.
 int claystone_device(c10::DeviceIndex index) {
     TORCH_CHECK(index >= 0 && index < device_count(), "there is no device claystone:", int(index), ", only ", int(device_count()));
     return opencl_devices() == 0 ? CLAYSTONE_CPU : index;

@@ -28,7 +28,7 @@ PYBIND11_MODULE(_C, module) {
     });
     module.def("reset_fallbacks", &reset_fallbacks);
 
-    // PyTorch runs backward passes on a thread of its own, and anybody may wait for them.
+    // PyTorch runs backward passes on its own thread, and any thread may wait for them.
     claystone_report_faults_to_any_thread();
 
     module.def("is_forked", &is_forked);

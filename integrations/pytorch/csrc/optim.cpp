@@ -1,4 +1,4 @@
-// Fused optimisers: the steps of `torch.optim` with `fused=True`, and loss scaling.
+// Fused optimizers: the steps of `torch.optim` with `fused=True`, and loss scaling.
 #include "foreach.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -7,12 +7,12 @@
 namespace claystone_torch {
 namespace {
 
-// A tensor of one element on the device, if there is one.
+// The handle of an optional tensor; null if there is none.
 TensorHandle optional_handle(const std::optional<at::Tensor>& tensor) {
     return tensor && tensor->defined() ? handle(*tensor) : TensorHandle();
 }
 
-// What all optimisers have in common, with what it points to.
+// The arguments that all optimizers share, and the owner of everything their pointers refer to.
 struct Step {
     Step(at::TensorList parameters, at::TensorList gradients, const std::optional<at::Tensor>& lr, const std::optional<at::Tensor>& grad_scale,
          const std::optional<at::Tensor>& found_inf, bool maximize)
@@ -28,7 +28,7 @@ struct Step {
 
 struct LearningRate {
     LearningRate(double number) : number(number) {}
-    // Of the host it is a number: nothing waits for the device.
+    // A learning rate in host memory becomes a number, so that nothing waits for the device.
     LearningRate(const at::Tensor& given) {
         if (given.is_privateuseone()) {
             tensor = given;

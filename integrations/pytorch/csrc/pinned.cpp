@@ -1,4 +1,4 @@
-// Pinned memory: claystone's, which PyTorch's CPU tensors are made on. Copies find the storage again by the address.
+// Pinned memory: claystone allocates it, and PyTorch's CPU tensors use it. Copies look up the storage by its address.
 #include "pinned.h"
 
 #include <c10/util/Exception.h>
@@ -19,7 +19,7 @@ struct Pinned {
 std::mutex mutex;
 
 std::map<const char*, Pinned*>& all() {
-    static auto* const blocks = new std::map<const char*, Pinned*>; // storages may outlive static objects
+    static auto* const blocks = new std::map<const char*, Pinned*>; // never destroyed: storages may outlive static objects
     return *blocks;
 }
 
@@ -40,7 +40,7 @@ struct Allocator final : c10::Allocator {
         if (nbytes == 0) {
             return {nullptr, nullptr, &delete_pinned, c10::DeviceType::CPU};
         }
-        TORCH_CHECK(!is_forked(), "claystone: there is no pinned memory in a process that was forked off one that has the device");
+        TORCH_CHECK(!is_forked(), "claystone: a process that was forked after claystone was loaded has no pinned memory");
         ClaystoneStorage* storage = nullptr;
         void* data = nullptr;
         check(claystone_storage_new_pinned(claystone_device(current_device()), nbytes, &storage, &data));

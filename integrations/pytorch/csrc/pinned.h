@@ -1,13 +1,13 @@
-// The host's memory that devices transfer to and from at full speed.
+// Pinned host memory, which devices transfer to and from at full speed.
 #pragma once
 
 #include "storage.h"
 
 namespace claystone_torch {
 
-// What Tensor.pin_memory takes memory from.
+// The allocator behind Tensor.pin_memory.
 c10::Allocator* pinned_allocator();
-// The storage that an address of the host is in, and the bytes of it before that; null where it is in no pinned memory.
+// The pinned storage that contains a host address, and the address's offset in bytes; null if the address is not in pinned memory.
 std::pair<StorageHandle, size_t> pinned_storage(const void* address);
 
 } // namespace claystone_torch

@@ -1,9 +1,9 @@
-// What torch.profiler shows of the device: claystone's kernels and transfers with their times, each under the operator that launched it.
-// claystone's profiler records while PyTorch's does, and this gives its events to Kineto. PyTorch before 2.15 has no place for it.
+// Shows the device in torch.profiler: claystone's kernels and transfers with their times, each under the operator that launched it.
+// claystone's profiler records while PyTorch's does, and this file passes its events to Kineto. Needs PyTorch 2.15 or later.
 #include "storage.h"
 
 #if __has_include(<torch/csrc/profiler/standalone/privateuse1_profiler.h>)
-#define USE_KINETO // as the wheel is built
+#define USE_KINETO // the wheel is built with it
 #define FMT_HEADER_ONLY
 #include <torch/csrc/profiler/standalone/privateuse1_profiler.h>
 
@@ -21,7 +21,7 @@ namespace {
 using libkineto::ActivityType;
 using Clock = std::chrono::steady_clock;
 
-// The operators of PyTorch while a profile is recorded: when each ran on the host.
+// The time spans of PyTorch's operators on the host while a profile is recorded.
 class Operators {
 public:
     void clear() {
@@ -47,7 +47,7 @@ public:
         int32_t thread;
         Clock::time_point begin, end;
     };
-    // That which ran at a moment; of nested ones the innermost, which began last. Its id is 0 where none did.
+    // The innermost operator that ran at a moment: of nested spans the one that began last. The id is 0 if none ran.
     Span at(Clock::time_point moment) {
         std::lock_guard lock(mutex);
         auto above = std::upper_bound(spans.begin(), spans.end(), moment, [](auto value, const Span& span) { return value < span.begin; });
@@ -66,7 +66,7 @@ private:
         return indices;
     }
     std::mutex mutex;
-    std::vector<Span> spans; // in the order in which they began
+    std::vector<Span> spans; // sorted by their begin
 };
 
 Operators& operators() {
@@ -86,7 +86,7 @@ std::optional<ActivityType> activity_type(const ClaystoneProfileEvent& event) {
             return ActivityType::GPU_MEMSET;
         case CLAYSTONE_CATEGORY_LAUNCH:
             return ActivityType::PRIVATEUSE1_RUNTIME;
-        case CLAYSTONE_CATEGORY_OPERATION: // which the CPU device computes when it is called
+        case CLAYSTONE_CATEGORY_OPERATION: // the CPU device computes within the call
             return event.device == CLAYSTONE_CPU ? std::optional(ActivityType::CONCURRENT_KERNEL) : std::nullopt;
         default:
             return std::nullopt;
@@ -122,7 +122,7 @@ public:
         buffer = std::make_unique<libkineto::CpuTraceBuffer>();
         buffer->span = libkineto::TraceSpan(start, end, "claystone");
         std::vector<ClaystoneProfileEvent> events(count);
-        std::map<uint64_t, int64_t> launches; // when each was submitted
+        std::map<uint64_t, int64_t> launches; // the start of each launch on the host
         for (size_t i = 0; i < count; i++) {
             note(claystone_profile_event(profile, i, &events[i]));
             if (events[i].category == CLAYSTONE_CATEGORY_LAUNCH) {
@@ -178,9 +178,9 @@ private:
 
     ClaystoneProfile* profile = nullptr;
     Clock::time_point began;
-    int64_t epoch = 0; // the same moment, in nanoseconds as Kineto counts them
+    int64_t epoch = 0; // `began` in Kineto's nanoseconds
     std::unique_ptr<libkineto::CpuTraceBuffer> buffer;
-    std::set<std::pair<int64_t, int64_t>> lanes; // devices and streams that there are events of
+    std::set<std::pair<int64_t, int64_t>> lanes; // the devices and streams with events
     std::vector<std::string> failures;
 };
 
@@ -197,7 +197,7 @@ public:
     }
     std::unique_ptr<libkineto::IActivityProfilerSession> configure(
         const std::set<ActivityType>& types, const libkineto::Config&) override {
-        // Profiles of the CPU alone leave the device as it is.
+        // A profile of the CPU alone does not start claystone's profiler.
         const bool wanted = std::any_of(types.begin(), types.end(), [this](auto type) { return availableActivities().count(type) > 0; });
         return wanted && !is_forked() ? std::make_unique<Session>() : nullptr;
     }

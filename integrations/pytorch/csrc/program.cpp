@@ -1,4 +1,4 @@
-// Reads programs: recursive descent over names, numbers, calls and a few infix operators.
+// Parses programs by recursive descent.
 #include "functions.h"
 #include "program.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 std::vector<Parameter> read_parameters(const std::string& line, size_t at) {
     std::vector<Parameter> result;
-    // `name(input, weight?, *tensors, dim: int = 0, padding: padding = 0)`; no default holds a comma but a list's, in brackets.
+    // `name(input, weight?, *tensors, dim: int = 0, padding: padding = 0)`: only defaults in brackets contain a comma.
     std::string one;
     int depth = 0;
     for (size_t i = at + 1; i < line.size(); i++) {

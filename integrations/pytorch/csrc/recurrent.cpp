@@ -1,5 +1,5 @@
-// LSTM, GRU and Elman's recurrent layers as one call of claystone through all steps, whose gradients are of claystone's own graph.
-// What it refuses, PyTorch computes step by step.
+// LSTM, GRU and Elman layers as one claystone call for all steps, with gradients from claystone's autograd graph. Calls that
+// claystone refuses run as PyTorch's own composite, step by step.
 #include "annotate.h"
 #include "evaluate.h"
 
@@ -18,13 +18,13 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// A call of an operator, but for its tensors: those are in one list, the input, the states, the parameters.
+// The arguments of an operator except its tensors, which are kept in one list: the input, the states, the parameters.
 struct Layers final : torch::CustomClassHolder {
     explicit Layers(c10::OperatorHandle op) : op(std::move(op)) {}
 
     c10::OperatorHandle op;
     ClaystoneCell cell = CLAYSTONE_CELL_LSTM;
-    at::Tensor batch_sizes; // of packed sequences, on the host
+    at::Tensor batch_sizes; // of packed sequences, in host memory
     bool bias = false;
     int64_t layers = 0;
     double dropout = 0;
@@ -33,7 +33,7 @@ struct Layers final : torch::CustomClassHolder {
     size_t states() const { return cell == CLAYSTONE_CELL_LSTM ? 2 : 1; }
     int64_t directions() const { return bidirectional ? 2 : 1; }
 
-    // The arguments of the operator.
+    // The operator's arguments as a stack.
     torch::jit::Stack stack(const Tensors& tensors) const {
         const auto first = tensors.begin() + 1, end_of_states = first + states();
         torch::jit::Stack stack{tensors[0]};
@@ -82,13 +82,13 @@ std::pair<Call, Tensors> read(const c10::OperatorHandle& op, const torch::jit::S
     return {call, tensors};
 }
 
-// Refuses what PyTorch's steps are for: tensors that are no plain ones of one dtype on one device, and errors.
+// Refuses calls for PyTorch's composite: invalid arguments, and tensors that are not plain floats of one dtype on one device.
 void check_plain(const Layers& call, const Tensors& tensors) {
     constexpr c10::DispatchKeySet wrapped{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
     for (const at::Tensor& tensor : tensors) {
         if (!is_ours(tensor) || tensor.key_set().has_any(wrapped) || tensor._fw_grad(0).defined() || !tensor.is_floating_point() ||
             !claystone_dtype(tensor.scalar_type()) || tensor.device() != tensors[0].device() || tensor.scalar_type() != tensors[0].scalar_type()) {
-            throw Refused("the tensors are no floats of one dtype on one device");
+            throw Refused("the tensors are not floats of one dtype on one device");
         }
     }
     const bool packed = call.batch_sizes.defined();
@@ -96,26 +96,26 @@ void check_plain(const Layers& call, const Tensors& tensors) {
     if (tensors[0].numel() == 0 || tensors[0].dim() != (packed ? 2 : 3) || tensors[1].dim() != 3 || tensors[call.states()].dim() != 3 ||
         call.layers < 1 || parameters % call.layers != 0 || tensors[1].size(0) != call.layers * call.directions() ||
         (packed && !(call.batch_sizes.is_cpu() && call.batch_sizes.scalar_type() == at::kLong && call.batch_sizes.is_contiguous()))) {
-        throw Refused("the shapes are none that go together");
+        throw Refused("the shapes do not match");
     }
 }
 
 void release_recording(void* recording) { claystone_recording_release(static_cast<ClaystoneRecording*>(recording)); }
 
-// A tensor whose memory, which nobody reads, is the recording.
+// Wraps the recording as the memory of a CPU tensor. Nothing reads that memory.
 at::Tensor as_tensor(ClaystoneRecording* recording) {
     c10::DataPtr memory(recording, recording, &release_recording, c10::DeviceType::CPU);
     const c10::Storage storage(c10::Storage::use_byte_size_t(), 1, std::move(memory));
     return at::empty({0}, at::kByte).set_(storage, 0, {1});
 }
 
-// The recording, unless it is a copy that a hook for saved tensors has made.
+// Unwraps the recording; null if a saved-tensor hook has replaced the tensor by a copy.
 const ClaystoneRecording* recording_of(const at::Tensor& tensor) {
     const auto& memory = tensor.storage().data_ptr();
     return memory.get_deleter() == &release_recording ? static_cast<const ClaystoneRecording*>(memory.get()) : nullptr;
 }
 
-// What the layers give. With `recording` their gradients can be had from that.
+// Runs the layers. `recording` receives the recording from which their gradients are computed.
 Tensors compute(const Layers& call, at::TensorList tensors, ClaystoneRecording** recording) {
     const c10::DeviceGuard guard(tensors[0].device());
     std::vector<TensorHandle> handles;
@@ -147,7 +147,7 @@ Tensors compute(const Layers& call, at::TensorList tensors, ClaystoneRecording**
     }
     given.parameters = {parameters.data(), parameters.size()};
     ClaystoneTensor* results[3];
-    annotated(call.op.schema().name(), [&] {
+    with_annotation(call.op.schema().name(), [&] {
         check_call(claystone_recurrent(&given, recording ? wanted.data() : nullptr, results, recording));
     });
     Tensors made;
@@ -157,9 +157,9 @@ Tensors compute(const Layers& call, at::TensorList tensors, ClaystoneRecording**
     return made;
 }
 
-// The gradients by PyTorch's steps, as part of its graph.
+// Computes the gradients with PyTorch's composite, as part of PyTorch's autograd graph.
 Tensors recorded_gradients(const Layers& call, const Tensors& tensors, const Tensors& gradients) {
-    // Of views of them: one may be what another was computed from, and its gradient flows on outside of this.
+    // Differentiates with respect to views of the tensors: one tensor may be computed from another, and that path belongs to the outer graph.
     Tensors views;
     for (const at::Tensor& tensor : tensors) {
         views.push_back(tensor.requires_grad() ? tensor.view_as(tensor) : tensor);
@@ -185,12 +185,11 @@ Tensors recorded_gradients(const Layers& call, const Tensors& tensors, const Ten
     return all;
 }
 
-struct Through : torch::autograd::Function<Through> {
+struct RecurrentFunction : torch::autograd::Function<RecurrentFunction> {
     static Tensors forward(torch::autograd::AutogradContext* context, at::TensorList tensors, const Call& call) {
         ClaystoneRecording* recording = nullptr;
         const auto results = compute(*call, tensors, &recording);
-        // PyTorch frees what it saved once backward is done, and nothing else: the recording goes as the memory of a saved tensor, which
-        // nobody reads.
+        // PyTorch frees only saved tensors once backward is done, so the recording is saved as the memory of a tensor.
         Tensors saved = tensors.vec();
         saved.push_back(as_tensor(recording));
         context->save_for_backward(std::move(saved));
@@ -222,24 +221,24 @@ struct Through : torch::autograd::Function<Through> {
                 given.push_back(handles.back().get());
             }
             std::vector<ClaystoneTensor*> made(tensors.size());
-            annotated(call->op.schema().name(), [&] {
+            with_annotation(call->op.schema().name(), [&] {
                 check(claystone_recording_backward(recording, given.data(), given.size(), made.data(), made.size()));
             });
             for (ClaystoneTensor* gradient : made) {
                 found.push_back(gradient ? wrap(own(gradient)) : at::Tensor());
             }
         }
-        found.emplace_back(); // of `call`
+        found.emplace_back(); // `call` has no gradient
         return found;
     }
 };
 
 Tensors run_layers(const Call& call, const Tensors& tensors) {
     const bool recorded = at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.requires_grad(); });
-    return recorded ? Through::apply(at::TensorList(tensors), call) : compute(*call, tensors, nullptr);
+    return recorded ? RecurrentFunction::apply(at::TensorList(tensors), call) : compute(*call, tensors, nullptr);
 }
 
-// Layer after layer, with PyTorch's dropout between them.
+// Runs one layer after another, with PyTorch's dropout between them.
 Tensors run_with_dropout(const Call& call, const Tensors& tensors) {
     const size_t states = call->states(), each = (tensors.size() - 1 - states) / call->layers;
     auto layer = c10::make_intrusive<Layers>(*call);
@@ -287,7 +286,7 @@ void add_to(torch::Library& library) {
     }
 }
 
-// It records itself. Where nothing is recorded at all, as in inference mode, calls come to the device's own key.
+// These kernels record their own gradients. If autograd is off altogether, as in inference mode, calls arrive at the PrivateUse1 key.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
     add_to(library);
 }

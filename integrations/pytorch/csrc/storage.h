@@ -1,4 +1,4 @@
-// Storages: what stands behind the data pointers that PyTorch sees, and tensors of both sides made of each other.
+// Storages behind PyTorch's data pointers, and conversions between PyTorch's tensors and claystone's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,10 +13,10 @@
 
 namespace claystone_torch {
 
-// Throws what PyTorch's users expect of a failure: torch.OutOfMemoryError, IndexError or RuntimeError, with claystone's sentence.
+// Throws the exception that PyTorch users expect: torch.OutOfMemoryError, IndexError or RuntimeError, with claystone's message.
 void check(ClaystoneStatus status);
 
-// What the C API gives by address, released at the end.
+// Owners of the C API's handles.
 struct ReleaseTensor {
     void operator()(ClaystoneTensor* tensor) const { claystone_tensor_release(tensor); }
 };
@@ -27,28 +27,29 @@ using TensorHandle = std::shared_ptr<ClaystoneTensor>;
 using StorageHandle = std::shared_ptr<ClaystoneStorage>;
 TensorHandle own(ClaystoneTensor* tensor);
 
-// claystone's number of a device of PyTorch's, and how many there are.
+// claystone's number of a PyTorch device, and the number of devices.
 int claystone_device(c10::DeviceIndex index);
 c10::DeviceIndex device_count();
 c10::DeviceIndex current_device();
-// Whether this process was forked off the one that loaded this library. The threads of OpenCL's driver are not in it: nothing may be
-// asked of the devices, and tensors that it was born with are not released.
+// Whether this process was forked off the process that loaded this library. The child lacks the threads of OpenCL's driver, so it must
+// not use the devices, and tensors inherited from the parent are not released.
 bool is_forked();
 
 std::optional<ClaystoneDtype> claystone_dtype(at::ScalarType dtype);
 at::ScalarType torch_dtype(int dtype);
 
-// The allocator that tensors of this device are made by.
+// The allocator of this device's tensors.
 c10::Allocator* allocator();
 
-// Whether it is a tensor whose elements claystone holds.
+// Whether claystone holds the tensor's elements.
 bool is_ours(const at::TensorBase& tensor);
 
-// A handle on the same elements. The dtype has to be one that claystone has.
+// Makes a claystone tensor that shares the tensor's memory. claystone must support the dtype.
 TensorHandle handle(const at::TensorBase& tensor);
-// The bytes of a tensor's storage from `offset` on as a tensor of u8.
+// Makes a u8 tensor of `length` bytes of a tensor's storage from byte `offset` on.
 TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length);
-// Puts the storage of `result` in the place of that of `target`, if the latter is all of its storage and lies as the result does.
+// Replaces the storage of `target` by that of `result`, if `target` covers all of its storage and both are laid out alike. Returns
+// whether it did.
 bool adopt(const at::TensorBase& target, const TensorHandle& result);
 
 struct Info {
@@ -57,7 +58,7 @@ struct Info {
     bool is_contiguous() const;
 };
 Info info(const TensorHandle& tensor);
-// A tensor for PyTorch of what claystone computed; with what `info` says of it, where that is known already.
+// Makes a PyTorch tensor of a claystone tensor; the second form takes the tensor's `info` if that is already known.
 at::Tensor wrap(const TensorHandle& tensor);
 at::Tensor wrap(const TensorHandle& tensor, const Info& known);
 bool share_storage(const TensorHandle& a, const TensorHandle& b);

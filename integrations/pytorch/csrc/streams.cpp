@@ -1,4 +1,4 @@
-// Streams: each device's default one, and a pool for each priority, as with CUDA.
+// Streams: each device has a default stream and, as with CUDA, a pool for each priority.
 #include "streams.h"
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 namespace claystone_torch {
 namespace {
 
-constexpr size_t POOL = 32; // streams of one priority on a device
+constexpr size_t STREAMS_PER_PRIORITY = 32; // streams of one priority per device
 
 struct Streams {
     std::map<int64_t, ClaystoneStream*> by_id;
@@ -22,7 +22,7 @@ struct Streams {
 std::mutex mutex;
 
 Streams& streams_of(c10::DeviceIndex index) {
-    static auto* const all = new std::map<c10::DeviceIndex, Streams>; // threads may outlive static objects
+    static auto* const all = new std::map<c10::DeviceIndex, Streams>; // never destroyed: threads may outlive static objects
     return (*all)[index];
 }
 
@@ -37,7 +37,7 @@ c10::Stream stream_of(c10::DeviceIndex index, int64_t id) {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, index), id);
 }
 
-// This thread's current streams, by device: claystone has the same.
+// This thread's current stream on each device; claystone's current streams are kept equal.
 int64_t& current_id(c10::DeviceIndex index) {
     thread_local std::vector<int64_t> ids(device_count());
     TORCH_CHECK(index >= 0 && index < ids.size(), "there is no device claystone:", int(index));
@@ -77,13 +77,13 @@ c10::Stream new_stream(c10::DeviceIndex index, int priority) {
     auto& streams = streams_of(index);
     const size_t kind = priority < 0 ? 0 : priority == 0 ? 1 : 2;
     auto& pool = streams.pools[kind];
-    if (pool.size() < POOL) {
+    if (pool.size() < STREAMS_PER_PRIORITY) {
         ClaystoneStream* made = nullptr;
         check(claystone_stream_with_priority(claystone_device(index), priority, &made));
         pool.push_back(add(streams, made));
         return stream_of(index, pool.back());
     }
-    return stream_of(index, pool[streams.next[kind]++ % POOL]);
+    return stream_of(index, pool[streams.next[kind]++ % STREAMS_PER_PRIORITY]);
 }
 
 namespace {

@@ -1,4 +1,4 @@
-// Streams and events. A stream of PyTorch's is a number: streams are kept as long as the process, and given again in turn.
+// Streams and events. PyTorch identifies a stream by a number: streams live as long as the process and are reused in turn.
 #pragma once
 
 #include "storage.h"
@@ -7,15 +7,15 @@
 
 namespace claystone_torch {
 
-// The stream of this number. It throws where there is none.
+// Returns the stream of this number. Throws if there is none.
 ClaystoneStream* stream_handle(const c10::Stream& stream);
-// That of this thread's work on a device.
+// This thread's current stream on a device.
 c10::Stream current_stream(c10::DeviceIndex index);
-// Makes it that one, and gives the one before.
+// Sets this thread's current stream and returns the previous one.
 c10::Stream exchange_stream(const c10::Stream& stream);
-// A stream for new work. Below 0 it is urgent, above 0 it has time.
+// Returns a stream from the pool. A priority below 0 is more urgent, above 0 less.
 c10::Stream new_stream(c10::DeviceIndex index, int priority);
-// The memory that a data pointer stands for is used on the stream, too: it goes to others after what was submitted there.
+// Declares that the memory of a data pointer is used on the stream, so that it is reused only after the work submitted there.
 void record_stream(const c10::DataPtr& pointer, const c10::Stream& stream);
 
 } // namespace claystone_torch

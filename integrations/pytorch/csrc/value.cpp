@@ -1,4 +1,4 @@
-// Arguments of operators as values.
+// Converts arguments of operators to values.
 #include "value.h"
 #include "generator.h"
 
@@ -7,14 +7,14 @@
 namespace claystone_torch {
 namespace {
 
-Value of_tensor(const at::Tensor& tensor) {
+Value value_of_tensor(const at::Tensor& tensor) {
     if (!tensor.defined()) {
         return {};
     }
     if (is_ours(tensor)) {
-        // PyTorch's kernels have errors for more than 64 dims.
+        // PyTorch's kernels report errors for more than 64 dims.
         if (tensor.dim() > 64 || !claystone_dtype(tensor.scalar_type()) || tensor.is_conj() || tensor.is_neg() || tensor.layout() != at::kStrided) {
-            throw Refused("claystone has no tensors such as " + tensor.toString());
+            throw Refused("claystone does not support tensors such as " + tensor.toString());
         }
         return handle(tensor);
     }
@@ -56,7 +56,7 @@ Value value_of(const c10::IValue& argument) {
         return {};
     }
     if (argument.isTensor()) {
-        return of_tensor(argument.toTensor());
+        return value_of_tensor(argument.toTensor());
     }
     if (argument.isBool()) {
         return argument.toBool();
@@ -96,7 +96,7 @@ Value value_of(const c10::IValue& argument) {
         }
         return values;
     }
-    throw Refused("claystone has no arguments such as " + argument.tagKind());
+    throw Refused("claystone does not support arguments such as " + argument.tagKind());
 }
 
 } // namespace claystone_torch

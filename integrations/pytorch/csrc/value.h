@@ -1,4 +1,4 @@
-// Values of programs, and what they are made of.
+// Values of programs.
 #pragma once
 
 #include "storage.h"
@@ -10,7 +10,7 @@
 
 namespace claystone_torch {
 
-// Thrown where claystone has no way: the call goes to the CPU, whose result or error is the caller's.
+// Thrown if claystone cannot run a call. The call then goes to the CPU, whose result or error the caller gets.
 struct Refused : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -32,7 +32,7 @@ struct Value : std::variant<
                    std::vector<double>, Values> {
     using variant::variant;
 
-    // Of a number that is a tensor without dims on PyTorch's CPU: its dtype has a say in that of results, as Python's numbers have not.
+    // Set for numbers that were zero-dimensional CPU tensors: their dtype takes part in type promotion, unlike that of Python's numbers.
     std::optional<ClaystoneDtype> dtype;
 
     template <typename T>
@@ -46,7 +46,7 @@ struct Value : std::variant<
     bool truth() const;
 };
 
-// An argument of an operator. Tensors of one element on the CPU, which PyTorch makes of numbers, are numbers again.
+// Converts an argument of an operator. Zero-dimensional CPU tensors, which PyTorch makes of numbers, become numbers again.
 Value value_of(const c10::IValue& argument);
 
 } // namespace claystone_torch

@@ -1,4 +1,4 @@
-// Tensors without operations: empty ones, views, other sizes. Views are PyTorch's own, on sizes and strides.
+// Tensors without computation: empty tensors, views, resizing. Views are PyTorch's own, by sizes and strides.
 #include "copy.h"
 #include "generator.h"
 #include "storage.h"
@@ -56,7 +56,7 @@ at::Tensor empty_strided(
     return at::Tensor(at::detail::empty_strided_generic(size, stride, allocator(), KEY, c10::dtype_or_default(dtype)));
 }
 
-// Makes the storage large enough for these sizes and strides.
+// Enlarges the storage to hold these sizes and strides.
 void grow(const at::Tensor& tensor, c10::IntArrayRef size, c10::IntArrayRef stride, int64_t offset) {
     const size_t needed = at::detail::computeStorageNbytes(size, stride, tensor.itemsize(), offset);
     if (needed > tensor.storage().nbytes()) {

@@ -3,7 +3,7 @@
 
     python examples/mnist.py [--device claystone] [--epochs 3]
 
-It takes the 1,797 digits of 8 by 8 pixels that are in this repository (examples/data/digits.csv.gz), so that nothing is downloaded.
+The data are the 1,797 digits of 8 by 8 pixels in this repository (examples/data/digits.csv.gz), so nothing is downloaded.
 """
 
 import argparse

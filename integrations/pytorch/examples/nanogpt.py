@@ -3,8 +3,8 @@
 
     python examples/nanogpt.py [FILE or FOLDER ...] [--device claystone] [--steps 200]
 
-It reads text files, and of folders their `.rs`, `.md`, `.py` and `.txt` files: the guide of this repository unless told. `--dtype bfloat16`
-trains under autocast, `--save FILE` writes the model and its optimiser after training, `--resume FILE` goes on from them.
+The training text is the given files, and the `.rs`, `.md`, `.py` and `.txt` files of the given folders; by default this repository's guide.
+`--dtype bfloat16` trains under autocast, `--save FILE` writes the model and its optimizer after training, `--resume FILE` continues from them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Layers that add to the residual stream begin smaller, as GPT-2's do.
+                # Layers that add to the residual stream start with smaller weights, as in GPT-2.
                 adds = name.endswith(("out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
         self.head.weight = self.token.weight
@@ -74,12 +74,12 @@ def read(paths):
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("text", nargs="*", default=[Path(__file__).resolve().parents[3] / "docs/guide.md"])
+parser.add_argument("text", nargs="*", default=[Path(__file__).resolve().parents[3] / "docs/guide"])
 parser.add_argument("--device", default="claystone")
 parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch", type=int, default=12)
-parser.add_argument("--accumulate", type=int, default=1, help="batches a step")
+parser.add_argument("--accumulate", type=int, default=1, help="batches per step")
 parser.add_argument("--context", type=int, default=64)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--heads", type=int, default=4)
@@ -87,7 +87,7 @@ parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--sample", type=int, default=200, help="characters to write at the end")
-parser.add_argument("--save", help="file for the model and its optimiser")
+parser.add_argument("--save", help="file for the model and its optimizer")
 parser.add_argument("--resume", help="file that --save wrote")
 arguments = parser.parse_args()
 device, begun_at = arguments.device, 0
@@ -103,7 +103,7 @@ print(f"{len(text)} characters, {len(characters)} distinct")
 def batch(source):
     starts = torch.randint(len(source) - arguments.context, (arguments.batch,))
     rows = torch.stack([source[i : i + arguments.context + 1] for i in starts])
-    # Pinned memory lets the copy to the device go on while the host does other work.
+    # Pinned memory lets the copy to the device overlap with other work of the host.
     rows = rows if device == "cpu" else rows.pin_memory()
     rows = rows.to(device, non_blocking=True)
     return rows[:, :-1], rows[:, 1:]
@@ -130,7 +130,7 @@ def precision():
 
 
 def rate(step):
-    """Warms up over a twentieth of the steps, then falls to a tenth as a cosine."""
+    """Learning rate: linear warm-up over 1/20 of the steps, then cosine decay to 1/10 of the maximum."""
     warm = max(1, arguments.steps // 20)
     if step < warm:
         return arguments.lr * (step + 1) / warm

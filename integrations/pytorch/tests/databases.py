@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""PyTorch's own databases of modules and optimisers, on claystone beside PyTorch's CPU.
+"""Compares claystone with PyTorch's CPU on the modules and optimizers of PyTorch's test databases.
 
-    databases.py                        both, a line for each entry
-    databases.py --entries 'nn.Conv*'   some of them
+    databases.py                        both databases, a line per entry
+    databases.py --entries 'nn.Conv*'   some entries
 
-A module computes every input of `module_db` that its entry has, in training and in evaluation, forward and backward with equal weights. An
-optimiser takes five steps of a small network for every input of `optim_db`, one parameter after the other, and with `foreach` and `fused` where
-it has these; inputs that are errors have to raise what PyTorch says. Results, gradients, parameters and states have to be those of PyTorch's CPU
-within 1e-4. Entries run in processes of their own, as those of opinfo.py. The exit status says whether one crashed, hung, or was wrong in more inputs
-than known_failures.toml has.
+A module computes every input of its entry in `module_db`, in training and in evaluation mode, forward and backward with equal weights. An
+optimizer takes five steps of a small network for every input of its entry in `optim_db`, parameter by parameter, and with `foreach` and `fused` if
+it has them; error inputs must raise the exception that the entry names. Results, gradients, parameters and states must equal those of PyTorch's CPU
+within 1e-4. Entries run in separate processes, as in opinfo.py. The exit status is 1 if an entry crashed, hung, or was wrong in more inputs than
+known_failures.toml allows.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from opinfo import moved
 
 TOLERANCE = 1e-4
 STEPS = 5
-# What they compute in training is random: only shapes and dtypes are compared.
+# Modules whose results in training mode are random: only shapes and dtypes are compared.
 RANDOM = ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "FractionalMaxPool", "RReLU")
 
 
@@ -58,7 +58,7 @@ def gradients(module, inputs, result):
 
 
 def modules(info):
-    # The inputs of fractional pooling have their random samples in f64.
+    # The inputs of fractional pooling contain f64 random samples.
     is_f64 = info.module_cls.__name__.startswith("FractionalMaxPool") or torch.float32 not in info.dtypes
     dtype = torch.float64 if is_f64 else torch.float32
     for training in (True, False):
@@ -68,7 +68,7 @@ def modules(info):
 
             def compute(number=number, one=one, training=training):
                 if one.forward_input is None:
-                    return False  # of tests of the constructor
+                    return False  # an input for tests of the constructor
                 make = one.constructor_input
                 torch.manual_seed(number)
                 try:
@@ -78,12 +78,12 @@ def modules(info):
                     expected = theirs(*given[0], **given[1])
                     expected_gradients = gradients(theirs, given, expected)
                 except Exception:
-                    return False  # PyTorch's CPU cannot do it
+                    return False  # PyTorch's CPU does not support the input
                 ours = copy.deepcopy(module).to("claystone")
                 given = moved(given, "claystone")
                 claystone_torch.reset_fallbacks()
                 if any(is_lazy(x) for x in ours.parameters()):
-                    ours(*given[0], **given[1])  # draws weights of its own
+                    ours(*given[0], **given[1])  # initialises the lazy weights
                     ours.load_state_dict(theirs.state_dict())
                 found = ours(*given[0], **given[1])
                 only_kind = training and info.module_cls.__name__.startswith(RANDOM)
@@ -95,7 +95,7 @@ def modules(info):
 
 
 def takes_dtype(info, make):
-    # Modules of weights take it and those of functions do not; a constructor that is given one keeps it.
+    # Modules with weights take a dtype, others do not; a dtype among the constructor's arguments is kept.
     import inspect
 
     return "dtype" in inspect.signature(info.module_cls).parameters and "dtype" not in make.kwargs
@@ -133,10 +133,10 @@ def optimisers(info):
 
 
 def train(info, one, way, device):
-    """The parameters, and the state, after some steps."""
+    """The parameters and the optimizer's state after STEPS steps."""
     torch.manual_seed(0)
-    # Matrices only, since there is an optimiser for these alone.
-    # In f32 rounding decides where L-BFGS goes.
+    # Matrices only, because Muon takes nothing else.
+    # L-BFGS runs in f64, because in f32 rounding errors decide its path.
     dtype = torch.float64 if info.optim_cls is torch.optim.LBFGS else torch.float32
     tensors = [torch.randn(8, 5) / 2, torch.randn(3, 8) / 2, torch.randn(16, 5), torch.randn(16, 3)]
     *weights, x, y = (tensor.to(device, dtype) for tensor in tensors)
@@ -175,7 +175,7 @@ DATABASES = {
 
 
 def entries(patterns):
-    """The position of each entry, its name behind that of its database, and its cases."""
+    """Yields the position of each entry, the names of its database and the entry, and a function that yields its cases."""
     every = ((title, name_of(info), cases_of, info) for title, (database, name_of, cases_of) in DATABASES.items() for info in database)
     for position, (title, name, cases_of, info) in enumerate(every):
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
@@ -208,9 +208,9 @@ def table(title, results):
         note = result["failures"][0] if result["failures"] else "; ".join(f"{operator}: {why}" for operator, why in sorted(on_cpu.items()))
         print(f"{name:44} {kind:9} {result['passed']:5} {result['failed']:5}  {note[:190]}")
     print(f"\n{title}: {counts.total()} entries: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
-    print(f"inputs: {samples['passed']} pass, {samples['failed']} fail, {samples['skipped']} are not for a comparison")
+    print(f"inputs: {samples['passed']} pass, {samples['failed']} fail, {samples['skipped']} are skipped")
     if unknown:
-        print("fail, more than known_failures.toml has: " + ", ".join(unknown))
+        print("fail more often than known_failures.toml allows: " + ", ".join(unknown))
     print(flush=True)
     return not unknown
 
@@ -224,7 +224,7 @@ def main():
         return isolated.worker(arguments, entries(arguments.entries), run_entry)
     results = isolated.run(__file__, [], arguments)
     good = True
-    # What ended between two entries belongs to none of the databases.
+    # A worker that ended between two entries belongs to neither database.
     for name in [name for name in results if name.startswith("worker ")]:
         print(f"{name}: {results.pop(name)['failures'][0]}")
         good = False

@@ -1,4 +1,4 @@
-"""Entries of a database run in processes of their own: one that crashes or hangs is a result, and the next one goes on."""
+"""Runs the entries of a database in worker processes. An entry that crashes or hangs counts as failed, and the next entries still run."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def add_options(parser):
 
 
 def worker(arguments, entries, run):
-    """In a child: `run` of every `step`th of the entries, each a position, a name and what it is."""
+    """Runs every `step`-th entry in a child process and prints the results. An entry is (position, name, case)."""
     import torch
 
     torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def lost(reason):
 
 
 def _shard(script, options, arguments, first, results, lock):
-    """Runs every `jobs`th entry from the first one on, in a process that is begun anew behind an entry that ended it."""
+    """Runs every `jobs`-th entry from `first` on in a child process, which is restarted after an entry that ended it."""
     start, step = first, arguments.jobs
     while True:
         command = [sys.executable, script, "--worker", "--start", str(start), "--step", str(step), *options, "--entries", *arguments.entries]
@@ -76,7 +76,7 @@ def _shard(script, options, arguments, first, results, lock):
 
 
 def run(script, options, arguments):
-    """The results of all entries by name, computed by `jobs` children that are this script with these options."""
+    """Returns the results of all entries by name. They are computed by `jobs` children that run `script` with `options`."""
     results, lock = {}, threading.Lock()
     shards = [threading.Thread(target=_shard, args=(script, options, arguments, i, results, lock)) for i in range(arguments.jobs)]
     for one in shards:
@@ -91,6 +91,6 @@ def crashed(result):
 
 
 def known_failures(section):
-    """Of entries that are known to fail, the number of samples that may, from known_failures.toml."""
+    """The number of samples that may fail, for each entry in a section of known_failures.toml."""
     known = tomllib.loads(Path(__file__).with_name("known_failures.toml").read_text())
     return {name: one["samples"] for name, one in known.get(section, {}).items()}

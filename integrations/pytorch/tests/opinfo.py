@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""PyTorch's own samples of every operator, on claystone beside PyTorch's CPU.
+"""Compares claystone with PyTorch's CPU on PyTorch's own samples of every operator.
 
-    opinfo.py                                all entries of torch.testing._internal's op_db, f32, forward and gradient
+    opinfo.py                                all entries of torch.testing._internal's op_db in f32, forward and backward
     opinfo.py --dtype float16 int64 --entries 'nn.functional.*'
-    opinfo.py --dtype errors                 the calls that each entry has to refuse, with PyTorch's exception and message
-    opinfo.py --json results.json            keeps the results of these dtypes beside those of others in the file
-    opinfo.py --dtype --json results.json --write-table coverage.md    runs nothing, and writes a table of what is kept
+    opinfo.py --dtype errors                 the calls that must raise, with PyTorch's exception and message
+    opinfo.py --json results.json            adds the results of these dtypes to the file
+    opinfo.py --dtype --json results.json --write-table coverage.md    runs nothing, and writes a table of the results in the file
 
 Tolerances are those of PyTorch's own device tests:
 - float32, complex64: 1e-4, absolute and relative. `test_compare_cpu` of PyTorch's test_ops.py, which compares a device with the CPU in one
-  dtype of an entry, float32 where there is one, takes 1e-3; that of its XPU tests took 1e-4.
-- other dtypes: those of `torch.testing.assert_close`, which `TestCase.assertEqual` takes: float16 1e-3 relative, bfloat16 1.6e-2, both 1e-5
+  dtype of an entry, float32 if it has that, uses 1e-3; PyTorch's XPU tests used 1e-4.
+- other dtypes: those of `torch.testing.assert_close`, which `TestCase.assertEqual` uses: float16 1e-3 relative, bfloat16 1.6e-2, both 1e-5
   absolute.
-- An entry's own `toleranceOverride` and `precisionOverride` widen both, where they are for tests that compare values of a device
+- An entry's own `toleranceOverride` and `precisionOverride` widen both, if they are for tests that compare values of a device
   (DEVICE_TESTS), not for compilers and decompositions.
-- In halves a result beyond that passes where it is no farther from the same in f64 than that of PyTorch's CPU is: `test_python_ref`.
+- A float16 or bfloat16 result beyond the tolerance passes if it is as close to the f64 result as that of PyTorch's CPU: `test_python_ref`.
 - Errors are matched as in `test_errors`.
 
-Entries run in processes of their own: one that crashes or hangs is a line of the table, and the next one goes on. The last line has the
-counts; the exit status says whether one crashed, hung, or was wrong in more samples than known_failures.toml has.
+Entries run in separate processes: an entry that crashes or hangs is a line of the table, and the next entries still run. The last line has the
+counts; the exit status is 1 if an entry crashed, hung, or was wrong in more samples than known_failures.toml allows.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from pathlib import Path
 
 import isolated
 
-# Classes of PyTorch's tests that compare a device's values.
+# PyTorch's test classes that compare values of a device.
 DEVICE_TESTS = {None, "TestCommon", "TestConsistency", "TestUnaryUfuncs", "TestBinaryUfuncsDevice", "TestReductions", "TestMasked"}
-# Where elements are equal, as they rarely are in f32, which of their indices comes first is unspecified, and so is whose gradient flows.
+# Of equal elements, which are rare in f32, any may come first: their indices and gradients are unspecified.
 TIES = {"argsort", "kthvalue", "max.reduction_with_dim", "median", "min.reduction_with_dim", "mode", "nanmedian", "sort", "topk"}
-# Their values are random or unspecified: only shapes, dtypes and strides of what they give are compared.
+# Operators with random or unspecified values: only the shapes and dtypes of their results are compared.
 RANDOM = {
     "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal", "multinomial", "nn.functional.multi_head_attention_forward",
     "new_empty", "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d",
@@ -71,7 +71,7 @@ def moved(value, device):
 
 
 def compute(op, sample, device):
-    """The results of an operator, and the gradients for its inputs."""
+    """The results of an operator and the gradients of its inputs."""
     import torch
 
     arguments, options = moved((sample.input, *sample.args), device), moved(sample.kwargs, device)
@@ -90,7 +90,7 @@ def compute(op, sample, device):
 
 
 def overrides(op, dtype):
-    """The widest absolute and relative tolerance that an entry asks for in tests of devices."""
+    """The widest absolute and relative tolerance that an entry requests for device tests."""
     from torch.testing._internal.common_device_type import precisionOverride, toleranceOverride
     from torch.testing._internal.opinfo.core import DecorateInfo
 
@@ -116,7 +116,7 @@ def tolerances(result_dtype, wider):
 
 
 def check(found, expected, only_kind, exact, ties, wider):
-    """Raises where two trees of results differ: `exact` is the same in f64, or None; `wider` is the entry's own tolerance."""
+    """Raises if two trees of results differ. `exact` is the f64 result or None; `wider` is the entry's own tolerance."""
     import torch
 
     def leaves(tree):
@@ -140,7 +140,7 @@ def check(found, expected, only_kind, exact, ties, wider):
         try:
             torch.testing.assert_close(x, y, atol=tolerance[0], rtol=tolerance[1], equal_nan=True)
         except AssertionError:
-            # In halves PyTorch's own result may be the one that is farther from the truth.
+            # In float16 and bfloat16, PyTorch's own result may be the less exact one.
             if exact is None or not y.is_floating_point():
                 raise
             error = lambda t: (t.double() - z.double()).abs().nan_to_num(0).max().item()
@@ -166,13 +166,13 @@ def compare(op, name, sample, found, expected, dtype):
         try:
             exact = compute(op, in_double(sample), "cpu")
         except Exception:
-            pass  # not in f64
+            pass  # no f64 result
     for i in range(2):
         check(found[i], expected[i], only_kind or (ties and i == 1), exact and exact[i], ties, overrides(op, dtype))
 
 
 def expects_errors(op):
-    """Whether PyTorch's own test of an entry's errors runs, and is expected to pass."""
+    """Whether PyTorch's own error test of an entry runs and is expected to pass."""
     import torch
 
     test = lambda: None
@@ -182,7 +182,7 @@ def expects_errors(op):
 
 
 def run_errors(op, name, limit):
-    """Every call that an entry has to refuse, and whether it did with the exception and the message that the entry names."""
+    """Runs the calls that must raise, and checks for the exception and message that the entry names."""
     import re
 
     import torch
@@ -195,7 +195,7 @@ def run_errors(op, name, limit):
         try:
             returned = op(sample.input, *sample.args, **sample.kwargs)
             torch.claystone.synchronize()
-            failure = None if returned is NotImplemented else "nothing is raised"  # Python raises where an operator gives that
+            failure = None if returned is NotImplemented else "nothing is raised"  # for which Python raises
         except Exception as error:
             right = isinstance(error, one.error_type) and re.search(one.error_regex, str(error))
             failure = None if right else f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -230,7 +230,7 @@ def run_entry(op, name, dtype_name, limit):
         try:
             expected = compute(op, sample, "cpu")
         except Exception:
-            result["skipped"] += 1  # PyTorch's CPU cannot do it
+            result["skipped"] += 1  # PyTorch's CPU does not support the sample
             continue
         try:
             found = compute(op, sample, "claystone")
@@ -276,18 +276,18 @@ def table(results, dtype):
     print(f"samples: {samples['passed']} pass, {samples['failed']} fail; of entries whose operators all have rows "
           f"{of_rows['passed']} pass, {of_rows['failed']} fail: {share:.1f} %")
     if unknown:
-        print("fail, more than known_failures.toml has: " + ", ".join(unknown))
+        print("fail more often than known_failures.toml allows: " + ", ".join(unknown))
     return not unknown
 
 
 def write_table(runs, path):
-    """All entries, and per dtype what became of them."""
+    """Writes a table of all entries with their outcome for each dtype."""
     dtypes = [d for d in ("float32", "float16", "bfloat16", "int64", "bool", "errors") if d in runs]
     lines = [
         "# PyTorch's database of operators on claystone", "",
-        "Each entry of `op_db`, and per dtype: `row` (claystone computed all), `partly` (it refused some calls, which PyTorch's CPU took), `fallback` (an",
-        "operator without a row is involved), `none` (no sample that PyTorch's CPU computes), `fails a/b` (a of b samples; the reasons are in",
-        "[known_failures.toml](known_failures.toml)), empty (not of that dtype). `errors` are calls that the entry has to refuse. Written by",
+        "Each entry of `op_db`, for each dtype: `row` (claystone computed all samples), `partly` (claystone refused some calls, which ran on PyTorch's CPU),",
+        "`fallback` (uses an operator without a row), `none` (PyTorch's CPU supports no sample), `fails a/b` (a of b samples; the reasons are in",
+        "[known_failures.toml](known_failures.toml)), empty (not for this dtype). `errors` are calls that must raise. Written by",
         "`opinfo.py --write-table`.", "",
         "| entry | " + " | ".join(dtypes) + " | without a row |", "|---" * (2 + len(dtypes)) + "|",
     ]
@@ -309,11 +309,11 @@ def write_table(runs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", nargs="*", default=["float32"], help="dtypes, and `errors`, run one after the other")
-    parser.add_argument("--samples", type=int, default=1000, help="at most so many of each entry")
+    parser.add_argument("--dtype", nargs="*", default=["float32"], help="dtypes and `errors`, run in order")
+    parser.add_argument("--samples", type=int, default=1000, help="maximum number per entry")
     isolated.add_options(parser)
-    parser.add_argument("--json", help="a file whose results of these dtypes are replaced")
-    parser.add_argument("--write-table", help="where a table of all results that there are, those of --json included, is written to")
+    parser.add_argument("--json", help="a file in which the results of these dtypes are replaced")
+    parser.add_argument("--write-table", help="a file for a table of all results, including those in --json")
     arguments = parser.parse_args()
     if arguments.worker:
         warnings.simplefilter("ignore")

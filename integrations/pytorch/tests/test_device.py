@@ -1,4 +1,4 @@
-"""The device itself: tensors, views, copies, files, random numbers, memory, errors."""
+"""Tests of the device: tensors, views, copies, files, random numbers, memory, errors."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ class Tensors(unittest.TestCase):
         self.assertEqual(x.cpu().tolist(), expected.tolist())
         self.assertEqual(x.view(torch.int32).cpu().tolist(), expected.view(torch.int32).tolist())
 
-    def test_a_view_sees_what_replaces_the_whole(self):
+    def test_view_sees_out_results_written_to_its_base(self):
         x = torch.empty(4, 4, device=DEVICE)
         row = x[1]
         torch.mm(torch.eye(4, device=DEVICE), torch.full((4, 4), 3.0, device=DEVICE), out=x)
@@ -53,7 +53,7 @@ class Tensors(unittest.TestCase):
             self.assertTrue(torch.equal(x.to(DEVICE)[::2].cpu(), x[::2]), dtype)
             self.assertEqual((x.to(DEVICE) + 1.5).dtype, (x + 1.5).dtype)
 
-    def test_dtypes_that_claystone_lacks_are_stored(self):
+    def test_unsupported_dtypes_can_be_stored(self):
         for dtype in (torch.int8, torch.int16, torch.complex64):
             x = torch.tensor([[1, 2], [3, 4]], dtype=dtype)
             with warnings.catch_warnings():
@@ -78,7 +78,7 @@ class Tensors(unittest.TestCase):
         x.resize_(2, 3)
         self.assertEqual(x.flatten()[:4].tolist(), [0, 1, 2, 3])
 
-    def test_nothing_reads_addresses(self):
+    def test_numpy_of_a_device_tensor_is_an_error(self):
         x = torch.ones(3, device=DEVICE)
         with self.assertRaises((TypeError, RuntimeError)):
             x.numpy()
@@ -117,7 +117,7 @@ class Programs(unittest.TestCase):
 
     def test_map_location(self):
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
-        model[1].weight = model[0].weight = torch.nn.Parameter(torch.ones(2, 3, device=DEVICE)) # one that two layers share
+        model[1].weight = model[0].weight = torch.nn.Parameter(torch.ones(2, 3, device=DEVICE)) # shared by two layers
         last = f"claystone:{torch.claystone.device_count() - 1}"
         file = io.BytesIO()
         torch.save(model.state_dict(), file)
@@ -130,7 +130,7 @@ class Programs(unittest.TestCase):
         file.seek(0)
         self.assertEqual({str(tensor.device) for tensor in torch.load(file).values()}, {"cpu", "claystone:0"})
 
-    def test_training_goes_on_where_it_was_saved(self):
+    def test_training_resumes_from_a_file(self):
         def step(model, optimizer):
             optimizer.zero_grad()
             model(torch.ones(2, 3, device=DEVICE)).square().sum().backward()
@@ -152,7 +152,7 @@ class Programs(unittest.TestCase):
         step(twin, others)
         self.assertTrue(torch.equal(model.weight, twin.weight))
 
-    def test_copies_of_graphs_of_objects(self):
+    def test_deepcopy_keeps_shared_storage(self):
         x = torch.arange(6.0, device=DEVICE).view(2, 3)
         kept = {"x": x, "row": x[1], "parameter": torch.nn.Parameter(x.t())}
         for twin in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
@@ -160,7 +160,7 @@ class Programs(unittest.TestCase):
             self.assertTrue(isinstance(twin["parameter"], torch.nn.Parameter) and twin["parameter"].requires_grad)
             self.assertEqual((twin["parameter"].stride(), twin["x"].device), ((1, 3), x.device))
         twin = copy.deepcopy(kept)
-        twin["x"][1, 0] = 50 # the row is still a view of it
+        twin["x"][1, 0] = 50 # the row is still a view of x
         self.assertEqual((twin["row"][0].item(), x[1, 0].item()), (50, 3))
         self.assertTrue(torch.equal(copy.copy(x), x))
 
@@ -202,7 +202,7 @@ class Programs(unittest.TestCase):
             self.assertTrue(all(a is b for a, b in zip(weights, module.parameters(), strict=True)))
 
     def test_transformers_in_evaluation(self):
-        # PyTorch has operators for these alone, and would make nested tensors of the masks.
+        # PyTorch has special operators for these modules, and would make nested tensors from the masks.
         x, causal = torch.randn(3, 5, 16), torch.nn.Transformer.generate_square_subsequent_mask(5)
         hidden = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 0, 0, 0]], dtype=torch.bool)
         for norm_first, activation, layers in (False, "relu", 2), (True, "gelu", 2), (False, "gelu", 1):
@@ -217,7 +217,7 @@ class Programs(unittest.TestCase):
                     x_, mask_, padding_ = on_device
                     made = [ours[0](x_, mask=mask_, src_key_padding_mask=padding_), *ours[1](x_, x_, x_, padding_, attn_mask=mask_)]
                 seen = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
-                for a, b in zip(want, made): # the CPU has zeros where all is padding
+                for a, b in zip(want, made): # the CPU has zeros at padding
                     torch.testing.assert_close(b.cpu()[seen], a[seen], rtol=1e-4, atol=1e-4)
         self.assertFalse({"_transformer_encoder_layer_fwd", "_native_multi_head_attention"} & set(claystone_torch.fallbacks()))
 
@@ -255,7 +255,7 @@ class Programs(unittest.TestCase):
         self.assertEqual(next(iter(listed.values()))[0], 3)
         self.assertEqual(sum("linalg_cholesky_ex" in str(w.message) for w in caught), 1)
 
-    def test_writes_into_expanded_tensors_are_as_on_the_cpu(self):
+    def test_writes_into_expanded_tensors_match_the_cpu(self):
         mask, index = torch.tensor([True, False, True]), torch.tensor([0, 2])
         writes = {
             "fill": lambda x, on: x.fill_(2), "zero": lambda x, on: x.zero_(), "add": lambda x, on: x.add_(1),
@@ -281,11 +281,11 @@ class Programs(unittest.TestCase):
             allowed += len(expected) == 4
         self.assertTrue(0 < allowed < len(writes))
 
-    def test_every_row_has_its_operator(self):
+    def test_every_row_is_for_an_operator_of_pytorch(self):
         if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15):
             self.assertEqual(claystone_torch._unknown, [])
 
-    def test_a_tensor_of_another_device_is_an_error(self):
+    def test_mixing_devices_is_an_error(self):
         if torch.claystone.device_count() > 1:
             with self.assertRaisesRegex(RuntimeError, "same device"):
                 torch.ones(2, device="claystone:0") + torch.ones(2, device="claystone:1")

@@ -1,5 +1,5 @@
-"""Tests for any device of PyTorch, instantiated for claystone by PyTorch's own machinery (instantiate_device_type_tests): what its test_torch,
-test_view_ops, test_indexing, test_type_promotion and test_serialization are about. Each result is compared with that of PyTorch's CPU."""
+"""Generic device tests, instantiated for claystone with PyTorch's instantiate_device_type_tests. They cover the subjects of PyTorch's test_torch,
+test_view_ops, test_indexing, test_type_promotion and test_serialization. Each result is compared with that of PyTorch's CPU."""
 
 import copy
 import io
@@ -9,7 +9,7 @@ import unittest
 
 import torch
 
-import claystone_torch  # noqa: F401, before what follows, which looks which devices there are
+import claystone_torch  # noqa: F401, must come before the imports below, which look up the devices
 from torch.testing._internal.common_device_type import dtypes, instantiate_device_type_tests
 from torch.testing._internal.common_utils import TestCase
 
@@ -23,12 +23,12 @@ def values(shape, dtype):
 
 class Generic(TestCase):
     def on_both(self, compute, *arguments, **how):
-        """`compute` gives on the device what it gives on the CPU."""
+        """Asserts that `compute` has the same result on the device and on the CPU."""
         moved = [torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(self.device_type), a) for a in arguments]
         self.assertEqual(compute(*moved), compute(*arguments), exact_device=False, exact_stride=how.pop("exact_stride", False), **how)
 
     @dtypes(*NUMBERS)
-    def test_views_share_storage_and_writes_are_seen(self, device, dtype):
+    def test_writes_through_views_change_the_base(self, device, dtype):
         def compute(x):
             views = [
                 x.t(), x[1:, ::2], x.view(-1)[3:9], x.unsqueeze(1).expand(4, 3, 5), x.select(1, 2), x.narrow(0, 1, 2), x.unfold(1, 3, 2),
@@ -62,12 +62,12 @@ class Generic(TestCase):
             self.assertRaises((IndexError, RuntimeError), wrong)
         self.assertEqual((x + 1).sum().item(), 12)
 
-    def test_types_are_promoted_as_on_the_cpu(self, device):
+    def test_type_promotion_matches_the_cpu(self, device):
         for a, b in itertools.product((*NUMBERS, torch.bool), repeat=2):
             for operator in (torch.add, torch.mul, torch.maximum, torch.eq, torch.true_divide):
                 self.on_both(lambda x, y: operator(x, y).dtype, values((3,), a), values((3,), b))
             self.on_both(lambda x, y: (x + y.sum()).dtype, values((3,), a), values((3,), b))
-            # A tensor without dims may be on the CPU beside tensors of any device.
+            # A zero-dimensional CPU tensor may be combined with tensors of any device.
             self.on_both(lambda x: (x * torch.tensor(1, dtype=b)).dtype, values((3,), a))
             self.on_both(lambda x: torch.add(torch.tensor(1, dtype=b), x.sum()).dtype, values((3,), a))
             self.on_both(lambda x: ((x + 1).dtype, (x * 1.5).dtype, (x == True).dtype), values((3,), a))  # noqa: E712
@@ -86,7 +86,7 @@ class Generic(TestCase):
         self.on_both(compute, values((2, 3), dtype), exact_stride=True)
 
     @dtypes(*FLOATS)
-    def test_results_go_into_given_tensors(self, device, dtype):
+    def test_out_tensors_receive_results(self, device, dtype):
         def compute(x, y):
             given = [torch.empty(0, dtype=dtype, device=x.device), torch.zeros(5, 4, dtype=dtype, device=x.device).t()]
             for out in given:
@@ -109,7 +109,7 @@ class Generic(TestCase):
         self.assertEqual(x.clone().copy_(there.transpose(2, 3).contiguous().transpose(2, 3)), x)
 
     @dtypes(*NUMBERS)
-    def test_in_place_operators_keep_their_tensor(self, device, dtype):
+    def test_in_place_operators_return_their_tensor(self, device, dtype):
         def compute(x):
             address, version = x.data_ptr(), x._version
             x.add_(1).mul_(2).clamp_(2, 15).neg_() if dtype != torch.uint8 else x.add_(1).mul_(2).clamp_(2, 15)
@@ -119,7 +119,7 @@ class Generic(TestCase):
 
         self.on_both(compute, values((4, 5), dtype))
         with self.assertRaises(RuntimeError):
-            torch.ones(3, device=device, dtype=torch.int64).add_(0.5)  # a float does not fit into whole numbers
+            torch.ones(3, device=device, dtype=torch.int64).add_(0.5)  # a float result cannot be cast to int64
         with self.assertRaises(RuntimeError):
             torch.ones(3, device=device, dtype=dtype).add_(torch.ones(2, 3, device=device, dtype=dtype))
 
@@ -134,10 +134,10 @@ class Generic(TestCase):
             self.assertEqual({k: v.cpu() for k, v in made.items()}, {k: v.cpu() for k, v in views.items()})
             self.assertEqual({v.device for v in made.values()}, {x.device})
             made["x"].zero_()
-            self.assertEqual(made["part"].sum().item(), 0)  # they still share
+            self.assertEqual(made["part"].sum().item(), 0)  # they still share storage
         self.assertEqual(x.cpu(), values((4, 5), dtype))
 
-    def test_values_print_as_on_the_cpu(self, device):
+    def test_printing_matches_the_cpu(self, device):
         for x in (torch.tensor([1.5, float("nan"), float("inf"), -1e-8]), torch.arange(6).view(2, 3), torch.tensor(True), torch.zeros(0, 2)):
             self.assertEqual(re.sub(r",\s*device='\w+:0'", "", str(x.to(device))), str(x))
 
@@ -153,7 +153,7 @@ class Generic(TestCase):
 
         self.on_both(compute, values((4, 6), dtype), values((3,), dtype), atol=1e-2, rtol=1e-2)
 
-    def test_a_value_that_backward_needs_may_not_be_changed(self, device):
+    def test_changing_a_saved_tensor_is_an_error(self, device):
         x = torch.ones(3, device=device, requires_grad=True)
         y = x.exp()
         y.add_(1)
@@ -164,4 +164,4 @@ class Generic(TestCase):
 instantiate_device_type_tests(Generic, globals(), only_for="privateuse1", allow_xpu=False)
 
 if __name__ == "__main__":
-    unittest.main()  # PyTorch's run_tests wants more packages where the variable CI is set
+    unittest.main()  # PyTorch's run_tests needs more packages if the variable CI is set

@@ -1,4 +1,4 @@
-"""Memory: statistics, snapshots in PyTorch's own reader, steps that leave it flat; errors of the device."""
+"""Tests of memory statistics, snapshots in PyTorch's own reader, constant memory use over many steps, and device errors."""
 
 import pickle
 import tempfile
@@ -15,7 +15,7 @@ DEVICE = "claystone"
 
 
 class Program:
-    """A training step."""
+    """A network and its training step."""
 
     def __init__(self):
         self.model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(DEVICE)
@@ -29,7 +29,7 @@ class Program:
 
 
 def resident():
-    """Bytes of this process in the machine's memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -51,7 +51,7 @@ class Memory(unittest.TestCase):
         with self.assertRaises(torch.OutOfMemoryError):
             torch.zeros(64 * total, dtype=torch.uint8, device=DEVICE)
 
-    def test_steps_are_flat(self):
+    def test_memory_does_not_grow_over_steps(self):
         program = Program()
         seen = []
         for i in range(1, 1001):
@@ -60,9 +60,9 @@ class Memory(unittest.TestCase):
                 torch.claystone.synchronize()
                 seen.append((torch.claystone.memory_allocated(), torch.claystone.memory_reserved(), resident()))
         self.assertEqual(seen[0][0], seen[1][0])
-        # The thread of backward and this one allocate, and where they do so at once for the first time, a small segment comes.
+        # The backward thread and this thread both allocate. When they first do so at the same time, a small segment is added.
         self.assertLess(seen[1][1] - seen[0][1], 1 << 16)
-        # Not a byte a step is left, and some pages of Python's and the driver's may come.
+        # Steps leak nothing, but Python and the driver may need some pages.
         self.assertLess(seen[1][2] - seen[0][2], 1 << 20)
 
     def test_snapshots_are_read_by_pytorch(self):
@@ -83,7 +83,7 @@ class Memory(unittest.TestCase):
         self.assertIn("<script", viewer.trace_plot(snapshot))
         self.assertIn("<script", viewer.segment_plot(snapshot))
 
-    def test_profiles_of_memory(self):
+    def test_memory_profile(self):
         program = Program()
         program.step()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1], profile_memory=True,
@@ -103,10 +103,10 @@ class Errors(unittest.TestCase):
         for name, operator in {"index_select": lambda: torch.index_select(x, 0, i), "gather": lambda: torch.gather(x, 0, i),
                                "embedding": lambda: torch.nn.functional.embedding(i, x.view(5, 1))}.items():
             with self.assertRaises((IndexError, RuntimeError)) as caught:
-                operator().cpu() # it is enqueued by the first, and found wrong by the second
+                operator().cpu() # the operator is enqueued first; the copy then reports its error
             if torch.claystone.is_opencl():
                 self.assertIn(f"{name}: index 7 is out of range", str(caught.exception))
-        # It is told once, and what comes after goes on.
+        # An error is reported once, and later operators work.
         self.assertEqual((x + 1).tolist(), [1, 2, 3, 4, 5])
 
     def test_errors_surface_at_the_next_wait(self):
@@ -118,15 +118,15 @@ class Errors(unittest.TestCase):
             torch.claystone.synchronize()
             del y
 
-    def test_an_operator_that_reads_tells_of_an_earlier_one(self):
+    def test_operators_that_read_report_earlier_errors(self):
         x, i, mask = torch.arange(5.0, device=DEVICE), torch.tensor([9], device=DEVICE), torch.tensor([True], device=DEVICE)
         if torch.claystone.is_opencl():
             y = torch.index_select(x, 0, i)
             with self.assertRaisesRegex(IndexError, "index_select"):
-                y[mask] # counts the mask's elements, and is not the CPU's work to do again
+                y[mask] # reads the number of true elements; the CPU must not repeat the call
             self.assertEqual(y[mask].numel(), 1)
 
-    def test_errors_of_a_backward_pass_are_told_to_who_waits(self):
+    def test_errors_of_backward_are_reported_to_the_waiting_thread(self):
         class Bad(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):

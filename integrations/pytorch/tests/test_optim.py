@@ -1,4 +1,4 @@
-"""Optimisers, fused and over lists, loss scaling and clipping, beside PyTorch's CPU."""
+"""Compares fused and foreach optimizers, loss scaling and clipping with PyTorch's CPU."""
 
 import unittest
 
@@ -14,7 +14,7 @@ def parameters(device, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
     if dtype == torch.float32:
-        made[2] = made[2].t().contiguous().t() # of other strides than its gradient, which PyTorch's fused steps on the CPU do not look at
+        made[2] = made[2].t().contiguous().t() # strides differ from the gradient's, which PyTorch's fused CPU steps ignore
     return [torch.nn.Parameter(one.to(device)) for one in made]
 
 
@@ -56,7 +56,7 @@ class Optimizers(unittest.TestCase):
             tolerance = {torch.float32: 2e-6, torch.float64: 1e-6}.get(dtype, 2e-2)
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
-    def test_fused_steps_are_those_of_the_cpu(self):
+    def test_fused_steps_match_the_cpu(self):
         for optimizer, options in CASES:
             with self.subTest(optimizer=optimizer.__name__, **options):
                 self.compare(steps(DEVICE, optimizer, fused=True, **options), steps("cpu", optimizer, foreach=False, **options))
@@ -67,19 +67,19 @@ class Optimizers(unittest.TestCase):
                 options = {"lr": 0.1, "fused": True}
                 self.compare(steps(DEVICE, optimizer, dtype, **options), steps("cpu", optimizer, dtype, **options), dtype)
 
-    def test_the_learning_rate_may_be_a_tensor(self):
+    def test_learning_rate_can_be_a_tensor(self):
         for optimizer, options in CASES:
             wanted = steps("cpu", optimizer, foreach=False, **{**options, "lr": 0.1})
             self.compare(steps(DEVICE, optimizer, fused=True, **{**options, "lr": torch.tensor(0.1)}), wanted)
 
-    def test_steps_over_lists_are_those_of_the_cpu(self):
+    def test_foreach_steps_match_the_cpu(self):
         others = [(torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.NAdam, {}),
                   (torch.optim.Adamax, {}), (torch.optim.Adadelta, {"weight_decay": 0.1}), (torch.optim.RAdam, {})]
         for optimizer, options in CASES + others:
             with self.subTest(optimizer=optimizer.__name__, **options):
                 self.compare(steps(DEVICE, optimizer, foreach=True, **options), steps("cpu", optimizer, foreach=False, **options))
 
-    def test_lists_that_do_not_go_together(self):
+    def test_foreach_with_mixed_tensors(self):
         x = [torch.ones(3, device=DEVICE), torch.ones(2, dtype=torch.int64, device=DEVICE)]
         torch._foreach_add_(x, 2)
         self.assertEqual([t.tolist() for t in x], [[3] * 3, [3] * 2])

@@ -1,4 +1,4 @@
-"""torch.profiler shows what the device did, under the operators that asked for it."""
+"""Tests that torch.profiler shows the device's work under the operators that launched it."""
 
 import json
 import tempfile
@@ -43,7 +43,7 @@ class Profiles(unittest.TestCase):
             flows = [{event["id"] for event in events if event.get("cat") == "ac2g" and event["ph"] == end} for end in "sf"]
             self.assertTrue(flows[0] & flows[1]) # arrows from launches to kernels
 
-    def test_norms_and_their_statistics_are_one_kernel(self):
+    def test_norms_and_their_statistics_run_as_one_kernel(self):
         x = torch.randn(32, 64, device=DEVICE, requires_grad=True)
         for norm in (torch.nn.LayerNorm(64), torch.nn.GroupNorm(4, 64)):
             norm = norm.to(DEVICE)
@@ -55,7 +55,7 @@ class Profiles(unittest.TestCase):
             kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.PrivateUse1]
             self.assertEqual(len(kernels), 1, [kernel.name for kernel in kernels])
 
-    def test_a_profile_of_the_cpu_leaves_the_device_alone(self):
+    def test_cpu_profile_does_not_start_claystones_profiler(self):
         with profile(activities=[ProfilerActivity.CPU]) as found:
             self.step()
         self.assertFalse([event for event in found.events() if event.device_type == torch.autograd.DeviceType.PrivateUse1])

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN beside PyTorch's CPU: results, states, gradients and their gradients, by one call of claystone for all steps."""
+"""Compares LSTM, GRU and RNN with PyTorch's CPU: results, states, gradients and second derivatives. One claystone call runs all steps."""
 
 import itertools
 import unittest
@@ -17,7 +17,7 @@ def relu(*arguments, **options):
 
 
 def run(device, make, packed, state, twice):
-    """Results, last states and gradients on a device, and the strides of the former."""
+    """Results, last states and gradients on a device, and the strides of results and states."""
     torch.manual_seed(0)
     layer = make().double()
     x = torch.randn((BATCH, STEPS, INPUT) if layer.batch_first else (STEPS, BATCH, INPUT)).double()
@@ -63,7 +63,7 @@ class Recurrent(unittest.TestCase):
             self.same(lambda: cell(INPUT, HIDDEN, num_layers=2), state=True, twice=True)
         self.same(lambda: nn.GRU(INPUT, HIDDEN, bidirectional=True), packed=True, twice=True)
 
-    def test_inputs_that_depend_on_each_other(self):
+    def test_gradients_of_inputs_that_depend_on_each_other(self):
         def gradients(device):
             torch.manual_seed(0)
             layer, x = nn.LSTM(INPUT, HIDDEN).double(), torch.randn(STEPS, BATCH, INPUT).double()
@@ -77,7 +77,7 @@ class Recurrent(unittest.TestCase):
         for expected, found in zip(gradients("cpu"), gradients("claystone"), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
-    def test_hooks_that_copy_what_is_saved(self):
+    def test_saved_tensor_hooks(self):
         layer, x = nn.GRU(INPUT, HIDDEN).to("claystone"), torch.randn(STEPS, BATCH, INPUT, device="claystone", requires_grad=True)
         expected = torch.autograd.grad((layer(x)[0] ** 2).sum(), [x, *layer.parameters()])
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -91,7 +91,7 @@ class Recurrent(unittest.TestCase):
                 self.assertFalse(gradient.requires_grad)
                 torch.testing.assert_close(gradient, right)
 
-    def test_it_is_one_operator(self):
+    def test_all_steps_run_as_one_operator(self):
         layer, x = nn.LSTM(INPUT, HIDDEN, num_layers=2).to("claystone"), torch.randn(STEPS, BATCH, INPUT, device="claystone")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             out, _ = layer(x)
@@ -114,11 +114,11 @@ class Recurrent(unittest.TestCase):
         layer.eval()
         self.assertTrue(torch.equal(layer(x)[0], layer(x)[0]))
 
-    def test_what_is_written_in_between(self):
+    def test_writes_between_forward_and_backward(self):
         x = torch.randn(STEPS, BATCH, INPUT, device="claystone")
         for cell in (nn.LSTM, nn.GRU):
             layer = cell(INPUT, HIDDEN).to("claystone")
-            layer(x)[0].mul_(2).sum().backward()  # the result is the caller's
+            layer(x)[0].mul_(2).sum().backward()  # the caller may change the result
             self.assertEqual(len({p.grad.data_ptr() for p in layer.parameters()}), 4)
             out, _ = layer(x)
             out.sum().backward()
@@ -130,7 +130,7 @@ class Recurrent(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
                 out.sum().backward()
 
-    def test_nothing_recorded(self):
+    def test_forward_without_autograd(self):
         layer, x = nn.LSTM(INPUT, HIDDEN).to("claystone"), torch.randn(STEPS, BATCH, INPUT, device="claystone")
         with torch.inference_mode():
             out, _ = layer(x)
@@ -140,7 +140,7 @@ class Recurrent(unittest.TestCase):
         with torch.autocast("claystone", torch.bfloat16):
             self.assertEqual(layer(x)[0].dtype, torch.bfloat16)
 
-    def test_what_does_not_fit(self):
+    def test_mismatched_parameters_are_errors(self):
         layer, x = nn.LSTM(INPUT, HIDDEN).to("claystone"), torch.randn(STEPS, BATCH, INPUT, device="claystone")
         state = [torch.zeros(1, BATCH, HIDDEN, device="claystone")] * 2
         for parameters in ([p.double() for p in layer.parameters()], [p.cpu() for p in layer.parameters()]):

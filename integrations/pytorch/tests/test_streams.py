@@ -1,4 +1,4 @@
-"""Streams, events, pinned memory."""
+"""Tests of streams, events and pinned memory."""
 
 import os
 import unittest
@@ -13,7 +13,7 @@ COMPUTES_AT_ONCE = os.environ.get("CLAYSTONE_TORCH_DEVICE") == "cpu"
 
 
 class Streams(unittest.TestCase):
-    def test_streams_are_current_where_they_are_set(self):
+    def test_current_stream(self):
         default = torch.claystone.default_stream()
         self.assertEqual(torch.claystone.current_stream(), default)
         side = torch.claystone.Stream(priority=-1)
@@ -33,7 +33,7 @@ class Streams(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "no stream 12345"):
             torch.Stream(stream_id=12345, device_index=0, device_type=side.device_type).synchronize()
 
-    def test_what_is_ordered_is_right(self):
+    def test_waits_order_work_between_streams(self):
         main, side = torch.claystone.current_stream(), torch.claystone.Stream()
         x = torch.randn(300, 300, device=DEVICE)
         for _ in range(10):
@@ -64,9 +64,9 @@ class Streams(unittest.TestCase):
         self.assertEqual(seen, [side])
         self.assertEqual(layer.weight.grad.unique().tolist(), [2])
 
-    def test_memory_that_a_stream_still_uses_is_not_given_to_others(self):
+    def test_memory_in_use_by_a_stream_is_not_reused(self):
         main, side = torch.claystone.current_stream(), torch.claystone.Stream()
-        for record in (True, False): # recording is what PyTorch asks for; here it is done where it is forgotten
+        for record in (True, False): # PyTorch requires record_stream; claystone records uses itself
             x = torch.ones(1 << 18, device=DEVICE)
             out = torch.empty(1 << 18, device=DEVICE)
             side.wait_stream(main)
@@ -82,7 +82,7 @@ class Streams(unittest.TestCase):
                 torch.full((1 << 18,), 1e9, device=DEVICE)
             main.wait_stream(side)
             self.assertEqual(out.unique().tolist(), [20])
-            # What was made here and written there is used here, and its memory is given back.
+            # `out` was allocated on this stream, written on the other, and is freed after a use on this stream.
             used = out + 0
             del out
             with torch.claystone.stream(side):
@@ -118,7 +118,7 @@ class Streams(unittest.TestCase):
 
 
 def keep_busy():
-    """Gives the current stream, but of the CPU device, work that takes a while, which what is submitted next comes after."""
+    """Submits long work to the current stream, unless the device is the CPU device, so that the next command has to wait."""
     x = torch.zeros(1000, 1000, device=DEVICE)
     for _ in range(0 if COMPUTES_AT_ONCE else 4):
         x = x @ x
@@ -126,7 +126,7 @@ def keep_busy():
 
 class NonBlocking(unittest.TestCase):
     def assertUnderWay(self):
-        """The call before has returned before the work is done: but on the CPU device, which computes at once."""
+        """Asserts that the stream still has work after the previous call, or is idle on the CPU device, which computes within the call."""
         self.assertEqual(torch.claystone.current_stream().query(), COMPUTES_AT_ONCE)
 
     def test_to_the_device_from_pinned_memory(self):
@@ -135,12 +135,12 @@ class NonBlocking(unittest.TestCase):
         keep_busy()
         there = pinned.to(DEVICE, non_blocking=True)
         self.assertUnderWay()
-        # The block is not given to others before the copy is done.
+        # The block is not reused before the copy is complete.
         del pinned
         others = [torch.full((1000,), -1.0).pin_memory() for _ in range(3)]
         self.assertTrue(torch.equal(there.cpu(), x))
         self.assertEqual([int(other.sum()) for other in others], [-1000] * 3)
-        # Nor is memory of the device that a copy writes to.
+        # Device memory is not reused before a copy to it is complete.
         for _ in range(3):
             keep_busy()
             torch.full((1000,), 5.0).pin_memory().to(DEVICE, non_blocking=True)
@@ -171,7 +171,7 @@ class NonBlocking(unittest.TestCase):
         keep_busy()
         there = x.to(DEVICE, non_blocking=True)
         self.assertUnderWay()
-        x.zero_() # as with CUDA, whoever gave ordinary memory may change it
+        x.zero_() # as with CUDA, ordinary memory may be changed at once
         self.assertTrue(torch.equal(there.cpu(), torch.arange(1000.0)))
         large = torch.arange(5_000_000)
         self.assertTrue(torch.equal(large.to(DEVICE, non_blocking=True).cpu(), large))
@@ -186,7 +186,7 @@ class NonBlocking(unittest.TestCase):
             complex_ones = torch.full((5,), 1 + 2j).pin_memory().to(DEVICE, non_blocking=True)
             back = torch.empty(64, 33, dtype=torch.float64).pin_memory()
             back.copy_(halves.t(), non_blocking=True)
-            if is_compiled: # compiling takes longer than what the stream has to do
+            if is_compiled: # in the first round, compiling takes longer than the stream's work
                 self.assertUnderWay()
             torch.claystone.synchronize()
         self.assertTrue(torch.equal(back, x.half().double()))
@@ -205,16 +205,16 @@ class NonBlocking(unittest.TestCase):
                 x = ones.to(DEVICE, non_blocking=True) * i
             main.wait_stream(side)
             back.copy_(x + 1, non_blocking=True)
-            x = None # made on the other stream
+            x = None # allocated on the other stream
             with torch.claystone.stream(side):
                 torch.full((1000,), 1e9, device=DEVICE)
             main.synchronize()
             self.assertEqual(back.unique().tolist(), [i + 1])
 
-    def test_what_a_kernel_found_wrong_is_told_at_the_next_wait(self):
+    def test_kernel_errors_are_reported_at_the_next_wait(self):
         table, back = torch.zeros(4, 8, device=DEVICE), torch.zeros(8).pin_memory()
         if COMPUTES_AT_ONCE:
-            return # and says so at once
+            return # the CPU device reports the error within the call
         back.copy_(torch.embedding(table, torch.tensor([7], device=DEVICE))[0], non_blocking=True)
         with self.assertRaisesRegex(IndexError, "embedding"):
             torch.claystone.synchronize()
@@ -233,7 +233,7 @@ class Pinned(unittest.TestCase):
         back.copy_(on_device, non_blocking=True)
         torch.claystone.synchronize()
         self.assertTrue(torch.equal(back, x[5:]))
-        # Of other strides and dtypes.
+        # With other strides and dtypes.
         self.assertTrue(torch.equal(pinned.t()[3:].to(DEVICE).cpu(), x.t()[3:]))
         halves = torch.empty(33, 64, dtype=torch.float16, pin_memory=True)
         halves.t().copy_(pinned.to(DEVICE))

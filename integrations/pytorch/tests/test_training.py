@@ -1,4 +1,4 @@
-"""Networks train as on PyTorch's CPU: the losses of three steps, without one operator on the CPU."""
+"""Tests that networks train as on PyTorch's CPU: the losses of three steps are equal, and no operator runs on the CPU."""
 
 import unittest
 
@@ -10,7 +10,7 @@ import claystone_torch
 
 
 class Convolutional(nn.Module):
-    """The network of PyTorch's MNIST example, without dropout, whose random numbers differ between devices."""
+    """The network of PyTorch's MNIST example, without dropout, because random numbers differ between devices."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Convolutional(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual block as in ResNet, with its stem and head."""
+    """A residual block as in ResNet, with a stem and a head."""
 
     def __init__(self, channels=8):
         super().__init__()
@@ -41,7 +41,7 @@ class Residual(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder as GPT-2's: embeddings, layers of attention with a causal mask, a head that shares its weight."""
+    """A decoder as in GPT-2: embeddings, attention layers with a causal mask, and a head that shares the embedding's weight."""
 
     def __init__(self, vocabulary=17, width=16, heads=2, layers=2, length=8):
         super().__init__()

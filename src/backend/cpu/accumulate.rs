@@ -1,5 +1,5 @@
-//! Reductions of a slice to one value, with several accumulators in vector registers. They are written out, because the
-//! compiler makes scalars of an array of accumulators.
+//! Reduces a slice to one value with several accumulators in vector registers. The loops are written with explicit vectors, because
+//! the compiler turns an array of accumulators into scalars.
 
 use pulp::Simd;
 
@@ -7,29 +7,29 @@ use crate::Compute;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 
-/// Vectors that are accumulated side by side, so that one addition need not wait for the one before.
-const SIDE: usize = 8;
-/// Pairs of accumulators, of sums and of squares, that are accumulated side by side.
-const PAIRS: usize = SIDE / 2;
-/// Rows of so few elements are folded one element after another: their vectors would be mostly empty.
-const SHORT: usize = 16;
-/// Elements that are accumulated on their own before they meet the others: sums of many stay as good as those of few.
-const PART: usize = 1 << 10;
+/// The number of vectors accumulated side by side, so that an addition need not wait for the previous one.
+const ACCUMULATORS: usize = 8;
+/// The number of sums, and of sums of squares, accumulated side by side.
+const PAIRS: usize = ACCUMULATORS / 2;
+/// Rows of at most this many elements are folded one element at a time, because vectors would be mostly empty.
+const SHORT_ROW_LEN: usize = 16;
+/// The number of elements accumulated separately before they are added to the total, which bounds the error of long sums.
+const PART_LEN: usize = 1 << 10;
 
-/// How two partial results become one.
-pub(crate) trait Combine {
-    fn neutral<C: Number>() -> C;
+/// The operation that combines two partial results.
+pub(crate) trait CombineOp {
+    fn identity<C: Number>() -> C;
     fn combine<C: Number>(a: C, b: C) -> C;
     fn f32s<V: Simd>(simd: V, a: V::f32s, b: V::f32s) -> V::f32s;
     fn f64s<V: Simd>(simd: V, a: V::f64s, b: V::f64s) -> V::f64s;
 }
 
 macro_rules! combines {
-    ($($name:ident: $neutral:expr, $method:ident; |$v:ident, $a:ident, $b:ident| $f32s:expr, $f64s:expr;)*) => { $(
+    ($($name:ident: $identity:expr, $method:ident; |$v:ident, $a:ident, $b:ident| $f32s:expr, $f64s:expr;)*) => { $(
         pub(crate) struct $name;
-        impl Combine for $name {
-            fn neutral<C: Number>() -> C {
-                C::from_f64($neutral)
+        impl CombineOp for $name {
+            fn identity<C: Number>() -> C {
+                C::from_f64($identity)
             }
             #[inline(always)]
             fn combine<C: Number>(a: C, b: C) -> C {
@@ -47,7 +47,7 @@ macro_rules! combines {
     )* };
 }
 
-// An infinity becomes the least or greatest integer. What is kept of two that are not ordered is `a` where that is NaN.
+// An infinity converts to the least or greatest integer. If either operand is NaN, the result is NaN.
 combines! {
     Add: 0.0, add; |v, a, b| v.add_f32s(a, b), v.add_f64s(a, b);
     Mul: 1.0, mul; |v, a, b| v.mul_f32s(a, b), v.mul_f64s(a, b);
@@ -63,10 +63,10 @@ macro_rules! in_vectors {
     ($name:ident, $map:ident, $total:ident, $above:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident,
      $sub:ident, $mul_add:ident) => {
         #[inline(always)]
-        fn $name<K: Combine, V: Simd>(simd: V, elements: &[$t]) -> $t {
+        fn $name<K: CombineOp, V: Simd>(simd: V, elements: &[$t]) -> $t {
             let (vectors, rest) = V::$vectors(elements);
-            let mut sums = [simd.$splat(K::neutral()); SIDE];
-            let (whole, last) = vectors.as_chunks::<SIDE>();
+            let mut sums = [simd.$splat(K::identity()); ACCUMULATORS];
+            let (whole, last) = vectors.as_chunks::<ACCUMULATORS>();
             for chunk in whole {
                 for (sum, x) in sums.iter_mut().zip(chunk) {
                     *sum = K::$join(simd, *sum, *x);
@@ -75,13 +75,13 @@ macro_rules! in_vectors {
             for (sum, x) in sums.iter_mut().zip(last) {
                 *sum = K::$join(simd, *sum, *x);
             }
-            rest.iter().fold($total::<K, V, SIDE>(simd, sums), |a, &b| K::combine(a, b))
+            rest.iter().fold($total::<K, V, ACCUMULATORS>(simd, sums), |a, &b| K::combine(a, b))
         }
 
-        /// [`fold_map`] where `C` is this type: as many as the accumulators take are computed, then accumulated.
+        /// [`fold_map`] for this type: computes as many elements as the accumulators hold, then accumulates them.
         #[inline(always)]
-        fn $map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
-            let mut sums = [simd.$splat(K::neutral()); SIDE];
+        fn $map<K: CombineOp, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
+            let mut sums = [simd.$splat(K::identity()); ACCUMULATORS];
             let mut made = sums;
             let all = size_of_val(&made) / size_of::<C>();
             let (xs, ys) = (x.chunks_exact(all), y.chunks_exact(all));
@@ -93,21 +93,21 @@ macro_rules! in_vectors {
                     *sum = K::$join(simd, *sum, *x);
                 }
             }
-            let (xs, ys) = (x_rest.chunks_exact(all / SIDE), y_rest.chunks_exact(all / SIDE));
+            let (xs, ys) = (x_rest.chunks_exact(all / ACCUMULATORS), y_rest.chunks_exact(all / ACCUMULATORS));
             let (x_rest, y_rest) = (xs.remainder(), ys.remainder());
             for (sum, (x, y)) in sums.iter_mut().zip(xs.zip(ys)) {
                 let to: &mut [C] = bytemuck::cast_slice_mut(&mut made[..1]);
                 to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
                 *sum = K::$join(simd, *sum, made[0]);
             }
-            let mut total = $total::<K, V, SIDE>(simd, sums);
+            let mut total = $total::<K, V, ACCUMULATORS>(simd, sums);
             for (x, y) in x_rest.iter().zip(y_rest) {
                 total = K::combine(total, bytemuck::cast(map(*x, *y)));
             }
             total
         }
 
-        /// [`sums_above`] of this type.
+        /// [`sum_deviations`] for this type.
         #[inline(always)]
         fn $above<V: Simd>(simd: V, x: &[$t], mean: $t) -> [$t; 2] {
             let (vectors, rest) = V::$vectors(x);
@@ -133,9 +133,9 @@ macro_rules! in_vectors {
             totals
         }
 
-        /// All lanes of all accumulators as one.
+        /// Combines all lanes of all accumulators.
         #[inline(always)]
-        fn $total<K: Combine, V: Simd, const N: usize>(simd: V, mut sums: [V::$join; N]) -> $t {
+        fn $total<K: CombineOp, V: Simd, const N: usize>(simd: V, mut sums: [V::$join; N]) -> $t {
             let mut half = N / 2;
             while half > 0 {
                 for i in 0..half {
@@ -159,38 +159,38 @@ macro_rules! in_vectors {
 in_vectors!(fold_f32, map_f32, lanes_f32, above_f32, f32, as_simd_f32s, splat_f32s, f32s, sub_f32s, mul_add_f32s);
 in_vectors!(fold_f64, map_f64, lanes_f64, above_f64, f64, as_simd_f64s, splat_f64s, f64s, sub_f64s, mul_add_f64s);
 
-/// All elements as one; a sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes where vectors
-/// have four lanes, less where they are wider. To be called where code is compiled for `V`.
+/// Folds all elements. A sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes if vectors have four lanes,
+/// and by less if they are wider. Must be called where code is compiled for `V`.
 #[inline(always)]
-pub(crate) fn fold_in<K: Combine, C: Number, V: Simd>(simd: V, elements: &[C]) -> C {
+pub(crate) fn fold_simd<K: CombineOp, C: Number, V: Simd>(simd: V, elements: &[C]) -> C {
     match C::COMPUTE {
         Compute::F32 => bytemuck::cast(fold_f32::<K, V>(simd, bytemuck::cast_slice(elements))),
         Compute::F64 => bytemuck::cast(fold_f64::<K, V>(simd, bytemuck::cast_slice(elements))),
-        Compute::I64 => elements.iter().fold(K::neutral(), |a, &b| K::combine(a, b)),
+        Compute::I64 => elements.iter().fold(K::identity(), |a, &b| K::combine(a, b)),
     }
 }
 
-/// [`fold_in`] of `map(x, y)`, of long slices in parts of [`PART`] elements.
+/// [`fold_simd`] over `map(x, y)`; long slices are folded in parts of [`PART_LEN`] elements.
 #[inline(always)]
-pub(crate) fn fold_map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
-    let mut total = K::neutral();
-    for (x, y) in x.chunks(PART).zip(y.chunks(PART)) {
+pub(crate) fn fold_map<K: CombineOp, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
+    let mut total = K::identity();
+    for (x, y) in x.chunks(PART_LEN).zip(y.chunks(PART_LEN)) {
         let part = match C::COMPUTE {
             Compute::F32 => bytemuck::cast(map_f32::<K, C, V>(simd, x, y, &map)),
             Compute::F64 => bytemuck::cast(map_f64::<K, C, V>(simd, x, y, &map)),
-            Compute::I64 => x.iter().zip(y).fold(K::neutral(), |a, (&x, &y)| K::combine(a, map(x, y))),
+            Compute::I64 => x.iter().zip(y).fold(K::identity(), |a, (&x, &y)| K::combine(a, map(x, y))),
         };
         total = K::combine(total, part);
     }
     total
 }
 
-/// The sums of the floats' differences from `mean`, and of the squares of these, of long slices in parts of [`PART`] elements.
+/// Sums the differences of the floats from `mean`, and the squares of the differences; long slices in parts of [`PART_LEN`] elements.
 #[inline(always)]
-pub(crate) fn sums_above<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2] {
-    let mut totals: [C; 2] = [Add::neutral(); 2];
+pub(crate) fn sum_deviations<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2] {
+    let mut totals: [C; 2] = [Add::identity(); 2];
     // A loop and no closure, because a closure that is not inlined is compiled without the vectors of `V`.
-    for x in x.chunks(PART) {
+    for x in x.chunks(PART_LEN) {
         let part: [C; 2] = match C::COMPUTE {
             Compute::F64 => bytemuck::cast(above_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
             Compute::F32 => bytemuck::cast(above_f32(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
@@ -202,33 +202,33 @@ pub(crate) fn sums_above<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2
 }
 
 vectorised! {
-    /// [`fold_in`] with the vectors that the processor has.
-    pub(crate) fn fold<'a, K: Combine, C: Number>(simd: S, elements: &'a [C]) -> C {
-        fold_in::<K, C, S>(simd, elements)
+    /// [`fold_simd`] with the processor's vectors.
+    pub(crate) fn fold<'a, K: CombineOp, C: Number>(simd: S, elements: &'a [C]) -> C {
+        fold_simd::<K, C, S>(simd, elements)
     }
 }
 
 vectorised! {
-    /// [`fold`] of every `n` elements, or of their squares: each row of `rows` as one of `out`.
-    pub(crate) fn fold_rows<'a, K: Combine, C: Number>(simd: S, rows: &'a [C], n: usize, squares: bool, out: &'a mut [C]) {
-        if n <= SHORT {
+    /// [`fold`] for each row of `n` elements, or of their squares; row i gives `out[i]`.
+    pub(crate) fn fold_rows<'a, K: CombineOp, C: Number>(simd: S, rows: &'a [C], n: usize, squares: bool, out: &'a mut [C]) {
+        if n <= SHORT_ROW_LEN {
             return match squares {
-                true => each_row(rows, n, out, |row| row.iter().fold(K::neutral(), |a, &x| K::combine(a, x.mul(x)))),
-                false => each_row(rows, n, out, |row| row.iter().fold(K::neutral(), |a, &x| K::combine(a, x))),
+                true => map_rows(rows, n, out, |row| row.iter().fold(K::identity(), |a, &x| K::combine(a, x.mul(x)))),
+                false => map_rows(rows, n, out, |row| row.iter().fold(K::identity(), |a, &x| K::combine(a, x))),
             };
         }
         for (out, row) in out.iter_mut().zip(rows.chunks_exact(n)) {
             *out = match squares {
                 true => fold_map::<K, C, S>(simd, row, row, |x, _| x.mul(x)),
-                false => fold_in::<K, C, S>(simd, row),
+                false => fold_simd::<K, C, S>(simd, row),
             };
         }
     }
 }
 
-/// `f` of every `n` elements; the compiler knows the length of the shortest rows.
+/// Calls `f` for every row of `n` elements. For the shortest rows the compiler knows the length.
 #[inline(always)]
-pub(crate) fn each_row<C, R>(rows: &[C], n: usize, out: &mut [R], f: impl Fn(&[C]) -> R) {
+pub(crate) fn map_rows<C, R>(rows: &[C], n: usize, out: &mut [R], f: impl Fn(&[C]) -> R) {
     #[inline(always)]
     fn known<const N: usize, C, R>(rows: &[C], out: &mut [R], f: impl Fn(&[C]) -> R) {
         out.iter_mut().zip(rows.as_chunks::<N>().0).for_each(|(out, row)| *out = f(row));
@@ -244,8 +244,8 @@ pub(crate) fn each_row<C, R>(rows: &[C], n: usize, out: &mut [R], f: impl Fn(&[C
 }
 
 vectorised! {
-    /// Each element of `to` combined with that of `from`.
-    pub(crate) fn combine_all<'a, K: Combine, C: Number>(_simd: S, to: &'a mut [C], from: &'a [C]) {
+    /// Combines each element of `to` with the element of `from`.
+    pub(crate) fn combine_all<'a, K: CombineOp, C: Number>(_simd: S, to: &'a mut [C], from: &'a [C]) {
         to.iter_mut().zip(from).for_each(|(a, b)| *a = K::combine(*a, *b));
     }
 }
@@ -254,14 +254,14 @@ vectorised! {
 mod tests {
     use super::*;
 
-    /// Every length up to several vectors a side, against the elements one after another, with NaN at every place.
+    /// Compares every length up to several vectors with a loop over the elements, and tests a NaN at every index.
     fn checked<C: Number>(of: impl Fn(usize) -> C, nan: Option<C>) {
-        for n in (0..200).chain([PART - 1, PART, PART + 1, 1009, 4096]) {
+        for n in (0..200).chain([PART_LEN - 1, PART_LEN, PART_LEN + 1, 1009, 4096]) {
             let x: Vec<C> = (0..n).map(&of).collect();
             let one_by_one = |f: fn(C, C) -> C, from: C| x.iter().fold(from, |a, &b| f(a, b));
             assert_eq!(fold::<Add, C>(&x), one_by_one(C::add, C::from_i32(0)), "sum of {n}");
-            assert_eq!(fold::<Max, C>(&x), one_by_one(C::max, Max::neutral()), "greatest of {n}");
-            assert_eq!(fold::<Min, C>(&x), one_by_one(C::min, Min::neutral()), "least of {n}");
+            assert_eq!(fold::<Max, C>(&x), one_by_one(C::max, Max::identity()), "greatest of {n}");
+            assert_eq!(fold::<Min, C>(&x), one_by_one(C::min, Min::identity()), "least of {n}");
             let Some(nan) = nan else { continue };
             for at in (0..n).step_by(1 + n / 50) {
                 let mut x = x.clone();
@@ -274,8 +274,8 @@ mod tests {
     }
 
     #[test]
-    fn every_length_and_type() {
-        // Small whole numbers: sums are exact in any order.
+    fn folds_of_every_length_equal_a_loop() {
+        // Small integers, so that sums are exact in any order.
         let of = |i: usize| (i * 7919 % 201) as i32 - 100;
         checked(|i| of(i) as f32, Some(f32::NAN));
         checked(|i| f64::from(of(i)), Some(f64::NAN));
@@ -283,21 +283,21 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_folded_one_by_one() {
+    fn rows_are_folded_separately() {
         for n in [1, 7, 64, 100, 127, 128, 129, 300] {
             let x: Vec<f32> = (0..n * 5).map(|i| (i * 7919 % 201) as f32 - 100.0).collect();
             let mut out = [0f32; 5];
             fold_rows::<Max, f32>(&x, n, false, &mut out);
             assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == fold::<Max, f32>(row)), "{n}");
             fold_rows::<Add, f32>(&x, n, true, &mut out);
-            // Whole numbers: exact in any order.
+            // Integers, so that sums are exact in any order.
             let squares = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>();
             assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == squares(row)), "squares of {n}");
         }
     }
 
     #[test]
-    fn products_and_maps() {
+    fn folds_of_products_and_maps_equal_iterators() {
         let x: Vec<f64> = (0..777).map(|i| 1.0 + f64::from(i % 13) * 1e-3).collect();
         let want: f64 = x.iter().product();
         assert!((fold::<Mul, f64>(&x) - want).abs() < 1e-12 * want);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_stay_within_their_bound() {
+    fn f32_sums_stay_within_their_error_bound() {
         let x: Vec<f32> = (0..100_000).map(|i| ((i * 7919) % 1009) as f32 / 1009.0 - 0.3).collect();
         let exact: f64 = x.iter().map(|&v| f64::from(v)).sum();
         let magnitudes: f64 = x.iter().map(|&v| f64::from(v.abs())).sum();

@@ -1,7 +1,7 @@
-//! Elements in storage to and from the types they are computed in.
+//! Conversion between stored elements and the types that formulas are evaluated in.
 //!
-//! The rules are Rust's `as`: floats to integers saturate and truncate, NaN gives 0; integers wrap; anything that is not
-//! 0 is `true`. f16 and bf16 round to nearest even and are reached through f32. `kernels/prelude.cl` does the same.
+//! The rules are those of Rust's `as`: floats to integers saturate and truncate, NaN gives 0, integers wrap. Every number except 0 is
+//! `true`. f16 and bf16 convert through f32 and round to nearest even. `kernels/prelude.cl` implements the same rules.
 
 use std::marker::PhantomData;
 
@@ -14,10 +14,10 @@ use crate::backend::cpu::vectorised::{Function, function};
 use crate::device::cpu::convert::{bf16_bits, narrow, truncate, widen};
 use crate::{Compute, DType};
 
-/// f16 elements converted at a time where they are not one after another, or not computed in f32.
-const CHUNK: usize = 64;
+/// The number of f16 elements converted at a time if they are strided, or not computed in f32.
+const F16_CHUNK_LEN: usize = 64;
 
-/// Reads `out.len()` elements, the first at `start`, each next one `stride` elements on.
+/// Reads `out.len()` elements, from `start` on and `stride` elements apart.
 pub(crate) fn load_tile<C: Number>(dtype: DType, bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     macro_rules! load {
         ($T:ty, $x:ident => $e:expr) => {{
@@ -34,13 +34,13 @@ pub(crate) fn load_tile<C: Number>(dtype: DType, bytes: &[u8], start: usize, str
         DType::I32 => load!(i32, x => C::from_i32(x)),
         DType::U8 => load!(u8, x => C::from_i32(i32::from(x))),
         DType::U32 => load!(u32, x => C::from_i64(i64::from(x))),
-        DType::Bool => load!(u8, x => C::truth(x != 0)),
+        DType::Bool => load!(u8, x => C::from_bool(x != 0)),
     }
 }
 
-/// `n` elements: where they lie if they follow one another and need no conversion, otherwise in `buffer`.
+/// Returns `n` elements: in place if they are contiguous and need no conversion, otherwise converted into `buffer`.
 #[inline]
-pub(crate) fn read<'b, C: Number>(
+pub(crate) fn read_or_convert<'b, C: Number>(
     (dtype, bytes): (DType, &'b [u8]),
     start: usize,
     stride: isize,
@@ -55,7 +55,7 @@ pub(crate) fn read<'b, C: Number>(
     buffer
 }
 
-/// Writes `values`, the first at `start`, each next one `stride` elements on.
+/// Writes `values`, from `start` on and `stride` elements apart.
 pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
     macro_rules! store {
         ($T:ty, $x:ident => $e:expr) => {{
@@ -80,14 +80,14 @@ pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8]
     }
 }
 
-/// A function of every element, compiled for the processor's vectors.
-struct Each<'a, A, B, F> {
+/// A loop that calls `F` for each element, for dispatch to the processor's vectors.
+struct ConvertLoop<'a, A, B, F> {
     from: &'a [A],
     to: &'a mut [B],
     function: PhantomData<F>,
 }
 
-impl<A: Copy, B, F: Function<A, B>> WithSimd for Each<'_, A, B, F> {
+impl<A: Copy, B, F: Function<A, B>> WithSimd for ConvertLoop<'_, A, B, F> {
     type Output = ();
 
     #[inline(always)]
@@ -100,12 +100,12 @@ fn load<T: Pod, C, F: Function<T, C>>(bytes: &[u8], start: usize, stride: isize,
     let src: &[T] = bytemuck::cast_slice(bytes);
     if stride == 1 {
         let from = &src[start..start + out.len()];
-        Arch::new().dispatch(Each::<T, C, F> { from, to: out, function: PhantomData });
+        Arch::new().dispatch(ConvertLoop::<T, C, F> { from, to: out, function: PhantomData });
     } else {
         let mut i = start;
         for o in out {
             *o = F::call(src[i]);
-            i = i.wrapping_add_signed(stride); // the step after the last may leave the range
+            i = i.wrapping_add_signed(stride); // wrapping, because the step after the last element may leave the slice
         }
     }
 }
@@ -114,7 +114,7 @@ fn store<T: Pod, C: Copy, F: Function<C, T>>(values: &[C], bytes: &mut [u8], sta
     let dst: &mut [T] = bytemuck::cast_slice_mut(bytes);
     if stride == 1 {
         let to = &mut dst[start..start + values.len()];
-        Arch::new().dispatch(Each::<C, T, F> { from: values, to, function: PhantomData });
+        Arch::new().dispatch(ConvertLoop::<C, T, F> { from: values, to, function: PhantomData });
     } else {
         let mut i = start;
         for &x in values {
@@ -130,9 +130,9 @@ fn load_f16<C: Number>(bytes: &[u8], start: usize, stride: isize, out: &mut [C])
         let from = &src[start..start + out.len()];
         return widen(from, bytemuck::cast_slice_mut(out));
     }
-    let (mut gathered, mut singles) = ([f16::ZERO; CHUNK], [0.0f32; CHUNK]);
+    let (mut gathered, mut singles) = ([f16::ZERO; F16_CHUNK_LEN], [0.0f32; F16_CHUNK_LEN]);
     let mut i = start;
-    for out in out.chunks_mut(CHUNK) {
+    for out in out.chunks_mut(F16_CHUNK_LEN) {
         let n = out.len();
         for half in &mut gathered[..n] {
             *half = src[i];
@@ -149,9 +149,9 @@ fn store_f16<C: Number>(values: &[C], bytes: &mut [u8], start: usize, stride: is
         let to = &mut dst[start..start + values.len()];
         return narrow(bytemuck::cast_slice(values), to);
     }
-    let (mut rounded, mut singles) = ([f16::ZERO; CHUNK], [0.0f32; CHUNK]);
+    let (mut rounded, mut singles) = ([f16::ZERO; F16_CHUNK_LEN], [0.0f32; F16_CHUNK_LEN]);
     let mut i = start;
-    for values in values.chunks(CHUNK) {
+    for values in values.chunks(F16_CHUNK_LEN) {
         let n = values.len();
         singles.iter_mut().zip(values).for_each(|(o, &x)| *o = x.to_f32());
         narrow(&singles[..n], &mut rounded[..n]);
@@ -168,7 +168,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers at every edge of the conversions.
+    /// Numbers at the edges of the conversions.
     fn edges() -> Vec<f64> {
         let mut v = vec![0.0, -0.0, 0.4, -0.6, 0.5, 1.5, 2.5, 255.0, 256.0, -1.0, 300.7, 65504.0, 65520.0, 1e-8, 6e-5];
         v.extend([
@@ -237,7 +237,7 @@ mod tests {
                     load_tile(dtype, bytes, start, stride, &mut wide);
                     assert!(wide.iter().zip(&expected).all(|(&a, &b)| a as f32 == b));
                     if stride != 0 {
-                        store_tile(dtype, &got, bytes, start, stride); // the same again changes nothing
+                        store_tile(dtype, &got, bytes, start, stride); // storing the same values again must change nothing
                     }
                 }
             }

@@ -1,20 +1,20 @@
-//! Strided copies on the CPU: rows that are contiguous on both sides are moved as they are.
+//! Strided copies on the CPU. Rows that are contiguous on both sides are copied as blocks of memory.
 
 use bytemuck::Pod;
 
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::problem::map::Launch;
-use crate::device::cpu::copy as small;
-use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::device::cpu::copy as device_copy;
+use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
 
-/// Elements gathered before they are streamed.
-const GATHERED: usize = 1024;
+/// The number of elements gathered in a buffer before they are stored past the cache.
+const GATHER_BUFFER_LEN: usize = 1024;
 
-/// Rows below this length are copied many at a time.
-const SHORT: usize = 16;
+/// Rows shorter than this are copied many at a time.
+const SHORT_ROW_LEN: usize = 16;
 
-/// A row whose elements are not neighbours on one side, and as many on the other; the steps from each to the next.
-struct Row {
+/// A row to copy that is strided on at least one side: the start and the step on each side.
+struct StridedRow {
     from: usize,
     step: isize,
     to: usize,
@@ -22,14 +22,14 @@ struct Row {
     len: usize,
 }
 
-/// Whether the launch is a copy between tensors of one dtype and different storages.
+/// True if the launch copies between tensors of the same dtype and different storages.
 pub(crate) fn is_copy(launch: &Launch) -> bool {
     let ([input], [output]) = (launch.inputs, launch.outputs) else { return false };
     launch.program.is_identity() && input.dtype == output.dtype && !input.shares_storage(output)
 }
 
-/// Runs such a launch, from and to the bytes of whole storages.
-pub(crate) fn run(launch: &Launch, from: &[u8], to: &mut [u8]) {
+/// Runs a copy, given the bytes of both storages.
+pub(crate) fn run_copy(launch: &Launch, from: &[u8], to: &mut [u8]) {
     match launch.inputs[0].dtype.size() {
         1 => copy::<u8>(launch, from, to),
         2 => copy::<u16>(launch, from, to),
@@ -43,16 +43,16 @@ fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {
     let from: &[T] = bytemuck::cast_slice(from);
     let last = |k: usize| strided.strides[k].last().copied().unwrap_or(1);
     let (step, to_step) = (last(0), last(1));
-    let large = input.numel() * size_of::<T>() >= LARGE && to_step == 1;
-    let rows = strided.rows_shorter_than(SHORT);
+    let large = input.numel() * size_of::<T>() >= STREAMING_MIN_BYTES && to_step == 1;
+    let rows = strided.split_short_rows(SHORT_ROW_LEN);
     partition(launch, &mut [to], |first, count, partition, outs| {
         let to: &mut [T] = bytemuck::cast_slice_mut(outs[0]);
-        let base = partition.base(launch, 0, first);
+        let base = partition.base_offset(launch, 0, first);
         let streaming = large.then(Streaming::new);
         if let (Partition::Elements, Some((n, outer))) = (partition, &rows) {
             let whole = first.next_multiple_of(*n)..(first + count) / n * n;
             if !whole.is_empty() {
-                outer.runs(whole.start / n, whole.len() / n, |at, offsets, len| {
+                outer.for_each_run(whole.start / n, whole.len() / n, |at, offsets, len| {
                     let source = input.layout.offset.wrapping_add_signed(offsets[0]);
                     let to = &mut to[whole.start - first + at * n..][..len * n];
                     short_rows(from, source, outer.strides[0][outer.dims.len() - 1], step, to, *n);
@@ -63,30 +63,30 @@ fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {
             }
             return;
         }
-        strided.runs(first, count, |at, offsets, len| {
+        strided.for_each_run(first, count, |at, offsets, len| {
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
             let target = if partition == Partition::Elements { at } else { (base + offsets[1]) as usize };
             if (step, to_step) != (1, 1) {
-                let row = Row { from: source, step, to: target, to_step, len };
+                let row = StridedRow { from: source, step, to: target, to_step, len };
                 return row.copy(from, to, streaming.as_ref());
             }
             let (from, to) = (&from[source..][..len], &mut to[target..][..len]);
             match &streaming {
                 Some(streaming) => streaming.copy(to, from),
-                None => small::copy(bytemuck::cast_slice_mut(to), bytemuck::cast_slice(from)),
+                None => device_copy::copy(bytemuck::cast_slice_mut(to), bytemuck::cast_slice(from)),
             }
         });
     });
 }
 
-impl Row {
+impl StridedRow {
     fn copy<T: Pod>(&self, from: &[T], to: &mut [T], streaming: Option<&Streaming>) {
-        let Row { from: start, step, to: target, to_step, len } = *self;
+        let StridedRow { from: start, step, to: target, to_step, len } = *self;
         if to_step != 1 {
             let (mut i, mut o) = (start, target);
             for _ in 0..len {
                 to[o] = from[i];
-                i = i.wrapping_add_signed(step); // the step after the last may leave the range
+                i = i.wrapping_add_signed(step); // wrapping, because the step after the last element may leave the slice
                 o = o.wrapping_add_signed(to_step);
             }
             return;
@@ -95,10 +95,10 @@ impl Row {
         match streaming {
             None => gather(from, start, step, to),
             Some(streaming) => {
-                let mut gathered = [T::zeroed(); GATHERED];
-                for (i, to) in to.chunks_mut(GATHERED).enumerate() {
+                let mut gathered = [T::zeroed(); GATHER_BUFFER_LEN];
+                for (i, to) in to.chunks_mut(GATHER_BUFFER_LEN).enumerate() {
                     let part = &mut gathered[..to.len()];
-                    gather(from, start.wrapping_add_signed((i * GATHERED) as isize * step), step, part);
+                    gather(from, start.wrapping_add_signed((i * GATHER_BUFFER_LEN) as isize * step), step, part);
                     streaming.copy(to, part);
                 }
             }
@@ -106,7 +106,7 @@ impl Row {
     }
 }
 
-/// Rows of `n` elements, `row` apart, whose elements are `step` apart.
+/// Gathers rows of `n` elements. The rows begin `row` elements apart, and their elements are `step` apart.
 fn short_rows<T: Pod>(from: &[T], start: usize, row: isize, step: isize, to: &mut [T], n: usize) {
     #[inline(always)]
     fn all<T: Pod>(from: &[T], start: usize, row: isize, step: isize, rows: impl Iterator<Item = impl AsMut<[T]>>) {
@@ -115,7 +115,7 @@ fn short_rows<T: Pod>(from: &[T], start: usize, row: isize, step: isize, to: &mu
             let mut i = at;
             for to in to.as_mut() {
                 *to = from[i];
-                i = i.wrapping_add_signed(step); // the step after the last may leave the range
+                i = i.wrapping_add_signed(step); // wrapping, because the step after the last element may leave the slice
             }
             at = at.wrapping_add_signed(row);
         }
@@ -129,7 +129,7 @@ fn short_rows<T: Pod>(from: &[T], start: usize, row: isize, step: isize, to: &mu
     }
 }
 
-/// Every `step`-th element from `start` on.
+/// Gathers every `step`-th element from `start` on.
 fn gather<T: Pod>(from: &[T], start: usize, step: isize, to: &mut [T]) {
     let len = to.len();
     match step {

@@ -1,5 +1,5 @@
-//! Launches on the CPU that need no plan: one primitive whose operands are contiguous, a row that is broadcast, or a scalar.
-//! Most launches of small tensors are, and planning would take longer than they do.
+//! Launches on the CPU that need no plan: one primitive with contiguous, row-broadcast or scalar operands. Most launches of small
+//! tensors are of this kind, and planning them would take longer than running them.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,20 +18,21 @@ use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::parallel;
 use crate::expr::Op;
 use crate::expr::program::Program;
-use crate::storage::{Storage, with_few, with_host};
+use crate::storage::{Storage, with_host, with_host_few};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
-/// Elements that are changed in place at a time, from a copy of what they were: it stays in the first-level cache.
-const IN_PLACE: usize = 2048;
+/// The number of elements updated in place at a time. The copy of their old values stays in the L1 cache.
+const IN_PLACE_CHUNK_LEN: usize = 2048;
 
-/// Bytes of a result that the first-level cache has room for, and from which on no cache has, with those of two operands.
-const FEW: usize = 12 << 10;
-const MANY: usize = 8 << 20;
-/// Pieces of what is computed from its end to its start: as few as leave the first one in that cache.
-const PIECES: usize = 3;
+/// Results up to this many bytes fit in the L1 cache together with two operands.
+const L1_RESULT_BYTES: usize = 12 << 10;
+/// Results above this many bytes fit in no cache together with two operands.
+const MAX_REVERSED_BYTES: usize = 8 << 20;
+/// The number of pieces of a result that is computed from its end to its start. Few pieces leave the first one in the L1 cache.
+const REVERSED_PIECES: usize = 3;
 
-/// Runs the launch if it is of this kind; gives whether it was. Shapes are not checked: what does not fit is not of this kind.
-pub(crate) fn run(
+/// Runs the launch and returns true if it is of this kind. Shapes are not checked: a mismatch returns false.
+pub(crate) fn try_run(
     op: &'static str,
     program: &Program,
     inputs: &[&Tensor],
@@ -50,14 +51,14 @@ pub(crate) fn run(
     }
     let mut kinds: SmallVec<[Option<OperandKind>; 3]> = SmallVec::new();
     for t in inputs {
-        match OperandKind::of(t, out) {
+        match OperandKind::classify(t, out) {
             OperandKind::Strided => return Ok(false),
             kind if t.dtype == out.dtype && !t.shares_storage(out) => kinds.push(Some(kind)),
             OperandKind::Contiguous if t.dtype == out.dtype && t.layout.offset == out.layout.offset => kinds.push(None),
             _ => return Ok(false),
         }
     }
-    // A row goes with an operand that has an element for each.
+    // The interpreter takes a repeating row only together with a slice.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
     let each = |kind: &Option<OperandKind>| matches!(kind, Some(OperandKind::Contiguous) | None);
     if kinds.iter().any(|kind| matches!(kind, Some(OperandKind::RowBroadcast(_))))
@@ -66,14 +67,14 @@ pub(crate) fn run(
         return Ok(false);
     }
     if matches!(out.dtype, DType::F16 | DType::BF16) {
-        return half::run(program, inputs, &kinds, scalars, out);
+        return half::try_run(program, inputs, &kinds, scalars, out);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
-    let streamed = !kinds.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);
-    if (streamed && !program.streams()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
+    let streamed = !kinds.contains(&None) && program.should_bypass_cache(count * out.dtype.size(), bytes);
+    if (streamed && !program.can_bypass_cache()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
         return Ok(false);
     }
-    let launch = Launch { program, inputs, kinds: &kinds, scalars, out, streamed };
+    let launch = FlatLaunch { program, inputs, kinds: &kinds, scalars, out, streamed };
     let zero = match out.dtype {
         DType::F32 => launch.run::<f32>()?,
         DType::F64 => launch.run::<f64>()?,
@@ -82,18 +83,18 @@ pub(crate) fn run(
     if zero { Err(Error::DivisionByZero { op }) } else { Ok(true) }
 }
 
-/// Computes all elements on this thread: `part` is called with the number of the first of some, and these. What the first-level
-/// cache has no room for is begun from either end by turns, where some of it is still there from the time before.
-fn by_turns<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
-    if size_of_val(out) <= FEW || !parallel::turn() {
+/// Computes all elements on this thread; `part` is called with the index of the first element of a range, and the range. A result too large
+/// for the L1 cache is computed forwards and backwards in alternate calls, to begin where the cache still holds the last call's elements.
+fn compute_alternating<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
+    if size_of_val(out) <= L1_RESULT_BYTES || !parallel::alternate_direction() {
         return part(0, out);
     }
-    let piece = out.len().div_ceil(PIECES).next_multiple_of(16);
+    let piece = out.len().div_ceil(REVERSED_PIECES).next_multiple_of(16);
     out.chunks_mut(piece).enumerate().rev().for_each(|(i, elements)| part(i * piece, elements));
 }
 
-/// A primitive of one or two operands that lie as the result does, or of one and a number, in floats of one type, and few enough for
-/// one thread. Most operations on small tensors are, and to find out more about them would take longer than they do.
+/// One primitive of one or two tensors with the result's layout, or of a tensor and a number. All are f32 or all f64, and small enough for
+/// one thread. Most operations on small tensors are of this kind, and a more general check would take longer than the operation.
 pub(crate) struct Primitive<'a> {
     action: Action,
     args: &'a [Value],
@@ -102,9 +103,9 @@ pub(crate) struct Primitive<'a> {
 }
 
 impl<'a> Primitive<'a> {
-    /// The result is one of `dtype`, of the first operand's shape.
+    /// Returns the primitive if the launch is of this kind. The result has dtype `dtype` and the first operand's shape.
     #[inline]
-    pub(crate) fn of(
+    pub(crate) fn try_new(
         inputs: &'a [&'a Tensor],
         scalars: &'a [Scalar],
         program: &'a Program,
@@ -123,13 +124,13 @@ impl<'a> Primitive<'a> {
             && tensors > 0
             && !program.uses_bits()
             && inputs.len() <= 2
-            && (1..=map::step(0)).contains(&count)
-            && inputs[1..].iter().all(|t| t.layout.lies_like(&first.layout, 1))
+            && (1..=map::job_len(0)).contains(&count)
+            && inputs[1..].iter().all(|t| t.layout.same_layout(&first.layout, 1))
             && first.is_contiguous())
         .then_some(Primitive { action, args: &step.args, inputs, scalars })
     }
 
-    /// Computes the elements of `out`, new and contiguous.
+    /// Computes the elements of `out`, a new contiguous tensor.
     pub(crate) fn fill(&self, out: &Tensor) -> Result<()> {
         match out.dtype {
             DType::F32 => self.fill_as::<f32>(out),
@@ -137,6 +138,7 @@ impl<'a> Primitive<'a> {
         }
     }
 
+    /// The k-th operand, restricted to `range`.
     fn operand<'b, C: Number>(&self, k: usize, elements: &'b [C], range: Range<usize>) -> TileIn<'b, C> {
         match self.args[k] {
             Value::Scalar(i) => TileIn::Scalar(C::from_scalar(self.scalars[i])),
@@ -148,7 +150,7 @@ impl<'a> Primitive<'a> {
     fn fill_as<C: Number>(&self, out: &Tensor) -> Result<()> {
         let (arch, count, to) = (Arch::new(), out.numel(), &out.storage);
         let compute = |a: &[C], b: &[C], write: &mut [u8]| {
-            by_turns(bytemuck::cast_slice_mut(write), |first, part| {
+            compute_alternating(bytemuck::cast_slice_mut(write), |first, part| {
                 let range = first..first + part.len();
                 let uniform = match self.action {
                     Action::Compute(Op::Unary(op)) => interpreter::unary(arch, op, self.operand(0, a, range), part),
@@ -160,7 +162,7 @@ impl<'a> Primitive<'a> {
                         part,
                     ),
                     Action::Fused(fused) => {
-                        fused_functions::run(arch, fused, |k| self.operand(k, a, range.clone()), part)
+                        fused_functions::run_fused(arch, fused, |k| self.operand(k, a, range.clone()), part)
                     }
                     _ => unreachable!("neither leaves nor choices"),
                 };
@@ -175,28 +177,30 @@ impl<'a> Primitive<'a> {
             _ => None,
         };
         match (tensor(0), tensor(1)) {
-            (Some(x), Some(y)) => with_few([&x.storage, &y.storage], to, |[a, b], write| {
+            (Some(x), Some(y)) => with_host_few([&x.storage, &y.storage], to, |[a, b], write| {
                 compute(all(x, a, count), all(y, b, count), write);
             }),
-            (Some(x), None) => with_few([&x.storage], to, |[a], write| compute(all(x, a, count), &[], write)),
-            (None, Some(y)) => with_few([&y.storage], to, |[b], write| compute(&[], all(y, b, count), write)),
+            (Some(x), None) => with_host_few([&x.storage], to, |[a], write| compute(all(x, a, count), &[], write)),
+            (None, Some(y)) => with_host_few([&y.storage], to, |[b], write| compute(&[], all(y, b, count), write)),
             (None, None) => unreachable!("an operand is a tensor"),
         }
     }
 }
 
-struct Launch<'a> {
+/// A launch of one primitive.
+struct FlatLaunch<'a> {
     program: &'a Program,
     inputs: &'a [&'a Tensor],
-    /// None: there, it is the one that is changed.
+    /// How each input is indexed; None for the input that the launch overwrites.
     kinds: &'a [Option<OperandKind>],
     scalars: &'a [Scalar],
     out: &'a Tensor,
+    /// Whether to store the result past the cache.
     streamed: bool,
 }
 
-impl Launch<'_> {
-    /// Gives whether an integer was divided by zero.
+impl FlatLaunch<'_> {
+    /// Runs the launch; returns whether an integer was divided by zero.
     fn run<C: Number>(&self) -> Result<bool> {
         let out = &self.out.storage;
         let mut reads: SmallVec<[&Storage; 3]> = SmallVec::new();
@@ -204,43 +208,44 @@ impl Launch<'_> {
             reads.push(&t.storage);
         }
         match *reads {
-            [x] => with_few([x], out, |reads, write| self.all::<C>(&reads, write)),
-            [x, y] => with_few([x, y], out, |reads, write| self.all::<C>(&reads, write)),
-            _ => with_host(&reads, &[out], |reads, writes| self.all::<C>(reads, writes[0])),
+            [x] => with_host_few([x], out, |reads, write| self.compute_all::<C>(&reads, write)),
+            [x, y] => with_host_few([x, y], out, |reads, write| self.compute_all::<C>(&reads, write)),
+            _ => with_host(&reads, &[out], |reads, writes| self.compute_all::<C>(reads, writes[0])),
         }
     }
 
-    fn all<C: Number>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
+    /// Computes all elements, on several threads if there are many.
+    fn compute_all<C: Number>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
         let (count, first) = (self.out.numel(), self.out.layout.offset);
         let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
-        let step = map::step(count);
+        let step = map::job_len(count);
         if count <= step {
             let mut zero = false;
-            by_turns(out, |first, part| zero |= self.part(reads, first, part));
+            compute_alternating(out, |first, part| zero |= self.compute_range(reads, first, part));
             return zero;
         }
         let zero = AtomicBool::new(false);
-        let reverse = size_of_val(out) <= MANY && parallel::turn();
+        let reverse = size_of_val(out) <= MAX_REVERSED_BYTES && parallel::alternate_direction();
         parallel::for_each_chunk_from(out, step, reverse, |i, part| {
-            if self.part(reads, i * step, part) {
+            if self.compute_range(reads, i * step, part) {
                 zero.store(true, Ordering::Relaxed);
             }
         });
         zero.into_inner()
     }
 
-    /// Elements from `first` on, as many as `out` has.
-    fn part<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+    /// Computes `out.len()` elements from `first` on.
+    fn compute_range<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
-        match self.kinds.contains(&None) && !self.updates() {
-            true => self.in_place(&mut scratch, reads, first, out),
-            false => self.tile(&mut scratch, reads, TileIn::Output(0), first, out),
+        match self.kinds.contains(&None) && !self.can_update_in_place() {
+            true => self.compute_through_copy(&mut scratch, reads, first, out),
+            false => self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out),
         }
     }
 
-    /// Whether it changes one of two operands by the other where it is, without a copy.
-    fn updates(&self) -> bool {
+    /// True if a binary primitive can overwrite one operand in place, without a copy.
+    fn can_update_in_place(&self) -> bool {
         let others = matches!(
             self.kinds,
             [None, Some(OperandKind::Contiguous | OperandKind::Scalar)]
@@ -249,21 +254,27 @@ impl Launch<'_> {
         others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op))
     }
 
-    /// [`part`](Self::part) of what is an operand, too.
-    #[inline(never)] // with room on the stack
-    fn in_place<C: Number>(&self, scratch: &mut Scratch<C>, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
-        let mut before: SmallVec<[C; IN_PLACE]> = SmallVec::new();
+    /// [`compute_range`](Self::compute_range) for a result that is also an operand, through copies.
+    #[inline(never)] // for the buffer on the stack
+    fn compute_through_copy<C: Number>(
+        &self,
+        scratch: &mut Scratch<C>,
+        reads: &[&[u8]],
+        first: usize,
+        out: &mut [C],
+    ) -> bool {
+        let mut before: SmallVec<[C; IN_PLACE_CHUNK_LEN]> = SmallVec::new();
         let mut zero = false;
-        for (i, piece) in out.chunks_mut(IN_PLACE).enumerate() {
+        for (i, piece) in out.chunks_mut(IN_PLACE_CHUNK_LEN).enumerate() {
             before.clear();
             before.extend_from_slice(piece);
-            zero |= self.tile(scratch, reads, TileIn::Slice(&before), first + i * IN_PLACE, piece);
+            zero |= self.compute_tile(scratch, reads, TileIn::Slice(&before), first + i * IN_PLACE_CHUNK_LEN, piece);
         }
         zero
     }
 
-    /// One tile; what it held is found at `before`.
-    fn tile<C: Number>(
+    /// Computes one tile. `before` holds the old contents of the result.
+    fn compute_tile<C: Number>(
         &self,
         scratch: &mut Scratch<C>,
         reads: &[&[u8]],
@@ -299,7 +310,7 @@ mod tests {
     use crate::backend::problem::map::Params;
     use crate::ops::elementwise::apply_into;
 
-    /// The launch as it is planned otherwise, of operands that do not lie as the result does: from the end on.
+    /// Computes the same launch through the planner, by reversing the operands' memory order.
     fn planned(expr: &Expr, inputs: &[&Tensor], out: &Tensor) -> Vec<f32> {
         planned_with(expr, inputs, Params::default(), out)
     }
@@ -325,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_as_planned() {
+    fn unplanned_launches_equal_planned_ones() {
         let number = |n: usize, seed: usize| -> Tensor {
             let values: Vec<f32> = (0..n + 1).map(|i| (i * 7919 + seed) as f32 % 201.0 - 100.0).collect();
             Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
@@ -348,22 +359,24 @@ mod tests {
                 ([&full, &column], columns == 1 || rows == 1),
                 ([&row, &row], rows == 1 || columns == 1),
             ] {
-                let got = run("test", &Program::of(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap();
+                let got = try_run("test", &Program::shared(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap();
                 assert_eq!(got, flat, "{:?} {:?}", inputs[0].shape(), inputs[1].shape());
                 if flat {
                     let right = planned(&sum, &inputs, &out);
                     assert_eq!(out.to_vec::<f32>().unwrap(), right);
-                    // The next turn, from the other end.
+                    // The next call runs in the opposite direction.
                     out.fill_(0).unwrap();
-                    assert!(run("test", &Program::of(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap());
+                    assert!(
+                        try_run("test", &Program::shared(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap()
+                    );
                     assert_eq!(out.to_vec::<f32>().unwrap(), right);
                 }
             }
             for refused in [x.clone(), &x * 2.0 + &y] {
-                assert!(!run("test", &Program::new(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
+                assert!(!try_run("test", &Program::new(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
             }
-            // In place: as if what is changed were another tensor, whichever operand it is, or both.
-            let program = Program::of(std::slice::from_ref(&sum));
+            // In place: the same as with a copy of the overwritten operand, for either operand or both.
+            let program = Program::shared(std::slice::from_ref(&sum));
             for other in [&other, &row, &one] {
                 let copy = full.clone();
                 for (inputs, right) in [
@@ -372,21 +385,21 @@ mod tests {
                     ([&out, &out], vec![0.0; n]),
                 ] {
                     out.copy_(&full).unwrap();
-                    assert!(run("test", &program, &inputs, &[], &[&out]).unwrap());
+                    assert!(try_run("test", &program, &inputs, &[], &[&out]).unwrap());
                     assert_eq!(out.to_vec::<f32>().unwrap(), right);
                 }
             }
             let long = number(n + 1, 6);
             let (from, to) = (long.narrow(0, 0, n).unwrap(), long.narrow(0, 1, n).unwrap());
             assert!(
-                !run("test", &program, &[&from, &other.flatten(0, -1).unwrap()], &[], &[&to]).unwrap(),
+                !try_run("test", &program, &[&from, &other.flatten(0, -1).unwrap()], &[], &[&to]).unwrap(),
                 "overlapping"
             );
         }
     }
 
     #[test]
-    fn operands_that_lie_alike() {
+    fn primitives_over_equal_layouts_equal_planned_launches() {
         let number = |n: usize, at: usize, seed: usize| -> Tensor {
             let values =
                 (0..n + at).map(|i| if i % 97 == 3 { f32::NAN } else { (i * 7919 + seed) as f32 % 201.0 - 100.0 });
@@ -394,8 +407,8 @@ mod tests {
             Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()
         };
         let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
-        let few = map::step(0);
-        for n in [1, 2, 15, 16, 17, 97, FEW / 4, FEW / 4 + 1, 5003, few] {
+        let few = map::job_len(0);
+        for n in [1, 2, 15, 16, 17, 97, L1_RESULT_BYTES / 4, L1_RESULT_BYTES / 4 + 1, 5003, few] {
             let (a, b) = (number(n, 1, 1), number(n, 5, 2));
             for expr in [
                 &x - &y,
@@ -415,12 +428,12 @@ mod tests {
                 let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
                 let scalars = [Scalar::Float(2.5)];
                 let program = Program::new(std::slice::from_ref(&expr));
-                let alike = Primitive::of(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
+                let alike = Primitive::try_new(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
                 for _ in 0..2 {
-                    // from either end
+                    // in either direction
                     let out = a.zeros_like().unwrap();
                     alike.fill(&out).unwrap();
-                    let right = Params::of(&scalars);
+                    let right = Params::from_scalars(&scalars);
                     let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<u32>>();
                     let planned = planned_with(&expr, inputs, right, &out);
                     assert_eq!(bits(out.to_vec().unwrap()), bits(planned), "{expr:?} {n}");
@@ -444,7 +457,7 @@ mod tests {
         for (inputs, expr, dtype) in &refused {
             let program = Program::new(std::slice::from_ref(expr));
             assert!(
-                Primitive::of(inputs, &[], &program, *dtype).is_none(),
+                Primitive::try_new(inputs, &[], &program, *dtype).is_none(),
                 "{expr:?} of {} {dtype}",
                 inputs[0].shape()
             );

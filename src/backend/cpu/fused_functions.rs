@@ -1,17 +1,17 @@
-//! Functions such as gelu that are one step on the CPU, though their formulas have several primitives: each primitive would
-//! read and write all elements of a tile.
+//! Functions such as gelu that the CPU computes in one step, although their formulas have several primitives. Separate steps would read
+//! and write all elements of a tile for each primitive.
 
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use pulp::Arch;
 
-use crate::backend::cpu::interpreter::{TileIn, many, run as run_each};
+use crate::backend::cpu::interpreter::{TileIn, apply_vector_function, run_loop};
 use crate::backend::cpu::scalar::{Number, VectorFunction};
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::{Args, Binary, DagNode, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Unary};
 
-/// What such a step computes.
+/// A formula that is computed in one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FusedFunction {
     /// [`Expr::gelu`](crate::ops::Expr::gelu) of the operand.
@@ -24,105 +24,106 @@ pub(crate) enum FusedFunction {
     Clamp,
 }
 
-/// What node `i` is other than its primitive, and of which nodes.
-pub(crate) fn find(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
+/// Recognises a fused function, or a maximum, at node `i`; returns the action and its operands.
+pub(crate) fn recognise(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
     let of = |fused, args: &[usize]| Some((Action::Fused(fused), Args::from_slice(args)));
-    match op(nodes, i) {
+    match node_op(nodes, i) {
         Op::Binary(Binary::Mul) => {
             let (a, b) = (nodes[i].args[0], nodes[i].args[1]);
             let either = [(a, b), (b, a)];
-            if let Some(x) = either.into_iter().find_map(|(half, rest)| gelu(nodes, half, rest)) {
+            if let Some(x) = either.into_iter().find_map(|(half, rest)| match_gelu(nodes, half, rest)) {
                 return of(FusedFunction::Gelu, &[x]);
             }
-            if let Some(x) = either.into_iter().find_map(|(half, rest)| gelu_tanh(nodes, half, rest)) {
+            if let Some(x) = either.into_iter().find_map(|(half, rest)| match_gelu_tanh(nodes, half, rest)) {
                 return of(FusedFunction::GeluTanh, &[x]);
             }
-            let (x, _) = either.into_iter().find(|&(x, y)| unary(nodes, y, Unary::Sigmoid) == Some(x))?;
+            let (x, _) = either.into_iter().find(|&(x, y)| unary_operand(nodes, y, Unary::Sigmoid) == Some(x))?;
             of(FusedFunction::Silu, &[x])
         }
         Op::Select => {
-            if let Some([x, low, high]) = clamp(nodes, i) {
+            if let Some([x, low, high]) = match_clamp(nodes, i) {
                 return of(FusedFunction::Clamp, &[x, low, high]);
             }
             // `select(x <= c, c, x)` is `max(x, c)`, for NaN and -0 too.
             let (condition, c, x) = (nodes[i].args[0], nodes[i].args[1], nodes[i].args[2]);
-            let number = match op(nodes, c) {
+            let number = match node_op(nodes, c) {
                 Op::Leaf(Leaf::Const(c)) => !c.is_nan(),
                 other => matches!(other, Op::Leaf(Leaf::Number { .. })),
             };
             let max = (Action::Compute(Op::Binary(Binary::Max)), Args::from_slice(&[x, c]));
-            (number && is(nodes, condition, Binary::Le, [x, c])).then_some(max)
+            (number && is_binary(nodes, condition, Binary::Le, [x, c])).then_some(max)
         }
         _ => None,
     }
 }
 
-fn op(nodes: &[DagNode], i: usize) -> Op {
+fn node_op(nodes: &[DagNode], i: usize) -> Op {
     nodes[i].expr.op()
 }
 
-/// Whether node `i` is this primitive of these.
-fn is(nodes: &[DagNode], i: usize, binary: Binary, args: [usize; 2]) -> bool {
-    op(nodes, i) == Op::Binary(binary) && nodes[i].args[..] == args
+/// True if node `i` is this primitive with these operands.
+fn is_binary(nodes: &[DagNode], i: usize, binary: Binary, args: [usize; 2]) -> bool {
+    node_op(nodes, i) == Op::Binary(binary) && nodes[i].args[..] == args
 }
 
-/// The operand, if node `i` is this primitive.
-fn unary(nodes: &[DagNode], i: usize, unary: Unary) -> Option<usize> {
-    (op(nodes, i) == Op::Unary(unary)).then(|| nodes[i].args[0])
+/// Returns the operand if node `i` is this unary primitive.
+fn unary_operand(nodes: &[DagNode], i: usize, unary: Unary) -> Option<usize> {
+    (node_op(nodes, i) == Op::Unary(unary)).then(|| nodes[i].args[0])
 }
 
-/// The other operand, if node `i` is this primitive, the same either way round, of the number.
-fn beside(nodes: &[DagNode], i: usize, binary: Binary, number: f64) -> Option<usize> {
+/// Returns the other operand if node `i` is this commutative primitive with the constant `number`.
+fn other_operand(nodes: &[DagNode], i: usize, binary: Binary, number: f64) -> Option<usize> {
     let [a, b] = nodes[i].args[..] else { return None };
-    let is_number = |&(n, _): &(usize, usize)| matches!(op(nodes, n), Op::Leaf(Leaf::Const(c)) if c == number);
+    let is_number = |&(n, _): &(usize, usize)| matches!(node_op(nodes, n), Op::Leaf(Leaf::Const(c)) if c == number);
     let found = [(a, b), (b, a)].into_iter().find(is_number)?;
-    (op(nodes, i) == Op::Binary(binary)).then_some(found.1)
+    (node_op(nodes, i) == Op::Binary(binary)).then_some(found.1)
 }
 
-/// x, if these are `x / 2` and `1 + erf(x / sqrt(2))`.
-fn gelu(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
-    let x = beside(nodes, half, Binary::Mul, 0.5)?;
-    let erf = beside(nodes, rest, Binary::Add, 1.0)?;
-    let of = beside(nodes, unary(nodes, erf, Unary::Erf)?, Binary::Mul, FRAC_1_SQRT_2)?;
+/// Returns x if the two nodes are `x / 2` and `1 + erf(x / sqrt(2))`.
+fn match_gelu(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
+    let x = other_operand(nodes, half, Binary::Mul, 0.5)?;
+    let erf = other_operand(nodes, rest, Binary::Add, 1.0)?;
+    let of = other_operand(nodes, unary_operand(nodes, erf, Unary::Erf)?, Binary::Mul, FRAC_1_SQRT_2)?;
     (of == x).then_some(x)
 }
 
-/// x, if these are `x / 2` and `1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x² * x))`.
-fn gelu_tanh(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
-    let x = beside(nodes, half, Binary::Mul, 0.5)?;
-    let tanh = beside(nodes, rest, Binary::Add, 1.0)?;
-    let sum = beside(nodes, unary(nodes, tanh, Unary::Tanh)?, Binary::Mul, SQRT_2_OVER_PI)?;
+/// Returns x if the two nodes are `x / 2` and `1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x² * x))`.
+fn match_gelu_tanh(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
+    let x = other_operand(nodes, half, Binary::Mul, 0.5)?;
+    let tanh = other_operand(nodes, rest, Binary::Add, 1.0)?;
+    let sum = other_operand(nodes, unary_operand(nodes, tanh, Unary::Tanh)?, Binary::Mul, SQRT_2_OVER_PI)?;
     let [_, cube] = nodes[sum].args[..] else { return None };
     let scaled = *nodes[cube].args.first()?;
-    let square = beside(nodes, scaled, Binary::Mul, GELU_CUBE)?;
-    let fits = is(nodes, sum, Binary::Add, [x, cube]) && is(nodes, cube, Binary::Mul, [scaled, x]);
-    (fits && is(nodes, square, Binary::Mul, [x, x])).then_some(x)
+    let square = other_operand(nodes, scaled, Binary::Mul, GELU_CUBE)?;
+    let fits = is_binary(nodes, sum, Binary::Add, [x, cube]) && is_binary(nodes, cube, Binary::Mul, [scaled, x]);
+    (fits && is_binary(nodes, square, Binary::Mul, [x, x])).then_some(x)
 }
 
-/// x, low and high, if node `i` is `raised > high ? high : raised` of `x < low ? low : x`, and these are numbers.
-fn clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
-    let select = |i: usize| match (op(nodes, i), &nodes[i].args[..]) {
+/// Returns x, low and high if node `i` is `raised > high ? high : raised` with `raised = x < low ? low : x`, and both bounds are numbers.
+fn match_clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
+    let select = |i: usize| match (node_op(nodes, i), &nodes[i].args[..]) {
         (Op::Select, &[condition, a, b]) => Some((condition, a, b)),
         _ => None,
     };
-    let number = |i: usize| matches!(op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_) | Leaf::Number { .. }));
+    let number =
+        |i: usize| matches!(node_op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_) | Leaf::Number { .. }));
     let (above, high, raised) = select(i)?;
     let (below, low, x) = select(raised)?;
-    let fits = is(nodes, above, Binary::Lt, [high, raised]) && is(nodes, below, Binary::Lt, [x, low]);
+    let fits = is_binary(nodes, above, Binary::Lt, [high, raised]) && is_binary(nodes, below, Binary::Lt, [x, low]);
     (fits && number(low) && number(high)).then_some([x, low, high])
 }
 
-/// Fills `dst`, or gives the one value that all elements have.
-pub(crate) fn run<'a, C: Number>(
+/// Fills `dst`, or returns the value that all elements have.
+pub(crate) fn run_fused<'a, C: Number>(
     arch: Arch,
     fused: FusedFunction,
     operand: impl Fn(usize) -> TileIn<'a, C>,
     dst: &mut [C],
 ) -> Option<C> {
     match fused {
-        FusedFunction::Gelu => many(arch, VectorFunction::Gelu, operand(0), dst),
-        FusedFunction::GeluTanh => many(arch, VectorFunction::GeluTanh, operand(0), dst),
-        FusedFunction::Silu => many(arch, VectorFunction::Silu, operand(0), dst),
+        FusedFunction::Gelu => apply_vector_function(arch, VectorFunction::Gelu, operand(0), dst),
+        FusedFunction::GeluTanh => apply_vector_function(arch, VectorFunction::GeluTanh, operand(0), dst),
+        FusedFunction::Silu => apply_vector_function(arch, VectorFunction::Silu, operand(0), dst),
         FusedFunction::Clamp => {
             function!(Clamp, (x, low, high): (C, C, C) => {
                 let raised = if x < low { low } else { x };
@@ -132,7 +133,7 @@ pub(crate) fn run<'a, C: Number>(
                 unreachable!("numbers alone are recognised")
             };
             match operand(0) {
-                TileIn::Slice(x) => run_each::<C, _, Clamp>(arch, dst, x.iter().map(|&x| (x, low, high))),
+                TileIn::Slice(x) => run_loop::<C, _, Clamp>(arch, dst, x.iter().map(|&x| (x, low, high))),
                 TileIn::Scalar(x) => Some(Clamp::call((x, low, high))),
                 _ => unreachable!("operands of a primitive of two"),
             }
@@ -151,13 +152,13 @@ mod tests {
     use crate::ops::Expr;
 
     #[test]
-    fn what_is_one_step() {
+    fn recognises_fused_functions() {
         let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
         let steps = |e: &Expr| Program::new(std::slice::from_ref(e)).steps().list.len();
         for e in [x.gelu(), x.gelu_tanh(), x.silu(), x.sigmoid() * &x, x.clamp(0.0, 1.0), x.clamp(&s, 6.0), x.relu()] {
             assert_eq!(steps(&e), 1, "{e:?}");
         }
-        // Not quite these.
+        // Similar formulas that must not be fused.
         for e in [
             0.5 * &x * (1.0 + (&y * FRAC_1_SQRT_2).erf()),
             0.5 * &x * (1.0 + (&x * 0.7).erf()),
@@ -174,7 +175,7 @@ mod tests {
         assert_eq!((both.steps().list.len(), both.steps().registers), (2, 0));
     }
 
-    /// One result of one input, which is one for each element, a number, or what the result held.
+    /// Computes one formula of one input. `form` makes the input a slice, a number, or the old contents of the result.
     fn compute<C: Number>(e: &Expr, x: &[C], scalars: &[Scalar], form: usize) -> Vec<C> {
         let mut out = x.to_vec();
         let inputs = [[TileIn::Slice(x), TileIn::Scalar(x[0]), TileIn::Output(0)][form]];
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn clamped_as_it_is_written() {
+    fn fused_clamp_equals_its_formula() {
         let special = [f64::NAN, -0.0, 0.0, 0.5, -0.5, 1.0, f64::INFINITY, f64::NEG_INFINITY, 0.25, 7.0];
         let x: Vec<f64> = (0..300).map(|i| special[i * 7 % 10] + (i / 10) as f64 * 0.01).collect();
         let (narrow, whole): (Vec<f32>, Vec<i64>) = x.iter().map(|&x| (x as f32, x as i64)).unzip();
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_as_they_are_written() {
+    fn fused_functions_equal_their_formulas() {
         let phi = |x: f64| 0.5 * (1.0 + libm::erf(x * FRAC_1_SQRT_2));
         let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
         let inner = |x: f64| (2.0 / PI).sqrt() * (x + 0.044715 * x * x * x);

@@ -1,4 +1,4 @@
-//! Reads through indices on the CPU. An index out of range is an error, and the result is dropped.
+//! Gathers on the CPU. An index out of range is an error, and the result is discarded.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,13 +14,13 @@ use crate::{DType, Error, Result, Tensor};
 
 pub(crate) use crate::backend::problem::index::Indexed;
 
-/// Elements a job of the pool reads.
-pub(crate) const JOB: usize = 1 << 15;
+/// The number of elements in a job of the thread pool.
+pub(crate) const JOB_ELEMENTS: usize = 1 << 15;
 
-/// Indices that are converted at a time.
-pub(crate) const SOME: usize = 256;
+/// The number of indices converted at a time.
+pub(crate) const INDEX_TILE_LEN: usize = 256;
 
-/// Indices as they lie in memory.
+/// Indices of any integer dtype in memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Indices<'a> {
     pub(crate) dtype: DType,
@@ -28,17 +28,17 @@ pub(crate) struct Indices<'a> {
 }
 
 impl Indices<'_> {
-    pub(crate) fn one(&self, at: isize) -> i64 {
+    pub(crate) fn get(&self, at: isize) -> i64 {
         let mut index = [0];
         load_tile(self.dtype, self.bytes, at as usize, 0, &mut index);
         index[0]
     }
 
-    /// Calls `f(how many came before, indices)` until that were `n`, from element `start` of the memory on.
+    /// Calls `f(number of indices so far, next indices)` for `n` indices, from element `start` on and `stride` elements apart.
     #[inline(always)]
-    pub(crate) fn each(
+    pub(crate) fn for_each_tile(
         &self,
-        tile: &mut [i64; SOME],
+        tile: &mut [i64; INDEX_TILE_LEN],
         start: isize,
         stride: isize,
         n: usize,
@@ -48,16 +48,17 @@ impl Indices<'_> {
             let all: &[i64] = bytemuck::cast_slice(self.bytes);
             return f(0, &all[start as usize..][..n]);
         }
-        for done in (0..n).step_by(SOME) {
-            let tile = &mut tile[..SOME.min(n - done)];
+        for done in (0..n).step_by(INDEX_TILE_LEN) {
+            let tile = &mut tile[..INDEX_TILE_LEN.min(n - done)];
             load_tile(self.dtype, self.bytes, (start + done as isize * stride) as usize, stride, tile);
             f(done, tile);
         }
     }
 }
 
-/// The first index of the layout that is not in `low..size`, as an error. Positions along broadcast dims are looked at once.
-pub(crate) fn check(
+/// Returns an error for the first index that is not in `low..size`, where `low` is `-size` if negative indices wrap. Each index is
+/// checked once, even if it is broadcast.
+pub(crate) fn check_range(
     op: &'static str,
     t: &Tensor,
     bytes: &[u8],
@@ -72,10 +73,10 @@ pub(crate) fn check(
     let low = if wraps { -(size as i64) } else { 0 };
     let last = size as i64 - 1 - low;
     let bad = |first: usize| {
-        let (mut bad, mut tile) = (None, [0; SOME]);
-        strided.runs(first, JOB.min(count - first), |_, offsets, n| {
-            indices.each(&mut tile, layout.offset as isize + offsets[0], stride, n, |_, some| {
-                // The sign of one of them says that it is not in 0..=last.
+        let (mut bad, mut tile) = (None, [0; INDEX_TILE_LEN]);
+        strided.for_each_run(first, JOB_ELEMENTS.min(count - first), |_, offsets, n| {
+            indices.for_each_tile(&mut tile, layout.offset as isize + offsets[0], stride, n, |_, some| {
+                // The sign bit is set if an index is not in 0..=last.
                 let signs = |i: i64| i.wrapping_sub(low) | last.wrapping_sub(i.wrapping_sub(low));
                 if bad.is_none() && some.iter().fold(0, |all, &i| all | signs(i)) < 0 {
                     bad = some.iter().copied().find(|i| !(low..size as i64).contains(i));
@@ -84,15 +85,15 @@ pub(crate) fn check(
         });
         bad
     };
-    let found = match count <= JOB {
+    let found = match count <= JOB_ELEMENTS {
         true => bad(0),
-        false => parallel::map(count.div_ceil(JOB), 1, |i| bad(i * JOB)).into_iter().flatten().next(),
+        false => parallel::map(count.div_ceil(JOB_ELEMENTS), 1, |i| bad(i * JOB_ELEMENTS)).into_iter().flatten().next(),
     };
     found.map_or(Ok(()), |index| Err(Error::IndexOutOfRange { op, index, size }))
 }
 
-/// Elements `first..` of operand k of the walk.
-fn read<C: Number>(
+/// Reads elements of operand k of the iteration, from `first` on.
+fn read_range<C: Number>(
     t: &Tensor,
     bytes: &[u8],
     layout: &Layout,
@@ -102,31 +103,31 @@ fn read<C: Number>(
     out: &mut [C],
 ) {
     let stride = strided.strides[k].last().copied().unwrap_or(0);
-    strided.runs(first, out.len(), |at, offsets, n| {
+    strided.for_each_run(first, out.len(), |at, offsets, n| {
         let start = layout.offset as isize + offsets[k];
         load_tile(t.dtype, bytes, start as _, stride, &mut out[at..at + n]);
     });
 }
 
 impl Indexed<'_> {
-    /// What an index points to along the dim: below its size if it is good.
+    /// Resolves a negative index. The result is below `size` exactly if the index is valid.
     #[inline(always)]
-    pub(crate) fn wrapped(&self, index: i64) -> usize {
+    pub(crate) fn resolve(&self, index: i64) -> usize {
         (if self.wraps && index < 0 { index.wrapping_add(self.size as i64) } else { index }) as usize
     }
 }
 
-/// [`Indexed::wrapped`] without a branch; `below` is what is added to indices below 0.
+/// [`Indexed::resolve`] without a branch; `below` is added to negative indices.
 #[inline(always)]
-fn position(index: i64, below: i64) -> usize {
+fn resolve_branchless(index: i64, below: i64) -> usize {
     index.wrapping_add((index >> 63) & below) as usize
 }
 
-/// Elements of `line` that indices name; whether all of these are in it.
-fn pick<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -> bool {
+/// Gathers elements of a contiguous line; returns whether all indices were valid.
+fn gather_line<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -> bool {
     let mut good = true;
     for (o, &index) in to.iter_mut().zip(indices) {
-        match line.get(position(index, below)) {
+        match line.get(resolve_branchless(index, below)) {
             Some(element) => *o = *element,
             None => good = false,
         }
@@ -134,6 +135,7 @@ fn pick<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -> bool 
     good
 }
 
+/// Gathers elements through an index.
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
@@ -144,11 +146,11 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
                 4 => gather_as::<u32>(g, reads, bytemuck::cast_slice_mut(to)),
                 _ => gather_as::<u64>(g, reads, bytemuck::cast_slice_mut(to)),
             };
-        if good { Ok(()) } else { check(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps) }
+        if good { Ok(()) } else { check_range(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps) }
     })?
 }
 
-/// Elements as bits of their size; whether all indices were good.
+/// Gathers elements by size, whatever their dtype; returns whether all indices were valid.
 fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: &mut [T]) -> bool {
     let x: &[T] = bytemuck::cast_slice(reads[0]);
     let indices = Indices { dtype: g.index.dtype, bytes: reads[1] };
@@ -157,13 +159,13 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
     let count = g.x_layout.numel();
     let bad = AtomicBool::new(false);
     let part = |first: usize, out: &mut [T]| {
-        let (mut good, mut tile) = (true, [0; SOME]);
-        strided.runs(first, out.len(), |at, offsets, n| {
+        let (mut good, mut tile) = (true, [0; INDEX_TILE_LEN]);
+        strided.for_each_run(first, out.len(), |at, offsets, n| {
             let out = &mut out[at..at + n];
             let base = g.x_layout.offset as isize + offsets[0];
             let index_at = g.index_layout.offset as isize + offsets[1];
             if steps[1] == 0 {
-                let position = g.wrapped(indices.one(index_at));
+                let position = g.resolve(indices.get(index_at));
                 if position >= g.size {
                     good = false;
                     return;
@@ -174,17 +176,17 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
                 }
                 return out.iter_mut().enumerate().for_each(|(i, o)| *o = x[(base + i as isize * steps[0]) as usize]);
             }
-            indices.each(&mut tile, index_at, steps[1], n, |done, indices| {
-                // In registers: `g` would be read for every element, for the result might lie over it.
+            indices.for_each_tile(&mut tile, index_at, steps[1], n, |done, indices| {
+                // Copied to locals: the compiler would reload the fields of `g` for every element, in case the result aliases `g`.
                 let (to, below) = (&mut out[done..], if g.wraps { g.size as i64 } else { 0 });
                 if steps[0] == 0 && g.step == 1 {
-                    good &= pick(to, &x[base as usize..][..g.size], indices, below);
+                    good &= gather_line(to, &x[base as usize..][..g.size], indices, below);
                     return;
                 }
                 let (size, step, next) = (g.size, g.step, steps[0]);
                 let (mut at, mut all) = (base + done as isize * next, true);
                 for (o, &index) in to.iter_mut().zip(indices) {
-                    let position = position(index, below);
+                    let position = resolve_branchless(index, below);
                     match position < size {
                         true => *o = x[(at + position as isize * step) as usize],
                         false => all = false,
@@ -198,14 +200,15 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
             bad.store(true, Relaxed);
         }
     };
-    match count <= JOB {
+    match count <= JOB_ELEMENTS {
         true => part(0, &mut out[..count]),
-        false => parallel::for_each_chunk(&mut out[..count], JOB, |i, out| part(i * JOB, out)),
+        false => parallel::for_each_chunk(&mut out[..count], JOB_ELEMENTS, |i, out| part(i * JOB_ELEMENTS, out)),
     }
     !bad.into_inner()
 }
 
-pub(crate) fn linear(
+/// Adds `index * step` of one axis to linear indices; see [`Backend::linear_index`](crate::backend::Backend::linear_index).
+pub(crate) fn linear_index(
     op: &'static str,
     index: &Tensor,
     out: &Tensor,
@@ -213,13 +216,13 @@ pub(crate) fn linear(
     base: Option<i64>,
 ) -> Result<()> {
     with_host(&[&index.storage], &[&out.storage], |reads, writes| {
-        check(op, index, reads[0], &index.layout, size, true)?;
+        check_range(op, index, reads[0], &index.layout, size, true)?;
         let strided = StridedDims::new(index.shape(), [index.strides()]);
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..index.numel()];
         let mut tile = [0i64; TILE];
         for (k, out) in out.chunks_mut(TILE).enumerate() {
             let tile = &mut tile[..out.len()];
-            read(index, reads[0], &index.layout, &strided, 0, k * TILE, tile);
+            read_range(index, reads[0], &index.layout, &strided, 0, k * TILE, tile);
             for (o, i) in out.iter_mut().zip(tile) {
                 *o = base.unwrap_or(*o) + (*i + if *i < 0 { size as i64 } else { 0 }) * step as i64;
             }
@@ -228,16 +231,17 @@ pub(crate) fn linear(
     })?
 }
 
+/// Writes 1 at each row's class and 0 elsewhere.
 pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
-        check(op, t, reads[0], &t.layout, classes, false)?;
+        check_range(op, t, reads[0], &t.layout, classes, false)?;
         let strided = StridedDims::new(t.shape(), [t.strides()]);
-        let rows = (JOB / classes).clamp(1, TILE);
+        let rows = (JOB_ELEMENTS / classes).clamp(1, TILE);
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..t.numel() * classes];
         parallel::for_each_chunk(out, rows * classes, |k, out| {
             let mut tile = [0i64; TILE];
             let tile = &mut tile[..out.len() / classes];
-            read(t, reads[0], &t.layout, &strided, 0, k * rows, tile);
+            read_range(t, reads[0], &t.layout, &strided, 0, k * rows, tile);
             out.fill(0);
             out.chunks_exact_mut(classes).zip(tile).for_each(|(row, class)| row[*class as usize] = 1);
         });

@@ -1,44 +1,44 @@
-//! Matrix products on the CPU: those of `device::cpu::gemm`, with the epilogue in tiles.
+//! Matrix products on the CPU: the kernels of `device::cpu::gemm`, with the epilogue in tiles.
 //!
-//! Halves are multiplied and added in f32. An epilogue in f32, to which the rounding of halves belongs, is applied to blocks of
-//! the product that are still in the cache (`gemm_epilogue`). Otherwise the product is written to the first result, if that has
-//! the type it is summed in, and the epilogue changes it in place.
+//! f16 and bf16 are multiplied and added in f32. An f32 epilogue, which includes rounding to f16 or bf16, is applied to blocks of the
+//! product while they are in the cache (`gemm_epilogue`). Otherwise the product is written to the first result, if that has the
+//! accumulator's type, and the epilogue updates it in place.
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::conv::floats;
+use crate::backend::cpu::conv::as_floats;
 use crate::backend::cpu::gemm_epilogue::Epilogue;
 use crate::backend::cpu::map;
 use crate::backend::problem::gemm::{Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params};
-use crate::device::cpu::gemm::{Place, gemm, gemm_and_sums, gemm_f32, gemm_integers};
+use crate::device::cpu::gemm::{MatrixLayout, gemm, gemm_f32, gemm_integers, gemm_with_row_sums};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{DType, Result, Shape, Tensor};
 
-/// Elements of a product that are summed in another type than the result's before an epilogue follows.
-const PRODUCT: usize = 1 << 22;
+/// The most elements of a product that are stored in the accumulator's type before an epilogue converts them.
+const MAX_WIDE_ELEMENTS: usize = 1 << 22;
 
-/// Gives whether the sums have been made, too.
-pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+/// Computes a product with its epilogue; returns whether the row sums were computed as well.
+pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let dtype = g.compute().dtype();
     let plain = *g.epilogue == [Expr::input(0)];
-    // Sums that wrap in the result's bits are those in 64, cut off.
+    // Wrapping sums in the result's width equal 64-bit sums, truncated.
     let in_place = outs[0].dtype == dtype || (plain && dtype == DType::I64 && outs[0].dtype == g.a.dtype);
     let nothing_follows = in_place && plain;
-    if dtype == DType::F32 && !nothing_follows && Epilogue::run(g, shape, outs)? {
+    if dtype == DType::F32 && !nothing_follows && Epilogue::try_run(g, shape, outs)? {
         return Ok(false);
     }
-    if !in_place && shape.numel() > PRODUCT {
-        return in_parts(g, shape, outs);
+    if !in_place && shape.numel() > MAX_WIDE_ELEMENTS {
+        return multiply_in_halves(g, shape, outs);
     }
     let product = match in_place {
         true => outs[0].detach(),
-        false => Tensor::empty_like_shape(shape, dtype, g.a.device())?,
+        false => Tensor::empty_with_shape(shape, dtype, g.a.device())?,
     };
     let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
-    // An optimiser's gradients are in one storage.
+    // Fused sums require one storage, as an optimiser's gradients have.
     let alike = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
     let sums = g.sums.filter(|t| nothing_follows && plan.count() == 1 && t.shares_storage(&product) && alike(t));
     let summed = with_host(&[&g.a.storage, &g.b.storage], &[&product.storage], |reads, writes| {
@@ -64,12 +64,12 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
             (DType::U32, _) => integers!(u32, i64),
             (DType::I64, _) => integers!(i64, i64),
             _ => {
-                let (a, b) = (floats(g.a.dtype, a), floats(g.b.dtype, b));
+                let (a, b) = (as_floats(g.a.dtype, a), as_floats(g.b.dtype, b));
                 let out = bytemuck::cast_slice_mut(out);
                 if let Some(sums) = sums
                     && let Some(batches) = batches.next()
                 {
-                    return gemm_and_sums(size, out, (a, b), batches, sums.layout.offset);
+                    return gemm_with_row_sums(size, out, (a, b), batches, sums.layout.offset);
                 }
                 gemm_f32(size, out, a, b, batches)?;
             }
@@ -81,19 +81,19 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     }
     let inputs: Vec<&Tensor> = std::iter::once(&product).chain(g.extras.iter().copied()).collect();
     let outs: Vec<&Tensor> = outs.iter().collect();
-    let params = Params::of(g.scalars);
-    let program = &Program::of(g.epilogue);
-    map::formulas(&Formulas { op: g.op, inputs: &inputs, params, program, outputs: &outs })?;
+    let params = Params::from_scalars(g.scalars);
+    let program = &Program::shared(g.epilogue);
+    map::run_formulas(&Formulas { op: g.op, inputs: &inputs, params, program, outputs: &outs })?;
     Ok(false)
 }
 
-/// Computes the halves of a product along its longest dim one after the other, so that sums of one half at a time wait for the epilogue.
-fn in_parts(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+/// Computes the two halves of a product along its longest dim in turn, which halves the memory for accumulated sums.
+fn multiply_in_halves(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let (rank, dims) = (shape.rank(), shape.dims());
     let Some(d) = (0..rank).max_by_key(|&d| dims[d]) else { return Ok(false) };
     let half = dims[d] / 2;
     for (start, len) in [(0, half), (half, dims[d] - half)] {
-        // Dims are counted from the last one, as they are broadcast.
+        // Operands may have fewer dims, so dims are counted from the last.
         let part = |t: &Tensor| -> Result<Tensor> {
             let at = (t.rank() + d).checked_sub(rank).filter(|&at| t.shape().dims()[at] > 1);
             at.map_or_else(|| Ok(t.detach()), |at| t.layout.narrow(g.op, at, start, len).map(|l| t.with_layout(l)))
@@ -103,14 +103,14 @@ fn in_parts(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let extras = g.extras.iter().map(|t| part(t)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
         let outs = outs.iter().map(part).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
         let extras: SmallVec<[&Tensor; 2]> = extras.iter().collect();
-        run(&Gemm { a: &a, b: &b, extras: &extras, out: None, ..*g }, outs[0].shape(), &outs)?;
+        multiply(&Gemm { a: &a, b: &b, extras: &extras, out: None, ..*g }, outs[0].shape(), &outs)?;
     }
     Ok(false)
 }
 
 impl GemmPlan {
-    /// Where a, b and the first result are for each matrix of the batch; their first elements are at `first`.
-    pub(crate) fn batches(&self, first: [usize; 3]) -> impl Iterator<Item = [Place; 3]> {
+    /// The positions of a, b and the first result for each matrix of the batch, given the offsets of their first elements.
+    pub(crate) fn batches(&self, first: [usize; 3]) -> impl Iterator<Item = [MatrixLayout; 3]> {
         let operands: [&GemmOperand; 3] = [&self.a, &self.b, &self.others[0]];
         (0..self.count()).map(move |z| {
             let mut at = first.map(|offset| offset as isize);
@@ -121,7 +121,7 @@ impl GemmPlan {
                 }
                 rest /= size;
             }
-            let place = |i: usize| Place { offset: at[i] as usize, row: operands[i].row, col: operands[i].col };
+            let place = |i: usize| MatrixLayout { offset: at[i] as usize, row: operands[i].row, col: operands[i].col };
             [place(0), place(1), place(2)]
         })
     }

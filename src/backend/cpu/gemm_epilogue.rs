@@ -6,51 +6,53 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
-use crate::backend::cpu::conv::floats;
+use crate::backend::cpu::conv::as_floats;
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::problem::gemm::{BIASED, Gemm, GemmOperand, GemmPlan, RELU, RELU_GRAD};
 use crate::backend::problem::map::compute_type;
 use crate::backend::problem::operand::OperandKind;
-use crate::device::cpu::gemm::{Finish, gemm_finished, gemm_into, in_pieces};
+use crate::device::cpu::gemm::{KernelEpilogue, gemm_into, gemm_with_epilogue, supports_pieces};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::{Storage, with_host};
 use crate::{Compute, DType, Result, Scalar, Shape, Tensor};
 
+/// An epilogue that is applied to blocks of the product.
 pub(crate) struct Epilogue<'a> {
     program: Arc<Program>,
-    extras: SmallVec<[Extra<'a>; 2]>,
+    extras: SmallVec<[ExtraOperand<'a>; 2]>,
     scalars: &'a [Scalar],
-    /// Of the results.
+    /// The dtype of the results.
     dtype: DType,
-    /// Whether the result is the product, rounded.
+    /// Whether the result is the product without a formula, only rounded.
     plain: bool,
 }
 
-/// The elements of a further operand, by its [`OperandKind`].
-enum Extra<'a> {
+/// An extra operand of the epilogue, by its [`OperandKind`].
+enum ExtraOperand<'a> {
     Contiguous(&'a [f32]),
-    /// A row repeated for [`TILE`] elements and one row, and its length.
+    /// A row, repeated to cover [`TILE`] elements from any start, and its length.
     RowBroadcast(Vec<f32>, usize),
     Scalar(f32),
 }
 
-/// What is made from f32, a piece at a time.
-fn is_float(dtype: DType) -> bool {
+/// True for the dtypes that are computed in f32.
+fn computes_in_f32(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
 impl Epilogue<'_> {
-    /// Runs a product of f32 and its epilogue if it is of this kind: one matrix, whose results are contiguous, all of f32 or of one
-    /// half, and extras of f32 that lie as they do, or of halves too that are a row for all rows or a number. Gives whether
-    /// it was.
-    pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+    /// Computes a product of f32, f16 or bf16 with its epilogue if it is of this kind, and returns whether it was. Requires a single matrix
+    /// and contiguous results of one dtype. Extras must be indexed as the results are, be one row or one number; only a row or a number
+    /// may be f16 or bf16.
+    pub(crate) fn try_run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
         let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
         for t in g.extras {
-            let converted = |kind| t.dtype == DType::F32 || (is_float(t.dtype) && kind != OperandKind::Contiguous);
-            match OperandKind::of(t, &outs[0]) {
+            let converted =
+                |kind| t.dtype == DType::F32 || (computes_in_f32(t.dtype) && kind != OperandKind::Contiguous);
+            match OperandKind::classify(t, &outs[0]) {
                 OperandKind::Strided => return Ok(false),
                 kind if converted(kind) && !outs.iter().any(|out| t.shares_storage(out)) => kinds.push(kind),
                 _ => return Ok(false),
@@ -58,11 +60,11 @@ impl Epilogue<'_> {
         }
         let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
         let rows = GemmOperand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
-        let straight = in_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
-        let program = Program::of(g.epilogue).into_owned();
+        let straight = supports_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
+        let program = Program::shared(g.epilogue).into_owned();
         let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
         if !straight
-            || !is_float(dtype)
+            || !computes_in_f32(dtype)
             || !outs.iter().all(|t| t.dtype == dtype && t.is_contiguous())
             || program.seeds() > 0
             || compute_type(&program, &operands, &outs.iter().collect::<SmallVec<[&Tensor; 2]>>()) != Compute::F32
@@ -76,24 +78,24 @@ impl Epilogue<'_> {
         Ok(true)
     }
 
-    /// How the kernels finish the product, where they know the formula: those of a layer, and of what goes back through relu.
-    fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<Finish<&[f32]>> {
+    /// Returns the finish to apply in registers, if the product kernels have the formula: a bias, a bias with relu, or the gradient of relu.
+    fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<KernelEpilogue<&[f32]>> {
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
-            Extra::RowBroadcast(repeated, row) if *row == plan.n && *formula == *BIASED => {
-                Some(Finish::Add(&repeated[..*row]))
+            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == *BIASED => {
+                Some(KernelEpilogue::Add(&repeated[..*row]))
             }
-            Extra::RowBroadcast(repeated, row) if *row == plan.n && *formula == RELU[1] => {
-                Some(Finish::AddRelu(&repeated[..*row]))
+            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == RELU[1] => {
+                Some(KernelEpilogue::AddRelu(&repeated[..*row]))
             }
-            Extra::Contiguous(elements) if *formula == *RELU_GRAD => {
-                Some(Finish::ReluGrad(&elements[..plan.m * plan.n]))
+            ExtraOperand::Contiguous(elements) if *formula == *RELU_GRAD => {
+                Some(KernelEpilogue::ReluGrad(&elements[..plan.m * plan.n]))
             }
             _ => None,
         }
     }
 
-    /// The results of elements from `first` on.
+    /// Evaluates the epilogue for the elements of `product`, the first of which has index `first`.
     fn evaluate<T: Pod>(&self, first: usize, product: &[f32], outs: &mut [&mut [T]]) {
         let store = |values: &[f32], out: &mut [T]| {
             store_tile(self.dtype, values, bytemuck::cast_slice_mut(out), 0, 1);
@@ -108,14 +110,14 @@ impl Epilogue<'_> {
         let mut inputs: SmallVec<[TileIn<f32>; 4]> = SmallVec::new();
         for (i, product) in product.chunks(TILE).enumerate() {
             let (first, len) = (first + i * TILE, product.len());
-            // Pushed one by one: `extend` is a call.
+            // A push for each, because `extend` would be a function call.
             inputs.clear();
             inputs.push(TileIn::Slice(product));
             for extra in &self.extras {
                 inputs.push(match extra {
-                    Extra::Contiguous(elements) => TileIn::Slice(&elements[first..][..len]),
-                    Extra::RowBroadcast(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
-                    Extra::Scalar(x) => TileIn::Scalar(*x),
+                    ExtraOperand::Contiguous(elements) => TileIn::Slice(&elements[first..][..len]),
+                    ExtraOperand::RowBroadcast(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
+                    ExtraOperand::Scalar(x) => TileIn::Scalar(*x),
                 });
             }
             let mut targets: SmallVec<[&mut [f32]; 2]> = SmallVec::new();
@@ -135,7 +137,7 @@ impl Epilogue<'_> {
     }
 }
 
-/// The product and its epilogue, into results of elements as large as `T`.
+/// Computes the product and its epilogue, into results whose elements have the size of `T`.
 fn compute<T: Pod + Send + Sync>(
     g: &Gemm,
     plan: &GemmPlan,
@@ -146,12 +148,12 @@ fn compute<T: Pod + Send + Sync>(
     let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
     let writes: SmallVec<[&Storage; 2]> = outs.iter().map(|t| &t.storage).collect();
     with_host(&reads, &writes, |reads, writes| {
-        let (a, b) = (floats(g.a.dtype, reads[0]), floats(g.b.dtype, reads[1]));
+        let (a, b) = (as_floats(g.a.dtype, reads[0]), as_floats(g.b.dtype, reads[1]));
         let first = [g.a.layout.offset, g.b.layout.offset, 0];
         let extras = g.extras.iter().zip(kinds).zip(&reads[2..]);
         let epilogue = Epilogue {
             program,
-            extras: extras.map(|((t, kind), bytes)| Extra::new(t, *kind, bytes)).collect(),
+            extras: extras.map(|((t, kind), bytes)| ExtraOperand::new(t, *kind, bytes)).collect(),
             scalars: g.scalars,
             dtype: outs[0].dtype,
             plain: *g.epilogue == [Expr::input(0)],
@@ -161,7 +163,7 @@ fn compute<T: Pod + Send + Sync>(
             && let Some([at_a, at_b, _]) = plan.batches(first).next()
         {
             let out = &mut bytemuck::cast_slice_mut(bytes)[t.layout.offset..][..t.numel()];
-            if gemm_finished((plan.m, plan.n, plan.k), out, (a, at_a), (b, at_b), finish)? {
+            if gemm_with_epilogue((plan.m, plan.n, plan.k), out, (a, at_a), (b, at_b), finish)? {
                 return Ok(());
             }
         }
@@ -177,17 +179,19 @@ fn compute<T: Pod + Send + Sync>(
     })?
 }
 
-impl<'a> Extra<'a> {
-    fn new(t: &Tensor, kind: OperandKind, bytes: &'a [u8]) -> Extra<'a> {
+impl<'a> ExtraOperand<'a> {
+    fn new(t: &Tensor, kind: OperandKind, bytes: &'a [u8]) -> ExtraOperand<'a> {
         let converted = |n: usize| {
             let mut elements = vec![0f32; n];
             load_tile(t.dtype, bytes, t.layout.offset, 1, &mut elements);
             elements
         };
         match kind {
-            OperandKind::Contiguous => Extra::Contiguous(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
-            OperandKind::RowBroadcast(row) => Extra::RowBroadcast(converted(row).repeat(TILE.div_ceil(row) + 1), row),
-            OperandKind::Scalar => Extra::Scalar(converted(1)[0]),
+            OperandKind::Contiguous => ExtraOperand::Contiguous(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
+            OperandKind::RowBroadcast(row) => {
+                ExtraOperand::RowBroadcast(converted(row).repeat(TILE.div_ceil(row) + 1), row)
+            }
+            OperandKind::Scalar => ExtraOperand::Scalar(converted(1)[0]),
             OperandKind::Strided => unreachable!("it is left to the formulas' own launch"),
         }
     }
@@ -204,13 +208,13 @@ mod tests {
 
     fn tensor(shape: [usize; 2], seed: usize) -> Tensor {
         let n: usize = shape.iter().product();
-        // In memory that starts in the middle of a vector.
+        // In memory that is not aligned to vectors.
         let values: Vec<f32> = (0..n + 1).map(|i| ((i * 7919 + seed) % 1009) as f32 / 1009.0 - 0.5).collect();
         Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap().reshape(shape).unwrap()
     }
 
-    /// The results beside those of the product in f32 and the formula one after the other, and whether they were computed in
-    /// pieces; of the type of `a`.
+    /// Compares the results with a product in f32 followed by the formula, and checks whether they were computed in blocks. All have the dtype
+    /// of `a`.
     fn check(a: &Tensor, b: &Tensor, extras: &[&Tensor], epilogue: &[Expr], in_pieces: bool) {
         let dtypes = vec![a.dtype; epilogue.len()];
         let g = Gemm {
@@ -219,15 +223,15 @@ mod tests {
             dtypes: &dtypes,
             ..Gemm::plain("test", a, b, epilogue, &a.dtype)
         };
-        let product = Gemm::plain("test", a, b, &[Expr::input(0)], &DType::F32).run_one().unwrap();
+        let product = Gemm::plain("test", a, b, &[Expr::input(0)], &DType::F32).compute_one().unwrap();
         let shape = product.shape();
         let nan = |_| Tensor::full(shape, f32::NAN, Device::Cpu).unwrap().to_dtype(a.dtype).unwrap();
         let outs: Vec<Tensor> = epilogue.iter().map(nan).collect();
-        assert_eq!(Epilogue::run(&g, shape, &outs).unwrap(), in_pieces, "{a:?} {b:?}");
+        assert_eq!(Epilogue::try_run(&g, shape, &outs).unwrap(), in_pieces, "{a:?} {b:?}");
         let inputs: Vec<&Tensor> = std::iter::once(&product).chain(extras.iter().copied()).collect();
-        let params = Params::of(&[Scalar::Float(0.25)]);
+        let params = Params::from_scalars(&[Scalar::Float(0.25)]);
         let want = apply("test", &inputs, params, epilogue, &dtypes).unwrap();
-        let got = g.run().unwrap();
+        let got = g.compute_all().unwrap();
         let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
         for (i, want) in want.iter().enumerate() {
             let want = values(want);
@@ -236,9 +240,9 @@ mod tests {
         }
     }
 
-    /// At sizes around tiles of the product, of the formula and of what is handed over, on one thread and on all.
+    /// Sizes around the tiles of the product, the tiles of the formula and the thread threshold, on one thread and on all.
     #[test]
-    fn the_same_as_one_after_the_other() {
+    fn fused_epilogues_equal_separate_launches() {
         let x = |i| Expr::input(i);
         let sum = x(0) + x(1);
         let sizes =
@@ -258,7 +262,7 @@ mod tests {
         }
     }
 
-    /// As the formulas say: what is no number stays that, the slope at 0 is 0.
+    /// NaN stays NaN, and the derivative of relu at 0 is 0, as in the formulas.
     #[test]
     fn special_values() {
         const VALUES: [f32; 7] = [0.0, f32::NAN, -0.0, f32::INFINITY, f32::NEG_INFINITY, 1e9, -1e9];
@@ -271,7 +275,7 @@ mod tests {
             let run = |extra: &[f32], shape: [usize; 2], epilogue: &Expr| {
                 let extra = Tensor::from_slice(extra, shape, Device::Cpu).unwrap();
                 let g = Gemm { extras: &[&extra], ..Gemm::plain("test", &a, &b, from_ref(epilogue), &DType::F32) };
-                g.run_one().unwrap().to_vec::<f32>().unwrap()
+                g.compute_one().unwrap().to_vec::<f32>().unwrap()
             };
             let (added, relu) = (run(&row, [1, n], &(x(0) + x(1))), run(&row, [1, n], &(x(0) + x(1)).relu()));
             let slope = run(&each, [m, n], &(x(0) * x(1).relu().diff(1)));
@@ -286,7 +290,7 @@ mod tests {
         }
     }
 
-    /// Halves are rounded where the product is, extras of halves are read as f32.
+    /// Results are rounded to half precision in the epilogue, and half-precision extras are read as f32.
     #[test]
     fn halves() {
         let x = |i| Expr::input(i);
@@ -305,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn products_that_do_not_come_in_pieces() {
+    fn unsuitable_products_are_not_fused() {
         let sum = Expr::input(0) + Expr::input(1);
         for (m, n, k) in [(7, 9, 8), (8, 8, 2100)] {
             check(&tensor([m, k], 1), &tensor([k, n], 2), &[&tensor([1, n], 3)], from_ref(&sum), false);

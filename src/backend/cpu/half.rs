@@ -1,5 +1,5 @@
-//! Launches on the CPU in f16 or bf16 that need no plan: one cheap primitive of two operands, which are read, converted,
-//! computed with and written in one loop. Tiles of f32 would be written and read again three times.
+//! Launches on the CPU in f16 or bf16 that need no plan: one cheap binary primitive, which reads, converts, computes and writes in one
+//! loop. Through tiles of f32, every element would be written and read again three times.
 
 use smallvec::SmallVec;
 
@@ -8,26 +8,26 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::steps::Value;
 use crate::backend::problem::operand::OperandKind;
-use crate::device::cpu::halves::{OfTwo, Side, bf16_of_two, f16_of_two};
+use crate::device::cpu::halves::{BinaryFunction, HalfOperand, map_bf16, map_f16};
 use crate::device::cpu::parallel;
 use crate::expr::program::Program;
 use crate::expr::{Binary, Op};
 use crate::storage::{Storage, with_host};
 use crate::{DType, Result, Scalar, Tensor};
 
-/// Shorter rows are left to tiles, of which one has many.
-const SHORTEST_ROW: usize = 64;
+/// Broadcast rows shorter than this are left to the tile interpreter, whose tiles cover many rows.
+const MIN_ROW_LEN: usize = 64;
 
 /// The elements of an operand, by its [`OperandKind`].
 #[derive(Clone, Copy)]
-enum Elements<'a> {
+enum IndexedOperand<'a> {
     Contiguous(&'a [u16]),
     RowBroadcast(&'a [u16]),
     Scalar(f32),
 }
 
-/// Runs the launch, of operands of the result's dtype that lie so, if it is of this kind; gives whether it was.
-pub(crate) fn run(
+/// Runs the launch if it is of this kind, and returns whether it was. The operands have the result's dtype, and `kinds` says how they are indexed.
+pub(crate) fn try_run(
     program: &Program,
     inputs: &[&Tensor],
     kinds: &[Option<OperandKind>],
@@ -37,7 +37,7 @@ pub(crate) fn run(
     let [step] = &program.steps().list[..] else { return Ok(false) };
     let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
     let fits = |kind: &Option<OperandKind>| match *kind {
-        Some(OperandKind::RowBroadcast(n)) => n >= SHORTEST_ROW,
+        Some(OperandKind::RowBroadcast(n)) => n >= MIN_ROW_LEN,
         Some(_) => true,
         None => false,
     };
@@ -50,42 +50,42 @@ pub(crate) fn run(
             Value::Input(k) => {
                 let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
                 match kinds[k] {
-                    Some(OperandKind::RowBroadcast(n)) => Elements::RowBroadcast(&elements[..n]),
-                    Some(OperandKind::Contiguous) => Elements::Contiguous(elements),
-                    _ => Elements::Scalar(match out.dtype {
+                    Some(OperandKind::RowBroadcast(n)) => IndexedOperand::RowBroadcast(&elements[..n]),
+                    Some(OperandKind::Contiguous) => IndexedOperand::Contiguous(elements),
+                    _ => IndexedOperand::Scalar(match out.dtype {
                         DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
                         _ => half::bf16::from_bits(elements[0]).to_f32(),
                     }),
                 }
             }
-            Value::Scalar(k) => Elements::Scalar(f32::from_scalar(scalars[k])),
-            Value::Const(c) => Elements::Scalar(f32::from_f64(c)),
+            Value::Scalar(k) => IndexedOperand::Scalar(f32::from_scalar(scalars[k])),
+            Value::Const(c) => IndexedOperand::Scalar(f32::from_f64(c)),
             Value::Register(_) | Value::Output(_) => unreachable!("the one step reads operands"),
         };
         let (a, b) = (operand(step.args[0]), operand(step.args[1]));
         let (count, first) = (out.numel(), out.layout.offset);
         let to = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
-        let size = map::step(count);
+        let size = map::job_len(count);
         match count <= size {
-            true => part(op, out.dtype, a, b, 0, to),
-            false => parallel::for_each_chunk(to, size, |i, to| part(op, out.dtype, a, b, i * size, to)),
+            true => compute_range(op, out.dtype, a, b, 0, to),
+            false => parallel::for_each_chunk(to, size, |i, to| compute_range(op, out.dtype, a, b, i * size, to)),
         }
     })?;
     Ok(true)
 }
 
-/// Elements from `first` on, as many as `to` has: a row at a time where an operand is one.
-fn part(op: Binary, dtype: DType, a: Elements, b: Elements, mut first: usize, mut to: &mut [u16]) {
+/// Computes `to.len()` elements from `first` on, split at the ends of broadcast rows.
+fn compute_range(op: Binary, dtype: DType, a: IndexedOperand, b: IndexedOperand, mut first: usize, mut to: &mut [u16]) {
     while !to.is_empty() {
         let left = |operand| match operand {
-            Elements::RowBroadcast(row) => row.len() - first % row.len(),
+            IndexedOperand::RowBroadcast(row) => row.len() - first % row.len(),
             _ => usize::MAX,
         };
         let n = to.len().min(left(a)).min(left(b));
         let side = |operand| match operand {
-            Elements::Contiguous(s) => Side::Each(&s[first..first + n]),
-            Elements::RowBroadcast(row) => Side::Each(&row[first % row.len()..][..n]),
-            Elements::Scalar(x) => Side::One(x),
+            IndexedOperand::Contiguous(s) => HalfOperand::Each(&s[first..first + n]),
+            IndexedOperand::RowBroadcast(row) => HalfOperand::Each(&row[first % row.len()..][..n]),
+            IndexedOperand::Scalar(x) => HalfOperand::One(x),
         };
         let (now, rest) = to.split_at_mut(n);
         compute(op, dtype, side(a), side(b), now);
@@ -93,23 +93,25 @@ fn part(op: Binary, dtype: DType, a: Elements, b: Elements, mut first: usize, mu
     }
 }
 
+/// True for the primitives that are computed in one loop.
 fn is_cheap(op: Binary) -> bool {
     matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Max | Binary::Min)
 }
 
-fn compute(op: Binary, dtype: DType, a: Side, b: Side, to: &mut [u16]) {
+/// Applies the primitive to two operands.
+fn compute(op: Binary, dtype: DType, a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
     macro_rules! each {
         ($method:ident) => {{
             struct F;
-            impl OfTwo for F {
+            impl BinaryFunction for F {
                 #[inline(always)]
                 fn call(x: f32, y: f32) -> f32 {
                     Number::$method(x, y)
                 }
             }
             match dtype {
-                DType::F16 => f16_of_two::<F>(a, b, to),
-                _ => bf16_of_two::<F>(a, b, to),
+                DType::F16 => map_f16::<F>(a, b, to),
+                _ => map_bf16::<F>(a, b, to),
             }
         }};
     }
@@ -130,7 +132,7 @@ mod tests {
     use crate::{Device, Expr};
 
     #[test]
-    fn as_if_computed_in_f32_and_rounded() {
+    fn halves_are_computed_in_f32_and_rounded_once() {
         let number = |n: usize, seed: usize| -> Tensor {
             let value = |i: usize| match (i + seed) % 97 {
                 3 => f32::NAN,
@@ -157,13 +159,13 @@ mod tests {
                 let check = |e: &Expr, inputs: &[&Tensor], flat: bool| {
                     let scalars = [Scalar::Float(0.1)];
                     let out = half.zeros_like().unwrap();
-                    let program = Program::of(std::slice::from_ref(e));
-                    let ran = crate::backend::cpu::flat::run("test", &program, inputs, &scalars, &[&out]).unwrap();
+                    let program = Program::shared(std::slice::from_ref(e));
+                    let ran = crate::backend::cpu::flat::try_run("test", &program, inputs, &scalars, &[&out]).unwrap();
                     assert_eq!(ran, flat, "{e:?} {rows} {columns}");
                     let wide: Vec<Tensor> = inputs.iter().map(|t| t.to_dtype(DType::F32).unwrap()).collect();
                     let wide: Vec<&Tensor> = wide.iter().collect();
                     let right = full.zeros_like().unwrap();
-                    let params = crate::backend::problem::map::Params::of(&scalars);
+                    let params = crate::backend::problem::map::Params::from_scalars(&scalars);
                     crate::ops::elementwise::apply_into("test", &wide, params, std::slice::from_ref(e), &[&right])
                         .unwrap();
                     let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
@@ -171,7 +173,7 @@ mod tests {
                     assert!(!ran || bits(&out).iter().zip(&bits(&cast(&right))).all(same), "{e:?} {rows} {columns}");
                 };
                 for other in &others {
-                    let flat = !(2..SHORTEST_ROW).contains(&other.numel()) || other.numel() == full.numel();
+                    let flat = !(2..MIN_ROW_LEN).contains(&other.numel()) || other.numel() == full.numel();
                     let other = cast(other);
                     of_two.iter().for_each(|e| check(e, &[&half, &other], flat));
                     of_two.iter().for_each(|e| check(e, &[&other, &half], flat));

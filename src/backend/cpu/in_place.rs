@@ -1,4 +1,4 @@
-//! Primitives whose result overwrites an operand.
+//! Binary primitives that overwrite an operand with the result.
 
 use std::marker::PhantomData;
 
@@ -9,13 +9,13 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::Binary;
 
-/// The operations whose results may be written past the cache, or over an operand.
+/// True for the primitives that can store results past the cache, or over an operand.
 pub(crate) fn is_cheap(op: Binary) -> bool {
     matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
 }
 
-/// `$each!(method)` of one that [`is_cheap`].
-macro_rules! for_cheap {
+/// Expands `$each!(method)` for a primitive that [`is_cheap`].
+macro_rules! dispatch_cheap {
     ($op:expr, $each:ident) => {
         match $op {
             Binary::Add => $each!(add),
@@ -27,9 +27,9 @@ macro_rules! for_cheap {
         }
     };
 }
-pub(crate) use for_cheap;
+pub(crate) use dispatch_cheap;
 
-/// A result that is an operand too, the `LEFT` one or the right one.
+/// A loop that overwrites an operand: the left one if `LEFT`, else the right one.
 struct Update<'a, C, I, F, const LEFT: bool> {
     dst: &'a mut [C],
     other: I,
@@ -49,8 +49,8 @@ impl<C: Number, I: Iterator<Item = C>, F: Function<(C, C), C>, const LEFT: bool>
     }
 }
 
-/// [`binary`](crate::backend::cpu::interpreter::binary) of what is in `dst`, the left operand or the right one, and another.
-pub(crate) fn update<C: Number>(arch: Arch, op: Binary, left: bool, other: TileIn<'_, C>, dst: &mut [C]) {
+/// [`binary`](crate::backend::cpu::interpreter::binary) with `dst` as one operand: the left one if `left`, else the right one.
+pub(crate) fn binary_in_place<C: Number>(arch: Arch, op: Binary, left: bool, other: TileIn<'_, C>, dst: &mut [C]) {
     macro_rules! each {
         ($method:ident) => {{
             function!(F, (x, y): (C, C) => x.$method(y));
@@ -69,5 +69,5 @@ pub(crate) fn update<C: Number>(arch: Arch, op: Binary, left: bool, other: TileI
             }
         }};
     }
-    for_cheap!(op, each)
+    dispatch_cheap!(op, each)
 }

@@ -1,5 +1,5 @@
-//! Images of other sizes on the CPU. Rows of the result are partitioned among threads, planes of them together where they are
-//! small. Columns are mixed once for each row of the input, then rows in vectors.
+//! Interpolation of images on the CPU. Rows of the result are partitioned among threads, whole planes at a time if they are small. Each input
+//! row is interpolated along its columns once; then rows are interpolated in vectors.
 
 use bytemuck::Pod;
 
@@ -8,43 +8,43 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::interpolation::{Resize, Samples};
 use crate::device::cpu::parallel;
-use crate::device::cpu::streaming::{Streaming, is_worth_it};
+use crate::device::cpu::streaming::{Streaming, should_stream};
 use crate::storage::with_host;
 use crate::tensor::Tensor;
 use crate::{Compute, Result};
 
-/// Elements a job of the pool has.
-const JOB: usize = 1 << 14;
-/// Elements that are put together before they are written, where they cannot be computed in their place.
-const GROUP: usize = 2048;
+/// The number of elements in a job of the thread pool.
+const JOB_ELEMENTS: usize = 1 << 14;
+/// The number of elements computed in a buffer before they are stored, if the result cannot be computed in place.
+const BUFFER_LEN: usize = 2048;
 
-/// The images of `x` in other sizes, or where `transposed` what elements of those sizes give to the elements that they are of.
-pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
+/// Resizes the images of `x`. If `transposed`, applies the transposed map: every element is added to the elements that it was computed from.
+pub(crate) fn resize_images(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let rows = PlaneRows { x, bytes: reads[0], origin: 0 };
         let to = &mut writes[0][..out.numel() * out.dtype.size()];
         match (transposed || resize.is_linear(), out.dtype.compute(), out.dtype.size()) {
-            (true, Compute::F64, _) => computed::<f64>(resize, rows, out, to, transposed),
-            (true, ..) => computed::<f32>(resize, rows, out, to, transposed),
-            (false, _, 2) => picked::<u16>(resize, rows, out, to),
-            (false, _, 4) => picked::<u32>(resize, rows, out, to),
-            (false, ..) => picked::<u64>(resize, rows, out, to),
+            (true, Compute::F64, _) => linear::<f64>(resize, rows, out, to, transposed),
+            (true, ..) => linear::<f32>(resize, rows, out, to, transposed),
+            (false, _, 2) => nearest::<u16>(resize, rows, out, to),
+            (false, _, 4) => nearest::<u32>(resize, rows, out, to),
+            (false, ..) => nearest::<u64>(resize, rows, out, to),
         }
     })
 }
 
-/// The rows of a plane of `[N, C, H, W]`.
+/// The rows of one plane of `[N, C, H, W]`.
 #[derive(Clone, Copy)]
 struct PlaneRows<'a> {
     pub(crate) x: &'a Tensor,
     bytes: &'a [u8],
-    /// Where the plane's first element is.
+    /// The offset of the plane's first element.
     origin: isize,
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Goes to a plane, of those of all images.
-    fn enter(&mut self, plane: usize) {
+    /// Moves to another plane; planes are numbered over all images.
+    fn enter_plane(&mut self, plane: usize) {
         let (channels, s) = (self.x.shape().dims()[1], self.x.strides());
         let [n, c] = [plane / channels, plane % channels].map(|i| i as isize);
         self.origin = self.x.layout.offset as isize + n * s[0] + c * s[1];
@@ -58,13 +58,13 @@ impl<'a> PlaneRows<'a> {
         self.x.shape().dims()[3]
     }
 
-    /// A row where it lies, if it can be read there.
+    /// Returns a row in place, if it is contiguous and has the compute type.
     fn in_place<C: Number>(&self, row: usize) -> Option<&'a [C]> {
         let in_place = self.x.strides()[3] == 1 && self.x.dtype == C::COMPUTE.dtype();
         in_place.then(|| &bytemuck::cast_slice(self.bytes)[self.start(row)..][..self.len()])
     }
 
-    /// A row, in `buffer` if need be.
+    /// Returns a row, in place or converted into `buffer`.
     fn read<'b, C: Number>(&self, row: usize, buffer: &'b mut [C]) -> &'b [C]
     where
         'a: 'b,
@@ -76,29 +76,29 @@ impl<'a> PlaneRows<'a> {
     }
 }
 
-/// Calls `job(first, rows)` for rows of `out` that together are all, on as many threads as they are worth.
-fn partition(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [u8]) + Sync) {
+/// Splits the rows of `out` into jobs and calls `job(first, rows)` for each, on several threads if there is enough work.
+fn partition_rows(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [u8]) + Sync) {
     let dims = out.shape().dims();
     let (height, work) = (dims[2], x.numel().max(out.numel()));
-    let mut per_job = (JOB * (out.numel() / dims[3]) / work).max(1);
+    let mut per_job = (JOB_ELEMENTS * (out.numel() / dims[3]) / work).max(1);
     if per_job > height {
         per_job -= per_job % height;
     }
-    match work <= JOB {
+    match work <= JOB_ELEMENTS {
         true => job(0, to),
         false => parallel::for_each_chunk(to, per_job * dims[3] * out.dtype.size(), |i, to| job(i * per_job, to)),
     }
 }
 
-/// Elements as bits of their size, picked.
-fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8]) {
+/// Computes nearest-neighbour interpolation, which copies elements by size, whatever their dtype.
+fn nearest<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8]) {
     let dims = out.shape().dims();
     let (height, width, step) = (dims[2], dims[3], rows.x.strides()[3]);
     let [down, across] = [(resize.rows, height), (resize.columns, width)].map(|(samples, n)| -> Vec<usize> {
         (0..n).map(|o| samples.map_or(o, |samples| samples.source(o).0)).collect()
     });
     let from: &[T] = bytemuck::cast_slice(rows.bytes);
-    partition(rows.x, out, to, |first, to| {
+    partition_rows(rows.x, out, to, |first, to| {
         let to: &mut [T] = bytemuck::cast_slice_mut(to);
         let (mut rows, mut last) = (rows, None);
         for r in 0..to.len() / width {
@@ -109,7 +109,7 @@ fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, 
                 now.copy_from_slice(&before[before.len() - width..]);
                 continue;
             }
-            rows.enter(plane);
+            rows.enter_plane(plane);
             let start = rows.start(down[o]);
             if step == 1 {
                 let from = &from[start..][..rows.len()];
@@ -122,13 +122,14 @@ fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, 
     });
 }
 
-fn computed<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8], transposed: bool) {
-    let streamed = is_worth_it(to.len(), to.len() + rows.x.numel() * rows.x.dtype.size());
+/// Computes linear interpolation, or a transposed map.
+fn linear<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8], transposed: bool) {
+    let streamed = should_stream(to.len(), to.len() + rows.x.numel() * rows.x.dtype.size());
     let (height, width) = (out.shape().dims()[2], out.shape().dims()[3]);
     let in_place = out.dtype == C::COMPUTE.dtype() && !streamed;
     let (zero, size) = (C::from_i32(0), out.dtype.size());
-    // A piece of what a job has at a time.
-    let group = if in_place { 0 } else { GROUP.div_ceil(width) * width };
+    // The number of elements that a job computes at a time.
+    let group = if in_place { 0 } else { BUFFER_LEN.div_ceil(width) * width };
     let pieces = |first: usize, to: &mut [u8], mut job: InterpolationJob<'_, C>| {
         let streaming = streamed.then(Streaming::new);
         let per_job = if in_place { to.len() } else { group * size };
@@ -148,19 +149,20 @@ fn computed<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut 
     };
     let line = || vec![zero; rows.len()];
     if transposed {
-        let [down, across] = [resize.rows, resize.columns].map(|samples| samples.map(|samples| Shares::new(&samples)));
-        partition(rows.x, out, to, |first, to| {
-            let job = Gather { rows, height, down: &down, across: &across, line: line(), sums: line() };
-            pieces(first, to, InterpolationJob::Gather(job));
+        let [down, across] =
+            [resize.rows, resize.columns].map(|samples| samples.map(|samples| InputWeights::new(&samples)));
+        partition_rows(rows.x, out, to, |first, to| {
+            let job = TransposedJob { rows, height, down: &down, across: &across, line: line(), sums: line() };
+            pieces(first, to, InterpolationJob::Transposed(job));
         });
     } else {
-        let [down, across] = [resize.rows, resize.columns].map(|samples| samples.map(|samples| Mix::all(&samples)));
-        partition(rows.x, out, to, |first, to| {
+        let [down, across] = [resize.rows, resize.columns].map(|samples| samples.map(|samples| LerpTap::all(&samples)));
+        partition_rows(rows.x, out, to, |first, to| {
             let held = [0; 2].map(|_| (None, vec![zero; width]));
             pieces(
                 first,
                 to,
-                InterpolationJob::Mix(Mixing {
+                InterpolationJob::Forward(ForwardJob {
                     rows,
                     height,
                     down: &down,
@@ -174,116 +176,118 @@ fn computed<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut 
     }
 }
 
+/// The two directions of interpolation.
 enum InterpolationJob<'a, C> {
-    Mix(Mixing<'a, C>),
-    Gather(Gather<'a, C>),
+    Forward(ForwardJob<'a, C>),
+    Transposed(TransposedJob<'a, C>),
 }
 
 vectorised! {
-    /// Rows of a result, from row `first` on.
+    /// Computes rows of a result, from row `first` on.
     fn piece<'j, 'a, C: Number>(_simd: S, job: &'j mut InterpolationJob<'a, C>, first: usize, made: &'j mut [C]) {
         match job {
-            InterpolationJob::Mix(job) => job.run(first, made),
-            InterpolationJob::Gather(job) => job.run(first, made),
+            InterpolationJob::Forward(job) => job.run(first, made),
+            InterpolationJob::Transposed(job) => job.run(first, made),
         }
     }
 }
 
-/// An element of a result: a share, at most a half, of the way from the element that is nearer to the other. Both ends are
-/// exact, as [`lerp`](crate::ops::Expr::lerp)'s are.
+/// An interpolated element: `weight`, at most 1/2, of the way from the nearer element to the other. Exact at both ends, like
+/// [`lerp`](crate::ops::Expr::lerp).
 #[derive(Clone, Copy)]
-struct Mix<C> {
+struct LerpTap<C> {
     near: usize,
-    other: usize,
-    share: C,
+    far: usize,
+    weight: C,
 }
 
-impl<C: Number> Mix<C> {
-    fn new(samples: &Samples, o: usize) -> Mix<C> {
-        let (low, high, share) = samples.source(o);
-        let share = C::from_f64(share);
-        match share < C::from_f64(0.5) {
-            true => Mix { near: low, other: high, share },
-            false => Mix { near: high, other: low, share: C::from_i32(1).sub(share) },
+impl<C: Number> LerpTap<C> {
+    fn new(samples: &Samples, o: usize) -> LerpTap<C> {
+        let (low, high, weight) = samples.source(o);
+        let weight = C::from_f64(weight);
+        match weight < C::from_f64(0.5) {
+            true => LerpTap { near: low, far: high, weight },
+            false => LerpTap { near: high, far: low, weight: C::from_i32(1).sub(weight) },
         }
     }
 
-    fn all(samples: &Samples) -> Vec<Mix<C>> {
-        (0..samples.to).map(|o| Mix::new(samples, o)).collect()
+    fn all(samples: &Samples) -> Vec<LerpTap<C>> {
+        (0..samples.to).map(|o| LerpTap::new(samples, o)).collect()
     }
 
     #[inline(always)]
-    fn of(&self, near: C, other: C) -> C {
-        near.add(self.share.mul(other.sub(near)))
+    fn lerp(&self, near: C, far: C) -> C {
+        near.add(self.weight.mul(far.sub(near)))
     }
 }
 
-/// Images in other sizes.
-struct Mixing<'a, C> {
+/// Interpolates images to another size.
+struct ForwardJob<'a, C> {
     rows: PlaneRows<'a>,
-    /// Rows that a plane of the result has.
+    /// The number of rows in a plane of the result.
     height: usize,
-    down: &'a Option<Vec<Mix<C>>>,
-    across: &'a Option<Vec<Mix<C>>>,
+    down: &'a Option<Vec<LerpTap<C>>>,
+    across: &'a Option<Vec<LerpTap<C>>>,
     line: Vec<C>,
     plane: Option<usize>,
-    /// Rows of its input with mixed columns, each in the place of its last bit: the two that a row is of are neighbours.
+    /// Input rows that are interpolated along columns, indexed by the row's parity: a result row needs two neighbours.
     held: [(Option<usize>, Vec<C>); 2],
 }
 
-impl<C: Number> Mixing<'_, C> {
+impl<C: Number> ForwardJob<'_, C> {
     #[inline(always)]
     fn run(&mut self, first: usize, made: &mut [C]) {
         let width = self.held[0].1.len();
         for (r, to) in made.chunks_exact_mut(width).enumerate() {
             let (plane, o) = ((first + r) / self.height, (first + r) % self.height);
             if self.plane.replace(plane) != Some(plane) {
-                self.rows.enter(plane);
+                self.rows.enter_plane(plane);
                 self.held.iter_mut().for_each(|held| held.0 = None);
             }
             let Some(down) = self.down else {
-                self.mixed(o, to);
+                self.interpolate_columns(o, to);
                 continue;
             };
-            let mix = &down[o];
-            self.hold(mix.near);
-            self.hold(mix.other);
-            for ((y, a), b) in to.iter_mut().zip(self.held(mix.near)).zip(self.held(mix.other)) {
-                *y = mix.of(*a, *b);
+            let tap = &down[o];
+            self.hold_row(tap.near);
+            self.hold_row(tap.far);
+            for ((y, a), b) in to.iter_mut().zip(self.held(tap.near)).zip(self.held(tap.far)) {
+                *y = tap.lerp(*a, *b);
             }
         }
     }
 
-    /// A row of the input with mixed columns.
+    /// Computes an input row, interpolated along columns.
     #[inline(always)]
-    fn mixed(&mut self, row: usize, to: &mut [C]) {
+    fn interpolate_columns(&mut self, row: usize, to: &mut [C]) {
         let from = self.rows.read(row, &mut self.line);
         match self.across {
             None => to.copy_from_slice(from),
             Some(across) => {
-                // Four at a time: what is computed of them is a vector's.
+                // Four at a time, so that the arithmetic is vectorised.
                 let ((to, last), (across, rest)) = (to.as_chunks_mut::<4>(), across.as_chunks::<4>());
-                for (to, mixes) in to.iter_mut().zip(across) {
-                    for (y, mix) in to.iter_mut().zip(mixes) {
-                        *y = mix.of(from[mix.near], from[mix.other]);
+                for (to, taps) in to.iter_mut().zip(across) {
+                    for (y, tap) in to.iter_mut().zip(taps) {
+                        *y = tap.lerp(from[tap.near], from[tap.far]);
                     }
                 }
-                last.iter_mut().zip(rest).for_each(|(y, mix)| *y = mix.of(from[mix.near], from[mix.other]));
+                last.iter_mut().zip(rest).for_each(|(y, tap)| *y = tap.lerp(from[tap.near], from[tap.far]));
             }
         }
     }
 
+    /// Computes an input row along columns, unless it can be read in place or is still held.
     #[inline(always)]
-    fn hold(&mut self, row: usize) {
+    fn hold_row(&mut self, row: usize) {
         let in_place = self.across.is_none() && self.rows.in_place::<C>(row).is_some();
         if !in_place && self.held[row % 2].0.replace(row) != Some(row) {
             let mut to = std::mem::take(&mut self.held[row % 2].1);
-            self.mixed(row, &mut to);
+            self.interpolate_columns(row, &mut to);
             self.held[row % 2].1 = to;
         }
     }
 
-    /// What [`hold`](Self::hold) holds.
+    /// Returns the row that [`hold_row`](Self::hold_row) prepared.
     #[inline(always)]
     fn held(&self, row: usize) -> &[C] {
         let in_place = if self.across.is_none() { self.rows.in_place(row) } else { None };
@@ -291,66 +295,66 @@ impl<C: Number> Mixing<'_, C> {
     }
 }
 
-/// Which elements of a result each element of an input has a share of, and the shares.
-struct Shares<C> {
-    /// The first such element of the result, and the end of the shares.
+/// For each input element, the range of outputs that depend on it, and their weights.
+struct InputWeights<C> {
+    /// The first output, and the end of the weights in `weights`.
     outputs: Vec<(usize, usize)>,
-    shares: Vec<C>,
+    weights: Vec<C>,
 }
 
-impl<C: Number> Shares<C> {
-    fn new(samples: &Samples) -> Shares<C> {
-        let mut shares = Vec::new();
+impl<C: Number> InputWeights<C> {
+    fn new(samples: &Samples) -> InputWeights<C> {
+        let mut weights = Vec::new();
         let outputs = (0..samples.from).map(|j| {
-            let (first, last) = samples.outputs_of(j);
-            shares.extend((first..last).map(|o| {
-                let (mix, one) = (Mix::<C>::new(samples, o), C::from_i32(1));
-                match (mix.near == j, mix.other == j) {
+            let (first, last) = samples.outputs_reading(j);
+            weights.extend((first..last).map(|o| {
+                let (tap, one) = (LerpTap::<C>::new(samples, o), C::from_i32(1));
+                match (tap.near == j, tap.far == j) {
                     (true, true) => one,
-                    (true, false) => one.sub(mix.share),
-                    _ => mix.share,
+                    (true, false) => one.sub(tap.weight),
+                    _ => tap.weight,
                 }
             }));
-            (first, shares.len())
+            (first, weights.len())
         });
-        Shares { outputs: outputs.collect(), shares }
+        InputWeights { outputs: outputs.collect(), weights }
     }
 
-    /// The first element of the result that element j has a share of, and the shares of it and of those behind it.
+    /// Returns the first output that depends on input element j, and the weights of it and of the following outputs.
     #[inline(always)]
-    fn of(&self, j: usize) -> (usize, &[C]) {
+    fn of_input(&self, j: usize) -> (usize, &[C]) {
         let start = if j == 0 { 0 } else { self.outputs[j - 1].1 };
-        (self.outputs[j].0, &self.shares[start..self.outputs[j].1])
+        (self.outputs[j].0, &self.weights[start..self.outputs[j].1])
     }
 }
 
-/// What elements of a result give to those that they are of: each of these adds up its shares, in order.
-struct Gather<'a, C> {
+/// Computes the transposed map: each element of the result is a weighted sum of the outputs that depend on it, in order.
+struct TransposedJob<'a, C> {
     rows: PlaneRows<'a>,
-    /// Rows that a plane of what is made has.
+    /// The number of rows in a plane of the result.
     height: usize,
-    down: &'a Option<Shares<C>>,
-    across: &'a Option<Shares<C>>,
+    down: &'a Option<InputWeights<C>>,
+    across: &'a Option<InputWeights<C>>,
     line: Vec<C>,
     sums: Vec<C>,
 }
 
-impl<C: Number> Gather<'_, C> {
+impl<C: Number> TransposedJob<'_, C> {
     #[inline(always)]
     fn run(&mut self, first: usize, made: &mut [C]) {
         let width = self.across.as_ref().map_or(self.rows.len(), |across| across.outputs.len());
         let zero = C::from_i32(0);
         for (r, to) in made.chunks_exact_mut(width).enumerate() {
             let (plane, o) = ((first + r) / self.height, (first + r) % self.height);
-            self.rows.enter(plane);
+            self.rows.enter_plane(plane);
             let sums: &[C] = match self.down {
                 None => self.rows.read(o, &mut self.line),
                 Some(down) => {
-                    let (from, shares) = down.of(o);
+                    let (from, weights) = down.of_input(o);
                     self.sums.fill(zero);
-                    for (k, share) in shares.iter().enumerate() {
+                    for (k, weight) in weights.iter().enumerate() {
                         let line = self.rows.read(from + k, &mut self.line);
-                        self.sums.iter_mut().zip(line).for_each(|(sum, x)| *sum = sum.add(share.mul(*x)));
+                        self.sums.iter_mut().zip(line).for_each(|(sum, x)| *sum = sum.add(weight.mul(*x)));
                     }
                     &self.sums
                 }
@@ -360,9 +364,9 @@ impl<C: Number> Gather<'_, C> {
                 continue;
             };
             for (j, y) in to.iter_mut().enumerate() {
-                let (from, shares) = across.of(j);
-                let given = &sums[from..][..shares.len()];
-                *y = given.iter().zip(shares).fold(zero, |sum, (x, share)| sum.add(share.mul(*x)));
+                let (from, weights) = across.of_input(j);
+                let given = &sums[from..][..weights.len()];
+                *y = given.iter().zip(weights).fold(zero, |sum, (x, weight)| sum.add(weight.mul(*x)));
             }
         }
     }

@@ -1,7 +1,7 @@
-//! Formulas on the CPU: a program is run over a tile of elements, one primitive at a time.
+//! Interprets formulas on the CPU: runs a program over a tile of elements, one primitive at a time.
 //!
-//! A tile's registers stay in the L1 cache, and the loop over a primitive is compiled for the processor's vectors. Inputs are
-//! slices that are read in place, or one scalar for the whole tile; what depends on scalars alone is computed once a tile.
+//! A tile's registers stay in the L1 cache, and the loop for each primitive is compiled for the processor's vectors. Inputs are slices
+//! that are read in place, or one scalar for the whole tile. Subexpressions of scalars only are computed once for each tile.
 
 #[cfg(test)]
 mod tests;
@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::in_place::{is_cheap, update};
+use crate::backend::cpu::in_place::{binary_in_place, is_cheap};
 use crate::backend::cpu::multiply_add::multiply_add;
 use crate::backend::cpu::scalar::{Number, VectorFunction};
 use crate::backend::cpu::steps::Action;
@@ -25,48 +25,49 @@ use crate::expr::program::Program;
 use crate::expr::{Binary, Leaf, Op, Unary};
 use crate::{Compute, Scalar};
 
-/// Elements in a tile: 4 KiB of f32, so that two operands and a result fit the first-level cache.
+/// The number of elements in a tile: 4 KiB of f32, so that two operands and a result fit in the L1 cache.
 pub(crate) const TILE: usize = 1024;
 
 /// One operand of a tile.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum TileIn<'a, C> {
-    /// An element each.
+    /// One element for each element of the tile.
     Slice(&'a [C]),
-    /// The same for all.
+    /// One value for the whole tile.
     Scalar(C),
-    /// The same row again and again, from this element of it on: operand of a primitive of two, the other one a slice.
+    /// A row that repeats, beginning at this element of the row. Only for a binary primitive whose other operand is a slice.
     Rows(&'a [C], usize),
-    /// What this result holds, which [nobody reads](Program::reads_before) once it is written; where nothing is streamed.
+    /// The old contents of this result. Requires [`Program::can_overwrite_input`], and that no result is stored past the cache.
     Output(usize),
 }
 
-/// What a program is run on.
+/// The operands of one run of a program.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile<'a, C> {
-    /// One for each input, slices at least `len` long.
+    /// One operand for each input; slices have at least `len` elements.
     pub(crate) inputs: &'a [TileIn<'a, C>],
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
-    /// The index of the tile's first element: what random numbers depend on.
+    /// The index of the tile's first element, on which random numbers depend.
     pub(crate) first: u64,
-    /// At most [`TILE`] where the program has registers.
+    /// At most [`TILE`] if the program has registers.
     pub(crate) len: usize,
 }
 
-/// Registers, kept from tile to tile.
+/// The registers of the interpreter, reused from tile to tile.
 pub(crate) struct Scratch<C> {
     arch: Arch,
-    /// Whether results go past the cache; of a program that [`streams`](Program::streams).
+    /// Whether to store results past the cache. Requires [`Program::can_bypass_cache`].
     pub(crate) streamed: bool,
-    /// One more than a program has where results are copied that steps read and write.
+    /// The program's registers, and one more for copies of results that a step both reads and writes.
     registers: Vec<Register<C>>,
 }
 
+/// One intermediate value of a tile.
 struct Register<C> {
-    /// What it holds is [aligned] in it.
+    /// The elements, stored in the [aligned](aligned_range) part of the buffer.
     data: Vec<C>,
-    /// The value of all elements, where they are known to be the same; `data` is then not used.
+    /// The value of all elements, if they are known to be equal; `data` is then unused.
     uniform: Option<C>,
 }
 
@@ -75,45 +76,45 @@ impl<C: Number> Scratch<C> {
         Scratch { arch: Arch::new(), streamed: false, registers: Vec::new() }
     }
 
-    /// Has so many registers at least.
-    fn make(&mut self, registers: usize) {
+    /// Allocates registers up to this number.
+    fn reserve_registers(&mut self, registers: usize) {
         while self.registers.len() < registers {
             self.registers.push(Register { data: Vec::new(), uniform: None });
         }
     }
 
-    /// What a register has its elements in, for so many.
-    fn take(&mut self, register: usize, len: usize) -> Vec<C> {
+    /// Takes the buffer of a register, grown to hold `len` elements.
+    fn take_register(&mut self, register: usize, len: usize) -> Vec<C> {
         let mut data = std::mem::take(&mut self.registers[register].data);
-        data.resize(data.len().max(len + LINE), C::from_f64(0.0));
+        data.resize(data.len().max(len + MAX_ALIGN_SKIP), C::from_f64(0.0));
         data
     }
 }
 
-/// Elements of a register that may lie before those it holds.
-pub(crate) const LINE: usize = 16;
+/// The number of elements that alignment may skip at the start of a register.
+pub(crate) const MAX_ALIGN_SKIP: usize = 16;
 
-/// The first so many elements that begin where a line of the cache does: vectors then lie in one line each.
-pub(crate) fn aligned<C>(data: &[C], len: usize) -> Range<usize> {
-    let first = data.as_ptr().align_offset(64).min(LINE);
+/// The range of the first `len` elements that begins at a cache line, so that no vector straddles two lines.
+pub(crate) fn aligned_range<C>(data: &[C], len: usize) -> Range<usize> {
+    let first = data.as_ptr().align_offset(64).min(MAX_ALIGN_SKIP);
     first..first + len
 }
 
 impl Program {
-    /// Whether results can go past the cache as they are computed.
-    pub(crate) fn streams(&self) -> bool {
+    /// True if results can be stored past the cache as they are computed.
+    pub(crate) fn can_bypass_cache(&self) -> bool {
         let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if is_cheap(*op));
         !self.has_registers() && self.steps().list.iter().all(|step| cheap(&step.action))
     }
 
-    /// Whether a result of so many bytes, of `all` with its operands, had best go past the cache. Not where functions are
-    /// computed: what a store reads before it writes comes meanwhile.
-    pub(crate) fn goes_past_cache(&self, bytes: usize, all: usize) -> bool {
-        !self.calls_functions() && streaming::is_worth_it(bytes, all)
+    /// True if a result of `bytes` bytes should be stored past the cache; `all` also counts the operands' bytes. Never with functions: while they
+    /// compute, the reads that ordinary stores cause are hidden anyway.
+    pub(crate) fn should_bypass_cache(&self, bytes: usize, all: usize) -> bool {
+        !self.calls_functions() && streaming::should_stream(bytes, all)
     }
 
-    /// Whether the step reads what the result that it writes holds, and cannot do so while it writes it.
-    fn copies<C: Number>(&self, step: &Step, inputs: &[TileIn<'_, C>]) -> bool {
+    /// True if the step reads the old contents of its result and cannot overwrite them in place.
+    fn needs_copy<C: Number>(&self, step: &Step, inputs: &[TileIn<'_, C>]) -> bool {
         let is_dst = |arg: &&Value| match **arg {
             Value::Input(k) => matches!(inputs[k], TileIn::Output(j) if step.dst == Value::Output(j)),
             _ => false,
@@ -126,10 +127,9 @@ impl Program {
         }
     }
 
-    /// Runs the program over a tile; `outs[j]` (`len` long) receives the `j`-th result.
+    /// Runs the program over a tile. `outs[j]`, of length `len`, receives the `j`-th result.
     ///
-    /// Returns whether an integer was divided by zero, which gives 0. The program must not need floats where `C` is
-    /// i64.
+    /// Returns whether an integer was divided by zero; such elements are 0. The program must not need floats if `C` is i64.
     pub(crate) fn eval_tile<C: Number>(
         &self,
         tile: &Tile<'_, C>,
@@ -140,32 +140,32 @@ impl Program {
         debug_assert!((tile.len <= TILE || !self.has_registers()) && outs.len() == self.outputs());
         let mut divided_by_zero = false;
         let in_place = tile.inputs.iter().any(|input| matches!(input, TileIn::Output(_)));
-        scratch.make(self.steps().registers);
+        scratch.reserve_registers(self.steps().registers);
         for step in &self.steps().list {
-            // the destination is taken out, so that the operands can be borrowed beside it
+            // The destination is moved out, so that the operands can be borrowed at the same time.
             let (mut register, output): (Vec<C>, &mut [C]) = match step.dst {
-                Value::Register(r) => (scratch.take(r, tile.len), &mut []),
+                Value::Register(r) => (scratch.take_register(r, tile.len), &mut []),
                 Value::Output(j) => (Vec::new(), std::mem::take(&mut outs[j])),
                 _ => unreachable!("steps write registers and outputs"),
             };
             let dst = match step.dst {
                 Value::Output(_) => &mut output[..tile.len],
                 _ => {
-                    let held = aligned(&register, tile.len);
+                    let held = aligned_range(&register, tile.len);
                     &mut register[held]
                 }
             };
-            let copied = in_place && self.copies(step, tile.inputs);
+            let copied = in_place && self.needs_copy(step, tile.inputs);
             if copied {
-                scratch.make(self.steps().registers + 1);
-                let mut data = scratch.take(self.steps().registers, tile.len);
-                let held = aligned(&data, tile.len);
+                scratch.reserve_registers(self.steps().registers + 1);
+                let mut data = scratch.take_register(self.steps().registers, tile.len);
+                let held = aligned_range(&data, tile.len);
                 data[held].copy_from_slice(dst);
                 scratch.registers[self.steps().registers].data = data;
             }
 
             let registers = &scratch.registers;
-            let held = |r: usize| &registers[r].data[aligned(&registers[r].data, tile.len)];
+            let held = |r: usize| &registers[r].data[aligned_range(&registers[r].data, tile.len)];
             let operand = |i: usize| match step.args[i] {
                 Value::Input(k) => match tile.inputs[k] {
                     TileIn::Slice(s) => TileIn::Slice(&s[..tile.len]),
@@ -188,14 +188,14 @@ impl Program {
                 Action::Compute(Op::Unary(op)) => unary(arch, op, operand(0), dst),
                 Action::Compute(Op::Binary(op)) => {
                     let (a, b) = (operand(0), operand(1));
-                    divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && has_zero(b);
+                    divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && contains_zero(b);
                     match scratch.streamed {
                         true => nontemporal::binary(arch, op, a, b, dst),
                         false => binary(arch, op, a, b, dst),
                     }
                 }
                 Action::MultiplyAdd(sum) => multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst),
-                Action::Fused(fused) => fused_functions::run(arch, fused, operand, dst),
+                Action::Fused(fused) => fused_functions::run_fused(arch, fused, operand, dst),
                 Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
             };
 
@@ -214,7 +214,7 @@ impl Program {
     }
 }
 
-fn has_zero<C: Number>(x: TileIn<'_, C>) -> bool {
+fn contains_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     match x {
         TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
         TileIn::Scalar(x) => !x.is_true(),
@@ -222,7 +222,7 @@ fn has_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     }
 }
 
-// Each of the following fills `dst`, or returns the one value that all elements have.
+// Each of the following functions fills `dst`, or returns the value that all elements have.
 
 fn copy<C: Number>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
@@ -233,6 +233,7 @@ fn copy<C: Number>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     None
 }
 
+/// Draws random numbers.
 fn random<C: Number>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
     match leaf {
         Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(first, dst, C::from_f32),
@@ -243,6 +244,7 @@ fn random<C: Number>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> O
     None
 }
 
+/// A loop that calls `F` for each item, for dispatch to the processor's vectors.
 struct Loop<'a, C, I, F> {
     dst: &'a mut [C],
     args: I,
@@ -260,30 +262,37 @@ impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
     }
 }
 
-/// Fills `dst` with what the function gives for each of `args`.
+/// Fills `dst` with the function's result for each item of `args`.
 #[inline(always)]
-pub(crate) fn run<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
+pub(crate) fn run_loop<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
     arch.dispatch(Loop::<C, I, F> { dst, args, function: PhantomData });
     None
 }
 
 #[inline(always)]
-fn map<C: Number, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+/// Applies a unary function.
+fn map_unary<C: Number, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
-        TileIn::Slice(a) => run::<C, _, F>(arch, dst, a.iter().copied()),
+        TileIn::Slice(a) => run_loop::<C, _, F>(arch, dst, a.iter().copied()),
         TileIn::Scalar(x) => Some(F::call(x)),
         _ => unreachable!("operands of a primitive of two"),
     }
 }
 
 #[inline(always)]
-fn map2<C: Number, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+/// Applies a binary function.
+fn map_binary<C: Number, F: Function<(C, C), C>>(
+    arch: Arch,
+    a: TileIn<'_, C>,
+    b: TileIn<'_, C>,
+    dst: &mut [C],
+) -> Option<C> {
     use TileIn::{Rows, Scalar, Slice};
     let function = PhantomData::<F>;
     match (a, b) {
-        (Slice(a), Slice(b)) => return run::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
-        (Slice(a), Scalar(y)) => return run::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
-        (Scalar(x), Slice(b)) => return run::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
+        (Slice(a), Slice(b)) => return run_loop::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
+        (Slice(a), Scalar(y)) => return run_loop::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
+        (Scalar(x), Slice(b)) => return run_loop::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
         (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
         (Slice(each), Rows(row, at)) => arch.dispatch(RowLoop::<C, F, true> { dst, each, row, at, function }),
         (Rows(row, at), Slice(each)) => arch.dispatch(RowLoop::<C, F, false> { dst, each, row, at, function }),
@@ -292,7 +301,7 @@ fn map2<C: Number, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: Tile
     None
 }
 
-/// Elements, and a row that is the same for all of them, the `RIGHT` operand or the left one.
+/// A loop over elements and a row that repeats. The row is the right operand if `RIGHT`, else the left one.
 struct RowLoop<'a, C, F, const RIGHT: bool> {
     dst: &'a mut [C],
     each: &'a [C],
@@ -318,42 +327,49 @@ impl<C: Number, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<
     }
 }
 
-/// A function that has a loop of its own.
-struct ManyOf<'a, C> {
+/// A function with its own vector loop, for dispatch to the processor's vectors.
+struct VectorFunctionLoop<'a, C> {
     function: VectorFunction,
     dst: &'a mut [C],
     from: &'a [C],
 }
 
-impl<C: Number> WithSimd for ManyOf<'_, C> {
+impl<C: Number> WithSimd for VectorFunctionLoop<'_, C> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        C::many(self.function, self.dst, self.from);
+        C::apply_function(self.function, self.dst, self.from);
     }
 }
 
-pub(crate) fn many<C: Number>(arch: Arch, function: VectorFunction, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+/// Applies a function that has its own vector loop.
+pub(crate) fn apply_vector_function<C: Number>(
+    arch: Arch,
+    function: VectorFunction,
+    a: TileIn<'_, C>,
+    dst: &mut [C],
+) -> Option<C> {
     match a {
         TileIn::Slice(from) => {
-            arch.dispatch(ManyOf { function, dst, from });
+            arch.dispatch(VectorFunctionLoop { function, dst, from });
             None
         }
         TileIn::Scalar(x) => {
             let mut one = [x];
-            C::many(function, &mut one, &[x]);
+            C::apply_function(function, &mut one, &[x]);
             Some(one[0])
         }
         _ => unreachable!("operands of a primitive of two"),
     }
 }
 
+/// Applies a unary primitive.
 pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
             function!(F, x: C => x.$method());
-            map::<C, F>(arch, a, dst)
+            map_unary::<C, F>(arch, a, dst)
         }};
     }
     match op {
@@ -364,25 +380,25 @@ pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mu
         Unary::Round => each!(round),
         Unary::Trunc => each!(trunc),
         Unary::Sqrt => each!(sqrt),
-        Unary::Exp => many(arch, VectorFunction::Exp, a, dst),
+        Unary::Exp => apply_vector_function(arch, VectorFunction::Exp, a, dst),
         Unary::Log => each!(log),
         Unary::Log2 => each!(log2),
         Unary::Log10 => each!(log10),
         Unary::Expm1 => each!(expm1),
         Unary::Log1p => each!(log1p),
-        Unary::Sin => large_angles(each!(sin), a, dst, f64::sin),
-        Unary::Cos => large_angles(each!(cos), a, dst, f64::cos),
-        Unary::Tanh => many(arch, VectorFunction::Tanh, a, dst),
-        Unary::Erf => many(arch, VectorFunction::Erf, a, dst),
+        Unary::Sin => fix_large_angles(each!(sin), a, dst, f64::sin),
+        Unary::Cos => fix_large_angles(each!(cos), a, dst, f64::cos),
+        Unary::Tanh => apply_vector_function(arch, VectorFunction::Tanh, a, dst),
+        Unary::Erf => apply_vector_function(arch, VectorFunction::Erf, a, dst),
         Unary::Erfc => each!(erfc),
         Unary::Lgamma => each!(lgamma),
         Unary::Atan => each!(atan),
-        Unary::Sigmoid => many(arch, VectorFunction::Sigmoid, a, dst),
+        Unary::Sigmoid => apply_vector_function(arch, VectorFunction::Sigmoid, a, dst),
     }
 }
 
-/// Mends what `sin` and `cos` made of the few arguments that are too large for them, through f64's functions.
-fn large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
+/// Recomputes `sin` or `cos` in f64 for arguments that are too large for the vector code.
+fn fix_large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
     let exactly = |x: C| C::from_f64(exact(x.to_f64()));
     match a {
         TileIn::Scalar(x) if x.is_huge_angle() => return Some(exactly(x)),
@@ -394,6 +410,7 @@ fn large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exa
     made
 }
 
+/// Applies a binary primitive.
 pub(crate) fn binary<C: Number>(
     arch: Arch,
     op: Binary,
@@ -404,14 +421,14 @@ pub(crate) fn binary<C: Number>(
     macro_rules! each {
         ($x:ident, $y:ident => $e:expr) => {{
             function!(F, ($x, $y): (C, C) => $e);
-            map2::<C, F>(arch, a, b, dst)
+            map_binary::<C, F>(arch, a, b, dst)
         }};
     }
     if let (TileIn::Output(_), other) | (other, TileIn::Output(_)) = (a, b) {
-        update(arch, op, matches!(a, TileIn::Output(_)), other, dst);
+        binary_in_place(arch, op, matches!(a, TileIn::Output(_)), other, dst);
         return None;
     }
-    // As PyTorch's `pow` has it: a product is much less than a power, and may differ from it in the last bit.
+    // As in PyTorch's `pow`: a product is much faster than a power, and may differ from it in the last bit.
     if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
         && y == C::from_i32(2)
         && !matches!(a, TileIn::Rows(..))
@@ -427,9 +444,9 @@ pub(crate) fn binary<C: Number>(
         Binary::Pow => each!(x, y => x.pow(y)),
         Binary::Max => each!(x, y => x.max(y)),
         Binary::Min => each!(x, y => x.min(y)),
-        Binary::Lt => each!(x, y => C::truth(x < y)),
-        Binary::Le => each!(x, y => C::truth(x <= y)),
-        Binary::Eq => each!(x, y => C::truth(x == y)),
+        Binary::Lt => each!(x, y => C::from_bool(x < y)),
+        Binary::Le => each!(x, y => C::from_bool(x <= y)),
+        Binary::Eq => each!(x, y => C::from_bool(x == y)),
         Binary::Copysign => each!(x, y => x.copysign(y)),
         Binary::And => each!(x, y => x.and(y)),
         Binary::Or => each!(x, y => x.or(y)),
@@ -440,6 +457,7 @@ pub(crate) fn binary<C: Number>(
     }
 }
 
+/// Selects between two operands by a condition.
 fn select<C: Number>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
     function!(F, (c, x, y): (C, C, C) => if c.is_true() { x } else { y });
@@ -450,11 +468,11 @@ fn select<C: Number>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'
     };
     match (a, b) {
         (Slice(a), Slice(b)) => {
-            run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).zip(b.iter().copied()).map(|((c, x), y)| (c, x, y)))
+            run_loop::<C, _, F>(arch, dst, c.zip(a.iter().copied()).zip(b.iter().copied()).map(|((c, x), y)| (c, x, y)))
         }
-        (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
-        (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
-        (Scalar(x), Scalar(y)) => run::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
+        (Slice(a), Scalar(y)) => run_loop::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
+        (Scalar(x), Slice(b)) => run_loop::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
+        (Scalar(x), Scalar(y)) => run_loop::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
         _ => unreachable!("operands of a primitive of two"),
     }
 }

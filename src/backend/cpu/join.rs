@@ -3,26 +3,26 @@
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
-use crate::backend::cpu::partition::step;
-use crate::backend::problem::lines::row_step;
-use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::backend::cpu::partition::job_len;
+use crate::backend::problem::lines::row_stride;
+use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
 use crate::device::cpu::{copy, parallel};
 use crate::storage::{Storage, with_host};
 use crate::{Result, Tensor};
 
-/// Fills `out`, new and contiguous, with the tensors one after another along dimension `d`; gives whether it could: their
-/// elements have to lie in rows from there on.
+/// Concatenates the tensors along dim `d` into `out`, which is new and contiguous. Returns whether it did: every tensor must have
+/// contiguous, evenly spaced rows, where a row is all dims from `d` on.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
     let outer: usize = out.shape().dims()[..d].iter().product();
     let size = out.dtype.size();
-    // Where all of them are one row each, plain copies are as good.
+    // If every tensor is a single row, plain copies are as fast.
     if outer < 2 || out.numel() == 0 {
         return Ok(false);
     }
     let mut reads: SmallVec<[&Storage; 4]> = SmallVec::new();
     let mut steps: SmallVec<[(usize, isize, usize); 4]> = SmallVec::new();
     for t in tensors.iter().filter(|t| t.numel() > 0) {
-        match row_step(t, d) {
+        match row_stride(t, d) {
             Some(step) if t.dtype == out.dtype => {
                 reads.push(&t.storage);
                 steps.push((t.layout.offset * size, step * size as isize, t.numel() / outer * size));
@@ -37,38 +37,38 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
             .map(|(bytes, &(start, step, len))| JoinedRows { bytes, start, step, len })
             .collect();
         let start = out.layout.offset * size;
-        fill(&rows, size, &mut writes[0][start..start + out.numel() * size]);
+        fill_rows(&rows, size, &mut writes[0][start..start + out.numel() * size]);
     })?;
-    out.storage.filled();
+    out.storage.mark_filled();
     Ok(true)
 }
 
-/// A tensor's elements as rows of one length, evenly apart. In bytes.
+/// The elements of a tensor as rows of equal length, evenly spaced. All numbers are in bytes.
 struct JoinedRows<'a> {
     bytes: &'a [u8],
     start: usize,
-    /// From the beginning of each row to that of the next.
+    /// The stride from one row to the next.
     step: isize,
-    /// Of a row.
+    /// The length of a row.
     len: usize,
 }
 
-/// Rows of each side by side, again and again, until `to` is full.
-fn fill(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
+/// Fills `to` with the rows of all tensors in turn.
+fn fill_rows(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     let all: usize = rows.iter().map(|r| r.len).sum();
-    // Result rows at a time.
-    let each = (step(to.len() / size) * size).div_ceil(all);
+    // The number of result rows in a job.
+    let each = (job_len(to.len() / size) * size).div_ceil(all);
     if rows.iter().all(|r| r.len == size && r.step == size as isize) {
         match (rows.len(), size) {
-            (2, 4) => return single::<u32, 2>(rows, each, to),
-            (2, 8) => return single::<u64, 2>(rows, each, to),
-            (2, 2) => return single::<u16, 2>(rows, each, to),
-            (3, 4) => return single::<u32, 3>(rows, each, to),
-            (4, 4) => return single::<u32, 4>(rows, each, to),
+            (2, 4) => return interleave_elements::<u32, 2>(rows, each, to),
+            (2, 8) => return interleave_elements::<u64, 2>(rows, each, to),
+            (2, 2) => return interleave_elements::<u16, 2>(rows, each, to),
+            (3, 4) => return interleave_elements::<u32, 3>(rows, each, to),
+            (4, 4) => return interleave_elements::<u32, 4>(rows, each, to),
             _ => {}
         }
     }
-    let large = to.len() >= LARGE && all >= ROW_WORTH_STREAMING;
+    let large = to.len() >= STREAMING_MIN_BYTES && all >= MIN_STREAMED_ROW_BYTES;
     parallel::for_each_chunk(to, each * all, |i, part| {
         let streaming = large.then(Streaming::new);
         for (row, mut to) in part.chunks_mut(all).enumerate() {
@@ -86,11 +86,11 @@ fn fill(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     });
 }
 
-/// Bytes of a row from which on most of its lines are whole ones.
-const ROW_WORTH_STREAMING: usize = 1 << 10;
+/// Rows of at least this many bytes are stored past the cache: most of their cache lines are written whole.
+const MIN_STREAMED_ROW_BYTES: usize = 1 << 10;
 
-/// [`fill`] of rows of one element, which follow one another.
-fn single<T: Pod + Send + Sync, const N: usize>(rows: &[JoinedRows], each: usize, to: &mut [u8]) {
+/// [`fill_rows`] for contiguous rows of one element each.
+fn interleave_elements<T: Pod + Send + Sync, const N: usize>(rows: &[JoinedRows], each: usize, to: &mut [u8]) {
     let from: [&[T]; N] = std::array::from_fn(|k| bytemuck::cast_slice(&rows[k].bytes[rows[k].start..]));
     parallel::for_each_chunk(bytemuck::cast_slice_mut::<u8, T>(to), each * N, |i, part| {
         let (groups, _) = part.as_chunks_mut::<N>();

@@ -1,4 +1,4 @@
-//! Lines of a tensor along one dim, for operations that need a whole line and give one as long: scans and sorts. Results are
+//! Lines of a tensor along one dim, for operations that map a whole line to a line of the same length: scans and sorts. Results are
 //! contiguous and have the tensor's shape.
 
 use smallvec::SmallVec;
@@ -10,16 +10,16 @@ use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_host};
 use crate::{DType, Result, Tensor};
 
-/// Elements a job of the pool has: enough to hide what handing it over costs.
-const JOB: usize = 1 << 13;
+/// The number of elements in a job of the thread pool: enough to hide the cost of handing the job over.
+const JOB_ELEMENTS: usize = 1 << 13;
 
-/// Elements of a long line that are read at a time.
-pub(crate) const PIECE: usize = 1 << 14;
-/// Elements that are loaded and stored at once, of lines that are shorter.
-const TILE: usize = 1 << 10;
+/// The number of elements of a long line that are read at a time.
+pub(crate) const PIECE_LEN: usize = 1 << 14;
+/// The number of elements of short lines that are loaded and stored at a time.
+const TILE_LEN: usize = 1 << 10;
 
-/// On the CPU: `f(line, values, indices)` for every line of `x` along d; lines are shared out among the team's threads.
-pub(crate) fn each<C: Number>(
+/// Calls `f(line, values, indices)` for every line of `x` along d, on all threads.
+pub(crate) fn for_each_line<C: Number>(
     x: &Tensor,
     d: usize,
     values: &Tensor,
@@ -28,7 +28,7 @@ pub(crate) fn each<C: Number>(
 ) -> Result<()> {
     let lines = Lines::new(x, d);
     let stretch = lines.inner * lines.n;
-    let least = JOB.div_ceil(stretch);
+    let least = JOB_ELEMENTS.div_ceil(stretch);
     let (size, numel) = (values.dtype.size(), values.numel());
     let results: SmallVec<[&Storage; 2]> = [values].into_iter().chain(indices).map(|t| &t.storage).collect();
     with_host(&[&x.storage], &results, |reads, writes| {
@@ -43,14 +43,14 @@ pub(crate) fn each<C: Number>(
             let (first, zero) = (job * least * lines.inner, C::from_i32(0));
             let (n, inner, count) = (lines.n, lines.inner, values_to.len() / size);
             let start = |line: usize| (x.layout.offset as isize + lines.strided.offsets(line)[0]) as usize;
-            // Lines of a contiguous tensor are loaded and stored many at a time.
-            let tile = if x.is_contiguous() && stretch <= TILE { TILE / stretch * stretch } else { n };
+            // Short lines of a contiguous tensor are loaded and stored many at a time.
+            let tile = if x.is_contiguous() && stretch <= TILE_LEN { TILE_LEN / stretch * stretch } else { n };
             let (mut loaded, mut made, mut found) = (vec![zero; tile], vec![zero; tile], vec![0i64; tile]);
             let mut alone = (vec![zero; n], vec![zero; n], vec![0i64; n]);
             for at in (0..count).step_by(tile) {
                 let len = tile.min(count - at);
                 if tile == n && stretch != n {
-                    // One of several lines side by side.
+                    // One of several interleaved lines.
                     let line = at / n;
                     load_tile(x.dtype, reads[0], start(first + line), lines.step, &mut loaded);
                     f(&loaded, &mut made, &mut found);
@@ -87,7 +87,7 @@ pub(crate) fn each<C: Number>(
     })
 }
 
-/// A line of a tensor.
+/// One line of a tensor, in its storage's bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Line<'a> {
     pub(crate) dtype: DType,
@@ -98,12 +98,12 @@ pub(crate) struct Line<'a> {
 }
 
 impl Line<'_> {
-    /// Calls `f` with the elements from `from` to `to`, some at a time, and the index of the first, until `f` returns true.
-    pub(crate) fn pieces<C: Number>(&self, from: usize, to: usize, mut f: impl FnMut(&[C], usize) -> bool) {
+    /// Calls `f(elements, index of the first)` for consecutive pieces of the elements `from..to`, until `f` returns true.
+    pub(crate) fn for_each_piece<C: Number>(&self, from: usize, to: usize, mut f: impl FnMut(&[C], usize) -> bool) {
         let in_place = self.step == 1 && self.dtype == C::COMPUTE.dtype();
-        let mut buffer = vec![C::from_i32(0); if in_place { 0 } else { PIECE.min(to - from) }];
-        for first in (from..to).step_by(PIECE) {
-            let n = PIECE.min(to - first);
+        let mut buffer = vec![C::from_i32(0); if in_place { 0 } else { PIECE_LEN.min(to - from) }];
+        for first in (from..to).step_by(PIECE_LEN) {
+            let n = PIECE_LEN.min(to - first);
             let stops = if in_place {
                 f(&bytemuck::cast_slice(self.bytes)[self.start as usize + first..][..n], first)
             } else {

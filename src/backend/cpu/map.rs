@@ -1,4 +1,4 @@
-//! Elementwise launches on the CPU: tiles of the expression, spread over the worker pool.
+//! Elementwise launches on the CPU: tiles of a program, spread over the thread pool.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,10 +7,10 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::copy;
-use crate::backend::cpu::interpreter::{LINE, Scratch, TILE, Tile, TileIn, aligned};
+use crate::backend::cpu::interpreter::{MAX_ALIGN_SKIP, Scratch, TILE, Tile, TileIn, aligned_range};
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::transpose::{Transpose, straightened};
+use crate::backend::cpu::transpose::{Transpose, copy_transposed_operands};
 use crate::backend::cpu::{flat, masks};
 use crate::backend::problem::map::{Formulas, Launch};
 use crate::backend::problem::operand::OperandKind;
@@ -18,86 +18,89 @@ use crate::device::cpu::streaming::Streaming;
 use crate::storage::{Storage, with_host};
 use crate::{Compute, DType, Error, Result, Tensor};
 
-pub(crate) use crate::backend::cpu::partition::step;
+pub(crate) use crate::backend::cpu::partition::job_len;
 
-/// Elements computed before they are streamed to where they belong: they stay in the first-level cache until then.
-const STREAMED: usize = 4 * TILE;
-/// Elements of a row that is written out several times: with an operand and a result they stay in the first-level cache.
-const REPEATED: usize = 4 * TILE;
-/// So much shorter are tiles of which there are copies of what they were beside them.
-const IN_PLACE: usize = 2;
-/// From this length on, runs along the last dimension are tiles of their own, so that operands are read in place.
-const WORTH_A_TILE: usize = 64;
+/// The number of elements computed into a buffer before they are stored past the cache. The buffer stays in the L1 cache.
+const STREAM_BUFFER_LEN: usize = 4 * TILE;
+/// The number of elements in a tile that covers several broadcast rows. With an operand and a result, they fit in the L1 cache.
+const REPEATED_TILE_LEN: usize = 4 * TILE;
+/// Divisor of the tile length if operands that the launch overwrites have to be copied first.
+const COPIED_TILE_DIVISOR: usize = 2;
+/// Rows at least this long are tiles of their own, so that operands are read in place.
+const MIN_TILE_ROW_LEN: usize = 64;
 
-/// Where an input's elements come from.
-enum Source {
-    /// The bytes of `reads[i]`.
+/// The source of an input's elements.
+enum InputSource {
+    /// The storage with the bytes `reads[i]`.
     Storage(usize),
-    /// The output it is updated in place of: same storage, same layout.
+    /// The output that shares the input's storage and layout, because the launch is in place.
     Output(usize),
-    /// Nobody reads it.
+    /// None: the program does not read this input.
     Unused,
 }
 
-/// Formulas over tensors: by the shortest way that fits them.
-pub(crate) fn formulas(formulas: &Formulas) -> Result<()> {
+/// Computes formulas elementwise, by the fastest of the methods that apply.
+pub(crate) fn run_formulas(formulas: &Formulas) -> Result<()> {
     let Formulas { op, inputs, params, program, outputs } = *formulas;
-    if params.seeds.is_empty() && flat::run(op, program, inputs, params.scalars, outputs)? {
+    if params.seeds.is_empty() && flat::try_run(op, program, inputs, params.scalars, outputs)? {
         return Ok(());
     }
-    if outputs[0].dtype == DType::Bool && masks::run(program, inputs, outputs)? {
+    if outputs[0].dtype == DType::Bool && masks::try_run(program, inputs, outputs)? {
         return Ok(());
     }
-    // A storage is locked either for reading or for writing: there even disjoint parts count as overlapping.
-    formulas.checked(false, |launch, _| run(launch))
+    // A host storage is locked as a whole, for reading or for writing, so even disjoint parts of it count as overlapping.
+    formulas.checked(false, |launch, _| run_launch(launch))
 }
 
-pub(crate) fn run(launch: &Launch) -> Result<()> {
-    // As the result lies in memory. Random numbers depend on the order.
-    let ordered = if launch.program.seeds() == 0 { launch.strided.in_order_of(launch.inputs.len()) } else { None };
+/// Runs a checked launch, in the memory order of its first result.
+pub(crate) fn run_launch(launch: &Launch) -> Result<()> {
+    // Random numbers depend on the index, so they keep the row-major order.
+    let ordered = if launch.program.seeds() == 0 { launch.strided.reordered_for(launch.inputs.len()) } else { None };
     match ordered {
-        Some(strided) => run_straightened(&Launch { strided, ..*launch }),
-        None => run_straightened(launch),
+        Some(strided) => run_with_copied_transposes(&Launch { strided, ..*launch }),
+        None => run_with_copied_transposes(launch),
     }
 }
 
-fn run_straightened(launch: &Launch) -> Result<()> {
-    match straightened(launch)? {
-        Some((inputs, strided)) => run_ordered(&Launch { inputs: &inputs, strided, ..*launch }),
-        None => run_ordered(launch),
+/// Runs a launch after copying transposed operands into order where that is faster.
+fn run_with_copied_transposes(launch: &Launch) -> Result<()> {
+    match copy_transposed_operands(launch)? {
+        Some((inputs, strided)) => run_in_order(&Launch { inputs: &inputs, strided, ..*launch }),
+        None => run_in_order(launch),
     }
 }
 
-/// A result that lies in one piece, in its storage.
-fn bytes_of(t: &Tensor) -> Range<usize> {
+/// The byte range of a contiguous result in its storage.
+fn result_bytes(t: &Tensor) -> Range<usize> {
     t.layout.offset * t.dtype.size()..(t.layout.offset + t.numel()) * t.dtype.size()
 }
 
-fn run_ordered(launch: &Launch) -> Result<()> {
+/// Runs a launch whose dims are in their final order: as a copy if the program only copies, else through the interpreter.
+fn run_in_order(launch: &Launch) -> Result<()> {
     let mut reads: SmallVec<[&Storage; 4]> = SmallVec::new();
-    let sources: SmallVec<[Source; 4]> = launch
+    let sources: SmallVec<[InputSource; 4]> = launch
         .inputs
         .iter()
         .enumerate()
         .map(|(k, t)| {
             if !launch.program.exprs().iter().any(|e| e.uses_input(k)) {
-                return Source::Unused;
+                return InputSource::Unused;
             }
             match launch.outputs.iter().position(|out| out.shares_storage(t)) {
-                Some(j) => Source::Output(j),
+                Some(j) => InputSource::Output(j),
                 None => {
                     reads.push(&t.storage);
-                    Source::Storage(reads.len() - 1)
+                    InputSource::Storage(reads.len() - 1)
                 }
             }
         })
         .collect();
     let writes: SmallVec<[&Storage; 2]> = launch.outputs.iter().map(|t| &t.storage).collect();
     if copy::is_copy(launch) {
-        let transpose = Transpose::of(launch, 0).filter(|_| launch.strided.is_contiguous(1));
+        let transpose = Transpose::try_new(launch, 0).filter(|_| launch.strided.is_contiguous(1));
         return with_host(&reads, &writes, |reads, writes| match transpose {
-            Some(transpose) => transpose.run(reads[0], &mut writes[0][bytes_of(launch.outputs[0])]),
-            None => copy::run(launch, reads[0], writes[0]),
+            Some(transpose) => transpose.run(reads[0], &mut writes[0][result_bytes(launch.outputs[0])]),
+            None => copy::run_copy(launch, reads[0], writes[0]),
         });
     }
     let divided_by_zero = with_host(&reads, &writes, |reads, writes| match launch.compute {
@@ -108,7 +111,8 @@ fn run_ordered(launch: &Launch) -> Result<()> {
     if divided_by_zero { Err(Error::DivisionByZero { op: launch.op }) } else { Ok(()) }
 }
 
-fn run_as<C: Number>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes: &mut [&mut [u8]]) -> bool {
+/// Runs a launch in the compute type `C` on all threads; returns whether an integer was divided by zero.
+fn run_as<C: Number>(launch: &Launch, sources: &[InputSource], reads: &[&[u8]], writes: &mut [&mut [u8]]) -> bool {
     let divided_by_zero = AtomicBool::new(false);
     partition(launch, writes, |first, count, partition, outs| {
         if (MapJob { launch, sources, reads, partition }).run::<C>(first, count, outs) {
@@ -118,30 +122,30 @@ fn run_as<C: Number>(launch: &Launch, sources: &[Source], reads: &[&[u8]], write
     divided_by_zero.into_inner()
 }
 
-/// What every worker needs to compute its share.
+/// The inputs that all threads share to compute their parts.
 struct MapJob<'a> {
     launch: &'a Launch<'a>,
-    sources: &'a [Source],
+    sources: &'a [InputSource],
     reads: &'a [&'a [u8]],
     partition: Partition,
 }
 
 impl MapJob<'_> {
-    /// Whether every operand can be read where it lies, in runs that are worth it.
+    /// True if every operand can be read in place, in rows long enough to be tiles.
     fn reads_in_place(&self) -> bool {
         let strided = &self.launch.strided;
         let last = |k: usize| strided.strides[k].last().copied().unwrap_or(0);
-        strided.dims.last().is_none_or(|&row| row >= WORTH_A_TILE)
+        strided.dims.last().is_none_or(|&row| row >= MIN_TILE_ROW_LEN)
             && self.sources.iter().enumerate().all(|(k, source)| match source {
-                Source::Unused => true,
-                Source::Storage(_) => matches!(last(k), 0 | 1),
-                Source::Output(_) => self.copied(k, source).is_none(),
+                InputSource::Unused => true,
+                InputSource::Storage(_) => matches!(last(k), 0 | 1),
+                InputSource::Output(_) => self.overwritten_output(k, source).is_none(),
             })
     }
 
-    /// The length of a row, where all rows of an operand are the same, or follow one another, or it is one element. 1 where
-    /// none is of the first kind, and the whole cannot be one tile.
-    fn repeats(&self) -> Option<usize> {
+    /// Returns the row length if several rows can form one tile: every operand is contiguous, one broadcast row, or a scalar.
+    /// Returns 1 if no row is broadcast and the elements do not fit in one tile.
+    fn repeated_row_len(&self) -> Option<usize> {
         if self.partition != Partition::Elements {
             return None;
         }
@@ -151,36 +155,43 @@ impl MapJob<'_> {
             [_, row] => row,
             _ => return None,
         };
-        let simple = |k: usize| OperandKind::of_dims(strided, k) != OperandKind::Strided;
-        (row <= self.repeated() / 2 && (0..strided.strides.len()).all(simple)).then_some(row)
+        let simple = |k: usize| OperandKind::classify_dims(strided, k) != OperandKind::Strided;
+        (row <= self.repeated_tile_len() / 2 && (0..strided.strides.len()).all(simple)).then_some(row)
     }
 
-    /// Elements of a tile of rows that are written out several times.
-    fn repeated(&self) -> usize {
-        if self.launch.program.has_registers() { TILE } else { REPEATED }
+    /// The number of elements in a tile that covers several rows.
+    fn repeated_tile_len(&self) -> usize {
+        if self.launch.program.has_registers() { TILE } else { REPEATED_TILE_LEN }
     }
 
-    /// The result that the `k`-th input is, if it has to be copied before it is written.
-    fn copied(&self, k: usize, source: &Source) -> Option<usize> {
+    /// Returns the result that overwrites the `k`-th input, if the input has to be copied first.
+    fn overwritten_output(&self, k: usize, source: &InputSource) -> Option<usize> {
         match *source {
-            Source::Output(j) if !self.launch.program.reads_before(k, j) => Some(j),
+            InputSource::Output(j) if !self.launch.program.can_overwrite_input(k, j) => Some(j),
             _ => None,
         }
     }
 
+    /// True if an output overwrites an input.
     fn is_in_place(&self) -> bool {
-        self.sources.iter().any(|source| matches!(source, Source::Output(_)))
+        self.sources.iter().any(|source| matches!(source, InputSource::Output(_)))
     }
 
-    /// As [`run`](MapJob::run), where operands and results lie as they are computed: a run along the last dimension is a tile.
-    fn rows<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]], scratch: &mut Scratch<C>) -> bool {
+    /// Like [`run`](MapJob::run), for operands and results of the compute type that need no buffers. Each row along the last dim is a tile.
+    fn run_rows<C: Number>(
+        &self,
+        first: usize,
+        count: usize,
+        outs: &mut [&mut [u8]],
+        scratch: &mut Scratch<C>,
+    ) -> bool {
         let Launch { inputs, program, strided, scalars, seeds, .. } = self.launch;
-        // Elements, whether they differ along a run, and where the first is.
+        // For each operand: its elements, whether they differ along a row, and the offset of the first.
         let operands: SmallVec<[(&[C], bool, usize); 4]> = inputs
             .iter()
             .enumerate()
             .map(|(k, t)| match self.sources[k] {
-                Source::Storage(i) => {
+                InputSource::Storage(i) => {
                     let elements: &[C] = bytemuck::cast_slice(self.reads[i]);
                     (elements, strided.strides[k].last().is_some_and(|&step| step == 1), t.layout.offset)
                 }
@@ -189,13 +200,13 @@ impl MapJob<'_> {
             .collect();
         let mut outs: SmallVec<[&mut [C]; 2]> = outs.iter_mut().map(|out| bytemuck::cast_slice_mut(out)).collect();
         let mut divided_by_zero = false;
-        if let Some(row) = self.repeats() {
-            // Rows that are the same for all are written out a few times: what a tile costs beside its arithmetic is
-            // then that of several rows.
-            let copies = self.sources.iter().enumerate().any(|(k, source)| self.copied(k, source).is_some());
+        if let Some(row) = self.repeated_row_len() {
+            // Broadcast rows are repeated in a buffer, so that one tile covers several rows and its fixed cost is paid once.
+            let copies =
+                self.sources.iter().enumerate().any(|(k, source)| self.overwritten_output(k, source).is_some());
             let most = match (row, copies) {
-                (1, true) => self.repeated() / IN_PLACE,
-                _ => self.repeated() / row * row,
+                (1, true) => self.repeated_tile_len() / COPIED_TILE_DIVISOR,
+                _ => self.repeated_tile_len() / row * row,
             };
             let (phase, longest) = (first % row, most.min(count));
             let repeated: SmallVec<[Vec<C>; 4]> = (0..inputs.len())
@@ -206,11 +217,11 @@ impl MapJob<'_> {
                     _ => Vec::new(),
                 })
                 .collect();
-            // What is changed in place is read from a copy where it is read after it was written.
+            // An operand that is overwritten is read from a copy if it is read again after the write.
             let mut before: SmallVec<[Vec<C>; 2]> = outs.iter().map(|_| Vec::new()).collect();
             for at in (0..count).step_by(longest) {
                 let (start, len) = (first + at, longest.min(count - at));
-                for j in self.sources.iter().enumerate().filter_map(|(k, source)| self.copied(k, source)) {
+                for j in self.sources.iter().enumerate().filter_map(|(k, source)| self.overwritten_output(k, source)) {
                     before[j].clear();
                     before[j].extend_from_slice(&outs[j][at..at + len]);
                 }
@@ -218,8 +229,8 @@ impl MapJob<'_> {
                 for (k, (&(elements, differ, offset), repeated)) in operands.iter().zip(&repeated).enumerate() {
                     tile_inputs.push(match (elements, &repeated[..]) {
                         ([], _) => match self.sources[k] {
-                            Source::Output(j) if before[j].is_empty() => TileIn::Output(j),
-                            Source::Output(j) => TileIn::Slice(&before[j]),
+                            InputSource::Output(j) if before[j].is_empty() => TileIn::Output(j),
+                            InputSource::Output(j) => TileIn::Slice(&before[j]),
                             _ => TileIn::Scalar(C::from_i32(0)),
                         },
                         (elements, _) if !differ => TileIn::Scalar(elements[offset]),
@@ -235,12 +246,12 @@ impl MapJob<'_> {
             return divided_by_zero;
         }
         let bases = self.bases(first);
-        strided.runs(first, count, |at, offsets, len| {
+        strided.for_each_run(first, count, |at, offsets, len| {
             let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
             for ((&(elements, differ, offset), &more), source) in operands.iter().zip(offsets).zip(self.sources) {
                 let from = offset.wrapping_add_signed(more);
                 tile_inputs.push(match (elements, source) {
-                    ([], &Source::Output(j)) => TileIn::Output(j),
+                    ([], &InputSource::Output(j)) => TileIn::Output(j),
                     ([], _) => TileIn::Scalar(C::from_i32(0)),
                     (elements, _) if differ => TileIn::Slice(&elements[from..from + len]),
                     (elements, _) => TileIn::Scalar(elements[from]),
@@ -256,12 +267,12 @@ impl MapJob<'_> {
         divided_by_zero
     }
 
-    /// [`Partition::base`] of every result.
+    /// [`Partition::base_offset`] for every result.
     fn bases(&self, first: usize) -> SmallVec<[isize; 2]> {
-        (0..self.launch.outputs.len()).map(|j| self.partition.base(self.launch, j, first)).collect()
+        (0..self.launch.outputs.len()).map(|j| self.partition.base_offset(self.launch, j, first)).collect()
     }
 
-    /// Where result `j` has the job's element `at`, which the walk has at `offsets`.
+    /// The index in result `j` of the job's element `at`, for which the iteration gives `offsets`.
     fn result_start(&self, j: usize, at: usize, bases: &[isize], offsets: &[isize]) -> usize {
         match self.partition {
             Partition::Elements => at,
@@ -269,14 +280,14 @@ impl MapJob<'_> {
         }
     }
 
-    /// As [`run`](MapJob::run), of what is only converted: without a detour where one side is the type computed in.
+    /// Like [`run`](MapJob::run), for launches that only convert a dtype. Skips the buffer if one side has the compute type.
     fn convert<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) {
         let (strided, input, output) = (&self.launch.strided, &self.launch.inputs[0], self.launch.outputs[0]);
         let last = |k: usize| strided.strides[k].last().copied().unwrap_or(1);
         let (step, to_step) = (last(0), if self.partition == Partition::Elements { 1 } else { last(1) });
         let (bases, from) = (self.bases(first), self.reads[0]);
         let (mut tile, same) = ([C::from_i32(0); TILE], C::COMPUTE.dtype());
-        strided.runs(first, count, |at, offsets, len| {
+        strided.for_each_run(first, count, |at, offsets, len| {
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
             let (target, to) = (self.result_start(0, at, &bases, offsets), &mut *outs[0]);
             if input.dtype == same && step == 1 {
@@ -295,7 +306,7 @@ impl MapJob<'_> {
         });
     }
 
-    /// Computes elements `first..first + count`; gives whether an integer was divided by zero.
+    /// Computes elements `first..first + count`; returns whether an integer was divided by zero.
     fn run<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) -> bool {
         let Launch { inputs, outputs, program, strided, .. } = self.launch;
         let zero = C::from_f64(0.0);
@@ -303,73 +314,78 @@ impl MapJob<'_> {
         let step = |k: usize| strided.strides[k].last().copied().unwrap_or(0);
         let row = strided.dims.last().copied().unwrap_or(1).max(1);
         let elements = self.partition == Partition::Elements;
-        // Results of the type computed in go straight to their place, or are streamed there.
-        let in_rows = |j: usize| row >= WORTH_A_TILE && step(inputs.len() + j) == 1;
+        // Results of the compute type are written in place, or stored past the cache.
+        let in_rows = |j: usize| row >= MIN_TILE_ROW_LEN && step(inputs.len() + j) == 1;
         let same = |j: usize| outputs[j].dtype == C::COMPUTE.dtype() && (elements || in_rows(j));
         let bytes = |t: &Tensor| t.numel() * t.dtype.size();
         let all = || inputs.iter().map(bytes).chain(outputs.iter().map(|t| bytes(t))).sum();
-        // What is changed in place is in the cache by then, and streamed loops have no operand that is written.
+        // Overwritten operands are in the cache already, and the loops that store past the cache cannot overwrite operands.
         let fresh = !self.is_in_place();
-        let streamed = |j: usize| fresh && elements && same(j) && program.goes_past_cache(bytes(outputs[j]), all());
+        let streamed = |j: usize| fresh && elements && same(j) && program.should_bypass_cache(bytes(outputs[j]), all());
         let direct = |j: usize| same(j) && !streamed(j);
-        if matches!(self.sources, [Source::Storage(_)]) && outputs.len() == 1 && !streamed(0) && program.is_identity() {
+        if matches!(self.sources, [InputSource::Storage(_)])
+            && outputs.len() == 1
+            && !streamed(0)
+            && program.is_identity()
+        {
             self.convert::<C>(first, count, outs);
             return false;
         }
         let streaming = Streaming::new();
-        // Where nothing is kept in registers or converted, a tile may be as long as it likes.
+        // Without registers and conversions, a tile may have any length.
         let unconverted = inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
         let plain = !program.has_registers() && unconverted;
-        let past = program.streams() && (0..outputs.len()).all(streamed);
+        let past = program.can_bypass_cache() && (0..outputs.len()).all(streamed);
         let all_direct = (0..outputs.len()).all(direct);
         if (plain && (past || all_direct) && self.reads_in_place())
-            || (unconverted && all_direct && self.repeats().is_some())
+            || (unconverted && all_direct && self.repeated_row_len().is_some())
         {
             scratch.streamed = past;
-            return self.rows::<C>(first, count, outs, &mut scratch);
+            return self.run_rows::<C>(first, count, outs, &mut scratch);
         }
         let longest = match plain {
             true if all_direct && elements => count,
             true if all_direct => row,
-            true if (0..outputs.len()).all(streamed) => STREAMED,
+            true if (0..outputs.len()).all(streamed) => STREAM_BUFFER_LEN,
             _ => TILE,
         };
         let mut loaded: SmallVec<[Vec<C>; 4]> = inputs.iter().map(|_| Vec::new()).collect();
-        let mut results: SmallVec<[Vec<C>; 2]> =
-            (0..outputs.len()).map(|j| if direct(j) { Vec::new() } else { vec![zero; longest + LINE] }).collect();
+        let mut results: SmallVec<[Vec<C>; 2]> = (0..outputs.len())
+            .map(|j| if direct(j) { Vec::new() } else { vec![zero; longest + MAX_ALIGN_SKIP] })
+            .collect();
         let bases = self.bases(first);
         let mut divided_by_zero = false;
         let (mut start, end) = (first, first + count);
         while start < end {
             let left = row - start % row;
             let mut len = longest.min(end - start);
-            if row >= WORTH_A_TILE {
+            if row >= MIN_TILE_ROW_LEN {
                 len = len.min(left);
             }
             let offsets = strided.offsets(start);
-            // Read where they lie: elements of the type computed in, one after another or one for all.
+            // True if the input is read in place: it has the compute type, and is contiguous or constant along the tile.
             let in_place =
                 |k: usize, t: &Tensor| t.dtype == C::COMPUTE.dtype() && len <= left && matches!(step(k), 0 | 1);
             for (k, t) in inputs.iter().enumerate() {
                 let bytes: &[u8] = match self.sources[k] {
-                    Source::Unused => continue,
-                    Source::Storage(_) if in_place(k, t) => continue,
-                    Source::Storage(i) => self.reads[i],
-                    Source::Output(j) => outs[j],
+                    InputSource::Unused => continue,
+                    InputSource::Storage(_) if in_place(k, t) => continue,
+                    InputSource::Storage(i) => self.reads[i],
+                    InputSource::Output(j) => outs[j],
                 };
                 let buffer = &mut loaded[k];
-                buffer.resize(longest + LINE, zero);
-                let held = aligned(buffer, len);
+                buffer.resize(longest + MAX_ALIGN_SKIP, zero);
+                let held = aligned_range(buffer, len);
                 let buffer = &mut buffer[held];
-                if matches!(self.sources[k], Source::Output(_)) && elements {
+                if matches!(self.sources[k], InputSource::Output(_)) && elements {
                     load_tile(t.dtype, bytes, start - first, 1, buffer);
                     continue;
                 }
                 let offset = match self.sources[k] {
-                    Source::Output(j) => bases[j],
+                    InputSource::Output(j) => bases[j],
                     _ => t.layout.offset as isize,
                 };
-                strided.runs(start, len, |at, offsets, n| {
+                strided.for_each_run(start, len, |at, offsets, n| {
                     load_tile(t.dtype, bytes, (offset + offsets[k]) as usize, step(k), &mut buffer[at..at + n]);
                 });
             }
@@ -377,8 +393,8 @@ impl MapJob<'_> {
                 .iter()
                 .enumerate()
                 .map(|(k, t)| match self.sources[k] {
-                    Source::Unused => TileIn::Scalar(zero),
-                    Source::Storage(i) if in_place(k, t) => {
+                    InputSource::Unused => TileIn::Scalar(zero),
+                    InputSource::Storage(i) if in_place(k, t) => {
                         let elements: &[C] = bytemuck::cast_slice(self.reads[i]);
                         let from = (t.layout.offset as isize + offsets[k]) as usize;
                         match step(k) {
@@ -386,7 +402,7 @@ impl MapJob<'_> {
                             _ => TileIn::Scalar(elements[from]),
                         }
                     }
-                    _ => TileIn::Slice(&loaded[k][aligned(&loaded[k], len)]),
+                    _ => TileIn::Slice(&loaded[k][aligned_range(&loaded[k], len)]),
                 })
                 .collect();
             let tile = Tile {
@@ -405,7 +421,7 @@ impl MapJob<'_> {
                             &mut bytemuck::cast_slice_mut::<u8, C>(bytes)[at..][..len]
                         }
                         false => {
-                            let held = aligned(result, len);
+                            let held = aligned_range(result, len);
                             &mut result[held]
                         }
                     });
@@ -413,14 +429,14 @@ impl MapJob<'_> {
                 divided_by_zero |= program.eval_tile(&tile, &mut scratch, &mut targets);
             }
             for (j, t) in outputs.iter().enumerate().filter(|(j, _)| !direct(*j)) {
-                let (k, result) = (inputs.len() + j, &results[j][aligned(&results[j], len)]);
+                let (k, result) = (inputs.len() + j, &results[j][aligned_range(&results[j], len)]);
                 if streamed(j) {
                     let out = &mut bytemuck::cast_slice_mut::<u8, C>(outs[j])[start - first..][..len];
                     streaming.copy(out, result);
                 } else if elements {
                     store_tile(t.dtype, result, outs[j], start - first, 1);
                 } else {
-                    strided.runs(start, len, |at, offsets, n| {
+                    strided.for_each_run(start, len, |at, offsets, n| {
                         let to = (bases[j] + offsets[k]) as usize;
                         store_tile(t.dtype, &result[at..at + n], outs[j], to, step(k));
                     });

@@ -1,8 +1,8 @@
-//! The CPU: loops and vectors over problems.
+//! The CPU backend: computes problems with vectorised loops on a thread pool.
 
 pub(crate) mod accumulate;
 mod arg;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // its products have kernels of their own there only
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // its product kernels exist only there
 pub(crate) mod conv;
 pub(crate) mod convert;
 pub(crate) mod copy;
@@ -44,28 +44,28 @@ pub(crate) mod vectorised;
 pub(crate) mod window;
 
 use crate::backend::Backend;
+use crate::backend::mark_written;
 use crate::backend::problem::{
-    Blocking, Channels, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth, Reduction,
-    Resize, Scan, Selected, Softmax, Task, Windows,
+    Blocking, Channels, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, PoolTask,
+    RankQuery, Reduction, Resize, Scan, Selected, Softmax, Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
-use crate::backend::written;
 use crate::device::count_launch;
 use crate::device::cpu::threads;
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
 use crate::{Result, Shape, Tensor};
 
-/// The CPU. What computes does not count launches: the methods here do.
+/// The CPU backend. These methods count launches; the functions that they call do not.
 pub(crate) struct Cpu;
 
-/// Counts a launch.
+/// Counts a launch, and passes on its result.
 pub(crate) fn counted<R>(made: Result<R>) -> Result<R> {
     count_launch();
     made
 }
 
-/// Counts a launch where `is_launch` says that there was one.
+/// Counts a launch if `is_launch` returns true, or if it failed.
 fn counted_if<R>(made: Result<R>, is_launch: impl FnOnce(&R) -> bool) -> Result<R> {
     if made.as_ref().map_or(true, is_launch) { counted(made) } else { made }
 }
@@ -73,49 +73,49 @@ fn counted_if<R>(made: Result<R>, is_launch: impl FnOnce(&R) -> bool) -> Result<
 impl Backend for Cpu {
     methods! {
         map(formulas: &Formulas) -> Result<()> =
-            counted_if(map::formulas(formulas), |()| formulas.outputs[0].numel() > 0);
+            counted_if(map::run_formulas(formulas), |()| formulas.outputs[0].numel() > 0);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             counted_if(join::join(out, tensors, d), |joined| *joined);
-        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
-            counted(triangle::zeroed(x, from, to).map(Some));
-        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = counted(gemm::run(product, shape, outs));
+        tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
+            counted(triangle::tril_triu(x, from, to).map(Some));
+        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = counted(gemm::multiply(product, shape, outs));
         reduce(reduction: &Reduction) -> Result<()> =
-            counted(reduce::run(reduction));
+            counted(reduce::run_reduction(reduction));
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
-            counted(scan::run(scan, x, d, values, indices));
+            counted(scan::run_scan(scan, x, d, values, indices));
         sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
-            counted(sort::run(x, d, descending, values, indices));
-        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
-            counted(sort::search(x, lines, step, v, right, out));
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
-            counted_if(select::first(x, d, k, descending), |first| first.indices.numel() > 0).map(Some);
-        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> =
-            counted_if(select::nth(x, d, nth), |nth| nth.indices.numel() > 0).map(Some);
+            counted(sort::run_sort(x, d, descending, values, indices));
+        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+            counted(sort::searchsorted(x, lines, step, v, right, out));
+        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
+            counted_if(select::topk(x, d, k, descending), |first| first.indices.numel() > 0).map(Some);
+        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> =
+            counted_if(select::kth(x, d, nth), |nth| nth.indices.numel() > 0).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(gather::gather(g, out));
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
             counted(scatter::scatter(g, combine, target, layout));
         linear_index(
             op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
         ) -> Result<()> =
-            counted(gather::linear(op, index, out, axis, base));
+            counted(gather::linear_index(op, index, out, axis, base));
         one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
             counted(gather::one_hot(op, x, out, classes));
         nonzero(_: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
-            counted(nonzero::indices(&mask()?, dims)).map(written);
-        softmax(softmax: &Softmax) -> Result<()> = counted(softmax::run(softmax));
+            counted(nonzero::nonzero_indices(&mask()?, dims)).map(mark_written);
+        softmax(softmax: &Softmax) -> Result<()> = counted(softmax::run_softmax(softmax));
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = counted(softmax::cross_entropy(entropy));
-        norm(rows: &Normalisation) -> Result<()> = counted(norm::run(rows));
-        norm_columns(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::columns(x, rows, n).map(Some);
+        norm(rows: &Normalisation) -> Result<()> = counted(norm::normalise(rows));
+        alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::alloc_column_sums(x, rows, n).map(Some);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
-            counted_if(norm_channels::normalised(x, numbers, eps), Option::is_some);
-        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
-            counted(window::unfold(windows, x, out, inside));
-        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> =
-            counted(window::fold(windows, columns, out));
-        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
-            counted(window::run(windows, task, x, index, out));
+            counted_if(norm_channels::normalise_batch(x, numbers, eps), Option::is_some);
+        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
+            counted(window::im2col(windows, x, out, inside));
+        col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> =
+            counted(window::col2im(windows, columns, out));
+        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            counted(window::pool(windows, task, x, index, out));
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
-            counted(interpolate::run(resize, x, out, transposed));
+            counted(interpolate::resize_images(resize, x, out, transposed));
     }
 
     fn convolution(
@@ -139,20 +139,21 @@ impl Backend for Cpu {
         None
     }
 
-    fn blocking(&self, memory: usize, cheap: bool) -> Blocking {
-        let unblocked_bytes = if cheap { Blocking::MIN_UNBLOCKED_BYTES } else { Blocking::share(memory) };
+    fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking {
+        let unblocked_bytes = if cheap { Blocking::MIN_UNBLOCKED_BYTES } else { Blocking::memory_fraction(memory) };
         Blocking { unblocked_bytes, block_bytes: Blocking::MIN_UNBLOCKED_BYTES.min(threads() << 19), min_queries: 128 }
     }
 }
 
-/// A convolution whose launches are counted and recorded, and whose results are new versions of their storages.
+/// A convolution whose launches are counted and profiled, and whose results get new versions.
 struct Counted<C> {
     convolution: C,
-    /// Windows of an image.
+    /// The number of windows in an image.
     grid: usize,
 }
 
 impl<C> Counted<C> {
+    /// Describes one launch for the profiler.
     fn operation(&self, name: &'static str, images: &Tensor, weight: &Tensor) -> Operation {
         let flops = 2 * images.shape().dims()[0] * self.grid * weight.numel();
         describe_flops(name, [images, weight], flops)
@@ -160,18 +161,18 @@ impl<C> Counted<C> {
 }
 
 impl<C: Convolution> Convolution for Counted<C> {
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| self.operation("conv2d", x, weight));
-        counted(self.convolution.windows(x, weight, bias)).map(written)
+        counted(self.convolution.forward(x, weight, bias)).map(mark_written)
     }
 
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| self.operation("conv_transpose2d", y, weight));
-        counted(self.convolution.images(y, weight, bias)).map(written)
+        counted(self.convolution.transposed(y, weight, bias)).map(mark_written)
     }
 
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+    fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
-        counted(self.convolution.weight(x, y, slot)).map(written)
+        counted(self.convolution.weight_gradient(x, y, slot)).map(mark_written)
     }
 }

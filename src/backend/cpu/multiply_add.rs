@@ -1,27 +1,27 @@
-//! A product and the sum it is part of, in one pass: half the loads and stores of two. Each is rounded on its own.
+//! A product and the sum that uses it, in one pass with half the loads and stores. Both are rounded separately, as in two passes.
 
 use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::in_place::update;
-use crate::backend::cpu::interpreter::{TileIn, binary, run};
+use crate::backend::cpu::in_place::binary_in_place;
+use crate::backend::cpu::interpreter::{TileIn, binary, run_loop};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::Binary;
 
-/// How `a * b` and `c` become one.
+/// The combination of the product `a * b` with `c`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sum {
+pub(crate) enum ProductSum {
     /// `a * b + c`.
-    Plus,
+    Add,
     /// `a * b - c`.
-    Less,
+    Sub,
     /// `c - a * b`.
-    Rest,
+    SubFrom,
 }
 
-/// Of a result that is `c`, or `a` where that is `FIRST`.
+/// A loop that overwrites an operand: `a` if `FIRST`, else `c`.
 struct Update<'a, C, I, F, const FIRST: bool> {
     dst: &'a mut [C],
     others: I,
@@ -41,10 +41,15 @@ impl<C: Number, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIR
     }
 }
 
-/// Fills `dst`, which is [`TileIn::Output`] where it is an operand, once; or gives the one value that all elements have.
-pub(crate) fn multiply_add<C: Number>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+/// Fills `dst`, or returns the value that all elements have. At most one operand is [`TileIn::Output`], the old contents of `dst`.
+pub(crate) fn multiply_add<C: Number>(
+    arch: Arch,
+    sum: ProductSum,
+    [a, b, c]: [TileIn<'_, C>; 3],
+    dst: &mut [C],
+) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
-    // A product is the same either way round: a number comes second, and a result that is changed first.
+    // The factors commute: a number goes second, and an overwritten operand first.
     let (a, b) = match (a, b) {
         (Scalar(_), Slice(_) | Output(_)) | (Slice(_), Output(_)) => (b, a),
         _ => (a, b),
@@ -56,13 +61,13 @@ pub(crate) fn multiply_add<C: Number>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'
             match (a, b, c) {
                 (Slice(a), Slice(b), Slice(c)) => {
                     let args = a.iter().zip(b).zip(c).map(|((x, y), z)| (*x, *y, *z));
-                    run::<C, _, F>(arch, dst, args);
+                    run_loop::<C, _, F>(arch, dst, args);
                 }
                 (Slice(a), Scalar(y), Slice(c)) => {
-                    run::<C, _, F>(arch, dst, a.iter().zip(c).map(|(x, z)| (*x, y, *z)));
+                    run_loop::<C, _, F>(arch, dst, a.iter().zip(c).map(|(x, z)| (*x, y, *z)));
                 }
                 (Slice(a), Scalar(y), Scalar(z)) => {
-                    run::<C, _, F>(arch, dst, a.iter().map(|x| (*x, y, z)));
+                    run_loop::<C, _, F>(arch, dst, a.iter().map(|x| (*x, y, z)));
                 }
                 (Slice(a), Slice(b), Output(_)) => {
                     let others = a.iter().zip(b).map(|(x, y)| (*x, *y));
@@ -74,30 +79,35 @@ pub(crate) fn multiply_add<C: Number>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'
                 (Output(_), Scalar(y), Slice(c)) => {
                     arch.dispatch(Update::<_, _, _, true> { dst, others: c.iter().map(|z| (y, *z)), function });
                 }
-                _ => return in_two(arch, sum, [a, b, c], dst),
+                _ => return multiply_then_add(arch, sum, [a, b, c], dst),
             }
             None
         }};
     }
     match sum {
-        Sum::Plus => each!(x, y, z => x.mul(y).add(z)),
-        Sum::Less => each!(x, y, z => x.mul(y).sub(z)),
-        Sum::Rest => each!(x, y, z => z.sub(x.mul(y))),
+        ProductSum::Add => each!(x, y, z => x.mul(y).add(z)),
+        ProductSum::Sub => each!(x, y, z => x.mul(y).sub(z)),
+        ProductSum::SubFrom => each!(x, y, z => z.sub(x.mul(y))),
     }
 }
 
-/// The product, and then the sum. Of a product of numbers the sum alone.
-fn in_two<C: Number>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+/// Computes the product and then the sum in two passes; only the sum if both factors are numbers.
+fn multiply_then_add<C: Number>(
+    arch: Arch,
+    sum: ProductSum,
+    [a, b, c]: [TileIn<'_, C>; 3],
+    dst: &mut [C],
+) -> Option<C> {
     let (op, left) = match sum {
-        Sum::Plus => (Binary::Add, true),
-        Sum::Less => (Binary::Sub, true),
-        Sum::Rest => (Binary::Sub, false),
+        ProductSum::Add => (Binary::Add, true),
+        ProductSum::Sub => (Binary::Sub, true),
+        ProductSum::SubFrom => (Binary::Sub, false),
     };
     if let (TileIn::Scalar(x), TileIn::Scalar(y)) = (a, b) {
         let product = TileIn::Scalar(x.mul(y));
         return if left { binary(arch, op, product, c, dst) } else { binary(arch, op, c, product, dst) };
     }
     binary(arch, Binary::Mul, a, b, dst);
-    update(arch, op, left, c, dst);
+    binary_in_place(arch, op, left, c, dst);
     None
 }

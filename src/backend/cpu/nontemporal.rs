@@ -1,59 +1,61 @@
-//! Results that are stored past the cache while they are computed: a cheap formula is bound by memory, and a detour through a
-//! buffer would cost it a quarter.
+//! Binary primitives that store their results past the cache. A cheap formula is limited by memory bandwidth, and a buffer would cost
+//! it a quarter of the time.
 
 use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::in_place::for_cheap;
+use crate::backend::cpu::in_place::dispatch_cheap;
 use crate::backend::cpu::interpreter::TileIn;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::{Function, function};
 use crate::device::cpu::streaming::{LINE, Streaming};
 use crate::expr::Binary;
 
-/// An operand, taken from an element or a line at a time.
-trait Lines<C> {
-    fn one(&mut self) -> Option<C>;
-    fn line(&mut self) -> Option<[C; LINE]>;
+/// An operand that is read one element or one cache line at a time.
+trait ElementSource<C> {
+    fn next_element(&mut self) -> Option<C>;
+    fn next_line(&mut self) -> Option<[C; LINE]>;
 }
 
-struct Each<'a, C>(&'a [C]);
-struct Same<C>([C; LINE]);
-/// A row again and again, and what is left of it this time.
-struct RowPairs<'a, C>(&'a [C], &'a [C]);
+/// One element for each element of the result.
+struct SliceSource<'a, C>(&'a [C]);
+/// One value for all elements.
+struct ScalarSource<C>([C; LINE]);
+/// A repeating row, and the rest of its current repetition.
+struct RowSource<'a, C>(&'a [C], &'a [C]);
 
-impl<C: Number> Lines<C> for Each<'_, C> {
+impl<C: Number> ElementSource<C> for SliceSource<'_, C> {
     #[inline(always)]
-    fn one(&mut self) -> Option<C> {
+    fn next_element(&mut self) -> Option<C> {
         let (one, rest) = self.0.split_first()?;
         self.0 = rest;
         Some(*one)
     }
 
     #[inline(always)]
-    fn line(&mut self) -> Option<[C; LINE]> {
+    fn next_line(&mut self) -> Option<[C; LINE]> {
         let (line, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
         Some(*line)
     }
 }
 
-impl<C: Number> Lines<C> for Same<C> {
+impl<C: Number> ElementSource<C> for ScalarSource<C> {
     #[inline(always)]
-    fn one(&mut self) -> Option<C> {
+    fn next_element(&mut self) -> Option<C> {
         Some(self.0[0])
     }
 
     #[inline(always)]
-    fn line(&mut self) -> Option<[C; LINE]> {
+    fn next_line(&mut self) -> Option<[C; LINE]> {
         Some(self.0)
     }
 }
 
-impl<C: Number> Lines<C> for RowPairs<'_, C> {
+impl<C: Number> ElementSource<C> for RowSource<'_, C> {
     #[inline(always)]
-    fn one(&mut self) -> Option<C> {
+    fn next_element(&mut self) -> Option<C> {
         if self.1.is_empty() {
             self.1 = self.0;
         }
@@ -63,55 +65,62 @@ impl<C: Number> Lines<C> for RowPairs<'_, C> {
     }
 
     #[inline(always)]
-    fn line(&mut self) -> Option<[C; LINE]> {
+    fn next_line(&mut self) -> Option<[C; LINE]> {
         if let Some((line, rest)) = self.1.split_first_chunk() {
             self.1 = rest;
             return Some(*line);
         }
-        let mut line = [self.one()?; LINE];
+        let mut line = [self.next_element()?; LINE];
         for x in &mut line[1..] {
-            *x = self.one()?;
+            *x = self.next_element()?;
         }
         Some(line)
     }
 }
 
-struct Stream<'a, C, A, B, F> {
+/// The loop over two operands, for dispatch to the processor's vectors.
+struct StreamLoop<'a, C, A, B, F> {
     dst: &'a mut [C],
     a: A,
     b: B,
     function: PhantomData<F>,
 }
 
-impl<C: Number, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>> WithSimd for Stream<'_, C, A, B, F> {
+impl<C: Number, A: ElementSource<C>, B: ElementSource<C>, F: Function<(C, C), C>> WithSimd
+    for StreamLoop<'_, C, A, B, F>
+{
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, _: S) {
         let streaming = Streaming::new();
-        // Fewer than a line: the address of an element is a multiple of its size.
+        // The elements before the first cache line. Elements are aligned to their size, so they reach a line boundary exactly.
         let head = self.dst.as_ptr().align_offset(64).min(self.dst.len());
         let (head, lines) = self.dst.split_at_mut(head);
-        singly::<C, A, B, F>(head, &mut self.a, &mut self.b);
+        compute_elements::<C, A, B, F>(head, &mut self.a, &mut self.b);
         let (lines, tail) = lines.as_chunks_mut::<LINE>();
         for to in lines {
-            let (Some(a), Some(b)) = (self.a.line(), self.b.line()) else { return };
+            let (Some(a), Some(b)) = (self.a.next_line(), self.b.next_line()) else { return };
             streaming.line(to, std::array::from_fn(|i| F::call((a[i], b[i]))));
         }
-        singly::<C, A, B, F>(tail, &mut self.a, &mut self.b);
+        compute_elements::<C, A, B, F>(tail, &mut self.a, &mut self.b);
     }
 }
 
-/// Fewer elements than a line has.
+/// Computes fewer elements than a line has, one at a time.
 #[inline(always)]
-fn singly<C: Number, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>>(dst: &mut [C], a: &mut A, b: &mut B) {
+fn compute_elements<C: Number, A: ElementSource<C>, B: ElementSource<C>, F: Function<(C, C), C>>(
+    dst: &mut [C],
+    a: &mut A,
+    b: &mut B,
+) {
     for d in dst {
-        let (Some(x), Some(y)) = (a.one(), b.one()) else { return };
+        let (Some(x), Some(y)) = (a.next_element(), b.next_element()) else { return };
         *d = F::call((x, y));
     }
 }
 
-/// Fills `dst` past the cache, or returns the one value that all elements have.
+/// Fills `dst` with stores past the cache, or returns the value that all elements have.
 pub(crate) fn binary<C: Number>(
     arch: Arch,
     op: Binary,
@@ -122,23 +131,36 @@ pub(crate) fn binary<C: Number>(
     macro_rules! each {
         ($method:ident) => {{
             function!(F, (x, y): (C, C) => x.$method(y));
-            of::<C, F>(arch, a, b, dst)
+            dispatch_operands::<C, F>(arch, a, b, dst)
         }};
     }
-    for_cheap!(op, each)
+    dispatch_cheap!(op, each)
 }
 
-fn of<C: Number, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn dispatch_operands<C: Number, F: Function<(C, C), C>>(
+    arch: Arch,
+    a: TileIn<'_, C>,
+    b: TileIn<'_, C>,
+    dst: &mut [C],
+) -> Option<C> {
     use TileIn::{Scalar, Slice};
     let function = PhantomData::<F>;
-    let rows = |row, at: usize| RowPairs(row, &row[at..]);
+    let rows = |row, at: usize| RowSource(row, &row[at..]);
     match (a, b) {
-        (Slice(a), Slice(b)) => arch.dispatch(Stream { dst, a: Each(a), b: Each(b), function }),
-        (Slice(a), Scalar(y)) => arch.dispatch(Stream { dst, a: Each(a), b: Same([y; LINE]), function }),
-        (Scalar(x), Slice(b)) => arch.dispatch(Stream { dst, a: Same([x; LINE]), b: Each(b), function }),
+        (Slice(a), Slice(b)) => arch.dispatch(StreamLoop { dst, a: SliceSource(a), b: SliceSource(b), function }),
+        (Slice(a), Scalar(y)) => {
+            arch.dispatch(StreamLoop { dst, a: SliceSource(a), b: ScalarSource([y; LINE]), function })
+        }
+        (Scalar(x), Slice(b)) => {
+            arch.dispatch(StreamLoop { dst, a: ScalarSource([x; LINE]), b: SliceSource(b), function })
+        }
         (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
-        (Slice(a), TileIn::Rows(row, at)) => arch.dispatch(Stream { dst, a: Each(a), b: rows(row, at), function }),
-        (TileIn::Rows(row, at), Slice(b)) => arch.dispatch(Stream { dst, a: rows(row, at), b: Each(b), function }),
+        (Slice(a), TileIn::Rows(row, at)) => {
+            arch.dispatch(StreamLoop { dst, a: SliceSource(a), b: rows(row, at), function })
+        }
+        (TileIn::Rows(row, at), Slice(b)) => {
+            arch.dispatch(StreamLoop { dst, a: rows(row, at), b: SliceSource(b), function })
+        }
         _ => unreachable!("rows go with a slice"),
     }
     None
@@ -150,7 +172,7 @@ mod tests {
     use crate::backend::cpu::interpreter;
 
     #[test]
-    fn any_length_at_any_place_in_every_form() {
+    fn any_length_and_alignment_in_every_operand_form() {
         let x: Vec<f32> = (0..200).map(|i| if i % 41 == 7 { f32::NAN } else { i as f32 - 90.5 }).collect();
         let y: Vec<f32> = (0..200).map(|i| if i % 31 == 9 { f32::INFINITY } else { 70.0 - i as f32 }).collect();
         let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());

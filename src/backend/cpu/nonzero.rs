@@ -1,26 +1,27 @@
-//! The indices of what is true in a mask, on the CPU: each block is counted, then its indices are written where they begin.
+//! The indices of nonzero elements on the CPU. The true elements of each block of a mask are counted first, which gives the position of each
+//! block's indices in the result.
 
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
-/// Elements of the mask that a thread goes through at a time.
-const BLOCK: usize = 1 << 14;
-/// Indices that are found before they are written.
-const SOME: usize = 256;
+/// The number of mask elements in a job of a thread.
+const BLOCK_LEN: usize = 1 << 14;
+/// The number of indices that are collected before they are written.
+const INDEX_BUFFER_LEN: usize = 256;
 
-/// For what is true in a contiguous mask its position in row-major order, taken as one of a tensor of sizes `dims`: a row of
-/// indices each. The mask has elements.
-pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
+/// Returns the indices of true elements in a contiguous mask, in row-major order, as a tensor `[count, rank]`. The mask is not empty and is
+/// indexed as a tensor with sizes `dims`.
+pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let (numel, rank) = (mask.numel(), dims.len());
     let block = |i: usize| {
-        let from = mask.layout.offset + i * BLOCK;
-        from..from + BLOCK.min(numel - i * BLOCK)
+        let from = mask.layout.offset + i * BLOCK_LEN;
+        from..from + BLOCK_LEN.min(numel - i * BLOCK_LEN)
     };
     let counts = with_host(&[&mask.storage], &[], |reads, _| {
-        parallel::map(numel.div_ceil(BLOCK), 4, |i| count(&reads[0][block(i)]))
+        parallel::map(numel.div_ceil(BLOCK_LEN), 4, |i| count_true(&reads[0][block(i)]))
     })?;
-    let out = Tensor::empty_like_shape([counts.iter().sum(), rank], DType::I64, mask.device())?;
+    let out = Tensor::empty_with_shape([counts.iter().sum(), rank], DType::I64, mask.device())?;
     if out.numel() > 0 {
         with_host(&[&mask.storage], &[&out.storage], |reads, writes| {
             let mut rest: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..out.numel()];
@@ -30,7 +31,7 @@ pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
                 work.push(of_block);
                 rest = others;
             }
-            let one = |i: usize, to: &mut &mut [i64]| fill(&reads[0][block(i)], i * BLOCK, dims, to);
+            let one = |i: usize, to: &mut &mut [i64]| write_indices(&reads[0][block(i)], i * BLOCK_LEN, dims, to);
             match work.len() {
                 1 => one(0, &mut work[0]),
                 _ => parallel::for_each(&mut work, one),
@@ -40,26 +41,27 @@ pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     Ok(out)
 }
 
-fn count(mask: &[u8]) -> usize {
-    // Few enough at a time to be counted in bytes.
+/// Counts the true elements.
+fn count_true(mask: &[u8]) -> usize {
+    // At most 128 at a time, so that the count fits in a byte.
     mask.chunks(128).map(|some| usize::from(some.iter().map(|&b| u8::from(b != 0)).sum::<u8>())).sum()
 }
 
-/// The indices of what is true in `mask`, whose first element is the `first` of all, until `out` is full: another thread may
-/// have written to the mask since it was counted.
-fn fill(mask: &[u8], first: usize, dims: &[usize], mut out: &mut [i64]) {
+/// Writes the indices of true elements in `mask`, whose first element has position `first`, until `out` is full. Tolerates a mask that
+/// another thread changed after the count.
+fn write_indices(mask: &[u8], first: usize, dims: &[usize], mut out: &mut [i64]) {
     let Some((&inner, outer)) = dims.split_last() else { return };
     let (mut index, mut row) = (vec![0; outer.len()], first / inner);
     for (i, &size) in index.iter_mut().zip(outer).rev() {
         *i = (row % size) as i64;
         row /= size;
     }
-    let (mut column, mut at, mut found) = (first % inner, 0, [0; SOME]);
+    let (mut column, mut at, mut found) = (first % inner, 0, [0; INDEX_BUFFER_LEN]);
     while at < mask.len() {
-        let len = SOME.min(inner - column).min(mask.len() - at);
+        let len = INDEX_BUFFER_LEN.min(inner - column).min(mask.len() - at);
         let mut n = 0;
         for (i, &b) in mask[at..at + len].iter().enumerate() {
-            found[n % SOME] = (column + i) as i64;
+            found[n % INDEX_BUFFER_LEN] = (column + i) as i64;
             n += usize::from(b != 0);
         }
         let (rows, rest) = {

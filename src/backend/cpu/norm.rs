@@ -1,14 +1,14 @@
-//! Normalisation on the CPU: row by row, each while it is in the cache, where rows of the result are contiguous. Elsewhere (a
-//! channel of a batch) statistics of rows first, then one pass over all elements.
+//! Normalisation on the CPU. If the result's rows are contiguous, each row is computed completely while it is in the cache. Otherwise (a channel
+//! of a batch), the statistics of all rows come first, then one pass over all elements.
 
 use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
-use crate::backend::cpu::accumulate::{Add, fold_in, fold_map, sums_above};
+use crate::backend::cpu::accumulate::{Add, fold_map, fold_simd, sum_deviations};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::map;
 use crate::backend::cpu::norm_channels as channels;
-use crate::backend::cpu::norm_channels::shift_in;
+use crate::backend::cpu::norm_channels::shift_simd;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
@@ -20,33 +20,34 @@ use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{Compute, Result, Scalar, Tensor};
 
-/// Elements that are worth a job of the pool.
-const JOB: usize = 1 << 14;
+/// The number of elements in a job of the thread pool.
+const JOB_ELEMENTS: usize = 1 << 14;
 
-pub(crate) fn run(rows: &Normalisation) -> Result<()> {
+/// Computes a normalisation, forward or backward.
+pub(crate) fn normalise(rows: &Normalisation) -> Result<()> {
     match (rows.x.dtype.compute(), rows.y.is_contiguous()) {
-        (Compute::F64, true) => in_order::<f64>(rows),
-        (_, true) => in_order::<f32>(rows),
-        (Compute::F64, false) => out_of_order::<f64>(rows),
-        _ => out_of_order::<f32>(rows),
+        (Compute::F64, true) => normalise_contiguous::<f64>(rows),
+        (_, true) => normalise_contiguous::<f32>(rows),
+        (Compute::F64, false) => normalise_strided::<f64>(rows),
+        _ => normalise_strided::<f32>(rows),
     }
 }
 
-/// What a row is multiplied by, or what is added to it.
+/// The weight or the bias of a row.
 #[derive(Clone, Copy)]
-enum Factor<'a, C> {
+enum RowFactor<'a, C> {
     Nothing,
-    /// An element for each of as many runs of one length, of which a row is made: one where it is the same for all.
+    /// One number for each of equally long runs, which together make up the row. A single number applies to the whole row.
     Runs(&'a [C]),
-    /// An element for each.
+    /// One number for each element.
     Each(&'a [C]),
 }
 
-/// A view of four dims, of which the last two are a row.
+/// A four-dim view whose last two dims are a row.
 struct RowOperand<'a, C> {
     t: &'a Tensor,
     bytes: &'a [u8],
-    /// A row that is not read where it lies.
+    /// Memory for rows that cannot be read in place.
     buffer: Vec<C>,
 }
 
@@ -55,12 +56,13 @@ impl<'a, C: Number> RowOperand<'a, C> {
         RowOperand { t, bytes, buffer: Vec::new() }
     }
 
+    /// The offset of row `r`.
     fn start(&self, r: usize) -> isize {
         let (dims, s) = (self.t.shape().dims(), self.t.strides());
         self.t.layout.offset as isize + (r / dims[1]) as isize * s[0] + (r % dims[1]) as isize * s[1]
     }
 
-    /// Row `r`, in the compute type.
+    /// Returns row `r`, in the compute type.
     fn row(&mut self, r: usize) -> &[C] {
         let (dims, s, start) = (self.t.shape().dims(), self.t.strides(), self.start(r));
         let n = dims[2] * dims[3];
@@ -68,7 +70,7 @@ impl<'a, C: Number> RowOperand<'a, C> {
         if dense && self.t.dtype == C::COMPUTE.dtype() {
             return &bytemuck::cast_slice(self.bytes)[start as usize..][..n];
         }
-        let same = s[..2] == [0, 0] && self.buffer.len() == n; // as that of the row before
+        let same = s[..2] == [0, 0] && self.buffer.len() == n; // the previous row is the same
         if !same {
             self.buffer.resize(n, C::from_i32(0));
             for (outer, run) in self.buffer.chunks_mut(dims[3]).enumerate() {
@@ -85,43 +87,45 @@ impl<'a, C: Number> RowOperand<'a, C> {
         &self.buffer
     }
 
-    fn factor(&mut self, r: usize) -> Factor<'_, C> {
+    /// Returns the operand's values for row `r` as a weight or bias.
+    fn factor(&mut self, r: usize) -> RowFactor<'_, C> {
         let (dims, s, start) = (self.t.shape().dims(), self.t.strides(), self.start(r));
         if dims[3] > 1 && s[3] != 0 || dims[3] == 1 && dims[2] > 1 && s[2] != 0 {
-            return Factor::Each(self.row(r));
+            return RowFactor::Each(self.row(r));
         }
         let runs = if s[2] == 0 { 1 } else { dims[2] };
         self.buffer.resize(runs, C::from_i32(0));
         load_tile(self.t.dtype, self.bytes, start as _, s[2], &mut self.buffer);
-        Factor::Runs(&self.buffer)
+        RowFactor::Runs(&self.buffer)
     }
 }
 
-/// What an operand has for a row, if there is one.
-fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -> Factor<'b, C> {
-    operand.as_mut().map_or(Factor::Nothing, |operand| operand.factor(r))
+/// Returns the weight or bias for row `r`, if the operand exists.
+fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -> RowFactor<'b, C> {
+    operand.as_mut().map_or(RowFactor::Nothing, |operand| operand.factor(r))
 }
 
-/// The statistics of a row, as [`Normalisation::statistics`] has them.
+/// The statistics of one row; see [`Normalisation::statistics`].
 type Statistics<C> = [C; 3];
 
 vectorised! {
-    /// One row, and its statistics. The last number is the factor of elements whose plain moments left the range of `C`, else 1.
-    fn forward_plain<'a, C: Number>(
-        simd: S, x: &'a [C], y: &'a mut [C], weight: Factor<'a, C>, bias: Factor<'a, C>, eps: C, rms: bool
+    /// Normalises one row and returns its statistics. The last number is 1, or the factor to scale the row by, because its plain moments left
+    /// the range of `C`.
+    fn normalise_row_unscaled<'a, C: Number>(
+        simd: S, x: &'a [C], y: &'a mut [C], weight: RowFactor<'a, C>, bias: RowFactor<'a, C>, eps: C, rms: bool
     ) -> (Statistics<C>, f64) {
-        use Factor::{Each, Runs};
+        use RowFactor::{Each, Runs};
         let (zero, n) = (C::from_i32(0), C::from_i64(x.len() as i64));
-        let mean = if rms { zero } else { fold_in::<Add, C, S>(simd, x).div(n) };
-        // The mean is `mean + low`.
-        let [sum, squares] = sums_above::<C, S>(simd, x, mean);
+        let mean = if rms { zero } else { fold_simd::<Add, C, S>(simd, x).div(n) };
+        // The mean is `mean + low`, where `low` corrects the rounding of the first sum.
+        let [sum, squares] = sum_deviations::<C, S>(simd, x, mean);
         let low = if rms { zero } else { sum.div(n) };
         let squares = if rms { squares } else { squares.sub(sum.mul(low)) };
         let squares = if squares < zero { zero } else { squares };
-        let range = SafeRange::of(C::COMPUTE);
-        // Squares that vanish do not matter beside eps.
+        let range = SafeRange::for_accumulator(C::COMPUTE);
+        // Squares that underflow do not matter if eps is larger.
         let factor = match range.factor(mean.to_f64(), false) {
-            1.0 => range.factor(squares.to_f64(), eps.to_f64() < range.least),
+            1.0 => range.factor(squares.to_f64(), eps.to_f64() < range.min_square_sum),
             factor => factor,
         };
         let var = squares.div(n);
@@ -143,7 +147,7 @@ vectorised! {
                 for (i, (x, y)) in x.chunks(run).zip(y.chunks_mut(run)).enumerate() {
                     let of = |runs: &[C]| runs.get(i % runs.len().max(1)).copied();
                     let scale = of(runs[0]).map_or(scale, |w| scale.mul(w));
-                    shift_in(x, y, [mean, low], scale, of(runs[1]));
+                    shift_simd(x, y, [mean, low], scale, of(runs[1]));
                 }
             }
         }
@@ -151,39 +155,47 @@ vectorised! {
     }
 }
 
-/// One row, and its statistics. Moments that overflow or vanish are those of elements times a power of two.
-fn forward<C: Number>(x: &[C], y: &mut [C], weight: Factor<C>, bias: Factor<C>, eps: C, rms: bool) -> Statistics<C> {
-    let (statistics, factor) = forward_plain(x, &mut *y, weight, bias, eps, rms);
+/// Normalises one row and returns its statistics. If the moments overflow or underflow, they are computed from elements scaled by a power
+/// of two.
+fn normalise_row<C: Number>(
+    x: &[C],
+    y: &mut [C],
+    weight: RowFactor<C>,
+    bias: RowFactor<C>,
+    eps: C,
+    rms: bool,
+) -> Statistics<C> {
+    let (statistics, factor) = normalise_row_unscaled(x, &mut *y, weight, bias, eps, rms);
     if factor == 1.0 {
         return statistics;
     }
     let factor = C::from_f64(factor);
     let scaled: Vec<C> = x.iter().map(|x| x.mul(factor)).collect();
-    let ([mean, scale, var], _) = forward_plain(&scaled, y, weight, bias, eps.mul(factor).mul(factor), rms);
+    let ([mean, scale, var], _) = normalise_row_unscaled(&scaled, y, weight, bias, eps.mul(factor).mul(factor), rms);
     [mean.div(factor), scale.mul(factor), var.div(factor).div(factor)]
 }
 
-/// Rows whose gradient one job computes, of `n` elements each; at least a few where their columns are added up, for what is left
-/// of a job is then as long as two of them.
-fn rows_in_job(n: usize, columns: bool) -> usize {
-    (JOB / n).max(if columns { 16 } else { 1 })
+/// The number of rows of `n` elements in a backward job. At least 16 with column sums, because each job then also writes two rows of sums.
+fn rows_per_job(n: usize, columns: bool) -> usize {
+    (JOB_ELEMENTS / n).max(if columns { 16 } else { 1 })
 }
 
-/// Room for the sums of columns of `count` rows of `n`, a part of them for each job: those of g, and of it times the normalised z.
-pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Tensor> {
-    let parts = count.div_ceil(rows_in_job(n, true));
-    Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
+/// Allocates partial sums over `count` rows of `n`, one part for each job: of g, and of g times the normalised z.
+pub(crate) fn alloc_column_sums(x: &Tensor, count: usize, n: usize) -> Result<Tensor> {
+    let parts = count.div_ceil(rows_per_job(n, true));
+    Tensor::empty_with_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
 }
 
-/// One row of the gradient; gives the sums over it of g, with a weight for each element, and of that times the normalised z.
+/// Computes one row of the gradient. Returns the sums over the row of g times the weight, and of that times the normalised z. With a single
+/// weight for the row, the sums exclude the weight.
 struct Backward<'a, C> {
     g: &'a [C],
     z: &'a [C],
     dz: &'a mut [C],
-    /// g times its weight, where each has one.
+    /// Scratch memory: g times the weight, if the weight varies along the row.
     weighted: &'a mut Vec<C>,
-    weight: Factor<'a, C>,
-    /// The sums of columns, where they are wanted.
+    weight: RowFactor<'a, C>,
+    /// The column sums; empty if not needed.
     columns: &'a mut [C],
     mean: C,
     scale: C,
@@ -203,13 +215,13 @@ impl<C: Number> WithSimd for Backward<'_, C> {
             *product = product.add(z.sub(mean).mul(scale).mul(*g));
         }
         let g = match weight {
-            Factor::Nothing | Factor::Runs([_]) => g,
-            Factor::Each(w) => {
+            RowFactor::Nothing | RowFactor::Runs([_]) => g,
+            RowFactor::Each(w) => {
                 weighted.resize(g.len(), C::from_i32(0));
                 weighted.iter_mut().zip(g.iter().zip(w)).for_each(|(to, (g, w))| *to = g.mul(*w));
                 &weighted[..]
             }
-            Factor::Runs(w) => {
+            RowFactor::Runs(w) => {
                 weighted.resize(g.len(), C::from_i32(0));
                 let run = g.len() / w.len();
                 for (w, (to, g)) in w.iter().zip(weighted.chunks_mut(run).zip(g.chunks(run))) {
@@ -218,11 +230,11 @@ impl<C: Number> WithSimd for Backward<'_, C> {
                 &weighted[..]
             }
         };
-        let sum = fold_in::<Add, C, S>(simd, g);
+        let sum = fold_simd::<Add, C, S>(simd, g);
         let product = fold_map::<Add, C, S>(simd, z, g, |z, g| z.sub(mean).mul(scale).mul(g));
         let less = if rms { C::from_i32(0) } else { sum.div(n) };
         let share = product.div(n);
-        let scaled = if let Factor::Runs([w]) = weight { scale.mul(*w) } else { scale };
+        let scaled = if let RowFactor::Runs([w]) = weight { scale.mul(*w) } else { scale };
         dz.iter_mut().zip(g.iter().zip(z)).for_each(|(dz, (g, z))| {
             *dz = g.sub(less).sub(z.sub(mean).mul(scale).mul(share)).mul(scaled);
         });
@@ -230,7 +242,7 @@ impl<C: Number> WithSimd for Backward<'_, C> {
     }
 }
 
-/// Some rows of the result, the first of which is `first`, and two or three numbers for each.
+/// The results of a job: rows from `first` on, and two or three numbers for each row.
 struct NormPart<'a, C> {
     first: usize,
     y: &'a mut [u8],
@@ -238,7 +250,7 @@ struct NormPart<'a, C> {
 }
 
 impl<C: Number> NormPart<'_, C> {
-    /// Computes rows of `n` elements by `f`, of the row's number and its elements; gives the numbers.
+    /// Computes each row of `n` elements by `f(row index, elements)`, which returns the row's numbers.
     fn each<const N: usize>(mut self, y: &Tensor, n: usize, mut f: impl FnMut(usize, &mut [C]) -> [C; N]) {
         let mut buffer = Vec::new();
         for k in 0..self.numbers[0].len() {
@@ -258,23 +270,23 @@ impl<C: Number> NormPart<'_, C> {
     }
 }
 
-/// The tensor of numbers for each row that a norm writes beside the result: the statistics, in backward two sums, wanted or not.
-fn numbers<C: Number>(rows: &Normalisation) -> Result<Tensor> {
+/// The tensor that receives the numbers for each row: the statistics in forward, two sums in backward. Allocated if the caller needs no sums.
+fn row_numbers<C: Number>(rows: &Normalisation) -> Result<Tensor> {
     match (rows.z, rows.sums) {
         (None, _) => Ok(rows.statistics.detach()),
         (Some(_), Some(sums)) => Ok(sums.detach()),
         (Some(_), None) => {
             let dims = rows.x.shape().dims();
-            Tensor::empty_like_shape([2, dims[0], dims[1], 1, 1], C::COMPUTE.dtype(), rows.x.device())
+            Tensor::empty_with_shape([2, dims[0], dims[1], 1, 1], C::COMPUTE.dtype(), rows.x.device())
         }
     }
 }
 
-/// Where the result's rows follow one another.
-fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
+/// Computes a normalisation whose result has contiguous rows in order.
+fn normalise_contiguous<C: Number>(rows: &Normalisation) -> Result<()> {
     let (count, n, y) = (rows.count(), rows.len(), rows.y);
     let eps = C::from_f64(rows.eps);
-    let numbers = numbers::<C>(rows)?;
+    let numbers = row_numbers::<C>(rows)?;
     let others = [rows.z, rows.weight, rows.bias].map(|t| t.unwrap_or(rows.x));
     let reads = [rows.x, others[0], others[1], others[2], rows.statistics].map(|t| &t.storage);
     let read = if rows.z.is_some() { &reads[..] } else { &reads[..4] };
@@ -285,13 +297,13 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
         let (out, others) = writes.split_first_mut().expect("the result");
         let (numbers, columns) = others.split_first_mut().expect("the numbers");
         let out = &mut out[y.layout.offset * size..][..count * n * size];
-        let rows_in_job = rows_in_job(n, rows.columns.is_some());
+        let rows_per_job = rows_per_job(n, rows.columns.is_some());
         let mut parts: SmallVec<[&mut [u8]; 4]> = SmallVec::from_iter([out]);
         parts.extend(numbers.chunks_mut(count * each));
         let of_numbers = parts.len() - 1;
         parts.extend(columns.iter_mut().map(|columns| &mut **columns));
-        let mut sizes: SmallVec<[usize; 4]> = SmallVec::from_elem(rows_in_job * each, parts.len());
-        sizes[0] = rows_in_job * n * size;
+        let mut sizes: SmallVec<[usize; 4]> = SmallVec::from_elem(rows_per_job * each, parts.len());
+        sizes[0] = rows_per_job * n * size;
         sizes.iter_mut().skip(1 + of_numbers).for_each(|size| *size = 2 * n * each);
         parallel::for_each_chunks(&mut parts, &sizes, |i, parts| {
             let (y_part, parts) = parts.split_first_mut().expect("the result");
@@ -299,14 +311,14 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
             let columns: &mut [C] = columns.first_mut().map_or(&mut [], |bytes| bytemuck::cast_slice_mut(bytes));
             columns.fill(C::from_i32(0));
             let numbers = numbers.iter_mut().map(|numbers| bytemuck::cast_slice_mut(numbers)).collect();
-            let part = NormPart { first: i * rows_in_job, y: y_part, numbers };
+            let part = NormPart { first: i * rows_per_job, y: y_part, numbers };
             let mut x = RowOperand::<C>::new(rows.x, reads[0]);
             let mut weight = rows.weight.map(|t| RowOperand::<C>::new(t, reads[2]));
             let Some(z) = rows.z else {
                 let mut bias = rows.bias.map(|t| RowOperand::<C>::new(t, reads[3]));
                 return part.each(y, n, |r, y| {
                     let (weight, bias) = (factor(&mut weight, r), factor(&mut bias, r));
-                    forward(x.row(r), y, weight, bias, eps, rows.rms)
+                    normalise_row(x.row(r), y, weight, bias, eps, rows.rms)
                 });
             };
             let mut z = RowOperand::<C>::new(z, reads[1]);
@@ -321,42 +333,42 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
     })
 }
 
-/// Numbers for each row of `n` elements, all first ones before all second ones.
-fn each_row<const N: usize, C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; N] + Send + Sync) {
+/// Computes `N` numbers for each row of `n` elements; stores all first numbers, then all second ones.
+fn compute_row_numbers<const N: usize, C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; N] + Send + Sync) {
     let to: &mut [C] = bytemuck::cast_slice_mut(to);
     let count = to.len() / N;
-    let made = parallel::map(count, (JOB / n).max(1), f);
+    let made = parallel::map(count, (JOB_ELEMENTS / n).max(1), f);
     to.iter_mut().enumerate().for_each(|(i, to)| *to = made[i % count][i / count]);
 }
 
-/// Where they do not.
-fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
-    let numbers = numbers::<C>(rows)?;
+/// Computes a normalisation whose result's rows are not contiguous.
+fn normalise_strided<C: Number>(rows: &Normalisation) -> Result<()> {
+    let numbers = row_numbers::<C>(rows)?;
     let (eps, rms) = (C::from_f64(rows.eps), rows.rms);
     let reads = [rows.x, rows.z.unwrap_or(rows.x), rows.statistics];
     let read = if rows.z.is_some() { 3 } else { 2 };
     with_host(&reads.map(|t| &t.storage)[..read], &[&numbers.storage], |reads, writes| {
         let Some(z) = rows.z else {
-            return each_row(&mut *writes[0], rows.len(), |r| {
+            return compute_row_numbers(&mut *writes[0], rows.len(), |r| {
                 let mut x = RowOperand::<C>::new(rows.x, reads[0]);
-                forward(x.row(r), &mut [], Factor::Nothing, Factor::Nothing, eps, rms)
+                normalise_row(x.row(r), &mut [], RowFactor::Nothing, RowFactor::Nothing, eps, rms)
             });
         };
         let (means, scales) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
-        each_row(&mut *writes[0], rows.len(), |r| {
+        compute_row_numbers(&mut *writes[0], rows.len(), |r| {
             let (mut x, mut z) = (RowOperand::new(rows.x, reads[0]), RowOperand::new(z, reads[1]));
-            let (weight, weighted, columns, dz) = (Factor::Nothing, &mut Vec::new(), &mut [][..], &mut [][..]);
+            let (weight, weighted, columns, dz) = (RowFactor::Nothing, &mut Vec::new(), &mut [][..], &mut [][..]);
             let (mean, scale) = (means[r], scales[r]);
             Arch::new().dispatch(Backward { g: x.row(r), z: z.row(r), dz, weighted, weight, columns, mean, scale, rms })
         });
     })?;
     let [mean, scale] = &unbind("norm", rows.statistics)?;
     let of_channels = [Some(mean), Some(scale), rows.weight, rows.bias];
-    if rows.z.is_none() && channels::into(rows.x, rows.y, of_channels, rows.eps, true)? {
+    if rows.z.is_none() && channels::normalise_into(rows.x, rows.y, of_channels, rows.eps, true)? {
         return Ok(());
     }
     let scalars = [Scalar::Float(1.0 / rows.len() as f64)];
-    let (params, x) = (Params::of(&scalars), Expr::input);
+    let (params, x) = (Params::from_scalars(&scalars), Expr::input);
     let Some(z) = rows.z else {
         let mut inputs = vec![rows.x, mean, scale];
         let mut result = (x(0) - x(1)) * x(2);
@@ -369,12 +381,12 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
             inputs.push(bias);
         }
         let exprs = [result];
-        let (inputs, program, outputs) = (&inputs, &Program::of(&exprs), &[rows.y]);
-        return map::formulas(&Formulas { op: "norm", inputs, params, program, outputs });
+        let (inputs, program, outputs) = (&inputs, &Program::shared(&exprs), &[rows.y]);
+        return map::run_formulas(&Formulas { op: "norm", inputs, params, program, outputs });
     };
     let [sum, product] = &unbind("norm", &numbers)?;
     let mut inputs = vec![rows.x, z, mean, scale, sum, product];
-    // The sums are without the weight, which is one for a row.
+    // The sums exclude the weight, which is a single number for each row.
     let (mut grad, mut share) = (x(0), Expr::scalar(0));
     if let Some(weight) = rows.weight {
         (grad, share) = (grad * x(6), share * x(6));
@@ -383,6 +395,6 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
     let normal = (x(1) - x(2)) * x(3);
     let less = if rows.rms { grad } else { grad - x(4) * &share };
     let exprs = [(less - normal * x(5) * share) * x(3)];
-    let program = &Program::of(&exprs);
-    map::formulas(&Formulas { op: "norm", inputs: &inputs, params, program, outputs: &[rows.y] })
+    let program = &Program::shared(&exprs);
+    map::run_formulas(&Formulas { op: "norm", inputs: &inputs, params, program, outputs: &[rows.y] })
 }

@@ -1,4 +1,4 @@
-//! Partitions results among threads: slices of a contiguous result, otherwise ranges of rows.
+//! Splits the results of a launch among threads: slices of contiguous results, otherwise ranges of rows.
 
 use smallvec::SmallVec;
 
@@ -7,32 +7,32 @@ use crate::backend::problem::map::Launch;
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::StridedDims;
 
-/// Tiles a job of the pool computes, at least and at most: enough to hide what handing it over costs, and not so many
-/// that threads wait for the last.
-pub(crate) const TILES_A_JOB: usize = 16;
-const MOST_TILES_A_JOB: usize = 64;
-/// Jobs a thread has where they are neither the smallest nor the largest.
-const JOBS: usize = 8;
+/// The fewest tiles in a job of the thread pool: enough to hide the cost of handing the job over.
+pub(crate) const MIN_TILES_PER_JOB: usize = 16;
+/// The most tiles in a job: few enough that threads do not wait long for the last job.
+const MAX_TILES_PER_JOB: usize = 64;
+/// The number of jobs for each thread, within the limits above.
+const JOBS_PER_THREAD: usize = 8;
 
-/// Elements that a thread computes at a time.
-pub(crate) fn step(count: usize) -> usize {
-    (count / (JOBS * threads()) / TILE + 1).clamp(TILES_A_JOB, MOST_TILES_A_JOB) * TILE
+/// The number of elements in a job of a launch with `count` elements.
+pub(crate) fn job_len(count: usize) -> usize {
+    (count / (JOBS_PER_THREAD * threads()) / TILE + 1).clamp(MIN_TILES_PER_JOB, MAX_TILES_PER_JOB) * TILE
 }
 
-/// Which part of each result a job is given.
+/// The part of each result that a job receives.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Partition {
-    /// Exactly its elements.
+    /// A slice with exactly its elements.
     Elements,
-    /// The bytes from its first element to its last, with the gaps between its elements.
+    /// The bytes from its first to its last element, gaps included.
     Rows,
     /// The whole storage.
     Storage,
 }
 
 impl Partition {
-    /// Where result `j` of a job that begins with element `first` has the element at `offsets` of the walk: this much on.
-    pub(crate) fn base(self, launch: &Launch, j: usize, first: usize) -> isize {
+    /// The offset to add to the iteration's offset of result `j` to index the job's part; the job begins at element `first`.
+    pub(crate) fn base_offset(self, launch: &Launch, j: usize, first: usize) -> isize {
         match self {
             Partition::Elements => 0,
             Partition::Rows => -launch.strided.offsets(first)[launch.inputs.len() + j],
@@ -41,7 +41,7 @@ impl Partition {
     }
 }
 
-/// Elements from the first of operand `k` to its last, if those of one index of the first dimension end before the next's begin.
+/// The number of elements from the first to the last of operand `k`, if the rows of its first dim do not interleave.
 fn extent(strided: &StridedDims, k: usize) -> Option<usize> {
     let (dims, strides) = (&strided.dims, &strided.strides[k]);
     if dims.is_empty() || strides.iter().any(|&s| s < 0) {
@@ -52,7 +52,7 @@ fn extent(strided: &StridedDims, k: usize) -> Option<usize> {
     (row <= strides[0] as usize).then(|| row + reach(0))
 }
 
-/// Calls `job(first, count, what it has, results)` for elements that together are all, on as many threads as they are worth.
+/// Splits the launch into jobs and calls `job(first, count, partition, results)` for each, on several threads if there are enough elements.
 pub(crate) fn partition(
     launch: &Launch,
     writes: &mut [&mut [u8]],
@@ -60,9 +60,9 @@ pub(crate) fn partition(
 ) {
     let Launch { inputs, outputs, strided, .. } = launch;
     let count = outputs[0].numel();
-    let step = step(count);
+    let step = job_len(count);
     let results = inputs.len()..inputs.len() + outputs.len();
-    // What a job has: so many units of `unit` elements, which lie `pitch` apart; and how far it is from the first to the last.
+    // For each result: the number of elements from one unit's start to the next, and from the first element of all units to the last.
     let mut cuts: SmallVec<[(usize, usize); 2]> = SmallVec::new();
     let (partition, unit) = if results.clone().all(|k| strided.is_contiguous(k)) {
         results.for_each(|_| cuts.push((1, count)));
@@ -95,7 +95,7 @@ mod tests {
     use crate::Shape;
 
     #[test]
-    fn only_rows_that_lie_one_after_another_are_cut() {
+    fn only_rows_that_do_not_interleave_are_split() {
         let of = |dims: &[usize], strides: &[isize]| extent(&StridedDims::new(&Shape::from(dims), [strides]), 0);
         assert_eq!(of(&[5], &[3]), Some(13));
         assert_eq!(of(&[4, 3], &[10, 1]), Some(33));

@@ -1,37 +1,39 @@
-//! Cumulative sums and products on the CPU: several lines at a time, because each step along a line waits for the one before.
-//! Lines along another dim than the last are taken side by side. Long lines are cut in pieces, whose totals are computed first,
-//! where the order of additions does not show in the result.
+//! Cumulative sums and products on the CPU. Several lines are computed at a time, because each step along a line waits for the previous one.
+//! Lines along another dim than the last are computed side by side. Long lines are cut into pieces, whose totals are computed first, if
+//! the order of additions cannot affect the result.
 
-use crate::backend::cpu::accumulate::{Combine, combine_all, fold};
+use crate::backend::cpu::accumulate::{CombineOp, combine_all, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::lines::each;
+use crate::backend::cpu::lines::for_each_line;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::lines::Lines;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
-/// Elements a job of the pool has.
-const JOB: usize = 1 << 13;
-/// Elements of a piece.
-const PIECE: usize = 1 << 15;
-/// Lines side by side that are worth it.
-const NARROW: usize = 8;
-/// Lines that are so short are done one by one, of which processors do several at a time by themselves.
-const SHORT: usize = 64;
-/// Lines one after another that are done at a time, and elements of each.
-const SIDE: usize = 4;
-const TILE: usize = 512;
+/// The number of elements in a job of the thread pool.
+const JOB_ELEMENTS: usize = 1 << 13;
+/// The number of elements in a piece of a long line.
+const PIECE_LEN: usize = 1 << 15;
+/// The fewest neighbouring lines to compute side by side.
+const MIN_LINES: usize = 8;
+/// Lines up to this length are computed one by one: the processor overlaps several of them by itself.
+const SHORT_LINE_LEN: usize = 64;
+/// The number of lines computed at a time if each is contiguous.
+const LINES_AT_ONCE: usize = 4;
+/// The number of elements of each line that are loaded at a time.
+const TILE_LEN: usize = 512;
 
-/// `splits`: whether lines may be cut, which shows where sums are not wider than their elements or products overflow.
-pub(crate) fn run<K: Combine, C: Number>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
+/// Computes the running sum or product of every line. `splits` allows cutting lines, which could change the result if sums are no wider than
+/// the elements, or if products overflow.
+pub(crate) fn run_lines<K: CombineOp, C: Number>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
     let lines = Lines::new(x, d);
     let even = lines.strided.dims.last().is_none_or(|last| last % lines.inner == 0);
-    let short = lines.inner == 1 && lines.n <= SHORT;
-    if !even || short || (2..NARROW).contains(&lines.inner) {
-        return each::<C>(x, d, values, None, |line, values, _| {
+    let short = lines.inner == 1 && lines.n <= SHORT_LINE_LEN;
+    if !even || short || (2..MIN_LINES).contains(&lines.inner) {
+        return for_each_line::<C>(x, d, values, None, |line, values, _| {
             values.copy_from_slice(line);
-            one::<K, C>(values, &mut K::neutral());
+            scan_line::<K, C>(values, &mut K::identity());
         });
     }
     let len = values.numel() * values.dtype.size();
@@ -49,36 +51,38 @@ struct ScanJob<'a> {
 }
 
 impl ScanJob<'_> {
-    fn run<K: Combine, C: Number>(&self, out: &mut [u8], splits: bool) {
+    fn run<K: CombineOp, C: Number>(&self, out: &mut [u8], splits: bool) {
         let (n, inner, size) = (self.lines.n, self.lines.inner, self.dtype.size());
         let stretch = n * inner;
-        if !splits || stretch <= PIECE {
-            let side = if inner == 1 { SIDE } else { 1 };
-            let per_job = JOB.div_ceil(stretch).next_multiple_of(side);
+        if !splits || stretch <= PIECE_LEN {
+            let side = if inner == 1 { LINES_AT_ONCE } else { 1 };
+            let per_job = JOB_ELEMENTS.div_ceil(stretch).next_multiple_of(side);
             return parallel::for_each_chunk(out, per_job * stretch * size, |i, out| {
                 for (j, out) in out.chunks_mut(side * stretch * size).enumerate() {
                     let first = (i * per_job + j * side) * inner;
                     match inner {
-                        1 => self.rows::<K, C>(first, out),
-                        _ => self.strided_rows::<K, C>(first, 0..n, &mut vec![K::neutral::<C>(); inner], Some(out)),
+                        1 => self.scan_rows::<K, C>(first, out),
+                        _ => {
+                            self.scan_side_by_side::<K, C>(first, 0..n, &mut vec![K::identity::<C>(); inner], Some(out))
+                        }
                     }
                 }
             });
         }
-        let lines = (PIECE / inner).max(1);
+        let lines = (PIECE_LEN / inner).max(1);
         let along = n.div_ceil(lines);
-        // What has come together before each piece.
-        let mut before = vec![K::neutral::<C>(); out.len() / size / stretch * along * inner];
+        // The total of all elements before each piece.
+        let mut before = vec![K::identity::<C>(); out.len() / size / stretch * along * inner];
         parallel::for_each_chunk(&mut before, inner, |i, total| {
             let line = i % along * lines;
             let (first, lines) = (i / along * inner, line..n.min(line + lines));
             match inner {
-                1 => total[0] = self.total::<K, C>(first, lines),
-                _ => self.strided_rows::<K, C>(first, lines, total, None),
+                1 => total[0] = self.reduce_piece::<K, C>(first, lines),
+                _ => self.scan_side_by_side::<K, C>(first, lines, total, None),
             }
         });
         for pieces in before.chunks_mut(along * inner) {
-            let mut so_far = vec![K::neutral::<C>(); inner];
+            let mut so_far = vec![K::identity::<C>(); inner];
             for piece in pieces.chunks_mut(inner) {
                 for (now, piece) in so_far.iter_mut().zip(piece) {
                     let total = std::mem::replace(piece, *now);
@@ -93,21 +97,22 @@ impl ScanJob<'_> {
             let (first, lines) = (i / along * inner, line..n.min(line + lines));
             let before = &before[i * inner..][..inner];
             match inner {
-                1 => self.piece::<K, C>(first, lines, before[0], out),
-                _ => self.strided_rows::<K, C>(first, lines, &mut before.to_vec(), Some(out)),
+                1 => self.scan_piece::<K, C>(first, lines, before[0], out),
+                _ => self.scan_side_by_side::<K, C>(first, lines, &mut before.to_vec(), Some(out)),
             }
         });
     }
 
+    /// Loads elements of a line, from index `from` on.
     fn load<C: Number>(&self, line: usize, from: usize, to: &mut [C]) {
         let start =
             self.x.layout.offset as isize + self.lines.strided.offsets(line)[0] + from as isize * self.lines.step;
         load_tile(self.x.dtype, self.bytes, start as usize, self.lines.step, to);
     }
 
-    /// Some elements of neighbouring lines from `first` on, an element of each after the other, from what has come together of each
-    /// line on.
-    fn strided_rows<K: Combine, C: Number>(
+    /// Scans some elements of neighbouring lines from `first` on, one element of each line at a time. `so_far` holds the running total of each
+    /// line.
+    fn scan_side_by_side<K: CombineOp, C: Number>(
         &self,
         first: usize,
         elements: std::ops::Range<usize>,
@@ -118,7 +123,7 @@ impl ScanJob<'_> {
         let next = lines.strided.strides[0].last().copied().unwrap_or(0);
         let mut start = self.x.layout.offset as isize + lines.strided.offsets(first)[0];
         start += elements.start as isize * lines.step;
-        let mut now = vec![K::neutral::<C>(); width];
+        let mut now = vec![K::identity::<C>(); width];
         for i in 0..elements.len() {
             load_tile(self.x.dtype, self.bytes, start as usize, next, &mut now);
             start += lines.step;
@@ -129,70 +134,75 @@ impl ScanJob<'_> {
         }
     }
 
-    /// Lines from `first` on, as many as `out` has, at most [`SIDE`].
-    fn rows<K: Combine, C: Number>(&self, first: usize, out: &mut [u8]) {
+    /// Scans whole lines from `first` on. `out` has room for at most [`LINES_AT_ONCE`] lines.
+    fn scan_rows<K: CombineOp, C: Number>(&self, first: usize, out: &mut [u8]) {
         let n = self.lines.n;
         let count = out.len() / self.dtype.size() / n;
-        let (mut tile, mut so_far) = ([K::neutral::<C>(); SIDE * TILE], [K::neutral::<C>(); SIDE]);
-        for from in (0..n).step_by(TILE) {
-            let len = TILE.min(n - from);
+        let (mut tile, mut so_far) =
+            ([K::identity::<C>(); LINES_AT_ONCE * TILE_LEN], [K::identity::<C>(); LINES_AT_ONCE]);
+        for from in (0..n).step_by(TILE_LEN) {
+            let len = TILE_LEN.min(n - from);
             let tile = &mut tile[..count * len];
             tile.chunks_exact_mut(len).enumerate().for_each(|(i, tile)| self.load(first + i, from, tile));
-            several::<K, C>(tile, len, &mut so_far);
+            scan_lines::<K, C>(tile, len, &mut so_far);
             for (i, tile) in tile.chunks_exact(len).enumerate() {
                 store_tile(self.dtype, tile, out, i * n + from, 1);
             }
         }
     }
 
-    /// What some elements of a line come to.
-    fn total<K: Combine, C: Number>(&self, line: usize, elements: std::ops::Range<usize>) -> C {
-        let mut tile = [K::neutral::<C>(); SIDE * TILE];
-        elements.clone().step_by(tile.len()).fold(K::neutral(), |total, from| {
-            let tile = &mut tile[..(SIDE * TILE).min(elements.end - from)];
+    /// Returns the total of some elements of a line.
+    fn reduce_piece<K: CombineOp, C: Number>(&self, line: usize, elements: std::ops::Range<usize>) -> C {
+        let mut tile = [K::identity::<C>(); LINES_AT_ONCE * TILE_LEN];
+        elements.clone().step_by(tile.len()).fold(K::identity(), |total, from| {
+            let tile = &mut tile[..(LINES_AT_ONCE * TILE_LEN).min(elements.end - from)];
             self.load(line, from, tile);
             K::combine(total, fold::<K, C>(tile))
         })
     }
 
-    /// Some elements of a line, behind what has come together `before`: quarters of a tile like lines, then what is before each.
-    fn piece<K: Combine, C: Number>(
+    /// Scans some elements of a line, whose preceding elements total `before`. The four quarters of a tile are scanned as if they were lines;
+    /// then each quarter gets the total before it added.
+    fn scan_piece<K: CombineOp, C: Number>(
         &self,
         line: usize,
         elements: std::ops::Range<usize>,
         mut before: C,
         out: &mut [u8],
     ) {
-        let mut tile = [K::neutral::<C>(); SIDE * TILE];
+        let mut tile = [K::identity::<C>(); LINES_AT_ONCE * TILE_LEN];
         for from in elements.clone().step_by(tile.len()) {
-            let tile = &mut tile[..(SIDE * TILE).min(elements.end - from)];
+            let tile = &mut tile[..(LINES_AT_ONCE * TILE_LEN).min(elements.end - from)];
             self.load(line, from, tile);
-            let len = tile.len() / SIDE;
-            let (quarters, rest) = tile.split_at_mut(SIDE * len);
-            several::<K, C>(quarters, len, &mut [K::neutral(); SIDE]);
+            let len = tile.len() / LINES_AT_ONCE;
+            let (quarters, rest) = tile.split_at_mut(LINES_AT_ONCE * len);
+            scan_lines::<K, C>(quarters, len, &mut [K::identity(); LINES_AT_ONCE]);
             for quarter in quarters.chunks_exact_mut(len.max(1)) {
                 quarter.iter_mut().for_each(|x| *x = K::combine(before, *x));
                 before = quarter[len - 1];
             }
-            one::<K, C>(rest, &mut before);
+            scan_line::<K, C>(rest, &mut before);
             store_tile(self.dtype, tile, out, from - elements.start, 1);
         }
     }
 }
 
-/// A line, from what has come together so far on.
+/// Scans a line, continuing from the total `so_far`.
 #[inline(always)]
-fn one<K: Combine, C: Number>(line: &mut [C], so_far: &mut C) {
+fn scan_line<K: CombineOp, C: Number>(line: &mut [C], so_far: &mut C) {
     for x in line {
         *so_far = K::combine(*so_far, *x);
         *x = *so_far;
     }
 }
 
-/// Lines of `len` elements, at most [`SIDE`], each with what has come together of it.
-fn several<K: Combine, C: Number>(lines: &mut [C], len: usize, so_far: &mut [C; SIDE]) {
-    if len == 0 || lines.len() < SIDE * len {
-        return lines.chunks_exact_mut(len.max(1)).zip(so_far).for_each(|(line, so_far)| one::<K, C>(line, so_far));
+/// Scans at most [`LINES_AT_ONCE`] lines of `len` elements at the same time, each continuing from its total in `so_far`.
+fn scan_lines<K: CombineOp, C: Number>(lines: &mut [C], len: usize, so_far: &mut [C; LINES_AT_ONCE]) {
+    if len == 0 || lines.len() < LINES_AT_ONCE * len {
+        return lines
+            .chunks_exact_mut(len.max(1))
+            .zip(so_far)
+            .for_each(|(line, so_far)| scan_line::<K, C>(line, so_far));
     }
     let (front, back) = lines.split_at_mut(2 * len);
     let ((a, b), (c, d)) = (front.split_at_mut(len), back.split_at_mut(len));

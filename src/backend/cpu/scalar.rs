@@ -1,4 +1,4 @@
-//! The three types formulas are evaluated in on the CPU, and every primitive on one element of them.
+//! The three types that the CPU evaluates formulas in, and every primitive on one element of these types.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -8,7 +8,7 @@ use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
 
-/// Functions that have loops of their own.
+/// Functions that have their own vector loops.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum VectorFunction {
     Exp,
@@ -20,10 +20,10 @@ pub(crate) enum VectorFunction {
     Silu,
 }
 
-/// A type formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
+/// A type that formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
 ///
-/// The functions of floats are never called on integers (see [`needs_float`](crate::expr::program::Program::needs_float)), those of
-/// bits never on floats; there they give their operand.
+/// Float functions are never called on integers (see [`needs_float`](crate::expr::program::Program::needs_float)), and bit functions never on
+/// floats. Their default implementations return the operand.
 #[rustfmt::skip]
 pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
     const COMPUTE: Compute;
@@ -41,7 +41,7 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     fn to_u32(self) -> u32;
     fn to_u8(self) -> u8;
     fn is_true(self) -> bool;
-    fn truth(b: bool) -> Self;
+    fn from_bool(b: bool) -> Self;
 
     fn neg(self) -> Self;
     fn abs(self) -> Self;
@@ -60,19 +60,19 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     fn trunc(self) -> Self { self }
     fn sqrt(self) -> Self { self }
     fn exp(self) -> Self { self }
-    /// [`exp`](Number::exp) of `map` of each element of `from`, into `to`.
+    /// Writes [`exp`](Number::exp) of `map(x)` to `to`, for each element x of `from`.
     #[inline(always)]
     fn exp_each(to: &mut [Self], from: &[Self], map: impl Fn(Self) -> Self) {
         to.iter_mut().zip(from).for_each(|(y, x)| *y = map(*x).exp());
     }
-    /// As [`exp_each`](Number::exp_each), in place.
+    /// Like [`exp_each`](Number::exp_each), in place.
     #[inline(always)]
     fn exp_in_place(elements: &mut [Self], map: impl Fn(Self) -> Self) {
         elements.iter_mut().for_each(|x| *x = map(*x).exp());
     }
-    /// The function of each element of `from`, into `to`.
+    /// Writes the function of each element of `from` to `to`.
     #[inline(always)]
-    fn many(_: VectorFunction, to: &mut [Self], from: &[Self]) { to.copy_from_slice(from); }
+    fn apply_function(_: VectorFunction, to: &mut [Self], from: &[Self]) { to.copy_from_slice(from); }
     fn log(self) -> Self { self }
     fn log2(self) -> Self { self }
     fn log10(self) -> Self { self }
@@ -80,6 +80,7 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     fn log1p(self) -> Self { self }
     fn sin(self) -> Self { self }
     fn cos(self) -> Self { self }
+    /// True for an argument of `sin` or `cos` that is too large for the vector code.
     fn is_huge_angle(self) -> bool { false }
     fn erfc(self) -> Self { self }
     fn lgamma(self) -> Self { self }
@@ -130,7 +131,7 @@ macro_rules! conversions {
             x.$scalar() as $t
         }
         #[inline(always)]
-        fn truth(b: bool) -> Self {
+        fn from_bool(b: bool) -> Self {
             if b { 1 as $t } else { 0 as $t }
         }
         methods! {
@@ -155,7 +156,7 @@ macro_rules! float_arithmetic {
             mul(self, b) -> Self = self * b;
             div(self, b) -> Self = self / b;
             rem(self, b) -> Self = self % b;
-            // as selections: `b` where it is NaN, because the comparison is then false
+            // Written as selections: a comparison with NaN is false, so a NaN in `b` is returned.
             max(self, b) -> Self = if self > b || self.is_nan() { self } else { b };
             min(self, b) -> Self = if self < b || self.is_nan() { self } else { b };
             floor(self) -> Self = $t::floor(self);
@@ -173,23 +174,23 @@ impl Number for f32 {
     conversions!(f32, F32, to_f64);
     float_arithmetic!(f32);
     #[inline(always)]
-    fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) { math::each::<math::Exp>(to, from, map); }
+    fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) { math::map_into::<math::Exp>(to, from, map); }
     #[inline(always)]
-    fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) { math::in_place::<math::Exp>(elements, map); }
+    fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) { math::map_in_place::<math::Exp>(elements, map); }
     #[inline(always)]
-    fn many(function: VectorFunction, to: &mut [f32], from: &[f32]) {
+    fn apply_function(function: VectorFunction, to: &mut [f32], from: &[f32]) {
         match function {
-            VectorFunction::Exp => math::each::<math::Exp>(to, from, |x| x),
-            VectorFunction::Tanh => math::each::<math::Tanh>(to, from, |x| x),
-            VectorFunction::Sigmoid => math::each::<math::Sigmoid>(to, from, |x| x),
-            VectorFunction::Erf => math::each::<math::Erf>(to, from, |x| x),
-            VectorFunction::Gelu => math::each::<math::Gelu>(to, from, |x| x),
-            VectorFunction::GeluTanh => math::each::<math::GeluTanh>(to, from, |x| x),
-            VectorFunction::Silu => math::each::<math::Silu>(to, from, |x| x),
+            VectorFunction::Exp => math::map_into::<math::Exp>(to, from, |x| x),
+            VectorFunction::Tanh => math::map_into::<math::Tanh>(to, from, |x| x),
+            VectorFunction::Sigmoid => math::map_into::<math::Sigmoid>(to, from, |x| x),
+            VectorFunction::Erf => math::map_into::<math::Erf>(to, from, |x| x),
+            VectorFunction::Gelu => math::map_into::<math::Gelu>(to, from, |x| x),
+            VectorFunction::GeluTanh => math::map_into::<math::GeluTanh>(to, from, |x| x),
+            VectorFunction::Silu => math::map_into::<math::Silu>(to, from, |x| x),
         }
     }
     methods! {
-        exp(self) -> f32 = math::Exp::of(self);
+        exp(self) -> f32 = math::Exp::eval(self);
         log(self) -> f32 = math::log(self);
         log2(self) -> f32 = math::log2(self);
         log10(self) -> f32 = math::log10(self);
@@ -210,16 +211,16 @@ impl Number for f64 {
     conversions!(f64, F64, to_f64);
     float_arithmetic!(f64);
     #[inline(always)]
-    fn exp_each(to: &mut [f64], from: &[f64], map: impl Fn(f64) -> f64) { math::each::<math::Exp64>(to, from, map); }
+    fn exp_each(to: &mut [f64], from: &[f64], map: impl Fn(f64) -> f64) { math::map_into::<math::Exp64>(to, from, map); }
     #[inline(always)]
-    fn exp_in_place(elements: &mut [f64], map: impl Fn(f64) -> f64) { math::in_place::<math::Exp64>(elements, map); }
+    fn exp_in_place(elements: &mut [f64], map: impl Fn(f64) -> f64) { math::map_in_place::<math::Exp64>(elements, map); }
     #[inline(always)]
-    fn many(function: VectorFunction, to: &mut [f64], from: &[f64]) {
+    fn apply_function(function: VectorFunction, to: &mut [f64], from: &[f64]) {
         let gelu = |x: f64| 0.5 * x * (1.0 + Unary::Erf.eval(x * FRAC_1_SQRT_2));
         let gelu_tanh = |x: f64| 0.5 * x * (1.0 + Unary::Tanh.eval((2.0 / PI).sqrt() * (x + 0.044715 * (x * x) * x)));
         let mut each = |one: &dyn Fn(f64) -> f64| to.iter_mut().zip(from).for_each(|(to, &x)| *to = one(x));
         match function {
-            VectorFunction::Exp => math::each::<math::Exp64>(to, from, |x| x),
+            VectorFunction::Exp => math::map_into::<math::Exp64>(to, from, |x| x),
             VectorFunction::Tanh => each(&|x| Unary::Tanh.eval(x)),
             VectorFunction::Sigmoid => each(&|x| Unary::Sigmoid.eval(x)),
             VectorFunction::Erf => each(&|x| Unary::Erf.eval(x)),
@@ -229,7 +230,7 @@ impl Number for f64 {
         }
     }
     methods! {
-        exp(self) -> f64 = math::Exp64::of(self);
+        exp(self) -> f64 = math::Exp64::eval(self);
         log(self) -> f64 = Unary::Log.eval(self);
         log2(self) -> f64 = Unary::Log2.eval(self);
         log10(self) -> f64 = Unary::Log10.eval(self);
@@ -267,7 +268,7 @@ impl Number for i64 {
     }
 }
 
-/// By squaring, wrapping. A negative power is the truncated quotient: 0 unless the base is 1 or -1.
+/// Repeated squaring, with wrapping. A negative power is the truncated quotient: 0 unless the base is 1 or -1.
 fn integer_power(mut base: i64, exponent: i64) -> i64 {
     if exponent < 0 {
         return match base {

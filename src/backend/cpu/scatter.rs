@@ -1,10 +1,10 @@
-//! Writing through indices on the CPU. Writes to one element come in the order of the indices, however many threads there are:
-//! each thread has rows or columns of the target to itself.
+//! Scatters on the CPU. Writes to one element happen in the order of the indices, with any number of threads: each thread owns
+//! some rows or columns of the target.
 
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
-use crate::backend::cpu::gather::{Indexed, Indices, JOB, SOME, check};
+use crate::backend::cpu::gather::{INDEX_TILE_LEN, Indexed, Indices, JOB_ELEMENTS, check_range};
 use crate::backend::problem::index::Combine;
 use crate::device::cpu::bands::for_each_band;
 use crate::device::cpu::{parallel, threads};
@@ -13,20 +13,21 @@ use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor};
 
-/// Columns of a band whose elements have indices of their own: few, so that rows of a band are in a cache.
-const NARROW: usize = 128;
-/// Parts that the rows of a thread are cut into: some rows are named more often than others.
-const PARTS: usize = 4;
-/// Fewer columns than that are not shared out by rows: to pass over an index costs as much.
-const SHORT: usize = 16;
-/// A line of the cache has as many elements at most, of a size at which that matters.
-const LINE: usize = 16;
+/// The most columns in a band when every element has its own index. A narrow band keeps its rows in a cache.
+const MAX_BAND_WIDTH: usize = 128;
+/// The number of parts for each thread when rows are divided: some rows are written more often than others.
+const PARTS_PER_THREAD: usize = 4;
+/// With fewer columns, rows are not divided among threads: skipping an index would cost as much as writing its row.
+const MIN_ROW_LEN: usize = 16;
+/// The most elements in a cache line, for element sizes at which shared lines matter.
+const LINE_ELEMENTS: usize = 16;
 
+/// Writes elements through an index into `target`.
 pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout) -> Result<()> {
     with_host(&[&g.x.storage, &g.index.storage], &[&target.storage], |reads, writes| {
-        check(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps)?;
+        check_range(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps)?;
         let strides = [&g.x_layout.strides[..], &g.index_layout.strides[..], &layout.strides[..]];
-        let write = Write {
+        let write = ScatterJob {
             g,
             indices: Indices { dtype: g.index.dtype, bytes: reads[1] },
             strided: StridedDims::new(&g.x_layout.shape, strides),
@@ -47,55 +48,54 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
                 _ => run!(u64, |_, new| new),
             },
             (Combine::Add, DType::F32) => run!(f32, |old, new| old + new),
-            (_, DType::F32) => run!(f32, |old, new| combine.of(old, new)),
-            (_, DType::F64) => run!(f64, |old, new| combine.of(old, new)),
-            (_, DType::I64) => run!(i64, |old, new| combine.of(old, new)),
-            (_, DType::F16) => run!(f16, |old: f16, new| f16::from_f32(combine.of(old.to_f32(), new.to_f32()))),
-            (_, DType::BF16) => run!(bf16, |old: bf16, new| bf16::from_f32(combine.of(old.to_f32(), new.to_f32()))),
-            (_, DType::I32) => run!(i32, |old, new| combine.of(i64::from(old), i64::from(new)) as i32),
-            (_, DType::U32) => run!(u32, |old, new| combine.of(i64::from(old), i64::from(new)) as u32),
-            (_, DType::U8) => run!(u8, |old, new| combine.of(i64::from(old), i64::from(new)) as u8),
+            (_, DType::F32) => run!(f32, |old, new| combine.apply(old, new)),
+            (_, DType::F64) => run!(f64, |old, new| combine.apply(old, new)),
+            (_, DType::I64) => run!(i64, |old, new| combine.apply(old, new)),
+            (_, DType::F16) => run!(f16, |old: f16, new| f16::from_f32(combine.apply(old.to_f32(), new.to_f32()))),
+            (_, DType::BF16) => run!(bf16, |old: bf16, new| bf16::from_f32(combine.apply(old.to_f32(), new.to_f32()))),
+            (_, DType::I32) => run!(i32, |old, new| combine.apply(i64::from(old), i64::from(new)) as i32),
+            (_, DType::U32) => run!(u32, |old, new| combine.apply(i64::from(old), i64::from(new)) as u32),
+            (_, DType::U8) => run!(u8, |old, new| combine.apply(i64::from(old), i64::from(new)) as u8),
             (_, DType::Bool) => {
-                run!(u8, |old, new| u8::from(combine.of(i64::from(old != 0), i64::from(new != 0)) != 0));
+                run!(u8, |old, new| u8::from(combine.apply(i64::from(old != 0), i64::from(new != 0)) != 0));
             }
         }
         Ok(())
     })?
 }
 
-/// Elements on their way to positions that are all in range.
-struct Write<'a> {
+/// A scatter whose indices are all in range.
+struct ScatterJob<'a> {
     g: &'a Indexed<'a>,
     indices: Indices<'a>,
-    /// Over source, index and target, whose stride is 0 along the indexed dim.
+    /// The iteration over source, index and target. The target's stride is 0 along the indexed dim.
     strided: StridedDims,
     starts: [isize; 3],
     count: usize,
 }
 
-impl Write<'_> {
+impl ScatterJob<'_> {
     fn run<T: bytemuck::Pod + Send + Sync>(&self, x: &[T], to: &mut [T], f: impl Fn(T, T) -> T + Copy + Sync) {
-        if self.count > JOB {
-            if let Some((stride, row_len)) = self.rows() {
+        if self.count > JOB_ELEMENTS {
+            if let Some((stride, row_len)) = self.row_pieces() {
                 let (rows, start) = (self.strided.dims[0], self.starts[2] as usize);
                 let each = self.count / rows;
-                let some = JOB.div_ceil(each);
+                let some = JOB_ELEMENTS.div_ceil(each);
                 let to = &mut to[start..start + (rows - 1) * stride + row_len];
                 return parallel::for_each_chunk(to, some * stride, |i, to| {
                     let first = i * some;
-                    self.part(x, first * each, some.min(rows - first) * each, to, start + first * stride, f);
+                    self.scatter_range(x, first * each, some.min(rows - first) * each, to, start + first * stride, f);
                 });
             }
-            if let Some(columns) = self.columns() {
-                return self.by_columns(x, to, columns, f);
+            if let Some(columns) = self.row_columns() {
+                return self.scatter_rows(x, to, columns, f);
             }
         }
-        self.part(x, 0, self.count, to, 0, f);
+        self.scatter_range(x, 0, self.count, to, 0, f);
     }
 
-    /// Where positions along the first dim go to pieces of the target that lie one behind the other: from one to the next,
-    /// and the length of one.
-    fn rows(&self) -> Option<(usize, usize)> {
+    /// If the first dim steps through disjoint pieces of the target, returns the stride between pieces and the length of one.
+    fn row_pieces(&self) -> Option<(usize, usize)> {
         let stride = self.strided.strides[2].first().copied().filter(|&stride| stride > 0)?;
         let others = self.strided.dims.iter().zip(&self.strided.strides[2]).skip(1).map(|(&n, &s)| (n, s));
         let mut row_len = 1;
@@ -105,18 +105,17 @@ impl Write<'_> {
         (row_len <= stride as usize).then_some((stride as usize, row_len))
     }
 
-    /// How many columns the target has where only the last dim steps through it, one element at a time, and the index names
-    /// rows.
-    fn columns(&self) -> Option<usize> {
+    /// If the index selects rows of the target, and only the last dim steps through a row, one element at a time: returns the number of columns.
+    fn row_columns(&self) -> Option<usize> {
         let (&last, others) = self.strided.strides[2].split_last()?;
         let columns = *self.strided.dims.last()?;
         let rows = last == 1 && others.iter().all(|&s| s == 0) && self.g.step >= columns as isize;
-        let short = self.strided.strides[1].last() == Some(&0) && columns < SHORT;
+        let short = self.strided.strides[1].last() == Some(&0) && columns < MIN_ROW_LEN;
         (rows && !short).then_some(columns)
     }
 
-    /// The run of elements at `first..first + len`, in order. `to` begins with element `origin` of the target.
-    fn part<T: bytemuck::Pod>(
+    /// Writes the elements `first..first + len`, in order. `to` begins with element `origin` of the target.
+    fn scatter_range<T: bytemuck::Pod>(
         &self,
         x: &[T],
         first: usize,
@@ -125,27 +124,27 @@ impl Write<'_> {
         origin: usize,
         f: impl Fn(T, T) -> T + Copy,
     ) {
-        let (g, mut tile) = (self.g, [0; SOME]);
+        let (g, mut tile) = (self.g, [0; INDEX_TILE_LEN]);
         let steps = [0, 1, 2].map(|k| self.strided.strides[k].last().copied().unwrap_or(0));
-        self.strided.runs(first, len, |_, offsets, n| {
+        self.strided.for_each_run(first, len, |_, offsets, n| {
             let [from, index, at] = [0, 1, 2].map(|k| self.starts[k] + offsets[k]);
             let at = at - origin as isize;
             if steps[1] == 0 && steps[2] == 1 {
-                let start = at + g.wrapped(self.indices.one(index)) as isize * g.step;
-                return merge(&mut to[start as usize..][..n], x, from, steps[0], f);
+                let start = at + g.resolve(self.indices.get(index)) as isize * g.step;
+                return combine_slice(&mut to[start as usize..][..n], x, from, steps[0], f);
             }
-            self.indices.each(&mut tile, index, steps[1], n, |done, indices| {
+            self.indices.for_each_tile(&mut tile, index, steps[1], n, |done, indices| {
                 let from = from + done as isize * steps[0];
                 if steps[0] == 1 && steps[2] == 0 && g.step == 1 {
                     let line = &mut to[at as usize..][..g.size];
                     for (&index, &new) in indices.iter().zip(&x[from as usize..][..indices.len()]) {
-                        let element = &mut line[g.wrapped(index)];
+                        let element = &mut line[g.resolve(index)];
                         *element = f(*element, new);
                     }
                     return;
                 }
                 for (i, &index) in indices.iter().enumerate() {
-                    let position = at + (done + i) as isize * steps[2] + g.wrapped(index) as isize * g.step;
+                    let position = at + (done + i) as isize * steps[2] + g.resolve(index) as isize * g.step;
                     let element = &mut to[position as usize];
                     *element = f(*element, x[(from + i as isize * steps[0]) as usize]);
                 }
@@ -153,9 +152,9 @@ impl Write<'_> {
         });
     }
 
-    /// Of rows of the target that indices name, `columns` wide: a thread has some columns where each has indices of its own,
-    /// else some rows, and passes over the indices of others.
-    fn by_columns<T: bytemuck::Pod + Send + Sync>(
+    /// Writes rows of the target that are selected by an index. If every element has its own index, each thread owns some of the `columns`. Otherwise
+    /// each thread owns some rows and skips all other indices.
+    fn scatter_rows<T: bytemuck::Pod + Send + Sync>(
         &self,
         x: &[T],
         to: &mut [T],
@@ -173,31 +172,43 @@ impl Write<'_> {
         let lines = self.count / columns;
         let to = &mut to[self.starts[2] as usize..][..(g.size - 1) * pitch + columns];
         if index_step == 0 {
-            let rows = g.size.div_ceil(PARTS * threads());
+            let rows = g.size.div_ceil(PARTS_PER_THREAD * threads());
             return parallel::for_each_chunk(to, rows * pitch, |part, to| {
-                let (mine, mut tile) = (part * rows..(part + 1) * rows, [0; SOME]);
-                over.runs(0, lines, |_, offsets, n| {
-                    self.indices.each(&mut tile, self.starts[1] + offsets[1], index_next, n, |done, indices| {
-                        for (i, position) in indices.iter().map(|&index| g.wrapped(index)).enumerate() {
-                            if mine.contains(&position) {
-                                let from = self.starts[0] + offsets[0] + (done + i) as isize * next;
-                                merge(&mut to[(position - mine.start) * pitch..][..columns], x, from, step, f);
+                let (mine, mut tile) = (part * rows..(part + 1) * rows, [0; INDEX_TILE_LEN]);
+                over.for_each_run(0, lines, |_, offsets, n| {
+                    self.indices.for_each_tile(
+                        &mut tile,
+                        self.starts[1] + offsets[1],
+                        index_next,
+                        n,
+                        |done, indices| {
+                            for (i, position) in indices.iter().map(|&index| g.resolve(index)).enumerate() {
+                                if mine.contains(&position) {
+                                    let from = self.starts[0] + offsets[0] + (done + i) as isize * next;
+                                    combine_slice(
+                                        &mut to[(position - mine.start) * pitch..][..columns],
+                                        x,
+                                        from,
+                                        step,
+                                        f,
+                                    );
+                                }
                             }
-                        }
-                    });
+                        },
+                    );
                 });
             });
         }
-        let width = columns.div_ceil(threads()).next_multiple_of(LINE).min(NARROW);
+        let width = columns.div_ceil(threads()).next_multiple_of(LINE_ELEMENTS).min(MAX_BAND_WIDTH);
         for_each_band(to, (g.size, pitch, columns), width, |first, mut band| {
-            let (n, mut tile) = (width.min(columns - first), [0; SOME]);
-            over.runs(0, lines, |_, offsets, count| {
+            let (n, mut tile) = (width.min(columns - first), [0; INDEX_TILE_LEN]);
+            over.for_each_run(0, lines, |_, offsets, count| {
                 for i in 0..count as isize {
                     let from = self.starts[0] + offsets[0] + i * next + first as isize * step;
                     let index = self.starts[1] + offsets[1] + i * index_next + first as isize * index_step;
-                    self.indices.each(&mut tile, index, index_step, n, |done, indices| {
+                    self.indices.for_each_tile(&mut tile, index, index_step, n, |done, indices| {
                         let from = from + done as isize * step;
-                        let to = indices.iter().map(|&index| g.wrapped(index)).enumerate();
+                        let to = indices.iter().map(|&index| g.resolve(index)).enumerate();
                         if step == 1 {
                             for ((i, row), &new) in to.zip(&x[from as usize..][..indices.len()]) {
                                 let element = &mut band.row(row)[done + i];
@@ -216,9 +227,9 @@ impl Write<'_> {
     }
 }
 
-/// Elements of `x` from `from` on into those of `to`.
+/// Combines the elements of `x` from `from` on, `step` apart, into the elements of `to`.
 #[inline(always)]
-fn merge<T: Copy>(to: &mut [T], x: &[T], from: isize, step: isize, f: impl Fn(T, T) -> T) {
+fn combine_slice<T: Copy>(to: &mut [T], x: &[T], from: isize, step: isize, f: impl Fn(T, T) -> T) {
     if step == 1 {
         let x = &x[from as usize..][..to.len()];
         return to.iter_mut().zip(x).for_each(|(element, &new)| *element = f(*element, new));

@@ -1,48 +1,49 @@
-//! Selection by order (top-k, k-th value, median) on the CPU, without sorting whole lines.
+//! Selection by rank on the CPU (top-k, k-th value, median), without sorting whole lines.
 
 use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::convert::load_tile;
-use crate::backend::cpu::lines::{Line, PIECE};
-use crate::backend::cpu::sort::{Ordered, compared_in};
+use crate::backend::cpu::lines::{Line, PIECE_LEN};
+use crate::backend::cpu::sort::{SortElement, compared_in};
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{Nth, Selected, digits, with};
+use crate::backend::problem::select::{RankQuery, Selected, dims_with, key_bits};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 
-/// Elements a job of the pool has.
-const JOB: usize = 1 << 11;
-/// So many are kept, or twice as many as are wanted, before those that are too many are dropped.
-const FEW: usize = 32;
-/// Elements of a line that is selected from by digits and not by moving keys.
-const RADIX: usize = 1 << 13;
+/// The number of elements in a job of the thread pool.
+const JOB_ELEMENTS: usize = 1 << 11;
+/// The fewest keys to collect before the superfluous ones are dropped; twice `k` if that is more.
+const MIN_KEPT: usize = 32;
+/// Lines longer than this are selected from by radix, without moving keys.
+const MIN_RADIX_LEN: usize = 1 << 13;
+/// The number of bits in a digit of radix selection.
 const DIGIT_BITS: usize = 11;
-/// Elements that are compared with the last of the first at a time: a bit each.
-const BLOCK: usize = 32;
+/// The number of elements compared with the current limit at a time, one bit for each.
+const COMPARED_LEN: usize = 32;
 
-/// The keys of the first elements in order, of those seen so far.
-struct First<C: Ordered> {
+/// The keys of the first `k` elements in sorted order, among those scanned so far.
+struct FirstK<C: SortElement> {
     k: usize,
     descending: bool,
     kept: Vec<C::Key>,
-    /// What comes after this key is not among them.
+    /// Keys after this one are not among the first `k`.
     limit: Option<C::Key>,
 }
 
-impl<C: Ordered> First<C> {
-    fn new(k: usize, descending: bool) -> First<C> {
-        First { k, descending, kept: Vec::with_capacity(FEW.max(2 * k)), limit: None }
+impl<C: SortElement> FirstK<C> {
+    fn new(k: usize, descending: bool) -> FirstK<C> {
+        FirstK { k, descending, kept: Vec::with_capacity(MIN_KEPT.max(2 * k)), limit: None }
     }
 
-    /// Looks at elements `first..` of a line; all before them were seen.
+    /// Scans elements of a line, the first of which has index `first`. All elements before must have been scanned.
     fn scan(&mut self, elements: &[C], first: usize) {
         if self.limit.is_none() {
-            let some = &elements[..elements.len().min(PIECE)];
+            let some = &elements[..elements.len().min(PIECE_LEN)];
             self.limit = match self.k {
-                1..=8 => bar::<C, 16>(some, self.k, self.descending),
-                9..=32 => bar::<C, 64>(some, self.k, self.descending),
+                1..=8 => estimate_limit::<C, 16>(some, self.k, self.descending),
+                9..=32 => estimate_limit::<C, 64>(some, self.k, self.descending),
                 _ => None,
             };
         }
@@ -50,44 +51,46 @@ impl<C: Ordered> First<C> {
     }
 
     #[inline(always)]
-    fn offer(&mut self, key: C::Key) {
+    /// Keeps a key unless it is after the limit.
+    fn keep_within_limit(&mut self, key: C::Key) {
         if self.limit.is_some_and(|limit| key > limit) {
             return;
         }
         self.kept.push(key);
-        if self.kept.len() >= FEW.max(2 * self.k) {
-            self.drop_others();
+        if self.kept.len() >= MIN_KEPT.max(2 * self.k) {
+            self.truncate_to_k();
             self.limit = self.kept.iter().max().copied();
         }
     }
 
-    fn drop_others(&mut self) {
+    /// Drops all keys except the first `k`.
+    fn truncate_to_k(&mut self) {
         if self.kept.len() > self.k {
             self.kept.select_nth_unstable(self.k - 1);
             self.kept.truncate(self.k);
         }
     }
 
-    /// The indices, in order.
+    /// Writes the indices in sorted order.
     fn write(&mut self, to: &mut [i64]) {
-        self.drop_others();
+        self.truncate_to_k();
         self.kept.sort_unstable();
         to.iter_mut().zip(&self.kept).for_each(|(to, &key)| *to = C::index(key) as i64);
     }
 }
 
 vectorised! {
-    /// [`First::scan`] once there is a limit, or none can be told.
-    fn scan<'a, C: Ordered>(_simd: S, first: &'a mut First<C>, elements: &'a [C], at: usize) {
-        let (blocks, rest) = elements.as_chunks::<BLOCK>();
+    /// [`FirstK::scan`] after the limit has been estimated, if possible.
+    fn scan<'a, C: SortElement>(_simd: S, first: &'a mut FirstK<C>, elements: &'a [C], at: usize) {
+        let (blocks, rest) = elements.as_chunks::<COMPARED_LEN>();
         for (b, block) in blocks.iter().enumerate() {
             let mut bits = match first.limit {
-                // Conservative where there is NaN. Once there are k, one that equals the last of them comes after it.
+                // Keeps NaN. Once there are k keys, an element that equals the limit comes after it.
                 Some(limit) => {
                     let (limit, full) = (C::value(limit, first.descending), first.kept.len() >= first.k);
                     match first.descending {
-                        true => each_bit(block, |v| !((v < limit) | ((v == limit) & full))),
-                        false => each_bit(block, |v| !((v > limit) | ((v == limit) & full))),
+                        true => bits_where(block, |v| !((v < limit) | ((v == limit) & full))),
+                        false => bits_where(block, |v| !((v > limit) | ((v == limit) & full))),
                     }
                 }
                 None => u32::MAX,
@@ -95,25 +98,26 @@ vectorised! {
             while bits != 0 {
                 let i = bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                first.offer(block[i].key(at + b * BLOCK + i, first.descending));
+                first.keep_within_limit(block[i].key(at + b * COMPARED_LEN + i, first.descending));
             }
         }
-        for (v, i) in rest.iter().zip(at + blocks.len() * BLOCK..) {
-            first.offer(v.key(i, first.descending));
+        for (v, i) in rest.iter().zip(at + blocks.len() * COMPARED_LEN..) {
+            first.keep_within_limit(v.key(i, first.descending));
         }
     }
 }
 
 #[inline(always)]
-fn each_bit<C: Ordered>(block: &[C; BLOCK], is: impl Fn(C) -> bool) -> u32 {
+/// Returns a bit for each element of the block for which `is` is true.
+fn bits_where<C: SortElement>(block: &[C; COMPARED_LEN], is: impl Fn(C) -> bool) -> u32 {
     block.iter().enumerate().fold(0, |bits, (i, v)| bits | u32::from(is(*v)) << i)
 }
 
-/// A key that those of `k` elements at least do not come after: of the `k`-th among the first of each of `LANES` lanes, which are
-/// more than k. So many elements are little above it that hardly any are kept in vain.
-fn bar<C: Ordered, const LANES: usize>(elements: &[C], k: usize, descending: bool) -> Option<C::Key> {
+/// Estimates a limit: at least `k` elements have keys up to it, and only few keys exceed that number. The elements are divided into `LANES`
+/// lanes, more than k, and the limit is the `k`-th of the lanes' first elements.
+fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, descending: bool) -> Option<C::Key> {
     struct Lanes<'a, C, const LANES: usize>(&'a [[C; LANES]], C, bool);
-    impl<C: Ordered, const LANES: usize> WithSimd for Lanes<'_, C, LANES> {
+    impl<C: SortElement, const LANES: usize> WithSimd for Lanes<'_, C, LANES> {
         type Output = [C; LANES];
 
         #[inline(always)]
@@ -135,77 +139,78 @@ fn bar<C: Ordered, const LANES: usize>(elements: &[C], k: usize, descending: boo
     let none = C::from_f64(if descending { f64::NEG_INFINITY } else { f64::INFINITY });
     let best = Arch::new().dispatch(Lanes(rows, none, descending));
     let mut keys = best.map(|v| v.last_key(descending));
-    // A lane of NaN alone has what no element need be.
+    // A lane of NaN only still holds the start value, which no element need equal.
     Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
 }
 
-/// Indices of the first `k` elements of each line in sorted order.
-pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
-    chosen(x, d, k, |out| first_into(x, d, k, descending, out))
+/// Returns the indices of the first `k` elements of each line in sorted order.
+pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
+    select_indices(x, d, k, |out| topk_into(x, d, k, descending, out))
 }
 
-/// The index of one element of each line by its rank.
-pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Selected> {
-    chosen(x, d, 1, |out| nth_into(x, d, nth, out))
+/// Returns the index of the element with one rank from each line.
+pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> {
+    select_indices(x, d, 1, |out| kth_into(x, d, nth, out))
 }
 
-fn chosen(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Selected> {
-    let out = Tensor::empty_like_shape(with(x, d, k), DType::I64, x.device())?;
+/// Allocates the indices and fills them, unless there are none.
+fn select_indices(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Selected> {
+    let out = Tensor::empty_with_shape(dims_with(x, d, k), DType::I64, x.device())?;
     if out.numel() > 0 {
         choose(&out)?;
     }
     Ok(out.into())
 }
 
-/// The indices of the first `k` elements of each line of `x` along d, into `out`.
-fn first_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
+/// Writes the indices of the first `k` elements of each line of `x` along d to `out`.
+fn topk_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     match compared_in(x, x.shape().dims()[d]) {
-        Compute::F32 => first_as::<f32>(x, d, k, descending, out),
-        Compute::F64 => first_as::<f64>(x, d, k, descending, out),
-        Compute::I64 => first_as::<i64>(x, d, k, descending, out),
+        Compute::F32 => topk_as::<f32>(x, d, k, descending, out),
+        Compute::F64 => topk_as::<f64>(x, d, k, descending, out),
+        Compute::I64 => topk_as::<i64>(x, d, k, descending, out),
     }
 }
 
-fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
+fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
-    // The indices of each line in a row, where lines are interleaved in the result.
-    let beside = Tensor::empty_like_shape(if lines.inner > 1 { out.numel() } else { 0 }, DType::I64, x.device())?;
+    // The indices of each line, contiguous, if lines are interleaved in the result.
+    let beside = Tensor::empty_with_shape(if lines.inner > 1 { out.numel() } else { 0 }, DType::I64, x.device())?;
     with_host(&[&x.storage], &[&out.storage, &beside.storage], |reads, writes| {
         let [out, beside] = writes else { unreachable!("two are written") };
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(out)[..lines.count * k];
         let beside: &mut [i64] =
             &mut bytemuck::cast_slice_mut(beside)[..if lines.inner > 1 { lines.count * k } else { 0 }];
-        let scan = |kept: &mut First<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
+        let scan = |kept: &mut FirstK<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
             let start = x.layout.offset as isize + lines.strided.offsets(line)[0];
             if lines.step == 1 && x.dtype == C::COMPUTE.dtype() {
                 let all: &[C] = bytemuck::cast_slice(reads[0]);
                 return kept.scan(&all[start as usize..][from..to], from);
             }
-            buffer.resize(PIECE.min(to - from), C::from_i32(0));
-            for first in (from..to).step_by(PIECE) {
-                let piece = &mut buffer[..PIECE.min(to - first)];
+            buffer.resize(PIECE_LEN.min(to - from), C::from_i32(0));
+            for first in (from..to).step_by(PIECE_LEN) {
+                let piece = &mut buffer[..PIECE_LEN.min(to - first)];
                 load_tile(x.dtype, reads[0], (start + first as isize * lines.step) as usize, lines.step, piece);
                 kept.scan(piece, first);
             }
         };
         let threads = threads();
-        if lines.count < threads && lines.n >= threads * PIECE && k <= PIECE {
-            // A part of the line for each thread; then the first of theirs.
+        if lines.count < threads && lines.n >= threads * PIECE_LEN && k <= PIECE_LEN {
+            // Each thread scans a part of the line; then the parts' first elements are merged.
             for (line, to) in out.chunks_mut(k).enumerate() {
                 let parts = parallel::map(threads, 1, |i| {
-                    let mut kept = First::<C>::new(k, descending);
+                    let mut kept = FirstK::<C>::new(k, descending);
                     let end = |i: usize| lines.n / threads * i + (lines.n % threads) * i / threads;
                     scan(&mut kept, &mut Vec::new(), line, end(i), end(i + 1));
                     kept.kept
                 });
-                First::<C> { kept: parts.concat(), ..First::new(k, descending) }.write(to);
+                FirstK::<C> { kept: parts.concat(), ..FirstK::new(k, descending) }.write(to);
             }
             return;
         }
         let found: &mut [i64] = if lines.inner > 1 { &mut *beside } else { &mut *out };
-        let group = JOB.div_ceil(lines.n);
+        let group = JOB_ELEMENTS.div_ceil(lines.n);
         let part = |job: usize, found: &mut [i64]| {
-            let (mut kept, mut buffer) = (First::<C>::new(k, descending), Vec::new());
+            let (mut kept, mut buffer) = (FirstK::<C>::new(k, descending), Vec::new());
             for (i, to) in found.chunks_mut(k).enumerate() {
                 (kept.limit, _) = (None, kept.kept.clear());
                 scan(&mut kept, &mut buffer, job * group + i, 0, lines.n);
@@ -223,16 +228,16 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
     })
 }
 
-/// The index of the element of each line of `x` along d of one rank in ascending order.
-fn nth_into(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Result<()> {
+/// Writes the index of the element with one rank in ascending order, for each line of `x` along d.
+fn kth_into(x: &Tensor, d: usize, nth: RankQuery<'_>, out: &Tensor) -> Result<()> {
     match x.dtype.compute() {
-        Compute::F32 => nth_as::<f32>(x, d, nth, out),
-        Compute::F64 => nth_as::<f64>(x, d, nth, out),
-        Compute::I64 => nth_as::<i64>(x, d, nth, out),
+        Compute::F32 => kth_as::<f32>(x, d, nth, out),
+        Compute::F64 => kth_as::<f64>(x, d, nth, out),
+        Compute::I64 => kth_as::<i64>(x, d, nth, out),
     }
 }
 
-fn nth_as<C: Ordered>(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Result<()> {
+fn kth_as<C: SortElement>(x: &Tensor, d: usize, nth: RankQuery<'_>, out: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
     let ranks = nth.ranks().unwrap_or(x);
     with_host(&[&x.storage, &ranks.storage], &[&out.storage], |reads, writes| {
@@ -245,7 +250,7 @@ fn nth_as<C: Ordered>(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Resul
             step: lines.step,
             n: lines.n,
         };
-        if lines.n > RADIX {
+        if lines.n > MIN_RADIX_LEN {
             let slices = if lines.count >= threads() { 1 } else { 4 * threads() }.max(lines.n >> 31);
             let find =
                 |line: usize| line_of(line).radix_select::<C>(slices, |nans| nth.rank(lines.n, nans, || listed(line)));
@@ -254,7 +259,7 @@ fn nth_as<C: Ordered>(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Resul
                 _ => out.iter_mut().enumerate().for_each(|(line, to)| *to = find(line)),
             };
         }
-        let group = JOB.div_ceil(lines.n);
+        let group = JOB_ELEMENTS.div_ceil(lines.n);
         let part = |job: usize, out: &mut [i64]| {
             let (mut line, mut keys) = (vec![C::from_i32(0); lines.n], Vec::with_capacity(lines.n));
             for (i, to) in out.iter_mut().enumerate() {
@@ -276,25 +281,25 @@ fn nth_as<C: Ordered>(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Resul
 }
 
 impl Line<'_> {
-    /// The index of the element of the rank `which(number of NaN)`: digit by digit of the keys, counting how many elements of each
-    /// slice have which.
-    fn radix_select<C: Ordered>(&self, slices: usize, which: impl Fn(usize) -> usize) -> i64 {
+    /// Returns the index of the element with rank `which(number of NaN)` by radix selection: for each digit of the keys, counts the elements of
+    /// every slice with each digit value.
+    fn radix_select<C: SortElement>(&self, slices: usize, which: impl Fn(usize) -> usize) -> i64 {
         let end = |slice: usize| self.n / slices * slice + self.n % slices * slice / slices;
-        let [low, mut high] = digits(self.dtype);
+        let [low, mut high] = key_bits(self.dtype);
         let lowest = C::lowest(self.dtype);
         let mut digit = Digit { lowest, found: None, low, high };
         let (mut need, mut at) = (0, 0);
         while high > low {
             digit = Digit { low: low.max(high.saturating_sub(DIGIT_BITS)), high, ..digit };
             let counts = parallel::map(slices, 1, |slice| {
-                let mut counts = Counts { bins: [[0; 1 << DIGIT_BITS]; 2], nans: 0 };
-                self.pieces::<C>(end(slice), end(slice + 1), |elements, _| {
+                let mut counts = DigitCounts { bins: [[0; 1 << DIGIT_BITS]; 2], nans: 0 };
+                self.for_each_piece::<C>(end(slice), end(slice + 1), |elements, _| {
                     count::<C>(elements, digit, &mut counts);
                     false
                 });
                 counts
             });
-            let sum = |bin: usize| counts.iter().map(|c| c.of(bin)).sum::<usize>();
+            let sum = |bin: usize| counts.iter().map(|c| c.total(bin)).sum::<usize>();
             if digit.found.is_none() {
                 need = which(counts.iter().map(|c| c.nans).sum());
             }
@@ -305,17 +310,17 @@ impl Line<'_> {
             }
             digit.found = Some(digit.found.unwrap_or(0) << (high - digit.low) | bin as u64);
             high = digit.low;
-            // After the last digit `need` counts equal elements: those of the slices before the one that has the element.
+            // After the last digit, `need` counts equal elements: skip the slices before the one with the wanted element.
             if high == low {
                 at = 0;
-                while need >= counts[at].of(bin) {
-                    need -= counts[at].of(bin);
+                while need >= counts[at].total(bin) {
+                    need -= counts[at].total(bin);
                     at += 1;
                 }
             }
         }
         let mut index = 0;
-        self.pieces::<C>(end(at), end(at + 1), |elements, first| {
+        self.for_each_piece::<C>(end(at), end(at + 1), |elements, first| {
             let key = |v: &C| Some(v.order(lowest) >> low) == digit.found;
             let found = elements.iter().enumerate().filter(|(_, v)| key(v)).nth(need);
             need -= if found.is_none() { elements.iter().filter(|v| key(v)).count() } else { 0 };
@@ -326,7 +331,7 @@ impl Line<'_> {
     }
 }
 
-/// A digit of keys, bits `low` to `high`, of elements whose keys have the digits `found` above it.
+/// One digit of the keys, bits `low` to `high`, for elements whose higher digits equal `found`.
 #[derive(Clone, Copy)]
 struct Digit {
     lowest: u64,
@@ -335,21 +340,21 @@ struct Digit {
     high: usize,
 }
 
-/// Two histograms of digits, because neighbours often have the same one and one count would wait for the other.
-struct Counts {
+/// Two histograms of digits. Neighbours often have the same digit, and increments of the same count would wait for each other.
+struct DigitCounts {
     bins: [[u32; 1 << DIGIT_BITS]; 2],
     nans: usize,
 }
 
-impl Counts {
-    fn of(&self, bin: usize) -> usize {
+impl DigitCounts {
+    fn total(&self, bin: usize) -> usize {
         (self.bins[0][bin] + self.bins[1][bin]) as usize
     }
 }
 
 vectorised! {
     /// Adds elements to the histogram of a digit.
-    fn count<'a, C: Ordered>(_simd: S, elements: &'a [C], digit: Digit, counts: &'a mut Counts) {
+    fn count<'a, C: SortElement>(_simd: S, elements: &'a [C], digit: Digit, counts: &'a mut DigitCounts) {
         let Digit { lowest, found, low, high } = digit;
         let of = |v: C| (v.order(lowest) >> low) as usize & ((1 << (high - low)) - 1);
         let Some(found) = found else {
@@ -361,9 +366,9 @@ vectorised! {
             }
             return rest.iter().for_each(|v| counts.bins[0][of(*v)] += 1);
         };
-        let (blocks, rest) = elements.as_chunks::<BLOCK>();
+        let (blocks, rest) = elements.as_chunks::<COMPARED_LEN>();
         for block in blocks {
-            let mut bits = each_bit(block, |v| v.order(lowest) >> high == found);
+            let mut bits = bits_where(block, |v| v.order(lowest) >> high == found);
             while bits != 0 {
                 let i = bits.trailing_zeros() as usize;
                 bits &= bits - 1;
@@ -380,8 +385,8 @@ vectorised! {
 mod tests {
     use super::*;
 
-    /// Lines of every kind, with ties, infinities and NaN, against a sort of all of them.
-    fn checked<C: Ordered>(of: impl Fn(f64) -> C) {
+    /// Compares lines of every kind, with ties, infinities and NaN, with a full sort.
+    fn checked<C: SortElement>(of: impl Fn(f64) -> C) {
         let mut state = 1u64;
         let mut random = |below: u64| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -411,7 +416,7 @@ mod tests {
                             line.iter().enumerate().map(|(i, v)| v.key(i, descending)).collect();
                         keys.sort_unstable();
                         let right: Vec<i64> = keys[..k].iter().map(|&key| C::index(key) as i64).collect();
-                        let mut first = First::<C>::new(k, descending);
+                        let mut first = FirstK::<C>::new(k, descending);
                         line.chunks(pieces).enumerate().for_each(|(i, piece)| first.scan(piece, i * pieces));
                         let mut got = vec![0; k];
                         first.write(&mut got);
@@ -423,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn as_a_sort_of_all_has_them() {
+    fn the_first_k_match_a_full_sort() {
         checked(|x| x as f32);
         checked(|x| x);
         checked(|x| x as i64);

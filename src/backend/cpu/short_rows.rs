@@ -1,5 +1,5 @@
-//! Softmax of short rows, a block of rows at a time, transposed: a column holds one element of every row of the block, so that
-//! vectors are full however short the rows are, and a fold over rows takes one vector operation a column.
+//! Softmax of short rows, a block of rows at a time, transposed. A column holds one element of every row in the block, so that vectors
+//! are full however short the rows are, and a fold over all rows takes one vector operation a column.
 
 use crate::DType;
 use crate::backend::cpu::convert::{load_tile, store_tile};
@@ -7,25 +7,25 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::softmax::RowOp;
 
-/// Rows of a block.
+/// The number of rows in a block.
 pub(crate) const BLOCK_ROWS: usize = 64;
 /// Rows longer than this are not transposed: a block of them would no longer fit in the L1 cache.
-const SHORT: usize = 64;
+const MAX_ROW_LEN: usize = 64;
 
-/// Whether as many rows of n elements are done sooner in blocks, which take as long with few rows as with many.
+/// True if this many rows of n elements are faster in blocks. A block takes the same time with few rows as with many.
 pub(crate) fn is_faster(rows: usize, n: usize) -> bool {
-    n <= SHORT && rows >= usize::max(8, n / 2)
+    n <= MAX_ROW_LEN && rows >= usize::max(8, n / 2)
 }
 
-/// How many rows of n elements make up about so many elements and whole blocks.
+/// The number of rows of n elements that amount to about `elements` elements and fill whole blocks.
 pub(crate) fn whole_blocks(elements: usize, n: usize) -> usize {
     elements.div_ceil(n).next_multiple_of(BLOCK_ROWS)
 }
 
-/// An element of each row.
+/// One element of each row in a block.
 pub(crate) type Column<C> = [C; BLOCK_ROWS];
 
-/// Where a block of rows lies: its first element, the step from a row to the next and that along a row.
+/// The location of a block of rows: its first element, the stride between rows and the stride along a row.
 #[derive(Clone, Copy)]
 pub(crate) struct RowsLayout {
     pub(crate) start: usize,
@@ -34,12 +34,12 @@ pub(crate) struct RowsLayout {
 }
 
 impl RowsLayout {
-    fn of(self, row: usize, column: usize) -> usize {
+    fn offset_of(self, row: usize, column: usize) -> usize {
         self.start.wrapping_add_signed(row as isize * self.row + column as isize * self.element)
     }
 }
 
-/// Reads the first `rows` elements of each column.
+/// Reads a block of `rows` rows and transposes it into columns.
 pub(crate) fn load<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, columns: &mut [Column<C>], rows: usize) {
     let n = columns.len();
     if from.element == 1 && from.row == n as isize && dtype == C::COMPUTE.dtype() {
@@ -50,27 +50,27 @@ pub(crate) fn load<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, colu
         return;
     }
     for (j, column) in columns.iter_mut().enumerate() {
-        load_tile(dtype, bytes, from.of(0, j), from.row, &mut column[..rows]);
+        load_tile(dtype, bytes, from.offset_of(0, j), from.row, &mut column[..rows]);
     }
 }
 
-/// The reverse of [`load`].
+/// Writes a block of `rows` rows from columns.
 pub(crate) fn store<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut [u8], to: RowsLayout, rows: usize) {
     // Writes are made contiguous rather than reads, because strided stores cost more than strided loads.
     if to.element == 1 && columns.len() >= 8 && dtype == C::COMPUTE.dtype() {
         let elements: &mut [C] = bytemuck::cast_slice_mut(bytes);
         for lane in 0..rows.min(BLOCK_ROWS) {
-            let row = &mut elements[to.of(lane, 0)..][..columns.len()];
+            let row = &mut elements[to.offset_of(lane, 0)..][..columns.len()];
             columns.iter().zip(row).for_each(|(column, x)| *x = column[lane]);
         }
         return;
     }
     for (j, column) in columns.iter().enumerate() {
-        store_tile(dtype, &column[..rows], bytes, to.of(0, j), to.row);
+        store_tile(dtype, &column[..rows], bytes, to.offset_of(0, j), to.row);
     }
 }
 
-/// Each row as one element; a sum of n is off by at most n / 4 + 5 roundings.
+/// Folds each row to one element. A sum of n elements is off by at most n / 4 + 5 roundings.
 #[inline(always)]
 fn fold<C: Number>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Column<C> {
     let mut all = [from; BLOCK_ROWS];
@@ -86,9 +86,9 @@ fn fold<C: Number>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> 
     all
 }
 
-/// A loop, for `array::map` is not put in vectors.
+/// Applies `f` to each element. A loop, because `array::map` is not vectorised.
 #[inline(always)]
-fn mapped<C: Number>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
+fn map_column<C: Number>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
     column.iter_mut().for_each(|x| *x = f(*x));
     column
 }
@@ -111,10 +111,10 @@ fn max_of_rows<C: Number>(columns: &[Column<C>]) -> Column<C> {
 }
 
 vectorised! {
-    /// What [`RowOp`] makes of a block, into its columns; of a row as one element, into the first.
+    /// Computes the [`RowOp`] for a block and writes the result to its columns; a result with one element a row goes to the first column.
     ///
-    /// `others`: the second operand where there is one; lost otherwise.
-    pub(crate) fn on_block<'a, C: Number>(
+    /// `others` is the second operand; without one it is scratch memory.
+    pub(crate) fn compute_block<'a, C: Number>(
         _simd: S, kind: RowOp, columns: &'a mut [Column<C>], others: &'a mut [Column<C>]
     ) {
         let (zero, one) = (C::from_i32(0), C::from_i32(1));
@@ -124,18 +124,18 @@ vectorised! {
                 let top = max_of_rows(columns);
                 zip_all_with(columns, &top, C::sub);
                 C::exp_in_place(columns.as_flattened_mut(), |x| x);
-                let scale = mapped(add(columns), |s| one.div(s));
+                let scale = map_column(add(columns), |s| one.div(s));
                 zip_all_with(columns, &scale, C::mul);
             }
             RowOp::LogSoftmax | RowOp::LogSumExp => {
                 let mut top = max_of_rows(columns);
                 if kind == RowOp::LogSumExp {
-                    // Infinite ones count as 0.
-                    top = mapped(top, |m| if m.abs() == C::from_f64(f64::INFINITY) { zero } else { m });
+                    // An infinite maximum counts as 0.
+                    top = map_column(top, |m| if m.abs() == C::from_f64(f64::INFINITY) { zero } else { m });
                 }
                 zip_all_with(columns, &top, C::sub);
                 C::exp_each(others.as_flattened_mut(), columns.as_flattened(), |x| x);
-                let log = mapped(add(others), C::log);
+                let log = map_column(add(others), C::log);
                 match kind {
                     RowOp::LogSumExp => {
                         zip_with(&mut top, &log, C::add);
@@ -172,8 +172,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// The losses of a block of logits, 0 where a row does not count; columns become their gradients, times `scale`, where there is
-    /// one.
+    /// Computes the losses of a block of logits, 0 for ignored rows. With a `scale`, the columns become the gradients of the logits, times
+    /// `scale`.
     pub(crate) fn entropy_of_block<'a, C: Number, F: Fn(i64) -> bool>(
         _simd: S, columns: &'a mut [Column<C>], targets: &'a [i64], counts: F, losses: &'a mut [C], scale: Option<C>
     ) {
@@ -200,12 +200,12 @@ vectorised! {
         }
         losses.copy_from_slice(&loss[..targets.len()]);
         let Some(scale) = scale else { return };
-        let factors = mapped(sum, |s| scale.div(s));
+        let factors = map_column(sum, |s| scale.div(s));
         for (j, column) in columns.iter_mut().enumerate() {
             let j = C::from_i32(j as i32);
             for i in 0..BLOCK_ROWS {
                 let gradient = column[i].mul(factors[i]).sub(if labels[i] == j { scale } else { zero });
-                // Selected, not multiplied: what does not count may be infinite or NaN.
+                // Selected, not multiplied: the gradient of an ignored row may be infinite or NaN.
                 column[i] = if labels[i] == none { zero } else { gradient };
             }
         }

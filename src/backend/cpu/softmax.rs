@@ -1,33 +1,34 @@
-//! Softmax and its kin on the CPU: a row at a time in the compute type, short rows in transposed blocks ([`short_rows`]), rows
-//! along another dim than the last side by side ([`strided_rows`]).
+//! Softmax and related row operations on the CPU: a row at a time in the compute type, short rows in transposed blocks ([`short_rows`]), and
+//! rows along another dim than the last side by side ([`strided_rows`]).
 
 use pulp::Simd;
 use smallvec::SmallVec;
 
-use crate::backend::cpu::accumulate::{Add, Max, fold, fold_in, fold_map};
-use crate::backend::cpu::convert::{load_tile, read, store_tile};
+use crate::backend::cpu::accumulate::{Add, Max, fold, fold_map, fold_simd};
+use crate::backend::cpu::convert::{load_tile, read_or_convert, store_tile};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::short_rows::{BLOCK_ROWS, RowsLayout, entropy_of_block, on_block};
+use crate::backend::cpu::short_rows::{BLOCK_ROWS, RowsLayout, compute_block, entropy_of_block};
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::cpu::{short_rows, strided_rows};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
-use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxRows};
+use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxRows};
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{Compute, DType, Error, Result, Tensor};
 
-/// Elements a job of the pool has: enough to hide what handing it over costs.
+/// The number of elements in a job of the thread pool: enough to hide the cost of handing the job over.
 const TASK_ELEMENTS: usize = 1 << 13;
-/// Elements of short rows that a thread has at a time, where there are more than a job's.
+/// The number of elements of short rows in a job, if there are more than fit in one job.
 const BLOCKED_TASK_ELEMENTS: usize = 1 << 11;
-/// Elements of other rows that a thread has at a time for a loss.
+/// The number of elements of longer rows in a job of a loss.
 const LOSS_TASK_ELEMENTS: usize = 1 << 12;
-/// Elements whose exponentials are computed before they are added up.
+/// The number of exponentials computed before they are added up.
 const EXP_TILE: usize = 256;
-/// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
+/// The number of rows whose losses are added up first. Fixed, so that the sum is the same on every machine.
 const LOSS_SUM_ROWS: usize = 64;
 
-pub(crate) fn run(softmax: &Softmax) -> Result<()> {
+/// Computes a row operation on every row.
+pub(crate) fn run_softmax(softmax: &Softmax) -> Result<()> {
     let (rows, &Softmax { kind, x, z, out, d, .. }) = (&softmax.rows(), softmax);
     with_host(&[&x.storage, &z.storage], &[&out.storage], |reads, writes| {
         let job = SoftmaxJob {
@@ -48,6 +49,7 @@ pub(crate) fn run(softmax: &Softmax) -> Result<()> {
     })
 }
 
+/// A row operation with access to its operands' bytes.
 pub(crate) struct SoftmaxJob<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,
@@ -55,30 +57,30 @@ pub(crate) struct SoftmaxJob<'a> {
     pub(crate) bytes: [&'a [u8]; 2],
     pub(crate) out: &'a Tensor,
     pub(crate) rows: &'a SoftmaxRows,
-    /// Elements after the row's dim: rows that share a slice of the output.
+    /// The number of elements after the row's dim: that many rows share a slice of the output.
     pub(crate) inner: usize,
 }
 
 impl SoftmaxJob<'_> {
-    /// The output is partitioned into slices that hold whole rows.
+    /// Runs the operation. The output is partitioned into slices that hold whole rows.
     fn run<C: Number>(&self, out: &mut [u8]) {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
         let slice = (self.inner * length).max(1);
         let (n, count) = (self.rows.n, self.rows.count());
-        // Those that are equally far apart: all of them, or those whose results share a slice.
+        // True if rows are evenly spaced: all of them, or those whose results share a slice.
         let even = self.kind != RowOp::MaskedSoftmax
             && match self.inner {
                 1 => self.rows.strided.dims.len() <= 1,
                 inner => self.rows.strided.dims.last().is_some_and(|&last| last % inner == 0),
             };
-        let whole = self.inner * n <= strided_rows::PIECE;
+        let whole = self.inner * n <= strided_rows::PIECE_ELEMENTS;
         let short = even
             && if self.inner == 1 {
                 short_rows::is_faster(count, n)
             } else {
                 whole && short_rows::is_faster(self.inner, n)
             };
-        if even && !short && self.inner >= strided_rows::NARROW {
+        if even && !short && self.inner >= strided_rows::MIN_ROWS {
             return self.strided_rows::<C>(out);
         }
         let outer_per_task = match short {
@@ -88,24 +90,25 @@ impl SoftmaxJob<'_> {
         };
         let size = self.out.dtype.size();
         parallel::for_each_chunk(out, slice * outer_per_task * size, |i, part| match short {
-            true => self.in_blocks::<C>(i * outer_per_task * self.inner, part),
+            true => self.compute_in_blocks::<C>(i * outer_per_task * self.inner, part),
             false => self.row_by_row::<C>(i * outer_per_task * self.inner, part),
         });
     }
 
-    /// Rows from `first` on, into `out`, which starts where the first of them does.
+    /// Computes rows from `first` on into `out`, which begins at the first row's result.
     fn row_by_row<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let zero = C::from_i32(0);
         let mask = rows.mask.kind;
-        let has_second_operand = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
+        let has_second_operand =
+            matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != MaskKind::None;
         let (mut one, mut other) = (Vec::new(), Vec::new());
         let mut compute = |i: usize, row: &mut [C]| {
             let at = rows.strided.offsets(first + i);
-            let from = self.row(self.x, 0, at[0], &mut one);
-            let other = if has_second_operand { self.row(self.z, 2, at[2], &mut other) } else { &[] };
-            let from = &from[..rows.mask.visible(first + i, n)];
-            on_row(self.kind, from, row, other, mask)
+            let from = self.read_row(self.x, 0, at[0], &mut one);
+            let other = if has_second_operand { self.read_row(self.z, 2, at[2], &mut other) } else { &[] };
+            let from = &from[..rows.mask.visible_len(first + i, n)];
+            compute_row(self.kind, from, row, other, mask)
         };
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         if inner == 1 && self.out.dtype == C::COMPUTE.dtype() {
@@ -122,8 +125,8 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// [`row_by_row`](Self::row_by_row), a transposed block of short rows at a time.
-    fn in_blocks<C: Number>(&self, first: usize, out: &mut [u8]) {
+    /// Like [`row_by_row`](Self::row_by_row), in transposed blocks of short rows.
+    fn compute_in_blocks<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, rows) = (self.rows.n, self.rows);
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         let mut buffer = vec![C::from_i32(0); 2 * n * BLOCK_ROWS];
@@ -134,7 +137,7 @@ impl SoftmaxJob<'_> {
             RowsLayout { start, row, element: rows.steps[k] }
         };
         let size = self.out.dtype.size();
-        // Rows whose results share a slice, or lie one after another.
+        // Rows whose results share a slice, or are contiguous.
         let contiguous_rows = if self.inner == 1 { out.len() / size / length } else { self.inner };
         for (i, out) in out.chunks_mut(contiguous_rows * length * size).enumerate() {
             for lane in (0..contiguous_rows).step_by(BLOCK_ROWS) {
@@ -143,7 +146,7 @@ impl SoftmaxJob<'_> {
                 if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
                     short_rows::load(self.z.dtype, self.bytes[1], layout(self.z, 2, first), others, count);
                 }
-                on_block(self.kind, &mut *columns, &mut *others);
+                compute_block(self.kind, &mut *columns, &mut *others);
                 let to = match self.inner {
                     1 => RowsLayout { start: lane * length, row: length as isize, element: 1 },
                     inner => RowsLayout { start: lane, row: 1, element: inner as isize },
@@ -153,20 +156,21 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// A row of the `k`-th operand: where it lies if it can be read there, otherwise in `buffer`.
-    fn row<'b, C: Number>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
+    /// Returns a row of the `k`-th operand, in place if possible, otherwise converted into `buffer`.
+    fn read_row<'b, C: Number>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
         let start = (t.layout.offset as isize + at) as usize;
-        read((t.dtype, self.bytes[k.min(1)]), start, self.rows.steps[k], self.rows.n, buffer)
+        read_or_convert((t.dtype, self.bytes[k.min(1)]), start, self.rows.steps[k], self.rows.n, buffer)
     }
 }
 
 vectorised! {
-    fn on_row<'a, C: Number>(simd: S, kind: RowOp, from: &'a [C], row: &'a mut [C], other: &'a [C], mask: Mask) -> usize {
+    /// Computes the operation on one row; returns the number of results.
+    fn compute_row<'a, C: Number>(simd: S, kind: RowOp, from: &'a [C], row: &'a mut [C], other: &'a [C], mask: MaskKind) -> usize {
         match kind {
             RowOp::Softmax => {
-                let m = fold_in::<Max, C, S>(simd, from);
+                let m = fold_simd::<Max, C, S>(simd, from);
                 C::exp_each(row, from, |x| x.sub(m));
-                let s = C::from_i32(1).div(fold_in::<Add, C, S>(simd, row));
+                let s = C::from_i32(1).div(fold_simd::<Add, C, S>(simd, row));
                 row.iter_mut().for_each(|x| *x = x.mul(s));
                 row.len()
             }
@@ -175,16 +179,16 @@ vectorised! {
                 let low = C::from_f64(f64::NEG_INFINITY);
                 seen.copy_from_slice(from);
                 match mask {
-                    Mask::None => {}
-                    Mask::Keep => {
+                    MaskKind::None => {}
+                    MaskKind::Keep => {
                         seen.iter_mut().zip(other).for_each(|(x, k)| *x = if k.is_true() { *x } else { low });
                     }
-                    Mask::Add => seen.iter_mut().zip(other).for_each(|(x, a)| *x = x.add(*a)),
+                    MaskKind::Add => seen.iter_mut().zip(other).for_each(|(x, a)| *x = x.add(*a)),
                 }
-                let m = fold_in::<Max, C, S>(simd, seen);
+                let m = fold_simd::<Max, C, S>(simd, seen);
                 let m = if m == low { C::from_i32(0) } else { m };
                 C::exp_in_place(seen, |x| x.sub(m));
-                let s = fold_in::<Add, C, S>(simd, seen);
+                let s = fold_simd::<Add, C, S>(simd, seen);
                 let scale = if s == C::from_i32(0) { s } else { C::from_i32(1).div(s) };
                 seen.iter_mut().for_each(|x| *x = x.mul(scale));
                 hidden.fill(C::from_i32(0));
@@ -207,7 +211,7 @@ vectorised! {
                 row.len()
             }
             RowOp::LogSoftmaxGrad => {
-                let s = fold_in::<Add, C, S>(simd, other);
+                let s = fold_simd::<Add, C, S>(simd, other);
                 row.iter_mut().zip(from.iter().zip(other)).for_each(|(dx, (y, g))| *dx = g.sub(y.exp().mul(s)));
                 row.len()
             }
@@ -215,36 +219,36 @@ vectorised! {
     }
 }
 
-/// The greatest element and the sum of `exp(x - greatest)`; `finite`: an infinite greatest counts as 0.
+/// Returns the greatest element and the sum of `exp(x - greatest)`. If `finite`, an infinite maximum counts as 0.
 #[inline(always)]
 fn exp_sum<C: Number, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
-    let m = fold_in::<Max, C, S>(simd, row);
+    let m = fold_simd::<Max, C, S>(simd, row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
     let (mut part, mut sum) = ([C::from_i32(0); EXP_TILE], C::from_i32(0));
     for row in row.chunks(EXP_TILE) {
         let part = &mut part[..row.len()];
         C::exp_each(part, row, |x| x.sub(m));
-        sum = sum.add(fold_in::<Add, C, S>(simd, part));
+        sum = sum.add(fold_simd::<Add, C, S>(simd, part));
     }
     (m, sum)
 }
 
 vectorised! {
-    /// The losses of rows of logits, 0 where a row does not count; rows become their gradients, times `scale`, where there is one.
-    fn entropy<'a, C: Number, F: Fn(i64) -> bool>(
+    /// Computes the losses of rows of logits, 0 for ignored rows. With a `scale`, the rows become the gradients of the logits, times `scale`.
+    fn entropy_of_rows<'a, C: Number, F: Fn(i64) -> bool>(
         simd: S, rows: &'a mut [C], targets: &'a [i64], is_used: F, losses: &'a mut [C], scale: Option<C>
     ) {
         let classes = rows.len() / targets.len();
         let zero = C::from_i32(0);
         for ((row, &target), loss) in rows.chunks_mut(classes).zip(targets).zip(&mut *losses) {
-            let top = fold_in::<Max, C, S>(simd, row);
+            let top = fold_simd::<Max, C, S>(simd, row);
             row.iter_mut().for_each(|x| *x = x.sub(top));
             *loss = if is_used(target) { row[target as usize] } else { zero };
         }
         C::exp_in_place(rows, |x| x);
         let mut sums = [zero; BLOCK_ROWS];
         for (row, sum) in rows.chunks(classes).zip(&mut sums) {
-            *sum = fold_in::<Add, C, S>(simd, row);
+            *sum = fold_simd::<Add, C, S>(simd, row);
         }
         for ((loss, sum), &target) in losses.iter_mut().zip(&sums).zip(targets) {
             let x = sum.log().sub(*loss);
@@ -264,8 +268,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// How many targets count, and whether all of those are classes.
-    fn count<'a, F: Fn(i64) -> bool>(_simd: S, targets: &'a [i64], is_used: F, classes: usize) -> (i64, bool) {
+    /// Counts the targets that are not ignored; the bool is true if all of these are valid classes.
+    fn count_targets<'a, F: Fn(i64) -> bool>(_simd: S, targets: &'a [i64], is_used: F, classes: usize) -> (i64, bool) {
         targets.iter().fold((0, true), |(count, all_valid), &t| {
             let used = is_used(t);
             (count + i64::from(used), all_valid & (!used | ((t as u64) < classes as u64)))
@@ -273,26 +277,28 @@ vectorised! {
     }
 }
 
+/// Computes the cross-entropy loss and, if asked, the gradient of the logits.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, .. } = *entropy;
     let shape = if options.reduction == LossReduction::None { labels.shape().clone() } else { ().into() };
-    let out = Tensor::empty_like_shape(shape, dtype, x.device())?;
+    let out = Tensor::empty_with_shape(shape, dtype, x.device())?;
     let writes: Vec<_> = std::iter::once(&out).chain(grad).map(|t| &t.storage).collect();
     with_host(&[&x.storage, &labels.storage], &writes, |reads, writes| {
         let mut loaded = Vec::new();
         let (stride, start) = (labels.strides()[0], labels.layout.offset);
-        let targets = read((labels.dtype, reads[1]), start, stride, labels.numel(), &mut loaded);
+        let targets = read_or_convert((labels.dtype, reads[1]), start, stride, labels.numel(), &mut loaded);
         let (loss, grad) = writes.split_first_mut().expect("the loss at least");
         let grad = grad.first_mut().map(|g| &mut **g);
         match x.dtype.compute() {
-            Compute::F64 => losses::<f64>(x, reads[0], targets, options, (dtype, loss), grad),
-            _ => losses::<f32>(x, reads[0], targets, options, (dtype, loss), grad),
+            Compute::F64 => compute_losses::<f64>(x, reads[0], targets, options, (dtype, loss), grad),
+            _ => compute_losses::<f32>(x, reads[0], targets, options, (dtype, loss), grad),
         }
     })??;
     Ok(out)
 }
 
-fn losses<C: Number>(
+/// Computes the losses of all rows, their gradients if asked, and the reduced loss.
+fn compute_losses<C: Number>(
     x: &Tensor,
     bytes: &[u8],
     targets: &[i64],
@@ -302,7 +308,7 @@ fn losses<C: Number>(
 ) -> Result<()> {
     let classes = x.shape().dims()[1];
     let is_used = |t: i64| t != options.ignore_index;
-    let (count, all_valid) = count(targets, is_used, classes);
+    let (count, all_valid) = count_targets(targets, is_used, classes);
     if !all_valid && let Some(&index) = targets.iter().find(|t| is_used(**t) && !(0..classes as i64).contains(*t)) {
         return Err(Error::IndexOutOfRange { op: "cross_entropy", index, size: classes });
     }
@@ -312,7 +318,7 @@ fn losses<C: Number>(
     let rows = (LOSS_TASK_ELEMENTS / classes.max(1)).clamp(1, BLOCK_ROWS);
     let short = short_rows::is_faster(targets.len(), classes);
     let mut losses = vec![zero; targets.len()];
-    // Losses of rows from `first` on, and their gradients where wanted.
+    // Computes the losses of rows from `first` on, and their gradients if asked.
     let part = |first: usize, losses: &mut [C], mut grad: Option<&mut [u8]>| {
         let mut buffer = vec![zero; if short { BLOCK_ROWS } else { rows.min(losses.len()) } * classes];
         for (b, losses) in losses.chunks_mut(rows).enumerate() {
@@ -328,7 +334,7 @@ fn losses<C: Number>(
                     load_tile(x.dtype, bytes, start.wrapping_add_signed(i as isize * steps[0]), steps[1], row);
                 }
                 let rows = &mut buffer[..n * classes];
-                entropy(rows, targets, is_used, losses, scale);
+                entropy_of_rows(rows, targets, is_used, losses, scale);
             }
             let Some(grad) = &mut grad else { continue };
             let start = b * rows * classes;

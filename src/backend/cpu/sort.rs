@@ -1,11 +1,12 @@
-//! Sorting on the CPU: std's sort of keys with their indices, or counts of elements of a byte; lines are partitioned among threads.
+//! Sorting and binary search on the CPU. Keys that include the index are sorted with std's sort, one-byte elements by counting. Lines are
+//! partitioned among threads.
 
-use crate::backend::cpu::convert::{load_tile, read};
-use crate::backend::cpu::lines::{Line, each};
+use crate::backend::cpu::convert::{load_tile, read_or_convert};
+use crate::backend::cpu::lines::{Line, for_each_line};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::digits;
+use crate::backend::problem::select::key_bits;
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
@@ -13,27 +14,29 @@ use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
 
 /// Longer lines are sorted in the memory of their results.
-const LONG: usize = 1 << 16;
-/// The longest line that is converted before it is searched.
-const CONVERTED: usize = 1 << 16;
-/// Values that are searched for side by side.
-const SIDE: usize = 16;
-/// Values that a job of the pool searches for.
-const JOB: usize = 1 << 10;
+const MAX_KEYED_LINE_LEN: usize = 1 << 16;
+/// The longest line that is converted as a whole before it is searched.
+const MAX_CONVERTED_LEN: usize = 1 << 16;
+/// The number of values that are searched for side by side.
+const SEARCHES_AT_ONCE: usize = 16;
+/// The number of values that a job of the thread pool searches for.
+const VALUES_PER_JOB: usize = 1 << 10;
 
-/// Elements whose order keys give.
-pub(crate) trait Ordered: Number {
-    /// An unsigned number that orders as the elements do, equal ones by their indices: -0 and 0 are equal, NaN is above
-    /// everything. Of a descending order the elements are the other way round, not the indices.
+/// Element types with sort keys.
+pub(crate) trait SortElement: Number {
+    /// An unsigned number that orders like the elements, and orders equal elements by index. -0 equals 0, and NaN is above everything.
+    /// Descending order reverses the elements, but not the indices.
     type Key: Ord + Copy + Send + Sync;
 
+    /// The key of the element at `index`.
     fn key(self, index: usize, descending: bool) -> Self::Key;
-    /// The last of the keys of elements that equal this one.
+    /// The last key of all elements that equal this one.
     fn last_key(self, descending: bool) -> Self::Key;
+    /// The index in a key.
     fn index(key: Self::Key) -> usize;
-    /// An unsigned number that orders as the elements do, less [`lowest`](Ordered::lowest); equal elements have the same.
+    /// An unsigned number that orders like the elements, minus [`lowest`](SortElement::lowest). Equal elements have equal numbers.
     fn order(self, lowest: u64) -> u64;
-    /// The least order of a dtype's elements, which is subtracted so that orders begin with 0.
+    /// The least order of a dtype's elements, which is subtracted so that orders start at 0.
     fn lowest(dtype: DType) -> u64 {
         match dtype {
             DType::I32 => (1 << 63) - (1 << 31),
@@ -41,13 +44,13 @@ pub(crate) trait Ordered: Number {
             _ => 0,
         }
     }
-    /// An element that has this key.
+    /// Returns an element with this key.
     fn value(key: Self::Key, descending: bool) -> Self;
 }
 
 macro_rules! ordered {
     ($t:ident, $key:ident, $bits:ident, $to_bits:expr, $from_bits:expr) => {
-        impl Ordered for $t {
+        impl SortElement for $t {
             type Key = $key;
 
             #[inline(always)]
@@ -100,7 +103,7 @@ ordered_float!(f32, u64, u32);
 ordered_float!(f64, u128, u64);
 ordered!(i64, u128, u64, |v: i64| v as u64 ^ 1 << 63, |bits: u64| (bits ^ 1 << 63) as i64);
 
-/// The type to compare a tensor's elements in: floats that a key of their own could not number are taken as f64.
+/// The type to compare a tensor's elements in. f32 lines too long for a 32-bit index in the key are compared as f64.
 pub(crate) fn compared_in(x: &Tensor, n: usize) -> Compute {
     match x.dtype.compute() {
         Compute::F32 if u32::try_from(n).is_err() => Compute::F64,
@@ -108,9 +111,10 @@ pub(crate) fn compared_in(x: &Tensor, n: usize) -> Compute {
     }
 }
 
-pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+/// Sorts every line along dim `d`.
+pub(crate) fn run_sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     let n = x.shape().dims()[d];
-    if n > LONG {
+    if n > MAX_KEYED_LINE_LEN {
         return match x.dtype.compute() {
             Compute::F32 => long_lines::<f32>(x, d, descending, values, indices),
             Compute::F64 => long_lines::<f64>(x, d, descending, values, indices),
@@ -124,19 +128,19 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indic
     }
 }
 
-/// Sorts lines whose keys are in the memory of their indices, or where they do not fit in this in a tensor, so that the allocator counts
-/// all temporaries.
-fn long_lines<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+/// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit, in a tensor, so that the allocator accounts for
+/// all temporary memory.
+fn long_lines<C: SortElement>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
     let (n, size, inner) = (lines.n, x.dtype.size(), lines.inner);
-    // Keys of 32 bits and indices of 32 bits are sorted as one number.
-    let packed = digits(x.dtype)[1] <= 32 && u32::try_from(n).is_ok();
+    // A key of 32 bits and an index of 32 bits are sorted as one number.
+    let packed = key_bits(x.dtype)[1] <= 32 && u32::try_from(n).is_ok();
     let groups = if inner == 1 { lines.count.min(threads()) } else { 1 };
     let per_group = lines.count.div_ceil(groups);
     let groups = lines.count.div_ceil(per_group);
-    let make = |numel: usize, dtype| Tensor::empty_like_shape(numel, dtype, x.device());
+    let make = |numel: usize, dtype| Tensor::empty_with_shape(numel, dtype, x.device());
     let keys = make(groups * if packed { 1 } else { 2 * n }, DType::I64)?;
-    // One sorted line, where lines are interleaved in the result.
+    // Memory for one sorted line, if lines are interleaved in the result.
     let beside = if inner == 1 { 0 } else { n };
     let (line_values, line_indices) = (make(beside, x.dtype)?, make(beside, DType::I64)?);
     let storages = [values, indices, &keys, &line_values, &line_indices].map(|t| &t.storage);
@@ -145,7 +149,7 @@ fn long_lines<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tenso
             let start = x.layout.offset as isize + lines.strided.offsets(line)[0];
             let line = Line { dtype: x.dtype, bytes: reads[0], start, step: lines.step, n };
             let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
-            let flip = if descending { u64::MAX >> (64 - digits(x.dtype)[1]) } else { 0 };
+            let flip = if descending { u64::MAX >> (64 - key_bits(x.dtype)[1]) } else { 0 };
             line.sort::<C>(flip, packed, indices, bytemuck::cast_slice_mut(keys));
             line.gather(indices, values);
         };
@@ -174,17 +178,17 @@ fn long_lines<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tenso
 }
 
 impl Line<'_> {
-    /// The indices of the elements in order, of keys whose bits `flip` are the other way round.
-    fn sort<C: Ordered>(&self, flip: u64, packed: bool, indices: &mut [i64], keys: &mut [i64]) {
+    /// Computes the indices of the elements in sorted order. Keys are compared with the bits `flip` inverted.
+    fn sort<C: SortElement>(&self, flip: u64, packed: bool, indices: &mut [i64], keys: &mut [i64]) {
         let lowest = C::lowest(self.dtype);
         let each = |f: &mut dyn FnMut(u64, usize)| {
-            self.pieces::<C>(0, self.n, |elements, first| {
+            self.for_each_piece::<C>(0, self.n, |elements, first| {
                 elements.iter().enumerate().for_each(|(i, v)| f(v.order(lowest) ^ flip, first + i));
                 false
             });
         };
         if self.dtype.size() == 1 {
-            // Where the next element of each value goes.
+            // The position of the next element of each value.
             let mut next = [0usize; 257];
             each(&mut |key, _| next[key as usize + 1] += 1);
             (1..next.len()).for_each(|v| next[v] += next[v - 1]);
@@ -205,7 +209,7 @@ impl Line<'_> {
         indices.iter_mut().zip(pairs).for_each(|(index, pair)| *index = pair[1] as i64);
     }
 
-    /// The elements of these indices.
+    /// Copies the elements at these indices.
     fn gather(&self, indices: &[i64], to: &mut [u8]) {
         fn elements<T: bytemuck::Pod>(line: &Line<'_>, indices: &[i64], to: &mut [u8]) {
             let from: &[T] = bytemuck::cast_slice(line.bytes);
@@ -223,10 +227,10 @@ impl Line<'_> {
     }
 }
 
-fn run_as<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
-    each::<C>(x, d, values, Some(indices), |line, values, indices| {
+fn run_as<C: SortElement>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+    for_each_line::<C>(x, d, values, Some(indices), |line, values, indices| {
         let mut keys: Vec<C::Key> = line.iter().enumerate().map(|(i, &v)| v.key(i, descending)).collect();
-        // The indices make equal keys different: this is stable.
+        // The index in each key makes all keys different, so the sort is stable.
         keys.sort_unstable();
         for ((value, index), key) in values.iter_mut().zip(indices).zip(keys) {
             let i = C::index(key);
@@ -235,15 +239,30 @@ fn run_as<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tensor, i
     })
 }
 
-pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
+/// Finds the insertion index of each value of `v` in its sorted line, or for a bool `out`, whether the line contains the value.
+pub(crate) fn searchsorted(
+    x: &Tensor,
+    lines: &Layout,
+    step: isize,
+    v: &Tensor,
+    right: bool,
+    out: &Tensor,
+) -> Result<()> {
     match x.dtype.compute() {
-        Compute::F32 => search_as::<f32>(x, lines, step, v, right, out),
-        Compute::F64 => search_as::<f64>(x, lines, step, v, right, out),
-        Compute::I64 => search_as::<i64>(x, lines, step, v, right, out),
+        Compute::F32 => searchsorted_as::<f32>(x, lines, step, v, right, out),
+        Compute::F64 => searchsorted_as::<f64>(x, lines, step, v, right, out),
+        Compute::I64 => searchsorted_as::<i64>(x, lines, step, v, right, out),
     }
 }
 
-fn search_as<C: Number>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
+fn searchsorted_as<C: Number>(
+    x: &Tensor,
+    lines: &Layout,
+    step: isize,
+    v: &Tensor,
+    right: bool,
+    out: &Tensor,
+) -> Result<()> {
     let n = x.shape().dims().last().copied().unwrap_or(1);
     let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
     let finds = out.dtype == DType::Bool;
@@ -253,12 +272,12 @@ fn search_as<C: Number>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, rig
             load_tile(t.dtype, bytes, (t.layout.offset as isize + at) as usize, 0, &mut element);
             element[0]
         };
-        // One line for all values is read where it is, or converted once.
+        // A line that is the same for all values is read in place, or converted once.
         let single = lines.strides.iter().all(|&stride| stride == 0) && (1..u32::MAX as usize).contains(&n);
         let in_place = step == 1 && x.dtype == C::COMPUTE.dtype();
         let mut converted = Vec::new();
-        let line = match single && (in_place || n <= CONVERTED) {
-            true => read((x.dtype, reads[0]), x.layout.offset, step, n, &mut converted),
+        let line = match single && (in_place || n <= MAX_CONVERTED_LEN) {
+            true => read_or_convert((x.dtype, reads[0]), x.layout.offset, step, n, &mut converted),
             false => &[],
         };
         let find = |p: usize, value: C| {
@@ -274,9 +293,9 @@ fn search_as<C: Number>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, rig
         };
         let size = out.dtype.size();
         let rows = v.is_contiguous();
-        parallel::for_each_chunk(&mut writes[0][..out.numel() * size], JOB * size, |job, out| {
-            let (mut values, mut found) = ([C::from_i32(0); JOB], [0u32; JOB]);
-            let (first, count) = (job * JOB, out.len() / size);
+        parallel::for_each_chunk(&mut writes[0][..out.numel() * size], VALUES_PER_JOB * size, |job, out| {
+            let (mut values, mut found) = ([C::from_i32(0); VALUES_PER_JOB], [0u32; VALUES_PER_JOB]);
+            let (first, count) = (job * VALUES_PER_JOB, out.len() / size);
             let values = &mut values[..count];
             match rows {
                 true => load_tile(v.dtype, reads[1], v.layout.offset + first, 1, values),
@@ -315,7 +334,7 @@ fn search_as<C: Number>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, rig
 }
 
 vectorised! {
-    /// How many elements of a sorted line come before each value. All searches take the same steps, so that several go on at a time.
+    /// Counts the elements of a sorted line before each value. All searches take the same number of steps, so that several run side by side.
     fn search_line<'a, C: Number>(_simd: S, line: &'a [C], values: &'a [C], right: bool, found: &'a mut [u32]) {
         match right {
             true => search_steps(line, values, found, |element, value| element > value),
@@ -324,10 +343,10 @@ vectorised! {
     }
 }
 
-/// Counts the elements of a sorted line that are not `after` each value: NaN counts as before everything, as in PyTorch.
+/// Counts the elements of a sorted line for which `after` is false. NaN is before everything, as in PyTorch.
 #[inline(always)]
 fn search_steps<C: Number>(line: &[C], values: &[C], found: &mut [u32], after: impl Fn(C, C) -> bool) {
-    for (values, found) in values.chunks(SIDE).zip(found.chunks_mut(SIDE)) {
+    for (values, found) in values.chunks(SEARCHES_AT_ONCE).zip(found.chunks_mut(SEARCHES_AT_ONCE)) {
         found.fill(0);
         let mut left = line.len();
         while left > 1 {

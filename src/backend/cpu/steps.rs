@@ -1,14 +1,14 @@
-//! The steps in which the CPU computes formulas: one straight list for all results.
+//! The steps that the CPU interprets for a program: one linear list for all results.
 //!
-//! Equal parts are computed once. Each step writes a tile of elements into a register or straight into a result; operands
-//! are named in place, so an input is never copied, and a register is used again as soon as its value is dead.
+//! Equal subexpressions are computed once. Each step writes a tile of elements into a register or directly into a result. Operands are
+//! read in place, so an input is never copied, and a register is reused once its value is dead.
 
 use crate::backend::cpu::fused_functions::{self, FusedFunction};
-use crate::backend::cpu::multiply_add::Sum;
+use crate::backend::cpu::multiply_add::ProductSum;
 use crate::expr::program::Program;
 use crate::expr::{Args, Binary, Dag, Leaf, Op};
 
-/// Where a step finds an operand.
+/// The location of an operand or a destination of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Value {
     Input(usize),
@@ -18,29 +18,29 @@ pub(crate) enum Value {
     Output(usize),
 }
 
-/// What a step does.
+/// The operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Action {
-    /// Of a formula: a primitive, or random numbers (never an input, a scalar or a constant).
+    /// A primitive, or random numbers (never an input, a scalar or a constant).
     Compute(Op),
-    /// A result that is a leaf, or the same as another result.
+    /// Copies a leaf, or another result, to a result.
     Copy,
-    /// Of the first two arguments and the third: a step where there were two.
-    MultiplyAdd(Sum),
-    /// A formula of several primitives.
+    /// The product of the first two arguments, combined with the third in one step.
+    MultiplyAdd(ProductSum),
+    /// A formula of several primitives, computed in one step.
     Fused(FusedFunction),
 }
 
-/// One primitive over a tile of elements.
+/// One operation over a tile of elements.
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) action: Action,
     pub(crate) args: Args<Value>,
-    /// A register or an output, never one of `args`.
+    /// A register or an output; never one of `args`.
     pub(crate) dst: Value,
 }
 
-/// A program's steps.
+/// The steps of a program, and the number of registers.
 #[derive(Debug)]
 pub(crate) struct Steps {
     pub(crate) list: Vec<Step>,
@@ -48,7 +48,7 @@ pub(crate) struct Steps {
 }
 
 impl Program {
-    /// The steps in which the CPU runs it.
+    /// The program's steps, compiled on first use.
     #[inline]
     pub(crate) fn steps(&self) -> &Steps {
         self.compiled(|| {
@@ -57,26 +57,26 @@ impl Program {
         })
     }
 
-    /// Whether it keeps intermediate results, a tile of each.
+    /// True if the program has intermediate results, each of which takes a tile.
     pub(crate) fn has_registers(&self) -> bool {
         self.steps().registers > 0
     }
 
-    /// Whether the input is read by no step after the one that writes the result: it may be what the result held before.
-    pub(crate) fn reads_before(&self, input: usize, output: usize) -> bool {
+    /// True if no step reads the input after the step that writes the output, so that the output may overwrite the input.
+    pub(crate) fn can_overwrite_input(&self, input: usize, output: usize) -> bool {
         let writes = |step: &Step| step.dst == Value::Output(output);
         let after = self.steps().list.iter().skip_while(|step| !writes(step)).skip(1);
         after.flat_map(|step| &step.args).all(|&arg| arg != Value::Input(input))
     }
 }
 
-/// The nodes that results need, what each does and the nodes that it reads. A product that one sum alone reads is part of it.
-fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
+/// The action and operands of each node that results depend on. A product that is used only by one sum is merged into that sum.
+fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     let as_written = |i: usize| (Action::Compute(dag.nodes[i].expr.op()), dag.nodes[i].args.clone());
-    let find = |i| fused_functions::find(&dag.nodes, i).unwrap_or_else(|| as_written(i));
+    let find = |i| fused_functions::recognise(&dag.nodes, i).unwrap_or_else(|| as_written(i));
     let nodes: Vec<(Action, Args<usize>)> = (0..dag.nodes.len()).map(find).collect();
     let mut uses = vec![0; nodes.len()];
-    dag.roots.iter().for_each(|&root| uses[root] += 2); // by nobody alone
+    dag.roots.iter().for_each(|&root| uses[root] += 2); // a root is never merged into its user
     for i in (0..nodes.len()).rev() {
         if uses[i] > 0 {
             nodes[i].1.iter().for_each(|&a| uses[a] += 1);
@@ -95,9 +95,9 @@ fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
         }
         let Some((k, mut factors)) = (0..2).find_map(|k| Some((k, product(&out, args[k])?))) else { continue };
         let sum = match (op, k) {
-            (Binary::Add, _) => Sum::Plus,
-            (_, 0) => Sum::Less,
-            _ => Sum::Rest,
+            (Binary::Add, _) => ProductSum::Add,
+            (_, 0) => ProductSum::Sub,
+            _ => ProductSum::SubFrom,
         };
         factors.push(args[1 - k]);
         (out[i], out[args[k]]) = (Some((Action::MultiplyAdd(sum), factors)), None);
@@ -105,9 +105,9 @@ fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     out.into_iter().zip(uses).map(|(node, uses)| node.filter(|_| uses > 0)).collect()
 }
 
-/// Puts the nodes in order and gives each a register or a result; returns the number of registers too.
+/// Assigns a register or an output to each node, in order; returns the steps and the number of registers.
 fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
-    let nodes = operations(dag);
+    let nodes = node_actions(dag);
     let mut last_use = vec![0; nodes.len()];
     for (i, (_, args)) in nodes.iter().enumerate().filter_map(|(i, node)| Some((i, node.as_ref()?))) {
         args.iter().for_each(|&a| last_use[a] = i);
@@ -118,7 +118,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     let (mut free, mut registers) = (Vec::new(), 0);
     for (i, node) in nodes.iter().enumerate() {
         let Some((action, args)) = node else {
-            values.push(Value::Const(0.0)); // nobody looks
+            values.push(Value::Const(0.0)); // unused
             continue;
         };
         let value = match *action {
@@ -135,7 +135,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
                 };
                 let operands = args.iter().map(|&a| values[a]).collect();
                 steps.push(Step { action: *action, args: operands, dst });
-                // after `dst` was chosen: a step never writes where it reads
+                // After `dst` was chosen, so that a step never writes a register that it reads.
                 for (k, &a) in args.iter().enumerate() {
                     if let Value::Register(r) = values[a]
                         && last_use[a] == i
@@ -167,14 +167,14 @@ mod tests {
     use crate::expr::Expr;
 
     #[test]
-    fn registers_are_used_again() {
+    fn dead_registers_are_reused() {
         let x = Expr::input(0);
         let mut e = x.clone();
         for i in 0..50 {
             e = (&e + (i as f64 + 0.5)).sin() * &x;
         }
         let p = Program::new(&[e]);
-        assert_eq!(p.steps().list.len(), 101); // sums but the first are one with the product before
+        assert_eq!(p.steps().list.len(), 101); // every sum except the first is merged with the product before it
         assert!(p.steps().registers <= 2, "{}", p.steps().registers);
         for s in &p.steps().list {
             assert!(!s.args.contains(&s.dst));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn common_parts_and_results_that_are_leaves() {
+    fn common_subexpressions_are_computed_once() {
         let (a, b) = (Expr::input(0), Expr::input(1));
         let p = Program::new(&[(&a + &b).exp(), (&a + &b).exp() * 2.0, b.clone(), (&a + &b).exp()]);
         assert_eq!(p.steps().list.len(), 5); // add, exp, mul and two copies
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn products_and_sums_are_one_step() {
+    fn a_product_is_merged_into_the_sum_that_uses_it() {
         let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
         let steps = |exprs: &[Expr]| {
             let p = Program::new(exprs);

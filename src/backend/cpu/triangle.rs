@@ -1,25 +1,25 @@
-//! Triangles of matrices on the CPU: rows of which a part is copied and the rest is zero.
+//! `tril` and `triu` on the CPU: copies a part of each row and fills the rest with zeros.
 
 use crate::device::cpu::parallel;
-use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
 use crate::storage::with_host;
 use crate::{Result, Tensor};
 
-/// Elements that are worth a job of the pool.
-const JOB: usize = 1 << 14;
+/// The number of elements in a job of the thread pool.
+const JOB_ELEMENTS: usize = 1 << 14;
 
-/// A copy of `x`, matrices of one element at least, with zeros where column - row is in `from..to`.
-pub(crate) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
+/// Copies the matrices `x`, which are not empty, with zeros where column - row is in `from..to`.
+pub(crate) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let x = x.detach().contiguous()?;
-    let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    let out = Tensor::empty_with_shape(x.shape(), x.dtype, x.device())?;
     let [.., rows, columns] = *x.shape().dims() else { unreachable!("two dimensions at least") };
     let size = x.dtype.size();
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let all = x.numel() * size;
         let (x, out) = (&reads[0][x.layout.offset * size..][..all], &mut writes[0][..all]);
-        let job = JOB.div_ceil(columns);
+        let job = JOB_ELEMENTS.div_ceil(columns);
         parallel::for_each_chunk(out, job * columns * size, |i, part| {
-            let streaming = (all >= LARGE).then(Streaming::new);
+            let streaming = (all >= STREAMING_MIN_BYTES).then(Streaming::new);
             let x = &x[i * job * columns * size..][..part.len()];
             let lines = part.chunks_mut(columns * size).zip(x.chunks(columns * size));
             for (row, (out, x)) in (i * job..).zip(lines) {
@@ -61,7 +61,7 @@ mod tests {
                 [(1, isize::MAX), (isize::MIN, 0), (-r, c), (c, isize::MAX), (isize::MIN, 1 - r), (0, 2), (2, 0)]
             {
                 for x in [&wide, &permuted] {
-                    let got = zeroed(x, from, to)?.to_dtype(DType::F64)?.to_vec::<f64>()?;
+                    let got = tril_triu(x, from, to)?.to_dtype(DType::F64)?.to_vec::<f64>()?;
                     for (i, (got, x)) in got.iter().zip(&numbers).enumerate() {
                         let place = (i % columns) as isize - (i / columns % rows) as isize;
                         let right = if (from..to).contains(&place) { 0.0 } else { *x };

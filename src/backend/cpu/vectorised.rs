@@ -1,7 +1,7 @@
-//! Functions compiled for the vectors that the processor has.
+//! Functions compiled for the vector instructions of the processor.
 
-/// A function whose body is compiled for every kind of vectors, of which it is called with the processor's; `S` is that kind. A closure
-/// would not do: one that is not inlined is compiled without vectors.
+/// Defines a function that is compiled for every supported vector width `S`, and dispatches to the processor's width. The body is not a
+/// closure, because a closure that is not inlined would be compiled without vectors.
 macro_rules! vectorised {
     (
         $(#[$meta:meta])*
@@ -32,13 +32,13 @@ macro_rules! vectorised {
 }
 pub(crate) use vectorised;
 
-/// A primitive on one element of each operand. A type, not a closure: its method is certain to be inlined into the
-/// loop that is compiled for the vector units, and code that is not does not use them.
+/// A function of one element of each operand. A type, not a closure: its method is certain to be inlined into the loop that is compiled
+/// for the vector units. Code that is not inlined does not use them.
 pub(crate) trait Function<X, C> {
     fn call(x: X) -> C;
 }
 
-/// Declares the [`Function`] `$F` of a pattern of elements of type `C`.
+/// Declares a [`Function`] `$F` from a pattern and an expression over elements of type `C`.
 macro_rules! function {
     ($F:ident, $x:tt: $X:ty => $made:expr) => {
         function!($F: C, $x: $X => $made);

@@ -1,36 +1,37 @@
-//! Windows on the CPU (unfold, fold, pooling): planes (one channel of one image) are partitioned among threads.
+//! im2col, col2im and pooling on the CPU. Planes (one channel of one image) are partitioned among threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::map;
-use crate::backend::cpu::pool_taps::{Taps, greater, greatest, means, spread};
+use crate::backend::cpu::pool_taps::{Taps, avg_pool_gradient, avg_pool_plane, max_pool_plane, update_max};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::problem::windows::{Task, Windows};
+use crate::backend::problem::windows::{PoolTask, Windows};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 
-/// Elements a job of the pool has.
-const JOB: usize = 1 << 14;
-/// Elements of a plane that is pooled as a whole.
-const PLANE: usize = 1 << 17;
+/// The number of elements in a job of the thread pool.
+const JOB_ELEMENTS: usize = 1 << 14;
+/// Planes with more elements than this are pooled in parts.
+const MAX_PLANE_ELEMENTS: usize = 1 << 17;
 
-pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
+/// Gathers the elements of each window into columns: im2col.
+pub(crate) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
         match x.dtype.size() {
-            1 => unfold_as::<u8>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-            2 => unfold_as::<u16>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-            4 => unfold_as::<u32>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-            _ => unfold_as::<u64>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
+            1 => im2col_as::<u8>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
+            2 => im2col_as::<u16>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
+            4 => im2col_as::<u32>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
+            _ => im2col_as::<u64>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
         }
     })
 }
 
-/// Elements as bits of their size: one tap of one channel of one image is a plane of the result.
-fn unfold_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u8], out: &mut [T], inside: bool) {
+/// Gathers elements by size, whatever their dtype. One tap of one channel of one image is a plane of the result.
+fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u8], out: &mut [T], inside: bool) {
     let from: &[T] = bytemuck::cast_slice(bytes);
     let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
     let ([kh, kw], plane) = (w.kernel, w.grid[0] * w.grid[1]);
@@ -42,8 +43,8 @@ fn unfold_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
             false => (i / (kh * kw) / c, i / (kh * kw) % c, i % (kh * kw)),
         };
         let (row_tap, column_tap) = (tap / kw, tap % kw);
-        let ((top, bottom), (left, right)) = (w.inside(0, row_tap), w.inside(1, column_tap));
-        // Where element 0, 0 of the unpadded grid would be.
+        let ((top, bottom), (left, right)) = (w.windows_inside(0, row_tap), w.windows_inside(1, column_tap));
+        // The offset that element (0, 0) of the unpadded grid would have.
         let origin = x.layout.offset as isize
             + batch as isize * strides[0]
             + channel as isize * strides[1]
@@ -67,39 +68,40 @@ fn unfold_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
             }
         }
     };
-    pieces(&mut out[..count * plane], plane, one);
+    for_each_plane(&mut out[..count * plane], plane, one);
 }
 
-/// Calls `f` with each plane of `out`; several planes a job where they are small.
-fn pieces<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [T]) + Sync) {
-    let per_job = JOB.div_ceil(plane).max(1);
+/// Calls `f` with each plane of `out`; a job computes several small planes.
+fn for_each_plane<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    let per_job = JOB_ELEMENTS.div_ceil(plane).max(1);
     let job = |i: usize, out: &mut [T]| {
         out.chunks_mut(plane).enumerate().for_each(|(j, out)| f(i * per_job + j, out));
     };
-    match out.len() <= JOB {
+    match out.len() <= JOB_ELEMENTS {
         true => job(0, out),
         false => parallel::for_each_chunk(out, per_job * plane, job),
     }
 }
 
-pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
+/// Adds columns up in images: col2im.
+pub(crate) fn col2im(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     with_host(&[&columns.storage], &[&out.storage], |reads, writes| match out.dtype.compute() {
-        Compute::F32 => fold_as::<f32>(w, columns, reads[0], writes[0]),
-        Compute::F64 => fold_as::<f64>(w, columns, reads[0], writes[0]),
-        Compute::I64 => fold_as::<i64>(w, columns, reads[0], writes[0]),
+        Compute::F32 => col2im_as::<f32>(w, columns, reads[0], writes[0]),
+        Compute::F64 => col2im_as::<f64>(w, columns, reads[0], writes[0]),
+        Compute::I64 => col2im_as::<i64>(w, columns, reads[0], writes[0]),
     })
 }
 
-fn fold_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8]) {
+fn col2im_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8]) {
     let (dims, s) = (columns.shape().dims(), columns.strides());
     let (zero, [rows, width]) = (C::from_i32(0), w.image);
     let one = |i: usize, out: &mut [u8]| {
         let (mut sums, mut row) = (vec![zero; rows * width], vec![zero; w.grid[1]]);
         let start = columns.layout.offset as isize + (i / dims[1]) as isize * s[0] + (i % dims[1]) as isize * s[1];
         for kh in 0..w.kernel[0] {
-            let (top, bottom) = w.inside(0, kh);
+            let (top, bottom) = w.windows_inside(0, kh);
             for kw in 0..w.kernel[1] {
-                let (left, right) = w.inside(1, kw);
+                let (left, right) = w.windows_inside(1, kw);
                 if left == right {
                     continue;
                 }
@@ -119,65 +121,68 @@ fn fold_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8
         store_tile(columns.dtype, &sums, out, 0, 1);
     };
     let size = columns.dtype.size();
-    pieces(&mut out[..dims[0] * dims[1] * rows * width * size], rows * width * size, one);
+    for_each_plane(&mut out[..dims[0] * dims[1] * rows * width * size], rows * width * size, one);
 }
 
-pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+/// Computes pooling or its gradient.
+pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     if !out.is_contiguous() {
-        return in_planes(w, task, x, index, out);
+        return pool_channels_last(w, task, x, index, out);
     }
     let job = PoolJob { w, x, task };
-    if task == Task::Max {
+    if task == PoolTask::Max {
         return with_host(&[&x.storage], &[&out.storage, &index.storage], |reads, writes| {
             let [values, indices] = writes else { unreachable!("two were given") };
             match x.dtype.compute() {
-                Compute::F32 => job.greatest::<f32>(reads[0], values, indices),
-                Compute::F64 => job.greatest::<f64>(reads[0], values, indices),
-                Compute::I64 => job.greatest::<i64>(reads[0], values, indices),
+                Compute::F32 => job.max_pool::<f32>(reads[0], values, indices),
+                Compute::F64 => job.max_pool::<f64>(reads[0], values, indices),
+                Compute::I64 => job.max_pool::<i64>(reads[0], values, indices),
             }
         });
     }
     with_host(&[&x.storage, &index.storage], &[&out.storage], |reads, writes| {
         let start = index.layout.offset;
-        // Read for its dtype only where it is an index.
-        let indices: &[i64] = if task == Task::MaxBackward { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
+        // Only for `MaxBackward` is `index` a tensor of indices.
+        let indices: &[i64] =
+            if task == PoolTask::MaxBackward { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
         match x.dtype.compute() {
-            Compute::F64 => job.others::<f64>(reads[0], indices, writes[0]),
-            _ => job.others::<f32>(reads[0], indices, writes[0]),
+            Compute::F64 => job.average_or_gradient::<f64>(reads[0], indices, writes[0]),
+            _ => job.average_or_gradient::<f32>(reads[0], indices, writes[0]),
         }
     })
 }
 
-/// [`run`] where channels are innermost: by planes, as what is computed has them, and copies between the orders.
-fn in_planes(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
-    let rows = |t: &Tensor| Tensor::empty_like_shape(t.shape(), t.dtype, t.device());
+/// [`pool`] for channels-last results: computes plane by plane into contiguous tensors, and copies between the memory formats.
+fn pool_channels_last(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+    let rows = |t: &Tensor| Tensor::empty_with_shape(t.shape(), t.dtype, t.device());
     let copy = |from: &Tensor, to: &Tensor| {
         let (inputs, read, outputs) = (&[from], [Expr::input(0)], &[to]);
-        let program = &Program::of(&read);
-        map::formulas(&Formulas { op: "copy", inputs, params: Params::default(), program, outputs })
+        let program = &Program::shared(&read);
+        map::run_formulas(&Formulas { op: "copy", inputs, params: Params::default(), program, outputs })
     };
-    let moves = matches!(task, Task::Max | Task::MaxBackward) && !index.is_contiguous();
+    let moves = matches!(task, PoolTask::Max | PoolTask::MaxBackward) && !index.is_contiguous();
     let (planes, indices) = (rows(out)?, if moves { rows(index)? } else { index.detach() });
-    if moves && task == Task::MaxBackward {
+    if moves && task == PoolTask::MaxBackward {
         copy(index, &indices)?;
     }
-    run(w, task, x, &indices, &planes)?;
-    if moves && task == Task::Max {
+    pool(w, task, x, &indices, &planes)?;
+    if moves && task == PoolTask::Max {
         copy(&indices, index)?;
     }
     copy(&planes, out)
 }
 
+/// Pooling or a gradient of pooling.
 struct PoolJob<'a> {
     w: &'a Windows,
     x: &'a Tensor,
-    task: Task,
+    task: PoolTask,
 }
 
 impl PoolJob<'_> {
-    /// Returns the elements of plane i that belong to the part, in the compute type: in place if their dtype is that and they are
-    /// contiguous, otherwise converted into `buffer`.
-    fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, part: &Part, buffer: &'b mut Vec<C>) -> &'b [C] {
+    /// Returns the elements of plane i that the part reads, in the compute type: in place if they have that dtype and are contiguous, otherwise
+    /// converted into `buffer`.
+    fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, part: &WindowRows, buffer: &'b mut Vec<C>) -> &'b [C] {
         let (dims, s, [rows, columns]) = (self.x.shape().dims(), self.x.strides(), part.image);
         let first = [i / dims[1], i % dims[1], part.first[0], part.first[1]];
         let start = first.iter().zip(s).fold(self.x.layout.offset as isize, |at, (&i, s)| at + i as isize * s);
@@ -191,28 +196,30 @@ impl PoolJob<'_> {
         buffer
     }
 
-    /// Windows of a part of a plane: all of them, or of a large plane a few rows.
-    fn at_once(&self) -> usize {
+    /// The number of windows computed at a time: all windows of a plane, or a few rows of a large plane.
+    fn windows_at_once(&self) -> usize {
         let (w, windows) = (self.w, self.w.grid[0] * self.w.grid[1]);
-        let parts = windows.max(w.image[0] * w.image[1]).div_ceil(PLANE);
-        let step = if Part::dim(w) == 0 { w.grid[1] } else { 1 };
+        let parts = windows.max(w.image[0] * w.image[1]).div_ceil(MAX_PLANE_ELEMENTS);
+        let step = if WindowRows::dim(w) == 0 { w.grid[1] } else { 1 };
         if parts <= 1 { windows } else { windows.div_ceil(parts).next_multiple_of(step).min(windows) }
     }
 
-    fn greatest<C: Number>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
+    /// Computes max pooling with indices.
+    fn max_pool<C: Number>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
         let (w, dims, dtype) = (self.w, self.x.shape().dims(), self.x.dtype);
-        let (planes, count, at_once) = (dims[0] * dims[1], w.grid[0] * w.grid[1], self.at_once());
-        let first = |o: usize| (w.span(0, o / w.grid[1]).0 * w.image[1] + w.span(1, o % w.grid[1]).0) as i64;
+        let (planes, count, at_once) = (dims[0] * dims[1], w.grid[0] * w.grid[1], self.windows_at_once());
+        let first =
+            |o: usize| (w.input_range(0, o / w.grid[1]).0 * w.image[1] + w.input_range(1, o % w.grid[1]).0) as i64;
         let of_whole: Vec<i64> = if at_once == count { (0..count).map(first).collect() } else { Vec::new() };
-        // The windows from `o` on of planes from `plane` on, of which there are several where they are whole.
+        // Computes the windows from `o` on of planes from `plane` on. There are several planes if all windows are computed at a time.
         let several = |plane: usize, o: usize, chunks: &mut [&mut [u8]]| {
             let [values, indices] = chunks else { unreachable!("two were given") };
             let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
             let made = indices.len().min(at_once);
-            let part = Part::new(w, o, made);
+            let part = WindowRows::new(w, o, made);
             let (taps, skipped) = (Taps::new(&part.windows), (part.first[0] * w.image[1] + part.first[1]) as i64);
             let (mut buffer, mut best) = (Vec::new(), vec![C::from_i32(0); made]);
-            let mut picked = vec![C::from_i32(0); part.windows.grid[1]];
+            let mut gathered = vec![C::from_i32(0); part.windows.grid[1]];
             for (j, (values, at)) in values.chunks_mut(made * dtype.size()).zip(indices.chunks_mut(made)).enumerate() {
                 let elements = self.plane::<C>(bytes, plane + j, &part, &mut buffer);
                 best.fill(C::from_f64(f64::NEG_INFINITY));
@@ -221,8 +228,8 @@ impl PoolJob<'_> {
                     false => at.iter_mut().enumerate().for_each(|(i, at)| *at = first(o + i) - skipped),
                 }
                 match w.adaptive {
-                    true => self.greatest_each(elements, o, skipped as usize, &mut best, at),
-                    false => greatest(&taps, elements, &mut picked, &mut best, at),
+                    true => self.adaptive_max_pool(elements, o, skipped as usize, &mut best, at),
+                    false => max_pool_plane(&taps, elements, &mut gathered, &mut best, at),
                 }
                 if skipped > 0 {
                     at.iter_mut().for_each(|at| *at += skipped);
@@ -240,84 +247,84 @@ impl PoolJob<'_> {
                 parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| at_once * size), each);
             });
         }
-        let per_job = match planes * count * w.kernel[0] * w.kernel[1] <= JOB {
+        let per_job = match planes * count * w.kernel[0] * w.kernel[1] <= JOB_ELEMENTS {
             true => planes,
-            false => (JOB / 4).div_ceil(w.image[0] * w.image[1]),
+            false => (JOB_ELEMENTS / 4).div_ceil(w.image[0] * w.image[1]),
         };
         let each = |i: usize, chunks: &mut [&mut [u8]]| several(i * per_job, 0, chunks);
         parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| per_job * count * size), each);
     }
 
-    /// The greatest elements of windows from `first` on that differ in size, of a plane without its first `skipped` elements.
-    fn greatest_each<C: Number>(&self, plane: &[C], first: usize, skipped: usize, best: &mut [C], at: &mut [i64]) {
+    /// Computes the maxima of windows of different sizes, from `first` on; `plane` lacks its first `skipped` elements.
+    fn adaptive_max_pool<C: Number>(&self, plane: &[C], first: usize, skipped: usize, best: &mut [C], at: &mut [i64]) {
         let w = self.w;
         for (o, (best, at)) in best.iter_mut().zip(at).enumerate() {
             let ((top, bottom), (left, right)) =
-                (w.span(0, (first + o) / w.grid[1]), w.span(1, (first + o) % w.grid[1]));
+                (w.input_range(0, (first + o) / w.grid[1]), w.input_range(1, (first + o) % w.grid[1]));
             for h in top..bottom {
                 for v in left..right {
                     let place = h * w.image[1] + v - skipped;
-                    greater(best, at, plane[place], place as i64);
+                    update_max(best, at, plane[place], place as i64);
                 }
             }
         }
     }
 
-    /// Means and gradients.
-    fn others<C: Number>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
+    /// Computes average pooling, and the gradients of both kinds of pooling.
+    fn average_or_gradient<C: Number>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
         let (w, dims) = (self.w, self.x.shape().dims());
         let (windows, elements) = (w.grid[0] * w.grid[1], w.image[0] * w.image[1]);
-        // Gradients are those of whole planes.
+        // Gradients are computed for whole planes.
         let (made, at_once) = match self.task {
-            Task::Mean(_) => (windows, self.at_once()),
+            PoolTask::Mean(_) => (windows, self.windows_at_once()),
             _ => (elements, windows),
         };
         let inside = |o: usize| {
-            let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
+            let ((top, bottom), (left, right)) = (w.input_range(0, o / w.grid[1]), w.input_range(1, o % w.grid[1]));
             (top..bottom).flat_map(move |h| (left..right).map(move |v| h * w.image[1] + v))
         };
         let divisors = |first: usize, count: usize| -> Vec<C> {
-            let (Task::Mean(divisor) | Task::MeanBackward(divisor)) = self.task else { return Vec::new() };
+            let (PoolTask::Mean(divisor) | PoolTask::MeanBackward(divisor)) = self.task else { return Vec::new() };
             let of = |o: usize| C::from_i64(w.divisor([o / w.grid[1], o % w.grid[1]], divisor) as i64);
             (first..first + count).map(of).collect()
         };
         let of_whole = if at_once == windows { divisors(0, windows) } else { Vec::new() };
         let (zero, size) = (C::from_i32(0), DType::size(self.x.dtype));
-        // The windows from `o` on of planes from `plane` on, of which there are several where they are whole.
+        // Computes the windows from `o` on of planes from `plane` on. There are several planes if all windows are computed at a time.
         let several = |plane: usize, o: usize, out: &mut [u8]| {
             let count = if at_once == windows { windows } else { out.len() / size };
             let part = match self.task {
-                Task::Mean(_) => Part::new(w, o, count),
-                _ => Part { windows: *w, first: [0; 2], image: w.grid },
+                PoolTask::Mean(_) => WindowRows::new(w, o, count),
+                _ => WindowRows { windows: *w, first: [0; 2], image: w.grid },
             };
             let made = if at_once == windows { made } else { count };
             let of_part = if at_once == windows { Vec::new() } else { divisors(o, count) };
             let shares = if at_once == windows { &of_whole } else { &of_part };
             let (taps, skipped) = (Taps::new(&part.windows), part.first[0] * w.image[1] + part.first[1]);
             let (mut buffer, mut result) = (Vec::new(), vec![zero; made]);
-            let mut picked = vec![zero; part.windows.grid[1]];
-            let mut scaled = vec![zero; if let Task::MeanBackward(_) = self.task { windows } else { 0 }];
+            let mut gathered = vec![zero; part.windows.grid[1]];
+            let mut scaled = vec![zero; if let PoolTask::MeanBackward(_) = self.task { windows } else { 0 }];
             for (i, out) in out.chunks_mut(made * size).enumerate() {
                 let plane_i = plane + i;
                 let plane = self.plane::<C>(bytes, plane_i, &part, &mut buffer);
                 result.fill(zero);
                 let result = &mut result[..];
                 match self.task {
-                    Task::Mean(_) if !w.adaptive => means(&taps, plane, &mut picked, shares, result),
-                    Task::MeanBackward(_) if !w.adaptive => {
-                        spread(&taps, plane, shares, &mut scaled, result);
+                    PoolTask::Mean(_) if !w.adaptive => avg_pool_plane(&taps, plane, &mut gathered, shares, result),
+                    PoolTask::MeanBackward(_) if !w.adaptive => {
+                        avg_pool_gradient(&taps, plane, shares, &mut scaled, result);
                     }
-                    Task::Mean(_) => result.iter_mut().zip(shares).enumerate().for_each(|(i, (y, share))| {
+                    PoolTask::Mean(_) => result.iter_mut().zip(shares).enumerate().for_each(|(i, (y, share))| {
                         *y = inside(o + i).fold(*y, |sum, at| sum.add(plane[at - skipped])).div(*share);
                     }),
-                    Task::MeanBackward(_) => plane.iter().zip(shares).enumerate().for_each(|(o, (g, share))| {
+                    PoolTask::MeanBackward(_) => plane.iter().zip(shares).enumerate().for_each(|(o, (g, share))| {
                         let g = g.div(*share);
                         inside(o).for_each(|at| result[at] = result[at].add(g));
                     }),
-                    Task::MaxBackward => plane.iter().zip(&indices[plane_i * windows..]).for_each(|(g, &at)| {
+                    PoolTask::MaxBackward => plane.iter().zip(&indices[plane_i * windows..]).for_each(|(g, &at)| {
                         result[at as usize] = result[at as usize].add(*g);
                     }),
-                    Task::Max => unreachable!("has two results"),
+                    PoolTask::Max => unreachable!("has two results"),
                 }
                 store_tile(self.x.dtype, result, out, 0, 1);
             }
@@ -328,36 +335,37 @@ impl PoolJob<'_> {
                 parallel::for_each_chunk(out, at_once * size, |i, out| several(plane, i * at_once, out));
             });
         }
-        let per_job = (JOB / 4).div_ceil(elements.max(windows));
-        match dims[0] * dims[1] * elements.max(windows) <= JOB {
+        let per_job = (JOB_ELEMENTS / 4).div_ceil(elements.max(windows));
+        match dims[0] * dims[1] * elements.max(windows) <= JOB_ELEMENTS {
             true => several(0, 0, out),
             false => parallel::for_each_chunk(out, per_job * made * size, |i, out| several(i * per_job, 0, out)),
         }
     }
 }
 
-/// Consecutive rows of a plane's windows, or consecutive windows of its only row, over an image that has only their elements.
-struct Part {
+/// Consecutive rows of a plane's windows, or consecutive windows of its only row, with the geometry of the elements that they read.
+struct WindowRows {
     windows: Windows,
-    /// The first row and column of the elements that these windows read, and the numbers of their rows and columns.
+    /// The first row and column that these windows read, and the number of rows and columns.
     first: [usize; 2],
     image: [usize; 2],
 }
 
-impl Part {
-    /// The dim that a plane is cut along.
+impl WindowRows {
+    /// The dim along which a plane is divided.
     fn dim(w: &Windows) -> usize {
         usize::from(w.image[0] == 1 && w.grid[0] == 1)
     }
 
-    fn new(w: &Windows, first: usize, count: usize) -> Part {
-        let d = Part::dim(w);
+    fn new(w: &Windows, first: usize, count: usize) -> WindowRows {
+        let d = WindowRows::dim(w);
         let step = if d == 0 { w.grid[1] } else { 1 };
         let (from, to) = (first / step, (first + count) / step);
-        let start = if w.adaptive { w.span(d, from).0 } else { (from * w.stride[d]).saturating_sub(w.padding[d]) };
-        let mut part = Part { windows: *w, first: [0; 2], image: w.image };
+        let start =
+            if w.adaptive { w.input_range(d, from).0 } else { (from * w.stride[d]).saturating_sub(w.padding[d]) };
+        let mut part = WindowRows { windows: *w, first: [0; 2], image: w.image };
         part.first[d] = start;
-        part.image[d] = w.span(d, to - 1).1.saturating_sub(start);
+        part.image[d] = w.input_range(d, to - 1).1.saturating_sub(start);
         part.windows.padding[d] = w.padding[d].saturating_sub(from * w.stride[d]);
         part.windows.image = part.image;
         part.windows.grid[d] = to - from;

@@ -1,14 +1,16 @@
-//! Fused attention, and its gradients in two kernels: `kernels/attention.cl` with `attention_tiles.cl`, or on tensor cores with
+//! Fused attention, and its gradients in two launches: `kernels/attention.cl` with `attention_tiles.cl`, or on tensor cores with
 //! `attention_products.cl` and `attention_mma.cl`.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::attention_tile::{self, Entry, Tile, WIDEST_HEAD};
-use crate::backend::opencl::gemm::is_processor;
-use crate::backend::opencl::geometry::{LOCAL, flag, free_group, row_starts, vector_defines, vector_width};
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::attention_tile::{self, AttentionKernel, MAX_HEAD_WIDTH, Tile};
+use crate::backend::opencl::gemm::uses_cpu_kernels;
+use crate::backend::opencl::geometry::{
+    DEFAULT_GROUP_SIZE, define_if, row_starts, tuned_group_size, vector_defines, vector_width,
+};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
@@ -29,34 +31,36 @@ const MMA: &str = concat!(
     include_str!("../../../kernels/attention_mma.cl")
 );
 
-/// The fewest keys of a group where several groups share the keys of a tile of queries.
-const KEYS_OF_A_PART: usize = 256;
+/// The minimum number of keys of a group when several groups share the keys of one tile of queries.
+const MIN_KEYS_PER_PART: usize = 256;
 
-/// Whether the kernels compute this. Products by blocks are faster on processors, and for halves on devices with tensor cores where
-/// `attention_mma.cl` cannot take the call.
-pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
+/// True if these kernels compute the call. Attention by blocked matrix products is faster on CPUs, and for halves on devices with tensor
+/// cores if `attention_mma.cl` cannot handle the call.
+pub(crate) fn is_supported(a: &FusedAttention) -> Result<bool> {
     let device = a.q.cl_device()?;
     let [heads, queries, keys, width, value_width] = a.sizes();
     let by_products = || {
         a.q.dtype.size() == 2
-            && attention_tile::many_for_tensor_cores(device, a)
-            && attention_tile::copied_at_once(device, a, &[a.q, a.k, a.v]).is_none()
+            && attention_tile::suits_tensor_cores(device, a)
+            && attention_tile::async_copy_bytes(device, a, &[a.q, a.k, a.v]).is_none()
     };
-    Ok(!is_processor(device)
+    Ok(!uses_cpu_kernels(device)
         && !by_products()
         && (a.q.dtype != DType::F64 || device.info().fp64)
-        && width.max(value_width) <= WIDEST_HEAD
+        && width.max(value_width) <= MAX_HEAD_WIDTH
         && (heads * queries).max(keys) < 1 << 31
-        && [Entry::Split, Entry::Queries].iter().all(|&entry| Tile::plain(device, a, entry).next().is_some()))
+        && [AttentionKernel::Split, AttentionKernel::Queries]
+            .iter()
+            .all(|&entry| Tile::plain(device, a, entry).next().is_some()))
 }
 
-/// Queries, keys, values and mask; without a mask the queries are passed for it.
+/// Returns queries, keys, values and mask. Without a mask the queries stand in for the mask argument.
 fn operands<'a>(a: &FusedAttention<'a>) -> [&'a Tensor; 4] {
     [a.q, a.k, a.v, a.mask.unwrap_or(a.q)]
 }
 
-fn run(
-    of: OpKind,
+fn launch_attention(
+    kind: OpKind,
     a: &FusedAttention,
     tensors: &[&Tensor],
     prepare: impl Fn(&'static ClDevice) -> Result<LaunchPlan>,
@@ -66,111 +70,114 @@ fn run(
     let (p, seed) = a.dropout.unwrap_or_default();
     let rescale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
     let scalars = [a.scale, p, rescale].map(Scalar::Float);
-    let key = Key { of, device: device.device(), numbers: &numbers, exprs: &[], tensors };
+    let key = Key { kind, device: device.device(), numbers: &numbers, exprs: &[], tensors };
     let params = Params { scalars: &scalars, seeds: &[seed], base: None };
-    launch_cache::launch(&key, params, || prepare(device)).map(drop)
+    launch_cache::launch_cached(&key, params, || prepare(device)).map(drop)
 }
 
-/// The result and the log-sum-exp of each row; one launch, or two where there are few queries to many keys.
+/// Computes the result and the log-sum-exp of each row, in one launch, or in two for few queries and many keys.
 pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> {
     let [q, k, v, mask] = operands(a);
     let tensors = [q, k, v, mask, out, logsumexp];
-    run(OpKind::Attention, a, &tensors, |device| {
-        let mut shape = Launches::new(device, a, &tensors[..5]);
-        // Where tiles of queries are fewer than compute units, groups share the keys of a tile; not on tensor cores, which get many queries.
+    launch_attention(OpKind::Attention, a, &tensors, |device| {
+        let mut shape = AttentionLaunches::new(device, a, &tensors[..5]);
+        // If there are fewer tiles of queries than compute units, groups share the keys of a tile. Not on tensor cores,
+        // which get many queries.
         let (units, mut parts) = (device.info().compute_units.max(1), 1);
-        let groups = |shape: &Launches| shape.groups(Entry::Forward, shape.tiles(Entry::Forward)[0]);
+        let groups = |shape: &AttentionLaunches| {
+            shape.groups(AttentionKernel::Forward, shape.tiles(AttentionKernel::Forward)[0])
+        };
         if a.q.dtype == DType::F32 && groups(&shape) < units {
-            shape = Launches::copying(device, a, &tensors[..5], None);
+            shape = AttentionLaunches::with_copy(device, a, &tensors[..5], None);
         }
         if shape.copy.is_none() {
-            parts = (4 * units).div_ceil(groups(&shape)).min(a.sizes()[2] / KEYS_OF_A_PART).max(1);
+            parts = (4 * units).div_ceil(groups(&shape)).min(a.sizes()[2] / MIN_KEYS_PER_PART).max(1);
         }
-        let (tile, kernel) = shape.kernel(if parts > 1 { Entry::Split } else { Entry::Forward })?;
-        let groups = shape.groups(Entry::Forward, tile);
-        let mut launch = KernelLaunch::new(kernel, groups * parts * tile.group(), tile.group());
-        (0..5).for_each(|i| shape.operand(&mut launch, i));
-        launch.tensor(5);
-        shape.numbers(&mut launch, parts);
-        shape.call(&mut launch);
+        let (tile, kernel) = shape.kernel(if parts > 1 { AttentionKernel::Split } else { AttentionKernel::Forward })?;
+        let groups = shape.groups(AttentionKernel::Forward, tile);
+        let mut launch = KernelLaunch::new(kernel, groups * parts * tile.group_size(), tile.group_size());
+        (0..5).for_each(|i| shape.push_operand(&mut launch, i));
+        launch.push_tensor(5);
+        shape.push_sizes(&mut launch, parts);
+        shape.push_scalars(&mut launch);
         if parts == 1 {
-            return Ok(LaunchPlan::one(device, launch));
+            return Ok(LaunchPlan::single(device, launch));
         }
-        launch.tensor(6);
-        let (_, combine) = shape.kernel(Entry::Combine)?;
-        let group = free_group(device, &combine, out.numel(), LOCAL);
+        launch.push_tensor(6);
+        let (_, combine) = shape.kernel(AttentionKernel::Combine)?;
+        let group = tuned_group_size(device, &combine, out.numel(), DEFAULT_GROUP_SIZE);
         let mut second = KernelLaunch::new(combine, out.numel(), group);
-        shape.operand(&mut second, 4);
-        second.tensor(5);
-        shape.numbers(&mut second, parts);
-        second.tensor(6);
-        let partial = logsumexp.numel() * parts * (tile.padded(a.sizes()[4]) + 2);
+        shape.push_operand(&mut second, 4);
+        second.push_tensor(5);
+        shape.push_sizes(&mut second, parts);
+        second.push_tensor(6);
+        let partial = logsumexp.numel() * parts * (tile.padded_width(a.sizes()[4]) + 2);
         Ok(LaunchPlan::new(device, Some((partial, logsumexp.dtype)), [launch, second]))
     })
 }
 
-/// The gradients of queries, keys and values, in two launches.
+/// Computes the gradients of queries, keys and values, in two launches.
 pub(crate) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> {
     let ([q, k, v, mask], [dq, dk, dv]) = (operands(a), results);
     let tensors = [q, k, v, mask, of.out, of.grad, dq, dk, dv, of.logsumexp];
-    run(OpKind::AttentionBackward, a, &tensors, |device| {
-        let shape = Launches::new(device, a, &tensors[..9]);
-        let launch = |entry: Entry, operands: &[usize]| -> Result<KernelLaunch> {
+    launch_attention(OpKind::AttentionBackward, a, &tensors, |device| {
+        let shape = AttentionLaunches::new(device, a, &tensors[..9]);
+        let launch = |entry: AttentionKernel, operands: &[usize]| -> Result<KernelLaunch> {
             let (tile, kernel) = shape.kernel(entry)?;
             let groups = shape.groups(entry, tile);
-            let mut launch = KernelLaunch::new(kernel, groups * tile.group(), tile.group());
-            operands.iter().for_each(|&i| shape.operand(&mut launch, i));
+            let mut launch = KernelLaunch::new(kernel, groups * tile.group_size(), tile.group_size());
+            operands.iter().for_each(|&i| shape.push_operand(&mut launch, i));
             // The log-sum-exp, and delta, which the first launch writes for the second.
-            (9..11).for_each(|i| launch.tensor(i));
-            shape.numbers(&mut launch, 1);
-            shape.call(&mut launch);
+            (9..11).for_each(|i| launch.push_tensor(i));
+            shape.push_sizes(&mut launch, 1);
+            shape.push_scalars(&mut launch);
             Ok(launch)
         };
-        let of_queries = launch(Entry::Queries, &[0, 1, 2, 3, 4, 5, 6])?;
-        let of_keys = launch(Entry::Keys, &[0, 1, 2, 3, 5, 7, 8])?;
+        let of_queries = launch(AttentionKernel::Queries, &[0, 1, 2, 3, 4, 5, 6])?;
+        let of_keys = launch(AttentionKernel::Keys, &[0, 1, 2, 3, 5, 7, 8])?;
         let delta = (of.logsumexp.numel(), of.logsumexp.dtype);
         Ok(LaunchPlan::new(device, Some(delta), [of_queries, of_keys]))
     })
 }
 
-/// The operands that every kernel copies to local memory: queries, keys, values and the result's gradient.
-fn staged<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a Tensor> {
+/// Returns the operands that every kernel copies to local memory: queries, keys, values and the result's gradient.
+fn staged_operands<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a Tensor> {
     operands[..3].iter().chain(operands.get(5)).copied()
 }
 
-/// What the launches of one call share.
-struct Launches<'a> {
+/// The state that the launches of one call share.
+struct AttentionLaunches<'a> {
     device: &'static ClDevice,
     a: &'a FusedAttention<'a>,
-    /// `[batch.., heads, rows, columns]`: queries, keys, values, mask and result; for backward also the result's gradient and those of
-    /// the first three.
+    /// Tensors `[batch.., heads, rows, columns]`: queries, keys, values, mask and result; for the backward pass also the result's gradient
+    /// and the gradients of queries, keys and values.
     operands: &'a [&'a Tensor],
     /// The dims before the heads.
     batch: StridedDims,
-    /// On tensor cores, the bytes that are copied to local memory at once.
+    /// On tensor cores, the number of bytes that are copied to local memory at once.
     copy: Option<usize>,
-    /// Elements that a work-item stores at once on tensor cores, and loads at once elsewhere.
+    /// The number of elements that a work-item stores at once on tensor cores, or loads at once elsewhere.
     width: usize,
 }
 
-impl<'a> Launches<'a> {
-    fn new(device: &'static ClDevice, a: &'a FusedAttention<'a>, operands: &'a [&'a Tensor]) -> Launches<'a> {
+impl<'a> AttentionLaunches<'a> {
+    fn new(device: &'static ClDevice, a: &'a FusedAttention<'a>, operands: &'a [&'a Tensor]) -> AttentionLaunches<'a> {
         // The kernels for tensor cores also copy the result of the forward pass to local memory.
         let result = (operands.len() > 5).then(|| operands[4]);
-        let all: SmallVec<[&Tensor; 5]> = staged(operands).chain(result).collect();
-        Launches::copying(device, a, operands, attention_tile::copied_at_once(device, a, &all))
+        let all: SmallVec<[&Tensor; 5]> = staged_operands(operands).chain(result).collect();
+        AttentionLaunches::with_copy(device, a, operands, attention_tile::async_copy_bytes(device, a, &all))
     }
 
-    /// [`new`](Self::new) with `copy` given; without it tensor cores are not used.
-    fn copying(
+    /// Like [`new`](Self::new), with a given `copy`. Without `copy` tensor cores are not used.
+    fn with_copy(
         device: &'static ClDevice,
         a: &'a FusedAttention<'a>,
         operands: &'a [&'a Tensor],
         copy: Option<usize>,
-    ) -> Launches<'a> {
+    ) -> AttentionLaunches<'a> {
         let batch = StridedDims::new(&a.batch(), operands.iter().map(|t| &t.strides()[..t.rank() - 3]));
         let backward = operands.len() > 5;
-        let staged: SmallVec<[&Tensor; 5]> = staged(operands).collect();
+        let staged: SmallVec<[&Tensor; 5]> = staged_operands(operands).collect();
         let results = if backward { &operands[6..] } else { &operands[4..] };
         let moved = if copy.is_some() { results } else { &staged[..] };
         let last = moved.iter().map(|t| t.shape().dims()[t.rank() - 1] as isize);
@@ -183,33 +190,33 @@ impl<'a> Launches<'a> {
             true => vector_width(device, a.q.dtype, starts),
             false => 1,
         };
-        Launches { device, a, operands, batch, copy, width }
+        AttentionLaunches { device, a, operands, batch, copy, width }
     }
 
     fn batches(&self) -> usize {
         self.batch.dims.iter().product()
     }
 
-    fn groups(&self, entry: Entry, tile: Tile) -> usize {
+    fn groups(&self, entry: AttentionKernel, tile: Tile) -> usize {
         let [heads, queries, keys, ..] = self.a.sizes();
-        let rows = if entry == Entry::Keys { keys } else { heads * queries };
-        self.batches() * rows.div_ceil(tile.own())
+        let rows = if entry == AttentionKernel::Keys { keys } else { heads * queries };
+        self.batches() * rows.div_ceil(tile.own_rows())
     }
 
-    /// The usable tiles, the best first.
-    fn tiles(&self, entry: Entry) -> Vec<Tile> {
+    /// Returns the usable tiles, the best first.
+    fn tiles(&self, entry: AttentionKernel) -> Vec<Tile> {
         match self.copy {
             Some(_) => Tile::mma(self.device, self.a, entry, |tile| self.groups(entry, tile)),
             None => Tile::plain(self.device, self.a, entry).collect(),
         }
     }
 
-    /// The kernel with the best tile that can be launched: the registers that the compiler allocates limit the work-group.
-    fn kernel(&self, entry: Entry) -> Result<(Tile, Arc<ClKernel>)> {
+    /// Returns the kernel with the best tile that can be launched. The registers that the compiler allocates limit the work-group size.
+    fn kernel(&self, entry: AttentionKernel) -> Result<(Tile, Arc<ClKernel>)> {
         let mut made = None;
         for tile in self.tiles(entry) {
             let kernel = self.build(entry, tile)?;
-            let launched = entry == Entry::Combine || tile.group() <= kernel.max_work_group();
+            let launched = entry == AttentionKernel::Combine || tile.group_size() <= kernel.max_work_group();
             made = Some((tile, kernel));
             if launched {
                 break;
@@ -218,25 +225,25 @@ impl<'a> Launches<'a> {
         Ok(made.expect("there is a tile, or the call was declined"))
     }
 
-    fn build(&self, entry: Entry, tile: Tile) -> Result<Arc<ClKernel>> {
+    fn build(&self, entry: AttentionKernel, tile: Tile) -> Result<Arc<ClKernel>> {
         let (a, rank, width, copy) = (self.a, self.batch.dims.len().max(1), self.width, self.copy);
         let (dtype, acc) = (a.q.dtype, a.q.dtype.compute());
         let mask = a.mask.map_or(0, |mask| if mask.dtype == DType::Bool { 1 } else { 2 });
         let z = a.mask.map_or(dtype, |mask| mask.dtype);
-        let [.., k, v] = a.sizes().map(|width| tile.padded(width));
+        let [.., k, v] = a.sizes().map(|width| tile.padded_width(width));
         let (moved, dropout) = ((copy.unwrap_or(0) << 8 | width) as u64, u64::from(a.dropout.is_some()));
         let kinds = mask << 8 | z as u64;
         let params = [entry as u64, dtype as u64, kinds, rank as u64, tile.key(), moved, k as u64, v as u64, dropout];
-        kernel(self.device, KernelKey::new("attention", &params), "attention", || {
+        get_or_build_kernel(self.device, KernelKey::new("attention", &params), "attention", || {
             let entry = match entry {
-                Entry::Forward => "FORWARD",
-                Entry::Split => "FORWARD\n#define SPLIT",
-                Entry::Combine => "COMBINE",
-                Entry::Queries => "QUERIES",
-                Entry::Keys => "KEYS",
+                AttentionKernel::Forward => "FORWARD",
+                AttentionKernel::Split => "FORWARD\n#define SPLIT",
+                AttentionKernel::Combine => "COMBINE",
+                AttentionKernel::Queries => "QUERIES",
+                AttentionKernel::Keys => "KEYS",
             };
             let (moves, template) = match copy {
-                Some(copy) => (format!("#define COPY {copy}\n{}", flag(width > 1, "OUT_WIDE")), MMA),
+                Some(copy) => (format!("#define COPY {copy}\n{}", define_if(width > 1, "OUT_WIDE")), MMA),
                 None => (vector_defines(dtype, width), TILES),
             };
             format!(
@@ -244,30 +251,30 @@ impl<'a> Launches<'a> {
                  #define NB {rank}\n#define DK {k}\n#define DV {v}\n#define {entry}\n{}{moves}{}{template}",
                 acc.cl_name(),
                 tile.defines(dtype, k.max(v)),
-                flag(dropout == 1, "DROPOUT"),
+                define_if(dropout == 1, "DROPOUT"),
             )
         })
     }
 
     /// Appends operand i and its strides to the arguments.
-    fn operand(&self, launch: &mut KernelLaunch, i: usize) {
+    fn push_operand(&self, launch: &mut KernelLaunch, i: usize) {
         let t = self.operands[i];
-        launch.tensor(i);
+        launch.push_tensor(i);
         let batch = &self.batch.strides[i];
         let none = batch.is_empty().then_some(0);
         let steps = batch.iter().copied().chain(none).chain(t.strides()[t.rank() - 3..].iter().copied());
-        launch.words(steps.map(|step| step as i64));
+        launch.push_words(steps.map(|step| step as i64));
     }
 
-    fn numbers(&self, launch: &mut KernelLaunch, parts: usize) {
+    fn push_sizes(&self, launch: &mut KernelLaunch, parts: usize) {
         let none = self.batch.dims.is_empty().then_some(1);
         let sizes = self.batch.dims.iter().copied().chain(none).chain([self.batches()]).chain(self.a.sizes());
-        launch.words(sizes.chain([usize::from(self.a.causal), parts]).map(|n| n as i64));
+        launch.push_words(sizes.chain([usize::from(self.a.causal), parts]).map(|n| n as i64));
     }
 
     /// Appends the scale, and dropout's probability, factor and seed.
-    fn call(&self, launch: &mut KernelLaunch) {
-        launch.scalars(3, self.a.q.dtype.compute());
-        launch.seeds(1);
+    fn push_scalars(&self, launch: &mut KernelLaunch) {
+        launch.push_scalars(3, self.a.q.dtype.compute());
+        launch.push_seeds(1);
     }
 }

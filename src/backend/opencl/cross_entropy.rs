@@ -1,9 +1,10 @@
-//! Cross-entropy with class labels on OpenCL: `kernels/cross_entropy.cl`, on processors `kernels/softmax.cl`.
+//! Cross-entropy with class labels on OpenCL: `kernels/cross_entropy.cl` on GPUs, `kernels/softmax.cl` on CPUs.
 
 use crate::backend::opencl::geometry::{
-    ROW_BLOCKS, STRIDED_DIMS, flag, group_size, groups_kept, is_wide, row_slices, vector_defines, vector_width,
+    ROW_BLOCKS, STRIDED_DIMS, default_group_size, define_if, needs_64_bit, slice_rows, vector_defines, vector_width,
+    vectors_per_item,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
@@ -16,57 +17,60 @@ use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
-/// The most labels of which every group counts those that are not ignored, because that is faster than a launch of its own.
-const MAX_COUNTED: usize = 1 << 16;
+/// The maximum number of labels for which every group counts the labels that are not ignored. Up to this size that is faster than a
+/// separate launch.
+const MAX_LABELS_COUNTED_PER_GROUP: usize = 1 << 16;
 
-/// How the kernels get the number of labels that are not ignored; the values are those of `kernels/cross_entropy.cl`.
+/// How the kernels get the number of labels that are not ignored. The values are those in `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy)]
-enum Count {
-    /// Every group counts all of them.
+enum LabelCount {
+    /// Every group counts all labels.
     EveryGroup,
-    /// It is 1, because no mean is wanted.
+    /// The count is 1, because no mean is computed.
     One,
-    /// An earlier launch has counted them.
+    /// An earlier launch has counted the labels.
     Given,
-    /// Every group counts those of its rows, and the last group adds these numbers up.
+    /// Every group counts the labels of its rows, and the last group adds up these counts.
     LastGroup,
 }
 
-/// How the rows are distributed over the device.
-struct Schedule {
-    /// Elements that a work-item loads at once.
+/// How rows are distributed over the device.
+struct CrossEntropySchedule {
+    /// The number of elements that a work-item loads at once.
     width: usize,
-    /// Work-items that share a row, and those of a group.
+    /// The number of work-items that share a row.
     lanes: usize,
+    /// The number of work-items of a group.
     group: usize,
-    /// Vectors of `width` elements that each of them keeps in registers: those of a full row if `whole`, else of a block of it.
+    /// The number of vectors of `width` elements that each work-item keeps in registers: a full row's if `whole`, otherwise a block's.
     kept: usize,
     whole: bool,
     groups: usize,
     /// Whether the last group adds up the losses of all groups.
     last_group_sums: bool,
-    /// Slices of a row, of `chunk` elements each, which separate groups reduce; 0 where one group reduces a row.
+    /// The number of slices of a row, which separate groups reduce; 0 if one group reduces a row.
     slices: usize,
+    /// The number of elements of a slice.
     chunk: usize,
 }
 
-/// The part of the work that a launch does where rows are cut into slices; see `kernels/cross_entropy.cl`.
+/// The part of the work that a launch does if rows are cut into slices; see `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum CrossEntropyStage {
     Whole,
     Slices,
     Gradients,
     Combines,
 }
 
-impl Schedule {
-    fn choose(device: &ClDevice, x: &Tensor, grad: Option<&Tensor>, each: bool) -> Schedule {
+impl CrossEntropySchedule {
+    fn choose(device: &ClDevice, x: &Tensor, grad: Option<&Tensor>, each: bool) -> CrossEntropySchedule {
         let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
         let units = device.info().compute_units.max(1);
         if device.info().kind == DeviceKind::Cpu {
             let groups = if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) };
             let (slices, chunk, last_group_sums) = (0, 0, false);
-            return Schedule {
+            return CrossEntropySchedule {
                 width: 1,
                 lanes: 1,
                 group: 1,
@@ -78,94 +82,94 @@ impl Schedule {
                 chunk,
             };
         }
-        let group = group_size(device);
+        let group = default_group_size(device);
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
         let starts = starts.into_iter().chain(grad.map(|t| t.layout.offset as isize));
         let width = if x.strides()[1] == 1 { vector_width(device, x.dtype, starts) } else { 1 };
-        // A small batch is computed by one group, with all rows at once if they fit.
+        // A small batch is computed by one group, all rows at once if they fit.
         let alone = rows * n <= 16 * group;
         let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
         let lanes = n.div_ceil(4 * width).next_power_of_two().min(most);
-        let kept = groups_kept(n, width * lanes);
-        // The 32-bit registers of a value.
+        let kept = vectors_per_item(n, width * lanes);
+        // The number of 32-bit registers of a value.
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
-        let (slices, chunk) = row_slices(device, rows, n, lanes * kept * width);
+        let (slices, chunk) = slice_rows(device, rows, n, lanes * kept * width);
         let slices = if whole || rows >= 2 * units || slices == 1 { 0 } else { slices };
         let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
         let rounds = rows.div_ceil(group / sharing);
-        // Each group has as many rows as any other, and the device runs all groups at once.
+        // Gives each group the same number of rows, and the device runs all groups at once.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let last_group_sums = !each && groups > 1 && device.has_fence();
-        Schedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
+        CrossEntropySchedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
     }
 
-    /// The work-items that share a row in a launch.
-    fn sharing(&self, stage: Stage) -> usize {
-        if stage == Stage::Combines { self.slices.next_power_of_two() } else { self.lanes }
+    /// Returns the number of work-items that share a row in a launch.
+    fn lanes_in(&self, stage: CrossEntropyStage) -> usize {
+        if stage == CrossEntropyStage::Combines { self.slices.next_power_of_two() } else { self.lanes }
     }
 
-    /// Whether the last group of this launch adds up the losses of all groups.
-    fn sums(&self, stage: Stage) -> bool {
-        self.last_group_sums && matches!(stage, Stage::Whole | Stage::Combines)
+    /// True if the last group of this launch adds up the losses of all groups.
+    fn sums_in_last_group(&self, stage: CrossEntropyStage) -> bool {
+        self.last_group_sums && matches!(stage, CrossEntropyStage::Whole | CrossEntropyStage::Combines)
     }
 
-    fn defines(&self, dtype: DType, stage: Stage) -> String {
-        let (lanes, kept) = (self.sharing(stage), self.kept);
+    fn defines(&self, dtype: DType, stage: CrossEntropyStage) -> String {
+        let (lanes, kept) = (self.lanes_in(stage), self.kept);
         let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
         let name = match stage {
-            Stage::Whole => "",
-            Stage::Slices => "#define SLICES\n",
-            Stage::Gradients => "#define GRADIENTS\n",
-            Stage::Combines => "#define COMBINES\n",
+            CrossEntropyStage::Whole => "",
+            CrossEntropyStage::Slices => "#define SLICES\n",
+            CrossEntropyStage::Gradients => "#define GRADIENTS\n",
+            CrossEntropyStage::Combines => "#define COMBINES\n",
         };
-        spread + name + &flag(self.whole, "WHOLE") + &flag(self.sums(stage), "LAST_GROUP_SUMS")
+        spread + name + &define_if(self.whole, "WHOLE") + &define_if(self.sums_in_last_group(stage), "LAST_GROUP_SUMS")
     }
 }
 
-/// The loss, or where the last group does not add them up, one partial sum for each group.
+/// Computes the loss, or one partial sum for each group if the last group does not add them up.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, count } = *entropy;
     let device = x.cl_device()?;
     let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
     let each = options.reduction == LossReduction::None;
     let cpu = device.info().kind == DeviceKind::Cpu;
-    let schedule = Schedule::choose(device, x, grad, each);
+    let schedule = CrossEntropySchedule::choose(device, x, grad, each);
     let (groups, alone) = (schedule.groups, schedule.groups == 1 || schedule.last_group_sums);
     let loss = match (each, alone) {
-        (true, _) => Tensor::empty_like_shape(rows, dtype, x.device())?,
-        (false, true) => Tensor::empty_like_shape((), dtype, x.device())?,
-        (false, false) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
+        (true, _) => Tensor::empty_with_shape(rows, dtype, x.device())?,
+        (false, true) => Tensor::empty_with_shape((), dtype, x.device())?,
+        (false, false) => Tensor::empty_with_shape(groups, x.dtype.compute().dtype(), x.device())?,
     };
     let counting = match options.reduction {
-        LossReduction::Mean if grad.is_none() && alone && !cpu => Count::LastGroup,
-        LossReduction::Mean if rows > MAX_COUNTED => Count::Given,
-        LossReduction::Mean => Count::EveryGroup,
-        _ => Count::One,
+        LossReduction::Mean if grad.is_none() && alone && !cpu => LabelCount::LastGroup,
+        LossReduction::Mean if rows > MAX_LABELS_COUNTED_PER_GROUP => LabelCount::Given,
+        LossReduction::Mean => LabelCount::EveryGroup,
+        _ => LabelCount::One,
     };
     let counted = match counting {
-        Count::Given => Some(count()?),
+        LabelCount::Given => Some(count()?),
         _ => None,
     };
     let acc = x.dtype.compute().dtype();
-    // The scratch memory has two numbers for each slice, and then two for each group.
+    // The scratch memory has two numbers for each slice, followed by two for each group.
     let of_slices = 2 * rows * schedule.slices;
-    let launch = |stage: Stage| {
-        let lanes = schedule.sharing(stage);
+    let launch = |stage: CrossEntropyStage| {
+        let lanes = schedule.lanes_in(stage);
         let groups = match stage {
-            Stage::Whole | Stage::Combines => groups,
-            Stage::Slices | Stage::Gradients => rows * schedule.slices,
+            CrossEntropyStage::Whole | CrossEntropyStage::Combines => groups,
+            CrossEntropyStage::Slices | CrossEntropyStage::Gradients => rows * schedule.slices,
         };
         let block = schedule.lanes * schedule.kept * schedule.width;
-        let wide = is_wide([rows + schedule.group * groups, n + block]);
-        let with_grad = grad.is_some() && stage == Stage::Whole;
-        let bits = [with_grad, wide, schedule.whole, schedule.sums(stage)]
+        let wide = needs_64_bit([rows + schedule.group * groups, n + block]);
+        let with_grad = grad.is_some() && stage == CrossEntropyStage::Whole;
+        let bits = [with_grad, wide, schedule.whole, schedule.sums_in_last_group(stage)]
             .iter()
             .fold(stage as u64, |bits, &on| bits << 1 | u64::from(on));
         let spread = (schedule.group << 40 | lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
         let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, bits, spread];
-        let kernel = kernel(device, KernelKey::new("cross_entropy", &params), "row", || {
+        let kernel = get_or_build_kernel(device, KernelKey::new("cross_entropy", &params), "row", || {
             let gradient = if with_grad { "#define WITH_GRAD\n" } else { "" };
             let (b, t) = (loss.dtype, labels.dtype);
             let common = defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
@@ -175,40 +179,40 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
             }
         })?;
         let mut launch = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);
-        (0..2).for_each(|k| launch.tensor(k));
-        launch.args([Arg::I64(labels.strides()[0] as i64)]);
-        (2..5).for_each(|k| launch.tensor(k));
-        launch.faults();
-        launch.args([rows, n].map(|n| Arg::U64(n as u64)));
-        launch.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
-        launch.args([Arg::I64(options.ignore_index)]);
-        launch.args([counting as u32, u32::from(!each)].map(Arg::U32));
-        if stage != Stage::Whole {
-            launch.tensor_from(5, 0, 2);
-            launch.args([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
+        (0..2).for_each(|k| launch.push_tensor(k));
+        launch.push_fixed([Arg::I64(labels.strides()[0] as i64)]);
+        (2..5).for_each(|k| launch.push_tensor(k));
+        launch.push_faults();
+        launch.push_fixed([rows, n].map(|n| Arg::U64(n as u64)));
+        launch.push_fixed([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
+        launch.push_fixed([Arg::I64(options.ignore_index)]);
+        launch.push_fixed([counting as u32, u32::from(!each)].map(Arg::U32));
+        if stage != CrossEntropyStage::Whole {
+            launch.push_tensor_at(5, 0, 2);
+            launch.push_fixed([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
         }
-        if schedule.sums(stage) {
-            launch.tensor_from(5, of_slices as isize, 2);
-            launch.arrivals();
-            launch.first_arrival();
+        if schedule.sums_in_last_group(stage) {
+            launch.push_tensor_at(5, of_slices as isize, 2);
+            launch.push_arrivals();
+            launch.push_first_arrival();
         }
         Ok::<_, Error>(launch)
     };
     let prepare = || {
-        let stages: &[Stage] = match (schedule.slices, grad) {
-            (0, _) => &[Stage::Whole],
-            (_, None) => &[Stage::Slices, Stage::Combines],
-            (_, Some(_)) => &[Stage::Slices, Stage::Gradients, Stage::Combines],
+        let stages: &[CrossEntropyStage] = match (schedule.slices, grad) {
+            (0, _) => &[CrossEntropyStage::Whole],
+            (_, None) => &[CrossEntropyStage::Slices, CrossEntropyStage::Combines],
+            (_, Some(_)) => &[CrossEntropyStage::Slices, CrossEntropyStage::Gradients, CrossEntropyStage::Combines],
         };
         let launches = stages.iter().map(|&stage| launch(stage)).collect::<Result<Vec<_>>>()?;
         let scratch = of_slices + if schedule.last_group_sums { 2 * groups } else { 0 };
-        Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches).checking(1))
+        Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches).with_index_check(1))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
-    // Kernel arguments that are not used need a buffer nevertheless.
+    // Unused kernel arguments still need a buffer.
     let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
     let key =
-        Key { of: OpKind::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    launch_cache::launch(&key, Params::default(), prepare)?;
+        Key { kind: OpKind::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch_cached(&key, Params::default(), prepare)?;
     Ok(loss)
 }

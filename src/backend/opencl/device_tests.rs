@@ -1,4 +1,4 @@
-//! The OpenCL reader and the prelude against the CPU's, on every OpenCL device present.
+//! Compares the emitted OpenCL C and the prelude with the CPU backend, on every OpenCL device present.
 
 use crate::backend::cpu::convert::store_tile;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
@@ -35,7 +35,7 @@ fn on_cpu<C: Number>(program: &Program, inputs: &[&[C]], seeds: &[Seed], len: us
     outs
 }
 
-/// The program's function called once an element, outputs one after another in one buffer.
+/// Calls the program's function once for each element. The outputs are stored one after another in one buffer.
 fn on_device<C: Number>(
     device: &ClDevice,
     program: &Program,
@@ -115,7 +115,7 @@ const BINARIES: [Binary; 12] = [
 
 const INTEGERS: [Binary; 6] = [Binary::And, Binary::Or, Binary::Xor, Binary::Shl, Binary::Shr, Binary::Gcd];
 
-/// Every primitive of floats as a result of its own, with their selection.
+/// Returns every floating-point primitive as a separate expression, with a selection and a constant.
 fn all_primitives() -> Vec<Expr> {
     let (x, y) = (Expr::input(0), Expr::input(1));
     let unary = UNARIES.iter().map(|&u| Expr::unary(u, x.clone()));
@@ -135,7 +135,7 @@ fn close(got: f64, right: f64, tolerance: f64) -> bool {
 }
 
 #[test]
-fn floating_point_primitives_agree() {
+fn floating_point_primitives_are_close_to_the_cpus() {
     let exprs = all_primitives();
     let program = Program::new(&exprs);
     let (a, b) = pairs();
@@ -150,7 +150,7 @@ fn floating_point_primitives_agree() {
             for i in 0..a.len() {
                 let (got, right) = (got[j][i], exact[j][i]);
                 let right = if tolerance > 1e-9 { f64::from(right as f32) } else { right };
-                // beside a zero of the logarithm of gamma, and among its poles, few digits are left
+                // near a zero of the logarithm of gamma, and among its poles, few digits are left
                 let rough = matches!(expr.op(), Op::Unary(Unary::Lgamma)) && right.is_finite();
                 let near = close(got, right, tolerance)
                     || (rough && (got - right).abs() <= 10.0 * tolerance * right.abs().max(1.0));
@@ -172,7 +172,7 @@ fn floating_point_primitives_agree() {
 }
 
 #[test]
-fn integer_primitives_are_equal() {
+fn integer_primitives_equal_the_cpus() {
     let bits = INTEGERS.iter().map(|&b| Expr::binary(b, Expr::input(0), Expr::input(1)));
     let exprs: Vec<Expr> = all_primitives()
         .into_iter()
@@ -194,7 +194,7 @@ fn integer_primitives_are_equal() {
 }
 
 #[test]
-fn random_numbers_have_the_same_bits() {
+fn random_numbers_have_the_cpus_bits() {
     let seeds = [Seed { key: 0xdead_beef_0123_4567, stream: 1 << 33 }, Seed { key: 5, stream: 6 }];
     let program = Program::new(&[Expr::uniform(0), Expr::normal(0), Expr::normal(1), Expr::bits(1)]);
     let len = 1_000_003;
@@ -210,7 +210,7 @@ fn random_numbers_have_the_same_bits() {
     }
 }
 
-/// Numbers at every edge of the conversions.
+/// Returns numbers at every edge of the conversions.
 fn edges() -> Vec<f64> {
     let mut v =
         vec![0.0, -0.0, 0.4, -0.6, 0.5, 1.5, 2.5, 255.0, 255.9, 256.0, -1.0, 300.7, 65504.0, 65520.0, 1e-8, 6e-5];
@@ -219,7 +219,7 @@ fn edges() -> Vec<f64> {
     v
 }
 
-/// Stored as `dtype` from this type and loaded again, on the device: both as bytes.
+/// Stores values as `dtype` on the device and loads them again. Returns the bytes that were stored and loaded.
 fn stored_and_loaded<C: Number>(device: &ClDevice, dtype: DType, values: &[C]) -> (Vec<u8>, Vec<u8>) {
     let class = ["I64", "F32", "F64"][C::COMPUTE as usize];
     let natural = dtype.compute();
@@ -246,7 +246,7 @@ fn stored_and_loaded<C: Number>(device: &ClDevice, dtype: DType, values: &[C]) -
 }
 
 #[test]
-fn conversions_are_the_same_everywhere() {
+fn conversions_equal_the_cpus() {
     fn check<C: Number>(device: &ClDevice, values: &[C]) {
         for dtype in DType::ALL {
             if (dtype == DType::F64 || C::COMPUTE == Compute::F64) && !device.info().fp64 {
@@ -259,7 +259,7 @@ fn conversions_are_the_same_everywhere() {
             let mut aligned = vec![0u64; values.len()];
             let device_bytes: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut aligned)[..stored.len()];
             device_bytes.copy_from_slice(&stored);
-            // as f64: which NaN it is may differ
+            // compared as f64, because NaNs may have different bits
             let read = |bytes: &[u8]| {
                 let mut out = vec![0.0f64; values.len()];
                 crate::backend::cpu::convert::load_tile(dtype, bytes, 0, 1, &mut out);

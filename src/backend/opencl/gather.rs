@@ -3,14 +3,15 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, WIDEST, arguments, bits_type, free_group, group_size, index_type, is_wide, launch_free, words,
+    DEFAULT_GROUP_SIZE, MAX_VECTOR_BYTES, STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type,
+    launch_tuned, needs_64_bit, tensor_args, tuned_group_size,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::{checked_indices, launch_cache, scatter as write};
 use crate::backend::problem::index::{Combine, Indexed};
-use crate::backend::problem::lines::without;
+use crate::backend::problem::lines::without_dim;
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, index_fault};
@@ -20,52 +21,53 @@ use crate::{DType, Result, Shape, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
-/// The most index reads of a scatter: each part of the destination reads all indices, so this bounds the number of parts.
-const MAX_READS: usize = 1 << 31;
+/// The maximum number of index reads of a scatter. Each part of the destination reads all indices, so this bounds the number of parts.
+const MAX_INDEX_READS: usize = 1 << 31;
 
-/// Launches a plan from the cache or of `prepare`. Its tensors are the source, the index and the result.
-fn launch(
+/// Launches the cached plan, or the plan that `prepare` makes. Its tensors are the source, the index and the result.
+fn launch_indexed(
     g: &Indexed,
-    of: OpKind,
+    kind: OpKind,
     out: &Tensor,
     others: &[u64],
     prepare: impl Fn(&'static ClDevice) -> Result<LaunchPlan>,
 ) -> Result<()> {
     let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
-    numbers.extend([launch_cache::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
-    numbers.extend([skip(&g.x_layout, g.x) as u64, skip(&g.index_layout, g.index) as u64]);
+    numbers.extend([launch_cache::static_id(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
+    numbers.extend([relative_offset(&g.x_layout, g.x) as u64, relative_offset(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
-    // The layouts are not the tensors' own.
+    // These layouts differ from the tensors' own layouts.
     numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
-    let key = Key { of, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    launch_cache::launch(&key, Params::default(), || Ok(prepare(out.cl_device()?)?.checking(1))).map(drop)
+    let key = Key { kind, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch_cached(&key, Params::default(), || Ok(prepare(out.cl_device()?)?.with_index_check(1)))
+        .map(drop)
 }
 
-/// The offset of a layout relative to that of its tensor.
-pub(crate) fn skip(layout: &Layout, t: &Tensor) -> isize {
+/// Returns the offset of a layout relative to its tensor's offset.
+pub(crate) fn relative_offset(layout: &Layout, t: &Tensor) -> isize {
     layout.offset as isize - t.layout.offset as isize
 }
 
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
-    launch(g, OpKind::Gather, out, &[], |device| {
+    launch_indexed(g, OpKind::Gather, out, &[], |device| {
         let mut strided = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
         // Contiguous elements with the same index are moved as one unit.
         let gpu = device.info().kind != DeviceKind::Cpu;
         let one = strided.strides[1].last().is_some_and(|&s| s == 0);
-        let most = if one { WIDEST / out.dtype.size() } else { 1 };
-        let unit = in_units(&mut strided, &[0], most, &[g.step, g.x_layout.offset as isize]);
+        let most = if one { MAX_VECTOR_BYTES / out.dtype.size() } else { 1 };
+        let unit = combine_into_units(&mut strided, &[0], most, &[g.step, g.x_layout.offset as isize]);
         let (rank, count, size) = (strided.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
-        let (wide, narrow) = (is_wide([count]), fits_32_bits(&strided, &[g.size as isize, g.step]));
-        // Several loads at a time hide that one waits for another.
+        let (wide, narrow) = (needs_64_bit([count]), fits_32_bits(&strided, &[g.size as isize, g.step]));
+        // Several loads are issued together, so that their latencies overlap.
         let per = match gpu {
             true if unit > 1 => 2,
             true => 4,
             false => 1,
         };
         let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, narrow as u64, per as u64];
-        let kernel = kernel(device, KernelKey::new("gather", &params), "gather", || {
+        let kernel = get_or_build_kernel(device, KernelKey::new("gather", &params), "gather", || {
             let (v, t, idx) = (bits_type(size), g.index.dtype, index_type(wide));
             let offset_type = if narrow { "int" } else { "long" };
             format!(
@@ -73,29 +75,40 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
                  #define NEAR {offset_type}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
-        let local = free_group(device, &kernel, count.div_ceil(per), if gpu { group_size(device) } else { LOCAL });
+        let local = tuned_group_size(
+            device,
+            &kernel,
+            count.div_ceil(per),
+            if gpu { default_group_size(device) } else { DEFAULT_GROUP_SIZE },
+        );
         let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
-        launch.tensor_from(0, skip(&g.x_layout, g.x), unit);
-        launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
-        launch.tensor_from(2, 0, unit);
-        launch.faults();
-        launch.args([Arg::U32(index_fault(g.op))]);
-        launch.words(words(&strided));
-        launch.args([count, g.size].map(|n| Arg::U64(n as u64)));
-        launch.args([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
-        Ok(LaunchPlan::one(device, launch))
+        launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), unit);
+        launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
+        launch.push_tensor_at(2, 0, unit);
+        launch.push_faults();
+        launch.push_fixed([Arg::U32(index_fault(g.op))]);
+        launch.push_words(dims_words(&strided));
+        launch.push_fixed([count, g.size].map(|n| Arg::U64(n as u64)));
+        launch.push_fixed([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
+        Ok(LaunchPlan::single(device, launch))
     })
 }
 
-/// Whether all sizes and strides fit in 31 bits.
+/// True if all sizes and strides fit in 31 bits.
 fn fits_32_bits(strided: &StridedDims, others: &[isize]) -> bool {
     let strides = strided.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
-    !is_wide(strides.chain(strided.dims.iter().copied()))
+    !needs_64_bit(strides.chain(strided.dims.iter().copied()))
 }
 
-/// Combines contiguous elements into units of a power of two, at most `most`, and gives their number: the innermost size and the
-/// strides are divided by it. All strides and `starts` must be multiples of the unit, and the innermost stride of `operands` 1.
-pub(crate) fn in_units(strided: &mut StridedDims, operands: &[usize], most: usize, starts: &[isize]) -> usize {
+/// Combines contiguous elements into units, and returns the unit, a power of two of at most `most` elements. The innermost size and
+/// the strides are divided by the unit. The unit divides all strides and `starts`; it is 1 unless the innermost stride of all `operands`
+/// is 1.
+pub(crate) fn combine_into_units(
+    strided: &mut StridedDims,
+    operands: &[usize],
+    most: usize,
+    starts: &[isize],
+) -> usize {
     let Some(last) = strided.dims.len().checked_sub(1) else { return 1 };
     if operands.iter().any(|&k| strided.strides[k][last] != 1) {
         return 1;
@@ -110,8 +123,8 @@ pub(crate) fn in_units(strided: &mut StridedDims, operands: &[usize], most: usiz
     unit
 }
 
-/// The part of a kernel's key and of its defines for the element type. Elements that are only moved are integers of their size.
-pub(crate) fn element(combine: Combine, dtype: DType) -> (u64, String) {
+/// Returns the element type's part of the kernel's key, and its defines. Elements that are only moved are integers of their size.
+pub(crate) fn element_defines(combine: Combine, dtype: DType) -> (u64, String) {
     if combine == Combine::Set {
         return (dtype.size() as u64, format!("#define V {}\n", bits_type(dtype.size())));
     }
@@ -123,17 +136,18 @@ pub(crate) fn element(combine: Combine, dtype: DType) -> (u64, String) {
 }
 
 pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
-    let mut others: SmallVec<[u64; 8]> = SmallVec::from_slice(&[combine as u64, d as u64, skip(layout, target) as u64]);
+    let mut others: SmallVec<[u64; 8]> =
+        SmallVec::from_slice(&[combine as u64, d as u64, relative_offset(layout, target) as u64]);
     others.extend(layout.strides.iter().map(|&s| s as u64));
-    launch(g, OpKind::Scatter, target, &others, |device| {
+    launch_indexed(g, OpKind::Scatter, target, &others, |device| {
         if device.info().kind != DeviceKind::Cpu
             && let Some(plan) = write::prepare(device, g, combine, target, layout, d)?
         {
             return Ok(plan);
         }
-        // A column is a position in all dims but the indexed one.
-        let shape: Shape = without(g.x_layout.shape.dims(), d);
-        let strides = [&g.x_layout, &g.index_layout, layout].map(|l| -> Dims<isize> { without(&l.strides, d) });
+        // A column is a position in all dims except the indexed dim.
+        let shape: Shape = without_dim(g.x_layout.shape.dims(), d);
+        let strides = [&g.x_layout, &g.index_layout, layout].map(|l| -> Dims<isize> { without_dim(&l.strides, d) });
         let strided = StridedDims::new(&shape, strides.iter().map(|s| &s[..]));
         let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], strided.dims.len().max(1));
         let units = device.info().compute_units.max(1);
@@ -141,34 +155,39 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         let cpu = device.info().kind == DeviceKind::Cpu;
         let (block, wanted) = if cpu { (columns.clamp(1, 64), 2 * units) } else { (1, units * 1024) };
         let blocks = columns.div_ceil(block);
-        let most = (MAX_READS / (columns * count).max(1)).clamp(1, g.size);
+        let most = (MAX_INDEX_READS / (columns * count).max(1)).clamp(1, g.size);
         let span = g.size.div_ceil((wanted / blocks).clamp(1, most));
         let parts = g.size.div_ceil(span);
-        let wide = is_wide([columns, count, blocks * parts]);
-        let (element, defines) = element(combine, target.dtype);
+        let wide = needs_64_bit([columns, count, blocks * parts]);
+        let (element, defines) = element_defines(combine, target.dtype);
         let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
-        let kernel = kernel(device, KernelKey::new("scatter", &params), "scatter", || {
+        let kernel = get_or_build_kernel(device, KernelKey::new("scatter", &params), "scatter", || {
             let (t, idx) = (g.index.dtype, index_type(wide));
             format!(
                 "#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
-        let local = if cpu { 1 } else { free_group(device, &kernel, blocks * parts, LOCAL) };
+        let local = if cpu { 1 } else { tuned_group_size(device, &kernel, blocks * parts, DEFAULT_GROUP_SIZE) };
         let mut launch = KernelLaunch::new(kernel, blocks * parts, local);
-        launch.tensor_from(0, skip(&g.x_layout, g.x), 1);
-        launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
-        launch.tensor_from(2, skip(layout, target), 1);
-        launch.faults();
-        launch.args([Arg::U32(index_fault(g.op))]);
-        launch.words(words(&strided));
-        launch.args([columns, count, g.size].map(|n| Arg::U64(n as u64)));
-        launch.args([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
-        launch.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(block as u32), Arg::U32(g.wraps.into())]);
-        Ok(LaunchPlan::one(device, launch))
+        launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), 1);
+        launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
+        launch.push_tensor_at(2, relative_offset(layout, target), 1);
+        launch.push_faults();
+        launch.push_fixed([Arg::U32(index_fault(g.op))]);
+        launch.push_words(dims_words(&strided));
+        launch.push_fixed([columns, count, g.size].map(|n| Arg::U64(n as u64)));
+        launch.push_fixed([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
+        launch.push_fixed([
+            Arg::U32(parts as u32),
+            Arg::U64(span as u64),
+            Arg::U32(block as u32),
+            Arg::U32(g.wraps.into()),
+        ]);
+        Ok(LaunchPlan::single(device, launch))
     })
 }
 
-pub(crate) fn linear(
+pub(crate) fn linear_index(
     op: &'static str,
     index: &Tensor,
     out: &Tensor,
@@ -176,15 +195,15 @@ pub(crate) fn linear(
     base: Option<i64>,
 ) -> Result<()> {
     let others = [Arg::I64(step as i64), Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
-    over_indices(op, "linear", index, out, size, others)
+    launch_over_indices(op, "linear", index, out, size, others)
 }
 
 pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-    over_indices(op, "one_hot", t, out, classes, [])
+    launch_over_indices(op, "one_hot", t, out, classes, [])
 }
 
-/// Launches the kernel of this name, with a work-item for each element of `out`, on an index into a dim of this size.
-fn over_indices(
+/// Launches the kernel named `name` on an index into a dim of `size` elements, with a work-item for each element of `out`.
+fn launch_over_indices(
     op: &'static str,
     name: &'static str,
     index: &Tensor,
@@ -195,25 +214,25 @@ fn over_indices(
     let device = out.cl_device()?;
     let strided = StridedDims::new(index.shape(), [index.strides()]);
     let (rank, count) = (strided.dims.len().max(1), out.numel());
-    let wide = is_wide([count]);
+    let wide = needs_64_bit([count]);
     let params = [index.dtype as u64, rank as u64, wide as u64];
-    let kernel = kernel(device, KernelKey::new(name, &params), name, || {
+    let kernel = get_or_build_kernel(device, KernelKey::new(name, &params), name, || {
         let (define, t, idx) = (name.to_uppercase(), index.dtype, index_type(wide));
         format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
     })?;
-    let words = words(&strided);
-    let numbers = [launch_cache::number_of(name.as_ptr()), size as u64];
-    let check = checked_indices::number_of(words.iter().map(|&n| n as u64).chain(numbers));
-    let unknown = checked_indices::unknown(device, index, check);
+    let words = dims_words(&strided);
+    let numbers = [launch_cache::static_id(name.as_ptr()), size as u64];
+    let check = checked_indices::hash_check(words.iter().map(|&n| n as u64).chain(numbers));
+    let unknown = checked_indices::begin_check(device, index, check);
     let (from, y) = (index.device_view()?, out.device_view()?);
     let faults = if unknown.is_none() { device.no_faults() } else { device.faults() };
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let first = [faults, Arg::U32(index_fault(op)), words, Arg::U64(count as u64), Arg::U64(size as u64)];
-    let mut args = arguments(&[&from, &y], first);
+    let mut args = tensor_args(&[&from, &y], first);
     others.into_iter().for_each(|other| args.push(other));
-    launch_free(device, &kernel, &args, count)?;
+    launch_tuned(device, &kernel, &args, count)?;
     if let Some(unknown) = unknown {
-        checked_indices::launched(device, index, unknown);
+        checked_indices::note_launch(device, index, unknown);
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` computes, and with which tiles.
+//! Matrix products on tensor cores: the problems that `kernels/gemm_mma.cl` computes, and the choice of their tiles.
 
 #[cfg(test)]
 mod tests;
@@ -6,12 +6,12 @@ mod tests;
 use smallvec::SmallVec;
 
 use crate::DType;
-use crate::backend::opencl::geometry::flag;
+use crate::backend::opencl::geometry::define_if;
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 use crate::backend::problem::precision;
-use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
+use crate::device::opencl::{ARRIVAL_COUNTERS, SM_90A, TensorCores};
 
-/// The source after `kernels/gemm.cl`.
+/// The source that follows `kernels/gemm.cl`.
 pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/rounded.cl"),
     include_str!("../../../kernels/mma.cl"),
@@ -20,7 +20,7 @@ pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/gemm_mma.cl")
 );
 
-/// A work-group's tile: rows, columns and depth of a slice; warps along rows and columns; slices in local memory.
+/// A work-group's tile: the rows, columns and depth of a slice, the warps along rows and columns, and the slices in local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tile {
     m: usize,
@@ -31,25 +31,26 @@ struct Tile {
     wgmma: bool,
 }
 
-/// A tile for mma.sync, where each warp has its own part; the next one is for wgmma, with 64 rows for each of two groups of four warps.
+/// A tile for mma.sync, in which each warp computes its own part.
 const fn mma_tile(m: usize, n: usize, k: usize, warps: (usize, usize), stages: usize) -> Tile {
     Tile { m, n, k, warps, stages, wgmma: false }
 }
+/// A tile for wgmma, with 64 rows for each of two groups of four warps.
 const fn wgmma_tile(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
 }
 
-/// A tile for wgmma by one group of four warps.
-const fn few_rows(n: usize, k: usize, stages: usize) -> Tile {
+/// A tile for wgmma with one group of four warps.
+const fn few_rows_tile(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 64, warps: (4, 1), ..wgmma_tile(n, k, stages) }
 }
 
-/// The fewest rows and columns for tensor cores: the first number where k is at least [`LARGE_K`], else the second.
+/// The minimum number of rows and columns for tensor cores: the first if k is at least [`LARGE_K`], otherwise the second.
 const MIN_SIDE: (usize, usize) = (8, 32);
 const LARGE_K: usize = 1024;
 
-/// Tiles for f16 and bf16: the fastest first, then those for fewer rows and columns.
-const HALF: [Tile; 6] = [
+/// Tiles for f16 and bf16, the fastest first, followed by tiles for fewer rows and columns.
+const HALF_TILES: [Tile; 6] = [
     wgmma_tile(256, 64, 4),
     wgmma_tile(128, 64, 4),
     wgmma_tile(64, 64, 4),
@@ -57,15 +58,20 @@ const HALF: [Tile; 6] = [
     mma_tile(128, 128, 32, (2, 2), 4),
     mma_tile(64, 64, 64, (2, 2), 4),
 ];
-/// Tiles for convolutions with at most 64 output channels, for halves, for f32 and for TF32. Two work-groups of the first one for halves fit
-/// on a multiprocessor.
-const FEW_ROWS: [&[Tile]; 3] = [
-    &[few_rows(128, 64, 4), few_rows(256, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
-    &[few_rows(128, 32, 3), few_rows(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
-    &[few_rows(128, 32, 4), few_rows(256, 32, 4), mma_tile(64, 128, 32, (2, 2), 3), mma_tile(64, 64, 32, (2, 2), 4)],
+/// Tiles for convolutions with at most 64 output channels: for halves, for f32 split into planes, and for TF32. Two work-groups with the
+/// first tile for halves fit on a multiprocessor.
+const FEW_ROWS_TILES: [&[Tile]; 3] = [
+    &[few_rows_tile(128, 64, 4), few_rows_tile(256, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
+    &[few_rows_tile(128, 32, 3), few_rows_tile(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
+    &[
+        few_rows_tile(128, 32, 4),
+        few_rows_tile(256, 32, 4),
+        mma_tile(64, 128, 32, (2, 2), 3),
+        mma_tile(64, 64, 32, (2, 2), 4),
+    ],
 ];
-/// Tiles for f32, in the same order; local memory has the planes of bf16 beside the slices.
-const SINGLE: [Tile; 5] = [
+/// Tiles for f32 split into planes, in the same order. Local memory holds the bf16 planes beside the slices.
+const F32_TILES: [Tile; 5] = [
     wgmma_tile(128, 32, 3),
     wgmma_tile(64, 32, 4),
     mma_tile(128, 256, 16, (2, 4), 3),
@@ -73,9 +79,10 @@ const SINGLE: [Tile; 5] = [
     mma_tile(64, 64, 16, (2, 2), 4),
 ];
 
-/// Tiles for f32 as TF32: those for halves, with slices of as many bytes. wgmma multiplies TF32 only where both matrices are along k.
+/// Tiles for f32 as TF32: those for halves, with slices of the same number of bytes. wgmma multiplies TF32 only if both matrices are
+/// contiguous along k.
 const TF32: [Tile; 6] = {
-    let mut tiles = HALF;
+    let mut tiles = HALF_TILES;
     let mut i = 0;
     while i < tiles.len() {
         tiles[i].k /= 2;
@@ -84,110 +91,111 @@ const TF32: [Tile; 6] = {
     tiles
 };
 
-/// A tile without wgmma that occupies the device is chosen if its estimated time is at most this many times the shortest one.
-const SLOWER: f64 = 1.3;
-/// Columns of the narrowest tiles.
-const MIN_TILE: usize = 64;
-/// The largest k for which windows on the left are bound by memory, and their tile: two work-groups fit on a multiprocessor, so that one
-/// writes while the other reads.
-const SHALLOW: (usize, Tile) = (256, wgmma_tile(128, 32, 4));
+/// A tile without wgmma that occupies the device is chosen if its estimated time is at most this multiple of the shortest.
+const MAX_TIME_RATIO: f64 = 1.3;
+/// The columns of the narrowest tiles.
+const MIN_TILE_COLUMNS: usize = 64;
+/// The largest k for which products with windows on the left are limited by memory bandwidth, and their tile. Two work-groups fit on
+/// a multiprocessor, so one writes while the other reads.
+const SHALLOW_K_AND_TILE: (usize, Tile) = (256, wgmma_tile(128, 32, 4));
 
-/// A kernel of the template: its tile, and the layouts of both matrices.
+/// A kernel of the template, given by its tile and the layouts of both matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mma {
     dtype: DType,
     planes: usize,
     tile: Tile,
-    a: Side,
-    b: Side,
-    /// How windows form one of the matrices; none where both are in memory.
-    pub(crate) windows: Option<WindowsAs>,
+    a: MatrixAccess,
+    b: MatrixAccess,
+    /// How convolution windows form one of the matrices; `None` if both are in memory.
+    pub(crate) windows: Option<WindowsOperand>,
 }
 
-/// Which operand the windows are: rows of the left matrix, columns of the right one, or rows of it. `Apart`: their results are not
-/// contiguous. See `kernels/windows_mma.cl`.
+/// The operand that consists of convolution windows: rows of the left matrix, or columns or rows of the right matrix. `Apart` means that
+/// results are not contiguous. See `kernels/windows_mma.cl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum WindowsAs {
+pub(crate) enum WindowsOperand {
     Left,
     LeftApart,
-    /// Results of an image are contiguous.
+    /// Results of one image are contiguous.
     Columns,
     ColumnsApart,
     Rows,
     RowsApart,
 }
 
-impl WindowsAs {
+impl WindowsOperand {
     pub(crate) fn is_left(self) -> bool {
-        matches!(self, WindowsAs::Left | WindowsAs::LeftApart)
+        matches!(self, WindowsOperand::Left | WindowsOperand::LeftApart)
     }
 
     fn are_columns(self) -> bool {
-        matches!(self, WindowsAs::Columns | WindowsAs::ColumnsApart)
+        matches!(self, WindowsOperand::Columns | WindowsOperand::ColumnsApart)
     }
 
-    pub(crate) fn are_apart(self) -> bool {
-        matches!(self, WindowsAs::LeftApart | WindowsAs::ColumnsApart | WindowsAs::RowsApart)
+    pub(crate) fn are_strided(self) -> bool {
+        matches!(self, WindowsOperand::LeftApart | WindowsOperand::ColumnsApart | WindowsOperand::RowsApart)
     }
 }
 
-/// The layout of a matrix: whether it is contiguous along k, and the bytes that may be copied at once.
+/// The layout of a matrix: whether it is contiguous along k, and the number of bytes that may be copied at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Side {
+struct MatrixAccess {
     along_k: bool,
     copy: usize,
 }
 
-/// Split-k: how the depth of a product is divided among work-groups. The last of them to finish a tile adds the parts up, always in the
-/// same order.
+/// Split-k: the division of a product's depth among work-groups. The last group to finish a tile adds up the parts, always in the same
+/// order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Parts {
+pub(crate) struct SplitK {
     pub(crate) count: usize,
-    /// The depth of each part but the last.
+    /// The depth of each part except the last.
     pub(crate) depth: usize,
 }
 
-impl Parts {
-    /// The most tiles that can have parts: each needs a counter.
-    pub(crate) const TILES: usize = ARRIVALS;
+impl SplitK {
+    /// The maximum number of tiles of a product that is split, because each tile needs a counter.
+    pub(crate) const MAX_TILES: usize = ARRIVAL_COUNTERS;
 }
 
 /// A matrix in a buffer: its dtype, and the offset of its first element from the start of the buffer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct InBuffer {
+pub(crate) struct BufferMatrix {
     pub(crate) dtype: DType,
     pub(crate) first: usize,
 }
 
-/// How many bf16 an element is split into: 1 for halves, and for f32 that is multiplied as TF32.
+/// Returns the number of bf16 planes into which an element is split: 1 for halves, and for f32 that is multiplied as TF32.
 pub(crate) fn planes(dtype: DType) -> usize {
-    if dtype == DType::F32 { precision::planes() } else { 1 }
+    if dtype == DType::F32 { precision::split_terms() } else { 1 }
 }
 
-/// The tiles for a dtype, perhaps those for few rows, and the fewest elements of k. In shorter sums f32 would round less than three planes do.
-fn tiles(dtype: DType, planes: usize, few: bool) -> Option<(&'static [Tile], usize)> {
+/// Returns the tiles for a dtype, optionally the tiles for few rows, and the minimum k. For shorter sums, plain f32 would be more precise
+/// than three planes.
+fn tiles_for(dtype: DType, planes: usize, few: bool) -> Option<(&'static [Tile], usize)> {
     Some(match (dtype, planes) {
-        (DType::F16 | DType::BF16, _) => (if few { FEW_ROWS[0] } else { &HALF }, 32),
-        (DType::F32, 1) => (if few { FEW_ROWS[2] } else { &TF32 }, 32),
-        (DType::F32, _) => (if few { FEW_ROWS[1] } else { &SINGLE }, 64),
+        (DType::F16 | DType::BF16, _) => (if few { FEW_ROWS_TILES[0] } else { &HALF_TILES }, 32),
+        (DType::F32, 1) => (if few { FEW_ROWS_TILES[2] } else { &TF32 }, 32),
+        (DType::F32, _) => (if few { FEW_ROWS_TILES[1] } else { &F32_TILES }, 64),
         _ => return None,
     })
 }
 
 impl Mma {
-    /// The kernel for this problem; an f32 is split into so many planes, and `device` has the number of compute units and the most columns of
-    /// a tile. None where the matrices are too small, or not contiguous in any direction. `cores` is called last, because its answer
-    /// takes building a kernel.
+    /// Chooses the kernel for this problem. An f32 is split into `planes` planes. `device` holds the number of compute units and
+    /// the maximum columns of a tile. Returns None if the matrices are too small or not contiguous in any direction. `cores` is
+    /// called last, because it may build a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
         planes: usize,
-        a: InBuffer,
-        b: InBuffer,
+        a: BufferMatrix,
+        b: BufferMatrix,
         device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
         let planes = if a.dtype == DType::F32 { planes } else { 1 };
-        let (tiles, depth) = tiles(a.dtype, planes, false)?;
+        let (tiles, depth) = tiles_for(a.dtype, planes, false)?;
         let fits = i32::MAX as usize;
         if a.dtype != b.dtype || plan.k < depth || plan.k > fits {
             return None;
@@ -206,40 +214,42 @@ impl Mma {
                 let strides = t.batch.iter().copied().chain([line]).map(isize::unsigned_abs);
                 strides.chain([first]).all(|elements| (elements * bytes).is_multiple_of(copy))
             };
-            Some(Side { along_k, copy: [16, 8, 4].into_iter().find(|&copy| whole(copy))? })
+            Some(MatrixAccess { along_k, copy: [16, 8, 4].into_iter().find(|&copy| whole(copy))? })
         };
         let a_side = side(&plan.a, a.first, plan.a.col, plan.a.row)?;
         let b_side = side(&plan.b, b.first, plan.b.row, plan.b.col)?;
         let made = Mma { dtype: a.dtype, planes, tile: tiles[0], a: a_side, b: b_side, windows: None };
-        made.with_tile(tiles, plan, device, cores())
+        made.choose_tile(tiles, plan, device, cores())
     }
 
-    /// The kernel for windows. `along_k` says whether the other matrix is contiguous along k; lines of both are multiples of 16 bytes.
+    /// Chooses the kernel for windows. `along_k` says whether the other matrix is contiguous along k. Lines of both matrices
+    /// must be multiples of 16 bytes.
     pub(crate) fn of_windows(
         plan: &GemmPlan,
         (dtype, planes): (DType, usize),
-        (windows, along_k): (WindowsAs, bool),
+        (windows, along_k): (WindowsOperand, bool),
         device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
         let few = plan.m <= 64 && !windows.is_left();
-        let (tiles, depth) = tiles(dtype, planes, few)?;
+        let (tiles, depth) = tiles_for(dtype, planes, few)?;
         if plan.k < depth || plan.k > i32::MAX as usize || plan.m.min(plan.n) < MIN_SIDE.0 {
             return None;
         }
-        let side = |along_k: bool| Side { along_k, copy: 16 };
+        let side = |along_k: bool| MatrixAccess { along_k, copy: 16 };
         let of_windows = side(windows.is_left() || windows.are_columns());
         let (a, b) = if windows.is_left() { (of_windows, side(along_k)) } else { (side(along_k), of_windows) };
-        // Tiles that the right matrix would leave half empty are passed over where there are narrower ones.
-        let shallow = (planes == 1 && plan.k <= SHALLOW.0).then(|| Tile { k: 64 / dtype.size(), ..SHALLOW.1 });
-        let narrow = shallow.iter().chain(tiles).copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE));
+        // Skips tiles that the right matrix would leave half empty if there are narrower tiles.
+        let shallow = (planes == 1 && plan.k <= SHALLOW_K_AND_TILE.0)
+            .then(|| Tile { k: 64 / dtype.size(), ..SHALLOW_K_AND_TILE.1 });
+        let narrow = shallow.iter().chain(tiles).copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE_COLUMNS));
         let narrow: SmallVec<[Tile; 8]> = narrow.collect();
         let tiles = if windows.is_left() { &narrow[..] } else { tiles };
-        Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.with_tile(tiles, plan, device, cores())
+        Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.choose_tile(tiles, plan, device, cores())
     }
 
-    /// The kernel with the largest tile that occupies the device; else with the tile that takes the least time, with split-k.
-    fn with_tile(
+    /// Chooses the largest tile that occupies the device; if there is none, the tile that takes the least time with split-k.
+    fn choose_tile(
         self,
         tiles: &[Tile],
         plan: &GemmPlan,
@@ -249,39 +259,39 @@ impl Mma {
         let made = tiles.iter().filter(|tile| tile.n <= columns).map(|&tile| Mma { tile, ..self });
         let wgmma = cores.wgmma && (!self.is_tf32() || self.a.along_k && self.b.along_k);
         let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (wgmma || !mma.tile.wgmma));
-        let time = |mma: &Mma| mma.best(plan, units).1;
+        let time = |mma: &Mma| mma.best_split(plan, units).1;
         let quickest = usable.clone().min_by(|a, b| time(a).total_cmp(&time(b)))?;
-        // Small tiles without wgmma can occupy the device and yet be slower than larger ones that share the depth.
-        let is_good = |mma: &Mma| mma.tile.wgmma || time(mma) <= SLOWER * time(&quickest);
-        let chosen = usable.clone().find(|mma| mma.is_busy(plan, units)).filter(is_good).unwrap_or(quickest);
-        (chosen.tiles(plan) <= i32::MAX as usize).then_some(chosen)
+        // Small tiles without wgmma can occupy the device and still be slower than larger tiles with split-k.
+        let is_good = |mma: &Mma| mma.tile.wgmma || time(mma) <= MAX_TIME_RATIO * time(&quickest);
+        let chosen = usable.clone().find(|mma| mma.occupies_device(plan, units)).filter(is_good).unwrap_or(quickest);
+        (chosen.tile_count(plan) <= i32::MAX as usize).then_some(chosen)
     }
 
     fn is_tf32(&self) -> bool {
         self.dtype == DType::F32 && self.planes == 1
     }
 
-    fn tiles(&self, plan: &GemmPlan) -> usize {
+    fn tile_count(&self, plan: &GemmPlan) -> usize {
         plan.m.div_ceil(self.tile.m) * plan.n.div_ceil(self.tile.n) * plan.count()
     }
 
-    /// Whether the device is occupied when each work-group computes a whole tile.
-    fn is_busy(&self, plan: &GemmPlan, units: usize) -> bool {
-        4 * self.tiles(plan) >= 3 * units
+    /// True if the device is occupied when each work-group computes a whole tile.
+    fn occupies_device(&self, plan: &GemmPlan, units: usize) -> bool {
+        4 * self.tile_count(plan) >= 3 * units
     }
 
-    /// How many work-groups share a tile.
-    pub(crate) fn parts(&self, plan: &GemmPlan, units: usize) -> Parts {
-        let depth = plan.k.div_ceil(self.best(plan, units).0).next_multiple_of(self.tile.k);
-        Parts { count: plan.k.div_ceil(depth), depth }
+    /// Returns how the depth of a tile is divided among work-groups.
+    pub(crate) fn parts(&self, plan: &GemmPlan, units: usize) -> SplitK {
+        let depth = plan.k.div_ceil(self.best_split(plan, units).0).next_multiple_of(self.tile.k);
+        SplitK { count: plan.k.div_ceil(depth), depth }
     }
 
-    /// The number of parts that takes the least time, and how long that is, in us. The numbers were measured on an H200;
-    /// what matters is how they compare.
-    fn best(&self, plan: &GemmPlan, units: usize) -> (usize, f64) {
+    /// Returns the number of parts that takes the least time, and that time in us. The constants were measured on an H200; only
+    /// their ratios matter.
+    fn best_split(&self, plan: &GemmPlan, units: usize) -> (usize, f64) {
         let Tile { m, n, k, wgmma, .. } = self.tile;
-        let tiles = self.tiles(plan);
-        // The time of a slice: waiting for it in us, and multiply-adds per us.
+        let tiles = self.tile_count(plan);
+        // The time of a slice: its waiting time in us, and the multiply-adds per us.
         let (wait, rate) = match (self.dtype, wgmma) {
             (DType::F32, true) if self.planes > 1 => (0.35, 1.3e6 / self.planes as f64),
             (DType::F32, false) if self.planes > 1 => (0.24, 0.87e6 / self.planes as f64),
@@ -291,41 +301,42 @@ impl Mma {
         let work = (m * n * k) as f64 / rate;
         let time = |parts: usize| {
             let slices = plan.k.div_ceil(parts).div_ceil(k) as f64;
-            // Two work-groups without wgmma fit on a unit, and wait at the same time.
+            // Two work-groups without wgmma fit on a compute unit, and their waits overlap.
             let tiles_per_unit = (tiles * parts).div_ceil(units) as f64;
             let waits = if wgmma { tiles_per_unit } else { (tiles_per_unit / 2.0).ceil() };
             // One work-group reads all parts of a tile.
             let read = ((m.min(plan.m) * n) as f64 * 4.0 / 1e5).max(0.17);
             slices * (waits * wait + tiles_per_unit * work) + if parts > 1 { 4.5 + parts as f64 * read } else { 0.0 }
         };
-        let alone = tiles > Parts::TILES || self.is_busy(plan, units);
+        let alone = tiles > SplitK::MAX_TILES || self.occupies_device(plan, units);
         let most = if alone { 1 } else { (2 * units / tiles).min(plan.k / (2 * k)) };
         let steps = [2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 20, 24, 32, 48, 64];
         let shared = steps.into_iter().take_while(|&parts| parts <= most).map(|parts| (parts, time(parts)));
         shared.fold((1, time(1)), |best, other| if other.1 < best.1 { other } else { best })
     }
 
-    /// Whether the kernel can add up the rows of the left matrix: where a work-item splits elements of few rows into planes.
-    pub(crate) fn sums_rows(&self) -> bool {
+    /// True if the kernel can add up the rows of the left matrix, which needs a work-item that splits elements of only a
+    /// few rows into planes.
+    pub(crate) fn can_sum_rows(&self) -> bool {
         self.planes > 1 && !self.a.along_k
     }
 
-    /// Whether the kernel can round results to halves in registers, where the epilogue does nothing else.
-    pub(crate) fn rounds(&self) -> bool {
+    /// True if the kernel can round results to halves in registers, which requires an epilogue that does nothing else.
+    pub(crate) fn can_round(&self) -> bool {
         self.tile.wgmma && self.dtype != DType::F32
     }
 
-    /// Rows and columns of the result that a work-group computes.
+    /// Returns the rows and columns of the result that a work-group computes.
     pub(crate) fn tile(self) -> (usize, usize) {
         (self.tile.m, self.tile.n)
     }
 
-    /// Work-items of a group.
+    /// Returns the number of work-items of a group.
     pub(crate) fn threads(self) -> usize {
         32 * self.tile.warps.0 * self.tile.warps.1
     }
 
-    /// Bytes of local memory.
+    /// Returns the number of bytes of local memory.
     fn local_memory(self) -> usize {
         let Tile { m, n, k, stages, .. } = self.tile;
         let cut = if self.planes > 1 { 2 * self.planes * 2 } else { 0 };
@@ -333,10 +344,10 @@ impl Mma {
         slices.max(m * (n + 8) * size_of::<f32>()) + 16
     }
 
-    /// A number that differs for all kernels of the same dtypes.
+    /// Returns a number that differs for all kernels of the same dtypes.
     pub(crate) fn key(self) -> usize {
         let Tile { m, n, k, wgmma, .. } = self.tile;
-        let side = |s: Side| (s.copy / 4) << 1 | s.along_k as usize;
+        let side = |s: MatrixAccess| (s.copy / 4) << 1 | s.along_k as usize;
         [
             wgmma as usize | self.windows.map_or(0, |w| w as usize + 1) << 1,
             k / 16,
@@ -358,10 +369,11 @@ impl Mma {
             _ if self.is_tf32() => "tf32",
             _ => "bf16",
         };
-        let tf32 = flag(self.is_tf32(), "TF32");
-        // Tile rows in a band, whose work-groups run together; measured.
+        let tf32 = define_if(self.is_tf32(), "TF32");
+        // The tile rows in a band, whose work-groups run together; measured.
         let band = if dtype == DType::F32 { 4 } else { 8 };
-        // With wgmma on what is not split the multiplication of one slice begins before that of the previous one has ended: one slot more is in use.
+        // With wgmma and without planes, the multiplication of a slice begins before that of the previous slice ends,
+        // which occupies one more slot.
         let ahead = stages - if wgmma && planes == 1 { 3 } else { 2 };
         format!(
             "{}{tf32}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\

@@ -1,9 +1,9 @@
-//! Matrix products on OpenCL processors: the sizes of blocks in registers and caches.
+//! Matrix products on CPUs through OpenCL: the sizes of blocks in registers and caches.
 
 use crate::backend::problem::gemm::GemmPlan;
-use crate::device::opencl::{ClDevice, Knob, SizeClass};
+use crate::device::opencl::{ClDevice, SizeClass, TuningParameter};
 
-/// The blocking of the kernel for processors: rows and vectors in registers, and the depth and rows of a block in the caches.
+/// The blocking of the kernel for CPUs: rows and vectors in registers, and the depth and rows of a block in the caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Panel {
     pub(crate) rows: usize,
@@ -13,15 +13,15 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// The sizes tuned for the device and products of this class, with one row for products of one row.
+    /// Returns the sizes that are tuned for the device and products of this class. Products of one row get one row.
     pub(crate) fn of(device: &ClDevice, class: SizeClass, m: usize) -> Panel {
         let tuned = |knob| device.tuned_for(knob, class);
-        let rows = if m == 1 { 1 } else { tuned(Knob::PanelRows) };
-        let (vectors, depth) = (tuned(Knob::PanelVectors), tuned(Knob::PanelDepth));
-        Panel { rows, vectors, depth, block: (tuned(Knob::PanelBlock) / rows).max(1) * rows }
+        let rows = if m == 1 { 1 } else { tuned(TuningParameter::PanelRows) };
+        let (vectors, depth) = (tuned(TuningParameter::PanelVectors), tuned(TuningParameter::PanelDepth));
+        Panel { rows, vectors, depth, block: (tuned(TuningParameter::PanelBlock) / rows).max(1) * rows }
     }
 
-    /// The rows of a work-item: those of a block, or fewer where compute units would be idle.
+    /// Returns the number of rows of a work-item: a block's rows, or fewer if compute units would otherwise be idle.
     pub(crate) fn height(self, plan: &GemmPlan, width: usize, units: usize) -> usize {
         let across = plan.n.div_ceil(self.vectors * width) * plan.count();
         let busy = (4 * units).div_ceil(across.max(1));

@@ -1,4 +1,4 @@
-//! Work-group sizes, vector widths, index types and preprocessor definitions that kernels have in common.
+//! Work-group sizes, vector widths, index types and preprocessor definitions that several kernels share.
 
 use smallvec::SmallVec;
 
@@ -8,69 +8,77 @@ use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::layout::collapse::StridedDims;
 use crate::{DType, Result, Tensor};
 
-/// Strided dims, loads of 16 elements, and reductions over a work-group: included before most templates.
+/// The template of strided dims, loads of 16 elements, and reductions over a work-group. Most other templates need it.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
 
-/// Loads and stores of 16 bytes; included after [`types`] and [`vector_defines`].
-pub(crate) const NEIGHBOURS: &str = include_str!("../../../kernels/neighbours.cl");
+/// The template of 16-byte loads and stores, to be included after [`type_defines`] and [`vector_defines`].
+pub(crate) const VECTOR_ACCESS: &str = include_str!("../../../kernels/neighbours.cl");
 
-/// Rows that are read block by block into registers.
+/// The template for reading rows block by block into registers.
 pub(crate) const ROW_BLOCKS: &str = include_str!("../../../kernels/row_blocks.cl");
 
 /// The default work-group size of kernels whose work-items are independent.
-pub(crate) const LOCAL: usize = 64;
+pub(crate) const DEFAULT_GROUP_SIZE: usize = 64;
 
-/// A work-group size of at most `local` that the driver allows for this kernel; always that for which a kernel is compiled.
-pub(crate) fn group_of(kernel: &ClKernel, local: usize) -> usize {
+/// Returns a work-group size of at most `local` that the driver allows for this kernel. A size that the kernel was compiled for is
+/// always allowed.
+pub(crate) fn clamp_group_size(kernel: &ClKernel, local: usize) -> usize {
     local.min(kernel.max_work_group())
 }
 
-/// The work-group size of a kernel that works in groups of any size and checks its bounds. It is tuned for the device and may be
+/// Returns the work-group size for a kernel that accepts any size and checks its bounds. The size is tuned for the device, and may be
 /// on trial; see [`launch_on_trial`](ClDevice::launch_on_trial).
-pub(crate) fn free_group(device: &ClDevice, kernel: &ClKernel, items: usize, local: usize) -> usize {
-    device.group_for(kernel, items, group_of(kernel, local))
+pub(crate) fn tuned_group_size(device: &ClDevice, kernel: &ClKernel, items: usize, local: usize) -> usize {
+    device.group_for(kernel, items, clamp_group_size(kernel, local))
 }
 
-/// Launches a kernel that works in groups of any size and checks its bounds.
-pub(crate) fn launch_free(device: &ClDevice, kernel: &ClKernel, args: &[Arg<'_>], items: usize) -> Result<()> {
-    let group = || Ok(free_group(device, kernel, items, LOCAL));
+/// Launches a kernel that accepts work-groups of any size and checks its bounds.
+pub(crate) fn launch_tuned(device: &ClDevice, kernel: &ClKernel, args: &[Arg<'_>], items: usize) -> Result<()> {
+    let group = || Ok(tuned_group_size(device, kernel, items, DEFAULT_GROUP_SIZE));
     device.launch_on_trial(group, |&local| device.launch(kernel, args, &[items], &[local])).map(drop)
 }
 
-/// The default work-group size of kernels that are compiled for one size.
-pub(crate) fn group_size(device: &ClDevice) -> usize {
-    largest_group(device).min(256)
+/// Returns the default work-group size for kernels that are compiled for one size.
+pub(crate) fn default_group_size(device: &ClDevice) -> usize {
+    max_group_size(device).min(256)
 }
 
-/// The largest work-group size that is a power of two.
-pub(crate) fn largest_group(device: &ClDevice) -> usize {
+/// Returns the largest power of two that the device allows as a work-group size.
+pub(crate) fn max_group_size(device: &ClDevice) -> usize {
     1 << device.info().max_work_group.max(1).ilog2()
 }
 
-/// The most bytes of local memory that a kernel declares: some drivers report more than 48 KiB, but refuse kernels that declare it.
+/// Returns the number of bytes of local memory that a kernel may declare. Some drivers report more than 48 KiB, but refuse kernels that
+/// declare more.
 pub(crate) fn declarable_local_memory(device: &ClDevice) -> usize {
     device.info().local_memory.min(48 << 10)
 }
 
-/// Whether counts need 64-bit arithmetic in a kernel: 32-bit divisions are several times faster.
-pub(crate) fn is_wide(counts: impl IntoIterator<Item = usize>) -> bool {
+/// True if counts need 64-bit arithmetic in a kernel. 32-bit divisions are several times faster.
+pub(crate) fn needs_64_bit(counts: impl IntoIterator<Item = usize>) -> bool {
     counts.into_iter().any(|n| n >= 1 << 31)
 }
 
-/// The widest loads and stores of GPUs, in bytes.
-pub(crate) const WIDEST: usize = 16;
+/// The size of a GPU's widest loads and stores, in bytes.
+pub(crate) const MAX_VECTOR_BYTES: usize = 16;
 
-/// The number of elements that a work-item of a GPU loads at once from contiguous rows that begin at the offsets `starts`: those of
-/// 16 bytes, or one where `starts` are not aligned to that, and on processors.
+/// Returns the number of elements that a work-item of a GPU loads at once from contiguous rows that begin at the offsets `starts`:
+/// 16 bytes of elements if all `starts` are aligned to 16 bytes, otherwise 1. It is always 1 on CPUs.
 pub(crate) fn vector_width(device: &ClDevice, dtype: DType, mut starts: impl Iterator<Item = isize>) -> usize {
-    let width = WIDEST / dtype.size();
+    let width = MAX_VECTOR_BYTES / dtype.size();
     let whole = device.info().kind != DeviceKind::Cpu && starts.all(|s| s.unsigned_abs().is_multiple_of(width));
     if whole { width } else { 1 }
 }
 
-/// The number of work-items of a group that share a row of n elements. With `by_column` a group reads neighbouring rows together: at
-/// least 8 (a sector of memory), and more as long as `enough` says that there are enough groups.
-pub(crate) fn lanes(group: usize, by_column: bool, n: usize, columns: usize, enough: impl Fn(usize) -> bool) -> usize {
+/// Returns the number of work-items of a group that share a row of n elements. With `by_column` a group reads adjacent rows
+/// together: at least 8 (a memory sector), and up to 32 if `enough` says that there are still enough groups.
+pub(crate) fn lanes_per_row(
+    group: usize,
+    by_column: bool,
+    n: usize,
+    columns: usize,
+    enough: impl Fn(usize) -> bool,
+) -> usize {
     let most = n.next_power_of_two().min(group);
     if !by_column {
         return n.div_ceil(4).next_power_of_two().max(32).min(most);
@@ -82,14 +90,14 @@ pub(crate) fn lanes(group: usize, by_column: bool, n: usize, columns: usize, eno
     (group / columns_at_once).clamp(1, most)
 }
 
-/// The strides between a tensor's rows and its offset, for [`vector_width`].
+/// Returns the strides between a tensor's rows, and its offset, as input for [`vector_width`].
 pub(crate) fn row_starts(t: &Tensor) -> impl Iterator<Item = isize> {
     let steps = t.shape().dims().iter().zip(t.strides()).rev().skip(1);
     let steps = steps.map(|(&n, &step)| if n == 1 { 0 } else { step });
     steps.chain([t.layout.offset as isize])
 }
 
-/// Defines VEC and WIDE_T, the number of elements of a vector load and its type.
+/// Defines VEC, the number of elements in a vector load, and WIDE_T, the type of that vector.
 pub(crate) fn vector_defines(dtype: DType, width: usize) -> String {
     match width {
         1 => "#define VEC 1\n".into(),
@@ -97,54 +105,55 @@ pub(crate) fn vector_defines(dtype: DType, width: usize) -> String {
     }
 }
 
-/// The number of vectors that each work-item keeps of a row of n elements, of which all work-items together load `at_once`. It is
-/// rounded up, so that few kernels are built.
-pub(crate) fn groups_kept(n: usize, at_once: usize) -> usize {
+/// Returns the number of vectors of a row of n elements that each work-item keeps in registers, when all work-items together load
+/// `at_once` elements. Larger numbers are rounded up to powers of two, so that fewer kernels are built.
+pub(crate) fn vectors_per_item(n: usize, at_once: usize) -> usize {
     match n.div_ceil(at_once) {
         k @ ..=4 => k,
         k => k.next_power_of_two(),
     }
 }
 
-/// The number of slices of each of `rows` rows of n elements, and the elements of a slice, a multiple of `block`. There are as many
-/// as give every compute unit four groups, but no more than a group has work-items, because one group combines them.
-pub(crate) fn row_slices(device: &ClDevice, rows: usize, n: usize, block: usize) -> (usize, usize) {
+/// Splits each of `rows` rows of n elements into slices, and returns the number of slices in a row and the elements of a slice (a
+/// multiple of `block`). There are enough slices to give every compute unit four groups, but at most as many in a row as a group has
+/// work-items, because one group combines them.
+pub(crate) fn slice_rows(device: &ClDevice, rows: usize, n: usize, block: usize) -> (usize, usize) {
     let wanted = n * rows / (block * 4 * device.info().compute_units.max(1));
-    let chunk = block * wanted.max(n.div_ceil(block * group_size(device))).max(1);
+    let chunk = block * wanted.max(n.div_ceil(block * default_group_size(device))).max(1);
     (n.div_ceil(chunk), chunk)
 }
 
-/// The type that a kernel computes indices in.
+/// Returns the type in which a kernel computes indices.
 pub(crate) fn index_type(wide: bool) -> &'static str {
     if wide { "ulong" } else { "uint" }
 }
 
-/// An unsigned integer type of so many bytes, for elements that are only moved.
+/// Returns an unsigned integer type of `size` bytes, for elements that are only moved.
 pub(crate) fn bits_type(size: usize) -> &'static str {
     ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
 }
 
-/// Defines a macro without a value if `on`.
-pub(crate) fn flag(on: bool, name: &str) -> String {
+/// Returns a definition of the macro `name` without a value if `on`, otherwise nothing.
+pub(crate) fn define_if(on: bool, name: &str) -> String {
     if on { format!("#define {name}\n") } else { String::new() }
 }
 
-/// Defines the types that a kernel reads, accumulates and computes indices in.
-pub(crate) fn types(dtype: DType, wide: bool) -> String {
+/// Defines the types in which a kernel reads, accumulates and computes indices.
+pub(crate) fn type_defines(dtype: DType, wide: bool) -> String {
     let (acc, idx) = (dtype.compute(), index_type(wide));
     format!("#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n", acc.cl_name())
 }
 
-/// The words of a kernel's struct of dims, at least one: sizes, then the strides of each operand.
-pub(crate) fn words(dims: &StridedDims) -> SmallVec<[i64; 32]> {
+/// Returns the words of a kernel's struct of dims: the sizes, then the strides of each operand. There is at least one dim.
+pub(crate) fn dims_words(dims: &StridedDims) -> SmallVec<[i64; 32]> {
     if dims.dims.is_empty() {
         return std::iter::once(1).chain(dims.strides.iter().map(|_| 0)).collect();
     }
     dims.dims.iter().map(|&d| d as i64).chain(dims.strides.iter().flatten().map(|&s| s as i64)).collect()
 }
 
-/// The kernel arguments of tensors, a buffer and an offset each, followed by others.
-pub(crate) fn arguments<'a>(
+/// Returns the kernel arguments of tensors, a buffer and an offset each, followed by `others`.
+pub(crate) fn tensor_args<'a>(
     views: &[&'a BufferView],
     others: impl IntoIterator<Item = Arg<'a>>,
 ) -> SmallVec<[Arg<'a>; 24]> {

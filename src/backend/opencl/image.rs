@@ -1,23 +1,23 @@
-//! Kernels that read images instead of buffers, `kernels/image.cl`. They are used where the memory mode asks for them and the operands
-//! fit in images; in all other cases they decline, and buffers are read.
+//! Kernels that read images instead of buffers: `kernels/image.cl`. They are used if the memory mode asks for images and the operands fit
+//! in images. Otherwise these functions decline, and the operation reads buffers.
 
 mod conv;
 mod map;
 mod pool;
 mod product;
 
-pub(crate) use conv::{convolution, convolves};
+pub(crate) use conv::{convolution, reads_images};
 pub(crate) use map::elementwise;
 pub(crate) use pool::pool;
 pub(crate) use product::product;
 
 use std::sync::Arc;
 
-use crate::backend::opencl::geometry::{LOCAL, flag, group_of, launch_free};
-use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::problem::windows::four;
+use crate::backend::opencl::geometry::{DEFAULT_GROUP_SIZE, clamp_group_size, define_if, launch_tuned};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::problem::windows::sizes_4d;
 use crate::device::capture;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, Knob};
+use crate::device::opencl::{Arg, ClDevice, ClKernel, TuningParameter};
 use crate::layout::Layout;
 use crate::storage::driver::opencl::OpenCl;
 use crate::storage::{Image, ImageDesc, ImageFormat, ImageKey, MemoryMode, StorageType, memory_mode};
@@ -25,10 +25,10 @@ use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 
-/// The device of a tensor if its operations are to read images; in mode auto if this tuning parameter says so. None while a graph is
-/// captured, because its replays would need the images.
-fn wanted(x: &Tensor, knob: Knob) -> Option<&'static ClDevice> {
-    // Every launch calls this, so the cheapest condition comes first.
+/// Returns the tensor's device if its operations should read images; in mode auto, if the tuning parameter `knob` says so. Returns None
+/// while a graph is captured, because its replays would need the images.
+fn image_device(x: &Tensor, knob: TuningParameter) -> Option<&'static ClDevice> {
+    // Every launch calls this function, so the cheapest condition comes first.
     let mode = memory_mode();
     if mode == MemoryMode::Buffer {
         return None;
@@ -37,8 +37,8 @@ fn wanted(x: &Tensor, knob: Knob) -> Option<&'static ClDevice> {
     (cl.image_limits().is_some() && !capture::is_capturing(x.device())).then_some(cl)
 }
 
-/// The image format that stores elements of a dtype exactly, if there is one.
-fn format(dtype: DType) -> Option<ImageFormat> {
+/// Returns the image format that stores elements of a dtype exactly, if there is one.
+fn exact_format(dtype: DType) -> Option<ImageFormat> {
     match dtype {
         DType::F32 | DType::BF16 => Some(ImageFormat::F32),
         DType::F16 => Some(ImageFormat::F16),
@@ -46,16 +46,16 @@ fn format(dtype: DType) -> Option<ImageFormat> {
     }
 }
 
-/// The direction in which an image has the blocks of four channels.
+/// The direction in which an image stores the blocks of four channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blocks {
-    /// From left to right: a tensor `[n, c, h, w]`.
+    /// Left to right: for a tensor `[n, c, h, w]`.
     Across,
-    /// From top to bottom: a filter `[1, o, taps, c]`.
+    /// Top to bottom: for a filter `[1, o, taps, c]`.
     Down,
 }
 
-/// Sizes and strides of a tensor for an image: batch, channels, rows and columns.
+/// Sizes and strides of a tensor as an image: batch, channels, rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tensor4 {
     pub(crate) dims: [usize; 4],
@@ -63,7 +63,7 @@ pub(crate) struct Tensor4 {
 }
 
 impl Tensor4 {
-    /// For up to four dims: one is the channels, two are batch and channels, three are all but the batch.
+    /// Converts up to four dims. One dim is the channels, two are batch and channels, three are channels, rows and columns.
     pub(crate) fn of(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
         let axes: &[usize] = match dims.len() {
@@ -81,7 +81,7 @@ impl Tensor4 {
         Some(four)
     }
 
-    /// The width and height of its image in pixels.
+    /// Returns the width and height of the image in pixels.
     fn size(&self, blocks: Blocks) -> [usize; 2] {
         let [n, c, h, w] = self.dims;
         match blocks {
@@ -90,7 +90,7 @@ impl Tensor4 {
         }
     }
 
-    /// Whether the image is within the device's limits and kernels can index its pixels in 32 bits.
+    /// True if the image is within the device's limits and kernels can index its pixels in 32 bits.
     fn fits(&self, blocks: Blocks, cl: &ClDevice) -> bool {
         let [width, height] = self.size(blocks);
         let [most_width, most_height] = limits(cl);
@@ -99,7 +99,7 @@ impl Tensor4 {
         within && width * height < 1 << 30 && (16 * width * height) as u64 <= most
     }
 
-    /// The words of the kernels' struct.
+    /// Returns the words of the kernels' struct.
     fn words(&self) -> [i64; 6] {
         let [n, c, h, w] = self.dims.map(|d| d as i64);
         let [a, b, d, e] = self.strides.map(|s| s as i64);
@@ -107,93 +107,98 @@ impl Tensor4 {
     }
 }
 
-/// The maximum width and height of images.
+/// Returns the maximum width and height of images.
 fn limits(cl: &ClDevice) -> [usize; 2] {
     #[cfg(test)]
-    if let Some(limits) = tests::LIMITS.get() {
+    if let Some(limits) = tests::IMAGE_LIMITS.get() {
         return limits;
     }
     cl.image_limits().unwrap_or_default()
 }
 
-/// The conversion kernel of this name for elements of `dtype`.
+/// Returns the conversion kernel `name` for elements of `dtype`.
 fn conversion(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
-    kernel(cl, KernelKey::new(name, &[dtype as u64, filter.into()]), "image", || {
-        format!("#define {name}\n#define A {dtype}\n{}{TEMPLATE}", flag(filter, "FILTER"))
+    get_or_build_kernel(cl, KernelKey::new(name, &[dtype as u64, filter.into()]), "image", || {
+        format!("#define {name}\n#define A {dtype}\n{}{TEMPLATE}", define_if(filter, "FILTER"))
     })
 }
 
-/// None where memory for images ran out: the operation may still succeed with buffers.
-fn unless_full<T>(made: Result<T>) -> Result<Option<T>> {
+/// Returns None if memory for images ran out, because the operation may still succeed with buffers.
+fn none_if_out_of_memory<T>(made: Result<T>) -> Result<Option<T>> {
     match made {
         Err(Error::OutOfMemory { .. }) => Ok(None),
         made => made.map(Some),
     }
 }
 
-/// An image as a kernel argument.
+/// Returns an image as a kernel argument.
 fn arg(image: &Image) -> Result<Arg<'_>> {
     let block = image.storage().allocation().block();
     let of_no_pool = || Error::invalid("image", format!("{image:?} has no memory"));
-    block.and_then(OpenCl::image).map(Arg::Image).ok_or_else(of_no_pool)
+    block.and_then(OpenCl::image_of_block).map(Arg::Image).ok_or_else(of_no_pool)
 }
 
-/// An image of a tensor's elements, made by one launch that launch counts leave out.
-fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: StorageType) -> Result<Image> {
-    let format = format(x.dtype).expect("the caller has checked it");
+/// Makes an image of a tensor's elements, in one launch that is not counted.
+fn make_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: StorageType) -> Result<Image> {
+    let format = exact_format(x.dtype).expect("the caller has checked it");
     let [width, height] = t.size(blocks);
     let image = Image::new(x.device(), ImageDesc { width, height, format }, kind)?;
     let kernel = conversion(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
     let (words, from) = (t.words(), x.device_view()?);
     let args = [from.buffer(), from.offset(), arg(&image)?, Arg::Bytes(bytemuck::cast_slice(&words))];
-    cl.launch_uncounted(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])?;
+    cl.launch_uncounted(&kernel, &args, &[width * height], &[clamp_group_size(&kernel, DEFAULT_GROUP_SIZE)])?;
     Ok(image)
 }
 
-/// The image of a tensor that is likely to be constant. It is cached with the storage until that changes.
-fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> Result<Image> {
+/// Returns the image of a tensor that is likely to be constant. The image is cached with the storage until the storage changes.
+fn cached_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> Result<Image> {
     let stream = cl.current_stream().index() as i64; // another stream would have to wait for the conversion
     let read = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
     let key: ImageKey = read.into_iter().chain(t.words()).collect();
-    x.storage.derived_image(key, || make(cl, x, t, blocks, StorageType::Static))
+    x.storage.derived_image(key, || make_image(cl, x, t, blocks, StorageType::Static))
 }
 
-/// An image of a tensor that fits, for one use.
-fn transient(cl: &'static ClDevice, x: &Tensor) -> Result<Image> {
+/// Makes an image of a tensor for one use. The tensor must fit in an image.
+fn single_use_image(cl: &'static ClDevice, x: &Tensor) -> Result<Image> {
     let four = Tensor4::of(&x.layout).expect("the caller has checked it");
-    make(cl, x, &four, Blocks::Across, StorageType::Dynamic)
+    make_image(cl, x, &four, Blocks::Across, StorageType::Dynamic)
 }
 
-/// How many items of a batch `[n, c, h, w]` fit in an image; `None` where not even one does.
-fn batch(cl: &ClDevice, x: &Tensor) -> Option<usize> {
-    let [n, c, h, w] = four(x);
+/// Returns how many items of a batch `[n, c, h, w]` fit in an image, or `None` if not even one fits.
+fn items_per_image(cl: &ClDevice, x: &Tensor) -> Option<usize> {
+    let [n, c, h, w] = sizes_4d(x);
     let most = limits(cl)[1].checked_div(h)?.min(n);
     let slice = Tensor4 { dims: [most, c, h, w], strides: [0; 4] };
     slice.fits(Blocks::Across, cl).then_some(most)
 }
 
-/// `count` items of a batch from item `from` on.
+/// Returns `count` items of a batch, starting at item `from`.
 fn slice(t: &Tensor, from: usize, count: usize) -> Result<Tensor> {
     Ok(t.with_layout(t.layout.narrow("image", 0, from, count)?))
 }
 
-/// The image of a tensor in NC4HW4: see [`Tensor::to_image`](crate::Tensor::to_image). `None` where it does not fit in one.
+/// Returns the image of a tensor in NC4HW4, or `None` if the tensor does not fit in an image; see
+/// [`Tensor::to_image`](crate::Tensor::to_image).
 pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
     let cl = x.cl_device()?;
-    let four = Tensor4::of(&x.layout).filter(|four| format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
-    four.map(|_| transient(cl, x)).transpose()
+    let four = Tensor4::of(&x.layout).filter(|four| exact_format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
+    four.map(|_| single_use_image(cl, x)).transpose()
 }
 
-/// Copies the image of a tensor back to a tensor.
+/// Copies an image back to a tensor.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
-    capture::refuse(out.device(), "from_image", "a replay would not keep the image: convert it outside")?;
+    capture::refuse_while_capturing(
+        out.device(),
+        "from_image",
+        "a graph does not keep the image for its replays: convert it outside the capture",
+    )?;
     let cl = out.cl_device()?;
     let four = Tensor4::of(&out.layout).expect("an image is of a tensor of at most four dims");
     let kernel = conversion(cl, "FROM_IMAGE", out.dtype, false)?;
     let [width, height] = four.size(Blocks::Across);
     let (words, to) = (four.words(), out.device_view()?);
     let args = [arg(image)?, to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
-    launch_free(cl, &kernel, &args, width * height)
+    launch_tuned(cl, &kernel, &args, width * height)
 }
 
 #[cfg(test)]

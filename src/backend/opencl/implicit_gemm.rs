@@ -1,7 +1,9 @@
-//! Implicit GEMM: convolutions on tensor cores as products of the weight and of windows that are not in memory. `kernels/gemm_mma.cl` reads
-//! the elements of windows from channels-last images, or from channels-last copies. Both gradients are such products too.
+//! Implicit GEMM: convolutions on tensor cores as products of the weight and a matrix of windows that is never stored.
+//! `kernels/gemm_mma.cl` reads the elements of windows from channels-last images, or from channels-last copies of images. Both
+//! gradients are computed as such products as well.
 //!
-//! Results are channels-last where the images or the weight are. Windows are then rows of the left matrix, else columns of the right one.
+//! Results are channels-last if the images or the weight are. In that case windows are rows of the left matrix, otherwise columns of the
+//! right matrix.
 
 mod blocks;
 mod channels_last;
@@ -12,93 +14,96 @@ use std::slice;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::gemm::{Chosen, Variant};
-use crate::backend::opencl::gemm_mma::{Mma, WindowsAs, planes};
+use crate::backend::mark_written;
+use crate::backend::opencl::gemm::{ChosenKernel, GemmKernel};
+use crate::backend::opencl::gemm_mma::{Mma, WindowsOperand, planes};
 use crate::backend::opencl::implicit_gemm::blocks::Blocks;
-use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, LARGEST, Matrix, Strided, WholeRows};
-use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, is_last, matrix, result};
+use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, MAX_IMAGE_BYTES, Matrix, Strided, WholeRows};
+use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, empty_result, is_channels_last, matrix};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::{launch_cache, window};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::gemm::{BIASED, GemmOperand, GemmPlan, PRODUCT};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::windows::{Windows, four};
-use crate::backend::profiled::{describe, of_convolution};
-use crate::backend::written;
-use crate::device::opencl::{ClDevice, Knob};
+use crate::backend::problem::windows::{Windows, sizes_4d};
+use crate::backend::profiled::{describe, describe_convolution};
+use crate::device::opencl::{ClDevice, TuningParameter};
 use crate::device::profiler::operation;
 use crate::tensor::Dims;
 use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
 
-/// Parameters of windows that the kernel takes.
-pub(crate) const NUMBERS: usize = 22;
+/// The number of parameters of windows that the kernel takes.
+pub(crate) const WINDOW_PARAMETERS: usize = 22;
 
-/// The most rows, and columns, of taps for which the kernel handles padding; for larger kernels images are copied with their padding.
-const MOST_TAPS: usize = 16;
+/// The maximum rows and columns of taps for which the kernel handles padding. For larger kernels images are copied with their padding.
+const MAX_TAPS_WITH_PADDING: usize = 16;
 
-/// Bytes that are copied at once: channels are padded to a multiple of them.
-const PIECE: usize = 16;
+/// The number of bytes that are copied at once. Channels are padded to a multiple of it.
+const PIECE_BYTES: usize = 16;
 
-/// Padding may multiply the number of channels by at most this; beyond it, im2col takes less memory.
-const PADDED: usize = 3;
+/// The maximum factor by which padding may multiply the number of channels. Beyond it, im2col takes less memory.
+const MAX_PADDING_FACTOR: usize = 3;
 
-/// The most phases of the image gradient of a strided convolution, each of which takes up to two launches; above it uses im2col.
-const PHASES: usize = 4;
-/// The fewest taps of a phase, unless channels are innermost; with fewer, the matrix of im2col is hardly larger than the images.
-const TAPS: usize = 2;
+/// The maximum number of phases of a strided convolution's image gradient, each of up to two launches. Beyond it, im2col is used.
+const MAX_PHASES: usize = 4;
+/// The minimum number of taps of a phase, unless channels are innermost. With fewer, im2col's matrix is hardly larger than the images.
+const MIN_TAPS_PER_PHASE: usize = 2;
 
 /// A convolution by implicit GEMM.
 pub(crate) struct ImplicitGemm {
     windows: Windows,
     groups: usize,
-    /// The batch size, and input and output channels of a group.
+    /// The batch size.
     n: usize,
+    /// The input channels of a group.
     inner: usize,
+    /// The output channels of a group.
     outer: usize,
     whole_rows: Option<WholeRows>,
     /// Whether images or the weight are channels-last, and whether the weight is.
     last: [bool; 2],
     dtype: DType,
-    /// How many planes elements had when it was made.
+    /// The number of planes of an element when the convolution was created.
     planes: usize,
     device: &'static ClDevice,
 }
 
-/// Windows over images, and distances between windows and between taps, in pixels.
+/// Windows over images, with the distances between windows and between taps in pixels.
 #[derive(Clone, Copy)]
 struct Steps {
     kernel: [usize; 2],
     grid: [usize; 2],
     stride: [usize; 2],
     dilation: [usize; 2],
-    /// Pixels that the first window begins before the image.
+    /// The number of pixels by which the first window begins before the image.
     padding: [isize; 2],
 }
 
 impl Steps {
-    /// Rows and columns that all windows read, with those in the padding.
-    fn reach(&self) -> [usize; 2] {
+    /// Returns the rows and columns that all windows together read, including padding.
+    fn read_extent(&self) -> [usize; 2] {
         [0, 1].map(|d| (self.grid[d] - 1) * self.stride[d] + (self.kernel[d] - 1) * self.dilation[d] + 1)
     }
 }
 
-/// A phase of the image gradient: rows, or columns, of an image that are a stride apart. They receive the same taps, so that their gradient is
-/// a convolution over the windows' gradient.
+/// A phase of the image gradient: rows, or columns, of an image that are a stride apart. These rows receive the same taps, so their
+/// gradient is a convolution over the windows' gradient.
 #[derive(Clone, Copy)]
 struct Phase {
-    /// The first of these rows, and how many there are.
+    /// The first of these rows, and their number.
     first: usize,
     count: usize,
-    /// The first of their taps, the distance between taps, and how many there are.
+    /// The first of their taps, the distance between taps, and the number of taps.
     tap: usize,
     apart: usize,
     taps: usize,
-    /// The window whose last tap reads the first row, and the distance to the window whose preceding tap reads it.
+    /// The window whose last tap reads the first row, and the distance to the window whose preceding tap reads that row.
     start: isize,
     step: usize,
 }
 
-/// `groups` products `[m, n, k]`; `steps` has the strides of both matrices and the result along rows, columns and groups.
+/// Returns the plan of `groups` products `[m, n, k]`. `steps` has the strides of both matrices and of the result, each along rows, columns
+/// and groups.
 fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPlan {
     let batch: Dims = (groups > 1).then_some(groups).into_iter().collect();
     let operand =
@@ -108,12 +113,13 @@ fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPla
 }
 
 impl ImplicitGemm {
-    /// None where other kernels or im2col are better, or there are no tensor cores. `single`: windows are single pixels, one after another.
+    /// Returns None if other kernels or im2col are better, or if there are no tensor cores. `single` means that windows are
+    /// single adjacent pixels.
     pub(crate) fn new(w: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool) -> Option<ImplicitGemm> {
-        let ([n, ..], [outer, inner, kh, kw]) = (four(x), four(weight));
+        let ([n, ..], [outer, inner, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
         let (dtype, size) = (x.dtype, x.dtype.size());
-        let last = [is_last(x) || is_last(weight), is_last(weight)];
-        // Row-major images of single pixels are their own columns and need no copy, unless they are not aligned for asynchronous copies.
+        let last = [is_channels_last(x) || is_channels_last(weight), is_channels_last(weight)];
+        // Row-major images of single pixels are their own im2col matrix, without a copy if they are aligned for asynchronous copies.
         let is_aligned = (w.image[0] * w.image[1] * size).is_multiple_of(4);
         if x.numel() * weight.numel() == 0
             || single && is_aligned && !last[0]
@@ -123,36 +129,36 @@ impl ImplicitGemm {
             return None;
         }
         let outer = outer / groups;
-        let [o, filled] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE / size));
+        let [o, filled] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE_BYTES / size));
         let whole_rows = (groups == 1).then(|| WholeRows::new(&w, inner, size)).flatten();
         let (c, k) = whole_rows.map_or((filled, kh * kw * filled), |rows| (rows.pixel, kh * rows.row));
         let along =
-            |d: usize| w.image[d] + w.padding[d] + w.behind[d] + 2 * (w.dilation[d] * w.kernel[d] + w.stride[d]);
+            |d: usize| w.image[d] + w.padding[d] + w.padding_after[d] + 2 * (w.dilation[d] * w.kernel[d] + w.stride[d]);
         let bytes = [n, groups, o.max(c), along(0), along(1), size].into_iter().try_fold(1, usize::checked_mul)?;
-        if o > PADDED * outer || c > PADDED * inner || bytes >= LARGEST {
+        if o > MAX_PADDING_FACTOR * outer || c > MAX_PADDING_FACTOR * inner || bytes >= MAX_IMAGE_BYTES {
             return None;
         }
         let device = x.cl_device().ok()?;
         let planes = planes(dtype);
         let made = ImplicitGemm { windows: w, groups, n, inner, outer, whole_rows, last, dtype, planes, device };
         let windows = n * w.grid[0] * w.grid[1];
-        made.choose([outer, windows, k], WindowsAs::Columns, true)?;
-        made.choose([outer, k, windows], WindowsAs::Rows, false)?;
+        made.choose([outer, windows, k], WindowsOperand::Columns, true)?;
+        made.choose([outer, k, windows], WindowsOperand::Rows, false)?;
         Some(made)
     }
 
-    fn choose(&self, sizes: [usize; 3], windows: WindowsAs, along_k: bool) -> Option<Mma> {
+    fn choose(&self, sizes: [usize; 3], windows: WindowsOperand, along_k: bool) -> Option<Mma> {
         let cores = || self.device.tensor_cores();
         #[cfg(test)]
-        let cores = || tests::PRETEND.get().unwrap_or_else(cores);
+        let cores = || tests::PRETENDED_CORES.get().unwrap_or_else(cores);
         let plan = plan(sizes, self.groups, [[0; 3]; 3]);
-        let device = (self.device.info().compute_units, self.device.tuned(Knob::MmaColumns));
-        // Where the precision that is asked for by now takes longer sums, that of the forward pass does.
+        let device = (self.device.info().compute_units, self.device.tuned(TuningParameter::MmaColumns));
+        // If the current precision setting needs longer sums than this product has, the setting of the forward pass is used.
         let of = |planes| Mma::of_windows(&plan, (self.dtype, planes), (windows, along_k), device, cores);
         of(planes(self.dtype)).or_else(|| of(self.planes))
     }
 
-    /// The channels-last images that windows are read from, and the steps of the windows over them.
+    /// Returns the channels-last images from which windows are read, and the steps of the windows over these images.
     fn input(&self, x: &Tensor) -> Result<(ChannelsLast, Steps)> {
         let w = self.windows;
         let padding = w.padding.map(|p| p as isize);
@@ -164,16 +170,16 @@ impl ImplicitGemm {
         let single = w.kernel == [1, 1] && w.padding == [0, 0] && w.stride != [1, 1];
         match images.subsampled(x, &w).filter(|_| single) {
             Some(pixels) => Ok((channels_last(x, pixels, [0, 0], w.grid)?, Steps { stride: [1, 1], ..steps })),
-            None => with_taps(x, images, steps),
+            None => images_for_taps(x, images, steps),
         }
     }
 
-    /// The blocks of pixels of which the image gradient is made, where its channels are too few for a product.
+    /// Returns the blocks of pixels from which the image gradient is assembled if the images have too few channels for a product.
     fn blocks(&self) -> Option<Blocks> {
         (self.groups == 1).then(|| Blocks::new(&self.windows, self.inner)).flatten()
     }
 
-    /// The phases of the rows of images, or of the columns.
+    /// Returns the phases of the rows (d = 0) or columns (d = 1) of images.
     fn phases(&self, d: usize) -> Vec<Phase> {
         let Windows { image, kernel, stride, padding, dilation, .. } = self.windows;
         let (stride, dilation) = (stride[d], dilation[d]);
@@ -192,8 +198,8 @@ impl ImplicitGemm {
         (0..stride.min(image[d])).map(phase).collect()
     }
 
-    /// The phases of rows and columns that have taps, and whether these are all phases.
-    fn reached(&self) -> (Vec<[Phase; 2]>, bool) {
+    /// Returns the phases of rows and columns that have taps, and whether these are all phases.
+    fn phases_with_taps(&self) -> (Vec<[Phase; 2]>, bool) {
         let [rows, columns] = [0, 1].map(|d| self.phases(d));
         let all = rows.iter().flat_map(|&row| columns.iter().map(move |&column| [row, column]));
         let reached: Vec<_> = all.filter(|phases| phases.iter().all(|phase| phase.taps > 0)).collect();
@@ -201,14 +207,15 @@ impl ImplicitGemm {
         (reached, whole)
     }
 
-    /// The weight as a matrix for channels-last results, where the rows of the weight may be contiguous, or for others.
+    /// Returns the weight as a matrix for channels-last (`last`) or row-major results. For channels-last results its rows
+    /// may be contiguous.
     fn matrix(&self, weight: &Tensor, view: Strided, last: bool) -> Result<Matrix> {
         // TF32 is fastest along k.
         matrix(weight, view, last && (self.dtype != DType::F32 || planes(self.dtype) > 1))
     }
 
     /// Writes to `out`, `[N, channels, grid]`, the product of each group of a weight with the windows over its channels, plus a bias.
-    /// `apart`: results are not contiguous; `last`: `out` has its channels innermost.
+    /// `apart` means that results are not contiguous, and `last` that `out` has its channels innermost.
     fn multiply(
         &self,
         (images, steps): (ChannelsLast, Steps),
@@ -216,7 +223,7 @@ impl ImplicitGemm {
         bias: Option<&Tensor>,
         (out, apart, last): (&Tensor, bool, bool),
     ) -> Result<()> {
-        let (groups, [n, channels, height, width]) = (self.groups, four(out));
+        let (groups, [n, channels, height, width]) = (self.groups, sizes_4d(out));
         let (count, windows, k) =
             (channels / groups, n * height * width, steps.kernel[0] * steps.kernel[1] * matrix.channels);
         let [of_image, of_row, down, right] = [0, 1, 2, 3].map(|d| out.strides()[d]);
@@ -228,10 +235,10 @@ impl ImplicitGemm {
         let of_out = [of_row, pixel, of_row * count as isize];
         let (windows_as, sizes, [a, b, of_out]) = if last {
             let flip = |[row, col, group]: [isize; 3]| [col, row, group];
-            let windows_as = if apart { WindowsAs::LeftApart } else { WindowsAs::Left };
+            let windows_as = if apart { WindowsOperand::LeftApart } else { WindowsOperand::Left };
             (windows_as, [windows, count, k], [of_images, flip(of_matrix), flip(of_out)])
         } else {
-            let windows_as = if apart { WindowsAs::ColumnsApart } else { WindowsAs::Columns };
+            let windows_as = if apart { WindowsOperand::ColumnsApart } else { WindowsOperand::Columns };
             (windows_as, [count, windows, k], [of_matrix, of_images, of_out])
         };
         let mut plan = plan(sizes, groups, [a, b, of_out]);
@@ -241,30 +248,30 @@ impl ImplicitGemm {
             let (row, col) = if last { (0, step) } else { (step, 0) };
             plan.others.push(GemmOperand { row, col, batch });
         }
-        let mma = self.choose(sizes, windows_as, matrix.is_along_k()).ok_or_else(declined)?;
-        // Pixels of an image are contiguous: the kernel adds only what is between the images.
-        let after = if windows_as == WindowsAs::Columns { of_image - (height * width) as isize } else { of_image };
+        let mma = self.choose(sizes, windows_as, matrix.is_along_k()).ok_or_else(unsupported_error)?;
+        // Pixels of an image are contiguous, so the kernel adds only the distance between images.
+        let after = if windows_as == WindowsOperand::Columns { of_image - (height * width) as isize } else { of_image };
         let left_right = if last { [&images.tensor, &matrix.tensor] } else { [&matrix.tensor, &images.tensor] };
         let tensors: SmallVec<[&Tensor; 4]> = left_right.into_iter().chain([out]).chain(bias).collect();
         launch(mma, plan, &tensors, &images, steps, [after, down, right, taps[0], taps[1]])
     }
 }
 
-/// The images that windows are read from, copied with their padding where windows have more than [`MOST_TAPS`] rows or columns.
-fn with_taps(t: &Tensor, strided: Strided, steps: Steps) -> Result<(ChannelsLast, Steps)> {
-    let [.., rows, columns] = four(t);
-    if steps.kernel.iter().all(|&taps| taps <= MOST_TAPS) {
+/// Returns the images that windows are read from, copied with their padding if windows have more than [`MAX_TAPS_WITH_PADDING`] rows or columns.
+fn images_for_taps(t: &Tensor, strided: Strided, steps: Steps) -> Result<(ChannelsLast, Steps)> {
+    let [.., rows, columns] = sizes_4d(t);
+    if steps.kernel.iter().all(|&taps| taps <= MAX_TAPS_WITH_PADDING) {
         return Ok((channels_last(t, strided, [0, 0], [rows, columns])?, steps));
     }
-    Ok((channels_last(t, strided, steps.padding, steps.reach())?, Steps { padding: [0, 0], ..steps }))
+    Ok((channels_last(t, strided, steps.padding, steps.read_extent())?, Steps { padding: [0, 0], ..steps }))
 }
 
-fn declined() -> Error {
-    Error::invalid("conv2d", "its windows are made of columns here")
+fn unsupported_error() -> Error {
+    Error::invalid("conv2d", "no tensor-core kernel fits this convolution any more")
 }
 
-/// The product of `tensors`: the left matrix, the right one, the result and perhaps a bias. `strides` are those of the result, and of the
-/// weight's taps, from AFTER on in `kernels/windows_mma.cl`.
+/// Launches the product of `tensors`: the left matrix, the right matrix, the result and optionally a bias. `strides` are the strides of
+/// the result and of the weight's taps, from AFTER on in `kernels/windows_mma.cl`.
 fn launch(
     mma: Mma,
     plan: GemmPlan,
@@ -282,17 +289,17 @@ fn launch(
         .chain(sizes.map(|n| n as isize))
         .chain(strides)
         .chain([inside as isize]);
-    let windows: SmallVec<[isize; NUMBERS]> = numbers.collect();
+    let windows: SmallVec<[isize; WINDOW_PARAMETERS]> = numbers.collect();
     let device = tensors[0].cl_device()?;
     let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
     let sizes = [mma.key(), plan.m, plan.n, plan.k].into_iter().map(|n| n as u64);
     let numbers: SmallVec<[u64; 32]> = sizes.chain(windows.iter().map(|&n| n as u64)).collect();
     let key =
-        Key { of: OpKind::ImplicitGemm, device: tensors[0].device(), numbers: &numbers, exprs: epilogue, tensors };
+        Key { kind: OpKind::ImplicitGemm, device: tensors[0].device(), numbers: &numbers, exprs: epilogue, tensors };
     let compute = tensors[0].dtype.compute();
     let prepare = || {
-        let (plan, variant) = (plan.clone(), Variant::Mma(mma));
-        Chosen {
+        let (plan, variant) = (plan.clone(), GemmKernel::Mma(mma));
+        ChosenKernel {
             plan,
             variant,
             order: [0, 1],
@@ -301,57 +308,57 @@ fn launch(
             epilogue,
             compute,
             sums: None,
-            asked: false,
+            has_sums_tensor: false,
             windows: &windows,
         }
-        .prepare(device)
+        .make_plan(device)
     };
-    launch_cache::launch(&key, Params::default(), prepare).map(drop)
+    launch_cache::launch_cached(&key, Params::default(), prepare).map(drop)
 }
 
 impl Convolution for ImplicitGemm {
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let _recorded = operation(|| of_convolution("conv2d", &self.windows, x, weight));
-        let ([n, ..], [o, ..], [rows, columns]) = (four(x), four(weight), self.windows.grid);
-        let last = self.last[0] || is_last(x);
-        let out = result([n, o, rows, columns], last, false, x)?;
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| describe_convolution("conv2d", &self.windows, x, weight));
+        let ([n, ..], [o, ..], [rows, columns]) = (sizes_4d(x), sizes_4d(weight), self.windows.grid);
+        let last = self.last[0] || is_channels_last(x);
+        let out = empty_result([n, o, rows, columns], last, false, x)?;
         let matrix = match self.whole_rows {
             Some(rows) => rows.matrix(weight)?,
             None => self.matrix(weight, Strided::weight(weight, self.groups), last)?,
         };
         self.multiply(self.input(x)?, matrix, bias, (&out, false, last))?;
-        Ok(written(out))
+        Ok(mark_written(out))
     }
 
-    /// Each phase of strided windows takes a launch or two, and pixels that no window reaches are zeroed first; where that is slower than
-    /// im2col, this is false.
-    fn makes_images(&self, biased: bool) -> bool {
+    /// Each phase of strided windows takes one or two launches, and pixels that no window reads are zeroed first. Returns false if that is
+    /// slower than im2col.
+    fn has_transposed(&self, biased: bool) -> bool {
         let Windows { kernel, stride, .. } = self.windows;
         let (count, last) = (stride[0] * stride[1], self.last[0]);
-        let filled = self.outer.next_multiple_of(PIECE / self.dtype.size());
-        if count > PHASES || !last && count > 1 && kernel[0] * kernel[1] < TAPS * count {
+        let filled = self.outer.next_multiple_of(PIECE_BYTES / self.dtype.size());
+        if count > MAX_PHASES || !last && count > 1 && kernel[0] * kernel[1] < MIN_TAPS_PER_PHASE * count {
             return false;
         }
         let has_kernel = |[rows, columns]: &[Phase; 2]| {
             let (windows, k) = (self.n * rows.count * columns.count, rows.taps * columns.taps * filled);
-            self.choose([self.inner, windows, k], WindowsAs::Columns, true).is_some()
+            self.choose([self.inner, windows, k], WindowsOperand::Columns, true).is_some()
         };
-        let (phases, whole) = self.reached();
+        let (phases, whole) = self.phases_with_taps();
         (whole || last && !biased) && phases.iter().all(has_kernel)
     }
 
-    /// Of each phase, a convolution of windows that are next to each other: with the padding that brings every element to the windows it
-    /// is in, and the taps that it has there.
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
-        let ([n, ..], [h, w], stride) = (four(y), self.windows.image, self.windows.stride);
-        let (channels, last) = (self.groups * self.inner, self.last[0] || is_last(y));
-        let (phases, whole) = self.reached();
-        let out = result([n, channels, h, w], last, !whole, y)?;
+    /// Computes each phase as a convolution with adjacent windows. Its padding brings every element to the windows that contain
+    /// it, and its taps are the taps that the element has there.
+    fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| describe_convolution("conv_transpose2d", &self.windows, y, weight));
+        let ([n, ..], [h, w], stride) = (sizes_4d(y), self.windows.image, self.windows.stride);
+        let (channels, last) = (self.groups * self.inner, self.last[0] || is_channels_last(y));
+        let (phases, whole) = self.phases_with_taps();
+        let out = empty_result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();
         // All phases read the same images.
         let strided = Strided::images(y, self.groups);
-        let narrow = phases.iter().flatten().all(|phase| phase.taps <= MOST_TAPS);
+        let narrow = phases.iter().flatten().all(|phase| phase.taps <= MAX_TAPS_WITH_PADDING);
         let shared = narrow.then(|| channels_last(y, strided, [0, 0], self.windows.grid)).transpose()?;
         for [rows, columns] in phases {
             let steps = Steps {
@@ -368,46 +375,46 @@ impl Convolution for ImplicitGemm {
             part.strides[3] *= stride[1] as isize;
             let windows = match &shared {
                 Some(images) => (images.shallow_clone(), steps),
-                None => with_taps(y, strided, steps)?,
+                None => images_for_taps(y, strided, steps)?,
             };
             let matrix = self.matrix(weight, Strided::weight(weight, self.groups).reversed([rows, columns]), last)?;
             self.multiply(windows, matrix, bias, (&out.with_layout(part), stride != [1, 1], last))?;
         }
-        Ok(written(out))
+        Ok(mark_written(out))
     }
 
     fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        let Some(blocks) = self.blocks() else { return self.images(y, weight, None) };
-        let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
-        let ([n, ..], last) = (four(y), self.last[0] || is_last(y));
-        let (windows, matrix) = (with_taps(y, Strided::images(y, 1), blocks.steps())?, blocks.matrix(weight)?);
+        let Some(blocks) = self.blocks() else { return self.transposed(y, weight, None) };
+        let _recorded = operation(|| describe_convolution("conv_transpose2d", &self.windows, y, weight));
+        let ([n, ..], last) = (sizes_4d(y), self.last[0] || is_channels_last(y));
+        let (windows, matrix) = (images_for_taps(y, Strided::images(y, 1), blocks.steps())?, blocks.matrix(weight)?);
         let [rows, columns] = windows.1.grid;
-        let out = result([n, blocks.sizes(n, self.inner, 1)[1], rows, columns], true, false, y)?;
+        let out = empty_result([n, blocks.sizes(n, self.inner, 1)[1], rows, columns], true, false, y)?;
         self.multiply(windows, matrix, None, (&out, false, true))?;
-        blocks.images(&out, self.windows.image, last).map(written)
+        blocks.images(&out, self.windows.image, last).map(mark_written)
     }
 
-    fn makes_image_gradient(&self) -> bool {
-        let filled = self.outer.next_multiple_of(PIECE / self.dtype.size());
+    fn has_image_gradient(&self) -> bool {
+        let filled = self.outer.next_multiple_of(PIECE_BYTES / self.dtype.size());
         match self.blocks() {
-            Some(blocks) => self.choose(blocks.sizes(self.n, self.inner, filled), WindowsAs::Left, true).is_some(),
-            None => self.makes_images(false),
+            Some(blocks) => self.choose(blocks.sizes(self.n, self.inner, filled), WindowsOperand::Left, true).is_some(),
+            None => self.has_transposed(false),
         }
     }
 
-    fn fills(&self, slot: &Tensor) -> bool {
+    fn accepts(&self, slot: &Tensor) -> bool {
         slot.is_contiguous() || slot.is_contiguous_in(MemoryFormat::ChannelsLast)
     }
 
-    /// The product of the windows' gradient, transposed, and of the windows: sums over all pixels.
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+    /// Computes the product of the windows' gradient, transposed, and the windows: sums over all pixels.
+    fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
-        let ([n, o, rows, columns], groups, inner, outer) = (four(y), self.groups, self.inner, self.outer);
+        let ([n, o, rows, columns], groups, inner, outer) = (sizes_4d(y), self.groups, self.inner, self.outer);
         let [kh, kw] = self.windows.kernel;
-        let last = slot.as_ref().map_or(self.last[1], is_last);
+        let last = slot.as_ref().map_or(self.last[1], is_channels_last);
         let out = match slot {
             Some(slot) => slot,
-            None => result([o, inner, kh, kw], last, false, x)?,
+            None => empty_result([o, inner, kh, kw], last, false, x)?,
         };
         let left = channels_last(y, Strided::images(y, groups), [0, 0], [rows, columns])?;
         let (images, steps) = self.input(x)?;
@@ -415,16 +422,16 @@ impl Convolution for ImplicitGemm {
         let [channel, tap] = if last { [1, inner] } else { [taps, 1] };
         let in_order = images.channels == inner && (last || taps == 1);
         let row = inner * taps;
-        // Elements of a pixel, and columns of taps that are filler.
+        // The elements of a pixel, and the number of columns of taps that are padding.
         let (pixel, filler) =
             self.whole_rows.map_or((images.channels, 0), |rows| (rows.pixel, rows.row / rows.pixel - kw));
         let lie = [[1, left.pixel, left.channels], [0, 0, images.channels], [row, 1, outer * row]];
         let sizes = [outer, steps.kernel[0] * steps.kernel[1] * images.channels, depth];
         let plan = plan(sizes, groups, lie.map(|steps| steps.map(|step| step as isize)));
-        let mma = self.choose(sizes, if in_order { WindowsAs::Rows } else { WindowsAs::RowsApart }, false);
-        let mma = mma.ok_or_else(declined)?;
+        let mma = self.choose(sizes, if in_order { WindowsOperand::Rows } else { WindowsOperand::RowsApart }, false);
+        let mma = mma.ok_or_else(unsupported_error)?;
         let strides = [channel, inner, tap, pixel, filler].map(|step| step as isize);
         launch(mma, plan, &[&left.tensor, &images.tensor, &out], &images, steps, strides)?;
-        Ok(written(out))
+        Ok(mark_written(out))
     }
 }

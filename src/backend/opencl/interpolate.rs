@@ -2,23 +2,25 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, is_wide, launch_free, types, vector_width};
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, define_if, launch_tuned, needs_64_bit, tensor_args, type_defines, vector_width,
+};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::problem::interpolation::{Resize, Samples};
-use crate::backend::problem::windows::four;
+use crate::backend::problem::windows::sizes_4d;
 use crate::device::opencl::Arg;
 use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");
 
-/// Resizes rows and columns of `x` into `out`, or with `transposed` computes the gradient of that.
-pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
+/// Resizes rows and columns of `x` into `out`, or with `transposed` computes the gradient of that operation.
+pub(crate) fn interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
     let device = out.cl_device()?;
-    let (count, dtype, [_, c, h, w]) = (out.numel(), out.dtype, four(x));
+    let (count, dtype, [_, c, h, w]) = (out.numel(), out.dtype, sizes_4d(x));
     let [rows, columns] =
         [(resize.rows, h), (resize.columns, w)].map(|(p, n)| p.unwrap_or_else(|| Samples::identity(n)));
-    let (wide, near) = (is_wide([count]), rows.fits_32_bits() && columns.fits_32_bits());
-    // Neighbouring elements of a gradient have different numbers of terms, so they are not computed as vectors.
+    let (wide, near) = (needs_64_bit([count]), rows.fits_32_bits() && columns.fits_32_bits());
+    // Adjacent elements of a gradient have different numbers of terms, so they cannot be computed as vectors.
     let width = match transposed {
         true => 1,
         false => vector_width(device, dtype, [columns.to, out.layout.offset].into_iter().map(|n| n as isize)),
@@ -26,18 +28,19 @@ pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -
     let dense = x.strides()[3] == 1;
     let flags = [transposed, dense, rows.linear, columns.linear, wide, near].map(u64::from);
     let params: SmallVec<[u64; 8]> = [dtype as u64, width as u64].into_iter().chain(flags).collect();
-    let kernel = kernel(device, KernelKey::new("interpolate", &params), "interpolate", || {
+    let kernel = get_or_build_kernel(device, KernelKey::new("interpolate", &params), "interpolate", || {
         let [mixed_rows, mixed_columns] = [rows, columns].map(|samples| u8::from(samples.linear));
-        let switches =
-            flag(transposed, "TRANSPOSED") + &flag(dense, "DENSE") + if near { "#define INT int\n" } else { "" };
+        let switches = define_if(transposed, "TRANSPOSED")
+            + &define_if(dense, "DENSE")
+            + if near { "#define INT int\n" } else { "" };
         let mixed = format!("#define ROWS {mixed_rows}\n#define COLUMNS {mixed_columns}\n");
-        format!("{}#define VEC {width}\n{mixed}{switches}{STRIDED_DIMS}{TEMPLATE}", types(dtype, wide))
+        format!("{}#define VEC {width}\n{mixed}{switches}{STRIDED_DIMS}{TEMPLATE}", type_defines(dtype, wide))
     })?;
     let items = count / width;
     let strides = x.strides().iter().map(|&s| s as i64);
     let words: SmallVec<[i64; 20]> =
         rows.words().into_iter().chain(columns.words()).chain([c as i64]).chain(strides).collect();
     let (from, to) = (x.device_view()?, out.device_view()?);
-    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(items as u64)]);
-    launch_free(device, &kernel, &args, items)
+    let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(items as u64)]);
+    launch_tuned(device, &kernel, &args, items)
 }

@@ -1,7 +1,6 @@
-//! A thread's cache of launch plans: a launch of the same operation over operands of the same layouts is looked up instead of
-//! planned again.
+//! A per-thread cache of launch plans: repeating an operation on operands of the same layouts looks its plan up instead of planning again.
 //!
-//! The [`Key`] has everything that a plan depends on, including the dtypes and layouts of tensors, but of their offsets only the
+//! The [`Key`] holds everything that a plan depends on, such as the tensors' dtypes and layouts. Of a tensor's offset it holds only the
 //! alignment. The cache keeps no tensor alive.
 
 use std::cell::{Cell, RefCell};
@@ -16,15 +15,16 @@ use crate::expr::Expr;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
 
-/// The cache is set-associative, like a processor's, with the least recently used entry of a set evicted: the entries of a thread are
-/// found without a lock, and faster than in an [`Lru`](crate::device::lru::Lru).
+/// The number of sets. The cache is set-associative like a processor's: in a full set, the least recently used entry is replaced.
+/// A lookup takes no lock and is faster than in an [`Lru`](crate::device::lru::Lru).
 const SETS: usize = 128;
+/// The number of entries in a set.
 const WAYS: usize = 4;
 
-/// Offsets of tensors are compared modulo this many elements, which are at least the 16 bytes of the widest load.
-const ALIGNED: usize = 16;
+/// Offsets are compared modulo this number of elements, which is at least the 16 bytes of the widest load.
+const OFFSET_ALIGNMENT_ELEMENTS: usize = 16;
 
-/// The kind of operation that an entry was prepared for.
+/// The kind of operation that a plan was made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OpKind {
     Map,
@@ -32,7 +32,7 @@ pub(crate) enum OpKind {
     Row,
     CrossEntropy,
     Norm,
-    /// A norm over rows as four dims, which need not be views of the operands.
+    /// A norm whose rows are given as four dims that need not be views of the operands.
     NormRows,
     Gather,
     Scatter,
@@ -43,24 +43,24 @@ pub(crate) enum OpKind {
     Join,
 }
 
-/// A number for a static: its distance from another one, so that hashes are the same in every run.
-pub(crate) fn number_of<T>(of: *const T) -> u64 {
+/// Returns a number that identifies a static: its distance from another static, which makes hashes the same in every run.
+pub(crate) fn static_id<T>(of: *const T) -> u64 {
     static OTHER: u8 = 0;
     of.addr().wrapping_sub((&raw const OTHER).addr()) as u64
 }
 
-/// Everything that a plan depends on, except for tuning parameters: a change of these clears the caches of all threads.
+/// Everything that a plan depends on except tuning parameters. A change of a tuning parameter clears the caches of all threads.
 pub(crate) struct Key<'a> {
-    pub(crate) of: OpKind,
+    pub(crate) kind: OpKind,
     pub(crate) device: Device,
     pub(crate) numbers: &'a [u64],
     pub(crate) exprs: &'a [Expr],
     pub(crate) tensors: &'a [&'a Tensor],
 }
 
-/// A launch plan with its key.
-pub(crate) struct Entry {
-    of: OpKind,
+/// A launch plan and the owned form of its key.
+pub(crate) struct CachedPlan {
+    kind: OpKind,
     device: Device,
     numbers: SmallVec<[u64; 8]>,
     exprs: SmallVec<[Expr; 2]>,
@@ -68,46 +68,46 @@ pub(crate) struct Entry {
     pub(crate) plan: LaunchPlan,
 }
 
-impl Entry {
-    fn new(key: &Key, plan: LaunchPlan) -> Entry {
+impl CachedPlan {
+    fn new(key: &Key, plan: LaunchPlan) -> CachedPlan {
         let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
         let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
-        Entry { of: key.of, device: key.device, numbers, exprs, tensors, plan }
+        CachedPlan { kind: key.kind, device: key.device, numbers, exprs, tensors, plan }
     }
 }
 
-/// The slot of the cache for an entry that was not found.
+/// The position in the cache for a plan that was not found.
 #[derive(Clone, Copy)]
-pub(crate) struct Slot {
+pub(crate) struct VacantSlot {
     hash: u64,
-    tuned: u64,
+    tuning_version: u64,
 }
 
-struct Table {
-    /// The version of the tuning parameters that the entries were prepared with.
-    tuned: u64,
-    /// The number of entries that were ever inserted.
-    kept: usize,
-    slots: Vec<Way>,
+struct PlanCache {
+    /// The version of the tuning parameters that the plans were made with.
+    tuning_version: u64,
+    /// The number of plans inserted so far, which serves as the clock of [`CacheWay::last_used`].
+    insertions: usize,
+    slots: Vec<CacheWay>,
 }
 
-/// A place in a set.
+/// One of the entries of a set.
 #[derive(Default)]
-struct Way {
+struct CacheWay {
     hash: u64,
-    /// [`Table::kept`] when the entry was last used.
-    used: Cell<usize>,
-    entry: Option<Rc<Entry>>,
+    /// The value of [`PlanCache::insertions`] at the entry's last use.
+    last_used: Cell<usize>,
+    entry: Option<Rc<CachedPlan>>,
 }
 
 thread_local! {
-    static TABLE: RefCell<Table> = const { RefCell::new(Table { tuned: 0, kept: 0, slots: Vec::new() }) };
+    static PLAN_CACHE: RefCell<PlanCache> = const { RefCell::new(PlanCache { tuning_version: 0, insertions: 0, slots: Vec::new() }) };
 }
 
 impl Key<'_> {
     fn hash(&self) -> u64 {
         let mix = |hash: u64, x: u64| (hash.rotate_left(9) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let hash = self.numbers.iter().fold(mix(self.of as u64, self.device.number()), |hash, &x| mix(hash, x));
+        let hash = self.numbers.iter().fold(mix(self.kind as u64, self.device.number()), |hash, &x| mix(hash, x));
         let hash = self.exprs.iter().fold(hash, |hash, e| hash.rotate_left(7) ^ e.hash_value());
         self.tensors.iter().fold(hash, |hash, t| {
             let sizes = t.shape().dims().iter().zip(t.strides());
@@ -115,11 +115,11 @@ impl Key<'_> {
         })
     }
 
-    fn is(&self, entry: &Entry) -> bool {
+    fn matches(&self, entry: &CachedPlan) -> bool {
         let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| {
-            t.dtype == *dtype && t.device() == self.device && t.layout.lies_like(layout, ALIGNED)
+            t.dtype == *dtype && t.device() == self.device && t.layout.same_layout(layout, OFFSET_ALIGNMENT_ELEMENTS)
         };
-        (self.of, self.device) == (entry.of, entry.device)
+        (self.kind, self.device) == (entry.kind, entry.device)
             && self.numbers.len() == entry.numbers.len()
             && self.numbers.iter().zip(&entry.numbers).all(|(a, b)| a == b)
             && self.exprs == &entry.exprs[..]
@@ -128,15 +128,15 @@ impl Key<'_> {
     }
 }
 
-/// The cached plan for a key, or the slot to insert it in.
-pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
-    let slot = Slot { hash: key.hash(), tuned: times_tuned() };
-    let found = TABLE.try_with(|table| {
-        let table = table.try_borrow().ok().filter(|table| table.tuned == slot.tuned)?;
-        let set = table.slots.get(slot.set()..slot.set() + WAYS)?;
-        let hit = |way: &Way| {
-            let entry = way.entry.as_ref().filter(|entry| way.hash == slot.hash && key.is(entry))?;
-            way.used.set(table.kept);
+/// Returns the cached plan of `key`, or the slot to insert a new plan in.
+pub(crate) fn find_plan(key: &Key) -> std::result::Result<Rc<CachedPlan>, VacantSlot> {
+    let slot = VacantSlot { hash: key.hash(), tuning_version: times_tuned() };
+    let found = PLAN_CACHE.try_with(|table| {
+        let table = table.try_borrow().ok().filter(|table| table.tuning_version == slot.tuning_version)?;
+        let set = table.slots.get(slot.set_start()..slot.set_start() + WAYS)?;
+        let hit = |way: &CacheWay| {
+            let entry = way.entry.as_ref().filter(|entry| way.hash == slot.hash && key.matches(entry))?;
+            way.last_used.set(table.insertions);
             Some(Rc::clone(entry))
         };
         set.iter().find_map(hit)
@@ -144,41 +144,45 @@ pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
     found.ok().flatten().ok_or(slot)
 }
 
-impl Slot {
-    fn set(self) -> usize {
+impl VacantSlot {
+    fn set_start(self) -> usize {
         (self.hash >> 40) as usize % SETS * WAYS
     }
 
-    /// Inserts a plan, in place of another one where the set is full.
-    pub(crate) fn keep(self, key: &Key, plan: LaunchPlan) -> Rc<Entry> {
-        let entry = Rc::new(Entry::new(key, plan));
-        let _ = TABLE.try_with(|table| {
+    /// Inserts a plan. Replaces the least recently used plan if the set is full.
+    pub(crate) fn insert_plan(self, key: &Key, plan: LaunchPlan) -> Rc<CachedPlan> {
+        let entry = Rc::new(CachedPlan::new(key, plan));
+        let _ = PLAN_CACHE.try_with(|table| {
             let Ok(mut table) = table.try_borrow_mut() else { return };
-            if table.tuned != self.tuned || table.slots.is_empty() {
-                table.tuned = self.tuned;
+            if table.tuning_version != self.tuning_version || table.slots.is_empty() {
+                table.tuning_version = self.tuning_version;
                 table.slots.clear();
                 table.slots.resize_with(SETS * WAYS, Default::default);
             }
-            table.kept += 1;
-            let used = Cell::new(table.kept);
-            let set = &mut table.slots[self.set()..self.set() + WAYS];
-            if let Some(way) = set.iter_mut().min_by_key(|way| (way.entry.is_some(), way.used.get())) {
-                *way = Way { hash: self.hash, used, entry: Some(Rc::clone(&entry)) };
+            table.insertions += 1;
+            let last_used = Cell::new(table.insertions);
+            let set = &mut table.slots[self.set_start()..self.set_start() + WAYS];
+            if let Some(way) = set.iter_mut().min_by_key(|way| (way.entry.is_some(), way.last_used.get())) {
+                *way = CacheWay { hash: self.hash, last_used, entry: Some(Rc::clone(&entry)) };
             }
         });
         entry
     }
 }
 
-/// Launches the cached plan for a key, or else the one that `prepare` makes, which is then cached.
-pub(crate) fn launch(key: &Key, params: Params, prepare: impl Fn() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
-    let entry = match find(key) {
+/// Launches the cached plan of `key`. If there is none, makes a plan with `prepare`, launches it and caches it.
+pub(crate) fn launch_cached(
+    key: &Key,
+    params: Params,
+    prepare: impl Fn() -> Result<LaunchPlan>,
+) -> Result<Rc<CachedPlan>> {
+    let entry = match find_plan(key) {
         Ok(entry) => entry,
         Err(slot) => {
             let device = key.tensors[0].cl_device()?;
             let (plan, may_keep) =
                 device.launch_on_trial(prepare, |plan: &LaunchPlan| plan.launch(key.tensors, params))?;
-            return Ok(if may_keep { slot.keep(key, plan) } else { Rc::new(Entry::new(key, plan)) });
+            return Ok(if may_keep { slot.insert_plan(key, plan) } else { Rc::new(CachedPlan::new(key, plan)) });
         }
     };
     entry.plan.launch(key.tensors, params)?;

@@ -1,7 +1,8 @@
-//! Launch plans: everything about the launches of an operation except its buffers and scalars.
+//! Launch plans: everything about an operation's launches except its buffers and scalars.
 //!
-//! An operation chooses its kernel, its sizes and its arguments once for each layout of its operands, and the
-//! [`launch_cache`](crate::backend::opencl::launch_cache) keeps the plan. A plan names its tensors by their index in a list that every call passes.
+//! An operation chooses its kernel, sizes and arguments once for each combination of operand layouts, and the
+//! [`launch_cache`](crate::backend::opencl::launch_cache) keeps the plan. A plan refers to a tensor by its index in the list that every
+//! call passes.
 
 use std::sync::Arc;
 
@@ -11,16 +12,16 @@ use crate::backend::opencl::checked_indices;
 use crate::backend::opencl::kernels::BufferView;
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
-use crate::device::opencl::{ARRIVALS, Arg, ClDevice, ClKernel};
+use crate::device::opencl::{ARRIVAL_COUNTERS, Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
 
-/// The launches of one operation: one, or several that share scratch memory.
+/// The launches of one operation. If there are several, they share scratch memory.
 pub(crate) struct LaunchPlan {
     device: &'static ClDevice,
-    /// The elements of a scratch tensor that is allocated for each call; it is the last of the list.
+    /// The number of elements and the dtype of a scratch tensor, which each call allocates and appends to its list of tensors.
     scratch: Option<(usize, DType)>,
     launches: SmallVec<[KernelLaunch; 1]>,
-    /// The tensor whose indices the kernels check, and the number of that check in [`checked_indices`].
+    /// The index of the tensor whose indices the kernels check, and the number of that check in [`checked_indices`].
     indices: Option<(usize, u64)>,
 }
 
@@ -29,16 +30,16 @@ pub(crate) struct KernelLaunch {
     kernel: Arc<ClKernel>,
     global: usize,
     local: usize,
-    /// The indices, in the list, of the tensors that the kernel is given; [`Argument`]s and [`Word`]s index into this.
+    /// The list indices of the tensors whose buffers the kernel gets. [`Argument`]s and [`DeferredWord`]s index into this vector.
     buffers: Vec<usize>,
     arguments: Vec<Argument>,
     /// The words of the structs that are passed by value.
     words: Vec<i64>,
-    /// The words that each call provides, and their indices in `words`.
-    deferred: Vec<(usize, Word)>,
+    /// The words that each call fills in, with their indices in `words`.
+    deferred: Vec<(usize, DeferredWord)>,
 }
 
-/// An argument of the kernel.
+/// One argument of a kernel.
 #[derive(Clone, Copy)]
 enum Argument {
     Buffer(u32),
@@ -50,34 +51,36 @@ enum Argument {
     },
     /// An argument that is the same at every call.
     Fixed(Arg<'static>),
-    /// A struct of this range of words.
+    /// A struct made of this range of words.
     Words(u32, u32),
-    /// So many scalars of the call, an argument each.
+    /// The call's first `n` scalars, one argument each.
     Scalars(u32, Compute),
-    /// So many seeds of the call, each a key and a stream.
+    /// The call's first `n` seeds, two arguments each: key and stream.
     Seeds(u32),
     /// The buffer in which kernels record faults.
     Faults,
-    /// The buffer of counters of finished work-groups, and the index of the first counter of the current stream.
+    /// The buffer that counts finished work-groups.
     Arrivals,
+    /// The index of the current stream's first counter in that buffer.
     FirstArrival,
 }
 
-/// A word that each call provides.
+/// A word that each call fills in.
 #[derive(Clone, Copy)]
-pub(crate) enum Word {
+pub(crate) enum DeferredWord {
     /// The offset of a tensor in its buffer, in elements.
-    First(usize),
+    Offset(usize),
+    /// The index of the current stream's first counter of finished work-groups.
     FirstArrival,
 }
 
 impl LaunchPlan {
-    /// A plan of one launch.
-    pub(crate) fn one(device: &'static ClDevice, launch: KernelLaunch) -> LaunchPlan {
+    /// Makes a plan of one launch.
+    pub(crate) fn single(device: &'static ClDevice, launch: KernelLaunch) -> LaunchPlan {
         LaunchPlan::new(device, None, [launch])
     }
 
-    /// A plan of launches in this order, with a scratch tensor of so many elements.
+    /// Makes a plan of several launches in order, with a scratch tensor of the given number of elements and dtype.
     pub(crate) fn new(
         device: &'static ClDevice,
         scratch: Option<(usize, DType)>,
@@ -86,20 +89,21 @@ impl LaunchPlan {
         LaunchPlan { device, scratch, launches: launches.into_iter().collect(), indices: None }
     }
 
-    /// Declares that the only faults of its kernels are indices of tensor `k` that are out of range, so that known indices need no check.
-    pub(crate) fn checking(self, k: usize) -> LaunchPlan {
-        LaunchPlan { indices: Some((k, checked_indices::new_number())), ..self }
+    /// Declares that the kernels fault only if tensor `k` has an index out of range, so that indices checked before need no second check.
+    pub(crate) fn with_index_check(self, k: usize) -> LaunchPlan {
+        LaunchPlan { indices: Some((k, checked_indices::new_check_id())), ..self }
     }
 
-    /// Whether a kernel is given tensor `k` of the list.
-    pub(crate) fn uses(&self, k: usize) -> bool {
+    /// True if a kernel gets tensor `k` of the list.
+    pub(crate) fn uses_tensor(&self, k: usize) -> bool {
         self.launches.iter().any(|launch| launch.buffers.contains(&k))
     }
 
-    /// Launches it with these tensors, which have the layouts that it was prepared for.
+    /// Launches the plan on tensors that have the layouts the plan was prepared for.
     pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
-        let unknown =
-            self.indices.and_then(|(k, check)| Some((k, checked_indices::unknown(self.device, tensors[k], check)?)));
+        let unknown = self
+            .indices
+            .and_then(|(k, check)| Some((k, checked_indices::begin_check(self.device, tensors[k], check)?)));
         let may_fault = self.indices.is_none() || unknown.is_some();
         let launch = |tensors: &[&Tensor]| {
             self.launches.iter().try_for_each(|launch| launch.launch(self.device, tensors, params, may_fault))
@@ -107,81 +111,81 @@ impl LaunchPlan {
         match self.scratch {
             None => launch(tensors)?,
             Some((count, dtype)) => {
-                let scratch = Tensor::empty_like_shape(count, dtype, self.device.device())?;
+                let scratch = Tensor::empty_with_shape(count, dtype, self.device.device())?;
                 launch(&tensors.iter().copied().chain([&scratch]).collect::<SmallVec<[&Tensor; 8]>>())?;
             }
         }
         if let Some((k, unknown)) = unknown {
-            checked_indices::launched(self.device, tensors[k], unknown);
+            checked_indices::note_launch(self.device, tensors[k], unknown);
         }
         Ok(())
     }
 }
 
 impl KernelLaunch {
-    /// A launch of at least `global` work-items in groups of `local`, to which arguments are added in order.
+    /// Makes a launch of at least `global` work-items in groups of `local`. Arguments are then added in order.
     pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> KernelLaunch {
         let (buffers, arguments, words, deferred) = Default::default();
         KernelLaunch { kernel, global, local, buffers, arguments, words, deferred }
     }
 
-    /// Adds the buffer of tensor `k`, and gives its number among the launch's buffers.
-    pub(crate) fn buffer(&mut self, k: usize) -> usize {
+    /// Adds the buffer of tensor `k`, and returns its index among this launch's buffers.
+    pub(crate) fn push_buffer(&mut self, k: usize) -> usize {
         self.buffers.push(k);
         self.arguments.push(Argument::Buffer((self.buffers.len() - 1) as u32));
         self.buffers.len() - 1
     }
 
     /// Adds the buffer of tensor `k` and the tensor's offset in it.
-    pub(crate) fn tensor(&mut self, k: usize) {
-        self.tensor_from(k, 0, 1);
+    pub(crate) fn push_tensor(&mut self, k: usize) {
+        self.push_tensor_at(k, 0, 1);
     }
 
-    /// [`tensor`](Self::tensor) with an offset of `skip` elements more, in units of so many elements.
-    pub(crate) fn tensor_from(&mut self, k: usize, skip: isize, unit: usize) {
-        let of = self.buffer(k) as u32;
+    /// Like [`push_tensor`](Self::push_tensor), with an offset that is `skip` elements larger and counted in units of `unit` elements.
+    pub(crate) fn push_tensor_at(&mut self, k: usize, skip: isize, unit: usize) {
+        let of = self.push_buffer(k) as u32;
         self.arguments.push(Argument::Offset { of, unit: unit as u32, skip });
     }
 
-    /// Adds arguments that are the same at every call.
-    pub(crate) fn args(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
+    /// Adds arguments that are the same for every call.
+    pub(crate) fn push_fixed(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
         self.arguments.extend(args.into_iter().map(Argument::Fixed));
     }
 
-    /// Adds a struct of these words.
-    pub(crate) fn words(&mut self, words: impl IntoIterator<Item = i64>) {
+    /// Adds a struct made of these words.
+    pub(crate) fn push_words(&mut self, words: impl IntoIterator<Item = i64>) {
         let from = self.words.len() as u32;
         self.words.extend(words);
         self.arguments.push(Argument::Words(from, self.words.len() as u32));
     }
 
-    /// Has each call provide the word of this index.
-    pub(crate) fn defer(&mut self, word: usize, what: Word) {
+    /// Makes each call fill in the word with this index.
+    pub(crate) fn defer_word(&mut self, word: usize, what: DeferredWord) {
         self.deferred.push((word, what));
     }
 
-    /// Adds so many scalars of the call in the compute type.
-    pub(crate) fn scalars(&mut self, count: usize, compute: Compute) {
+    /// Adds the call's first `count` scalars in the compute type.
+    pub(crate) fn push_scalars(&mut self, count: usize, compute: Compute) {
         self.arguments.push(Argument::Scalars(count as u32, compute));
     }
 
-    /// Adds so many seeds of the call.
-    pub(crate) fn seeds(&mut self, count: usize) {
+    /// Adds the call's first `count` seeds.
+    pub(crate) fn push_seeds(&mut self, count: usize) {
         self.arguments.push(Argument::Seeds(count as u32));
     }
 
-    /// Adds the buffer in which faults are recorded.
-    pub(crate) fn faults(&mut self) {
+    /// Adds the buffer in which kernels record faults.
+    pub(crate) fn push_faults(&mut self) {
         self.arguments.push(Argument::Faults);
     }
 
-    /// Adds the counters of finished work-groups.
-    pub(crate) fn arrivals(&mut self) {
+    /// Adds the buffer that counts finished work-groups.
+    pub(crate) fn push_arrivals(&mut self) {
         self.arguments.push(Argument::Arrivals);
     }
 
-    /// Adds the index of the first of these counters for the current stream.
-    pub(crate) fn first_arrival(&mut self) {
+    /// Adds the index of the current stream's first counter in that buffer.
+    pub(crate) fn push_first_arrival(&mut self) {
         self.arguments.push(Argument::FirstArrival);
     }
 
@@ -193,7 +197,7 @@ impl KernelLaunch {
                 Err(error) => return Err(error),
             }
         }
-        let first_arrival = || device.current_stream().index() * ARRIVALS;
+        let first_arrival = || device.current_stream().index() * ARRIVAL_COUNTERS;
         let mut filled: SmallVec<[i64; 64]> = SmallVec::new();
         let words = match self.deferred[..] {
             [] => &self.words[..],
@@ -201,8 +205,8 @@ impl KernelLaunch {
                 filled.extend_from_slice(&self.words);
                 for &(word, what) in &self.deferred {
                     filled[word] = match what {
-                        Word::First(of) => views[of].first_element() as i64,
-                        Word::FirstArrival => first_arrival() as i64,
+                        DeferredWord::Offset(of) => views[of].first_element() as i64,
+                        DeferredWord::FirstArrival => first_arrival() as i64,
                     };
                 }
                 &filled[..]
@@ -220,7 +224,7 @@ impl KernelLaunch {
                 Argument::Words(from, to) => Arg::Bytes(bytemuck::cast_slice(&words[from as usize..to as usize])),
                 Argument::Scalars(count, compute) => {
                     let scalars = params.scalars.iter().take(count as usize);
-                    scalars.for_each(|&s| args.push(scalar_arg(compute, s))); // `extend` is a call
+                    scalars.for_each(|&s| args.push(scalar_arg(compute, s))); // a loop, because `extend` would be an out-of-line call
                     continue;
                 }
                 Argument::Seeds(count) => {
@@ -230,7 +234,7 @@ impl KernelLaunch {
                 }
                 Argument::Faults if may_fault => device.faults(),
                 Argument::Faults => device.no_faults(),
-                Argument::Arrivals => Arg::Buffer(device.arrivals()?),
+                Argument::Arrivals => Arg::Buffer(device.arrival_counters()?),
                 Argument::FirstArrival => Arg::U32(first_arrival() as u32),
             };
             args.push(arg);

@@ -1,28 +1,28 @@
-//! Elementwise launches on OpenCL: which form of `kernels/elementwise.cl` to use, and its arguments.
+//! Elementwise launches on OpenCL: chooses a form of `kernels/elementwise.cl` and its arguments.
 
 mod source;
 
 use smallvec::SmallVec;
 
 use crate::backend::opencl::fuse;
-use crate::backend::opencl::geometry::{WIDEST, free_group, group_of, largest_group};
+use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, clamp_group_size, max_group_size, tuned_group_size};
 use crate::backend::opencl::image;
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
+use crate::backend::problem::map::{Formulas, Launch, can_overwrite_elementwise, in_place};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming;
-use crate::device::opencl::{Arg, ClDevice, Knob, LARGEST_GROUP, SizeClass};
+use crate::device::opencl::{Arg, ClDevice, MAX_TUNED_GROUP_ITEMS, SizeClass, TuningParameter};
 use crate::device::{DeviceKind, capture};
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
-/// The most bytes of local memory for tiles.
-const TILES: usize = 32 << 10;
+/// The maximum number of bytes of local memory for tiles.
+const MAX_TILE_BYTES: usize = 32 << 10;
 
-/// Neighbouring elements whose random numbers are computed at once: `DRAWN` in `kernels/random.cl`.
-pub(crate) const DRAWN_LEN: usize = 64;
+/// The number of adjacent elements whose random numbers are computed together: `DRAWN` in `kernels/random.cl`.
+pub(crate) const RANDOM_BLOCK_LEN: usize = 64;
 
 /// How a work-item accesses an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -35,24 +35,25 @@ enum MemoryAccess {
     Tile,
 }
 
+/// An operand of the kernel and how the kernel accesses it.
 #[derive(Clone, Copy)]
 struct MapOperand {
     dtype: DType,
-    /// Compiled into the kernel, so that the common kinds need no index arithmetic.
+    /// The operand's indexing, compiled into the kernel so that common kinds need no index arithmetic.
     kind: OperandKind,
     access: MemoryAccess,
-    /// Whether the expressions read it; inputs that they do not read are not passed.
+    /// Whether the expressions read the operand. Inputs that they do not read are not passed.
     used: bool,
 }
 
 impl MapOperand {
-    /// Whether its offset follows from dims and strides; rows that are broadcast are indexed so, too.
+    /// True if the operand's offset is computed from dims and strides, as also for broadcast rows.
     fn is_strided(&self) -> bool {
         matches!(self.kind, OperandKind::Strided | OperandKind::RowBroadcast(_))
     }
 
-    /// The operand's part of the kernel's key.
-    fn code(&self) -> u64 {
+    /// Encodes this operand for the kernel's key.
+    fn key_bits(&self) -> u64 {
         let kind = if self.is_strided() { 2 } else { u64::from(self.kind == OperandKind::Scalar) };
         (self.dtype as u64) << 8 | (self.access as u64) << 4 | kind << 1 | u64::from(self.used)
     }
@@ -60,43 +61,40 @@ impl MapOperand {
 
 type MapOperands = SmallVec<[MapOperand; 6]>;
 
-/// The form of the kernel: see `kernels/elementwise.cl`.
+/// The form of the kernel; see `kernels/elementwise.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
-    Scalar {
-        per_item: usize,
-    },
-    /// `DRAWN_LEN` neighbours in turn, whose random numbers are computed at once, in vectors: processors.
+    /// Each work-item computes `per_item` elements, one by one.
+    Scalar { per_item: usize },
+    /// Each work-item computes `RANDOM_BLOCK_LEN` adjacent elements. Their random numbers are computed together, in vectors. Used on CPUs.
     Drawn,
+    /// Each work-item computes a vector of `width` elements.
     Vector {
         width: usize,
-        /// Whether results larger than the cache are written with non-temporal stores; the same below.
-        streamed: bool,
+        /// Whether results that exceed the cache are written with non-temporal stores.
+        nontemporal: bool,
     },
-    /// Tiles of `side` elements of this dim by `across` of the innermost one; on processors they are moved line by line.
-    Tiled {
-        side: usize,
-        across: usize,
-        dim: usize,
-        lines: Option<Lines>,
-    },
+    /// Tiles of `side` elements of dim `dim` by `across` elements of the innermost dim. On CPUs a tile is moved line by line.
+    Tiled { side: usize, across: usize, dim: usize, lines: Option<LineStores> },
 }
 
+/// How a CPU writes the lines of a tile.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Lines {
-    streamed: bool,
+struct LineStores {
+    /// Whether results that exceed the cache are written with non-temporal stores.
+    nontemporal: bool,
 }
 
-/// Launches formulas; during a capture they are recorded, and may be fused with others.
-pub(crate) fn run(formulas: &Formulas) -> Result<()> {
+/// Launches formulas. During a capture, also records them for fusion.
+pub(crate) fn launch_or_record(formulas: &Formulas) -> Result<()> {
     match capture::is_capturing(formulas.outputs[0].device()) {
-        true => fuse::record(formulas, || launch(formulas)),
-        false => launch(formulas),
+        true => fuse::record_formulas(formulas, || launch_formulas(formulas)),
+        false => launch_formulas(formulas),
     }
 }
 
-/// Launches the cached plan for formulas over tensors of these layouts, or else prepares it.
-pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
+/// Launches the cached plan for formulas over tensors of these layouts, or makes a plan first.
+pub(crate) fn launch_formulas(formulas: &Formulas) -> Result<()> {
     if image::elementwise(formulas)? {
         return Ok(());
     }
@@ -104,10 +102,11 @@ pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
     let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().chain(params.base).collect();
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
-    let key = Key { of: OpKind::Map, device: outputs[0].device(), numbers, exprs: program.exprs(), tensors: &tensors };
-    // Where an input overlaps an output the plan is for a copy of the input, and so not cached.
-    let slot = match !in_place || inputs.iter().all(|t| is_clear_of(t, outputs)) {
-        true => match launch_cache::find(&key) {
+    let key =
+        Key { kind: OpKind::Map, device: outputs[0].device(), numbers, exprs: program.exprs(), tensors: &tensors };
+    // If an input overlaps an output, the plan is for a copy of that input and cannot be cached.
+    let slot = match !in_place || inputs.iter().all(|t| can_overwrite_elementwise(t, outputs)) {
+        true => match launch_cache::find_plan(&key) {
             Ok(entry) => return entry.plan.launch(&tensors, params),
             Err(slot) => Some(slot),
         },
@@ -117,55 +116,57 @@ pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
         let written = outputs.iter().copied();
         let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(written).chain(params.base).collect();
         let run = |plan: &LaunchPlan| plan.launch(&tensors, params);
-        let (plan, may_keep) = outputs[0].cl_device()?.launch_on_trial(|| prepare(launch), run)?;
+        let (plan, may_keep) = outputs[0].cl_device()?.launch_on_trial(|| make_plan(launch), run)?;
         if let Some(slot) = slot.filter(|_| !copied && may_keep) {
-            slot.keep(&key, plan);
+            slot.insert_plan(&key, plan);
         }
         Ok(())
     })
 }
 
-pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
+pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     let device = launch.outputs[0].cl_device()?;
     let gpu = device.info().kind != DeviceKind::Cpu;
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
     let inputs = launch.inputs.len();
-    // Dims are permuted to the order of the results' strides. Random numbers depend on row-major positions, so not for these.
-    let reordered = if gpu && launch.program.seeds() == 0 { launch.strided.in_order_of(inputs) } else { None };
+    // Dims are reordered to match the results' strides. Random numbers depend on row-major positions, so formulas with
+    // seeds keep their order.
+    let reordered = if gpu && launch.program.seeds() == 0 { launch.strided.reordered_for(inputs) } else { None };
     let strided = reordered.as_ref().unwrap_or(&launch.strided);
     let mut operands: MapOperands = (0..tensors.len())
         .map(|k| MapOperand {
             dtype: tensors[k].dtype,
-            kind: OperandKind::of_dims(strided, k),
+            kind: OperandKind::classify_dims(strided, k),
             access: MemoryAccess::Element,
             used: k >= inputs || launch.program.exprs().iter().any(|e| e.uses_input(k)),
         })
         .collect();
     let count = launch.outputs[0].numel();
-    let streamed = !gpu && is_streamed(launch);
+    let nontemporal = !gpu && uses_nontemporal_stores(launch);
     // PoCL vectorises functions across work-items, but not loads and stores.
     let form = match gpu || !launch.program.calls_functions() {
         _ if !gpu && launch.program.seeds() > 0 => Some(Form::Drawn),
-        true => vectors(strided, &tensors, streamed, &mut operands)
-            .or_else(|| tiles(device, strided, launch, streamed, &mut operands)),
+        true => choose_vector_form(strided, &tensors, nontemporal, &mut operands)
+            .or_else(|| choose_tiled_form(device, strided, launch, nontemporal, &mut operands)),
         false => None,
     };
-    // The bytes of one element of all operands.
+    // The bytes of one element of all operands together.
     let bytes = operands.iter().filter(|o| o.used).map(|o| o.dtype.size()).sum();
-    let class = SizeClass::of([count, bytes]);
-    let form = form
-        .unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned_for(Knob::MapLoads, class) } else { 1 } });
-    let most = largest_group(device);
+    let class = SizeClass::from_sizes([count, bytes]);
+    let form = form.unwrap_or_else(|| Form::Scalar {
+        per_item: if gpu { device.tuned_for(TuningParameter::MapLoads, class) } else { 1 },
+    });
+    let most = max_group_size(device);
     let local = match form {
         Form::Tiled { .. } if !gpu => 1,
-        // Tiles are compiled for groups of this size; the other forms work in groups of any size.
-        Form::Tiled { .. } => device.tuned_for(Knob::MapGroup, class).min(most),
-        _ => device.tuned(Knob::MapGroup).min(most),
+        // Tiles are compiled for groups of this size. The other forms accept any group size.
+        Form::Tiled { .. } => device.tuned_for(TuningParameter::MapGroup, class).min(most),
+        _ => device.tuned(TuningParameter::MapGroup).min(most),
     };
     let has_strides = operands.iter().any(|o| o.is_strided());
     let rank = if has_strides { strided.dims.len() } else { 0 };
-    // The last group's positions past the end must not wrap around, or an in-place result would be computed twice.
-    let wide = count >= u32::MAX as usize - WIDEST.max(DRAWN_LEN) * LARGEST_GROUP;
+    // Positions of the last group that are past the end must not wrap around, or an in-place result would be computed twice.
+    let wide = count >= u32::MAX as usize - MAX_VECTOR_BYTES.max(RANDOM_BLOCK_LEN) * MAX_TUNED_GROUP_ITEMS;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
     params.extend([
@@ -175,22 +176,23 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         match form {
             Form::Scalar { per_item } => per_item as u64,
             Form::Drawn => 3 << 8,
-            Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
+            Form::Vector { width, nontemporal } => 1 << 8 | width as u64 | u64::from(nontemporal) << 24,
             Form::Tiled { side, across, dim, lines } => {
-                let streamed = lines.is_some_and(|lines| lines.streamed);
+                let nontemporal = lines.is_some_and(|lines| lines.nontemporal);
                 2 << 8
                     | u64::from(side.ilog2() | across.ilog2() << 4)
                     | (dim as u64) << 16
-                    | u64::from(streamed) << 24
+                    | u64::from(nontemporal) << 24
                     | (local as u64) << 32
             }
         },
     ]);
     // Four operands are packed in a word, so that most keys need no heap allocation.
-    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | o.code())));
+    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | o.key_bits())));
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
-    let kernel =
-        kernel(device, key, "elementwise", || source::write(device, launch, &operands, form, local, rank, wide))?;
+    let kernel = get_or_build_kernel(device, key, "elementwise", || {
+        source::generate_source(device, launch, &operands, form, local, rank, wide)
+    })?;
 
     let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
         Form::Tiled { side, across, dim, .. } => {
@@ -198,51 +200,56 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
             let (across, down) = (columns.div_ceil(across), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
-        Form::Drawn => (SmallVec::from_slice(&[count]), count.div_ceil(DRAWN_LEN)),
+        Form::Drawn => (SmallVec::from_slice(&[count]), count.div_ceil(RANDOM_BLOCK_LEN)),
         Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => {
             (SmallVec::from_slice(&[count]), count.div_ceil(each))
         }
     };
-    // For kernels that do not declare their group size, the driver may allow smaller groups only.
+    // The driver may limit the group size of kernels that do not declare one.
     let local = match form {
-        Form::Tiled { .. } => group_of(&kernel, local),
-        _ => free_group(device, &kernel, items, local),
+        Form::Tiled { .. } => clamp_group_size(&kernel, local),
+        _ => tuned_group_size(device, &kernel, items, local),
     };
     let mut kernel_launch = KernelLaunch::new(kernel, items, local);
-    operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.tensor(k));
+    operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.push_tensor(k));
     if has_strides {
-        // The struct `layout_t` of the source.
+        // Fills the struct `layout_t` of the source.
         let strides = strided.strides.iter().flatten().map(|&s| s as i64);
-        kernel_launch.words(strided.dims.iter().map(|&d| d as i64).chain(strides));
+        kernel_launch.push_words(strided.dims.iter().map(|&d| d as i64).chain(strides));
     }
-    kernel_launch.scalars(launch.program.scalars(), launch.compute);
-    kernel_launch.seeds(launch.program.seeds());
+    kernel_launch.push_scalars(launch.program.scalars(), launch.compute);
+    kernel_launch.push_seeds(launch.program.seeds());
     if launch.base.is_some() {
-        kernel_launch.tensor(operands.len());
+        kernel_launch.push_tensor(operands.len());
     }
     if launch.program.can_fault(launch.compute) {
-        kernel_launch.faults();
+        kernel_launch.push_faults();
     }
-    kernel_launch.args(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
-    Ok(LaunchPlan::one(device, kernel_launch))
+    kernel_launch.push_fixed(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
+    Ok(LaunchPlan::single(device, kernel_launch))
 }
 
-/// Whether a processor should use non-temporal stores. Not in place, where the destination is in the cache already.
-fn is_streamed(launch: &Launch) -> bool {
+/// True if a CPU should use non-temporal stores. In-place operations should not, because their destination is already in the cache.
+fn uses_nontemporal_stores(launch: &Launch) -> bool {
     let bytes = |t: &Tensor| t.numel() * t.dtype.size();
     let results = launch.outputs.iter().map(|t| bytes(t)).sum();
     let all = launch.inputs.iter().map(bytes).sum::<usize>() + results;
-    !in_place(launch.inputs.iter(), launch.outputs) && streaming::is_worth_it(results, all)
+    !in_place(launch.inputs.iter(), launch.outputs) && streaming::should_stream(results, all)
 }
 
-/// The vector form, whose widest operand is accessed 16 bytes at a time, if every operand's innermost stride is 1 or 0 and its offset
-/// and other strides are multiples of the vector.
-fn vectors(strided: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &mut MapOperands) -> Option<Form> {
+/// Chooses the vector form, in which the widest operand is accessed 16 bytes at a time. Requires that every operand's innermost stride
+/// is 1 or 0, and that its offset and other strides are multiples of the vector.
+fn choose_vector_form(
+    strided: &StridedDims,
+    tensors: &[&Tensor],
+    nontemporal: bool,
+    operands: &mut MapOperands,
+) -> Option<Form> {
     let (&inner, outer) = strided.dims.split_last()?;
     let step = |k: usize| strided.strides[k][outer.len()];
     let largest =
         operands.iter().enumerate().filter(|(k, o)| o.used && step(*k) != 0).map(|(_, o)| o.dtype.size()).max()?;
-    let width = WIDEST / largest;
+    let width = MAX_VECTOR_BYTES / largest;
     let fits = |k: usize| match step(k) {
         0 => true,
         1 => {
@@ -251,7 +258,7 @@ fn vectors(strided: &StridedDims, tensors: &[&Tensor], streamed: bool, operands:
         }
         _ => false,
     };
-    // The last vector of a single dim may be incomplete: the kernel handles that tail element by element.
+    // The last vector of a single dim may be incomplete: the kernel computes that tail element by element.
     if !(outer.is_empty() || inner.is_multiple_of(width)) || !(0..operands.len()).all(|k| !operands[k].used || fits(k))
     {
         return None;
@@ -259,15 +266,15 @@ fn vectors(strided: &StridedDims, tensors: &[&Tensor], streamed: bool, operands:
     for (_, operand) in operands.iter_mut().enumerate().filter(|(k, o)| o.used && step(*k) == 1) {
         operand.access = MemoryAccess::Vector;
     }
-    Some(Form::Vector { width, streamed })
+    Some(Form::Vector { width, nontemporal })
 }
 
-/// The tiled form, if the results are contiguous along the innermost dim and some inputs along another one.
-fn tiles(
+/// Chooses the tiled form if the results are contiguous along the innermost dim and some inputs are contiguous along another dim.
+fn choose_tiled_form(
     device: &ClDevice,
     strided: &StridedDims,
     launch: &Launch,
-    streamed: bool,
+    nontemporal: bool,
     operands: &mut MapOperands,
 ) -> Option<Form> {
     let (inputs, last) = (launch.inputs.len(), strided.dims.len().checked_sub(1)?);
@@ -282,20 +289,21 @@ fn tiles(
         .find(|&d| strided.dims[d] >= 8 && strided.dims[last] >= 8 && (0..inputs).any(|k| transposed(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| transposed(k, dim)).map(|k| operands[k].dtype.size()).sum();
     let info = device.info();
-    let class = SizeClass::of([strided.dims[dim], strided.dims[last], size]);
+    let class = SizeClass::from_sizes([strided.dims[dim], strided.dims[last], size]);
     let (side, lines) = match info.kind {
-        DeviceKind::Cpu => (device.tuned_for(Knob::TransposeLine, class), Some(Lines { streamed })),
+        DeviceKind::Cpu => (device.tuned_for(TuningParameter::TransposeLine, class), Some(LineStores { nontemporal })),
         _ => {
-            // With the padding of columns that `source` has.
-            let fits = |side: &usize| side * (side + (32 / side).max(1)) * size <= TILES.min(info.local_memory);
-            let sides = [device.tuned_for(Knob::TransposeTile, class), 32, 16].into_iter().filter(fits);
+            // Includes the padding of columns that `source` adds.
+            let fits =
+                |side: &usize| side * (side + (32 / side).max(1)) * size <= MAX_TILE_BYTES.min(info.local_memory);
+            let sides = [device.tuned_for(TuningParameter::TransposeTile, class), 32, 16].into_iter().filter(fits);
             // Few large tiles would leave most of the device idle.
             let count = strided.dims.iter().product::<usize>();
             let busy = |side: &usize| side * side * info.compute_units <= count;
             (sides.clone().find(busy).or_else(|| sides.min())?, None)
         }
     };
-    // Where the innermost dim is shorter than a tile, the tile has more rows instead.
+    // If the innermost dim is shorter than a tile, the tile has more rows instead.
     let (side, across) = match strided.dims[last].next_power_of_two() {
         short if lines.is_none() && short < side => {
             ((side * side / short).min(strided.dims[dim].next_power_of_two().max(side)), short)
@@ -312,7 +320,7 @@ fn tiles(
     Some(Form::Tiled { side, across, dim, lines })
 }
 
-/// A scalar as a kernel argument of the compute type.
+/// Converts a scalar to a kernel argument of the compute type.
 pub(crate) fn scalar_arg<'a>(compute: Compute, s: crate::Scalar) -> Arg<'a> {
     match compute {
         Compute::F32 => Arg::F32(s.to_f64() as f32),
@@ -327,9 +335,9 @@ mod tests {
     use crate::Device;
     use crate::device::opencl;
 
-    /// The unused input has a wider dtype than the others.
+    /// Reads only one of two inputs, and the unused input has a wider dtype.
     #[test]
-    fn inputs_that_are_not_read() {
+    fn unread_inputs_may_have_a_wider_dtype() {
         for device in (0..opencl::count()).map(Device::OpenCL) {
             let a = Tensor::arange(0, 40, 1, device).unwrap();
             let (b, out) = (a.to_dtype(DType::U8).unwrap(), a.to_dtype(DType::U8).unwrap());
@@ -338,9 +346,9 @@ mod tests {
         }
     }
 
-    /// Strided copies keep all bits, also of quiet NaNs; NaNs that are computed with stay NaNs.
+    /// Strided copies keep all bits, also of quiet NaNs. NaNs that take part in computation stay NaNs.
     #[test]
-    fn bits_of_nans() {
+    fn copies_keep_the_bits_of_nans() {
         let bits: Vec<half::bf16> =
             (0..2 * 72u16).map(|i| half::bf16::from_bits(0xffc0 - i % 64 * 0x400 + i % 64)).collect();
         for device in (0..opencl::count()).map(Device::OpenCL) {
@@ -353,10 +361,10 @@ mod tests {
         }
     }
 
-    /// Processors use non-temporal stores for them, except in place.
+    /// CPUs use non-temporal stores for such results, except in place.
     #[test]
-    fn results_larger_than_the_cache_are_the_cpus() {
-        let n = (streaming::LARGE / 4 + 1003) as i64;
+    fn results_larger_than_the_cache_equal_the_cpu() {
+        let n = (streaming::STREAMING_MIN_BYTES / 4 + 1003) as i64;
         let results = |device| -> Result<Vec<Tensor>> {
             let (x, y) = (Tensor::arange(0, n, 1, device)?, Tensor::arange(n, 0, -1, device)?);
             let (half, out) = (y.to_dtype(DType::BF16)?, x.empty_like()?);

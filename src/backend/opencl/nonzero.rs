@@ -1,10 +1,12 @@
-//! Nonzero and masked select on OpenCL: `kernels/nonzero.cl`. A first launch counts the nonzero elements of each chunk. The counts are
-//! read back for the size of the result, and a second launch derives from them where in the result each chunk begins.
+//! Nonzero and masked select on OpenCL: `kernels/nonzero.cl`. The first launch counts the nonzero elements of each chunk. The counts are
+//! read back to size the result. The second launch derives from the counts where each chunk begins in the result.
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, bits_type, group_size, index_type, is_wide, words};
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type, needs_64_bit, tensor_args,
+};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::layout::collapse::StridedDims;
@@ -12,37 +14,37 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/nonzero.cl");
 
-/// Elements that a work-item of a GPU reads at a time.
-const PER: usize = 16;
-/// The fewest elements of a work-item of a processor.
-const SERIAL: usize = 1 << 12;
+/// The number of elements that a work-item of a GPU reads at a time.
+const READS_PER_ITEM: usize = 16;
+/// The minimum number of elements of a work-item of a CPU.
+const MIN_CPU_CHUNK_LEN: usize = 1 << 12;
 
-/// What a launch writes.
-enum Stage<'a> {
+/// The output of a launch.
+enum NonzeroStage<'a> {
     Count,
     /// A row of indices for each nonzero element, in a tensor of these sizes.
     Rows(&'a [usize]),
-    /// The element of this tensor for each nonzero element of the mask.
+    /// The element of this tensor at each nonzero element of the mask.
     Elements(&'a Tensor),
 }
 
-/// The indices of the nonzero elements of `mask`, in row-major order, as rows of indices into a tensor of sizes `dims`. The mask is
-/// not empty.
-pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
-    let counts = Counts::new(mask)?;
-    let out = Tensor::empty_like_shape([counts.total, dims.len()], DType::I64, mask.device())?;
-    counts.fill(&Stage::Rows(dims), &out)
+/// Returns the indices of the nonzero elements of `mask`, in row-major order, as rows of indices into a tensor of sizes `dims`. The mask
+/// must not be empty.
+pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    let counts = ChunkCounts::new(mask)?;
+    let out = Tensor::empty_with_shape([counts.total, dims.len()], DType::I64, mask.device())?;
+    counts.fill(&NonzeroStage::Rows(dims), &out)
 }
 
-/// The elements of `x` where `mask` is not zero, in row-major order. Both have one shape and are not empty.
-pub(crate) fn selected(x: &Tensor, mask: &Tensor) -> Result<Tensor> {
-    let counts = Counts::new(mask)?;
-    let out = Tensor::empty_like_shape(counts.total, x.dtype, x.device())?;
-    counts.fill(&Stage::Elements(x), &out)
+/// Returns the elements of `x` where `mask` is not zero, in row-major order. Both have the same shape and must not be empty.
+pub(crate) fn masked_select(x: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let counts = ChunkCounts::new(mask)?;
+    let out = Tensor::empty_with_shape(counts.total, x.dtype, x.device())?;
+    counts.fill(&NonzeroStage::Elements(x), &out)
 }
 
 /// The number of nonzero elements of each chunk of a mask.
-struct Counts<'a> {
+struct ChunkCounts<'a> {
     device: &'static ClDevice,
     mask: &'a Tensor,
     chunk: usize,
@@ -50,59 +52,59 @@ struct Counts<'a> {
     total: usize,
 }
 
-impl Counts<'_> {
-    /// Counts on the device and waits for the result.
-    fn new(mask: &Tensor) -> Result<Counts<'_>> {
+impl ChunkCounts<'_> {
+    /// Counts on the device and waits for the counts.
+    fn new(mask: &Tensor) -> Result<ChunkCounts<'_>> {
         let (device, n) = (mask.cl_device()?, mask.numel());
         let units = device.info().compute_units.max(1);
         let (least, most) = match device.info().kind {
-            DeviceKind::Cpu => (SERIAL, 4 * units),
-            _ => (PER * group_size(device), 8 * units),
+            DeviceKind::Cpu => (MIN_CPU_CHUNK_LEN, 4 * units),
+            _ => (READS_PER_ITEM * default_group_size(device), 8 * units),
         };
         let chunk = n.div_ceil(most).next_multiple_of(least);
-        let counts = Tensor::empty_like_shape(n.div_ceil(chunk), DType::U32, mask.device())?;
-        let mut made = Counts { device, mask, chunk, counts, total: 0 };
-        made.launch(&Stage::Count, &made.counts)?;
+        let counts = Tensor::empty_with_shape(n.div_ceil(chunk), DType::U32, mask.device())?;
+        let mut made = ChunkCounts { device, mask, chunk, counts, total: 0 };
+        made.launch(&NonzeroStage::Count, &made.counts)?;
         made.total = made.counts.to_vec::<u32>()?.iter().map(|&n| n as usize).sum();
         Ok(made)
     }
 
-    fn fill(&self, stage: &Stage, out: &Tensor) -> Result<Tensor> {
+    fn fill(&self, stage: &NonzeroStage, out: &Tensor) -> Result<Tensor> {
         if self.total > 0 {
             self.launch(stage, out)?;
         }
         Ok(out.shallow_clone())
     }
 
-    fn launch(&self, stage: &Stage, out: &Tensor) -> Result<()> {
+    fn launch(&self, stage: &NonzeroStage, out: &Tensor) -> Result<()> {
         let (mask, n, chunks) = (self.mask, self.mask.numel(), self.counts.numel());
         let cpu = self.device.info().kind == DeviceKind::Cpu;
-        let group = group_size(self.device);
+        let group = default_group_size(self.device);
         let local = if cpu { 1 } else { group };
         let axes = |t: &Tensor| {
             let dims = StridedDims::new(mask.shape(), [t.strides()]);
-            (dims.dims.len().max(1), words(&dims))
+            (dims.dims.len().max(1), dims_words(&dims))
         };
         let (rank, strided) = axes(mask);
-        let (from_rank, from) = if let Stage::Elements(x) = stage { axes(x) } else { Default::default() };
+        let (from_rank, from) = if let NonzeroStage::Elements(x) = stage { axes(x) } else { Default::default() };
         let (tag, of) = match stage {
-            Stage::Count => (0, 0),
-            Stage::Rows(dims) => (1, dims.len()),
-            Stage::Elements(x) => (2, from_rank << 8 | x.dtype.size()),
+            NonzeroStage::Count => (0, 0),
+            NonzeroStage::Rows(dims) => (1, dims.len()),
+            NonzeroStage::Elements(x) => (2, from_rank << 8 | x.dtype.size()),
         };
-        let wide = is_wide([n + self.chunk]);
+        let wide = needs_64_bit([n + self.chunk]);
         let params = [mask.dtype as u64, rank as u64, tag, of as u64, u64::from(wide)];
-        let kernel = kernel(self.device, KernelKey::new("count", &params), "count", || {
+        let kernel = get_or_build_kernel(self.device, KernelKey::new("count", &params), "count", || {
             let stage = match stage {
-                Stage::Count => "#define COUNT\n".to_owned(),
-                Stage::Rows(dims) => format!("#define ROWS\n#define RANK {}\n", dims.len()),
-                Stage::Elements(x) => {
+                NonzeroStage::Count => "#define COUNT\n".to_owned(),
+                NonzeroStage::Rows(dims) => format!("#define ROWS\n#define RANK {}\n", dims.len()),
+                NonzeroStage::Elements(x) => {
                     let v = bits_type(x.dtype.size());
                     format!("#define ELEMENTS\n#define NV {from_rank}\n#define V {v}\n")
                 }
             };
             let idx = index_type(wide);
-            // The element type that a comparison of vectors gives.
+            // The element type of the result of a vector comparison.
             let truth = if mask.dtype.compute() == Compute::F32 { "int" } else { "long" };
             let a = mask.dtype;
             format!(
@@ -110,15 +112,15 @@ impl Counts<'_> {
             )
         })?;
         let sizes: SmallVec<[u64; 8]> = match stage {
-            Stage::Rows(dims) => dims.iter().map(|&n| n as u64).collect(),
+            NonzeroStage::Rows(dims) => dims.iter().map(|&n| n as u64).collect(),
             _ => SmallVec::new(),
         };
-        let v = if let Stage::Elements(x) = stage { Some(x.device_view()?) } else { None };
+        let v = if let NonzeroStage::Elements(x) = stage { Some(x.device_view()?) } else { None };
         let (x, counts, y) = (mask.device_view()?, self.counts.device_view()?, out.device_view()?);
         let numbers = [n, self.chunk].map(|n| Arg::U64(n as u64));
         let mut args =
-            arguments(&[&x, &counts], [Arg::Bytes(bytemuck::cast_slice(&strided))].into_iter().chain(numbers));
-        if matches!(stage, Stage::Count) {
+            tensor_args(&[&x, &counts], [Arg::Bytes(bytemuck::cast_slice(&strided))].into_iter().chain(numbers));
+        if matches!(stage, NonzeroStage::Count) {
             return self.device.launch(&kernel, &args, &[chunks * local], &[local]);
         }
         args.extend([y.buffer(), y.offset()]);

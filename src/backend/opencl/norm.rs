@@ -3,9 +3,10 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    NEIGHBOURS, STRIDED_DIMS, group_size, groups_kept, is_wide, types, vector_defines, vector_width,
+    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, type_defines, vector_defines, vector_width,
+    vectors_per_item,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
@@ -21,105 +22,107 @@ use crate::{Compute, DType, Result, Tensor};
 const TEMPLATE: &str =
     concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));
 
-/// What is ahead of templates of norms, after [`NEIGHBOURS`]; made with the names that [`names`] gives.
+/// The struct of arguments of norm templates, included after [`VECTOR_ACCESS`] with the macros that [`operand_macros`] returns.
 pub(super) const ARGUMENTS: &str = include_str!("../../../kernels/norm_arguments.cl");
 
-/// Registers that a work-item fills with a row, at most, and a group.
-const KEPT: usize = 64;
-const REGISTERS: usize = 32 << 10;
-/// Rows that a work-item of GPUs adds the columns of, at most: more in one chain would round too often.
-const ADDED: usize = 64;
+/// The maximum number of registers that a work-item fills with a row.
+const MAX_REGISTERS_PER_ITEM: usize = 64;
+/// The maximum number of registers that a group fills with rows.
+const MAX_REGISTERS_PER_GROUP: usize = 32 << 10;
+/// The maximum number of rows for which a GPU work-item adds up columns. More rows in one chain of additions would round too often.
+const MAX_ROWS_PER_ITEM: usize = 64;
 
-pub(crate) fn run(rows: &Normalisation) -> Result<()> {
+pub(crate) fn launch_norm(rows: &Normalisation) -> Result<()> {
     let (tensors, numbers) = (rows.tensors(), [switches(rows), rows.eps.to_bits()]);
-    let key = Key { of: OpKind::NormRows, device: rows.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    launch_cache::launch(&key, Params::default(), || prepare(rows)).map(drop)
+    let key = Key { kind: OpKind::NormRows, device: rows.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch_cached(&key, Params::default(), || make_plan(rows)).map(drop)
 }
 
-/// Launches a forward as it was launched before for tensors like these, or else of their views.
+/// Launches the cached plan of a forward pass over tensors like these, or makes a plan from their views.
 pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> {
     let tensors = given.tensors();
-    let key = Key { of: OpKind::Norm, device: given.x.device(), numbers, exprs: &[], tensors: &tensors };
-    let slot = match launch_cache::find(&key) {
+    let key = Key { kind: OpKind::Norm, device: given.x.device(), numbers, exprs: &[], tensors: &tensors };
+    let slot = match launch_cache::find_plan(&key) {
         Ok(entry) => return entry.plan.launch(&tensors, Params::default()),
         Err(slot) => slot,
     };
     let views = views()?;
-    let rows = given.of(&views);
-    let (views, plan) = (rows.tensors(), prepare(&rows)?);
+    let rows = given.with_views(&views);
+    let (views, plan) = (rows.tensors(), make_plan(&rows)?);
     plan.launch(&views, Params::default())?;
-    // A copy of an operand has another storage at the next call.
+    // If a view is a copy of an operand, the next call has another copy, so its plan cannot be cached.
     if views.iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)) {
-        slot.keep(&key, plan);
+        slot.insert_plan(&key, plan);
     }
     Ok(())
 }
 
-/// What a kernel is made with besides types and sizes, a bit each.
+/// Returns the properties, besides types and sizes, for which a kernel is compiled, one bit each.
 pub(super) fn switches(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
     let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms];
     given.into_iter().chain(numbers).fold(0, |bits, on| bits << 1 | u64::from(on))
 }
 
-/// What [`ARGUMENTS`] asks by name whether it is there.
-pub(super) fn names(rows: &Normalisation) -> impl Iterator<Item = &'static str> {
+/// Returns the macros that tell [`ARGUMENTS`] which operands exist.
+pub(super) fn operand_macros(rows: &Normalisation) -> impl Iterator<Item = &'static str> {
     let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
     let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS"];
     names.into_iter().zip(given).filter(|(_, on)| *on).map(|(name, _)| name)
 }
 
-/// How a GPU goes through the rows.
-struct Schedule {
-    /// Elements that a work-item loads at once.
+/// How rows are distributed over a GPU.
+struct NormSchedule {
+    /// The number of elements that a work-item loads at once.
     width: usize,
-    /// Whether each of them has a weight of its own.
+    /// Whether each of these elements has its own weight.
     each: bool,
-    /// Work-items that share a row, and those of a group.
+    /// The number of work-items that share a row.
     lanes: usize,
+    /// The number of work-items of a group.
     group: usize,
-    /// Groups of `width` elements that each of them keeps.
+    /// The number of vectors of `width` elements that each work-item keeps in registers.
     kept: usize,
-    /// Slices of a row, of `chunk` elements each; none where a row is kept whole.
+    /// The number of slices of a row, of `chunk` elements each; 0 if a whole row is kept in registers.
     slices: usize,
     chunk: usize,
 }
 
-impl Schedule {
-    fn choose(device: &ClDevice, rows: &Normalisation) -> Schedule {
-        let (width, each) = width(device, rows);
-        let numbers = registers(rows.x, rows.z.is_some(), rows.columns.is_some());
-        let whole = Schedule::whole(device, rows.len(), width, numbers, rows.columns.is_some());
-        Schedule { each, ..whole.unwrap_or_else(|| Schedule::sliced(device, rows, width, numbers)) }
+impl NormSchedule {
+    fn choose(device: &ClDevice, rows: &Normalisation) -> NormSchedule {
+        let (width, each) = load_width(device, rows);
+        let numbers = registers_per_element(rows.x, rows.z.is_some(), rows.columns.is_some());
+        let whole = NormSchedule::keep_rows(device, rows.len(), width, numbers, rows.columns.is_some());
+        NormSchedule { each, ..whole.unwrap_or_else(|| NormSchedule::slice_long_rows(device, rows, width, numbers)) }
     }
 
-    /// Four loads a lane: fewer leave the memory idle, more are many registers. None where rows are too long, unless it
-    /// `must` be.
-    fn whole(device: &ClDevice, n: usize, width: usize, numbers: usize, must: bool) -> Option<Schedule> {
+    /// Keeps whole rows in registers, with four loads for each work-item: fewer leave the memory idle, more need many registers.
+    /// Returns None if rows are too long, unless `must` is true.
+    fn keep_rows(device: &ClDevice, n: usize, width: usize, numbers: usize, must: bool) -> Option<NormSchedule> {
         let largest = 1 << device.info().max_work_group.clamp(1, 1024).ilog2();
-        let most = group_size(device);
+        let most = default_group_size(device);
         let lanes = match width {
-            1 => n.div_ceil(16.min(KEPT / numbers)).max(32).min(n),
-            _ => n.div_ceil((4 * width).min(KEPT / numbers)).max(4),
+            1 => n.div_ceil(16.min(MAX_REGISTERS_PER_ITEM / numbers)).max(32).min(n),
+            _ => n.div_ceil((4 * width).min(MAX_REGISTERS_PER_ITEM / numbers)).max(4),
         };
         let lanes = lanes.next_power_of_two().min(if n * numbers <= 1 << 14 { 512 } else { 1024 }).min(largest);
-        let kept = groups_kept(n, width * lanes);
+        let kept = vectors_per_item(n, width * lanes);
         let filled = kept * width * numbers;
-        let schedule = Schedule { width, each: false, lanes, group: most.max(lanes), kept, slices: 0, chunk: 0 };
-        (must || filled <= KEPT && filled * lanes <= REGISTERS).then_some(schedule)
+        let schedule = NormSchedule { width, each: false, lanes, group: most.max(lanes), kept, slices: 0, chunk: 0 };
+        (must || filled <= MAX_REGISTERS_PER_ITEM && filled * lanes <= MAX_REGISTERS_PER_GROUP).then_some(schedule)
     }
 
-    /// As many slices as one group combines with a load each.
-    fn sliced(device: &ClDevice, rows: &Normalisation, width: usize, numbers: usize) -> Schedule {
-        let (n, group) = (rows.len(), group_size(device));
-        let kept = (KEPT / 2 / width / numbers).max(1);
+    /// Cuts rows into as many slices as one group can combine with one load for each work-item.
+    fn slice_long_rows(device: &ClDevice, rows: &Normalisation, width: usize, numbers: usize) -> NormSchedule {
+        let (n, group) = (rows.len(), default_group_size(device));
+        let kept = (MAX_REGISTERS_PER_ITEM / 2 / width / numbers).max(1);
         let block = group * kept * width;
         let chunk = block * n.div_ceil(block * group);
-        Schedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
+        NormSchedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
     }
 
     fn defines(&self, rows: &Normalisation) -> String {
-        let Schedule { lanes, group, kept, .. } = self;
+        let NormSchedule { lanes, group, kept, .. } = self;
         let each = if self.each { "#define EACH\n" } else { "" };
         let columns = if rows.columns.is_some() { "#define COLUMNS\n" } else { "" };
         let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define CACHED {kept}\n{each}{columns}");
@@ -132,14 +135,14 @@ impl Schedule {
     }
 }
 
-/// Registers that an element of a row takes.
-fn registers(x: &Tensor, backward: bool, columns: bool) -> usize {
+/// Returns the number of registers that an element of a row takes.
+fn registers_per_element(x: &Tensor, backward: bool, columns: bool) -> usize {
     let numbers = if backward { 2 } else { 1 } * if columns { 2 } else { 1 };
     numbers * x.dtype.compute().dtype().size() / 4
 }
 
-/// How many elements are loaded at once, and whether weights are too.
-fn width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
+/// Returns the number of elements that are loaded at once, and whether weights are loaded as vectors, too.
+fn load_width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     let inner = rows.x.shape().dims()[3];
     let starts = |t: &Tensor| -> SmallVec<[isize; 4]> {
         let strides = t.strides()[..3].iter().zip(t.shape().dims()).filter(|(_, n)| **n > 1).map(|(s, _)| *s);
@@ -158,40 +161,43 @@ fn width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     (width, each && width > 1)
 }
 
-/// Room for the sums of columns of `count` rows of `n`, as [`cpu::columns`](crate::backend::cpu::norm::columns), where a launch of the gradient adds
-/// them up: a part of them for each of some rows.
-pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
+/// Allocates the partial sums of the columns of `count` rows of `n`, as [`cpu::columns`](crate::backend::cpu::norm::columns).
+/// The launch of the gradient adds up a part of the columns for each group of rows.
+pub(crate) fn column_parts(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
     let device = x.cl_device()?;
     let width = vector_width(device, x.dtype, [n as isize].into_iter());
     if device.info().kind == DeviceKind::Cpu {
         return Ok(None);
     }
-    let Some(schedule) = Schedule::whole(device, n, width, registers(x, true, true), false) else { return Ok(None) };
+    let Some(schedule) = NormSchedule::keep_rows(device, n, width, registers_per_element(x, true, true), false) else {
+        return Ok(None);
+    };
     let slots = 2 * device.info().compute_units.max(1) * (schedule.group / schedule.lanes);
-    let parts = count.div_ceil(count.div_ceil(slots).min(ADDED));
-    Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device()).map(Some)
+    let parts = count.div_ceil(count.div_ceil(slots).min(MAX_ROWS_PER_ITEM));
+    Tensor::empty_with_shape([parts, 2, n], x.dtype.compute().dtype(), x.device()).map(Some)
 }
 
-/// Tensors of the launch are those of [`Normalisation::tensors`].
-pub(crate) fn prepare(rows: &Normalisation) -> Result<LaunchPlan> {
+/// Makes the launch plan. Its tensors are those of [`Normalisation::tensors`].
+pub(crate) fn make_plan(rows: &Normalisation) -> Result<LaunchPlan> {
     let device = rows.x.cl_device()?;
-    if let Some(plan) = norm_channels::prepare(rows)? {
+    if let Some(plan) = norm_channels::make_plan(rows)? {
         return Ok(plan);
     }
     if device.info().kind == DeviceKind::Cpu {
-        return Ok(LaunchPlan::one(device, kernel_launch(device, rows, "", None, (rows.count(), 1))?));
+        return Ok(LaunchPlan::single(device, kernel_launch(device, rows, "", None, (rows.count(), 1))?));
     }
-    let schedule = Schedule::choose(device, rows);
+    let schedule = NormSchedule::choose(device, rows);
     if schedule.slices == 0 {
         let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
         let global = slots.div_ceil(schedule.group / schedule.lanes) * schedule.group;
-        return Ok(LaunchPlan::one(
+        return Ok(LaunchPlan::single(
             device,
             kernel_launch(device, rows, "", Some(&schedule), (global, schedule.group))?,
         ));
     }
-    let numbers = registers(rows.x, rows.z.is_some(), false);
-    let schedule = Schedule { each: schedule.each, ..Schedule::sliced(device, rows, schedule.width, numbers) };
+    let numbers = registers_per_element(rows.x, rows.z.is_some(), false);
+    let schedule =
+        NormSchedule { each: schedule.each, ..NormSchedule::slice_long_rows(device, rows, schedule.width, numbers) };
     let groups = rows.count() * schedule.slices;
     let applied = if rows.variance.is_some() { rows.count() } else { groups };
     let parts = kernel_launch(device, rows, "PARTS", Some(&schedule), (groups * schedule.group, schedule.group))?;
@@ -200,19 +206,19 @@ pub(crate) fn prepare(rows: &Normalisation) -> Result<LaunchPlan> {
     Ok(LaunchPlan::new(device, Some(scratch), [parts, apply]))
 }
 
-/// One launch. `part`: what of it a launch of slices is.
+/// Makes one launch. `part` is the launch's stage if rows are cut into slices, otherwise empty.
 fn kernel_launch(
     device: &'static ClDevice,
     rows: &Normalisation,
     part: &'static str,
-    schedule: Option<&Schedule>,
+    schedule: Option<&NormSchedule>,
     (global, local): (usize, usize),
 ) -> Result<KernelLaunch> {
     let tensors = rows.tensors();
     let (count, n) = (rows.count(), rows.len());
-    // Positions past the end of a row are counted too.
+    // Positions past the end of a row are counted, too.
     let beyond = schedule.map_or(0, |schedule| schedule.lanes * schedule.kept * schedule.width);
-    let (wide, flat) = (is_wide([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
+    let (wide, flat) = (needs_64_bit([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
     let dtype = rows.x.dtype;
     let switched = [wide, flat].iter().fold(switches(rows), |bits, &on| bits << 1 | u64::from(on));
     let spread = schedule
@@ -222,14 +228,15 @@ fn kernel_launch(
     let spread = spread | u64::from(!part.is_empty()) << 2;
     let weights = rows.weight.or(rows.bias).unwrap_or(rows.x).dtype;
     let params = [dtype as u64 | (weights as u64) << 8, switched, spread];
-    let kernel = kernel(device, KernelKey::new("norm", &params), "norm", || {
+    let kernel = get_or_build_kernel(device, KernelKey::new("norm", &params), "norm", || {
         let own = [("RMS", rows.rms), ("FLAT", flat), (part, !part.is_empty())];
-        let on = names(rows).chain(own.into_iter().filter(|(_, on)| *on).map(|(name, _)| name));
+        let on = operand_macros(rows).chain(own.into_iter().filter(|(_, on)| *on).map(|(name, _)| name));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
-        let types = types(dtype, wide) + &SafeRange::defines(dtype.compute()) + &format!("#define W {weights}\n");
+        let types =
+            type_defines(dtype, wide) + &SafeRange::defines(dtype.compute()) + &format!("#define W {weights}\n");
         let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
-        types + division + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + ARGUMENTS + TEMPLATE
+        types + division + &spread + &defines + STRIDED_DIMS + VECTOR_ACCESS + ARGUMENTS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
@@ -238,26 +245,26 @@ fn kernel_launch(
     let mut launch = KernelLaunch::new(kernel, global, local);
     let of_rows = tensors.len() - usize::from(rows.columns.is_some());
     if let Some(columns) = rows.columns {
-        launch.tensor(of_rows);
-        launch.args([Arg::U32(count.div_ceil(columns.shape().dims()[0]) as u32)]);
+        launch.push_tensor(of_rows);
+        launch.push_fixed([Arg::U32(count.div_ceil(columns.shape().dims()[0]) as u32)]);
     }
-    (0..of_rows).for_each(|k| launch.tensor(k));
-    launch.words(sizes.into_iter().chain(strides));
+    (0..of_rows).for_each(|k| launch.push_tensor(k));
+    launch.push_words(sizes.into_iter().chain(strides));
     let eps = match dtype.compute() {
         Compute::F64 => Arg::F64(rows.eps),
         _ => Arg::F32(rows.eps as f32),
     };
-    launch.args([Arg::U64(count as u64), eps]);
+    launch.push_fixed([Arg::U64(count as u64), eps]);
     if let Some(schedule) = schedule.filter(|_| !part.is_empty()) {
-        // Two numbers are an element of the scratch memory, which comes after all tensors.
-        launch.tensor_from(tensors.len(), 0, 2);
-        launch.args([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
+        // An element of the scratch memory, which follows all tensors, is a pair of numbers.
+        launch.push_tensor_at(tensors.len(), 0, 2);
+        launch.push_fixed([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
     }
     Ok(launch)
 }
 
-/// The sums of squared deviations over `freedom`, or their roots, of the rows of x, four dims of which the last two are a row, into as many
-/// elements that lie in a row. False where that is not for these kernels: on processors.
+/// Computes the sums of squared deviations divided by `freedom`, or the square roots of these, for the rows of x. x has four dims, of which
+/// the last two form a row; `out` has one contiguous element for each row. Returns false on CPUs, which these kernels do not serve.
 pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> {
     if x.cl_device()?.info().kind == DeviceKind::Cpu {
         return Ok(false);
@@ -269,7 +276,7 @@ pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Re
     // The kernel writes no statistics.
     let (statistics, eps, variance, rms) = (&y, freedom, Some(root), false);
     let rows = Normalisation { x, y: &y, z, weight, bias, statistics, sums, columns, eps, rms, variance };
-    run(&rows)?;
+    launch_norm(&rows)?;
     out.storage.bump_version();
     Ok(true)
 }

@@ -1,4 +1,4 @@
-//! Recording what a thread submits to an OpenCL device.
+//! Records the commands that a thread submits to an OpenCL device, for graph capture.
 
 use crate::backend::opencl::fuse::{Changes, FormulaRecorder};
 use crate::backend::problem::recording;
@@ -7,37 +7,42 @@ use crate::device::capture::{self, ReplayMode};
 use crate::device::opencl::capture::Recorder;
 use crate::device::opencl::replay::Replayer;
 use crate::device::opencl::{self, ClDevice};
-use crate::storage::Uses;
+use crate::storage::StorageUses;
 use crate::{Device, Result};
 
-struct Recorded<T> {
+/// A device with the work that is being recorded, or with its recording.
+struct DeviceRecording<T> {
     device: &'static ClDevice,
     work: T,
 }
 
-/// Begins to record.
-pub(crate) fn start(device: Device) -> Result<Box<dyn recording::Recorder>> {
+/// Begins to record this thread's commands.
+pub(crate) fn start_recording(device: Device) -> Result<Box<dyn recording::Recorder>> {
     let device = opencl::open_device(device)?;
-    Ok(Box::new(Recorded { device, work: (Recorder::start(device)?, FormulaRecorder::start()) }))
+    Ok(Box::new(DeviceRecording { device, work: (Recorder::start(device)?, FormulaRecorder::start()) }))
 }
 
-impl recording::Recorder for Recorded<(Recorder, FormulaRecorder)> {
-    fn finish(self: Box<Self>, uses: Uses) -> Box<dyn recording::Recording> {
-        let Recorded { device, work: (recorder, formulas) } = *self;
-        let Changes { left_out, others } = formulas.changes(&recorder, &uses);
+impl recording::Recorder for DeviceRecording<(Recorder, FormulaRecorder)> {
+    fn finish(self: Box<Self>, uses: StorageUses) -> Box<dyn recording::Recording> {
+        let DeviceRecording { device, work: (recorder, formulas) } = *self;
+        let Changes { removed_commands, replaced_commands } = formulas.changes(&recorder, &uses);
         let mut recording = recorder.finish();
-        recording.replace(&left_out, others);
-        Box::new(Recorded { device, work: Replayer::new(device, recording) })
+        recording.replace(&removed_commands, replaced_commands);
+        Box::new(DeviceRecording { device, work: Replayer::new(device, recording) })
     }
 }
 
-impl recording::Recording for Recorded<Replayer> {
+impl recording::Recording for DeviceRecording<Replayer> {
     fn len(&self) -> usize {
         self.work.len()
     }
 
     fn replay(&self) -> Result<()> {
-        capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
+        capture::refuse_while_capturing(
+            self.device.device(),
+            "Graph::replay",
+            "a capture cannot contain the replay of another graph",
+        )?;
         self.work.replay(self.device)
     }
 
@@ -50,6 +55,6 @@ impl recording::Recording for Recorded<Replayer> {
     }
 
     fn drain(&self, stream: StreamId) {
-        let _ = self.device.drain_stream(stream); // an error is a lost device, which runs nothing any more
+        let _ = self.device.drain_stream(stream); // an error means that the device is lost, and a lost device runs nothing
     }
 }

@@ -1,12 +1,12 @@
-//! Reductions on OpenCL, `kernels/reduce.cl`, in one launch or two.
+//! Reductions on OpenCL in one launch or two: `kernels/reduce.cl`.
 
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, flag, free_group, group_of, group_size, index_type, is_wide, lanes, vector_defines,
-    vector_width,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, index_type, lanes_per_row,
+    needs_64_bit, tuned_group_size, vector_defines, vector_width,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::map::scalar_arg;
@@ -15,7 +15,7 @@ use crate::backend::problem::reduction::{
     Axes, Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange,
 };
 use crate::device::DeviceKind;
-use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
+use crate::device::opencl::{ARRIVAL_COUNTERS, Arg, ClDevice};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::{Compute, DType, Result, Scalar, Tensor};
@@ -26,72 +26,73 @@ const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/reduce_processor.cl"),
 );
 
-/// The stage of a reduction. First and Second are the two launches of argmax, which pass on pairs of value and index; other reductions
-/// use Whole for both.
+/// The stage of a reduction. First and Second are the two launches of argmax, which pass on pairs of value and index. Other reductions use
+/// Whole for both launches.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum ReduceStage {
     Whole,
     First,
     Second,
-    /// Both stages in one launch: the last work-group of a result combines its slices.
+    /// Both stages in one launch: the last work-group of a result combines the result's slices.
     LastGroup,
 }
 
-/// Reduces in one launch, or in two where there are few results of many elements.
-pub(crate) fn run(reduction: &Reduction) -> Result<()> {
+/// Reduces in one launch, or in two for few results of many elements.
+pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, number, .. } = *reduction;
-    let id = launch_cache::number_of::<u8>(std::ptr::without_provenance(reduction.id));
+    let id = launch_cache::static_id::<u8>(std::ptr::without_provenance(reduction.id));
     let first = [id, number.to_bits()];
     let numbers: SmallVec<[u64; 8]> = first.into_iter().chain(mask.iter().map(|&reduced| reduced.into())).collect();
-    let key = Key { of: OpKind::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
-    launch_cache::launch(&key, Params::default(), || prepare(rule, x, &reduction.plan(), out, number)).map(drop)
+    let key = Key { kind: OpKind::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
+    launch_cache::launch_cached(&key, Params::default(), || make_plan(rule, x, &reduction.plan(), out, number))
+        .map(drop)
 }
 
-/// The launch plan, whose tensors are the input, the results, and the partial results if there are any.
-fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number: f64) -> Result<LaunchPlan> {
+/// Makes the launch plan. Its tensors are the input, the results, and the partial results if there are any.
+fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number: f64) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
-    let schedule = Schedule::choose(device, plan, vector(device, arg, t.dtype, plan));
-    // The offset of the plan's first element relative to the tensor's.
+    let schedule = ReduceSchedule::choose(device, plan, load_width(device, arg, t.dtype, plan));
+    // The offset of the plan's first element relative to the tensor's offset.
     let start = plan.start as isize - t.layout.offset as isize;
     if schedule.slices == 1 {
-        let whole = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return Ok(LaunchPlan::one(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, number)?));
+        let whole = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: ReduceStage::Whole };
+        return Ok(LaunchPlan::single(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, number)?));
     }
-    // Partial results: of the accumulator's type, or 16 bytes with value and index.
+    // Partial results have the accumulator's type, or 16 bytes for a value and its index.
     let count = plan.outs * schedule.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if schedule.combines_in_last_group(device) {
-        let both = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::LastGroup };
+        let both = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: ReduceStage::LastGroup };
         return Ok(LaunchPlan::new(
             device,
             partial,
             [both.kernel_launch(device, (0, start), 1, plan, &schedule, number)?],
         ));
     }
-    let stage = if arg { Stage::First } else { Stage::Whole };
+    let stage = if arg { ReduceStage::First } else { ReduceStage::Whole };
     let (first, second) = rule.stages();
     let first = ReductionKernel { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
     let first = first.kernel_launch(device, (0, start), 2, plan, &schedule, number)?;
     let rest = ReductionPlan {
         start: 0,
-        kept: Axes::one(plan.outs, schedule.slices as isize),
-        reduced: Axes::one(schedule.slices, 1),
+        kept: Axes::single(plan.outs, schedule.slices as isize),
+        reduced: Axes::single(schedule.slices, 1),
         outs: plan.outs,
         n: schedule.slices,
     };
-    let stage = if arg { Stage::Second } else { Stage::Whole };
+    let stage = if arg { ReduceStage::Second } else { ReduceStage::Whole };
     let second = ReductionKernel { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
     // Pairs of value and index have 16 bytes, so they are read one by one.
-    let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
-    let schedule = Schedule { slices: 1, chunk: rest.n, ..Schedule::choose(device, &rest, width) };
+    let width = if arg { 1 } else { load_width(device, arg, acc.dtype(), &rest) };
+    let schedule = ReduceSchedule { slices: 1, chunk: rest.n, ..ReduceSchedule::choose(device, &rest, width) };
     let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, number)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
-/// The elements of this dtype that a work-item loads at once: several where those of a result, or those of neighbouring results, are
-/// contiguous.
-fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> usize {
+/// Returns the number of elements that a work-item loads at once: several if the elements of a result, or the first elements of adjacent
+/// results, are contiguous.
+fn load_width(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
     if !(rows || by_column && plan.kept.inner().1 == 1) || (arg && by_column) {
@@ -110,47 +111,47 @@ fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> u
 }
 
 /// How a launch is distributed over the device.
-struct Schedule {
-    /// Elements that a work-item loads at once.
+struct ReduceSchedule {
+    /// The number of elements that a work-item loads at once.
     width: usize,
     by_column: bool,
-    /// Work-items that share a result, on GPUs.
+    /// The number of work-items that share a result, on GPUs.
     lanes: usize,
-    /// Slices of a result, of `chunk` elements each, whose partial results are combined.
+    /// The number of slices of a result, of `chunk` elements each, whose partial results are combined.
     slices: usize,
     chunk: usize,
     global: usize,
     local: usize,
 }
 
-impl Schedule {
-    fn choose(device: &ClDevice, plan: &ReductionPlan, width: usize) -> Schedule {
+impl ReduceSchedule {
+    fn choose(device: &ClDevice, plan: &ReductionPlan, width: usize) -> ReduceSchedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
-            // A work-item computes sixteen neighbouring columns where these are contiguous, or else one result.
+            // A work-item computes sixteen adjacent columns if these are contiguous, otherwise one result.
             let (columns, across) = plan.kept.inner();
             let by_column = plan.by_column() && across == 1 && columns >= 16;
             let items = if by_column { outs / columns * columns.div_ceil(16) } else { outs };
             let enough = if by_column { 4096 } else { 32768 };
             let wanted = if items >= 2 * units || n <= enough { 1 } else { (4 * units).div_ceil(items) };
-            let (slices, chunk) = cut(n, wanted, enough / 4, 32);
+            let (slices, chunk) = cut_into_slices(n, wanted, enough / 4, 32);
             let global = items * slices;
-            // Thousands of groups have a cost of their own; few work-items are distributed best in groups of one.
-            let local = if global >= 64 * 8 * units { LOCAL } else { 1 };
-            return Schedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
+            // Thousands of groups have a cost of their own, while few work-items are distributed best in groups of one.
+            let local = if global >= 64 * 8 * units { DEFAULT_GROUP_SIZE } else { 1 };
+            return ReduceSchedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
         }
-        let group = group_size(device);
+        let group = default_group_size(device);
         let by_column = plan.by_column();
-        // The results of a work-item, and the elements of each that it loads at once.
+        // The results of a work-item, and the elements of each result that it loads at once.
         let (across, along) = if by_column { (width, 1) } else { (1, width) };
         let columns = plan.kept.inner().0 / across;
         let enough = |columns: usize| outs.div_ceil(columns * across) >= 2 * units;
         let lanes = match along {
-            // A group reads vectors of neighbouring columns, 256 contiguous bytes.
+            // A group reads vectors of adjacent columns, 256 contiguous bytes.
             1 if width > 1 => (group / columns.next_power_of_two().min(16)).min(n.next_power_of_two()),
-            1 => lanes(group, by_column, n, columns, enough),
-            // Sixteen loads for each work-item, or fewer where there are too few results to keep the device busy.
+            1 => lanes_per_row(group, by_column, n, columns, enough),
+            // Sixteen loads for each work-item, or fewer if there are too few results to keep the device busy.
             _ => {
                 let fair = n.div_ceil(16 * along).max((256 * units).div_ceil(outs)).next_power_of_two();
                 fair.min(n.div_ceil(4 * along).next_power_of_two()).max(4).min(group)
@@ -159,20 +160,22 @@ impl Schedule {
         let groups = outs.div_ceil(group / lanes * across);
         let waves = if width > 1 { 4 } else { 8 };
         let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (waves * units).div_ceil(groups) };
-        let (slices, chunk) = cut(n, wanted, 16 * lanes, 4 * lanes * along);
-        Schedule { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
+        let (slices, chunk) = cut_into_slices(n, wanted, 16 * lanes, 4 * lanes * along);
+        ReduceSchedule { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 
-    /// Whether the last work-group of a result combines its slices. This needs a memory fence, which only compilers that accept PTX have,
+    /// True if the last work-group of a result combines its slices. This needs a memory fence, which only compilers that
+    /// accept PTX provide,
     /// and a counter for each group. The fence is tested last, because that may build a kernel.
     fn combines_in_last_group(&self, device: &ClDevice) -> bool {
         let groups = self.global / self.local / self.slices;
-        device.info().kind != DeviceKind::Cpu && groups <= ARRIVALS && device.has_fence()
+        device.info().kind != DeviceKind::Cpu && groups <= ARRIVAL_COUNTERS && device.has_fence()
     }
 }
 
-/// Cuts n elements into at most `wanted` slices of at least `least`, a multiple of `unit`: their number and length.
-fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
+/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and their
+/// length.
+fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     if wanted <= 1 {
         return (1, n);
     }
@@ -180,17 +183,18 @@ fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     (n.div_ceil(chunk), chunk)
 }
 
-/// What a reduction kernel is compiled for, besides the schedule and the ranks of the plan.
+/// The properties, besides the schedule and the ranks of the plan, for which a reduction kernel is compiled.
 struct ReductionKernel<'a> {
     rule: &'a Rule,
     input: DType,
     output: DType,
     acc: Compute,
-    stage: Stage,
+    stage: ReduceStage,
 }
 
 impl ReductionKernel<'_> {
-    /// The launch that reads tensor `x` of the list from offset `start` and writes tensor `y`; in stage LastGroup tensor `y + 1` has
+    /// Makes the launch that reads tensor `x` of the list from offset `start` and writes tensor `y`. In stage LastGroup
+    /// tensor `y + 1` holds
     /// the partial results. `number` is [`Reduction::number`].
     fn kernel_launch(
         &self,
@@ -198,14 +202,14 @@ impl ReductionKernel<'_> {
         (x, start): (usize, isize),
         y: usize,
         plan: &ReductionPlan,
-        schedule: &Schedule,
+        schedule: &ReduceSchedule,
         number: f64,
     ) -> Result<KernelLaunch> {
-        let wide = is_wide([plan.n, plan.outs * schedule.slices * 16, schedule.global]);
-        let group = group_size(device);
+        let wide = needs_64_bit([plan.n, plan.outs * schedule.slices * 16, schedule.global]);
+        let group = default_group_size(device);
         let (truth, mapped, finish) = (
             self.rule.element == Element::NonZero,
-            matches!(self.rule.element, Element::Of(_)),
+            matches!(self.rule.element, Element::Formula(_)),
             self.rule.finish.is_some(),
         );
         let params = [
@@ -223,37 +227,37 @@ impl ReductionKernel<'_> {
             plan.reduced.rank() as u64,
             schedule.width as u64 | u64::from(schedule.by_column && schedule.width > 1) << 8,
         ];
-        let element = if let Element::Of(e) = &self.rule.element { Some(e) } else { None };
+        let element = if let Element::Formula(e) = &self.rule.element { Some(e) } else { None };
         let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
         let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
-        let kernel = kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
+        let kernel = get_or_build_kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
         let number = scalar_arg(self.acc, Scalar::Float(number));
         // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
         let cpu = device.info().kind == DeviceKind::Cpu;
         let local = match cpu {
-            true => free_group(device, &kernel, schedule.global, schedule.local),
-            false => group_of(&kernel, schedule.local),
+            true => tuned_group_size(device, &kernel, schedule.global, schedule.local),
+            false => clamp_group_size(&kernel, schedule.local),
         };
         let mut launch = KernelLaunch::new(kernel, schedule.global, local);
-        launch.tensor_from(x, start, elements(self.stage == Stage::Second));
-        launch.tensor_from(y, 0, elements(self.stage == Stage::First));
-        launch.words(plan.kept.words());
-        launch.words(plan.reduced.words());
-        launch.args([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
-        launch.args([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
+        launch.push_tensor_at(x, start, elements(self.stage == ReduceStage::Second));
+        launch.push_tensor_at(y, 0, elements(self.stage == ReduceStage::First));
+        launch.push_words(plan.kept.words());
+        launch.push_words(plan.reduced.words());
+        launch.push_fixed([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
+        launch.push_fixed([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
         if !cpu {
-            launch.args([Arg::U32(schedule.lanes as u32)]);
+            launch.push_fixed([Arg::U32(schedule.lanes as u32)]);
         }
-        if self.stage == Stage::LastGroup {
-            launch.tensor_from(y + 1, 0, elements(self.rule.combination.is_arg()));
-            launch.arrivals();
-            launch.first_arrival();
+        if self.stage == ReduceStage::LastGroup {
+            launch.push_tensor_at(y + 1, 0, elements(self.rule.combination.is_arg()));
+            launch.push_arrivals();
+            launch.push_first_arrival();
         }
         Ok(launch)
     }
 
-    fn source(&self, plan: &ReductionPlan, schedule: &Schedule, wide: bool, group: usize) -> String {
+    fn source(&self, plan: &ReductionPlan, schedule: &ReduceSchedule, wide: bool, group: usize) -> String {
         let integer = self.acc == Compute::I64;
         let op = match self.rule.combination {
             Combination::Add => "SUM",
@@ -278,31 +282,33 @@ impl ReductionKernel<'_> {
             step = if self.acc == Compute::F32 { "int" } else { "long" },
         );
         text += &vector_defines(self.input, schedule.width);
-        text += &flag(schedule.by_column && schedule.width > 1, "COLUMNS");
-        text += &flag(integer, "INTEGERS");
+        text += &define_if(schedule.by_column && schedule.width > 1, "COLUMNS");
+        text += &define_if(integer, "INTEGERS");
         if let Some(rescaled) = self.rule.rescaled {
             let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };
-            text += &(flag(true, "RESCALED") + &flag(rescaled.squares(), "SQUARES") + &SafeRange::defines(self.acc));
-            text += &(flag(rescaled == Rescaled::Norm, "ROOT") + &format!("#define UNDO(v, factor) ({undone})\n"));
+            text += &(define_if(true, "RESCALED")
+                + &define_if(rescaled.squares(), "SQUARES")
+                + &SafeRange::defines(self.acc));
+            text += &(define_if(rescaled == Rescaled::Norm, "ROOT") + &format!("#define UNDO(v, factor) ({undone})\n"));
         }
-        text += &flag(self.rule.combination.is_arg(), "ARG");
-        text += &flag(self.rule.element == Element::NonZero, "NONZERO");
-        text += &flag(self.stage == Stage::First, "PARTIAL");
-        text += &flag(self.stage == Stage::Second, "PAIRS");
-        text += &flag(self.stage == Stage::LastGroup, "LAST_GROUP_SUMS");
-        if let Element::Of(element) = &self.rule.element {
-            text += &(flag(true, "MAPPED") + &function(element, self.input.compute(), "element"));
+        text += &define_if(self.rule.combination.is_arg(), "ARG");
+        text += &define_if(self.rule.element == Element::NonZero, "NONZERO");
+        text += &define_if(self.stage == ReduceStage::First, "PARTIAL");
+        text += &define_if(self.stage == ReduceStage::Second, "PAIRS");
+        text += &define_if(self.stage == ReduceStage::LastGroup, "LAST_GROUP_SUMS");
+        if let Element::Formula(element) = &self.rule.element {
+            text += &(define_if(true, "MAPPED") + &formula_function(element, self.input.compute(), "element"));
         }
         if let Some(finish) = &self.rule.finish {
-            text += &(flag(true, "FINISHED") + &function(finish, self.acc, "finish"));
+            text += &(define_if(true, "FINISHED") + &formula_function(finish, self.acc, "finish"));
         }
         text + STRIDED_DIMS + TEMPLATE
     }
 }
 
-/// The formula as a function of OpenCL C, `NAME_of(v, n)`, of a value and the number of elements.
-fn function(formula: &Expr, compute: Compute, name: &str) -> String {
-    let program = Program::of(std::slice::from_ref(formula));
+/// Returns the formula as an OpenCL C function `NAME_of(v, n)` of a value and the number of elements.
+fn formula_function(formula: &Expr, compute: Compute, name: &str) -> String {
+    let program = Program::shared(std::slice::from_ref(formula));
     let (c, scalar) = (compute.cl_name(), if program.scalars() > 0 { ", n" } else { "" });
     let made = program.emit(compute, name);
     format!("{made}{c} {name}_of({c} v, {c} n)\n{{\n    {c} o;\n    {name}(v{scalar}, &o);\n    return o;\n}}\n")

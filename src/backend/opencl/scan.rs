@@ -1,9 +1,10 @@
-//! Scans on OpenCL: `kernels/scan.cl`, in one launch or three.
+//! Scans on OpenCL in one launch or three: `kernels/scan.cl`.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, arguments, flag, group_of, group_size, index_type, is_wide, words,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, dims_words, index_type,
+    needs_64_bit, tensor_args,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::Scan;
 use crate::device::DeviceKind;
@@ -12,8 +13,8 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");
 
-/// Contiguous elements that a work-item of a GPU scans at a time.
-const PER: usize = 4;
+/// The number of contiguous elements that a work-item of a GPU scans at a time.
+const ELEMENTS_PER_ITEM: usize = 4;
 
 /// The phase of a scan that a launch computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +34,7 @@ struct ScanLaunches<'a> {
     x: &'a Tensor,
     values: &'a Tensor,
     indices: &'a Tensor,
-    /// The totals of slices; any tensor where there are none.
+    /// The totals of slices, or any tensor if there is one slice.
     totals: &'a Tensor,
     lines: &'a Lines,
     acc: Compute,
@@ -42,18 +43,18 @@ struct ScanLaunches<'a> {
     group: usize,
 }
 
-pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
+pub(crate) fn launch_scan(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let cpu = device.info().kind == DeviceKind::Cpu;
-    // On a processor one running sum goes through a long slice, and accumulating it in f64 is free.
+    // On a CPU one running sum covers a long slice, and accumulating in f64 is free.
     let acc = match x.dtype.compute() {
         Compute::F32 if cpu && device.info().fp64 => Compute::F64,
         acc => acc,
     };
-    let group = group_size(device);
-    let serial = cpu || (lines.interleaved() && lines.count >= 64 * device.info().compute_units);
-    let (chunk, slices) = cut(device, lines, serial, group);
+    let group = default_group_size(device);
+    let serial = cpu || (lines.is_interleaved() && lines.count >= 64 * device.info().compute_units);
+    let (chunk, slices) = cut_into_slices(device, lines, serial, group);
     let indices = indices.unwrap_or(values);
     let job = ScanLaunches { kind, x, values, indices, totals: values, lines, acc, serial, group };
     if slices == 1 {
@@ -62,8 +63,8 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Op
     let count = lines.count * slices;
     let totals = match kind.is_arg() {
         // Pairs of value and index, of 16 bytes.
-        true => Tensor::empty_like_shape(2 * count, DType::I64, x.device())?,
-        false => Tensor::empty_like_shape(count, acc.dtype(), x.device())?,
+        true => Tensor::empty_with_shape(2 * count, DType::I64, x.device())?,
+        false => Tensor::empty_with_shape(count, acc.dtype(), x.device())?,
     };
     let job = ScanLaunches { totals: &totals, ..job };
     job.launch(device, Phase::Totals, chunk, slices)?;
@@ -71,10 +72,14 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Op
     job.launch(device, Phase::Finish, chunk, slices)
 }
 
-/// The length of slices, and the number of slices of a line: one, unless there are too few lines to keep the device busy.
-fn cut(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, usize) {
+/// Returns the length of slices and the number of slices of a line: 1, unless there are too few lines to keep the device busy.
+fn cut_into_slices(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, usize) {
     let units = device.info().compute_units.max(1);
-    let (least, unit, enough) = if serial { (1 << 14, 64, units) } else { (8 * group * PER, group * PER, 2 * units) };
+    let (least, unit, enough) = if serial {
+        (1 << 14, 64, units)
+    } else {
+        (8 * group * ELEMENTS_PER_ITEM, group * ELEMENTS_PER_ITEM, 2 * units)
+    };
     if lines.count >= enough || lines.n < 2 * least {
         return (lines.n, 1);
     }
@@ -90,11 +95,13 @@ impl ScanLaunches<'_> {
         let (n, slices_of_line) = if phase == Phase::Between { (slices, 1) } else { (lines.n, slices) };
         let items = lines.count * slices_of_line;
         let (global, local) = match (self.serial, device.info().kind) {
-            (true, DeviceKind::Cpu) => (items, if items >= 512 * device.info().compute_units { LOCAL } else { 1 }),
-            (true, _) => (items, LOCAL),
+            (true, DeviceKind::Cpu) => {
+                (items, if items >= 512 * device.info().compute_units { DEFAULT_GROUP_SIZE } else { 1 })
+            }
+            (true, _) => (items, DEFAULT_GROUP_SIZE),
             (false, _) => (items * self.group, self.group),
         };
-        let wide = is_wide([lines.count * lines.n, global + local]);
+        let wide = needs_64_bit([lines.count * lines.n, global + local]);
         let params = [
             self.kind as u64,
             self.x.dtype as u64,
@@ -104,13 +111,13 @@ impl ScanLaunches<'_> {
             phase as u64,
             u64::from(wide) | u64::from(self.serial) << 1,
         ];
-        let kernel = kernel(device, KernelKey::new("scan", &params), "scan", || self.source(phase, wide))?;
-        let words = words(&lines.strided);
+        let kernel = get_or_build_kernel(device, KernelKey::new("scan", &params), "scan", || self.source(phase, wide))?;
+        let words = dims_words(&lines.strided);
         let (x, y) = (self.x.device_view()?, self.values.device_view()?);
         let (indices, totals) = (self.indices.device_view()?, self.totals.device_view()?);
         // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
-        let args = arguments(
+        let args = tensor_args(
             &[&x, &y, &indices],
             [
                 totals.buffer(),
@@ -124,14 +131,14 @@ impl ScanLaunches<'_> {
                 Arg::U64(slices_of_line as u64),
             ],
         );
-        device.launch(&kernel, &args, &[global], &[group_of(&kernel, local)])
+        device.launch(&kernel, &args, &[global], &[clamp_group_size(&kernel, local)])
     }
 
     fn source(&self, phase: Phase, wide: bool) -> String {
         let op = ["SUM", "PROD", "MAX", "MIN", "LOG_SUM"][self.kind as usize];
         format!(
             "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define OP_{op}\n#define NK {}\n\
-             #define IDX {}\n#define PHASE {}\n#define GROUP {}\n#define PER {PER}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
+             #define IDX {}\n#define PHASE {}\n#define GROUP {}\n#define PER {ELEMENTS_PER_ITEM}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
             self.x.dtype,
             self.values.dtype,
             self.acc.cl_name(),
@@ -140,9 +147,9 @@ impl ScanLaunches<'_> {
             index_type(wide),
             phase as usize,
             self.group,
-            flag(self.kind.is_arg(), "ARG"),
-            flag(self.acc == Compute::I64, "INTEGERS"),
-            flag(self.serial, "SERIAL"),
+            define_if(self.kind.is_arg(), "ARG"),
+            define_if(self.acc == Compute::I64, "INTEGERS"),
+            define_if(self.serial, "SERIAL"),
         )
     }
 }

@@ -1,71 +1,70 @@
-//! Top-k, k-th value and median without sorting lines: `kernels/select.cl` on GPUs, `kernels/select_serial.cl` on processors, and
-//! for few long lines [`radix_select`].
+//! Top-k, k-th value and median without sorting lines: `kernels/select.cl` on GPUs, `kernels/select_serial.cl` on CPUs, and
+//! [`radix_select`] for few long lines.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, arguments, flag, group_of, group_size, index_type, is_wide, words,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, dims_words, index_type,
+    needs_64_bit, tensor_args,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::{radix_select, sort};
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{Nth, Selected, with};
+use crate::backend::problem::select::{RankQuery, Selected, dims_with};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::tensor::Dims;
 use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
-const SERIAL: &str = include_str!("../../../kernels/select_serial.cl");
+const SERIAL_TEMPLATE: &str = include_str!("../../../kernels/select_serial.cl");
 
-/// Shorter lines are sorted, several by one work-group.
-const SHORT: usize = 64;
-/// Elements that a work-item keeps in registers at a time for the first k.
-const PER: usize = 16;
-/// The most elements of a work-item for one rank, if a line is read only once and kept in registers.
-const RESIDENT: usize = 32;
-/// Elements of longer lines that a work-item reads at a time for one rank.
-const AHEAD: usize = 8;
+/// Lines shorter than this are sorted, several by one work-group.
+const MIN_SELECT_LEN: usize = 64;
+/// For the first k: the number of elements that a work-item keeps in registers at a time.
+const TOPK_ELEMENTS_PER_ITEM: usize = 16;
+/// For one rank: the maximum number of elements of a work-item if a line is read only once and kept in registers.
+const MAX_RESIDENT_PER_ITEM: usize = 32;
+/// For one rank of longer lines: the number of elements that a work-item reads at a time.
+const READS_PER_ITEM: usize = 8;
 /// The largest k that is kept in local memory.
-const MOST: usize = 512;
-/// The largest k that a work-item of a processor keeps.
-const SERIAL_MOST: usize = 32;
-/// Shorter lines are sorted for a larger k, and so are lines of which more than a quarter is wanted.
-const LONG: usize = 1 << 14;
+const MAX_LOCAL_K: usize = 512;
+/// The largest k that a work-item of a CPU keeps.
+const MAX_CPU_K: usize = 32;
+/// For a larger k, lines shorter than this are sorted, and so are lines of which more than a quarter is selected.
+const MIN_LARGE_K_LEN: usize = 1 << 14;
 
-/// The selection from each line.
+/// The selection to make from each line.
 enum Query<'a> {
-    /// The first k in order, from up to `hold` candidates in local memory.
-    First {
-        k: usize,
-        descending: bool,
-        hold: usize,
-    },
-    Nth(Nth<'a>),
+    /// The first k elements in order, selected from up to `hold` candidates in local memory.
+    First { k: usize, descending: bool, hold: usize },
+    /// The element of one rank.
+    RankQuery(RankQuery<'a>),
 }
 
-/// The first `k` elements of each line of `x` along d; `None` where sorting should be used.
-pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> {
+/// Selects the first `k` elements of each line of `x` along d. Returns `None` if sorting should be used.
+pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> {
     let device = x.cl_device()?;
     let mut lines = Lines::new(x, d);
     let inner = lines.inner;
-    let most = if is_serial(device) { SERIAL_MOST } else { MOST };
-    if !serves(device, &lines) || k == 0 || (k > most && (lines.n < LONG || k > lines.n / 4)) {
+    let most = if is_serial(device) { MAX_CPU_K } else { MAX_LOCAL_K };
+    if !is_suitable(device, &lines) || k == 0 || (k > most && (lines.n < MIN_LARGE_K_LEN || k > lines.n / 4)) {
         return Ok(None);
     }
-    let made = Selected::empty(x, with(x, d, k))?;
+    let made = Selected::empty(x, dims_with(x, d, k))?;
     if k > most {
-        let found = radix_select::first(x, &lines, k, descending)?;
+        let found = radix_select::topk(x, &lines, k, descending)?;
         let (lines, values) = (Lines { inner, ..Lines::new(&found.indices, 1) }, found.values());
-        sort::run_lines(values, &lines, Some(&found.indices), descending, made.values(), &made.indices)?;
+        sort::sort_lines(values, &lines, Some(&found.indices), descending, made.values(), &made.indices)?;
         return Ok(Some(made));
     }
     // Sorting a hundred candidates takes no longer than sorting fewer.
-    let query = Query::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MOST) };
+    let query = Query::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MAX_LOCAL_K) };
     let units = device.info().compute_units.max(1);
-    // Where lines are few they are cut into slices: a launch selects the first k of each slice, and the next one selects from those.
+    // Few lines are cut into slices: a launch selects the first k of each slice, and the next launch selects from these.
     let mut of: Option<Selected> = None;
     loop {
         let x = of.as_ref().map_or(x, Selected::values);
-        let least = if is_serial(device) { LONG } else { PER * group_size(device) };
+        let least =
+            if is_serial(device) { MIN_LARGE_K_LEN } else { TOPK_ELEMENTS_PER_ITEM * default_group_size(device) };
         let most = (lines.n / (4 * k)).min(lines.n / least);
         let slices = if lines.count >= 4 * units { 1 } else { (8 * units).div_ceil(lines.count).min(most).max(1) };
         let from = of.as_ref().map(|of| &of.indices);
@@ -80,18 +79,18 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
     }
 }
 
-/// The element of one rank in ascending order, of each line of `x` along d; `None` where sorting should be used.
-pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> {
+/// Selects the element of one rank, in ascending order, of each line of `x` along d. Returns `None` if sorting should be used.
+pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> {
     let device = x.cl_device()?;
     let lines = Lines::new(x, d);
-    if !serves(device, &lines) {
+    if !is_suitable(device, &lines) {
         return Ok(None);
     }
-    let made = Selected::empty(x, with(x, d, 1))?;
-    // One group reads a line several times, which few long lines make too slow.
+    let made = Selected::empty(x, dims_with(x, d, 1))?;
+    // One group reads a line several times, which is too slow for few long lines.
     match is_serial(device) || (lines.n > 1 << 16 && lines.count < 16) {
-        true => radix_select::nth(x, &lines, nth, &made)?,
-        false => launch(device, &Query::Nth(nth), x, nth.ranks(), &lines, lines.inner, 1, &made)?,
+        true => radix_select::kth(x, &lines, nth, &made)?,
+        false => launch(device, &Query::RankQuery(nth), x, nth.ranks(), &lines, lines.inner, 1, &made)?,
     }
     Ok(Some(made))
 }
@@ -100,11 +99,11 @@ fn is_serial(device: &ClDevice) -> bool {
     device.info().kind == DeviceKind::Cpu
 }
 
-fn serves(device: &ClDevice, lines: &Lines) -> bool {
-    (is_serial(device) || group_size(device) >= 64) && lines.n >= SHORT && lines.count > 0
+fn is_suitable(device: &ClDevice, lines: &Lines) -> bool {
+    (is_serial(device) || default_group_size(device) >= 64) && lines.n >= MIN_SELECT_LEN && lines.count > 0
 }
 
-/// Launches the selection. `from` has the indices of the elements of `x`, where these are not their positions in the line, or ranks.
+/// Launches the selection. `from` holds the ranks, or the indices of the elements of `x` if these are not their positions in the line.
 #[expect(clippy::too_many_arguments, reason = "the parts of a launch")]
 fn launch(
     device: &'static ClDevice,
@@ -121,16 +120,18 @@ fn launch(
         return launch_serial(device, *k, *descending, x, from, lines, inner, slices, to);
     }
     let share = n.div_ceil(slices);
-    let group = share.div_ceil(4).next_power_of_two().clamp(32, group_size(device));
+    let group = share.div_ceil(4).next_power_of_two().clamp(32, default_group_size(device));
     let per = share.div_ceil(group).next_power_of_two();
-    let index_dtype = if is_wide([n]) { DType::I64 } else { DType::U32 };
-    let wide = is_wide([lines.count * n + group * RESIDENT, lines.count * slices * group]);
-    let resident = matches!(query, Query::Nth(_)) && per <= RESIDENT;
+    let index_dtype = if needs_64_bit([n]) { DType::I64 } else { DType::U32 };
+    let wide = needs_64_bit([lines.count * n + group * MAX_RESIDENT_PER_ITEM, lines.count * slices * group]);
+    let resident = matches!(query, Query::RankQuery(_)) && per <= MAX_RESIDENT_PER_ITEM;
     let (top, per, descending, cap, k, rule) = match *query {
-        Query::First { k, descending, hold } => (true, per.min(PER), descending, hold.max(group), k, hold as u32),
-        Query::Nth(nth) => {
-            let (k, rule) = nth.rule();
-            (false, if resident { per } else { AHEAD }, false, 0, k, rule)
+        Query::First { k, descending, hold } => {
+            (true, per.min(TOPK_ELEMENTS_PER_ITEM), descending, hold.max(group), k, hold as u32)
+        }
+        Query::RankQuery(nth) => {
+            let (k, rule) = nth.kernel_arguments();
+            (false, if resident { per } else { READS_PER_ITEM }, false, 0, k, rule)
         }
     };
     let params = [
@@ -142,24 +143,24 @@ fn launch(
         cap as u64,
         u64::from(wide) | u64::from(from.is_some() && top) << 2 | u64::from(top) << 3 | u64::from(resident) << 4,
     ];
-    let kernel = kernel(device, KernelKey::new("choose", &params), "choose", || {
+    let kernel = get_or_build_kernel(device, KernelKey::new("choose", &params), "choose", || {
         format!(
             "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
              {}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
-            sort::keys_of(x.dtype),
+            sort::key_defines(x.dtype),
             index_type(index_dtype == DType::I64),
             lines.rank(),
             index_type(wide),
-            flag(top, "TOP"),
-            flag(from.is_some() && top, "FROM"),
-            flag(resident, "RESIDENT"),
+            define_if(top, "TOP"),
+            define_if(from.is_some() && top, "FROM"),
+            define_if(resident, "RESIDENT"),
             KEYS = sort::KEYS,
         )
     })?;
-    let words = words(&lines.strided);
+    let words = dims_words(&lines.strided);
     let (x, y, indices) = (x.device_view()?, to.values().device_view()?, to.indices.device_view()?);
     let from = from.unwrap_or(&to.indices).device_view()?;
-    let args = arguments(
+    let args = tensor_args(
         &[&x, &y, &indices, &from],
         [
             Arg::Bytes(bytemuck::cast_slice(&words)),
@@ -175,7 +176,7 @@ fn launch(
     device.launch(&kernel, &args, &[lines.count * slices * group], &[group])
 }
 
-/// Launches the selection of the first `k` on a processor.
+/// Launches the selection of the first `k` on a CPU.
 #[expect(clippy::too_many_arguments, reason = "the parts of a launch")]
 fn launch_serial(
     device: &'static ClDevice,
@@ -188,26 +189,26 @@ fn launch_serial(
     slices: usize,
     to: &Selected,
 ) -> Result<()> {
-    let cap = if k <= 8 { 8 } else { SERIAL_MOST };
-    let index_dtype = if is_wide([lines.n]) { DType::I64 } else { DType::U32 };
-    let wide = is_wide([lines.count * lines.n + LOCAL, lines.count * slices * k]);
+    let cap = if k <= 8 { 8 } else { MAX_CPU_K };
+    let index_dtype = if needs_64_bit([lines.n]) { DType::I64 } else { DType::U32 };
+    let wide = needs_64_bit([lines.count * lines.n + DEFAULT_GROUP_SIZE, lines.count * slices * k]);
     let flags = u64::from(wide) | u64::from(from.is_some()) << 1;
     let params = [x.dtype as u64, index_dtype as u64, lines.rank() as u64, cap as u64, flags];
-    let kernel = kernel(device, KernelKey::new("choose_serial", &params), "choose", || {
+    let kernel = get_or_build_kernel(device, KernelKey::new("choose_serial", &params), "choose", || {
         format!(
-            "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define CAP {cap}\n{}{STRIDED_DIMS}{}{SERIAL}",
-            sort::keys_of(x.dtype),
+            "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define CAP {cap}\n{}{STRIDED_DIMS}{}{SERIAL_TEMPLATE}",
+            sort::key_defines(x.dtype),
             index_type(index_dtype == DType::I64),
             lines.rank(),
             index_type(wide),
-            flag(from.is_some(), "FROM"),
+            define_if(from.is_some(), "FROM"),
             sort::KEYS,
         )
     })?;
-    let words = words(&lines.strided);
+    let words = dims_words(&lines.strided);
     let (x, y, indices) = (x.device_view()?, to.values().device_view()?, to.indices.device_view()?);
     let from = from.unwrap_or(&to.indices).device_view()?;
-    let args = arguments(
+    let args = tensor_args(
         &[&x, &y, &indices, &from],
         [
             Arg::Bytes(bytemuck::cast_slice(&words)),
@@ -221,6 +222,6 @@ fn launch_serial(
         ],
     );
     let items = lines.count * slices;
-    let local = if items >= 512 * device.info().compute_units { LOCAL } else { 1 };
-    device.launch(&kernel, &args, &[items], &[group_of(&kernel, local)])
+    let local = if items >= 512 * device.info().compute_units { DEFAULT_GROUP_SIZE } else { 1 };
+    device.launch(&kernel, &args, &[items], &[clamp_group_size(&kernel, local)])
 }

@@ -1,7 +1,7 @@
 //! `arange` and `linspace` on OpenCL: `kernels/sequence.cl`.
 
-use crate::backend::opencl::geometry::{arguments, flag, launch_free};
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::geometry::{define_if, launch_tuned, tensor_args};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::problem::sequence::Sequence;
 use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
@@ -9,21 +9,21 @@ use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 
-/// Elements that a work-item of a GPU computes.
+/// The number of elements that a work-item of a GPU computes.
 const PER_ITEM: usize = 8;
 
-/// Writes the sequence to a new vector; declines where that needs doubles, which the device does not have.
-pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
+/// Writes the sequence to a new vector. Returns false if this needs doubles and the device has none.
+pub(crate) fn write_sequence(values: Sequence, out: &Tensor) -> Result<bool> {
     let (device, count) = (out.cl_device()?, out.numel());
     let float = matches!(values, Sequence::Float { .. });
     if (out.dtype == DType::F64 || float) && !device.info().fp64 {
         return Ok(false);
     }
-    // Compilers for processors vectorise across work-items, not within one.
+    // Compilers for CPUs vectorise across work-items, not within one.
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
     let params = [out.dtype as u64, float.into(), per_item as u64];
-    let kernel = kernel(device, KernelKey::new("sequence", &params), "sequence", || {
-        let (t, float) = (out.dtype, flag(float, "FLOAT"));
+    let kernel = get_or_build_kernel(device, KernelKey::new("sequence", &params), "sequence", || {
+        let (t, float) = (out.dtype, define_if(float, "FLOAT"));
         format!("#define T {t}\n#define PER_ITEM {per_item}\n{float}{TEMPLATE}")
     })?;
     let y = out.device_view()?;
@@ -33,8 +33,8 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
     };
     let middle = if let Sequence::Float { middle, .. } = values { middle } else { count };
     let [count, middle] = [count, middle].map(|n| Arg::U64(n as u64));
-    let args = arguments(&[&y], [count, start, step, middle, end]);
-    launch_free(device, &kernel, &args, out.numel().div_ceil(per_item))?;
+    let args = tensor_args(&[&y], [count, start, step, middle, end]);
+    launch_tuned(device, &kernel, &args, out.numel().div_ceil(per_item))?;
     Ok(true)
 }
 
@@ -46,9 +46,9 @@ mod tests {
     const DTYPES: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
-    /// Bit by bit what the host computes, at sizes around those of groups.
+    /// Devices compute the same bits as the host, at sizes around those of groups.
     #[test]
-    fn devices_write_what_the_host_writes() {
+    fn sequences_have_the_hosts_bits() {
         let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];
         for device in (0..opencl::count()).map(Device::OpenCL) {
             for n in [0, 1, 2, 63, 64, 65, 511, 512, 513, 5003] {
@@ -61,7 +61,7 @@ mod tests {
                             Tensor::arange(-0.3, n as f64 * 0.0999 - 0.3, 0.1, (dtype, device)),
                         ];
                         for (start, step) in whole {
-                            // Saturated at the largest i64.
+                            // Saturates at the largest i64.
                             let end = Scalar::Int(start.saturating_add(step.saturating_mul(n as i64)));
                             made.push(Tensor::arange(start, end, step, (dtype, device)));
                         }

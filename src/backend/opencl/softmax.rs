@@ -1,10 +1,10 @@
 //! Softmax, log-softmax, logsumexp and their gradients on OpenCL: `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, ROW_BLOCKS, STRIDED_DIMS, flag, free_group, group_size, groups_kept, index_type, is_wide, lanes,
-    largest_group, row_slices, vector_defines, vector_width, words,
+    DEFAULT_GROUP_SIZE, ROW_BLOCKS, STRIDED_DIMS, default_group_size, define_if, dims_words, index_type, lanes_per_row,
+    max_group_size, needs_64_bit, slice_rows, tuned_group_size, vector_defines, vector_width, vectors_per_item,
 };
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::map::Params;
@@ -26,34 +26,34 @@ pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> Stri
     )
 }
 
-/// The most registers in which a work-item keeps values of a row.
-const KEPT: usize = 64;
+/// The maximum number of registers in which a work-item keeps values of a row.
+const MAX_REGISTERS_PER_ITEM: usize = 64;
 
-/// The most work-items that share a row of f32, which is as many as FOLD combines.
+/// The maximum number of work-items that share a row of f32; FOLD combines that number.
 const MAX_LANES: usize = 1024;
-/// The most registers in which a group keeps values: half of those of an NVIDIA compute unit.
-const REGISTERS: usize = 32 << 10;
+/// The maximum number of registers in which a group keeps values: half of those of an NVIDIA compute unit.
+const MAX_REGISTERS_PER_GROUP: usize = 32 << 10;
 
-/// How the rows are distributed over a GPU.
-struct Schedule {
+/// How rows are distributed over a GPU.
+struct SoftmaxSchedule {
     by_column: bool,
-    /// Elements that a work-item loads at once.
+    /// The number of elements that a work-item loads at once.
     width: usize,
-    /// Work-items that share a row.
+    /// The number of work-items that share a row.
     lanes: usize,
-    /// Work-items of a group.
+    /// The number of work-items of a group.
     group: usize,
-    /// Vectors of `width` elements that each of them keeps in registers; 0 where rows are too long for that, and are cut into slices or
-    /// read several times.
+    /// The number of vectors of `width` elements that each work-item keeps in registers; 0 if rows are too long for that and are
+    /// cut into slices or read several times.
     kept: usize,
 }
 
-impl Schedule {
-    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Schedule {
+impl SoftmaxSchedule {
+    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> SoftmaxSchedule {
         let (count, n) = (rows.count(), rows.n);
-        let (units, most) = (device.info().compute_units.max(1), group_size(device));
-        let largest = largest_group(device);
-        // Neighbouring rows are read together where they are closer in memory than neighbouring elements of one row.
+        let (units, most) = (device.info().compute_units.max(1), default_group_size(device));
+        let largest = max_group_size(device);
+        // Adjacent rows are read together if they are closer in memory than adjacent elements of one row.
         let across = rows.strided.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
         let columns = rows.strided.dims.last().copied().unwrap_or(1);
@@ -69,13 +69,15 @@ impl Schedule {
             steps.chain([tensors[k].layout.offset as isize, n as isize])
         });
         let width = if in_rows { vector_width(device, tensors[0].dtype, starts) } else { 1 };
-        // The 32-bit registers of an element.
+        // The number of 32-bit registers of an element.
         let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
         let lanes = match by_column {
-            true => lanes(most, true, n, columns, |columns_at_once| count.div_ceil(columns_at_once) >= 2 * units),
-            // Four loads for each work-item: fewer do not saturate the memory, more need many registers. Long rows take eight loads
-            // before they take the largest groups.
+            true => {
+                lanes_per_row(most, true, n, columns, |columns_at_once| count.div_ceil(columns_at_once) >= 2 * units)
+            }
+            // Four loads for each work-item: fewer do not saturate the memory, more need many registers. Long rows take eight
+            // loads before the largest groups are used.
             false if width > 1 => {
                 let most = (if n * each <= MAX_LANES * 16 { MAX_LANES / 2 } else { MAX_LANES }) / each;
                 n.div_ceil(4 * width).next_power_of_two().max(4).min(most).min(largest)
@@ -83,20 +85,20 @@ impl Schedule {
             false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
         };
         let group = most.max(lanes);
-        let kept = groups_kept(n, width * lanes);
+        let kept = vectors_per_item(n, width * lanes);
         let registers = kept * width * each;
-        let schedule = Schedule { by_column, width, lanes, group, kept };
-        match registers <= KEPT && registers * lanes <= REGISTERS {
+        let schedule = SoftmaxSchedule { by_column, width, lanes, group, kept };
+        match registers <= MAX_REGISTERS_PER_ITEM && registers * lanes <= MAX_REGISTERS_PER_GROUP {
             true => schedule,
-            false if by_column || kind == RowOp::MaskedSoftmax => schedule.read_again(device),
-            false => Schedule { kept: 0, ..schedule },
+            false if by_column || kind == RowOp::MaskedSoftmax => schedule.for_repeated_reads(device),
+            false => SoftmaxSchedule { kept: 0, ..schedule },
         }
     }
 
-    /// The schedule for rows that are read several times instead of kept in registers.
-    fn read_again(self, device: &ClDevice) -> Schedule {
-        let group = group_size(device);
-        Schedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
+    /// Returns the schedule for rows that are read several times instead of kept in registers.
+    fn for_repeated_reads(self, device: &ClDevice) -> SoftmaxSchedule {
+        let group = default_group_size(device);
+        SoftmaxSchedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
     }
 
     fn defines(&self, dtype: DType) -> String {
@@ -111,8 +113,8 @@ impl Schedule {
     }
 }
 
-/// The macro that selects the operation in the kernels.
-fn name(kind: RowOp) -> &'static str {
+/// Returns the macro that selects the operation in the kernels.
+fn operation_macro(kind: RowOp) -> &'static str {
     match kind {
         RowOp::Softmax | RowOp::MaskedSoftmax => "SOFTMAX",
         RowOp::LogSoftmax => "LOG_SOFTMAX",
@@ -122,73 +124,73 @@ fn name(kind: RowOp) -> &'static str {
     }
 }
 
-/// One launch, or two where rows are too long to be kept in registers.
-pub(crate) fn run(softmax: &Softmax) -> Result<()> {
+/// Computes the operation in one launch, or in two if rows are too long for registers.
+pub(crate) fn launch_softmax(softmax: &Softmax) -> Result<()> {
     let Softmax { kind, x, z, out, d, mask } = *softmax;
     let numbers = [kind as u64, d as u64, mask.kind as u64, mask.causal as u64, mask.first as u64];
     let tensors = [x, out, z];
-    let key = Key { of: OpKind::Row, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    launch_cache::launch(&key, Params::default(), || prepare(kind, tensors, &softmax.rows())).map(drop)
+    let key = Key { kind: OpKind::Row, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch_cached(&key, Params::default(), || make_plan(kind, tensors, &softmax.rows())).map(drop)
 }
 
-/// The launch plan for these tensors: input, result and second operand.
-pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Result<LaunchPlan> {
+/// Makes the launch plan for these tensors: input, result and second operand.
+pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Result<LaunchPlan> {
     let [x, _, z] = tensors;
     let device = x.cl_device()?;
     let (count, n, rank) = (rows.count(), rows.n, rows.strided.dims.len().max(1));
     let units = device.info().compute_units.max(1);
     let cpu = device.info().kind == DeviceKind::Cpu;
     let schedule = match cpu {
-        true => Schedule { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
-        false => Schedule::choose(device, kind, tensors, rows),
+        true => SoftmaxSchedule { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
+        false => SoftmaxSchedule::choose(device, kind, tensors, rows),
     };
     if !cpu && schedule.kept == 0 && !schedule.by_column && kind != RowOp::MaskedSoftmax {
-        return in_slices(device, kind, tensors, rows, schedule.width);
+        return plan_slices(device, kind, tensors, rows, schedule.width);
     }
-    let build = |schedule: &Schedule| {
+    let build = |schedule: &SoftmaxSchedule| {
         let (global, local) = match cpu {
-            true => (count, if count >= 64 * 8 * units { LOCAL } else { 1 }),
+            true => (count, if count >= 64 * 8 * units { DEFAULT_GROUP_SIZE } else { 1 }),
             false => (count.div_ceil(schedule.group / schedule.lanes) * schedule.group, schedule.group),
         };
-        let wide = is_wide([n, global]);
-        // The constants of `Schedule::defines`.
+        let wide = needs_64_bit([n, global]);
+        // Encodes the constants of `SoftmaxSchedule::defines`.
         let spread =
             (schedule.kept << 32 | schedule.width << 24 | schedule.lanes << 1) as u64 | u64::from(schedule.by_column);
         let spread = if schedule.kept > 0 { spread } else { 0 };
         let mask = (rows.mask.kind as u64) << 8 | z.dtype as u64;
         let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
-        let kernel = kernel(device, KernelKey::new("row", &params), "row", || {
+        let kernel = get_or_build_kernel(device, KernelKey::new("row", &params), "row", || {
             let mask = match kind {
                 RowOp::MaskedSoftmax => format!("#define MASK {}\n#define Z {}\n", rows.mask.kind as u8, z.dtype),
                 _ => String::new(),
             };
             let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype) + &mask;
-            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{TEMPLATE}", name(kind))
+            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{TEMPLATE}", operation_macro(kind))
         })?;
-        let local = if cpu { free_group(device, &kernel, global, local) } else { local };
+        let local = if cpu { tuned_group_size(device, &kernel, global, local) } else { local };
         Ok::<_, Error>((kernel, global, local))
     };
     let made = build(&schedule)?;
-    // The compiler may use so many registers that groups of this size cannot run: then rows are read several times instead.
+    // If the compiler uses too many registers for groups of this size, rows are read several times instead.
     let (schedule, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
         (schedule, made)
     } else {
-        let schedule = schedule.read_again(device);
+        let schedule = schedule.for_repeated_reads(device);
         let made = build(&schedule)?;
         (schedule, made)
     };
     let mut launch = KernelLaunch::new(kernel, global, local);
-    (0..3).for_each(|k| launch.tensor(k));
-    launch.words(words(&rows.strided));
-    launch.args([count, n].map(|n| Arg::U64(n as u64)));
-    launch.args(rows.steps.map(|s| Arg::I64(s as i64)));
-    launch.args([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
-    launch.args([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
-    Ok(LaunchPlan::one(device, launch))
+    (0..3).for_each(|k| launch.push_tensor(k));
+    launch.push_words(dims_words(&rows.strided));
+    launch.push_fixed([count, n].map(|n| Arg::U64(n as u64)));
+    launch.push_fixed(rows.steps.map(|s| Arg::I64(s as i64)));
+    launch.push_fixed([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
+    launch.push_fixed([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
+    Ok(LaunchPlan::single(device, launch))
 }
 
-/// The launch plan for rows that are cut into slices of several blocks: one launch reduces each slice, another writes the results.
-fn in_slices(
+/// Makes the launch plan for rows that are cut into slices of several blocks: one launch reduces each slice, another writes the results.
+fn plan_slices(
     device: &'static ClDevice,
     kind: RowOp,
     tensors: [&Tensor; 3],
@@ -196,28 +198,28 @@ fn in_slices(
     width: usize,
 ) -> Result<LaunchPlan> {
     let (x, acc) = (tensors[0], tensors[0].dtype.compute().dtype());
-    let (count, n, rank, group) = (rows.count(), rows.n, rows.strided.dims.len().max(1), group_size(device));
+    let (count, n, rank, group) = (rows.count(), rows.n, rows.strided.dims.len().max(1), default_group_size(device));
     let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
     let kept = (16 / width / if two { 2 } else { 1 } / (acc.size() / 4)).max(1);
     let block = group * kept * width;
-    let (slices, chunk) = row_slices(device, count, n, block);
-    let launch = |sees: bool| {
-        let groups = if kind == RowOp::LogSumExp && !sees { count } else { count * slices };
-        let wide = is_wide([n + block + chunk, groups * group]);
-        let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, width as u64, sees as u64];
-        let kernel = kernel(device, KernelKey::new("softmax_slices", &params), "row", || {
+    let (slices, chunk) = slice_rows(device, count, n, block);
+    let launch = |is_first_launch: bool| {
+        let groups = if kind == RowOp::LogSumExp && !is_first_launch { count } else { count * slices };
+        let wide = needs_64_bit([n + block + chunk, groups * group]);
+        let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, width as u64, is_first_launch as u64];
+        let kernel = get_or_build_kernel(device, KernelKey::new("softmax_slices", &params), "row", || {
             let spread = format!("#define LANES {group}\n#define CACHED {kept}\n") + &vector_defines(x.dtype, width);
-            let defines = defines(x, rank, wide, group) + &spread + &flag(sees, "SLICES");
-            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{ROW_BLOCKS}{SLICES}", name(kind))
+            let defines = defines(x, rank, wide, group) + &spread + &define_if(is_first_launch, "SLICES");
+            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{ROW_BLOCKS}{SLICES}", operation_macro(kind))
         })?;
         let mut launch = KernelLaunch::new(kernel, groups * group, group);
-        (0..3).for_each(|k| launch.tensor(k));
-        launch.words(words(&rows.strided));
-        launch.args([Arg::U64(n as u64)]);
-        launch.args(rows.steps.map(|s| Arg::I64(s as i64)));
+        (0..3).for_each(|k| launch.push_tensor(k));
+        launch.push_words(dims_words(&rows.strided));
+        launch.push_fixed([Arg::U64(n as u64)]);
+        launch.push_fixed(rows.steps.map(|s| Arg::I64(s as i64)));
         // An element of the scratch memory is a pair of numbers.
-        launch.tensor_from(3, 0, 2);
-        launch.args([Arg::U32(slices as u32), Arg::U64(chunk as u64)]);
+        launch.push_tensor_at(3, 0, 2);
+        launch.push_fixed([Arg::U32(slices as u32), Arg::U64(chunk as u64)]);
         Ok::<_, Error>(launch)
     };
     Ok(LaunchPlan::new(device, Some((2 * count * slices, acc)), [launch(true)?, launch(false)?]))

@@ -1,7 +1,7 @@
-//! Formulas as OpenCL C.
+//! Translates formulas to OpenCL C.
 //!
-//! A program becomes one function of plain values, so that the elementwise kernel, a reduction or the end of a matrix
-//! product can call it. Constants are printed so that they read back exactly.
+//! A program becomes one function of plain values. The elementwise kernel, a reduction or the epilogue of a matrix product can
+//! call this function. Constants are printed so that they read back exactly.
 
 use std::fmt::Write;
 
@@ -10,11 +10,11 @@ use crate::expr::program::Program;
 use crate::expr::{Args, Binary, Dag, Leaf, Op, Unary};
 
 impl Program {
-    /// A function `void name(inputs, scalars, seeds, index, fault, outputs)` in OpenCL C (after `prelude.cl`):
+    /// Returns a function `void name(inputs, scalars, seeds, index, fault, outputs)` in OpenCL C (after `prelude.cl`):
     ///
     /// - `const C x0, ...` and `const C s0, ...`, with C = `long`, `float` or `double`;
-    /// - where it has seeds, `const ulong key0, const ulong stream0, ...` and then `const ulong index`, the element's;
-    /// - where it [can fault](Program::can_fault), `__global int* fault`;
+    /// - if it has seeds, `const ulong key0, const ulong stream0, ...` and then `const ulong index`, the index of the element;
+    /// - if it [can fault](Program::can_fault), `__global int* fault`;
     /// - `C* o0, ...`, private pointers to the results.
     pub(crate) fn emit(&self, compute: Compute, name: &str) -> String {
         let seeds = (0..self.seeds()).map(|i| format!("const ulong key{i}, const ulong stream{i}"));
@@ -22,8 +22,9 @@ impl Program {
         self.emit_with(compute, name, seeds.chain(index), |kind, i| format!("random_{kind}(key{i}, stream{i}, index)"))
     }
 
-    /// [`Program::emit`] of a function that is given its random numbers, `const {type} {kind}{seed}` for each of [`Program::draws`].
-    pub(crate) fn emit_drawn(&self, compute: Compute, name: &str) -> String {
+    /// Like [`Program::emit`], for a function whose random numbers are arguments: `const {type} {kind}{seed}` for each of
+    /// [`Program::draws`].
+    pub(crate) fn emit_with_drawn_numbers(&self, compute: Compute, name: &str) -> String {
         let numbers = self.draws().into_iter().map(|(kind, i)| format!("const {} {kind}{i}", draw_type(kind)));
         self.emit_with(compute, name, numbers, |kind, i| format!("{kind}{i}"))
     }
@@ -51,14 +52,14 @@ impl Program {
             let name = match node.expr.op() {
                 Op::Leaf(Leaf::Input(k)) => format!("x{k}"),
                 Op::Leaf(Leaf::Scalar(k) | Leaf::Number { index: k, .. }) => format!("s{k}"),
-                Op::Leaf(Leaf::Const(value)) => constant(value, compute),
+                Op::Leaf(Leaf::Const(value)) => literal(value, compute),
                 Op::Leaf(leaf) => {
                     let (kind, seed) = leaf.draws().expect("the other leaves draw");
                     let _ = writeln!(body, "    const {c} v{i} = ({c}){};", drawn(kind, seed));
                     format!("v{i}")
                 }
                 op => {
-                    let value = expression(op, &args, compute);
+                    let value = primitive_expression(op, &args, compute);
                     let _ = writeln!(body, "    const {c} v{i} = {value};");
                     format!("v{i}")
                 }
@@ -73,31 +74,31 @@ impl Program {
     }
 }
 
-/// The type of random numbers of this kind in OpenCL C.
+/// Returns the OpenCL C type of random numbers of this kind.
 pub(crate) fn draw_type(kind: &str) -> &'static str {
     if kind == "bits" { "uint" } else { "float" }
 }
 
-/// A literal that reads back as the same number.
-fn constant(value: f64, compute: Compute) -> String {
+/// Returns a literal that reads back as the same number.
+fn literal(value: f64, compute: Compute) -> String {
     match compute {
         Compute::I64 => format!("({}L)", value as i64),
         _ if value.is_nan() => format!("({})NAN", compute.cl_name()),
-        _ if value.is_infinite() => format!("({}{}INFINITY)", if value < 0.0 { "-" } else { "" }, cast(compute)),
+        _ if value.is_infinite() => format!("({}{}INFINITY)", if value < 0.0 { "-" } else { "" }, type_cast(compute)),
         Compute::F32 => match value as f32 {
-            narrow if narrow.is_infinite() => constant(f64::from(narrow), compute),
+            narrow if narrow.is_infinite() => literal(f64::from(narrow), compute),
             narrow => format!("({narrow:e}f)"),
         },
         Compute::F64 => format!("({value:e})"),
     }
 }
 
-fn cast(compute: Compute) -> String {
+fn type_cast(compute: Compute) -> String {
     format!("({})", compute.cl_name())
 }
 
-/// The C expression of one primitive. Operands are names or parenthesised literals.
-fn expression(op: Op, args: &[&str], compute: Compute) -> String {
+/// Returns the C expression of one primitive. Operands are names or parenthesised literals.
+fn primitive_expression(op: Op, args: &[&str], compute: Compute) -> String {
     let c = compute.cl_name();
     let int = compute == Compute::I64;
     let call = |f: &str| format!("{f}({})", args.join(", "));
@@ -169,19 +170,19 @@ mod tests {
     #[test]
     fn literals_read_back_exactly() {
         for x in [0.1, -0.0, 1e-45, 3.4e38, 1.0 / 3.0, 123_456_789.0, -2.5] {
-            let text = constant(x, Compute::F32);
+            let text = literal(x, Compute::F32);
             let digits = text.trim_start_matches('(').trim_end_matches("f)");
             assert_eq!(digits.parse::<f32>().unwrap().to_bits(), (x as f32).to_bits(), "{text}");
-            let text = constant(x, Compute::F64);
+            let text = literal(x, Compute::F64);
             assert_eq!(text.trim_matches(['(', ')']).parse::<f64>().unwrap().to_bits(), x.to_bits(), "{text}");
         }
-        assert_eq!(constant(-7.0, Compute::I64), "(-7L)");
-        assert_eq!(constant(1e300, Compute::F32), "((float)INFINITY)");
-        assert_eq!(constant(f64::NEG_INFINITY, Compute::F64), "(-(double)INFINITY)");
+        assert_eq!(literal(-7.0, Compute::I64), "(-7L)");
+        assert_eq!(literal(1e300, Compute::F32), "((float)INFINITY)");
+        assert_eq!(literal(f64::NEG_INFINITY, Compute::F64), "(-(double)INFINITY)");
     }
 
     #[test]
-    fn one_function_with_its_arguments_in_order() {
+    fn emit_orders_arguments_and_shares_subexpressions() {
         let (x, y) = (Expr::input(0), Expr::input(1));
         let text = Program::new(&[(&x / &y) * Expr::scalar(0) + Expr::bits(0)]).emit(Compute::I64, "f");
         let head = "static inline void f(const long x0, const long x1, const long s0, const ulong key0, const ulong stream0, \

@@ -1,4 +1,4 @@
-//! Tensors as arguments of the user's kernels.
+//! Passes tensors to the user's own kernels.
 
 use crate::autograd::check_unrecorded;
 use crate::backend::opencl::kernels::BufferView;
@@ -8,12 +8,12 @@ use crate::{DType, Device, Error, Result, Tensor};
 pub use crate::device::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 
 impl<'a> KernelCall<'a> {
-    /// A tensor that the kernel reads.
+    /// Adds a tensor that the kernel reads.
     pub fn arg(self, tensor: &'a Tensor) -> Self {
         self.with(KernelArgument::Tensor { tensor, written: false })
     }
 
-    /// A tensor that the kernel writes, or reads and writes.
+    /// Adds a tensor that the kernel writes, or reads and writes.
     pub fn out(self, tensor: &'a Tensor) -> Self {
         self.with(KernelArgument::Tensor { tensor, written: true })
     }
@@ -34,7 +34,8 @@ impl KernelTensor for Tensor {
 
     fn check(&self, op: &'static str, written: bool) -> Result<()> {
         if self.numel() == 0 {
-            let reason = format!("a tensor of shape {} has no memory to point at: launch nothing", self.shape());
+            let reason =
+                format!("a tensor of shape {} has no elements and no buffer: do not launch the kernel", self.shape());
             return Err(Error::invalid(op, reason));
         }
         if written { check_unrecorded(op, self, &[]) } else { Ok(()) }

@@ -5,24 +5,25 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    NEIGHBOURS, STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, launch_free, types, vector_defines,
-    vector_width,
+    STRIDED_DIMS, VECTOR_ACCESS, bits_type, define_if, index_type, launch_tuned, needs_64_bit, tensor_args,
+    type_defines, vector_defines, vector_width,
 };
 use crate::backend::opencl::image;
-use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::problem::windows::{Task, Windows, words};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::problem::windows::{PoolTask, Windows, words};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 
-/// Work-items that occupy a compute unit.
-const BUSY: usize = 2048;
+/// The number of work-items that occupy a compute unit.
+const ITEMS_PER_UNIT: usize = 2048;
 
-/// Whether all positions in images and windows, and the products that kernels compute of them, fit in 31 bits.
+/// True if all positions in images and windows, and the products that kernels compute of them, fit in 31 bits.
 pub(crate) fn fits_32_bits(w: &Windows) -> bool {
     let along = |d: usize| {
-        let parts = [w.image[d], w.padding[d], w.behind[d], w.dilation[d] * w.kernel[d], w.grid[d] * w.stride[d]];
+        let parts =
+            [w.image[d], w.padding[d], w.padding_after[d], w.dilation[d] * w.kernel[d], w.grid[d] * w.stride[d]];
         let products = if w.adaptive { (w.grid[d] + 1) * (w.image[d] + 1) } else { 0 };
         parts.iter().sum::<usize>().max(products)
     };
@@ -30,58 +31,58 @@ pub(crate) fn fits_32_bits(w: &Windows) -> bool {
     positions.max(along(0)).max(along(1)) < 1 << 30
 }
 
-/// The kernel that the macro `name` selects, over `count` work-items with `width` neighbouring channels each. It computes in `out`'s
-/// compute type and memory format.
-pub(crate) fn computing(
+/// Returns the kernel that the macro `name` selects, for `count` work-items with `width` adjacent channels each. The kernel computes in
+/// `out`'s compute type and memory format.
+pub(crate) fn window_kernel(
     device: &'static ClDevice,
     name: &'static str,
     out: &Tensor,
     w: &Windows,
     (count, width): (usize, usize),
 ) -> Result<Arc<ClKernel>> {
-    let (wide, narrow, channels_last) = (is_wide([count]), fits_32_bits(w), !out.is_contiguous());
+    let (wide, narrow, channels_last) = (needs_64_bit([count]), fits_32_bits(w), !out.is_contiguous());
     let flags = [w.adaptive, wide, narrow, channels_last].map(u64::from);
     let params: SmallVec<[u64; 8]> = [out.dtype as u64, width as u64].into_iter().chain(flags).collect();
-    kernel(device, KernelKey::new(name, &params), "window", || {
+    get_or_build_kernel(device, KernelKey::new(name, &params), "window", || {
         let int = if narrow { "#define INT int\n" } else { "" };
-        let switches = flag(w.adaptive, "ADAPTIVE") + &flag(channels_last, "LAST") + int;
+        let switches = define_if(w.adaptive, "ADAPTIVE") + &define_if(channels_last, "LAST") + int;
         let neighbours = matches!(name, "MAX" | "UNMAX" | "MEAN" | "UNMEAN");
-        let neighbours = if neighbours { vector_defines(out.dtype, width) + NEIGHBOURS } else { String::new() };
-        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{neighbours}{TEMPLATE}", types(out.dtype, wide))
+        let neighbours = if neighbours { vector_defines(out.dtype, width) + VECTOR_ACCESS } else { String::new() };
+        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{neighbours}{TEMPLATE}", type_defines(out.dtype, wide))
     })
 }
 
 pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     let device = out.cl_device()?;
     let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
-    // Where there are few windows a work-item copies one row of a window, else all of it.
-    let each = if count < device.info().compute_units * BUSY { 1 } else { w.kernel[0] };
+    // If there are few windows a work-item copies one row of a window, otherwise the whole window.
+    let each = if count < device.info().compute_units * ITEMS_PER_UNIT { 1 } else { w.kernel[0] };
     let items = count * w.kernel[0].div_ceil(each);
-    let wide = is_wide([items]);
+    let wide = needs_64_bit([items]);
     let params = [size as u64, wide as u64];
-    let kernel = kernel(device, KernelKey::new("UNFOLD", &params), "window", || {
+    let kernel = get_or_build_kernel(device, KernelKey::new("UNFOLD", &params), "window", || {
         let (v, idx) = (bits_type(size), index_type(wide));
         format!("#define UNFOLD\n#define V {v}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
     })?;
     let words = words(w, x, x.strides());
     let (from, to) = (x.device_view()?, out.device_view()?);
     let numbers = [Arg::U64(count as u64), Arg::U32(each as u32), Arg::U32(inside.into())];
-    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words))].into_iter().chain(numbers));
-    launch_free(device, &kernel, &args, items)
+    let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words))].into_iter().chain(numbers));
+    launch_tuned(device, &kernel, &args, items)
 }
 
 pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
     let count = out.numel();
-    let kernel = computing(device, "FOLD_WINDOWS", out, w, (count, 1))?;
+    let kernel = window_kernel(device, "FOLD_WINDOWS", out, w, (count, 1))?;
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
-    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
-    launch_free(device, &kernel, &args, count)
+    let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
+    launch_tuned(device, &kernel, &args, count)
 }
 
-/// The neighbouring channels of a work-item: a vector on GPUs where channels are contiguous, else one.
-fn width(device: &ClDevice, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> usize {
+/// Returns the number of adjacent channels of a work-item: a vector on GPUs if channels are contiguous, otherwise one.
+fn channels_per_item(device: &ClDevice, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> usize {
     let [strides, channels] = [x.strides(), &[out.shape().dims()[1] as isize]];
     if out.is_contiguous() || strides[1] != 1 || !out.dtype.is_float() {
         return 1;
@@ -89,35 +90,35 @@ fn width(device: &ClDevice, task: Task, x: &Tensor, index: &Tensor, out: &Tensor
     let offsets = [x, out].map(|t| t.layout.offset as isize);
     let starts = [strides[0], strides[2], strides[3]].into_iter().chain(offsets).chain(channels.iter().copied());
     // Two indices are loaded at once.
-    match matches!(task, Task::Max | Task::MaxBackward) && !index.layout.offset.is_multiple_of(2) {
+    match matches!(task, PoolTask::Max | PoolTask::MaxBackward) && !index.layout.offset.is_multiple_of(2) {
         true => 1,
         false => vector_width(device, out.dtype, starts),
     }
 }
 
-pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     if image::pool(w, task, x, index, out)? {
         return Ok(());
     }
     let device = out.cl_device()?;
-    let width = width(device, task, x, index, out);
+    let width = channels_per_item(device, task, x, index, out);
     let count = out.numel() / width;
     let name = match task {
-        Task::Max => "MAX",
-        Task::MaxBackward => "UNMAX",
-        Task::Mean(_) => "MEAN",
-        Task::MeanBackward(_) => "UNMEAN",
+        PoolTask::Max => "MAX",
+        PoolTask::MaxBackward => "UNMAX",
+        PoolTask::Mean(_) => "MEAN",
+        PoolTask::MeanBackward(_) => "UNMEAN",
     };
-    let kernel = computing(device, name, out, w, (count, width))?;
+    let kernel = window_kernel(device, name, out, w, (count, width))?;
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let (from, to, indices) = (x.device_view()?, out.device_view()?, index.device_view()?);
     let number = Arg::U64(count as u64);
     let args = match task {
-        Task::Max | Task::MaxBackward => arguments(&[&from, &to, &indices], [words, number]),
-        Task::Mean(divisor) | Task::MeanBackward(divisor) => {
-            arguments(&[&from, &to], [words, number, Arg::I64(divisor.code())])
+        PoolTask::Max | PoolTask::MaxBackward => tensor_args(&[&from, &to, &indices], [words, number]),
+        PoolTask::Mean(divisor) | PoolTask::MeanBackward(divisor) => {
+            tensor_args(&[&from, &to], [words, number, Arg::I64(divisor.code())])
         }
     };
-    launch_free(device, &kernel, &args, count)
+    launch_tuned(device, &kernel, &args, count)
 }

@@ -2,29 +2,29 @@
 
 use crate::{Result, Tensor};
 
-/// A convolution, its transpose and the gradient of its weight, in one launch each, of images `[N, C, image]`, windows `[N, O, grid]`
-/// (the output of the convolution) and a weight `[O, C / groups, kernel]`.
+/// A convolution, its transpose and its weight gradient, in one launch each. Images are `[N, C, image]`, windows (the convolution's output)
+/// `[N, O, grid]`, and the weight is `[O, C / groups, kernel]`.
 pub(crate) trait Convolution: Send + Sync {
-    /// The convolution of images.
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// The transposed convolution of windows.
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// Whether [`images`](Self::images) may be called, with a bias or without. Otherwise im2col and a product are faster.
-    fn makes_images(&self, _biased: bool) -> bool {
+    /// Computes the convolution of images.
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// Computes the transposed convolution of windows.
+    fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// True if [`transposed`](Self::transposed) may be called, with or without a bias. Otherwise im2col and a product are faster.
+    fn has_transposed(&self, _biased: bool) -> bool {
         true
     }
-    /// The gradient of images, which may compute zeros times what is not finite where [`images`](Self::images) has no element.
+    /// Computes the gradient of images. Unlike [`transposed`](Self::transposed), it may multiply non-finite values by zero where nothing contributes.
     fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        self.images(y, weight, None)
+        self.transposed(y, weight, None)
     }
-    /// Whether [`image_gradient`](Self::image_gradient) may be called.
-    fn makes_image_gradient(&self) -> bool {
-        self.makes_images(false)
+    /// True if [`image_gradient`](Self::image_gradient) may be called.
+    fn has_image_gradient(&self) -> bool {
+        self.has_transposed(false)
     }
-    /// Whether the gradient of the weight can be written to this tensor of its shape.
-    fn fills(&self, slot: &Tensor) -> bool {
+    /// True if [`weight_gradient`](Self::weight_gradient) can write to `slot`, a tensor with the weight's shape.
+    fn accepts(&self, slot: &Tensor) -> bool {
         slot.is_contiguous()
     }
-    /// The gradient of the weight from images and windows, one of which is a gradient; in `slot`, if given, which [`fills`](Self::fills) accepts.
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
+    /// Computes the weight gradient from images and windows, one of which is a gradient. Writes to `slot` if given: see [`accepts`](Self::accepts).
+    fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
 }

@@ -5,15 +5,14 @@ use crate::{DType, Result, Tensor};
 /// How the losses of the rows are reduced (PyTorch's `reduction`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum LossReduction {
-    /// Their mean, over the rows that are not ignored.
+    /// The mean over rows that are not ignored.
     #[default]
     Mean,
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// Their sum divided by the size of the batch, the first dim: the mean of [`Tensor::kl_div`] in mathematics (PyTorch's
-    /// `batchmean`).
+    /// The sum divided by the batch size, the first dim: the mean of [`Tensor::kl_div`] in the mathematical sense (PyTorch's `batchmean`).
     BatchMean,
-    /// Nothing: one loss a row.
+    /// No reduction: one loss a row.
     None,
 }
 
@@ -29,13 +28,13 @@ pub enum LossReduction {
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy<'a> {
-    /// Mean, sum, mean over the batch, or none.
+    /// How the losses of the rows are reduced.
     pub reduction: LossReduction,
     /// Rows with this label have loss and gradient 0 and are left out of the mean; -100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// The part of each label's probability that is spread evenly over all classes, in `0..=1`.
+    /// The fraction of each label's probability that is spread evenly over all classes, in `0..=1`.
     pub label_smoothing: f64,
-    /// A factor for each class, `[C]`, of the logits' dtype.
+    /// A weight for each class: `[C]`, in the logits' dtype.
     pub weight: Option<&'a Tensor>,
 }
 
@@ -45,15 +44,15 @@ impl Default for CrossEntropy<'_> {
     }
 }
 
-/// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed.
+/// Cross-entropy of logits `[N, C]` and class labels `[N]`, without class weights or smoothing.
 pub(crate) struct LabelEntropy<'a> {
     pub(crate) logits: &'a Tensor,
     pub(crate) labels: &'a Tensor,
     pub(crate) options: CrossEntropy<'a>,
     /// The dtype of the losses.
     pub(crate) dtype: DType,
-    /// The tensor that the gradient of the logits is written to.
+    /// Receives the gradient of the logits.
     pub(crate) grad: Option<&'a Tensor>,
-    /// Counts on the device the labels that are not ignored.
+    /// Counts the labels that are not ignored, on the device.
     pub(crate) count: &'a dyn Fn() -> Result<Tensor>,
 }

@@ -1,4 +1,4 @@
-//! Matrix products with an epilogue, and the loops that compute them.
+//! Matrix products with an epilogue, and the loop nest that computes them.
 
 use std::sync::LazyLock;
 
@@ -10,27 +10,27 @@ use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 use crate::{DType, Scalar, Tensor};
 
-/// One product, which autograd does not record.
+/// A matrix product with an epilogue. Autograd does not record it.
 pub(crate) struct Gemm<'a> {
     pub(crate) op: &'static str,
-    /// `[.., m, k]` and `[.., k, n]`; the batch dimensions are broadcast.
+    /// The left operand, `[.., m, k]`; `b` is `[.., k, n]`. Batch dims are broadcast.
     pub(crate) a: &'a Tensor,
     pub(crate) b: &'a Tensor,
-    /// One expression for each result, over the product and `extras`. It is computed in the type in which the product is summed:
+    /// One expression for each result. Input 0 is the product and inputs 1.. are `extras`; all are evaluated in the accumulator's type:
     /// f32 for floats up to f32, f64, or i64.
     pub(crate) epilogue: &'a [Expr],
-    /// Broadcast to the results' shape, `[.., m, n]`.
+    /// Epilogue operands, broadcast to the results' shape, `[.., m, n]`.
     pub(crate) extras: &'a [&'a Tensor],
     pub(crate) scalars: &'a [Scalar],
-    /// A tensor for the first result, of the results' shape; it is not used where it shares an operand's storage.
+    /// Memory for the first result, with the results' shape. Ignored if it shares storage with an operand.
     pub(crate) out: Option<Tensor>,
-    /// The dtypes of the results.
+    /// The dtypes of the results, in order.
     pub(crate) dtypes: &'a [DType],
-    /// A tensor `[m]` for the sums of the rows of `a`, of its dtype; only for matrices without batch dimensions.
+    /// Receives the sum of each row of `a`, in the dtype of `a`: shape `[m]`. Only for products without batch dims.
     pub(crate) sums: Option<&'a Tensor>,
 }
 
-/// The strides of a matrix, in elements: from row to row, from column to column, and along each batch dimension of the plan.
+/// The strides of one matrix, in elements: between rows, between columns, and along each batch dim of the plan.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GemmOperand {
     pub(crate) row: isize,
@@ -38,7 +38,7 @@ pub(crate) struct GemmOperand {
     pub(crate) batch: Dims<isize>,
 }
 
-/// The loops of a product: for each index of `batch`, an m x k times a k x n matrix.
+/// The loop nest of a product: an m x k times a k x n matrix for each index of `batch`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GemmPlan {
     pub(crate) batch: Dims,
@@ -47,25 +47,25 @@ pub(crate) struct GemmPlan {
     pub(crate) k: usize,
     pub(crate) a: GemmOperand,
     pub(crate) b: GemmOperand,
-    /// The results and then the extras, all broadcast to the results' shape.
+    /// The results, then the extras, all broadcast to the results' shape.
     pub(crate) others: SmallVec<[GemmOperand; 4]>,
 }
 
 impl GemmPlan {
-    /// `others` are the layouts of results and extras, broadcast to `shape`, which is not empty.
+    /// Plans the product of `a` and `b`. `others` are the layouts of results and extras, broadcast to `shape`, which must not be empty.
     pub(crate) fn new(a: &Layout, b: &Layout, shape: &Shape, others: &[&Layout]) -> GemmPlan {
-        let (batch, [m, n]) = split(shape.dims());
+        let (batch, [m, n]) = split_matrix_dims(shape.dims());
         let k = a.shape.dims()[a.shape.rank() - 1];
         let over_batch = |t: &Layout| {
-            let (_, matrix) = split(t.shape.dims());
+            let (_, matrix) = split_matrix_dims(t.shape.dims());
             t.broadcast_to(&batch.iter().copied().chain(matrix).collect())
         };
         let (a, b) = (over_batch(a), over_batch(b));
-        let (a_batch, [a_row, a_col]) = split(&a.strides);
-        let (b_batch, [b_row, b_col]) = split(&b.strides);
+        let (a_batch, [a_row, a_col]) = split_matrix_dims(&a.strides);
+        let (b_batch, [b_row, b_col]) = split_matrix_dims(&b.strides);
 
         if a_batch.iter().all(|&s| s == 0) && b_batch.iter().any(|&s| s != 0) {
-            // The left matrix is shared by the batch. The transposed product shares the right one instead, which is handled below.
+            // The whole batch uses the same left matrix. In the transposed product it is the right one, which is handled below.
             let flip = |t: &Layout| t.transpose(t.shape.rank() - 2, t.shape.rank() - 1);
             let others: SmallVec<[Layout; 4]> = others.iter().map(|t| flip(t)).collect();
             let others: SmallVec<[&Layout; 4]> = others.iter().collect();
@@ -73,10 +73,10 @@ impl GemmPlan {
             return GemmPlan::new(&flip(&b), &flip(&a), &shape, &others).transposed();
         }
 
-        // Where the batch shares the right matrix, batch dimensions and rows are collapsed together: the last one becomes the rows.
+        // If all batches use the same right matrix, batch dims and rows collapse together: the last collapsed dim becomes the rows.
         let shared = b_batch.iter().all(|&s| s == 0);
         let outer = |t: &Layout| -> Dims<isize> {
-            let (batch, [row, _]) = split(&t.strides);
+            let (batch, [row, _]) = split_matrix_dims(&t.strides);
             batch.iter().copied().chain(shared.then_some(row)).collect()
         };
         let mut steps: SmallVec<[Dims<isize>; 6]> =
@@ -103,7 +103,7 @@ impl GemmPlan {
                 .iter()
                 .enumerate()
                 .map(|(i, t)| {
-                    let (_, [row, col]) = split(&t.strides);
+                    let (_, [row, col]) = split_matrix_dims(&t.strides);
                     operand(i + 2, row, col)
                 })
                 .collect(),
@@ -111,7 +111,7 @@ impl GemmPlan {
         }
     }
 
-    /// The transposed product, `b' a'`.
+    /// Returns the transposed product, `bᵀ aᵀ`.
     pub(crate) fn transposed(self) -> GemmPlan {
         let flip = |t: GemmOperand| GemmOperand { row: t.col, col: t.row, ..t };
         GemmPlan {
@@ -130,21 +130,22 @@ impl GemmPlan {
     }
 }
 
-/// The batch dimensions, and the last two.
-fn split<T: Copy>(dims: &[T]) -> (&[T], [T; 2]) {
+/// Splits off the last two dims: returns the batch dims and the matrix dims.
+fn split_matrix_dims<T: Copy>(dims: &[T]) -> (&[T], [T; 2]) {
     let (batch, matrix) = dims.split_at(dims.len() - 2);
     (batch, [matrix[0], matrix[1]])
 }
 
-/// The epilogue of a layer with a bias. Common epilogues are built only once, because building one allocates.
+/// Product plus bias. The common epilogues are static, because building an expression allocates.
 pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 
+/// relu of the product, without and with a bias.
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
-/// The product times the derivative of relu.
+/// The product times the derivative of relu at input 1.
 pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
-/// The epilogue of the plain product.
+/// The product itself.
 pub(crate) static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 
 #[cfg(test)]
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_share_the_right_matrix_are_one_matrix() {
+    fn a_batch_with_one_right_matrix_becomes_one_product() {
         let (a, b) = (Layout::contiguous([2, 3, 4].into()), layout(&[4, 5], &[1, 4]));
         let out = Layout::contiguous([2, 3, 5].into());
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_left_matrix_is_the_same_transposed() {
+    fn a_batch_with_one_left_matrix_is_planned_transposed() {
         let (a, b) = (Layout::contiguous([3, 4].into()), layout(&[2, 4, 5], &[5, 10, 1]));
         let out = layout(&[2, 3, 5], &[5, 10, 1]);
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_single_rows_is_a_matrix() {
+    fn a_batch_of_single_rows_becomes_one_matrix() {
         let (a, b) = (Layout::contiguous([7, 1, 4].into()), Layout::contiguous([4, 5].into()));
         let out = Layout::contiguous([7, 1, 5].into());
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);

@@ -1,27 +1,27 @@
-//! Elements read and written through indices.
+//! Gather and scatter: elements read and written through indices.
 
 use crate::layout::Layout;
 use crate::{Compute, DType, Tensor};
 
-/// A gather or scatter along one dim. Both layouts have the shape of the elements that are moved.
+/// A gather or scatter along one dim. Both layouts have the shape of the elements that move.
 pub(crate) struct Indexed<'a> {
     pub(crate) op: &'static str,
-    /// The tensor that a gather reads, with stride 0 along the indexed dim in its layout, or the source of a scatter.
+    /// The source. For a gather, its layout has stride 0 along the indexed dim.
     pub(crate) x: &'a Tensor,
     pub(crate) x_layout: Layout,
     pub(crate) index: &'a Tensor,
     pub(crate) index_layout: Layout,
-    /// The size and stride of the indexed dim in the tensor that the indices refer to.
+    /// The size of the indexed dim in the tensor that the indices refer to; `step` is its stride.
     pub(crate) size: usize,
     pub(crate) step: isize,
     /// Whether negative indices count from the end.
     pub(crate) wraps: bool,
 }
 
-/// How a scatter combines the old element with the one that is written (PyTorch's `reduce`).
+/// How a scatter combines the old element with the new one (PyTorch's `reduce`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Combine {
-    /// The last one written replaces it.
+    /// Replaces the element; the last write wins.
     Set,
     Add,
     Multiply,
@@ -31,7 +31,7 @@ pub(crate) enum Combine {
 
 impl Combine {
     #[inline(always)]
-    pub(crate) fn of<C: crate::backend::cpu::scalar::Number>(self, old: C, new: C) -> C {
+    pub(crate) fn apply<C: crate::backend::cpu::scalar::Number>(self, old: C, new: C) -> C {
         match self {
             Combine::Set => new,
             Combine::Add => old.add(new),
@@ -41,7 +41,7 @@ impl Combine {
         }
     }
 
-    /// The function or macro of OpenCL C for it.
+    /// The OpenCL C function or macro that combines two elements of type `acc`.
     pub(crate) fn cl_name(self, acc: Compute) -> String {
         let (integers, c) = (acc == Compute::I64, acc.cl_name());
         match self {
@@ -55,8 +55,8 @@ impl Combine {
         }
     }
 
-    /// Whether several elements of `dtype` must be combined in f32 and rounded once.
-    pub(crate) fn rounds(self, dtype: DType) -> bool {
+    /// True if several elements of `dtype` must be combined in f32 and rounded once.
+    pub(crate) fn needs_f32(self, dtype: DType) -> bool {
         matches!(self, Combine::Add | Combine::Multiply) && matches!(dtype, DType::F16 | DType::BF16)
     }
 }

@@ -1,8 +1,8 @@
-//! The source elements of each output element of an interpolation, in integer arithmetic, so that host and kernels agree.
+//! Source coordinates of interpolation, in integer arithmetic, so that host and kernels compute the same elements.
 
 use crate::{Error, Result};
 
-/// The source coordinates of outputs along one dim of `from` inputs and `to` outputs: that of output o is
+/// The source coordinates along one dim, from `from` inputs to `to` outputs. Output o has the coordinate
 /// `(scale * o + shift) / unit`, clamped at 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Samples {
@@ -16,11 +16,11 @@ pub(crate) struct Samples {
 
 impl Samples {
     pub(crate) fn new(op: &'static str, mode: Interpolation, from: usize, to: usize) -> Result<Samples> {
-        // The numbers below are at most twice this product.
+        // All intermediate values below are at most twice this product.
         if (from as u128 + 1) * (to as u128 + 1) > (i64::MAX / 2) as u128 {
             return Err(Error::invalid(
                 op,
-                format!("sizes {from} and {to} are too large to interpolate between: take smaller ones"),
+                format!("sizes {from} and {to} are too large to interpolate between: use smaller ones"),
             ));
         }
         let (n, m) = (from as i64, to as i64);
@@ -33,23 +33,23 @@ impl Samples {
         Ok(Samples { from, to, scale, shift, unit, linear: matches!(mode, Interpolation::Linear { .. }) })
     }
 
-    /// The identity: output i is input i.
+    /// The identity map: output i reads input i.
     pub(crate) fn identity(n: usize) -> Samples {
         Samples { from: n, to: n, scale: 1, shift: 0, unit: 1, linear: false }
     }
 
-    /// Whether all coordinates in units fit in 31 bits.
+    /// True if all coordinates, in multiples of `1 / unit`, fit in 31 bits.
     pub(crate) fn fits_32_bits(&self) -> bool {
-        // By the bound in `new`.
+        // Follows from the bound in `new`.
         (self.from as u128 + 1) * (self.to as u128 + 1) < 1 << 29
     }
 
-    /// The words of the kernels' struct; the last one is the integer part of the scale.
+    /// Encodes the fields as in the kernels' struct. The last word is the integer part of the scale.
     pub(crate) fn words(&self) -> [i64; 6] {
         [self.from as i64, self.to as i64, self.scale, self.shift, self.unit, self.scale / self.unit]
     }
 
-    /// The source elements before and after the coordinate of output o, and the second one's weight.
+    /// Returns the inputs before and after the coordinate of output o, and the weight of the second.
     pub(crate) fn source(&self, o: usize) -> (usize, usize, f64) {
         let coordinate = (self.scale * o as i64 + self.shift).max(0);
         let low = (coordinate / self.unit) as usize;
@@ -59,8 +59,8 @@ impl Samples {
         }
     }
 
-    /// The first output whose coordinate is at least k; `to` where there is none.
-    pub(crate) fn first_from(&self, k: usize) -> usize {
+    /// Returns the first output whose coordinate is at least k, or `to`.
+    pub(crate) fn first_output_at(&self, k: usize) -> usize {
         match (k, self.scale) {
             (0, _) => 0,
             (_, 0) => self.to,
@@ -71,9 +71,9 @@ impl Samples {
         }
     }
 
-    /// The outputs that read input j: the first one, and the one after the last.
-    pub(crate) fn outputs_of(&self, j: usize) -> (usize, usize) {
-        (self.first_from(if self.linear { j.saturating_sub(1) } else { j }), self.first_from(j + 1))
+    /// Returns the range of outputs that read input j, as first and end.
+    pub(crate) fn outputs_reading(&self, j: usize) -> (usize, usize) {
+        (self.first_output_at(if self.linear { j.saturating_sub(1) } else { j }), self.first_output_at(j + 1))
     }
 }
 
@@ -89,7 +89,7 @@ mod tests {
     ];
 
     #[test]
-    fn outputs_of_an_input_are_those_that_read_it() {
+    fn outputs_of_returns_the_outputs_that_read_an_input() {
         for mode in MODES {
             for (from, to) in (1..24).flat_map(|from| (1..24).map(move |to| (from, to))) {
                 let samples = Samples::new("interpolate", mode, from, to).unwrap();
@@ -99,7 +99,7 @@ mod tests {
                         low == j || high == j
                     };
                     let outputs: Vec<usize> = (0..to).filter(reads).collect();
-                    let (first, end) = samples.outputs_of(j);
+                    let (first, end) = samples.outputs_reading(j);
                     assert_eq!((first..end).collect::<Vec<_>>(), outputs, "{mode:?} {from} {to} {j}");
                 }
             }
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn coordinates_are_as_defined() {
+    fn coordinates_match_the_definition_of_each_mode() {
         for mode in MODES {
             for (from, to) in [(1, 1), (1, 5), (5, 1), (4, 8), (8, 4), (7, 7), (13, 29), (29, 13), (1 << 20, 3)] {
                 let samples = Samples::new("interpolate", mode, from, to).unwrap();
@@ -139,7 +139,7 @@ pub enum Interpolation {
     Nearest,
     /// The element whose centre is nearest (PyTorch's `'nearest-exact'`).
     NearestExact,
-    /// A weighted mean of both neighbours in each dim (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
+    /// A weighted mean of the two nearest elements in each dim (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
     Linear {
         /// Whether the centres of the corner elements are aligned, instead of their outer edges (PyTorch's `align_corners`).
         align_corners: bool,
@@ -161,8 +161,8 @@ impl Interpolation {
     }
 }
 
-/// Resizes rows, columns or both of `[N, C, H, W]` in one launch. It is a linear map: its gradient is the transposed map, whose
-/// gradient is this map again.
+/// Resizes rows, columns or both of `[N, C, H, W]` in one launch. The map is linear: its gradient is the transposed map, and the gradient of
+/// the transposed map is this map.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Resize {
     pub(crate) rows: Option<Samples>,

@@ -1,30 +1,30 @@
-//! The lines of a tensor along one dim, for operations such as scans and sorts, which work on one line at a time.
+//! The lines of a tensor along one dim, for operations that work on one line at a time, such as scans and sorts.
 
 use crate::Tensor;
 use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
-/// The sizes or strides of all dims but d.
-pub(crate) fn without<T: Copy, A: FromIterator<T>>(all: &[T], d: usize) -> A {
+/// Copies the sizes or strides of all dims except d.
+pub(crate) fn without_dim<T: Copy, A: FromIterator<T>>(all: &[T], d: usize) -> A {
     all.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &x)| x).collect()
 }
 
-/// The lines of a tensor along a dim: one for each index of the other dims.
+/// The lines of a tensor along one dim: one line for each index of the other dims.
 #[derive(Debug)]
 pub(crate) struct Lines {
-    /// The other dims, with the strides from the first element of one line to that of the next.
+    /// The other dims, with the strides between the first elements of lines.
     pub(crate) strided: StridedDims,
     pub(crate) count: usize,
-    /// The elements of a line, and the stride between them.
+    /// The number of elements in a line; `step` is the stride between them.
     pub(crate) n: usize,
     pub(crate) step: isize,
-    /// The product of the sizes after the dim, which is the stride along a line of a contiguous result.
+    /// The product of the sizes after the dim: the stride along a line of a contiguous result.
     pub(crate) inner: usize,
 }
 
 impl Lines {
     pub(crate) fn new(x: &Tensor, d: usize) -> Lines {
-        let (shape, strides): (Shape, Dims<isize>) = (without(x.shape().dims(), d), without(x.strides(), d));
+        let (shape, strides): (Shape, Dims<isize>) = (without_dim(x.shape().dims(), d), without_dim(x.strides(), d));
         Lines {
             strided: StridedDims::new(&shape, [&strides[..]]),
             count: shape.numel(),
@@ -34,8 +34,8 @@ impl Lines {
         }
     }
 
-    /// Whether neighbouring lines are closer together in memory than neighbouring elements of one line.
-    pub(crate) fn interleaved(&self) -> bool {
+    /// True if neighbouring lines are closer in memory than neighbouring elements of one line.
+    pub(crate) fn is_interleaved(&self) -> bool {
         let across = self.strided.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         self.count > 1 && across != 0 && across < self.step.unsigned_abs()
     }
@@ -45,11 +45,11 @@ impl Lines {
     }
 }
 
-/// The step from one row of a tensor to the next, 0 where it has one, if a row is all dims from `d` on and is contiguous.
-pub(crate) fn row_step(t: &Tensor, d: usize) -> Option<isize> {
+/// Returns the stride between rows, if a row is all dims from `d` on and is contiguous; 0 if there is only one row.
+pub(crate) fn row_stride(t: &Tensor, d: usize) -> Option<isize> {
     let steps = t.shape().dims().iter().zip(t.strides()).enumerate().rev().filter(|(_, (size, _))| **size != 1);
     let mut within = 1;
-    // The step, and how far it is to what comes after all rows so far.
+    // The stride between rows, and the stride that the next outer dim must have.
     let mut rows: Option<(isize, isize)> = None;
     for (i, (&size, &stride)) in steps {
         let n = size as isize;

@@ -7,7 +7,7 @@ use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Error, Result, Scalar, Tensor};
 
-/// One launch, checked and ready to run on any device.
+/// One elementwise launch, checked and ready to run on any device.
 pub(crate) struct Launch<'a> {
     pub(crate) op: &'static str,
     pub(crate) inputs: &'a [Tensor],
@@ -17,34 +17,34 @@ pub(crate) struct Launch<'a> {
     pub(crate) base: Option<&'a Tensor>,
     pub(crate) program: &'a Program,
     pub(crate) compute: Compute,
-    /// Operands are the inputs, then the outputs.
+    /// The dims and strides of all operands: the inputs, then the outputs.
     pub(crate) strided: StridedDims,
 }
 
-/// What an expression reads besides tensors.
+/// The inputs of an expression that are not elementwise tensors.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Params<'a> {
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
-    /// A key and a stream in device memory, which are added to every seed, for the replays of graphs on OpenCL.
+    /// A key and a stream number in device memory that are added to every seed, so that replays of an OpenCL graph draw new numbers.
     pub(crate) base: Option<&'a Tensor>,
 }
 
 impl<'a> Params<'a> {
-    /// Scalars alone.
-    pub(crate) fn of(scalars: &'a [Scalar]) -> Params<'a> {
+    /// Parameters with scalars only.
+    pub(crate) fn from_scalars(scalars: &'a [Scalar]) -> Params<'a> {
         Params { scalars, ..Params::default() }
     }
 }
 
-/// The type to compute in: the widest compute type of an input, or of an output where all inputs are integers or there are none;
-/// at least f32 where a primitive needs floats.
+/// Returns the type to compute in: the widest compute type of the inputs. If all inputs are integers, or there are none, the outputs decide.
+/// The result is at least f32 if a primitive needs floats.
 pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
-    compute_type_of(program, inputs.iter().map(|t| t.dtype), outputs.iter().map(|t| t.dtype))
+    compute_type_of_dtypes(program, inputs.iter().map(|t| t.dtype), outputs.iter().map(|t| t.dtype))
 }
 
-/// [`compute_type`] of operands of these dtypes.
-pub(crate) fn compute_type_of(
+/// [`compute_type`] of operands with these dtypes.
+pub(crate) fn compute_type_of_dtypes(
     program: &Program,
     inputs: impl Iterator<Item = DType>,
     outputs: impl Iterator<Item = DType>,
@@ -62,12 +62,12 @@ pub(crate) fn compute_type_of(
     }
 }
 
-/// Whether an output shares its storage with an input.
+/// True if an output shares its storage with an input.
 pub(crate) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
     inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
 }
 
-/// An elementwise operation: a program over `inputs`, which are broadcast to the shape of the outputs, written to `outputs`.
+/// An elementwise operation: a program that reads `inputs`, broadcast to the shape of the outputs, and writes `outputs`.
 pub(crate) struct Formulas<'a> {
     pub(crate) op: &'static str,
     pub(crate) inputs: &'a [&'a Tensor],
@@ -77,8 +77,8 @@ pub(crate) struct Formulas<'a> {
 }
 
 impl Formulas<'_> {
-    /// Checks devices and shapes, and calls `launch` unless the outputs are empty. Inputs that overlap an output are copied first,
-    /// which the second argument of `launch` says. `by_parts` says that disjoint parts of one storage do not count as an overlap.
+    /// Checks devices and shapes, and calls `launch` unless the outputs are empty. An input that overlaps an output is copied first;
+    /// the second argument of `launch` is true if any was. With `by_parts`, disjoint ranges of one storage do not overlap.
     pub(crate) fn checked(&self, by_parts: bool, launch: impl FnOnce(&Launch, bool) -> Result<()>) -> Result<()> {
         let Formulas { op, inputs, params: Params { scalars, seeds, base }, program, outputs } = *self;
         let (shape, device) = (outputs[0].shape(), outputs[0].device());
@@ -87,14 +87,14 @@ impl Formulas<'_> {
                 return Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() });
             }
             if &shape.broadcast(op, t.shape())? != shape {
-                let hint = "the result does not fit the tensor written to";
+                let hint = "the result does not fit the output tensor";
                 return Err(Error::ShapeMismatch { op, lhs: shape.clone(), rhs: t.shape().clone(), hint });
             }
         }
         for out in outputs {
             if out.layout.may_alias_itself() {
                 let reason = format!(
-                    "the tensor written to has strides {:?}, so several of its elements are one: write to a clone()",
+                    "the output has strides {:?}, so several of its elements share memory: write to a clone()",
                     out.strides()
                 );
                 return Err(Error::invalid(op, reason));
@@ -111,7 +111,7 @@ impl Formulas<'_> {
             let view = views.last_mut().expect("it was pushed");
             if outputs.iter().any(|out| overlaps(view, out, by_parts)) {
                 copied = true;
-                let copy = t.copied(false)?;
+                let copy = t.deep_copy(false)?;
                 *view = copy.with_layout(copy.layout.broadcast_to(shape));
             }
         }
@@ -121,15 +121,15 @@ impl Formulas<'_> {
     }
 }
 
-/// Whether an input shares no storage with an output, or is the same view of it, so that it can be overwritten elementwise.
-pub(crate) fn is_clear_of(input: &Tensor, outputs: &[&Tensor]) -> bool {
+/// True if `input` can be overwritten elementwise: it shares no storage with the outputs, or is exactly the same view.
+pub(crate) fn can_overwrite_elementwise(input: &Tensor, outputs: &[&Tensor]) -> bool {
     let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
     outputs.iter().all(|out| !input.shares_storage(out) || same(out))
 }
 
-/// Whether writing `out` element by element could change elements of `input` that are still to be read.
+/// True if writing `out` element by element could change elements of `input` that are yet to be read.
 fn overlaps(input: &Tensor, out: &Tensor, by_parts: bool) -> bool {
-    if is_clear_of(input, &[out]) {
+    if can_overwrite_elementwise(input, &[out]) {
         return false;
     }
     let bytes = |t: &Tensor| t.layout.bounds().map(|(lo, hi)| (lo * t.dtype.size(), (hi + 1) * t.dtype.size()));

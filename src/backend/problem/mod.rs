@@ -1,4 +1,4 @@
-//! What crosses from operations to a backend: checked, plain descriptions.
+//! Problems: checked, plain descriptions of work that operations hand to a backend.
 
 pub(crate) mod attention;
 pub(crate) mod conv;
@@ -31,8 +31,8 @@ pub(crate) use norm::{Channels, Normalisation, Views};
 pub(crate) use recording::Recorder;
 pub(crate) use reduction::Reduction;
 pub(crate) use scan::Scan;
-pub(crate) use select::{Nth, Selected};
+pub(crate) use select::{RankQuery, Selected};
 pub(crate) use sequence::Sequence;
 pub(crate) use softmax::Softmax;
 pub(crate) use tuning::Tuning;
-pub(crate) use windows::{Task, Windows};
+pub(crate) use windows::{PoolTask, Windows};

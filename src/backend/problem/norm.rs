@@ -1,28 +1,28 @@
-//! Rows brought to mean 0 and variance 1.
+//! Layer, RMS, group and batch normalisation: rows brought to mean 0 and variance 1.
 
 use smallvec::SmallVec;
 
-use crate::tensor::view::reshaped;
+use crate::tensor::view::reshape_detached;
 use crate::{Result, Shape, Tensor};
 
-/// One normalisation, checked: what a kernel reads and writes, all of four dims where it is worked out.
+/// One checked normalisation, forward or backward. All tensors are viewed as four dims before a kernel runs.
 pub(crate) struct Normalisation<'a> {
     pub(crate) x: &'a Tensor,
     pub(crate) y: &'a Tensor,
-    /// The forward's input, in backward.
+    /// In backward, the input of the forward pass.
     pub(crate) z: Option<&'a Tensor>,
     pub(crate) weight: Option<&'a Tensor>,
     pub(crate) bias: Option<&'a Tensor>,
-    /// The mean of each row, `1 / sqrt(variance + eps)` and the variance, in the compute type: `[3, rows]`, contiguous. Backward reads
-    /// the first two.
+    /// The mean, `1 / sqrt(variance + eps)` and variance of each row, in the compute type: `[3, rows]`, contiguous.
+    /// Backward reads the first two.
     pub(crate) statistics: &'a Tensor,
-    /// In backward with one weight a row: `[2, rows]`.
+    /// In backward with one weight for each row: `[2, rows]`.
     pub(crate) sums: Option<&'a Tensor>,
-    /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].
+    /// In backward with a weight for each column: partial sums of the weight's and bias's gradients ([`cpu::columns`]).
     pub(crate) columns: Option<&'a Tensor>,
     pub(crate) eps: f64,
     pub(crate) rms: bool,
-    /// The variance over eps is all that is wanted, or its root; not on processors.
+    /// If set, only the variance over eps is computed, or its square root if true. OpenCL only.
     pub(crate) variance: Option<bool>,
 }
 
@@ -36,8 +36,8 @@ impl Normalisation<'_> {
         all
     }
 
-    /// The same of x, y, weight and bias as these.
-    pub(crate) fn of<'a>(&'a self, (x, y, weight, bias): &'a Views) -> Normalisation<'a> {
+    /// The same normalisation with these views as x, y, weight and bias.
+    pub(crate) fn with_views<'a>(&'a self, (x, y, weight, bias): &'a Views) -> Normalisation<'a> {
         Normalisation { x, y, weight: weight.as_ref(), bias: bias.as_ref(), ..*self }
     }
 
@@ -50,33 +50,33 @@ impl Normalisation<'_> {
     }
 }
 
-/// x, y, weight and bias as four dims.
+/// Four-dim views of x, y, weight and bias.
 pub(crate) type Views = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
 
-/// The first parts of a tensor `[parts, rows]`: one number for each row in each (PyTorch's `unbind`).
+/// Selects the first `PARTS` indices along dim 0 of a tensor `[parts, rows]` (PyTorch's `unbind`).
 pub(crate) fn unbind<const PARTS: usize>(op: &'static str, t: &Tensor) -> Result<[Tensor; PARTS]> {
     let part = |k| t.layout.select(op, 0, k as isize).map(|layout| t.with_layout(layout));
     let parts = (0..PARTS).map(part).collect::<Result<Vec<Tensor>>>()?;
     Ok(parts.try_into().unwrap_or_else(|_| unreachable!("as many as were selected")))
 }
 
-/// `t` as four dims: of the view where `dims` says so, else repeated.
+/// Views `t` as four dims: dims marked in `dims` have the size of `shape`, the others are broadcast.
 pub(crate) fn broadcast_view(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
     let own: Shape = shape.dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
-    let t = reshaped(t, &own)?;
+    let t = reshape_detached(t, &own)?;
     Ok(t.with_layout(t.layout.broadcast_to(shape)))
 }
 
-/// Mean, variance, weight and bias of each channel.
+/// The mean, variance, weight and bias of each channel.
 pub(crate) type Channels<'a> = [Option<&'a Tensor>; 4];
 
-/// What tells one norm from another, for backward: owned.
+/// How a norm groups elements into rows; stored for backward.
 #[derive(Clone)]
 pub(crate) enum View {
-    /// The last dims: `[rows, 1, 1, n]`.
+    /// A row is the last dims: `[rows, 1, 1, n]`.
     Last(usize),
-    /// Groups of channels: `[N, groups, C / groups, rest]`.
+    /// A row is a group of channels: `[N, groups, C / groups, rest]`.
     Groups(usize),
-    /// Channels of the batch: `[1, C, N, rest]`.
+    /// A row is one channel of the whole batch: `[1, C, N, rest]`.
     Batch,
 }

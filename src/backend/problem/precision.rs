@@ -7,26 +7,26 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
-const NAMES: [&str; 3] = ["highest", "high", "medium"];
+const PRECISION_NAMES: [&str; 3] = ["highest", "high", "medium"];
 
-/// An index of `NAMES`.
+/// The process-wide precision, as an index of `PRECISION_NAMES`.
 static PRECISION: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// The precision of [`with_matmul_precision`] on this thread, which takes precedence.
-    static SCOPE: Cell<Option<usize>> = const { Cell::new(None) };
+    /// The precision set by [`with_matmul_precision`] on this thread, which takes precedence over `PRECISION`.
+    static SCOPED_PRECISION: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Sets the precision of f32 matrix products on devices with tensor cores (PyTorch's `set_float32_matmul_precision`), for the
-/// process, from the next operation on:
+/// Sets the precision of f32 matrix products on devices with tensor cores, for all threads, from the next operation on
+/// (PyTorch's `set_float32_matmul_precision`):
 ///
-/// - `"highest"`, the default: the precision of f32. Tensor cores compute with each f32 split into a sum of three bf16, which is
-///   exact for values above 2⁻¹⁰²; of smaller ones, bits below 2⁻¹³³ may be lost.
+/// - `"highest"`, the default: the precision of f32. Each f32 is split into a sum of three bf16 for the tensor cores. The split is
+///   exact for values above 2⁻¹⁰²; smaller values may lose bits below 2⁻¹³³.
 /// - `"high"`: each f32 is split into a sum of two bf16 (16 bits), for about half the work.
-/// - `"medium"`: of each f32 the first 11 bits are multiplied (TF32), for a sixth of the work. PyTorch computes convolutions like this on
+/// - `"medium"`: the first 11 bits of each f32 are multiplied (TF32), for a sixth of the work. PyTorch computes convolutions in TF32 on
 ///   CUDA unless `torch.backends.cudnn.allow_tf32` is false. A NaN whose first 10 bits of payload are zeros counts as an infinity.
 ///
-/// Without tensor cores, for small matrices, and for every other dtype all three are the same.
+/// Without tensor cores, for small matrices, and for every other dtype, all three are the same.
 ///
 /// ```
 /// claystone::set_float32_matmul_precision("high")?;
@@ -36,30 +36,30 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for any other word.
+/// [`Error::Invalid`] for any other name.
 pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
-    let index = NAMES.iter().position(|&name| name == precision).ok_or_else(|| {
-        let reason = format!("'{}' is no precision: write highest, high or medium", Excerpt(precision));
+    let index = PRECISION_NAMES.iter().position(|&name| name == precision).ok_or_else(|| {
+        let reason = format!("'{}' is not a precision: use highest, high or medium", Excerpt(precision));
         Error::invalid("set_float32_matmul_precision", reason)
     })?;
     PRECISION.store(index, Relaxed);
     Ok(())
 }
 
-/// The precision that [`set_float32_matmul_precision`] set last (PyTorch's `get_float32_matmul_precision`), or that of the
-/// [`with_precision`](crate::with_precision) that this thread is in.
+/// Returns the current precision: that of the enclosing [`with_precision`](crate::with_precision) on this thread, else the last one passed to
+/// [`set_float32_matmul_precision`] (PyTorch's `get_float32_matmul_precision`).
 pub fn get_float32_matmul_precision() -> &'static str {
-    NAMES[current()]
+    PRECISION_NAMES[current_index()]
 }
 
 #[inline]
-fn current() -> usize {
-    SCOPE.get().unwrap_or_else(|| PRECISION.load(Relaxed))
+fn current_index() -> usize {
+    SCOPED_PRECISION.get().unwrap_or_else(|| PRECISION.load(Relaxed))
 }
 
-/// The number of bf16 that an f32 is split into; with 1 it is not split, and multiplied as TF32.
-pub(crate) fn planes() -> usize {
-    3 - current()
+/// The number of bf16 terms that each f32 is split into; 1 means no split, with TF32 products.
+pub(crate) fn split_terms() -> usize {
+    3 - current_index()
 }
 
 /// Runs `f` with the precision `"highest"` or `"high"` on this thread.
@@ -67,9 +67,9 @@ pub(crate) fn with_matmul_precision<R>(highest: bool, f: impl FnOnce() -> R) -> 
     struct Restore(Option<usize>);
     impl Drop for Restore {
         fn drop(&mut self) {
-            SCOPE.set(self.0);
+            SCOPED_PRECISION.set(self.0);
         }
     }
-    let _restore = Restore(SCOPE.replace(Some(usize::from(!highest))));
+    let _restore = Restore(SCOPED_PRECISION.replace(Some(usize::from(!highest))));
     f()
 }

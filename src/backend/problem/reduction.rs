@@ -1,4 +1,4 @@
-//! Reductions, and the loops that compute them: over kept dims and over reduced dims, each collapsed as far as strides allow.
+//! Reductions, and their loop nest: kept dims outside, reduced dims inside, each group collapsed as far as its strides allow.
 
 use smallvec::SmallVec;
 
@@ -7,7 +7,7 @@ use crate::layout::collapse::StridedDims;
 use crate::tensor::{Dims, Layout, Shape};
 use crate::{Compute, Tensor};
 
-/// Dims with the strides of one operand, innermost last; at least one dim.
+/// Dims with the strides of one operand, innermost last. There is at least one dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Axes {
     pub(crate) sizes: Dims,
@@ -26,7 +26,7 @@ impl Axes {
         axes
     }
 
-    pub(crate) fn one(size: usize, stride: isize) -> Axes {
+    pub(crate) fn single(size: usize, stride: isize) -> Axes {
         Axes { sizes: Dims::from_slice(&[size]), strides: Dims::from_slice(&[stride]) }
     }
 
@@ -42,8 +42,8 @@ impl Axes {
         (self.sizes[self.rank() - 1], self.strides[self.rank() - 1])
     }
 
-    /// The offset of position `i`, and how many positions from there on, at most `most`, are in the same innermost row.
-    pub(crate) fn run(&self, i: usize, most: usize) -> (isize, usize) {
+    /// Returns the offset of position `i`, and the number of positions from `i` on, at most `most`, within the same innermost dim.
+    pub(crate) fn locate(&self, i: usize, most: usize) -> (isize, usize) {
         let (inner, stride) = self.inner();
         let mut rest = i / inner;
         let mut at = (i % inner) as isize * stride;
@@ -54,18 +54,18 @@ impl Axes {
         (at, most.min(inner - i % inner))
     }
 
-    /// Whether this is a single axis, of this size and stride.
-    pub(crate) fn is_one(&self, size: usize, stride: isize) -> bool {
+    /// True if there is a single dim, with this size and stride.
+    pub(crate) fn is_single(&self, size: usize, stride: isize) -> bool {
         self.sizes[..] == [size] && self.strides[..] == [stride]
     }
 
-    /// The words of the kernels' struct: sizes, then strides.
+    /// Encodes sizes and then strides, as in the kernels' struct.
     pub(crate) fn words(&self) -> SmallVec<[i64; 16]> {
         self.sizes.iter().map(|&n| n as i64).chain(self.strides.iter().map(|&s| s as i64)).collect()
     }
 }
 
-/// The loops of a reduction: result `o` reduces the elements at `start + kept[o] + reduced[r]` for every r.
+/// The loop nest of a reduction: result `o` combines the elements at `start + kept[o] + reduced[r]` for every r.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReductionPlan {
     pub(crate) start: usize,
@@ -76,8 +76,8 @@ pub(crate) struct ReductionPlan {
 }
 
 impl ReductionPlan {
-    /// The plan for a layout that is not empty. With `in_order`, r is the row-major index over the reduced dims, as argmax needs.
-    /// Otherwise these are reordered by descending stride, and negative strides reversed.
+    /// Plans a reduction of a layout that is not empty. With `in_order`, r is the row-major index over the reduced dims, as argmax needs.
+    /// Otherwise the reduced dims are sorted by descending stride, and negative strides are reversed.
     pub(crate) fn new(layout: &Layout, reduced: &[bool], in_order: bool) -> ReductionPlan {
         let dims = || layout.shape.dims().iter().copied().zip(layout.strides.iter().copied()).zip(reduced);
         let kept = Axes::new(dims().filter(|(_, r)| !**r).map(|(d, _)| d));
@@ -88,7 +88,7 @@ impl ReductionPlan {
                 start += (*n as isize - 1) * *stride;
                 *stride = -*stride;
             }
-            // Broadcast dims come first, so that the dims after them can be collapsed.
+            // Broadcast dims, whose stride is 0, come first, so that the remaining dims can collapse.
             inner.sort_by_key(|&(_, stride)| std::cmp::Reverse(if stride == 0 { isize::MAX } else { stride }));
         }
         let reduced = Axes::new(inner.into_iter());
@@ -96,30 +96,30 @@ impl ReductionPlan {
         ReductionPlan { start: start as usize, kept, reduced, outs, n }
     }
 
-    /// Whether the elements of neighbouring results are closer together in memory than those of one result.
+    /// True if the same element of neighbouring results is closer in memory than neighbouring elements of one result.
     pub(crate) fn by_column(&self) -> bool {
         let ((columns, across), (n, along)) = (self.kept.inner(), self.reduced.inner());
         columns > 1 && n > 1 && across != 0 && across.unsigned_abs() < along.unsigned_abs()
     }
 }
 
-/// A checked reduction: the result exists, and neither it nor the reduced part of the input is empty.
+/// A checked reduction: the result is allocated, and neither the result nor the reduced part of the input is empty.
 pub(crate) struct Reduction<'a> {
     pub(crate) op: &'static str,
-    /// The number of the operation's row in the table of reductions.
+    /// The index of the operation's row in the table of reductions.
     pub(crate) id: usize,
     pub(crate) rule: &'a Rule,
     pub(crate) x: &'a Tensor,
-    /// For each dim of x, whether it is reduced.
+    /// For each dim of x, whether to reduce it.
     pub(crate) mask: &'a [bool],
-    /// The result, which is contiguous.
+    /// The result. Contiguous.
     pub(crate) out: &'a Tensor,
-    /// Scalar 0 of [`Rule::finish`]: the number of elements, or their degrees of freedom.
+    /// Scalar 0 of [`Rule::finish`]: the number of elements, or the degrees of freedom.
     pub(crate) number: f64,
 }
 
 impl Reduction<'_> {
-    /// The loops that compute it.
+    /// Plans the loop nest.
     pub(crate) fn plan(&self) -> ReductionPlan {
         ReductionPlan::new(&self.x.layout, self.mask, self.rule.combination.is_arg())
     }
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transposed_tensor_summed_whole_is_one_run() {
+    fn a_full_reduction_of_a_transposed_tensor_is_one_run() {
         let plan = ReductionPlan::new(&layout(&[4, 3, 2], &[1, 8, 4], 5), &[true; 3], false);
         assert_eq!((&plan.reduced.sizes[..], &plan.reduced.strides[..]), (&[24][..], &[1][..]));
         assert_eq!((plan.start, plan.outs, plan.n), (5, 1, 24));
@@ -143,13 +143,13 @@ mod tests {
     }
 
     #[test]
-    fn flipped_dims_walk_forwards() {
+    fn flipped_dims_are_reduced_forwards() {
         let plan = ReductionPlan::new(&layout(&[3, 4], &[4, -1], 3), &[true, true], false);
         assert_eq!((plan.start, &plan.reduced.sizes[..], &plan.reduced.strides[..]), (0, &[12][..], &[1][..]));
     }
 
     #[test]
-    fn columns_are_told_from_rows() {
+    fn by_column_detects_reductions_over_columns() {
         let shape = layout(&[5, 7], &[7, 1], 0);
         assert!(ReductionPlan::new(&shape, &[true, false], false).by_column());
         assert!(!ReductionPlan::new(&shape, &[false, true], false).by_column());
@@ -158,22 +158,23 @@ mod tests {
     #[test]
     fn runs_cover_positions_in_order() {
         let axes = Axes { sizes: Dims::from_slice(&[2, 3]), strides: Dims::from_slice(&[10, -1]) };
-        assert_eq!(axes.run(0, 9), (0, 3));
-        assert_eq!(axes.run(1, 9), (-1, 2));
-        assert_eq!(axes.run(4, 1), (9, 1));
+        assert_eq!(axes.locate(0, 9), (0, 3));
+        assert_eq!(axes.locate(1, 9), (-1, 2));
+        assert_eq!(axes.locate(4, 1), (9, 1));
         assert_eq!(axes.words()[..], [2, 3, 10, -1]);
     }
 }
 
-/// How elements are combined.
+/// The operation that combines two elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Combination {
     Add,
     Mul,
     Max,
     Min,
-    /// The index of the element that Max or Min gives.
+    /// The index of the maximum.
     ArgMax,
+    /// The index of the minimum.
     ArgMin,
 }
 
@@ -183,78 +184,87 @@ impl Combination {
     }
 }
 
-/// What is applied to each element before it is combined.
+/// The function that is applied to each element before elements are combined.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Element {
-    Itself,
-    /// 1 where it is not zero, else 0.
+    Identity,
+    /// 1 for a nonzero element, else 0.
     NonZero,
-    Of(Expr),
+    Formula(Expr),
 }
 
-/// The formula of a reduction.
+/// The formula of a reduction: map each element, combine, finish.
 #[derive(Debug, Clone)]
 pub(crate) struct Rule {
     pub(crate) combination: Combination,
     pub(crate) element: Element,
-    /// An expression over the combined value, input 0, and [`Reduction::number`], scalar 0; None for the value itself.
+    /// An expression over the combined value (input 0) and [`Reduction::number`] (scalar 0); None returns the combined value itself.
     pub(crate) finish: Option<Expr>,
-    /// How a sum that leaves the accumulator's range is made again.
+    /// How to repeat a sum that left the accumulator's range.
     pub(crate) rescaled: Option<Rescaled>,
-    /// Whether it accumulates in i64 for every dtype.
+    /// Whether to accumulate in i64 for every dtype.
     pub(crate) counts: bool,
 }
 
-/// Sums of floats that are made again, of elements times a power of two, where the plain sum overflows or its squares vanish.
+/// Float sums that are repeated with scaled elements if the plain sum overflows or its squares underflow. The scale is a power of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rescaled {
-    /// A sum over the number of its elements.
+    /// The sum divided by the number of elements.
     Mean,
-    /// The root of a sum of squares.
+    /// The square root of a sum of squares.
     Norm,
-    /// A sum of squares over the degrees of freedom.
+    /// A sum of squares divided by the degrees of freedom.
     Variance,
 }
 
 impl Rescaled {
-    /// Whether the elements are squared, so that a small sum may have lost some.
+    /// True if elements are squared, so that a small sum may have lost some to underflow.
     pub(crate) fn squares(self) -> bool {
         self != Rescaled::Mean
     }
 }
 
-/// The plain sums of squares that are exact enough, and the factors of elements where a sum is greater or less.
+/// The range in which a plain sum is exact enough, and the factors that bring other sums into the range.
 pub(crate) struct SafeRange {
-    pub(crate) largest: f64,
-    pub(crate) least: f64,
-    pub(crate) down: f64,
-    pub(crate) up: f64,
+    /// The largest plain sum that is accepted.
+    pub(crate) max_sum: f64,
+    /// The smallest plain sum of squares that is accepted.
+    pub(crate) min_square_sum: f64,
+    /// Factor for the elements of a sum that is too large.
+    pub(crate) scale_down: f64,
+    /// Factor for the elements of a sum that is too small.
+    pub(crate) scale_up: f64,
 }
 
 impl SafeRange {
-    /// The range of sums that are accumulated in `compute`. No product of an element and its factor, squared, leaves this range.
-    pub(crate) fn of(compute: Compute) -> SafeRange {
-        let (largest, [least, down, up]) = match compute {
+    /// The range for sums accumulated in `compute`. The square of an element times its factor never leaves this range.
+    pub(crate) fn for_accumulator(compute: Compute) -> SafeRange {
+        let (max_sum, [min_square_sum, scale_down, scale_up]) = match compute {
             Compute::F64 => (f64::MAX, [-900, -600, 700]),
             _ => (f32::MAX.into(), [-76, -80, 90]),
         };
         let power = |exponent: i64| f64::from_bits(((1023 + exponent) as u64) << 52);
-        SafeRange { largest, least: power(least), down: power(down), up: power(up) }
+        SafeRange {
+            max_sum,
+            min_square_sum: power(min_square_sum),
+            scale_down: power(scale_down),
+            scale_up: power(scale_up),
+        }
     }
 
-    /// The definitions `LARGEST`, `LEAST`, `DOWN` and `UP` of OpenCL C.
+    /// Returns the OpenCL C definitions `LARGEST`, `LEAST`, `DOWN` and `UP`.
     pub(crate) fn defines(compute: Compute) -> String {
-        let SafeRange { largest, least, down, up } = SafeRange::of(compute);
+        let SafeRange { max_sum, min_square_sum, scale_down, scale_up } = SafeRange::for_accumulator(compute);
         let suffix = if compute == Compute::F64 { "" } else { "f" };
-        let each = [("LARGEST", largest), ("LEAST", least), ("DOWN", down), ("UP", up)];
+        let each = [("LARGEST", max_sum), ("LEAST", min_square_sum), ("DOWN", scale_down), ("UP", scale_up)];
         each.map(|(name, value)| format!("#define {name} {value:e}{suffix}\n")).concat()
     }
 
-    /// The factor of elements whose plain sum is `sum`, 1 where the sum is good. Only sums of `squares` may be too small.
+    /// Returns the factor for the elements whose plain sum is `sum`: 1 if the sum is accepted. Only sums of `squares` can be too small.
     pub(crate) fn factor(&self, sum: f64, squares: bool) -> f64 {
         match sum.abs() {
-            size if size.is_nan() || size > self.largest => self.down,
-            size if squares && size < self.least => self.up,
+            size if size.is_nan() || size > self.max_sum => self.scale_down,
+            size if squares && size < self.min_square_sum => self.scale_up,
             _ => 1.0,
         }
     }

@@ -1,4 +1,4 @@
-//! Scans along a dim.
+//! Scans: running reductions along a dim.
 
 /// How a scan combines elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -11,7 +11,7 @@ pub(crate) enum Scan {
 }
 
 impl Scan {
-    /// Whether it also gives the index of the maximum or minimum.
+    /// True if the scan also returns the index of the maximum or minimum.
     pub(crate) fn is_arg(self) -> bool {
         matches!(self, Scan::Max | Scan::Min)
     }

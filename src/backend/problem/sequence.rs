@@ -2,24 +2,24 @@
 
 use crate::Scalar;
 
-/// The formula of element i.
+/// The formula for element i of a sequence.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Sequence {
-    /// `start + i * step`, wrapping.
+    /// `start + i * step`, with wrapping arithmetic.
     Int { start: i64, step: i64 },
-    /// `start + i * step` in f64 below index `middle`, and from there on `end - (n - 1 - i) * step`, for `n` elements.
+    /// For `n` elements, in f64: `start + i * step` if `i < middle`, else `end - (n - 1 - i) * step`.
     Float { start: f64, step: f64, middle: usize, end: f64, n: usize },
 }
 
 impl Sequence {
-    /// `n` evenly spaced numbers from `start` to `end`, computed from the nearer end, so that both ends are exact.
-    pub(crate) fn between(start: f64, end: f64, n: usize) -> Sequence {
+    /// `n` evenly spaced numbers from `start` to `end`. Each is computed from the nearer end, so that both ends are exact.
+    pub(crate) fn evenly_spaced(start: f64, end: f64, n: usize) -> Sequence {
         let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
         Sequence::Float { start, step, middle: n.div_ceil(2), end, n }
     }
 
     #[inline(always)]
-    pub(crate) fn at(self, i: usize) -> Scalar {
+    pub(crate) fn value(self, i: usize) -> Scalar {
         match self {
             Sequence::Int { start, step } => Scalar::Int(start.wrapping_add(step.wrapping_mul(i as i64))),
             Sequence::Float { start, step, middle, .. } if i < middle => Scalar::Float(start + step * i as f64),

@@ -1,7 +1,7 @@
 //! Softmax, log-softmax, logsumexp and their gradients over rows.
 
 use crate::Tensor;
-use crate::backend::problem::lines::without;
+use crate::backend::problem::lines::without_dim;
 use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
@@ -13,39 +13,40 @@ pub(crate) enum RowOp {
     MaskedSoftmax,
     LogSoftmax,
     LogSumExp,
-    /// The gradients, from the result and its gradient.
+    /// The gradient of softmax, from its result and the result's gradient.
     SoftmaxGrad,
+    /// The gradient of log-softmax, from its result and the result's gradient.
     LogSoftmaxGrad,
 }
 
 /// How a mask applies to the elements of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Mask {
+pub(crate) enum MaskKind {
     #[default]
     None,
-    /// A bool mask: elements where it is false are left out.
+    /// A bool mask: excludes elements where the mask is false.
     Keep,
-    /// A float mask, which is added to the elements.
+    /// A float mask: added to the elements.
     Add,
 }
 
-/// The masks of a softmax.
+/// The element mask and the causal mask of a softmax.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SoftmaxMask {
-    pub(crate) kind: Mask,
-    /// The number of rows of a matrix under a causal mask, which keeps elements 0 to `first + i` of row i; 0 without one.
+    pub(crate) kind: MaskKind,
+    /// The number of rows in each causally masked matrix; 0 without a causal mask. Row i keeps the elements 0 to `first + i`.
     pub(crate) causal: usize,
     pub(crate) first: usize,
 }
 
 impl SoftmaxMask {
-    /// The number of elements of row r, of n, that the causal mask keeps.
-    pub(crate) fn visible(self, r: usize, n: usize) -> usize {
+    /// The number of elements of row r that the causal mask keeps, for rows of n elements.
+    pub(crate) fn visible_len(self, r: usize, n: usize) -> usize {
         if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
     }
 }
 
-/// Rows of n elements in three operands, with the strides from row to row in `strided` and those along a row in `steps`.
+/// Rows of n elements in three operands. `strided` holds the strides between rows, `steps` the strides along a row.
 #[derive(Debug)]
 pub(crate) struct SoftmaxRows {
     pub(crate) strided: StridedDims,
@@ -55,10 +56,10 @@ pub(crate) struct SoftmaxRows {
 }
 
 impl SoftmaxRows {
-    /// The rows of `shape` along dim d, of operands with these strides.
+    /// The rows of `shape` along dim d, for operands with these strides.
     pub(crate) fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> SoftmaxRows {
-        let rest: Shape = without(shape.dims(), d);
-        let starts = operands.map(|strides| -> Dims<isize> { without(strides, d) });
+        let rest: Shape = without_dim(shape.dims(), d);
+        let starts = operands.map(|strides| -> Dims<isize> { without_dim(strides, d) });
         let strided = StridedDims::new(&rest, starts.iter().map(|s| &s[..]));
         SoftmaxRows { strided, n: shape.dims()[d], steps: operands.map(|s| s[d]), mask: SoftmaxMask::default() }
     }
@@ -68,11 +69,11 @@ impl SoftmaxRows {
     }
 }
 
-/// An operation on rows along dim `d` of x and z, which have one shape.
+/// An operation on rows along dim `d` of x and z, which have the same shape.
 pub(crate) struct Softmax<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,
-    /// The mask, or the second operand of a gradient; x where there is none.
+    /// The mask, or the second operand of a gradient; otherwise x again.
     pub(crate) z: &'a Tensor,
     pub(crate) out: &'a Tensor,
     pub(crate) d: usize,
@@ -80,7 +81,7 @@ pub(crate) struct Softmax<'a> {
 }
 
 impl Softmax<'_> {
-    /// The rows of x, the result and z.
+    /// The rows of x, the result and z, in this order.
     pub(crate) fn rows(&self) -> SoftmaxRows {
         let operands = [self.x.strides(), self.out.strides(), self.z.strides()];
         SoftmaxRows { mask: self.mask, ..SoftmaxRows::new(self.x.shape(), self.d, operands) }

@@ -1,15 +1,15 @@
-//! Formulas, an element at a time: each is computed in f64, or in i64 where its compute type is that.
+//! Formulas, evaluated an element at a time, in f64 or i64 depending on the compute type.
 
 use ndarray::ArrayD;
 
-use super::values::{both, converted, is_true, max, min, read_as, write};
+use super::values::{apply_typed, converted, is_true, max, min, read_as, write};
 use crate::backend::problem::map::{Formulas, Params, compute_type};
 use crate::expr::philox::{Bits, Draw, Normal, Seed, Uniform};
 use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Expr, Leaf, Op, Unary};
 use crate::{Compute, Result, Scalar};
 
-/// Every result is computed of the inputs as they were before, and written in row-major order.
+/// Computes every result from the inputs' original values, then writes it in row-major order.
 pub(super) fn map(formulas: &Formulas) -> Result<()> {
     let Formulas { inputs, params, program, outputs, .. } = *formulas;
     let (shape, compute) = (outputs[0].shape(), compute_type(program, inputs, outputs));
@@ -23,7 +23,7 @@ pub(super) fn map(formulas: &Formulas) -> Result<()> {
     outputs.iter().zip(results).try_for_each(|(out, result)| write(out, result))
 }
 
-/// The value of a formula at element `e`.
+/// Evaluates a formula at element `e`.
 pub(super) fn value(expr: &Expr, inputs: &[Scalar], params: Params, e: u64, compute: Compute) -> Scalar {
     let arg = |i: usize| value(&expr.args()[i], inputs, params, e, compute);
     match expr.op() {
@@ -50,7 +50,7 @@ pub(super) fn value(expr: &Expr, inputs: &[Scalar], params: Params, e: u64, comp
     }
 }
 
-/// The random number of element `e`.
+/// Draws the random number of element `e`.
 fn drawn<D: Draw<Number: Into<Scalar>>>(seed: Seed, e: u64) -> Scalar {
     let mut number = [Scalar::Int(0)];
     seed.fill::<D, _>(e, &mut number, Into::into);
@@ -61,7 +61,7 @@ fn unary(op: Unary, x: Scalar) -> Scalar {
     match (op, x) {
         (Unary::Neg, Scalar::Int(x)) => Scalar::Int(x.wrapping_neg()),
         (Unary::Abs, Scalar::Int(x)) => Scalar::Int(x.wrapping_abs()),
-        (_, Scalar::Int(_)) => x, // rounding changes no integer
+        (_, Scalar::Int(_)) => x, // rounding does not change integers
         (_, Scalar::Float(x)) => Scalar::Float(op.eval(x)),
     }
 }
@@ -73,7 +73,7 @@ fn binary(op: Binary, a: Scalar, b: Scalar) -> Scalar {
         Binary::Add => i64::wrapping_add,
         Binary::Sub => i64::wrapping_sub,
         Binary::Mul => i64::wrapping_mul,
-        // 0 where it is divided by 0, which backends report besides
+        // Division by zero gives 0; backends also report an error.
         Binary::Div => |a, b| if b == 0 { 0 } else { a.wrapping_div(b) },
         Binary::Rem => |a, b| if b == 0 { 0 } else { a.wrapping_rem(b) },
         Binary::Pow => power,
@@ -89,12 +89,12 @@ fn binary(op: Binary, a: Scalar, b: Scalar) -> Scalar {
         Binary::Copysign => |_, _| unreachable!("it needs floats"),
     };
     match (a, b) {
-        (Scalar::Int(_), Scalar::Int(_)) => both(a, b, ints, |_, _| unreachable!("both are integers")),
+        (Scalar::Int(_), Scalar::Int(_)) => apply_typed(a, b, ints, |_, _| unreachable!("both are integers")),
         _ => Scalar::Float(op.eval(a.to_f64(), b.to_f64())),
     }
 }
 
-/// Wraps; a negative power is the truncated quotient.
+/// Integer power, with wrapping. A negative power is the truncated quotient.
 fn power(base: i64, exponent: i64) -> i64 {
     match (base, u32::try_from(exponent)) {
         (_, Ok(exponent)) => base.wrapping_pow(exponent),

@@ -1,14 +1,14 @@
-//! Windows over images: convolution, im2col and col2im, pooling, and images of other sizes.
+//! Windows over images: convolution, im2col and col2im, pooling and interpolation.
 
 use ndarray::{ArrayD, IxDyn};
 
-use super::values::{indices, is_nan, read, read_floats, tensor, write};
+use super::values::{indices, is_nan, new_tensor, read, read_floats, write};
 use crate::backend::problem::conv;
 use crate::backend::problem::interpolation::{Resize, Samples};
-use crate::backend::problem::windows::{Divisor, Task, Windows};
+use crate::backend::problem::windows::{Divisor, PoolTask, Windows};
 use crate::{Result, Scalar, Tensor};
 
-/// The taps along direction d of window o that are in the image, each with the row or column of the image that it sees.
+/// The taps of window o along dim d that are inside the image, each with the row or column that it reads.
 fn taps(w: &Windows, d: usize, o: usize) -> Vec<(usize, usize)> {
     let (image, grid) = (w.image[d], w.grid[d]);
     if w.adaptive {
@@ -18,7 +18,7 @@ fn taps(w: &Windows, d: usize, o: usize) -> Vec<(usize, usize)> {
     (0..w.kernel[d]).filter_map(|k| Some((k, sees(k)?))).collect()
 }
 
-/// Every tap in the image of every window: `[row and column of the window, of the tap, of the image]`, in row-major order.
+/// Calls `f(window, tap, position in the image)` for every tap inside the image of every window, in row-major order.
 fn each_tap(w: &Windows, mut f: impl FnMut([usize; 2], [usize; 2], [usize; 2])) {
     for window in indices(&w.grid) {
         let o = [window[0], window[1]];
@@ -28,15 +28,15 @@ fn each_tap(w: &Windows, mut f: impl FnMut([usize; 2], [usize; 2], [usize; 2])) 
     }
 }
 
-/// A convolution: `y[n, o, window] = bias[o] + sum of x[n, group of o and c, position] * weight[o, c, tap]`, and what that makes of
-/// two of the three.
+/// A convolution: `y[n, o, window] = bias[o] + sum of x[n, group of o and c, position] * weight[o, c, tap]`. Each of x, weight and y can be
+/// computed from the other two.
 pub(super) struct Convolution {
     pub(super) windows: Windows,
     pub(super) groups: usize,
 }
 
 impl Convolution {
-    /// `f(index in x, in weight, in y)` for every product.
+    /// Calls `f(index in x, index in weight, index in y)` for every product.
     fn each_product(&self, n: usize, weight: &[usize], mut f: impl FnMut([usize; 4], [usize; 4], [usize; 4])) {
         let (outer, inner) = (weight[0] / self.groups, weight[1]);
         for index in indices(&[n, weight[0], inner]) {
@@ -54,23 +54,23 @@ impl Convolution {
 }
 
 impl conv::Convolution for Convolution {
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (images, w) = (read_floats(x)?, read_floats(weight)?);
         let (n, [rows, columns]) = (images.shape()[0], self.windows.grid);
         let mut y = Convolution::with_bias([n, w.shape()[0], rows, columns], bias)?;
         self.each_product(n, w.shape(), |at_x, at_w, at_y| y[&at_y[..]] += images[&at_x[..]] * w[&at_w[..]]);
-        tensor(&y, x.dtype)
+        new_tensor(&y, x.dtype)
     }
 
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (grads, w) = (read_floats(y)?, read_floats(weight)?);
         let (n, [rows, columns]) = (grads.shape()[0], self.windows.image);
         let mut x = Convolution::with_bias([n, w.shape()[1] * self.groups, rows, columns], bias)?;
         self.each_product(n, w.shape(), |at_x, at_w, at_y| x[&at_x[..]] += grads[&at_y[..]] * w[&at_w[..]]);
-        tensor(&x, y.dtype)
+        new_tensor(&x, y.dtype)
     }
 
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+    fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let (images, grads) = (read_floats(x)?, read_floats(y)?);
         let (outer, inner, [rows, columns]) = (grads.shape()[1], images.shape()[1] / self.groups, self.windows.kernel);
         let mut w = ArrayD::<f64>::zeros(&[outer, inner, rows, columns][..]);
@@ -79,13 +79,13 @@ impl conv::Convolution for Convolution {
         });
         match slot {
             Some(slot) => write(&slot, w).map(|()| slot),
-            None => tensor(&w, x.dtype),
+            None => new_tensor(&w, x.dtype),
         }
     }
 }
 
-/// `[N, C, kernel, grid]`, or `[C, kernel, N, grid]` where `inside`, with 0 in the padding.
-pub(super) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
+/// Gathers columns `[N, C, kernel, grid]`, or `[C, kernel, N, grid]` if `inside`, with 0 for the padding.
+pub(super) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     let images = read(x)?;
     let mut columns = ArrayD::from_elem(out.shape().dims(), Scalar::Int(0));
     for planes in indices(&images.shape()[..2]) {
@@ -98,7 +98,7 @@ pub(super) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
     write(out, columns)
 }
 
-pub(super) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
+pub(super) fn col2im(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let columns = read(columns)?;
     let mut images = ArrayD::from_elem(out.shape().dims(), Scalar::Int(0));
     for planes in indices(&columns.shape()[..2]) {
@@ -111,71 +111,71 @@ pub(super) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     write(out, images)
 }
 
-/// The elements that window `[oh, ow]` sees, in row-major order.
-fn seen(w: &Windows, [oh, ow]: [usize; 2]) -> Vec<[usize; 2]> {
+/// The elements that window `[oh, ow]` reads, in row-major order.
+fn window_elements(w: &Windows, [oh, ow]: [usize; 2]) -> Vec<[usize; 2]> {
     let columns = taps(w, 1, ow);
     taps(w, 0, oh).into_iter().flat_map(|(_, i)| columns.iter().map(move |&(_, j)| [i, j])).collect()
 }
 
-/// What the mean of a window is divided by.
+/// The divisor of a window's mean.
 fn divisor(w: &Windows, o: [usize; 2], divisor: Divisor) -> f64 {
     let padded = |d: usize| {
         let start = o[d] * w.stride[d];
-        (start + w.kernel[d]).min(w.image[d] + w.padding[d] + w.behind[d]) - start
+        (start + w.kernel[d]).min(w.image[d] + w.padding[d] + w.padding_after[d]) - start
     };
     let count = match divisor {
         Divisor::Number(n) => n,
         Divisor::Window if !w.adaptive => padded(0) * padded(1),
-        _ => seen(w, o).len(),
+        _ => window_elements(w, o).len(),
     };
     count as f64
 }
 
-/// `Max` gives the greatest element of each window, the last NaN if there is one, and its position in the image; `MaxBackward` adds
-/// each window's gradient there. `Mean` and `MeanBackward` are each other's gradient.
-pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+/// `Max` computes the greatest element of each window, or the last NaN, and its position in the image. `MaxBackward` adds each window's
+/// gradient at that position. `Mean` and `MeanBackward` are each other's gradient.
+pub(super) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     let (x, mut results) = (read(x)?, ArrayD::from_elem(out.shape().dims(), Scalar::Int(0)));
     let mut chosen = read(index)?;
     for position in indices(&[x.shape()[0], x.shape()[1], w.grid[0], w.grid[1]]) {
         let [n, c, oh, ow] = position[..] else { unreachable!("four dims") };
-        let (window, seen) = (&position[..], seen(w, [oh, ow]));
+        let (window, window_elements) = (&position[..], window_elements(w, [oh, ow]));
         let image = |[i, j]: [usize; 2]| [n, c, i, j];
         let mut give = |at: [usize; 2], share: f64| {
             let sum = &mut results[&image(at)[..]];
             *sum = Scalar::Float(sum.to_f64() + share);
         };
         match task {
-            Task::Max => {
+            PoolTask::Max => {
                 let better = |best: [usize; 2], new: [usize; 2]| {
                     let [a, b] = [best, new].map(|at| x[&image(at)[..]]);
                     if is_nan(b) || super::values::order(b, a).is_gt() { new } else { best }
                 };
-                let best = seen.iter().copied().reduce(better).expect("an element in the image");
+                let best = window_elements.iter().copied().reduce(better).expect("an element in the image");
                 results[window] = x[&image(best)[..]];
                 chosen[window] = Scalar::Int((best[0] * w.image[1] + best[1]) as i64);
             }
-            Task::MaxBackward => {
+            PoolTask::MaxBackward => {
                 let at = chosen[window].to_i64() as usize;
                 give([at / w.image[1], at % w.image[1]], x[window].to_f64());
             }
-            Task::Mean(by) => {
-                let sum: f64 = seen.iter().map(|&at| x[&image(at)[..]].to_f64()).sum();
+            PoolTask::Mean(by) => {
+                let sum: f64 = window_elements.iter().map(|&at| x[&image(at)[..]].to_f64()).sum();
                 results[window] = Scalar::Float(sum / divisor(w, [oh, ow], by));
             }
-            Task::MeanBackward(by) => {
+            PoolTask::MeanBackward(by) => {
                 let share = x[window].to_f64() / divisor(w, [oh, ow], by);
-                seen.into_iter().for_each(|at| give(at, share));
+                window_elements.into_iter().for_each(|at| give(at, share));
             }
         }
     }
-    if task == Task::Max {
+    if task == PoolTask::Max {
         write(index, chosen)?;
     }
     write(out, results)
 }
 
-/// The elements that element o of a dim of another size is made of, with their shares.
-fn shares(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
+/// The input elements that output o of a resized dim depends on, with their weights.
+fn source_weights(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
     match samples.map(|samples| (samples.linear, samples.source(o))) {
         None => vec![(o, 1.0)],
         Some((false, (at, ..))) => vec![(at, 1.0)],
@@ -183,14 +183,14 @@ fn shares(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
     }
 }
 
-/// `out[i, j] = sum of the shares of x[k, l]`; transposed, each element gives its shares back.
+/// Computes `out[i, j] = sum of weight * x[k, l]`. The transposed map adds `weight * x[i, j]` to each `out[k, l]`.
 pub(super) fn interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
     let (x, mut results) = (read_floats(x)?, ArrayD::<f64>::zeros(IxDyn(out.shape().dims())));
     let large = if transposed { x.shape() } else { out.shape().dims() }.to_vec();
     for index in indices(&large) {
         let [n, c, i, j] = index[..] else { unreachable!("four dims") };
-        for (k, row_share) in shares(resize.rows, i) {
-            for (l, column_share) in shares(resize.columns, j) {
+        for (k, row_share) in source_weights(resize.rows, i) {
+            for (l, column_share) in source_weights(resize.columns, j) {
                 let (share, small) = (row_share * column_share, [n, c, k, l]);
                 match transposed {
                     true => results[&small[..]] += share * x[&index[..]],

@@ -1,8 +1,8 @@
-//! The definition of every problem: the plainest loops over indices and strides, in f64, or i64 where numbers are integers.
+//! The definition of every problem: plain loops over indices and strides, in f64, or in i64 for integers.
 //!
-//! It exists in tests only, for tensors on the CPU, as the oracle of both backends. Tensors are read whole, value by value
-//! ([`values`]), and results are rounded once, when they are written. It declines nothing, so that what a backend leaves to
-//! composition is defined, too. [`suite`] compares the backends with it.
+//! It is compiled in tests only, for tensors on the CPU, and is the oracle for both backends. Tensors are read value by value ([`values`]),
+//! and results are rounded once, when they are written. The reference declines no problem, so that problems which a backend leaves to
+//! composition are defined as well. [`suite`] compares the backends with the reference.
 
 mod attention;
 mod formula;
@@ -16,7 +16,7 @@ mod values;
 
 use super::*;
 
-/// The reference.
+/// The reference backend.
 struct Reference;
 
 impl Backend for Reference {
@@ -24,18 +24,18 @@ impl Backend for Reference {
         map(formulas: &Formulas) -> Result<()> = formula::map(formulas);
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = moves::sequence(values, out).map(|()| true);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> = moves::join(out, tensors, d).map(|()| true);
-        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = moves::zeroed(x, from, to).map(Some);
+        tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = moves::tril_triu(x, from, to).map(Some);
         gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = reductions::gemm(product, shape, outs);
         reduce(reduction: &Reduction) -> Result<()> = reductions::reduce(reduction);
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
             reductions::scan(scan, x, d, values, indices);
         sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
             sorts::sort(x, d, descending, values, indices);
-        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
-            sorts::search(x, lines, step, v, right, out);
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
-            sorts::first(x, d, k, descending).map(Some);
-        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> = sorts::nth(x, d, nth).map(Some);
+        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+            sorts::searchsorted(x, lines, step, v, right, out);
+        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
+            sorts::topk(x, d, k, descending).map(Some);
+        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> = sorts::kth(x, d, nth).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = moves::gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
             moves::scatter(g, combine, target, layout);
@@ -53,9 +53,9 @@ impl Backend for Reference {
         norm_forward(
             given: &Normalisation, _: &[u64; 4], views: &dyn Fn() -> Result<Views>
         ) -> Result<()> =
-            rows::norm(&given.of(&views()?));
-        norm_columns(x: &Tensor, _: usize, n: usize) -> Result<Option<Tensor>> =
-            Tensor::empty_like_shape([1, 2, n], x.dtype.compute().dtype(), Device::Cpu).map(Some);
+            rows::norm(&given.with_views(&views()?));
+        alloc_column_sums(x: &Tensor, _: usize, n: usize) -> Result<Option<Tensor>> =
+            Tensor::empty_with_shape([1, 2, n], x.dtype.compute().dtype(), Device::Cpu).map(Some);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             rows::normalise_channels(x, numbers, eps).map(Some);
         has_variance() -> bool = true;
@@ -68,11 +68,11 @@ impl Backend for Reference {
         forward_convolution(
             windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize
         ) -> Result<Option<Tensor>> =
-            images::Convolution { windows: *windows, groups }.windows(x, weight, bias).map(Some);
-        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
-            images::unfold(windows, x, out, inside);
-        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = images::fold(windows, columns, out);
-        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            images::Convolution { windows: *windows, groups }.forward(x, weight, bias).map(Some);
+        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
+            images::im2col(windows, x, out, inside);
+        col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = images::col2im(windows, columns, out);
+        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
             images::pool(windows, task, x, index, out);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             images::interpolate(resize, x, out, transposed);
@@ -81,6 +81,6 @@ impl Backend for Reference {
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
             attention::backward(a, of, results);
-        blocking(memory: usize, _: bool) -> Blocking = Blocking { unblocked_bytes: memory, block_bytes: memory, min_queries: 1 };
+        attention_blocking(memory: usize, _: bool) -> Blocking = Blocking { unblocked_bytes: memory, block_bytes: memory, min_queries: 1 };
     }
 }

@@ -1,13 +1,13 @@
-//! Elements moved to other positions: joined, left out, read and written through indices.
+//! Moving elements: concatenation, `tril` and `triu`, gather and scatter.
 
-use super::values::{Memory, add, indices, is_true, max, min, mul, position, read, tensor, write};
+use super::values::{Memory, add, indices, is_true, max, min, mul, new_tensor, read, storage_index, write};
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::backend::problem::sequence::Sequence;
 use crate::layout::Layout;
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
 pub(super) fn sequence(values: Sequence, out: &Tensor) -> Result<()> {
-    write(out, (0..out.numel()).map(|i| values.at(i)))
+    write(out, (0..out.numel()).map(|i| values.value(i)))
 }
 
 pub(super) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<()> {
@@ -20,7 +20,7 @@ pub(super) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
+pub(super) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let mut values = read(x)?;
     for (index, value) in values.indexed_iter_mut() {
         let [.., row, column] = *ndarray::Dimension::slice(&index) else { unreachable!("matrices") };
@@ -28,10 +28,10 @@ pub(super) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
             *value = Scalar::Int(0);
         }
     }
-    tensor(&values, x.dtype)
+    new_tensor(&values, x.dtype)
 }
 
-/// The index as a position along a dim of this size.
+/// Resolves an index to a position along a dim of this size.
 fn checked(op: &'static str, index: Scalar, size: usize, wraps: bool) -> Result<isize> {
     let index = index.to_i64();
     let position = if wraps && index < 0 { index + size as i64 } else { index };
@@ -39,27 +39,27 @@ fn checked(op: &'static str, index: Scalar, size: usize, wraps: bool) -> Result<
     inside.then_some(position as isize).ok_or(Error::IndexOutOfRange { op, index, size })
 }
 
-/// `f(position in x, position in the indexed tensor along its dim)` for every index in row-major order.
-fn each(g: &Indexed, mut f: impl FnMut(&[usize], isize)) -> Result<()> {
-    let index = Memory::of(g.index)?;
+/// Calls `f(index, offset along the indexed dim)` for every element of the index, in row-major order.
+fn for_each_index(g: &Indexed, mut f: impl FnMut(&[usize], isize)) -> Result<()> {
+    let index = Memory::read(g.index)?;
     for i in indices(g.x_layout.shape.dims()) {
-        let position = checked(g.op, index.get(position(&g.index_layout, &i)), g.size, g.wraps)?;
+        let position = checked(g.op, index.get(storage_index(&g.index_layout, &i)), g.size, g.wraps)?;
         f(&i, position * g.step);
     }
     Ok(())
 }
 
 pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
-    let (x, mut values) = (Memory::of(g.x)?, Vec::new());
-    each(g, |i, along| values.push(x.get(position(&g.x_layout, i) + along)))?;
+    let (x, mut values) = (Memory::read(g.x)?, Vec::new());
+    for_each_index(g, |i, along| values.push(x.get(storage_index(&g.x_layout, i) + along)))?;
     write(out, values)
 }
 
-/// What meets in one element arrives in the order of the indices.
+/// Scatters elements in the order of the indices.
 pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout) -> Result<()> {
-    let (x, mut to) = (Memory::of(g.x)?, Memory::of(target)?);
-    each(g, |i, along| {
-        let (new, at) = (x.get(position(&g.x_layout, i)), position(layout, i) + along);
+    let (x, mut to) = (Memory::read(g.x)?, Memory::read(target)?);
+    for_each_index(g, |i, along| {
+        let (new, at) = (x.get(storage_index(&g.x_layout, i)), storage_index(layout, i) + along);
         let old = to.get(at);
         to.set(
             at,
@@ -98,7 +98,7 @@ pub(super) fn nonzero(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let values = read(x)?;
     let found = values.iter().zip(indices(dims)).filter(|(value, _)| is_true(**value)).map(|(_, index)| index);
     let found: Vec<Vec<usize>> = found.collect();
-    let out = Tensor::empty_like_shape([found.len(), dims.len()], DType::I64, Device::Cpu)?;
+    let out = Tensor::empty_with_shape([found.len(), dims.len()], DType::I64, Device::Cpu)?;
     write(&out, found.iter().flatten().map(|&i| i as i64))?;
     Ok(out)
 }
@@ -107,7 +107,7 @@ pub(super) fn masked_select(x: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let (values, mask) = (read(x)?, read(mask)?);
     let found = values.iter().zip(&mask).filter(|(_, on)| is_true(**on)).map(|(value, _)| *value);
     let found: Vec<Scalar> = found.collect();
-    let out = Tensor::empty_like_shape(found.len(), x.dtype, Device::Cpu)?;
+    let out = Tensor::empty_with_shape(found.len(), x.dtype, Device::Cpu)?;
     write(&out, found)?;
     Ok(out)
 }

@@ -1,4 +1,4 @@
-//! Products of matrices, reductions and scans: sums in f64 or i64, one term after the other.
+//! Matrix products, reductions and scans: sums in f64 or i64, one term after another.
 
 use super::formula;
 use super::values::{add, converted, indices, is_true, max, min, mul, order, read, read_as, write};
@@ -16,7 +16,7 @@ pub(super) fn gemm(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let over_batch = |t: &Tensor, matrix: [usize; 2]| read_as(t, &batch.iter().copied().chain(matrix).collect());
     let (a, b) = (over_batch(g.a, [*m, k])?, over_batch(g.b, [k, *n])?);
     let extras = g.extras.iter().map(|t| read_as(t, shape)).collect::<Result<Vec<_>>>()?;
-    let params = Params::of(g.scalars);
+    let params = Params::from_scalars(g.scalars);
     let mut results = vec![Vec::new(); outs.len()];
     for index in indices(shape.dims()) {
         let (batch, &[i, j]) = index.split_last_chunk().expect("matrices");
@@ -38,14 +38,14 @@ pub(super) fn gemm(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     Ok(g.sums.is_some())
 }
 
-/// Each result is of the elements whose index it has in the dims that are kept, in row-major order.
+/// Reduces the elements that share a result's index in the kept dims, in row-major order.
 pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, .. } = *reduction;
     let (compute, accumulator) = (x.dtype.compute(), rule.accumulator(x.dtype));
     let element = |value: Scalar| match &rule.element {
-        Element::Itself => value,
+        Element::Identity => value,
         Element::NonZero => Scalar::Int(is_true(value).into()),
-        Element::Of(formula) => formula::value(formula, &[value], Params::default(), 0, compute),
+        Element::Formula(formula) => formula::value(formula, &[value], Params::default(), 0, compute),
     };
     let dims = |reduced: bool| -> Vec<usize> {
         x.shape().dims().iter().zip(mask).map(|(&n, &r)| if r == reduced { n } else { 1 }).collect()
@@ -67,19 +67,19 @@ pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
             Combination::ArgMin => return first_index(&elements, all.reduce(min)),
         };
         let count = [Scalar::Float(reduction.number)];
-        let params = Params::of(&count);
+        let params = Params::from_scalars(&count);
         rule.finish.as_ref().map_or(result, |finish| formula::value(finish, &[result], params, 0, accumulator))
     });
     write(out, results)
 }
 
-/// The index of the first element that equals the one chosen.
+/// The index of the first element that equals `chosen`.
 fn first_index(elements: &[Scalar], chosen: Option<Scalar>) -> Scalar {
     let same = |x: &Scalar| chosen.is_some_and(|chosen| order(*x, chosen).is_eq());
     Scalar::Int(elements.iter().position(same).expect("one of them") as i64)
 }
 
-/// Element i is of the elements `0..=i` of its line; indices are those of the last ones among equals.
+/// Element i of the result reduces the elements `0..=i` of its line. Indices refer to the last of equal elements.
 pub(super) fn scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, chosen: Option<&Tensor>) -> Result<()> {
     let mut results = read(x)?;
     let mut indices = results.clone();
@@ -106,13 +106,13 @@ pub(super) fn scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, chosen: Op
     write(values, results)
 }
 
-/// `log(sum(exp(x)))`; an infinite greatest element is the result.
+/// `log(sum(exp(x)))`. If the greatest element is infinite, it is the result.
 pub(super) fn log_sum_exp(x: impl Iterator<Item = f64> + Clone) -> f64 {
     let top = max_of(x.clone());
     if top.is_infinite() { top } else { top + x.map(|x| (x - top).exp()).sum::<f64>().ln() }
 }
 
-/// The greatest element; NaN if there is one, -inf of nothing.
+/// The greatest element; NaN if there is any, -inf for an empty iterator.
 pub(super) fn max_of(x: impl Iterator<Item = f64>) -> f64 {
     x.fold(f64::NEG_INFINITY, |a, b| max(a.into(), b.into()).to_f64())
 }

@@ -1,12 +1,12 @@
-//! Rows that are seen whole: softmax, cross-entropy, normalisation.
+//! Operations on whole rows: softmax, cross-entropy and normalisation.
 
 use ndarray::{Array1, ArrayD, Axis};
 
 use super::reductions::{log_sum_exp, max_of};
-use super::values::{read, read_floats, tensor, write};
+use super::values::{new_tensor, read, read_floats, write};
 use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
 use crate::backend::problem::norm::{Channels, Normalisation};
-use crate::backend::problem::softmax::{Mask, RowOp, Softmax};
+use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax};
 use crate::{Device, Error, Result, Tensor};
 
 pub(super) fn softmax(s: &Softmax) -> Result<()> {
@@ -37,27 +37,27 @@ fn plain_softmax(x: &Array1<f64>) -> Array1<f64> {
     &powers / powers.sum()
 }
 
-/// Of the elements that row r sees; the others are 0, as all are where it sees nothing.
+/// Softmax over the visible elements of row r. Hidden elements are 0; all are 0 if none is visible.
 fn masked_softmax(s: &Softmax, r: usize, x: Array1<f64>, z: Array1<f64>) -> Array1<f64> {
-    let visible = s.mask.visible(r, x.len());
+    let visible = s.mask.visible_len(r, x.len());
     let score = |i: usize| match s.mask.kind {
         _ if i >= visible => f64::NEG_INFINITY,
-        Mask::None => x[i],
-        Mask::Keep => {
+        MaskKind::None => x[i],
+        MaskKind::Keep => {
             if z[i] != 0.0 {
                 x[i]
             } else {
                 f64::NEG_INFINITY
             }
         }
-        Mask::Add => x[i] + z[i],
+        MaskKind::Add => x[i] + z[i],
     };
     let scores = Array1::from_shape_fn(x.len(), score);
     let nothing = scores.iter().all(|&x| x == f64::NEG_INFINITY);
     if nothing { Array1::zeros(x.len()) } else { plain_softmax(&scores) }
 }
 
-/// The loss of a row is `log(sum(exp(x))) - x[label]`, its gradient the softmax less 1 at the label.
+/// The loss of a row is `log(sum(exp(x))) - x[label]`. Its gradient is the softmax, minus 1 at the label.
 pub(super) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits, labels, options, dtype, grad, .. } = *entropy;
     let (x, labels) = (read_floats(logits)?, read(labels)?.mapv(|label| label.to_i64()));
@@ -77,14 +77,14 @@ pub(super) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     }
     grad.map_or(Ok(()), |grad| write(grad, gradients))?;
     if options.reduction == LossReduction::None {
-        return tensor(&losses, dtype);
+        return new_tensor(&losses, dtype);
     }
-    let out = Tensor::empty_like_shape((), dtype, Device::Cpu)?;
+    let out = Tensor::empty_with_shape((), dtype, Device::Cpu)?;
     write(&out, [losses.sum() / divisor])?;
     Ok(out)
 }
 
-/// A row as the loops below have it: the elements of the last two dims.
+/// Copies one row: the elements of the last two dims.
 fn row(t: &ArrayD<f64>, r: [usize; 2]) -> Array1<f64> {
     t.index_axis(Axis(0), r[0]).index_axis(Axis(0), r[1]).iter().copied().collect()
 }
@@ -93,8 +93,8 @@ fn mean(x: &Array1<f64>) -> f64 {
     x.sum() / x.len() as f64
 }
 
-/// Forward `y = (x - mean) / sqrt(var + eps) * weight + bias`, with the mean 0 in RMS norms. Backward the gradient of z, where x
-/// is that of the result; and the sums over each row and over each column of x and of x times the normalised z.
+/// Forward: `y = (x - mean) / sqrt(var + eps) * weight + bias`, with mean 0 in RMS norms. Backward: the gradient of z, where x is the gradient
+/// of the result, and the sums of x and of x times the normalised z over each row and over each column.
 pub(super) fn norm(rows: &Normalisation) -> Result<()> {
     let x = read_floats(rows.x)?;
     let other = |t: Option<&Tensor>, otherwise: f64| match t {
@@ -134,11 +134,11 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
         None => write(rows.statistics, statistics)?,
         Some(_) => rows.sums.map_or(Ok(()), |t| write(t, sums))?,
     }
-    // There is one part.
+    // The reference accumulates the columns in one part.
     rows.columns.map_or(Ok(()), |t| write(t, columns))
 }
 
-/// As the forward of [`norm`], of `[N, C, ..]` by the numbers of each channel.
+/// Like the forward pass of [`norm`], for `[N, C, ..]` with known statistics of each channel.
 pub(super) fn normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Tensor> {
     let mut values = read_floats(x)?;
     let [mean, variance, weight, bias] = numbers.map(|t| t.map(read_floats).transpose());
@@ -148,10 +148,10 @@ pub(super) fn normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Res
         let normal = (*value - of(&mean, 0.0)) / (of(&variance, 1.0) + eps).sqrt();
         *value = normal * of(&weight, 1.0) + of(&bias, 0.0);
     }
-    tensor(&values, x.dtype)
+    new_tensor(&values, x.dtype)
 }
 
-/// The sums of squared deviations of rows, over `freedom`, or their roots.
+/// The sum of squared deviations of each row, divided by `freedom`, or its square root.
 pub(super) fn variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<()> {
     let x = read_floats(rows)?;
     let [first, second, ..] = *x.shape() else { unreachable!("four dims") };

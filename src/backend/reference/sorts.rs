@@ -1,21 +1,21 @@
-//! Sorts, searches and choices by order: NaN is above everything, equal elements keep their order.
+//! Sorting, searching and selection. NaN is above everything, and equal elements keep their order.
 
 use ndarray::{ArrayD, Axis};
 
-use super::values::{Memory, indices, is_nan, order, position, read, tensor, write};
-use crate::backend::problem::select::{Nth, Selected};
+use super::values::{Memory, indices, is_nan, new_tensor, order, read, storage_index, write};
+use crate::backend::problem::select::{RankQuery, Selected};
 use crate::layout::Layout;
 use crate::{DType, Result, Scalar, Tensor};
 
-/// The indices of a line's elements in their order.
-fn sorted(line: &[Scalar], descending: bool) -> Vec<usize> {
+/// The indices of a line's elements in sorted order.
+fn sorted_indices(line: &[Scalar], descending: bool) -> Vec<usize> {
     let mut at: Vec<usize> = (0..line.len()).collect();
     at.sort_by(|&a, &b| if descending { order(line[b], line[a]) } else { order(line[a], line[b]) });
     at
 }
 
-/// Values and indices of what `choose` takes of each line along d, in the order in which it gives them.
-fn chosen(
+/// The values and indices of the elements that `choose` selects from each line along d, in the same order.
+fn select_lines(
     x: &Tensor,
     d: usize,
     count: usize,
@@ -36,32 +36,38 @@ fn chosen(
 }
 
 pub(super) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
-    let results = chosen(x, d, x.shape().dims()[d], |line| sorted(line, descending))?;
+    let results = select_lines(x, d, x.shape().dims()[d], |line| sorted_indices(line, descending))?;
     [values, indices].into_iter().zip(results).try_for_each(|(t, result)| write(t, result))
 }
 
-pub(super) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
-    let [values, indices] = chosen(x, d, k, |line| sorted(line, descending)[..k].to_vec())?;
-    Ok(Selected { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
+pub(super) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
+    let [values, indices] = select_lines(x, d, k, |line| sorted_indices(line, descending)[..k].to_vec())?;
+    Ok(Selected { values: Some(new_tensor(&values, x.dtype)?), indices: new_tensor(&indices, DType::I64)? })
 }
 
-pub(super) fn nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Selected> {
+pub(super) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> {
     let ranks = nth.ranks().map(read).transpose()?;
     let mut listed = ranks.iter().flatten();
-    let [values, indices] = chosen(x, d, 1, |line| {
+    let [values, indices] = select_lines(x, d, 1, |line| {
         let nans = line.iter().filter(|x| is_nan(**x)).count();
         let rank = nth.rank(line.len(), nans, || listed.next().expect("a rank for each line").to_f64() as i64);
-        vec![sorted(line, false)[rank]]
+        vec![sorted_indices(line, false)[rank]]
     })?;
-    Ok(Selected { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
+    Ok(Selected { values: Some(new_tensor(&values, x.dtype)?), indices: new_tensor(&indices, DType::I64)? })
 }
 
-/// How many elements of its line come before each value: those that are less, on the right side equal ones as well. All do
-/// before NaN.
-pub(super) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
-    let (x, n, values) = (Memory::of(x)?, *x.shape().dims().last().expect("a line"), read(v)?);
+/// Counts the elements before each value in its line: lesser elements, and with `right` also equal ones. All elements are before NaN.
+pub(super) fn searchsorted(
+    x: &Tensor,
+    lines: &Layout,
+    step: isize,
+    v: &Tensor,
+    right: bool,
+    out: &Tensor,
+) -> Result<()> {
+    let (x, n, values) = (Memory::read(x)?, *x.shape().dims().last().expect("a line"), read(v)?);
     let found = indices(v.shape().dims()).map(|index| {
-        let (start, value) = (position(lines, &index), values[&index[..]].to_f64());
+        let (start, value) = (storage_index(lines, &index), values[&index[..]].to_f64());
         let before = |i: &usize| {
             let element = x.get(start + *i as isize * step).to_f64();
             !(if right { element > value } else { element >= value })

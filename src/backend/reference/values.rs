@@ -1,4 +1,4 @@
-//! The values of tensors, and arithmetic on them: exact i64 where all operands are integers, f64 otherwise.
+//! The values of tensors, and arithmetic on values: exact i64 if all operands are integers, f64 otherwise.
 
 use std::cmp::Ordering;
 
@@ -7,20 +7,20 @@ use ndarray::{ArrayD, IxDyn};
 use crate::layout::Layout;
 use crate::{Compute, DType, Device, Result, Scalar, Shape, Tensor};
 
-/// A copy of a tensor's storage, with the values of single elements.
+/// A copy of a tensor's storage, for access to single elements.
 pub(super) struct Memory {
     dtype: DType,
     bytes: Vec<u8>,
 }
 
 impl Memory {
-    pub(super) fn of(t: &Tensor) -> Result<Memory> {
+    pub(super) fn read(t: &Tensor) -> Result<Memory> {
         let mut bytes = vec![0; t.storage.nbytes()];
         t.storage.read(0, &mut bytes)?;
         Ok(Memory { dtype: t.dtype, bytes })
     }
 
-    /// The element so many elements behind the storage's first.
+    /// The element at index `at` of the storage.
     pub(super) fn get(&self, at: isize) -> Scalar {
         let (at, size) = (at as usize, self.dtype.size());
         Scalar::decode(self.dtype, &self.bytes[at * size..][..size])
@@ -31,59 +31,59 @@ impl Memory {
         value.encode(self.dtype, &mut self.bytes[at * size..][..size]);
     }
 
-    /// Puts the bytes back where they came from.
+    /// Writes the bytes back to the tensor's storage.
     pub(super) fn write_to(&self, t: &Tensor) -> Result<()> {
         t.storage.write(0, &self.bytes)
     }
 }
 
-/// Where a layout has the element of this index.
-pub(super) fn position(layout: &Layout, index: &[usize]) -> isize {
+/// The storage index of the element with this index.
+pub(super) fn storage_index(layout: &Layout, index: &[usize]) -> isize {
     layout.offset as isize + index.iter().zip(&layout.strides).map(|(&i, &stride)| i as isize * stride).sum::<isize>()
 }
 
-/// Every index of a shape, in row-major order.
+/// Iterates over every index of a shape, in row-major order.
 pub(super) fn indices(dims: &[usize]) -> impl Iterator<Item = Vec<usize>> + use<> {
     ndarray::indices(IxDyn(dims)).into_iter().map(|index| ndarray::Dimension::slice(&index).to_vec())
 }
 
-/// The values of a tensor of any strides.
+/// Reads the values of a tensor with any strides.
 pub(super) fn read(t: &Tensor) -> Result<ArrayD<Scalar>> {
-    let memory = Memory::of(t)?;
-    let value = |index: IxDyn| memory.get(position(&t.layout, ndarray::Dimension::slice(&index)));
+    let memory = Memory::read(t)?;
+    let value = |index: IxDyn| memory.get(storage_index(&t.layout, ndarray::Dimension::slice(&index)));
     Ok(ArrayD::from_shape_fn(IxDyn(t.shape().dims()), value))
 }
 
-/// As [`read`], broadcast.
+/// [`read`], after broadcasting.
 pub(super) fn read_as(t: &Tensor, shape: &Shape) -> Result<ArrayD<Scalar>> {
     read(&t.with_layout(t.layout.broadcast_to(shape)))
 }
 
-/// As [`read`], in f64.
+/// [`read`], in f64.
 pub(super) fn read_floats(t: &Tensor) -> Result<ArrayD<f64>> {
     Ok(read(t)?.mapv(Scalar::to_f64))
 }
 
-/// Writes as many values as the tensor has elements, in row-major order.
+/// Writes one value to each element of the tensor, in row-major order.
 pub(super) fn write<V: Into<Scalar>>(t: &Tensor, values: impl IntoIterator<Item = V>) -> Result<()> {
-    let mut memory = Memory::of(t)?;
+    let mut memory = Memory::read(t)?;
     let mut values = values.into_iter();
     for index in indices(t.shape().dims()) {
         let value = values.next().expect("as many values as elements");
-        memory.set(position(&t.layout, &index), value.into());
+        memory.set(storage_index(&t.layout, &index), value.into());
     }
     assert!(values.next().is_none(), "more values than elements");
     memory.write_to(t)
 }
 
-/// A new tensor of these values.
-pub(super) fn tensor<V: Copy + Into<Scalar>>(values: &ArrayD<V>, dtype: DType) -> Result<Tensor> {
-    let out = Tensor::empty_like_shape(values.shape(), dtype, Device::Cpu)?;
+/// Creates a tensor with these values.
+pub(super) fn new_tensor<V: Copy + Into<Scalar>>(values: &ArrayD<V>, dtype: DType) -> Result<Tensor> {
+    let out = Tensor::empty_with_shape(values.shape(), dtype, Device::Cpu)?;
     write(&out, values.iter().copied())?;
     Ok(out)
 }
 
-/// The value as computations of this type see it.
+/// Converts the value to the compute type.
 pub(super) fn converted(value: Scalar, compute: Compute) -> Scalar {
     match compute {
         Compute::I64 => Scalar::Int(value.to_i64()),
@@ -91,8 +91,8 @@ pub(super) fn converted(value: Scalar, compute: Compute) -> Scalar {
     }
 }
 
-/// Applies `ints` to two integers, `floats` to all else.
-pub(super) fn both(a: Scalar, b: Scalar, ints: fn(i64, i64) -> i64, floats: fn(f64, f64) -> f64) -> Scalar {
+/// Applies `ints` to two integers, `floats` to all other pairs.
+pub(super) fn apply_typed(a: Scalar, b: Scalar, ints: fn(i64, i64) -> i64, floats: fn(f64, f64) -> f64) -> Scalar {
     match (a, b) {
         (Scalar::Int(a), Scalar::Int(b)) => Scalar::Int(ints(a, b)),
         _ => Scalar::Float(floats(a.to_f64(), b.to_f64())),
@@ -100,11 +100,11 @@ pub(super) fn both(a: Scalar, b: Scalar, ints: fn(i64, i64) -> i64, floats: fn(f
 }
 
 pub(super) fn add(a: Scalar, b: Scalar) -> Scalar {
-    both(a, b, i64::wrapping_add, |a, b| a + b)
+    apply_typed(a, b, i64::wrapping_add, |a, b| a + b)
 }
 
 pub(super) fn mul(a: Scalar, b: Scalar) -> Scalar {
-    both(a, b, i64::wrapping_mul, |a, b| a * b)
+    apply_typed(a, b, i64::wrapping_mul, |a, b| a * b)
 }
 
 pub(super) fn is_nan(a: Scalar) -> bool {
@@ -115,7 +115,7 @@ pub(super) fn is_true(a: Scalar) -> bool {
     a.to_f64() != 0.0
 }
 
-/// The order of sorts: NaN is above everything, -0 equals 0.
+/// The sort order: NaN is above everything, -0 equals 0.
 pub(super) fn order(a: Scalar, b: Scalar) -> Ordering {
     match (a, b) {
         (Scalar::Int(a), Scalar::Int(b)) => a.cmp(&b),
@@ -123,12 +123,12 @@ pub(super) fn order(a: Scalar, b: Scalar) -> Ordering {
     }
 }
 
-/// The greater one; NaN if one is NaN.
+/// The greater value; NaN if either is NaN.
 pub(super) fn max(a: Scalar, b: Scalar) -> Scalar {
     if order(b, a) == Ordering::Greater { b } else { a }
 }
 
-/// The lesser one; NaN if one is NaN.
+/// The lesser value; NaN if either is NaN.
 pub(super) fn min(a: Scalar, b: Scalar) -> Scalar {
     if is_nan(b) || (!is_nan(a) && order(b, a) == Ordering::Less) { b } else { a }
 }

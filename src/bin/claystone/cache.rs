@@ -1,35 +1,34 @@
-//! `claystone cache`: the files that compiled kernels are kept in.
+//! `claystone cache`: the cache files of compiled kernels.
 
 use std::io::{self, Write};
 
 use claystone::Result;
 use claystone::device::ProgramCache;
 
-/// Print where compiled kernels are kept and how large they are, or remove them
+/// Print the folder and size of the cache of compiled kernels, or clear it
 ///
-/// They lie in CLAYSTONE_CACHE_DIR (off: nowhere), else in $XDG_CACHE_HOME/claystone, else in ~/.cache/claystone, a folder
-/// that only its user may enter (mode 0700). Beyond CLAYSTONE_CACHE_MAXSIZE bytes, 268435456 unless set, those go that were
-/// not used for longest.
+/// The folder is CLAYSTONE_CACHE_DIR (off: no cache), else $XDG_CACHE_HOME/claystone, else ~/.cache/claystone. Only its user may
+/// enter it (mode 0700). Above CLAYSTONE_CACHE_MAXSIZE bytes, 268435456 by default, the least recently used files are removed.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Remove them; what `claystone tune` measured stays
+    /// Remove the compiled kernels; results of `claystone tune` are kept
     #[arg(long)]
     clear: bool,
 }
 
-/// Prints what there is; false where the folder is not used, which it has reported.
+/// Prints the state of the cache; returns false if the folder cannot be used, after reporting it.
 ///
 /// # Errors
-/// Those of writing.
+/// Errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
-    match state(args) {
+    match cache_state(args) {
         Ok(Some(ProgramCache { folder, files, bytes, max_bytes, .. })) => {
             let plural = if files == 1 { "" } else { "s" };
             let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
             let (folder, bytes, most) = (folder.display(), mib(bytes), mib(max_bytes));
             writeln!(out, "{folder}: {files} file{plural}, {bytes:.1} of at most {most:.1} MiB")?;
         }
-        Ok(None) => writeln!(out, "nothing is kept: CLAYSTONE_CACHE_DIR is off, or there is no home")?,
+        Ok(None) => writeln!(out, "there is no cache: CLAYSTONE_CACHE_DIR is off, or there is no home folder")?,
         Err(error) => {
             eprintln!("claystone cache: {error}");
             return Ok(false);
@@ -38,15 +37,15 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     Ok(true)
 }
 
-/// The one of this process, for `claystone info`.
+/// Returns this process's program cache, for `claystone info`.
 ///
 /// # Errors
-/// For a folder that is not used.
+/// The folder cannot be used.
 pub fn program_cache() -> Result<Option<ProgramCache>> {
     ProgramCache::of_process()
 }
 
-fn state(args: &Args) -> Result<Option<ProgramCache>> {
+fn cache_state(args: &Args) -> Result<Option<ProgramCache>> {
     if args.clear {
         ProgramCache::clear()?;
     }

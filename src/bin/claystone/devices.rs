@@ -1,13 +1,13 @@
-//! `claystone devices`: what there is to run on.
+//! `claystone devices`: lists the devices.
 
 use std::io::{self, Write};
 
 use claystone::Device;
 
-/// Prints every device; false where one could not be asked.
+/// Prints every device; returns false if a device's properties cannot be read.
 ///
 /// # Errors
-/// Those of writing.
+/// Errors of writing to `out`.
 pub fn run(out: &mut impl Write) -> io::Result<bool> {
     let mut good = true;
     for device in Device::all() {

@@ -1,4 +1,4 @@
-//! The `claystone` program: what allocators do with a trace, what devices there are and which parameters suit them.
+//! The `claystone` program: replays traces through allocators, shows snapshots and profiles, lists and tunes devices.
 
 mod cache;
 mod devices;
@@ -19,19 +19,19 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at memory and devices: replays what a program allocated, shows snapshots, lists devices, tunes and keeps their kernels
+/// Inspects memory and devices: replays allocation traces, shows snapshots and profiles, lists and tunes devices
 #[derive(Parser)]
 #[command(
     version,
     after_help = "Examples:
-  claystone replay step.trace                  what the default allocator makes of a trace
-  claystone replay --help                      the formats it reads, the columns it prints
-  claystone snapshot memory.pickle             what held which memory when a snapshot was taken
-  claystone profile trace.json                 what took how long: see CLAYSTONE_PROFILE
-  claystone view memory.pickle                 a page to look at it in a browser
-  claystone devices                            what there is to run on
-  claystone info                               all about this machine, for a report of a bug
-  claystone tune                               measure which parameters of kernels suit opencl:0"
+  claystone replay step.trace                  replay a trace through the default allocator
+  claystone replay --help                      supported formats, and the printed columns
+  claystone snapshot memory.pickle             summarise the memory in use in a snapshot
+  claystone profile trace.json                 print a table of times: see CLAYSTONE_PROFILE
+  claystone view memory.pickle                 write a page that shows it in a browser
+  claystone devices                            list the devices
+  claystone info                               describe this machine, for a bug report
+  claystone tune                               measure which kernel parameters suit opencl:0"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -67,8 +67,8 @@ fn main() -> ExitCode {
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE, // each failure has been reported
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS, // whoever reads has seen enough
+        Ok(false) => ExitCode::FAILURE, // failures have already been reported
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS, // the reader closed the pipe
         Err(error) => {
             eprintln!("claystone: {error}");
             ExitCode::FAILURE

@@ -1,4 +1,4 @@
-//! Replays one trace against one allocator and counts.
+//! Replays one trace through one allocator and measures the result.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,36 +11,36 @@ use claystone::storage::{self, Allocator, Block, Config, HistoryOptions, Sim, Si
 use crate::replay::Driver;
 use crate::trace::{Event, Trace};
 
-/// What to replay against.
+/// The allocator and the device of a replay.
 pub struct Setup {
     pub config: Config,
     pub driver: Driver,
-    /// Bytes; `None` is no limit.
+    /// Capacity in bytes; `None` for no limit.
     pub capacity: Option<u64>,
-    /// Of the simulated device.
+    /// Block alignment of the simulated device, in bytes.
     pub alignment: usize,
 }
 
-/// What a replay took.
+/// The figures of a replay.
 pub struct Measured {
     pub peak_reserved: u64,
-    /// The most at a time.
+    /// Maximum number of segments at a time.
     pub segments: u64,
     pub driver_calls: u64,
-    /// Of the device that it ran on.
+    /// The block alignment of the device that was used.
     pub alignment: usize,
 }
 
-/// Alignments that make a page of the simulated device, for segments that grow in place.
-const PAGE: usize = 8;
-/// How long, and in how many passes at most, the time of a pair is measured.
-const TIMED: Duration = Duration::from_millis(30);
-const TIMED_PASSES: usize = 1000;
+/// Page size of the simulated device in units of its alignment, for segments that grow in place.
+const PAGE_ALIGNMENTS: usize = 8;
+/// Time limit and maximum number of passes for measuring the time of an allocation and its release.
+const TIMING_BUDGET: Duration = Duration::from_millis(30);
+const MAX_TIMED_PASSES: usize = 1000;
 
-/// The figures after `passes` passes.
+/// Replays `passes` passes and returns the figures.
 pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, String> {
-    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
-    run.passes(passes).map_err(|failed| failed.to_string())?;
+    let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
+    run.run_passes(passes).map_err(|failed| failed.to_string())?;
     let stats = run.allocator.stats();
     let driver_calls = match &run.sim {
         Some(sim) => sim.call_count(),
@@ -54,61 +54,61 @@ pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, St
     })
 }
 
-/// Nanoseconds of an allocation and its release after `passes` passes; `None` where memory ran out later than in these.
+/// Measures the nanoseconds of an allocation and its release, after `passes` passes. `None` if the timed passes run out of memory.
 pub fn ns_per_pair(setup: &Setup, trace: &Trace, passes: u32) -> Result<Option<f64>, String> {
-    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
-    run.passes(passes).map_err(|failed| failed.to_string())?;
+    let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
+    run.run_passes(passes).map_err(|failed| failed.to_string())?;
     Ok(run.ns_per_pair())
 }
 
-/// Whether a simulated device of this capacity survives so many passes, and what was reserved there.
+/// Returns the bytes reserved after `passes` passes on a simulated device of this capacity; `None` if it runs out of memory.
 ///
 /// # Errors
-/// When something else than memory is wanting.
+/// Every failure other than out of memory.
 pub fn survives(setup: &Setup, trace: &Trace, passes: u32, capacity: Option<u64>) -> Result<Option<u64>, String> {
     let setup = Setup { config: setup.config.clone(), capacity, ..*setup };
-    let mut run = Run::new(&setup, trace).map_err(|error| error.to_string())?;
-    match run.passes(passes) {
+    let mut run = Replay::new(&setup, trace).map_err(|error| error.to_string())?;
+    match run.run_passes(passes) {
         Ok(()) => Ok(Some(run.allocator.stats().reserved_bytes.peak)),
         Err(Failed { error: Error::OutOfMemory { .. }, .. }) => Ok(None),
         Err(failed) => Err(failed.to_string()),
     }
 }
 
-/// The most that is reserved while passes are served from the plan of one before them.
+/// Returns the peak of reserved bytes while passes are served from the plan of a recorded first pass.
 ///
 /// # Errors
-/// When memory runs out.
-pub fn served(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
-    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
-    run.planned_passes(passes).map_err(|failed| failed.to_string())?;
+/// Out of memory.
+pub fn peak_when_planned(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
+    let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
+    run.run_planned_passes(passes).map_err(|failed| failed.to_string())?;
     Ok(run.allocator.stats().reserved_bytes.peak)
 }
 
-/// What the allocator has done when the trace's last event has happened, with its history.
+/// Replays the trace with a recorded history and returns the snapshot after the last event, before live blocks are freed.
 ///
 /// # Errors
-/// When memory runs out, or there is none for the history.
-pub fn recorded(setup: &Setup, trace: &Trace) -> Result<Snapshot, String> {
-    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
-    // A block's allocation and release are three events, and a segment's two, of which a block needs one at most.
+/// Out of memory, also for the history.
+pub fn record_snapshot(setup: &Setup, trace: &Trace) -> Result<Snapshot, String> {
+    let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
+    // A block takes three events and a segment two, and a block needs at most one segment.
     let max_entries = 3 * trace.events.len() + 1000;
     let options = HistoryOptions { max_entries, ..HistoryOptions::default() };
     run.allocator.record_memory_history(options).map_err(|error| error.to_string())?;
     let allocator = Arc::clone(&run.allocator);
-    let done = run.events_through(&*allocator);
+    let done = run.run_events(&*allocator);
     let snapshot = allocator.snapshot();
     run.free_all(&*allocator);
     done.map(|()| snapshot).map_err(|(block, error)| Failed { pass: 0, block, error }.to_string())
 }
 
-/// An allocator on a device, and a trace to run through it.
-struct Run<'a> {
+/// An allocator on a device, and the trace to replay through it.
+struct Replay<'a> {
     trace: &'a Trace,
-    /// The blocks that are live.
+    /// The live blocks.
     blocks: Vec<Option<Block>>,
     streams: Vec<StreamId>,
-    /// Which of them exist as long as these do.
+    /// Keeps the streams of a real device alive.
     _streams: Vec<Stream>,
     allocator: Arc<dyn Allocator>,
     sim: Option<Sim>,
@@ -128,15 +128,15 @@ impl std::fmt::Display for Failed {
     }
 }
 
-impl<'a> Run<'a> {
-    fn new(setup: &Setup, trace: &'a Trace) -> Result<Run<'a>, Error> {
+impl<'a> Replay<'a> {
+    fn new(setup: &Setup, trace: &'a Trace) -> Result<Replay<'a>, Error> {
         let mut config = setup.config.clone();
         let (mut sim, mut own) = (None, Vec::new());
         let (driver, streams): (Arc<dyn storage::Driver>, _) = match setup.driver {
             Driver::Sim => {
                 let default = SimOptions {
                     alignment: setup.alignment,
-                    page: PAGE * setup.alignment, // as the host's, if the alignment is a device's
+                    page: PAGE_ALIGNMENTS * setup.alignment, // the same number of alignments per page as on the host
                     ..SimOptions::default()
                 };
                 let capacity = setup.capacity.unwrap_or(default.capacity);
@@ -156,36 +156,37 @@ impl<'a> Run<'a> {
         let alignment = driver.alignment();
         let allocator = storage::build_allocator(driver, config)?;
         let blocks = std::iter::repeat_with(|| None).take(trace.blocks).collect();
-        Ok(Run { trace, blocks, streams, _streams: own, allocator, sim, alignment })
+        Ok(Replay { trace, blocks, streams, _streams: own, allocator, sim, alignment })
     }
 
-    fn passes(&mut self, passes: u32) -> Result<(), Failed> {
-        (0..passes).try_for_each(|pass| self.pass().map_err(|(block, error)| Failed { pass, block, error }))
+    fn run_passes(&mut self, passes: u32) -> Result<(), Failed> {
+        (0..passes).try_for_each(|pass| self.run_pass().map_err(|(block, error)| Failed { pass, block, error }))
     }
 
-    /// Records a pass, and serves so many further ones from the plan of it. What the first took is given back.
-    fn planned_passes(&mut self, passes: u32) -> Result<(), Failed> {
+    /// Records one pass and serves `passes` further passes from its plan. Memory of the first pass is released before.
+    fn run_planned_passes(&mut self, passes: u32) -> Result<(), Failed> {
         let failed = |pass| move |(block, error)| Failed { pass, block, error };
         let (first, allocator) = (self.streams[0], Arc::clone(&self.allocator));
-        let (recorded, mut plan) = Plan::record_on(allocator, first, |recorder| self.pass_through(&**recorder));
+        let (recorded, mut plan) = Plan::record_on(allocator, first, |recorder| self.run_pass_through(&**recorder));
         recorded.map_err(failed(0))?;
         self.allocator.empty_cache().map_err(|error| Failed { pass: 0, block: 0, error })?;
         self.allocator.reset_peak_stats();
-        (1..=passes).try_for_each(|pass| plan.run_on(|server| self.pass_through(&**server)).map_err(failed(pass)))
+        (1..=passes).try_for_each(|pass| plan.run_on(|server| self.run_pass_through(&**server)).map_err(failed(pass)))
     }
 
-    fn pass(&mut self) -> Result<(), (usize, Error)> {
-        self.pass_through(&*Arc::clone(&self.allocator))
+    fn run_pass(&mut self) -> Result<(), (usize, Error)> {
+        self.run_pass_through(&*Arc::clone(&self.allocator))
     }
 
-    /// Once through the trace. What is live at the end is freed, also when an allocation, which is named, fails.
-    fn pass_through(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
-        let done = self.events_through(allocator);
+    /// Replays the trace once. Blocks that are live at the end, or when an allocation fails, are freed. Errors name the block.
+    fn run_pass_through(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
+        let done = self.run_events(allocator);
         self.free_all(allocator);
         done
     }
 
-    fn events_through(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
+    /// Replays the events once. If an allocation fails, returns the block and the error.
+    fn run_events(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
         let trace = self.trace;
         trace.events.iter().try_for_each(|event| match *event {
             Event::Allocate { block, bytes, stream } => {
@@ -205,13 +206,13 @@ impl<'a> Run<'a> {
         self.blocks.iter_mut().filter_map(Option::take).for_each(|block| allocator.deallocate(block));
     }
 
-    /// Nanoseconds of an allocation and a release: the median of passes.
+    /// Returns the nanoseconds of an allocation and its release: the median over passes.
     fn ns_per_pair(&mut self) -> Option<f64> {
         let begin = Instant::now();
         let mut times = Vec::new();
-        while times.is_empty() || (begin.elapsed() < TIMED && times.len() < TIMED_PASSES) {
+        while times.is_empty() || (begin.elapsed() < TIMING_BUDGET && times.len() < MAX_TIMED_PASSES) {
             let start = Instant::now();
-            self.pass().ok()?;
+            self.run_pass().ok()?;
             times.push(start.elapsed());
         }
         times.sort_unstable();

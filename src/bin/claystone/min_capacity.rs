@@ -3,20 +3,20 @@
 use crate::measure::{Setup, survives};
 use crate::trace::Trace;
 
-/// How many larger capacities are tried before an answer is believed.
+/// Number of larger capacities that are tested before an answer is accepted.
 const PROBES: u64 = 16;
 
-/// The smallest capacity, to within 0.1 % of the peak requested, of a simulated device that survives `passes` passes.
+/// Returns the smallest capacity of a simulated device that survives `passes` passes, to within 0.1 % of the requested peak.
 ///
-/// Binary search takes for granted that more memory never hurts. No allocator promises that: capacities between the
-/// answer and what an uncapped run reserved are tried too, and above one that fails the search begins again.
+/// Binary search assumes that more memory never hurts, which no allocator guarantees. Therefore capacities between the answer
+/// and the reservation of an unlimited run are tested as well. If one fails, the search continues above it.
 pub fn min_capacity(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
     let survives = |capacity| Ok::<bool, String>(survives(setup, trace, passes, Some(capacity))?.is_some());
     let enough = crate::measure::survives(setup, trace, passes, None)?.ok_or("no device is large enough")?;
     search(trace.peak_requested, enough, survives)
 }
 
-/// `least` may survive and nothing below can; `enough` is where the search for one that survives begins.
+/// Searches upwards from `least`, below which nothing can survive; `enough` is the first capacity that is assumed to survive.
 fn search(least: u64, enough: u64, mut survives: impl FnMut(u64) -> Result<bool, String>) -> Result<u64, String> {
     let mut most = enough.max(least);
     while !survives(most)? {
@@ -26,14 +26,14 @@ fn search(least: u64, enough: u64, mut survives: impl FnMut(u64) -> Result<bool,
     let (mut fails, mut answer) = (least.saturating_sub(1), most);
     loop {
         while answer - fails > close && answer > least {
-            // The peak itself comes first: what needs no more is told exactly.
+            // Test the peak itself first, so that the answer is exact if no more is needed.
             let middle = if fails < least { least } else { fails + (answer - fails) / 2 };
             match survives(middle)? {
                 true => answer = middle,
                 false => fails = middle,
             }
         }
-        // From above, so that the capacity tried before one that fails is known to survive.
+        // Test in descending order, so that the capacity tested before a failing one is known to survive.
         let step = (most - answer) / PROBES;
         let (mut above, mut gap) = (most, None);
         for capacity in (1..PROBES).rev().map(|probe| answer + probe * step).filter(|_| step > 0) {
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_is_within_a_thousandth() {
+    fn the_answer_is_exact_to_a_thousandth() {
         for threshold in [1_000_000, 1_000_001, 1_234_567, 2_999_999, 3_000_000] {
             let answer = found(1_000_000, 3_000_000, |capacity| capacity >= threshold);
             assert!((threshold..=threshold + 1000).contains(&answer), "{threshold}: {answer}");
@@ -69,13 +69,13 @@ mod tests {
     }
 
     #[test]
-    fn an_uncapped_run_may_have_reserved_too_little() {
+    fn the_search_continues_above_the_uncapped_reservation() {
         let answer = found(1000, 1000, |capacity| capacity >= 5000);
         assert!((5000..=5001).contains(&answer), "{answer}");
     }
 
     #[test]
-    fn a_gap_above_is_found() {
+    fn capacities_above_the_answer_are_tested() {
         let survives = |capacity| capacity >= 1_100_000 && !(2_000_000..2_300_000).contains(&capacity);
         let answer = found(1_000_000, 3_000_000, survives);
         assert!((2_300_000..=2_301_000).contains(&answer), "{answer}");

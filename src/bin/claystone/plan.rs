@@ -1,4 +1,4 @@
-//! The arena that holds a trace's blocks when all their lifetimes are known beforehand.
+//! Offline placement: the arena that holds all blocks of a trace whose lifetimes are known in advance.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,20 +7,20 @@ use claystone::storage::plan::{Lifetime, place};
 
 use crate::trace::Trace;
 
-/// The bytes of the arena that is found within `budget`, once the plan has been checked.
+/// Searches a placement within `budget`, checks it, and returns the bytes of its arena.
 pub fn arena(trace: &Trace, alignment: usize, budget: Duration) -> Result<u64, String> {
     let lifetimes = trace.lifetimes();
     let placement = place(&lifetimes, alignment as u64, budget);
-    check(&lifetimes, &placement.offsets, placement.arena, alignment as u64)?;
+    check_placement(&lifetimes, &placement.offsets, placement.arena, alignment as u64)?;
     Ok(placement.arena)
 }
 
-/// Whether every block is aligned, inside the arena and apart from those that live at the same time.
-fn check(lifetimes: &[Lifetime], offsets: &[u64], arena: u64, alignment: u64) -> Result<(), String> {
+/// Checks that every block is aligned, inside the arena, and disjoint from all blocks that are live at the same time.
+fn check_placement(lifetimes: &[Lifetime], offsets: &[u64], arena: u64, alignment: u64) -> Result<(), String> {
     if offsets.len() != lifetimes.len() {
         return Err(format!("the plan places {} of {} blocks", offsets.len(), lifetimes.len()));
     }
-    // Ends come before starts: a block may take the place of one that ends in the same moment.
+    // Ends sort before starts: a block may reuse the memory of a block that ends at the same event.
     let mut moments: Vec<(u64, bool, usize)> = (lifetimes.iter().zip(0..))
         .flat_map(|(life, block)| [(life.start, true, block), (life.end, false, block)])
         .collect();
@@ -53,17 +53,17 @@ mod tests {
     }
 
     #[test]
-    fn good_plans_pass() {
+    fn valid_plans_are_accepted() {
         let lives = [life(0, 2, 1000), life(1, 4, 600), life(2, 5, 300)];
-        assert_eq!(check(&lives, &[0, 1024, 0], 2048, 512), Ok(()));
-        assert_eq!(check(&lives, &[1024, 0, 1024], 2024, 1), Ok(()));
+        assert_eq!(check_placement(&lives, &[0, 1024, 0], 2048, 512), Ok(()));
+        assert_eq!(check_placement(&lives, &[1024, 0, 1024], 2024, 1), Ok(()));
     }
 
     #[test]
-    fn bad_plans_are_told() {
+    fn invalid_plans_are_rejected() {
         let lives = [life(0, 3, 1000), life(1, 4, 600), life(2, 5, 300)];
         let says = |offsets: &[u64], arena, what| {
-            let error = check(&lives, offsets, arena, 512).unwrap_err();
+            let error = check_placement(&lives, offsets, arena, 512).unwrap_err();
             assert!(error.contains(what), "{error}");
         };
         says(&[0, 1024], 4096, "2 of 3 blocks");

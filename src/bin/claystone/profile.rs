@@ -1,27 +1,27 @@
-//! `claystone profile`: a profile as a table.
+//! `claystone profile`: prints a profile as a table.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
 
 use claystone::profiler::{Profile, SortBy};
 
-/// Print the table of a profile: what took how long, on the host and on devices
+/// Print the table of a profile: the time of operations, kernels and copies, on the host and on devices
 #[derive(clap::Args)]
 #[command(
-    long_about = "Prints profiles that Profile::save, CLAYSTONE_PROFILE=trace.json or an example's --profile wrote, or
-another program's trace in Chrome's format, such as PyTorch's: a row for each operation, kernel, copy and wait, with
+    long_about = "Prints profiles of Profile::save, CLAYSTONE_PROFILE=trace.json or an example's --profile, or traces of other
+programs in Chrome's format, such as PyTorch's. There is a row for each operation, kernel, copy and wait, with
 
   on             the device
-  calls          how often it happened
-  host self      the host's time, without that of what is nested inside
-  host           the host's time
-  device         time on the device; of an operation that of its kernels
-  share          of all time on devices
-  average        of a call, on the device if it ran there
-  GB/s, copy     bytes read and written a second, and as a share of how fast the device copies memory
-  GFLOP/s        of products and convolutions
+  calls          the number of calls
+  host self      time on the host, without nested calls
+  host           time on the host
+  device         time on the device; for an operation, the time of its kernels
+  share          share of the time on all devices
+  average        time per call, on the device if the call ran there
+  GB/s, copy     bytes read and written per second, absolute and relative to the device's rate of copies
+  GFLOP/s        rate of matrix products and convolutions
 
-and below for each device how busy it was, the gaps between launches, waits, and programs that were compiled."
+followed by the utilisation of each device, the gaps between launches, waits, and compiled programs."
 )]
 pub struct Args {
     /// Profiles to show
@@ -30,10 +30,10 @@ pub struct Args {
     /// Sort by time on devices, time of the host, calls, bytes or name: device, host, calls, bytes, name
     #[arg(long, default_value = "device")]
     sort: SortBy,
-    /// Print at most so many rows
+    /// Print at most this many rows
     #[arg(long, default_value_t = 40, value_name = "ROWS")]
     limit: usize,
-    /// A row for each combination of shapes
+    /// Print a row for each combination of shapes
     #[arg(long)]
     shapes: bool,
     /// Print every command's times instead: how long it was queued, submitted and running
@@ -41,10 +41,10 @@ pub struct Args {
     timings: bool,
 }
 
-/// Prints every file's table; false where one is no profile, of which standard error tells.
+/// Prints every file's table; returns false if a file is not a profile, after reporting it on standard error.
 ///
 /// # Errors
-/// Only those of writing.
+/// Only errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let mut good = true;
     for file in &args.files {

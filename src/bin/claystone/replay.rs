@@ -1,4 +1,4 @@
-//! `claystone replay`: its arguments, and what is done with them.
+//! `claystone replay`: its arguments, and their execution.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -10,104 +10,105 @@ use claystone::Device;
 use claystone::storage::{Backend, Config};
 use rayon::prelude::*;
 
-use crate::measure::{Setup, measure, ns_per_pair, served};
+use crate::measure::{Setup, measure, ns_per_pair, peak_when_planned};
 use crate::min_capacity::min_capacity;
 use crate::plan::arena;
 use crate::report::{self, Planned, Row};
 use crate::trace::Trace;
 
-/// Replay allocation traces against an allocator and print what it reserved for them
+/// Replay allocation traces through an allocator and print the memory it reserves
 #[derive(clap::Args)]
-#[command(long_about = "Replays allocation traces against an allocator and prints what it reserved for them.
+#[command(long_about = "Replays allocation traces through an allocator and prints the memory it reserves.
 
-Without --driver the device is simulated: memory is counted and nothing else, so any trace runs anywhere.
+Without --driver the device is simulated: memory is only counted, so any trace runs on any machine.
 
-Files, told apart by their contents:
+File formats, detected by their contents:
   text      'a ID BYTES' allocates, 'f ID' frees; blank lines and # comments are skipped
   CSV       the log of RMM's logging adaptor: Thread,Time,Action,Pointer,Size,Stream
   snapshot  a pickle (or JSON) of PyTorch's torch.cuda.memory._dump_snapshot or of claystone, with its history;
-            blocks older than the history are allocated first; each device with events is a trace of its own
-Blocks live at the end are freed there, so a trace can be repeated.
+            blocks older than the history are allocated first; each device with events is a separate trace
+Blocks that are live at the end are then freed, so a trace can be repeated.
 
-A trace whose every request is below 512 bytes is in units of its own, not in bytes, and is replayed at
-alignment 1 unless --alignment says otherwise.
+If every request of a trace is below 512 bytes, its sizes are assumed to be in another unit than bytes, and it is
+replayed with alignment 1 unless --alignment is given.
 
 Columns (sizes in MiB; --json has bytes):
-  requested   the most bytes that were live at a time
-  reserved    the most bytes the allocator held from the device
+  requested   peak of the bytes in live blocks
+  reserved    peak of the bytes that the allocator reserved on the device
   used        requested / reserved
-  segments    the most pieces of memory it held
-  calls       driver calls: memory made, committed and given back, copies, waits; on a real device, memory made and
-              given back
-  ns/pair     time of an allocation and its release, the median of many passes after the counted ones
-  planned     --plan: the arena that holds all blocks when their lifetimes are known beforehand, and how much is used
-  served      --plan: the most that was held while passes were served from the plan of one before them; blocks of other
-              streams than the first are left to the allocator
-  capacity    --min-capacity: the smallest device that the trace runs on, and that as a multiple of requested")]
+  segments    peak of the number of segments
+  calls       driver calls: creation, commit and release of memory, copies, waits; on a real device only creation
+              and release
+  ns/pair     time of an allocation and its release, the median of many passes after the counted passes
+  planned     --plan: size of an arena for all blocks if their lifetimes are known in advance, and its used share
+  served      --plan: peak of reserved bytes while passes are served from the plan of a recorded pass; blocks of
+              streams other than the first are served by the allocator
+  capacity    --min-capacity: the smallest device on which the trace runs, also as a multiple of requested")]
 #[command(after_long_help = "Examples:
   claystone replay step.trace                                   the default allocator
-  claystone replay *.trace --backend all                        the three side by side
+  claystone replay *.trace --backend all                        all three allocators side by side
   claystone replay log.csv --config segments:pytorch            with PyTorch's segment sizes
-  claystone replay snapshot.pickle --plan --min-capacity        how much memory it needs at best
-  claystone replay step.trace --capacity 700MiB --passes 100    does it fit, again and again?
+  claystone replay snapshot.pickle --plan --min-capacity        the minimum memory that it needs
+  claystone replay step.trace --capacity 700MiB --passes 100    test whether it fits repeatedly
   claystone replay step.trace --driver opencl:0                 on a real device
-  claystone replay *.trace --json | jq .utilisation             for programs")]
+  claystone replay *.trace --json | jq .utilisation             output for programs")]
 pub struct Args {
     /// Files to replay
     #[arg(required = true, value_name = "TRACE")]
     traces: Vec<PathBuf>,
-    /// The allocator, or all of them; otherwise what --config says [default: caching]
+    /// The allocator, or all of them; by default the backend of --config [default: caching]
     #[arg(long)]
-    backend: Option<Choice>,
+    backend: Option<BackendChoice>,
     /// Settings of the allocator, as in CLAYSTONE_ALLOC_CONF
     #[arg(long, value_name = "KEY:VALUE,...", default_value = "", hide_default_value = true)]
     config: Config,
     /// The device: sim, cpu or opencl:N
     #[arg(long, default_value = "sim")]
     driver: Driver,
-    /// Passes before the figures are read; of --min-capacity, passes to survive [default: 1, and 3]
+    /// Passes before the figures are read, and passes to survive for --min-capacity [default: 1, and 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     passes: Option<u32>,
-    /// Memory of the simulated device, or limit on a real one: bytes, or with KiB, MiB or GiB [default: no limit]
-    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    /// Memory of the simulated device, or limit on a real device: bytes, or with KiB, MiB or GiB [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     capacity: Option<u64>,
     /// Alignment of blocks on the simulated device, a power of two [default: 512]
-    #[arg(long, value_name = "BYTES", value_parser = alignment)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_alignment)]
     alignment: Option<usize>,
-    /// Also place the blocks offline, in a search of up to --plan-seconds, and serve further passes from such a plan
+    /// Also place the blocks offline, searching for up to --plan-seconds, and serve further passes from a recorded plan
     #[arg(long)]
     plan: bool,
-    /// How long the search may take; with enough, the plan of a trace is the same on every machine
+    /// Time limit of the search; if it suffices, the plan of a trace is the same on every machine
     #[arg(long, value_name = "SECONDS", default_value_t = 1, requires = "plan")]
     plan_seconds: u32,
     /// Also search for the smallest simulated device that survives the passes, to within 0.1 %
     #[arg(long)]
     min_capacity: bool,
-    /// Print an object a line instead of a table
+    /// Print one JSON object per line instead of a table
     #[arg(long)]
     json: bool,
 }
 
+/// The values of `--backend`.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Choice {
+enum BackendChoice {
     Caching,
     Pool,
     Direct,
     All,
 }
 
-impl Choice {
+impl BackendChoice {
     fn backends(self) -> &'static [Backend] {
         match self {
-            Choice::Caching => &[Backend::Caching],
-            Choice::Pool => &[Backend::Pool],
-            Choice::Direct => &[Backend::Direct],
-            Choice::All => &[Backend::Caching, Backend::Pool, Backend::Direct],
+            BackendChoice::Caching => &[Backend::Caching],
+            BackendChoice::Pool => &[Backend::Pool],
+            BackendChoice::Direct => &[Backend::Direct],
+            BackendChoice::All => &[Backend::Caching, Backend::Pool, Backend::Direct],
         }
     }
 }
 
-/// What runs below the allocator.
+/// The driver below the allocator.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Driver {
     Sim,
@@ -120,13 +121,13 @@ impl FromStr for Driver {
     fn from_str(text: &str) -> Result<Driver, String> {
         match text {
             "sim" => Ok(Driver::Sim),
-            _ => text.parse().map(Driver::Real).map_err(|_| "it is sim, cpu or opencl:N".to_owned()),
+            _ => text.parse().map(Driver::Real).map_err(|_| "it must be sim, cpu or opencl:N".to_owned()),
         }
     }
 }
 
-/// A number of bytes, or of KiB, MiB or GiB.
-fn bytes(text: &str) -> Result<u64, String> {
+/// Parses a number of bytes, KiB, MiB or GiB.
+fn parse_bytes(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let unit = match unit.trim() {
@@ -140,15 +141,15 @@ fn bytes(text: &str) -> Result<u64, String> {
     number.checked_mul(unit).ok_or_else(|| "no device has that much memory".to_owned())
 }
 
-fn alignment(text: &str) -> Result<usize, String> {
+fn parse_alignment(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|n: &usize| n.is_power_of_two() && *n <= 1 << 30);
-    number.ok_or_else(|| "it is a power of two, of at most 1 GiB".to_owned())
+    number.ok_or_else(|| "it must be a power of two of at most 1 GiB".to_owned())
 }
 
-/// Replays everything; false where something could not be, of which standard error tells.
+/// Replays everything; returns false if something failed, after reporting it on standard error.
 ///
 /// # Errors
-/// Only those of writing.
+/// Only errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     if let Err(what) = args.check() {
         eprintln!("claystone replay: {what}");
@@ -169,20 +170,20 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let runs: Vec<_> = traces.iter().flat_map(|trace| args.backends().iter().map(move |&b| (trace, b))).collect();
     let counted: Vec<_> = match args.driver {
         Driver::Sim => runs.par_iter().map(|&(trace, backend)| args.row(trace, backend)).collect(),
-        // All that runs on a real device shares its memory.
+        // One at a time, because all runs on a real device share its memory.
         Driver::Real(_) => runs.iter().map(|&(trace, backend)| args.row(trace, backend)).collect(),
     };
     let mut rows = Vec::new();
     for (&(trace, backend), counted) in runs.iter().zip(counted) {
-        // One after another: they would slow each other down.
-        match counted.and_then(|row| args.timed(trace, backend, row)) {
+        // One at a time, because concurrent runs would slow each other down.
+        match counted.and_then(|row| args.with_time(trace, backend, row)) {
             Ok(row) if args.json => {
                 serde_json::to_writer(&mut *out, &row)?;
                 writeln!(out)?;
             }
             Ok(row) => rows.push(row),
             Err(what) => {
-                eprintln!("claystone replay: {}: {}: {what}", trace.name, report::name(backend));
+                eprintln!("claystone replay: {}: {}: {what}", trace.name, report::backend_name(backend));
                 good = false;
             }
         }
@@ -194,6 +195,7 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
 }
 
 impl Args {
+    /// Returns why the options contradict each other, if they do.
     fn check(&self) -> Result<(), &'static str> {
         match self.driver {
             Driver::Sim => Ok(()),
@@ -223,7 +225,7 @@ impl Args {
         }
     }
 
-    /// Everything about one trace under one allocator but the time.
+    /// Measures everything except the time for one trace and one allocator.
     fn row(&self, trace: &Trace, backend: Backend) -> Result<Row, String> {
         let setup = self.setup(trace, backend);
         let measured = measure(&setup, trace, self.passes.unwrap_or(1))?;
@@ -234,15 +236,15 @@ impl Args {
         let planned = match self.plan {
             true => Some(Planned {
                 arena: arena(trace, measured.alignment, Duration::from_secs(self.plan_seconds.into()))?,
-                served: served(&setup, trace, self.passes.unwrap_or(1))?,
+                served: peak_when_planned(&setup, trace, self.passes.unwrap_or(1))?,
             }),
             false => None,
         };
         Ok(Row::new(trace, backend, &measured, planned, min_capacity))
     }
 
-    /// The row with the time.
-    fn timed(&self, trace: &Trace, backend: Backend, mut row: Row) -> Result<Row, String> {
+    /// Adds the time to a row.
+    fn with_time(&self, trace: &Trace, backend: Backend, mut row: Row) -> Result<Row, String> {
         row.ns_per_pair = ns_per_pair(&self.setup(trace, backend), trace, self.passes.unwrap_or(1))?;
         Ok(row)
     }
@@ -254,18 +256,21 @@ mod tests {
 
     #[test]
     fn sizes_have_units() {
-        assert_eq!(bytes("700"), Ok(700));
-        assert_eq!((bytes("3KiB"), bytes("3 MiB"), bytes("2GiB")), (Ok(3 << 10), Ok(3 << 20), Ok(2 << 30)));
+        assert_eq!(parse_bytes("700"), Ok(700));
+        assert_eq!(
+            (parse_bytes("3KiB"), parse_bytes("3 MiB"), parse_bytes("2GiB")),
+            (Ok(3 << 10), Ok(3 << 20), Ok(2 << 30))
+        );
         for bad in ["", "MiB", "-1", "1.5MiB", "1MB", "99999999999999999999", "99999999999GiB"] {
-            assert!(bytes(bad).is_err(), "{bad}");
+            assert!(parse_bytes(bad).is_err(), "{bad}");
         }
     }
 
     #[test]
     fn alignments_are_powers_of_two() {
-        assert_eq!((alignment("1"), alignment("512")), (Ok(1), Ok(512)));
+        assert_eq!((parse_alignment("1"), parse_alignment("512")), (Ok(1), Ok(512)));
         for bad in ["0", "3", "x", "-1", "4294967296"] {
-            assert!(alignment(bad).is_err(), "{bad}");
+            assert!(parse_alignment(bad).is_err(), "{bad}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! How results are shown: a table for people, JSON for programs.
+//! Prints results: a table for people, JSON for programs.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::measure::Measured;
 use crate::trace::Trace;
 
-/// One trace under one allocator. Sizes in bytes. The fields' names are the keys of the JSON.
+/// The results of one trace under one allocator; sizes in bytes. The names of the fields are the JSON keys.
 #[derive(Debug, Clone, Serialize)]
 pub struct Row {
     trace: String,
@@ -19,7 +19,7 @@ pub struct Row {
     utilisation: f64,
     segments: u64,
     driver_calls: u64,
-    /// Measured last, while nothing else runs.
+    /// Measured last, one trace at a time.
     pub ns_per_pair: Option<f64>,
     planned: Option<u64>,
     min_capacity: Option<u64>,
@@ -27,16 +27,16 @@ pub struct Row {
     served: Option<u64>,
 }
 
-/// What a plan takes, in bytes.
+/// Memory of a plan, in bytes.
 pub struct Planned {
-    /// The arena of the placement offline.
+    /// The size of the arena of the offline placement.
     pub arena: u64,
-    /// What the allocator held while it served from a plan.
+    /// The peak of reserved bytes while the allocator served from a plan.
     pub served: u64,
 }
 
-/// The name of a backend in the configuration.
-pub fn name(backend: Backend) -> &'static str {
+/// Returns the name of a backend in the configuration.
+pub fn backend_name(backend: Backend) -> &'static str {
     match backend {
         Backend::Caching => "caching",
         Backend::Pool => "pool",
@@ -55,7 +55,7 @@ impl Row {
     ) -> Row {
         Row {
             trace: trace.name.clone(),
-            backend: name(backend),
+            backend: backend_name(backend),
             peak_requested: trace.peak_requested,
             peak_reserved: measured.peak_reserved,
             utilisation: trace.peak_requested as f64 / measured.peak_reserved as f64,
@@ -76,7 +76,7 @@ impl Row {
         self.min_capacity.map(|capacity| capacity as f64 / self.peak_requested as f64)
     }
 
-    /// The cells of the table; those of searches that were not asked for are empty.
+    /// Returns the cells of the table; cells of figures that were not requested are empty.
     fn cells(&self) -> Vec<String> {
         let file = Path::new(&self.trace).file_name().map_or(self.trace.clone(), |f| f.to_string_lossy().into_owned());
         vec![
@@ -97,10 +97,10 @@ impl Row {
     }
 }
 
-/// The columns; the last, which belongs to the capacity, has no name.
+/// The headings of the columns. The last column belongs to the capacity and has no heading.
 const HEADER: &str = "trace,backend,requested,reserved,used,segments,calls,ns/pair,planned,used,served,capacity,";
 
-/// What would show as nothing is shown in bytes.
+/// Formats a size in MiB, or in bytes if it is small.
 fn mib(bytes: u64) -> String {
     if bytes < 10 << 10 {
         return format!("{bytes} B");
@@ -112,10 +112,10 @@ fn percent(part: f64) -> String {
     format!("{:.1}%", 100.0 * part)
 }
 
-/// An aligned table, with a line of means for each backend that ran several traces.
+/// Prints an aligned table, with a line of means for each backend that ran several traces.
 ///
 /// # Errors
-/// Those of writing.
+/// Errors of writing to `out`.
 pub fn table(rows: &[Row], out: &mut impl Write) -> io::Result<()> {
     let mut lines = vec![HEADER.split(',').map(str::to_owned).collect::<Vec<_>>()];
     lines.extend(rows.iter().map(Row::cells));
@@ -126,7 +126,7 @@ pub fn table(rows: &[Row], out: &mut impl Write) -> io::Result<()> {
             lines.extend(means(rows, row.backend));
         }
     }
-    // A column without a cell was not asked for.
+    // Columns without a cell are hidden: they were not requested.
     let shown: Vec<usize> =
         (0..lines[0].len()).filter(|&i| lines[1..].iter().any(|line| !line[i].is_empty())).collect();
     let width = |i: usize| lines.iter().map(|line| line[i].chars().count()).max().unwrap_or(0);
@@ -141,7 +141,7 @@ pub fn table(rows: &[Row], out: &mut impl Write) -> io::Result<()> {
     Ok(())
 }
 
-/// The means of what is a ratio.
+/// Returns the means of the columns that are ratios.
 fn means(rows: &[Row], backend: &str) -> Option<Vec<String>> {
     let rows: Vec<&Row> = rows.iter().filter(|row| row.backend == backend).collect();
     if rows.len() < 2 {

@@ -1,19 +1,18 @@
-//! `claystone snapshot`: a memory snapshot in figures.
+//! `claystone snapshot`: summarises a memory snapshot.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
 
 use claystone::storage::Snapshot;
 
-/// Summarise memory snapshots: pools, free memory, the largest segments, who holds what is in use, and since when
+/// Summarise memory snapshots: pools, free memory, the largest segments, and the owners and age of memory in use
 #[derive(clap::Args)]
 #[command(
     long_about = "Summarises memory snapshots of PyTorch or claystone (.pickle, .pkl or .json): a line for each pool
-and stream, the largest segments, drawn with # for memory in use, + for partly, . for free, and the memory in use by
-where it was allocated (by source line, where no stacks were recorded), by the names given to with_context and by age, the
-ten largest blocks, which shows what leaks, and the memory that was in use at the peak of the recorded history by where it
-was allocated.
-'claystone replay' replays the history that a snapshot has."
+and stream; the largest segments, drawn with # for memory in use, + for partly used and . for free memory; the memory in
+use by allocation site (by source line if no stacks were recorded), by the names given to with_context and by age; the
+ten largest blocks, which shows leaks; and the memory in use at the peak of the recorded history by allocation site.
+'claystone replay' replays the history of a snapshot."
 )]
 pub struct Args {
     /// Snapshots to show
@@ -21,10 +20,10 @@ pub struct Args {
     files: Vec<PathBuf>,
 }
 
-/// Prints every file's summary; false where one is no snapshot, of which standard error tells.
+/// Prints every file's summary; returns false if a file is not a snapshot, after reporting it on standard error.
 ///
 /// # Errors
-/// Only those of writing.
+/// Only errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let mut good = true;
     for file in &args.files {

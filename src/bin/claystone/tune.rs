@@ -1,4 +1,4 @@
-//! `claystone tune`: which parameters of kernels suit a device.
+//! `claystone tune`: measures which kernel parameters suit a device.
 
 use std::io::{self, Write};
 use std::time::Instant;
@@ -6,33 +6,33 @@ use std::time::Instant;
 use claystone::tune::{self, Level, Parameter};
 use claystone::{Device, Result};
 
-/// Measure which parameters of kernels suit a device, and keep them beside the cached programs
+/// Measure which kernel parameters suit a device, and store them beside the cached programs
 ///
-/// Each choice's results are compared with the CPU's before it is timed. Later processes that open the device have the
-/// fastest; without this they have defaults for its class. The device should have nothing else to do.
+/// The results of each candidate are compared with the CPU's before it is timed. Later processes that open the device use the
+/// fastest; without tuning they use defaults for its class. The device should be idle otherwise.
 #[derive(clap::Args)]
 pub struct Args {
     /// The device: opencl:0, opencl:1, ...
     #[arg(long, default_value_t = Device::OpenCL(0))]
     device: Device,
-    /// Choose for kernels and classes of sizes as well, from as many candidates: none, fast, normal, wide or heavy
+    /// Also choose for each kernel and class of sizes; the level sets the number of candidates: none, fast, normal, wide or heavy
     #[arg(long, default_value_t = Level::None)]
     level: Level,
-    /// Measure nothing: print what is in use
+    /// Measure nothing: print the parameters in use
     #[arg(long, conflicts_with = "check")]
     show: bool,
-    /// Measure nothing: compare the results of every choice
+    /// Measure nothing: only compare the results of every candidate
     #[arg(long)]
     check: bool,
 }
 
-/// Prints what it found; false where something failed, which it has reported.
+/// Prints the results; returns false after an error, which it reports on standard error.
 ///
 /// # Errors
-/// Those of writing.
+/// Errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let mut lines = Ok(());
-    let done = tuned(args, |line| {
+    let done = run_tuning(args, |line| {
         if lines.is_ok() {
             lines = writeln!(out, "{line}").and_then(|()| out.flush());
         }
@@ -44,10 +44,11 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     Ok(done.is_ok())
 }
 
-fn tuned(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
+/// Does what the options ask for: shows, checks or tunes.
+fn run_tuning(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
     let device = args.device;
     if args.show {
-        tune::parameters(device)?.iter().for_each(|p| print(shown(p)));
+        tune::parameters(device)?.iter().for_each(|p| print(format_parameter(p)));
         for choice in tune::choices(device)? {
             let sizes: Vec<String> = choice.sizes.iter().map(u32::to_string).collect();
             print(format!("{} {} at sizes of 2^({})", choice.name, choice.value, sizes.join(" ")));
@@ -59,7 +60,7 @@ fn tuned(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
     }
     let file = tune::tune(device, |measured| {
         let p = &measured.parameter;
-        print(shown(p));
+        print(format_parameter(p));
         for (choice, time) in p.choices.iter().zip(&measured.times) {
             print(format!("    {choice:>6} {time:>12.1} us{}", if *choice == p.value { "  <" } else { "" }));
         }
@@ -71,13 +72,13 @@ fn tuned(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
         print(format!("{made} choices by kernel and size at level {} in {took:.1} s", args.level));
     }
     print(match file {
-        Some(file) => format!("kept in {}", file.display()),
-        None => "kept nowhere: CLAYSTONE_CACHE_DIR is off".to_owned(),
+        Some(file) => format!("saved to {}", file.display()),
+        None => "not saved: CLAYSTONE_CACHE_DIR is off".to_owned(),
     });
     Ok(())
 }
 
-fn shown(p: &Parameter) -> String {
+fn format_parameter(p: &Parameter) -> String {
     let default = if p.value == p.default { String::new() } else { format!(" (default {})", p.default) };
     format!("{} {}{default}: {}", p.name, p.value, p.doc)
 }

@@ -1,10 +1,10 @@
-//! A matrix shared out among the team's threads by columns, for work that meets in the rows.
+//! A matrix split by columns over the team's threads, for work that combines rows.
 
 use std::marker::PhantomData;
 
 use super::parallel::for_each_index;
 
-/// Some neighbouring columns of a matrix, all of its rows.
+/// Adjacent columns of a matrix, over all rows.
 pub(crate) struct Band<'a, T> {
     start: *mut T,
     rows: usize,
@@ -14,36 +14,37 @@ pub(crate) struct Band<'a, T> {
 }
 
 impl<T> Band<'_, T> {
-    /// A row's elements in these columns.
+    /// Returns a row's elements in these columns.
     ///
     /// # Panics
-    /// Where the matrix has no such row.
+    /// If the matrix has no such row.
     #[inline(always)]
     pub(crate) fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
-        // SAFETY: `for_each_band` has seen that all rows lie in the slice that is borrowed, no other band has these columns,
-        // and the result borrows this one.
+        // SAFETY: `for_each_band` has checked that all rows are in the borrowed slice, no other band has these columns,
+        // and the result borrows this band.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.pitch), self.columns) }
     }
 }
 
-/// Calls `f(first column, band)` for bands of `width` columns, the last narrower, of the matrix of `rows` rows, `pitch`
-/// elements apart, and `columns` columns that `data` begins with; on this thread and those of the team.
+/// Calls `f(first column, band)` for bands of `width` columns; the last may be narrower. The matrix is at the start of `data`: it
+/// has `rows` rows, `pitch` elements apart, of `columns` elements. The calls run on this thread and on its team.
 ///
 /// # Panics
-/// With the panic of a call; where the matrix is larger than `data`, its rows overlap, or `width` is 0.
+/// With the panic of a call; if the matrix is larger than `data`, its rows overlap, or `width` is 0.
 pub(crate) fn for_each_band<T: Send>(
     data: &mut [T],
     (rows, pitch, columns): (usize, usize, usize),
     width: usize,
     f: impl Fn(usize, Band<T>) + Sync,
 ) {
-    struct Start<T>(*mut T);
-    // SAFETY: each thread makes of it references to elements that no other has.
-    unsafe impl<T: Send> Sync for Start<T> {}
+    /// The matrix's first element, shared with other threads.
+    struct SharedPtr<T>(*mut T);
+    // SAFETY: each thread makes references to elements that no other thread accesses.
+    unsafe impl<T: Send> Sync for SharedPtr<T> {}
     let needed = rows.checked_sub(1).and_then(|last| last.checked_mul(pitch)?.checked_add(columns));
     assert!(columns <= pitch && needed.is_some_and(|needed| needed <= data.len()), "the matrix is in the slice");
-    let start = Start(data.as_mut_ptr());
+    let start = SharedPtr(data.as_mut_ptr());
     for_each_index(columns.div_ceil(width), |i| {
         let (start, first) = (&start, i * width);
         // SAFETY: `first` is below `columns`, which are in the slice.

@@ -1,19 +1,19 @@
-//! A matrix in memory that is written block by block, one to a thread.
+//! A matrix in memory that several threads write block by block.
 
 use std::marker::PhantomData;
 
 use super::parallel;
 
-/// How a matrix is cut: into bands of rows, these into blocks of up to `height` rows and `width` columns.
+/// The partition of a matrix: into bands of `band` rows, and each band into blocks of up to `height` rows and `width` columns.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Cut {
+pub(crate) struct BlockPartition {
     pub(crate) columns: usize,
     pub(crate) band: usize,
     pub(crate) height: usize,
     pub(crate) width: usize,
 }
 
-/// A block of a matrix, which is this one's alone.
+/// Exclusive access to a block of a matrix.
 pub(crate) struct Block<'a, T> {
     first: *mut T,
     rows: usize,
@@ -23,10 +23,10 @@ pub(crate) struct Block<'a, T> {
 }
 
 impl<'a, T> Block<'a, T> {
-    /// `rows` rows of `width` elements, `stride` elements from one to the next.
+    /// Makes a block of `rows` rows of `width` elements, `stride` elements apart.
     ///
     /// # Panics
-    /// Where the slice is too short, or rows are closer to one another than they are long.
+    /// If the slice is too short, or rows overlap.
     pub(crate) fn new(data: &'a mut [T], rows: usize, width: usize, stride: usize) -> Block<'a, T> {
         assert!(width <= stride && (rows == 0 || (rows - 1) * stride + width <= data.len()));
         Block { first: data.as_mut_ptr(), rows, width, stride, lives: PhantomData }
@@ -40,25 +40,27 @@ impl<'a, T> Block<'a, T> {
         self.width
     }
 
-    /// The first element, which nobody else uses while this is borrowed, nor any other of the block, and how far rows are apart.
+    /// Returns the first element and the distance of rows in elements. No other code accesses the block during this borrow.
     pub(crate) fn start(&mut self) -> (*mut T, usize) {
         (self.first, self.stride)
     }
 
+    /// Returns a row.
+    ///
     /// # Panics
-    /// Where it has no such row.
+    /// If the block has no such row.
     pub(crate) fn row(&mut self, i: usize) -> &mut [T] {
         assert!(i < self.rows);
-        // SAFETY: a row of the block, which no other block has elements of, in a slice that is borrowed exclusively.
+        // SAFETY: a row of the block, which shares no elements with other blocks, in a slice that is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.first.add(i * self.stride), self.width) }
     }
 }
 
 impl Block<'_, u8> {
-    /// The bytes as f32.
+    /// Returns the block as f32.
     ///
     /// # Panics
-    /// Where they do not begin or end where one does.
+    /// If the bytes are not aligned for f32, or a row does not consist of whole f32.
     pub(crate) fn floats(&mut self) -> Block<'_, f32> {
         const SIZE: usize = size_of::<f32>();
         let first = self.first.cast::<f32>();
@@ -67,19 +69,25 @@ impl Block<'_, u8> {
     }
 }
 
-/// Calls `f` with every block of the matrix and which one it is: its band, and in that from above and from the left. On this thread
-/// and those of the team, or here only where it is `alone`.
+/// Calls `f` with each block and its indices: the band, and the block's row and column in the band. The calls run on this thread
+/// and on its team, or only on this thread if `alone`.
 ///
 /// # Panics
-/// As [`parallel::for_each_index`]; where a number of the cut is 0.
-pub(crate) fn for_each_block<T: Send>(data: &mut [T], cut: Cut, alone: bool, f: impl Fn([usize; 3], Block<T>) + Sync) {
-    struct Start<T>(*mut T);
-    // SAFETY: each thread makes of it references to elements that no other has.
-    unsafe impl<T: Send> Sync for Start<T> {}
-    let Cut { columns, band, height, width } = cut;
+/// As [`parallel::for_each_index`]; if a number of the partition is 0.
+pub(crate) fn for_each_block<T: Send>(
+    data: &mut [T],
+    cut: BlockPartition,
+    alone: bool,
+    f: impl Fn([usize; 3], Block<T>) + Sync,
+) {
+    /// The matrix's first element, shared with other threads.
+    struct SharedPtr<T>(*mut T);
+    // SAFETY: each thread makes references to elements that no other thread accesses.
+    unsafe impl<T: Send> Sync for SharedPtr<T> {}
+    let BlockPartition { columns, band, height, width } = cut;
     let rows = data.len() / columns;
     let (down, across) = (band.div_ceil(height), columns.div_ceil(width));
-    let start = Start(data.as_mut_ptr());
+    let start = SharedPtr(data.as_mut_ptr());
     let piece = |i: usize| {
         let (at, j) = (i / across, i % across);
         let (top, left) = (at / down * band + at % down * height, j * width);
@@ -100,7 +108,7 @@ pub(crate) fn for_each_block<T: Send>(data: &mut [T], cut: Cut, alone: bool, f: 
 mod tests {
     use super::*;
 
-    /// Every element is in one block, whichever numbers do not divide one another.
+    /// Every element is in exactly one block, also if the sizes do not divide each other.
     #[test]
     fn blocks_cover_a_matrix() {
         for (rows, columns, band, height, width) in
@@ -108,15 +116,20 @@ mod tests {
         {
             for alone in [true, false] {
                 let mut data = vec![0u32; rows * columns];
-                for_each_block(&mut data, Cut { columns, band, height, width }, alone, |[b, d, a], mut block| {
-                    for i in 0..block.rows() {
-                        let row = b * band + d * height + i;
-                        assert!(row < rows.min((b + 1) * band));
-                        block.row(i).iter_mut().enumerate().for_each(|(j, x)| {
-                            *x += (row * columns + a * width + j + 1) as u32;
-                        });
-                    }
-                });
+                for_each_block(
+                    &mut data,
+                    BlockPartition { columns, band, height, width },
+                    alone,
+                    |[b, d, a], mut block| {
+                        for i in 0..block.rows() {
+                            let row = b * band + d * height + i;
+                            assert!(row < rows.min((b + 1) * band));
+                            block.row(i).iter_mut().enumerate().for_each(|(j, x)| {
+                                *x += (row * columns + a * width + j + 1) as u32;
+                            });
+                        }
+                    },
+                );
                 assert!(data.iter().enumerate().all(|(i, &x)| x as usize == i + 1), "{rows} x {columns}: {data:?}");
             }
         }

@@ -1,4 +1,4 @@
-//! Copies and fills of any size. All threads of the team share a large one.
+//! Copies and fills of any size. Large ones are shared by all threads of the team.
 
 use std::hint::black_box;
 use std::mem::MaybeUninit;
@@ -7,27 +7,28 @@ use std::time::Instant;
 use bytemuck::AnyBitPattern;
 
 use super::huge_pages::advise_huge;
-use super::streaming::{LARGE, Streaming};
+use super::streaming::{STREAMING_MIN_BYTES, Streaming};
 use super::{copy as small, parallel};
 
-/// Large copies and fills are shared out in pieces of this size, from [`PARALLEL`] bytes on.
-const PIECE: usize = 1 << 17;
-const PARALLEL: usize = 4 * PIECE;
+/// The size of the pieces into which large copies and fills are split, in bytes.
+const PIECE_BYTES: usize = 1 << 17;
+/// The number of bytes from which on copies and fills are split over threads.
+const PARALLEL_MIN_BYTES: usize = 4 * PIECE_BYTES;
 
-/// Copies between slices of one length, large ones with all threads of the team.
+/// Copies between slices of equal length; large copies use all threads of the team.
 pub(crate) fn copy(dst: &mut [u8], src: &[u8]) {
-    if dst.len() < PARALLEL {
+    if dst.len() < PARALLEL_MIN_BYTES {
         return small::copy(dst, src);
     }
-    let large = dst.len() >= LARGE;
-    let reverse = !large && parallel::turn();
-    parallel::for_each_chunk_from(dst, PIECE, reverse, |i, d| {
-        let s = &src[i * PIECE..][..d.len()];
+    let large = dst.len() >= STREAMING_MIN_BYTES;
+    let reverse = !large && parallel::alternate_direction();
+    parallel::for_each_chunk_from(dst, PIECE_BYTES, reverse, |i, d| {
+        let s = &src[i * PIECE_BYTES..][..d.len()];
         if large { Streaming::new().copy(d, s) } else { d.copy_from_slice(s) }
     });
 }
 
-/// How many bytes a second are read and written as large memory is copied.
+/// Measures the rate of copies of large memory, in bytes per second; each byte counts twice, as read and as written.
 pub(crate) fn copy_rate() -> f64 {
     const COPIES: u32 = 4;
     let (from, mut to) = (vec![1u8; 64 << 20], vec![1u8; 64 << 20]);
@@ -36,38 +37,38 @@ pub(crate) fn copy_rate() -> f64 {
     2.0 * from.len() as f64 * f64::from(COPIES) / began.elapsed().as_secs_f64()
 }
 
-/// The slice's elements in a vector, whose memory is not filled with zeros first; large ones with all threads of the team.
+/// Copies a slice into a new vector without zeroing its memory first; large copies use all threads of the team.
 pub(crate) fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
-    if size_of_val(src) < PARALLEL {
+    if size_of_val(src) < PARALLEL_MIN_BYTES {
         return src.to_vec();
     }
     let mut out = Vec::with_capacity(src.len());
     let spare: &mut [MaybeUninit<T>] = &mut out.spare_capacity_mut()[..src.len()];
     advise_huge(spare);
-    let piece = PIECE / size_of::<T>().max(1);
-    let large = size_of_val(src) >= LARGE;
+    let piece = PIECE_BYTES / size_of::<T>().max(1);
+    let large = size_of_val(src) >= STREAMING_MIN_BYTES;
     parallel::for_each_chunk(&mut out.spare_capacity_mut()[..src.len()], piece, |i, to| {
         let from = &src[i * piece..][..to.len()];
         match large {
             true => Streaming::new().copy_new(to, from),
-            // SAFETY: as many elements as there is room for, of plain data, in memory that is not the source's.
+            // SAFETY: both have `to.len()` elements of plain data, and do not overlap.
             false => unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast::<T>(), to.len()) },
         }
     });
-    // SAFETY: the pieces were all of it.
+    // SAFETY: the pieces have initialised all elements.
     unsafe { out.set_len(src.len()) };
     out
 }
 
-/// Repeats a pattern whose length divides [`PIECE`].
+/// Repeats a pattern whose length divides [`PIECE_BYTES`].
 pub(crate) fn fill(dst: &mut [u8], pattern: &[u8]) {
-    if dst.len() < PARALLEL {
+    if dst.len() < PARALLEL_MIN_BYTES {
         return fill_piece(dst, pattern);
     }
-    parallel::for_each_chunk(dst, PIECE, |_, d| fill_piece(d, pattern));
+    parallel::for_each_chunk(dst, PIECE_BYTES, |_, d| fill_piece(d, pattern));
 }
 
-/// Fills by doubling what is filled already, at the speed of memcpy.
+/// Fills by doubling the filled part, at the speed of memcpy.
 fn fill_piece(dst: &mut [u8], pattern: &[u8]) {
     if pattern.iter().all(|&b| b == pattern[0]) {
         return dst.fill(pattern[0]);

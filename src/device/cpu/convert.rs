@@ -1,9 +1,9 @@
-//! Conversions that the compiler does not turn into the processor's instructions, many elements at a time.
+//! Conversions of slices by vector instructions that the compiler does not generate.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-/// A conversion of slices of one length: sixteen or eight elements at a time where the processor can, the rest one by one.
+/// Defines a conversion of slices of equal length: by vectors of 16 or 8 elements if the processor can, the rest one by one.
 macro_rules! conversion {
     ($(#[$doc:meta])* $name:ident($A:ty => $B:ty), $by_16:ident, $by_8:ident, |$from:ident, $to:ident| $rest:expr) => {
         $(#[$doc])*
@@ -27,15 +27,15 @@ macro_rules! conversion {
 }
 
 conversion! {
-    /// `from` as f32, exactly.
+    /// Converts f16 to f32, exactly.
     widen(f16 => f32), widen_16, widen_8, |from, to| from.convert_to_f32_slice(to)
 }
 conversion! {
-    /// `from` as f16, rounded to nearest even.
+    /// Converts f32 to f16, rounded to nearest even.
     narrow(f32 => f16), narrow_16, narrow_8, |from, to| to.convert_from_f32_slice(from)
 }
 
-/// `from` as i64: towards zero, the nearest there is where there is none, NaN as 0.
+/// Converts f32 to i64, rounded towards zero. Values out of range become the nearest i64, NaN becomes 0.
 pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
     assert_eq!(from.len(), to.len());
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
@@ -51,7 +51,7 @@ pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
     last.iter_mut().zip(rest).for_each(|(to, &x)| *to = x as i64);
 }
 
-/// As `bf16::from_f32`, without its branch.
+/// Returns the bits of `bf16::from_f32(x)`, without a branch.
 #[inline(always)]
 pub(crate) fn bf16_bits(x: f32) -> u16 {
     let u = x.to_bits();
@@ -65,13 +65,13 @@ mod x86 {
 
     use half::f16;
 
-    /// A function that converts a vector at a time; neither side need be aligned.
+    /// Defines a function that converts a vector at a time; neither slice need be aligned.
     macro_rules! by_vectors {
         ($name:ident, $feature:literal, [$A:ty] -> [$B:ty; $n:literal], $load:ident, $store:ident, $convert:expr) => {
             #[target_feature(enable = $feature)]
             pub(super) fn $name(from: &[[$A; $n]], to: &mut [[$B; $n]]) {
                 for (from, to) in from.iter().zip(to) {
-                    // SAFETY: each side has as many bytes as its vector.
+                    // SAFETY: each array has as many bytes as its vector.
                     unsafe { $store(to.as_mut_ptr().cast(), $convert($load(from.as_ptr().cast()))) };
                 }
             }
@@ -85,7 +85,7 @@ mod x86 {
     by_vectors!(narrow_16, "avx512f", [f32] -> [f16; 16], _mm512_loadu_ps, _mm256_storeu_si256, _mm512_cvtps_ph::<NEAREST>);
     by_vectors!(narrow_8, "avx,f16c", [f32] -> [f16; 8], _mm256_loadu_ps, _mm_storeu_si128, _mm256_cvtps_ph::<NEAREST>);
 
-    /// What is too small becomes i64::MIN in the instruction itself.
+    /// Converts by vectors. The instruction itself converts values below the range to i64::MIN.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
     pub(super) fn truncate(from: &[[f32; 8]], to: &mut [[i64; 8]]) {
         let (limit, most) = (_mm256_set1_ps(-(i64::MIN as f32)), _mm512_set1_epi64(i64::MAX));
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_half_and_any_length() {
+    fn halves_convert_exactly_at_any_length() {
         let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         let mut wide = vec![0.0; all.len()];
         widen(&all, &mut wide);
@@ -113,7 +113,7 @@ mod tests {
             let want = half.to_f32();
             assert!(single == want || (single.is_nan() && want.is_nan()), "{half:?}: {single}");
         }
-        // what lies between two neighbours, too
+        // also values between two adjacent halves
         let singles: Vec<f32> =
             wide.iter().flat_map(|&x| [-1i32, 0, 1, 0xFFF, 0x1000, 0x1001].map(|d| beside(x, d))).collect();
         for n in [0, 1, 7, 8, 9, 63, 64, 65, singles.len()] {
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn every_float_and_any_length_as_whole_numbers() {
+    fn floats_truncate_to_integers_at_any_length() {
         let edges = [0.0, -0.5, 0.99, -1.99, 1e9, 9.2233715e18, 9.223372e18, -9.223372e18, -9.2233735e18, 1e30, -1e30];
         let more = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, 16777217.0];
         let bits = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn vectors_of_either_length() {
+    fn both_vector_lengths_agree() {
         let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("f16c") {
             let (mut a, mut b) = (vec![0.0f32; all.len()], vec![0.0f32; all.len()]);

@@ -1,16 +1,16 @@
-//! Copies of a few KiB. What a C library copies them with is often one instruction of the processor, which begins slowly: a
-//! plain loop over vectors takes half as long.
+//! Copies of a few KiB. C libraries often use a single instruction with a slow start (`rep movsb`): a plain loop over vectors takes
+//! half as long.
 
-/// What is copied by such a loop, in bytes: less takes as long either way, and more, with its copy, leaves the first-level
-/// cache, where that instruction is ahead.
+/// The sizes that are copied by the loop, in bytes. Smaller copies take equally long either way. Larger ones, source and copy
+/// together, exceed the L1 cache, and there the instruction is faster.
 #[cfg(target_arch = "x86_64")]
-const SMALL: std::ops::RangeInclusive<usize> = 1 << 10..=16 << 10;
+const VECTOR_COPY_BYTES: std::ops::RangeInclusive<usize> = 1 << 10..=16 << 10;
 
-/// `to.copy_from_slice(from)`.
+/// Does `to.copy_from_slice(from)`.
 #[inline]
 pub(crate) fn copy(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
-    if SMALL.contains(&from.len()) && to.len() == from.len() {
+    if VECTOR_COPY_BYTES.contains(&from.len()) && to.len() == from.len() {
         if crate::device::cpu::has_avx512() {
             // SAFETY: the processor has the vectors.
             return unsafe { wide(to, from) };
@@ -23,7 +23,7 @@ pub(crate) fn copy(to: &mut [u8], from: &[u8]) {
     to.copy_from_slice(from);
 }
 
-/// A function that copies four vectors at a time; the last four may have been copied before in part.
+/// Defines a function that copies four vectors at a time; the last four may overlap those before.
 #[cfg(target_arch = "x86_64")]
 macro_rules! by_vectors {
     ($name:ident, $feature:literal, $vector:ident, $load:ident, $store:ident) => {
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_lengths_and_nothing_beside_them() {
+    fn copies_of_every_length_write_nothing_else() {
         let from: Vec<u8> = (0..70_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
         let lengths = (0..1200).chain([4095, 4096, 4097, 16 << 10, (16 << 10) + 1, 65_536]);
         for (i, n) in lengths.enumerate() {
@@ -75,17 +75,17 @@ mod tests {
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn vectors_of_either_length() {
+    fn both_vector_lengths_agree() {
         let from: Vec<u8> = (0..2000u32).map(|i| ((i * 31) >> 2) as u8).collect();
         for n in (512..2000).step_by(13) {
             let (mut a, mut b) = (vec![0; n], vec![0; n]);
             if is_x86_feature_detected!("avx512f") {
-                // SAFETY: it is there.
+                // SAFETY: the processor has AVX-512.
                 unsafe { wide(&mut a, &from[..n]) };
                 assert_eq!(a, from[..n]);
             }
             if is_x86_feature_detected!("avx") {
-                // SAFETY: it is there.
+                // SAFETY: the processor has AVX.
                 unsafe { narrow(&mut b, &from[..n]) };
                 assert_eq!(b, from[..n]);
             }

@@ -1,4 +1,4 @@
-//! Functions of two operands in f16 or bf16, computed in f32 without a detour through memory.
+//! Functions of two f16 or bf16 operands, computed in f32 without a temporary array.
 
 use std::marker::PhantomData;
 
@@ -8,45 +8,54 @@ use pulp::{Arch, Simd, WithSimd};
 use super::convert::bf16_bits;
 
 /// A function of two numbers.
-pub(crate) trait OfTwo {
+pub(crate) trait BinaryFunction {
     fn call(x: f32, y: f32) -> f32;
 }
 
-/// One side of such a function; bits of the numbers.
+/// An operand, as bits of f16 or bf16, or as a number.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Side<'a> {
-    /// An element each.
+pub(crate) enum HalfOperand<'a> {
+    /// One element per result.
     Each(&'a [u16]),
-    /// The same for all.
+    /// The same number for all results.
     One(f32),
 }
 
-/// Which sides have an element each.
+/// Both operands have one element per result.
 const BOTH: u8 = 0;
+/// Only the left operand has one element per result.
 const LEFT: u8 = 1;
+/// Only the right operand has one element per result.
 const RIGHT: u8 = 2;
 
-/// The function of each two, into `to`, in f16.
-pub(crate) fn f16_of_two<F: OfTwo>(a: Side, b: Side, to: &mut [u16]) {
+/// Applies the function elementwise to f16 operands.
+pub(crate) fn map_f16<F: BinaryFunction>(a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
     match (a, b) {
-        (Side::Each(a), Side::Each(b)) => f16_in_form::<F, BOTH>(a, b, 0.0, to),
-        (Side::Each(a), Side::One(y)) => f16_in_form::<F, LEFT>(a, a, y, to),
-        (Side::One(x), Side::Each(b)) => f16_in_form::<F, RIGHT>(b, b, x, to),
-        (Side::One(x), Side::One(y)) => to.fill(f16::from_f32(F::call(x, y)).to_bits()),
+        (HalfOperand::Each(a), HalfOperand::Each(b)) => map_f16_form::<F, BOTH>(a, b, 0.0, to),
+        (HalfOperand::Each(a), HalfOperand::One(y)) => map_f16_form::<F, LEFT>(a, a, y, to),
+        (HalfOperand::One(x), HalfOperand::Each(b)) => map_f16_form::<F, RIGHT>(b, b, x, to),
+        (HalfOperand::One(x), HalfOperand::One(y)) => to.fill(f16::from_f32(F::call(x, y)).to_bits()),
     }
 }
 
-/// As [`f16_of_two`], in bf16.
-pub(crate) fn bf16_of_two<F: OfTwo>(a: Side, b: Side, to: &mut [u16]) {
+/// Applies the function elementwise to bf16 operands.
+pub(crate) fn map_bf16<F: BinaryFunction>(a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
     let function = PhantomData::<F>;
     match (a, b) {
-        (Side::Each(a), Side::Each(b)) => Arch::new().dispatch(Bf16::<F, BOTH> { a, b, number: 0.0, to, function }),
-        (Side::Each(a), Side::One(number)) => Arch::new().dispatch(Bf16::<F, LEFT> { a, b: a, number, to, function }),
-        (Side::One(number), Side::Each(b)) => Arch::new().dispatch(Bf16::<F, RIGHT> { a: b, b, number, to, function }),
-        (Side::One(x), Side::One(y)) => to.fill(bf16_bits(F::call(x, y))),
+        (HalfOperand::Each(a), HalfOperand::Each(b)) => {
+            Arch::new().dispatch(Bf16::<F, BOTH> { a, b, number: 0.0, to, function })
+        }
+        (HalfOperand::Each(a), HalfOperand::One(number)) => {
+            Arch::new().dispatch(Bf16::<F, LEFT> { a, b: a, number, to, function })
+        }
+        (HalfOperand::One(number), HalfOperand::Each(b)) => {
+            Arch::new().dispatch(Bf16::<F, RIGHT> { a: b, b, number, to, function })
+        }
+        (HalfOperand::One(x), HalfOperand::One(y)) => to.fill(bf16_bits(F::call(x, y))),
     }
 }
 
+/// A call on bf16 operands; `number` replaces the operand that `FORM` does not use.
 struct Bf16<'a, F, const FORM: u8> {
     a: &'a [u16],
     b: &'a [u16],
@@ -55,7 +64,7 @@ struct Bf16<'a, F, const FORM: u8> {
     function: PhantomData<F>,
 }
 
-impl<F: OfTwo, const FORM: u8> WithSimd for Bf16<'_, F, FORM> {
+impl<F: BinaryFunction, const FORM: u8> WithSimd for Bf16<'_, F, FORM> {
     type Output = ();
 
     #[inline(always)]
@@ -72,25 +81,26 @@ impl<F: OfTwo, const FORM: u8> WithSimd for Bf16<'_, F, FORM> {
     }
 }
 
-fn f16_in_form<F: OfTwo, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
+/// Calls the function on f16 operands; `number` replaces the operand that `FORM` does not use.
+fn map_f16_form<F: BinaryFunction, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
     assert!(a.len() == to.len() && b.len() == to.len());
     #[cfg(target_arch = "x86_64")]
     if crate::device::cpu::has_avx512() {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: the processor has the instructions.
         unsafe { x86::of_16::<F, FORM>(a, b, number, to) };
-        return singly::<F, FORM>(a_rest, b_rest, number, to_rest);
+        return map_f16_scalar::<F, FORM>(a_rest, b_rest, number, to_rest);
     } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: likewise.
         unsafe { x86::of_8::<F, FORM>(a, b, number, to) };
-        return singly::<F, FORM>(a_rest, b_rest, number, to_rest);
+        return map_f16_scalar::<F, FORM>(a_rest, b_rest, number, to_rest);
     }
-    singly::<F, FORM>(a, b, number, to);
+    map_f16_scalar::<F, FORM>(a, b, number, to);
 }
 
-/// Without vectors.
-fn singly<F: OfTwo, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
+/// Computes one element at a time.
+fn map_f16_scalar<F: BinaryFunction, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
     for ((to, &a), &b) in to.iter_mut().zip(a).zip(b) {
         let wide = |bits: u16| f16::from_bits(bits).to_f32();
         let y = match FORM {
@@ -107,20 +117,20 @@ mod x86 {
     use std::arch::x86_64::*;
     use std::mem::transmute;
 
-    use super::{BOTH, LEFT, OfTwo};
+    use super::{BOTH, BinaryFunction, LEFT};
 
-    /// A function that computes a vector at a time; no side need be aligned.
+    /// Defines a function that computes a vector at a time; no slice need be aligned.
     macro_rules! by_vectors {
         ($name:ident, $feature:literal, $Vector:ident = [f32; $n:literal], $load:ident, $widen:ident, $narrow:expr, $store:ident) => {
             #[target_feature(enable = $feature)]
-            pub(super) fn $name<F: OfTwo, const FORM: u8>(
+            pub(super) fn $name<F: BinaryFunction, const FORM: u8>(
                 a: &[[u16; $n]],
                 b: &[[u16; $n]],
                 number: f32,
                 to: &mut [[u16; $n]],
             ) {
                 let wide = |side: &[u16; $n]| {
-                    // SAFETY: as many bytes as the vector's, of which any will do; and a vector is so many f32.
+                    // SAFETY: reads as many bytes as the vector has, for which any bits are valid; the vector has the layout of the array.
                     unsafe { transmute::<$Vector, [f32; $n]>($widen($load(side.as_ptr().cast()))) }
                 };
                 for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
@@ -166,13 +176,13 @@ mod tests {
     use super::*;
 
     struct Less;
-    impl OfTwo for Less {
+    impl BinaryFunction for Less {
         fn call(x: f32, y: f32) -> f32 {
             x - y * 0.75
         }
     }
 
-    /// Bits of all halves in another order.
+    /// Returns all bit patterns of halves in another order.
     fn halves(seed: usize) -> Vec<u16> {
         (0..1 << 16).map(|i| (i * 40_503 + seed) as u16).collect()
     }
@@ -182,30 +192,30 @@ mod tests {
     }
 
     #[test]
-    fn any_length_in_every_form() {
+    fn functions_of_two_operands_at_any_length() {
         let (a, b) = (halves(1), halves(7_777));
-        let number = 1.0 / 3.0; // no half
+        let number = 1.0 / 3.0; // not exact in f16
         for n in [0, 1, 7, 8, 15, 16, 17, 40, a.len()] {
             let sides = |form| match form {
-                0 => (Side::Each(&a[..n]), Side::Each(&b[..n])),
-                1 => (Side::Each(&a[..n]), Side::One(number)),
-                2 => (Side::One(number), Side::Each(&b[..n])),
-                _ => (Side::One(number), Side::One(2.5)),
+                0 => (HalfOperand::Each(&a[..n]), HalfOperand::Each(&b[..n])),
+                1 => (HalfOperand::Each(&a[..n]), HalfOperand::One(number)),
+                2 => (HalfOperand::One(number), HalfOperand::Each(&b[..n])),
+                _ => (HalfOperand::One(number), HalfOperand::One(2.5)),
             };
             for form in 0..4 {
                 let (left, right) = sides(form);
                 let at = |side, i: usize, wide: fn(u16) -> f32| match side {
-                    Side::Each(s) => wide(s[i]),
-                    Side::One(x) => x,
+                    HalfOperand::Each(s) => wide(s[i]),
+                    HalfOperand::One(x) => x,
                 };
                 let mut to = vec![7; n];
-                f16_of_two::<Less>(left, right, &mut to);
+                map_f16::<Less>(left, right, &mut to);
                 let wide = |bits| f16::from_bits(bits).to_f32();
                 for (i, &got) in to.iter().enumerate() {
                     let want = f16::from_f32(Less::call(at(left, i, wide), at(right, i, wide))).to_bits();
                     assert!(same(got, want, |x| f16::from_bits(x).is_nan()), "{form} {i}: {got:x} {want:x}");
                 }
-                bf16_of_two::<Less>(left, right, &mut to);
+                map_bf16::<Less>(left, right, &mut to);
                 let wide = |bits| bf16::from_bits(bits).to_f32();
                 for (i, &got) in to.iter().enumerate() {
                     let want = bf16::from_f32(Less::call(at(left, i, wide), at(right, i, wide))).to_bits();
@@ -217,7 +227,7 @@ mod tests {
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn vectors_of_either_length() {
+    fn both_vector_lengths_agree() {
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("f16c") {
             let (a, b) = (halves(1), halves(7_777));
             let (mut x, mut y) = (vec![0; a.len()], vec![1; a.len()]);

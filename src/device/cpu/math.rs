@@ -1,13 +1,13 @@
-//! f32 functions that the compiler can put in vector lanes.
+//! f32 functions that the compiler can vectorise.
 //!
-//! The standard library's `exp`, `tanh` and so on are calls, one element each, and a loop over them does not vectorise.
-//! These have no branch (only selections) and no call: a range reduction and a polynomial, its coefficients fitted for
-//! least maximal relative error and rounded to f32. Only + - * / sqrt and bit operations are used, never a fused
+//! The standard library's `exp`, `tanh` and so on are calls for single elements, so a loop over them does not vectorise. These
+//! functions have no branches (only selections) and no calls: each is a range reduction and a polynomial, whose coefficients are
+//! fitted for the least maximum relative error and rounded to f32. They use only + - * / sqrt and bit operations, never a fused
 //! multiply-add, so the results are the same on every processor.
 //!
 //! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, below 2 for `log2`, `log10`,
-//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` and, above -86, `silu` (the tests assert it over every exponent,
-//! subnormal numbers too); [`Exp64`] is f64's. NaN, infinities and signed zeros are as in C99.
+//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` and, above -86, `silu`. The tests assert this over every
+//! exponent, including subnormal numbers. [`Exp64`] is for f64. NaN, infinities and signed zeros follow C99.
 
 #![allow(clippy::excessive_precision)] // nine digits name an f32 exactly; clippy would cut some to eight
 
@@ -16,12 +16,14 @@ mod exponential;
 use std::f32::consts::{LOG2_E, PI};
 use std::ops::{Add, Mul};
 
-pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Sigmoid, Silu, Tanh, TwoStage, each, in_place};
+pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Sigmoid, Silu, Tanh, TwoStage, map_in_place, map_into};
 
-/// Adding and subtracting it rounds an f32 below 2²² to an integer; in the low bits is then that plus 254, twice what the
-/// exponent of 1 is.
+/// Adding and subtracting this rounds an f32 below 2²² to an integer. The low bits of the sum are then the integer plus 254, which is
+/// twice the exponent bias.
 const ROUND: f32 = 12_582_912.0 + 254.0; // 1.5 * 2^23
-const LN2_HI: f32 = 0.693_145_75; // 16 bits: an exponent times it is exact
+/// The high part of ln 2, 16 bits: the product with an exponent is exact.
+const LN2_HI: f32 = 0.693_145_75;
+/// The low part of ln 2.
 const LN2_LO: f32 = 1.428_606_8e-6;
 
 /// `c[0] + x (c[1] + x (c[2] + ...))`
@@ -34,20 +36,20 @@ fn poly<T: Copy + Add<Output = T> + Mul<Output = T>, const N: usize>(x: T, c: [T
     sum
 }
 
-/// 2 to the power of n, n in -126..=127.
+/// 2 to the power of n, for n in -126..=127.
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// x within the bounds; NaN stays.
+/// Clamps x to the bounds; NaN stays NaN.
 #[inline(always)]
-fn bounded(x: f32, low: f32, high: f32) -> f32 {
+fn clamp_keeping_nan(x: f32, low: f32, high: f32) -> f32 {
     let x = if x < low { low } else { x };
     if x > high { high } else { x }
 }
 
-/// x = n ln 2 + r with |r| <= ln 2 / 2: the bits of n + [`ROUND`], and r.
+/// Splits x = n ln 2 + r with |r| <= ln 2 / 2. Returns the bits of n + [`ROUND`], and r.
 #[inline(always)]
 fn reduce_exp(x: f32) -> (u32, f32) {
     let t = x * LOG2_E + ROUND;
@@ -59,10 +61,10 @@ fn reduce_exp(x: f32) -> (u32, f32) {
 #[inline(always)]
 pub(crate) fn expm1(x: f32) -> f32 {
     const C: [f32; 6] = [0.5, 0.166_666_657, 0.041_666_485_4, 0.008_333_541_45, 0.001_393_322_83, 0.000_197_669_942];
-    let (n, r) = reduce_exp(bounded(x, -18.0, 89.0));
+    let (n, r) = reduce_exp(clamp_keeping_nan(x, -18.0, 89.0));
     let n = n.wrapping_sub(ROUND.to_bits()) as i32;
     let p = r * r * poly(r, C) + r; // e^r - 1
-    // 2^n p + (2^n - 1), halved against overflow
+    // 2^n p + (2^n - 1), computed at half scale to avoid overflow
     let scale = power_of_two(n.wrapping_sub(1));
     let y = (scale * p + (scale - 0.5)) * 2.0;
     if x.abs() < 1e-7 { x } else { y } // keeps -0 and subnormals
@@ -91,9 +93,9 @@ pub(crate) fn log_near_one(z: f32) -> f32 {
     z + (log_tail(z) - 0.5 * z * z)
 }
 
-/// x = 2^e (1 + z) with 1 + z in [3/4, 3/2): e and z, x positive and finite.
+/// Splits x = 2^e (1 + z) with 1 + z in [3/4, 3/2), for positive finite x. Returns e and z.
 #[inline(always)]
-fn power_and_rest(x: f32) -> (f32, f32) {
+fn split_exponent(x: f32) -> (f32, f32) {
     let subnormal = x < f32::MIN_POSITIVE;
     let scaled = if subnormal { x * 8_388_608.0 } else { x };
     let bits = (scaled.to_bits() as i32).wrapping_sub(0x3F40_0000);
@@ -101,16 +103,16 @@ fn power_and_rest(x: f32) -> (f32, f32) {
     (e, f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000) as u32) - 1.0)
 }
 
-/// `log(x) + correction`, x not negative; infinities are the caller's.
+/// `log(x) + correction` for x not negative and finite; callers handle infinities.
 #[inline(always)]
 fn log_plus(x: f32, correction: f32) -> f32 {
-    let (e, z) = power_and_rest(x);
+    let (e, z) = split_exponent(x);
     e * LN2_HI + (z + (log_tail(z) - 0.5 * z * z + (e * LN2_LO + correction)))
 }
 
-/// What every logarithm is where `y`, computed for positive finite x, does not hold: -inf at 0, NaN below.
+/// Returns `y`, a logarithm for positive finite x, or the special values: -inf at 0, NaN below, infinity at infinity.
 #[inline(always)]
-fn log_ends(x: f32, y: f32) -> f32 {
+fn with_log_special_values(x: f32, y: f32) -> f32 {
     let y = if x == 0.0 { f32::NEG_INFINITY } else { y };
     let y = if x < 0.0 { f32::NAN } else { y };
     if x < f32::INFINITY { y } else { x } // NaN and infinity
@@ -119,29 +121,29 @@ fn log_ends(x: f32, y: f32) -> f32 {
 /// The natural logarithm: -inf at 0, NaN below.
 #[inline(always)]
 pub(crate) fn log(x: f32) -> f32 {
-    log_ends(x, log_plus(x, 0.0))
+    with_log_special_values(x, log_plus(x, 0.0))
 }
 
-/// The logarithm to base 2, exact for its powers.
+/// The logarithm to base 2, exact for powers of 2.
 #[inline(always)]
 pub(crate) fn log2(x: f32) -> f32 {
-    let (e, z) = power_and_rest(x);
-    log_ends(x, (f64::from(e) + f64::from(log_near_one(z)) * std::f64::consts::LOG2_E) as f32)
+    let (e, z) = split_exponent(x);
+    with_log_special_values(x, (f64::from(e) + f64::from(log_near_one(z)) * std::f64::consts::LOG2_E) as f32)
 }
 
-/// The logarithm to base 10, exact for its powers: in f64 what the rest of x is off by is below half a unit of the sum.
+/// The logarithm to base 10, exact for powers of 10: in f64, the error of `log_near_one` is below half a unit of the sum.
 #[inline(always)]
 pub(crate) fn log10(x: f32) -> f32 {
     use std::f64::consts::{LOG10_2, LOG10_E};
-    let (e, z) = power_and_rest(x);
-    log_ends(x, (f64::from(e) * LOG10_2 + f64::from(log_near_one(z)) * LOG10_E) as f32)
+    let (e, z) = split_exponent(x);
+    with_log_special_values(x, (f64::from(e) * LOG10_2 + f64::from(log_near_one(z)) * LOG10_E) as f32)
 }
 
 /// `log(1 + x)`: -inf at -1, NaN below.
 #[inline(always)]
 pub(crate) fn log1p(x: f32) -> f32 {
     let u = 1.0 + x;
-    let lost = if x > 1.0 { 1.0 - (u - x) } else { x - (u - 1.0) }; // what the addition rounded off
+    let lost = if x > 1.0 { 1.0 - (u - x) } else { x - (u - 1.0) }; // the rounding error of the addition
     let y = log_plus(u, lost / u);
     let y = if x.abs() < 1e-7 { x } else { y }; // keeps -0 and subnormals
     let y = if x == -1.0 { f32::NEG_INFINITY } else { y };
@@ -149,14 +151,14 @@ pub(crate) fn log1p(x: f32) -> f32 {
     if x < f32::INFINITY { y } else { x }
 }
 
-/// Up to here [`sin`] and [`cos`] hold; beyond, reducing the angle takes more digits of pi: use f64's functions.
+/// The bound on the argument of [`sin`] and [`cos`]; beyond it, the reduction needs more digits of pi: use f64's functions.
 pub(crate) const TRIG_LIMIT: f32 = 1e6;
 
-/// x = q pi/2 + r, |r| <= pi/4: sine and cosine of r, and q. In f64, where the reduction is exact enough.
+/// Splits x = q pi/2 + r with |r| <= pi/4. Returns the sine and cosine of r, and q. Computed in f64, so that r is exact enough.
 #[inline(always)]
 fn sin_cos(x: f32) -> (f32, f32, i32) {
     const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
-    const HALF_PI_HI: f64 = 1.570_796_326_734_125_6; // 33 bits: up to 2^20 times it is exact
+    const HALF_PI_HI: f64 = 1.570_796_326_734_125_6; // 33 bits: products with up to 2^20 are exact
     const HALF_PI_LO: f64 = 6.077_100_506_506_192e-11;
     let wide = f64::from(x);
     let t = wide * std::f64::consts::FRAC_2_PI + ROUND;
@@ -235,7 +237,7 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
     let log2 = if magnitude == 0.0 { f64::NEG_INFINITY } else { log2 };
     let log2 = if magnitude < f32::INFINITY { log2 } else { f64::from(magnitude) };
 
-    // exp2
+    // exp2 of b log2(a)
     let t = f64::from(b) * log2;
     let t = if t < -200.0 { -200.0 } else { t };
     let t = if t > 200.0 { 200.0 } else { t };
@@ -247,7 +249,7 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
         1.0 / 40320.0, 1.0 / 362880.0]);
     let y = (e_r * scale) as f32;
 
-    // C99's special cases
+    // the special cases of C99
     let integer = b.trunc() == b;
     let odd = integer && (b * 0.5).trunc() * 2.0 != b;
     let y = if a.is_sign_negative() && odd { -y } else { y };
@@ -260,14 +262,14 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The distance from the f32 nearest to the right answer, in units of its last place.
+    /// The distance of `got` from the right value, in units in the last place of the nearest f32.
     pub(super) fn ulps(got: f32, right: f64) -> f64 {
         let nearest = right as f32;
         if got.is_nan() || nearest.is_nan() {
             return if got.is_nan() && nearest.is_nan() { 0.0 } else { f64::INFINITY };
         }
         if got.is_infinite() || nearest.is_infinite() {
-            // rounding just beyond the largest number is one unit away from it
+            // a result rounded just beyond the largest number is one unit away from it
             let bits = |x: f32| i64::from(x.to_bits());
             return if got == nearest { 0.0 } else { (bits(got) - bits(nearest)).abs() as f64 };
         }
@@ -275,13 +277,13 @@ mod tests {
         (f64::from(got) - right).abs() / 2f64.powi(exponent - 23)
     }
 
-    /// Bit patterns of every exponent and sign, and the special values.
+    /// Returns special values, and bit patterns of every exponent and sign.
     pub(super) fn samples() -> impl Iterator<Item = f32> {
         let special = [0.0, -0.0, 1.0, -1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE];
         special.into_iter().chain((0..u32::MAX / 4001).map(|i| f32::from_bits(i * 4001)))
     }
 
-    /// Evenly spaced numbers.
+    /// Returns evenly spaced numbers.
     pub(super) fn dense(low: f32, high: f32) -> impl Iterator<Item = f32> {
         (0..=400_000).map(move |i| low + (high - low) * (i as f32 / 400_000.0))
     }
@@ -303,27 +305,27 @@ mod tests {
     }
 
     #[test]
-    fn within_the_stated_units_in_the_last_place() {
-        check("exp", Exp::of, f64::exp, 1.0, -104.0, 89.0);
+    fn functions_are_within_their_stated_errors() {
+        check("exp", Exp::eval, f64::exp, 1.0, -104.0, 89.0);
         check("expm1", expm1, f64::exp_m1, 2.0, -2.0, 2.0);
         check("log", log, f64::ln, 1.0, 0.5, 2.0);
         check("log2", log2, f64::log2, 2.0, 0.5, 2.0);
         check("log10", log10, f64::log10, 2.0, 0.5, 2.0);
         check("log1p", log1p, f64::ln_1p, 1.0, -0.9, 2.0);
-        check("tanh", Tanh::of, f64::tanh, 2.0, -2.0, 2.0);
-        check("erf", Erf::of, libm::erf, 2.0, -4.5, 4.5);
+        check("tanh", Tanh::eval, f64::tanh, 2.0, -2.0, 2.0);
+        check("erf", Erf::eval, libm::erf, 2.0, -4.5, 4.5);
         check("atan", atan, f64::atan, 2.0, -4.0, 4.0);
-        check("sigmoid", Sigmoid::of, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
+        check("sigmoid", Sigmoid::eval, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
     }
 
     #[test]
-    fn logarithms_of_powers_are_whole() {
+    fn logarithms_of_powers_are_exact() {
         assert!((-149..=127).all(|k| log2(2f64.powi(k) as f32) == k as f32));
         assert!((-5..=10).all(|k| log10(10f64.powi(k) as f32) == k as f32));
     }
 
     #[test]
-    fn angles_up_to_the_limit() {
+    fn sin_and_cos_are_accurate_up_to_the_limit() {
         let within = |f: fn(f32) -> f32, x: f32| if x.abs() <= TRIG_LIMIT { f(x) } else { f32::NAN };
         for (name, f, right) in [("sin", sin as fn(f32) -> f32, f64::sin as fn(f64) -> f64), ("cos", cos, f64::cos)] {
             let mut worst: (f64, f32) = (0.0, 0.0);
@@ -340,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn powers() {
+    fn powers_are_within_one_unit() {
         let mut worst: (f64, f32, f32) = (0.0, 0.0, 0.0);
         let specials = [0.0, 0.5, 1.0, 2.0, 3.0, 1e9, 16_777_217.0, f32::INFINITY, f32::MAX, 1e-40];
         let signed: Vec<f32> = specials.iter().flat_map(|&x| [x, -x]).chain([f32::NAN]).collect();

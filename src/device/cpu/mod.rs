@@ -1,7 +1,7 @@
-//! The CPU as a device: threads of rayon's that share work, in [`parallel`], and vectorised math.
+//! The CPU as a device: threads of rayon's pools that share work ([`parallel`]), matrix products, and vectorised math.
 
 pub(crate) mod bands;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only products with kernels of their own are written so
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only the x86-64 kernels write blocks
 pub(crate) mod blocks;
 pub(crate) mod bulk;
 pub(crate) mod convert;
@@ -14,15 +14,15 @@ pub(crate) mod parallel;
 pub(crate) mod streaming;
 pub(crate) mod transpose;
 
-/// Whether the processor has AVX-512 and the crate has code for it (the feature `avx512`): without the feature the linker drops
-/// that code.
+/// True if the processor has AVX-512 and the feature `avx512` is enabled. Without the feature, this is constant and the linker
+/// drops the AVX-512 code.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(crate) fn has_avx512() -> bool {
     cfg!(feature = "avx512") && std::arch::is_x86_feature_detected!("avx512f")
 }
 
-/// The vector instructions of this processor that some code here is written for.
+/// Returns the processor's vector instruction sets for which this crate has code.
 pub(crate) fn vector_features() -> Vec<&'static str> {
     let mut found = Vec::new();
     macro_rules! detect {
@@ -39,8 +39,8 @@ pub(crate) fn vector_features() -> Vec<&'static str> {
     found
 }
 
-/// Threads that work together on one operation: those of rayon's current pool, which is the one that the calling thread
-/// belongs to, or the global one (`RAYON_NUM_THREADS`).
+/// Returns the number of threads that share one operation: the threads of rayon's current pool, which is the calling thread's
+/// pool or else the global pool (`RAYON_NUM_THREADS`).
 pub(crate) fn threads() -> usize {
     rayon::current_num_threads()
 }

@@ -1,13 +1,13 @@
-//! Work shared between the thread that asks for it and a team of helpers, which are threads of rayon's pool.
+//! Work shared between the calling thread and a team of helpers, which are threads of rayon's pool.
 //!
-//! Every helper has a mailbox. The caller puts its call into those of helpers that have nothing to do, starts at once, and
-//! takes back what nobody has taken up when it is through: a small operation is done before helpers notice and has waited
-//! for nobody. A caller takes on pieces of its own work alone, never what else there is to do, so it may hold a lock
-//! over this, which it could not over rayon's own `join`. A helper that has nothing to do keeps looking for a moment before
-//! it gives its thread back to the pool, because to be woken costs tens of microseconds and operations come one after
-//! another. Whoever then finds its mailbox vacant spawns a job for it, which alone takes memory from the heap.
+//! Every helper has a mailbox. The caller puts its call into the mailboxes of idle helpers and starts to work at once. When it is
+//! done, it takes back the calls that no helper has taken: a small operation is done before helpers notice, and waits for none. A
+//! caller works only on its own pieces, never on other jobs, so it may hold a lock meanwhile. With rayon's own `join` it could
+//! not. An idle helper keeps polling for a moment before it returns its thread to the pool, because waking a thread costs tens of
+//! microseconds and operations follow each other closely. A caller that finds a mailbox without a helper spawns a job for it,
+//! which is the only step that allocates.
 //!
-//! Pieces may share work in turn, but must not enter rayon: its waits take up other jobs, and a caller's locks may be held.
+//! Pieces may share work in turn, but must not enter rayon: its waits run other jobs, while locks of the caller may be held.
 
 mod hand_over;
 #[cfg(all(test, loom))]
@@ -20,34 +20,35 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use hand_over::{Mailbox, PATIENCE};
+use hand_over::{MAX_POLL_TIME, Mailbox};
 use smallvec::SmallVec;
 
 use super::threads;
 
-/// The least that a helper looks for work of callers in a pool: its thread may be in the middle of a `join`, whose other half
-/// is done meanwhile.
-const NESTED: Duration = Duration::from_micros(50);
+/// The minimum time for which a helper polls for work of callers inside a pool: the caller may be in the middle of a `join` whose
+/// other half is running.
+const NESTED_MIN_POLL: Duration = Duration::from_micros(50);
 
-/// The mailboxes of one of rayon's pools, one fewer than it has [`threads`]: callers are threads, too.
+/// The mailboxes of one of rayon's pools, one fewer than its [`threads`], because the caller works as well.
 struct Team {
     mailboxes: Box<[Mailbox]>,
+    /// The order of creation: 0 for the global pool's team.
     age: usize,
 }
 
 thread_local! {
-    /// Of a thread of a pool, its team. Rayon does not say which pool a thread is of: helpers learn of the team from the
-    /// job by which they enter. Teams that threads of one pool made at the same time give way to the oldest.
+    /// The team of a thread of a pool. Rayon does not say to which pool a thread belongs, so helpers learn the team from the job with
+    /// which they enter. If threads of one pool have made several teams at the same time, the oldest replaces the others.
     static TEAM: RefCell<Option<Arc<Team>>> = const { RefCell::new(None) };
 }
 
 impl Team {
-    /// That of this thread's pool, without helpers yet; the lower `age`, the older it is.
+    /// Makes a team for this thread's pool, without helpers yet; a lower `age` is older.
     fn new(age: usize) -> Arc<Team> {
         Arc::new(Team { mailboxes: (1..threads()).map(|_| Mailbox::new()).collect(), age })
     }
 
-    /// That of this thread's pool; of the global one for threads that are of none. None for a thread that is ending.
+    /// Returns the team of this thread's pool, or of the global pool for other threads. None for a thread that is ending.
     fn current() -> Option<Arc<Team>> {
         static GLOBAL: OnceLock<Arc<Team>> = OnceLock::new();
         static NEXT: AtomicUsize = AtomicUsize::new(1);
@@ -60,8 +61,8 @@ impl Team {
         TEAM.try_with(own).ok()
     }
 
-    /// Has this thread, of a pool, be of this team from now on, unless it is of an older one.
-    fn join(self: &Arc<Team>) {
+    /// Makes this thread of a pool a member of the team, unless it belongs to an older one.
+    fn adopt_team(self: &Arc<Team>) {
         let _ = TEAM.try_with(|team| {
             let mut team = team.borrow_mut();
             if team.as_ref().is_none_or(|own| self.age < own.age) {
@@ -70,77 +71,77 @@ impl Team {
         });
     }
 
-    /// Has a thread of the current pool become the helper of a mailbox.
-    fn enter(self: Arc<Team>, i: usize) {
+    /// Makes a thread of the current pool the helper of a mailbox.
+    fn spawn_helper(self: Arc<Team>, i: usize) {
         let asked_by = rayon::current_thread_index();
         rayon::spawn(move || {
-            self.join();
+            self.adopt_team();
             let patience = match asked_by {
-                None => PATIENCE,
-                // Nobody took the job up while the caller was at work, who now has other jobs to go on with.
+                None => MAX_POLL_TIME,
+                // No other thread ran the job while the caller worked, and the caller now has other jobs to run.
                 Some(_) if asked_by == rayon::current_thread_index() => Duration::ZERO,
-                Some(_) => NESTED,
+                Some(_) => NESTED_MIN_POLL,
             };
-            self.mailboxes[i].help(i + 1, patience);
+            self.mailboxes[i].run_helper(i + 1, patience);
         });
     }
 }
 
-/// Calls `piece` with every number below `count`, once each, on this thread and those of its team.
+/// Calls `piece` with every number below `count`, once each, on this thread and on its team.
 ///
 /// # Panics
-/// With the panic of a piece; the others may then not have been done.
+/// With the panic of a piece; the other pieces may then not have been done.
 pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
     share(count, threads().min(count), false, &piece);
 }
 
-/// [`for_each_index`] of `parts` parts of one length, where a piece may wait for those before it in its part: they are begun in
-/// order.
+/// Calls pieces like [`for_each_index`], in `parts` parts of equal length. The pieces of a part are started in order, so that a piece
+/// may wait for earlier pieces of its part.
 pub(crate) fn for_each_in_order(count: usize, parts: usize, piece: impl Fn(usize) + Sync) {
     share(count, parts, false, &piece);
 }
 
-/// Has the team do `count` pieces, cut into `parts` that threads begin with, from the end of each where `reverse`.
+/// Shares `count` pieces with the team, split into `parts` where threads start; with `reverse`, from the end of each part.
 fn share(count: usize, parts: usize, reverse: bool, piece: &(dyn Fn(usize) + Sync)) {
     let team = if count <= 1 || threads() == 1 { None } else { Team::current() };
     let Some(team) = team else {
         return (0..count).for_each(|i| piece(if reverse { count - 1 - i } else { i }));
     };
-    hand_over::share(&team.mailboxes, |i| Arc::clone(&team).enter(i), count, parts, reverse, piece);
+    hand_over::share(&team.mailboxes, |i| Arc::clone(&team).spawn_helper(i), count, parts, reverse, piece);
 }
 
-/// Calls `f` with every item and its index, on this thread and those of its team.
+/// Calls `f` with every item and its index, on this thread and on its team.
 ///
 /// # Panics
 /// As [`for_each_index`].
 pub(crate) fn for_each<T: Send>(items: &mut [T], f: impl Fn(usize, &mut T) + Sync) {
-    struct First<T>(*mut T);
-    // SAFETY: each thread makes of it references to items that no other has.
-    unsafe impl<T: Send> Sync for First<T> {}
-    let first = First(items.as_mut_ptr());
+    struct SharedPtr<T>(*mut T);
+    // SAFETY: each thread makes references to items that no other thread accesses.
+    unsafe impl<T: Send> Sync for SharedPtr<T> {}
+    let first = SharedPtr(items.as_mut_ptr());
     for_each_index(items.len(), |i| {
         let first = &first;
-        // SAFETY: i < items.len(), every i comes once, and the slice is borrowed exclusively until all are done.
+        // SAFETY: i < items.len(), every i occurs once, and the slice is borrowed exclusively until all are done.
         f(i, unsafe { &mut *first.0.add(i) });
     });
 }
 
-/// Calls `f` with every piece of `size` elements and its index, the last one shorter, on this thread and those of its team.
+/// Calls `f` with every chunk of `size` elements and its index, the last one shorter, on this thread and on its team.
 ///
 /// # Panics
-/// As [`for_each_index`]; where `size` is 0.
+/// As [`for_each_index`]; if `size` is 0.
 pub(crate) fn for_each_chunk<T: Send>(data: &mut [T], size: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     for_each_chunks(&mut [data], &[size], |i, chunks| f(i, chunks[0]));
 }
 
-/// Whether this thread's next operation had best begin at the end: every other one does. What the last one touched last is
-/// then what the next one finds in the caches.
-pub(crate) fn turn() -> bool {
+/// Returns whether this thread's next operation should start at the end, which alternates: the data that the last operation touched
+/// last are then in the caches.
+pub(crate) fn alternate_direction() -> bool {
     thread_local!(static REVERSE: Cell<bool> = const { Cell::new(true) });
-    REVERSE.try_with(|reverse| reverse.replace(!reverse.get())).unwrap_or(false) // a thread that is ending has no turns
+    REVERSE.try_with(|reverse| reverse.replace(!reverse.get())).unwrap_or(false) // false in a thread that is ending
 }
 
-/// [`for_each_chunk`], from the end where `reverse`: see [`turn`].
+/// Calls `f` like [`for_each_chunk`], from the end with `reverse`: see [`alternate_direction`].
 ///
 /// # Panics
 /// As [`for_each_chunk`].
@@ -150,37 +151,43 @@ pub(crate) fn for_each_chunk_from<T: Send>(
     reverse: bool,
     f: impl Fn(usize, &mut [T]) + Sync,
 ) {
-    cut(&mut [data], &[size], reverse, |i, chunks| f(i, chunks[0]));
+    split_chunks(&mut [data], &[size], reverse, |i, chunks| f(i, chunks[0]));
 }
 
-/// Calls `f` with the pieces of several slices that go together and their index: `sizes[j]` elements of the `j`th slice,
-/// of all of which there are equally many pieces, the last one shorter.
+/// Calls `f` with corresponding chunks of several slices and their index: `sizes[j]` elements of the `j`th slice. All slices must
+/// have the same number of chunks; the last chunk of each may be shorter.
 ///
 /// # Panics
-/// As [`for_each_index`]; where a size is 0 or the numbers of pieces differ.
+/// As [`for_each_index`]; if a size is 0 or the numbers of chunks differ.
 pub(crate) fn for_each_chunks<T: Send>(
     data: &mut [&mut [T]],
     sizes: &[usize],
     f: impl Fn(usize, &mut [&mut [T]]) + Sync,
 ) {
-    cut(data, sizes, false, f);
+    split_chunks(data, sizes, false, f);
 }
 
-fn cut<T: Send>(data: &mut [&mut [T]], sizes: &[usize], reverse: bool, f: impl Fn(usize, &mut [&mut [T]]) + Sync) {
-    struct Start<T>(*mut T, usize, usize);
-    // SAFETY: each thread makes of it references to elements that no other has.
-    unsafe impl<T: Send> Sync for Start<T> {}
-    let starts: SmallVec<[Start<T>; 2]> =
-        data.iter_mut().zip(sizes).map(|(all, &size)| Start(all.as_mut_ptr(), all.len(), size)).collect();
-    let mut counts = starts.iter().map(|&Start(_, len, size)| len.div_ceil(size));
+/// Splits slices into corresponding chunks and calls `f` with them.
+fn split_chunks<T: Send>(
+    data: &mut [&mut [T]],
+    sizes: &[usize],
+    reverse: bool,
+    f: impl Fn(usize, &mut [&mut [T]]) + Sync,
+) {
+    struct SharedPtr<T>(*mut T, usize, usize);
+    // SAFETY: each thread makes references to elements that no other thread accesses.
+    unsafe impl<T: Send> Sync for SharedPtr<T> {}
+    let starts: SmallVec<[SharedPtr<T>; 2]> =
+        data.iter_mut().zip(sizes).map(|(all, &size)| SharedPtr(all.as_mut_ptr(), all.len(), size)).collect();
+    let mut counts = starts.iter().map(|&SharedPtr(_, len, size)| len.div_ceil(size));
     let count = counts.next().unwrap_or(0);
     assert!(
         starts.len() == data.len() && counts.all(|other| other == count),
         "slices have different numbers of pieces"
     );
     let piece = |i: usize| {
-        let chunk = |&Start(start, len, size): &Start<T>| {
-            // SAFETY: i < count, so that i * size is below the slice's length; every i comes once, no two have elements in
+        let chunk = |&SharedPtr(start, len, size): &SharedPtr<T>| {
+            // SAFETY: i < count, so i * size is below the slice's length; every i occurs once, chunks have no elements in
             // common, and the slices are borrowed exclusively until all are done.
             unsafe { std::slice::from_raw_parts_mut(start.add(i * size), size.min(len - i * size)) }
         };
@@ -189,7 +196,7 @@ fn cut<T: Send>(data: &mut [&mut [T]], sizes: &[usize], reverse: bool, f: impl F
     share(count, threads().min(count), reverse, &piece);
 }
 
-/// `f` of every number below `count`, in order, at least `group` of them to a thread at a time.
+/// Returns `f` of every number below `count`, in order; a thread computes at least `group` of them at a time.
 ///
 /// # Panics
 /// As [`for_each_index`].

@@ -1,23 +1,23 @@
-//! Stores that go past the cache. A result larger than the cache will not be read from it again: written in the ordinary
-//! way it costs one read of every line before the line is overwritten, a third to a half of all traffic.
+//! Nontemporal stores, which bypass the cache. A result larger than the cache will not be read from the cache. An ordinary store
+//! would read each line before overwriting it, which is a third to a half of all memory traffic.
 
 use std::mem::MaybeUninit;
 
 use bytemuck::Pod;
 
-/// From so many bytes on, results are streamed: beyond the last-level cache of most processors.
-pub(crate) const LARGE: usize = 24 << 20;
+/// The number of bytes from which on results are streamed: more than the last-level cache of most processors.
+pub(crate) const STREAMING_MIN_BYTES: usize = 24 << 20;
 
-/// Whether a result of so many bytes had best be streamed where it and its operands are `all` bytes: together they do not fit
-/// the last-level cache either.
-pub(crate) fn is_worth_it(result: usize, all: usize) -> bool {
-    result >= LARGE || (result >= LARGE / 2 && all >= 2 * LARGE)
+/// True if a result of `result` bytes should be streamed because the caches cannot hold the data. The result and its operands have
+/// `all` bytes together.
+pub(crate) fn should_stream(result: usize, all: usize) -> bool {
+    result >= STREAMING_MIN_BYTES || (result >= STREAMING_MIN_BYTES / 2 && all >= 2 * STREAMING_MIN_BYTES)
 }
 
-/// Elements that [`Streaming::line`] stores: a line of the cache of f32, two of f64.
+/// The number of elements that [`Streaming::line`] stores: one cache line of f32, two of f64.
 pub(crate) const LINE: usize = 16;
 
-/// Streams what is copied through it; other threads may look at it once this is dropped.
+/// Streams copies. Other threads may read the results once this value has been dropped.
 pub(crate) struct Streaming(());
 
 impl Streaming {
@@ -25,30 +25,30 @@ impl Streaming {
         Streaming(())
     }
 
-    /// `to.copy_from_slice(from)`, past the cache where the processor can.
+    /// Does `to.copy_from_slice(from)`, bypassing the cache if the processor can.
     #[inline]
     pub(crate) fn copy<T: Pod>(&self, to: &mut [T], from: &[T]) {
         assert_eq!(to.len(), from.len());
-        // SAFETY: both have so many bytes, of which any will do.
+        // SAFETY: both have `size_of_val(from)` bytes, for which any bits are valid.
         unsafe { copy(to.as_mut_ptr().cast(), from.as_ptr().cast(), size_of_val(from)) };
     }
 
-    /// As [`copy`](Streaming::copy), to memory in which nothing is yet.
+    /// Copies like [`copy`](Streaming::copy), to uninitialised memory.
     #[inline]
     pub(crate) fn copy_new<T: Copy>(&self, to: &mut [MaybeUninit<T>], from: &[T]) {
         assert_eq!(to.len(), from.len());
-        // SAFETY: both have so many bytes, and those of `to` may be uninitialised before and after.
+        // SAFETY: both have `size_of_val(from)` bytes, and those of `to` may be uninitialised before and after.
         unsafe { copy(to.as_mut_ptr().cast(), from.as_ptr().cast(), size_of_val(from)) };
     }
 
-    /// `*to = from`, past the cache where the processor can and `to` begins where a vector does.
+    /// Does `*to = from`, bypassing the cache if the processor can and `to` is aligned to 16 bytes.
     #[inline(always)]
     pub(crate) fn line<T: Pod>(&self, to: &mut [T; LINE], from: [T; LINE]) {
         #[cfg(target_arch = "x86_64")]
         if to.as_ptr().align_offset(16) == 0 {
             match size_of::<T>() {
-                4 => return parts::<T, 4>(to, from),
-                8 => return parts::<T, 8>(to, from),
+                4 => return stream_vectors::<T, 4>(to, from),
+                8 => return stream_vectors::<T, 8>(to, from),
                 _ => {}
             }
         }
@@ -56,23 +56,25 @@ impl Streaming {
     }
 }
 
-/// Stores `from` as N vectors; `to` has to be aligned to them, and both to have their size.
+/// Stores `from` as N vectors; `to` must be aligned to a vector, and both must have the size of N vectors.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn parts<T: Pod, const N: usize>(to: &mut [T; LINE], from: [T; LINE]) {
+fn stream_vectors<T: Pod, const N: usize>(to: &mut [T; LINE], from: [T; LINE]) {
     use std::arch::x86_64::{__m128, _mm_stream_ps};
     assert!(size_of::<[T; LINE]>() == size_of::<[__m128; N]>() && to.as_ptr().align_offset(16) == 0);
-    // SAFETY: of one size, and every bit pattern is a vector.
+    // SAFETY: the sizes are equal, and every bit pattern is a vector.
     let from: [__m128; N] = unsafe { std::mem::transmute_copy(&from) };
     for (i, part) in from.into_iter().enumerate() {
-        // SAFETY: `to` is N vectors, aligned as they are, of which this is the i-th. SSE is part of x86-64. The fence
-        // that must come before others look is in Streaming's drop.
+        // SAFETY: `to` consists of N vectors, aligned to 16 bytes, of which this is the i-th. SSE is part of x86-64. The fence
+        // that must come before other threads read is in Streaming's drop.
         unsafe { _mm_stream_ps(to.as_mut_ptr().cast::<f32>().add(4 * i), part) };
     }
 }
 
+/// Copies bytes, bypassing the cache for whole lines.
+///
 /// # Safety
-/// As [`std::ptr::copy_nonoverlapping`] of so many bytes.
+/// As [`std::ptr::copy_nonoverlapping`] of `bytes` bytes.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
@@ -81,8 +83,9 @@ unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
     const LINE: usize = 64;
     let head = to.align_offset(LINE).min(bytes);
     let tail = (bytes - head) % LINE;
-    // SAFETY: the caller's, of the bytes before the first line, of whole lines, which begin at multiples of 64, and of those
-    // after them. SSE2 is part of x86-64. The fence that must come before others look is in Streaming's drop.
+    // SAFETY: the caller's promise, for the bytes before the first line, for whole lines, which begin at multiples of 64, and
+    // for the bytes after the lines. SSE2 is part of x86-64. The fence that must come before other threads read is in
+    // Streaming's drop.
     unsafe {
         copy_nonoverlapping(from, to, head);
         for at in (head..bytes - tail).step_by(LINE) {
@@ -95,19 +98,21 @@ unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
     }
 }
 
+/// Copies bytes.
+///
 /// # Safety
-/// As [`std::ptr::copy_nonoverlapping`] of so many bytes.
+/// As [`std::ptr::copy_nonoverlapping`] of `bytes` bytes.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline]
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 
 impl Drop for Streaming {
     fn drop(&mut self) {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: SSE is part of x86-64; a fence touches nothing.
+        // SAFETY: SSE is part of x86-64; a fence accesses no memory.
         unsafe {
             std::arch::x86_64::_mm_sfence();
         }
@@ -119,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_every_size_at_any_place() {
+    fn streamed_lines_at_any_alignment() {
         let streaming = Streaming::new();
         for start in 0..20 {
             let mut to = [0f32; 40];
@@ -137,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn any_length_at_any_place() {
+    fn streamed_copies_of_any_length_and_alignment() {
         let from: Vec<u8> = (0..400).map(|i| i as u8).collect();
         for start in 0..70 {
             for len in [0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 300] {

@@ -1,10 +1,10 @@
-//! Rows made of columns, in vectors: squares of as many elements a side as a vector has.
+//! Transposition by vectors: square blocks whose side is the number of elements in a vector.
 
 use bytemuck::Pod;
 
-/// Element `i` of line `j` to `to[i * pitch + j]`, for lines of one length, as many as there are. `N` elements are 16 bytes.
+/// Transposes `width` lines of `height` elements: writes element `i` of line `j` to `to[i * pitch + j]`. `N` elements are 16 bytes.
 #[inline]
-pub(crate) fn turn<'a, T: Pod, const N: usize>(
+pub(crate) fn transpose_lines<'a, T: Pod, const N: usize>(
     line: impl Fn(usize) -> &'a [T],
     (height, width): (usize, usize),
     to: &mut [T],
@@ -14,7 +14,7 @@ pub(crate) fn turn<'a, T: Pod, const N: usize>(
     for j in (0..columns).step_by(N) {
         let lines: [&[T]; N] = std::array::from_fn(|k| &line(j + k)[..height]);
         for i in (0..rows).step_by(N) {
-            square(lines.map(|line| &line[i..]), &mut to[i * pitch + j..], pitch);
+            transpose_square(lines.map(|line| &line[i..]), &mut to[i * pitch + j..], pitch);
         }
         for i in rows..height {
             lines.iter().enumerate().for_each(|(k, line)| to[i * pitch + j + k] = line[i]);
@@ -25,15 +25,15 @@ pub(crate) fn turn<'a, T: Pod, const N: usize>(
     }
 }
 
-/// Element `i` of line `j` to `to[i * pitch + j]`, for the first `N` of each.
+/// Transposes the first `N` elements of `N` lines: writes element `i` of line `j` to `to[i * pitch + j]`.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitch: usize) {
+fn transpose_square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitch: usize) {
     use std::arch::x86_64::{
         __m128i, _mm_unpackhi_epi8, _mm_unpackhi_epi16, _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpacklo_epi8,
         _mm_unpacklo_epi16, _mm_unpacklo_epi32, _mm_unpacklo_epi64,
     };
-    // SAFETY: SSE2 is part of x86-64, and these touch nothing.
+    // SAFETY: SSE2 is part of x86-64, and these instructions access no memory.
     let between = |a: __m128i, b: __m128i| unsafe {
         match N {
             16 => (_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b)),
@@ -43,7 +43,7 @@ fn square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitch: usize) 
         }
     };
     let mut rows: [__m128i; N] = lines.map(|line| bytemuck::pod_read_unaligned(bytemuck::cast_slice(&line[..N])));
-    // Each time elements of one half come between those of the other: the bits of their places go round.
+    // Each round interleaves the first half of the rows with the second, which rotates the bits of the elements' positions.
     for _ in 0..N.ilog2() {
         let before = rows;
         for k in 0..N / 2 {
@@ -55,9 +55,10 @@ fn square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitch: usize) 
     }
 }
 
+/// Transposes the first `N` elements of `N` lines: writes element `i` of line `j` to `to[i * pitch + j]`.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline(always)]
-fn square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitch: usize) {
+fn transpose_square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitch: usize) {
     for (j, line) in lines.iter().enumerate() {
         line[..N].iter().enumerate().for_each(|(i, x)| to[i * pitch + j] = *x);
     }
@@ -73,7 +74,7 @@ mod tests {
         {
             let (from, pitch) = ((0..height * width).map(&of).collect::<Vec<T>>(), width + 3);
             let mut to = vec![of(1000); height * pitch];
-            turn::<T, N>(|j| &from[j * height..], (height, width), &mut to, pitch);
+            transpose_lines::<T, N>(|j| &from[j * height..], (height, width), &mut to, pitch);
             for (at, got) in to.iter().enumerate() {
                 let (i, j) = (at / pitch, at % pitch);
                 let right = if j < width { from[j * height + i] } else { of(1000) };
@@ -83,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn every_size() {
+    fn transposes_of_every_size() {
         checked::<u8, 16>(|i| (i % 251) as u8);
         checked::<u16, 8>(|i| i as u16 * 7);
         checked::<u32, 4>(|i| i as u32 * 70_001);

@@ -1,4 +1,4 @@
-//! Devices that other code opened: its context, and its queue as the default stream.
+//! Adopted devices: contexts that other code opened, with a queue of that code as the default stream.
 
 use std::ptr;
 use std::sync::Mutex;
@@ -11,23 +11,24 @@ use opencl3::device::CL_DEVICE_PLATFORM;
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
 
 use super::ClDevice;
-use super::discovery::{self, Entry, number_of};
+use super::discovery::{self, Entry, decode_number};
 use super::driver::{info, value};
 use super::errors::ClError;
 use super::exit;
 use crate::device::{lock, log};
 use crate::{Device, Error, Result};
 
+/// The operation that errors name.
 const OP: &str = "Device::adopt";
 
-/// The addresses of context, device and queue of each device that was adopted. Held while one is.
+/// The addresses of context, device and queue of each adopted device. Locked during an adoption.
 static HANDLES: Mutex<Vec<[usize; 3]>> = Mutex::new(Vec::new());
 
-/// The device of this context whose default stream is this queue, which is known from now on.
+/// Returns the device of this context whose default stream is this queue, adding it on the first call.
 ///
 /// # Errors
-/// [`Error::Invalid`] for handles that do not go together, a queue that is not in order, a device that kernels cannot run on,
-/// and too many devices; what the driver refuses.
+/// [`Error::Invalid`] for handles that do not belong together, an out-of-order queue, a device that cannot run kernels,
+/// and too many devices; the driver's errors.
 pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_queue) -> Result<Device> {
     let handles = [context.addr(), id.addr(), queue.addr()];
     for (handle, name) in handles.iter().zip(["context", "device", "queue"]) {
@@ -35,21 +36,21 @@ pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_que
             return Err(Error::invalid(OP, format!("the {name} is null")));
         }
     }
-    let own = discovery::count_own()?;
+    let own = discovery::count_without_adopted()?;
     let _messages = log::defer(); // a subscriber may use devices as well
     let mut known = lock(&HANDLES);
     if let Some(at) = known.iter().position(|known| *known == handles) {
         return Ok(Device::OpenCL(own + at));
     }
-    if known.len() == discovery::MOST_ADOPTED {
+    if known.len() == discovery::MAX_ADOPTED {
         return Err(Error::invalid(OP, format!("a process adopts at most {} queues", known.len())));
     }
-    let (_under_way, _opening) = (exit::under_way(), exit::registering());
+    let (_under_way, _opening) = (exit::delay_exit(), exit::keep_handler_last());
     let device = Device::OpenCL(own + known.len());
     let told = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
     check(context, id, queue).map_err(told)?.map_err(|reason| Error::invalid(OP, reason))?;
     let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(told)?;
-    let entry = Entry::of_others(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
+    let entry = Entry::for_adopted(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
         Ok(why) => Error::invalid(OP, format!("the device {why}")),
         Err(e) => told(e),
     })?;
@@ -63,12 +64,12 @@ pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_que
     Ok(device)
 }
 
-/// Why the three cannot be used together, if so.
+/// Returns why the three handles cannot be used together, if so.
 fn check(context: cl_context, id: cl_device_id, queue: cl_command_queue) -> Result<Result<(), &'static str>, ClError> {
     let devices = info!(clGetContextInfo(context, CL_CONTEXT_DEVICES))?;
     let of_queue = |what| value!(clGetCommandQueueInfo(queue, what) as usize);
     let properties = value!(clGetCommandQueueInfo(queue, CL_QUEUE_PROPERTIES) as u64)?;
-    Ok(if !devices.chunks_exact(size_of::<usize>()).any(|device| number_of(device) == id.addr() as u64) {
+    Ok(if !devices.chunks_exact(size_of::<usize>()).any(|device| decode_number(device) == id.addr() as u64) {
         Err("the context does not have the device")
     } else if of_queue(CL_QUEUE_CONTEXT)? != context.addr() {
         Err("the queue is of another context")

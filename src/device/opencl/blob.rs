@@ -1,7 +1,7 @@
-//! The format of the one file that carries what a device's cache has to another process or machine.
+//! The format of an exported cache: one file for another process or machine.
 //!
-//! The file: [`MAGIC`], the SHA-256 of the rest, and the rest: whose it is, then each entry's name and contents, every one of
-//! them behind its length in 8 bytes, the lowest first.
+//! The file starts with [`MAGIC`] and the SHA-256 of the rest. The rest is the identity of the exporting device, then each
+//! entry's name and contents. Each of these byte strings follows its length, in 8 bytes, little-endian.
 
 use std::collections::BTreeMap;
 use std::sync::{PoisonError, RwLock};
@@ -10,27 +10,29 @@ use sha2::{Digest, Sha256};
 
 use crate::error::Excerpt;
 
+/// The start of a file.
 const MAGIC: &[u8; 16] = b"claystone cache\n";
 
-/// Entries by the names that files of the cache have.
+/// Entries, keyed by the file names of the disk cache.
 pub(super) type Entries = BTreeMap<String, Vec<u8>>;
 
-/// What a device was given.
+/// The entries imported into a device.
 #[derive(Default)]
-pub(super) struct Imported(RwLock<Entries>);
+pub(super) struct ImportedEntries(RwLock<Entries>);
 
-impl Imported {
-    /// The contents of the file of this name.
+impl ImportedEntries {
+    /// Returns the contents of the entry with this name.
     pub(super) fn get(&self, name: &str) -> Option<Vec<u8>> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
     }
 
-    /// These as well, from now on.
+    /// Adds entries.
     pub(super) fn extend(&self, entries: Entries) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).extend(entries);
     }
 }
 
+/// Formats a file.
 pub(super) fn write(identity: &str, entries: &Entries) -> Vec<u8> {
     let mut rest = Vec::new();
     let mut put = |bytes: &[u8]| {
@@ -45,10 +47,10 @@ pub(super) fn write(identity: &str, entries: &Entries) -> Vec<u8> {
     [&MAGIC[..], &Sha256::digest(&rest), &rest].concat()
 }
 
-/// The entries, if the file is whole and of this identity; what is wrong with it otherwise.
+/// Parses a file and returns its entries. The error says if the file is damaged, or of another identity.
 pub(super) fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
     let damaged = || "it is damaged: export it again".to_owned();
-    let rest = blob.strip_prefix(MAGIC).ok_or("it is no file that export_cache wrote")?;
+    let rest = blob.strip_prefix(MAGIC).ok_or("it is not a file that export_cache wrote")?;
     let (sum, mut rest) = rest.split_first_chunk::<32>().ok_or_else(damaged)?;
     if Sha256::digest(rest)[..] != sum[..] {
         return Err(damaged());
@@ -61,7 +63,7 @@ pub(super) fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
     };
     let of = String::from_utf8_lossy(take().ok_or_else(damaged)?).into_owned();
     if of != identity {
-        return Err(format!("it is of \"{}\", and this is \"{identity}\": export one here", Excerpt(&of)));
+        return Err(format!("it was exported on \"{}\", and this is \"{identity}\": export a file here", Excerpt(&of)));
     }
     let mut entries = Entries::new();
     while let Some(name) = take() {
@@ -73,25 +75,25 @@ pub(super) fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cache::Kind;
+    use super::super::cache::FileKind;
     use super::super::mutate::{self, Random, mutated};
     use super::*;
 
     fn entries() -> Entries {
         let contents = [&b"a program"[..], b"", &[7; 1000]];
-        (0..3).map(|i| (Kind::Program.name(&[i; 32]), contents[usize::from(i)].to_vec())).collect()
+        (0..3).map(|i| (FileKind::Program.name(&[i; 32]), contents[usize::from(i)].to_vec())).collect()
     }
 
     #[test]
-    fn what_is_written_is_read_by_the_same_device() {
+    fn an_exported_file_is_read_only_by_the_same_device() {
         let blob = write("a device", &entries());
         assert_eq!(read(&blob, "a device"), Ok(entries()));
         assert_eq!(read(&write("", &Entries::new()), ""), Ok(Entries::new()));
         let other = read(&blob, "another").unwrap_err();
-        assert!(other.contains("of \"a device\", and this is \"another\""), "{other}");
+        assert!(other.contains("on \"a device\", and this is \"another\""), "{other}");
     }
 
-    /// `CLAYSTONE_MUTATIONS` says how many are tried.
+    /// `CLAYSTONE_MUTATIONS` sets the number of damaged files.
     #[test]
     fn no_damaged_file_is_read() {
         let whole = [write("a device", &entries()), write("a device", &Entries::new()), b"something else".to_vec()];
@@ -102,7 +104,7 @@ mod tests {
                 assert!(read(&blob, "a device").is_err());
             }
         }
-        // With a checksum that is right, as nobody would get by accident.
+        // Files with a valid checksum but a truncated rest, which random damage would never produce.
         let rest: Vec<u8> = [&8u64.to_le_bytes()[..], b"a device", &u64::MAX.to_le_bytes()].concat();
         for end in 0..=rest.len() {
             let blob = [&MAGIC[..], &Sha256::digest(&rest[..end]), &rest[..end]].concat();

@@ -1,13 +1,14 @@
-//! What one process compiles or finds out about a device, in files for the next.
+//! The disk cache: compiled programs, probe results and tuning measurements, in files for later processes.
 //!
-//! They are in `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone`, else in `claystone` in the system's folder for caches;
-//! `CLAYSTONE_CACHE_DIR=off` keeps none. A file is named by a hash of all that its contents depend on, and sealed with its
-//! name. Where they would exceed `CLAYSTONE_CACHE_MAXSIZE` bytes those go that were not used for longest.
+//! The folder is `CLAYSTONE_CACHE_DIR`, else `$XDG_CACHE_HOME/claystone`, else `claystone` in the system's folder for caches;
+//! `CLAYSTONE_CACHE_DIR=off` disables the cache. A file's name is a hash of everything on which the contents depend, and the
+//! checksum in the file covers that name. If the files exceed `CLAYSTONE_CACHE_MAXSIZE` bytes, the least recently used are
+//! deleted.
 //!
-//! A binary is code that this process runs, so nobody else may have a hand in it: the folder is this user's with mode 0700,
-//! a file is regular, this user's, and writable by nobody else. Folders above are not judged: whoever can rename them can
-//! only put in place what is refused here, and on Linux not after the check, since the folder is held open meanwhile
-//! ([`Folder`]). The disk is a convenience: whatever goes wrong with it, there is no file.
+//! A binary is code that this process runs, so no other user may be able to change it. The folder must belong to this user
+//! with mode 0700. A file must be a regular file of this user that no other user can write to. Folders above are not checked:
+//! a user who can rename them can only insert files that are refused here. On Linux no folder can be inserted after the check,
+//! because the checked folder is held open ([`Folder`]). The cache is optional: after any disk error, the file counts as missing.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -23,46 +24,47 @@ use crate::device::log;
 use crate::device::system::{OS, cache_folder};
 use crate::{Error, Result};
 
-/// The hash of what a file's contents depend on.
+/// The hash of everything on which a file's contents depend.
 pub(super) type Key = [u8; 32];
 
-/// What the folder may hold in bytes, where nothing else is asked for: as CUDA's cache.
+/// The default bound on the size of the folder, in bytes: the same as CUDA's cache.
 const MAX_SIZE: u64 = 256 << 20;
-/// After every 1/16 of the bound that is written the folder is scanned and shrunk to 15/16 of the bound: so one process does
-/// not exceed it, and does not scan the folder after every file.
-const PART: u64 = 16;
-/// A temporary file that nobody has written to for so long is of a process that was killed.
-const STALE: Duration = Duration::from_secs(600);
-/// In front of the contents: what the file is, and a checksum, for a driver given a damaged binary may crash.
+/// The folder is scanned after every 1/16 of the bound that is written, and shrunk to 15/16 of the bound. So one process
+/// stays within the bound without a scan after every file.
+const SHRINK_DIVISOR: u64 = 16;
+/// A temporary file not written to for this long was left by a killed process.
+const STALE_AFTER: Duration = Duration::from_secs(600);
+/// Marks a cache file. A checksum follows, because a driver may crash on a damaged binary.
 const MAGIC: &[u8; 16] = b"claystone binary";
-/// What to do about a folder that is not used.
-const ADVICE: &str = "make it yours alone (chmod 700), or set CLAYSTONE_CACHE_DIR to a folder that is, or to off";
-/// Temporary files end with this.
+/// The advice in errors about a refused folder.
+const ADVICE: &str = "make the folder private (chmod 700), or set CLAYSTONE_CACHE_DIR to a private folder, or to off";
+/// The end of the names of temporary files.
 const TEMPORARY: &str = ".tmp";
 
-/// What is in a file, which is how its name ends.
+/// The kind of a file's contents, which is the extension of its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FileKind {
+    /// A compiled program.
     Program,
-    /// An answer of a device to a probe.
-    Found,
-    /// What `claystone tune` measured: small, and minutes of work, so never thrown out.
+    /// The result of a probe of the device.
+    Probe,
+    /// Measurements by `claystone tune`: small, and minutes of work, so never evicted.
     Tuning,
 }
 
-impl Kind {
-    const ALL: [Kind; 3] = [Kind::Program, Kind::Found, Kind::Tuning];
+impl FileKind {
+    const ALL: [FileKind; 3] = [FileKind::Program, FileKind::Probe, FileKind::Tuning];
 
     fn extension(self) -> &'static str {
         match self {
-            Kind::Program => "clbin",
-            Kind::Found => "found",
-            Kind::Tuning => "tuning",
+            FileKind::Program => "clbin",
+            FileKind::Probe => "found",
+            FileKind::Tuning => "tuning",
         }
     }
 
-    /// Whether a file of this name is one.
-    pub(super) fn is_of(self, name: &str) -> bool {
+    /// True if a file with this name is of this kind.
+    pub(super) fn matches(self, name: &str) -> bool {
         name.strip_suffix(self.extension()).is_some_and(|stem| stem.ends_with('.'))
     }
 
@@ -72,25 +74,26 @@ impl Kind {
     }
 }
 
-/// The folder of the files.
+/// The folder with the cache's files.
 #[derive(Debug)]
 pub(super) struct Cache {
     folder: PathBuf,
     max_size: u64,
-    /// Bytes written since the folder was last scanned. It starts so that the first write scans.
+    /// Bytes written since the folder was last scanned. The initial value makes the first write scan.
     written: AtomicU64,
     warned: Once,
 }
 
 impl Cache {
-    /// The one that the environment asks for, when it is first asked for.
+    /// Returns the cache that the environment variables configure, read at the first call.
     pub(super) fn of_process() -> Option<&'static Cache> {
         static CACHE: LazyLock<Option<Cache>> =
             LazyLock::new(|| Cache::from_variables(|name| std::env::var_os(name).filter(|value| !value.is_empty())));
-        let _messages = log::defer(); // a subscriber may ask for it as well
+        let _messages = log::defer(); // a subscriber may call this as well
         CACHE.as_ref()
     }
 
+    /// Configures a cache from environment variables; none if it is off.
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Cache> {
         let folder = match variable("CLAYSTONE_CACHE_DIR") {
             Some(folder) if folder == "off" => return None,
@@ -101,22 +104,23 @@ impl Cache {
         let max_size = asked.as_deref().map_or(Some(MAX_SIZE), |text| text.to_str()?.trim().parse().ok());
         let max_size = max_size.unwrap_or_else(|| {
             log::emit(move || {
-                tracing::warn!(?asked, "CLAYSTONE_CACHE_MAXSIZE is no number of bytes: {MAX_SIZE} is used instead");
+                tracing::warn!(?asked, "CLAYSTONE_CACHE_MAXSIZE is not a number of bytes: {MAX_SIZE} is used instead");
             });
             MAX_SIZE
         });
         (max_size > 0).then(|| Cache::at(folder, max_size))
     }
 
+    /// Makes a cache in a folder, bounded to `max_size` bytes.
     pub(super) fn at(folder: impl Into<PathBuf>, max_size: u64) -> Cache {
         let (folder, written) = (folder.into(), AtomicU64::new(max_size));
         Cache { folder, max_size, written, warned: Once::new() }
     }
 
-    /// What was stored under this name. A damaged file is removed.
+    /// Returns the contents stored under this name. A damaged file is deleted.
     ///
     /// # Errors
-    /// `NotFound`; `PermissionDenied` for a folder or a file that is not for us alone, `InvalidData` for a damaged file.
+    /// `NotFound`; `PermissionDenied` if others have access to the folder or the file, `InvalidData` for a damaged file.
     pub(super) fn load(&self, name: &str) -> io::Result<Vec<u8>> {
         let folder = self.open_folder()?;
         let mut file = open(&folder.at.join(name))?;
@@ -126,54 +130,57 @@ impl Cache {
             self.remove(name);
             io::Error::new(io::ErrorKind::InvalidData, "the file was damaged")
         })?;
-        let _ = file.set_modified(SystemTime::now()); // it was used
+        let _ = file.set_modified(SystemTime::now()); // marks the file as used
         Ok(contents)
     }
 
-    /// Stores contents under a name, for this process and others: they see the file whole or not at all.
+    /// Stores contents under a name. Other threads and processes get the whole file or none.
     ///
     /// # Errors
-    /// A folder that is not for us alone, contents larger than all of it may be, and those of writing.
+    /// A folder to which others have access, contents above the bound on the whole folder, and errors of writing.
     pub(super) fn store(&self, name: &str, contents: &[u8]) -> io::Result<PathBuf> {
         let sealed = seal(name, contents);
         let size = sealed.len() as u64;
         if size > self.max_size {
-            return Err(io::Error::other(format!("{size} bytes are more than all files may be: {}", self.max_size)));
+            return Err(io::Error::other(format!(
+                "{size} bytes exceed the bound on the cache, {} bytes",
+                self.max_size
+            )));
         }
         make_folder(&self.folder)?;
         let folder = self.open_folder()?;
-        // Created by this process, readable by its user alone; not synced, for a file that is cut short is not used.
+        // Only this user can read the file. It is not synced, because a truncated file fails its checksum.
         let mut builder = tempfile::Builder::new();
         let mut file = builder.prefix(&format!("{name}.")).suffix(TEMPORARY).tempfile_in(&folder.at)?;
         file.write_all(&sealed)?;
         file.persist(folder.at.join(name))?;
-        if self.written.fetch_add(size, Relaxed).saturating_add(size) > self.max_size / PART {
+        if self.written.fetch_add(size, Relaxed).saturating_add(size) > self.max_size / SHRINK_DIVISOR {
             self.written.store(0, Relaxed);
             self.shrink(&folder)?;
         }
         Ok(self.folder.join(name))
     }
 
-    /// Removes a file that turned out to be of no use.
+    /// Deletes a file that turned out to be unusable.
     pub(super) fn remove(&self, name: &str) {
         let (folder, file) = (self.folder.clone(), name.to_owned());
         log::emit(move || tracing::debug!(?folder, file, "cached file refused"));
         let _ = self.open_folder().and_then(|folder| fs::remove_file(folder.at.join(name)));
     }
 
-    /// Removes what killed processes left, and the files that were not used for longest beyond the bound. Another process
-    /// may do so at the same time: a file that is gone already is as good as removed.
+    /// Deletes temporary files of killed processes, then the least recently used files beyond the bound. Another process may do
+    /// the same at the same time, so a file that is gone already counts as deleted.
     fn shrink(&self, folder: &Folder) -> io::Result<()> {
         let mut files = folder.files()?;
         files.retain(|file| {
-            // One from the future is of before the clock was set.
-            let stale = file.kind.is_none() && !file.modified.elapsed().is_ok_and(|age| age < STALE);
+            // A file with a time in the future was written before the clock was set back.
+            let stale = file.kind.is_none() && !file.modified.elapsed().is_ok_and(|age| age < STALE_AFTER);
             !(stale && fs::remove_file(folder.at.join(&file.name)).is_ok())
         });
         files.sort_unstable_by_key(|file| file.modified);
         let mut size: u64 = files.iter().map(|file| file.bytes).sum();
-        for file in files.iter().filter(|file| matches!(file.kind, Some(Kind::Program | Kind::Found))) {
-            if size <= self.max_size - self.max_size / PART {
+        for file in files.iter().filter(|file| matches!(file.kind, Some(FileKind::Program | FileKind::Probe))) {
+            if size <= self.max_size - self.max_size / SHRINK_DIVISOR {
                 break;
             }
             match fs::remove_file(folder.at.join(&file.name)) {
@@ -184,16 +191,16 @@ impl Cache {
         Ok(())
     }
 
-    /// Fails where the folder is not there, or others may have put something in. The latter is told once.
+    /// Opens the folder. Fails if it is missing, or if other users may have put files in, which is logged once.
     fn open_folder(&self) -> io::Result<Folder> {
         let checked = Folder::open(&self.folder);
         if let Err(error) = &checked
             && error.kind() == io::ErrorKind::PermissionDenied
         {
-            let _messages = log::defer(); // a subscriber may get here as well
+            let _messages = log::defer(); // a subscriber may call this as well
             self.warned.call_once(|| {
                 let (folder, error) = (self.folder.clone(), error.to_string());
-                log::emit(move || tracing::warn!(?folder, "compiled kernels are not kept: {error}; {ADVICE}"));
+                log::emit(move || tracing::warn!(?folder, "compiled kernels are not cached: {error}; {ADVICE}"));
             });
         }
         checked
@@ -201,34 +208,36 @@ impl Cache {
 }
 
 /// A file in the folder.
-struct Listed {
-    /// None of a temporary file.
-    kind: Option<Kind>,
-    /// When it was last used.
+struct CachedFile {
+    /// None for a temporary file.
+    kind: Option<FileKind>,
+    /// The time of the last use.
     modified: SystemTime,
     bytes: u64,
     name: OsString,
 }
 
-/// The kind of a file of ours, nothing inside for a temporary one, nothing for what is not ours.
-fn kind_of(name: &OsStr) -> Option<Option<Kind>> {
+/// Returns the kind of a cache file: `Some(None)` for a temporary file, `None` for a foreign file.
+fn kind_of(name: &OsStr) -> Option<Option<FileKind>> {
     let (key, rest) = name.to_str()?.split_once('.')?;
     if key.len() != 2 * size_of::<Key>() || !key.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
-    let kind = Kind::ALL.into_iter().find(|kind| kind.extension() == rest);
+    let kind = FileKind::ALL.into_iter().find(|kind| kind.extension() == rest);
     (kind.is_some() || rest.ends_with(TEMPORARY)).then_some(kind)
 }
 
-/// The checksum is of the name as well, so that no file can stand in for another.
+/// Returns the checksum of name and contents. The name is included so that no file can replace another.
 fn checksum(name: &str, contents: &[u8]) -> [u8; 32] {
     Sha256::new().chain_update(name).chain_update([0]).chain_update(contents).finalize().into()
 }
 
+/// Returns the bytes of a file: magic number, checksum and contents.
 pub(super) fn seal(name: &str, contents: &[u8]) -> Vec<u8> {
     [&MAGIC[..], &checksum(name, contents), contents].concat()
 }
 
+/// Returns the contents of a file, if its magic number and checksum are right.
 fn unseal(name: &str, mut file: Vec<u8>) -> Option<Vec<u8>> {
     let (sum, contents) = file.strip_prefix(MAGIC)?.split_first_chunk::<32>()?;
     if contents.is_empty() || checksum(name, contents) != *sum {
@@ -238,6 +247,7 @@ fn unseal(name: &str, mut file: Vec<u8>) -> Option<Vec<u8>> {
     Some(file)
 }
 
+/// Creates the folder and its missing parents, with mode 0700.
 fn make_folder(folder: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     builder.recursive(true);
@@ -246,8 +256,8 @@ fn make_folder(folder: &Path) -> io::Result<()> {
     builder.create(folder)
 }
 
-/// Opens a file to read it, if it is a regular one of ours that nobody else may write to. No link is followed and no pipe
-/// waited for.
+/// Opens a file for reading if it is a regular file of this user that no other user can write to. Does not follow links or
+/// wait for pipes.
 fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
@@ -256,15 +266,15 @@ fn open(path: &Path) -> io::Result<File> {
     let file = options.open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
-        return Err(denied("it is no regular file"));
+        return Err(denied("it is not a regular file"));
     }
     #[cfg(unix)]
-    unix::owned(&metadata, 0o022)?;
+    unix::check_owner(&metadata, 0o022)?;
     Ok(file)
 }
 
-/// The folder, found to be for us alone. What is done in it goes through its descriptor where the system has paths for those:
-/// its own path may lead elsewhere by then.
+/// The folder, after the check of its owner and mode. Files are accessed through the folder's descriptor if the system has
+/// paths for descriptors, because the folder's own path may refer to another folder by then.
 struct Folder {
     at: PathBuf,
     #[cfg(unix)]
@@ -272,23 +282,23 @@ struct Folder {
 }
 
 impl Folder {
-    /// Fails with `PermissionDenied` where it is not for us alone. One that others could only look into is set to mode 0700 if
-    /// it is empty or holds our files alone: it was made for us, perhaps by an earlier version.
+    /// Fails with `PermissionDenied` if other users have access. If they can only read, and the folder is empty or holds only
+    /// cache files, the mode is set to 0700 instead: the folder was made for this user, perhaps by an earlier version.
     #[cfg(unix)]
     fn open(path: &Path) -> io::Result<Folder> {
         use std::os::fd::AsRawFd;
         use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 
-        unix::owned(&fs::symlink_metadata(path)?, 0)?; // it may be a link, but not one of others
+        unix::check_owner(&fs::symlink_metadata(path)?, 0)?; // may be a link, but only one of this user
         let open = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
         let metadata = open.metadata()?;
         if !metadata.is_dir() {
-            return Err(denied("it is no folder"));
+            return Err(denied("it is not a folder"));
         }
         let by_descriptor = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         let at = if by_descriptor.is_dir() { by_descriptor } else { path.to_owned() };
-        let closed = unix::owned(&metadata, 0o077);
-        if closed.is_err() && unix::owned(&metadata, 0o022).is_ok() {
+        let closed = unix::check_owner(&metadata, 0o077);
+        if closed.is_err() && unix::check_owner(&metadata, 0o022).is_ok() {
             let mut entries = fs::read_dir(&at)?;
             if entries.all(|entry| entry.is_ok_and(|entry| kind_of(&entry.file_name()).is_some())) {
                 open.set_permissions(PermissionsExt::from_mode(0o700))?;
@@ -302,21 +312,22 @@ impl Folder {
     fn open(path: &Path) -> io::Result<Folder> {
         match fs::metadata(path)?.is_dir() {
             true => Ok(Folder { at: path.to_owned() }),
-            false => Err(denied("it is no folder")),
+            false => Err(denied("it is not a folder")),
         }
     }
 
-    /// The files of ours in it, whoever made it.
-    fn files(&self) -> io::Result<Vec<Listed>> {
+    /// Lists the cache files in the folder, whichever process made them.
+    fn files(&self) -> io::Result<Vec<CachedFile>> {
         let listed = |entry: fs::DirEntry| {
             let (kind, metadata) = (kind_of(&entry.file_name())?, entry.metadata().ok()?);
             let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-            Some(Listed { kind, modified, bytes: metadata.len(), name: entry.file_name() })
+            Some(CachedFile { kind, modified, bytes: metadata.len(), name: entry.file_name() })
         };
         Ok(fs::read_dir(&self.at)?.flatten().filter_map(listed).collect())
     }
 }
 
+/// Returns an error of kind `PermissionDenied`.
 fn denied(why: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, why.into())
 }
@@ -327,8 +338,8 @@ mod unix {
     use std::io;
     use std::os::unix::fs::MetadataExt;
 
-    /// Fails where it is another user's, or its mode has some of these bits.
-    pub(super) fn owned(metadata: &Metadata, never: u32) -> io::Result<()> {
+    /// Fails if another user owns the file, or if the mode has any of the bits in `never`.
+    pub(super) fn check_owner(metadata: &Metadata, never: u32) -> io::Result<()> {
         // SAFETY: a call without arguments that cannot fail.
         let user = unsafe { libc::geteuid() };
         let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
@@ -342,8 +353,8 @@ mod unix {
     }
 }
 
-/// The files in which compiled kernels and what `claystone tune` found are kept for later processes; `claystone cache`
-/// prints this. [`device`](crate::device) says where they are.
+/// The files that store compiled kernels and the measurements of `claystone tune` for later processes, as printed by
+/// `claystone cache`. [`device`](crate::device) documents the folder.
 ///
 /// ```
 /// if let Some(cache) = claystone::device::ProgramCache::of_process()? {
@@ -354,39 +365,40 @@ mod unix {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ProgramCache {
-    /// Where they are. It is made when there is something to keep.
+    /// The folder, which is created when the first file is stored.
     pub folder: PathBuf,
-    /// How many there are.
+    /// The number of files.
     pub files: usize,
-    /// How large they are together.
+    /// The size of the files together, in bytes.
     pub bytes: u64,
-    /// How large they may be together.
+    /// The bound on the size of the files together, in bytes.
     pub max_bytes: u64,
 }
 
 impl ProgramCache {
-    /// The one that this process uses, as it is now; none where it keeps no files.
+    /// Returns the current state of this process's cache; none if the cache is off.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a folder that cannot be read, or is not used because others have access to it.
+    /// [`Error::Invalid`] for a folder that cannot be read, or is refused because other users have access to it.
     pub fn of_process() -> Result<Option<ProgramCache>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
-        let files =
-            cache.usable()?.map_or(Ok(Vec::new()), |folder| folder.files().map_err(|error| cache.error(&error)))?;
+        let files = cache
+            .existing_folder()?
+            .map_or(Ok(Vec::new()), |folder| folder.files().map_err(|error| cache.error(&error)))?;
         let bytes = files.iter().map(|file| file.bytes).sum();
         let (folder, max_bytes) = (cache.folder.clone(), cache.max_size);
         Ok(Some(ProgramCache { folder, files: files.len(), bytes, max_bytes }))
     }
 
-    /// Removes the files, all but what `claystone tune` found. Processes keep what they have in memory.
+    /// Deletes the files, except the measurements of `claystone tune`. Running processes keep their loaded programs.
     ///
     /// # Errors
-    /// As [`of_process`](Self::of_process), and for a file that cannot be removed.
+    /// The errors of [`of_process`](Self::of_process), and files that cannot be deleted.
     pub fn clear() -> Result<()> {
         let Some(cache) = Cache::of_process() else { return Ok(()) };
-        let Some(folder) = cache.usable()? else { return Ok(()) };
+        let Some(folder) = cache.existing_folder()? else { return Ok(()) };
         let files = folder.files().map_err(|error| cache.error(&error))?;
-        for file in files.iter().filter(|file| file.kind != Some(Kind::Tuning)) {
+        for file in files.iter().filter(|file| file.kind != Some(FileKind::Tuning)) {
             match fs::remove_file(folder.at.join(&file.name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(cache.error(&error)),
                 _ => {}
@@ -397,8 +409,8 @@ impl ProgramCache {
 }
 
 impl Cache {
-    /// The folder, if it is there.
-    fn usable(&self) -> Result<Option<Folder>> {
+    /// Returns the folder, if it exists.
+    fn existing_folder(&self) -> Result<Option<Folder>> {
         match self.open_folder() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             folder => folder.map(Some).map_err(|error| self.error(&error)),
@@ -406,18 +418,18 @@ impl Cache {
     }
 
     fn error(&self, error: &io::Error) -> Error {
-        let advice = if error.kind() == io::ErrorKind::PermissionDenied { ADVICE } else { "look at the disk" };
+        let advice = if error.kind() == io::ErrorKind::PermissionDenied { ADVICE } else { "check the disk" };
         Error::invalid("ProgramCache", format!("{}: {error}: {advice}", self.folder.display()))
     }
 }
 
-/// Reads a file as this library reads those of its cache: sealed, and what is sealed, or what it has where no seal is, as
-/// the choices of `claystone tune`. For tests and fuzzing.
+/// Reads a file as the library reads its tuning files: checks the seal, and parses the sealed contents. A file without a valid
+/// seal is parsed as it stands. For tests and fuzzing.
 #[doc(hidden)]
 pub fn read_cache_file(path: &Path) -> Result<()> {
     let error = |error: &dyn std::fmt::Display| Error::invalid("read_cache_file", error.to_string());
     let (Some(folder), Some(name)) = (path.parent(), path.file_name().and_then(OsStr::to_str)) else {
-        return Err(error(&"it is no file"));
+        return Err(error(&"it is not a file"));
     };
     let bytes = fs::read(path).map_err(|e| error(&e))?;
     let contents = Cache::at(folder, MAX_SIZE).load(name).unwrap_or(bytes);

@@ -1,4 +1,4 @@
-//! Asks a driver for everything that it may tell of a device.
+//! Queries all capabilities of a device from its driver.
 
 use opencl3::device as cl;
 use opencl3::platform::platform::{
@@ -6,22 +6,22 @@ use opencl3::platform::platform::{
 };
 use opencl3::types::cl_device_id;
 
-use super::discovery::{self, number_of, text};
+use super::discovery::{self, decode_number, text};
 use super::driver::info;
 use crate::Result;
 use crate::device::capabilities::{
     Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths,
 };
 
-/// Of the device of this index, without opening it.
+/// Returns the capabilities of the device of this index, without opening the device.
 pub(crate) fn capabilities(index: usize) -> Result<Capabilities> {
-    let found = discovery::find(index)?;
+    let found = discovery::description(index)?;
     let id = found.id;
     let number = |what| device_number(id, what);
     let text = |what| info!(clGetDeviceInfo(id, what)).ok().map(|bytes| text(&bytes));
     let extensions = words(&text(cl::CL_DEVICE_EXTENSIONS).unwrap_or_default());
     let has = |name: &str| extensions.iter().any(|extension| extension == name);
-    // Queries of extensions are asked only of those that have them: what others answer means nothing.
+    // Queries of an extension are sent only to devices with the extension: other devices may answer nonsense.
     let wave_size = number(cl::CL_DEVICE_PREFERRED_WORK_GROUP_SIZE_MULTIPLE)
         .or_else(|| number(WARP_SIZE_NV).filter(|_| has("cl_nv_device_attribute_query")))
         .or_else(|| number(WAVEFRONT_WIDTH_AMD).filter(|_| has("cl_amd_device_attribute_query")))
@@ -66,7 +66,7 @@ pub(crate) fn capabilities(index: usize) -> Result<Capabilities> {
     })
 }
 
-/// Every platform, as it describes itself.
+/// Returns the description of every platform.
 pub(crate) fn platforms() -> Result<Vec<Platform>> {
     let describe = |id| {
         let text = |what| info!(clGetPlatformInfo(id, what)).ok().map(|bytes| text(&bytes));
@@ -86,21 +86,25 @@ fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
+/// `CL_DEVICE_WARP_SIZE_NV` of the extension `cl_nv_device_attribute_query`.
 const WARP_SIZE_NV: u32 = 0x4003;
+/// `CL_DEVICE_WAVEFRONT_WIDTH_AMD` of the extension `cl_amd_device_attribute_query`.
 const WAVEFRONT_WIDTH_AMD: u32 = 0x4043;
+/// `CL_DEVICE_HALF_FP_CONFIG` of the extension `cl_khr_fp16`.
 const HALF_FP_CONFIG: u32 = 0x1033;
 
-/// A number of whatever width the query has; none where it is refused or empty.
+/// Returns the number that a query gives, whatever its width; none if the query is refused or empty.
 fn device_number(id: cl_device_id, what: u32) -> Option<u64> {
-    info!(clGetDeviceInfo(id, what)).ok().filter(|bytes| !bytes.is_empty()).map(|bytes| number_of(&bytes))
+    info!(clGetDeviceInfo(id, what)).ok().filter(|bytes| !bytes.is_empty()).map(|bytes| decode_number(&bytes))
 }
 
+/// Returns the list of `size_t` that a query gives.
 fn numbers(id: cl_device_id, what: u32) -> Vec<u64> {
     let bytes = info!(clGetDeviceInfo(id, what)).unwrap_or_default();
-    bytes.chunks_exact(size_of::<usize>()).map(number_of).collect()
+    bytes.chunks_exact(size_of::<usize>()).map(decode_number).collect()
 }
 
-/// None where the device does not have floats of this size, which is the answer 0.
+/// Decodes a floating-point configuration; none if it is 0, as for an unsupported type.
 fn floats(bits: u64) -> Option<FloatSupport> {
     (bits != 0).then_some(FloatSupport {
         denormals: bits & 1 != 0,
@@ -111,6 +115,7 @@ fn floats(bits: u64) -> Option<FloatSupport> {
     })
 }
 
+/// Queries the limits of images.
 fn images(id: cl_device_id) -> ImageLimits {
     let number = |what| device_number(id, what);
     let sizes = |what: [u32; 3]| Some([number(what[0])?, number(what[1])?, number(what[2])?]);

@@ -1,8 +1,8 @@
-//! Recording what a thread submits to a device, to submit it again and again.
+//! Recording of a thread's commands on a device, to be submitted repeatedly.
 //!
-//! While a [`Recorder`] is in force on a thread, kernels, fills and copies of that thread on its device are not enqueued
-//! but written down: a kernel with an object of its own, whose arguments are set then and never again. [`super::replay`]
-//! enqueues them all under one lock.
+//! While a [`Recorder`] exists on a thread, the thread's kernels, fills and copies on its device are recorded instead of
+//! enqueued. Each recorded kernel is a kernel object of its own, whose arguments are set once. [`super::replay`]
+//! enqueues all commands under one lock.
 
 use std::cell::RefCell;
 use std::ffi::CString;
@@ -14,30 +14,30 @@ use opencl3::types::cl_mem;
 use super::ClDevice;
 use super::driver::{ClAt, ClKernel, create, info};
 use super::errors::ClError;
-use super::fault::Slot;
+use super::fault::FaultSlot;
 use super::launch::{Arg, records_faults, set_arg};
 use crate::device::{Device, StreamId, capture};
 use crate::{Error, Result};
 
-/// What was recorded. The buffers' owners are kept by whoever keeps this.
+/// The recorded commands. The owner of a recording must keep the buffers alive.
 pub(crate) struct Recording {
     pub(super) stream: StreamId,
     pub(super) commands: Vec<Command>,
-    /// Those of them that count as launches.
+    /// The number of commands that count as launches.
     pub(super) launches: u64,
-    /// Where kernels among them record faults.
-    pub(super) faults: Option<&'static Slot>,
+    /// The slot in which the kernels record faults, if any can.
+    pub(super) faults: Option<&'static FaultSlot>,
 }
 
-/// A command with all that it needs.
+/// A recorded command with its arguments.
 pub(crate) enum Command {
     Kernel { kernel: ClKernel, dims: usize, global: [usize; 3], local: [usize; 3] },
     Fill { to: cl_mem, offset: usize, bytes: usize, pattern: [u8; 16], length: usize },
     Copy { from: cl_mem, to: cl_mem, from_offset: usize, to_offset: usize, bytes: usize },
 }
 
-// SAFETY: OpenCL objects belong to the process; the kernels' arguments are not set again, and they are enqueued under the
-// queues' lock.
+// SAFETY: OpenCL objects belong to the process; the kernels' arguments are not set again, and the kernels are enqueued under
+// the queues' lock.
 unsafe impl Send for Recording {}
 // SAFETY: as above.
 unsafe impl Sync for Recording {}
@@ -49,17 +49,18 @@ impl Command {
 }
 
 thread_local! {
+    /// The recording in progress on this thread.
     static RECORDER: RefCell<Option<Recording>> = const { RefCell::new(None) };
 }
 
-/// Keeps this thread recording; ends it on drop.
+/// Keeps this thread recording until the drop.
 pub(crate) struct Recorder(());
 
 impl Recorder {
-    /// Records what this thread submits to the device from now on.
+    /// Starts to record the commands that this thread submits to the device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where this thread records already.
+    /// [`Error::Invalid`] if this thread is recording already.
     pub(crate) fn start(device: &ClDevice) -> Result<Recorder> {
         capture::begin(device.device())?;
         let recording = Recording { stream: device.current_stream(), commands: Vec::new(), launches: 0, faults: None };
@@ -67,8 +68,8 @@ impl Recorder {
         Ok(Recorder(()))
     }
 
-    /// Runs `f`, and takes away again what it records, if that is one launch.
-    pub(crate) fn apart(&self, f: impl FnOnce() -> Result<()>) -> Option<Command> {
+    /// Runs `f` and removes its commands from the recording. Returns the command if it is a single one.
+    pub(crate) fn capture_single(&self, f: impl FnOnce() -> Result<()>) -> Option<Command> {
         let (before, launches) = RECORDER.with_borrow(|r| r.as_ref().map(|r| (r.commands.len(), r.launches)))?;
         let made = f();
         RECORDER.with_borrow_mut(|recorder| {
@@ -80,7 +81,7 @@ impl Recorder {
         })
     }
 
-    /// What was recorded since.
+    /// Ends the recording and returns it.
     pub(crate) fn finish(self) -> Recording {
         RECORDER.take().expect("there as long as the recorder is")
     }
@@ -94,7 +95,7 @@ impl Drop for Recorder {
 }
 
 impl Recording {
-    /// Leaves launches out, and replaces launches by others.
+    /// Removes the launches at the indices `left_out`, and replaces other launches.
     pub(crate) fn replace(&mut self, left_out: &[usize], others: Vec<(usize, Command)>) {
         let mut commands: Vec<Option<Command>> = std::mem::take(&mut self.commands).into_iter().map(Some).collect();
         left_out.iter().for_each(|&at| commands[at] = None);
@@ -104,7 +105,7 @@ impl Recording {
     }
 }
 
-/// Counts a launch that was recorded, which counts when it is replayed; false where none was.
+/// Counts a recorded launch, which then counts at every replay; false if this thread is not recording.
 pub(super) fn count_launch(device: Device) -> bool {
     let recording = capture::is_capturing(device);
     if recording {
@@ -114,7 +115,7 @@ pub(super) fn count_launch(device: Device) -> bool {
 }
 
 impl ClDevice {
-    /// Writes a command down, if this thread records.
+    /// Adds a command to this thread's recording.
     fn record_command(&self, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
         RECORDER.with_borrow_mut(|recorder| {
             let recording = recorder.as_mut().expect("asked before");
@@ -128,7 +129,7 @@ impl ClDevice {
         })
     }
 
-    /// A kernel over whole groups.
+    /// Records a kernel over whole groups.
     pub(super) fn record_kernel(
         &self,
         kernel: &ClKernel,
@@ -158,7 +159,7 @@ impl ClDevice {
         self.record_command(|_| Ok(Command::Copy { from, to, from_offset, to_offset, bytes }))
     }
 
-    /// Another kernel object of the same function, with arguments of its own.
+    /// Creates another kernel object of the same function, with its own arguments.
     fn duplicate(&self, kernel: &ClKernel) -> Result<ClKernel, ClError> {
         let name = info!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME))?;
         let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();

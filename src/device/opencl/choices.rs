@@ -1,9 +1,9 @@
-//! What suits a kernel at a class of sizes, found out while it does its ordinary work.
+//! Tuned values for a kernel and a size class, found while the kernel does its ordinary work.
 //!
-//! A choice that is not made yet is on trial: every launch that depends on it takes another candidate and is timed, from the
-//! moment the stream is idle until it is idle again. Nothing is launched twice, so that this is right for every kernel, in
-//! place or not. One choice is on trial in a launch; others are what they were. After [`ROUNDS`] in turns the best one
-//! meets the default in a [`FINAL`], and is chosen where it is faster by as much as [`WORTH`] says.
+//! A choice without a value is on trial: every launch that depends on the choice uses the next candidate, and is timed from
+//! an idle stream to an idle stream. No launch is repeated, so trials are safe for every kernel, in place or not. At most one
+//! choice is on trial in a launch. After [`TRIAL_ROUNDS`] turns, the best candidate is compared with the default for [`FINAL_LAUNCHES`] more
+//! launches each. The best candidate wins if its time is below [`MAX_TIME_RATIO`] times the default's time.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -11,69 +11,74 @@ use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
-use super::parameters::{Family, PARAMETERS, Tunable};
+use super::parameters::{Family, PARAMETERS, ParameterRow};
 use crate::Error;
-use crate::device::level::{Level, WORTH};
+use crate::device::level::{Level, MAX_TIME_RATIO};
 use crate::device::lru::Lru;
 use crate::device::{lock, log};
 use crate::error::Excerpt;
 
-/// Times that each candidate is measured, in turns; and that the best and the default are after that. The first launch of a
-/// candidate does not count: drivers compile for it.
-const ROUNDS: usize = 4;
-const FINAL: usize = 15;
-/// The largest groups that are tried: kernels that count in 32 bits leave room for as many positions past the end.
-pub(crate) const LARGEST_GROUP: usize = 1024;
-/// Sizes of a class at most.
-const SIZES: usize = 8;
+/// The number of timed launches of each candidate, in turns. The first launch of a candidate is not counted, because drivers
+/// compile for it.
+const TRIAL_ROUNDS: usize = 4;
+/// The number of timed launches of the best candidate and of the default in the final comparison.
+const FINAL_LAUNCHES: usize = 15;
+/// The largest work-group that is tried, in work-items: kernels that count in 32 bits reserve this many positions past the end.
+pub(crate) const MAX_TUNED_GROUP_ITEMS: usize = 1024;
+/// The maximum number of sizes in a class.
+const MAX_CLASS_SIZES: usize = 8;
 
-/// What a choice is of.
+/// The subject of a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Subject {
-    /// A parameter, by its place in the table.
-    Knob(usize),
-    /// The work-items a group of the kernel that has this number in every process.
+    /// A parameter, by its row in the table.
+    TuningParameter(usize),
+    /// The work-group size of a kernel, by the kernel's id, which is the same in every process.
     Group(u64),
 }
 
-/// Sizes that are near each other: the powers of two below them.
+/// A class of sizes: the logarithm of each, rounded down to an integer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct SizeClass([u8; SIZES]);
+pub(crate) struct SizeClass([u8; MAX_CLASS_SIZES]);
 
 impl SizeClass {
-    /// That of these sizes, eight at most.
-    pub(crate) fn of<const N: usize>(sizes: [usize; N]) -> SizeClass {
-        const { assert!(N <= SIZES) };
-        let mut class = [0; SIZES];
+    /// Returns the class of at most eight sizes.
+    pub(crate) fn from_sizes<const N: usize>(sizes: [usize; N]) -> SizeClass {
+        const { assert!(N <= MAX_CLASS_SIZES) };
+        let mut class = [0; MAX_CLASS_SIZES];
         class.iter_mut().zip(sizes).for_each(|(log, size)| *log = size.max(1).ilog2() as u8);
         SizeClass(class)
     }
 
+    /// Returns the rounded logarithms of the sizes.
     pub(super) fn logarithms(self) -> Vec<u32> {
         self.0.iter().map(|&log| u32::from(log)).collect()
     }
 }
 
+/// The values chosen, by subject and size class.
 pub(super) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
 /// The choices of a device.
 #[derive(Default)]
 pub(super) struct Choices {
     level: AtomicU8,
-    /// Whether there is anything to look up.
+    /// True if a launch has to look up choices: some are made, or may be tried.
     is_on: AtomicBool,
-    /// Somebody compares with what is where nothing was chosen.
-    ignored: AtomicBool,
+    /// True while a comparison with the defaults is in progress: all choices are ignored.
+    is_ignored: AtomicBool,
     table: Mutex<Table>,
 }
 
+/// The choices made, and the trials in progress.
 struct Table {
     chosen: Lru<(Subject, SizeClass), usize>,
     trials: Lru<(Subject, SizeClass), Trial>,
 }
 
-/// The most choices kept, and the most under trial: formulas have kernels of their own, and there is no end of formulas.
+/// The maximum number of choices kept. Every formula has its own kernel, and the number of formulas is unbounded.
 const MAX_CHOSEN: usize = 8192;
+/// The maximum number of trials in progress.
 const MAX_TRIALS: usize = 1024;
 
 impl Default for Table {
@@ -82,7 +87,7 @@ impl Default for Table {
     }
 }
 
-/// Candidates, the default first, with the microseconds of launches.
+/// Candidates, the default first, with the times of their launches in microseconds.
 #[derive(Debug)]
 struct Trial {
     candidates: Vec<(usize, Vec<f64>)>,
@@ -91,44 +96,45 @@ struct Trial {
 
 /// A launch with a candidate.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) struct OnTrial {
+pub(super) struct TrialLaunch {
     of: (Subject, SizeClass),
     value: usize,
-    /// Whether it is to be timed. One that a graph records is not: it has the default, and others are tried later.
+    /// True if the launch is timed. A launch recorded by a graph is not timed: it uses the default, and the trial goes on later.
     pub(super) is_timed: bool,
 }
 
-/// Whether what this thread prepares may have something on trial.
+/// Whether the launch that this thread prepares can put a choice on trial.
 #[derive(Clone, Copy)]
-enum Preparing {
+enum LaunchPreparation {
     Nothing,
     Launch,
-    Trial(OnTrial),
+    Trial(TrialLaunch),
 }
 
 thread_local! {
-    static PREPARING: Cell<Preparing> = const { Cell::new(Preparing::Nothing) };
+    /// The state of the launch that this thread prepares.
+    static LAUNCH_PREPARATION: Cell<LaunchPreparation> = const { Cell::new(LaunchPreparation::Nothing) };
 }
 
-/// Prepares a launch, for which something may be on trial: the launch is then timed where the trial says so, and what was prepared
-/// not to be kept.
-pub(super) fn preparing<T>(prepare: impl FnOnce() -> T) -> (T, Option<OnTrial>) {
-    struct Restored(Preparing);
+/// Prepares a launch, which may put one choice on trial. With a trial, the launch must be timed if the trial says so, and the
+/// prepared launch must not be cached.
+pub(super) fn prepare_with_trials<T>(prepare: impl FnOnce() -> T) -> (T, Option<TrialLaunch>) {
+    struct Restored(LaunchPreparation);
     impl Drop for Restored {
         fn drop(&mut self) {
-            PREPARING.set(self.0);
+            LAUNCH_PREPARATION.set(self.0);
         }
     }
-    let _restored = Restored(PREPARING.replace(Preparing::Launch));
+    let _restored = Restored(LAUNCH_PREPARATION.replace(LaunchPreparation::Launch));
     let prepared = prepare();
-    match PREPARING.get() {
-        Preparing::Trial(trial) => (prepared, Some(trial)),
+    match LAUNCH_PREPARATION.get() {
+        LaunchPreparation::Trial(trial) => (prepared, Some(trial)),
         _ => (prepared, None),
     }
 }
 
 impl Table {
-    /// Notes a choice, which ends its trial.
+    /// Sets a choice, and ends its trial.
     fn choose(&mut self, of: (Subject, SizeClass), value: usize) {
         self.trials.remove(&of);
         *self.chosen.get_or_insert(of, || value).0 = value;
@@ -144,23 +150,23 @@ impl Trial {
         Trial { candidates, is_final: false }
     }
 
-    /// The candidate whose turn it is.
+    /// Returns the candidate with the fewest launches.
     fn next(&self) -> usize {
         self.candidates.iter().min_by_key(|(_, times)| times.len()).map_or(0, |&(value, _)| value)
     }
 
-    /// Notes what a launch took; gives the choice once it is made.
-    fn note(&mut self, value: usize, micros: f64) -> Option<usize> {
+    /// Adds the time of a launch; returns the choice once it is decided.
+    fn record_time(&mut self, value: usize, micros: f64) -> Option<usize> {
         let noted = self.candidates.iter_mut().find(|(candidate, _)| *candidate == value)?;
         noted.1.push(micros);
-        let enough = 1 + if self.is_final { FINAL } else { ROUNDS };
+        let enough = 1 + if self.is_final { FINAL_LAUNCHES } else { TRIAL_ROUNDS };
         if self.candidates.iter().any(|(_, times)| times.len() < enough) {
             return None;
         }
         let medians = self.candidates.iter().map(|(value, times)| (*value, median(&times[1..])));
         let (best, time) = medians.clone().min_by(|a, b| a.1.total_cmp(&b.1))?;
         let (default, now) = medians.clone().next()?;
-        if best == default || time >= WORTH * now {
+        if best == default || time >= MAX_TIME_RATIO * now {
             return Some(default);
         }
         if self.is_final {
@@ -171,6 +177,7 @@ impl Trial {
     }
 }
 
+/// Returns the median; for an even number of times, the upper one.
 fn median(times: &[f64]) -> f64 {
     let mut sorted = times.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -184,8 +191,8 @@ impl Choices {
         choices
     }
 
-    /// What was chosen; else what is on trial in the launch that this thread prepares, as what is asked for may be from then
-    /// on; else the default.
+    /// Returns the choice that was made; else the candidate on trial in this thread's launch, starting a trial if possible; else the
+    /// default.
     pub(super) fn choice(
         &self,
         of: (Subject, SizeClass),
@@ -200,34 +207,34 @@ impl Choices {
         if let Some(&chosen) = table.chosen.get(&of) {
             return chosen;
         }
-        match (self.level(), PREPARING.get()) {
-            (_, Preparing::Trial(trial)) if trial.of == of => trial.value,
-            (Level::None, _) | (_, Preparing::Nothing | Preparing::Trial(_)) => default,
-            (level, Preparing::Launch) if may_try() => {
+        match (self.level(), LAUNCH_PREPARATION.get()) {
+            (_, LaunchPreparation::Trial(trial)) if trial.of == of => trial.value,
+            (Level::None, _) | (_, LaunchPreparation::Nothing | LaunchPreparation::Trial(_)) => default,
+            (level, LaunchPreparation::Launch) if may_try() => {
                 let (trial, _) = table.trials.get_or_insert(of, || Trial::new(default, candidates(level)));
                 if let [_] = trial.candidates[..] {
                     table.choose(of, default);
                     return default;
                 }
                 let value = trial.next();
-                PREPARING.set(Preparing::Trial(OnTrial { of, value, is_timed: true }));
+                LAUNCH_PREPARATION.set(LaunchPreparation::Trial(TrialLaunch { of, value, is_timed: true }));
                 value
             }
-            (_, Preparing::Launch) => {
-                PREPARING.set(Preparing::Trial(OnTrial { of, value: default, is_timed: false }));
+            (_, LaunchPreparation::Launch) => {
+                LAUNCH_PREPARATION.set(LaunchPreparation::Trial(TrialLaunch { of, value: default, is_timed: false }));
                 default
             }
         }
     }
 
-    /// Notes what a launch took; whether a choice is made by that. While somebody compares with what is where nothing was chosen, the
-    /// parameters are not those that count.
-    pub(super) fn note(&self, OnTrial { of, value, .. }: OnTrial, micros: f64) -> bool {
-        if self.ignored.load(Relaxed) {
+    /// Adds the time of a launch on trial; true if that decides the choice. Times are dropped while choices are ignored, because the
+    /// launch then runs with other parameters.
+    pub(super) fn record_time(&self, TrialLaunch { of, value, .. }: TrialLaunch, micros: f64) -> bool {
+        if self.is_ignored.load(Relaxed) {
             return false;
         }
         let mut table = lock(&self.table);
-        let chosen = table.trials.get_mut(&of).and_then(|trial| trial.note(value, micros));
+        let chosen = table.trials.get_mut(&of).and_then(|trial| trial.record_time(value, micros));
         if let Some(chosen) = chosen {
             table.choose(of, chosen);
         }
@@ -238,62 +245,66 @@ impl Choices {
         Level::ALL[usize::from(self.level.load(Relaxed))]
     }
 
+    /// Sets the level and ends all trials.
     pub(super) fn set_level(&self, level: Level) {
         self.level.store(level as u8, Relaxed);
         lock(&self.table).trials = Table::default().trials;
     }
 
-    /// Whether they are used from now on; gives whether they were.
-    pub(super) fn use_them(&self, on: bool) -> bool {
-        !self.ignored.swap(!on, Relaxed)
+    /// Enables or disables all choices, and returns whether they were enabled.
+    pub(super) fn set_enabled(&self, on: bool) -> bool {
+        !self.is_ignored.swap(!on, Relaxed)
     }
 
+    /// Returns the number of trials in progress.
     pub(super) fn on_trial(&self) -> usize {
         lock(&self.table).trials.iter().count()
     }
 
-    /// What was chosen.
+    /// Returns all choices that were made.
     pub(super) fn chosen(&self) -> Chosen {
         lock(&self.table).chosen.iter().map(|(&of, &value)| (of, value)).collect()
     }
 
-    /// These as well.
+    /// Adds choices.
     pub(super) fn extend(&self, chosen: Chosen) {
         let mut table = lock(&self.table);
         chosen.into_iter().for_each(|(of, value)| table.choose(of, value));
         drop(table);
-        self.note_use();
+        self.update_is_on();
     }
 
-    /// Forgets all.
+    /// Deletes all choices and trials.
     pub(super) fn clear(&self) {
         *lock(&self.table) = Table::default();
-        self.note_use();
+        self.update_is_on();
     }
 
-    /// Notes whether there is anything to look up.
-    pub(super) fn note_use(&self) {
+    /// Updates the flag that launches check before looking up choices.
+    pub(super) fn update_is_on(&self) {
         let any = self.level.load(Relaxed) != 0 || lock(&self.table).chosen.iter().next().is_some();
-        self.is_on.store(any && !self.ignored.load(Relaxed), Relaxed);
+        self.is_on.store(any && !self.is_ignored.load(Relaxed), Relaxed);
     }
 }
 
-/// Sizes of groups to try besides the default.
-pub(super) fn groups(level: Level, default: usize) -> Vec<usize> {
-    let powers = |from: u32| (from..=LARGEST_GROUP.ilog2()).map(|log| 1 << log);
+/// Returns the work-group sizes to try besides the default.
+pub(super) fn group_candidates(level: Level, default: usize) -> Vec<usize> {
+    let powers = |from: u32| (from..=MAX_TUNED_GROUP_ITEMS.ilog2()).map(|log| 1 << log);
     let mut groups: Vec<usize> = match level {
         Level::None => Vec::new(),
         Level::Fast => vec![default / 4, default / 2, 2 * default, 4 * default],
         Level::Normal => powers(5).collect(),
         Level::Wide => powers(3).flat_map(|group| [group, group + group / 2]).collect(),
-        Level::Heavy => groups(Level::Wide, default).into_iter().chain((32..=LARGEST_GROUP).step_by(32)).collect(),
+        Level::Heavy => {
+            group_candidates(Level::Wide, default).into_iter().chain((32..=MAX_TUNED_GROUP_ITEMS).step_by(32)).collect()
+        }
     };
-    groups.retain(|group| (1..=LARGEST_GROUP).contains(group));
+    groups.retain(|group| (1..=MAX_TUNED_GROUP_ITEMS).contains(group));
     groups
 }
 
-/// The level that the environment asks for.
-pub(super) fn level_of_process() -> Level {
+/// Returns the level in the environment variable `CLAYSTONE_TUNING`.
+pub(super) fn level_from_environment() -> Level {
     let asked = std::env::var("CLAYSTONE_TUNING").unwrap_or_default();
     let level = if asked.is_empty() { Ok(Level::None) } else { asked.trim().parse() };
     level.unwrap_or_else(|error: Error| {
@@ -302,39 +313,42 @@ pub(super) fn level_of_process() -> Level {
     })
 }
 
+/// The prefix of the names of work-group sizes in files.
 const GROUP: &str = "group_";
 
 impl Subject {
-    /// As files have it.
+    /// Returns the name in files.
     pub(super) fn name(self) -> String {
         match self {
-            Subject::Knob(knob) => PARAMETERS[knob].name.to_owned(),
+            Subject::TuningParameter(knob) => PARAMETERS[knob].name.to_owned(),
             Subject::Group(id) => format!("{GROUP}{id:016x}"),
         }
     }
 
-    fn named(name: &str, has: impl Fn(&Tunable) -> bool) -> Option<Subject> {
+    /// Parses a name of a file, for parameters that `has` accepts.
+    fn from_name(name: &str, has: impl Fn(&ParameterRow) -> bool) -> Option<Subject> {
         match name.strip_prefix(GROUP) {
             Some(id) => hex(id).map(Subject::Group),
-            None => PARAMETERS.iter().position(|row| row.name == name && has(row)).map(Subject::Knob),
+            None => PARAMETERS.iter().position(|row| row.name == name && has(row)).map(Subject::TuningParameter),
         }
     }
 
+    /// True if the value is allowed for the subject.
     fn allows(self, value: usize) -> bool {
         match self {
-            Subject::Knob(knob) => PARAMETERS[knob].choices.contains(&value),
-            Subject::Group(_) => (1..=LARGEST_GROUP).contains(&value),
+            Subject::TuningParameter(knob) => PARAMETERS[knob].choices.contains(&value),
+            Subject::Group(_) => (1..=MAX_TUNED_GROUP_ITEMS).contains(&value),
         }
     }
 }
 
-/// Sixteen digits, as they are written.
+/// Parses sixteen hexadecimal digits in lower case.
 fn hex(digits: &str) -> Option<u64> {
     let number = u64::from_str_radix(digits, 16).ok()?;
     (format!("{number:016x}") == digits).then_some(number)
 }
 
-/// How many there are, and a line each.
+/// Formats choices for a file: their number, then one line each.
 pub(super) fn write(chosen: &Chosen) -> String {
     let mut text = format!("choices {}\n", chosen.len());
     for ((subject, SizeClass(class)), value) in chosen {
@@ -344,29 +358,30 @@ pub(super) fn write(chosen: &Chosen) -> String {
     text
 }
 
+/// Parses a line of a file.
 fn read_line(line: &str, family: Family) -> Option<((Subject, SizeClass), usize)> {
     let mut words = line.split(' ');
-    let subject = Subject::named(words.next()?, |row| row.families.contains(&family))?;
+    let subject = Subject::from_name(words.next()?, |row| row.families.contains(&family))?;
     let class = SizeClass(hex(words.next()?)?.to_be_bytes());
     let value = words.next()?.parse().ok().filter(|&value| subject.allows(value))?;
     words.next().is_none().then_some(((subject, class), value))
 }
 
-/// The opposite; what is wrong where it is not all there or says what cannot be.
+/// Parses the text of [`write`]. The error names the missing or invalid part.
 pub(super) fn read<'a>(mut lines: impl Iterator<Item = &'a str>, family: Family) -> Result<Chosen, String> {
     let first = lines.next().unwrap_or_default();
     let count = first.strip_prefix("choices ").and_then(|n| n.parse::<usize>().ok());
-    let count = count.ok_or_else(|| format!("\"{}\" is no number of choices", Excerpt(first)))?;
+    let count = count.ok_or_else(|| format!("\"{}\" is not a number of choices", Excerpt(first)))?;
     let mut chosen = Chosen::new();
     for line in lines.by_ref().take(count) {
         let choice = read_line(line, family).filter(|(of, _)| !chosen.contains_key(of));
-        let (of, value) = choice.ok_or_else(|| format!("\"{}\" is no choice", Excerpt(line)))?;
+        let (of, value) = choice.ok_or_else(|| format!("\"{}\" is not a valid choice", Excerpt(line)))?;
         chosen.insert(of, value);
     }
     if chosen.len() < count {
         return Err(format!("it has {} choices, not {count}", chosen.len()));
     }
-    lines.next().map_or(Ok(chosen), |line| Err(format!("\"{}\" is one line too many", Excerpt(line))))
+    lines.next().map_or(Ok(chosen), |line| Err(format!("\"{}\" is a line too many", Excerpt(line))))
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
-//! `cl_khr_command_buffer`: recorded commands that the driver keeps, ready to be enqueued as one.
+//! `cl_khr_command_buffer`: recorded commands that the driver prepares, and that are enqueued together.
 //!
-//! The extension is experimental and has changed. Version 0.9.5 gave every function that records a command one more
-//! argument. Until 0.9.7 a command buffer may only be enqueued again before it is done where it was created for that; since
-//! 0.9.8 an in-order queue may have it several times. So the device has to tell its version, and versions that are not known
-//! here are not used.
+//! The extension is experimental and has changed. Version 0.9.5 added an argument to every function that records a command. Up
+//! to 0.9.7, a command buffer may be enqueued again before it is done only if it was created for simultaneous use; since 0.9.8
+//! an in-order queue may hold it several times. So the device must report its version, and unknown versions are not used.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -24,14 +23,15 @@ use super::driver::{call, call_unlocked, create, info, value};
 use super::errors::ClError;
 use super::extension::extension_function;
 
+/// The extension's name.
 const NAME: &str = "cl_khr_command_buffer";
 
-/// What every function that records a command takes last: points to wait for and the command's own, which are not used.
-type Points = (u32, *const cl_sync_point_khr, *mut cl_sync_point_khr, *mut cl_mutable_command_khr);
-const POINTS: Points = (0, ptr::null(), ptr::null_mut(), ptr::null_mut());
+/// The last arguments of every function that records a command: sync points to wait for and the command's own. None are used.
+type SyncArguments = (u32, *const cl_sync_point_khr, *mut cl_sync_point_khr, *mut cl_mutable_command_khr);
+const NO_SYNC: SyncArguments = (0, ptr::null(), ptr::null_mut(), ptr::null_mut());
 
 /// `clCommandCopyBufferKHR` before version 0.9.5.
-type EarlierCopy = Option<
+type Copy090 = Option<
     unsafe extern "C" fn(
         cl_command_buffer_khr,
         cl_command_queue,
@@ -48,7 +48,7 @@ type EarlierCopy = Option<
 >;
 
 /// `clCommandFillBufferKHR` before version 0.9.5.
-type EarlierFill = Option<
+type Fill090 = Option<
     unsafe extern "C" fn(
         cl_command_buffer_khr,
         cl_command_queue,
@@ -67,26 +67,27 @@ type EarlierFill = Option<
 /// The functions that record transfers, before version 0.9.5.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
-struct Earlier {
-    clCommandCopyBufferKHR: EarlierCopy,
-    clCommandFillBufferKHR: EarlierFill,
+struct Signatures090 {
+    clCommandCopyBufferKHR: Copy090,
+    clCommandFillBufferKHR: Fill090,
 }
 
-/// Those of version 0.9.5 and later, which take properties as well.
+/// The functions that record transfers from version 0.9.5 on, which also take properties.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
-struct Later {
+struct Signatures095 {
     clCommandCopyBufferKHR: clCommandCopyBufferKHR_t,
     clCommandFillBufferKHR: clCommandFillBufferKHR_t,
 }
 
+/// The functions that record transfers, for the device's version.
 #[derive(Clone, Copy)]
 enum Transfers {
-    Earlier(Earlier),
-    Later(Later),
+    Signatures090(Signatures090),
+    Signatures095(Signatures095),
 }
 
-/// The extension, as a device has it.
+/// The extension's functions on a device.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 pub(super) struct CommandBuffers {
@@ -96,47 +97,47 @@ pub(super) struct CommandBuffers {
     clFinalizeCommandBufferKHR: clFinalizeCommandBufferKHR_t,
     clEnqueueCommandBufferKHR: clEnqueueCommandBufferKHR_t,
     clReleaseCommandBufferKHR: clReleaseCommandBufferKHR_t,
-    /// What command buffers are created with.
+    /// The properties with which command buffers are created.
     properties: Option<[u64; 3]>,
-    /// Whether a command buffer may be enqueued while it is on the queue already.
+    /// True if a command buffer may be enqueued while it is on the queue already.
     may_be_pending: bool,
 }
 
-/// What a version of the extension asks for.
+/// The differences between versions of the extension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Dialect {
-    /// Functions that record take properties of the command.
+struct VersionTraits {
+    /// True if functions that record a command take the command's properties.
     with_properties: bool,
-    /// An in-order queue may have a command buffer several times.
+    /// True if an in-order queue may hold a command buffer several times.
     in_order_is_enough: bool,
 }
 
-/// The version of an extension among what `CL_DEVICE_EXTENSIONS_WITH_VERSION` gives: for each a version in bits and a name of
-/// 64 bytes.
+/// Returns the version of an extension in the bytes of `CL_DEVICE_EXTENSIONS_WITH_VERSION`: for each extension a version in bits
+/// and a name of 64 bytes.
 fn version_of(bytes: &[u8], name: &str) -> Option<(u32, u32, u32)> {
     let entry = bytes.chunks_exact(68).find(|entry| entry[4..].split(|&b| b == 0).next() == Some(name.as_bytes()))?;
     let version = u32::from_ne_bytes(entry[..4].try_into().ok()?);
     Some((version >> 22, version >> 12 & 0x3ff, version & 0xfff))
 }
 
-/// None for a version that is not known.
-fn dialect(version: (u32, u32, u32)) -> Option<Dialect> {
+/// Returns the differences of a version; none for an unknown version.
+fn version_traits(version: (u32, u32, u32)) -> Option<VersionTraits> {
     match version {
-        (0, 9, patch @ 0..=8) => Some(Dialect { with_properties: patch >= 5, in_order_is_enough: patch >= 8 }),
+        (0, 9, patch @ 0..=8) => Some(VersionTraits { with_properties: patch >= 5, in_order_is_enough: patch >= 8 }),
         _ => None,
     }
 }
 
 impl CommandBuffers {
-    /// The extension, if the device has it in a version that is known and for queues as they are created here.
+    /// Returns the extension's functions, if the device has a known version that supports the queues created here.
     ///
     /// # Errors
-    /// What the driver refuses to tell.
-    pub(super) fn of(device: &ClDevice) -> Result<Option<CommandBuffers>, ClError> {
+    /// The driver's errors.
+    pub(super) fn for_device(device: &ClDevice) -> Result<Option<CommandBuffers>, ClError> {
         let (id, platform) = (device.id(), device.found.platform);
-        // A driver that tells no versions has none that is known.
+        // A driver that reports no versions has no known version.
         let versions = info!(clGetDeviceInfo(id, CL_DEVICE_EXTENSIONS_WITH_VERSION)).unwrap_or_default();
-        let Some(dialect) = version_of(&versions, NAME).and_then(dialect) else { return Ok(None) };
+        let Some(version_traits) = version_of(&versions, NAME).and_then(version_traits) else { return Ok(None) };
         if value!(clGetDeviceInfo(id, CL_DEVICE_COMMAND_BUFFER_REQUIRED_QUEUE_PROPERTIES_KHR) as u64)? != 0 {
             return Ok(None);
         }
@@ -148,12 +149,12 @@ impl CommandBuffers {
             CommandBuffers {
                 clCreateCommandBufferKHR: extension_function(platform, c"clCreateCommandBufferKHR")?,
                 clCommandNDRangeKernelKHR: extension_function(platform, c"clCommandNDRangeKernelKHR")?,
-                transfers: match dialect.with_properties {
-                    false => Transfers::Earlier(Earlier {
+                transfers: match version_traits.with_properties {
+                    false => Transfers::Signatures090(Signatures090 {
                         clCommandCopyBufferKHR: extension_function(platform, c"clCommandCopyBufferKHR")?,
                         clCommandFillBufferKHR: extension_function(platform, c"clCommandFillBufferKHR")?,
                     }),
-                    true => Transfers::Later(Later {
+                    true => Transfers::Signatures095(Signatures095 {
                         clCommandCopyBufferKHR: extension_function(platform, c"clCommandCopyBufferKHR")?,
                         clCommandFillBufferKHR: extension_function(platform, c"clCommandFillBufferKHR")?,
                     }),
@@ -161,15 +162,15 @@ impl CommandBuffers {
                 clFinalizeCommandBufferKHR: extension_function(platform, c"clFinalizeCommandBufferKHR")?,
                 clEnqueueCommandBufferKHR: extension_function(platform, c"clEnqueueCommandBufferKHR")?,
                 clReleaseCommandBufferKHR: extension_function(platform, c"clReleaseCommandBufferKHR")?,
-                properties: (simultaneous && !dialect.in_order_is_enough).then_some(flags),
-                may_be_pending: simultaneous || dialect.in_order_is_enough,
+                properties: (simultaneous && !version_traits.in_order_is_enough).then_some(flags),
+                may_be_pending: simultaneous || version_traits.in_order_is_enough,
             }
         };
         let is_there = found.clCreateCommandBufferKHR.is_some() && found.clEnqueueCommandBufferKHR.is_some();
         Ok(is_there.then_some(found))
     }
 
-    /// A command buffer with these commands, one after another, for queues like this one. Under the queues' lock.
+    /// Records commands into a command buffer for queues like `queue`, one after another. Call under the queues' lock.
     pub(super) fn record(&self, queue: cl_command_queue, commands: &[Command]) -> Result<CommandBuffer, ClError> {
         let properties = self.properties.as_ref().map_or(ptr::null(), |list| list.as_ptr());
         let raw = create!(in self, clCreateCommandBufferKHR(1, &queue, properties))?;
@@ -180,21 +181,21 @@ impl CommandBuffers {
     }
 }
 
-/// A command buffer. Released on drop, when the driver has finished it.
+/// A command buffer. Released on drop; the driver frees it after the last replay.
 pub(super) struct CommandBuffer {
     raw: cl_command_buffer_khr,
     functions: CommandBuffers,
 }
 
-// SAFETY: OpenCL objects belong to the process; it is recorded and enqueued under the queues' lock.
+// SAFETY: OpenCL objects belong to the process; a command buffer is recorded and enqueued under the queues' lock.
 unsafe impl Send for CommandBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for CommandBuffer {}
 
 impl CommandBuffer {
-    /// Records one more command. Naming no queue means that of the command buffer, which is in order.
+    /// Records one more command. A null queue means the command buffer's queue, which is in order.
     fn add(&self, command: &Command) -> Result<(), ClError> {
-        let (to, queue, none, (n, waits, point, handle)) = (self.raw, ptr::null_mut(), ptr::null(), POINTS);
+        let (to, queue, none, (n, waits, point, handle)) = (self.raw, ptr::null_mut(), ptr::null(), NO_SYNC);
         match *command {
             Command::Kernel { ref kernel, dims, ref global, ref local } => {
                 let (kernel, dims, at) = (kernel.raw(), dims as u32, ptr::null());
@@ -206,31 +207,31 @@ impl CommandBuffer {
             Command::Fill { to: mem, offset, bytes, ref pattern, length } => {
                 let with = pattern.as_ptr().cast();
                 match self.functions.transfers {
-                    Transfers::Earlier(earlier) => call!(in earlier, clCommandFillBufferKHR(
+                    Transfers::Signatures090(earlier) => call!(in earlier, clCommandFillBufferKHR(
                         to, queue, mem, with, length, offset, bytes, n, waits, point, handle
                     )),
-                    Transfers::Later(later) => call!(in later, clCommandFillBufferKHR(
+                    Transfers::Signatures095(later) => call!(in later, clCommandFillBufferKHR(
                         to, queue, none, mem, with, length, offset, bytes, n, waits, point, handle
                     )),
                 }
             }
             Command::Copy { from, to: mem, from_offset, to_offset, bytes } => match self.functions.transfers {
-                Transfers::Earlier(earlier) => call!(in earlier, clCommandCopyBufferKHR(
+                Transfers::Signatures090(earlier) => call!(in earlier, clCommandCopyBufferKHR(
                     to, queue, from, mem, from_offset, to_offset, bytes, n, waits, point, handle
                 )),
-                Transfers::Later(later) => call!(in later, clCommandCopyBufferKHR(
+                Transfers::Signatures095(later) => call!(in later, clCommandCopyBufferKHR(
                     to, queue, none, from, mem, from_offset, to_offset, bytes, n, waits, point, handle
                 )),
             },
         }
     }
 
-    /// Enqueues it. The event, unless it is null, is that of the last command. Under the queues' lock.
+    /// Enqueues the command buffer. The event, unless null, is that of the last command. Call under the queues' lock.
     pub(super) fn enqueue(&self, mut queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
         call!(in self.functions, clEnqueueCommandBufferKHR(1, &mut queue, self.raw, 0, ptr::null(), event))
     }
 
-    /// Whether it may be enqueued while it is on the queue already.
+    /// True if the command buffer may be enqueued while it is on the queue already.
     pub(super) fn may_be_pending(&self) -> bool {
         self.functions.may_be_pending
     }
@@ -247,8 +248,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_choose_the_functions() {
-        let of = |patch| dialect((0, 9, patch)).map(|d| (d.with_properties, d.in_order_is_enough));
+    fn versions_decide_the_functions() {
+        let of = |patch| version_traits((0, 9, patch)).map(|d| (d.with_properties, d.in_order_is_enough));
         assert_eq!(
             [0, 4, 5, 7, 8, 9].map(of),
             [
@@ -260,11 +261,11 @@ mod tests {
                 None,
             ]
         );
-        assert_eq!([(0, 8, 0), (0, 10, 0), (1, 0, 0)].map(dialect), [None; 3]);
+        assert_eq!([(0, 8, 0), (0, 10, 0), (1, 0, 0)].map(version_traits), [None; 3]);
     }
 
     #[test]
-    fn versions_are_found_by_whole_names() {
+    fn versions_are_matched_by_whole_names() {
         let entry = |version: u32, name: &str| {
             let mut bytes = [0; 68];
             bytes[..4].copy_from_slice(&version.to_ne_bytes());

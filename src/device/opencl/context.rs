@@ -1,4 +1,4 @@
-//! An opened device: its context, its queues and what it remembers.
+//! An opened device: its context, queues, compiled programs and probe results.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
@@ -12,15 +12,15 @@ use opencl3::device::{
 use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
-use super::blob::Imported;
-use super::discovery::{Found, text};
+use super::blob::ImportedEntries;
+use super::discovery::{DeviceDescription, text};
 use super::driver::{ClBuffer, ClImage, ClKernel, call, create, info, value};
 use super::errors::{ClError, Class};
 use super::exit;
-use super::fault::{Readings, Slot, Slots, Words, ZEROS};
+use super::fault::{FaultSlot, FaultSlots, FaultWords, NO_FAULT, Readings};
 use super::probe::TensorCores;
 use super::program::Programs;
-use super::queues::{Locked, Queues, SERVICE};
+use super::queues::{LockedQueue, Queues, SERVICE_STREAM};
 use super::retry::{PAUSES, Probed, retry};
 use super::tuning::Tuning;
 use crate::device::lock;
@@ -28,31 +28,31 @@ use crate::device::stream::MAX_STREAMS;
 use crate::device::{Device, DeviceInfo, DeviceKind, StreamId, log};
 use crate::{Error, Result};
 
-/// Counters of a stream that a kernel may use; see [`ClDevice::arrivals`].
-pub(crate) const ARRIVALS: usize = 256;
+/// The number of counters per stream that [`ClDevice::arrival_counters`] gives to kernels.
+pub(crate) const ARRIVAL_COUNTERS: usize = 256;
 
-/// What a message says where commands may never end.
+/// The part of an error message that says that commands may never end.
 const UNFINISHED: &str =
     "; the operation's commands may still be using memory of the host, which is therefore never released";
 
-/// An open OpenCL device: one context, one in-order queue a stream. Lives as long as the process.
+/// An open OpenCL device: one context, and one in-order queue per stream. Lives until the process ends.
 pub(crate) struct ClDevice {
     device: Device,
-    pub(super) found: &'static Found,
+    pub(super) found: &'static DeviceDescription,
     pub(super) context: cl_context,
     pub(super) queues: Queues,
     pub(super) programs: Programs,
-    pub(super) imported: Imported,
-    pub(super) faults: Slots,
+    pub(super) imported: ImportedEntries,
+    pub(super) faults: FaultSlots,
     pub(super) tensor_cores: Probed<TensorCores>,
     pub(super) tuning: OnceLock<Tuning>,
     /// See [`image_limits`](Self::image_limits).
     pub(super) image_limits: OnceLock<Option<[usize; 2]>>,
-    /// See [`arrivals`](Self::arrivals).
-    arrivals: OnceLock<ClBuffer>,
-    /// `fill` and `copy` of `kernels/memory.cl`, where they are used; then both with [wide offsets](Self::has_wide_offsets).
+    /// See [`arrival_counters`](Self::arrival_counters).
+    arrival_counters: OnceLock<ClBuffer>,
+    /// `fill` and `copy` of `kernels/memory.cl`, then both with [wide offsets](Self::has_wide_offsets).
     pub(super) memory_kernels: [Probed<Option<ClKernel>>; 4],
-    /// Whether a buffer was made that needs 64-bit offsets; see [`has_wide_offsets`](Self::has_wide_offsets).
+    /// True if a buffer was made that needs 64-bit offsets; see [`has_wide_offsets`](Self::has_wide_offsets).
     pub(super) wide_offsets: AtomicBool,
     lost: OnceLock<String>,
 }
@@ -62,14 +62,15 @@ unsafe impl Send for ClDevice {}
 // SAFETY: as above.
 unsafe impl Sync for ClDevice {}
 
-/// What the driver says through the callback of a context. It calls that when it likes, also inside another call and so under
-/// a lock of ours, where a `tracing` subscriber must not be called: the messages are logged later.
+/// Messages that the driver passes to the callback of a context. The driver calls the callback at any time, also inside a
+/// call made under one of this crate's locks. A `tracing` subscriber must not run there, so the messages are logged later.
 #[derive(Default)]
 pub(super) struct DriverText {
     messages: Mutex<Messages>,
     is_unlogged: AtomicBool,
 }
 
+/// The driver's last message, for the next error, and the messages to log.
 #[derive(Default)]
 struct Messages {
     last: String,
@@ -77,23 +78,24 @@ struct Messages {
 }
 
 impl DriverText {
-    /// How many messages wait to be logged at most.
-    const UNLOGGED: usize = 64;
+    /// The maximum number of messages that wait to be logged.
+    const MAX_UNLOGGED: usize = 64;
 
     fn messages(&self) -> MutexGuard<'_, Messages> {
         lock(&self.messages)
     }
 
-    fn say(&self, text: String) {
+    /// Stores a message of the driver.
+    fn push(&self, text: String) {
         let mut messages = self.messages();
-        if messages.unlogged.len() < Self::UNLOGGED {
+        if messages.unlogged.len() < Self::MAX_UNLOGGED {
             messages.unlogged.push(text.clone());
         }
         messages.last = text;
         self.is_unlogged.store(true, Release);
     }
 
-    /// Logs what was said since the last time. Not under a queue's lock.
+    /// Logs the messages since the last call. Not to be called under a queue's lock.
     pub(super) fn log(&self) {
         if self.is_unlogged.load(Relaxed) && self.is_unlogged.swap(false, Acquire) {
             let unlogged = mem::take(&mut self.messages().unlogged);
@@ -101,27 +103,28 @@ impl DriverText {
         }
     }
 
-    /// The last thing that was said, once.
+    /// Logs the pending messages and takes the last message.
     fn take(&self) -> String {
         self.log();
         mem::take(&mut self.messages().last)
     }
 }
 
+/// The callback of a context, which the driver calls with messages.
 extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
     if text.is_null() || user.is_null() {
         return;
     }
-    // SAFETY: `user` is the DriverText given at clCreateContext, which is never released, `text` a string that lives
+    // SAFETY: `user` is the DriverText given at clCreateContext, which is never released; `text` is a string that lives
     // during the call.
     let (driver_text, text) = unsafe { (&*user.cast::<DriverText>(), CStr::from_ptr(text)) };
-    driver_text.say(text.to_string_lossy().into_owned());
+    driver_text.push(text.to_string_lossy().into_owned());
 }
 
 impl ClDevice {
-    /// Creates the context, the first queues and the first fault slot. What was created before a failure is released, and
-    /// tried again a few times.
-    pub(super) fn open(index: usize, found: &'static Found) -> Result<ClDevice> {
+    /// Creates the context, the first queues and the first fault slot. After a failure, the created objects are released, and
+    /// the creation is retried a few times.
+    pub(super) fn open(index: usize, found: &'static DeviceDescription) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
         let opened = retry(|| ClDevice::create(device, found)).map_err(|e| Error::OpenCl {
             device,
@@ -133,17 +136,18 @@ impl ClDevice {
         Ok(opened)
     }
 
-    fn create(device: Device, found: &'static Found) -> Result<ClDevice, ClError> {
+    /// Creates the context, and the device in it.
+    fn create(device: Device, found: &'static DeviceDescription) -> Result<ClDevice, ClError> {
         let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, found.platform as isize, 0];
         let user = ptr::from_ref(&found.driver_text).cast_mut().cast();
         let context = create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user))?;
         ClDevice::in_context(device, found, context, None)
     }
 
-    /// A device in another's context, whose default stream is the queue, which is in order.
+    /// Opens a device in a context of other code, with `queue`, which is in-order, as the default stream.
     pub(super) fn adopt(
         device: Device,
-        found: &'static Found,
+        found: &'static DeviceDescription,
         context: cl_context,
         queue: cl_command_queue,
     ) -> Result<ClDevice, ClError> {
@@ -151,14 +155,14 @@ impl ClDevice {
         ClDevice::in_context(device, found, context, Some(queue))
     }
 
-    /// Takes over the context.
+    /// Opens the device in a context, and takes ownership of the context.
     fn in_context(
         device: Device,
-        found: &'static Found,
+        found: &'static DeviceDescription,
         context: cl_context,
         queue: Option<cl_command_queue>,
     ) -> Result<ClDevice, ClError> {
-        let parts = Queues::new(context, found.id, queue).and_then(|queues| Ok((queues, Slots::new(context)?)));
+        let parts = Queues::new(context, found.id, queue).and_then(|queues| Ok((queues, FaultSlots::new(context)?)));
         let (queues, faults) = parts.inspect_err(|_| _ = call!(clReleaseContext(context)))?;
         Ok(ClDevice {
             device,
@@ -166,24 +170,24 @@ impl ClDevice {
             context,
             queues,
             programs: Programs::default(),
-            imported: Imported::default(),
+            imported: ImportedEntries::default(),
             faults,
             tensor_cores: Probed::default(),
             tuning: OnceLock::new(),
             image_limits: OnceLock::new(),
-            arrivals: OnceLock::new(),
+            arrival_counters: OnceLock::new(),
             memory_kernels: Default::default(),
             wide_offsets: AtomicBool::new(false),
             lost: OnceLock::new(),
         })
     }
 
-    /// Its name in the public interface.
+    /// Returns the device's public name.
     pub(crate) fn device(&self) -> Device {
         self.device
     }
 
-    /// What the driver says it is.
+    /// Returns the driver's description of the device.
     pub(crate) fn info(&self) -> &DeviceInfo {
         &self.found.info
     }
@@ -192,29 +196,29 @@ impl ClDevice {
         self.found.id
     }
 
-    /// Makes the driver give the buffer its memory now, so that running out shows here. What it contains afterwards is
+    /// Makes the driver allocate the buffer's memory now, so that lack of memory shows here. The buffer's contents become
     /// unspecified.
     pub(crate) fn commit(&self, buffer: &ClBuffer) -> Result<(), ClError> {
-        self.alive("clEnqueueMigrateMemObjects")?;
+        self.check_alive("clEnqueueMigrateMemObjects")?;
         let mem = buffer.mem();
         let undefined = CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED;
-        let migrated = self.submit_and_wait(SERVICE, (), |q, (), event| {
+        let migrated = self.submit_and_wait(SERVICE_STREAM, (), |q, (), event| {
             call!(clEnqueueMigrateMemObjects(q.raw, 1, &mem, undefined, 0, ptr::null(), event))
         });
         match migrated {
-            // An OpenCL 1.1 driver has no such function: a write touches the buffer as well.
-            Err(e) if e.is_missing() => self.submit_and_wait(SERVICE, (), |q, (), event| {
-                let from = ZEROS.as_ptr().cast();
+            // OpenCL 1.1 drivers lack clEnqueueMigrateMemObjects: a write makes them allocate as well.
+            Err(e) if e.is_missing() => self.submit_and_wait(SERVICE_STREAM, (), |q, (), event| {
+                let from = NO_FAULT.as_ptr().cast();
                 call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, 1, from, 0, ptr::null(), event))
             }),
             other => other,
         }
     }
 
-    /// An image of so many pixels in width and height, of four halves or four floats each (`CL_RGBA`). The driver may give it
-    /// memory only when it is first used: see [`commit_image`](Self::commit_image).
+    /// Creates an image of `width` x `height` pixels with four halves or four floats each (`CL_RGBA`). The driver may allocate
+    /// the memory only at the image's first use: see [`commit_image`](Self::commit_image).
     pub(crate) fn create_image(&self, [width, height]: [usize; 2], half: bool) -> Result<ClImage, ClError> {
-        self.alive("clCreateImage")?;
+        self.check_alive("clCreateImage")?;
         let channel = if half { CL_HALF_FLOAT } else { CL_FLOAT };
         let format = cl_image_format { image_channel_order: CL_RGBA, image_channel_data_type: channel };
         let desc = cl_image_desc {
@@ -231,16 +235,16 @@ impl ClDevice {
         };
         let create = || create!(clCreateImage(self.context, CL_MEM_READ_WRITE, &format, &desc, ptr::null_mut()));
         let bytes = width * height * if half { 8 } else { 16 };
-        exit::call(create).map(|mem| ClImage(ClBuffer::new(mem, bytes))).map_err(|e| self.settle(e))
+        exit::call(create).map(|mem| ClImage(ClBuffer::new(mem, bytes))).map_err(|e| self.detect_loss(e))
     }
 
-    /// [`commit`](Self::commit) of an image.
+    /// Makes the driver allocate an image's memory now, as [`commit`](Self::commit).
     pub(crate) fn commit_image(&self, image: &ClImage) -> Result<(), ClError> {
         self.commit(&image.0)
     }
 
-    /// The greatest width and height of images, in pixels; `None` where the device has no images, or no function that makes them,
-    /// as before OpenCL 1.2.
+    /// Returns the maximum width and height of images, in pixels; `None` if the device has no images, or has no function to create
+    /// them, as before OpenCL 1.2.
     pub(crate) fn image_limits(&self) -> Option<[usize; 2]> {
         *self.image_limits.get_or_init(|| {
             let id = self.id();
@@ -253,51 +257,52 @@ impl ClDevice {
         })
     }
 
-    /// [`ARRIVALS`] counters for each stream, zero when no kernel runs there: a kernel counts with them which of its
-    /// work-groups comes last, and sets them back.
-    pub(crate) fn arrivals(&self) -> Result<&ClBuffer> {
-        if let Some(buffer) = self.arrivals.get() {
+    /// Returns a buffer with [`ARRIVAL_COUNTERS`] counters for each stream, which are zero while no kernel runs there. A kernel counts its
+    /// finished work-groups in a counter to find the last one, and resets the counter.
+    pub(crate) fn arrival_counters(&self) -> Result<&ClBuffer> {
+        if let Some(buffer) = self.arrival_counters.get() {
             return Ok(buffer);
         }
-        let zeros = vec![0u8; MAX_STREAMS * ARRIVALS * size_of::<u32>()];
+        let zeros = vec![0u8; MAX_STREAMS * ARRIVAL_COUNTERS * size_of::<u32>()];
         let buffer = self.create_buffer(zeros.len()).map_err(|e| self.error(e))?;
         self.write(&zeros, (&buffer, 0))?;
-        Ok(self.arrivals.get_or_init(|| buffer))
+        Ok(self.arrival_counters.get_or_init(|| buffer))
     }
 
-    /// Waits for everything submitted to the stream so far, and reports the faults in these slots. The driver is asked only
-    /// where there is something to wait for.
-    pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static Slot]) -> Result<()> {
+    /// Waits for the work submitted to the stream so far, and reports the faults in these slots. The driver is called only if
+    /// there is work to wait for.
+    pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static FaultSlot]) -> Result<()> {
         if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
             return self.check_lost().and_then(|()| self.take_failed(stream));
         }
-        self.submit_and_report(stream, slots, (), self.wait_only())
+        self.submit_and_report(stream, slots, (), self.submit_nothing())
     }
 
-    /// [`submit_and_wait`](Self::submit_and_wait), and reports the faults that kernels submitted before recorded in these
-    /// slots.
+    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in these slots.
     pub(super) fn submit_and_report<M>(
         &self,
         stream: StreamId,
-        slots: &[&'static Slot],
+        slots: &[&'static FaultSlot],
         memory: M,
-        submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
+        submit: impl FnOnce(&mut LockedQueue<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M> {
         self.check_lost()?;
         let readings = Readings::default();
         let done = match self.info().kind {
-            // NVIDIA's driver takes 9 us for words that are read once kernels are done, 14 to 40 behind them.
+            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, and in 14 to 40 us behind running kernels.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
                 if !slots.iter().any(|slot| slot.is_pending()) {
                     return Ok((readings, memory));
                 }
-                // Under the lock nothing is waited for that takes long.
-                let ready =
-                    || self.queues.is_first(stream) && slots.iter().all(|slot| slot.is_pending_on_no_other(stream));
+                // A blocking read under the lock is allowed only if it does not wait for long.
+                let ready = || {
+                    self.queues.is_only_submission(stream)
+                        && slots.iter().all(|slot| slot.is_pending_on_no_other(stream))
+                };
                 let read = self.submit_and_wait(stream, readings, |q, readings, _| readings.enqueue(q, slots, ready()));
                 read.map(|readings| (readings, memory))
             }),
-            // The faults first: the event is that of the last command.
+            // The fault words are read first, because the event must be that of the last command.
             _ => self.submit_and_wait(stream, (readings, memory), |q, (readings, memory), event| {
                 readings.enqueue(q, slots, false)?;
                 submit(q, memory, event)
@@ -308,24 +313,24 @@ impl ClDevice {
         self.report(readings).map(|()| memory)
     }
 
-    /// Whether the device has faulted: everything but dropping gives [`Error::DeviceLost`] then.
+    /// True if the device has faulted: every call except drops then gives [`Error::DeviceLost`].
     pub(crate) fn is_lost(&self) -> bool {
         self.lost.get().is_some()
     }
 
-    /// Makes the device lost: what its memory holds can no longer be relied on.
-    pub(crate) fn give_up(&self, cause: &str) {
-        self.end(cause);
+    /// Marks the device as lost, because the contents of its memory can no longer be relied on.
+    pub(crate) fn mark_lost(&self, cause: &str) {
+        self.mark_lost_silently(cause);
         let (device, cause) = (self.device, cause.to_owned());
         log::emit(move || tracing::error!(%device, cause, "device given up"));
     }
 
-    /// [`give_up`](Self::give_up) without a word.
-    pub(super) fn end(&self, cause: &str) {
+    /// Marks the device as lost without a log message.
+    pub(super) fn mark_lost_silently(&self, cause: &str) {
         self.lost.get_or_init(|| cause.to_owned());
     }
 
-    /// An error for the caller, with the code's name and what the driver had to say.
+    /// Converts a driver error into the public error, with the code's name and the driver's last message.
     pub(crate) fn error(&self, e: ClError) -> Error {
         if e.classify() == Class::Lost {
             let cause =
@@ -335,7 +340,7 @@ impl ClDevice {
         Error::OpenCl { device: self.device, call: e.call, code: e.name(), detail: detail(&e, &self.found.driver_text) }
     }
 
-    /// An error once the device is lost.
+    /// Returns an error if the device is lost.
     pub(crate) fn check_lost(&self) -> Result<()> {
         match self.lost.get() {
             None => Ok(()),
@@ -343,14 +348,14 @@ impl ClDevice {
         }
     }
 
-    /// [`check_lost`](Self::check_lost) for the calls that return a [`ClError`].
-    pub(super) fn alive(&self, call: &'static str) -> Result<(), ClError> {
+    /// Like [`check_lost`](Self::check_lost), for functions that return a [`ClError`].
+    pub(super) fn check_alive(&self, call: &'static str) -> Result<(), ClError> {
         if self.is_lost() { Err(ClError { lost: true, ..ClError::new(call, -36) }) } else { Ok(()) }
     }
 
-    /// Decides whether a failure means that the device is lost. Not under the queue lock.
-    pub(super) fn settle(&self, mut e: ClError) -> ClError {
-        e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.answers();
+    /// Decides whether a failed call means that the device is lost. Not to be called under the queue lock.
+    pub(super) fn detect_loss(&self, mut e: ClError) -> ClError {
+        e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.responds();
         if e.lost {
             let (kept, detail) = (if e.unfinished { UNFINISHED } else { "" }, detail(&e, &self.found.driver_text));
             self.lost.get_or_init(|| format!("{}: {}{detail}{kept}", e.call, e.name()));
@@ -360,19 +365,20 @@ impl ClDevice {
         e
     }
 
-    /// Whether sixteen bytes can still be read, in one way or another. A device that has only run out of something answers
-    /// sooner or later, a dead one never.
-    fn answers(&self) -> bool {
-        self.reads()
+    /// True if sixteen bytes can still be read, by a read command or by mapping. A device that only ran out of a resource recovers
+    /// sooner or later; a dead device never does.
+    fn responds(&self) -> bool {
+        self.test_read()
             || PAUSES.iter().any(|&pause| {
-                thread::sleep(pause); // not under the lock
-                self.reads()
+                thread::sleep(pause); // outside the lock
+                self.test_read()
             })
     }
 
-    fn reads(&self) -> bool {
-        let (mut queue, to) = (self.lock_for_waits(SERVICE), self.faults.unread());
-        let (buffer, n, none) = (self.faults.shared().buffer(), size_of::<Words>(), ptr::null_mut());
+    /// Tries the read command, then the mapping, once.
+    fn test_read(&self) -> bool {
+        let (mut queue, to) = (self.lock_for_waits(SERVICE_STREAM), self.faults.unread());
+        let (buffer, n, none) = (self.faults.shared().buffer(), size_of::<FaultWords>(), ptr::null_mut());
         let mem = buffer.mem();
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
             || create!(clEnqueueMapBuffer(queue.raw, mem, 1, CL_MAP_READ, 0, n, 0, ptr::null(), none))
@@ -387,12 +393,13 @@ impl Drop for ClDevice {
     }
 }
 
+/// Creates a small buffer in a context, before the device exists.
 pub(super) fn create_buffer(context: cl_context, bytes: usize) -> Result<ClBuffer, ClError> {
     let mem = exit::call(|| create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut())))?;
     Ok(ClBuffer::new(mem, bytes))
 }
 
-/// What follows the code's name in a message: the number where it has no name, and the driver's own words.
+/// Returns the end of an error message: the number of a code without a name, and the driver's last message.
 fn detail(e: &ClError, text: &DriverText) -> String {
     let text = text.take();
     let mut detail = String::new();

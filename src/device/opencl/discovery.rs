@@ -1,10 +1,12 @@
-//! Which OpenCL devices there are, and in which order.
+//! The list of OpenCL devices and their order.
 //!
-//! Every platform is asked at first use. A call that fails is made again a few times; numbers are given out once all that
-//! they depend on is known, so that they are the same in every process, and until then each use asks again. Devices that
-//! `CLAYSTONE_DEVICES` leaves out by naming places alone are not waited for. Discrete GPUs come first, then integrated ones, other accelerators and
-//! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
-//! orders them itself. `CLAYSTONE_KERNELS=gpu` (or `gpu+fence`) has processors run those of GPUs, for tests.
+//! Every platform is queried at first use. A failed query is repeated a few times. Devices get their indices only once all
+//! properties that decide the order are known, so that the indices are equal in every process; until then each use queries
+//! again. If `CLAYSTONE_DEVICES` consists of `platform:index` entries only, failures of other devices are ignored.
+//!
+//! Discrete GPUs come first, then integrated GPUs, other accelerators and CPUs. Within a kind, devices with more compute units
+//! come first, equals in the drivers' order. `CLAYSTONE_DEVICES` sets its own selection and order. `CLAYSTONE_KERNELS=gpu`
+//! (or `gpu+fence`) makes processors run the kernels of GPUs, for tests.
 
 mod choice;
 mod large_buffers;
@@ -32,86 +34,92 @@ use crate::{Error, Result};
 use choice::Choice;
 pub(super) use large_buffers::LargeBuffers;
 
-/// The least that kernels need, in work-items of a group and bytes of local memory. Processors have kernels of their own, which
-/// take groups of any size and no local memory.
-const LEAST_GROUP: u64 = 32;
-const LEAST_LOCAL: u64 = 16 << 10;
+/// The minimum size of work-groups that kernels need, in work-items. Processors have their own kernels, which run in groups of
+/// any size and without local memory.
+const MIN_GROUP_ITEMS: u64 = 32;
+/// The minimum size of local memory that kernels need, in bytes.
+const MIN_LOCAL_BYTES: u64 = 16 << 10;
 
-/// What a driver says a device is.
-pub(super) struct Found {
+/// The driver's description of a device.
+pub(super) struct DeviceDescription {
     pub id: cl_device_id,
     pub platform: cl_platform_id,
     pub platform_name: String,
     pub platform_version: String,
-    /// Major and minor of the OpenCL C it compiles.
+    /// The major and minor version of OpenCL C that the compiler accepts.
     pub opencl_c: (u32, u32),
-    /// Whether it tells what version of NVIDIA's instructions it has, as whatever takes PTX does.
+    /// True if the device reports the version of NVIDIA's instruction set, as every device that accepts PTX does.
     pub tells_capability: bool,
     pub large_buffers: LargeBuffers,
     pub info: DeviceInfo,
-    /// The last thing the driver said through the callback of the device's context.
+    /// The driver's messages from the callback of the device's context.
     pub driver_text: DriverText,
 }
 
-/// A device in its place among all, which it keeps for the life of the process.
+/// A device at its index, which it keeps until the process ends.
 pub(super) struct Entry {
     id: cl_device_id,
-    /// `platform:index`, as CLAYSTONE_DEVICES names it.
+    /// `platform:index`, as in CLAYSTONE_DEVICES.
     place: (usize, usize),
     platform: cl_platform_id,
-    /// Its kind and compute units, which its number depends on.
-    standing: (DeviceKind, usize),
-    /// What else it is, once it has said so.
-    found: OnceLock<Found>,
-    /// Opened at first use and kept for the life of the process.
+    /// The kind and the number of compute units, which decide the device's index.
+    rank_properties: (DeviceKind, usize),
+    /// The rest of the description, once the driver has answered.
+    found: OnceLock<DeviceDescription>,
+    /// Opened at first use, and open until the process ends.
     pub opened: OnceLock<&'static ClDevice>,
-    /// Held while opening, so that it happens once.
+    /// Locked while opening, so that the device is opened once.
     pub opening: Mutex<()>,
 }
 
 // SAFETY: platform and device ids are process-wide names that OpenCL's thread-safe functions take; root devices are
 // never released.
-unsafe impl Send for Found {}
+unsafe impl Send for DeviceDescription {}
 // SAFETY: as above.
-unsafe impl Sync for Found {}
+unsafe impl Sync for DeviceDescription {}
 // SAFETY: as above.
 unsafe impl Send for Entry {}
 // SAFETY: as above.
 unsafe impl Sync for Entry {}
 
-/// Why a device did not say what it is.
-enum Silent {
-    /// A call failed: it may say so later.
+/// The reason why a device has no description.
+enum QueryFailure {
+    /// A call failed, and may succeed later.
     Failed(ClError),
-    /// It cannot be used.
+    /// The device cannot be used.
     Unusable(String),
 }
 
-impl From<ClError> for Silent {
-    fn from(e: ClError) -> Silent {
+impl From<ClError> for QueryFailure {
+    fn from(e: ClError) -> QueryFailure {
         if e.is_transient() || e.is_fatal() {
-            return Silent::Failed(e);
+            return QueryFailure::Failed(e);
         }
-        Silent::Unusable(format!("does not say what it is: {} gives {}", e.call, e.name()))
+        QueryFailure::Unusable(format!("cannot be described: {} returns {}", e.call, e.name()))
     }
 }
 
 impl Entry {
-    /// A device of another's context, which [`discover`] does not list.
+    /// Creates the entry of a device in a context of other code, which [`discover`] does not list.
     ///
     /// # Errors
-    /// Why the device cannot be used; its driver fails to tell.
-    pub(super) fn of_others(id: cl_device_id, platform: cl_platform_id) -> Result<Entry, Result<String, ClError>> {
-        let standing = standing(id).map_err(|silent| match silent {
-            Silent::Failed(e) => Err(e),
-            Silent::Unusable(why) => Ok(why),
+    /// The reason why the device cannot be used, or the error of its driver.
+    pub(super) fn for_adopted(id: cl_device_id, platform: cl_platform_id) -> Result<Entry, Result<String, ClError>> {
+        let rank_properties = rank_properties(id).map_err(|silent| match silent {
+            QueryFailure::Failed(e) => Err(e),
+            QueryFailure::Unusable(why) => Ok(why),
         })?;
-        Ok(Entry::new(id, (usize::MAX, 0), platform, standing))
+        Ok(Entry::new(id, (usize::MAX, 0), platform, rank_properties))
     }
 
-    fn new(id: cl_device_id, place: (usize, usize), platform: cl_platform_id, standing: (DeviceKind, usize)) -> Entry {
+    fn new(
+        id: cl_device_id,
+        place: (usize, usize),
+        platform: cl_platform_id,
+        rank_properties: (DeviceKind, usize),
+    ) -> Entry {
         let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
-        Entry { id, place, platform, standing, found, opened, opening }
+        Entry { id, place, platform, rank_properties, found, opened, opening }
     }
 
     #[cfg(test)]
@@ -124,8 +132,8 @@ impl Entry {
         self.found.get().is_some()
     }
 
-    /// What the device is; asked if it has not said so yet.
-    pub(super) fn found(&self, device: Device) -> Result<&Found> {
+    /// Returns the device's description, querying the driver unless it has answered already.
+    pub(super) fn found(&self, device: Device) -> Result<&DeviceDescription> {
         if let Some(found) = self.found.get() {
             return Ok(found);
         }
@@ -134,27 +142,27 @@ impl Entry {
     }
 }
 
-/// Everything found, in order, or why nothing was.
+/// The devices in order, and the reason for errors if there are none.
 pub(super) struct Discovery {
     pub devices: Vec<Entry>,
     why_none: String,
 }
 
-/// Set once the devices are known, or known not to be there: their numbers do not change after that.
+/// Set once all devices are known, or known not to exist: the indices do not change after that.
 static DISCOVERY: OnceLock<Discovery> = OnceLock::new();
 
-/// The process's devices. Where a driver fails to tell of its own, the next use asks again.
+/// Returns the process's devices. If a driver fails to list its devices, the next use queries again.
 fn discovery() -> Result<&'static Discovery, ClError> {
     if let Some(known) = DISCOVERY.get() {
         return Ok(known);
     }
-    let _messages = log::defer(); // a subscriber may ask for devices as well
+    let _messages = log::defer(); // a subscriber may list devices as well
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one_at_a_time = lock(&ONE_AT_A_TIME);
     if let Some(known) = DISCOVERY.get() {
         return Ok(known);
     }
-    let (_under_way, _loading) = (exit::under_way(), exit::registering());
+    let (_under_way, _loading) = (exit::delay_exit(), exit::keep_handler_last());
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
     let found = discover(&choice);
     match found {
@@ -167,46 +175,46 @@ fn discovery() -> Result<&'static Discovery, ClError> {
         }
         Err(e) => {
             log::emit(move || {
-                tracing::warn!(call = e.call, code = e.name(), "which OpenCL devices there are is not known");
+                tracing::warn!(call = e.call, code = e.name(), "the OpenCL devices could not be listed");
             });
             Err(e)
         }
     }
 }
 
-/// The entries of the devices that are known, in order, without asking a driver: adopted ones come last.
-pub(super) fn known() -> impl Iterator<Item = &'static Entry> {
+/// Returns the entries of the known devices in order, without calling a driver: adopted devices come last.
+pub(super) fn known_entries() -> impl Iterator<Item = &'static Entry> {
     DISCOVERY.get().map_or(&[][..], |known| &known.devices).iter().chain(adopted())
 }
 
-/// The devices of other code's contexts, in order of their indices, which follow those of all others. Read without a lock,
-/// because the end of the process asks as well.
-static ADOPTED: [OnceLock<&'static Entry>; MOST_ADOPTED] = [const { OnceLock::new() }; MOST_ADOPTED];
+/// The adopted devices, in order of their indices, which follow those of all other devices. Read without a lock, because the
+/// exit handler reads them as well.
+static ADOPTED: [OnceLock<&'static Entry>; MAX_ADOPTED] = [const { OnceLock::new() }; MAX_ADOPTED];
 
-/// How many devices a process adopts at most.
-pub(super) const MOST_ADOPTED: usize = 64;
+/// The maximum number of devices that a process adopts.
+pub(super) const MAX_ADOPTED: usize = 64;
 
-/// The devices that were adopted.
+/// Returns the adopted devices.
 pub(super) fn adopted() -> impl Iterator<Item = &'static Entry> {
     ADOPTED.iter().map_while(OnceLock::get).copied()
 }
 
-/// Adds a device that was adopted. One thread at a time.
+/// Adds an adopted device. Callers serialise the calls.
 pub(super) fn add_adopted(entry: &'static Entry) {
     _ = ADOPTED.iter().find(|free| free.get().is_none()).map(|free| free.set(entry));
 }
 
-/// How many devices there are; `None` where a driver fails to tell.
+/// Returns the number of devices; `None` if a driver fails to list its devices.
 pub(super) fn count() -> Option<usize> {
     discovery().ok().map(|known| known.devices.len() + adopted().count())
 }
 
-/// How many devices there are without those that were adopted.
-pub(super) fn count_own() -> Result<usize> {
+/// Returns the number of devices without adopted devices.
+pub(super) fn count_without_adopted() -> Result<usize> {
     Ok(discovery().map_err(|e| failed(Device::OpenCL(0), &e))?.devices.len())
 }
 
-/// The device of this index, or an error that says what is there instead.
+/// Returns the device of this index, or an error that lists the existing devices.
 pub(super) fn entry(index: usize) -> Result<&'static Entry> {
     let device = Device::OpenCL(index);
     let all = discovery().map_err(|e| failed(device, &e))?;
@@ -221,20 +229,19 @@ pub(super) fn entry(index: usize) -> Result<&'static Entry> {
     Err(Error::NoDevice { device, reason })
 }
 
-/// What the device of this index is.
-pub(super) fn find(index: usize) -> Result<&'static Found> {
+/// Returns the description of the device of this index.
+pub(super) fn description(index: usize) -> Result<&'static DeviceDescription> {
     entry(index)?.found(Device::OpenCL(index))
 }
 
-/// A driver that does not say which devices there are, or what this one is.
+/// Converts the error of a driver that fails to list its devices or to describe this one.
 fn failed(device: Device, e: &ClError) -> Error {
-    let detail = " when the driver was asked, several times, which devices there are: the next use asks it again; if that \
-                  fails too, see what `clinfo` says, or choose others by their places, as CLAYSTONE_DEVICES=0:0 (none: \
-                  only the CPU)";
+    let detail = " in several attempts to list the driver's devices: the next use tries again; if that fails too, see the \
+                  output of `clinfo`, or select other devices by index, as CLAYSTONE_DEVICES=0:0 (none: only the CPU)";
     Error::OpenCl { device, call: e.call, code: e.name(), detail: detail.into() }
 }
 
-/// Asks all drivers. An error where one fails to tell and that would change the numbers of the devices.
+/// Queries all drivers. Returns an error if a driver fails to answer and its devices would change the indices.
 pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     let none = |why_none: String| Ok(Discovery { devices: Vec::new(), why_none });
     let platforms = match drivers(choice)? {
@@ -246,38 +253,40 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     let mut skipped = String::new();
     for (p, &platform) in platforms.iter().enumerate() {
         let ids = match retry(|| device_ids(platform)) {
-            Err(e) if e.is_transient() && choice.asks_of(p, None) => return Err(e),
+            Err(e) if e.is_transient() && choice.depends_on(p, None) => return Err(e),
             Err(e) if e.is_transient() => {
                 log::emit(move || {
-                    tracing::warn!(platform = p, call = e.call, code = e.name(), "platform left out");
+                    tracing::warn!(platform = p, call = e.call, code = e.name(), "platform skipped");
                 });
                 continue;
             }
             ids => ids.unwrap_or_default(),
         };
         for (d, &id) in ids.iter().enumerate() {
-            let standing = match standing(id) {
-                Ok(standing) => standing,
-                Err(Silent::Failed(e)) if choice.asks_of(p, Some(d)) => return Err(e),
-                Err(Silent::Failed(e)) => {
+            let rank_properties = match rank_properties(id) {
+                Ok(rank_properties) => rank_properties,
+                Err(QueryFailure::Failed(e)) if choice.depends_on(p, Some(d)) => return Err(e),
+                Err(QueryFailure::Failed(e)) => {
                     let (call, code) = (e.call, e.name());
-                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "device left out"));
+                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "device skipped"));
                     continue;
                 }
-                Err(Silent::Unusable(why)) => {
+                Err(QueryFailure::Unusable(why)) => {
                     _ = write!(skipped, " ({p}:{d} {why})");
-                    log::emit(move || tracing::warn!(platform = p, index = d, why, "device left out"));
+                    log::emit(move || tracing::warn!(platform = p, index = d, why, "device skipped"));
                     continue;
                 }
             };
-            let entry = Entry::new(id, (p, d), platform, standing);
+            let entry = Entry::new(id, (p, d), platform, rank_properties);
             match describe(&entry) {
                 Ok(found) => _ = entry.found.set(found),
-                // Its name may be one that is asked for.
+                // An entry of the choice may be part of this device's name.
                 Err(e) if choice.has_names() && e.is_transient() => return Err(e),
                 Err(e) => {
                     let (call, code) = (e.call, e.name());
-                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "a device is not known yet"));
+                    log::emit(move || {
+                        tracing::warn!(platform = p, index = d, call, code, "a device could not be described yet");
+                    });
                 }
             }
             devices.push(entry);
@@ -293,7 +302,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     let names = sort(&mut devices);
     let (order, unmatched) = choice.select(&names);
     unmatched.into_iter().for_each(|entry| {
-        log::emit(move || tracing::warn!(entry, "CLAYSTONE_DEVICES names no device"));
+        log::emit(move || tracing::warn!(entry, "an entry of CLAYSTONE_DEVICES matches no device"));
     });
     let choice = choice.text;
     let why_none = format!("CLAYSTONE_DEVICES={choice} matches none of the {} OpenCL device(s) here", devices.len());
@@ -301,10 +310,10 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     Ok(Discovery { devices: order.into_iter().filter_map(|i| devices[i].take()).collect(), why_none })
 }
 
-/// Puts devices in order. Their places and names for [`Choice::select`].
+/// Sorts the devices, and returns their `platform:index` and their names for [`Choice::select`].
 fn sort(devices: &mut [Entry]) -> Vec<((usize, usize), String)> {
-    devices.sort_by_key(|d| (rank(d.standing.0), Reverse(d.standing.1), d.place));
-    let name = |f: &Found| format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name);
+    devices.sort_by_key(|d| (rank(d.rank_properties.0), Reverse(d.rank_properties.1), d.place));
+    let name = |f: &DeviceDescription| format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name);
     devices.iter().map(|d| (d.place, d.found.get().map(name).unwrap_or_default())).collect()
 }
 
@@ -316,9 +325,10 @@ fn no_library(cause: &str, dylib_path: Option<&str>) -> String {
 
 fn no_driver(cause: &str) -> String {
     let (name, place, install) = (opencl_libraries(OS)[0], driver_registry(OS), install_hint(OS));
-    format!("the OpenCL library {name} is there, but knows no driver ({cause}): {place}; {install}")
+    format!("the OpenCL library {name} was found, but has no driver ({cause}): {place}; {install}")
 }
 
+/// Returns the position of a kind in the order of devices.
 fn rank(kind: DeviceKind) -> u8 {
     match kind {
         DeviceKind::DiscreteGpu => 0,
@@ -328,25 +338,25 @@ fn rank(kind: DeviceKind) -> u8 {
     }
 }
 
-/// The platforms, or why there are none; an error where the loader fails to tell.
+/// Returns the platforms, or the reason why there are none; an error if the loader fails to answer.
 fn drivers(choice: &str) -> Result<Result<Vec<cl_platform_id>, String>, ClError> {
     if choice.trim().eq_ignore_ascii_case("none") {
-        return Ok(Err(format!("CLAYSTONE_DEVICES={choice} takes no OpenCL device")));
+        return Ok(Err(format!("CLAYSTONE_DEVICES={choice} selects no OpenCL device")));
     }
     if let Err(cause) = functions::load() {
         return Ok(Err(no_library(&cause.to_string(), std::env::var("OPENCL_DYLIB_PATH").ok().as_deref())));
     }
     match retry(platforms) {
         Ok(platforms) if !platforms.is_empty() => Ok(Ok(platforms)),
-        Ok(_) => Ok(Err(no_driver("it names none"))),
+        Ok(_) => Ok(Err(no_driver("it lists no platform"))),
         Err(e) if e.is_transient() => Err(e),
         Err(e) => Ok(Err(no_driver(e.name()))),
     }
 }
 
-/// All platforms, whichever of their devices are taken.
+/// Returns all platforms, whichever of their devices `CLAYSTONE_DEVICES` selects.
 pub(super) fn all_platforms() -> Result<Vec<cl_platform_id>> {
-    _ = discovery(); // which loads the library as it has to be
+    _ = discovery(); // loads the library, with its exit handler
     let device = Device::OpenCL(0);
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
     drivers(&choice).map_err(|e| failed(device, &e))?.map_err(|reason| Error::NoDevice { device, reason })
@@ -371,8 +381,8 @@ pub(super) fn device_ids(platform: cl_platform_id) -> Result<Vec<cl_device_id>, 
     Ok(ids)
 }
 
-/// What decides about a device's number: whether it can be used, its kind and its compute units.
-fn standing(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
+/// Returns the properties that decide a device's index: whether the device is usable, its kind and its compute units.
+fn rank_properties(id: cl_device_id) -> Result<(DeviceKind, usize), QueryFailure> {
     let number = |what| retry(|| device_number(id, what));
     for (what, problem) in [
         (cl::CL_DEVICE_AVAILABLE, "is not available"),
@@ -380,7 +390,7 @@ fn standing(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
         (cl::CL_DEVICE_ENDIAN_LITTLE, "is big-endian"),
     ] {
         if number(what)? == 0 {
-            return Err(Silent::Unusable(problem.into()));
+            return Err(QueryFailure::Unusable(problem.into()));
         }
     }
     let kind = match number(cl::CL_DEVICE_TYPE)? {
@@ -393,49 +403,51 @@ fn standing(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
         }
         k if k & cl::CL_DEVICE_TYPE_CPU != 0 => DeviceKind::Cpu,
         k if k & cl::CL_DEVICE_TYPE_ACCELERATOR != 0 => DeviceKind::Accelerator,
-        _ => return Err(Silent::Unusable("is of no known type".into())),
+        _ => return Err(QueryFailure::Unusable("is of no known type".into())),
     };
     if kind != DeviceKind::Cpu {
         let (group, local) = (number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)?, number(cl::CL_DEVICE_LOCAL_MEM_SIZE)?);
-        if let Some(lack) = lack(group, local) {
-            return Err(Silent::Unusable(lack));
+        if let Some(reason) = unusable_reason(group, local) {
+            return Err(QueryFailure::Unusable(reason));
         }
     }
     Ok((kind, number(cl::CL_DEVICE_MAX_COMPUTE_UNITS)? as usize))
 }
 
-/// What a device of such groups and so much local memory lacks, if anything.
-fn lack(group: u64, local: u64) -> Option<String> {
+/// Returns the reason why this work-group size or this much local memory is too small, if it is.
+fn unusable_reason(group: u64, local: u64) -> Option<String> {
     match () {
-        _ if group < LEAST_GROUP => {
-            Some(format!("has work-groups of {group} work-items, and kernels need {LEAST_GROUP}"))
+        _ if group < MIN_GROUP_ITEMS => {
+            Some(format!("has work-groups of {group} work-items, and kernels need {MIN_GROUP_ITEMS}"))
         }
-        _ if local < LEAST_LOCAL => Some(format!("has {local} bytes of local memory, and kernels need {LEAST_LOCAL}")),
+        _ if local < MIN_LOCAL_BYTES => {
+            Some(format!("has {local} bytes of local memory, and kernels need {MIN_LOCAL_BYTES}"))
+        }
         _ => None,
     }
 }
 
 fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
-    if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
+    true_if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
 }
 
-/// Whether the answer is yes; no of a driver of an earlier version, which does not know the query.
-fn if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
+/// True if the answer is not zero; false if a driver of an earlier version does not know the query.
+fn true_if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
     match answer {
         Err(e) if e.is_transient() => Err(e),
         answer => Ok(answer.unwrap_or(0) != 0),
     }
 }
 
-/// Asks a device everything else.
-fn describe(entry: &Entry) -> Result<Found, ClError> {
+/// Queries the rest of a device's description.
+fn describe(entry: &Entry) -> Result<DeviceDescription, ClError> {
     let (id, platform) = (entry.id, entry.platform);
     let text = |what| retry(|| info!(clGetDeviceInfo(id, what))).map(|b| text(&b));
     let number = |what| retry(|| device_number(id, what));
-    let (kind, compute_units) = entry.standing;
+    let (kind, compute_units) = entry.rank_properties;
     let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
     let has = |name| extensions.split_whitespace().any(|e| e == name);
-    // "OpenCL C 1.2 ..."
+    // As in "OpenCL C 1.2 ...".
     let opencl_c = version(text(cl::CL_DEVICE_OPENCL_C_VERSION)?.trim_start_matches("OpenCL C ")).unwrap_or((1, 1));
     let info = DeviceInfo {
         name: text(cl::CL_DEVICE_NAME)?,
@@ -445,45 +457,47 @@ fn describe(entry: &Entry) -> Result<Found, ClError> {
         compute_units,
         memory: number(cl::CL_DEVICE_GLOBAL_MEM_SIZE)?,
         largest_buffer: number(cl::CL_DEVICE_MAX_MEM_ALLOC_SIZE)?,
-        // The driver answers in bits.
+        // The driver's unit is bits.
         base_alignment: (number(cl::CL_DEVICE_MEM_BASE_ADDR_ALIGN)? / 8).max(1) as usize,
         fp16: has("cl_khr_fp16"),
-        fp64: has("cl_khr_fp64") || if_known(number(cl::CL_DEVICE_DOUBLE_FP_CONFIG))?,
+        fp64: has("cl_khr_fp64") || true_if_known(number(cl::CL_DEVICE_DOUBLE_FP_CONFIG))?,
         unified_memory: has_unified_memory(id)?,
         local_memory: number(cl::CL_DEVICE_LOCAL_MEM_SIZE)? as usize,
         max_work_group: number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)? as usize,
     };
     let platform_text = |what| retry(|| info!(clGetPlatformInfo(platform, what))).map(|b| self::text(&b));
-    Ok(Found {
+    Ok(DeviceDescription {
         id,
         platform,
         platform_name: platform_text(opencl3::platform::platform::CL_PLATFORM_NAME)?,
         platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION)?,
         opencl_c,
         tells_capability: has("cl_nv_device_attribute_query"),
-        large_buffers: LargeBuffers::of(&info, &extensions),
+        large_buffers: LargeBuffers::for_device(&info, &extensions),
         info,
         driver_text: DriverText::default(),
     })
 }
 
-/// A number of whatever width the query has.
+/// Returns the number that a query gives, whatever its width.
 fn device_number(id: cl_device_id, what: u32) -> Result<u64, ClError> {
-    Ok(number_of(&info!(clGetDeviceInfo(id, what))?))
+    Ok(decode_number(&info!(clGetDeviceInfo(id, what))?))
 }
 
-pub(super) fn number_of(bytes: &[u8]) -> u64 {
+/// Converts a little-endian number of up to 8 bytes.
+pub(super) fn decode_number(bytes: &[u8]) -> u64 {
     let mut wide = [0u8; 8];
     let n = bytes.len().min(8);
     wide[..n].copy_from_slice(&bytes[..n]);
     u64::from_le_bytes(wide)
 }
 
-/// A driver's string without its terminator and the blanks some pad it with.
+/// Converts a driver's string, without its terminator and the blanks with which some drivers pad it.
 pub(super) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
 }
 
+/// Parses the major and minor version at the start of a text.
 fn version(s: &str) -> Option<(u32, u32)> {
     let (major, rest) = s.split_once('.')?;
     let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();

@@ -1,7 +1,7 @@
-//! The thin line between Rust and the driver: how its functions are called, and one owning type for each kind of handle.
+//! The interface between Rust and the driver: macros that call its functions, and one owning type for each kind of handle.
 //!
-//! opencl3's wrappers ask for an event on every command and panic when a release fails, which it does after a device fault
-//! and while the process ends. The handles here release themselves and ignore what the driver answers.
+//! opencl3's wrappers request an event for every command, and panic if a release fails, which happens after a device fault
+//! and while the process ends. The handles here release themselves and ignore the driver's answer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -15,14 +15,14 @@ use super::exit;
 use super::functions::{self, Functions};
 use crate::device::profiler;
 
-/// The loaded library, or -2000 when there is none; an error once the process ends.
+/// Returns the loaded library; error -2000 if there is none, and an error once the process ends.
 pub(super) fn library() -> Result<&'static Functions, ClError> {
     exit::check()?;
     functions::load().as_ref().map_err(|_| ClError::new("dlopen", -2000))
 }
 
-/// Calls a function that returns its status: `call!(clFinish(queue))` gives `Result<(), ClError>`. One of an extension is in a
-/// table of its own: `call!(in table, clFinalizeCommandBufferKHR(buffer))`.
+/// Calls a function that returns its status: `call!(clFinish(queue))` gives `Result<(), ClError>`. Functions of extensions are in
+/// their own tables: `call!(in table, clFinalizeCommandBufferKHR(buffer))`.
 macro_rules! call {
     ($name:ident($($arg:expr),* $(,)?)) => {
         $crate::device::opencl::driver::library()
@@ -34,8 +34,8 @@ macro_rules! call {
     };
     (@ $table:expr, $name:ident($($arg:expr),*)) => {
         match $table.$name {
-            // SAFETY: the handles are live, since the types that own them release them on drop; pointers are to memory that
-            // outlives the call, or the command where it goes on after the call.
+            // SAFETY: the handles are live, since the types that own them release them on drop; pointers refer to memory that
+            // outlives the call, or the command if it goes on after the call.
             Some(function) => match unsafe { function($($arg),*) } {
                 0 => Ok(()),
                 code => Err($crate::device::opencl::errors::ClError::new(stringify!($name), code)),
@@ -45,8 +45,8 @@ macro_rules! call {
     };
 }
 
-/// Calls a function that returns a handle and its status through a last pointer: `create!(clCreateKernel(p, name))`, or with a
-/// table as `call!` has it.
+/// Calls a function that returns a handle, and its status through the last pointer: `create!(clCreateKernel(p, name))`. Takes a
+/// table like `call!`.
 macro_rules! create {
     ($name:ident($($arg:expr),* $(,)?)) => {
         $crate::device::opencl::driver::library()
@@ -78,7 +78,7 @@ macro_rules! call_unlocked {
     ($($call:tt)*) => { $crate::device::opencl::exit::call(|| $crate::device::opencl::driver::call!($($call)*)) };
 }
 
-/// All bytes that a query has: `info!(clGetDeviceInfo(id, what))`.
+/// Returns all bytes of a query: `info!(clGetDeviceInfo(id, what))`.
 macro_rules! info {
     ($name:ident($($arg:expr),*)) => {{
         let mut size = 0;
@@ -90,7 +90,7 @@ macro_rules! info {
     }};
 }
 
-/// What a query has, where that is one value: `value!(clGetKernelInfo(kernel, what) as u32)`.
+/// Returns the single value of a query: `value!(clGetKernelInfo(kernel, what) as u32)`.
 macro_rules! value {
     ($name:ident($($arg:expr),*) as $type:ty) => {{
         let mut value = <$type>::default();
@@ -100,23 +100,23 @@ macro_rules! value {
 }
 pub(super) use {call, call_unlocked, create, info, value};
 
-/// Device memory. Released on drop, when the driver has finished every command that uses it.
+/// A buffer in device memory. Released on drop; the driver frees the memory after the last command that uses it.
 #[derive(Debug)]
 pub(crate) struct ClBuffer {
     mem: cl_mem,
     bytes: usize,
 }
 
-/// Bytes of a buffer from an offset on.
+/// A buffer and a byte offset.
 pub(crate) type ClAt<'a> = (&'a ClBuffer, usize);
 
 impl ClBuffer {
-    /// Takes over `mem`.
+    /// Takes ownership of `mem`.
     pub(super) fn new(mem: cl_mem, bytes: usize) -> ClBuffer {
         ClBuffer { mem, bytes }
     }
 
-    /// Size in bytes.
+    /// The size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -128,12 +128,12 @@ impl ClBuffer {
 
 impl Drop for ClBuffer {
     fn drop(&mut self) {
-        let _recorded = profiler::segment("clReleaseMemObject", None, self.bytes);
+        let _recorded = profiler::segment_span("clReleaseMemObject", None, self.bytes);
         let _ = call_unlocked!(clReleaseMemObject(self.mem));
     }
 }
 
-/// An image of two dimensions. Released as a buffer is.
+/// An image of two dimensions. Released like a buffer.
 #[derive(Debug)]
 pub(crate) struct ClImage(pub(super) ClBuffer);
 
@@ -150,65 +150,68 @@ pub(crate) struct ClKernel {
     /// Released after the kernel.
     program: Arc<Program>,
     name: &'static str,
-    /// The bits of the numbers that arguments were last set to, [`NOT_SET`] elsewhere. Changed under the queue lock.
+    /// For each argument, the bits of the number to which it was last set, else [`NOT_SET`]. Changed under the queue lock.
     numbers: Box<[AtomicU64]>,
     max_work_group: usize,
-    /// Whether it was compiled for groups of one size.
-    of_one_size: bool,
+    /// True if the kernel was compiled for one group size.
+    has_fixed_group: bool,
     id: u64,
 }
 
-/// A number with these bits is set every time.
+/// The bits of an argument that has no known number. A number with these bits is set every time.
 const NOT_SET: u64 = u64::MAX;
 
 impl ClKernel {
     pub(super) fn new(kernel: cl_kernel, program: Arc<Program>, name: &'static str) -> ClKernel {
-        ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0, of_one_size: false, id: 0 }
+        ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0, has_fixed_group: false, id: 0 }
     }
 
+    /// Adds the number of arguments and the maximum work-group size.
     pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
         self.numbers = (0..args).map(|_| AtomicU64::new(NOT_SET)).collect();
         self.max_work_group = max_work_group;
         self
     }
 
-    /// What tells it from others in every process, and whether it was compiled for groups of one size.
-    pub(super) fn with_identity(mut self, id: u64, of_one_size: bool) -> ClKernel {
-        (self.id, self.of_one_size) = (id, of_one_size);
+    /// Adds an id that is the same in every process, and whether the kernel was compiled for one group size.
+    pub(super) fn with_identity(mut self, id: u64, has_fixed_group: bool) -> ClKernel {
+        (self.id, self.has_fixed_group) = (id, has_fixed_group);
         self
     }
 
+    /// Returns the kernel's id, which is the same in every process.
     pub(super) fn id(&self) -> u64 {
         self.id
     }
 
-    pub(super) fn is_of_one_size(&self) -> bool {
-        self.of_one_size
+    /// True if the kernel was compiled for one group size.
+    pub(super) fn has_fixed_group_size(&self) -> bool {
+        self.has_fixed_group
     }
 
-    /// Whether this argument was last set to a number of these bits.
+    /// True if this argument was last set to a number with these bits.
     pub(super) fn has_number(&self, index: u32, bits: u64) -> bool {
         bits != NOT_SET && self.numbers.get(index as usize).is_some_and(|number| number.load(Relaxed) == bits)
     }
 
-    /// Notes that it was.
-    pub(super) fn note_number(&self, index: u32, bits: u64) {
+    /// Records that this argument was set to a number with these bits.
+    pub(super) fn store_number(&self, index: u32, bits: u64) {
         if let Some(number) = self.numbers.get(index as usize) {
             number.store(bits, Relaxed);
         }
     }
 
-    /// What messages call it.
+    /// Returns the kernel's name in messages.
     pub(crate) fn name(&self) -> &'static str {
         self.name
     }
 
-    /// How many arguments it declares.
+    /// Returns the number of arguments.
     pub(crate) fn arg_count(&self) -> usize {
         self.numbers.len()
     }
 
-    /// The largest work-group this kernel can run in, on its device.
+    /// Returns the kernel's maximum work-group size on its device, in work-items.
     pub(crate) fn max_work_group(&self) -> usize {
         self.max_work_group
     }
@@ -217,7 +220,7 @@ impl ClKernel {
         self.kernel
     }
 
-    /// The program that the kernel belongs to.
+    /// Returns the program that contains the kernel.
     pub(super) fn program(&self) -> &Arc<Program> {
         &self.program
     }
@@ -239,27 +242,27 @@ impl Drop for Program {
     }
 }
 
-/// How often in a row the driver may fail to tell how far a command is before that counts as unknown.
+/// The number of failures in a row after which a command's status counts as unknown.
 pub(super) const ATTEMPTS: u32 = 3;
 
-/// Calls `f` until it succeeds, at most [`ATTEMPTS`] times: for what has to be done without a pause.
-pub(super) fn insist<T>(f: impl Fn() -> Result<T, ClError>) -> Result<T, ClError> {
+/// Calls `f` until it succeeds, at most [`ATTEMPTS`] times without a pause.
+pub(super) fn retry_now<T>(f: impl Fn() -> Result<T, ClError>) -> Result<T, ClError> {
     (1..ATTEMPTS).fold(f(), |done, _| done.or_else(|_| f()))
 }
 
-/// A command that can be waited for.
+/// The event of a command, to wait for.
 #[derive(Debug)]
 pub(crate) struct ClEvent(pub(super) cl_event);
 
 impl ClEvent {
-    /// Blocks until the command, which was flushed, is over. An error is the command's own failure, or, marked as
-    /// [`unfinished`](ClError::unfinished), says that the driver does not tell how far it is.
+    /// Blocks until the command is over; the command must have been flushed. The error is the command's own failure, or, marked as
+    /// [`unfinished`](ClError::unfinished), says that the driver does not report the command's status.
     pub(super) fn wait(&self) -> Result<(), ClError> {
         let Err(failed) = call_unlocked!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
         if failed.is_fatal() {
             return Err(ClError { unfinished: true, ..failed }); // the command may never end
         }
-        // The wait has failed, not the command: that goes on, and with it what it does to the host's memory.
+        // The wait failed, not the command: the command goes on, and may still use the host's memory.
         let mut refused = 0;
         while refused < ATTEMPTS {
             match self.status() {
@@ -273,24 +276,24 @@ impl ClEvent {
         Err(ClError { unfinished: true, ..failed })
     }
 
-    /// As [`wait`](Self::wait), and asks how the command ended: NVIDIA's wait succeeds for one that failed as well.
+    /// Waits like [`wait`](Self::wait), and asks how the command ended: NVIDIA's wait also succeeds for failed commands.
     pub(super) fn wait_for_success(&self) -> Result<(), ClError> {
         self.wait().and_then(|()| self.outcome())
     }
 
-    /// An error if the command, which was waited for, has failed; marked as [`unfinished`](ClError::unfinished) if the driver
-    /// does not tell.
+    /// Returns an error if the command failed, marked as [`unfinished`](ClError::unfinished) if the driver does not say. Call after
+    /// a wait.
     pub(super) fn outcome(&self) -> Result<(), ClError> {
         let code = self.failure().map_err(|e| ClError { unfinished: true, ..e })?;
         code.map_or(Ok(()), |code| Err(ClError::new("clWaitForEvents", code)))
     }
 
-    /// The code that the command failed with, if it did.
+    /// Returns the code of a failed command, `None` if the command has not failed.
     pub(super) fn failure(&self) -> Result<Option<i32>, ClError> {
-        Ok(Some(insist(|| self.status())?).filter(|&status| status < 0))
+        Ok(Some(retry_now(|| self.status())?).filter(|&status| status < 0))
     }
 
-    /// Whether the command is done; the error it ended with, if it did.
+    /// True if the command is done; an error if it failed.
     pub(super) fn query(&self) -> Result<bool, ClError> {
         match self.status()? {
             code @ ..0 => Err(ClError::new("clGetEventInfo", code)),
@@ -298,12 +301,12 @@ impl ClEvent {
         }
     }
 
-    /// Whether the command is over: done or failed. Where the driver does not say, nobody knows.
+    /// True if the command is over: done or failed. An error if the driver does not say.
     pub(crate) fn is_over(&self) -> Result<bool, ClError> {
         self.status().map(|status| status <= CL_COMPLETE)
     }
 
-    /// How far the command is; an error's code if it failed.
+    /// Returns the command's status, or its error code if it failed.
     fn status(&self) -> Result<i32, ClError> {
         exit::call(|| value!(clGetEventInfo(self.0, CL_EVENT_COMMAND_EXECUTION_STATUS) as i32))
     }
@@ -316,7 +319,7 @@ impl Drop for ClEvent {
 }
 
 // SAFETY: OpenCL objects belong to the process, not to a thread, and OpenCL's functions are thread-safe, with the one
-// exception of clSetKernelArg on one kernel: that one is called only under the queue lock of the kernel's device.
+// exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device.
 unsafe impl Send for ClBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for ClBuffer {}

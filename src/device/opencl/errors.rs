@@ -1,36 +1,36 @@
-//! OpenCL's error codes: their names, and what they mean for the device.
+//! OpenCL's error codes: names, and consequences for the device.
 
-/// A driver call that failed.
+/// A failed driver call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ClError {
-    /// The API function, `clEnqueueReadBuffer`.
+    /// The API function, such as `clEnqueueReadBuffer`.
     pub call: &'static str,
-    /// What it returned.
+    /// The returned code.
     pub code: i32,
-    /// The device does not answer any more: set by [`ClDevice`](super::ClDevice) after it has asked it again.
+    /// True if the device no longer answers: set by [`ClDevice`](super::ClDevice) after a test read.
     pub lost: bool,
-    /// Whether the commands that it was about are over cannot be known: the device is lost, and what host memory they may
-    /// use is never released.
+    /// True if it cannot be known whether the call's commands are over. The device is then lost, and the host memory that the
+    /// commands may use is never released.
     pub unfinished: bool,
 }
 
-/// What a failed call means to its caller.
+/// The consequence of a failed call for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
-    /// No room: giving memory back and trying again may help.
+    /// Not enough memory: releasing memory and trying again may help.
     OutOfMemory,
-    /// No buffer of this size can exist on the device, however empty it is.
+    /// A buffer of this size cannot exist on the device, even if all memory is free.
     TooBig,
-    /// Nothing will ever run on the device again.
+    /// No command can run on the device any more.
     Lost,
-    /// A mistake in the call, or in the driver.
+    /// An error in the call, or in the driver.
     Other,
 }
 
-/// CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST: for a command that failed after it was accepted, and nobody knows why.
+/// CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST: the code for a command that failed after it was accepted, for unknown reasons.
 pub(super) const FAILED_LATE: i32 = -14;
 
-/// NVIDIA's own code for a kernel that touched memory that is not its own.
+/// NVIDIA's code for a kernel that accessed memory outside its buffers.
 const NVIDIA_ILLEGAL_ACCESS: i32 = -9999;
 
 impl ClError {
@@ -38,7 +38,7 @@ impl ClError {
         ClError { call, code, lost: false, unfinished: false }
     }
 
-    /// The code by name.
+    /// Returns the code's name.
     pub(crate) fn name(&self) -> &'static str {
         match self.code {
             NVIDIA_ILLEGAL_ACCESS => "NVIDIA_ILLEGAL_MEMORY_ACCESS (-9999)",
@@ -46,7 +46,7 @@ impl ClError {
         }
     }
 
-    /// What the code means. `CL_OUT_OF_RESOURCES` (-5) is taken for memory, unless the device has since been found lost.
+    /// Classifies the code. `CL_OUT_OF_RESOURCES` (-5) counts as out of memory, unless the device was found to be lost since.
     pub(crate) fn classify(&self) -> Class {
         match self.code {
             _ if self.lost || self.unfinished || self.is_fatal() => Class::Lost,
@@ -56,26 +56,26 @@ impl ClError {
         }
     }
 
-    /// The driver has no such function (-2001: nor the loader; -59: an OpenCL 1.1 device behind a newer loader).
+    /// True if the function is missing (-2001: in the library; -59: in an OpenCL 1.1 device behind a newer loader).
     pub(super) fn is_missing(&self) -> bool {
         matches!(self.code, -2001 | -59)
     }
 
-    /// Codes that drivers give for nothing but a fault: the context was terminated (-1121), the kernel was (-1108), or
+    /// True for codes that only a fault causes: the context was terminated (-1121), the kernel was terminated (-1108), or
     /// NVIDIA's -9999.
     pub(super) fn is_fatal(&self) -> bool {
         matches!(self.code, -1108 | -1121 | NVIDIA_ILLEGAL_ACCESS)
     }
 
-    /// Codes that a fault as well as something harmless can give: ask the device again before believing either. -5 is
-    /// also a kernel that wants too much local memory, -14 an event that failed; a queue or a context that has worked
-    /// before (-36, -34) is gone, or this one call was refused.
+    /// True for codes that can follow from a fault, but also from something harmless, so that the device must be tested. -5 is
+    /// also the code of a kernel that needs too much local memory, and -14 of an event that failed. -36 and -34 say that a queue
+    /// or context that worked before is gone, or that only this call was refused.
     pub(super) fn is_suspicious(&self) -> bool {
         matches!(self.code, -5 | -14 | -34 | -36) || opencl3::error_codes::error_text(self.code) == "UNKNOWN_ERROR"
     }
 
-    /// Whether the same call may succeed a moment later. Otherwise the code is an answer: there is nothing of that kind
-    /// (-1, -1001), no such query, platform or device (-30, -32, -33), no such function, or no library (-2000).
+    /// True if the same call may succeed a moment later. Other codes are final answers: there is no such thing (-1, -1001), no such
+    /// query, platform or device (-30, -32, -33), no such function, or no library (-2000).
     pub(super) fn is_transient(&self) -> bool {
         !(self.lost
             || self.is_fatal()
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn out_of_memory_is_not_lost() {
+    fn out_of_memory_does_not_count_as_lost() {
         for (code, class) in [(-4, Class::OutOfMemory), (-5, Class::OutOfMemory), (-6, Class::OutOfMemory)] {
             assert_eq!(ClError::new("x", code).classify(), class);
         }
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_told_from_answers() {
+    fn transient_failures_are_distinguished_from_answers() {
         for code in [-4, -5, -6, -11, -14, -36, -58, -61] {
             assert!(ClError::new("x", code).is_transient(), "{code}");
         }

@@ -1,4 +1,4 @@
-//! Functions of extensions, which a driver gives by name.
+//! Lookup of extension functions by name.
 
 use std::ffi::{CStr, c_void};
 use std::{mem, ptr};
@@ -8,7 +8,7 @@ use opencl3::types::cl_platform_id;
 use super::driver::library;
 use super::errors::ClError;
 
-/// The function of an extension, as a platform has it or else the library exports it; `None` where neither does.
+/// Returns the function of an extension, from the platform, else from the library's exports; `None` if neither has the function.
 ///
 /// # Safety
 /// `T` is an `Option` of a function, and the function of this name has this type.
@@ -20,6 +20,6 @@ pub(super) unsafe fn extension_function<T: Copy>(platform: cl_platform_id, name:
         unsafe { get(platform, name.as_ptr()) }
     });
     let address = of_platform.filter(|address| !address.is_null()).or_else(|| library.exported(name));
-    // SAFETY: the caller says that it is this function; no address is `None`.
+    // SAFETY: the caller guarantees the function's type; a null address is `None`.
     Ok(unsafe { mem::transmute_copy(&address.unwrap_or(ptr::null_mut())) })
 }

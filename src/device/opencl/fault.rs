@@ -1,12 +1,12 @@
-//! Errors that kernels find: a bad index, an integer division by zero.
+//! Errors found by kernels: an index out of range, an integer division by zero.
 //!
-//! A kernel cannot return an error, and asking after every launch would make each one wait. So a kernel records the
-//! first fault in four words of device memory, and whoever waits for the device anyway reads them too, if a kernel that
-//! has them was launched, on whichever stream: the read is ordered behind it. Every thread has words of its own: one
-//! thread's bad index never fails another's read, unless [`report_faults_to_any_thread`] asks for it.
+//! A kernel cannot return an error, and a check after every launch would make each launch wait. So a kernel records its
+//! first fault in four words of device memory. A thread that waits for the device anyway also reads its words, if a kernel
+//! that uses them was launched; the read is ordered behind that kernel, whatever its stream. Every thread has its own
+//! words, so one thread's bad index never fails another thread's read, unless [`report_faults_to_any_thread`] was called.
 //!
-//! A fault is reported once. If the read of the words fails, the next read reports it ([`Reading`]). Words that were reported
-//! are set to zero before another kernel gets them ([`ClDevice::clear`]).
+//! A fault is reported once. If the read of the words fails, the next read reports the fault ([`Reading`]). Reported words
+//! are reset to zero before the next kernel uses them ([`ClDevice::clear`]).
 
 use std::cell::{Cell, RefCell, UnsafeCell};
 use std::ffi::c_void;
@@ -21,13 +21,13 @@ use opencl3::types::cl_context;
 use super::context::create_buffer;
 use super::driver::call;
 use super::errors::FAILED_LATE;
-use super::queues::{Locked, SERVICE};
+use super::queues::{LockedQueue, SERVICE_STREAM};
 use super::{Arg, ClBuffer, ClDevice, ClError};
 use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// What word 0 of the fault buffer says. Kernels know the codes as `FAULT_INDEX`, `FAULT_DIVISION` and `FAULT_LABEL`.
+/// The code in word 0 of the fault buffer. Kernels name the codes `FAULT_INDEX`, `FAULT_DIVISION` and `FAULT_LABEL`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum Fault {
@@ -39,25 +39,25 @@ pub(crate) enum Fault {
     Label = 3,
 }
 
-/// Code, index (low and high word), size of the dimension.
-pub(super) type Words = [i32; 4];
+/// The fault words: code, index (low and high word), size of the dimension.
+pub(super) type FaultWords = [i32; 4];
 
-/// What words are without a fault. Never released, so that any command may read them.
-pub(super) static ZEROS: Words = [0; 4];
+/// The value of the words without a fault. A static, so that any command may read it at any time.
+pub(super) static NO_FAULT: FaultWords = [0; 4];
 
-/// What the first word is until a read has reached it: no fault has this code. A read that fails after it was accepted leaves
-/// it there, and nothing else tells of it.
+/// The first word before a read has reached it: no fault has this code. A read that fails after it was accepted leaves this
+/// value, which is the only sign of the failure.
 const UNREAD: i32 = -1;
 
-/// The operations whose kernels record an index, in the order in which they were first launched.
-fn named() -> MutexGuard<'static, Vec<&'static str>> {
+/// Returns the names of the operations whose kernels record an index, in order of their first launch.
+fn index_operations() -> MutexGuard<'static, Vec<&'static str>> {
     static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
     lock(&NAMES)
 }
 
-/// What a kernel records for an index beyond its dimension: [`Fault::Index`], and above it which operation it was.
+/// Returns the code that a kernel records for an index out of range: [`Fault::Index`], with the operation's number above.
 pub(crate) fn index_fault(op: &'static str) -> u32 {
-    let mut names = named();
+    let mut names = index_operations();
     let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
         names.push(op);
         names.len() - 1
@@ -65,51 +65,57 @@ pub(crate) fn index_fault(op: &'static str) -> u32 {
     Fault::Index as u32 | (place as u32) << 8
 }
 
-/// The words in which the kernels that one thread launches record a fault.
-pub(super) struct Slot {
+/// The words in which the kernels of one thread record a fault.
+pub(super) struct FaultSlot {
+    /// The fault words on the device.
     buffer: ClBuffer,
     pending: Mutex<Pending>,
-    /// Whether there is anything to read, or being read: every wait asks.
+    /// True if there are words to read, or a read is in progress: every wait checks this.
     is_pending: AtomicBool,
-    /// Whether the words have to be set to zero before use: they are new, or their fault was reported.
+    /// True if the words must be reset to zero before use: they are new, or their fault was reported.
     stale: AtomicBool,
-    /// Held while they are cleared.
+    /// Serialises the resets of the words.
     clearing: Mutex<()>,
-    /// How many reads have begun, the last of them that found no fault, and how many found one.
+    /// The number of reads that have begun.
     begun: AtomicU64,
+    /// The number of the last read that found no fault.
     clean: AtomicU64,
+    /// The number of reads that found a fault.
     found: AtomicU64,
 }
 
-/// What is to be read of a slot.
+/// Unread launches of a slot.
 #[derive(Default)]
 struct Pending {
-    /// The streams on which a kernel that may record a fault was launched since the words were last read.
+    /// The streams on which a kernel that may record a fault was launched since the last read of the words.
     writers: Vec<StreamId>,
-    /// Somebody reads them: nobody else does meanwhile.
+    /// True while a thread reads the words; no other thread reads them meanwhile.
     reading: bool,
 }
 
-/// Words of a slot being read. Unless they were told of, dropping it leaves them to the next read.
+/// A read of a slot's words. If no result was reported, the drop leaves the words to the next read.
 struct Reading {
-    slot: &'static Slot,
-    words: Words,
-    /// The streams they were pending on.
+    /// The slot that is read.
+    slot: &'static FaultSlot,
+    words: FaultWords,
+    /// The streams that were pending when the read began.
     writers: Vec<StreamId>,
-    told: bool,
-    /// How many of the slot's had begun with this one.
+    /// True if the words were examined.
+    was_examined: bool,
+    /// The number of this read among the slot's reads.
     number: u64,
 }
 
-/// How far the reads of a thread's slot have got: see [`ClDevice::fault_reads`].
+/// The progress of the reads of a thread's slot: see [`ClDevice::fault_reads`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FaultReads {
-    /// Tells the slot from others.
+    /// The identity of the slot.
     pub(crate) slot: u64,
+    /// The number of reads that have begun.
     pub(crate) begun: u64,
-    /// The last one that found no fault.
+    /// The number of the last read that found no fault.
     pub(crate) clean: u64,
-    /// How many found one.
+    /// The number of reads that found a fault.
     pub(crate) found: u64,
 }
 
@@ -117,7 +123,7 @@ impl Drop for Reading {
     fn drop(&mut self) {
         let mut pending = self.slot.pending();
         pending.reading = false;
-        if !self.told {
+        if !self.was_examined {
             self.writers.iter().for_each(|&stream| pending.add(stream));
         }
         self.slot.is_pending.store(!pending.writers.is_empty(), Release);
@@ -125,6 +131,7 @@ impl Drop for Reading {
 }
 
 impl Pending {
+    /// Adds a stream, once.
     fn add(&mut self, stream: StreamId) {
         if !self.writers.contains(&stream) {
             self.writers.push(stream);
@@ -132,68 +139,72 @@ impl Pending {
     }
 }
 
-/// Words of several slots being read: memory that the reads own until they are over.
+/// Reads of several slots. The reads own this memory until they are over.
 #[derive(Default)]
 pub(super) struct Readings(Vec<Reading>);
 
 impl Readings {
-    /// Enqueues a read of the words of each slot that has any to read, behind all kernels that may write them; or waits
-    /// for it.
+    /// Enqueues a read of the words of each slot with unread launches, behind all kernels that may write the words. With
+    /// `blocking`, each read waits.
     pub(super) fn enqueue(
         &mut self,
-        queue: &mut Locked<'_>,
-        slots: &[&'static Slot],
+        queue: &mut LockedQueue<'_>,
+        slots: &[&'static FaultSlot],
         blocking: bool,
     ) -> Result<(), ClError> {
         self.0.extend(slots.iter().filter_map(|slot| slot.begin_reading()));
-        // From here on they stay where they are.
+        // From here on the words must not move.
         for reading in &mut self.0 {
-            queue.after(&reading.writers)?;
+            queue.order_behind(&reading.writers)?;
             let (mem, to, none) = (reading.slot.buffer.mem(), reading.words.as_mut_ptr().cast(), ptr::null_mut());
-            let bytes = size_of::<Words>();
+            let bytes = size_of::<FaultWords>();
             call!(clEnqueueReadBuffer(queue.raw, mem, blocking.into(), 0, bytes, to, 0, ptr::null(), none))?;
         }
         Ok(())
     }
 }
 
-type Idle = Mutex<Vec<&'static Slot>>;
+/// The slots of ended threads.
+type IdleSlots = Mutex<Vec<&'static FaultSlot>>;
 
-/// Slots of ended threads that nobody has read. From so many on one is read before another is made.
-const MOST_UNREAD: usize = 16;
+/// The number of idle slots from which on a thread reads and reuses an idle slot, rather than making a slot.
+const MAX_UNREAD_SLOTS: usize = 16;
 
-/// The slots of one device.
-pub(super) struct Slots {
-    /// For a thread that cannot have its own.
-    shared: &'static Slot,
-    /// Slots whose threads have ended.
-    idle: &'static Idle,
-    /// Where a read goes whose result is not used.
-    unread: &'static UnsafeCell<Words>,
+/// The fault slots of one device.
+pub(super) struct FaultSlots {
+    /// The slot for threads that cannot have their own.
+    shared: &'static FaultSlot,
+    /// The slots of threads that have ended.
+    idle: &'static IdleSlots,
+    /// The destination of reads whose result is not used.
+    unread: &'static UnsafeCell<FaultWords>,
 }
 
-/// A thread's hold on a slot; its end makes the slot idle.
-struct Mine {
-    idle: &'static Idle,
-    slot: &'static Slot,
+/// A thread's ownership of a slot; its drop, when the thread ends, makes the slot idle.
+struct OwnedSlot {
+    idle: &'static IdleSlots,
+    slot: &'static FaultSlot,
 }
 
-impl Drop for Mine {
+impl Drop for OwnedSlot {
     fn drop(&mut self) {
         lock(self.idle).push(self.slot);
     }
 }
 
 thread_local! {
-    static MINE: RefCell<Vec<Mine>> = const { RefCell::new(Vec::new()) };
-    static REPORTED: Cell<u64> = const { Cell::new(0) };
+    /// This thread's slots, one per device.
+    static OWNED_SLOTS: RefCell<Vec<OwnedSlot>> = const { RefCell::new(Vec::new()) };
+    /// The number of faults that were errors of this thread's calls.
+    static REPORTED_FAULTS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Whether all threads use the shared slots.
+/// True if all threads use the shared slots.
 static ANY_THREAD: AtomicBool = AtomicBool::new(false);
 
-/// How many faults that kernels found (an index out of range, an integer division by zero) were errors of this thread's calls.
-/// An error during which the count has grown may be of an operation that was launched before the call, and is reported this once.
+/// Returns the number of kernel faults (an index out of range, an integer division by zero) that were errors of this thread's
+/// calls. If the number grew during a call that failed, the error may belong to an operation launched before that call; a
+/// fault is reported only once.
 ///
 /// ```
 /// use claystone::{Device, Tensor, device::reported_faults};
@@ -204,11 +215,11 @@ static ANY_THREAD: AtomicBool = AtomicBool::new(false);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn reported_faults() -> u64 {
-    REPORTED.get()
+    REPORTED_FAULTS.get()
 }
 
-/// From now on, whichever thread waits next is told what kernels found wrong, and not the thread that launched them: for programs whose
-/// threads hand work on, as PyTorch's, which runs backward passes on a thread of its own. Call it before the first operation.
+/// Makes kernel faults errors of whichever thread waits next, instead of the thread that launched the kernel. For programs whose
+/// threads hand work on, such as PyTorch, which runs backward passes on another thread. Call this before the first operation.
 ///
 /// ```no_run
 /// claystone::device::report_faults_to_any_thread();
@@ -217,87 +228,91 @@ pub fn report_faults_to_any_thread() {
     ANY_THREAD.store(true, Release);
 }
 
-impl Slots {
-    pub(super) fn new(context: cl_context) -> Result<Slots, ClError> {
-        Ok(Slots { shared: Slot::new(context)?, idle: Box::leak(Box::default()), unread: Box::leak(Box::default()) })
+impl FaultSlots {
+    pub(super) fn new(context: cl_context) -> Result<FaultSlots, ClError> {
+        Ok(FaultSlots {
+            shared: FaultSlot::new(context)?,
+            idle: Box::leak(Box::default()),
+            unread: Box::leak(Box::default()),
+        })
     }
 
-    /// The slot this thread has, or the shared one.
-    fn current(&self) -> &'static Slot {
+    /// Returns this thread's slot, or the shared slot.
+    fn current(&self) -> &'static FaultSlot {
         if ANY_THREAD.load(Relaxed) {
             return self.shared;
         }
         let find =
-            |mine: &RefCell<Vec<Mine>>| mine.borrow().iter().find(|m| ptr::eq(m.idle, self.idle)).map(|m| m.slot);
-        MINE.try_with(find).ok().flatten().unwrap_or(self.shared)
+            |mine: &RefCell<Vec<OwnedSlot>>| mine.borrow().iter().find(|m| ptr::eq(m.idle, self.idle)).map(|m| m.slot);
+        OWNED_SLOTS.try_with(find).ok().flatten().unwrap_or(self.shared)
     }
 
-    /// The slot this thread has, or an idle one, or a new one. Not under the queues' lock.
-    fn claim(&self, device: &ClDevice) -> &'static Slot {
+    /// Returns this thread's slot, made or taken from an ended thread at the first call. Not to be called under the queues' lock.
+    fn claim(&self, device: &ClDevice) -> &'static FaultSlot {
         let current = self.current();
         if !ptr::eq(current, self.shared) || ANY_THREAD.load(Relaxed) {
             return current;
         }
-        let read = || (0..MOST_UNREAD).find_map(|_| self.read_one(device)); // some hold faults, and are passed over
-        let unused = self.clean().or_else(read).or_else(|| Slot::new(device.context).ok());
+        let read = || (0..MAX_UNREAD_SLOTS).find_map(|_| self.take_by_reading(device)); // slots with faults are skipped
+        let unused = self.take_clean().or_else(read).or_else(|| FaultSlot::new(device.context).ok());
         let Some(slot) = unused else { return current };
-        let mine = Mine { idle: self.idle, slot };
-        MINE.try_with(|all| all.borrow_mut().push(mine)).map_or(current, |()| slot)
+        let mine = OwnedSlot { idle: self.idle, slot };
+        OWNED_SLOTS.try_with(|all| all.borrow_mut().push(mine)).map_or(current, |()| slot)
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<&'static Slot>> {
+    fn idle(&self) -> MutexGuard<'_, Vec<&'static FaultSlot>> {
         lock(self.idle)
     }
 
-    /// An idle slot, but none with what may be a fault that its thread never asked about.
-    fn clean(&self) -> Option<&'static Slot> {
+    /// Takes an idle slot without unread launches. With unread launches, a slot may hold a fault that its thread never read.
+    fn take_clean(&self) -> Option<&'static FaultSlot> {
         let mut idle = self.idle();
         idle.iter().position(|slot| !slot.is_pending()).map(|at| idle.swap_remove(at))
     }
 
-    /// Where many threads have ended without asking: one of their slots, read and found to be without a fault.
-    fn read_one(&self, device: &ClDevice) -> Option<&'static Slot> {
+    /// Takes an idle slot by reading it, if many slots are idle; none if that slot holds a fault.
+    fn take_by_reading(&self, device: &ClDevice) -> Option<&'static FaultSlot> {
         let slot = {
             let mut idle = self.idle();
-            if idle.len() < MOST_UNREAD {
+            if idle.len() < MAX_UNREAD_SLOTS {
                 return None;
             }
-            let is_over = |slot: &Slot| slot.pending().writers.iter().all(|&s| device.queues.is_finished(s));
-            let at = idle.iter().position(|slot| is_over(slot)).unwrap_or(0); // the oldest has the least to wait for
+            let is_over = |slot: &FaultSlot| slot.pending().writers.iter().all(|&s| device.queues.is_finished(s));
+            let at = idle.iter().position(|slot| is_over(slot)).unwrap_or(0); // else the oldest, which has the least to wait for
             idle.remove(at)
         };
-        let mut read = device.submit_and_wait(SERVICE, Readings::default(), |q, readings, event| {
+        let mut read = device.submit_and_wait(SERVICE_STREAM, Readings::default(), |q, readings, event| {
             readings.enqueue(q, &[slot], false)?;
             q.marker(event)
         });
         let is_clean = match read.as_mut().map(|readings| &mut readings.0[..]) {
             Ok([reading]) => {
-                reading.told = decode(reading.words).is_none();
-                reading.told
+                reading.was_examined = decode(reading.words).is_none();
+                reading.was_examined
             }
             _ => false,
         };
-        drop(read); // a fault is left to the next finish
+        drop(read); // leaves a fault to the next finish
         if !is_clean {
             self.idle().push(slot);
         }
         is_clean.then_some(slot)
     }
 
-    pub(super) fn shared(&self) -> &'static Slot {
+    pub(super) fn shared(&self) -> &'static FaultSlot {
         self.shared
     }
 
-    /// Room for words that nobody looks at, and that is never released.
+    /// Returns a destination for words that are not used, which is never released.
     pub(super) fn unread(&self) -> *mut c_void {
         self.unread.get().cast()
     }
 }
 
-impl Slot {
-    fn new(context: cl_context) -> Result<&'static Slot, ClError> {
-        let buffer = create_buffer(context, size_of::<Words>())?;
-        Ok(Box::leak(Box::new(Slot {
+impl FaultSlot {
+    fn new(context: cl_context) -> Result<&'static FaultSlot, ClError> {
+        let buffer = create_buffer(context, size_of::<FaultWords>())?;
+        Ok(Box::leak(Box::new(FaultSlot {
             buffer,
             pending: Mutex::default(),
             is_pending: AtomicBool::new(false),
@@ -317,19 +332,19 @@ impl Slot {
         lock(&self.pending)
     }
 
-    /// Whether there may be something to read.
+    /// True if there may be words to read.
     pub(super) fn is_pending(&self) -> bool {
         self.is_pending.load(Acquire)
     }
 
-    /// Notes, under the queues' lock, that one was launched.
+    /// Records the launch of a kernel that may record a fault. Call under the queues' lock.
     pub(super) fn note_pending(&self, stream: StreamId) {
         let mut pending = self.pending();
         pending.add(stream);
         self.is_pending.store(true, Release);
     }
 
-    /// Under the queues' lock: takes what there is to read, unless somebody else is reading.
+    /// Starts a read if there is something to read and no other thread is reading. Call under the queues' lock.
     fn begin_reading(&'static self) -> Option<Reading> {
         if !self.is_pending() {
             return None;
@@ -340,22 +355,28 @@ impl Slot {
         }
         pending.reading = true;
         let number = self.begun.fetch_add(1, AcqRel) + 1;
-        Some(Reading { slot: self, words: [UNREAD; 4], writers: mem::take(&mut pending.writers), told: false, number })
+        Some(Reading {
+            slot: self,
+            words: [UNREAD; 4],
+            writers: mem::take(&mut pending.writers),
+            was_examined: false,
+            number,
+        })
     }
 
-    /// Whether there may be something to read once this stream is done.
+    /// True if there may be words to read once this stream is done.
     pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
         self.is_pending() && self.pending().writers.contains(&stream)
     }
 
-    /// Whether no other stream has to be done before there is all to read.
+    /// True if the words are complete once this stream is done, without waiting for other streams.
     pub(super) fn is_pending_on_no_other(&self, stream: StreamId) -> bool {
         self.pending().writers.iter().all(|&other| other == stream)
     }
 }
 
-/// The error that the words record, if any.
-fn decode(words: Words) -> Option<Error> {
+/// Returns the error that the words record, if any.
+fn decode(words: FaultWords) -> Option<Error> {
     let index = i64::from(words[2]) << 32 | i64::from(words[1] as u32);
     let size = words[3] as u32 as usize;
     let out_of_range = |op| Error::IndexOutOfRange { op, index, size };
@@ -363,32 +384,32 @@ fn decode(words: Words) -> Option<Error> {
         0 => None,
         code if code == Fault::DivisionByZero as i32 => Some(Error::DivisionByZero { op: "div" }),
         code if code == Fault::Label as i32 => Some(out_of_range("cross_entropy")),
-        code => Some(out_of_range(named().get((code >> 8) as usize).copied().unwrap_or("gather"))),
+        code => Some(out_of_range(index_operations().get((code >> 8) as usize).copied().unwrap_or("gather"))),
     }
 }
 
 impl ClDevice {
-    /// Four words `{code, index low, index high, size}` of device memory, this thread's own, all zero until a kernel
-    /// that is given this argument records a [`Fault`]: the first one wins, by `atomic_cmpxchg` on word 0. It comes back
-    /// as the error of this thread's next read, blocking copy or finish, and the words are zero again. If the thread
-    /// ends before, the next finish on any thread reports it.
+    /// Returns this thread's four words `{code, index low, index high, size}` of device memory as a kernel argument. They are
+    /// zero until a kernel records a [`Fault`]; the first fault wins, by `atomic_cmpxchg` on word 0. The fault becomes the error
+    /// of this thread's next read, blocking copy or finish, and the words are reset. If the thread ends before that, the next
+    /// finish on any thread reports the fault.
     pub(crate) fn faults(&self) -> Arg<'_> {
         Arg::Faults(&self.faults.claim(self).buffer)
     }
 
-    /// [`faults`](Self::faults) for a kernel that is known to find none: nobody has to read them for its sake.
+    /// Returns [`faults`](Self::faults) for a kernel known to record no fault, so that no wait has to read the words.
     pub(crate) fn no_faults(&self) -> Arg<'_> {
         Arg::Buffer(&self.faults.claim(self).buffer)
     }
 
-    /// Reports what a kernel of this thread found wrong; waits only if one that could was launched.
+    /// Reports the faults that kernels of this thread recorded; waits only if a kernel that can record a fault was launched.
     pub(crate) fn report_faults(&self) -> Result<()> {
         let (slot, stream) = (self.slot(), self.current_stream());
         if slot.is_pending() { self.wait_and_report(stream, &[slot]) } else { self.take_failed(stream) }
     }
 
-    /// How far the reads of this thread's faults have got. A kernel that was launched when so many had begun recorded nothing if a
-    /// later one found no fault, and none found one meanwhile.
+    /// Returns the progress of the reads of this thread's faults. A kernel launched when `begun` reads had begun recorded no fault
+    /// if a later read found none and no read found one in between.
     pub(crate) fn fault_reads(&self) -> FaultReads {
         let slot = self.faults.claim(self);
         let load = |count: &AtomicU64| count.load(Acquire);
@@ -400,30 +421,29 @@ impl ClDevice {
         }
     }
 
-    /// The slot to read when this thread waits.
-    pub(super) fn slot(&self) -> &'static Slot {
+    /// Returns the slot to read when this thread waits.
+    pub(super) fn slot(&self) -> &'static FaultSlot {
         self.faults.current()
     }
 
-    /// This thread's slot and those that ended threads left with something to read.
-    pub(super) fn slots_to_finish(&self) -> Vec<&'static Slot> {
+    /// Returns this thread's slot, and the slots of ended threads that have words to read.
+    pub(super) fn slots_to_finish(&self) -> Vec<&'static FaultSlot> {
         self.faults.idle().iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
     }
 
-    /// Tells the first fault among what was read, and leaves those of other slots to the next read, as well as words that the
-    /// read has not reached.
+    /// Reports the first fault among the reads. Later slots, and words that a read did not reach, are left to the next read.
     pub(super) fn report(&self, readings: Readings) -> Result<()> {
         for mut reading in readings.0 {
             if reading.words[0] == UNREAD {
-                return Err(self.error(self.settle(ClError::new("clEnqueueReadBuffer", FAILED_LATE))));
+                return Err(self.error(self.detect_loss(ClError::new("clEnqueueReadBuffer", FAILED_LATE))));
             }
-            reading.told = true;
+            reading.was_examined = true;
             if let Some(fault) = decode(reading.words) {
                 reading.slot.found.fetch_add(1, AcqRel);
                 reading.slot.stale.store(true, Release);
-                // Where this fails it is tried again before the next kernel that could record a fault.
+                // If this fails, it is repeated before the next kernel that can record a fault.
                 let _ = self.clear(reading.slot);
-                REPORTED.set(REPORTED.get() + 1);
+                REPORTED_FAULTS.set(REPORTED_FAULTS.get() + 1);
                 return Err(fault);
             }
             reading.slot.clean.fetch_max(reading.number, AcqRel);
@@ -431,8 +451,8 @@ impl ClDevice {
         Ok(())
     }
 
-    /// Sets a slot's words to zero where they are not: before a kernel gets them.
-    pub(super) fn clear(&self, slot: &Slot) -> Result<()> {
+    /// Resets a slot's words to zero if necessary, before a kernel uses them.
+    pub(super) fn clear(&self, slot: &FaultSlot) -> Result<()> {
         if !slot.stale.load(Acquire) {
             return Ok(());
         }
@@ -440,7 +460,7 @@ impl ClDevice {
         if !slot.stale.load(Acquire) {
             return Ok(());
         }
-        let (mem, from, bytes) = (slot.buffer.mem(), ZEROS.as_ptr().cast(), size_of::<Words>());
+        let (mem, from, bytes) = (slot.buffer.mem(), NO_FAULT.as_ptr().cast(), size_of::<FaultWords>());
         self.submit_and_wait(self.current_stream(), (), |q, (), event| {
             call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, bytes, from, 0, ptr::null(), event))
         })
@@ -455,7 +475,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_become_errors() {
+    fn fault_words_decode_to_errors() {
         assert!(decode([0, 5, 5, 5]).is_none());
         assert!(matches!(decode([1, -3, -1, 10]), Some(Error::IndexOutOfRange { index: -3, size: 10, .. })));
         let wide = decode([Fault::Index as i32, 7, 1, -1]);

@@ -1,7 +1,7 @@
 //! The functions of libOpenCL.
 //!
-//! cl3 has a table of them as well, but declares them as Rust functions (`fn` instead of `unsafe extern "C" fn`), and calling a
-//! function through a type that it does not have is undefined behaviour. Here they have the types of OpenCL's headers.
+//! cl3 has such a table as well, but declares the functions as Rust functions (`fn` instead of `unsafe extern "C" fn`). A call
+//! through the wrong function type is undefined behaviour. This table has the types of OpenCL's headers.
 
 use std::env;
 use std::ffi::{CStr, c_void};
@@ -14,11 +14,11 @@ use crate::device::system::{OS, opencl_libraries};
 
 macro_rules! functions {
     ($($name:ident: $of:ident,)*) => {
-        /// The functions that this crate calls. A library of an earlier version of OpenCL lacks some.
+        /// The functions that this crate calls. Libraries of earlier versions of OpenCL lack some of them.
         #[allow(non_snake_case, reason = "OpenCL's names")]
         pub(super) struct Functions {
             $(pub(super) $name: $of,)*
-            /// Stays loaded.
+            /// Owned, so that the library stays loaded.
             library: Library,
         }
 
@@ -87,22 +87,22 @@ functions! {
 }
 
 impl Functions {
-    /// Where the library has what it exports under this name.
+    /// Returns the address that the library exports under this name.
     pub(super) fn exported(&self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: nothing but the address is taken.
+        // SAFETY: only the address is read.
         unsafe { self.library.symbol_cstr::<*mut c_void>(name) }.ok()
     }
 }
 
-/// The library, which the first call of this loads: the first of the paths in `OPENCL_DYLIB_PATH` (separated by semicolons) that
-/// loads, else the first of the [system's](opencl_libraries). The error is that of the system's first.
+/// Loads the library at the first call. The library is the first of the paths in `OPENCL_DYLIB_PATH` (separated by semicolons) that
+/// loads, else the first of the [system's libraries](opencl_libraries). The error is that of the system's first library.
 pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
     static LOADED: OnceLock<Result<Functions, dlopen2::Error>> = OnceLock::new();
     LOADED.get_or_init(|| {
         let paths = env::var("OPENCL_DYLIB_PATH").unwrap_or_default();
         let chosen = paths.split(';').filter(|path| !path.is_empty());
         let [first, others @ ..] = opencl_libraries(OS) else { unreachable!("every system has a name for it") };
-        // Mali's library for OpenGL has OpenCL's functions on some devices.
+        // On some devices Mali's OpenGL library exports OpenCL's functions.
         let has_opencl = |path| Functions::load(path).ok().filter(|functions| functions.clGetPlatformIDs.is_some());
         chosen
             .filter_map(has_opencl)

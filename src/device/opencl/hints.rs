@@ -1,4 +1,4 @@
-//! Hints for drivers about the work of queues: `cl_khr_priority_hints` and `cl_khr_throttle_hints`.
+//! Hints to the driver about the work of queues: `cl_khr_priority_hints` and `cl_khr_throttle_hints`.
 
 use opencl_sys::{
     CL_QUEUE_PRIORITY_HIGH_KHR, CL_QUEUE_PRIORITY_KHR, CL_QUEUE_PRIORITY_LOW_KHR, CL_QUEUE_THROTTLE_HIGH_KHR,
@@ -11,8 +11,8 @@ use crate::Device;
 use crate::device::hints::{Priority, StreamHints, Throttle};
 use crate::device::log;
 
-/// Those of the hints that the device takes. What it does not take is as if it had not been asked for, which is told.
-pub(super) fn taken(device: Device, wanted: StreamHints) -> StreamHints {
+/// Returns the hints that the device supports. Other hints are replaced by defaults, which is logged.
+pub(super) fn supported(device: Device, wanted: StreamHints) -> StreamHints {
     let none = StreamHints::default();
     if wanted == none {
         return none;
@@ -21,23 +21,23 @@ pub(super) fn taken(device: Device, wanted: StreamHints) -> StreamHints {
     // The function that takes hints came with OpenCL 2.0.
     let known = known.filter(|known| known.version.as_ref().is_some_and(|version| !version.starts_with("OpenCL 1.")));
     let has = |extension: &str| known.as_ref().is_some_and(|known| known.extensions.iter().any(|has| has == extension));
-    let taken = StreamHints {
+    let supported = StreamHints {
         priority: if has("cl_khr_priority_hints") { wanted.priority } else { none.priority },
         throttle: if has("cl_khr_throttle_hints") { wanted.throttle } else { none.throttle },
     };
-    if taken != wanted {
-        ignored(device, wanted, taken);
+    if supported != wanted {
+        log_ignored(device, wanted, supported);
     }
-    taken
+    supported
 }
 
-/// Tells that a device does not take all hints.
-pub(super) fn ignored(device: Device, wanted: StreamHints, taken: StreamHints) {
+/// Logs that a device does not support all hints.
+pub(super) fn log_ignored(device: Device, wanted: StreamHints, taken: StreamHints) {
     log::emit(move || tracing::trace!(%device, ?wanted, ?taken, "hints of a stream are ignored"));
 }
 
-/// The properties of a queue with these hints, as `clCreateCommandQueueWithProperties` takes them; nothing without hints, for
-/// the function that drivers of OpenCL 1.2 have as well.
+/// Returns the properties of a queue with these hints for `clCreateCommandQueueWithProperties`; none without hints, because the
+/// older function, which OpenCL 1.2 drivers have too, then suffices.
 pub(super) fn properties(hints: StreamHints, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
     if hints == StreamHints::default() {
         return None;

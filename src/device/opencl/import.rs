@@ -1,4 +1,4 @@
-//! Buffers that other code made, and buffers over memory of the host.
+//! Buffers made by other code, and buffers over host memory.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -16,22 +16,22 @@ use super::fault::Readings;
 use crate::device::StreamId;
 use crate::{Error, Result};
 
-/// Kernels read and write vectors of so many bytes.
-const VECTOR: usize = 16;
+/// The width of the vectors that kernels read and write, in bytes.
+const VECTOR_BYTES: usize = 16;
 
 impl ClDevice {
-    /// The context that the device's buffers belong to.
+    /// Returns the context of the device's buffers.
     pub(crate) fn context(&self) -> *mut c_void {
         self.context
     }
 
-    /// Another handle on a buffer of the device's context that kernels and the host may read and write.
+    /// Retains a buffer of the device's context that kernels and the host may read and write.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for any other, what the driver refuses to tell, and a lost device.
+    /// [`Error::Invalid`] for any other memory object, the driver's errors, and a lost device.
     pub(crate) fn import_buffer(&self, op: &'static str, mem: *mut c_void) -> Result<ClBuffer> {
         self.check_lost()?;
-        let told = |e| self.error(self.settle(e));
+        let told = |e| self.error(self.detect_loss(e));
         let fail = |reason: String| Err(Error::invalid(op, reason));
         let kind = value!(clGetMemObjectInfo(mem, CL_MEM_TYPE) as u32).map_err(told)?;
         if kind != CL_MEM_OBJECT_BUFFER {
@@ -61,8 +61,10 @@ impl ClDevice {
         }
         if flags & CL_MEM_USE_HOST_PTR != 0 {
             let start = value!(clGetMemObjectInfo(mem, CL_MEM_HOST_PTR) as usize).map_err(told)?;
-            if !start.is_multiple_of(VECTOR) {
-                return fail(format!("the buffer's host memory begins at {start:#x}, no multiple of {VECTOR}"));
+            if !start.is_multiple_of(VECTOR_BYTES) {
+                return fail(format!(
+                    "the buffer's host memory begins at {start:#x}, which is not a multiple of {VECTOR_BYTES}"
+                ));
             }
         }
         let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(told)?;
@@ -72,21 +74,21 @@ impl ClDevice {
     }
 }
 
-/// A buffer over memory of the host, mapped: until this is dropped the host reads and writes that memory, and no command may.
+/// A mapped buffer over host memory: until the drop, the host reads and writes that memory, and no command may.
 pub(crate) struct MappedBuffer {
     device: &'static ClDevice,
-    /// A handle of its own.
+    /// Its own retained handle.
     buffer: ClBuffer,
     at: NonNull<u8>,
 }
 
-// SAFETY: OpenCL's objects belong to the process, and the address is that of bytes that nobody else uses meanwhile.
+// SAFETY: OpenCL's objects belong to the process, and the address is that of bytes that no other code uses meanwhile.
 unsafe impl Send for MappedBuffer {}
-// SAFETY: as above; a shared one only gives the address.
+// SAFETY: as above; a shared reference only gives the address.
 unsafe impl Sync for MappedBuffer {}
 
 impl MappedBuffer {
-    /// The first byte.
+    /// Returns the address of the first byte.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.at
     }
@@ -97,40 +99,40 @@ impl Drop for MappedBuffer {
         if self.device.is_lost() {
             return;
         }
-        // What the driver refuses is done before the next command that uses a buffer; else the device is lost.
+        // A refused unmap is repeated before the next command that uses a buffer; otherwise the device is lost.
         let unmapped = self.device.lock_for_waits(StreamId::DEFAULT).unmap(&self.buffer, self.at.as_ptr().cast());
         if let Err(e) = unmapped {
-            self.device.settle(e);
+            self.device.detect_loss(e);
         }
     }
 }
 
 impl ClDevice {
-    /// Unmaps what is still mapped, and waits for everything: the host's memory below a buffer may be released then.
+    /// Unmaps all mapped ranges, and waits for all work: then the host memory of a buffer may be released.
     ///
     /// # Errors
-    /// What is mapped cannot be unmapped, or the device is lost.
+    /// A range that cannot be unmapped; a lost device.
     pub(crate) fn finish_host_memory(&self) -> Result<()> {
-        drop(self.lock(StreamId::DEFAULT).map_err(|e| self.error(self.settle(e)))?);
+        drop(self.lock(StreamId::DEFAULT).map_err(|e| self.error(self.detect_loss(e)))?);
         self.drain()
     }
 
-    /// A buffer over bytes of the host (`CL_MEM_USE_HOST_PTR`).
+    /// Creates a buffer over bytes of the host (`CL_MEM_USE_HOST_PTR`).
     ///
     /// # Safety
-    /// The bytes are there, and nobody else uses them, until the buffer is released and every command that uses it is over.
+    /// The bytes are valid, and no other code uses them, until the buffer is released and every command that uses it is over.
     pub(crate) unsafe fn buffer_over(&self, start: NonNull<u8>, bytes: usize) -> Result<ClBuffer, ClError> {
         self.new_buffer(CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, bytes, start.as_ptr().cast())
     }
 
-    /// Maps all of a buffer, of which nobody else has a handle, for reading and writing. Waits for the device.
+    /// Maps all of a buffer for reading and writing. The caller must own the buffer's only handle. Waits for the device.
     ///
     /// # Errors
-    /// What the driver refuses, and what a kernel of this thread recorded as a fault.
+    /// The driver's errors, and a fault recorded by a kernel of this thread.
     pub(crate) fn map(&'static self, buffer: &ClBuffer) -> Result<MappedBuffer> {
         self.check_lost()?;
         let (mem, bytes, stream) = (buffer.mem(), buffer.bytes(), self.current_stream());
-        call!(clRetainMemObject(mem)).map_err(|e| self.error(self.settle(e)))?;
+        call!(clRetainMemObject(mem)).map_err(|e| self.error(self.detect_loss(e)))?;
         let buffer = ClBuffer::new(mem, bytes);
         let (readings, at) = self
             .while_idle(stream, (Readings::default(), ptr::null_mut()), |q, (readings, at)| {

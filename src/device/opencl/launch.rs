@@ -1,4 +1,4 @@
-//! Running kernels: the hot path of everything on an OpenCL device.
+//! Kernel launches: the hot path of all work on an OpenCL device.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -7,43 +7,42 @@ use super::driver::{ClBuffer, ClEvent, ClImage, ClKernel, call};
 use super::errors::ClError;
 use super::{ClDevice, capture, queue::Queue};
 use crate::device::capture::is_capturing;
-use crate::device::profiler::Kind;
+use crate::device::profiler::RecordKind;
 use crate::device::{StreamId, count_launch};
 use crate::{Error, Result};
 
-/// A kernel's argument. A closed set, so that its size is always the one OpenCL C gives the type.
+/// A kernel argument. The set of types is closed, so that each argument has the size of its OpenCL C type.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Arg<'a> {
     /// `__global` memory.
     Buffer(&'a ClBuffer),
     Image(&'a ClImage),
-    /// The words in which a kernel records what it finds wrong: see [`ClDevice::faults`].
+    /// The words in which a kernel records a fault: see [`ClDevice::faults`].
     Faults(&'a ClBuffer),
     U32(u32),
     I64(i64),
     U64(u64),
     F32(f32),
     F64(f64),
-    /// A struct by value, laid out as OpenCL C lays it out.
+    /// A struct by value, in OpenCL C's layout.
     Bytes(&'a [u8]),
-    /// So many bytes of `__local` memory.
+    /// The size of an argument in `__local` memory, in bytes.
     Local(usize),
 }
 
-/// Launches between two flushes, once there are many: a flush is not paid for each.
-const FLUSH_EVERY: u32 = 16;
-/// The queue never holds more than about twice this many launches: drivers slow down, or run out of memory, when it
-/// grows without bound.
-const CHECKPOINT_EVERY: u32 = 1024;
+/// The maximum number of launches between two flushes: a flush per launch would cost too much.
+const MAX_UNFLUSHED_LAUNCHES: u32 = 16;
+/// The number of launches between two checkpoints. A queue holds at most about twice this many launches, because drivers slow
+/// down or run out of memory if a queue grows without bound.
+const LAUNCHES_PER_CHECKPOINT: u32 = 1024;
 
 impl ClDevice {
-    /// Runs a kernel over at least `global` work-items (rounded up to whole groups of `local`; the kernel checks its
-    /// bounds), on this thread's current stream. Returns as soon as it is submitted. Nothing at all runs, and nothing is
-    /// counted, if `global` has a zero.
+    /// Submits a kernel over at least `global` work-items on this thread's current stream, and returns. `global` is rounded up to
+    /// whole groups of `local`; the kernel checks bounds. If `global` contains a zero, nothing runs and nothing is counted.
     ///
     /// # Errors
-    /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses. The kernel
-    /// does not run then.
+    /// A wrong number of arguments, a group larger than the kernel's maximum, and the driver's errors. After an error the
+    /// kernel does not run.
     pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
         self.launch_uncounted(kernel, args, global, local)?;
         if !global.contains(&0) && !capture::count_launch(self.device()) {
@@ -52,10 +51,10 @@ impl ClDevice {
         Ok(())
     }
 
-    /// [`launch`](Self::launch), for what is no operation of the user's.
+    /// Launches like [`launch`](Self::launch) without counting: for kernels that belong to no operation of the user.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`launch`](Self::launch).
     pub(crate) fn launch_uncounted(
         &self,
         kernel: &ClKernel,
@@ -69,7 +68,7 @@ impl ClDevice {
         if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0) {
             return bug(format!("cannot launch over {global:?} in groups of {local:?}"));
         }
-        // Fewer arguments would leave the last launch's in place.
+        // With fewer arguments, the kernel would run with those of the last launch.
         if args.len() != kernel.arg_count() {
             return bug(format!("the kernel takes {} arguments, not {}", kernel.arg_count(), args.len()));
         }
@@ -93,20 +92,20 @@ impl ClDevice {
         slot.map_or(Ok(()), |slot| self.clear(slot))?;
         let stream = self.current_stream();
         let behind = {
-            let mut queue = self.lock(stream).map_err(|e| self.error(self.settle(e)))?;
+            let mut queue = self.lock(stream).map_err(|e| self.error(self.detect_loss(e)))?;
             let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
             if let Some(slot) = slot {
                 slot.note_pending(stream);
             }
             launched
         };
-        self.hold_back(stream, behind.map_err(|e| self.error(self.settle(e)))?);
+        self.wait_for_checkpoint(stream, behind.map_err(|e| self.error(self.detect_loss(e)))?);
         Ok(())
     }
 
-    /// Waits for `behind`, an earlier launch that is given when the queue has grown too long. If that one failed, or the driver
-    /// does not tell, the next wait on the stream reports it; what was just submitted runs anyway.
-    pub(super) fn hold_back(&self, stream: StreamId, behind: Option<ClEvent>) {
+    /// Waits for `behind`, the earlier launch that [`enqueue_kernel`] returns if the queue is too long. If that launch failed, or
+    /// the driver does not say, the next wait on the stream reports the error. The launch just submitted runs in any case.
+    pub(super) fn wait_for_checkpoint(&self, stream: StreamId, behind: Option<ClEvent>) {
         let _waiting = behind.as_ref().and_then(|_| self.waiting("clWaitForEvents", stream));
         if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
             self.note_failed(stream, e.code);
@@ -114,12 +113,12 @@ impl ClDevice {
     }
 }
 
-/// Whether a kernel with these arguments may record a fault of this thread's.
+/// True if a kernel with these arguments can record a fault of this thread.
 pub(super) fn records_faults(args: &[Arg<'_>]) -> bool {
     args.iter().any(|arg| matches!(arg, Arg::Faults(_)))
 }
 
-/// Sets the arguments and enqueues, as one step under the lock. Gives the launch to wait for if the queue is too long.
+/// Sets the arguments and enqueues the kernel as one step under the lock. Returns the launch to wait for if the queue is too long.
 fn enqueue(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -133,8 +132,8 @@ fn enqueue(
     enqueue_kernel(queue, kernel, global, local)
 }
 
-/// Enqueues a kernel whose arguments are set, as [`enqueue`] does. It runs unless there is an error: a flush that fails is due
-/// again with the next launch, and whoever waits flushes as well.
+/// Enqueues a kernel whose arguments are set; the result is that of [`enqueue`]. The kernel runs unless this returns an error:
+/// a failed flush is repeated with the next launch, and every wait flushes as well.
 pub(super) fn enqueue_kernel(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -143,34 +142,34 @@ pub(super) fn enqueue_kernel(
 ) -> Result<Option<ClEvent>, ClError> {
     let mut raw = ptr::null_mut();
     let to = if is_checkpoint(queue, 1) { &raw mut raw } else { ptr::null_mut() };
-    queue.command((Kind::Kernel, kernel.name(), 0), to, |queue, event| {
+    queue.command((RecordKind::Kernel, kernel.name(), 0), to, |queue, event| {
         let (dims, global, local) = (global.len() as u32, global.as_ptr(), local.as_ptr());
         call!(clEnqueueNDRangeKernel(queue, kernel.raw(), dims, ptr::null(), global, local, 0, ptr::null(), event))
     })?;
-    Ok(launched(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
+    Ok(flush_if_due(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
 }
 
-/// Counts launches that are enqueued next. Tells whether the last of them is to give an event: the next checkpoint.
+/// Counts the launches enqueued next. True if the last of them needs an event, as the next checkpoint.
 pub(super) fn is_checkpoint(queue: &mut Queue, launches: u32) -> bool {
     queue.since_checkpoint += launches;
-    queue.since_checkpoint >= CHECKPOINT_EVERY
+    queue.since_checkpoint >= LAUNCHES_PER_CHECKPOINT
 }
 
-/// Flushes after launches where that is due. Gives the launch to wait for if the queue is too long.
-pub(super) fn launched(queue: &mut Queue, launches: u32, checkpoint: Option<ClEvent>) -> Option<ClEvent> {
+/// Flushes if a flush is due. Returns the launch to wait for if the queue is too long.
+pub(super) fn flush_if_due(queue: &mut Queue, launches: u32, checkpoint: Option<ClEvent>) -> Option<ClEvent> {
     queue.unflushed += launches;
     if queue.unflushed >= queue.flush_at || checkpoint.is_some() {
         if queue.flush().is_err() {
-            return None; // nor is there a checkpoint that might never be reached
+            return None; // without a flush the checkpoint might never be reached
         }
-        queue.flush_at = (2 * queue.flush_at).min(FLUSH_EVERY);
+        queue.flush_at = (2 * queue.flush_at).min(MAX_UNFLUSHED_LAUNCHES);
     }
     let checkpoint = checkpoint?;
     queue.since_checkpoint = 0;
     queue.checkpoint.replace(checkpoint)
 }
 
-/// Sets an argument, but for a number that the kernel has there from an earlier launch. Under the queues' lock.
+/// Sets an argument, unless it is a number equal to that of an earlier launch. Call under the queues' lock.
 pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
     fn value<T>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
         call!(clSetKernelArg(kernel.raw(), index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))
@@ -180,11 +179,11 @@ pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<()
             return Ok(());
         }
         value(kernel, index, x)?;
-        kernel.note_number(index, bits);
+        kernel.store_number(index, bits);
         Ok(())
     }
     match *arg {
-        // Always: a buffer may have the handle of one that is gone, which the driver need not see to be another.
+        // Always set: a buffer may have the handle of a released buffer, and the driver need not notice that the buffer changed.
         Arg::Buffer(b) | Arg::Faults(b) => value(kernel, index, b.mem()),
         Arg::Image(image) => value(kernel, index, image.mem()),
         Arg::U32(x) => number(kernel, index, x.into(), x),

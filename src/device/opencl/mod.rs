@@ -1,13 +1,19 @@
 //! OpenCL devices.
 //!
-//! [`discovery`] finds them, [`adopt`] takes one from other code; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
-//! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
-//! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
-//! runs them, [`capture`] records them instead for [`replay`] (by the host, in a [`command_buffer`] or from a
-//! [`recordable_queue`]), [`probe`] finds out what they may use, [`parameters`] are the numbers that they are made with,
-//! [`tuning`] a device's, [`choices`] those that suit some sizes better, found by [`trials`], [`transfer`] moves bytes,
-//! through [`pinned`] memory where it is to be fast, and from and to memory that
-//! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
+//! [`discovery`] lists the devices, [`adopt`] adds a device of other code. [`open`] creates a device's context and queues,
+//! which live until the process ends. Every stream has one in-order queue. Work is submitted under the device's only lock
+//! and waited for outside the lock, so a waiting thread never stops another thread from submitting: see [`queues`].
+//!
+//! Kernels: [`program`] builds kernels, [`cache`] stores their binaries on disk, [`launch`] runs kernels. [`capture`]
+//! records launches instead, for [`replay`] by the host, by a [`command_buffer`] or by a [`recordable_queue`]. [`probe`]
+//! finds out which features kernels can use.
+//!
+//! Tuning: [`parameters`] are the numbers compiled into kernels, [`tuning`] has a device's values, [`choices`] has faster
+//! values for some size classes, found by [`trials`].
+//!
+//! Memory: [`transfer`] copies bytes, through [`pinned`] memory for speed. [`host_memory`] keeps the host's side of a transfer
+//! alive until the transfer is over. [`driver`] is the only file that owns raw handles. [`exit`] stops all work before the
+//! process ends.
 
 mod adopt;
 mod background;
@@ -60,8 +66,8 @@ pub(crate) mod user_kernel;
 pub(crate) use adopt::adopt;
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use capabilities::{capabilities, platforms};
-pub(crate) use choices::{LARGEST_GROUP, SizeClass};
-pub(crate) use context::{ARRIVALS, ClDevice};
+pub(crate) use choices::{MAX_TUNED_GROUP_ITEMS, SizeClass};
+pub(crate) use context::{ARRIVAL_COUNTERS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, FaultReads, index_fault};
@@ -69,26 +75,26 @@ pub use fault::{report_faults_to_any_thread, reported_faults};
 pub(crate) use host_memory::HostMemory;
 pub(crate) use import::MappedBuffer;
 pub(crate) use launch::Arg;
-pub(crate) use parameters::{Knob, PARAMETERS, Tunable};
+pub(crate) use parameters::{PARAMETERS, ParameterRow, TuningParameter};
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::{FAST_DIVISION, MOST_REGISTERS, SM_90A};
 pub(crate) use retry::Backoff;
-pub(crate) use signature::{Parameter, Space};
-pub(crate) use transfer::Mapped;
+pub(crate) use signature::{AddressSpace, Parameter};
+pub(crate) use transfer::MapRegion;
 pub(crate) use tuning::times_tuned;
 pub(crate) use user_kernel::{Argument as KernelArgument, KernelBuffer, KernelTensor};
 
 use crate::Result;
 use crate::device::{Device, DeviceInfo, log, profiler};
 
-/// [`open`] for a device that is known to be an OpenCL device.
+/// Calls [`open`] for a device known to be an OpenCL device.
 pub(crate) fn open_device(device: Device) -> Result<&'static ClDevice> {
     let Device::OpenCL(index) = device else { unreachable!("work for the CPU goes to the CPU's backend") };
     open(index)
 }
 
-/// The device of this index in [`Device::all`](crate::Device::all)'s order, opened at first use.
+/// Returns the device of this index in the order of [`Device::all`](crate::Device::all), opened at its first use.
 pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     let entry = discovery::entry(index)?;
     if let Some(device) = entry.opened.get() {
@@ -100,8 +106,8 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
         return Ok(device);
     }
     let found = entry.found(Device::OpenCL(index))?;
-    let (_under_way, _opening) = (exit::under_way(), exit::registering());
-    let opening = profiler::span(profiler::Kind::Open, "clCreateContext", Device::OpenCL(index), 0, 0);
+    let (_under_way, _opening) = (exit::delay_exit(), exit::keep_handler_last());
+    let opening = profiler::span(profiler::RecordKind::Open, "clCreateContext", Device::OpenCL(index), 0, 0);
     let device: &'static ClDevice = Box::leak(Box::new(ClDevice::open(index, found)?));
     let device = entry.opened.get_or_init(|| device);
     device.profile_if_on();
@@ -109,22 +115,22 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     Ok(device)
 }
 
-/// How many OpenCL devices there are; none where a driver fails to tell.
+/// Returns the number of OpenCL devices; 0 if a driver fails to list its devices.
 pub(crate) fn count() -> usize {
     discovery::count().unwrap_or(0)
 }
 
-/// Whether there is an OpenCL device, or may be one because a driver did not answer.
+/// True if there is an OpenCL device, or if a driver did not answer and so may have a device.
 pub(crate) fn may_have_any() -> bool {
     discovery::count() != Some(0)
 }
 
-/// A device's properties, without opening it.
+/// Returns a device's description, without opening the device.
 pub(crate) fn info(index: usize) -> Result<&'static DeviceInfo> {
-    Ok(&discovery::find(index)?.info)
+    Ok(&discovery::description(index)?.info)
 }
 
-/// Whether the device exists and has not been lost.
+/// True if the device exists and has not been lost.
 pub(crate) fn is_available(index: usize) -> bool {
     discovery::entry(index).is_ok_and(|entry| match entry.opened.get() {
         Some(device) => !device.is_lost(),
@@ -132,7 +138,7 @@ pub(crate) fn is_available(index: usize) -> bool {
     })
 }
 
-/// The device, if anything has used it yet.
+/// Returns the device if it is open.
 pub(crate) fn opened(index: usize) -> Option<&'static ClDevice> {
-    discovery::known().nth(index)?.opened.get().copied()
+    discovery::known_entries().nth(index)?.opened.get().copied()
 }

@@ -1,43 +1,46 @@
-//! The numbers that kernels are made with and that depend on the device: one table, with a default for each class of devices.
+//! The device-dependent numbers compiled into kernels: one table, with a default for each family of devices.
 
-/// Devices with the same defaults.
+/// A family of devices with the same defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Family {
     Processor,
-    /// A processor with registers for 32 vectors of 64 bytes, not 16 of 32. An OpenCL CPU is the host.
+    /// A processor with 32 vector registers of 64 bytes, rather than 16 of 32 bytes. An OpenCL CPU is the host.
     WideProcessor,
     Gpu,
 }
 
+/// The families of processors.
 const PROCESSORS: &[Family] = &[Family::Processor, Family::WideProcessor];
+/// The families of GPUs.
 const GPUS: &[Family] = &[Family::Gpu];
+/// All families.
 pub(super) const ALL: &[Family] = &[Family::Processor, Family::WideProcessor, Family::Gpu];
 
 /// A row of the table.
 #[derive(Debug)]
-pub(crate) struct Tunable {
-    pub(crate) knob: Knob,
+pub(crate) struct ParameterRow {
+    pub(crate) knob: TuningParameter,
     pub(crate) name: &'static str,
     pub(crate) doc: &'static str,
-    /// Those whose kernels have it.
+    /// The families whose kernels use the parameter.
     pub(crate) families: &'static [Family],
-    /// Every one is right on every device; what differs is speed.
+    /// The allowed values. All are correct on every device, and differ only in speed.
     pub(crate) choices: &'static [usize],
-    /// By family.
+    /// The default for each [`Family`].
     defaults: [usize; 3],
 }
 
-/// Defines [`Knob`] and [`PARAMETERS`] from rows of `Knob "name" families choices defaults "what it is";`.
+/// Defines [`TuningParameter`] and [`PARAMETERS`] from rows of `TuningParameter "name" families choices defaults "what it is";`.
 macro_rules! parameters {
     ($($knob:ident $name:literal $families:ident $choices:tt $defaults:tt $doc:literal;)*) => {
-        /// What can be tuned, in the table's order.
+        /// A tunable parameter: the row of the table.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) enum Knob {
+        pub(crate) enum TuningParameter {
             $($knob,)*
         }
 
-        pub(crate) static PARAMETERS: [Tunable; [$(Knob::$knob),*].len()] = [$(Tunable {
-            knob: Knob::$knob,
+        pub(crate) static PARAMETERS: [ParameterRow; [$(TuningParameter::$knob),*].len()] = [$(ParameterRow {
+            knob: TuningParameter::$knob,
             name: $name,
             doc: $doc,
             families: $families,
@@ -77,21 +80,22 @@ parameters! {
     SortItems "sort_items" GPUS [8, 16, 32] [16, 16, 16] "elements that a work-item sorts by digits, in registers";
 }
 
-/// A value for every row of the table.
+/// The value of every row of the table.
 pub(super) type Values = [usize; PARAMETERS.len()];
 
-impl Tunable {
+impl ParameterRow {
+    /// Returns the default value for a family.
     pub(crate) fn default(&self, family: Family) -> usize {
         self.defaults[family as usize]
     }
 }
 
-/// What nobody has measured.
+/// Returns the default values of all rows.
 pub(super) fn defaults(family: Family) -> Values {
     std::array::from_fn(|i| PARAMETERS[i].default(family))
 }
 
-/// The rows that kernels of this family have.
-pub(super) fn rows(family: Family) -> impl Iterator<Item = (usize, &'static Tunable)> {
+/// Returns the rows that kernels of this family use, with their indices.
+pub(super) fn rows(family: Family) -> impl Iterator<Item = (usize, &'static ParameterRow)> {
     PARAMETERS.iter().enumerate().filter(move |(_, p)| p.families.contains(&family))
 }

@@ -1,5 +1,5 @@
-//! What a device can do beyond OpenCL C: found out by building a small kernel and checking what it computes, for no query
-//! tells. Asked once a device, at first need; the answer is kept beside the programs for the next process.
+//! Probes of device features beyond OpenCL C that no query reports: builds a small kernel and checks its result. Each device is
+//! probed once, at first need; the result is cached on disk with the programs.
 
 use std::ptr;
 
@@ -7,24 +7,25 @@ use half::{bf16, f16};
 
 use super::driver::{ClBuffer, call};
 use super::program::SM_90A;
-use super::queues::SERVICE;
+use super::queues::SERVICE_STREAM;
 use super::retry::retry_if;
 use super::{ClDevice, ClError};
 use crate::device::DeviceKind;
 use crate::{Error, Result};
 
+/// The source of the probe kernel.
 const PROBE: &str = include_str!("../../../kernels/probe.cl");
 
-/// What inline PTX for tensor cores can do on a device.
+/// The tensor core features that inline PTX can use on a device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TensorCores {
-    /// Bytes of local memory that kernels with `mma.sync`, `ldmatrix` and `cp.async` may use; 0: there are none.
+    /// The local memory that kernels with `mma.sync`, `ldmatrix` and `cp.async` may use, in bytes; 0 without tensor cores.
     pub(crate) local: usize,
-    /// Whether `wgmma` works as well.
+    /// True if `wgmma` works as well.
     pub(crate) wgmma: bool,
 }
 
-/// What is asked for, best first. Drivers promise 48 KiB of local memory and have more.
+/// The levels that are probed, best first. Drivers promise 48 KiB of local memory and grant more.
 const LEVELS: [TensorCores; 3] = [
     TensorCores { local: 200 << 10, wgmma: true },
     TensorCores { local: 148 << 10, wgmma: false },
@@ -32,33 +33,33 @@ const LEVELS: [TensorCores; 3] = [
 ];
 
 impl ClDevice {
-    /// What tensor cores there are. The first call builds and runs small kernels, except where there cannot be any, unless an
-    /// earlier process has. Where a call of the driver fails meanwhile there are none for now: a later call tries again.
+    /// Returns the tensor core features. Unless cached, the first call builds and runs small kernels, if the device may have tensor
+    /// cores. If a driver call fails, the result is none for now, and a later call probes again.
     pub(crate) fn tensor_cores(&self) -> TensorCores {
         self.tensor_cores.get(|| self.probe()).copied().unwrap_or_default()
     }
 
-    /// Whether kernels may use FENCE: then the work-group of a launch that comes last finds what the others have written. Where compilers
-    /// take PTX, and on processors that stand in for such a device in tests.
+    /// True if kernels may use FENCE, with which the last work-group of a launch can read the results of the others. True on devices
+    /// that accept PTX, and on processors that imitate such a device in tests.
     pub(crate) fn has_fence(&self) -> bool {
-        self.stands_in_with_fence() || self.tensor_cores().local > 0
+        self.imitates_fence_device() || self.tensor_cores().local > 0
     }
 
-    /// Whether it is a processor that runs the kernels of such a device: with `CLAYSTONE_KERNELS=gpu+fence`.
-    pub(super) fn stands_in_with_fence(&self) -> bool {
+    /// True for a processor that runs a GPU's kernels in tests, with `CLAYSTONE_KERNELS=gpu+fence`.
+    pub(super) fn imitates_fence_device(&self) -> bool {
         let kernels = || std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu+fence");
         self.info().kind == DeviceKind::Accelerator && kernels()
     }
 
-    /// The best level that works; `None` where a failure leaves that open.
+    /// Returns the best level that works; `None` if a failure leaves the result open.
     fn probe(&self) -> Option<TensorCores> {
-        // Others are not given what they could not build.
+        // Other devices cannot build the kernels, so they are not probed.
         if self.info().kind == DeviceKind::Cpu || !self.found.tells_capability {
             return Some(TensorCores::default());
         }
         let (mut failed, mut level) = (false, None);
-        let works = |level| retry_if(|e| !matches!(e, Error::Build { .. }), || self.multiplies(level));
-        let known = self.remembered(PROBE, || {
+        let works = |level| retry_if(|e| !matches!(e, Error::Build { .. }), || self.multiplies_correctly(level));
+        let known = self.cached_probe(PROBE, || {
             level = LEVELS.iter().position(|&level| match works(level) {
                 Ok(right) => right,
                 Err(error) => {
@@ -66,7 +67,7 @@ impl ClDevice {
                     false
                 }
             });
-            // A device without any, or where one failed, may only have been short of memory.
+            // A failure may only be a lack of memory, so a device without a working level, or with a failed call, is not cached.
             level.filter(|_| !failed).map(|at| vec![at as u8])
         });
         let level = known.and_then(|known| Some(usize::from(*known.first()?))).or(level);
@@ -75,10 +76,10 @@ impl ClDevice {
         level.or_else(|| (!failed).then(TensorCores::default))
     }
 
-    /// Whether the kernel, which builds and runs with this much local memory, is right.
-    fn multiplies(&self, level: TensorCores) -> Result<bool> {
+    /// True if the probe kernel, built with this level's local memory, computes the right product.
+    fn multiplies_correctly(&self, level: TensorCores) -> Result<bool> {
         let value = |i: usize| ((i * i + 3 * i) % 11) as f32 - 5.0;
-        // Two of each: in f16 and in bf16. A is [64, 16], B [16, 8] the other way round.
+        // Two pairs of matrices, in f16 and in bf16: A is [64, 16], B is [16, 8] transposed.
         let (a, b): (Vec<f32>, Vec<f32>) = ((0..2 * 1024).map(value).collect(), (7..7 + 2 * 128).map(value).collect());
         let bits = |x: &[f32]| -> Vec<u8> {
             let (first, second) = x.split_at(x.len() / 2);
@@ -92,6 +93,7 @@ impl ClDevice {
         Ok(self.run_probe(level, &bits(&a), &bits(&b), want.len())? == want)
     }
 
+    /// Builds the probe kernel, runs it on the matrices `a` and `b`, and returns the product.
     fn run_probe(&self, level: TensorCores, a: &[u8], b: &[u8], results: usize) -> Result<Vec<f32>> {
         let source = format!("{}#define LOCAL {}\n{PROBE}", if level.wgmma { SM_90A } else { "" }, level.local);
         let kernel = self.build("probe", &source, "probe")?;
@@ -102,8 +104,8 @@ impl ClDevice {
         };
         let out = vec![0u8; results * size_of::<f32>()];
         let buffers = [filled(a)?, filled(b)?, filled(&out)?];
-        // Neither counted as a launch nor told of faults: it is no operation of this thread's.
-        let out = self.submit_and_wait(SERVICE, out, |q, out, event| {
+        // Not counted as a launch, and without fault reports, because the probe is no operation of this thread.
+        let out = self.submit_and_wait(SERVICE_STREAM, out, |q, out, event| {
             for (i, buffer) in buffers.iter().enumerate() {
                 let mem = buffer.mem();
                 let value = ptr::from_ref(&mem).cast();
@@ -125,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_processor_is_not_asked() {
+    fn processors_are_not_probed_for_tensor_cores() {
         for device in devices() {
             let before = device.builds();
             let cores = device.tensor_cores();

@@ -1,30 +1,30 @@
-//! Profiling of a device: times of its commands, and how fast it copies.
+//! Profiling of a device: times of commands, and the rate of copies.
 
 use std::time::Instant;
 
-use super::queue::times;
+use super::queue::command_times;
 use super::{ClDevice, ClEvent};
 use crate::device::{log, profiler};
 use crate::{Error, Result};
 
 impl ClDevice {
-    /// Has every stream's commands timed from now on if something is profiled, and no longer if nothing is: asked under the
-    /// queues' lock, so that of several calls the last finds what holds. Waits for what was submitted. A lost device has
-    /// nothing to time.
+    /// Switches the timing of all streams' commands on or off, as the profiler is. The profiler's state is read under the queues'
+    /// lock, so that of concurrent calls the last one sees the current state. Waits for the submitted work. A lost device has no
+    /// commands to time.
     ///
     /// # Errors
-    /// What the driver refuses; then some streams' commands are timed and others' not.
+    /// The driver's errors; some streams' commands are then timed and others' are not.
     pub(crate) fn set_profiling(&self) -> Result<()> {
         if self.is_lost() {
             return Ok(());
         }
-        let set = self.queues.each(|stream, queue| {
+        let set = self.queues.try_for_each(|stream, queue| {
             queue.set_profiling(profiler::is_on(), (self.context, self.id()), (self.device(), stream.0))
         });
-        set.map_err(|e| self.error(self.settle(e)))
+        set.map_err(|e| self.error(self.detect_loss(e)))
     }
 
-    /// [`set_profiling`](Self::set_profiling) for a device or a stream that is new, which works without times as well.
+    /// Calls [`set_profiling`](Self::set_profiling) for a new device or stream; on failure the device works without times.
     pub(crate) fn profile_if_on(&self) {
         if profiler::is_on()
             && let Err(error) = self.set_profiling()
@@ -35,36 +35,38 @@ impl ClDevice {
 }
 
 impl ClDevice {
-    /// When the event of [`record_timed`](Self::record_timed), which was waited for, was done: nanoseconds of the device's clock.
+    /// Returns the time at which an event of [`record_timed`](Self::record_timed) was done, in nanoseconds of the device's clock. Call
+    /// after waiting for the event.
     ///
     /// # Errors
-    /// A driver that does not tell.
+    /// The driver reports no times.
     pub(crate) fn done_at(&self, event: &ClEvent) -> Result<u64> {
-        let [.., end] = times(event).ok_or_else(|| {
-            Error::invalid("elapsed_time", format!("the driver of {} gives no time of an event", self.device()))
+        let [.., end] = command_times(event).ok_or_else(|| {
+            Error::invalid("elapsed_time", format!("the driver of {} reports no times of events", self.device()))
         })?;
         Ok(end)
     }
 }
 
-/// Bytes that are copied to find out how fast a device copies, at most, and how often.
-const COPIED: usize = 256 << 20;
+/// The maximum size of the buffers of the copy measurement, in bytes.
+const MAX_COPIED_BYTES: usize = 256 << 20;
+/// The number of copies in the measurement.
 const COPIES: u32 = 8;
 
 impl ClDevice {
-    /// How many bytes a second the device reads and writes as it copies from one buffer to another. Neither recorded by a
-    /// graph that this thread captures, nor told what kernels found wrong before: that is for who waits for them.
+    /// Measures the rate of copies between two buffers of the device: bytes read plus bytes written, a second. The copies are not
+    /// captured by a graph of this thread, and earlier faults of kernels are not reported here.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// The driver's errors.
     pub(crate) fn copy_rate(&self) -> Result<f64> {
         let (memory, largest) = (self.info().memory as usize, self.info().largest_buffer as usize);
-        let bytes = COPIED.min(memory / 16).min(largest).max(1 << 20);
+        let bytes = MAX_COPIED_BYTES.min(memory / 16).min(largest).max(1 << 20);
         let buffer = || self.create_buffer(bytes).map_err(|e| self.error(e));
         let (from, to) = (buffer()?, buffer()?);
         let stream = self.current_stream();
         let copies = |n: u32| (0..n).try_for_each(|_| self.copy_on(stream, (&from, 0), (&to, 0), bytes));
-        copies(2)?; // which gives the buffers their memory
+        copies(2)?; // makes the driver allocate the buffers
         self.drain_stream(stream)?;
         let began = Instant::now();
         copies(COPIES)?;

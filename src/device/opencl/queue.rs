@@ -1,8 +1,8 @@
-//! One in-order queue: flushing it, markers and barriers, and finding out whether what was put on it is over.
+//! One in-order queue: flushes, markers, barriers, and whether enqueued commands are over.
 //!
-//! A queue gives times of commands only if it was created to. So while something is profiled, each stream has a second
-//! queue. Neither is released, because threads wait for queues outside the lock. Events are released in batches, as soon as
-//! their commands are over: drivers slow down when there are thousands of them.
+//! A queue measures the times of commands only if it was created for that. So while profiling, each stream uses a second
+//! queue. Neither queue is released, because threads wait for queues outside the lock. Events are released in batches once
+//! their commands are over: drivers slow down with thousands of live events.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -24,63 +24,64 @@ use super::exit;
 use super::hints;
 use crate::device::Device;
 use crate::device::hints::StreamHints;
-use crate::device::profiler::{self, Kind, Record};
+use crate::device::profiler::{self, Record, RecordKind};
 
-/// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
-/// time after.
-pub(super) const FIRST_FLUSH: u32 = 2;
+/// The number of launches after a wait that are flushed together, so that the device starts early. The number doubles with
+/// every further flush.
+pub(super) const FIRST_FLUSH_LAUNCHES: u32 = 2;
 
-/// What is said of a launch that turns out to have failed.
-pub(super) const LAUNCH: &str = "an earlier clEnqueueNDRangeKernel";
+/// The name of the call in errors of failed launches.
+pub(super) const EARLIER_LAUNCH: &str = "an earlier clEnqueueNDRangeKernel";
 
-/// Between two attempts to find out whether commands are over.
-const RETRY_AFTER: Duration = Duration::from_millis(1);
+/// The pause between two attempts to find out whether commands are over.
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
-/// A queue and what is counted under the lock.
+/// A queue, and the counts that the lock protects.
 pub(super) struct Queue {
     pub raw: cl_command_queue,
-    /// Whether other code submits to the queue as well, so that no other may stand in for it.
+    /// True if other code submits to the queue as well, so that no second queue can replace it for profiling.
     is_adopted: bool,
-    /// Launches since the last flush, and how many make the next one due.
+    /// The number of launches since the last flush.
     pub unflushed: u32,
+    /// The number of unflushed launches at which the next flush is due.
     pub flush_at: u32,
-    /// Launches since `checkpoint` was taken.
+    /// The number of launches since `checkpoint` was taken.
     pub since_checkpoint: u32,
-    /// An earlier launch to wait for when the queue has grown too long behind it.
+    /// The earlier launch to wait for when the queue has grown too long.
     pub checkpoint: Option<ClEvent>,
-    /// Transfers that nobody waits for in particular, and the calls that enqueued them, in order.
+    /// Transfers without a waiting caller, each with the name of its call, in order.
     pub transfers: VecDeque<(&'static str, Arc<ClEvent>)>,
-    /// What a command failed with after it was submitted: the next wait that a user asks for reports it.
+    /// The error of a command that failed after submission; the next wait by a user reports it.
     pub failed: Option<ClError>,
-    /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
+    /// The marker of the last `is_idle`, with the count of submissions at that time.
     pub(super) probe: Option<(u64, ClEvent)>,
     pub(super) hints: StreamHints,
-    /// The queue that is not in use: the one that gives times, or the one that does not.
-    pub(super) other: Option<cl_command_queue>,
-    /// The commands whose times are wanted, while something is profiled.
+    /// The second queue, not in use: the one that measures times, or the one that does not.
+    pub(super) second: Option<cl_command_queue>,
+    /// The commands whose times are pending, while profiling.
     pub(super) profiled: Option<Profiled>,
 }
 
 // SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take.
 unsafe impl Send for Queue {}
 
-/// A queue is dropped only if opening its device failed.
+/// Releases the queues. Runs only if opening the device failed.
 impl Drop for Queue {
     fn drop(&mut self) {
-        for raw in [Some(self.raw), self.other].into_iter().flatten() {
+        for raw in [Some(self.raw), self.second].into_iter().flatten() {
             let _ = call!(clReleaseCommandQueue(raw));
         }
     }
 }
 
 impl Queue {
-    /// A new queue of a device.
+    /// Creates a queue of a device.
     pub(super) fn create(context: cl_context, id: cl_device_id, hints: StreamHints) -> Result<Queue, ClError> {
         let (raw, hints) = Queue::create_raw(context, id, 0, hints)?;
         Ok(Queue::new(raw, hints, false))
     }
 
-    /// The in-order queue of other code.
+    /// Retains the in-order queue of other code.
     pub(super) fn adopt(raw: cl_command_queue) -> Result<Queue, ClError> {
         call!(clRetainCommandQueue(raw))?;
         Ok(Queue::new(raw, StreamHints::default(), true))
@@ -92,18 +93,18 @@ impl Queue {
             is_adopted,
             hints,
             unflushed: 0,
-            flush_at: FIRST_FLUSH,
+            flush_at: FIRST_FLUSH_LAUNCHES,
             since_checkpoint: 0,
             checkpoint: None,
             transfers: VecDeque::new(),
             failed: None,
             probe: None,
-            other: None,
+            second: None,
             profiled: None,
         }
     }
 
-    /// A queue, and the hints that it has: none where the driver refuses these.
+    /// Creates a queue with the hints, or without hints if the driver refuses them. Returns the hints in force.
     fn create_raw(
         context: cl_context,
         id: cl_device_id,
@@ -120,23 +121,23 @@ impl Queue {
         created.map(|raw| (raw, StreamHints::default()))
     }
 
-    /// What a command failed with after it was submitted, once. A wait for the queue may succeed although one failed; the
-    /// checkpoint's event says how that one launch ended, those of transfers say it of each.
+    /// Takes the error of a command that failed after submission. A wait for the queue can succeed although a command failed;
+    /// only the events of the checkpoint and of transfers say how their commands ended.
     pub(super) fn take_failed(&mut self) -> Option<ClError> {
         if let Some(launch) = self.checkpoint.take_if(|launch| launch.is_over().unwrap_or(false)) {
             self.since_checkpoint = 0;
-            self.note_failed(LAUNCH, launch.failure().unwrap_or_else(|e| Some(e.code)));
+            self.note_failed(EARLIER_LAUNCH, launch.failure().unwrap_or_else(|e| Some(e.code)));
         }
         self.collect_transfers();
         self.failed.take()
     }
 
-    /// Has the next wait report a command that this call enqueued, if it failed.
+    /// Stores the error of a command that `call` enqueued, if it failed, for the next wait to report.
     pub(super) fn note_failed(&mut self, call: &'static str, code: Option<i32>) {
         self.failed = self.failed.or(code.map(|code| ClError::new(call, code)));
     }
 
-    /// Forgets transfers that are over, and notes those that failed.
+    /// Forgets transfers that are over, and stores the errors of failed transfers.
     pub(super) fn collect_transfers(&mut self) {
         let is_over = |(_, event): &(_, Arc<ClEvent>)| event.is_over().unwrap_or(false);
         while self.transfers.front().is_some_and(is_over)
@@ -146,20 +147,20 @@ impl Queue {
         }
     }
 
-    /// Makes sure that the device starts on what was enqueued. After a failure it is due as before.
+    /// Flushes, so that the device starts on the enqueued commands. After an error, the flush is still due.
     pub(super) fn flush(&mut self) -> Result<(), ClError> {
         call!(clFlush(self.raw))?;
         self.unflushed = 0;
         Ok(())
     }
 
-    /// Waits, under the lock, until everything on the queue is over.
+    /// Waits, under the lock, until all commands on the queue are over.
     pub(super) fn finish(&mut self) -> Result<(), ClError> {
-        call!(clFinish(self.raw)).or_else(|failed| self.ascertain(None, failed))
+        call!(clFinish(self.raw)).or_else(|failed| self.wait_until_over(None, failed))
     }
 
-    /// Unmaps bytes of a buffer, and waits until that is done, under the lock. It is tried a few times. Where the driver has
-    /// accepted it and does not tell how it ended, it counts as done: a second time would be a mistake.
+    /// Unmaps bytes of a buffer and waits, under the lock. A refused unmap is retried a few times. If the driver accepted the
+    /// command and does not say how it ended, the unmap counts as done, because a second unmap would be an error.
     pub(super) fn try_unmap(&mut self, mem: cl_mem, at: *mut c_void) -> Result<(), ClError> {
         let mut tried = Ok(());
         for _ in 0..ATTEMPTS {
@@ -180,13 +181,12 @@ impl Queue {
         tried
     }
 
-    /// Waits, under the lock and after a call that failed, until everything on the queue is over, and tells how the command
-    /// of this event ended. Everything that waits is tried a few times; after that the error says
-    /// [`unfinished`](ClError::unfinished).
-    pub(super) fn ascertain(&mut self, event: Option<&ClEvent>, failed: ClError) -> Result<(), ClError> {
+    /// After a failed call, waits under the lock until all commands on the queue are over, and returns how the command of `event`
+    /// ended. Each wait is retried a few times; if none succeeds, the error is marked as [`unfinished`](ClError::unfinished).
+    pub(super) fn wait_until_over(&mut self, event: Option<&ClEvent>, failed: ClError) -> Result<(), ClError> {
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
-                thread::sleep(RETRY_AFTER);
+                thread::sleep(RETRY_PAUSE);
             }
             // A marker that fails does not say that the commands before it are over.
             if call!(clFinish(self.raw)).or_else(|_| self.mark()?.wait_for_success()).is_err() {
@@ -201,12 +201,12 @@ impl Queue {
         Err(ClError { unfinished: true, ..failed })
     }
 
-    /// Enqueues a marker: its event is done when everything before it is.
+    /// Enqueues a marker, whose event is done when all commands before the marker are done.
     pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
         marker(self.raw, event)
     }
 
-    /// Enqueues a marker and flushes, so that another queue may wait for it: without the flush this one might never get there.
+    /// Enqueues a marker and flushes, so that another queue can wait for the marker. Without the flush that wait might never end.
     pub(super) fn mark(&mut self) -> Result<ClEvent, ClError> {
         let mut raw = ptr::null_mut();
         self.marker(&mut raw)?;
@@ -215,19 +215,19 @@ impl Queue {
         Ok(event)
     }
 
-    /// Holds back everything enqueued later until the event is done.
+    /// Makes commands enqueued later wait for the event.
     pub(super) fn barrier(&self, event: &ClEvent) -> Result<(), ClError> {
         barrier(self.raw, event)
     }
 
-    /// [`mark`](Self::mark), with an event that knows when it was done: the marker is on a queue that gives times, and waits for
-    /// one on this queue.
+    /// Enqueues a marker whose event has a time. The marker is on the queue that measures times, behind a barrier that waits for a
+    /// marker on this queue.
     pub(super) fn mark_timed(&mut self, context: cl_context, id: cl_device_id) -> Result<ClEvent, ClError> {
         let here = self.mark()?;
         if self.profiled.is_some() && !self.is_adopted {
             return Ok(here);
         }
-        let timing = self.other_queue(true, context, id)?;
+        let timing = self.second_queue(true, context, id)?;
         let mut raw = ptr::null_mut();
         barrier(timing, &here)?;
         marker(timing, &mut raw)?;
@@ -236,21 +236,26 @@ impl Queue {
         Ok(event)
     }
 
-    /// The queue that is not in use, which gives times or does not.
-    fn other_queue(&mut self, times: bool, context: cl_context, id: cl_device_id) -> Result<cl_command_queue, ClError> {
-        if self.other.is_none() {
+    /// Returns the second queue, created if necessary; `times` says whether it measures times.
+    fn second_queue(
+        &mut self,
+        times: bool,
+        context: cl_context,
+        id: cl_device_id,
+    ) -> Result<cl_command_queue, ClError> {
+        if self.second.is_none() {
             let properties = if times { CL_QUEUE_PROFILING_ENABLE } else { 0 };
-            self.other = Some(Queue::create_raw(context, id, properties, self.hints)?.0);
+            self.second = Some(Queue::create_raw(context, id, properties, self.hints)?.0);
         }
-        Ok(self.other.expect("made above"))
+        Ok(self.second.expect("made above"))
     }
 
-    /// Enqueues a command with `enqueue`, which is given the queue and where the command's event goes: to `event`, unless
-    /// that is null, and to the profiler while something is profiled.
+    /// Enqueues a command with `enqueue`, which receives the queue and a pointer for the command's event. The event goes to
+    /// `event`, unless null, and to the profiler while profiling.
     #[inline]
     pub(super) fn command(
         &mut self,
-        (kind, name, bytes): (Kind, &'static str, usize),
+        (kind, name, bytes): (RecordKind, &'static str, usize),
         event: *mut cl_event,
         enqueue: impl FnOnce(cl_command_queue, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<(), ClError> {
@@ -260,10 +265,10 @@ impl Queue {
         enqueue(self.raw, &mut raw)?;
         let record = record.ended();
         if !event.is_null() && !raw.is_null() {
-            // SAFETY: the caller's place for an event, which a driver would write to as well.
+            // SAFETY: `event` is the caller's pointer for an event, to which a driver would write as well.
             unsafe { *event = raw };
             if call!(clRetainEvent(raw)).is_err() {
-                profiler::push(record); // the event is the caller's alone
+                profiler::push(record); // the event now belongs to the caller alone
                 return Ok(());
             }
         }
@@ -271,7 +276,7 @@ impl Queue {
             true => profiler::push(record),
             false => profiled.pending.push_back((ClEvent(raw), record)),
         }
-        if profiled.pending.len() % BATCH == 0 {
+        if profiled.pending.len() % PROFILED_BATCH == 0 {
             profiled.collect();
         }
         Ok(())
@@ -285,21 +290,21 @@ impl Queue {
         n: usize,
         event: *mut cl_event,
     ) -> Result<(), ClError> {
-        self.command((Kind::Copy, "clEnqueueCopyBuffer", n), event, |q, event| {
+        self.command((RecordKind::Copy, "clEnqueueCopyBuffer", n), event, |q, event| {
             call!(clEnqueueCopyBuffer(q, src, dst, from, to, n, 0, ptr::null(), event))
         })
     }
 
-    /// Enqueues a fill of n bytes from an offset on with a pattern.
+    /// Enqueues a fill of n bytes from offset `at` on with a pattern.
     pub(super) fn fill(&mut self, mem: cl_mem, pattern: &[u8], at: usize, n: usize) -> Result<(), ClError> {
         let (from, length) = (pattern.as_ptr().cast(), pattern.len());
-        self.command((Kind::Fill, "clEnqueueFillBuffer", n), ptr::null_mut(), |q, event| {
+        self.command((RecordKind::Fill, "clEnqueueFillBuffer", n), ptr::null_mut(), |q, event| {
             call!(clEnqueueFillBuffer(q, mem, from, length, at, n, 0, ptr::null(), event))
         })
     }
 
-    /// Goes on with a queue that gives times, or with one that does not; an adopted queue stays, and gives times if it was
-    /// created to. What was submitted is over then.
+    /// Switches to the queue that measures times, or back. An adopted queue is never replaced, and measures times only if it was
+    /// created for that. Waits for all submitted commands.
     pub(super) fn set_profiling(
         &mut self,
         on: bool,
@@ -309,14 +314,14 @@ impl Queue {
         if self.profiled.is_some() == on {
             return Ok(());
         }
-        let other = if self.is_adopted { None } else { Some(self.other_queue(on, context, id)?) };
+        let other = if self.is_adopted { None } else { Some(self.second_queue(on, context, id)?) };
         self.finish()?;
         self.unflushed = 0;
         self.collect_profiled();
         if let Some(other) = other {
-            self.other = Some(mem::replace(&mut self.raw, other));
+            self.second = Some(mem::replace(&mut self.raw, other));
         }
-        self.profiled = on.then(|| Profiled { device, stream, pending: VecDeque::with_capacity(2 * BATCH) });
+        self.profiled = on.then(|| Profiled { device, stream, pending: VecDeque::with_capacity(2 * PROFILED_BATCH) });
         Ok(())
     }
 
@@ -326,8 +331,8 @@ impl Queue {
     }
 }
 
-/// Commands after which those that are over are looked for.
-const BATCH: usize = 64;
+/// The number of commands between two scans for commands that are over.
+const PROFILED_BATCH: usize = 64;
 
 /// The commands of a queue whose times are not known yet, in order.
 pub(super) struct Profiled {
@@ -341,7 +346,7 @@ impl Profiled {
     fn collect(&mut self) {
         while self.pending.front().is_some_and(|(event, _)| event.is_over().unwrap_or(true)) {
             if let Some((event, mut record)) = self.pending.pop_front() {
-                record.device_times = times(&event).map(Box::new);
+                record.device_times = command_times(&event).map(Box::new);
                 profiler::push(record);
             }
         }
@@ -356,7 +361,7 @@ fn marker(queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> 
     }
 }
 
-/// Holds back everything enqueued later until the event is done.
+/// Makes commands enqueued later wait for the event.
 fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
     match call!(clEnqueueBarrierWithWaitList(queue, 1, &event.0, ptr::null_mut())) {
         Err(e) if e.is_missing() => {
@@ -367,8 +372,8 @@ fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
     }
 }
 
-/// When a command was queued, submitted, started and ended; None where the driver does not tell.
-pub(super) fn times(event: &ClEvent) -> Option<[u64; 4]> {
+/// Returns the times at which a command was queued, submitted, started and ended, in nanoseconds; None if the driver refuses.
+pub(super) fn command_times(event: &ClEvent) -> Option<[u64; 4]> {
     let time = |which| exit::call(|| value!(clGetEventProfilingInfo(event.0, which) as u64)).ok();
     Some([
         time(CL_PROFILING_COMMAND_QUEUED)?,

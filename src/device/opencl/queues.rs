@@ -1,12 +1,12 @@
-//! A device's queues, one in-order queue a stream, and the events between them.
+//! A device's queues, one in-order queue per stream, and the events between them.
 //!
-//! One lock covers all queues of a device, since kernel objects are shared and setting arguments and enqueueing must be
-//! one step. Queues live as long as their device: a stream that nobody holds any more leaves its queue to the next.
+//! One lock covers all queues of a device, because kernel objects are shared, and setting arguments and enqueueing must be
+//! one step. Queues live as long as their device: a dropped stream leaves its queue to the next stream.
 //!
-//! A call that fails says little of the commands it was about: they may be done, or still be using the host's memory. So
-//! whoever submits commands and waits hands that memory in, and has it back once they are over. A failed wait is followed
-//! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released. Every call is
-//! an error then.
+//! A failed call says little about the commands it concerned: they may be done, or may still use the host's memory. So a
+//! function that submits commands and waits takes ownership of that memory, and returns it once the commands are over. A
+//! failed wait is followed by other waits ([`Queue::wait_until_over`]). If no wait succeeds, the device is lost, the memory is never
+//! released, and every later call is an error.
 
 use std::ffi::c_void;
 use std::mem;
@@ -18,36 +18,36 @@ use std::sync::{Mutex, MutexGuard};
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
 use super::ClDevice;
-use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
+use super::driver::{ClBuffer, ClEvent, call, call_unlocked, retry_now};
 use super::errors::ClError;
 use super::exit;
-use super::queue::{FIRST_FLUSH, LAUNCH, Queue};
+use super::queue::{EARLIER_LAUNCH, FIRST_FLUSH_LAUNCHES, Queue};
 use crate::Result;
 use crate::device::hints::StreamHints;
 use crate::device::lock;
-use crate::device::profiler::{self, Kind};
-use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
+use crate::device::profiler::{self, RecordKind};
+use crate::device::stream::{self, MAX_STREAMS, StreamId, StreamIds};
 use crate::device::{DeviceKind, capture};
 
-/// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never
-/// waits behind a stream's work.
-pub(super) const SERVICE: StreamId = StreamId(1);
+/// The queue for commands that the host waits for and that order nothing, such as committing memory. It belongs to no stream,
+/// so that it never waits behind a stream's work.
+pub(super) const SERVICE_STREAM: StreamId = StreamId(1);
 
-/// Why a recording has no waits.
-const WAITS: &str = "nothing of it runs yet that could be waited for";
+/// The reason why a graph cannot contain waits.
+const NO_WAITS_REASON: &str = "the captured commands run only when the graph is replayed";
 
-/// How far a stream is. Written under the lock, read without it.
+/// The progress of a stream. Written under the lock, read without it.
 #[derive(Default)]
 struct Progress {
-    /// Grows with everything that is enqueued, markers aside.
+    /// Grows with everything that is enqueued, except markers.
     submitted: AtomicU64,
-    /// What `submitted` was at the last point that is known to be reached.
+    /// The value of `submitted` at the last point known to be done.
     finished: AtomicU64,
 }
 
-/// Bytes of a buffer that the driver has refused to unmap.
+/// A mapped range of a buffer that the driver has refused to unmap.
 struct StillMapped {
-    /// A handle of its own: the buffer's owner may release his.
+    /// Its own retained handle, because the buffer's owner may release the original.
     buffer: ClBuffer,
     at: *mut c_void,
 }
@@ -55,15 +55,15 @@ struct StillMapped {
 // SAFETY: OpenCL's objects belong to the process, and `at` is only handed back to the driver.
 unsafe impl Send for StillMapped {}
 
-/// What the lock covers.
-pub(super) struct Inner {
-    /// By stream.
+/// The data that the lock protects.
+pub(super) struct LockedData {
+    /// The queues, indexed by stream.
     queues: Vec<Queue>,
-    /// To be unmapped before any command uses a buffer: what one does with a buffer that is mapped is undefined.
+    /// To be unmapped before a command uses any buffer, because commands on a mapped buffer are undefined.
     mapped: Vec<StillMapped>,
 }
 
-impl Deref for Inner {
+impl Deref for LockedData {
     type Target = Vec<Queue>;
 
     fn deref(&self) -> &Vec<Queue> {
@@ -71,26 +71,26 @@ impl Deref for Inner {
     }
 }
 
-impl DerefMut for Inner {
+impl DerefMut for LockedData {
     fn deref_mut(&mut self) -> &mut Vec<Queue> {
         &mut self.queues
     }
 }
 
-/// The queues of one device, by stream.
+/// The queues of one device, indexed by stream.
 pub(super) struct Queues {
-    all: Mutex<Inner>,
-    pub(super) ids: Mutex<Ids>,
+    all: Mutex<LockedData>,
+    pub(super) ids: Mutex<StreamIds>,
     progress: Box<[Progress]>,
 }
 
-/// The queues, locked for submitting to one of them, which it stands for.
-pub(super) struct Locked<'a> {
-    queues: MutexGuard<'a, Inner>,
+/// The locked queues, dereferencing to the queue of one stream.
+pub(super) struct LockedQueue<'a> {
+    queues: MutexGuard<'a, LockedData>,
     at: usize,
 }
 
-impl Deref for Locked<'_> {
+impl Deref for LockedQueue<'_> {
     type Target = Queue;
 
     fn deref(&self) -> &Queue {
@@ -98,15 +98,15 @@ impl Deref for Locked<'_> {
     }
 }
 
-impl DerefMut for Locked<'_> {
+impl DerefMut for LockedQueue<'_> {
     fn deref_mut(&mut self) -> &mut Queue {
         &mut self.queues[self.at]
     }
 }
 
-impl Locked<'_> {
-    /// Orders what is enqueued next behind everything on these streams so far.
-    pub(super) fn after(&mut self, streams: &[StreamId]) -> Result<(), ClError> {
+impl LockedQueue<'_> {
+    /// Orders commands enqueued later behind everything on these streams so far.
+    pub(super) fn order_behind(&mut self, streams: &[StreamId]) -> Result<(), ClError> {
         for other in streams.iter().map(|s| s.index()).filter(|&other| other != self.at) {
             let event = self.queues[other].mark()?;
             self.barrier(&event)?;
@@ -114,15 +114,15 @@ impl Locked<'_> {
         Ok(())
     }
 
-    /// Unmaps bytes of a buffer and waits for it. If the driver refuses, that is done before the next command that uses a
-    /// buffer: to whoever submits that it makes no difference.
+    /// Unmaps bytes of a buffer and waits. If the driver refuses, the unmap is repeated before the next command that uses a buffer,
+    /// so callers see no difference.
     ///
     /// # Errors
-    /// Nothing tells whether the queue's commands are over, or the driver refuses to keep the buffer until then.
+    /// The driver does not say whether the queue's commands are over, or refuses to retain the buffer for later.
     pub(super) fn unmap(&mut self, buffer: &ClBuffer, at: *mut c_void) -> Result<(), ClError> {
         match self.try_unmap(buffer.mem(), at) {
             Err(e) if !e.unfinished => {
-                let retained = insist(|| call!(clRetainMemObject(buffer.mem())));
+                let retained = retry_now(|| call!(clRetainMemObject(buffer.mem())));
                 retained.map_err(|e| ClError { unfinished: true, ..e })?;
                 let buffer = ClBuffer::new(buffer.mem(), buffer.bytes());
                 self.queues.mapped.push(StillMapped { buffer, at });
@@ -132,7 +132,7 @@ impl Locked<'_> {
         }
     }
 
-    /// Unmaps what is still mapped: before a command that uses a user's buffer.
+    /// Unmaps all ranges that are still mapped: before a command that uses a user's buffer.
     pub(super) fn unmap_rest(&mut self) -> Result<(), ClError> {
         while let Some(rest) = self.queues.mapped.pop() {
             if let Err(e) = self.try_unmap(rest.buffer.mem(), rest.at) {
@@ -145,7 +145,7 @@ impl Locked<'_> {
 }
 
 impl Queues {
-    /// The default stream's queue, which may be an adopted one, and the service queue.
+    /// Creates the default stream's queue, unless adopted, and the service queue.
     pub(super) fn new(
         context: cl_context,
         id: cl_device_id,
@@ -154,12 +154,12 @@ impl Queues {
         let queue = || Queue::create(context, id, StreamHints::default());
         let all = [adopted.map_or_else(queue, Queue::adopt)?, queue()?];
         let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
-        let all = Inner { queues: all.into(), mapped: Vec::new() };
-        Ok(Queues { all: Mutex::new(all), ids: Mutex::new(Ids::from(SERVICE.0 + 1)), progress })
+        let all = LockedData { queues: all.into(), mapped: Vec::new() };
+        Ok(Queues { all: Mutex::new(all), ids: Mutex::new(StreamIds::from(SERVICE_STREAM.0 + 1)), progress })
     }
 
-    /// Whoever panicked while holding the lock left nothing half done that matters.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+    /// Locks the queues. A poisoned lock is used all the same, because a panic leaves no data half updated.
+    pub(super) fn lock(&self) -> MutexGuard<'_, LockedData> {
         lock(&self.all)
     }
 
@@ -167,111 +167,115 @@ impl Queues {
         &self.progress[stream.index()]
     }
 
-    /// Calls `f` with every queue, under the lock, until it fails.
-    pub(super) fn each(&self, mut f: impl FnMut(StreamId, &mut Queue) -> Result<(), ClError>) -> Result<(), ClError> {
+    /// Calls `f` with every queue, under the lock, until an error.
+    pub(super) fn try_for_each(
+        &self,
+        mut f: impl FnMut(StreamId, &mut Queue) -> Result<(), ClError>,
+    ) -> Result<(), ClError> {
         (0u32..).map(StreamId).zip(self.lock().iter_mut()).try_for_each(|(stream, queue)| f(stream, queue))
     }
 
-    /// Whether everything submitted to the stream is known to be done.
+    /// True if all work submitted to the stream is known to be done.
     pub(super) fn is_finished(&self, stream: StreamId) -> bool {
         let progress = self.progress(stream);
         progress.finished.load(Acquire) == progress.submitted.load(Acquire)
     }
 
-    /// Under the lock that somebody took to submit to it: whether everything before is known to be done.
-    pub(super) fn is_first(&self, stream: StreamId) -> bool {
+    /// True if all earlier work is known to be done. Call under the lock taken to submit to the stream.
+    pub(super) fn is_only_submission(&self, stream: StreamId) -> bool {
         let progress = self.progress(stream);
         progress.finished.load(Acquire) + 1 == progress.submitted.load(Acquire)
     }
 
-    fn finished(&self, stream: StreamId, submitted: u64) {
+    /// Records that the first `submitted` submissions to the stream are done.
+    fn note_finished(&self, stream: StreamId, submitted: u64) {
         self.progress(stream).finished.fetch_max(submitted, AcqRel);
     }
 }
 
 impl ClDevice {
-    /// The stream that this thread's work goes to.
+    /// Returns this thread's current stream.
     pub(crate) fn current_stream(&self) -> StreamId {
         stream::current_id(self.device())
     }
 
-    /// A number that has grown whenever anything but a marker was enqueued to the stream. What is counted when
-    /// [`record`](Self::record) is called is covered by its event. Reads an atomic.
+    /// Returns a counter that grows with everything enqueued to the stream except markers. An event of
+    /// [`record`](Self::record) covers everything counted at its call. Reads an atomic.
     pub(crate) fn submitted(&self, stream: StreamId) -> u64 {
         self.queues.progress(stream).submitted.load(Acquire)
     }
 
-    /// What was [`submitted`](Self::submitted) to the stream, and up to what count that is known to be done. Reads two
-    /// atomics.
+    /// Returns the counter [`submitted`](Self::submitted) of the stream, and the value up to which work is known to be done.
+    /// Reads two atomics.
     pub(crate) fn progress(&self, stream: StreamId) -> (u64, u64) {
         let of = self.queues.progress.get(stream.index());
-        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // in this order: neither shrinks
+        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // in this order, because neither shrinks
     }
 
-    /// Whether the stream is one of this device's.
+    /// True if the device has this stream.
     pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
         stream.index() < self.queues.lock().len()
     }
 
-    /// The queue of a stream, to submit commands that may use users' buffers.
+    /// Locks the queue of a stream, to submit commands that may use users' buffers.
     ///
     /// # Errors
     /// A buffer cannot be unmapped.
-    pub(super) fn lock(&self, stream: StreamId) -> Result<Locked<'_>, ClError> {
+    pub(super) fn lock(&self, stream: StreamId) -> Result<LockedQueue<'_>, ClError> {
         let mut queue = self.lock_for_waits(stream);
         queue.unmap_rest()?;
         Ok(queue)
     }
 
-    /// The queue of a stream, to submit what uses none of them, or [`unmap_rest`](Locked::unmap_rest) before what does.
-    pub(super) fn lock_for_waits(&self, stream: StreamId) -> Locked<'_> {
+    /// Locks the queue of a stream for commands that use no user's buffer, or for a caller of [`unmap_rest`](LockedQueue::unmap_rest).
+    pub(super) fn lock_for_waits(&self, stream: StreamId) -> LockedQueue<'_> {
         let queues = self.queues.lock();
         let submitted = &self.queues.progress(stream).submitted;
         submitted.store(submitted.load(Relaxed) + 1, Release);
-        Locked { queues, at: stream.index() }
+        LockedQueue { queues, at: stream.index() }
     }
 
-    /// Whether waits finish a queue, as discrete GPUs' drivers do that sooner than they wait for an event, and while others
-    /// submit to it. PoCL's queues are used by one thread at a time: there clFinish would hold up others.
-    fn finishes(&self) -> bool {
+    /// True if waits call clFinish: on discrete GPUs clFinish is faster than a wait for an event, and other threads can submit
+    /// meanwhile. PoCL's queues serve one thread at a time, so clFinish would delay other threads there.
+    fn waits_by_finish(&self) -> bool {
         self.info().kind == DeviceKind::DiscreteGpu
     }
 
-    /// What [`submit_and_wait`](Self::submit_and_wait) submits where only what was submitted before is waited for.
-    pub(super) fn wait_only(
+    /// Returns the `submit` argument of [`submit_and_wait`](Self::submit_and_wait) for a wait without commands.
+    pub(super) fn submit_nothing(
         &self,
-    ) -> impl FnOnce(&mut Locked<'_>, &mut (), *mut cl_event) -> Result<(), ClError> + use<> {
-        let finishes = self.finishes();
+    ) -> impl FnOnce(&mut LockedQueue<'_>, &mut (), *mut cl_event) -> Result<(), ClError> + use<> {
+        let finishes = self.waits_by_finish();
         move |q, (), event| if finishes { Ok(()) } else { q.marker(event) }
     }
 
-    /// Submits commands to a stream under the lock, and waits outside it until they are done. The last of them fills in the
-    /// event: the queue is in order. Where queues are finished it may leave it null; otherwise the event is asked how the
-    /// command ended, since it may fail after it was accepted, and neither clFinish nor NVIDIA's clWaitForEvents says so.
+    /// Submits commands to a stream under the lock, and waits outside the lock until they are done. The queue is in order, so the
+    /// event is that of the last command. `submit` may leave the event null if waits call clFinish. Otherwise the event's status is
+    /// read, because an accepted command may fail later, and neither clFinish nor NVIDIA's clWaitForEvents reports that.
     ///
-    /// `memory` owns what the commands use of the host's memory, and comes back when they are done. After an error it is
-    /// dropped if they are over, and else leaked.
+    /// `memory` owns the host memory that the commands use, and is returned when they are done. After an error, `memory` is
+    /// dropped if the commands are over, and leaked otherwise.
     pub(super) fn submit_and_wait<M>(
         &self,
         stream: StreamId,
         mut memory: M,
-        submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
+        submit: impl FnOnce(&mut LockedQueue<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M, ClError> {
-        let (finishes, mut raw) = (self.finishes(), ptr::null_mut());
+        let (finishes, mut raw) = (self.waits_by_finish(), ptr::null_mut());
         let (over, event, ours, count) = {
             let mut queue = self.lock_for_waits(stream);
             let submitted = submit(&mut queue, &mut memory, &mut raw);
-            queue.flush_at = FIRST_FLUSH;
+            queue.flush_at = FIRST_FLUSH_LAUNCHES;
             let event = (!raw.is_null()).then(|| ClEvent(raw));
             let over = match submitted {
-                // What did get onto the queue may be using the memory.
-                Err(refused) => Some(queue.ascertain(None, refused).and(Err(refused))),
+                // Commands that got onto the queue may be using the memory.
+                Err(refused) => Some(queue.wait_until_over(None, refused).and(Err(refused))),
                 Ok(()) if finishes => {
                     queue.unflushed = 0; // clFinish flushes
                     None
                 }
-                Ok(()) if event.is_some() => queue.flush().err().map(|e| queue.ascertain(event.as_ref(), e)),
-                Ok(()) => Some(queue.finish()), // nothing that could be waited for
+                Ok(()) if event.is_some() => queue.flush().err().map(|e| queue.wait_until_over(event.as_ref(), e)),
+                Ok(()) => Some(queue.finish()), // no event to wait for
             };
             (over, event, queue.raw, self.submitted(stream))
         };
@@ -283,54 +287,54 @@ impl ClDevice {
                 _ => call_unlocked!(clFinish(ours)).map_err(|e| ClError { unfinished: true, ..e }),
             };
             let over = waited.and_then(|()| event.filter(|_| finishes).map_or(Ok(()), ClEvent::outcome));
-            // The last command may have failed while others of these still run.
-            over.or_else(|failed| self.queues.lock()[stream.index()].ascertain(event, failed))
+            // The last command may have failed while earlier ones still run.
+            over.or_else(|failed| self.queues.lock()[stream.index()].wait_until_over(event, failed))
         });
         if let Err(e) = over {
             if e.unfinished {
                 mem::forget(memory);
             }
-            return Err(self.settle(e));
+            return Err(self.detect_loss(e));
         }
-        exit::waited();
+        exit::note_wait();
         self.found.driver_text.log();
-        self.queues.finished(stream, count);
+        self.queues.note_finished(stream, count);
         Ok(memory)
     }
 
-    /// Records that the host waits, until what it gives is dropped.
+    /// Records a wait of the host, until the result is dropped.
     pub(super) fn waiting(&self, call: &'static str, stream: StreamId) -> Option<profiler::Span> {
-        profiler::span(Kind::Wait, call, self.device(), stream.0, 0)
+        profiler::span(RecordKind::Wait, call, self.device(), stream.0, 0)
     }
 
-    /// Has the next wait for the stream report a launch that failed with this code.
+    /// Makes the next wait for the stream report a launch that failed with this code.
     pub(super) fn note_failed(&self, stream: StreamId, code: i32) {
-        self.queues.lock()[stream.index()].note_failed(LAUNCH, Some(code));
+        self.queues.lock()[stream.index()].note_failed(EARLIER_LAUNCH, Some(code));
     }
 
-    /// Once the stream's commands are over: the error of one that failed after it was submitted, as far as the driver tells.
+    /// Returns the error of a command that failed after submission, if the driver says so. Call once the stream's commands are over.
     pub(super) fn take_failed(&self, stream: StreamId) -> Result<()> {
         let failed = self.queues.lock()[stream.index()].take_failed();
-        failed.map_or(Ok(()), |failed| Err(self.error(self.settle(failed))))
+        failed.map_or(Ok(()), |failed| Err(self.error(self.detect_loss(failed))))
     }
 
-    /// Calls `f` with the queue of a stream while nothing runs on the device and nobody submits anything to it, and waits for
-    /// what it submits. Waits for what runs before it takes the lock, so that others are held up for little more than `f`.
+    /// Calls `f` with the queue of a stream while the device is idle and no thread can submit to it, then waits for the commands
+    /// of `f`. Running work is waited for before the lock is taken, so other threads are delayed for little more than `f`.
     /// `memory` is as in [`submit_and_wait`](Self::submit_and_wait).
     pub(super) fn while_idle<M>(
         &self,
         stream: StreamId,
         mut memory: M,
-        f: impl FnOnce(&mut Locked<'_>, &mut M) -> Result<(), ClError>,
+        f: impl FnOnce(&mut LockedQueue<'_>, &mut M) -> Result<(), ClError>,
     ) -> Result<M, ClError> {
         if !self.queues.is_finished(stream) {
-            self.submit_and_wait(stream, (), self.wait_only())?;
+            self.submit_and_wait(stream, (), self.submit_nothing())?;
         }
         let done = {
-            let mut queue = self.lock(stream).map_err(|e| self.settle(e))?;
+            let mut queue = self.lock(stream).map_err(|e| self.detect_loss(e))?;
             queue.queues.iter_mut().try_for_each(Queue::finish).and_then(|()| {
                 let done = f(&mut queue, &mut memory);
-                // Any other error than these says that all is over.
+                // Any other error means that all commands are over.
                 queue.finish().or_else(|e| if e.unfinished || e.is_fatal() { Err(e) } else { Ok(()) }).and(done)
             })
         };
@@ -340,93 +344,93 @@ impl ClDevice {
                 if e.unfinished {
                     mem::forget(memory);
                 }
-                Err(self.settle(e))
+                Err(self.detect_loss(e))
             }
         }
     }
 
-    /// An event that is done when everything submitted to the stream so far is. Other streams may wait for it.
+    /// Records an event that is done when everything submitted to the stream so far is done. Other streams may wait for it.
     pub(crate) fn record(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
         let marked = self.queues.lock()[stream.index()].mark();
-        marked.map_err(|e| self.error(self.settle(e)))
+        marked.map_err(|e| self.error(self.detect_loss(e)))
     }
 
-    /// [`record`](Self::record), with an event that knows when it was done.
+    /// Records an event like [`record`](Self::record), with its time of completion.
     pub(crate) fn record_timed(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
         let marked = self.queues.lock()[stream.index()].mark_timed(self.context, self.id());
-        marked.map_err(|e| self.error(self.settle(e)))
+        marked.map_err(|e| self.error(self.detect_loss(e)))
     }
 
     /// Blocks until the event is done.
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
         let _waiting = self.waiting("clWaitForEvents", self.current_stream());
-        // Nobody's memory depends on it: where nothing is known of the event, its owner may ask again.
-        event.wait_for_success().map_err(|e| self.error(self.settle(ClError { unfinished: false, ..e })))?;
-        exit::waited();
+        // No memory depends on the event: if its status is unknown, the caller may ask again.
+        event.wait_for_success().map_err(|e| self.error(self.detect_loss(ClError { unfinished: false, ..e })))?;
+        exit::note_wait();
         Ok(())
     }
 
-    /// Whether the event is done.
+    /// True if the event is done.
     pub(crate) fn query(&self, event: &ClEvent) -> Result<bool> {
         self.check_lost()?;
-        event.query().map_err(|e| self.error(self.settle(e)))
+        event.query().map_err(|e| self.error(self.detect_loss(e)))
     }
 
-    /// Holds back what is submitted to the stream from now on until the event is done. The host does not wait.
+    /// Makes work submitted to the stream from now on wait for the event. The host does not wait.
     pub(crate) fn stream_waits(&self, stream: StreamId, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
         let enqueued = self.lock_for_waits(stream).barrier(event);
-        enqueued.map_err(|e| self.error(self.settle(e)))
+        enqueued.map_err(|e| self.error(self.detect_loss(e)))
     }
 
-    /// Waits for everything submitted so far, on every stream.
+    /// Waits for all work submitted so far, on every stream.
     ///
     /// # Errors
-    /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
+    /// A fault recorded by a kernel of this thread, or of a thread that has ended; a lost device.
     pub(crate) fn finish(&self) -> Result<()> {
-        capture::refuse(self.device(), "synchronize", WAITS)?;
+        capture::refuse_while_capturing(self.device(), "synchronize", NO_WAITS_REASON)?;
         let here = self.current_stream();
         let marks = self.mark_busy(here)?;
         let reported = self.wait_and_report(here, &self.slots_to_finish());
-        let reached = self.reach(marks);
+        let reached = self.wait_for_marks(marks);
         let streams = self.queues.lock().len() as u32;
         reported.and(reached).and_then(|()| (0..streams).try_for_each(|stream| self.take_failed(StreamId(stream))))
     }
 
-    /// [`finish`](Self::finish) for those who have their own reasons to wait: tells no fault, so that the user's next
-    /// wait does.
+    /// Waits like [`finish`](Self::finish) for internal reasons: faults are not reported, so that the user's next wait reports
+    /// them.
     pub(crate) fn drain(&self) -> Result<()> {
         let streams = self.queues.lock().len() as u32;
         (0..streams).try_for_each(|stream| self.drain_stream(StreamId(stream)))
     }
 
-    /// [`drain`](Self::drain) for one stream. Whatever call the driver refuses, everything is over when this returns, or the
-    /// device is lost.
+    /// Waits like [`drain`](Self::drain) for one stream. On return, all commands are over or the device is lost, even if the driver
+    /// refused calls.
     pub(crate) fn drain_stream(&self, stream: StreamId) -> Result<()> {
         self.check_lost()?;
         if !self.queues.is_finished(stream) {
-            let _ = self.submit_and_wait(stream, (), self.wait_only());
+            let _ = self.submit_and_wait(stream, (), self.submit_nothing());
         }
         self.check_lost()
     }
 
-    /// Waits for everything, and makes the device lost: the process ends. What it returns keeps others from submitting.
-    pub(super) fn finish_for_good(&self) -> impl Sized + use<'_> {
+    /// Waits for all commands and marks the device as lost, at the end of the process. The result keeps other threads from submitting.
+    pub(super) fn close(&self) -> impl Sized + use<'_> {
         let mut queues = self.queues.lock();
         if !self.is_lost() {
             let all: Vec<_> = queues.iter().map(|queue| queue.raw).collect();
             all.iter().for_each(|&queue| _ = call!(clFlush(queue)));
             all.iter().for_each(|&queue| _ = call!(clFinish(queue)));
             queues.iter_mut().for_each(Queue::collect_profiled);
-            self.end("the process ends");
+            self.mark_lost_silently("the process ends");
         }
         queues
     }
 
-    /// A marker on every stream that may be busy, but for one.
+    /// Enqueues a marker on every stream that may be busy, except one.
     fn mark_busy(&self, except: StreamId) -> Result<Vec<(StreamId, u64, ClEvent)>> {
         self.check_lost()?;
         let marks: Result<Vec<_>, ClError> = {
@@ -435,23 +439,24 @@ impl ClDevice {
             let busy = streams.filter(|(stream, _)| *stream != except && !self.queues.is_finished(*stream));
             busy.map(|(stream, queue)| Ok((stream, self.submitted(stream), queue.mark()?))).collect()
         };
-        marks.map_err(|e| self.error(self.settle(e)))
+        marks.map_err(|e| self.error(self.detect_loss(e)))
     }
 
-    fn reach(&self, marks: Vec<(StreamId, u64, ClEvent)>) -> Result<()> {
+    /// Waits for the markers of [`mark_busy`](Self::mark_busy) and updates the streams' progress.
+    fn wait_for_marks(&self, marks: Vec<(StreamId, u64, ClEvent)>) -> Result<()> {
         marks.into_iter().try_for_each(|(stream, submitted, event)| {
             self.wait(&event)?;
-            self.queues.finished(stream, submitted);
+            self.queues.note_finished(stream, submitted);
             Ok(())
         })
     }
 
-    /// Waits for everything submitted to one stream.
+    /// Waits for all work submitted to one stream.
     ///
     /// # Errors
-    /// What a kernel of this thread on this stream recorded as a fault, or a lost device.
+    /// A fault recorded by a kernel of this thread on this stream; a lost device.
     pub(crate) fn finish_stream(&self, stream: StreamId) -> Result<()> {
-        capture::refuse(self.device(), "synchronize", WAITS)?;
+        capture::refuse_while_capturing(self.device(), "synchronize", NO_WAITS_REASON)?;
         let slot = self.slot();
         if slot.is_pending_on(stream) {
             self.wait_and_report(stream, &[slot])
@@ -460,7 +465,7 @@ impl ClDevice {
         }
     }
 
-    /// Whether everything submitted to the stream is done.
+    /// True if all work submitted to the stream is done.
     pub(crate) fn is_idle(&self, stream: StreamId) -> Result<bool> {
         self.check_lost()?;
         if self.queues.is_finished(stream) {
@@ -468,7 +473,7 @@ impl ClDevice {
         }
         let asked = {
             let (queue, submitted) = (&mut self.queues.lock()[stream.index()], self.submitted(stream));
-            // One marker until something else is submitted: a new one would hardly ever be done at once.
+            // The marker is kept until the next submission, because a new marker would hardly ever be done at once.
             let known = queue.probe.take().filter(|(at, _)| *at == submitted);
             known.map_or_else(|| queue.mark(), |(_, event)| Ok(event)).and_then(|event| {
                 let done = event.query()?;
@@ -476,9 +481,9 @@ impl ClDevice {
                 Ok((done, submitted))
             })
         };
-        let (done, submitted) = asked.map_err(|e| self.error(self.settle(e)))?;
+        let (done, submitted) = asked.map_err(|e| self.error(self.detect_loss(e)))?;
         if done {
-            self.queues.finished(stream, submitted);
+            self.queues.note_finished(stream, submitted);
         }
         Ok(done)
     }

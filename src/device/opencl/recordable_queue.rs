@@ -1,7 +1,7 @@
-//! `cl_qcom_recordable_queues`, Qualcomm's extension for Adreno GPUs: kernels recorded on a queue made for that, enqueued as one.
+//! `cl_qcom_recordable_queues`, Qualcomm's extension for Adreno GPUs: kernels recorded on a special queue, enqueued together.
 //!
-//! Recordings have kernels and no transfers. Drivers are known that crash or leak with them, so they are used only where they
-//! are asked for. Written after the public headers; no device of that kind has run this.
+//! Recordings contain kernels, but no transfers. Some drivers crash or leak memory with this extension, so it is used only on
+//! request. This module was written from the public headers, and has not been run on such a device.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -14,17 +14,20 @@ use super::driver::{call, call_unlocked, create, info, value};
 use super::errors::ClError;
 use super::extension::extension_function;
 
+/// The extension's name.
 const NAME: &str = "cl_qcom_recordable_queues";
 /// A property of queues.
 const CL_QUEUE_RECORDABLE_QCOM: u64 = 1 << 30;
-/// How many kernels a recording has at most.
+/// The query for the maximum number of kernels in a recording.
 const CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE: u32 = 0x41DE;
-/// For a kind of command that has no place in a recording.
+/// The error for a command that a recording cannot contain.
 const CL_INVALID_OPERATION: i32 = -59;
 
+/// `clEndRecordingQCOM` and `clReleaseRecordingQCOM`.
 type Status = Option<unsafe extern "C" fn(*mut c_void) -> i32>;
+/// `clNewRecordingQCOM`.
 type NewRecording = Option<unsafe extern "C" fn(cl_command_queue, *mut i32) -> *mut c_void>;
-/// Four times a number and that many changes to what was recorded; what to wait for; an event.
+/// `clEnqueueRecordingQCOM`: takes four arrays of changes to the recording with their lengths, events to wait for, and an event.
 type EnqueueRecording = Option<
     unsafe extern "C" fn(
         cl_command_queue,
@@ -43,7 +46,7 @@ type EnqueueRecording = Option<
     ) -> i32,
 >;
 
-/// The extension, as a device has it.
+/// The extension's functions on a device.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 pub(super) struct RecordableQueues {
@@ -51,22 +54,22 @@ pub(super) struct RecordableQueues {
     clEndRecordingQCOM: Status,
     clReleaseRecordingQCOM: Status,
     clEnqueueRecordingQCOM: EnqueueRecording,
-    /// How many kernels a recording has at most.
-    pub(super) most: usize,
+    /// The maximum number of kernels in a recording.
+    pub(super) max_kernels: usize,
 }
 
 impl RecordableQueues {
-    /// The extension, if the device has it.
+    /// Returns the extension's functions, if the device has the extension.
     ///
     /// # Errors
-    /// What the driver refuses to tell.
-    pub(super) fn of(device: &ClDevice) -> Result<Option<RecordableQueues>, ClError> {
+    /// The driver's errors.
+    pub(super) fn for_device(device: &ClDevice) -> Result<Option<RecordableQueues>, ClError> {
         let (id, platform) = (device.id(), device.found.platform);
         let extensions = info!(clGetDeviceInfo(id, opencl3::device::CL_DEVICE_EXTENSIONS))?;
         if !extensions.split(|&b| b == b' ' || b == 0).any(|name| name == NAME.as_bytes()) {
             return Ok(None);
         }
-        let most = value!(clGetDeviceInfo(id, CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE) as u32).unwrap_or(0);
+        let max_kernels = value!(clGetDeviceInfo(id, CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE) as u32).unwrap_or(0);
         // SAFETY: the extension has functions of these types under these names.
         let found = unsafe {
             RecordableQueues {
@@ -74,17 +77,17 @@ impl RecordableQueues {
                 clEndRecordingQCOM: extension_function(platform, c"clEndRecordingQCOM")?,
                 clReleaseRecordingQCOM: extension_function(platform, c"clReleaseRecordingQCOM")?,
                 clEnqueueRecordingQCOM: extension_function(platform, c"clEnqueueRecordingQCOM")?,
-                most: if most == 0 { usize::MAX } else { most as usize },
+                max_kernels: if max_kernels == 0 { usize::MAX } else { max_kernels as usize },
             }
         };
         let is_there = found.clNewRecordingQCOM.is_some() && found.clEnqueueRecordingQCOM.is_some();
         Ok(is_there.then_some(found))
     }
 
-    /// A recording of these commands. Under the queues' lock.
+    /// Records kernels. Call under the queues' lock.
     ///
     /// # Errors
-    /// What the driver refuses, and a command that is no kernel.
+    /// The driver's errors, and a command that is not a kernel.
     pub(super) fn record(&self, device: &ClDevice, commands: &[Command]) -> Result<QueueRecording, ClError> {
         let (context, id) = (device.context, device.id());
         let queue = create!(clCreateCommandQueue(context, id, CL_QUEUE_RECORDABLE_QCOM))?;
@@ -103,20 +106,20 @@ impl RecordableQueues {
     }
 }
 
-/// A recording and the queue that it was made with. Released on drop, when the graph's replays are over.
+/// A recording and the queue on which it was made. Released on drop, after the graph's last replay.
 pub(super) struct QueueRecording {
     raw: *mut c_void,
     queue: cl_command_queue,
     functions: RecordableQueues,
 }
 
-// SAFETY: OpenCL objects belong to the process; it is recorded and enqueued under the queues' lock.
+// SAFETY: OpenCL objects belong to the process; a recording is made and enqueued under the queues' lock.
 unsafe impl Send for QueueRecording {}
 // SAFETY: as above.
 unsafe impl Sync for QueueRecording {}
 
 impl QueueRecording {
-    /// Enqueues it as it was recorded. The event, unless it is null, is that of the whole. Under the queues' lock.
+    /// Enqueues the recording unchanged. The event, unless null, is that of the whole recording. Call under the queues' lock.
     pub(super) fn enqueue(&self, queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
         let none = ptr::null();
         call!(in self.functions, clEnqueueRecordingQCOM(

@@ -1,4 +1,4 @@
-//! What fails for a moment is there again: against the library that stands in for OpenCL's, which fails calls on demand.
+//! Tests of recovery from transient failures, with a library that replaces libOpenCL and fails calls on demand.
 
 #[path = "../../../tests/stand_in/mod.rs"]
 mod stand_in;
@@ -15,7 +15,7 @@ fn install(test: &str) -> Option<Faults> {
     Faults::install(&format!("device::opencl::recovery_tests::{test}"), Kind::Real)
 }
 
-/// Index, place and name of each device.
+/// Returns the index, `platform:index` and name of each device.
 fn listed(devices: &[Entry]) -> Vec<(usize, (usize, usize), String)> {
     let name = |i, entry: &Entry| entry.found(Device::OpenCL(i)).unwrap().info.name.clone();
     devices.iter().enumerate().map(|(i, entry)| (i, entry.place(), name(i, entry))).collect()
@@ -25,7 +25,7 @@ fn discovered() -> Vec<(usize, (usize, usize), String)> {
     listed(&discovery::discover("").unwrap_or_else(|e| panic!("{}", e.name())).devices)
 }
 
-/// The call and the code that an error names.
+/// Returns the call and the code that an error names.
 fn told<T>(result: crate::Result<T>) -> (&'static str, &'static str) {
     match result {
         Err(Error::OpenCl { call, code, .. }) => (call, code),
@@ -35,8 +35,8 @@ fn told<T>(result: crate::Result<T>) -> (&'static str, &'static str) {
 }
 
 #[test]
-fn no_call_of_discovery_that_fails_twice_changes_what_is_found() {
-    let Some(faults) = install("no_call_of_discovery_that_fails_twice_changes_what_is_found") else { return };
+fn discovery_survives_any_call_that_fails_twice() {
+    let Some(faults) = install("discovery_survives_any_call_that_fails_twice") else { return };
     discovered();
     let before = faults.calls("any");
     let devices = discovered();
@@ -53,8 +53,8 @@ fn no_call_of_discovery_that_fails_twice_changes_what_is_found() {
 }
 
 #[test]
-fn a_device_that_does_not_answer_keeps_its_number() {
-    let Some(faults) = install("a_device_that_does_not_answer_keeps_its_number") else { return };
+fn a_device_that_does_not_answer_keeps_its_index() {
+    let Some(faults) = install("a_device_that_does_not_answer_keeps_its_index") else { return };
     let devices = discovered();
     let before = faults.calls("clGetDeviceInfo");
     discovered();
@@ -63,7 +63,7 @@ fn a_device_that_does_not_answer_keeps_its_number() {
     for nth in 1..=calls {
         faults.fail("clGetDeviceInfo", nth, 4, -5);
         match discovery::discover("") {
-            // A number depends on what was asked.
+            // The failed query decides a device's index.
             Err(e) => {
                 assert_eq!((e.call, e.name()), ("clGetDeviceInfo", "CL_OUT_OF_RESOURCES"));
                 refused += 1;
@@ -105,16 +105,16 @@ fn a_driver_that_fails_to_list_devices_is_asked_again_at_the_next_use() {
     }
     assert_eq!(Device::best(), first);
     assert!(first.is_available() && Device::all().len() > 1);
-    // The numbers stay, whatever happens from now on.
+    // The indices stay the same, whatever happens from now on.
     faults.fail("any", 1, ALWAYS, -5);
     assert!(Device::all().len() > 1 && first.info().is_ok());
 }
 
 #[test]
-fn a_device_opens_although_calls_fail_and_what_a_failure_leaves_is_released() {
-    let test = "a_device_opens_although_calls_fail_and_what_a_failure_leaves_is_released";
+fn a_device_opens_despite_failed_calls_and_leaks_nothing() {
+    let test = "a_device_opens_despite_failed_calls_and_leaks_nothing";
     let Some(faults) = install(test) else { return };
-    let found = discovery::find(0).unwrap();
+    let found = discovery::description(0).unwrap();
     let before = faults.calls("any");
     let device = ClDevice::open(0, found).unwrap();
     let calls = faults.calls("any") - before;
@@ -134,12 +134,12 @@ fn a_device_opens_although_calls_fail_and_what_a_failure_leaves_is_released() {
             drop(opened);
         }
     }
-    let leaked = live(); // a release may have been the call that failed
+    let leaked = live(); // a failed call may have been a release
     for (name, nth) in
         [("clCreateContext", 1), ("clCreateCommandQueue", 1), ("clCreateCommandQueue", 2), ("clCreateBuffer", 1)]
     {
         let before = faults.calls("clCreateContext");
-        // The first queue succeeds, and those of the attempts after it do not get so far.
+        // The first attempt creates its first queue, and later attempts fail at theirs.
         faults.fail(name, nth, ALWAYS, -6);
         assert_eq!(told(ClDevice::open(0, found)), (name, "CL_OUT_OF_HOST_MEMORY"));
         assert_eq!(faults.calls("clCreateContext") - before, 4, "attempts");
@@ -150,11 +150,11 @@ fn a_device_opens_although_calls_fail_and_what_a_failure_leaves_is_released() {
 }
 
 #[test]
-fn two_failures_in_a_row_lose_no_device() {
-    let Some(faults) = install("two_failures_in_a_row_lose_no_device") else { return };
+fn two_failures_in_a_row_do_not_lose_the_device() {
+    let Some(faults) = install("two_failures_in_a_row_do_not_lose_the_device") else { return };
     let device = super::open(0).unwrap();
     let buffer: &'static ClBuffer = Box::leak(Box::new(device.create_buffer(64).unwrap()));
-    // Host memory that outlives whatever a failed call leaves behind.
+    // Host memory that outlives commands left behind by failed calls.
     let (ones, read): (&[u8], &mut [u8]) = (Box::leak(Box::new([1; 64])), Box::leak(Box::new([0; 64])));
     let mut work = || {
         device.write(ones, (buffer, 0))?;
@@ -176,7 +176,7 @@ fn two_failures_in_a_row_lose_no_device() {
             work().unwrap_or_else(|e| panic!("after call {nth} failed {times} times with {code}: {e}"));
         }
     }
-    // Every read fails from now on: not the device, as long as its memory can be mapped.
+    // If every read fails, the device is not lost as long as its memory can be mapped.
     for code in [-5, -14, -36] {
         faults.fail("clEnqueueReadBuffer", 1, ALWAYS, code);
         assert!(matches!(work(), Err(Error::OpenCl { .. })), "{code}");

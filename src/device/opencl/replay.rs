@@ -1,4 +1,4 @@
-//! Submitting what was recorded: command by command, or in parts that the driver keeps ready.
+//! Replay of recordings: the host submits each command, or the driver submits prepared parts.
 
 use std::ops::Range;
 use std::ptr;
@@ -11,84 +11,88 @@ use super::capture::{Command, Recording};
 use super::command_buffer::{CommandBuffer, CommandBuffers};
 use super::driver::call;
 use super::errors::ClError;
-use super::launch::{enqueue_kernel, is_checkpoint, launched};
-use super::queue::{LAUNCH, Queue};
+use super::launch::{enqueue_kernel, flush_if_due, is_checkpoint};
+use super::queue::{EARLIER_LAUNCH, Queue};
 use super::recordable_queue::{QueueRecording, RecordableQueues};
 use super::{ClDevice, ClEvent};
 use crate::device::capture::ReplayMode;
 use crate::device::{self, lock, log};
 use crate::{Error, Result};
 
-/// Commands of a part at most, so that the queue's length stays bounded as it is for single commands.
-const PART: usize = 256;
+/// The maximum number of commands in a part, so that the queue's length stays bounded as for single commands.
+const MAX_PART_COMMANDS: usize = 256;
 
-/// What a driver keeps recorded commands in.
+/// How recorded commands are submitted.
 #[derive(Clone, Copy)]
-enum Keeper {
-    /// None: the host enqueues every command.
+enum ReplayStrategy {
+    /// The host enqueues every command.
     Host,
+    /// The host enqueues command buffers.
     Buffers(CommandBuffers),
+    /// The host enqueues recordings of a recordable queue.
     Queues(RecordableQueues),
 }
 
-/// A recording and how it is replayed.
+/// A recording and its replay strategy.
 pub(crate) struct Replayer {
-    keeper: Keeper,
-    /// Made by the first replay; empty where the host enqueues every command. Dropped before the kernels and their arguments,
-    /// which the driver may use as long as it keeps commands.
+    replay_strategy: ReplayStrategy,
+    /// Made by the first replay; empty if the host enqueues every command. Dropped before the kernels and their arguments, which
+    /// the driver may use as long as it holds the parts.
     parts: OnceLock<Vec<Part>>,
-    /// The driver has refused to enqueue a part.
+    /// True if the driver has refused to enqueue a part.
     refused: AtomicBool,
     recording: Recording,
 }
 
-/// Consecutive commands that the driver keeps.
+/// Consecutive commands that the driver has prepared.
 struct Part {
     commands: Range<usize>,
     launches: u32,
-    kept: Kept,
-    /// The last time it was enqueued, where that has to be over before the next.
+    prepared: PreparedCommands,
+    /// The event of the last replay, if that must be over before the next.
     last: Mutex<Option<ClEvent>>,
 }
 
-enum Kept {
+/// A driver object with the commands of a part.
+enum PreparedCommands {
     Buffer(CommandBuffer),
     Recording(QueueRecording),
 }
 
-impl Kept {
+impl PreparedCommands {
     fn enqueue(&self, queue: &Queue, event: *mut cl_event) -> Result<(), ClError> {
         match self {
-            Kept::Buffer(buffer) => buffer.enqueue(queue.raw, event),
-            Kept::Recording(recording) => recording.enqueue(queue.raw, event),
+            PreparedCommands::Buffer(buffer) => buffer.enqueue(queue.raw, event),
+            PreparedCommands::Recording(recording) => recording.enqueue(queue.raw, event),
         }
     }
 
+    /// True if the part may be enqueued while an earlier replay of it is on the queue.
     fn may_be_pending(&self) -> bool {
         match self {
-            Kept::Buffer(buffer) => buffer.may_be_pending(),
-            Kept::Recording(_) => true,
+            PreparedCommands::Buffer(buffer) => buffer.may_be_pending(),
+            PreparedCommands::Recording(_) => true,
         }
     }
 }
 
-/// A replay under way, under the queues' lock.
+/// A replay in progress, under the queues' lock.
 struct Submission<'a> {
     queue: &'a mut Queue,
-    /// A launch to wait for because the queue is too long.
+    /// The launch to wait for because the queue is too long.
     behind: Option<ClEvent>,
-    /// Whether something was submitted, or may have been.
+    /// True if a command was submitted, or may have been.
     begun: bool,
 }
 
 impl Submission<'_> {
-    /// Notes what was submitted. Of thousands of launches the last are submitted when the first have run.
-    fn done(&mut self, launch: Option<ClEvent>) {
+    /// Records a submission. A replay of thousands of launches waits here for earlier launches, which bounds the queue.
+    fn note_submitted(&mut self, launch: Option<ClEvent>) {
         self.begun = true;
         if let Some(launch) = launch
             && let Some(Err(e)) = self.behind.replace(launch).map(|earlier| earlier.wait_for_success())
         {
-            self.queue.note_failed(LAUNCH, Some(e.code));
+            self.queue.note_failed(EARLIER_LAUNCH, Some(e.code));
         }
     }
 
@@ -107,29 +111,29 @@ impl Submission<'_> {
                     self.queue.copy(from, to, *bytes, ptr::null_mut()).map(|()| None)?
                 }
             };
-            self.done(launch);
+            self.note_submitted(launch);
             Ok(())
         })
     }
 
-    /// Enqueues a part; false where the driver does not take it, now or ever, and has done nothing.
+    /// Enqueues a part; false if the driver refuses the part, this time or for good, and nothing was enqueued.
     fn part(&mut self, part: &Part, refused: &AtomicBool) -> Result<bool, ClError> {
-        let once = !part.kept.may_be_pending();
+        let once = !part.prepared.may_be_pending();
         let mut last = lock(&part.last);
         if last.as_ref().is_some_and(|last| !last.is_over().unwrap_or(false)) {
             return Ok(false);
         }
         let checkpoint = is_checkpoint(self.queue, part.launches);
         let mut raw = ptr::null_mut();
-        // An event whether it is needed or not: PoCL 3.0 uses it without asking whether there is one.
-        if let Err(e) = part.kept.enqueue(self.queue, &raw mut raw) {
+        // Always passes an event pointer: PoCL 3.0 writes an event even if the pointer is null.
+        if let Err(e) = part.prepared.enqueue(self.queue, &raw mut raw) {
             self.queue.since_checkpoint -= part.launches;
             if !is_refusal(&e) {
-                self.begun = true; // drivers that enqueue the commands one by one may have come halfway
+                self.begun = true; // a driver that enqueues the commands one by one may have enqueued some of them
                 return Err(e);
             }
             if !once && !refused.swap(true, Relaxed) {
-                by_host(e);
+                log_host_replay(e);
             }
             return Ok(false);
         }
@@ -140,125 +144,129 @@ impl Submission<'_> {
                 event = Some(ClEvent(raw));
             }
         }
-        let launch = launched(self.queue, part.launches, event.filter(|_| checkpoint));
-        self.done(launch);
+        let launch = flush_if_due(self.queue, part.launches, event.filter(|_| checkpoint));
+        self.note_submitted(launch);
         Ok(true)
     }
 }
 
-/// Codes that say that nothing was enqueued: the command buffer is pending (-59) or not valid any more (-1138), the queue is
-/// of another kind (-1140), or there is no such function.
+/// True for codes that say that nothing was enqueued: the command buffer is pending (-59) or no longer valid (-1138), the queue
+/// is of another kind (-1140), or the function is missing.
 fn is_refusal(e: &ClError) -> bool {
     e.is_missing() || matches!(e.code, -1138 | -1140)
 }
 
-fn by_host(e: ClError) {
+/// Logs that the host replays the graph.
+fn log_host_replay(e: ClError) {
     log::emit(move || {
-        tracing::debug!(call = e.call, code = e.code, "a graph is replayed by the host: the driver does not keep it");
+        tracing::debug!(
+            call = e.call,
+            code = e.code,
+            "a graph is replayed by the host: the driver refuses its commands"
+        );
     });
 }
 
-impl Keeper {
-    /// What a device has for this mode; none where it lacks it or does not tell.
-    fn of(device: &ClDevice, mode: ReplayMode) -> Option<Keeper> {
+impl ReplayStrategy {
+    /// Returns the strategy for a mode; none if the device does not support the mode, or does not answer.
+    fn for_device(device: &ClDevice, mode: ReplayMode) -> Option<ReplayStrategy> {
         match mode {
-            ReplayMode::Host => Some(Keeper::Host),
-            ReplayMode::CommandBuffer => CommandBuffers::of(device).ok()?.map(Keeper::Buffers),
-            ReplayMode::RecordableQueue => RecordableQueues::of(device).ok()?.map(Keeper::Queues),
+            ReplayMode::Host => Some(ReplayStrategy::Host),
+            ReplayMode::CommandBuffer => CommandBuffers::for_device(device).ok()?.map(ReplayStrategy::Buffers),
+            ReplayMode::RecordableQueue => RecordableQueues::for_device(device).ok()?.map(ReplayStrategy::Queues),
         }
     }
 
-    /// Has the driver keep commands, for queues like this one.
-    fn keep(&self, device: &ClDevice, queue: &Queue, commands: &[Command]) -> Result<Vec<Part>, ClError> {
+    /// Has the driver prepare the commands in parts, for queues like `queue`.
+    fn prepare(&self, device: &ClDevice, queue: &Queue, commands: &[Command]) -> Result<Vec<Part>, ClError> {
         let most = match self {
-            Keeper::Host => return Ok(Vec::new()),
-            Keeper::Buffers(_) => PART,
-            Keeper::Queues(queues) => PART.min(queues.most),
+            ReplayStrategy::Host => return Ok(Vec::new()),
+            ReplayStrategy::Buffers(_) => MAX_PART_COMMANDS,
+            ReplayStrategy::Queues(queues) => MAX_PART_COMMANDS.min(queues.max_kernels),
         };
         let part = |(i, commands): (usize, &[Command])| {
-            let kept = match self {
-                Keeper::Host => return Ok(None),
-                Keeper::Buffers(buffers) => Kept::Buffer(buffers.record(queue.raw, commands)?),
-                Keeper::Queues(queues) => Kept::Recording(queues.record(device, commands)?),
+            let prepared = match self {
+                ReplayStrategy::Host => return Ok(None),
+                ReplayStrategy::Buffers(buffers) => PreparedCommands::Buffer(buffers.record(queue.raw, commands)?),
+                ReplayStrategy::Queues(queues) => PreparedCommands::Recording(queues.record(device, commands)?),
             };
             let launches = commands.iter().filter(|command| command.is_kernel()).count() as u32;
             let range = i * most..i * most + commands.len();
-            Ok(Some(Part { commands: range, launches, kept, last: Mutex::default() }))
+            Ok(Some(Part { commands: range, launches, prepared, last: Mutex::default() }))
         };
         commands.chunks(most).enumerate().map(part).filter_map(Result::transpose).collect()
     }
 }
 
 impl Replayer {
-    /// Replayed as `CLAYSTONE_GRAPH_REPLAY` says, where the device can.
+    /// Creates a replayer with the mode in `CLAYSTONE_GRAPH_REPLAY`, default command buffers, if the device supports the mode.
     pub(crate) fn new(device: &ClDevice, recording: Recording) -> Replayer {
         let wanted = ReplayMode::from_environment().unwrap_or(ReplayMode::CommandBuffer);
-        let keeper = Keeper::of(device, wanted).unwrap_or(Keeper::Host);
-        Replayer { keeper, parts: OnceLock::new(), refused: AtomicBool::new(false), recording }
+        let replay_strategy = ReplayStrategy::for_device(device, wanted).unwrap_or(ReplayStrategy::Host);
+        Replayer { replay_strategy, parts: OnceLock::new(), refused: AtomicBool::new(false), recording }
     }
 
-    /// How many commands.
+    /// Returns the number of commands.
     pub(crate) fn len(&self) -> usize {
         self.recording.commands.len()
     }
 
-    /// How it is replayed, as far as that is known.
+    /// Returns the replay mode, as far as it is known before the next replay.
     pub(crate) fn mode(&self) -> ReplayMode {
-        match self.keeper {
+        match self.replay_strategy {
             _ if self.refused.load(Relaxed) || self.parts.get().is_some_and(Vec::is_empty) => ReplayMode::Host,
-            Keeper::Host => ReplayMode::Host,
-            Keeper::Buffers(_) => ReplayMode::CommandBuffer,
-            Keeper::Queues(_) => ReplayMode::RecordableQueue,
+            ReplayStrategy::Host => ReplayMode::Host,
+            ReplayStrategy::Buffers(_) => ReplayMode::CommandBuffer,
+            ReplayStrategy::Queues(_) => ReplayMode::RecordableQueue,
         }
     }
 
-    /// Has it replayed in another way.
+    /// Sets the replay mode.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the device does not have it, or the recording has commands that it does not take.
+    /// [`Error::Invalid`] if the device does not support the mode, or the mode does not support a command of the recording.
     pub(crate) fn set_mode(&mut self, device: &ClDevice, mode: ReplayMode) -> Result<()> {
         let invalid = |reason: String| Err(Error::invalid("Graph::set_replay_mode", reason));
-        let Some(keeper) = Keeper::of(device, mode) else {
-            return invalid(format!("{} does not have what {mode} needs", device.device()));
+        let Some(replay_strategy) = ReplayStrategy::for_device(device, mode) else {
+            return invalid(format!("{} does not support the replay mode {mode}", device.device()));
         };
         let transfers = self.recording.commands.iter().filter(|command| !command.is_kernel()).count();
         if mode == ReplayMode::RecordableQueue && transfers > 0 {
             return invalid(format!("the graph has {transfers} copies and fills, which a {mode} does not record"));
         }
         if self.parts.get().is_some_and(|parts| !parts.is_empty()) {
-            device.drain_stream(self.recording.stream)?; // what is released is not to be under way
+            device.drain_stream(self.recording.stream)?; // parts must not be released while they run
         }
-        (self.keeper, self.parts, self.refused) = (keeper, OnceLock::new(), AtomicBool::new(false));
+        (self.replay_strategy, self.parts, self.refused) = (replay_strategy, OnceLock::new(), AtomicBool::new(false));
         Ok(())
     }
 
-    /// What the driver keeps, made at the first call; nothing while something is profiled, as times are those of single
-    /// commands. Under the queues' lock.
+    /// Returns the driver's parts, made at the first call; none while profiling, because times are measured for single commands.
+    /// Call under the queues' lock.
     fn parts(&self, device: &ClDevice, queue: &Queue) -> &[Part] {
         if queue.profiled.is_some() || self.refused.load(Relaxed) {
             return &[];
         }
         self.parts.get_or_init(|| {
-            self.keeper.keep(device, queue, &self.recording.commands).unwrap_or_else(|e| {
-                by_host(e);
+            self.replay_strategy.prepare(device, queue, &self.recording.commands).unwrap_or_else(|e| {
+                log_host_replay(e);
                 Vec::new()
             })
         })
     }
 
-    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted. Of thousands of launches
-    /// the last are submitted when the first have run: the queue stays short.
+    /// Submits the recording to its stream, and returns once it is submitted. With thousands of launches, the last are submitted when
+    /// the first have run, which bounds the queue.
     ///
     /// # Errors
-    /// What the driver refuses, as [`Error::Partial`] where commands were submitted before or may have been, or a lost
-    /// device.
+    /// The driver's errors, as [`Error::Partial`] if commands were submitted before or may have been, or a lost device.
     pub(crate) fn replay(&self, device: &ClDevice) -> Result<()> {
         let Recording { stream, commands, launches, faults } = &self.recording;
         device.check_lost()?;
         faults.map_or(Ok(()), |slot| device.clear(slot))?;
         let _messages = log::defer();
         let (submitted, behind, begun) = {
-            let mut queue = device.lock(*stream).map_err(|e| device.error(device.settle(e)))?;
+            let mut queue = device.lock(*stream).map_err(|e| device.error(device.detect_loss(e)))?;
             let parts = self.parts(device, &queue);
             let mut submission = Submission { queue: &mut queue, behind: None, begun: false };
             let submitted = match parts {
@@ -275,10 +283,10 @@ impl Replayer {
             }
             (submitted, behind, begun)
         };
-        device.hold_back(*stream, behind);
+        device.wait_for_checkpoint(*stream, behind);
         submitted.map_err(|e| {
-            let error = device.error(device.settle(e));
-            if begun { error.in_part("Graph::replay") } else { error }
+            let error = device.error(device.detect_loss(e));
+            if begun { error.into_partial("Graph::replay") } else { error }
         })
     }
 }

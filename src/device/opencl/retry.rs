@@ -1,4 +1,4 @@
-//! Calls that fail and may succeed a moment later: asked again at once, or after a while.
+//! Retries of calls that may succeed a moment later, at once or after some requests.
 
 use std::fmt::Debug;
 use std::sync::OnceLock;
@@ -9,19 +9,20 @@ use std::time::Duration;
 use super::errors::ClError;
 use crate::device::log;
 
-/// Between attempts: what a driver is short of for a moment is there again at one of them.
+/// The pauses between attempts, in which a driver may recover from a shortage.
 pub(super) const PAUSES: [Duration; 3] =
     [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
-/// Requests after the first refusal that are not passed on, and the most after any.
-const FIRST_REST: u32 = 16;
-const LONGEST_REST: u32 = 4096;
+/// The number of requests that are skipped after the first refusal.
+const FIRST_SKIPPED_REQUESTS: u32 = 16;
+/// The maximum number of requests that are skipped after a refusal.
+const MAX_SKIPPED_REQUESTS: u32 = 4096;
 
-/// Calls `f` until it succeeds or is given an answer that asking again would not change, at most four times.
+/// Calls `f` until it succeeds or fails for good, at most four times.
 pub(super) fn retry<T>(f: impl FnMut() -> Result<T, ClError>) -> Result<T, ClError> {
     retry_if(ClError::is_transient, f)
 }
 
-/// [`retry`] with errors of another type, of which `is_transient` tells those after which `f` is called again.
+/// Calls `f` like [`retry`], with another type of error; `is_transient` decides whether `f` is called again.
 pub(super) fn retry_if<T, E: Debug + 'static>(
     is_transient: impl Fn(&E) -> bool,
     mut f: impl FnMut() -> Result<T, E>,
@@ -38,37 +39,37 @@ pub(super) fn retry_if<T, E: Debug + 'static>(
     f()
 }
 
-/// When to ask again for what was refused: after some requests, after twice as many each time it is refused again. Asking
-/// for every request would cost more than doing without.
+/// Decides when to repeat a refused request: after a number of skipped requests, which doubles with every refusal. To ask the
+/// driver for every request would cost more than to do without.
 #[derive(Debug, Default)]
 pub(crate) struct Backoff {
-    /// Requests still to be skipped.
+    /// The number of requests still to be skipped.
     rest: AtomicU32,
-    /// How many there were after the last refusal.
+    /// The number of requests to skip after the last refusal.
     last: AtomicU32,
 }
 
 impl Backoff {
-    /// Whether this request is to be passed on.
+    /// True if this request should be made rather than skipped.
     pub(crate) fn is_due(&self) -> bool {
         self.rest.load(Relaxed) == 0 || self.rest.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1)).is_err()
     }
 
-    /// It was refused.
+    /// Records that the request was refused.
     pub(crate) fn refused(&self) {
-        let rest = (2 * self.last.load(Relaxed)).clamp(FIRST_REST, LONGEST_REST);
+        let rest = (2 * self.last.load(Relaxed)).clamp(FIRST_SKIPPED_REQUESTS, MAX_SKIPPED_REQUESTS);
         self.last.store(rest, Relaxed);
         self.rest.store(rest, Relaxed);
     }
 
-    /// It was granted, or there is reason to think that the next one is.
+    /// Makes the next request due: after a success, or if the next request is likely to succeed.
     pub(crate) fn reset(&self) {
         self.last.store(0, Relaxed);
         self.rest.store(0, Relaxed);
     }
 }
 
-/// A property of a device that is found out by trying. A try that a failing call ended leaves it unknown, and is repeated later.
+/// A lazily probed property of a device. A probe that fails leaves the property unknown, and is repeated later.
 #[derive(Debug)]
 pub(super) struct Probed<T> {
     known: OnceLock<T>,
@@ -82,7 +83,7 @@ impl<T> Default for Probed<T> {
 }
 
 impl<T> Probed<T> {
-    /// What `probe` found out, at this request or an earlier one; `None` where it could not yet.
+    /// Returns the result of `probe` in this call or an earlier one; `None` if it is not known yet.
     pub(super) fn get(&self, probe: impl FnOnce() -> Option<T>) -> Option<&T> {
         if self.known.get().is_none() && self.backoff.is_due() {
             match probe() {
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_succeed_later_is_asked_again_and_an_answer_is_not() {
+    fn transient_failures_are_retried_and_answers_are_not() {
         for (fails, code, calls, succeeds) in
             [(0, -5, 1, true), (2, -6, 3, true), (3, -36, 4, true), (4, -5, 4, false), (1, -1001, 1, false)]
         {
@@ -113,16 +114,16 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_found_out_is_remembered() {
+    fn failed_probes_are_not_remembered() {
         let probed = Probed::default();
         assert_eq!(probed.get(|| None), None::<&u32>);
-        (0..FIRST_REST).for_each(|_| assert_eq!(probed.get(|| unreachable!()), None));
+        (0..FIRST_SKIPPED_REQUESTS).for_each(|_| assert_eq!(probed.get(|| unreachable!()), None));
         assert_eq!(probed.get(|| Some(7)), Some(&7));
         assert_eq!(probed.get(|| unreachable!()), Some(&7));
     }
 
     #[test]
-    fn what_is_refused_is_asked_for_less_and_less_often_and_never_given_up() {
+    fn refused_requests_back_off_but_never_stop() {
         let backoff = Backoff::default();
         let rests: Vec<usize> = (0..12)
             .map(|_| {

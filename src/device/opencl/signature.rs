@@ -1,4 +1,4 @@
-//! What a kernel says about its parameters: for kernels that are not this crate's.
+//! The parameters that a kernel declares, for kernels of users.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -13,13 +13,13 @@ use super::ClDevice;
 use super::driver::{ClKernel, call};
 use super::errors::ClError;
 
-/// Where a parameter points.
+/// The address space of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Space {
+pub(crate) enum AddressSpace {
     Global,
     Constant,
     Local,
-    /// Nowhere: it is a value.
+    /// A value rather than a pointer.
     Private,
 }
 
@@ -27,21 +27,21 @@ pub(crate) enum Space {
 #[derive(Debug)]
 pub(crate) struct Parameter {
     pub(crate) name: String,
-    /// As the source has it: `float4*`, `uint`.
+    /// The type as written in the source: `float4*`, `uint`.
     pub(crate) type_name: String,
-    pub(crate) space: Space,
-    /// Whether what it points at is const.
+    pub(crate) space: AddressSpace,
+    /// True if the parameter points to const data.
     pub(crate) constant: bool,
 }
 
 impl ClDevice {
-    /// The kernel's parameters, where the driver tells: the program was built with `-cl-kernel-arg-info`, and drivers may
-    /// not keep the answer with a binary.
+    /// Returns the kernel's parameters, if the driver reports them: the program must be built with `-cl-kernel-arg-info`, and a
+    /// driver may lose the parameters of programs built from binaries.
     pub(crate) fn parameters(&self, kernel: &ClKernel) -> Option<Vec<Parameter>> {
         (0..kernel.arg_count() as u32).map(|i| parameter(kernel, i).ok()).collect()
     }
 
-    /// The group size that the kernel was written for; zeros where that is any.
+    /// Returns the kernel's required group size; zeros if any size is allowed.
     pub(crate) fn required_group(&self, kernel: &ClKernel) -> [usize; 3] {
         let mut group = [0usize; 3];
         let (to, size) = (group.as_mut_ptr().cast::<c_void>(), size_of_val(&group));
@@ -51,12 +51,13 @@ impl ClDevice {
     }
 }
 
+/// Queries a parameter.
 fn parameter(kernel: &ClKernel, i: u32) -> Result<Parameter, ClError> {
     let space = match number::<u32>(kernel, i, CL_KERNEL_ARG_ADDRESS_QUALIFIER)? {
-        CL_KERNEL_ARG_ADDRESS_GLOBAL => Space::Global,
-        CL_KERNEL_ARG_ADDRESS_CONSTANT => Space::Constant,
-        CL_KERNEL_ARG_ADDRESS_LOCAL => Space::Local,
-        _ => Space::Private,
+        CL_KERNEL_ARG_ADDRESS_GLOBAL => AddressSpace::Global,
+        CL_KERNEL_ARG_ADDRESS_CONSTANT => AddressSpace::Constant,
+        CL_KERNEL_ARG_ADDRESS_LOCAL => AddressSpace::Local,
+        _ => AddressSpace::Private,
     };
     let constant = number::<u64>(kernel, i, CL_KERNEL_ARG_TYPE_QUALIFIER)? & u64::from(CL_KERNEL_ARG_TYPE_CONST) != 0;
     let (name, type_name) = (text(kernel, i, CL_KERNEL_ARG_NAME)?, text(kernel, i, CL_KERNEL_ARG_TYPE_NAME)?);

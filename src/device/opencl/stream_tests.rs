@@ -1,4 +1,4 @@
-//! Streams, events, faults across streams and pinned memory, on every device present.
+//! Tests of streams, events, faults across streams and pinned memory, on every device.
 
 use std::sync::Barrier;
 
@@ -7,7 +7,7 @@ use super::*;
 use crate::device::stream::{Stream, StreamId, with_stream};
 use crate::{Error, Result};
 
-/// Some work: `times` launches that each add one to every element.
+/// Launches a kernel `times` times that adds one to every element.
 fn add_ones(device: &ClDevice, x: &ClBuffer, times: i32) {
     let kernel = axb_kernel(device);
     (0..times).for_each(|_| axb(device, &kernel, x, x, 1, 1).unwrap());
@@ -22,7 +22,7 @@ fn assert_ints(device: &ClDevice, x: &ClBuffer, value: i32) {
 }
 
 #[test]
-fn a_stream_waits_for_another_back_and_forth() {
+fn streams_wait_for_each_other_alternately() {
     for device in devices() {
         let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
         assert_ne!(a.id(), b.id());
@@ -43,7 +43,7 @@ fn a_stream_waits_for_another_back_and_forth() {
 }
 
 #[test]
-fn events_are_done_when_what_is_before_them_is() {
+fn events_are_done_when_earlier_work_is_done() {
     for device in devices() {
         let stream = Stream::new(device.device()).unwrap();
         let x = ints(device, 0);
@@ -52,7 +52,7 @@ fn events_are_done_when_what_is_before_them_is() {
         let event = device.record(stream.id()).unwrap();
         device.wait(&event).unwrap();
         assert!(event.is_over().unwrap() && device.query(&event).unwrap());
-        // On another stream, with no order but the event's.
+        // Read on another stream, ordered only by the event.
         assert_ints(device, &x, 50);
 
         let public = stream.record_event().unwrap();
@@ -64,7 +64,7 @@ fn events_are_done_when_what_is_before_them_is() {
 }
 
 #[test]
-fn a_stream_is_idle_in_the_end_without_anyone_waiting() {
+fn a_stream_becomes_idle_without_a_wait() {
     for device in devices() {
         let stream = Stream::new(device.device()).unwrap();
         stream.synchronize().unwrap();
@@ -82,7 +82,7 @@ fn a_stream_is_idle_in_the_end_without_anyone_waiting() {
 }
 
 #[test]
-fn submissions_are_counted_by_stream() {
+fn submissions_are_counted_per_stream() {
     for device in devices() {
         let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
         let count = || (device.submitted(a.id()), device.submitted(b.id()));
@@ -118,14 +118,14 @@ fn finishing_a_device_finishes_every_stream() {
             with_stream(stream, || add_ones(device, x, 30));
         }
         device.finish().unwrap();
-        // Read on the default stream, which nothing orders behind the others.
+        // Read on the default stream, which is not ordered behind the others.
         buffers.iter().for_each(|x| assert_ints(device, x, 30));
         assert!(streams.iter().all(|s| s.is_idle().unwrap()));
     }
 }
 
 #[test]
-fn who_waits_for_what_is_done_asks_the_driver_nothing() {
+fn waits_for_finished_work_do_not_call_the_driver() {
     for device in devices() {
         let stream = Stream::new(device.device()).unwrap();
         let count = || device.submitted(stream.id());
@@ -144,7 +144,7 @@ fn who_waits_for_what_is_done_asks_the_driver_nothing() {
 }
 
 #[test]
-fn a_dropped_streams_work_is_done_and_its_queue_serves_the_next() {
+fn a_dropped_streams_work_is_done_and_its_id_is_reused() {
     for device in devices() {
         let x = ints(device, 0);
         let stream = Stream::new(device.device()).unwrap();
@@ -155,12 +155,12 @@ fn a_dropped_streams_work_is_done_and_its_queue_serves_the_next() {
             add_ones(device, &x, 3);
         });
         let event = device.record(id).unwrap();
-        with_stream(&stream, || add_ones(device, &x, 3)); // fewer than make a flush
+        with_stream(&stream, || add_ones(device, &x, 3)); // too few launches for a flush
         drop(stream);
         device.wait(&event).unwrap();
         device.finish().unwrap();
         assert_ints(device, &x, 6);
-        // Other tests take streams meanwhile, so which one comes next is open; but ids do not run out.
+        // Other tests take streams meanwhile, so the next id is not known, but ids do not run out.
         for _ in 0..3000 {
             Stream::new(device.device()).unwrap();
         }
@@ -168,7 +168,7 @@ fn a_dropped_streams_work_is_done_and_its_queue_serves_the_next() {
 }
 
 #[test]
-fn threads_with_a_stream_each_share_kernels() {
+fn threads_on_their_own_streams_share_kernels() {
     for device in devices() {
         let kernel = axb_kernel(device);
         let start = Barrier::new(8);
@@ -192,7 +192,7 @@ fn threads_with_a_stream_each_share_kernels() {
     }
 }
 
-/// Launches, on the current stream, a check of `index` against a size of 10, behind work that takes a while.
+/// Launches, on the current stream, a check of `index` against a size of 10, behind slow work.
 fn check(device: &ClDevice, kernel: &ClKernel, index: i32) -> ClBuffer {
     let (slow, x) = (ints(device, 0), buffer(device, &index.to_ne_bytes()));
     add_ones(device, &slow, 20);
@@ -208,7 +208,7 @@ fn assert_fault<T>(result: Result<T>, bad: i64) {
 }
 
 #[test]
-fn faults_on_any_stream_of_the_thread_are_told_once() {
+fn faults_on_any_stream_are_reported_once() {
     for device in devices() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
@@ -223,7 +223,7 @@ fn faults_on_any_stream_of_the_thread_are_told_once() {
         assert_fault(with_stream(&b, || device.copy((&fine, 0), (&fine, 400), 4, true)), -5);
         with_stream(&a, read).expect("told once");
 
-        // Right on one stream, wrong on the other, whichever comes last.
+        // A valid index on one stream and an invalid one on the other, in both orders.
         with_stream(&a, || check(device, &kernel, 3));
         with_stream(&b, || check(device, &kernel, 10));
         assert_fault(device.finish(), 10);
@@ -231,13 +231,13 @@ fn faults_on_any_stream_of_the_thread_are_told_once() {
         with_stream(&a, || check(device, &kernel, 3));
         assert_fault(with_stream(&a, read), 11);
 
-        // A stream tells its own.
+        // A wait for a stream reports that stream's fault.
         with_stream(&a, || check(device, &kernel, 12));
         b.synchronize().expect("it was not on this stream");
         assert_fault(a.synchronize(), 12);
         device.finish().expect("told once");
 
-        // Another thread's wait is not disturbed.
+        // Another thread's read does not report the fault.
         with_stream(&a, || check(device, &kernel, 13));
         std::thread::scope(|s| s.spawn(|| with_stream(&a, read)).join().unwrap()).expect("another thread's");
         assert_fault(with_stream(&b, read), 13);
@@ -250,8 +250,8 @@ fn pinned_memory_is_read_and_written_through_its_pointer() {
         for n in [1, 4096, 1_000_003] {
             let pinned = device.create_pinned(n).unwrap();
             assert_eq!(pinned.bytes(), n);
-            // SAFETY: `n` bytes, mapped for reading and writing until `pinned` is dropped; no transfer is under way, and
-            // this is the only slice of them. They are initialised below before anything reads them.
+            // SAFETY: `n` bytes, mapped for reading and writing until `pinned` is dropped; no transfer is in progress, and
+            // this is the only slice of them. They are initialised before the slice is made.
             let bytes = unsafe {
                 pinned.start().write_bytes(0, n);
                 std::slice::from_raw_parts_mut(pinned.start().as_ptr(), n)
@@ -264,7 +264,7 @@ fn pinned_memory_is_read_and_written_through_its_pointer() {
             device.read((&x, 0), bytes).unwrap();
             assert_eq!(bytes, pattern(n));
         }
-        // From any thread; and what cannot be is an error.
+        // Pinned memory can be dropped on any thread; size 0 is an error.
         let pinned = device.create_pinned(64).unwrap();
         std::thread::spawn(move || drop(pinned)).join().unwrap();
         assert!(device.create_pinned(0).is_err());

@@ -1,4 +1,4 @@
-//! Streams that are taken and given back, each with a queue of its own.
+//! Creation and reuse of streams, each with its own queue.
 
 use super::ClDevice;
 use super::hints;
@@ -9,19 +9,19 @@ use crate::device::stream::StreamId;
 use crate::device::{lock, log};
 
 impl ClDevice {
-    /// A stream nobody holds, with a queue of its own.
+    /// Takes an unused stream, with its own queue.
     ///
     /// # Errors
-    /// What the driver refuses, too many streams, or a lost device.
-    pub(crate) fn take_stream(&self, wanted: StreamHints) -> Result<StreamId> {
+    /// The driver's errors, too many streams, or a lost device.
+    pub(crate) fn acquire_stream(&self, wanted: StreamHints) -> Result<StreamId> {
         self.check_lost()?;
-        let hints = hints::taken(self.device(), wanted);
-        let _messages = log::defer(); // until the lock is free
-        lock(&self.queues.ids).take(hints, |_| {
+        let hints = hints::supported(self.device(), wanted);
+        let _messages = log::defer(); // until the lock is released
+        lock(&self.queues.ids).acquire(hints, |_| {
             let queue = Queue::create(self.context, self.id(), hints);
-            let queue = queue.map_err(|e| self.error(self.settle(e)))?;
+            let queue = queue.map_err(|e| self.error(self.detect_loss(e)))?;
             if queue.hints != hints {
-                hints::ignored(self.device(), hints, queue.hints);
+                hints::log_ignored(self.device(), hints, queue.hints);
             }
             self.queues.lock().push(queue);
             self.profile_if_on();
@@ -29,14 +29,14 @@ impl ClDevice {
         })
     }
 
-    /// Takes a stream back. What it still has to do gets done.
-    pub(crate) fn give_stream_back(&self, stream: StreamId) {
+    /// Releases a stream for reuse. Its submitted work still runs.
+    pub(crate) fn release_stream(&self, stream: StreamId) {
         let hints = {
             let mut queues = self.queues.lock();
             let queue = &mut queues[stream.index()];
             let _ = queue.flush();
             queue.hints
         };
-        lock(&self.queues.ids).give_back(stream, hints);
+        lock(&self.queues.ids).release(stream, hints);
     }
 }

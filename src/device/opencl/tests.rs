@@ -1,4 +1,4 @@
-//! The room against real drivers, on every device present. On a machine without OpenCL these have nothing to run on.
+//! Tests of the runtime with real drivers, on every device. On a machine without OpenCL they test nothing.
 
 use std::sync::Barrier;
 
@@ -27,7 +27,7 @@ pub(super) fn pattern(n: usize) -> Vec<u8> {
     (0..n).map(|i| (i * 7 + i / 251) as u8).collect()
 }
 
-/// `y[i] = a * x[i] + b`, in ints.
+/// The source of a kernel that computes `y[i] = a * x[i] + b` in ints.
 pub(super) const AXB: &str = "__kernel void axb(__global const int* x, __global int* y, ulong n, int a, int b) {
     size_t i = get_global_id(0);
     if (i < n) y[i] = a * x[i] + b;
@@ -51,7 +51,7 @@ pub(super) fn axb(
 }
 
 #[test]
-fn opening_gives_one_device_an_index() {
+fn an_index_opens_one_device() {
     for (i, device) in devices().into_iter().enumerate() {
         assert!(std::ptr::eq(device, open(i).unwrap()));
         assert_eq!(device.device(), crate::Device::OpenCL(i));
@@ -89,7 +89,7 @@ fn copies_within_and_between_buffers() {
             let mut expected = vec![1; n];
             expected[n / 2..n / 2 * 2].copy_from_slice(&pattern(n)[n / 4..n / 4 + n / 2]);
             assert_eq!(contents(device, &b), expected);
-            // Overlapping: up and down, by one byte, by many, by nothing, in few pieces and in many.
+            // Overlapping ranges: up and down, by one byte, by many, by nothing, in few pieces and in many.
             for (src, dst) in [(0, 1), (1, 0), (0, n / 3), (n / 3, 0), (n / 2, n / 2), (0, n / 50), (n / 50, 0)] {
                 let len = n - src.max(dst);
                 let a = buffer(device, &pattern(n));
@@ -103,7 +103,7 @@ fn copies_within_and_between_buffers() {
 }
 
 #[test]
-fn overlapping_copies_longer_than_the_temporary() {
+fn overlapping_copies_may_exceed_the_temporary_buffer() {
     let n = 40 << 20;
     for device in devices() {
         for (src, dst) in [(0, 5), (5, 0), (0, 17 << 20), (17 << 20, 0)] {
@@ -209,7 +209,7 @@ fn every_kind_of_argument_arrives() {
 }
 
 #[test]
-fn a_number_is_set_again_where_it_has_changed() {
+fn changed_number_arguments_are_set_again() {
     for device in devices() {
         let kernel = axb_kernel(device);
         assert!(!kernel.has_number(3, 0), "nothing is set");
@@ -219,7 +219,7 @@ fn a_number_is_set_again_where_it_has_changed() {
             assert_eq!(contents(device, &y), (7 * a + b).to_ne_bytes(), "{a} * 7 + {b}");
             assert!(kernel.has_number(2, 1) && kernel.has_number(3, u64::from(a as u32)));
         }
-        // All ones also stand for what is not known.
+        // u64::MAX also marks an unknown number.
         for n in [1, u64::MAX, 1] {
             let args = [Arg::Buffer(&x), Arg::Buffer(&y), Arg::U64(n), Arg::U32(1), Arg::U32(1)];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
@@ -229,7 +229,7 @@ fn a_number_is_set_again_where_it_has_changed() {
 }
 
 #[test]
-fn doubles_arrive_where_there_are_any() {
+fn double_arguments_arrive() {
     const SOURCE: &str = "
     #ifdef HAS_F64
     #pragma OPENCL EXTENSION cl_khr_fp64 : enable
@@ -243,7 +243,7 @@ fn doubles_arrive_where_there_are_any() {
     }
 }
 
-/// More launches than the queue may hold, in order, each on top of the last.
+/// More launches than a queue may hold run in order; each uses the result of the last.
 #[test]
 fn long_queues_stay_in_order() {
     for device in devices() {
@@ -270,7 +270,7 @@ fn eight_threads_share_a_device() {
                         let n = 1 + (t * 131 + round * 17) as usize % 3000;
                         let ints: Vec<i32> = (0..n as i32).map(|i| i ^ t).collect();
                         let (x, y) = (buffer(device, bytemuck::cast_slice(&ints)), buffer(device, &vec![0; n * 4]));
-                        // The same kernel object from all threads: arguments must not mix.
+                        // All threads use the same kernel object: arguments must not mix.
                         axb(device, shared, &x, &y, t, round).unwrap();
                         let z = device.create_buffer(n * 4).unwrap();
                         device.copy((&y, 0), (&z, 0), n * 4, round % 2 == 0).unwrap();
@@ -306,7 +306,7 @@ pub(super) const FAULTY: &str =
 }";
 
 #[test]
-fn faults_come_back_once_to_the_thread_that_made_them() {
+fn faults_are_reported_once_to_their_thread() {
     for device in devices() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let check = |index: i32, code: Fault| {
@@ -323,7 +323,7 @@ fn faults_come_back_once_to_the_thread_that_made_them() {
         device.read((&x, 0), &mut [0; 4]).expect("told once");
 
         check(10, Fault::DivisionByZero);
-        // Another thread's read is not disturbed.
+        // Another thread's read does not report the fault.
         std::thread::scope(|s| _ = s.spawn(|| contents(device, &x)));
         assert!(matches!(device.finish(), Err(Error::DivisionByZero { .. })));
         device.finish().unwrap();
@@ -337,23 +337,23 @@ fn faults_come_back_once_to_the_thread_that_made_them() {
 }
 
 #[test]
-fn a_fault_outlives_its_thread() {
+fn a_fault_of_an_ended_thread_is_reported() {
     for i in 0..count() {
-        // A device of its own, for any thread's finish may be told.
-        let device = &ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+        // Opens the device again, because any thread's finish may report the fault.
+        let device = &ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let x = buffer(device, &99i32.to_ne_bytes());
         let launch = || {
             let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), device.faults()];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
         };
-        // Two threads, which have words of their own.
+        // Two threads with different fault words.
         let both = std::sync::Barrier::new(2);
         let launch_at_once = || {
             launch();
             both.wait();
         };
-        // Joined one by one: a scope does not wait until threads have given their words back.
+        // Joined explicitly: a scope does not wait until threads have returned their slots.
         std::thread::scope(|s| [s.spawn(launch_at_once), s.spawn(launch_at_once)].map(|t| t.join().unwrap()));
         assert_eq!(contents(device, &x), 99i32.to_ne_bytes(), "a read is not disturbed");
         for _ in 0..2 {
@@ -364,10 +364,10 @@ fn a_fault_outlives_its_thread() {
 }
 
 #[test]
-fn sizes_no_device_has_are_errors_and_others_keep_their_values() {
+fn impossible_sizes_fail_and_leave_other_buffers_intact() {
     for device in devices() {
         let b = buffer(device, &pattern(100));
-        // Lazy drivers create what they will never commit.
+        // Drivers that allocate lazily create buffers that they can never commit.
         let error = device.create_buffer(1 << 60).and_then(|b| device.commit(&b)).unwrap_err();
         assert!(matches!(error.classify(), Class::TooBig | Class::OutOfMemory), "{}", error.name());
         assert!(matches!(device.error(error), Error::OpenCl { .. }));
@@ -376,16 +376,16 @@ fn sizes_no_device_has_are_errors_and_others_keep_their_values() {
     }
 }
 
-/// A device of its own, opened a second time, for what no other test may see.
+/// Opens the device again, so that no other test uses the lost device.
 #[test]
 fn a_lost_device_stays_lost() {
-    let Ok(found) = discovery::find(0) else { return };
+    let Ok(found) = discovery::description(0) else { return };
     let device = ClDevice::open(0, found).unwrap();
     let kernel = axb_kernel(&device);
     let b = buffer(&device, &[1; 8]);
-    assert_eq!(device.settle(ClError::new("clFinish", -5)).classify(), Class::OutOfMemory, "it still answers");
+    assert_eq!(device.detect_loss(ClError::new("clFinish", -5)).classify(), Class::OutOfMemory, "it still answers");
     assert!(!device.is_lost());
-    assert_eq!(device.settle(ClError::new("clFinish", -9999)).classify(), Class::Lost);
+    assert_eq!(device.detect_loss(ClError::new("clFinish", -9999)).classify(), Class::Lost);
     assert!(device.is_lost());
     let lost = |e: Error| {
         assert!(matches!(e, Error::DeviceLost { .. }), "{e}");

@@ -1,6 +1,6 @@
-//! The values of a device's [`parameters`](super::parameters). [`tune`](crate::tune) measures the choices and keeps what it finds beside the programs, in a file a device;
-//! every process that opens the device later has it. A file that is damaged, or of another driver, is not used.
-//! These are the device's values; [`choices`](super::choices) has others for kernels and classes of sizes.
+//! The values of a device's [`parameters`](super::parameters). [`tune`](crate::tune) times the choices and stores the fastest in
+//! the disk cache, one file per device, for every process that opens the device later. A file that is damaged, or made with
+//! another driver, is not used. These are the device's values; [`choices`](super::choices) has values per kernel and size class.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,107 +9,108 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, O
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
-use super::cache::{Cache, Kind};
-use super::choices::{self, Choices, Chosen, level_of_process};
-use super::parameters::{ALL, Family, Knob, PARAMETERS, Values, defaults, rows};
+use super::cache::{Cache, FileKind};
+use super::choices::{self, Choices, Chosen, level_from_environment};
+use super::parameters::{ALL, Family, PARAMETERS, TuningParameter, Values, defaults, rows};
 use crate::device::{DeviceKind, log};
 use crate::error::Excerpt;
 
-/// How often a parameter of any device was set.
+/// The number of changes of parameters, on all devices.
 static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);
 
-/// A number that is another one after every change of a parameter: what was chosen before is not to be used then.
+/// Returns a number that grows with every change of a parameter, after which earlier decisions must not be reused.
 #[inline]
 pub(crate) fn times_tuned() -> u64 {
     TIMES_TUNED.load(Acquire)
 }
 
-/// Has launches choose their kernels anew, on every device.
+/// Makes launches select their kernels again, on every device.
 pub(super) fn kernels_changed() {
     TIMES_TUNED.fetch_add(1, Release);
 }
 
-/// A value for every row of the table.
+/// The value of every row of the table.
 pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
-    /// Whether somebody chose them, for this device.
+    /// True if the values were set or loaded for this device, even if they equal the defaults.
     is_chosen: AtomicBool,
-    /// For kernels and classes of sizes.
+    /// Values for kernels and size classes.
     pub(super) choices: Choices,
 }
 
-/// All that a file has.
+/// The contents of a tuning file.
 pub(super) type Stored = (Values, Chosen);
 
 impl Tuning {
-    /// Has everybody ask again.
-    pub(super) fn changed(&self) {
-        self.choices.note_use();
+    /// Makes every launch look up its parameters again.
+    pub(super) fn invalidate_launches(&self) {
+        self.choices.update_is_on();
         kernels_changed();
     }
 }
 
 impl ClDevice {
+    /// Returns the device's family, which selects the default values.
     pub(crate) fn family(&self) -> Family {
         match self.info().kind {
-            DeviceKind::Cpu if many_registers() => Family::WideProcessor,
+            DeviceKind::Cpu if has_32_wide_registers() => Family::WideProcessor,
             DeviceKind::Cpu => Family::Processor,
             _ => Family::Gpu,
         }
     }
 
-    /// The value of a parameter on this device.
-    pub(crate) fn tuned(&self, knob: Knob) -> usize {
+    /// Returns the value of a parameter on this device.
+    pub(crate) fn tuned(&self, knob: TuningParameter) -> usize {
         self.tuning().values[knob as usize].load(Relaxed)
     }
 
-    /// Sets it, for this process.
-    pub(crate) fn set_tuned(&self, knob: Knob, value: usize) {
+    /// Sets a parameter in this process.
+    pub(crate) fn set_tuned(&self, knob: TuningParameter, value: usize) {
         self.tuning().values[knob as usize].store(value, Relaxed);
         self.tuning().is_chosen.store(true, Relaxed);
-        self.tuning().changed();
+        self.tuning().invalidate_launches();
     }
 
-    /// Sets all of them, for this process, and these choices beside those that were made.
+    /// Sets all parameters in this process, and adds choices.
     pub(super) fn set_all_tuned(&self, (values, chosen): Stored) {
         for (at, value) in self.tuning().values.iter().zip(values) {
             at.store(value, Relaxed);
         }
         self.tuning().choices.extend(chosen);
         self.tuning().is_chosen.store(true, Relaxed);
-        self.tuning().changed();
+        self.tuning().invalidate_launches();
     }
 
-    /// Forgets the choices for kernels and classes of sizes, in this process.
+    /// Deletes the choices for kernels and size classes in this process.
     pub(crate) fn forget_choices(&self) {
         self.tuning().choices.clear();
-        self.tuning().changed();
+        self.tuning().invalidate_launches();
     }
 
-    /// Keeps the values for other processes: in which file, unless there is no cache.
+    /// Stores the values for other processes; returns the file's path, none without a cache.
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
         cache.store(&self.tuning_file(), self.tuning_text().as_bytes()).map(Some)
     }
 
-    /// Keeps a choice that was just made, beside what other processes have kept meanwhile.
-    pub(super) fn chosen_anew(&self) {
+    /// Stores a new choice, together with choices that other processes have stored meanwhile.
+    pub(super) fn store_new_choices(&self) {
         self.tuning().is_chosen.store(true, Relaxed);
         let Some(cache) = Cache::of_process() else { return };
         let (values, mut chosen) = self.stored_tuning(cache).unwrap_or_else(|| (self.values(), Chosen::new()));
         chosen.extend(self.tuning().choices.chosen());
         let text = write(&self.identity(), self.family(), &values, &chosen);
         if let Err(error) = cache.store(&self.tuning_file(), text.as_bytes()) {
-            log::emit(move || tracing::debug!(%error, "a choice is not kept"));
+            log::emit(move || tracing::debug!(%error, "a tuned choice could not be stored"));
         }
     }
 
-    /// Whether the values are others than the defaults, or were found to be these.
+    /// True if the values were set or loaded for this device, even if they equal the defaults.
     pub(super) fn is_tuned(&self) -> bool {
         self.tuning().is_chosen.load(Relaxed)
     }
 
-    /// The values as a file has them.
+    /// Returns the contents of the tuning file with the current values.
     pub(super) fn tuning_text(&self) -> String {
         write(&self.identity(), self.family(), &self.values(), &self.tuning().choices.chosen())
     }
@@ -118,22 +119,23 @@ impl ClDevice {
         std::array::from_fn(|i| self.tuning().values[i].load(Relaxed))
     }
 
-    /// The opposite; what is wrong with the text where it is not of this device, driver and version.
+    /// Parses [`tuning_text`](Self::tuning_text). The error says if the text is of another device, driver or version, or invalid.
     pub(super) fn read_tuning(&self, text: &str) -> Result<Stored, String> {
         read(text, &self.identity(), self.family())
     }
 
+    /// Returns the device's values, loaded at the first call.
     pub(super) fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(|| {
             let stored = Cache::of_process().and_then(|cache| self.stored_tuning(cache));
             let is_chosen = AtomicBool::new(stored.is_some());
             let (values, chosen) = stored.unwrap_or_else(|| (defaults(self.family()), Chosen::new()));
-            let choices = Choices::new(level_of_process(), chosen);
+            let choices = Choices::new(level_from_environment(), chosen);
             Tuning { values: values.map(AtomicUsize::new), is_chosen, choices }
         })
     }
 
-    /// What is in the file, if it is there and of this driver and version.
+    /// Loads the tuning file, if there is one from this driver and version.
     fn stored_tuning(&self, cache: &Cache) -> Option<Stored> {
         let read = match cache.load(&self.tuning_file()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
@@ -143,31 +145,31 @@ impl ClDevice {
         read.inspect_err(|why| tracing::warn!(why, "stored tuning not used: run `claystone tune` again")).ok()
     }
 
-    /// A file a device, whatever its driver: so that an update can be told of.
+    /// Returns the file's name, which depends on the device but not on the driver, so that a change of the driver can be reported.
     pub(super) fn tuning_file(&self) -> String {
         let device = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
-        Kind::Tuning.name(&Sha256::digest(device).into())
+        FileKind::Tuning.name(&Sha256::digest(device).into())
     }
 
-    /// What the times are of.
+    /// Returns the device, driver and version for which the measurements hold.
     pub(super) fn identity(&self) -> String {
         let info = self.info();
         format!("{}, driver {}, claystone {}", info.name, info.driver, env!("CARGO_PKG_VERSION"))
     }
 }
 
-/// `identity`, then a line a parameter, then the choices.
+/// Formats a tuning file: `identity`, one line per parameter, and the choices.
 fn write(identity: &str, family: Family, values: &Values, chosen: &Chosen) -> String {
     let lines: String = rows(family).map(|(i, p)| format!("{} {}\n", p.name, values[i])).collect();
     format!("{identity}\n{lines}{}", choices::write(chosen))
 }
 
-/// The opposite; what is wrong where it is not all there, or is of something else.
+/// Parses the text of [`write`]. The error names the missing or invalid part, or another identity.
 fn read(text: &str, identity: &str, family: Family) -> Result<Stored, String> {
-    let text = text.strip_suffix('\n').ok_or("it is cut short")?;
+    let text = text.strip_suffix('\n').ok_or("it is truncated")?;
     let (first, rest) = text.split_once('\n').unwrap_or((text, ""));
     if first != identity {
-        return Err(format!("it is of \"{}\", not of \"{identity}\"", Excerpt(first)));
+        return Err(format!("it was measured on \"{}\", and this is \"{identity}\"", Excerpt(first)));
     }
     let mut values = defaults(family);
     let mut lines = rest.lines();
@@ -175,12 +177,12 @@ fn read(text: &str, identity: &str, family: Family) -> Result<Stored, String> {
         let line = lines.next().unwrap_or_default();
         let value = line.strip_prefix(p.name).and_then(|value| value.strip_prefix(' ')?.parse().ok());
         let choice = value.filter(|value| p.choices.contains(value));
-        values[i] = choice.ok_or_else(|| format!("\"{}\" is no choice of {}", Excerpt(line), p.name))?;
+        values[i] = choice.ok_or_else(|| format!("\"{}\" is not a valid choice of {}", Excerpt(line), p.name))?;
     }
     Ok((values, choices::read(lines, family)?))
 }
 
-/// What is wrong with a file's contents, for whatever device they are.
+/// Checks the contents of a tuning file of any device. The error describes the fault.
 pub(super) fn check(text: &str) -> Result<(), String> {
     let identity = text.split('\n').next().unwrap_or_default();
     ALL.iter().try_for_each(|&family| {
@@ -190,7 +192,8 @@ pub(super) fn check(text: &str) -> Result<(), String> {
     })
 }
 
-fn many_registers() -> bool {
+/// True if the host has AVX-512, and so 32 vector registers of 64 bytes.
+fn has_32_wide_registers() -> bool {
     #[cfg(target_arch = "x86_64")]
     return std::arch::is_x86_feature_detected!("avx512f");
     #[cfg(not(target_arch = "x86_64"))]
@@ -206,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_in_order_and_defaults_are_choices() {
+    fn the_parameter_table_is_in_order_and_defaults_are_allowed() {
         for (i, p) in PARAMETERS.iter().enumerate() {
             assert_eq!(p.knob as usize, i, "{}", p.name);
             assert!(p.families.iter().all(|&family| p.choices.contains(&p.default(family))), "{}", p.name);
@@ -214,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back_and_nothing_else() {
+    fn written_tuning_reads_back_and_others_fail() {
         for family in ALL.iter().copied() {
             let mut values = defaults(family);
             rows(family).for_each(|(i, p)| values[i] = p.choices[p.choices.len() - 1]);
@@ -234,8 +237,8 @@ mod tests {
         }
     }
 
-    /// What is read from a changed file, if it is read at all, are choices that the parameters have. `CLAYSTONE_MUTATIONS`
-    /// says how many inputs are tried for each family of devices.
+    /// Parsing a changed file gives values that the parameters allow, or an error. `CLAYSTONE_MUTATIONS` sets the number of inputs
+    /// for each family of devices.
     #[test]
     fn mutated_files_give_choices_or_errors() {
         for family in ALL.iter().copied() {
@@ -260,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_missing_or_of_something_else_is_not_used() {
+    fn missing_or_foreign_tuning_files_are_not_used() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path(), 1 << 20);
         for device in devices() {
@@ -281,9 +284,9 @@ mod tests {
                 cache.store(&file, other).unwrap();
                 assert_eq!(device.stored_tuning(&cache), None);
             }
-            // That of another device, whole.
-            cache.store(&Kind::Tuning.name(&[7; 32]), text.as_bytes()).unwrap();
-            fs::rename(dir.path().join(Kind::Tuning.name(&[7; 32])), &path).unwrap();
+            // The whole file of another device.
+            cache.store(&FileKind::Tuning.name(&[7; 32]), text.as_bytes()).unwrap();
+            fs::rename(dir.path().join(FileKind::Tuning.name(&[7; 32])), &path).unwrap();
             assert_eq!(device.stored_tuning(&cache), None);
         }
     }

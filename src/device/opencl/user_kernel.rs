@@ -1,21 +1,21 @@
-//! Kernels of the user's: OpenCL C on tensors, of which this knows what [`KernelTensor`] says.
+//! Kernels of users: OpenCL C on tensors, which this module knows only through [`KernelTensor`].
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex};
 
 use crate::device::lru::Lru;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, Parameter, Space, open_device};
+use crate::device::opencl::{AddressSpace, Arg, ClDevice, ClKernel, Parameter, open_device};
 use crate::device::{Device, lock};
 use crate::{DType, Error, Result};
 
-/// A kernel of your own in OpenCL C, run on tensors (PyTorch's `torch.cuda._compile_kernel`).
+/// A user-defined kernel in OpenCL C, run on tensors, as PyTorch's `torch.cuda._compile_kernel`.
 ///
-/// A tensor is passed where the kernel has a `__global` pointer, which then points at the tensor's first element: views
-/// need nothing special, but a kernel that is to take any strides takes them as numbers. bf16 has no type in OpenCL C: its
-/// bits are a `ushort`; a bool is a `uchar`. The kernel is compiled when it first runs on a device, and kept on disk with the
-/// crate's own (see [`device`](crate::device)); programs of dropped kernels are released, but for the last few. `HAS_F64` is
-/// defined where the device has doubles, `IS_CPU` on processors.
+/// A tensor is passed as a `__global` pointer to its first element. Views need no special treatment, but a kernel for arbitrary
+/// strides must take the strides as numbers. OpenCL C has no type for bf16, so its bits are a `ushort`; a bool is a `uchar`.
+/// The kernel is compiled when it first runs on a device, and cached on disk with the crate's own kernels (see
+/// [`device`](crate::device)). Programs of dropped kernels are released, except the last few. `HAS_F64` is
+/// defined if the device has doubles, `IS_CPU` on processors.
 ///
 /// ```
 /// use claystone::{Device, Kernel, Tensor};
@@ -34,75 +34,77 @@ use crate::{DType, Error, Result};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// It is not recorded by autograd: a [`CustomOp`](crate::autograd::CustomOp) gives it a backward.
+/// Autograd does not record the kernel: use a [`CustomOp`](crate::autograd::CustomOp) to define a backward pass.
 pub struct Kernel {
     name: &'static str,
     source: String,
     options: String,
-    /// As the source has it, by device.
-    entries: Mutex<HashMap<Device, Arc<Entry>>>,
-    /// What is launched, by device and what the arguments are.
-    built: Mutex<Built>,
+    /// The signature of the user's kernel, by device.
+    entries: Mutex<HashMap<Device, Arc<KernelSignature>>>,
+    /// The compiled kernels that call the user's kernel, by device and argument types.
+    built: Mutex<CompiledKernels>,
 }
 
-/// By device, whether with [wide offsets](ClDevice::has_wide_offsets), and arguments.
-type Built = Lru<(Device, bool, Vec<Kind>), Arc<ClKernel>>;
+/// Keyed by device, by [wide offsets](ClDevice::has_wide_offsets) or not, and by argument types.
+type CompiledKernels = Lru<(Device, bool, Vec<ArgumentKind>), Arc<ClKernel>>;
 
-/// The most kernels kept of one source, for its devices and types of arguments.
+/// The maximum number of compiled kernels of one source, over devices and argument types.
 const MAX_BUILT: usize = 64;
 
-/// The user's own kernel: what it takes.
-struct Entry {
+/// The signature of the user's kernel.
+struct KernelSignature {
     count: usize,
-    /// Where the driver tells.
+    /// None if the driver does not report the parameters.
     parameters: Option<Vec<Parameter>>,
-    /// `reqd_work_group_size`, or zeros.
+    /// The size in `reqd_work_group_size`, or zeros.
     group: [usize; 3],
 }
 
-/// What an argument is to the compiler.
+/// The type of an argument in the generated kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Kind {
+enum ArgumentKind {
     Tensor,
     Local,
     Scalar(&'static str),
 }
 
 impl Kernel {
-    /// The kernel `name` in `source`, with further options for the compiler ("-cl-fast-relaxed-math -DN=4"). Nothing is
+    /// Creates the kernel `name` in `source`, with more options for the compiler ("-cl-fast-relaxed-math -DN=4"). Nothing is
     /// compiled yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that is none in C.
+    /// [`Error::Invalid`] for a name that is not an identifier in C.
     pub fn from_source(name: &'static str, source: impl Into<String>, options: &str) -> Result<Kernel> {
         let letter = |c: char| c.is_ascii_alphanumeric() || c == '_';
         if name.is_empty() || !name.chars().all(letter) || name.starts_with(|c: char| c.is_ascii_digit()) {
-            return Err(Error::invalid("Kernel::from_source", format!("\"{name}\" is no name of a kernel")));
+            return Err(Error::invalid("Kernel::from_source", format!("\"{name}\" is not a valid kernel name")));
         }
         let built = Mutex::new(Lru::new(MAX_BUILT));
         Ok(Kernel { name, source: source.into(), options: options.into(), entries: Mutex::default(), built })
     }
 
-    /// What messages call it.
+    /// Returns the kernel's name.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// A call, to which arguments are added in the kernel's order.
+    /// Starts a call, to which arguments are added in the kernel's order.
     pub fn call(&self) -> KernelCall<'_> {
         KernelCall { kernel: self, arguments: Vec::new(), global: Vec::new(), local: None }
     }
 
+    /// Returns the user's options, plus the option that keeps the parameters' types.
     fn build_options(&self) -> String {
         format!("{} -cl-kernel-arg-info", self.options)
     }
 
-    fn entry(&self, device: &'static ClDevice) -> Result<Arc<Entry>> {
+    /// Returns the kernel's signature on the device; compiles the user's source if necessary.
+    fn entry(&self, device: &'static ClDevice) -> Result<Arc<KernelSignature>> {
         if let Some(entry) = lock(&self.entries).get(&device.device()) {
             return Ok(entry.clone());
         }
         let kernel = device.build_with(self.name, &self.source, &self.build_options(), self.name)?;
-        let entry = Arc::new(Entry {
+        let entry = Arc::new(KernelSignature {
             count: kernel.arg_count(),
             parameters: device.parameters(&kernel),
             group: device.required_group(&kernel),
@@ -110,8 +112,13 @@ impl Kernel {
         Ok(lock(&self.entries).entry(device.device()).or_insert(entry).clone())
     }
 
-    /// The kernel that is launched: it adds to each pointer where its tensor begins in the buffer, and calls the user's.
-    fn built(&self, device: &'static ClDevice, entry: &Entry, kinds: Vec<Kind>) -> Result<Arc<ClKernel>> {
+    /// Returns the generated kernel that is launched: it adds each tensor's offset to the buffer's pointer, and calls the user's kernel.
+    fn built(
+        &self,
+        device: &'static ClDevice,
+        entry: &KernelSignature,
+        kinds: Vec<ArgumentKind>,
+    ) -> Result<Arc<ClKernel>> {
         let key = (device.device(), device.has_wide_offsets(), kinds);
         if let Some(kernel) = lock(&self.built).get(&key) {
             return Ok(kernel.clone());
@@ -119,15 +126,15 @@ impl Kernel {
         let (mut parameters, mut arguments) = (Vec::new(), Vec::new());
         for (i, kind) in key.2.iter().enumerate() {
             match kind {
-                Kind::Tensor => {
+                ArgumentKind::Tensor => {
                     parameters.push(format!("__global uchar *a{i}, ulong o{i}"));
                     arguments.push(format!("(__global void *)(a{i} + o{i})"));
                 }
-                Kind::Local => {
+                ArgumentKind::Local => {
                     parameters.push(format!("__local uchar *a{i}"));
                     arguments.push(format!("(__local void *)a{i}"));
                 }
-                Kind::Scalar(t) => {
+                ArgumentKind::Scalar(t) => {
                     parameters.push(format!("{t} a{i}"));
                     arguments.push(format!("a{i}"));
                 }
@@ -157,7 +164,7 @@ impl fmt::Debug for Kernel {
     }
 }
 
-/// A number as a kernel's argument, of the type that OpenCL C has for it: `i32` is `int`, `u64` is `ulong`.
+/// A number as a kernel argument, with its type in OpenCL C: `i32` is `int`, `u64` is `ulong`.
 pub trait KernelScalar: sealed::Sealed + bytemuck::NoUninit {
     /// The type's name in OpenCL C.
     const TYPE: &'static str;
@@ -180,33 +187,34 @@ macro_rules! scalars {
 scalars!(i8 = "char", u8 = "uchar", i16 = "short", u16 = "ushort", i32 = "int", u32 = "uint");
 scalars!(i64 = "long", u64 = "ulong", f32 = "float", f64 = "double");
 
-/// What a kernel has to know of a tensor.
+/// The properties of a tensor that a kernel needs.
 pub(crate) trait KernelTensor {
     fn device(&self) -> Device;
     fn dtype(&self) -> DType;
-    /// Tells one storage from another.
+    /// Returns a number that is unique to the storage.
     fn storage_address(&self) -> usize;
-    /// Whether it has elements, and may be `written`.
+    /// Returns an error if the tensor is empty, or if it is to be `written` and must not be.
     fn check(&self, op: &'static str, written: bool) -> Result<()>;
-    /// Its buffer, which does not move while the view lives.
+    /// Returns the tensor's buffer, which does not move while the view lives.
     fn view(&self) -> Result<Box<dyn KernelBuffer + '_>>;
-    /// Notes that it was written.
+    /// Records that the kernel wrote to the tensor.
     fn written(&self);
 }
 
-/// The buffer of a tensor, and the bytes before its first element.
+/// A tensor's buffer, and the offset of the first element in bytes.
 pub(crate) trait KernelBuffer {
     fn buffer(&self) -> Arg<'_>;
     fn first_byte(&self) -> u64;
 }
 
+/// An argument of a call.
 pub(crate) enum Argument<'a> {
     Tensor { tensor: &'a dyn KernelTensor, written: bool },
     Scalar { kind: &'static str, bytes: [u8; 8], size: usize },
     Local(usize),
 }
 
-/// Arguments and sizes on their way to a [`Kernel`].
+/// The arguments and sizes of a call of a [`Kernel`].
 #[must_use = "nothing runs before launch()"]
 pub struct KernelCall<'a> {
     kernel: &'a Kernel,
@@ -216,49 +224,50 @@ pub struct KernelCall<'a> {
 }
 
 impl<'a> KernelCall<'a> {
-    /// A number. Its type is the kernel's: `2u32` for a `uint`.
+    /// Adds a number, whose type must be the kernel's: `2u32` for a `uint`.
     pub fn scalar<T: KernelScalar>(self, value: T) -> Self {
         let (mut bytes, size) = ([0; 8], size_of::<T>());
         bytes[..size].copy_from_slice(bytemuck::bytes_of(&value));
         self.with(Argument::Scalar { kind: T::TYPE, bytes, size })
     }
 
-    /// `bytes` bytes of local memory, for a `__local` pointer.
+    /// Adds `bytes` bytes of local memory, for a `__local` pointer.
     pub fn local_memory(self, bytes: usize) -> Self {
         self.with(Argument::Local(bytes))
     }
 
+    /// Adds an argument.
     pub(crate) fn with(mut self, argument: Argument<'a>) -> Self {
         self.arguments.push(argument);
         self
     }
 
-    /// How many work-items there are in each of one to three dimensions.
+    /// Sets the number of work-items in each of one to three dimensions.
     pub fn global(mut self, sizes: &[usize]) -> Self {
         self.global = sizes.to_vec();
         self
     }
 
-    /// How many of them a work-group has; the global sizes are multiples of these. Left out, groups are of up to 64 along
-    /// the first dimension.
+    /// Sets the work-group size in each dimension, of which the global sizes must be multiples. The default is groups of up to 64
+    /// work-items along the first dimension.
     pub fn local(mut self, sizes: &[usize]) -> Self {
         self.local = Some(sizes.to_vec());
         self
     }
 
-    /// Submits the kernel to the device's current stream, behind everything that was, and returns.
+    /// Submits the kernel to the current stream of the device, after all earlier work, and returns.
     ///
     /// # Errors
-    /// [`Error::Build`] with the compiler's log. [`Error::Invalid`] for a wrong number of arguments, an argument of another
-    /// type than the kernel's (where the driver tells what that is), sizes that do not go together or are too large; where
-    /// no tensor is given, one is on the CPU or empty, or an `out` is read through another argument.
+    /// [`Error::Build`] with the compiler's log. [`Error::Invalid`] for a wrong number of arguments, an argument of a wrong type (if
+    /// the driver reports the types), sizes that do not match or are too large; if there is no tensor, or a tensor is on the CPU
+    /// or empty, or an `out` is also another argument.
     /// [`Error::DeviceMismatch`]; [`Error::Autograd`] for an `out` that is part of a graph, outside
     /// [`no_grad`](crate::no_grad).
     ///
     /// # Safety
-    /// Nobody checks what the kernel does. It accesses only elements of the tensors it is given and of its local memory,
-    /// writes to no tensor but those given as `out`, and does not hang: anything else may change memory that belongs to other
-    /// tensors, or end the device. Its work-items do not race with each other.
+    /// The kernel's accesses are not checked. The kernel must access only elements of the given tensors and its local memory, write
+    /// only to tensors given as `out`, and terminate: otherwise it may change memory of other tensors, or crash the device. Its
+    /// work-items must not race with each other.
     pub unsafe fn launch(self) -> Result<()> {
         let name = self.kernel.name;
         let tensors = self.arguments.iter().filter_map(|a| match a {
@@ -267,7 +276,7 @@ impl<'a> KernelCall<'a> {
         });
         let tensors: Vec<(&dyn KernelTensor, bool)> = tensors.collect();
         let Some((first, _)) = tensors.first() else {
-            return Err(Error::invalid(name, "a kernel runs where its tensors are, and none is given"));
+            return Err(Error::invalid(name, "a kernel runs on the device of its tensors, and no tensor is given"));
         };
         for (i, (tensor, written)) in tensors.iter().enumerate() {
             if tensor.device() != first.device() {
@@ -291,7 +300,7 @@ impl<'a> KernelCall<'a> {
         self.check_arguments(&entry)?;
         let local = self.group(&entry)?;
         let kernel = self.kernel.built(device, &entry, self.arguments.iter().map(Argument::kind).collect())?;
-        // Views come last: what is held cannot be moved to make room.
+        // Views come last, because a tensor with a view cannot be moved to make room.
         let views = tensors.iter().map(|(t, _)| t.view()).collect::<Result<Vec<_>>>()?;
         let mut views = views.iter();
         let mut args = Vec::with_capacity(self.arguments.len() + tensors.len());
@@ -310,8 +319,8 @@ impl<'a> KernelCall<'a> {
         Ok(())
     }
 
-    /// Counts the arguments and compares their types with the kernel's, where the driver tells these.
-    fn check_arguments(&self, entry: &Entry) -> Result<()> {
+    /// Checks the number of arguments, and their types if the driver reports the parameters.
+    fn check_arguments(&self, entry: &KernelSignature) -> Result<()> {
         let name = self.kernel.name;
         if self.arguments.len() != entry.count {
             let reason = format!("the kernel takes {} arguments, {} are given", entry.count, self.arguments.len());
@@ -321,10 +330,10 @@ impl<'a> KernelCall<'a> {
             if let Some(given) = argument.mismatch(parameter) {
                 let (t, p) = (&parameter.type_name, &parameter.name);
                 let space = match parameter.space {
-                    Space::Global => "__global ",
-                    Space::Local => "__local ",
-                    Space::Constant => "__constant ",
-                    Space::Private => "",
+                    AddressSpace::Global => "__global ",
+                    AddressSpace::Local => "__local ",
+                    AddressSpace::Constant => "__constant ",
+                    AddressSpace::Private => "",
                 };
                 let constant = if parameter.constant { "const " } else { "" };
                 let reason = format!("argument {i} of the kernel is `{space}{constant}{t} {p}`, {given} is given");
@@ -334,8 +343,8 @@ impl<'a> KernelCall<'a> {
         Ok(())
     }
 
-    /// The work-group's sizes.
-    fn group(&self, entry: &Entry) -> Result<Vec<usize>> {
+    /// Returns the work-group size, after checking the sizes.
+    fn group(&self, entry: &KernelSignature) -> Result<Vec<usize>> {
         let (name, global) = (self.kernel.name, &self.global);
         if !(1..=3).contains(&global.len()) {
             return Err(Error::invalid(name, format!("global sizes are one to three numbers, not {global:?}")));
@@ -345,12 +354,12 @@ impl<'a> KernelCall<'a> {
         let local = match &self.local {
             Some(local) => local.clone(),
             None if fixed => required.to_vec(),
-            None => (0..global.len()).map(|d| if d == 0 { power_of_two(global[0], 64) } else { 1 }).collect(),
+            None => (0..global.len()).map(|d| if d == 0 { power_of_two_divisor(global[0], 64) } else { 1 }).collect(),
         };
         let divides = |(g, l): (&usize, &usize)| *l > 0 && g.is_multiple_of(*l);
         if local.len() != global.len() || !global.iter().zip(&local).all(divides) {
             let reason = format!(
-                "{global:?} work-items are no whole groups of {local:?}: round them up and let the kernel check its bounds"
+                "{global:?} work-items are not whole groups of {local:?}: round them up and let the kernel check its bounds"
             );
             return Err(Error::invalid(name, reason));
         }
@@ -361,35 +370,35 @@ impl<'a> KernelCall<'a> {
     }
 }
 
-/// The largest power of two, up to `most`, that divides n.
-fn power_of_two(n: usize, most: usize) -> usize {
+/// Returns the largest power of two, at most `most`, that divides n.
+fn power_of_two_divisor(n: usize, most: usize) -> usize {
     if n == 0 { 1 } else { (1 << n.trailing_zeros().min(62)).min(most) }
 }
 
 impl Argument<'_> {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> ArgumentKind {
         match self {
-            Argument::Tensor { .. } => Kind::Tensor,
-            Argument::Local(_) => Kind::Local,
-            Argument::Scalar { kind, .. } => Kind::Scalar(kind),
+            Argument::Tensor { .. } => ArgumentKind::Tensor,
+            Argument::Local(_) => ArgumentKind::Local,
+            Argument::Scalar { kind, .. } => ArgumentKind::Scalar(kind),
         }
     }
 
-    /// What this is, where the parameter is something else.
+    /// Returns a description of the argument if the parameter has another type.
     fn mismatch(&self, parameter: &Parameter) -> Option<String> {
         let pointer = parameter.type_name.strip_suffix('*').map(str::trim_end);
         let fits = match self {
             Argument::Tensor { tensor, written } => {
-                matches!(parameter.space, Space::Global)
+                matches!(parameter.space, AddressSpace::Global)
                     && !(*written && parameter.constant)
-                    && pointer.is_some_and(|t| holds(t, tensor.dtype()))
+                    && pointer.is_some_and(|t| pointer_matches(t, tensor.dtype()))
             }
-            Argument::Local(_) => matches!(parameter.space, Space::Local) && pointer.is_some(),
-            // A type of the source's own (a typedef) is known to the compiler only.
+            Argument::Local(_) => matches!(parameter.space, AddressSpace::Local) && pointer.is_some(),
+            // Only the compiler knows a typedef of the source.
             Argument::Scalar { kind, .. } => {
-                matches!(parameter.space, Space::Private)
+                matches!(parameter.space, AddressSpace::Private)
                     && pointer.is_none()
-                    && (parameter.type_name == *kind || size_and_kind(&parameter.type_name).is_none())
+                    && (parameter.type_name == *kind || c_type_size(&parameter.type_name).is_none())
             }
         };
         let given = || match self {
@@ -403,15 +412,15 @@ impl Argument<'_> {
     }
 }
 
-/// Whether a pointer to `t` may point at elements of this type. Vectors, and types of the source's own, may.
-fn holds(t: &str, dtype: DType) -> bool {
-    let Some((size, float)) = size_and_kind(t.trim_end_matches(|c: char| c.is_ascii_digit())) else { return true };
-    let bits = matches!(dtype, DType::F16 | DType::BF16); // there may be no half, and there is no bfloat16
+/// True if a pointer to `t` may refer to elements of this dtype. Pointers to vectors or to typedefs of the source always may.
+fn pointer_matches(t: &str, dtype: DType) -> bool {
+    let Some((size, float)) = c_type_size(t.trim_end_matches(|c: char| c.is_ascii_digit())) else { return true };
+    let bits = matches!(dtype, DType::F16 | DType::BF16); // the device may lack half, and OpenCL C has no bfloat16
     size == dtype.size() && (float == dtype.is_float() || (bits && !float))
 }
 
-/// The size of a type of OpenCL C, and whether it is a float.
-fn size_and_kind(t: &str) -> Option<(usize, bool)> {
+/// Returns the size of a type of OpenCL C in bytes, and whether it is a float.
+fn c_type_size(t: &str) -> Option<(usize, bool)> {
     Some(match t {
         "char" | "uchar" | "unsigned char" | "bool" => (1, false),
         "short" | "ushort" | "unsigned short" => (2, false),

@@ -1,4 +1,4 @@
-//! The latest of what was recorded, and as many changes of memory.
+//! The ring of the latest records, and a second ring of the latest changes of memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,52 +6,55 @@ use std::sync::Arc;
 use super::{Operation, Record};
 use crate::Device;
 
-/// A change of how much memory of a device is in use.
+/// A change in a device's memory use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MemoryRecord {
     pub time: u64,
     pub device: Device,
     pub change: MemoryChange,
 }
+/// The change in a [`MemoryRecord`].
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum MemoryChange {
-    /// So many bytes more are allocated, or fewer.
+    /// The growth of the allocated bytes, which may be negative.
     Allocated(i64),
-    /// So many bytes are reserved from now on.
+    /// The number of reserved bytes after the change.
     Reserved(u64),
 }
 
-/// The latest records, and as many about memory.
+/// The latest records, and the latest changes of memory.
 #[derive(Default)]
 pub(super) struct Ring {
     pub(super) records: VecDeque<Record>,
     pub(super) memory: VecDeque<MemoryRecord>,
     pub(super) capacity: usize,
+    /// The number of records dropped because the ring was full.
     pub(super) dropped: u64,
-    /// What began earlier is not kept.
+    /// The start of the recording: records that began earlier are discarded.
     pub(super) began: u64,
     pub(super) threads: Vec<(u32, String)>,
     pub(super) devices: Vec<MemoryBefore>,
-    /// Operations by a hash, so that steps that repeat share theirs: pages of memory never touched before are most of what
-    /// recording costs.
+    /// Operations by hash, shared by the records of repeated steps: most of the cost of recording is touching new pages of
+    /// memory.
     pub(super) operations: Vec<Option<Arc<Operation>>>,
 }
 
-/// A device's memory before the first record about it that is kept.
+/// A device's memory use before the first kept change.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MemoryBefore {
     pub device: Device,
     pub allocated: u64,
     pub reserved: u64,
-    /// How often drivers had made or released segments when the allocator was last asked how much is reserved.
+    /// The number of segment changes when the allocator was last asked for the reserved bytes.
     pub(super) changes: u32,
 }
 
-/// How many operations a ring shares.
+/// The number of hash slots for shared operations.
 const SHARED_OPERATIONS: usize = 1024;
 
 impl Ring {
+    /// Adds a record, unless it began before the recording.
     pub(super) fn push(&mut self, record: Record) {
         if record.host[0] < self.began {
             return;
@@ -63,6 +66,7 @@ impl Ring {
         self.records.push_back(record);
     }
 
+    /// Adds a change of memory; if the ring is full, the oldest change moves into [`MemoryBefore`].
     pub(super) fn push_memory(&mut self, record: MemoryRecord) {
         if self.memory.len() == self.capacity {
             self.forget_oldest_memory();
@@ -70,7 +74,7 @@ impl Ring {
         self.memory.push_back(record);
     }
 
-    /// Makes the oldest change part of what was before.
+    /// Removes the oldest change and adds it to the device's [`MemoryBefore`].
     pub(super) fn forget_oldest_memory(&mut self) {
         if let Some(oldest) = self.memory.pop_front()
             && let Some(before) = self.devices.iter_mut().find(|before| before.device == oldest.device)
@@ -82,13 +86,13 @@ impl Ring {
         }
     }
 
-    /// By how much the records say that a device's allocated bytes have grown.
+    /// Returns the growth of a device's allocated bytes over the kept changes.
     pub(super) fn growth(&self, device: Device) -> i64 {
         let changes = self.memory.iter().filter(|record| record.device == device).map(|record| record.change);
         changes.map(|change| if let MemoryChange::Allocated(bytes) = change { bytes } else { 0 }).sum()
     }
 
-    /// The operation, which is the same allocation as an equal one before it, as long as no other has taken its place.
+    /// Returns a shared copy of the operation: that of an equal earlier operation unless another one has replaced it in its slot.
     pub(super) fn share(&mut self, operation: Operation) -> Arc<Operation> {
         if self.operations.is_empty() {
             self.operations.resize(SHARED_OPERATIONS, None);
@@ -102,7 +106,7 @@ impl Ring {
 }
 
 impl Operation {
-    /// Of what differs most: the name and the shapes.
+    /// Returns a hash of the name and the shapes, which differ most between operations.
     fn hash(&self) -> u64 {
         let dims = self.shapes.iter().flatten().map(|&n| n as u64);
         let hash = dims.fold(self.name.as_ptr().addr() as u64, |hash, n| {

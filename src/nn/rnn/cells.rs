@@ -1,25 +1,31 @@
 //! Cells: one time step of a recurrent layer.
 
-use super::step::{Cell, Sizes, Step};
+use super::step::{Cell, CellKind, Sizes};
 use crate::nn::{Module, Role};
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Tensor};
 
-/// The next states of a cell: of a batch `[N, I]`, or of one input `[I]`.
-fn next(op: &'static str, step: Step, cell: &Cell, x: &Tensor, states: Option<&[&Tensor]>) -> Result<Vec<Tensor>> {
+/// Computes the next states of a cell, for a batch `[N, I]` or a single input `[I]`.
+fn run_cell(
+    op: &'static str,
+    step: CellKind,
+    cell: &Cell,
+    x: &Tensor,
+    states: Option<&[&Tensor]>,
+) -> Result<Vec<Tensor>> {
     let [hidden, input] = [&cell.weight_hh, &cell.weight_ih].map(|w| w.shape().dims()[1]);
     let (n, batched) = match *x.shape().dims() {
         [features] if features == input => (1, false),
         [n, features] if features == input => (n, true),
         _ => {
-            let reason = format!("the input is [N, {input}] or [{input}], not of shape {}", x.shape());
+            let reason = format!("the input must be [N, {input}] or [{input}], not of shape {}", x.shape());
             return Err(Error::invalid(op, reason));
         }
     };
     let shape = if batched { vec![n, hidden] } else { vec![hidden] };
     if let Some(wrong) = states.into_iter().flatten().find(|t| t.shape().dims() != shape) {
-        let hint = "a cell's state is [N, H], without N where the input has none";
+        let hint = "a cell's state must be [N, H], without N if the input has none";
         return Err(Error::ShapeMismatch { op, lhs: shape.into(), rhs: wrong.shape().clone(), hint });
     }
     let gates = cell.input_gates(step, &x.reshape([n, input])?)?;
@@ -28,22 +34,22 @@ fn next(op: &'static str, step: Step, cell: &Cell, x: &Tensor, states: Option<&[
         None => Tensor::zeros([n, hidden], &gates),
     };
     let states = (0..step.states()).map(start).collect::<Result<Vec<_>>>()?;
-    step.next(&gates, cell, &states)?.iter().map(|t| t.reshape(&shape[..])).collect()
+    step.next_states(&gates, cell, &states)?.iter().map(|t| t.reshape(&shape[..])).collect()
 }
 
 macro_rules! cells {
     ($($(#[$doc:meta])* $name:ident $step:expr, $state:ty, $given:ident => $tensors:expr, $next:ident => $states:expr;)*) => { $(
         $(#[$doc])*
         pub struct $name {
-            step: Step,
+            step: CellKind,
             cell: Cell,
         }
 
         impl $name {
-            /// A cell from `input_size` features to `hidden_size`; all parameters uniform in ±1/√hidden_size, as PyTorch's.
+            /// Creates a cell from `input_size` to `hidden_size` features. All parameters are uniform in ±1/√hidden_size, as in PyTorch.
             ///
             /// # Errors
-            /// [`Error::Invalid`] for a hidden size of 0; [`Error::UnsupportedDType`] for dtypes that are no floats;
+            /// [`Error::Invalid`] for a hidden size of 0; [`Error::UnsupportedDType`] for dtypes that are not floats;
             /// [`Error::OutOfMemory`].
             #[track_caller]
             pub fn new(input_size: usize, hidden_size: usize, tensors: impl Into<TensorOptions>) -> Result<$name> {
@@ -53,45 +59,45 @@ macro_rules! cells {
                 Ok($name { step: $step, cell })
             }
 
-            /// The weights of the input and of the hidden state, `[gates * H, I]` and `[gates * H, H]` (PyTorch's `weight_ih`, `weight_hh`).
+            /// Returns the weights of the input and of the hidden state, `[gates * H, I]` and `[gates * H, H]` (`weight_ih`, `weight_hh`).
             pub fn weights(&self) -> [&Tensor; 2] {
                 [&self.cell.weight_ih, &self.cell.weight_hh]
             }
 
-            /// The biases of the same, `[gates * H]` (PyTorch's `bias_ih`, `bias_hh`).
+            /// Returns the biases of the input and of the hidden state, `[gates * H]` (PyTorch's `bias_ih`, `bias_hh`).
             pub fn biases(&self) -> Option<[&Tensor; 2]> {
                 Some([self.cell.bias_ih.as_ref()?, self.cell.bias_hh.as_ref()?])
             }
 
-            /// Without the biases.
+            /// Removes the biases.
             pub fn without_bias(self) -> $name {
                 $name { cell: Cell { bias_ih: None, bias_hh: None, ..self.cell }, ..self }
             }
 
-            /// What PyTorch's cell gives when it is called: the next state, from `state`, or from zeros.
+            /// Computes the next state from `state`, or from zeros. This is PyTorch's call of a cell.
             ///
             /// # Errors
             /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`; [`Error::ShapeMismatch`] for a state that is
-            /// not `[N, H]`, or `[H]` where the input has no N.
+            /// not `[N, H]`, or `[H]` for an input without N.
             #[track_caller]
             pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<$state> {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::run");
                 let mut $next = match state {
-                    Some($given) => next(op, self.step, &self.cell, x, Some(&$tensors))?,
-                    None => next(op, self.step, &self.cell, x, None)?,
+                    Some($given) => run_cell(op, self.step, &self.cell, x, Some(&$tensors))?,
+                    None => run_cell(op, self.step, &self.cell, x, None)?,
                 };
                 Ok($states)
             }
         }
 
         impl Module for $name {
-            /// The hidden state after the step, from zeros.
+            /// Returns the hidden state after one step from zeros.
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::forward");
-                Ok(next(op, self.step, &self.cell, x, None)?.remove(0))
+                Ok(run_cell(op, self.step, &self.cell, x, None)?.remove(0))
             }
 
             fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
@@ -105,14 +111,14 @@ macro_rules! cells {
             fn set_training(&self, _training: bool) {}
 
             fn shallow_clone(&self) -> $name {
-                $name { cell: self.cell.handle(), ..*self }
+                $name { cell: self.cell.clone_handle(), ..*self }
             }
         }
     )* };
 }
 
 cells! {
-    /// One step of [`Rnn`](super::Rnn) (PyTorch's `nn.RNNCell`): `[N, I]` or `[I]` to the next hidden state. Parameters are
+    /// One step of [`Rnn`](super::Rnn) (PyTorch's `nn.RNNCell`): `[N, I]` or `[I]` to the next hidden state. The parameters are
     /// `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
     ///
     /// ```
@@ -123,9 +129,9 @@ cells! {
     /// assert_eq!(cell.run(&x, Some(&h))?.shape().dims(), [2, 5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    RnnCell Step::Tanh, Tensor, state => [state], next => next.remove(0);
+    RnnCell CellKind::Tanh, Tensor, state => [state], next => next.remove(0);
     /// One step of [`Lstm`](super::Lstm) (PyTorch's `nn.LSTMCell`): `[N, I]` or `[I]` to the next state, a pair `(h, c)`.
-    /// Parameters are `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
+    /// The parameters are `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::LstmCell};
@@ -139,8 +145,8 @@ cells! {
     /// assert_eq!((h.shape().dims(), c.shape().dims()), (&[2, 5][..], &[2, 5][..]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    LstmCell Step::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], next => (next.remove(0), next.remove(0));
-    /// One step of [`Gru`](super::Gru) (PyTorch's `nn.GRUCell`): `[N, I]` or `[I]` to the next hidden state. Parameters are
+    LstmCell CellKind::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], next => (next.remove(0), next.remove(0));
+    /// One step of [`Gru`](super::Gru) (PyTorch's `nn.GRUCell`): `[N, I]` or `[I]` to the next hidden state. The parameters are
     /// `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
     ///
     /// ```
@@ -150,12 +156,12 @@ cells! {
     /// assert_eq!(h.shape().dims(), [5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    GruCell Step::Gru, Tensor, state => [state], next => next.remove(0);
+    GruCell CellKind::Gru, Tensor, state => [state], next => next.remove(0);
 }
 
 impl RnnCell {
-    /// With `max(x, 0)` in place of the hyperbolic tangent (PyTorch's `nonlinearity='relu'`).
+    /// Replaces the hyperbolic tangent by `max(x, 0)` (PyTorch's `nonlinearity='relu'`).
     pub fn with_relu(self) -> RnnCell {
-        RnnCell { step: Step::Relu, ..self }
+        RnnCell { step: CellKind::Relu, ..self }
     }
 }

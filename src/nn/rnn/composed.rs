@@ -1,15 +1,15 @@
-//! One direction of a layer as recorded operations, step by step: what gradients of gradients are computed from.
+//! One direction of a layer as recorded operations, step by step, which double backward differentiates.
 
-use super::schedule::Schedule;
-use super::step::{Cell, Step};
+use super::schedule::RowSchedule;
+use super::step::{Cell, CellKind};
 use crate::{Result, Tensor};
 
-/// The hidden states of all rows, and the states that sequences end with, from the input's part of the gates.
-pub(super) fn composed(
-    step: Step,
+/// Computes the hidden states of all rows and the final states of all sequences, from the input's part of the gates.
+pub(super) fn run_composed(
+    step: CellKind,
     cell: &Cell,
     gates: &Tensor,
-    schedule: &Schedule,
+    schedule: &RowSchedule,
     start: Vec<Tensor>,
 ) -> Result<(Tensor, Vec<Tensor>)> {
     let rows = |states: &[Tensor], from: usize, to: usize| -> Result<Vec<Tensor>> {
@@ -22,7 +22,7 @@ pub(super) fn composed(
     let (mut states, mut size) = (rows(&start, 0, 0)?, 0);
     for at in schedule.steps() {
         if at.continued < size {
-            // Sequences that have ended, the shortest first.
+            // The shortest sequences end first.
             ended.push(rows(&states, at.continued, size)?);
             states = rows(&states, 0, at.continued)?;
         }
@@ -30,7 +30,7 @@ pub(super) fn composed(
             states = joined(vec![states, rows(&start, at.continued, at.rows)?])?;
         }
         size = at.rows;
-        states = step.next(&gates.narrow(0, at.start, at.rows)?, cell, &states)?;
+        states = step.next_states(&gates.narrow(0, at.start, at.rows)?, cell, &states)?;
         outputs.push(states[0].shallow_clone());
     }
     if schedule.reverse {

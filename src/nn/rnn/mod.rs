@@ -1,4 +1,4 @@
-//! Recurrent layers and their cells, composed of operations, and sequences of different lengths for them.
+//! Recurrent layers and cells, and packed sequences of different lengths.
 
 mod cells;
 mod composed;
@@ -13,7 +13,7 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 use stack::Stack;
-use step::Step;
+use step::CellKind;
 
 pub use cells::{GruCell, LstmCell, RnnCell};
 pub use packed::{
@@ -21,20 +21,20 @@ pub use packed::{
     unpad_sequence,
 };
 
-/// What [`Rnn`], [`Lstm`] and [`Gru`] leave to choose, with PyTorch's names and defaults.
+/// Options of [`Rnn`], [`Lstm`] and [`Gru`], with PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RnnOptions {
-    /// Layers on top of each other.
+    /// The number of stacked layers.
     pub num_layers: usize,
     /// Whether there are biases.
     pub bias: bool,
     /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
     pub batch_first: bool,
-    /// The probability with which what goes from one layer to the next is dropped in training.
+    /// The dropout probability between layers, in training.
     pub dropout: f64,
-    /// Whether each layer also goes through the sequence from its end.
+    /// Whether each layer also processes the sequence in reverse.
     pub bidirectional: bool,
-    /// Where not 0, LSTM's hidden state is projected to so many features, fewer than the hidden size.
+    /// If not 0, the number of features that LSTM's hidden state is projected to; less than the hidden size.
     pub proj_size: usize,
 }
 
@@ -50,12 +50,12 @@ macro_rules! layers {
         pub struct $name(Stack);
 
         impl $name {
-            /// A layer from `input_size` features to `hidden_size`; all parameters uniform in ±1/√hidden_size, as PyTorch's.
+            /// Creates a layer from `input_size` to `hidden_size` features. All parameters are uniform in ±1/√hidden_size, as in PyTorch.
             ///
             /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for sizes of 0, a dropout outside `0.0..=1.0`, and a projection that is
-            /// not LSTM's or not below the hidden size; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
-            /// that are no floats; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+            /// [`Error::Invalid`](crate::Error::Invalid) for sizes of 0, a dropout outside `0.0..=1.0`, and a projection of a layer
+            /// other than LSTM or not below the hidden size; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
+            /// that are not floats; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
             #[track_caller]
             pub fn new(
                 input_size: usize,
@@ -68,19 +68,19 @@ macro_rules! layers {
                 Stack::new(op, $step, [input_size, hidden_size], options, tensors.into()).map($name)
             }
 
-            /// The layer of parameters that are there, in PyTorch's order: of each layer and each of its directions `weight_ih`,
-            /// `weight_hh`, then `bias_ih` and `bias_hh` where there are biases, then `weight_hr` where LSTM's state is projected.
+            /// Creates a layer from existing parameters in PyTorch's order: for each layer and direction `weight_ih`, `weight_hh`, then
+            /// `bias_ih` and `bias_hh` if there are biases, then `weight_hr` if LSTM's hidden state is projected.
             ///
             /// # Errors
             /// As [`new`](Self::new); [`Error::Invalid`](crate::Error::Invalid) for another number of parameters,
-            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes that do not go together.
+            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes that are not compatible.
             pub fn from_parameters(parameters: Vec<Tensor>, options: RnnOptions) -> Result<$name> {
                 let op = concat!(stringify!($name), "::from_parameters");
                 Stack::from_parameters(op, $step, parameters, options).map($name)
             }
 
-            /// What PyTorch's layer gives when it is called: the last layer's hidden states at all steps, and what all layers
-            /// end with; from `state`, or from zeros.
+            /// Computes the last layer's hidden states at all steps, and the final states of all layers, from `state` or from zeros. This
+            /// is PyTorch's call of a layer.
             ///
             /// # Errors
             /// [`Error::Invalid`](crate::Error::Invalid) for an input that is neither `[L, I]` nor `[L, N, I]`;
@@ -96,11 +96,11 @@ macro_rules! layers {
                 Ok((out, $states))
             }
 
-            /// [`run`](Self::run) of sequences of different lengths: each ends with the state after its own last step, and the
-            /// other direction starts there. States are in the order in which the sequences were packed.
+            /// [`run`](Self::run) for sequences of different lengths: the final state of a sequence is the state after its own last step,
+            /// and the reverse direction starts there. States are in the order in which the sequences were packed.
             ///
             /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for elements of another number of features;
+            /// [`Error::Invalid`](crate::Error::Invalid) for elements with another number of features;
             /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
             pub fn run_packed(
                 &self,
@@ -117,7 +117,7 @@ macro_rules! layers {
         }
 
         impl Module for $name {
-            /// The hidden states of the last layer.
+            /// Returns the hidden states of the last layer.
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 let _caller = Caller::enter();
@@ -133,11 +133,11 @@ macro_rules! layers {
             }
 
             fn set_training(&self, training: bool) {
-                self.0.mode.switch(training);
+                self.0.mode.set_field_training(training);
             }
 
             fn shallow_clone(&self) -> $name {
-                $name(self.0.handle())
+                $name(self.0.clone_handle())
             }
         }
     )* };
@@ -146,9 +146,9 @@ macro_rules! layers {
 layers! {
     /// Elman's recurrent network, `h' = tanh(W x + b + V h + c)` (PyTorch's `nn.RNN`): `[L, N, I]` or `[L, I]` to hidden states.
     /// Parameters have PyTorch's names, `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0`, `bias_hh_l0` and so on.
-    Rnn Step::Tanh, Tensor, state => [state], last => last.remove(0);
-    /// Long short-term memory (PyTorch's `nn.LSTM`): `[L, N, I]` or `[L, I]` to hidden states. The state is a pair, `(h, c)`;
-    /// gates lie in PyTorch's order, and parameters have its names, `weight_hr_l0` among them where
+    Rnn CellKind::Tanh, Tensor, state => [state], last => last.remove(0);
+    /// Long short-term memory (PyTorch's `nn.LSTM`): `[L, N, I]` or `[L, I]` to hidden states. The state is a pair, `(h, c)`.
+    /// Gates are in PyTorch's order, and parameters have PyTorch's names, including `weight_hr_l0` if
     /// [`proj_size`](RnnOptions::proj_size) projects the hidden state.
     ///
     /// ```
@@ -161,15 +161,15 @@ layers! {
     /// assert_eq!(next.shape(), lstm.forward(&x)?.shape());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    Lstm Step::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], last => (last.remove(0), last.remove(0));
-    /// The gated recurrent unit (PyTorch's `nn.GRU`): `[L, N, I]` or `[L, I]` to hidden states. Gates lie in PyTorch's order, and
-    /// parameters have its names.
-    Gru Step::Gru, Tensor, state => [state], last => last.remove(0);
+    Lstm CellKind::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], last => (last.remove(0), last.remove(0));
+    /// The gated recurrent unit (PyTorch's `nn.GRU`): `[L, N, I]` or `[L, I]` to hidden states. Gates are in PyTorch's order, and
+    /// parameters have PyTorch's names.
+    Gru CellKind::Gru, Tensor, state => [state], last => last.remove(0);
 }
 
 impl Rnn {
-    /// With `max(x, 0)` in place of the hyperbolic tangent (PyTorch's `nonlinearity='relu'`).
+    /// Replaces the hyperbolic tangent by `max(x, 0)` (PyTorch's `nonlinearity='relu'`).
     pub fn with_relu(self) -> Rnn {
-        Rnn(self.0.with_step(Step::Relu))
+        Rnn(self.0.with_step(CellKind::Relu))
     }
 }

@@ -1,4 +1,4 @@
-//! Sequences of different lengths, one after another without padding.
+//! Sequences of different lengths, packed without padding.
 
 use std::borrow::Borrow;
 
@@ -6,8 +6,9 @@ use crate::storage::Caller;
 use crate::{Device, Error, Result, Scalar, Tensor};
 
 /// Sequences of different lengths for [`Rnn`](super::Rnn), [`Lstm`](super::Lstm) and [`Gru`](super::Gru), without padding
-/// (PyTorch's `nn.utils.rnn.PackedSequence`): the first step of all sequences, the longest first, then the second step of those that
-/// have one, and so on. [`pack_padded_sequence`] and [`pack_sequence`] make one.
+/// (PyTorch's `nn.utils.rnn.PackedSequence`). Sequences are sorted by length, the longest first. The data has the first step of
+/// all sequences, then the second step of the sequences that have one, and so on. Made by [`pack_padded_sequence`] and
+/// [`pack_sequence`].
 ///
 /// ```
 /// use claystone::nn::{Lstm, RnnOptions, pack_padded_sequence, pad_packed_sequence};
@@ -26,29 +27,29 @@ use crate::{Device, Error, Result, Scalar, Tensor};
 pub struct PackedSequence {
     data: Tensor,
     batch_sizes: Vec<usize>,
-    order: Option<Order>,
+    order: Option<SortOrder>,
 }
 
-/// How sequences were sorted by their lengths.
+/// The permutation that sorted the sequences by length.
 #[derive(Debug)]
-struct Order {
-    /// For each sequence from the longest on, which it was.
+struct SortOrder {
+    /// For each sequence in sorted order, its index in the order of packing.
     sorted: Tensor,
-    /// For each sequence as it was given, which it is from the longest on.
+    /// For each sequence in the order of packing, its index in sorted order (its rank).
     unsorted: Tensor,
-    /// `unsorted` on the host.
+    /// A copy of `unsorted` on the host.
     ranks: Vec<usize>,
 }
 
-impl Order {
-    fn new(sorted: &[usize], device: Device) -> Result<Order> {
+impl SortOrder {
+    fn new(sorted: &[usize], device: Device) -> Result<SortOrder> {
         let mut ranks = vec![0; sorted.len()];
         sorted.iter().enumerate().for_each(|(rank, &sequence)| ranks[sequence] = rank);
-        Ok(Order { sorted: index(sorted, device)?, unsorted: index(&ranks, device)?, ranks })
+        Ok(SortOrder { sorted: index_tensor(sorted, device)?, unsorted: index_tensor(&ranks, device)?, ranks })
     }
 
-    fn shallow_clone(&self) -> Order {
-        Order {
+    fn shallow_clone(&self) -> SortOrder {
+        SortOrder {
             sorted: self.sorted.shallow_clone(),
             unsorted: self.unsorted.shallow_clone(),
             ranks: self.ranks.clone(),
@@ -57,8 +58,8 @@ impl Order {
 }
 
 impl PackedSequence {
-    /// Sequences that are packed already: the elements of all, step after step, and how many sequences have each step, the longest
-    /// first (PyTorch's `PackedSequence(data, batch_sizes)`).
+    /// Creates packed sequences from data that is already packed. `batch_sizes` has the number of sequences that have each step,
+    /// and the longest sequence comes first (PyTorch's `PackedSequence(data, batch_sizes)`).
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::PackedSequence};
@@ -68,44 +69,45 @@ impl PackedSequence {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for sizes that are not those of sorted sequences, or do not add up to the rows of the data.
+    /// [`Error::Invalid`] for sizes that increase or are 0, or whose sum is not the number of rows of the data.
     pub fn new(data: &Tensor, batch_sizes: Vec<usize>) -> Result<PackedSequence> {
         let rows = data.shape().dims().first().copied();
         let sorted = batch_sizes.is_sorted_by(|a, b| a >= b) && batch_sizes.last().is_some_and(|&size| size > 0);
-        // A sum that overflows is none of rows that are there.
+        // If the sum overflows, it cannot be the number of rows.
         let total = batch_sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
         if !sorted || total.is_none() || total != rows {
-            let (sizes, shape) = (shown(&batch_sizes), data.shape());
-            let reason =
-                format!("batch sizes {sizes} do not increase, are above 0, and add up to the rows of shape {shape}");
+            let (sizes, shape) = (format_lengths(&batch_sizes), data.shape());
+            let reason = format!(
+                "batch sizes must be above 0, not increase, and add up to the rows of shape {shape}, not {sizes}"
+            );
             return Err(Error::invalid("PackedSequence::new", reason));
         }
         Ok(PackedSequence { data: data.shallow_clone(), batch_sizes, order: None })
     }
 
-    /// The elements of all sequences, `[sum of lengths, ..]`.
+    /// Returns the elements of all sequences, `[sum of lengths, ..]`.
     pub fn data(&self) -> &Tensor {
         &self.data
     }
 
-    /// How many sequences have each step.
+    /// Returns the number of sequences that have each step.
     pub fn batch_sizes(&self) -> &[usize] {
         &self.batch_sizes
     }
 
-    /// For each sequence from the longest on, which it was when it was packed, i64 on the data's device; None where they were
-    /// sorted already.
+    /// Returns, for each sequence from the longest on, its index in the order of packing: i64 on the data's device, or `None` if
+    /// the sequences were already sorted.
     pub fn sorted_indices(&self) -> Option<&Tensor> {
         self.order.as_ref().map(|order| &order.sorted)
     }
 
-    /// For each sequence as it was packed, which it is from the longest on, i64 on the data's device; None where they were sorted
-    /// already.
+    /// Returns, for each sequence in the order of packing, its index in sorted order: i64 on the data's device, or `None` if the
+    /// sequences were already sorted.
     pub fn unsorted_indices(&self) -> Option<&Tensor> {
         self.order.as_ref().map(|order| &order.unsorted)
     }
 
-    /// The length of each sequence, in the order in which they were packed.
+    /// Returns the length of each sequence, in the order of packing.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::pack_padded_sequence};
@@ -121,7 +123,7 @@ impl PackedSequence {
         }
     }
 
-    /// The same sequences with what `f` makes of [`data`](Self::data): an embedding, dropout, a layer after a recurrent one.
+    /// Replaces [`data`](Self::data) by the result of `f`, such as an embedding, dropout, or a layer after a recurrent layer.
     ///
     /// ```
     /// use claystone::nn::{Embedding, Module, pack_padded_sequence};
@@ -134,7 +136,7 @@ impl PackedSequence {
     /// ```
     ///
     /// # Errors
-    /// Those of `f`; [`Error::Invalid`] where its result has another number of rows.
+    /// The errors of `f`; [`Error::Invalid`] if its result has another number of rows.
     pub fn map(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<PackedSequence> {
         let data = f(&self.data)?;
         let rows = self.data.shape().dims()[0];
@@ -142,27 +144,27 @@ impl PackedSequence {
             let reason = format!("the result has shape {} instead of {rows} rows, one for each element", data.shape());
             return Err(Error::invalid("PackedSequence::map", reason));
         }
-        let order = self.order.as_ref().map(Order::shallow_clone);
+        let order = self.order.as_ref().map(SortOrder::shallow_clone);
         Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
     }
 
-    /// On another device.
+    /// Copies to another device.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<PackedSequence> {
         let _caller = Caller::enter();
-        let moved = |order: &Order| -> Result<Order> {
+        let moved = |order: &SortOrder| -> Result<SortOrder> {
             let (sorted, unsorted) = (order.sorted.to_device(device)?, order.unsorted.to_device(device)?);
-            Ok(Order { sorted, unsorted, ranks: order.ranks.clone() })
+            Ok(SortOrder { sorted, unsorted, ranks: order.ranks.clone() })
         };
         let order = self.order.as_ref().map(moved).transpose()?;
         Ok(PackedSequence { data: self.data.to_device(device)?, batch_sizes: self.batch_sizes.clone(), order })
     }
 
-    /// Packs elements that `row` names: the row of `from` with step t of sequence s.
-    fn gather(
+    /// Packs sequences of these lengths; `row(t, s)` is the row of `from` with step t of sequence s.
+    fn pack_rows(
         op: &'static str,
         from: &Tensor,
         lengths: &[usize],
@@ -170,56 +172,58 @@ impl PackedSequence {
         row: impl Fn(usize, usize) -> usize,
     ) -> Result<PackedSequence> {
         if let Some(empty) = lengths.iter().position(|&length| length == 0) {
-            return Err(Error::invalid(op, format!("sequence {empty} has no element: each needs one at least")));
+            return Err(Error::invalid(op, format!("sequence {empty} is empty: each needs at least one element")));
         }
         let is_sorted = lengths.is_sorted_by(|a, b| a >= b);
         if enforce_sorted && !is_sorted {
-            let reason =
-                format!("lengths decrease, and {} do not: sort them, or pass enforce_sorted = false", shown(lengths));
+            let reason = format!(
+                "lengths must not increase, but are {}: sort the sequences, or pass enforce_sorted = false",
+                format_lengths(lengths)
+            );
             return Err(Error::invalid(op, reason));
         }
         let mut sorted: Vec<usize> = (0..lengths.len()).collect();
         sorted.sort_by_key(|&sequence| std::cmp::Reverse(lengths[sequence]));
         let Some(&longest) = sorted.first() else {
-            return Err(Error::invalid(op, "there is no sequence"));
+            return Err(Error::invalid(op, "there are no sequences"));
         };
         let size = |step: usize| sorted.partition_point(|&sequence| lengths[sequence] > step);
         let batch_sizes: Vec<usize> = (0..lengths[longest]).map(size).collect();
-        let order = (!is_sorted).then(|| Order::new(&sorted, from.device())).transpose()?;
-        let rows = steps_of(&batch_sizes).map(|(step, rank)| row(step, sorted[rank])).collect::<Vec<_>>();
-        let data = from.index_select(0, &index(&rows, from.device())?)?;
+        let order = (!is_sorted).then(|| SortOrder::new(&sorted, from.device())).transpose()?;
+        let rows = enumerate_elements(&batch_sizes).map(|(step, rank)| row(step, sorted[rank])).collect::<Vec<_>>();
+        let data = from.index_select(0, &index_tensor(&rows, from.device())?)?;
         Ok(PackedSequence { data, batch_sizes, order })
     }
 }
 
-/// Step and sequence, from the longest on, of each element of packed sequences.
-fn steps_of(batch_sizes: &[usize]) -> impl Iterator<Item = (usize, usize)> {
+/// Enumerates the elements of packed sequences as pairs of step and rank.
+fn enumerate_elements(batch_sizes: &[usize]) -> impl Iterator<Item = (usize, usize)> {
     batch_sizes.iter().enumerate().flat_map(|(step, &size)| (0..size).map(move |rank| (step, rank)))
 }
 
-/// Rows as a tensor of indices.
-pub(super) fn index(rows: &[usize], device: Device) -> Result<Tensor> {
+/// Creates an index tensor from row numbers.
+pub(super) fn index_tensor(rows: &[usize], device: Device) -> Result<Tensor> {
     Tensor::from_vec(rows.iter().map(|&row| row as i64).collect(), rows.len(), device)
 }
 
-/// The first numbers of a list.
-fn shown(lengths: &[usize]) -> String {
+/// Formats at most the first eight numbers of a list.
+fn format_lengths(lengths: &[usize]) -> String {
     if lengths.len() <= 8 { format!("{lengths:?}") } else { format!("{:?} and so on", &lengths[..8]) }
 }
 
-/// How many sequences and steps padded sequences have.
+/// Returns the numbers of sequences and steps of a padded tensor.
 fn padded_dims(op: &'static str, x: &Tensor, batch_first: bool) -> Result<[usize; 2]> {
     match *x.shape().dims() {
         [n, steps, ..] if batch_first => Ok([n, steps]),
         [steps, n, ..] => Ok([n, steps]),
         _ => {
             let shape = if batch_first { "[N, L, ..]" } else { "[L, N, ..]" };
-            Err(Error::invalid(op, format!("padded sequences are {shape}, not of shape {}", x.shape())))
+            Err(Error::invalid(op, format!("padded sequences must be {shape}, not of shape {}", x.shape())))
         }
     }
 }
 
-/// Checks that each sequence of a padded tensor has a length, and has room for it.
+/// Checks that there is one length for each sequence of a padded tensor, and that none exceeds the padded length.
 fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) -> Result<()> {
     if lengths.len() != n {
         return Err(Error::invalid(op, format!("there are {} lengths for {n} sequences", lengths.len())));
@@ -232,9 +236,9 @@ fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) ->
     }
 }
 
-/// The first `lengths[i]` steps of sequence i of `x`, which is `[N, L, ..]` where `batch_first`, else `[L, N, ..]` (PyTorch's
-/// `pack_padded_sequence`). With `enforce_sorted` lengths have to decrease; otherwise sequences are sorted here, and what layers
-/// return is in their order again. One launch. Differentiable.
+/// Packs the first `lengths[i]` steps of each sequence i of `x`, which is `[N, L, ..]` if `batch_first`, else `[L, N, ..]`
+/// (PyTorch's `pack_padded_sequence`). If `enforce_sorted`, lengths must not increase; otherwise sequences are sorted here,
+/// and results of layers are returned in the original order. One launch. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::pack_padded_sequence};
@@ -246,8 +250,8 @@ fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) ->
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for no sequence, a sequence of no element, lengths that are not one for each sequence or do not fit into L,
-/// lengths that are not sorted though `enforce_sorted`; [`Error::OutOfMemory`].
+/// [`Error::Invalid`] for no sequence, an empty sequence, lengths whose number is not N or that exceed L, and unsorted
+/// lengths with `enforce_sorted`; [`Error::OutOfMemory`].
 #[track_caller]
 pub fn pack_padded_sequence(
     x: &Tensor,
@@ -261,10 +265,10 @@ pub fn pack_padded_sequence(
     check_lengths(op, lengths, [n, steps])?;
     let rows = [n * steps].iter().chain(&x.shape().dims()[2..]).copied().collect::<Vec<_>>();
     let row = |step, sequence| if batch_first { sequence * steps + step } else { step * n + sequence };
-    PackedSequence::gather(op, &x.reshape(&rows[..])?, lengths, enforce_sorted, row)
+    PackedSequence::pack_rows(op, &x.reshape(&rows[..])?, lengths, enforce_sorted, row)
 }
 
-/// Packs sequences `[L, ..]`, which may differ in length (PyTorch's `pack_sequence`); see [`pack_padded_sequence`].
+/// Packs sequences `[L, ..]` of different lengths (PyTorch's `pack_sequence`); see [`pack_padded_sequence`].
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{pack_sequence, unpack_sequence}};
@@ -276,46 +280,52 @@ pub fn pack_padded_sequence(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for no sequence, a sequence of no element, lengths that are not sorted though `enforce_sorted`; as
+/// [`Error::Invalid`] for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`; as
 /// [`Tensor::cat`].
 #[track_caller]
 pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -> Result<PackedSequence> {
     let _caller = Caller::enter();
     let op = "pack_sequence";
-    let lengths = lengths_of(op, sequences)?;
-    let starts = starts_of(&lengths);
-    PackedSequence::gather(op, &Tensor::cat(sequences, 0)?, &lengths, enforce_sorted, |step, i| starts[i] + step)
+    let lengths = sequence_lengths(op, sequences)?;
+    let starts = start_rows(&lengths);
+    PackedSequence::pack_rows(op, &Tensor::cat(sequences, 0)?, &lengths, enforce_sorted, |step, i| starts[i] + step)
 }
 
-/// The lengths of sequences, of which there has to be one.
-fn lengths_of<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Result<Vec<usize>> {
+/// Returns the lengths of sequences; an error if there are none.
+fn sequence_lengths<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Result<Vec<usize>> {
     if sequences.is_empty() {
-        return Err(Error::invalid(op, "there is no sequence"));
+        return Err(Error::invalid(op, "there are no sequences"));
     }
     let length = |t: &T| match *t.borrow().shape().dims() {
         [length, ..] => Ok(length),
-        [] => Err(Error::invalid(op, "a sequence is [L, ..], not a scalar")),
+        [] => Err(Error::invalid(op, "a sequence must be [L, ..], not a scalar")),
     };
     sequences.iter().map(length).collect()
 }
 
-/// Where sequences of these lengths start, one after another.
-fn starts_of(lengths: &[usize]) -> Vec<usize> {
+/// Returns the first row of each sequence in their concatenation.
+fn start_rows(lengths: &[usize]) -> Vec<usize> {
     lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length))).collect()
 }
 
-/// `rows` at the indices `at` of a new tensor whose first dimensions are `n` and `steps`, or the other way round, and
-/// `padding` elsewhere.
-fn padded(rows: &Tensor, at: &[usize], [n, steps]: [usize; 2], batch_first: bool, padding: Scalar) -> Result<Tensor> {
+/// Creates a tensor whose first dimensions are `n` and `steps`, swapped unless `batch_first`: it has `rows` at the flat
+/// indices `at`, and `padding` elsewhere.
+fn scatter_padded(
+    rows: &Tensor,
+    at: &[usize],
+    [n, steps]: [usize; 2],
+    batch_first: bool,
+    padding: Scalar,
+) -> Result<Tensor> {
     let element = &rows.shape().dims()[1..];
     let flat: Vec<usize> = [n * steps].iter().chain(element).copied().collect();
     let outer = if batch_first { [n, steps] } else { [steps, n] };
     let whole: Vec<usize> = outer.iter().chain(element).copied().collect();
-    Tensor::full(&flat[..], padding, rows)?.index_copy(0, &index(at, rows.device())?, rows)?.reshape(&whole[..])
+    Tensor::full(&flat[..], padding, rows)?.index_copy(0, &index_tensor(at, rows.device())?, rows)?.reshape(&whole[..])
 }
 
-/// The sequences `[L, ..]` as one tensor, `[N, longest L, ..]` where `batch_first`, else `[longest L, N, ..]`, with
-/// `padding_value` after the shorter ones (PyTorch's `pad_sequence`). Three launches. Differentiable.
+/// Pads sequences `[L, ..]` to one tensor, `[N, longest L, ..]` if `batch_first`, else `[longest L, N, ..]`, with
+/// `padding_value` after shorter sequences (PyTorch's `pad_sequence`). Three launches. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::pad_sequence};
@@ -333,16 +343,16 @@ pub fn pad_sequence<T: Borrow<Tensor>>(
     padding_value: impl Into<Scalar>,
 ) -> Result<Tensor> {
     let _caller = Caller::enter();
-    let lengths = lengths_of("pad_sequence", sequences)?;
+    let lengths = sequence_lengths("pad_sequence", sequences)?;
     let (n, steps) = (lengths.len(), lengths.iter().copied().max().unwrap_or(0));
     let row = |(i, step)| if batch_first { i * steps + step } else { step * n + i };
     let at = lengths.iter().enumerate().flat_map(|(i, &length)| (0..length).map(move |step| (i, step))).map(row);
-    padded(&Tensor::cat(sequences, 0)?, &at.collect::<Vec<_>>(), [n, steps], batch_first, padding_value.into())
+    scatter_padded(&Tensor::cat(sequences, 0)?, &at.collect::<Vec<_>>(), [n, steps], batch_first, padding_value.into())
 }
 
-/// Packed sequences as one tensor, `[N, L, ..]` where `batch_first`, else `[L, N, ..]`, with `padding_value` after the shorter
-/// ones, and their lengths, both in the order in which they were packed (PyTorch's `pad_packed_sequence`). L is `total_length`, or
-/// the longest length. Two launches. Differentiable.
+/// Pads packed sequences to one tensor, `[N, L, ..]` if `batch_first`, else `[L, N, ..]`, with `padding_value` after shorter
+/// sequences. Also returns their lengths. Both are in the order of packing (PyTorch's `pad_packed_sequence`). L is
+/// `total_length`, or the longest length. Two launches. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{pack_padded_sequence, pad_packed_sequence}};
@@ -354,7 +364,7 @@ pub fn pad_sequence<T: Borrow<Tensor>>(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for a total length below the longest; [`Error::OutOfMemory`].
+/// [`Error::Invalid`] for a total length below the longest length; [`Error::OutOfMemory`].
 #[track_caller]
 pub fn pad_packed_sequence(
     packed: &PackedSequence,
@@ -377,12 +387,12 @@ pub fn pad_packed_sequence(
         true => sequences[rank] * steps + step,
         false => step * n + sequences[rank],
     };
-    let at: Vec<usize> = steps_of(&packed.batch_sizes).map(row).collect();
-    let out = padded(&packed.data, &at, [n, steps], batch_first, padding_value.into())?;
+    let at: Vec<usize> = enumerate_elements(&packed.batch_sizes).map(row).collect();
+    let out = scatter_padded(&packed.data, &at, [n, steps], batch_first, padding_value.into())?;
     Ok((out, packed.lengths()))
 }
 
-/// The sequences of a padded tensor, each of its length (PyTorch's `unpad_sequence`): views.
+/// Returns views of the sequences of a padded tensor, each of its own length (PyTorch's `unpad_sequence`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::unpad_sequence};
@@ -393,7 +403,7 @@ pub fn pad_packed_sequence(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for lengths that are not one for each sequence or do not fit.
+/// [`Error::Invalid`] if the number of lengths is not the number of sequences, or a length is too large.
 #[track_caller]
 pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();
@@ -404,7 +414,7 @@ pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Resul
     lengths.iter().enumerate().map(sequence).collect()
 }
 
-/// Packed sequences as tensors `[L, ..]`, in the order in which they were packed (PyTorch's `unpack_sequence`); see
+/// Returns packed sequences as tensors `[L, ..]`, in the order of packing (PyTorch's `unpack_sequence`); see
 /// [`pack_sequence`].
 ///
 /// # Errors

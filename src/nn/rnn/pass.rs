@@ -1,26 +1,26 @@
-//! One direction of a layer through all time steps, as one operation with a gradient of its own.
+//! One direction of a recurrent layer over all time steps, as one operation with its own gradient.
 //!
-//! Forward is two launches a step: a product with the hidden state, and the formulas of all gates. So is backward: what a gate
-//! contributes to the gradient of its own sum is the gradient of a state times a factor that depends on forward only. The factors of
-//! all steps are computed first, and a step is then one formula, for all gates and for what goes on to the step before, and one
-//! product. The gradients of the weights are one product over all steps.
+//! A forward step is two launches: a matrix product with the hidden state, and the formulas of all gates. A backward step is two
+//! launches as well. The gradient of a gate's sum is the gradient of a state times a factor that depends only on the forward
+//! pass. The factors of all steps are computed first. Each backward step is then one formula for all gates and for the gradient
+//! that goes to the step before, and one matrix product. The gradients of the weights are one product over all steps.
 
-use super::composed::composed;
-use super::schedule::{Schedule, TimeStep};
-use super::step::{Cell, Step, gru, lstm_cell, lstm_gates};
+use super::composed::run_composed;
+use super::schedule::{RowSchedule, TimeStep};
+use super::step::{Cell, CellKind, gru_formulas, lstm_cell, lstm_gates};
 use crate::autograd::{CustomOp, GradOptions, OpContext, grad_with_options};
 use crate::{Error, Expr, Result, Tensor, is_grad_enabled};
 
-/// One direction of a layer.
-pub(super) struct Pass {
-    pub(super) step: Step,
-    pub(super) schedule: Schedule,
-    /// Whether there is a bias beside the product with the hidden state, which only the GRU needs separately.
+/// One direction of a layer as a custom operation.
+pub(super) struct LayerPass {
+    pub(super) step: CellKind,
+    pub(super) schedule: RowSchedule,
+    /// Whether the hidden state's product has its own bias, which only GRU does not add to the input's bias.
     biased: bool,
     projected: bool,
 }
 
-/// What a pass is given, or the gradients of that.
+/// The inputs of a pass, or their gradients.
 struct Inputs<T> {
     gates: T,
     weight_hh: T,
@@ -35,36 +35,36 @@ impl<T> Inputs<T> {
     }
 }
 
-/// The states of all rows of a direction and what else its gradient needs.
+/// The states of all rows, and everything else that the gradient needs.
 struct States {
-    /// Hidden states of all rows beside those to begin with.
+    /// The initial hidden states and the hidden states of all rows, in one tensor.
     hidden: Tensor,
-    /// LSTM's cell states likewise.
+    /// LSTM's cell states in the same form.
     cell: Option<Tensor>,
-    /// The gates of all rows, where they are kept: LSTM's four, or GRU's three and the hidden state's part of the last one.
+    /// Gates of all rows if a gradient is needed: LSTM's four, or GRU's three and the hidden state's part of the new gate.
     gates: Vec<Tensor>,
 }
 
-/// `[rows, columns]` like `t`.
+/// Creates an uninitialised `[rows, columns]` with the dtype and device of `t`.
 fn rows_like(t: &Tensor, rows: usize, columns: usize) -> Result<Tensor> {
     Tensor::empty([rows, columns], t)
 }
 
-impl Pass {
-    /// The hidden states of all rows, and the states that the sequences end with.
+impl LayerPass {
+    /// Computes the hidden states of all rows, and the final states of the sequences.
     pub(super) fn run(
         op: &'static str,
-        step: Step,
+        step: CellKind,
         cell: &Cell,
-        schedule: Schedule,
+        schedule: RowSchedule,
         gates: &Tensor,
         start: &[Tensor],
     ) -> Result<(Tensor, Vec<Tensor>)> {
-        // Under autocast the gates have its dtype.
+        // Under autocast, `gates` has the autocast dtype, and the other inputs are cast to it.
         let cast = |t: &Tensor| {
             if crate::ops::autocast_dtype().is_some() { t.to_dtype(gates.dtype()) } else { Ok(t.shallow_clone()) }
         };
-        let bias_hh = cell.bias_hh.as_ref().filter(|_| step == Step::Gru).map(cast).transpose()?;
+        let bias_hh = cell.bias_hh.as_ref().filter(|_| step == CellKind::Gru).map(cast).transpose()?;
         let weight_hr = cell.weight_hr.as_ref().map(cast).transpose()?;
         let (biased, projected) = (bias_hh.is_some(), weight_hr.is_some());
         let states = start.iter().map(cast).collect::<Result<Vec<_>>>()?;
@@ -80,23 +80,24 @@ impl Pass {
             }
         }
         if schedule.sequences() == 0 {
-            return composed(step, cell, gates, &schedule, start.iter().map(Tensor::shallow_clone).collect());
+            return run_composed(step, cell, gates, &schedule, start.iter().map(Tensor::shallow_clone).collect());
         }
-        let pass = Pass { step, schedule: schedule.clone(), biased, projected };
+        let pass = LayerPass { step, schedule: schedule.clone(), biased, projected };
         let all = Tensor::apply_op(pass, &inputs.iter().collect::<Vec<_>>())?;
-        if step != Step::Lstm {
-            let last = schedule.last(&all)?;
+        if step != CellKind::Lstm {
+            let last = schedule.final_states(&all)?;
             return Ok((all, vec![last]));
         }
-        let (total, n) = (schedule.total(), schedule.sequences());
+        let (total, n) = (schedule.total_rows(), schedule.sequences());
         let size = gates.shape().dims()[1] / step.gates();
         let hidden = all.narrow(0, 0, total * output)?.reshape([total, output])?;
         let cell = all.narrow(0, total * output, n * size)?.reshape([n, size])?;
-        let last = schedule.last(&hidden)?;
+        let last = schedule.final_states(&hidden)?;
         Ok((hidden, vec![last, cell]))
     }
 
-    fn inputs(&self, list: &[Tensor]) -> Inputs<Tensor> {
+    /// Sorts the recorded inputs by their roles: gates, recurrent weight, states, then the optional bias and projection.
+    fn unpack_inputs(&self, list: &[Tensor]) -> Inputs<Tensor> {
         let (states, rest) = list[2..].split_at(self.step.states());
         let (biases, rest) = rest.split_at(usize::from(self.biased));
         Inputs {
@@ -108,29 +109,29 @@ impl Pass {
         }
     }
 
-    /// The one tensor that is the operation's result: the hidden states of all rows, and the last cell states where there are any.
-    fn packed(hidden: Tensor, cell: Option<Tensor>) -> Result<Tensor> {
+    /// Concatenates the results to the operation's one tensor: hidden states of all rows, and the final cell states of LSTM.
+    fn pack_result(hidden: Tensor, cell: Option<Tensor>) -> Result<Tensor> {
         match cell {
             Some(cell) => Tensor::cat(&[hidden.flatten(0, -1)?, cell.flatten(0, -1)?], 0),
             None => Ok(hidden),
         }
     }
 
-    /// Computes the states of all rows.
-    fn states(&self, inputs: &Inputs<Tensor>, keep: bool) -> Result<States> {
-        let Pass { step, schedule, .. } = self;
-        let (n, total) = (schedule.sequences(), schedule.total());
-        let beside = |start: &Tensor| -> Result<Tensor> {
+    /// Computes the states of all rows; keeps the gates if `keep`.
+    fn compute_states(&self, inputs: &Inputs<Tensor>, keep: bool) -> Result<States> {
+        let LayerPass { step, schedule, .. } = self;
+        let (n, total) = (schedule.sequences(), schedule.total_rows());
+        let with_initial = |start: &Tensor| -> Result<Tensor> {
             let all = rows_like(start, n + total, start.shape().dims()[1])?;
             all.narrow(0, schedule.initial_start(), n)?.copy_(start)?;
             Ok(all)
         };
         let h = inputs.weight_hh.shape().dims()[0] / step.gates();
         let states = States {
-            hidden: beside(&inputs.states[0])?,
-            cell: inputs.states.get(1).map(beside).transpose()?,
+            hidden: with_initial(&inputs.states[0])?,
+            cell: inputs.states.get(1).map(with_initial).transpose()?,
             gates: match step {
-                Step::Lstm | Step::Gru if keep => {
+                CellKind::Lstm | CellKind::Gru if keep => {
                     (0..4).map(|_| rows_like(&inputs.gates, total, h)).collect::<Result<_>>()?
                 }
                 _ => Vec::new(),
@@ -145,7 +146,7 @@ impl Pass {
             let kept = states.gates.iter().map(|t| t.narrow(0, at.start, at.rows)).collect::<Result<Vec<_>>>()?;
             let out = rows(&states.hidden)?;
             match (step, &states.cell) {
-                (Step::Lstm, Some(cells)) => {
+                (CellKind::Lstm, Some(cells)) => {
                     let sums = x.addmm(&h, &weight, 1, 1)?.chunk(4, 1)?;
                     let (c, next) = (previous(cells)?, rows(cells)?);
                     let projected = match inputs.weight_hr {
@@ -165,17 +166,17 @@ impl Pass {
                         out.copy_(&inside.linear(w, None)?)?;
                     }
                 }
-                (Step::Gru, _) => {
+                (CellKind::Gru, _) => {
                     let (x, z) = (x.chunk(3, 1)?, h.linear(&inputs.weight_hh, inputs.bias_hh.as_ref())?.chunk(3, 1)?);
                     let read: Vec<&Tensor> = x.iter().chain(&z).chain([&h]).collect();
                     let written: Vec<&Tensor> = [&out].into_iter().chain(&kept).collect();
                     Tensor::map_into(&read, &[], &written, |e, _| {
-                        gru(e).into_iter().chain([e[5].clone()]).take(1 + kept.len()).collect()
+                        gru_formulas(e).into_iter().chain([e[5].clone()]).take(1 + kept.len()).collect()
                     })?;
                 }
                 _ => {
                     let sum = x.addmm(&h, &weight, 1, 1)?;
-                    let relu = *step == Step::Relu;
+                    let relu = *step == CellKind::Relu;
                     Tensor::map_into(&[&sum], &[], &[&out], |e, _| vec![if relu { e[0].relu() } else { e[0].tanh() }])?;
                 }
             }
@@ -184,7 +185,7 @@ impl Pass {
         Ok(states)
     }
 
-    /// The states before a time step, from those of all rows; `before` is the first row of the step before.
+    /// Returns the states before a time step from those of all rows; `before` is the first row of the previous step.
     fn previous(&self, states: &Tensor, at: TimeStep, before: usize) -> Result<Tensor> {
         let (initial, first) = (self.schedule.initial_start(), self.schedule.states_start());
         let begun = states.narrow(0, initial + at.continued, at.rows - at.continued);
@@ -195,16 +196,16 @@ impl Pass {
         }
     }
 
-    /// Factors of all rows, `[rows, factors, H]`: of each gate's sum, then of what goes on to the step before, then LSTM's of the
-    /// cell state's gradient from the hidden state's. Those of GRU are of the reset and the update gate, of the hidden state's part of
-    /// the new one, and of the input's part of it.
-    fn factors(&self, states: &States) -> Result<Tensor> {
+    /// Computes the backward factors of all rows, `[rows, factors, H]`: first the factors of the gates' sums, then the factor of the
+    /// gradient that goes to the previous step. LSTM has a last factor from the hidden state's to the cell state's gradient. GRU's
+    /// sums are the reset gate, the update gate, the hidden state's part of the new gate, and the input's part of the new gate.
+    fn backward_factors(&self, states: &States) -> Result<Tensor> {
         let schedule = &self.schedule;
-        let own = |t: &Tensor| t.narrow(0, schedule.states_start(), schedule.total());
+        let own = |t: &Tensor| t.narrow(0, schedule.states_start(), schedule.total_rows());
         let hidden = own(&states.hidden)?;
         let of = |inputs: &[&Tensor], count: usize, f: &dyn Fn(&[Expr], usize) -> Expr| -> Result<Tensor> {
             let [rows, size] = [inputs[0].shape().dims()[0], inputs[0].shape().dims()[1]];
-            // Each factor in one piece: rows written with gaps between them take longer.
+            // Each factor is written to contiguous memory, because writing rows with gaps is slower.
             let all = Tensor::empty([count, rows, size], inputs[0])?;
             for k in 0..count {
                 Tensor::map_into(inputs, &[], &[&all.select(0, k as isize)?], |e, _| vec![f(e, k)])?;
@@ -237,12 +238,12 @@ impl Pass {
                     }
                 })
             }
-            _ if self.step == Step::Relu => of(&[&hidden], 1, &|e, _| e[0].gt(0.0)),
+            _ if self.step == CellKind::Relu => of(&[&hidden], 1, &|e, _| e[0].gt(0.0)),
             _ => of(&[&hidden], 1, &|e, _| tanh(&e[0])),
         }
     }
 
-    /// The gradients of what was given.
+    /// Computes the gradients of the inputs.
     fn gradients(
         &self,
         inputs: &Inputs<Tensor>,
@@ -250,27 +251,27 @@ impl Pass {
         grad: &Tensor,
         grad_cell: Option<&Tensor>,
     ) -> Result<Inputs<Tensor>> {
-        let Pass { step, schedule, .. } = self;
-        let (n, total) = (schedule.sequences(), schedule.total());
-        let factors = self.factors(states)?;
+        let LayerPass { step, schedule, .. } = self;
+        let (n, total) = (schedule.sequences(), schedule.total_rows());
+        let factors = self.backward_factors(states)?;
         let [_, count, size] = *factors.shape().dims() else { unreachable!("factors have three dimensions") };
-        let is_lstm = *step == Step::Lstm;
+        let is_lstm = *step == CellKind::Lstm;
         let count = if is_lstm { count - 1 } else { count };
         let gates = step.gates();
         let sums = Tensor::empty([total, count, size], grad)?;
         let of_sums = |rows: &Tensor| rows.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize]);
-        // The gradient of a projected hidden state, for the weight of the projection.
+        // The gradient of the projected hidden state, which the gradient of the projection's weight needs.
         let projected = inputs.weight_hr.as_ref().map(|_| Tensor::empty(grad.shape(), grad)).transpose()?;
-        // Of LSTM's gates the last one passes on the gradient of the hidden state, the others that of the cell state.
+        // LSTM's last gate (output) gets the gradient of the hidden state, the other gates get that of the cell state.
         let selected = is_lstm.then(|| Tensor::zeros([count, 1], grad)).transpose()?;
         if let Some(selected) = &selected {
             selected.narrow(0, 3, 1)?.fill_(1)?;
         }
-        // The gradients of the states after a step, from the steps after it; and of states that sequences began with.
+        // `after`: gradients of the states after a step, from later steps. `begun`: gradients of initial states.
         let mut after: Vec<Tensor> = Vec::new();
         let mut begun: Vec<Vec<Tensor>> = vec![Vec::new(); step.states()];
         for at in schedule.steps().rev() {
-            // Sequences that end here have no steps after it.
+            // Sequences that end at this step get no gradient from later steps.
             let have = after.first().map_or(0, |t| t.shape().dims()[0]);
             if have < at.rows {
                 let hidden = Tensor::zeros([at.rows - have, grad.shape().dims()[1]], grad)?;
@@ -305,8 +306,8 @@ impl Pass {
             let direct = out.select(1, count as isize - 1)?;
             let through = of_sums(&out)?;
             let mut before = match step {
-                Step::Lstm => vec![through.mm(&inputs.weight_hh)?, direct],
-                Step::Gru => vec![direct.addmm(&through, &inputs.weight_hh, 1, 1)?],
+                CellKind::Lstm => vec![through.mm(&inputs.weight_hh)?, direct],
+                CellKind::Gru => vec![direct.addmm(&through, &inputs.weight_hh, 1, 1)?],
                 _ => vec![through.mm(&inputs.weight_hh)?],
             };
             if at.continued < at.rows {
@@ -320,7 +321,7 @@ impl Pass {
         let through = of_sums(&sums)?;
         let weight_hh = through.t()?.mm(&schedule.previous(&states.hidden)?)?;
         let input_gates = match step {
-            Step::Gru => {
+            CellKind::Gru => {
                 let parts = [sums.narrow(1, 0, 2)?, sums.narrow(1, 3, 1)?];
                 Tensor::cat(&parts, 1)?.reshape([total, gates * size])?
             }
@@ -347,14 +348,14 @@ impl Pass {
         })
     }
 
-    /// The gradients of what was given, as recorded operations.
+    /// Computes the gradients of the inputs as recorded operations, for double backward.
     fn recorded_gradients(&self, given: &[Tensor], grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        // Views: what is asked for are gradients of these, and hooks of the tensors themselves are for others to call.
+        // Gradients are taken with respect to views, so that hooks of the inputs themselves are not called here.
         let views = given.iter().map(|t| t.narrow(0, 0, t.shape().dims()[0])).collect::<Result<Vec<_>>>()?;
-        let Inputs { gates, weight_hh, states, bias_hh, weight_hr } = self.inputs(&views);
+        let Inputs { gates, weight_hh, states, bias_hh, weight_hr } = self.unpack_inputs(&views);
         let cell = Cell { weight_ih: gates.shallow_clone(), weight_hh, bias_ih: None, bias_hh, weight_hr };
-        let (hidden, last) = composed(self.step, &cell, &gates, &self.schedule, states)?;
-        let result = Pass::packed(hidden, last.into_iter().nth(1))?;
+        let (hidden, last) = run_composed(self.step, &cell, &gates, &self.schedule, states)?;
+        let result = LayerPass::pack_result(hidden, last.into_iter().nth(1))?;
         let wanted: Vec<&Tensor> = views.iter().filter(|t| t.requires_grad()).collect();
         let options =
             GradOptions { grad_outputs: &[grad], create_graph: true, allow_unused: true, ..GradOptions::default() };
@@ -363,27 +364,27 @@ impl Pass {
     }
 }
 
-impl CustomOp for Pass {
+impl CustomOp for LayerPass {
     fn name(&self) -> &'static str {
         match self.step {
-            Step::Tanh => "rnn_tanh",
-            Step::Relu => "rnn_relu",
-            Step::Lstm => "lstm",
-            Step::Gru => "gru",
+            CellKind::Tanh => "rnn_tanh",
+            CellKind::Relu => "rnn_relu",
+            CellKind::Lstm => "lstm",
+            CellKind::Gru => "gru",
         }
     }
 
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor> {
         let tracked = (0..inputs.len()).any(|i| ctx.needs_input_grad(i));
         let given: Vec<Tensor> = inputs.iter().map(|t| t.shallow_clone()).collect();
-        let states = self.states(&self.inputs(&given), tracked)?;
-        let own = |t: &Tensor| t.narrow(0, self.schedule.states_start(), self.schedule.total());
+        let states = self.compute_states(&self.unpack_inputs(&given), tracked)?;
+        let own = |t: &Tensor| t.narrow(0, self.schedule.states_start(), self.schedule.total_rows());
         if tracked {
             let kept = [&states.hidden].into_iter().chain(&states.cell).chain(&states.gates);
             ctx.save_for_backward(&inputs.iter().copied().chain(kept).collect::<Vec<_>>());
         }
-        let cell = states.cell.as_ref().map(|t| self.schedule.last(&own(t)?)).transpose()?;
-        Pass::packed(own(&states.hidden)?, cell)
+        let cell = states.cell.as_ref().map(|t| self.schedule.final_states(&own(t)?)).transpose()?;
+        LayerPass::pack_result(own(&states.hidden)?, cell)
     }
 
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -393,14 +394,14 @@ impl CustomOp for Pass {
         if is_grad_enabled() {
             return self.recorded_gradients(given, grad);
         }
-        let inputs = self.inputs(given);
+        let inputs = self.unpack_inputs(given);
         let cells = self.step.states() - 1;
         let states = States {
             hidden: kept[0].shallow_clone(),
             cell: kept[1..1 + cells].first().map(Tensor::shallow_clone),
             gates: kept[1 + cells..].iter().map(Tensor::shallow_clone).collect(),
         };
-        let (total, n) = (self.schedule.total(), self.schedule.sequences());
+        let (total, n) = (self.schedule.total_rows(), self.schedule.sequences());
         let gradients = match &inputs.states[..] {
             [h, c] => {
                 let [output, size] = [h, c].map(|t| t.shape().dims()[1]);

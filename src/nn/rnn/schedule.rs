@@ -1,48 +1,48 @@
-//! Which rows of packed elements each time step has.
+//! The rows of packed elements that each time step processes.
 
-use super::packed::index;
+use super::packed::index_tensor;
 use crate::{Result, Tensor};
 
-/// The time steps of a direction of a layer: step t has `batch_sizes[t]` rows, of the longest sequences.
+/// The time steps of one direction of a layer. Step t has `batch_sizes[t]` rows, those of the longest sequences.
 #[derive(Debug, Clone)]
-pub(super) struct Schedule {
+pub(super) struct RowSchedule {
     pub(super) batch_sizes: Vec<usize>,
-    /// Whether it goes from the end to the beginning.
+    /// Whether the direction goes from the end of the sequences to the beginning.
     pub(super) reverse: bool,
-    /// The first row of each step, then how many rows there are.
+    /// The first row of each step, followed by the total number of rows.
     starts: Vec<usize>,
 }
 
-/// A time step.
+/// The rows of one time step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TimeStep {
     pub(super) start: usize,
     pub(super) rows: usize,
-    /// How many of them have a state of the step before; the other sequences begin here.
+    /// Number of rows whose sequence has a state from the previous step; the other sequences begin at this step.
     pub(super) continued: usize,
 }
 
-impl Schedule {
-    pub(super) fn new(batch_sizes: &[usize], reverse: bool) -> Schedule {
+impl RowSchedule {
+    pub(super) fn new(batch_sizes: &[usize], reverse: bool) -> RowSchedule {
         let mut starts = vec![0];
         starts.extend(batch_sizes.iter().scan(0, |end, &size| {
             *end += size;
             Some(*end)
         }));
-        Schedule { batch_sizes: batch_sizes.to_vec(), reverse, starts }
+        RowSchedule { batch_sizes: batch_sizes.to_vec(), reverse, starts }
     }
 
-    /// How many rows there are.
-    pub(super) fn total(&self) -> usize {
+    /// Returns the number of rows of all steps.
+    pub(super) fn total_rows(&self) -> usize {
         self.starts[self.batch_sizes.len()]
     }
 
-    /// How many sequences there are.
+    /// Returns the number of sequences.
     pub(super) fn sequences(&self) -> usize {
         self.batch_sizes[0]
     }
 
-    /// The time steps, in the order in which they are computed.
+    /// Returns the time steps in the order of computation.
     pub(super) fn steps(&self) -> impl DoubleEndedIterator<Item = TimeStep> {
         let count = self.batch_sizes.len();
         (0..count).map(move |i| {
@@ -57,29 +57,29 @@ impl Schedule {
         })
     }
 
-    /// Whether all sequences are equally long.
+    /// True if all sequences have the same length.
     fn is_dense(&self) -> bool {
         self.batch_sizes.first() == self.batch_sizes.last()
     }
 
-    /// The row of the first state to begin with, in a tensor that has those and the states of all rows: before them, or after them
-    /// where the direction is reversed, so that the states of equally long sequences follow each other.
+    /// Returns the first row of the initial states in a tensor that has initial states and the states of all rows. Initial states
+    /// come first, or last in the reverse direction, so that consecutive states of equally long sequences are adjacent.
     pub(super) fn initial_start(&self) -> usize {
-        if self.reverse { self.total() } else { 0 }
+        if self.reverse { self.total_rows() } else { 0 }
     }
 
-    /// The row of the first of all rows' states in that tensor.
+    /// Returns the first row of the states of all rows in that tensor.
     pub(super) fn states_start(&self) -> usize {
         if self.reverse { 0 } else { self.sequences() }
     }
 
-    /// For each row the state of the step before, from a tensor that has the states to begin with beside those of all rows.
+    /// Returns the previous step's state for each row, from a tensor that has initial states and the states of all rows.
     pub(super) fn previous(&self, states: &Tensor) -> Result<Tensor> {
         if self.is_dense() {
             let start = if self.reverse { self.sequences() } else { 0 };
-            return states.narrow(0, start, self.total());
+            return states.narrow(0, start, self.total_rows());
         }
-        let mut rows = vec![0; self.total()];
+        let mut rows = vec![0; self.total_rows()];
         let (initial, first) = (self.initial_start(), self.states_start());
         let mut before = 0;
         for step in self.steps() {
@@ -89,17 +89,17 @@ impl Schedule {
             }
             before = step.start;
         }
-        states.index_select(0, &index(&rows, states.device())?)
+        states.index_select(0, &index_tensor(&rows, states.device())?)
     }
 
-    /// What each sequence ends with, from the states of all rows.
-    pub(super) fn last(&self, states: &Tensor) -> Result<Tensor> {
+    /// Returns the final state of each sequence, from the states of all rows.
+    pub(super) fn final_states(&self, states: &Tensor) -> Result<Tensor> {
         if self.reverse || self.is_dense() {
-            let start = if self.reverse { 0 } else { self.total() - self.sequences() };
+            let start = if self.reverse { 0 } else { self.total_rows() - self.sequences() };
             return states.narrow(0, start, self.sequences());
         }
         let length = |rank: usize| self.batch_sizes.partition_point(|&size| size > rank);
         let rows: Vec<usize> = (0..self.sequences()).map(|rank| self.starts[length(rank) - 1] + rank).collect();
-        states.index_select(0, &index(&rows, states.device())?)
+        states.index_select(0, &index_tensor(&rows, states.device())?)
     }
 }

@@ -1,26 +1,26 @@
-//! Layers of cells, through all time steps.
+//! Stacks of recurrent layers, over all time steps.
 
 use super::RnnOptions;
 use super::packed::PackedSequence;
-use super::pass::Pass;
-use super::schedule::Schedule;
-use super::step::{Cell, Sizes, Step};
+use super::pass::LayerPass;
+use super::schedule::RowSchedule;
+use super::step::{Cell, CellKind, Sizes};
 use crate::nn::{Mode, Part, Role};
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Shape, Tensor};
 
-/// Layers of cells.
+/// The layers of an RNN, LSTM or GRU.
 pub(super) struct Stack {
-    pub(super) step: Step,
-    /// Of each layer the cell from the beginning, and the one from the end where there is one.
+    pub(super) step: CellKind,
+    /// For each layer the cell of the forward direction, and of the reverse direction if bidirectional.
     layers: Vec<Vec<Cell>>,
     sizes: Sizes,
     options: RnnOptions,
     pub(super) mode: Mode,
 }
 
-/// Elements of sequences, step after step, `[elements, I]` or `[L, N, I]`, and how many sequences have each step.
-struct Steps<'a> {
+/// Elements of sequences in the order of steps, `[elements, I]` or `[L, N, I]`, and the number of sequences at each step.
+struct PackedInput<'a> {
     data: Tensor,
     batch_sizes: &'a [usize],
 }
@@ -28,26 +28,26 @@ struct Steps<'a> {
 impl Stack {
     pub(super) fn new(
         op: &'static str,
-        step: Step,
+        step: CellKind,
         [input, hidden]: [usize; 2],
         options: RnnOptions,
         at: TensorOptions,
     ) -> Result<Stack> {
         let sizes = Self::sizes(op, step, [input, hidden], options)?;
         let cell = |input: usize| Cell::new(op, step, Sizes { input, ..sizes }, options.bias, at);
-        Stack::of(step, sizes, options, cell)
+        Stack::with_cells(step, sizes, options, cell)
     }
 
-    /// Another handle on the parameters.
-    pub(super) fn handle(&self) -> Stack {
-        let layers = self.layers.iter().map(|cells| cells.iter().map(Cell::handle).collect()).collect();
-        Stack { layers, mode: self.mode.handle(), ..*self }
+    /// Returns another handle on the parameters.
+    pub(super) fn clone_handle(&self) -> Stack {
+        let layers = self.layers.iter().map(|cells| cells.iter().map(Cell::clone_handle).collect()).collect();
+        Stack { layers, mode: self.mode.clone_handle(), ..*self }
     }
 
-    /// A stack of parameters that are there.
+    /// Creates a stack of existing parameters.
     pub(super) fn from_parameters(
         op: &'static str,
-        step: Step,
+        step: CellKind,
         parameters: Vec<Tensor>,
         options: RnnOptions,
     ) -> Result<Stack> {
@@ -58,16 +58,16 @@ impl Stack {
         if Some(count) != options.num_layers.checked_mul(directions * each) {
             return Err(Error::invalid(
                 op,
-                format!("{count} parameters are not those of {options:?}: {each} for each direction"),
+                format!("{count} parameters do not match {options:?}: each direction has {each}"),
             ));
         }
         let first = parameters.first().map(|t| t.shape().dims()).filter(|dims| dims.first() != Some(&0));
         let Some(&[rows, input]) = first else {
-            return Err(Error::invalid(op, "the first parameter is weight_ih, a matrix of rows for each gate"));
+            return Err(Error::invalid(op, "the first parameter must be weight_ih, a matrix with rows for each gate"));
         };
         let sizes = Self::sizes(op, step, [input, rows / step.gates()], options)?;
         let mut left = parameters.into_iter();
-        Stack::of(step, sizes, options, |input| {
+        Stack::with_cells(step, sizes, options, |input| {
             let rows = step.gates() * sizes.hidden;
             let mut take = |shape: &[usize]| match left.next() {
                 Some(t) if t.shape().dims() == shape => Ok(t),
@@ -77,7 +77,7 @@ impl Stack {
                         op,
                         lhs,
                         rhs,
-                        hint: "a parameter does not fit the first one and the options",
+                        hint: "the parameter does not match the first parameter and the options",
                     })
                 }
             };
@@ -89,23 +89,28 @@ impl Stack {
         })
     }
 
-    /// The sizes of the first layer, once the options are checked.
-    fn sizes(op: &'static str, step: Step, [input, hidden]: [usize; 2], options: RnnOptions) -> Result<Sizes> {
+    /// Checks the options and returns the sizes of the first layer.
+    fn sizes(op: &'static str, step: CellKind, [input, hidden]: [usize; 2], options: RnnOptions) -> Result<Sizes> {
         let RnnOptions { num_layers, dropout, proj_size, .. } = options;
         if num_layers == 0 || !(0.0..=1.0).contains(&dropout) {
-            let reason = format!("{options:?}: there is a layer at least, and dropout is in 0.0..=1.0");
+            let reason = format!("{options:?}: num_layers must be at least 1, and dropout in 0.0..=1.0");
             return Err(Error::invalid(op, reason));
         }
-        if proj_size > 0 && (step != Step::Lstm || proj_size >= hidden) {
+        if proj_size > 0 && (step != CellKind::Lstm || proj_size >= hidden) {
             let reason =
-                format!("the projection to {proj_size} features is Lstm's only, and below its hidden size, {hidden}");
+                format!("only Lstm has a projection, and proj_size {proj_size} must be below the hidden size {hidden}");
             return Err(Error::invalid(op, reason));
         }
         Ok(Sizes { input, hidden, output: if proj_size > 0 { proj_size } else { hidden } })
     }
 
-    /// A stack whose cells are made for so many features of their input.
-    fn of(step: Step, sizes: Sizes, options: RnnOptions, mut cell: impl FnMut(usize) -> Result<Cell>) -> Result<Stack> {
+    /// Creates a stack; `cell` creates a cell for a number of input features.
+    fn with_cells(
+        step: CellKind,
+        sizes: Sizes,
+        options: RnnOptions,
+        mut cell: impl FnMut(usize) -> Result<Cell>,
+    ) -> Result<Stack> {
         let directions = if options.bidirectional { 2 } else { 1 };
         let below = |l: usize| if l == 0 { sizes.input } else { directions * sizes.output };
         let layer = |l| (0..directions).map(|_| cell(below(l))).collect();
@@ -113,11 +118,11 @@ impl Stack {
         Ok(Stack { step, layers, sizes, options, mode: Mode::default() })
     }
 
-    pub(super) fn with_step(self, step: Step) -> Stack {
+    pub(super) fn with_step(self, step: CellKind) -> Stack {
         Stack { step, ..self }
     }
 
-    /// The hidden states of the last layer at all steps, and the last states of all layers.
+    /// Computes the hidden states of the last layer at all steps, and the final states of all layers.
     pub(super) fn run(
         &self,
         op: &'static str,
@@ -129,21 +134,24 @@ impl Stack {
         let data = if batch_first { x.transpose(0, 1)? } else { x.shallow_clone() };
         let data = if batched { data } else { data.unsqueeze(1)? };
         let &[steps, n, features] = data.shape().dims() else {
-            return Err(Error::invalid(op, format!("the input is [L, I] or [L, N, I], not of shape {}", x.shape())));
+            return Err(Error::invalid(
+                op,
+                format!("the input must be [L, I] or [L, N, I], not of shape {}", x.shape()),
+            ));
         };
         if features != self.sizes.input || steps == 0 {
             let input = self.sizes.input;
-            let reason = format!("the input has {input} features and at least one step, not shape {}", x.shape());
+            let reason = format!("the input must have {input} features and at least one step, not shape {}", x.shape());
             return Err(Error::invalid(op, reason));
         }
         self.check_states(op, initial, batched.then_some(n))?;
-        let slots = self.slots();
+        let state_count = self.state_count();
         let initial = initial.map(|states| {
-            let as_batch = |t: &&Tensor| t.reshape([slots, n, t.shape().dims()[t.rank() - 1]]);
+            let as_batch = |t: &&Tensor| t.reshape([state_count, n, t.shape().dims()[t.rank() - 1]]);
             states.iter().map(as_batch).collect::<Result<Vec<_>>>()
         });
         let batch_sizes = vec![n; steps];
-        let (out, last) = self.through(op, Steps { data, batch_sizes: &batch_sizes }, initial.transpose()?)?;
+        let (out, last) = self.run_layers(op, PackedInput { data, batch_sizes: &batch_sizes }, initial.transpose()?)?;
         let out = out.reshape([steps, n, out.shape().dims()[1]])?;
         Ok(match (batched, batch_first) {
             (false, _) => (out.squeeze(1)?, last.iter().map(|t| t.squeeze(1)).collect::<Result<_>>()?),
@@ -152,7 +160,7 @@ impl Stack {
         })
     }
 
-    /// [`run`](Stack::run) of packed sequences, with states in the order in which they were packed.
+    /// [`run`](Stack::run) for packed sequences, with states in the order of packing.
     pub(super) fn run_packed(
         &self,
         op: &'static str,
@@ -162,7 +170,7 @@ impl Stack {
         let data = packed.data();
         if data.rank() != 2 || data.shape().dims()[1] != self.sizes.input {
             let (input, shape) = (self.sizes.input, data.shape());
-            return Err(Error::invalid(op, format!("packed elements are [.., {input}], not of shape {shape}")));
+            return Err(Error::invalid(op, format!("packed elements must be [.., {input}], not of shape {shape}")));
         }
         self.check_states(op, initial, Some(packed.batch_sizes()[0]))?;
         let ordered = |t: &Tensor, order: Option<&Tensor>| match order {
@@ -171,32 +179,37 @@ impl Stack {
         };
         let sorted = |states: &[&Tensor]| states.iter().map(|t| ordered(t, packed.sorted_indices())).collect();
         let initial = initial.map(sorted).transpose()?;
-        let steps = Steps { data: data.shallow_clone(), batch_sizes: packed.batch_sizes() };
-        let (out, last) = self.through(op, steps, initial)?;
+        let steps = PackedInput { data: data.shallow_clone(), batch_sizes: packed.batch_sizes() };
+        let (out, last) = self.run_layers(op, steps, initial)?;
         let last = last.iter().map(|t| ordered(t, packed.unsorted_indices())).collect::<Result<_>>()?;
         Ok((packed.map(|_| Ok(out))?, last))
     }
 
-    /// How many hidden states there are.
-    fn slots(&self) -> usize {
+    /// Returns the number of states: layers times directions.
+    fn state_count(&self) -> usize {
         self.layers.len() * self.layers[0].len()
     }
 
-    /// Checks the shapes of the states to start from; without `n` there is no batch.
+    /// Checks the shapes of the initial states; `n` is `None` for input without a batch dimension.
     fn check_states(&self, op: &'static str, initial: Option<&[&Tensor]>, n: Option<usize>) -> Result<()> {
         for (t, size) in initial.into_iter().flatten().zip([self.sizes.output, self.sizes.hidden]) {
-            let shape: Vec<usize> = [self.slots()].into_iter().chain(n).chain([size]).collect();
+            let shape: Vec<usize> = [self.state_count()].into_iter().chain(n).chain([size]).collect();
             if t.shape().dims() != shape {
-                let hint = "a state is [layers * directions, N, H], without N where the input has none";
+                let hint = "a state must be [layers * directions, N, H], without N if the input has none";
                 return Err(Error::ShapeMismatch { op, lhs: shape.into(), rhs: t.shape().clone(), hint });
             }
         }
         Ok(())
     }
 
-    /// The hidden states of the last layer, `[elements, ..]`, and the last states of all layers, `[slots, N, ..]`.
-    fn through(&self, op: &'static str, steps: Steps, initial: Option<Vec<Tensor>>) -> Result<(Tensor, Vec<Tensor>)> {
-        let Steps { data: mut below, batch_sizes } = steps;
+    /// Computes the hidden states of the last layer, `[elements, ..]`, and the final states of all layers, `[state_count, N, ..]`.
+    fn run_layers(
+        &self,
+        op: &'static str,
+        steps: PackedInput,
+        initial: Option<Vec<Tensor>>,
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        let PackedInput { data: mut below, batch_sizes } = steps;
         let directions = self.layers[0].len();
         let mut last: Vec<Vec<Tensor>> = (0..self.step.states()).map(|_| Vec::new()).collect();
         for (l, cells) in self.layers.iter().enumerate() {
@@ -213,7 +226,7 @@ impl Stack {
                 };
                 let start = (0..self.step.states()).map(start).collect::<Result<Vec<_>>>()?;
                 let (output, states) =
-                    Pass::run(op, self.step, cell, Schedule::new(batch_sizes, d == 1), &gates, &start)?;
+                    LayerPass::run(op, self.step, cell, RowSchedule::new(batch_sizes, d == 1), &gates, &start)?;
                 outputs.push(output);
                 last.iter_mut().zip(states).for_each(|(all, state)| all.push(state));
             }
@@ -225,7 +238,7 @@ impl Stack {
         Ok((below, last.iter().map(|all| Tensor::stack(all, 0)).collect::<Result<_>>()?))
     }
 
-    /// What follows PyTorch's names of parameters: `_l0`, `_l0_reverse`, `_l1` and so on.
+    /// Returns the suffixes of PyTorch's parameter names: `_l0`, `_l0_reverse`, `_l1` and so on.
     fn suffixes(&self) -> Vec<String> {
         let directions = if self.options.bidirectional { &["", "_reverse"][..] } else { &[""] };
         (0..self.layers.len()).flat_map(|l| directions.iter().map(move |d| format!("_l{l}{d}"))).collect()

@@ -1,11 +1,11 @@
-//! The arguments of a call by name that are not tensors, and the kinds that parameters are of.
+//! Arguments other than tensors for operations called by name, and the kinds of parameters.
 
 use std::fmt;
 
 use crate::layout::dims::ReduceDims;
 use crate::{DType, Device, Scalar};
 
-/// An argument that is no tensor.
+/// An argument of an operation other than a tensor.
 ///
 /// ```
 /// use claystone::ops::Argument;
@@ -15,19 +15,19 @@ use crate::{DType, Device, Scalar};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Argument {
-    /// Left out: the default.
+    /// Left out; the parameter's default applies.
     None,
-    /// A whole number: a dim, a size, a count.
+    /// An integer, such as a dim, a size or a count.
     Int(i64),
-    /// A number.
+    /// A floating-point number.
     Float(f64),
-    /// A switch.
+    /// A boolean flag.
     Bool(bool),
-    /// Dims or sizes.
+    /// A list of integers, such as dims or sizes.
     Ints(Vec<i64>),
-    /// Several numbers.
+    /// A list of floating-point numbers.
     Floats(Vec<f64>),
-    /// A mode, an equation.
+    /// A string, such as a mode or an einsum equation.
     Text(String),
     /// A dtype.
     DType(DType),
@@ -35,7 +35,7 @@ pub enum Argument {
     Device(Device),
 }
 
-/// As signatures show it.
+/// Formats the argument as in a [`Signature`](crate::ops::Signature).
 impl fmt::Display for Argument {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -52,7 +52,7 @@ impl fmt::Display for Argument {
     }
 }
 
-macro_rules! from {
+macro_rules! impl_from {
     ($($t:ty, $x:ident => $e:expr;)*) => {
         $(impl From<$t> for Argument {
             fn from($x: $t) -> Argument {
@@ -62,7 +62,7 @@ macro_rules! from {
     };
 }
 
-from! {
+impl_from! {
     i64, x => Argument::Int(x);
     i32, x => Argument::Int(x.into());
     isize, x => Argument::Int(x as i64);
@@ -104,16 +104,16 @@ impl<T: Into<Argument>> From<Option<T>> for Argument {
     }
 }
 
-macro_rules! kinds {
+macro_rules! parameter_kinds {
     ($($(#[$doc:meta])+ $kind:ident $name:ident, $wanted:literal;)*) => {
-        /// What a parameter of an operation takes.
+        /// The kind of value that a parameter of an operation accepts.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ParameterKind {
             $($(#[$doc])+ $kind,)*
         }
 
-        /// By the words of rows.
+        /// Lowercase aliases of the variants, which the rows of `operations!` name.
         #[allow(non_upper_case_globals)]
         impl ParameterKind {
             $(pub(crate) const $name: ParameterKind = ParameterKind::$kind;)*
@@ -121,15 +121,15 @@ macro_rules! kinds {
             /// Every kind.
             pub(crate) const ALL: &[ParameterKind] = &[$(ParameterKind::$kind),*];
 
-            /// The word for it in signatures.
+            /// The name of this kind in signatures.
             pub fn name(self) -> &'static str {
                 match self {
                     $(ParameterKind::$kind => stringify!($name),)*
                 }
             }
 
-            /// What it is, in words.
-            pub(crate) fn wanted(self) -> &'static str {
+            /// A description of this kind for error messages and documentation.
+            pub(crate) fn description(self) -> &'static str {
                 match self {
                     $(ParameterKind::$kind => $wanted,)*
                 }
@@ -138,31 +138,31 @@ macro_rules! kinds {
     };
 }
 
-kinds! {
+parameter_kinds! {
     /// A tensor.
     Tensor tensor, "a tensor";
-    /// Any number of tensors.
+    /// A list of tensors of any length.
     Tensors tensors, "a list of tensors";
-    /// A dim or any whole number.
+    /// A dim or any other integer.
     Int int, "an integer";
-    /// A size or a count.
-    Size size, "an integer that is not negative";
-    /// A number.
+    /// A non-negative integer, such as a size or a count.
+    Size size, "a non-negative integer";
+    /// A number, read as a floating-point number.
     Float float, "a number";
-    /// A number that stays an integer if it is one.
-    Scalar scalar, "a number, whole or not";
-    /// A switch.
+    /// A number. An integer keeps its integer type.
+    Scalar scalar, "an integer or a floating-point number";
+    /// A boolean flag.
     Bool bool, "true or false";
-    /// Dims, or sizes of which one may be -1; one integer is a list of one.
+    /// A list of dims, or of sizes where one may be -1. A single integer counts as a list of one.
     Ints ints, "a list of integers";
-    /// Sizes; one integer is a list of one, and where windows move the size in every direction.
-    Sizes sizes, "a list of integers that are not negative";
-    /// Dims to reduce, all where there are none.
-    Dims dims, "a list of dims, all where it is left out";
+    /// A list of sizes. A single integer counts as a list of one; for windows it is the size along every spatial dim.
+    Sizes sizes, "a list of non-negative integers";
+    /// The dims to reduce. If left out, all dims are reduced.
+    Dims dims, "a list of dims; all dims if left out";
     /// A [`Padding`](crate::ops::Padding).
-    Padding padding, "a padding: one size, one or two (before and behind) for each dim, 'same' or 'valid'";
-    /// A mode, an equation.
-    Text text, "a text";
+    Padding padding, "a padding: one size, one or two (before and after) for each dim, 'same' or 'valid'";
+    /// A string, such as a mode or an einsum equation.
+    Text text, "a string";
     /// A dtype.
     DType dtype, "a dtype";
     /// A device.

@@ -1,24 +1,25 @@
-//! Mixed precision: matrix products in half precision; sums and exponentials in f32.
+//! Mixed precision: autocast computes matrix products in half precision, and sums and exponentials in f32.
 //!
-//! Public methods first call [`lowered`] or [`widened`]. Where these return tensors, the method starts again with them. Casts are
-//! recorded like any others, so gradients arrive in the dtype of the original tensor.
+//! Public methods first call [`autocast_inputs`] or [`autocast_to_f32`]. If these return cast tensors, the method calls itself with them.
+//! The casts are recorded, so each gradient arrives in the dtype of the original tensor.
 
 use smallvec::SmallVec;
 
 use crate::autograd::cast_once;
 use crate::{DType, Error, Result, Tensor, autocast_dtype};
 
-/// The inputs of a product in the scope's dtype; None where they are in it, or there is no scope, or one is no float up to
-/// f32.
-#[inline] // what gives tensors is moved even where it gives none
-pub(crate) fn lowered(op: &'static str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+/// Casts the inputs of a matrix product to the autocast dtype.
+///
+/// Returns `None` outside an autocast scope, if all inputs already have that dtype, or if an input is neither f32, f16 nor bf16.
+#[inline] // a function that returns tensors moves them even for `None`
+pub(crate) fn autocast_inputs(op: &'static str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     match autocast_dtype() {
         None => Ok(None),
-        Some(dtype) => lower(op, inputs, dtype),
+        Some(dtype) => cast_to_autocast_dtype(op, inputs, dtype),
     }
 }
 
-fn lower(op: &'static str, inputs: &[&Tensor], dtype: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+fn cast_to_autocast_dtype(op: &'static str, inputs: &[&Tensor], dtype: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let halves_or_f32 = |t: &&Tensor| matches!(t.dtype, DType::F32 | DType::F16 | DType::BF16);
     if !matches!(dtype, DType::BF16 | DType::F16 | DType::F32) {
         return Err(Error::UnsupportedDType { op, dtype, expected: "bf16 or f16 as the dtype of autocast" });
@@ -31,27 +32,27 @@ fn lower(op: &'static str, inputs: &[&Tensor], dtype: DType) -> Result<Option<Sm
 
 /// The elementwise operations that PyTorch's autocast computes in f32.
 #[rustfmt::skip]
-const WIDE: &[&str] = &[
+const F32_OPERATIONS: &[&str] = &[
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "pow", "pow_scalar", "rdiv_scalar",
     "reciprocal", "rpow_scalar", "rsqrt", "sinh", "softplus", "softplus_beta", "tan",
 ];
 
-/// [`widened`] for the elementwise operation of this name.
-pub(crate) fn widened_row(row: &str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
-    if WIDE.contains(&row) { widened(inputs) } else { Ok(None) }
+/// Calls [`autocast_to_f32`] if autocast computes the elementwise operation named `row` in f32.
+pub(crate) fn autocast_row_to_f32(row: &str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+    if F32_OPERATIONS.contains(&row) { autocast_to_f32(inputs) } else { Ok(None) }
 }
 
-/// Halves among the inputs as f32; None where there are none, or there is no scope.
+/// Casts f16 and bf16 inputs to f32. Returns `None` outside an autocast scope and if there are no such inputs.
 #[inline]
-pub(crate) fn widened(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+pub(crate) fn autocast_to_f32(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     match autocast_dtype() {
         None => Ok(None),
-        Some(_) => widen(inputs),
+        Some(_) => halves_to_f32(inputs),
     }
 }
 
-/// Halves among the inputs as f32; None where there are none.
-pub(crate) fn widen(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+/// Casts f16 and bf16 inputs to f32. Returns `None` if there are no such inputs.
+pub(crate) fn halves_to_f32(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let half = |t: &Tensor| matches!(t.dtype, DType::F16 | DType::BF16);
     if !inputs.iter().any(|t| half(t)) {
         return Ok(None);

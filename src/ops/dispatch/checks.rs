@@ -1,8 +1,8 @@
-//! Checks of an operation's operands, and the errors of those that do not go together.
+//! Checks of an operation's operands, and the errors for operands that do not match.
 
 use crate::{DType, Device, Error, Result, Tensor};
 
-/// The one device of all inputs.
+/// Returns the device of the inputs, or an error if they are on different devices.
 pub(crate) fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device> {
     let device = inputs[0].device();
     match inputs.iter().find(|t| t.device() != device) {
@@ -11,7 +11,7 @@ pub(crate) fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device
     }
 }
 
-/// The one dtype of all inputs.
+/// Returns the dtype of the inputs, or an error if their dtypes differ.
 pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> {
     let dtype = inputs[0].dtype;
     match inputs.iter().find(|t| t.dtype != dtype) {
@@ -20,12 +20,12 @@ pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> 
     }
 }
 
-/// Tensors whose shapes do not go together.
+/// Returns [`Error::ShapeMismatch`] for the shapes of `a` and `b`.
 pub(crate) fn shape_mismatch(op: &'static str, a: &Tensor, b: &Tensor, hint: &'static str) -> Error {
     Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint }
 }
 
-/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] where the condition holds.
+/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the method if the condition holds.
 macro_rules! invalid {
     ($op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
         if let $pattern = $value {
@@ -39,7 +39,7 @@ macro_rules! invalid {
     };
 }
 
-/// `mismatch!(op if condition, a, b, hint)` returns [`Error::ShapeMismatch`] of two tensors where the condition holds.
+/// `mismatch!(op if condition, a, b, hint)` returns [`Error::ShapeMismatch`] of tensors `a` and `b` if the condition holds.
 macro_rules! mismatch {
     ($op:tt if $condition:expr, $a:expr, $b:expr, $hint:expr) => {
         if $condition {
@@ -48,7 +48,7 @@ macro_rules! mismatch {
     };
 }
 
-/// `unsupported!(op if condition, dtype, expected)` returns [`Error::UnsupportedDType`] where the condition holds.
+/// `unsupported!(op if condition, dtype, expected)` returns [`Error::UnsupportedDType`] if the condition holds.
 macro_rules! unsupported {
     ($op:tt if $condition:expr, $dtype:expr, $expected:expr) => {
         if $condition {
@@ -57,30 +57,30 @@ macro_rules! unsupported {
     };
 }
 
-/// An error in the name of the operation that the user called, where that is made of others.
-pub(crate) trait NamedError {
-    fn named(self, op: &'static str) -> Self;
+/// Renames errors of inner operations to the operation that the user called.
+pub(crate) trait WithOp {
+    fn with_op(self, op: &'static str) -> Self;
 }
 
-impl<T> NamedError for Result<T> {
+impl<T> WithOp for Result<T> {
     #[inline]
-    fn named(self, op: &'static str) -> Result<T> {
-        self.map_err(|e| e.of(op))
+    fn with_op(self, op: &'static str) -> Result<T> {
+        self.map_err(|e| e.with_op(op))
     }
 }
 
-/// `cast_first!(lowered(op, &[a, b])?, |x| x[0].method(&x[1]))` at the beginning of a method: where autocast gives the inputs in
-/// another dtype, the method starts again with them.
+/// `cast_first!(autocast_inputs(op, &[a, b])?, |x| x[0].method(&x[1]))` at the beginning of a method applies autocast.
+/// If autocast casts the inputs, the method is called again with the cast tensors and its result returned.
 macro_rules! cast_first {
     ($cast:expr, $again:expr) => {
         if let Some(cast) = $cast {
-            return $crate::ops::dispatch::checks::again(&cast, $again);
+            return $crate::ops::dispatch::checks::call_with_cast(&cast, $again);
         }
     };
 }
 
-/// Calls `method`, which [`cast_first`] needs a type of.
-pub(crate) fn again<R>(cast: &[Tensor], method: impl FnOnce(&[Tensor]) -> Result<R>) -> Result<R> {
+/// Calls `method`. As a function, this gives the closure of [`cast_first`] a type.
+pub(crate) fn call_with_cast<R>(cast: &[Tensor], method: impl FnOnce(&[Tensor]) -> Result<R>) -> Result<R> {
     method(cast)
 }
 

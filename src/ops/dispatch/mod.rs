@@ -1,5 +1,7 @@
-//! What every operation passes through. A method usually begins with `replaced!`, `cast_first!` and its checks, has a line in
-//! its family's `operations!`, and is `#[track_caller]`, so that memory histories have the line that called it.
+//! The steps that all operations have in common: registry, arguments, checks, dtype promotion and autocast.
+//!
+//! A method usually begins with `return_replacement!`, `cast_first!` and its checks, and has a row in the `operations!` of its family.
+//! `#[track_caller]` makes the allocation history name the line that called the method.
 
 pub(crate) mod args;
 pub(crate) mod arguments;
@@ -13,14 +15,14 @@ pub(crate) mod recorded;
 pub(crate) mod registry;
 pub(crate) mod results;
 
-/// What methods begin with, and what lists them.
+/// Imports for the files that define methods of `Tensor`.
 pub(crate) mod prelude {
-    pub(crate) use super::autocast::{lowered, widened};
+    pub(crate) use super::autocast::{autocast_inputs, autocast_to_f32};
     pub(crate) use super::checks::{
-        NamedError, cast_first, invalid, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
+        WithOp, cast_first, invalid, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
     };
     pub(crate) use super::operation::operations;
-    pub(crate) use super::registry::{replaced, replacement};
+    pub(crate) use super::registry::{call_replacement, return_replacement};
     pub(crate) use crate::Error;
-    pub(crate) use crate::storage::Caller; // the documentation of most methods names it
+    pub(crate) use crate::storage::Caller; // linked in the documentation of most methods
 }

@@ -1,4 +1,4 @@
-//! The description of an operation: names, dtypes, parameters, and how a call by name makes the method's.
+//! The description of an operation: names, dtypes, parameters, and the conversion of a call by name into a method call.
 
 use crate::expr::table::Row;
 use crate::ops::dispatch::args::Args;
@@ -6,9 +6,9 @@ use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::parameters::{Parameter, Signature};
 use crate::{DType, Result, Tensor};
 
-macro_rules! kinds {
+macro_rules! operation_kinds {
     ($($(#[$doc:meta])+ $kind:ident $title:literal,)*) => {
-        /// What an operation is about.
+        /// The category of an operation.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum Kind {
@@ -16,62 +16,62 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// Every kind, with its title in the documentation.
+            /// All kinds, each with its title in the documentation.
             pub(crate) const ALL: &[(Kind, &'static str)] = &[$((Kind::$kind, $title)),*];
         }
     };
 }
 
-kinds! {
-    /// Makes a tensor of nothing.
+operation_kinds! {
+    /// Creates a tensor from sizes and values.
     Creation "Creation",
-    /// Makes or fills a tensor with random numbers.
+    /// Creates or fills a tensor with random numbers.
     Random "Random numbers",
-    /// Shares the storage.
+    /// Returns a view, which shares the storage.
     View "Views",
-    /// Puts tensors together, or one several times.
+    /// Concatenates, stacks or repeats tensors.
     Joining "Joining",
     /// Copies and conversions.
     Copying "Copies",
-    /// Reads or writes by index.
+    /// Reads or writes elements by index.
     Indexing "Indexing",
-    /// One formula on each element.
+    /// Applies one formula to each element.
     Elementwise "Elementwise",
-    /// Writes into its first tensor.
+    /// Writes the result into the first tensor.
     InPlace "In place",
-    /// Fewer elements of many.
+    /// Reduces many elements to fewer.
     Reduction "Reductions",
-    /// Each element of those before it.
+    /// Computes each element from the elements before it, as a cumulative sum does.
     Scan "Scans",
-    /// By order.
+    /// Sorts, selects or searches elements by order.
     Sorting "Sorting",
-    /// Products of matrices.
+    /// Matrix products and related operations.
     LinearAlgebra "Linear algebra",
-    /// Layers.
+    /// Layers of neural networks.
     NeuralNetwork "Neural networks",
-    /// Losses.
+    /// Loss functions.
     Loss "Losses",
 }
 
-/// The dtypes that an operation takes.
+/// The dtypes that an operation accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Dtypes {
-    /// Every one.
+    /// All dtypes.
     All,
-    /// All but bool.
+    /// All dtypes except bool.
     Numbers,
-    /// f32, f16, bf16, f64.
+    /// f32, f16, bf16 and f64.
     Floats,
     /// i64, i32, u8, u32 and bool.
     Integers,
-    /// i64, i32, u8, u32.
+    /// i64, i32, u8 and u32.
     IntegersOnly,
 }
 
 impl Dtypes {
-    /// Whether `dtype` is one of them.
-    pub fn contain(self, dtype: DType) -> bool {
+    /// Returns true if `dtype` is in this set.
+    pub fn contains(self, dtype: DType) -> bool {
         match self {
             Dtypes::All => true,
             Dtypes::Numbers => dtype != DType::Bool,
@@ -95,43 +95,43 @@ impl Dtypes {
 /// The dtype of an operation's first result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Gives {
-    /// The first tensor's; of what makes a tensor, the one asked for.
+pub enum ResultDType {
+    /// The dtype of the first tensor. For an operation that creates a tensor, the requested dtype.
     Same,
     /// `Bool`.
     Bool,
     /// `I64`.
     I64,
-    /// Floats as they are, integers and bool as `I64`.
+    /// Floats keep their dtype; integers and bool become `I64`.
     Sum,
-    /// Floats as they are, integers and bool as `F32`.
+    /// Floats keep their dtype; integers and bool become `F32`.
     Float,
-    /// The one asked for.
+    /// The requested dtype.
     Asked,
 }
 
-impl Gives {
-    /// The dtype of the result for operands of `dtype`, or where `dtype` is what is asked for.
-    pub fn of(self, dtype: DType) -> DType {
+impl ResultDType {
+    /// Returns the dtype of the result, where `dtype` is that of the operands or the requested one.
+    pub fn resolve(self, dtype: DType) -> DType {
         match self {
-            Gives::Same | Gives::Asked => dtype,
-            Gives::Bool => DType::Bool,
-            Gives::I64 => DType::I64,
-            Gives::Sum if !dtype.is_float() => DType::I64,
-            Gives::Float if !dtype.is_float() => DType::F32,
-            Gives::Sum | Gives::Float => dtype,
+            ResultDType::Same | ResultDType::Asked => dtype,
+            ResultDType::Bool => DType::Bool,
+            ResultDType::I64 => DType::I64,
+            ResultDType::Sum if !dtype.is_float() => DType::I64,
+            ResultDType::Float if !dtype.is_float() => DType::F32,
+            ResultDType::Sum | ResultDType::Float => dtype,
         }
     }
 }
 
-/// How an operation is called by name.
+/// The code that a call by name executes.
 #[derive(Clone, Copy)]
-pub(crate) enum Call {
-    /// The method.
+pub(crate) enum CallTarget {
+    /// A method of `Tensor`.
     Method(fn(&Args) -> Result<Vec<Tensor>>),
     /// A row of the elementwise table.
     Row(&'static Row),
-    /// The in-place form of a row.
+    /// The in-place method of a row.
     RowInPlace(&'static Row),
 }
 
@@ -141,17 +141,17 @@ pub(crate) enum Call {
 pub struct Operation {
     /// The method's name.
     pub name: &'static str,
-    /// PyTorch's name of it.
+    /// The name of the operation in PyTorch.
     pub torch: &'static str,
-    /// What it is about.
+    /// The category of the operation.
     pub kind: Kind,
-    /// The dtypes it takes.
+    /// The dtypes that the operation accepts.
     pub takes: Dtypes,
-    /// The dtype of its first result.
-    pub gives: Gives,
+    /// The dtype of the first result.
+    pub gives: ResultDType,
     pub(crate) parameters: Vec<Parameter>,
     pub(crate) differentiable: bool,
-    pub(crate) call: Call,
+    pub(crate) call: CallTarget,
 }
 
 impl std::fmt::Debug for Operation {
@@ -161,69 +161,75 @@ impl std::fmt::Debug for Operation {
 }
 
 impl Operation {
-    /// How it is called by name.
+    /// Returns the name and the parameters of the operation.
     pub fn signature(&self) -> Signature<'_> {
         Signature { name: self.name, parameters: &self.parameters }
     }
 
-    /// Whether gradients flow through it.
+    /// Returns true if gradients flow through the operation.
     pub fn is_differentiable(&self) -> bool {
         match self.call {
-            Call::Row(row) => row.derivatives().iter().any(|d| d.as_const() != Some(0.0)),
+            CallTarget::Row(row) => row.derivatives().iter().any(|d| d.as_const() != Some(0.0)),
             _ => self.differentiable,
         }
     }
 
-    /// Its row in the table of elementwise operations, where it has one.
+    /// Returns the row of the elementwise table that defines the operation, if any.
     pub fn row(&self) -> Option<&'static Row> {
         match self.call {
-            Call::Row(row) | Call::RowInPlace(row) => Some(row),
+            CallTarget::Row(row) | CallTarget::RowInPlace(row) => Some(row),
             _ => None,
         }
     }
 
-    /// Whether [`register`](crate::ops::register) can replace it: what computes can be, what only names elements or another
-    /// operation cannot.
+    /// Returns true if [`register`](crate::ops::register) can replace the operation.
+    ///
+    /// Views, copies, aliases, in-place forms, and operations that create or randomly fill tensors cannot be replaced.
     pub fn is_replaceable(&self) -> bool {
         let own = self.row().is_none_or(|row| row.name == self.name);
         own && !matches!(self.kind, Kind::Creation | Kind::Random | Kind::View | Kind::Copying | Kind::InPlace)
     }
 
-    /// The method of this name.
-    pub(crate) fn run(&self, tensors: &[Option<&Tensor>], arguments: &[Argument]) -> Result<Vec<Tensor>> {
-        let (tensors, arguments) = self.signature().complete(tensors, arguments)?;
+    /// Calls the method with the given tensors and arguments, after filling in defaults.
+    pub(crate) fn call_method(&self, tensors: &[Option<&Tensor>], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+        let (tensors, arguments) = self.signature().with_defaults(tensors, arguments)?;
         let args = Args::new(self.signature(), &tensors, &arguments);
         match self.call {
-            Call::Method(call) => call(&args),
-            Call::Row(row) => Ok(vec![row.apply(&args.xs(), &args.scalars()?)?]),
-            Call::RowInPlace(row) => {
-                row.apply_(&args.xs(), &args.scalars()?)?;
-                Ok(vec![args.x(0)?.shallow_clone()])
+            CallTarget::Method(call) => call(&args),
+            CallTarget::Row(row) => Ok(vec![row.apply(&args.given_tensors(), &args.scalars()?)?]),
+            CallTarget::RowInPlace(row) => {
+                row.apply_(&args.given_tensors(), &args.scalars()?)?;
+                Ok(vec![args.tensor(0)?.shallow_clone()])
             }
         }
     }
 
-    /// [`run`](Self::run) into a tensor that is there; false where that is not possible without a copy, and nothing was done.
-    pub(crate) fn run_into(&self, tensors: &[Option<&Tensor>], arguments: &[Argument], out: &Tensor) -> Result<bool> {
-        let Call::Row(row) = self.call else { return Ok(false) };
-        let (tensors, arguments) = self.signature().complete(tensors, arguments)?;
+    /// Computes the operation directly into `out`. Returns false, and does nothing, if that needs a copy.
+    pub(crate) fn call_method_into(
+        &self,
+        tensors: &[Option<&Tensor>],
+        arguments: &[Argument],
+        out: &Tensor,
+    ) -> Result<bool> {
+        let CallTarget::Row(row) = self.call else { return Ok(false) };
+        let (tensors, arguments) = self.signature().with_defaults(tensors, arguments)?;
         let args = Args::new(self.signature(), &tensors, &arguments);
-        row.apply_into(&args.xs(), &args.scalars()?, out)
+        row.apply_into(&args.given_tensors(), &args.scalars()?, out)
     }
 }
 
-/// Makes a family's part of the catalogue, `operations()`. A row is a method of `Tensor`, and its in-place form where it has one:
+/// Generates the `operations()` of a family, its part of the catalogue. A row describes a method of `Tensor` and its in-place form:
 ///
 /// ```text
 /// method / method_ (what it takes, self first) "PyTorch's name": kind, dtypes it takes -> dtype it gives, differentiable;
 /// ```
 ///
-/// - What it takes, by PyTorch's names: a tensor is `input: x`, one that may be left out `bias: x?`, any number of them
-///   `tensors: xs`. An argument has the name of the method of [`Args`] that reads it, and a default where there is one:
-///   `dim: int = -1`. It is `&sizes` where the method borrows it, `int?` for an `Option`, and `text @f` where `f(args, i)` makes more
-///   of it. `options` are a dtype and a device.
-/// - PyTorch's name is left out where it is the method's; `functional` stands for `nn.functional.method`, `linalg` likewise.
-/// - Where the method is not called with these in this order, the call follows: `=> |args| ..`.
+/// - Parameters have PyTorch's names. `input: x` is a tensor, `bias: x?` an optional tensor, and `tensors: xs` a list of tensors.
+/// - An argument is followed by the method of [`Args`] that reads the value, and by its default: `dim: int = -1`.
+///   `&sizes` passes the value by reference and `int?` as an `Option`. `text @f` converts the value with `f(args, i)`.
+///   `options` stands for a dtype and a device.
+/// - PyTorch's name may be left out if it equals the method's name. `functional` means `nn.functional.method`, and `linalg` likewise.
+/// - If the method takes other parameters or another order, the call follows: `=> |args| ..`.
 macro_rules! operations {
     ($(
         $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:
@@ -232,7 +238,7 @@ macro_rules! operations {
         pub(crate) fn operations() -> Vec<$crate::ops::dispatch::operation::Operation> {
             use $crate::ops::dispatch::args::Args;
             use $crate::ops::dispatch::arguments::ParameterKind;
-            use $crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation, operations};
+            use $crate::ops::dispatch::operation::{CallTarget, Dtypes, ResultDType, Kind, Operation, operations};
             use $crate::ops::dispatch::parameters::Parameter;
             [$(operations!(
                 @row $name [$($in_place)?] ($($takes)*) [$($module)? $($torch)?] $kind [$dtypes $gives] [$($gradient)?] [$($call)?]
@@ -256,10 +262,10 @@ macro_rules! operations {
             torch: $torch,
             kind: Kind::$kind,
             takes: Dtypes::$dtypes,
-            gives: Gives::$gives,
+            gives: ResultDType::$gives,
             parameters,
             differentiable: operations!(@gradient $gradient),
-            call: Call::Method(call),
+            call: CallTarget::Method(call),
         }
     }};
 
@@ -272,8 +278,8 @@ macro_rules! operations {
     (@gradient [None]) => { false };
     (@gradient [$gradient:ident]) => { true };
 
-    // What it takes, one after another: the numbers of the next tensor and of the next argument are the first in braces, the
-    // parameters and what the method is called with are in brackets.
+    // Parses the parameters one by one. The first numbers in braces are the positions of the next tensor and the next argument.
+    // The brackets collect the parameters and the method's arguments.
     (@next $name:ident $a:ident [] $ts:tt $ns:tt [$($parameters:tt)*] [$($given:tt)*]) => {
         (vec![$($parameters)*], |$a: &Args| {
             Ok($crate::ops::dispatch::results::IntoResults::into_results($crate::Tensor::$name($($given)*)?))
@@ -287,20 +293,20 @@ macro_rules! operations {
     };
     (@next $name:ident $a:ident $call:tt {$t:tt $($ts:tt)*} $ns:tt [$($ps:tt)*] [$($given:tt)*] $p:ident: x? $(, $($rest:tt)*)?) => {
         operations!(@next $name $a $call {$($ts)*} $ns
-            [$($ps)* operations!(@parameter $p tensor = None),] [$($given)* $a.optional($t),] $($($rest)*)?)
+            [$($ps)* operations!(@parameter $p tensor = None),] [$($given)* $a.optional_tensor($t),] $($($rest)*)?)
     };
     (@next $name:ident $a:ident $call:tt {$t:tt $($ts:tt)*} $ns:tt [$($ps:tt)*] [$($given:tt)*] $p:ident: x $(, $($rest:tt)*)?) => {
         operations!(@next $name $a $call {$($ts)*} $ns
-            [$($ps)* operations!(@parameter $p tensor),] [$($given)* $a.x($t)?,] $($($rest)*)?)
+            [$($ps)* operations!(@parameter $p tensor),] [$($given)* $a.tensor($t)?,] $($($rest)*)?)
     };
     (@next $name:ident $a:ident $call:tt $ts:tt $ns:tt [$($ps:tt)*] [$($given:tt)*] $p:ident: xs $(, $($rest:tt)*)?) => {
         operations!(@next $name $a $call $ts $ns
-            [$($ps)* operations!(@parameter $p tensors),] [$($given)* &$a.xs(),] $($($rest)*)?)
+            [$($ps)* operations!(@parameter $p tensors),] [$($given)* &$a.given_tensors(),] $($($rest)*)?)
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $next:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*] options) => {
         operations!(@next $name $a $call $ts {$($ns)*}
             [$($ps)* operations!(@parameter dtype dtype = None), operations!(@parameter device device = $crate::Device::Cpu),]
-            [$($given)* $a.options($n)?,])
+            [$($given)* $a.tensor_options($n)?,])
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
         $p:ident: dims $(, $($rest:tt)*)?) => {
@@ -324,7 +330,7 @@ macro_rules! operations {
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
         $p:ident: $read:ident? $(, $($rest:tt)*)?) => {
         operations!(@next $name $a $call $ts {$($ns)*}
-            [$($ps)* operations!(@parameter $p $read = None),] [$($given)* $a.maybe($n, Args::$read)?,] $($($rest)*)?)
+            [$($ps)* operations!(@parameter $p $read = None),] [$($given)* $a.read_optional($n, Args::$read)?,] $($($rest)*)?)
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
         $p:ident: $read:ident $(= $default:expr)? $(, $($rest:tt)*)?) => {

@@ -1,4 +1,4 @@
-//! What operations take: their parameters, the signature that these make, and what calls by name give for them.
+//! The parameters and signatures of operations, and the values that a call by name passes.
 
 use std::fmt;
 
@@ -8,15 +8,15 @@ use crate::error::Excerpt;
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::{Error, Result, Tensor};
 
-/// A parameter of an operation. It prints as in a signature: `input`, `bias?`, `*tensors`, `dim: int`, `eps: float = 1e-5`.
+/// A parameter of an operation, printed as in a signature: `input`, `bias?`, `*tensors`, `dim: int`, `eps: float = 1e-5`.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Parameter {
-    /// PyTorch's name of it.
+    /// The name of the parameter in PyTorch.
     pub name: &'static str,
-    /// What it takes.
+    /// The kind of value that the parameter accepts.
     pub kind: ParameterKind,
-    /// What it is where it is left out, which for tensors and some arguments is [`Argument::None`]; `None` where it cannot be.
+    /// The default value, which is [`Argument::None`] for optional tensors and some arguments. `None` if a value is required.
     pub default: Option<Argument>,
 }
 
@@ -25,7 +25,7 @@ impl Parameter {
         Parameter { name, kind, default }
     }
 
-    /// Whether it is a tensor or a list of them.
+    /// Returns true if the parameter is a tensor or a list of tensors.
     pub fn is_tensor(&self) -> bool {
         matches!(self.kind, ParameterKind::Tensor | ParameterKind::Tensors)
     }
@@ -45,7 +45,7 @@ impl fmt::Display for Parameter {
     }
 }
 
-/// What a parameter is given by name: a tensor, tensors, or an argument.
+/// The value of a named parameter: a tensor, a list of tensors, or an argument.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Value<'a> {
@@ -53,7 +53,7 @@ pub enum Value<'a> {
     Tensor(&'a Tensor),
     /// A list of tensors.
     Tensors(&'a [&'a Tensor]),
-    /// Anything else; [`Argument::None`] leaves a parameter of any kind out.
+    /// Any other value. [`Argument::None`] leaves out a parameter of any kind.
     Argument(Argument),
 }
 
@@ -91,10 +91,10 @@ impl fmt::Display for Value<'_> {
     }
 }
 
-/// Tensors of a call, `None` for those that are left out.
+/// The tensors of a call, with `None` for each tensor that is left out.
 pub(crate) type Slots<'a> = SmallVec<[Option<&'a Tensor>; 6]>;
 
-/// How an operation is called: its name and what it takes, in the order of the method's parameters. It prints in one line.
+/// The name and the parameters of an operation, in the order of the method's parameters. A signature prints in one line.
 ///
 /// ```
 /// use claystone::ops::{self, Argument, ParameterKind};
@@ -122,29 +122,29 @@ impl fmt::Display for Signature<'_> {
 }
 
 impl<'a> Signature<'a> {
-    /// The parameters that are tensors.
+    /// Returns the parameters that are tensors or lists of tensors.
     pub fn tensors(self) -> impl Iterator<Item = &'a Parameter> {
         self.parameters.iter().filter(|p| p.is_tensor())
     }
 
-    /// The parameters that are no tensors.
+    /// Returns the parameters that are not tensors.
     pub fn arguments(self) -> impl Iterator<Item = &'a Parameter> {
         self.parameters.iter().filter(|p| !p.is_tensor())
     }
 
-    /// The error of a call that does not fit.
+    /// Returns the error for a call that does not match this signature.
     #[cold]
-    pub(crate) fn misfit(self, reason: impl fmt::Display) -> Error {
+    pub(crate) fn call_error(self, reason: impl fmt::Display) -> Error {
         Error::invalid(self.name, format!("{reason}: {self}"))
     }
 
-    /// How many parameters are single tensors; a list of tensors comes after them.
+    /// The number of parameters that are single tensors. A list of tensors comes after all single tensors.
     fn single_tensors(self) -> usize {
         self.tensors().filter(|p| p.kind == ParameterKind::Tensor).count()
     }
 
-    /// Tensors and arguments by position for all parameters, with the defaults of those that are left out.
-    pub(crate) fn complete<'t>(
+    /// Returns the tensors and arguments of all parameters by position, with defaults filled in.
+    pub(crate) fn with_defaults<'t>(
         self,
         tensors: &[Option<&'t Tensor>],
         arguments: &[Argument],
@@ -155,14 +155,14 @@ impl<'a> Signature<'a> {
             [(tensors.len(), most, "tensors"), (arguments.len(), self.arguments().count(), "arguments besides tensors")]
         {
             if given > most {
-                return Err(self.misfit(format_args!("it takes at most {most} {what} and was called with {given}")));
+                return Err(self.call_error(format_args!("it takes at most {most} {what} and was called with {given}")));
             }
         }
-        let missing = |p: &Parameter| self.misfit(format_args!("{}, {}, is missing", p.name, p.kind.wanted()));
+        let missing = |p: &Parameter| self.call_error(format_args!("{}, {}, is missing", p.name, p.kind.description()));
         let mut slots = Slots::from_slice(tensors);
         slots.resize(slots.len().max(single), None);
         if slots[single..].iter().any(Option::is_none) {
-            return Err(self.misfit("in a list of tensors none can be left out"));
+            return Err(self.call_error("no tensor of a list can be left out"));
         }
         if let Some((p, _)) = self.tensors().zip(&slots).find(|(p, t)| t.is_none() && p.default.is_none()) {
             return Err(missing(p));
@@ -175,8 +175,7 @@ impl<'a> Signature<'a> {
         Ok((slots, arguments))
     }
 
-    /// Tensors and arguments by position, as [`call`](crate::ops::call) takes them, of a call that
-    /// names the others.
+    /// Converts a call with named parameters to the positional tensors and arguments that [`call`](crate::ops::call) takes.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops};
@@ -189,7 +188,7 @@ impl<'a> Signature<'a> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that the operation does not have, for one that is given twice, and for a value of another kind.
+    /// [`Error::Invalid`] for an unknown name, a parameter that is given twice, and a value of the wrong kind.
     pub fn by_position<'t>(
         self,
         tensors: &[Option<&'t Tensor>],
@@ -202,13 +201,13 @@ impl<'a> Signature<'a> {
         for (k, (name, value)) in named.iter().enumerate() {
             let same = |p: &Parameter| p.name == *name;
             let Some(parameter) = self.parameters.iter().find(|p| same(p)) else {
-                return Err(self.misfit(format_args!("it has no parameter {}", Excerpt(name))));
+                return Err(self.call_error(format_args!("it has no parameter {}", Excerpt(name))));
             };
             let i = if parameter.is_tensor() { self.tensors().position(same) } else { self.arguments().position(same) };
             let i = i.unwrap_or_default();
             let given = if parameter.is_tensor() { tensors.len() } else { arguments.len() };
             if named[..k].iter().any(|(other, _)| other == name) || given > i {
-                return Err(self.misfit(format_args!("{name} is given twice")));
+                return Err(self.call_error(format_args!("{name} is given twice")));
             }
             match (parameter.kind, value) {
                 (_, Value::Argument(Argument::None)) => {}
@@ -216,7 +215,7 @@ impl<'a> Signature<'a> {
                 (ParameterKind::Tensors, Value::Tensors(list)) => slots.extend(list.iter().map(|&t| Some(t))),
                 (_, Value::Argument(argument)) if !parameter.is_tensor() => by_position[i] = argument.clone(),
                 (kind, value) => {
-                    return Err(self.misfit(format_args!("{name} is {value} and should be {}", kind.wanted())));
+                    return Err(self.call_error(format_args!("{name} is {value} and should be {}", kind.description())));
                 }
             }
         }

@@ -1,25 +1,26 @@
-//! One setting for how exact operations are: [`with_precision`].
+//! One setting that trades accuracy for speed: [`with_precision`].
 
 use crate::backend::problem::precision::with_matmul_precision;
 use crate::{DType, autocast};
 
-/// How exact operations are, and how fast: the modes of MNN's backends. See [`with_precision`].
+/// The trade-off between accuracy and speed, with the modes of MNN's backends. See [`with_precision`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// Products take and give BF16, half the memory of f32: [`autocast`] with [`DType::BF16`]. As BF16 has the range of f32,
-    /// training needs no [`GradScaler`](crate::optim::GradScaler). What stays in f32 is as with [`Normal`](Self::Normal).
+    /// Matrix products take and return BF16, which needs half the memory of f32: [`autocast`] with [`DType::BF16`]. BF16 has the
+    /// range of f32, so training needs no [`GradScaler`](crate::optim::GradScaler). Products that stay in f32 behave as in
+    /// [`Normal`](Self::Normal).
     Low,
-    /// Tensors keep their dtypes. Products of f32 are exact to 16 bits where that is faster, on tensor cores:
+    /// Tensors keep their dtypes. On tensor cores, f32 products are exact to 16 bits if that is faster. Equals
     /// [`set_float32_matmul_precision`](crate::set_float32_matmul_precision) with `"high"`.
     Normal,
-    /// Everything as exact as its dtype: no autocast, and `"highest"`. The default where nothing else is set.
+    /// Every operation is as accurate as its dtype: no autocast, and matmul precision `"highest"`. The default.
     #[default]
     High,
 }
 
-/// Runs `f` with this precision on this thread, in place of what [`autocast`] and
-/// [`set_float32_matmul_precision`](crate::set_float32_matmul_precision) have set. Scopes nest; `backward` works in the dtypes
-/// of forward, with the products' precision where it is called.
+/// Runs `f` with this precision on the current thread. The precision overrides [`autocast`] and
+/// [`set_float32_matmul_precision`](crate::set_float32_matmul_precision). Scopes nest. `backward` computes in the dtypes of the
+/// forward pass, with the matmul precision in force where `backward` is called.
 ///
 /// ```
 /// use claystone::{DType, Device, Precision, Tensor, with_precision};

@@ -1,13 +1,13 @@
 //! PyTorch's rules of dtype promotion.
 //!
-//! There are three categories: bool, integers, floats. The highest category of any operand decides. Within it, tensors with
-//! dimensions take precedence over 0-d tensors, and those over numbers: `f16 tensor * 2.5` stays f16. Kernels convert operands as
-//! they load them, so promotion costs nothing.
+//! There are three categories: bool, integers and floats. The highest category of any operand determines the category of the
+//! result. Within a category, tensors with dims take precedence over 0-d tensors, and 0-d tensors over numbers:
+//! `f16 tensor * 2.5` stays f16. Kernels convert operands as they load them, so promotion needs no extra launch.
 
 use crate::dtype::category;
 use crate::{DType, Error, Result, Scalar, Tensor, can_cast, get_default_dtype, promote_types};
 
-/// The dtype that tensors and numbers meet in (PyTorch's `result_type`).
+/// Returns the common dtype of tensors and scalars after promotion (PyTorch's `result_type`), or `None` without any operands.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, result_type};
@@ -19,11 +19,11 @@ use crate::{DType, Error, Result, Scalar, Tensor, can_cast, get_default_dtype, p
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn result_type(tensors: &[&Tensor], scalars: &[Scalar]) -> Option<DType> {
-    common(tensors.iter().map(|t| (t.dtype, t.rank() == 0)), scalars)
+    promoted_dtype(tensors.iter().map(|t| (t.dtype, t.rank() == 0)), scalars)
 }
 
-/// [`result_type`] of operands by their dtypes and whether they have no dimension.
-pub(crate) fn common(operands: impl Iterator<Item = (DType, bool)>, scalars: &[Scalar]) -> Option<DType> {
+/// Same as [`result_type`], for pairs of a dtype and whether the operand is 0-d.
+pub(crate) fn promoted_dtype(operands: impl Iterator<Item = (DType, bool)>, scalars: &[Scalar]) -> Option<DType> {
     let (mut all, mut zero): (Option<DType>, Option<DType>) = (None, None);
     for (dtype, is_scalar) in operands {
         let slot = if is_scalar { &mut zero } else { &mut all };
@@ -40,7 +40,7 @@ pub(crate) fn common(operands: impl Iterator<Item = (DType, bool)>, scalars: &[S
     })
 }
 
-/// An error where a result of this dtype does not go into `target` in place.
+/// Returns an error if a result of this dtype cannot be stored in `target`.
 pub(crate) fn check_in_place(op: &'static str, result: DType, target: &Tensor) -> Result<()> {
     if can_cast(result, target.dtype) {
         return Ok(());
@@ -57,9 +57,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_dimensions_decides_within_a_category() {
+    fn tensors_with_dims_take_precedence_within_a_category() {
         use DType::*;
-        let of = |operands: &[(DType, bool)], scalars: &[Scalar]| common(operands.iter().copied(), scalars).unwrap();
+        let of =
+            |operands: &[(DType, bool)], scalars: &[Scalar]| promoted_dtype(operands.iter().copied(), scalars).unwrap();
         assert_eq!(of(&[(F16, false), (F64, true)], &[]), F16);
         assert_eq!(of(&[(F16, false), (F64, false)], &[]), F64);
         assert_eq!(of(&[(I32, false), (F64, true)], &[2.into()]), F64);
@@ -68,6 +69,6 @@ mod tests {
         assert_eq!(of(&[(Bool, false)], &[0.5.into()]), F32);
         assert_eq!(of(&[(BF16, true)], &[0.5.into()]), BF16);
         assert_eq!(of(&[(U8, true), (I32, true)], &[]), I32);
-        assert_eq!(common(std::iter::empty(), &[]), None);
+        assert_eq!(promoted_dtype(std::iter::empty(), &[]), None);
     }
 }

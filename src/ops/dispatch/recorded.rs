@@ -1,10 +1,10 @@
-//! A call that keeps its graph, for whoever asks for its gradients later and keeps a graph of his own, as PyTorch's autograd does.
+//! Keeps the graph of a call, so that a caller with its own graph, such as PyTorch's autograd, can request gradients later.
 
 use crate::autograd::{GradOptions, enable_grad, grad_with_options};
 use crate::ops::dispatch::checks::invalid;
 use crate::{Result, Tensor};
 
-/// What operations gave, and what the gradients of that are computed from.
+/// The results of a computation together with the graph that their gradients are computed from.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops::Recorded};
@@ -23,10 +23,10 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// What `run` gives for these tensors, which come to it as leaves; `wanted` says of which gradients will be asked for.
+    /// Calls `run` with detached leaf copies of the tensors. `wanted[i]` says whether the gradient of tensor `i` will be requested.
     ///
     /// # Errors
-    /// Those of `run`, and [`Error::Autograd`](crate::Error::Autograd) where the gradient of integers is wanted.
+    /// The errors of `run`, and [`Error::Autograd`](crate::Error::Autograd) if a gradient of an integer tensor is wanted.
     pub fn new(
         tensors: &[Option<&Tensor>],
         wanted: &[bool],
@@ -42,22 +42,23 @@ impl Recorded {
         Ok(Recorded { leaves, results })
     }
 
-    /// The results, without the graph.
+    /// Returns the results, detached from the graph.
     pub fn results(&self) -> Vec<Tensor> {
         self.results.iter().map(Tensor::detach).collect()
     }
 
-    /// The gradients of the tensors, from those of the first results, as often as one likes: None for what is not wanted, and where none
-    /// flows. Each has a storage of its own.
+    /// Computes the gradients of the tensors from the gradients of the first results. Can be called any number of times.
+    ///
+    /// An entry is `None` if the gradient was not wanted or does not flow. No gradient shares storage with another tensor.
     ///
     /// # Errors
-    /// As [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
+    /// Same as [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
     pub fn gradients(&self, grad_outputs: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
-        self.pass("Recorded::gradients", grad_outputs, true)
+        self.backward_pass("Recorded::gradients", grad_outputs, true)
     }
 
-    /// [`gradients`](Recorded::gradients), which consumes the graph unless it is to be kept.
-    pub(crate) fn pass(
+    /// Computes [`gradients`](Recorded::gradients), and frees the graph unless `retain_graph` is set.
+    pub(crate) fn backward_pass(
         &self,
         op: &'static str,
         grad_outputs: &[Option<&Tensor>],
@@ -65,7 +66,7 @@ impl Recorded {
     ) -> Result<Vec<Option<Tensor>>> {
         invalid!(op if grad_outputs.len() > self.results.len(),
             "{} gradients are given for {} results", grad_outputs.len(), self.results.len());
-        // What depends on nothing that is wanted passes nothing back.
+        // Results that depend on no wanted tensor have no graph to walk back.
         let pairs = self.results.iter().zip(grad_outputs).filter(|(result, _)| result.requires_grad());
         let (outputs, grad_outputs): (Vec<&Tensor>, Vec<&Tensor>) =
             pairs.filter_map(|(result, gradient)| gradient.map(|gradient| (result, gradient))).unzip();

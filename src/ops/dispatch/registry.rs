@@ -1,7 +1,7 @@
-//! Users add operations by name, or replace built-in ones for the CPU or for OpenCL, from outside the crate.
+//! Lets users add operations by name, or replace built-in operations on the CPU or on OpenCL.
 //!
-//! A replacement computes what the method computes, wherever it is called from. The gradient stays the built-in one, recomputed in
-//! backward, unless the replacement brings its own. While nothing is registered, a method pays one relaxed load.
+//! A replacement runs wherever the method is called, inside this crate too. Its gradient is the built-in one, recomputed in the
+//! backward pass, unless the replacement brings its own. While nothing is registered, a method only pays one relaxed atomic load.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use crate::ops::dispatch::operation::Operation;
 use crate::ops::dispatch::parameters::Slots;
 use crate::{Device, Error, Result, Tensor, autograd};
 
-/// The devices that an implementation is for.
+/// The kind of device that an implementation runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backend {
@@ -36,27 +36,30 @@ impl From<Device> for Backend {
 type Forward = dyn Fn(&[Option<&Tensor>], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync;
 type Backward = dyn Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
-/// What an operation does on a device.
+/// A user's implementation of an operation on one kind of device.
 #[derive(Clone)]
 pub struct Implementation {
     forward: Arc<Forward>,
     backward: Option<Arc<Backward>>,
-    /// Whether a tensor may be left out before one that is given.
-    gaps: bool,
+    /// Whether an optional tensor may be left out while a later tensor is given.
+    accepts_gaps: bool,
 }
 
 impl Implementation {
-    /// From tensors and arguments (in the order of the method's parameters) to results. It is called outside the graph;
-    /// operations in it that would come back to it run what is built in, as do calls that leave a tensor out before one that
-    /// they give: [`with_optional`](Self::with_optional) is for these.
+    /// Creates an implementation from a function of the given tensors and the arguments, in the order of the method's parameters.
+    ///
+    /// The function runs outside the graph. If the function calls the operation that it replaces, the built-in code runs. The built-in
+    /// code also runs if the caller leaves out a tensor before one that is given; use [`with_optional`](Self::with_optional) for
+    /// such calls.
     pub fn new(
         forward: impl Fn(&[&Tensor], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
     ) -> Implementation {
-        let given = move |tensors: &[Option<&Tensor>], arguments: &[Argument]| forward(&given(tensors), arguments);
-        Implementation { gaps: false, ..Implementation::with_optional(given) }
+        let given =
+            move |tensors: &[Option<&Tensor>], arguments: &[Argument]| forward(&present_tensors(tensors), arguments);
+        Implementation { accepts_gaps: false, ..Implementation::with_optional(given) }
     }
 
-    /// [`new`](Self::new) from all tensors that the operation may take, `None` where one is left out.
+    /// Same as [`new`](Self::new), but passes one entry for each tensor parameter, with `None` for a tensor that is left out.
     ///
     /// ```
     /// use claystone::ops::{self, Backend, Implementation};
@@ -70,11 +73,11 @@ impl Implementation {
     pub fn with_optional(
         forward: impl Fn(&[Option<&Tensor>], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
     ) -> Implementation {
-        Implementation { forward: Arc::new(forward), backward: None, gaps: true }
+        Implementation { forward: Arc::new(forward), backward: None, accepts_gaps: true }
     }
 
-    /// With a gradient of its own: from the inputs that are given, the arguments and the gradient of the (first) result to the
-    /// gradients of these inputs, None for those that have none.
+    /// Adds a gradient function of the given inputs, the arguments and the gradient of the first result. The function returns one
+    /// gradient for each input, or `None` for an input without a gradient.
     pub fn with_backward(
         self,
         backward: impl Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
@@ -83,12 +86,12 @@ impl Implementation {
     }
 }
 
-/// The tensors that are not left out.
-fn given<'a>(tensors: &[Option<&'a Tensor>]) -> SmallVec<[&'a Tensor; 6]> {
+/// Returns the tensors that are not left out.
+fn present_tensors<'a>(tensors: &[Option<&'a Tensor>]) -> SmallVec<[&'a Tensor; 6]> {
     tensors.iter().copied().flatten().collect()
 }
 
-/// An implementation is in force as long as this lives.
+/// Keeps an implementation registered until this handle is dropped.
 #[derive(Debug)]
 #[must_use = "dropped, it takes the implementation away again"]
 pub struct Registration {
@@ -98,110 +101,118 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // Its captures are dropped after the lock is released: they may hold another Registration.
-        let removed = write().remove(&(self.name, self.backend));
+        // Drop the removed closures only after the lock is released: the closures may own another Registration.
+        let removed = lock_exclusive().remove(&(self.name, self.backend));
         if removed.is_some() {
-            REGISTERED.fetch_sub(1, Ordering::Release);
+            REGISTERED_COUNT.fetch_sub(1, Ordering::Release);
         }
     }
 }
 
-/// An implementation, and the operation of its name that is built in, if there is one.
+/// A registered implementation and the built-in operation that it replaces, if any.
 #[derive(Clone)]
-struct Entry {
+struct RegisteredImplementation {
     implementation: Implementation,
     built_in: Option<&'static Operation>,
 }
 
-type Table = HashMap<(&'static str, Backend), Entry>;
+type ImplementationMap = HashMap<(&'static str, Backend), RegisteredImplementation>;
 
-static TABLE: LazyLock<RwLock<Table>> = LazyLock::new(RwLock::default);
-static REGISTERED: AtomicUsize = AtomicUsize::new(0);
+static IMPLEMENTATIONS: LazyLock<RwLock<ImplementationMap>> = LazyLock::new(RwLock::default);
+static REGISTERED_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// The operations whose implementations are running: called again inside, they are the built-in ones.
-    static RUNNING: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
+    /// Names of the operations whose replacements are running. Nested calls of these operations use the built-in code.
+    static RUNNING_REPLACEMENTS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `f` with what is built in under `name`.
-fn built_in<R>(name: &'static str, f: impl FnOnce() -> R) -> R {
+/// Runs `f` so that calls of the operation `name` use the built-in code.
+fn with_built_in<R>(name: &'static str, f: impl FnOnce() -> R) -> R {
     struct Leave;
     impl Drop for Leave {
         fn drop(&mut self) {
-            RUNNING.with_borrow_mut(|names| _ = names.pop());
+            RUNNING_REPLACEMENTS.with_borrow_mut(|names| _ = names.pop());
         }
     }
-    RUNNING.with_borrow_mut(|names| names.push(name));
+    RUNNING_REPLACEMENTS.with_borrow_mut(|names| names.push(name));
     let _leave = Leave;
     f()
 }
 
-/// Registers `implementation` for the devices of `backend`, in the place of `built_in` if that is given.
-pub(crate) fn insert(
+/// Registers `implementation` for `backend`. `built_in` is the operation that the implementation replaces, if any.
+pub(crate) fn add_implementation(
     name: &'static str,
     backend: Backend,
     implementation: Implementation,
     built_in: Option<&'static Operation>,
 ) -> Result<Registration> {
-    let mut table = write();
+    let mut table = lock_exclusive();
     invalid!("register" if table.contains_key(&(name, backend)),
         "{name} already has an implementation for {backend:?}: drop its Registration first");
-    table.insert((name, backend), Entry { implementation, built_in });
-    REGISTERED.fetch_add(1, Ordering::Release);
+    table.insert((name, backend), RegisteredImplementation { implementation, built_in });
+    REGISTERED_COUNT.fetch_add(1, Ordering::Release);
     Ok(Registration { name, backend })
 }
 
-/// The name as it was registered for `backend`, if it was.
-pub(crate) fn registered(name: &str, backend: Backend) -> Option<&'static str> {
-    read().keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n)
+/// Returns the static name under which an implementation is registered for `backend`.
+pub(crate) fn registered_name(name: &str, backend: Backend) -> Option<&'static str> {
+    lock_shared().keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n)
 }
 
-fn write() -> RwLockWriteGuard<'static, Table> {
-    TABLE.write().unwrap_or_else(PoisonError::into_inner)
+fn lock_exclusive() -> RwLockWriteGuard<'static, ImplementationMap> {
+    IMPLEMENTATIONS.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn read() -> RwLockReadGuard<'static, Table> {
-    TABLE.read().unwrap_or_else(PoisonError::into_inner)
+fn lock_shared() -> RwLockReadGuard<'static, ImplementationMap> {
+    IMPLEMENTATIONS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a registered implementation of `op` makes of these, on the device of the first; None where there is none: the
-/// method goes on. Recorded in the graph like the operation itself.
+/// Calls the registered implementation of `op` for the device of the first tensor, and records its results in the graph.
+/// Returns `None` if there is no implementation, and the method continues with the built-in code.
 #[inline]
-pub(crate) fn replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
+pub(crate) fn call_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     op: &'static str,
     inputs: &[T],
     arguments: impl FnOnce() -> Vec<Argument>,
 ) -> Result<Option<Vec<Tensor>>> {
-    if REGISTERED.load(Ordering::Relaxed) == 0 {
+    if REGISTERED_COUNT.load(Ordering::Relaxed) == 0 {
         return Ok(None);
     }
-    match entry_for(op, inputs) {
-        Some((entry, inputs)) => replace(op, &inputs, entry, arguments()).map(Some),
+    match find_replacement(op, inputs) {
+        Some((entry, inputs)) => run_replacement(op, &inputs, entry, arguments()).map(Some),
         None => Ok(None),
     }
 }
 
-/// What replaces an operation on the device of its inputs, unless it is the replacement that calls it.
+/// Finds the replacement of an operation on the device of its inputs. Inside that replacement, returns `None`.
 #[cold]
-fn entry_for<'a, T: Copy + Into<Option<&'a Tensor>>>(op: &'static str, inputs: &[T]) -> Option<(Entry, Slots<'a>)> {
+fn find_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
+    op: &'static str,
+    inputs: &[T],
+) -> Option<(RegisteredImplementation, Slots<'a>)> {
     let inputs: Slots = inputs.iter().map(|&t| t.into()).collect();
     let key = (op, Backend::from(inputs.iter().flatten().next()?.device()));
-    if RUNNING.with_borrow(|names| names.contains(&op)) {
+    if RUNNING_REPLACEMENTS.with_borrow(|names| names.contains(&op)) {
         return None;
     }
-    let entry = read().get(&key).cloned()?;
+    let entry = lock_shared().get(&key).cloned()?;
     let has_gap = inputs.iter().skip_while(|t| t.is_some()).any(|t| t.is_some());
-    (entry.implementation.gaps || !has_gap).then_some((entry, inputs))
+    (entry.implementation.accepts_gaps || !has_gap).then_some((entry, inputs))
 }
 
-// Not generic over the closure that makes the arguments: some 200 operations call it.
+// Not generic over the closure that creates the arguments, because some 200 operations call this function.
 #[cold]
-fn replace(op: &'static str, slots: &[Option<&Tensor>], entry: Entry, arguments: Vec<Argument>) -> Result<Vec<Tensor>> {
-    let Entry { implementation, built_in: operation } = entry;
-    let inputs = &given(slots)[..];
+fn run_replacement(
+    op: &'static str,
+    slots: &[Option<&Tensor>],
+    entry: RegisteredImplementation,
+    arguments: Vec<Argument>,
+) -> Result<Vec<Tensor>> {
+    let RegisteredImplementation { implementation, built_in: operation } = entry;
+    let inputs = &present_tensors(slots)[..];
     let detached: Vec<Option<Tensor>> = slots.iter().map(|t| t.map(Tensor::detach)).collect();
     let refs: Slots = detached.iter().map(Option::as_ref).collect();
-    let outs = built_in(op, || (implementation.forward)(&refs, &arguments))?;
+    let outs = with_built_in(op, || (implementation.forward)(&refs, &arguments))?;
     invalid!(op if outs.is_empty(), "its registered implementation gave no result");
     if !autograd::is_tracked(inputs) {
         return Ok(outs.into_iter().map(|t| t.detach()).collect());
@@ -213,16 +224,16 @@ fn replace(op: &'static str, slots: &[Option<&Tensor>], entry: Entry, arguments:
         if !out.dtype().is_float() || !differentiable {
             return Ok(out.detach());
         }
-        // A view of an input would have a place in the graph beside that of the input.
-        let out = if inputs.iter().any(|t| t.shares_storage(&out)) { out.copied(false)? } else { out.detach() };
+        // A view of an input would get a second node in the graph, so views are copied.
+        let out = if inputs.iter().any(|t| t.shares_storage(&out)) { out.deep_copy(false)? } else { out.detach() };
         let saved: Vec<Saved> = inputs.iter().map(|t| Saved::new(t)).collect();
         let (arguments, present, backward) = (arguments.clone(), present.clone(), implementation.backward.clone());
         Ok(autograd::record(op, out, inputs, move |ctx| {
             let inputs = saved.iter().map(|s| s.get(op).map(Tensor::detach)).collect::<Result<Vec<_>>>()?;
             let grad = ctx.grad()?;
-            let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs(i)).collect();
+            let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs_gradient(i)).collect();
             match &backward {
-                Some(backward) if k == 0 => own_gradients(op, &**backward, &inputs, &arguments, &grad),
+                Some(backward) if k == 0 => custom_gradients(op, &**backward, &inputs, &arguments, &grad),
                 _ => {
                     let leaves = inputs.into_iter().zip(wanted).map(|(t, wanted)| t.requires_grad_(wanted));
                     built_in_gradients(
@@ -241,14 +252,14 @@ fn replace(op: &'static str, slots: &[Option<&Tensor>], entry: Entry, arguments:
     outs.into_iter().enumerate().map(track).collect()
 }
 
-fn own_gradients(
+fn custom_gradients(
     op: &'static str,
     backward: &Backward,
     inputs: &[Tensor],
     arguments: &[Argument],
     grad: &Tensor,
 ) -> Result<Gradients> {
-    let gradients = built_in(op, || backward(&inputs.iter().collect::<Vec<_>>(), arguments, grad))?;
+    let gradients = with_built_in(op, || backward(&inputs.iter().collect::<Vec<_>>(), arguments, grad))?;
     let alike = |g: &Tensor, x: &Tensor| (g.shape(), g.dtype(), g.device()) == (x.shape(), x.dtype(), x.device());
     let fits = |(g, x): (&Option<Tensor>, &Tensor)| g.as_ref().is_none_or(|g| alike(g, x));
     if gradients.len() != inputs.len() || !gradients.iter().zip(inputs).all(fits) {
@@ -259,7 +270,7 @@ fn own_gradients(
     Ok(gradients.into_iter().map(|g| g.map(|g| g.detach())).collect())
 }
 
-/// The gradient of result `k` by what is built in, computed again from the inputs, which are the tensors that are present.
+/// Computes the gradient of result `k` by running the built-in operation again. `leaves` holds only the inputs that are present.
 fn built_in_gradients(
     op: &'static str,
     operation: Option<&'static Operation>,
@@ -275,7 +286,7 @@ fn built_in_gradients(
     };
     let mut inputs = leaves.iter();
     let slots: Slots = present.iter().map(|&present| if present { inputs.next() } else { None }).collect();
-    let outs = autograd::enable_grad(|| built_in(op, || operation.run(&slots, arguments)))?;
+    let outs = autograd::enable_grad(|| with_built_in(op, || operation.call_method(&slots, arguments)))?;
     let Some(out) = outs.get(k) else {
         let reason = format!("its registered implementation gives result {k}, and the operation has {}", outs.len());
         return Err(Error::Autograd { op, reason });
@@ -284,24 +295,25 @@ fn built_in_gradients(
     Ok(leaves.iter().map(Tensor::grad).collect())
 }
 
-/// `replaced!("name", [tensors], arguments ...);` at the beginning of a method: returns what a registered implementation
-/// makes of it, where there is one. The tensors are `Option`s where one may be left out before others. A closure that makes the
-/// arguments comes after a `;`, and `op = ` before the name makes a variable of it. What is allocated from there to the end of the
-/// method, which is `#[track_caller]`, is of its caller's line.
-macro_rules! replaced {
+/// `return_replacement!("name", [tensors], arguments ...);` at the beginning of a method calls a registered implementation, if there is
+/// one, and returns its result. The tensors are `Option`s if a tensor may be left out before others. A closure that creates the
+/// arguments follows a `;`. `op = ` before the name declares a variable with the name.
+///
+/// Memory allocated from here to the end of the method is attributed to the caller's line, because the method is `#[track_caller]`.
+macro_rules! return_replacement {
     ($name:ident = $op:expr, $($rest:tt)*) => {
         let $name: &'static str = $op;
-        $crate::ops::dispatch::registry::replaced!($name, $($rest)*);
+        $crate::ops::dispatch::registry::return_replacement!($name, $($rest)*);
     };
     ($op:expr, $inputs:expr; $arguments:expr) => {
         let _caller = $crate::storage::Caller::enter();
-        if let Some(results) = $crate::ops::dispatch::registry::replacement($op, &$inputs, $arguments)? {
+        if let Some(results) = $crate::ops::dispatch::registry::call_replacement($op, &$inputs, $arguments)? {
             return $crate::ops::dispatch::results::FromResults::from_results(results);
         }
     };
     ($op:expr, $inputs:expr $(, $argument:expr)* $(,)?) => {
-        $crate::ops::dispatch::registry::replaced!($op, $inputs; || vec![$($argument.into()),*]);
+        $crate::ops::dispatch::registry::return_replacement!($op, $inputs; || vec![$($argument.into()),*]);
     };
 }
 
-pub(crate) use replaced;
+pub(crate) use return_replacement;

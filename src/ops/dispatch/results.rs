@@ -1,13 +1,13 @@
-//! Conversions between what methods return and the lists of tensors of calls by name and replacements.
+//! Conversions between the return values of methods and the lists of tensors of calls by name and replacements.
 
 use crate::{Error, Result, Tensor};
 
-/// A method's return value as a list of tensors.
+/// Converts the return value of a method to a list of tensors.
 pub(crate) trait IntoResults {
     fn into_results(self) -> Vec<Tensor>;
 }
 
-/// A method's return value made of the list of tensors, never empty, that a replacement returned.
+/// Converts the list of tensors that a replacement returned, never empty, to the return value of a method.
 pub(crate) trait FromResults: Sized {
     fn from_results(results: Vec<Tensor>) -> Result<Self>;
 }
@@ -42,7 +42,7 @@ impl IntoResults for (Tensor, Tensor, Tensor) {
     }
 }
 
-/// Those that are there.
+/// Keeps only the results that are present.
 impl<const N: usize> IntoResults for [Option<Tensor>; N] {
     fn into_results(self) -> Vec<Tensor> {
         self.into_iter().flatten().collect()
@@ -63,18 +63,21 @@ impl FromResults for bool {
 
 impl FromResults for (Tensor, Tensor) {
     fn from_results(results: Vec<Tensor>) -> Result<(Tensor, Tensor)> {
-        exactly(results, "two").map(|[a, b]| (a, b))
+        expect_results(results, "two").map(|[a, b]| (a, b))
     }
 }
 
 impl FromResults for (Tensor, Tensor, Tensor) {
     fn from_results(results: Vec<Tensor>) -> Result<(Tensor, Tensor, Tensor)> {
-        exactly(results, "three").map(|[a, b, c]| (a, b, c))
+        expect_results(results, "three").map(|[a, b, c]| (a, b, c))
     }
 }
 
-fn exactly<const N: usize>(results: Vec<Tensor>, count: &str) -> Result<[Tensor; N]> {
+fn expect_results<const N: usize>(results: Vec<Tensor>, count: &str) -> Result<[Tensor; N]> {
     <[Tensor; N]>::try_from(results).map_err(|results| {
-        Error::invalid("register", format!("{} results of an operation that has {count}", results.len()))
+        Error::invalid(
+            "register",
+            format!("the implementation returned {} results, and the operation has {count}", results.len()),
+        )
     })
 }

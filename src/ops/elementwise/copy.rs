@@ -1,4 +1,4 @@
-//! Copies: between layouts, dtypes and tensors. A strided or converting copy is the expression `x`.
+//! Copies between layouts, dtypes and tensors. A strided or converting copy is a launch of the formula `x`.
 
 use std::slice;
 use std::sync::LazyLock;
@@ -14,12 +14,12 @@ use crate::tensor::Layout;
 use crate::tensor::bytes::check_bytes;
 use crate::{DType, Expr, MemoryFormat, Result, Scalar, Tensor, backend};
 
-/// `x`, and a scalar: made once, since making one asks the heap.
+/// The formulas `x` and `s`, created once because creating an expression allocates.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
 
 operations! {
-    clone(input: x): Copying, All -> Same, differentiable => |a| a.x(0)?.try_clone();
+    clone(input: x): Copying, All -> Same, differentiable => |a| a.tensor(0)?.try_clone();
     contiguous(input: x): Copying, All -> Same, differentiable;
     to_dtype(input: x, dtype: dtype) "to": Copying, All -> Asked, differentiable;
     copy_(input: x, src: x): InPlace, All -> Same;
@@ -29,12 +29,12 @@ operations! {
 }
 
 impl Tensor {
-    /// A deep copy: a new tensor of this shape and [memory format](Tensor::memory_format) that shares nothing, the fallible form
-    /// of [`Clone`].
+    /// Returns a deep copy: a new tensor of this shape and [memory format](Tensor::memory_format) with its own storage. This is the
+    /// fallible form of [`Clone`]. Differentiable.
     ///
-    /// Elements that lie in one piece (a view with an offset too) are copied by one blocking command of exactly their bytes
-    /// (`clEnqueueCopyBuffer` on every OpenCL device), strided ones by one kernel into an allocation of exactly the viewed
-    /// elements. Differentiable.
+    /// A dense tensor, including a view with an offset, is copied by one blocking command of exactly its bytes
+    /// (`clEnqueueCopyBuffer` on every OpenCL device). A strided tensor is copied by one kernel, into an allocation that holds
+    /// exactly the viewed elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -51,19 +51,19 @@ impl Tensor {
     pub fn try_clone(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
         match autograd::is_tracked(&[self]) {
-            true => Ok(autograd::record_unary_twice("clone", self.copied(true)?, self, Ok)),
-            false => self.copied(true),
+            true => Ok(autograd::record_unary_differentiable("clone", self.deep_copy(true)?, self, Ok)),
+            false => self.deep_copy(true),
         }
     }
 
-    /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
-    pub(crate) fn copied(&self, blocking: bool) -> Result<Tensor> {
-        // A graph that is being captured runs nothing to wait for.
+    /// Returns a deep copy outside the graph. Without `blocking`, the copy is only enqueued, which later operations on the device respect.
+    pub(crate) fn deep_copy(&self, blocking: bool) -> Result<Tensor> {
+        // During graph capture nothing runs, so there is nothing to wait for.
         let blocking = blocking && !is_capturing(self.device());
         let size = self.dtype.size();
         if self.layout.is_dense() {
-            let layout = Layout::in_format(self.shape().clone(), self.memory_format());
-            let made = elementwise::result_of(&[self], layout, self.dtype, self.device());
+            let layout = Layout::with_format(self.shape().clone(), self.memory_format());
+            let made = elementwise::allocate_result(&[self], layout, self.dtype, self.device());
             if let Ok(out) = &made
                 && !out.is_uninit()
             {
@@ -72,27 +72,27 @@ impl Tensor {
             }
             return made;
         }
-        let out = self.cast_in(self.dtype, self.memory_format())?;
+        let out = self.cast_to_format(self.dtype, self.memory_format())?;
         if blocking {
             self.device().synchronize()?;
         }
         Ok(out)
     }
 
-    /// These elements in row-major order: this tensor itself where they already are, otherwise a copy (one launch).
-    /// No operation of this crate needs it; it is there for code that hands bytes to somebody else. Differentiable.
+    /// Returns these elements in row-major order: this tensor itself if it is contiguous, otherwise a copy made by one launch.
+    /// Operations of this crate accept any strides; use this for code that needs contiguous memory. Differentiable.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn contiguous(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
-        self.in_format("contiguous", MemoryFormat::Contiguous)
+        self.to_format("contiguous", MemoryFormat::Contiguous)
     }
 
-    /// These elements in this order in memory: this tensor itself where they already are, otherwise a copy (one launch). PyTorch's
-    /// `x.to(memory_format=torch.channels_last)`. Operations on the result, and layers of it, keep the order where they can;
-    /// views, such as [`Tensor::flatten`], go by the shape as ever. Differentiable.
+    /// Returns these elements in the given memory order: this tensor itself if it has that order, otherwise a copy made by one launch
+    /// (PyTorch's `x.to(memory_format=torch.channels_last)`). Operations and layers keep the order of their input if they can. Views
+    /// such as [`Tensor::flatten`] follow the shape and not the order in memory. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, MemoryFormat, Tensor};
@@ -104,36 +104,36 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor of another number of dims than the format has; [`crate::Error::OutOfMemory`] and
-    /// device failures.
+    /// [`crate::Error::Invalid`] for a tensor whose number of dims does not match the format; [`crate::Error::OutOfMemory`] and device
+    /// failures.
     #[track_caller]
     pub fn to_memory_format(&self, format: MemoryFormat) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "to_memory_format";
         format.check(op, self.shape())?;
-        self.in_format(op, format)
+        self.to_format(op, format)
     }
 
-    fn in_format(&self, op: &'static str, format: MemoryFormat) -> Result<Tensor> {
-        if self.layout.is_in(format) {
+    fn to_format(&self, op: &'static str, format: MemoryFormat) -> Result<Tensor> {
+        if self.layout.has_format(format) {
             return Ok(self.shallow_clone());
         }
-        let out = self.cast_in(self.dtype, format)?;
-        Ok(autograd::record_unary_twice(op, out, self, Ok))
+        let out = self.cast_to_format(self.dtype, format)?;
+        Ok(autograd::record_unary_differentiable(op, out, self, Ok))
     }
 
-    /// A copy of any dtype in this format, outside the graph.
-    fn cast_in(&self, dtype: DType, format: MemoryFormat) -> Result<Tensor> {
-        let layout = Layout::in_format(self.shape().clone(), format);
-        let made = elementwise::result_of(&[self], layout, dtype, self.device());
-        elementwise::filled(made, "copy", &[self], Params::default(), &IDENTITY)
+    /// Copies to any dtype and memory format, outside the graph.
+    fn cast_to_format(&self, dtype: DType, format: MemoryFormat) -> Result<Tensor> {
+        let layout = Layout::with_format(self.shape().clone(), format);
+        let made = elementwise::allocate_result(&[self], layout, dtype, self.device());
+        elementwise::fill_result(made, "copy", &[self], Params::default(), &IDENTITY)
     }
 
-    /// These elements converted to `dtype`, in a new tensor; this tensor itself where it has that dtype. Differentiable
+    /// Converts the elements to `dtype`. Returns this tensor itself if it already has that dtype, otherwise a new tensor. Differentiable
     /// between floats.
     ///
-    /// Conversions are Rust's `as`: floats to integers truncate towards zero and saturate, NaN gives 0, integers wrap,
-    /// halves round to nearest even; to bool, everything but 0 is true.
+    /// Conversions follow Rust's `as`. Floats truncate towards zero and saturate as integers, NaN becomes 0, and integers wrap.
+    /// Halves round to nearest even. As a bool, every value except 0 is true.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -143,21 +143,21 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`]; a device without double precision cannot convert f64.
+    /// [`crate::Error::OutOfMemory`]; a device without double precision cannot convert to or from f64.
     #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
         let _caller = Caller::enter();
         if dtype == self.dtype {
             return Ok(self.shallow_clone());
         }
-        let out = self.cast_in(dtype, self.memory_format())?;
+        let out = self.cast_to_format(dtype, self.memory_format())?;
         let from = self.dtype;
         if !dtype.is_float() || !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
-        Ok(autograd::record_twice("to_dtype", out, &[self], move |ctx| {
+        Ok(autograd::record_differentiable("to_dtype", out, &[self], move |ctx| {
             let grad = ctx.grad()?;
-            // Autocast's copies of weights: their gradients go where the optimiser reads them.
+            // For autocast's copies of weights, write the gradient directly to the buffer that the optimiser reads.
             let converted = match ctx.slot(0) {
                 Some(slot) => {
                     slot.copy_(&grad)?;
@@ -169,27 +169,31 @@ impl Tensor {
         }))
     }
 
-    /// A row-major copy of any dtype, outside the graph.
+    /// Copies to any dtype in row-major order, outside the graph.
     pub(crate) fn cast(&self, dtype: DType) -> Result<Tensor> {
-        self.cast_in(dtype, MemoryFormat::Contiguous)
+        self.cast_to_format(dtype, MemoryFormat::Contiguous)
     }
 
-    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device, or, where they
-    /// are contiguous in one memory format and of one shape and dtype, on any two: that waits. In place; differentiable in `src`.
+    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype. In place; differentiable in `src`.
+    ///
+    /// Both tensors are on one device. Tensors of one shape and dtype that are contiguous in one memory format may be on different
+    /// devices; such a copy waits for the device.
     ///
     /// # Errors
-    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where this is a leaf that
-    /// requires a gradient, or a view of one; [`crate::Error::Invalid`] into an expanded view; [`crate::Error::Partial`] where a copy between devices, or
-    /// to where it overlaps, fails midway.
+    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] if this is a leaf that requires a
+    /// gradient, or a view of such a leaf; [`crate::Error::Invalid`] if this is an expanded view; [`crate::Error::Partial`] if a copy
+    /// between devices, or between overlapping views, fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         self.copy_recorded("copy_", src, false)
     }
 
-    /// [`Tensor::copy_`] that returns when it is enqueued on the current stream, between a device and memory that is pinned for it
-    /// ([`Tensor::pin_memory`]), of one shape, dtype and memory format: PyTorch's `copy_(src, non_blocking=True)`. Other copies wait as
-    /// before. Whoever gets at the pinned tensor next waits for it, and its memory is not given to others before; where
-    /// another program's code reads at its address, that has to wait first ([`crate::Stream::synchronize`], an event). The device's
-    /// failures are told by the stream's next wait.
+    /// Same as [`Tensor::copy_`], but returns as soon as the copy is enqueued on the current stream (PyTorch's
+    /// `copy_(src, non_blocking=True)`).
+    ///
+    /// This needs a copy between a device and memory that is pinned for that device ([`Tensor::pin_memory`]), with equal shape, dtype
+    /// and memory format. All other copies wait as in `copy_`. The next access to the pinned tensor waits for the copy, and its memory
+    /// is not reused before. Foreign code that reads the address has to wait first ([`crate::Stream::synchronize`], an event).
+    /// The next wait on the stream reports failures of the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -201,27 +205,27 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Tensor::copy_`].
+    /// The errors of [`Tensor::copy_`].
     pub fn copy_non_blocking_(&self, src: &Tensor) -> Result<&Tensor> {
         self.copy_recorded("copy_non_blocking_", src, true)
     }
 
     fn copy_recorded(&self, op: &'static str, src: &Tensor, non_blocking: bool) -> Result<&Tensor> {
-        let change = autograd::in_place(op, self, &[src])?;
+        let change = autograd::begin_in_place(op, self, &[src])?;
         self.copy_elements(op, src, non_blocking)?;
         match change {
             Some(change) if src.requires_grad() => {
                 let (shape, dtype, device) = (src.shape().clone(), src.dtype, src.device());
                 let back = move |grad: Tensor| grad.sum_to(&shape)?.to_device(device)?.to_dtype(dtype);
-                change.finish(|out| autograd::record_unary_twice(op, out, src, back));
+                change.finish(|out| autograd::record_unary_differentiable(op, out, src, back));
             }
-            Some(change) => change.overwritten(),
+            Some(change) => change.finish_overwrite(),
             None => {}
         }
         Ok(self)
     }
 
-    /// [`Tensor::copy_`] outside the graph.
+    /// Copies as [`Tensor::copy_`] does, outside the graph.
     fn copy_elements(&self, op: &'static str, src: &Tensor, non_blocking: bool) -> Result<()> {
         if self.skips_writes() {
             return Ok(());
@@ -241,14 +245,14 @@ impl Tensor {
             true if self.storage.start_copy_from(to, &src.storage, from, bytes)? => Ok(()),
             _ => self.storage.copy_from(to, &src.storage, from, bytes, false),
         };
-        // Between devices in pieces, of which some may be there.
+        // Copies between devices run in pieces, and some pieces may be complete when one fails.
         let across = self.device() != src.device();
-        let named = |e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e };
+        let named = |e| if across || matches!(e, Error::Partial { .. }) { e.into_partial(op) } else { e };
         backend::launch([self], |_| copy().map_err(named))
     }
 
-    /// Sets the elements, in row-major order, to those that are given as bytes in the byte order of the host, which may be reused
-    /// when it returns: the opposite of [`Tensor::read_bytes`]. In place.
+    /// Overwrites the elements, in row-major order, with `bytes` in the host's byte order. In place; the inverse of
+    /// [`Tensor::read_bytes`]. `bytes` may be reused when the call returns.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -259,15 +263,17 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for another number of bytes, for bools other than 0 and 1, and into an expanded view; otherwise as
-    /// [`Tensor::fill_`]; [`crate::Error::Partial`] where the device fails midway.
+    /// [`crate::Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; otherwise as
+    /// [`Tensor::fill_`]; [`crate::Error::Partial`] if the device fails midway.
     pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_", bytes, false)
     }
 
-    /// [`Tensor::write_bytes_`] that returns when it is enqueued on the current stream, with a copy of the bytes in pinned memory: it does
-    /// not wait for what the stream has to do before. Where the tensor is not contiguous, the bytes are more than 16 MiB or there
-    /// is no pinned memory left, it waits. The device's failures are told by the stream's next wait.
+    /// Same as [`Tensor::write_bytes_`], but copies the bytes to pinned memory and returns as soon as the transfer is enqueued on the
+    /// current stream. The call does not wait for earlier work of the stream.
+    ///
+    /// The call waits if the tensor is not contiguous, if there are more than 16 MiB of bytes, or if no pinned memory is available.
+    /// The next wait on the stream reports failures of the device.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -278,7 +284,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Tensor::write_bytes_`].
+    /// The errors of [`Tensor::write_bytes_`].
     pub fn write_bytes_non_blocking_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_non_blocking_", bytes, true)
     }
@@ -288,22 +294,22 @@ impl Tensor {
         if self.skips_writes() {
             return Ok(self);
         }
-        let change = autograd::in_place(op, self, &[])?;
+        let change = autograd::begin_in_place(op, self, &[])?;
         if self.is_contiguous() {
             let at = self.layout.offset * self.dtype.size();
             let write = || match non_blocking && self.storage.start_write(at, bytes)? {
                 true => Ok(()),
                 false => self.storage.write(at, bytes),
             };
-            backend::launch([self], |_| write().map_err(|e| e.in_part(op)))?;
+            backend::launch([self], |_| write().map_err(|e| e.into_partial(op)))?;
         } else {
             self.copy_elements(op, &Tensor::from_bytes(bytes, self.shape(), self)?, false)?;
         }
-        change.into_iter().for_each(InPlace::overwritten);
+        change.into_iter().for_each(InPlace::finish_overwrite);
         Ok(self)
     }
 
-    /// Sets every element to `value`, converted to the dtype; a negative integer wraps in an unsigned dtype. In place.
+    /// Sets every element to `value`, converted to the dtype. A negative integer wraps in an unsigned dtype. In place.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -315,37 +321,37 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a fraction into integers, a number out of the dtype's range, such as NaN, and a finite one that rounds to infinity;
-    /// [`crate::Error::Autograd`] where this is a leaf that requires a gradient, or a view of one; [`crate::Error::Invalid`] on
-    /// an expanded view.
+    /// [`crate::Error::Invalid`] for a fraction as a value of an integer dtype, for a number outside the dtype's range, such as NaN,
+    /// for a finite number that rounds to infinity, and for an expanded view; [`crate::Error::Autograd`] if this is a leaf that
+    /// requires a gradient, or a view of such a leaf.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
         let scalars = [value.into().stored(op, self.dtype)?];
-        let change = autograd::in_place(op, self, &[])?;
-        elementwise::apply_into(op, &[], Params::of(&scalars), slice::from_ref(&*SCALAR), &[self])?;
-        change.into_iter().for_each(InPlace::overwritten);
+        let change = autograd::begin_in_place(op, self, &[])?;
+        elementwise::apply_into(op, &[], Params::from_scalars(&scalars), slice::from_ref(&*SCALAR), &[self])?;
+        change.into_iter().for_each(InPlace::finish_overwrite);
         Ok(self)
     }
 
     /// Sets every element to zero. In place.
     ///
     /// # Errors
-    /// As [`Tensor::fill_`].
+    /// The errors of [`Tensor::fill_`].
     pub fn zero_(&self) -> Result<&Tensor> {
-        self.fill_(0).named("zero_")
+        self.fill_(0).with_op("zero_")
     }
 }
 
 impl Clone for Tensor {
-    /// A deep copy with its own storage; see [`Tensor::try_clone`]. [`Tensor::shallow_clone`] shares instead.
+    /// Returns a deep copy with its own storage; see [`Tensor::try_clone`]. [`Tensor::shallow_clone`] shares the storage instead.
     ///
     /// # Panics
-    /// When the device is out of memory or lost; [`Tensor::try_clone`] gives the error instead.
+    /// If the device is out of memory or lost. [`Tensor::try_clone`] returns the error instead.
     #[track_caller]
     fn clone(&self) -> Tensor {
         match self.try_clone() {
             Ok(copy) => copy,
-            Err(e) => panic!("{e}"), // here and not in a closure, so that the caller's line is named
+            Err(e) => panic!("{e}"), // not in a closure, so that the panic names the caller's line
         }
     }
 }

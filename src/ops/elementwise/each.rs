@@ -1,4 +1,4 @@
-//! One formula for many tensors: [`map_each`] and [`foreach_into`].
+//! Launches of one formula for many tensors: [`map_each`] and [`foreach_into`].
 
 use smallvec::SmallVec;
 
@@ -6,21 +6,22 @@ use crate::expr::table::ROWS;
 use crate::ops::dispatch::prelude::*;
 use crate::{Error, Expr, Result, Scalar, Shape, Tensor, for_each_part};
 
-/// Operands of a launch: what kernels take on every device, and few enough to be as fast as apart.
-const OPERANDS: usize = 32;
+/// The maximum number of operands of one launch. Every device's kernels accept that many, without being slower than separate launches.
+const MAX_LAUNCH_OPERANDS: usize = 32;
 
-/// What [`map_each`] reads and writes at a time: as many inputs and as many outputs as all others.
+/// The inputs and outputs of one evaluation in [`map_each`]. All sets of a call have the same number of inputs and of outputs.
 #[derive(Debug, Clone, Default)]
 pub struct TensorSet<'a> {
-    /// Tensors that the formulas read.
+    /// The tensors that the formulas read.
     pub inputs: SmallVec<[&'a Tensor; 6]>,
-    /// Tensors that they write, of one shape; they may be among the inputs.
+    /// The tensors that the formulas write, all of one shape. An output may also be an input.
     pub outputs: SmallVec<[&'a Tensor; 6]>,
 }
 
-/// [`Tensor::map_into`] for many sets of tensors; those whose outputs have one shape share launches. `f` gets the inputs of a set, then
-/// those that are `common` to all, and the scalars. A step of an optimiser over parameters that lie apart is a call of this, and so are
-/// the functions of PyTorch whose names begin with `_foreach_`.
+/// Applies the formulas of [`Tensor::map_into`] to many sets of tensors. Sets whose outputs have the same shape share launches.
+///
+/// `f` receives the inputs of a set followed by the `common` inputs, and the scalars. Use it for an optimiser step over parameters
+/// in separate allocations, or for the `_foreach_` functions of PyTorch.
 ///
 /// ```
 /// use claystone::ops::{TensorSet, map_each};
@@ -34,7 +35,7 @@ pub struct TensorSet<'a> {
 /// ```
 ///
 /// # Errors
-/// Those of [`Tensor::map_into`]; sets of different sizes; [`Error::Partial`] where the device fails after some sets were done.
+/// The errors of [`Tensor::map_into`]; sets of different sizes; [`Error::Partial`] if the device fails after some sets are done.
 #[track_caller]
 pub fn map_each(
     op: &'static str,
@@ -47,11 +48,14 @@ pub fn map_each(
     let Some(first) = sets.first() else { return Ok(()) };
     let (inputs, outputs) = (first.inputs.len(), first.outputs.len());
     if outputs == 0 || sets.iter().any(|s| (s.inputs.len(), s.outputs.len()) != (inputs, outputs)) {
-        return Err(Error::invalid(op, "all sets have as many inputs and outputs, at least one of these"));
+        return Err(Error::invalid(
+            op,
+            "all sets must have the same numbers of inputs and of outputs, and at least one output",
+        ));
     }
-    let most = (OPERANDS.saturating_sub(common.len()) / (inputs + outputs)).max(1);
-    for_each_part(op, launches(sets, most), |launch| {
-        let (mut read, mut written) = <[SmallVec<[&Tensor; OPERANDS]>; 2]>::default().into();
+    let max_sets = (MAX_LAUNCH_OPERANDS.saturating_sub(common.len()) / (inputs + outputs)).max(1);
+    for_each_part(op, group_into_launches(sets, max_sets), |launch| {
+        let (mut read, mut written) = <[SmallVec<[&Tensor; MAX_LAUNCH_OPERANDS]>; 2]>::default().into();
         for set in &launch {
             read.extend_from_slice(&set.inputs);
             written.extend_from_slice(&set.outputs);
@@ -62,30 +66,30 @@ pub fn map_each(
             let of_set = |i: usize| [&x[i * inputs..][..inputs], shared].concat();
             (0..launch.len()).flat_map(|i| f(&of_set(i), s)).collect()
         })
-        .map_err(|e| e.of(op))
+        .map_err(|e| e.with_op(op))
     })
 }
 
-/// The sets in groups that share a launch: of one shape, and none writes where another reads or writes.
-fn launches<'s, 't>(sets: &'s [TensorSet<'t>], most: usize) -> Vec<Vec<&'s TensorSet<'t>>> {
+/// Groups the sets into launches. The outputs of a launch have one shape, and no set writes a tensor that another set accesses.
+fn group_into_launches<'s, 't>(sets: &'s [TensorSet<'t>], max_sets: usize) -> Vec<Vec<&'s TensorSet<'t>>> {
     let mut done: Vec<Vec<&TensorSet>> = Vec::new();
     let mut open: Vec<(&Shape, Vec<&TensorSet>)> = Vec::new();
-    let meet = |a: &TensorSet, b: &TensorSet| {
+    let conflicts_with = |a: &TensorSet, b: &TensorSet| {
         a.outputs.iter().any(|t| b.inputs.iter().chain(&b.outputs).any(|u| t.shares_storage(u)))
     };
     for set in sets {
         let shape = set.outputs[0].shape();
-        // What is before a set that it meets is launched before it, whatever its shape.
-        let (met, free) = open
-            .into_iter()
-            .partition(|(_, group): &(_, Vec<_>)| group.iter().any(|other| meet(set, other) || meet(other, set)));
+        // Earlier sets that conflict with this set are launched first, whatever their shape.
+        let (conflicting, free) = open.into_iter().partition(|(_, group): &(_, Vec<_>)| {
+            group.iter().any(|other| conflicts_with(set, other) || conflicts_with(other, set))
+        });
         open = free;
-        done.extend(Vec::from_iter(met).into_iter().map(|(_, group): (&Shape, _)| group));
+        done.extend(Vec::from_iter(conflicting).into_iter().map(|(_, group): (&Shape, _)| group));
         match open.iter_mut().find(|(of, _)| *of == shape) {
             Some((_, group)) => group.push(set),
             None => open.push((shape, vec![set])),
         }
-        if let Some(full) = open.iter().position(|(_, group)| group.len() == most) {
+        if let Some(full) = open.iter().position(|(_, group)| group.len() == max_sets) {
             done.push(open.swap_remove(full).1);
         }
     }
@@ -93,9 +97,11 @@ fn launches<'s, 't>(sets: &'s [TensorSet<'t>], most: usize) -> Vec<Vec<&'s Tenso
     done
 }
 
-/// An elementwise operation on many tensors, by name: `lists` has its operands, each as many tensors as there are in `out`, which is
-/// written; a list of one tensor is for all of them. Those of one shape share launches. PyTorch's `torch._foreach_add_` and the others
-/// of that kind, where `out` is the first list.
+/// Applies an elementwise operation, given by name, to lists of tensors and writes the results to `out` (PyTorch's
+/// `torch._foreach_add_` and similar functions, which have `out` as the first list).
+///
+/// `lists` holds one list for each operand, with as many tensors as `out`. A list of one tensor is used for all outputs.
+/// Tensors of the same shape share launches.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -107,19 +113,19 @@ fn launches<'s, 't>(sets: &'s [TensorSet<'t>], most: usize) -> Vec<Vec<&'s Tenso
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for a name that is none of [`ROWS`], another number of lists, tensors or scalars; those of [`map_each`].
+/// [`Error::Invalid`] for a name that is not in [`ROWS`] and for a wrong number of lists, tensors or scalars; the errors of [`map_each`].
 #[track_caller]
 pub fn foreach_into(name: &str, lists: &[&[&Tensor]], scalars: &[Scalar], out: &[&Tensor]) -> Result<()> {
     let _caller = Caller::enter();
     let op = "foreach_into";
     let Some(row) = ROWS.iter().find(|row| row.name == name) else {
-        return Err(Error::invalid(op, format!("{name:?} is no elementwise operation")));
+        return Err(Error::invalid(op, format!("{name:?} is not an elementwise operation")));
     };
     let fits = |list: &&[&Tensor]| list.len() == out.len() || list.len() == 1;
     if (lists.len(), scalars.len()) != (row.arity, row.samples.len()) || !lists.iter().all(fits) {
         let (arity, numbers) = (row.arity, row.samples.len());
         let reason =
-            format!("{name} takes {arity} lists of as many tensors as there are to write, and {numbers} numbers");
+            format!("{name} takes {arity} lists, each with one tensor or one for each output, and {numbers} scalars");
         return Err(Error::invalid(op, reason));
     }
     let set = |(i, written)| TensorSet {

@@ -1,4 +1,4 @@
-//! Launches of formulas: their results, and the order of dims in which backends see operands.
+//! Launches formulas: creates their results and reorders dims for the backends.
 
 use std::slice;
 
@@ -13,14 +13,14 @@ use crate::storage::is_uninit_scope;
 use crate::tensor::{Layout, result_layout};
 use crate::{DType, Device, MemoryFormat, Result, Shape, Tensor};
 
-/// Calls `f` with the program of `exprs` and all that it reads, their numbers among its scalars.
+/// Calls `f` with the program of `exprs` and its parameters. The constants in `exprs` are appended to the scalars.
 #[inline(always)]
 fn with_program<R>(exprs: &[Expr], params: Params, f: impl FnOnce(&Program, Params) -> R) -> R {
-    let program = Program::of(exprs);
+    let program = Program::shared(exprs);
     program.with_arguments(exprs, params.scalars, |scalars| f(&program, Params { scalars, ..params }))
 }
 
-/// Computes `exprs` over `inputs`, broadcast together, into new tensors of dtypes `out`. One launch.
+/// Computes `exprs` over broadcast `inputs` into new tensors of the dtypes `out`, in one launch.
 pub(crate) fn apply(
     op: &'static str,
     inputs: &[&Tensor],
@@ -31,17 +31,17 @@ pub(crate) fn apply(
     let device = same_device(op, inputs)?;
     let shape = broadcast_shape(op, inputs)?;
     let layout = result_layout(shape, inputs.iter().map(|t| &t.layout));
-    let made = out.iter().map(|&t| result_of(inputs, layout.clone(), t, device));
+    let made = out.iter().map(|&t| allocate_result(inputs, layout.clone(), t, device));
     let made = made.collect::<Result<SmallVec<[Tensor; 2]>>>()?;
     let outputs: SmallVec<[&Tensor; 2]> = made.iter().collect();
     with_program(exprs, params, |program, params| {
-        backend::fill(&made, |b| run(b, &Formulas { op, inputs, params, program, outputs: &outputs }))
+        backend::fill(&made, |b| launch_formulas(b, &Formulas { op, inputs, params, program, outputs: &outputs }))
     })?;
     drop(outputs);
     Ok(made)
 }
 
-/// [`apply`] for one result.
+/// Same as [`apply`], for a single result.
 pub(crate) fn apply_one(
     op: &'static str,
     inputs: &[&Tensor],
@@ -52,26 +52,26 @@ pub(crate) fn apply_one(
     with_program(slice::from_ref(expr), params, |program, params| {
         if params.seeds.is_empty()
             && !is_uninit_scope()
-            && let Some(fill) = backend::primitive(op, inputs, params.scalars, program, dtype)
+            && let Some(fill) = backend::primitive_fast_path(op, inputs, params.scalars, program, dtype)
         {
-            let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
+            let made = Tensor::empty_with_shape(inputs[0].shape(), dtype, inputs[0].device());
             if let Ok(out) = &made {
                 fill(out)?;
             }
             return made;
         }
-        let made = empty_result(op, inputs, dtype, same_device(op, inputs)?);
+        let made = allocate_broadcast_result(op, inputs, dtype, same_device(op, inputs)?);
         if let Ok(out) = &made {
-            backend::fill([out], |b| run(b, &Formulas { op, inputs, params, program, outputs: &[out] }))?;
+            backend::fill([out], |b| launch_formulas(b, &Formulas { op, inputs, params, program, outputs: &[out] }))?;
         }
         made
     })
 }
 
-/// `made`, a new tensor that operands are broadcast to, with what `expr` makes of them. It is returned without a move: moving a
-/// tensor costs as much as comparing several shapes.
+/// Computes `expr` into `made`, a new tensor that the operands are broadcast to. Returning `made` itself avoids a move, which would
+/// cost as much as comparing several shapes.
 #[inline]
-pub(crate) fn filled(
+pub(crate) fn fill_result(
     made: Result<Tensor>,
     op: &'static str,
     inputs: &[&Tensor],
@@ -80,29 +80,35 @@ pub(crate) fn filled(
 ) -> Result<Tensor> {
     if let Ok(out) = &made {
         with_program(slice::from_ref(expr), params, |program, params| {
-            backend::fill([out], |b| run(b, &Formulas { op, inputs, params, program, outputs: &[out] }))
+            backend::fill([out], |b| launch_formulas(b, &Formulas { op, inputs, params, program, outputs: &[out] }))
         })?;
     }
     made
 }
 
-/// Room for the result of operands that are broadcast together, in their memory format.
-pub(super) fn empty_result(op: &'static str, inputs: &[&Tensor], dtype: DType, device: Device) -> Result<Tensor> {
+/// Allocates the result of broadcast operands, in their memory format.
+pub(super) fn allocate_broadcast_result(
+    op: &'static str,
+    inputs: &[&Tensor],
+    dtype: DType,
+    device: Device,
+) -> Result<Tensor> {
     let layout = result_layout(broadcast_shape(op, inputs)?, inputs.iter().map(|t| &t.layout));
-    result_of(inputs, layout, dtype, device)
+    allocate_result(inputs, layout, dtype, device)
 }
 
-/// Room for a result of `inputs`; none within `nn::uninit` where an input has no memory.
-pub(crate) fn result_of(inputs: &[&Tensor], layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
+/// Allocates a result of `inputs`. Within `nn::uninit`, the result has no memory if an input has none.
+pub(crate) fn allocate_result(inputs: &[&Tensor], layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
     match is_uninit_scope() && inputs.iter().any(|t| t.is_uninit()) {
-        true => Tensor::factory(layout, dtype, device),
-        false => Tensor::empty_like_layout(layout, dtype, device),
+        true => Tensor::empty_or_uninit(layout, dtype, device),
+        false => Tensor::empty_with_layout(layout, dtype, device),
     }
 }
 
-/// The launch of formulas. Where results have their channels last, all operands are viewed so that results are row-major, which
-/// backends have the fastest kernels for. Random numbers count positions in the shape's own order.
-fn run(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
+/// Launches formulas. For channels-last results, the dims of all operands are reordered so that results are row-major, because
+/// backends have their fastest kernels for that order. Formulas with random numbers keep the shape's own order,
+/// which determines the numbers.
+fn launch_formulas(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
     let first = formulas.outputs[0];
     if is_uninit_scope() && formulas.outputs.iter().all(|t| t.is_uninit()) {
         return Ok(());
@@ -124,8 +130,8 @@ fn run(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
     }
 }
 
-/// Computes `exprs` over `inputs`, broadcast to the outputs' shape, into `outputs`. One launch, more where an input
-/// overlaps an output without being the same view of it. The caller has checked autograd.
+/// Computes `exprs` over `inputs`, broadcast to the shape of `outputs`, into `outputs`. One launch; more if an input overlaps an
+/// output without being the same view. The caller has checked autograd.
 pub(crate) fn apply_into(
     op: &'static str,
     inputs: &[&Tensor],
@@ -133,32 +139,32 @@ pub(crate) fn apply_into(
     exprs: &[Expr],
     outputs: &[&Tensor],
 ) -> Result<()> {
-    with_program(exprs, params, |program, params| run_into(op, inputs, params, program, outputs))
+    with_program(exprs, params, |program, params| launch_program_into(op, inputs, params, program, outputs))
 }
 
-/// [`apply_into`] of a program and all of its arguments.
+/// Same as [`apply_into`], for a program with all of its parameters.
 #[inline]
-pub(super) fn run_into(
+pub(super) fn launch_program_into(
     op: &'static str,
     inputs: &[&Tensor],
     params: Params,
     program: &Program,
     outputs: &[&Tensor],
 ) -> Result<()> {
-    backend::launch(outputs.iter().copied(), |b| run(b, &Formulas { op, inputs, params, program, outputs }))
+    backend::launch(outputs.iter().copied(), |b| launch_formulas(b, &Formulas { op, inputs, params, program, outputs }))
 }
 
-/// Whether a tensor of this shape is broadcast to the other: the backend refuses it otherwise.
+/// Returns true if `shape` broadcasts to `to`. For other shapes the backend returns the error.
 fn broadcasts_to(shape: &Shape, to: &Shape) -> bool {
     let (dims, to) = (shape.dims().iter().rev(), to.dims().iter().rev());
     shape.rank() <= to.len() && dims.zip(to).all(|(&d, &n)| d == 1 || d == n)
 }
 
-/// The shape that operands are broadcast to together.
+/// Returns the common shape of broadcast operands.
 pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
     let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
     let mut shape = first.shape().clone();
-    // Most have the shape of the first. Comparing size by size is faster than `ends_with`, which compares memory.
+    // Most operands have the shape of the first. Comparing sizes one by one is faster than `ends_with`, which calls `memcmp`.
     let like_first = |t: &Tensor| t.shape().dims().iter().rev().eq(first.shape().dims().iter().rev().take(t.rank()));
     for t in others.iter().filter(|t| !like_first(t)) {
         shape = shape.broadcast(op, t.shape())?;

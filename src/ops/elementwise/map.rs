@@ -1,4 +1,4 @@
-//! Formulas of the user's, on tensors: [`Tensor::map`] and its kin.
+//! Elementwise operations with formulas of the user: [`Tensor::map`] and its variants.
 
 use std::slice;
 use std::sync::Arc;
@@ -9,16 +9,16 @@ use crate::backend::problem::map::{Params, compute_type};
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_tracked;
-use crate::ops::elementwise::launch::run_into;
+use crate::ops::elementwise::launch::launch_program_into;
 use crate::{Compute, DType, Expr, Result, Scalar, Tensor, autograd, is_grad_enabled};
 
-/// The formula that `f` makes of the inputs, where it goes with them.
-fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
+/// Builds the formula with `f`, and checks that it matches the inputs.
+fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
     let Some(first) = inputs.first() else { return Err(Error::invalid(op, "it needs at least one input")) };
     same_dtype(op, inputs)?;
     let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
     let expr = f(&leaves);
-    let program = Program::of(slice::from_ref(&expr));
+    let program = Program::shared(slice::from_ref(&expr));
     if program.inputs() > inputs.len() || program.given() > 0 || program.seeds() > 0 {
         let reason = format!(
             "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
@@ -31,44 +31,44 @@ fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr
     Ok(expr)
 }
 
-/// The formulas that `f` makes of so many inputs and numbers, one for each of so many results.
-fn formulas(
+/// Builds one formula for each of `outputs` results with `f`, and checks that they read only the given inputs and scalars.
+fn build_formulas(
     op: &'static str,
     (inputs, scalars): (usize, usize),
     outputs: usize,
     f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<Made> {
+) -> Result<CompiledFormulas> {
     let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
     let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
     let exprs = f(&leaves, &numbers);
     invalid!(op if exprs.len() != outputs, "{} formulas for {outputs} outputs", exprs.len());
-    let program = Program::of(&exprs).into_owned();
+    let program = Program::shared(&exprs).into_owned();
     invalid!(op if program.inputs() > inputs || program.given() > scalars || program.seeds() > 0,
         "a formula reads more than the inputs and scalars given");
-    Ok(Made { exprs, program })
+    Ok(CompiledFormulas { exprs, program })
 }
 
-/// Formulas and their program.
-struct Made {
+/// Formulas and the program compiled from them.
+struct CompiledFormulas {
     exprs: Vec<Expr>,
     program: Arc<Program>,
 }
 
-impl Made {
+impl CompiledFormulas {
     #[inline]
     fn launch(&self, op: &'static str, inputs: &[&Tensor], scalars: &[Scalar], outputs: &[&Tensor]) -> Result<()> {
         self.program.with_arguments(&self.exprs, scalars, |scalars| {
-            run_into(op, inputs, Params::of(scalars), &self.program, outputs)
+            launch_program_into(op, inputs, Params::from_scalars(scalars), &self.program, outputs)
         })
     }
 }
 
 impl Tensor {
-    /// An elementwise operation of your own: `f` gets one [`Expr`] for each input and builds the formula; the result is
-    /// computed in one launch, on any device, broadcast and strided as any other operation, and is differentiable.
+    /// Applies an elementwise operation of your own. `f` receives one [`Expr`] for each input and returns the formula of the result.
     ///
-    /// The result has the dtype of the first input. Numbers in the formula may change from call to call, as a learning rate does:
-    /// they are arguments of one kernel, but for those that [`Expr::constant`] names.
+    /// The result has the dtype of the first input and is differentiable. Inputs broadcast and may have any strides; one launch computes
+    /// the result on any device. Numbers in the formula, such as a learning rate, may change from call to call without compiling another
+    /// kernel, because they are kernel arguments. Only numbers from [`Expr::constant`] are compiled in.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -80,17 +80,17 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; an
-    /// expression over an input that is not there.
+    /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; a formula that reads
+    /// an input that was not given.
     #[track_caller]
     pub fn map(inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
-        let expr = checked("map", inputs, f)?;
+        let expr = build_formula("map", inputs, f)?;
         apply_tracked("map", inputs, Params::default(), &expr, inputs[0].dtype, &|i| expr.diff(i))
     }
 
-    /// [`Tensor::map`] with derivatives of your own: `derivatives` gives one formula for each input. For gradients that are
-    /// not the formula's, or that it computes badly.
+    /// Same as [`Tensor::map`], with custom derivatives: `derivatives` returns one formula for each input. Use it if the gradient is
+    /// not the derivative of the formula, or if that derivative is inaccurate.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::Expr};
@@ -103,7 +103,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::map`], for the derivatives too; another number of derivatives than of inputs.
+    /// The errors of [`Tensor::map`], for the derivatives too; a wrong number of derivatives.
     #[track_caller]
     pub fn map_with(
         inputs: &[&Tensor],
@@ -112,20 +112,21 @@ impl Tensor {
     ) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "map_with";
-        let expr = checked(op, inputs, f)?;
+        let expr = build_formula(op, inputs, f)?;
         let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
         let given = derivatives(&leaves);
         invalid!(op if given.len() != inputs.len(), "{} derivatives for {} inputs", given.len(), inputs.len());
         for derivative in &given {
-            checked(op, inputs, |_| derivative.clone())?;
+            build_formula(op, inputs, |_| derivative.clone())?;
         }
         apply_tracked(op, inputs, Params::default(), &expr, inputs[0].dtype, &|i| given[i].clone())
     }
 
-    /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each
-    /// input and for each scalar and gives one formula for each output. All are computed in one launch, so an output may
-    /// also be an input: an optimiser's step is one call. Inputs may differ in dtype; they meet in the widest,
-    /// and where all are integers in the outputs'.
+    /// The in-place form of [`Tensor::map`], with several results and run-time scalars.
+    ///
+    /// `f` receives one [`Expr`] for each input and each scalar, and returns one formula for each output. One launch computes all
+    /// outputs, so an output may also be an input, and an optimiser's step is one call. Inputs of different dtypes are promoted to the
+    /// widest; if all are integers, the formulas compute in the dtype of the outputs.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -140,9 +141,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Shapes that do not broadcast to the outputs', outputs of different shapes or that are one another's views,
-    /// different devices, tracked tensors (outside [`crate::no_grad`]), a wrong number of formulas, a fraction as a scalar
-    /// where all tensors are integers.
+    /// Shapes that do not broadcast to the shape of the outputs; outputs of different shapes or that share storage; different
+    /// devices; tracked tensors (outside [`crate::no_grad`]); a wrong number of formulas; a fraction as a scalar if all tensors are
+    /// integers.
     pub fn map_into(
         inputs: &[&Tensor],
         scalars: &[Scalar],
@@ -150,21 +151,20 @@ impl Tensor {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<()> {
         let op = "map_into";
-        let (made, whole) = checked_into(op, inputs, scalars.len(), outputs, f)?;
-        check_scalars(op, whole, scalars)?;
+        let (made, needs_integers) = build_formulas_into(op, inputs, scalars.len(), outputs, f)?;
+        check_scalars(op, needs_integers, scalars)?;
         made.launch(op, inputs, scalars, outputs)
     }
 }
 
-/// The formulas of [`Tensor::map_into`], where all it is given goes together; with whether scalars have to be whole
-/// numbers.
-fn checked_into(
+/// Builds and checks the formulas of [`Tensor::map_into`]. Also returns whether scalars must be integers.
+fn build_formulas_into(
     op: &'static str,
     inputs: &[&Tensor],
     scalars: usize,
     outputs: &[&Tensor],
     f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<(Made, bool)> {
+) -> Result<(CompiledFormulas, bool)> {
     let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
     for (i, out) in outputs.iter().enumerate() {
         autograd::check_unrecorded(op, out, inputs)?;
@@ -173,18 +173,18 @@ fn checked_into(
         invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
             "two outputs are views of the same storage: write them one by one");
     }
-    let made = formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
-    let whole = compute_type(&made.program, inputs, outputs) == Compute::I64;
-    Ok((made, whole))
+    let made = build_formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
+    let needs_integers = compute_type(&made.program, inputs, outputs) == Compute::I64;
+    Ok((made, needs_integers))
 }
 
-/// An error for a scalar that integers are computed with and that is none.
-fn check_scalars(op: &'static str, whole: bool, scalars: &[Scalar]) -> Result<()> {
-    if whole { scalars.iter().try_for_each(|s| s.check_factor(op, DType::I64)) } else { Ok(()) }
+/// Returns an error if the formulas compute in integers and a scalar is not an integer.
+fn check_scalars(op: &'static str, needs_integers: bool, scalars: &[Scalar]) -> Result<()> {
+    if needs_integers { scalars.iter().try_for_each(|s| s.check_factor(op, DType::I64)) } else { Ok(()) }
 }
 
-/// [`Tensor::map_into`] of tensors that stay, to be launched again and again with other scalars: all but the launch is done
-/// once. The step of every optimiser of [`optim`](crate::optim) is one.
+/// A [`Tensor::map_into`] that is prepared once and launched many times, with the same tensors and other scalars. Every optimiser in
+/// [`optim`](crate::optim) uses one for its step.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops::MapInto};
@@ -205,17 +205,17 @@ pub struct MapInto {
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
     scalars: usize,
-    formulas: Made,
-    /// Whether scalars have to be whole numbers.
-    whole: bool,
+    formulas: CompiledFormulas,
+    /// Whether scalars must be integers.
+    needs_integers: bool,
 }
 
 impl MapInto {
-    /// The formulas that `f` makes of `inputs` and of as many scalars as `scalars` says, one for each of `outputs`. `op` is
-    /// what errors call it.
+    /// Builds one formula for each of `outputs` with `f`, from `inputs` and the given number of scalars. `op` names the operation in
+    /// errors.
     ///
     /// # Errors
-    /// As [`Tensor::map_into`].
+    /// The errors of [`Tensor::map_into`].
     pub fn new(
         op: &'static str,
         inputs: Vec<Tensor>,
@@ -224,22 +224,22 @@ impl MapInto {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<MapInto> {
         let (x, out): (Vec<&Tensor>, Vec<&Tensor>) = (inputs.iter().collect(), outputs.iter().collect());
-        let (formulas, whole) = checked_into(op, &x, scalars, &out, f)?;
-        Ok(MapInto { op, inputs, outputs, scalars, formulas, whole })
+        let (formulas, needs_integers) = build_formulas_into(op, &x, scalars, &out, f)?;
+        Ok(MapInto { op, inputs, outputs, scalars, formulas, needs_integers })
     }
 
-    /// Computes the outputs, in one launch.
+    /// Computes the outputs in one launch.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another number of scalars, and for a fraction where all tensors are integers; tracked tensors
+    /// [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors are integers; tracked tensors
     /// outside [`crate::no_grad`]; device failures.
     pub fn launch(&self, scalars: &[Scalar]) -> Result<()> {
         if scalars.len() != self.scalars {
-            let reason = format!("{} scalars are given where there are {}", scalars.len(), self.scalars);
+            let reason = format!("{} scalars are given, and the formulas read {}", scalars.len(), self.scalars);
             return Err(Error::invalid(self.op, reason));
         }
-        check_scalars(self.op, self.whole, scalars)?;
-        // Pushed one by one: `collect` is a call, and a step is made of such.
+        check_scalars(self.op, self.needs_integers, scalars)?;
+        // `collect` would be a function call, which is measurable in an optimiser step.
         let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
         self.inputs.iter().for_each(|t| inputs.push(t));
         self.outputs.iter().for_each(|t| outputs.push(t));

@@ -1,7 +1,7 @@
-//! Elementwise launches: expressions of any number of tensors, broadcast and strided, to any number of outputs at once.
+//! Elementwise launches: formulas over any number of broadcast, strided tensors, with any number of outputs in one launch.
 //!
-//! [`apply`] makes new tensors, [`apply_into`] writes into existing ones (any strides, in place too). Both are blind to
-//! autograd; [`apply_row`] and [`Tensor::map`] record what they compute and differentiate the expression itself.
+//! [`apply`] creates the output tensors, and [`apply_into`] writes to existing tensors of any strides, in place too. Neither is
+//! recorded by autograd. [`apply_row`] and [`Tensor::map`] record their results and differentiate the formula symbolically.
 
 pub(crate) mod copy;
 pub(crate) mod each;
@@ -14,8 +14,8 @@ use std::sync::LazyLock;
 
 use smallvec::SmallVec;
 
-use launch::empty_result;
-pub(crate) use launch::{apply, apply_into, apply_one, broadcast_shape, filled, result_of};
+use launch::allocate_broadcast_result;
+pub(crate) use launch::{allocate_result, apply, apply_into, apply_one, broadcast_shape, fill_result};
 
 use crate::autograd::{self, InPlace, Saved};
 use crate::backend::problem::map::Params;
@@ -23,27 +23,27 @@ use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
 use crate::expr::{Expr, table};
-use crate::ops::dispatch::autocast::widened_row;
+use crate::ops::dispatch::autocast::autocast_row_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
-use crate::ops::dispatch::registry::registered;
+use crate::ops::dispatch::registry::registered_name;
 use crate::{DType, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
 
-/// Whether all operands are of this dtype, and none is a mask: almost always.
-fn all_are(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
+/// Returns true in the common case that all operands have this dtype and none is a mask.
+fn all_have_dtype(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
     row.masks.is_empty() && inputs.iter().all(|t| t.dtype == dtype)
 }
 
-/// The dtype that a row's operands but its masks meet in.
+/// Returns the dtype that the operands other than masks are promoted to.
 fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
     let op = row.name;
-    // Where a mask selects, scalars are converted to the dtype of the tensors; otherwise they take part in promotion.
+    // For rows with a mask, scalars are converted to the dtype of the tensors. For all other rows, scalars take part in promotion.
     let numbers = if row.masks.is_empty() { scalars } else { &[] };
-    let common = if numbers.is_empty() && all_are(inputs[0].dtype, row, inputs) {
+    let common = if numbers.is_empty() && all_have_dtype(inputs[0].dtype, row, inputs) {
         inputs[0].dtype
     } else {
         let operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i));
-        promote::common(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype)
+        promote::promoted_dtype(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype)
     };
     match row.accepts {
         Accepts::Float if !common.is_float() => return Ok(get_default_dtype()),
@@ -55,18 +55,19 @@ fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DTy
     Ok(common)
 }
 
-/// The operands, where one has to be converted before the launch, which reads each in its own dtype and computes in the
-/// widest of them.
+/// Converts operands before the launch where the launch alone would compute in the wrong type. Returns `None` if no operand changes.
+///
+/// The launch reads each operand in its own dtype and computes in the widest of them.
 fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let is_mask = |i: usize| row.masks.contains(&i);
     let integers = || inputs.iter().enumerate().all(|(i, t)| is_mask(i) || !t.dtype.is_float());
     let wanted = |i: usize| match inputs[i].dtype {
-        // With a float mask, integers would be computed in floats, and large ones rounded.
+        // A float mask would make the launch compute integers in floats, and round large integers.
         float if is_mask(i) && float.is_float() && !common.is_float() => DType::Bool,
         mask if is_mask(i) => mask,
-        // A 0-d tensor must not make the launch wider than its result.
+        // A 0-d tensor must not make the launch compute in a wider type than its result.
         wide if wide.compute() > common.compute() => common,
-        // Integers compared with a fraction: neither operands nor result say that they are to be floats.
+        // Integers compared with a fraction: neither operands nor result would make the launch compute in floats.
         _ if row.output == Output::Bool && common.is_float() && integers() => common,
         dtype => dtype,
     };
@@ -77,7 +78,7 @@ fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Opti
 }
 
 impl Row {
-    /// The operation on `inputs`, one for each operand, and `scalars`: what the method of its name does.
+    /// Applies this row to `inputs`, one tensor for each operand, and to `scalars`, as the method of the same name does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ROWS};
@@ -88,20 +89,21 @@ impl Row {
     /// ```
     ///
     /// # Errors
-    /// Those of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
+    /// The errors of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
     #[track_caller]
     pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
         self.check_counts(inputs, scalars)?;
         apply_row(self, inputs, scalars)
     }
 
-    /// [`Row::apply`] in place.
+    /// The in-place form of [`Row::apply`].
     pub(crate) fn apply_(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
         self.check_counts(inputs, scalars)?;
         apply_row_(self, inputs, scalars)
     }
 
-    /// [`Row::apply`] into `out`, outside the graph; false where that takes a copy: the result has another shape or dtype.
+    /// Writes the result of [`Row::apply`] to `out`, outside the graph. Returns false, without writing, if a copy would be needed
+    /// because the result has another shape, dtype or device, or because autocast is on.
     pub(crate) fn apply_into(&'static self, inputs: &[&Tensor], scalars: &[Scalar], out: &Tensor) -> Result<bool> {
         self.check_counts(inputs, scalars)?;
         let common = common_dtype(self, inputs, scalars)?;
@@ -116,21 +118,21 @@ impl Row {
         apply_row_into(self, inputs, scalars, common, out).map(|()| true)
     }
 
-    /// The formulas that compute the row of these arguments in the fewest instructions: powers that are products and roots, as in
-    /// PyTorch's `pow` (of -0 and -inf the signs and NaN are those of `sqrt` then).
-    fn specialised<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> Computed<'a> {
+    /// Returns the cheapest formulas for these scalars: some powers become products and roots, as in PyTorch's `pow`. For -0 and
+    /// -inf, such a power has the sign or NaN that `sqrt` gives.
+    fn specialise<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> RowFormulas<'a> {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
-        let as_row = |row, scalars| Computed { formulas: ComputedBy::Row(row), scalars };
+        let as_row = |row, scalars| RowFormulas { formulas: ComputedBy::Row(row), scalars };
         if !std::ptr::eq(self, &pow_scalar) {
             return as_row(self, scalars);
         }
         match scalars[0].to_f64() {
             2.0 => as_row(&square, &[]),
-            3.0 => CUBE.computed(),
+            3.0 => CUBE.formulas(),
             0.5 if common.is_float() => as_row(&sqrt, &[]),
             -0.5 if common.is_float() => as_row(&rsqrt, &[]),
             -1.0 if common.is_float() => as_row(&reciprocal, &[]),
-            -2.0 if common.is_float() => RECIPROCAL_SQUARE.computed(),
+            -2.0 if common.is_float() => RECIPROCAL_SQUARE.formulas(),
             _ => as_row(self, scalars),
         }
     }
@@ -144,62 +146,63 @@ impl Row {
     }
 }
 
-/// The formulas that compute a row of some arguments.
-struct Computed<'a> {
+/// The formula of a row and its derivatives, for given scalars.
+struct RowFormulas<'a> {
     formulas: ComputedBy,
     scalars: &'a [Scalar],
 }
 
+/// Where the formulas of a computed row come from.
 enum ComputedBy {
     Row(&'static Row),
-    Power(&'static Power),
+    PowerFormula(&'static PowerFormula),
 }
 
-impl Computed<'_> {
+impl RowFormulas<'_> {
     fn expr(&self) -> &'static Expr {
         match self.formulas {
             ComputedBy::Row(row) => row.expr(),
-            ComputedBy::Power(power) => &power.expr,
+            ComputedBy::PowerFormula(power) => &power.expr,
         }
     }
 
     fn derivatives(&self) -> &'static [Expr] {
         match self.formulas {
             ComputedBy::Row(row) => row.derivatives(),
-            ComputedBy::Power(power) => slice::from_ref(&power.derivative),
+            ComputedBy::PowerFormula(power) => slice::from_ref(&power.derivative),
         }
     }
 }
 
-/// A power that has no row.
-struct Power {
+/// A power with an exponent that has no row of its own.
+struct PowerFormula {
     expr: Expr,
     derivative: Expr,
 }
 
-impl Power {
-    fn new(expr: impl Fn(&Expr) -> Expr, derivative: impl Fn(&Expr) -> Expr) -> Power {
+impl PowerFormula {
+    fn new(expr: impl Fn(&Expr) -> Expr, derivative: impl Fn(&Expr) -> Expr) -> PowerFormula {
         let x = Expr::input(0);
-        Power { expr: expr(&x).fixed(), derivative: derivative(&x) }
+        PowerFormula { expr: expr(&x).with_fixed_program(), derivative: derivative(&x) }
     }
 
-    fn computed(&'static self) -> Computed<'static> {
-        Computed { formulas: ComputedBy::Power(self), scalars: &[] }
+    fn formulas(&'static self) -> RowFormulas<'static> {
+        RowFormulas { formulas: ComputedBy::PowerFormula(self), scalars: &[] }
     }
 }
 
-static CUBE: LazyLock<Power> = LazyLock::new(|| Power::new(|x| x.square() * x, |x| 3.0 * x.square()));
-static RECIPROCAL_SQUARE: LazyLock<Power> =
-    LazyLock::new(|| Power::new(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
+static CUBE: LazyLock<PowerFormula> = LazyLock::new(|| PowerFormula::new(|x| x.square() * x, |x| 3.0 * x.square()));
+static RECIPROCAL_SQUARE: LazyLock<PowerFormula> =
+    LazyLock::new(|| PowerFormula::new(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
 
-/// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
+/// Applies a row of the elementwise table to tensors, and records the result if an input is tracked. All generated methods call this.
 #[track_caller]
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     let _caller = Caller::enter();
     same_device(row.name, inputs)?;
-    // Asked first whether there may be any: what gives tensors is moved even where it gives none.
+    // Checked here because a function that returns tensors moves them even for `None`.
     if autocast_dtype().is_some()
-        && let Some(wide) = widened_row(row.name, inputs)?
+        && let Some(wide) = autocast_row_to_f32(row.name, inputs)?
     {
         return apply_row(row, &wide.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
@@ -207,41 +210,41 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
     let mut held = SmallVec::new();
     let scalars = row.scalars_in(scalars, common, &mut held)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
-    replaced!(row.name, inputs; arguments);
-    if !all_are(common, row, inputs)
+    return_replacement!(row.name, inputs; arguments);
+    if !all_have_dtype(common, row, inputs)
         && let Some(converted) = convert_operands(row, inputs, common)?
     {
         return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
-    let computed = row.specialised(scalars, common);
-    let params = Params::of(computed.scalars);
+    let computed = row.specialise(scalars, common);
+    let params = Params::from_scalars(computed.scalars);
     if let Some(derivative) = derivative_of_result(row)
         && dtype.is_float()
         && autograd::is_tracked(inputs)
     {
         let out = apply_one(row.name, inputs, params, computed.expr(), dtype)?;
-        return Ok(recorded_of_result(row.name, out, inputs[0], derivative));
+        return Ok(record_derivative_of_result(row.name, out, inputs[0], derivative));
     }
     apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
 }
 
-/// The derivative of a row as a formula of its result, where that is as exact as one of the operand: then the result is what is
-/// saved, and the operand may change or go.
+/// Returns the derivative of a row as a formula of its result, if that is as accurate as a formula of the operand.
+/// Autograd then saves the result, and the operand may change or be freed.
 pub(crate) fn derivative_of_result(row: &'static Row) -> Option<Expr> {
     use table::rows::{exp, relu};
     match row {
-        row if std::ptr::eq(row, &relu) => Some(relu.derivatives()[0].clone()), // where the result is above 0, as the operand
+        row if std::ptr::eq(row, &relu) => Some(relu.derivatives()[0].clone()), // the result is positive exactly where the operand is
         row if std::ptr::eq(row, &exp) => Some(Expr::input(0)),
         _ => None,
     }
 }
 
-/// What was computed of `input`, which saves itself for its gradient.
-fn recorded_of_result(op: &'static str, out: Tensor, input: &Tensor, derivative: Expr) -> Tensor {
+/// Records `out`, computed from `input`, with a `derivative` that is a formula of `out`.
+fn record_derivative_of_result(op: &'static str, out: Tensor, input: &Tensor, derivative: Expr) -> Tensor {
     let (saved, dtype) = (Saved::new(&out), input.dtype);
-    autograd::record_twice(op, out, &[input], move |ctx| {
-        let (result, grad) = (ctx.result(&saved)?, ctx.grad()?);
+    autograd::record_differentiable(op, out, &[input], move |ctx| {
+        let (result, grad) = (ctx.unpack_result(&saved)?, ctx.grad()?);
         let (operands, product) = ([&result, &grad], Expr::input(1) * &derivative);
         let gradient = match ctx.slot(0) {
             Some(slot) => {
@@ -254,7 +257,7 @@ fn recorded_of_result(op: &'static str, out: Tensor, input: &Tensor, derivative:
     })
 }
 
-/// The in-place form: the result goes into the row's first input.
+/// Applies a row in place: the result replaces the row's first input.
 #[track_caller]
 pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
     let _caller = Caller::enter();
@@ -266,13 +269,13 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     if row.output == Output::Same {
         promote::check_in_place(row.name, common, target)?;
     }
-    if let Some(change) = autograd::in_place(row.name, target, others)? {
+    if let Some(change) = autograd::begin_in_place(row.name, target, others)? {
         return apply_row_recorded(row, change, inputs, scalars, common);
     }
     apply_row_into(row, inputs, scalars, common, target)
 }
 
-/// The result of a row into `target`, outside the graph.
+/// Writes the result of a row to `target`, outside the graph.
 #[inline]
 fn apply_row_into(
     row: &'static Row,
@@ -282,13 +285,13 @@ fn apply_row_into(
     target: &Tensor,
 ) -> Result<()> {
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
-    if let Some(out) = replacement(row.name, inputs, arguments)? {
+    if let Some(out) = call_replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());
     }
-    let computed = row.specialised(scalars, common);
-    let params = Params::of(computed.scalars);
+    let computed = row.specialise(scalars, common);
+    let params = Params::from_scalars(computed.scalars);
     let expr = slice::from_ref(computed.expr());
-    if !all_are(common, row, inputs)
+    if !all_have_dtype(common, row, inputs)
         && let Some(inputs) = convert_operands(row, inputs, common)?
     {
         return apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target]);
@@ -296,7 +299,7 @@ fn apply_row_into(
     apply_into(row.name, inputs, params, expr, &[target])
 }
 
-/// [`apply_row_`] where an input is tracked. What the derivatives read of the elements that change is copied before.
+/// [`apply_row_`] with tracked inputs. Elements that the derivatives read are copied before they change.
 #[cold]
 fn apply_row_recorded(
     row: &'static Row,
@@ -307,12 +310,12 @@ fn apply_row_recorded(
 ) -> Result<()> {
     let target = inputs[0];
     let fits = common == target.dtype && convert_operands(row, inputs, common)?.is_none();
-    if !fits || registered(row.name, target.device().into()).is_some() {
+    if !fits || registered_name(row.name, target.device().into()).is_some() {
         let copy = change.copy()?;
         let inputs: SmallVec<[&Tensor; 3]> = std::iter::once(&copy).chain(inputs[1..].iter().copied()).collect();
         return target.copy_(&apply_row(row, &inputs, scalars)?).map(|_| ());
     }
-    let computed = row.specialised(scalars, common);
+    let computed = row.specialise(scalars, common);
     let derivative = |i: usize| match row.output {
         Output::Bool => Expr::constant(0.0),
         _ => computed.derivatives()[i].clone(),
@@ -320,21 +323,21 @@ fn apply_row_recorded(
     let read = |i: usize| (0..inputs.len()).any(|j| inputs[j].requires_grad() && derivative(j).uses_input(i));
     let of_result = derivative_of_result(row);
     let before = |(i, t): (usize, &&Tensor)| match t.shares_storage(target) && read(i) && of_result.is_none() {
-        true => Ok(Tensor { made_by: t.node(), ..t.copied(false)? }),
+        true => Ok(Tensor { made_by: t.node(), ..t.deep_copy(false)? }),
         false => Ok(t.shallow_clone()),
     };
     let kept = inputs.iter().enumerate().map(before).collect::<Result<SmallVec<[Tensor; 3]>>>()?;
-    let params = Params::of(computed.scalars);
+    let params = Params::from_scalars(computed.scalars);
     apply_into(row.name, inputs, params, slice::from_ref(computed.expr()), &[target])?;
     let kept: SmallVec<[&Tensor; 3]> = kept.iter().collect();
     change.finish(|out| match of_result {
-        Some(derivative) => recorded_of_result(row.name, out, target, derivative),
-        None => recorded(row.name, out, &kept, params, &derivative),
+        Some(derivative) => record_derivative_of_result(row.name, out, target, derivative),
+        None => record_formula(row.name, out, &kept, params, &derivative),
     });
     Ok(())
 }
 
-/// Makes the methods of `Tensor`: one for each row, and one in place.
+/// Generates two methods of `Tensor` for each row: one that returns a new tensor and one in place.
 macro_rules! methods {
     ($(
         $(#[doc = $doc:literal])+
@@ -342,13 +345,13 @@ macro_rules! methods {
         $formula:tt $reference:tt on $domain:tt
         $(masks $masks:tt)? $(derivative $derivative:tt)? $(numbers $numbers:tt)?;
     )*) => {
-        /// Elementwise operations: one method for each row of [`ROWS`](crate::ops::ROWS). Operands broadcast against
-        /// each other as NumPy's do and may have any strides.
+        /// Elementwise operations, one for each row of [`ROWS`](crate::ops::ROWS). Operands broadcast as in NumPy and may have any
+        /// strides.
         ///
         /// # Errors
-        /// Each of them: operands whose shapes do not broadcast, or that are on different devices; an integer divided
-        /// by zero; memory that runs out. In place also: a result of another shape or dtype, a tensor whose elements
-        /// overlap, and outside [`no_grad`](crate::no_grad) a leaf that requires a gradient, or a view of one.
+        /// All methods fail for shapes that do not broadcast, operands on different devices, an integer divided by zero, and lack of
+        /// memory. In-place methods also fail if the result has another shape or dtype, or if elements of the tensor overlap. Outside
+        /// [`no_grad`](crate::no_grad), in-place methods fail for a leaf that requires a gradient and for a view of such a leaf.
         impl crate::tensor::Tensor { $(
             methods!(@out-of-place [$($doc)+] $name $args);
             $(methods!(@in-place $inplace $name $args);)?
@@ -369,7 +372,7 @@ macro_rules! methods {
     };
     (@in-place $inplace:ident $name:ident
         ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
-        #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") in place.")]
+        #[doc = concat!("The in-place form of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
         #[track_caller]
         pub fn $inplace(
             &self,
@@ -385,8 +388,7 @@ macro_rules! methods {
 
 rows!(methods);
 
-/// One expression, recorded where an input is tracked: its gradient is the expression's derivative (by each input),
-/// computed for all inputs in one launch.
+/// Computes one formula and records it if an input is tracked. Backward evaluates the derivatives by all inputs in one launch.
 pub(crate) fn apply_tracked(
     op: &'static str,
     inputs: &[&Tensor],
@@ -399,15 +401,15 @@ pub(crate) fn apply_tracked(
         return apply_one(op, inputs, params, expr, dtype);
     }
     let out = match autograd::is_gradients_only() {
-        true => empty_result(op, inputs, dtype, inputs[0].device())?,
+        true => allocate_broadcast_result(op, inputs, dtype, inputs[0].device())?,
         false => apply_one(op, inputs, params, expr, dtype)?,
     };
-    Ok(recorded(op, out, inputs, params, derivative))
+    Ok(record_formula(op, out, inputs, params, derivative))
 }
 
-/// What was computed of inputs, with its derivative by each. Apart, so that others' results are not moved once more.
+/// Records `out` as a formula of `inputs`. A function of its own, so that untracked results are not moved once more.
 #[inline(never)]
-pub(crate) fn recorded(
+pub(crate) fn record_formula(
     op: &'static str,
     out: Tensor,
     inputs: &[&Tensor],
@@ -416,7 +418,7 @@ pub(crate) fn recorded(
 ) -> Tensor {
     let derivatives: SmallVec<[Option<Expr>; 3]> =
         inputs.iter().enumerate().map(|(i, t)| t.requires_grad().then(|| derivative(i))).collect();
-    // An input that no derivative mentions is not kept alive.
+    // Save only inputs that a derivative reads.
     let used = |i: usize| derivatives.iter().flatten().any(|d| d.uses_input(i));
     let saved: SmallVec<[Option<Saved>; 3]> =
         inputs.iter().enumerate().map(|(i, t)| used(i).then(|| Saved::new(t))).collect();
@@ -424,11 +426,11 @@ pub(crate) fn recorded(
     let scalars: SmallVec<[Scalar; 2]> = SmallVec::from_slice(params.scalars);
     let seeds: SmallVec<[Seed; 1]> = SmallVec::from_slice(params.seeds);
     let base = params.base.map(Tensor::shallow_clone);
-    autograd::record_twice(op, out, inputs, move |ctx| {
+    autograd::record_differentiable(op, out, inputs, move |ctx| {
         let grad = ctx.grad()?;
         let saved =
             saved.iter().map(|s| s.as_ref().map(|s| s.get(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
-        // The gradient is the last operand; it also stands in for the inputs that nobody reads.
+        // The gradient is the last operand. It also takes the positions of inputs that no derivative reads.
         let operands: SmallVec<[&Tensor; 4]> =
             saved.iter().map(|s| s.unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
         let upstream = Expr::input(layouts.len());
@@ -438,24 +440,24 @@ pub(crate) fn recorded(
         let mut gradients: autograd::Gradients = SmallVec::from_elem(None, 0);
         gradients.resize_with(layouts.len(), || None);
         for (i, derivative) in derivatives.iter().enumerate() {
-            let Some(derivative) = derivative.as_ref().filter(|_| ctx.needs(i)) else { continue };
+            let Some(derivative) = derivative.as_ref().filter(|_| ctx.needs_gradient(i)) else { continue };
             let (shape, dtype) = &layouts[i];
             match derivative.as_const() {
                 Some(0.0) => {}
                 Some(1.0) if *dtype == grad.dtype => gradients[i] = Some(grad.sum_to(shape)?),
-                // The same formula of the same operands, as an operation with derivatives of its own.
+                // The gradient as a recorded operation with derivatives of its own, for higher orders.
                 _ if ctx.create_graph() => {
                     let product = &upstream * derivative;
                     let gradient = apply_tracked(op, &operands, params, &product, *dtype, &|j| product.diff(j))?;
                     gradients[i] = Some(gradient.sum_to(shape)?);
                 }
                 _ => {
-                    // One launch writes each storage once: of two slots in one flat buffer only the first is taken.
+                    // One launch writes each storage once: of two gradients in one flat buffer, only the first is written directly.
                     let slot = if shape == grad.shape() { ctx.slot(i) } else { None };
                     let slot = slot.filter(|s| targets.iter().all(|(_, t): &(usize, Tensor)| !t.shares_storage(s)));
                     let target = match slot {
                         Some(slot) => slot,
-                        None => empty_result(op, &operands, *dtype, grad.device())?,
+                        None => allocate_broadcast_result(op, &operands, *dtype, grad.device())?,
                     };
                     exprs.push(&upstream * derivative);
                     targets.push((i, target));
@@ -473,8 +475,8 @@ pub(crate) fn recorded(
     })
 }
 
-/// A formula over tensors of any dtypes, broadcast, with its derivative by each input; recorded where one is tracked.
-pub(crate) fn formula(
+/// Computes a formula over broadcast tensors of any dtypes, given its derivative by each input, and records it if an input is tracked.
+pub(crate) fn apply_formula(
     op: &'static str,
     inputs: &[&Tensor],
     dtype: DType,

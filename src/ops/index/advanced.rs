@@ -1,7 +1,7 @@
-//! Reading and writing through several index tensors at once, as NumPy's and PyTorch's `x[i, :, j]`.
+//! Indexing with several index tensors at once, as in NumPy's and PyTorch's `x[i, :, j]`.
 //!
-//! Several indices are first combined into one i64 tensor of linear offsets in memory. That is an index into a dim of stride 1, so
-//! reading and writing use the same two kernels as with a single index, whatever the strides of the tensor.
+//! Several indices are first combined into one i64 tensor of linear offsets in memory. This is an index into a dim of stride 1, so that
+//! reads and writes use the same two kernels as with a single index, for tensors of any strides.
 
 use smallvec::SmallVec;
 
@@ -11,17 +11,17 @@ use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{check_index, read_gradient};
-use crate::ops::index::scatter::unshared;
-use crate::ops::recorded;
+use crate::ops::index::scatter::copy_if_shared;
+use crate::ops::record_gradients;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
-/// Index tensors, checked against a tensor of some shape.
+/// Index tensors that have been checked against the shape of a tensor.
 struct AdvancedIndex {
     op: &'static str,
-    /// The dims that are indexed, and their indices.
+    /// The indexed dims with their indices.
     given: SmallVec<[(usize, Tensor); 3]>,
-    /// The dims that are not.
+    /// The dims that are not indexed.
     kept: Dims,
     /// The shape that the indices broadcast to.
     index_shape: Shape,
@@ -31,8 +31,9 @@ struct AdvancedIndex {
     first: usize,
 }
 
-/// Indices for single dims of `t`: a bool mask becomes the indices of its true elements, one tensor for each of its dims.
-fn without_masks(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<SavedIndices> {
+/// Converts indices so that each is for a single dim of `t`. A bool mask becomes one tensor of the indices of its true elements for
+/// each of its dims.
+fn expand_masks(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<SavedIndices> {
     let mut single: SmallVec<[Option<Saved>; 3]> = SmallVec::new();
     for index in indices {
         match index {
@@ -60,14 +61,14 @@ impl AdvancedIndex {
         let given: SmallVec<[(usize, Tensor); 3]> =
             indices.iter().enumerate().filter_map(|(d, i)| i.map(|i| (d, i.detach()))).collect();
         let Some((first, last)) = given.first().zip(given.last()) else {
-            return Err(Error::invalid(op, "there is no index tensor"));
+            return Err(Error::invalid(op, "at least one index tensor is needed"));
         };
         for (_, index) in &given {
             check_index(op, index)?;
             same_device(op, &[t, index])?;
         }
-        let neighbours = last.0 - first.0 + 1 == given.len();
-        let first = if neighbours { first.0 } else { 0 };
+        let are_adjacent = last.0 - first.0 + 1 == given.len();
+        let first = if are_adjacent { first.0 } else { 0 };
         let index_shape = given.iter().try_fold(Shape::default(), |all, (_, i)| all.broadcast(op, i.shape()))?;
         let kept: Dims = (0..t.rank()).filter(|d| given.iter().all(|(g, _)| g != d)).collect();
         let size = |d: &usize| t.shape().dims()[*d];
@@ -77,8 +78,8 @@ impl AdvancedIndex {
         Ok(AdvancedIndex { op, given, kept, index_shape, shape, first })
     }
 
-    /// All indices combined into one, of the index shape, into one dim of `t`.
-    fn linear(&self, t: &Tensor) -> Result<LinearIndex> {
+    /// Combines all indices into one index of the broadcast index shape, into a single dim of `t`.
+    fn linear_index(&self, t: &Tensor) -> Result<LinearIndex> {
         if let [(d, index)] = &self.given[..] {
             let (size, step) = (t.shape().dims()[*d], t.strides()[*d]);
             return Ok(LinearIndex { index: index.detach(), size, step, offset: t.layout.offset, wraps: true });
@@ -90,7 +91,7 @@ impl AdvancedIndex {
             let index = self.given[at].1.cast(DType::I64)?.to_vec::<i64>()?[0];
             return Err(Error::IndexOutOfRange { op: self.op, index, size: 0 });
         }
-        // How far before and after the first element indices can reach.
+        // The maximum distance of an indexed element before or after the first element of the tensor.
         let reach = |sign: isize| -> usize {
             let far = |(size, step): (usize, isize)| size.saturating_sub(1) * (step * sign).max(0) as usize;
             if t.numel() == 0 { 0 } else { axes.clone().map(far).sum() }
@@ -106,7 +107,7 @@ impl AdvancedIndex {
     }
 
     fn read(&self, x: &Tensor) -> Result<Tensor> {
-        let LinearIndex { index, size, step, offset, wraps } = self.linear(x)?;
+        let LinearIndex { index, size, step, offset, wraps } = self.linear_index(x)?;
         let (before, after) = self.kept.split_at(self.first);
         let strides = |index: &[isize], kept: &dyn Fn(usize) -> isize| -> Dims<isize> {
             let kept = |dims: &[usize]| dims.iter().map(|&d| kept(d)).collect::<Dims<isize>>();
@@ -124,14 +125,14 @@ impl AdvancedIndex {
 
     /// Writes `values`, broadcast, to the indexed elements of `target`.
     fn write(&self, combine: Combine, target: &Tensor, values: &Tensor) -> Result<()> {
-        if combine.rounds(target.dtype) {
+        if combine.needs_f32(target.dtype) {
             let wide = target.cast(DType::F32)?;
             self.write(combine, &wide, &values.cast(DType::F32)?)?;
             target.detach().copy_(&wide)?;
             return Ok(());
         }
-        let LinearIndex { index, size, step, offset, wraps } = self.linear(target)?;
-        // The indexed elements as one dim, in front: values are written in that order.
+        let LinearIndex { index, size, step, offset, wraps } = self.linear_index(target)?;
+        // The indexed dims become one dim in front, because values are written in that order.
         let values = values.with_layout(values.layout.broadcast_to(&self.shape));
         let order = (self.first..self.first + self.index_shape.rank())
             .chain(0..self.first)
@@ -139,8 +140,8 @@ impl AdvancedIndex {
         let order: Dims = order.collect();
         let kept = self.kept.iter().map(|&d| target.shape().dims()[d]);
         let shape: Shape = std::iter::once(self.index_shape.numel()).chain(kept).collect();
-        let values = unshared(&values.with_layout(values.layout.permute(&order)).reshape(&shape)?, target)?;
-        let index = unshared(&index.reshape(self.index_shape.numel())?, target)?;
+        let values = copy_if_shared(&values.with_layout(values.layout.permute(&order)).reshape(&shape)?, target)?;
+        let index = copy_if_shared(&index.reshape(self.index_shape.numel())?, target)?;
         let first = |step: isize, others: &dyn Fn(usize) -> isize| -> Dims<isize> {
             std::iter::once(step).chain(self.kept.iter().map(|&d| others(d))).collect()
         };
@@ -153,7 +154,7 @@ impl AdvancedIndex {
     }
 }
 
-/// An index into a dim of `size` with `step` between its elements, the first of which is at `offset`.
+/// An index into a dim of `size` elements that are `step` apart and start at `offset`.
 struct LinearIndex {
     index: Tensor,
     size: usize,
@@ -173,36 +174,39 @@ impl SavedIndices {
 
 operations! {
     index(input: x, indices: xs, dims: sizes) "Tensor.__getitem__": Indexing, All -> Same, differentiable
-        => |a| a.x(0)?.index(&at_dims(a, 1)?);
+        => |a| a.tensor(0)?.index(&read_indices(a, 1)?);
     index_put(input: x, values: x, indices: xs, dims: sizes, accumulate: bool = false): Indexing, Numbers -> Same, differentiable
-        => |a| a.x(0)?.index_put(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?);
+        => |a| a.tensor(0)?.index_put(&read_indices(a, 2)?, a.tensor(1)?, a.bool(1)?);
     index_put_(input: x, values: x, indices: xs, dims: sizes, accumulate: bool = false): InPlace, Numbers -> Same
-        => |a| a.x(0)?.index_put_(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?).map(Tensor::shallow_clone);
+        => |a| a.tensor(0)?.index_put_(&read_indices(a, 2)?, a.tensor(1)?, a.bool(1)?).map(Tensor::shallow_clone);
     take(input: x, index: x): Indexing, All -> Same, differentiable;
     masked_scatter / masked_scatter_ (input: x, mask: x, source: x): Indexing, All -> Same, differentiable;
     put / put_ (input: x, index: x, source: x, accumulate: bool = false): Indexing, Numbers -> Same, differentiable;
 }
 
-/// In a call by name, the index tensors come last, and argument 0 lists their dims.
-fn at_dims<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>> {
-    let (dims, rank) = (args.sizes(0)?, args.x(0)?.rank());
+/// Reads the indices of a call by name: the index tensors come last, and argument 0 lists their dims.
+fn read_indices<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>> {
+    let (dims, rank) = (args.sizes(0)?, args.tensor(0)?.rank());
     if let Some(&d) = dims.iter().find(|d| **d >= rank) {
         return Err(Error::DimOutOfRange { op: args.name(), dim: isize::try_from(d).unwrap_or(isize::MAX), rank });
     }
-    if args.xs().len() != first + dims.len() {
-        let reason =
-            format!("{} tensors of indices were given for {} dims", args.xs().len().saturating_sub(first), dims.len());
+    if args.given_tensors().len() != first + dims.len() {
+        let reason = format!(
+            "{} tensors of indices were given for {} dims",
+            args.given_tensors().len().saturating_sub(first),
+            dims.len()
+        );
         return Err(Error::invalid(args.name(), reason));
     }
     let mut indices = vec![None; dims.iter().max().map_or(0, |d| d + 1)];
     for (k, &d) in dims.iter().enumerate() {
-        indices[d] = Some(args.x(first + k)?);
+        indices[d] = Some(args.tensor(first + k)?);
     }
     Ok(indices)
 }
 
-/// The result of a registered replacement, which is called as by name.
-fn replaced_with(
+/// Calls a registered replacement, if any, with the parameters of a call by name.
+fn call_index_replacement(
     op: &'static str,
     tensors: &[&Tensor],
     indices: &[Option<&Tensor>],
@@ -214,14 +218,16 @@ fn replaced_with(
         let dims = Argument::from(&dims[..]);
         std::iter::once(dims).chain(accumulate.map(Argument::from)).collect()
     };
-    Ok(replacement(op, &all, arguments)?.map(|mut outs| outs.swap_remove(0)))
+    Ok(call_replacement(op, &all, arguments)?.map(|mut outs| outs.swap_remove(0)))
 }
 
 impl Tensor {
-    /// The elements that index tensors name, one for each leading dim, `None` for a whole one (PyTorch's `x[i, :, j]`, which
-    /// calls `index`). The indices are broadcast together; their dims stand where those indexed stood, or in front if these
-    /// are no neighbours. Negative indices count from the end. A bool mask stands for as many dims as it has, and for the
-    /// indices of what is true in it, which are read from the device. Differentiable.
+    /// Indexes the leading dims with index tensors, or `None` for a whole dim (PyTorch's `x[i, :, j]`, which calls `index`).
+    /// Differentiable.
+    ///
+    /// The index tensors broadcast together. Their dims replace the indexed dims if these are adjacent, and otherwise come first.
+    /// Negative indices count from the end. A bool mask indexes as many dims as it has, with the indices of its true elements, which are
+    /// read from the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -234,21 +240,21 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for no index or more than dims; [`Error::ShapeMismatch`] where indices do not broadcast; otherwise
-    /// as [`Tensor::index_select`].
+    /// [`Error::Invalid`] without an index or with more indices than dims; [`Error::ShapeMismatch`] for indices that do not broadcast;
+    /// otherwise the errors of [`Tensor::index_select`].
     #[track_caller]
     pub fn index(&self, indices: &[Option<&Tensor>]) -> Result<Tensor> {
         let _caller = Caller::enter();
-        if let Some(out) = replaced_with("index", &[self], indices, None)? {
+        if let Some(out) = call_index_replacement("index", &[self], indices, None)? {
             return Ok(out);
         }
-        self.indexed("index", indices)
+        self.index_by("index", indices)
     }
 
-    fn indexed(&self, op: &'static str, indices: &[Option<&Tensor>]) -> Result<Tensor> {
-        let (indices, shape) = (without_masks(op, self, indices)?, self.shape().clone());
+    fn index_by(&self, op: &'static str, indices: &[Option<&Tensor>]) -> Result<Tensor> {
+        let (indices, shape) = (expand_masks(op, self, indices)?, self.shape().clone());
         let out = AdvancedIndex::new(op, self, &indices)?.read(self)?;
-        Ok(recorded(op, out, &[self], move |_, grad| {
+        Ok(record_gradients(op, out, &[self], move |_, grad| {
             let indices = indices.get(op)?;
             read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
                 true => zeros.index_put_(&indices, grad, true).map(Tensor::detach),
@@ -257,10 +263,12 @@ impl Tensor {
         }))
     }
 
-    /// A copy of this tensor with `values`, broadcast to the shape that [`Tensor::index`] would give, in place of the
-    /// elements that the indices name, or added to them with `accumulate` (PyTorch's `index_put`). Of equal places the last
-    /// value stays, whose gradient the others get too; added, all count, with the same bits on every run. Differentiable in
-    /// both.
+    /// Returns a copy of this tensor in which `values` replace the indexed elements, or are added to them with `accumulate` (PyTorch's
+    /// `index_put`). Differentiable in both.
+    ///
+    /// The values broadcast to the shape that [`Tensor::index`] would return. For an index that occurs several times, the last value is
+    /// kept, and its gradient goes to all of these values. Accumulated values all count, in an order that gives the same bits on every
+    /// run.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -272,30 +280,30 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::index`]; [`Error::ShapeMismatch`] where `values` do not broadcast, [`Error::DTypeMismatch`].
+    /// The errors of [`Tensor::index`]; [`Error::ShapeMismatch`] for `values` that do not broadcast; [`Error::DTypeMismatch`].
     #[track_caller]
     pub fn index_put(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
-        if let Some(out) = replaced_with("index_put", &[self, values], indices, Some(accumulate))? {
+        if let Some(out) = call_index_replacement("index_put", &[self, values], indices, Some(accumulate))? {
             return Ok(out);
         }
-        self.indexed_put("index_put", indices, values, accumulate)
+        self.index_put_by("index_put", indices, values, accumulate)
     }
 
-    fn indexed_put(
+    fn index_put_by(
         &self,
         op: &'static str,
         indices: &[Option<&Tensor>],
         values: &Tensor,
         accumulate: bool,
     ) -> Result<Tensor> {
-        let (out, kept) = (self.cast(self.dtype)?, without_masks(op, self, indices)?);
+        let (out, kept) = (self.cast(self.dtype)?, expand_masks(op, self, indices)?);
         out.put_values(op, &kept, values, accumulate)?;
-        Ok(self.recorded_put(op, out, kept, values, accumulate))
+        Ok(self.record_put(op, out, kept, values, accumulate))
     }
 
-    /// What was this tensor and has the values at these positions, with its node where either is tracked.
-    fn recorded_put(
+    /// Records `out`: a copy of this tensor with the values written to the indexed elements.
+    fn record_put(
         &self,
         op: &'static str,
         out: Tensor,
@@ -304,36 +312,36 @@ impl Tensor {
         accumulate: bool,
     ) -> Tensor {
         let shape = values.shape().clone();
-        recorded(op, out, &[self, values], move |i, grad| match i {
+        record_gradients(op, out, &[self, values], move |i, grad| match i {
             0 if accumulate => Ok(grad.shallow_clone()),
             0 => grad.index_put(&kept.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
             _ => grad.index(&kept.get(op)?)?.sum_to(&shape),
         })
     }
 
-    fn indexed_put_(
+    fn index_put_by_(
         &self,
         op: &'static str,
         indices: &[Option<&Tensor>],
         values: &Tensor,
         accumulate: bool,
     ) -> Result<()> {
-        let change = autograd::in_place(op, self, &[values])?;
-        let kept = without_masks(op, self, indices)?;
+        let change = autograd::begin_in_place(op, self, &[values])?;
+        let kept = expand_masks(op, self, indices)?;
         self.put_values(op, &kept, values, accumulate)?;
         if let Some(change) = change {
-            change.finish(|out| self.recorded_put(op, out, kept, values, accumulate));
+            change.finish(|out| self.record_put(op, out, kept, values, accumulate));
         }
         Ok(())
     }
 
-    /// [`Tensor::index_put`] in place.
+    /// The in-place form of [`Tensor::index_put`].
     ///
     /// # Errors
-    /// As [`Tensor::index_put`]; [`Error::Autograd`] where this is a leaf that requires a gradient, or a view of one;
-    /// [`Error::Invalid`] into an expanded view.
+    /// The errors of [`Tensor::index_put`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
+    /// [`Error::Invalid`] if this is an expanded view.
     pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
-        self.indexed_put_("index_put_", indices, values, accumulate)?;
+        self.index_put_by_("index_put_", indices, values, accumulate)?;
         Ok(self)
     }
 
@@ -349,49 +357,50 @@ impl Tensor {
         selection.write(if accumulate { Combine::Add } else { Combine::Set }, self, values)
     }
 
-    /// The elements at `index`, of any shape, in this tensor taken as a vector in row-major order (PyTorch's `take`).
-    /// Negative indices count from the end. Differentiable.
+    /// Returns the elements at `index`, of any shape, of this tensor flattened in row-major order (PyTorch's `take`). Negative indices
+    /// count from the end. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::index`].
+    /// The errors of [`Tensor::index`].
     #[track_caller]
     pub fn take(&self, index: &Tensor) -> Result<Tensor> {
-        replaced!("take", [self, index]);
-        self.reshape(self.numel())?.indexed("take", &[Some(index)])
+        return_replacement!("take", [self, index]);
+        self.reshape(self.numel())?.index_by("take", &[Some(index)])
     }
 
-    /// A copy of this tensor with `source`, an element for each of `index`, at these places of the tensor taken as a vector
-    /// in row-major order, or added there with `accumulate` (PyTorch's `put`). Negative indices count from the end.
+    /// Returns a copy of this tensor in which elements of `source` replace the elements at `index`, or are added to them with
+    /// `accumulate` (PyTorch's `put`). `index` refers to the tensor flattened in row-major order. Negative indices count from the end.
     /// Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::index_put`]; [`Error::ShapeMismatch`] where `index` and `source` have different numbers of elements.
+    /// The errors of [`Tensor::index_put`]; [`Error::ShapeMismatch`] if `index` and `source` have different numbers of elements.
     #[track_caller]
     pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
-        replaced!(op = "put", [self, index, source], accumulate);
-        let (index, source) = as_vectors(op, index, source)?;
+        return_replacement!(op = "put", [self, index, source], accumulate);
+        let (index, source) = flatten_pair(op, index, source)?;
         let flat = self.reshape(self.numel())?;
-        flat.indexed_put(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
+        flat.index_put_by(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
     }
 
-    /// [`Tensor::put`] in place.
+    /// The in-place form of [`Tensor::put`].
     ///
     /// # Errors
-    /// As [`Tensor::put`] and [`Tensor::index_put_`].
+    /// The errors of [`Tensor::put`] and [`Tensor::index_put_`].
     pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "put_";
-        let (index, source) = as_vectors(op, index, source)?;
+        let (index, source) = flatten_pair(op, index, source)?;
         match self.view(self.numel()) {
-            Ok(flat) => flat.indexed_put_(op, &[Some(&index)], &source, accumulate)?,
-            Err(_) => drop(self.copy_(&self.put(&index, &source, accumulate).named(op)?)?),
+            Ok(flat) => flat.index_put_by_(op, &[Some(&index)], &source, accumulate)?,
+            Err(_) => drop(self.copy_(&self.put(&index, &source, accumulate).with_op(op)?)?),
         }
         Ok(self)
     }
 }
 
 impl Tensor {
-    /// A copy of this tensor with the elements of `source`, in order, in place of those where `mask` is true, the two
-    /// broadcast (PyTorch's `masked_scatter`). How many that are is read from the device. Differentiable in both.
+    /// Returns a copy of this tensor in which the elements of `source`, in order, replace those where `mask` is true (PyTorch's
+    /// `masked_scatter`). Tensor and mask broadcast together. Reads the number of true elements from the device. Differentiable in
+    /// both.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -403,43 +412,43 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] where the mask does not broadcast; [`Error::Invalid`] for fewer elements than places;
-    /// [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than are true in
+    /// the mask; [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
-        replaced!(op = "masked_scatter", [self, mask, source]);
+        return_replacement!(op = "masked_scatter", [self, mask, source]);
         let shape = self.shape().broadcast(op, mask.shape())?;
-        // A mask stands for dims: a scalar is a vector of one element.
+        // A mask indexes dims, so a scalar becomes a vector of one element.
         let x = self.expand(&shape)?.atleast_1d()?;
         let out = match x.masked_source(op, mask, source)? {
             None => x.try_clone()?,
-            Some((mask, source)) => x.indexed_put(op, &[Some(&mask)], &source, false)?,
+            Some((mask, source)) => x.index_put_by(op, &[Some(&mask)], &source, false)?,
         };
         out.reshape(&shape)
     }
 
-    /// [`Tensor::masked_scatter`] in place, the mask broadcast to this tensor.
+    /// The in-place form of [`Tensor::masked_scatter`], with the mask broadcast to this tensor.
     ///
     /// # Errors
-    /// As [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
+    /// The errors of [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
         let x = self.atleast_1d()?;
         if let Some((mask, source)) = x.masked_source(op, mask, source)? {
-            x.indexed_put_(op, &[Some(&mask)], &source, false)?;
+            x.index_put_by_(op, &[Some(&mask)], &source, false)?;
         }
         Ok(self)
     }
 
-    /// The mask expanded to this tensor's shape and the part of the source that is used; None where the mask is all false.
+    /// Returns the mask expanded to this tensor's shape and the used part of the source, or `None` if the mask is all false.
     fn masked_source(&self, op: &'static str, mask: &Tensor, source: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
         same_device(op, &[self, mask, source])?;
         same_dtype(op, &[self, source])?;
         unsupported!(op if mask.dtype != DType::Bool, mask.dtype, "a bool mask");
-        let mask = mask.detach().expand(self.shape()).named(op)?;
+        let mask = mask.detach().expand(self.shape()).with_op(op)?;
         let count = mask.count_nonzero((), false)?.item::<i64>()? as usize;
         invalid!(op if source.numel() < count,
-            "{count} places are true in the mask, and the source has {}", source.numel());
+            "{count} elements are true in the mask, and the source has {}", source.numel());
         if count == 0 {
             return Ok(None);
         }
@@ -447,8 +456,8 @@ impl Tensor {
     }
 }
 
-/// Both as vectors.
-fn as_vectors(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
+/// Flattens both to vectors of the same size.
+fn flatten_pair(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
     mismatch!(op if index.numel() != source.numel(),
         index, source, "there is one element of the source for each index");
     Ok((index.reshape(index.numel())?, source.reshape(source.numel())?))

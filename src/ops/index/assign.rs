@@ -1,18 +1,18 @@
-//! Assignment to a part of a tensor: in place, and as differentiable copies.
+//! Assignment to a part of a tensor, in place or as a differentiable copy.
 
-use crate::autograd::{is_tracked, record_twice};
+use crate::autograd::{is_tracked, record_differentiable};
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::index::{Index, Indices, indexed};
+use crate::tensor::index::{Index, Indices, index_layout};
 use crate::tensor::{Layout, Shape};
 use crate::{Result, Scalar, Tensor};
 
-/// What [`Tensor::slice_assign_`] assigns: a tensor or a number.
+/// The value that [`Tensor::slice_assign_`] assigns: a tensor or a number.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum Assigned<'a> {
-    /// Broadcast and converted.
+    /// A tensor, broadcast and converted.
     Tensor(&'a Tensor),
-    /// The same for all.
+    /// One number for all elements.
     Number(Scalar),
 }
 
@@ -29,8 +29,8 @@ impl<T: Into<Scalar>> From<T> for Assigned<'_> {
 }
 
 impl Tensor {
-    /// Assigns to the elements that [`Tensor::i`] with the same indices shows, as Python's `x[...] = value`: a tensor,
-    /// broadcast and converted, or a number. In place.
+    /// Assigns a tensor, broadcast and converted, or a number to the elements that [`Tensor::i`] returns for the same indices, as
+    /// Python's `x[...] = value`. In place.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -41,37 +41,37 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::i`] and [`Tensor::copy_`].
+    /// The errors of [`Tensor::i`] and [`Tensor::copy_`].
     pub fn slice_assign_<'a>(&self, indices: impl Indices, value: impl Into<Assigned<'a>>) -> Result<&Tensor> {
         let part = self.i(indices)?;
         match value.into() {
             Assigned::Tensor(t) => part.copy_(t).map(|_| ()),
             Assigned::Number(x) => part.fill_(x).map(|_| ()),
         }
-        .named("slice_assign_")?;
+        .with_op("slice_assign_")?;
         Ok(self)
     }
 
-    /// A copy of this tensor in which `src`, broadcast, is at the elements that [`Tensor::i`] with the same indices shows.
+    /// Returns a copy of this tensor in which `src`, broadcast, replaces the elements that [`Tensor::i`] returns for the same indices.
     /// Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::i`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::i`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn slice_assign(&self, indices: impl Indices, src: &Tensor) -> Result<Tensor> {
         let (op, items) = ("slice_assign", indices.indices());
         let at: Option<Vec<isize>> = items.iter().map(|i| if let Index::At(i) = i { Some(*i) } else { None }).collect();
         if let Some(at) = at {
-            replaced!(op, [self, src], &at[..]); // other indices have no name
+            return_replacement!(op, [self, src], &at[..]); // other kinds of indices cannot be arguments of a call by name
         }
-        self.assigned_copy(op, src, true, move |l| indexed(op, l, &items))
+        self.assigned_copy(op, src, true, move |l| index_layout(op, l, &items))
     }
 
-    /// A copy of this tensor with `src` where [`Tensor::slice`] with the same arguments looks (PyTorch's `slice_scatter`).
-    /// Differentiable in both.
+    /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
+    /// `slice_scatter`). Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::slice`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::slice`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn slice_scatter(
         &self,
@@ -83,36 +83,36 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "slice_scatter";
         let (d, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
-        replaced!(op, [self, src], dim, ends.0, ends.1, step);
+        return_replacement!(op, [self, src], dim, ends.0, ends.1, step);
         self.assigned_copy(op, src, false, move |l| l.slice(op, d, ends, step))
     }
 
-    /// A copy of this tensor with `src` at index `index` of dimension `dim` (PyTorch's `select_scatter`). Differentiable in
-    /// both.
+    /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
+    /// Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::select`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::select`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
-        replaced!(op = "select_scatter", [self, src], dim, index);
+        return_replacement!(op = "select_scatter", [self, src], dim, index);
         let d = self.shape().dim(op, dim)?;
         self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
     }
 
-    /// A copy of this tensor with `src` on the diagonal that [`Tensor::diagonal`] with the same arguments shows (PyTorch's
-    /// `diagonal_scatter`). Differentiable in both.
+    /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
+    /// (PyTorch's `diagonal_scatter`). Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::diagonal`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::diagonal`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        replaced!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);
+        return_replacement!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);
         let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
-        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are one");
+        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are the same");
         self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
     }
 
-    /// A copy with `src` where `pick` says.
+    /// Returns a copy in which `src` replaces the view that `pick` selects.
     pub(crate) fn assigned_copy(
         &self,
         op: &'static str,
@@ -127,15 +127,17 @@ impl Tensor {
             return Err(Error::ShapeMismatch { op, lhs: part, rhs: src.shape().clone(), hint });
         }
         let out = self.cast(self.dtype)?;
-        out.with_layout(pick(&out.layout)?).copy_(&src.detach()).named(op)?;
+        out.with_layout(pick(&out.layout)?).copy_(&src.detach()).with_op(op)?;
         if !is_tracked(&[self, src]) || !self.dtype.is_float() {
             return Ok(out);
         }
         let (shape, dtype): (Shape, _) = (src.shape().clone(), src.dtype);
-        Ok(record_twice(op, out, &[self, src], move |ctx| {
+        Ok(record_differentiable(op, out, &[self, src], move |ctx| {
             let grad = ctx.grad()?;
-            let rest = ctx.needs(0).then(|| grad.assigned_copy(op, &Tensor::zeros((), &grad)?, true, pick.clone()));
-            let part = ctx.needs(1).then(|| grad.picked(op, pick.clone())?.to_dtype(dtype)?.sum_to(&shape));
+            let rest =
+                ctx.needs_gradient(0).then(|| grad.assigned_copy(op, &Tensor::zeros((), &grad)?, true, pick.clone()));
+            let part =
+                ctx.needs_gradient(1).then(|| grad.select_view(op, pick.clone())?.to_dtype(dtype)?.sum_to(&shape));
             Ok([rest.transpose()?, part.transpose()?].into_iter().collect())
         }))
     }

@@ -1,25 +1,26 @@
 //! Reading through one index tensor: `index_select`, `gather`, `embedding`. Writing is in `scatter`, several indices in `advanced`.
 //!
-//! All reads are one kernel over the shape of the result. A stride of zero says that the index is the same along a dim, and
-//! neighbours with the same index are moved together, sixteen bytes at a time. All writes are deterministic: values reach an
-//! element in the order of the indices. On OpenCL processors a work-item owns one column (a position outside the indexed dim) and
-//! a range of destinations, and goes through the indices in order. On GPUs (`kernels/scatter.cl`) a work-group handles many
-//! indices at a time: where one index serves a whole row, it lists those of its destinations and adds up the rows; elsewhere,
-//! work-items with the same destination take turns. Atomics would be faster for millions of indices into one column, but would not
-//! give the same bits on every run.
+//! All reads are one kernel over the shape of the result. A stride of zero means that the index is constant along a dim. Adjacent
+//! elements with the same index are moved together, sixteen bytes at a time.
+//!
+//! All writes are deterministic: values reach an element in the order of the indices. On OpenCL CPUs a work-item owns one column (a
+//! position outside the indexed dim) and a range of destinations, and reads the indices in order. On GPUs (`kernels/scatter.cl`) a
+//! work-group handles many indices at a time. If one index serves a whole row, the work-group lists the indices of its destinations
+//! and adds up the rows; otherwise work-items with the same destination take turns. Atomics would be faster for millions of indices
+//! into one column, but would not give the same bits on every run.
 
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::recorded;
+use crate::ops::record_gradients;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 
-/// The layout of t with the stride along d taken out, over `shape`.
+/// Returns the layout of `t` over `shape` with stride 0 along dim `d`, and the original stride of that dim.
 pub(crate) fn without_stride(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
     let mut strides = Dims::from_slice(t.strides());
     let step = std::mem::replace(&mut strides[d], 0);
@@ -33,7 +34,7 @@ pub(crate) fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
     }
 }
 
-/// A vector as a view of `shape`, along dim d.
+/// Returns the layout of a vector of indices along dim `d`, broadcast to `shape`.
 pub(crate) fn broadcast_vector(index: &Tensor, d: usize, shape: &Shape) -> Layout {
     let mut strides: Dims<isize> = SmallVec::from_elem(0, shape.rank());
     strides[d] = index.strides().first().copied().unwrap_or(0);
@@ -54,15 +55,15 @@ impl Indexed<'_> {
         })
     }
 
-    /// The error for an empty dim, which has no memory for a kernel to look at: the first index is out of range.
+    /// Returns the error for an empty dim, which has no memory for a kernel to read: the first index is out of range.
     pub(crate) fn empty_dim_error(&self) -> Result<Error> {
         let indices = self.index.with_layout(self.index_layout.clone()).cast(DType::I64)?.to_vec::<i64>()?;
         Ok(Error::IndexOutOfRange { op: self.op, index: indices[0], size: 0 })
     }
 }
 
-/// The gradient of reading from a tensor of `shape`: zeros to which `add(zeros, grad, in place)` adds the gradient of what was
-/// read, in f32 for halves.
+/// Computes the gradient of reading from a tensor of `shape`. `add(zeros, grad, in_place)` adds the gradient of the read elements to
+/// zeros, which are f32 for f16 and bf16 gradients.
 pub(crate) fn read_gradient(
     grad: &Tensor,
     shape: &Shape,
@@ -83,14 +84,14 @@ operations! {
     one_hot(input: x, num_classes: size) functional: Indexing, IntegersOnly -> I64;
 }
 
-/// `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] gives it: with its node.
-pub(crate) fn read_through(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
-    gathered_through("gather", out, x, dim, index)
+/// Records `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] does.
+pub(crate) fn record_gather(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    record_gather_as("gather", out, x, dim, index)
 }
 
-fn gathered_through(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+fn record_gather_as(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
     let (index, shape) = (Saved::new(index), x.shape().clone());
-    recorded(op, out, &[x], move |_, grad| {
+    record_gradients(op, out, &[x], move |_, grad| {
         let index = index.get(op)?;
         read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
             true => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
@@ -100,8 +101,8 @@ fn gathered_through(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index
 }
 
 impl Tensor {
-    /// The slices of this tensor along `dim` that a vector of indices names, in its order (PyTorch's `index_select`). Any
-    /// integer dtype but bool indexes. Differentiable.
+    /// Returns the slices of this tensor along `dim` at a vector of indices, in the order of the indices (PyTorch's `index_select`).
+    /// Indices have any integer dtype. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -112,16 +113,16 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]; [`Error::Invalid`] where `index` is
-    /// no vector. [`Error::IndexOutOfRange`] for a negative or too large index: on the CPU at once; on OpenCL from the next
-    /// call of this thread that waits for the device, until which the elements are 0.
+    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]; [`Error::Invalid`] if `index` is not a vector.
+    /// [`Error::IndexOutOfRange`] for a negative or too large index: at once on the CPU, and on OpenCL from the next call of this
+    /// thread that waits for the device. Until then the elements are 0.
     #[track_caller]
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
-        replaced!("index_select", [self, index], dim);
-        self.selected("index_select", dim, index)
+        return_replacement!("index_select", [self, index], dim);
+        self.index_select_by("index_select", dim, index)
     }
 
-    fn selected(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
+    fn index_select_by(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
         self.check_vector(op, index)?;
         let shape = with_size(self.shape(), d, index.numel());
@@ -132,7 +133,7 @@ impl Tensor {
             return Ok(out);
         }
         let (index, shape) = (Saved::new(index), self.shape().clone());
-        Ok(recorded(op, out, &[self], move |_, grad| {
+        Ok(record_gradients(op, out, &[self], move |_, grad| {
             let index = index.get(op)?;
             read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
                 true => zeros.index_add_(dim, index, grad).map(Tensor::detach),
@@ -150,8 +151,8 @@ impl Tensor {
         }
     }
 
-    /// `out[i][j] = self[index[i][j]][j]` and so on along `dim`: an element for each index, other positions staying put
-    /// (PyTorch's `gather`). `index` has this tensor's rank and is nowhere larger outside `dim`. Differentiable.
+    /// Gathers `out[i][j] = self[index[i][j]][j]`, and likewise along any `dim`, with one element for each index (PyTorch's `gather`).
+    /// `index` has as many dims as this tensor, and is not larger in any dim except `dim`. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -162,14 +163,14 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`].
+    /// The errors of [`Tensor::index_select`]; [`Error::ShapeMismatch`].
     #[track_caller]
     pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
-        replaced!("gather", [self, index], dim);
-        self.gathered("gather", dim, index)
+        return_replacement!("gather", [self, index], dim);
+        self.gather_by("gather", dim, index)
     }
 
-    fn gathered(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
+    fn gather_by(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
         check_index(op, index)?;
         same_device(op, &[self, index])?;
@@ -177,46 +178,49 @@ impl Tensor {
         let (x_layout, step) = without_stride(self, d, index.shape());
         let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
-        Ok(gathered_through(op, out, self, dim, index))
+        Ok(record_gather_as(op, out, self, dim, index))
     }
 
-    /// [`Tensor::gather`] with this tensor and `index` broadcast against each other outside `dim`; without a `dim` both are
-    /// taken as vectors (PyTorch's `take_along_dim`). What `argsort` and `argmax` give with `keepdim` fits. Differentiable.
+    /// Same as [`Tensor::gather`], with this tensor and `index` broadcast against each other outside `dim` (PyTorch's
+    /// `take_along_dim`). Without a `dim`, both are flattened. Accepts the results of `argsort`, and of `argmax` with `keepdim`.
+    /// Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::gather`].
+    /// The errors of [`Tensor::gather`].
     #[track_caller]
     pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, dim) = ("take_along_dim", dim.into());
-        replaced!(op, [self, index], dim);
-        let Some(dim) = dim else { return self.reshape(self.numel())?.gathered(op, 0, &index.reshape(index.numel())?) };
+        return_replacement!(op, [self, index], dim);
+        let Some(dim) = dim else {
+            return self.reshape(self.numel())?.gather_by(op, 0, &index.reshape(index.numel())?);
+        };
         let d = self.shape().dim(op, dim)?;
         mismatch!(op if index.rank() != self.rank(), self, index, "the index has the tensor's rank");
         let outside = with_size(self.shape(), d, 1).broadcast(op, &with_size(index.shape(), d, 1))?;
-        let stretched = |t: &Tensor| t.expand(with_size(&outside, d, t.shape().dims()[d]));
-        stretched(self)?.gathered(op, dim, &stretched(index)?)
+        let expanded = |t: &Tensor| t.expand(with_size(&outside, d, t.shape().dims()[d]));
+        expanded(self)?.gather_by(op, dim, &expanded(index)?)
     }
 
-    /// The rows of this table that `index` (any shape) names: shape `index.shape() + self.shape()[1..]` (PyTorch's
-    /// `embedding`). Differentiable in the table.
+    /// Returns the rows of this table at `index`, of any shape: shape `index.shape() + self.shape()[1..]` (PyTorch's `embedding`).
+    /// Differentiable in the table.
     ///
     /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
+    /// The errors of [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
     #[track_caller]
     pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
-        replaced!("embedding", [self, index]);
+        return_replacement!("embedding", [self, index]);
         self.embedding_with(index, None)
     }
 
-    /// [`Tensor::embedding`] whose row `padding_idx` (from the end where negative) gets no gradient, so that it stays what
-    /// it is in training.
+    /// Same as [`Tensor::embedding`], but row `padding_idx` gets no gradient, so that training does not change it. A negative
+    /// `padding_idx` counts from the end.
     ///
     /// # Errors
-    /// As [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
+    /// The errors of [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
     #[track_caller]
     pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, padding) = ("embedding", padding_idx.into());
-        replaced!("embedding_with", [self, index], padding);
+        return_replacement!("embedding_with", [self, index], padding);
         check_index(op, index)?;
         let Some((&count, width)) = self.shape().dims().split_first() else {
             return Err(Error::invalid(op, "the table is a scalar: it has no rows"));
@@ -227,20 +231,20 @@ impl Tensor {
         let padded = match padding {
             Some(row) if autograd::is_tracked(&[self]) => {
                 let row = Tensor::from_slice(&[row as i64], 1, self.device())?;
-                Some(recorded(op, self.detach(), &[self], move |_, grad| grad.index_fill(0, &row, 0)))
+                Some(record_gradients(op, self.detach(), &[self], move |_, grad| grad.index_fill(0, &row, 0)))
             }
             _ => None,
         };
         let table = padded.as_ref().unwrap_or(self);
         if index.rank() == 1 {
-            return table.selected(op, 0, index);
+            return table.index_select_by(op, 0, index);
         }
-        let rows = table.selected(op, 0, &index.detach().reshape([index.numel()])?)?;
+        let rows = table.index_select_by(op, 0, &index.detach().reshape([index.numel()])?)?;
         let shape: Shape = index.shape().dims().iter().chain(width).copied().collect();
         rows.reshape(shape)
     }
 
-    /// For class numbers of any shape, vectors with 1 at the class and 0 elsewhere, as i64: shape `self.shape() + [classes]`
+    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64: shape `self.shape() + [classes]`
     /// (PyTorch's `one_hot`).
     ///
     /// ```
@@ -251,18 +255,18 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as [`Tensor::index_select`] gives it.
+    /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as for [`Tensor::index_select`].
     #[track_caller]
     pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
-        replaced!(op = "one_hot", [self], classes);
+        return_replacement!(op = "one_hot", [self], classes);
         check_index(op, self)?;
         let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
-        invalid!(op if classes == 0 && self.numel() > 0, "there are no classes (0), but elements");
+        invalid!(op if classes == 0 && self.numel() > 0, "the number of classes is 0, and the tensor is not empty");
         backend::compute(shape, DType::I64, self.device(), |b, out| b.one_hot(op, self, out, classes))
     }
 }
 
-/// Whether an index of shape `index` goes with a tensor of shape `of` along d.
+/// Checks that an index of shape `index` matches a tensor of shape `of` along dim `d`.
 pub(crate) fn check_index_shape(op: &'static str, index: &Shape, of: &Shape, d: usize) -> Result<()> {
     let fits = |(i, (a, b)): (usize, (&usize, &usize))| i == d || a <= b;
     if index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(fits) {

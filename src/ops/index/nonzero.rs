@@ -1,7 +1,8 @@
 //! Operations whose result's shape depends on the elements: `unique`, `nonzero`, `masked_select`, `bincount` and similar. Each reads
 //! the size of its result from the device, and so waits for it.
 //!
-//! Indices of nonzero elements are counted and written in two passes; the others are compositions of sorts, scans and searches.
+//! The indices of nonzero elements are counted and written in two passes. All other operations are composed of sorts, scans and
+//! searches.
 
 use crate::backend::problem::map::Params;
 use crate::ops::dispatch::prelude::*;
@@ -21,32 +22,32 @@ operations! {
     masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
 }
 
-/// `first..end` on the tensor's device, as i64.
-fn range(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
+/// Returns `first..end` on the tensor's device, as i64.
+fn index_range(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
     Tensor::arange(first, end, 1, (DType::I64, t.device()))
 }
 
-/// The elements in row-major order, outside the graph.
-fn flatten(t: &Tensor) -> Result<Tensor> {
+/// Returns the elements in row-major order, outside the graph.
+fn flatten_detached(t: &Tensor) -> Result<Tensor> {
     t.detach().reshape([t.numel()])
 }
 
-/// Where a tensor is not zero, in one piece.
-fn mask(t: &Tensor) -> Result<Tensor> {
+/// Returns a contiguous bool tensor that is true where `t` is not zero.
+fn nonzero_mask(t: &Tensor) -> Result<Tensor> {
     if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
 }
 
-/// The indices of the elements that are not zero, in row-major order: one row each, as in a tensor of sizes `dims`.
-fn indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
+/// Returns the indices of the nonzero elements in row-major order, one row for each, for a tensor with the sizes `dims`.
+fn nonzero_indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     match t.device() {
         _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
-        device => backend::of(device).nonzero(t, &|| mask(t), dims),
+        device => backend::of_device(device).nonzero(t, &|| nonzero_mask(t), dims),
     }
 }
 
-/// A vector's runs of equal elements: the element of each; for each element the number of its run, from 1; where each run starts,
-/// and at the end the number of elements.
-fn runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+/// Splits a vector into runs of equal elements. Returns the value of each run, the number of each element's run (from 1), and the
+/// start of each run followed by the number of elements.
+fn split_into_runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let n = t.numel();
     let first = Tensor::ones(n, (DType::Bool, t.device()))?;
     if n > 1 {
@@ -54,17 +55,17 @@ fn runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     }
     let running = first.cumsum(0)?;
     let count = if n == 0 { 0 } else { running.select(0, -1)?.item::<i64>()? };
-    let starts = running.searchsorted(&range(1, count + 2, t)?, false)?;
+    let starts = running.searchsorted(&index_range(1, count + 2, t)?, false)?;
     let values = t.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
     Ok((values, running, starts))
 }
 
-/// Elements that are counted at a time, at least: the places of each take 8 bytes.
-const BLOCK: usize = 1 << 20;
+/// The minimum number of elements counted at a time. Their sorted order takes 8 bytes for each element.
+const MIN_BLOCK_LEN: usize = 1 << 20;
 
-/// The sums of what `count` gives for blocks of a vector: `results` numbers.
-fn summed_by_blocks(t: &Tensor, results: usize, count: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-    let (n, block) = (t.numel(), BLOCK.max(results));
+/// Counts a vector in blocks with `count`, which returns `results` numbers, and adds up the counts.
+fn count_in_blocks(t: &Tensor, results: usize, count: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let (n, block) = (t.numel(), MIN_BLOCK_LEN.max(results));
     let sums = count(&t.narrow(0, 0, block.min(n))?)?;
     for start in (block..n).step_by(block) {
         sums.add_(&count(&t.narrow(0, start, block.min(n - start))?)?)?;
@@ -72,7 +73,7 @@ fn summed_by_blocks(t: &Tensor, results: usize, count: impl Fn(&Tensor) -> Resul
     Ok(sums)
 }
 
-/// For every element of `[N, C]` how many different elements of its column are below it.
+/// Returns for each element of `[N, C]` the number of distinct smaller elements in its column.
 fn dense_ranks(t: &Tensor) -> Result<Tensor> {
     let (sorted, order) = t.sort(0, false)?;
     let rises = Tensor::zeros(t.shape(), (DType::I64, t.device()))?;
@@ -83,8 +84,8 @@ fn dense_ranks(t: &Tensor) -> Result<Tensor> {
     rises.scatter(0, &order, &rises.cumsum(0)?)
 }
 
-/// For every row of `[N, C]` how many different rows are below it, compared from the left. Ranks of neighbouring columns are
-/// combined in pairs, so that the number of launches grows with the logarithm of the columns.
+/// Returns for each row of `[N, C]` the number of distinct rows that are lexicographically smaller. The ranks of adjacent columns are
+/// combined in pairs, so that the number of launches grows with the logarithm of the number of columns.
 fn row_ranks(rows: &Tensor) -> Result<Tensor> {
     let n = rows.shape().dims()[0];
     if rows.numel() == 0 {
@@ -101,45 +102,46 @@ fn row_ranks(rows: &Tensor) -> Result<Tensor> {
 }
 
 impl Tensor {
-    /// The different elements, in ascending order; a vector (PyTorch's `unique`). Every NaN is different. Waits.
+    /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn unique(&self) -> Result<Tensor> {
-        replaced!("unique", [self]);
-        Ok(runs(&flatten(self)?.sort(0, false)?.0)?.0)
+        return_replacement!("unique", [self]);
+        Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
     }
 
-    /// [`Tensor::unique`], and for every element the place of its equal there, of this tensor's shape (PyTorch's `unique`
-    /// with `return_inverse`). Waits.
+    /// Returns [`Tensor::unique`], and for each element of this tensor, in its shape, the index of its value there (PyTorch's `unique`
+    /// with `return_inverse`). Waits for the device.
     ///
     /// # Errors
-    /// As [`Tensor::unique`].
+    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
-        replaced!("unique_inverse", [self]);
-        let (sorted, order) = flatten(self)?.sort(0, false)?;
-        let (values, running, _) = runs(&sorted)?;
+        return_replacement!("unique_inverse", [self]);
+        let (sorted, order) = flatten_detached(self)?.sort(0, false)?;
+        let (values, running, _) = split_into_runs(&sorted)?;
         let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
         Ok((values, inverse.reshape(self.shape())?))
     }
 
-    /// [`Tensor::unique`], and how often each element is there (PyTorch's `unique` with `return_counts`). Waits.
+    /// Returns [`Tensor::unique`] and the number of occurrences of each value (PyTorch's `unique` with `return_counts`). Waits for the device.
     ///
     /// # Errors
-    /// As [`Tensor::unique`].
+    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
-        replaced!("unique_counts", [self]);
-        let (values, _, starts) = runs(&flatten(self)?.sort(0, false)?.0)?;
+        return_replacement!("unique_counts", [self]);
+        let (values, _, starts) = split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?;
         Ok((values, starts.diff(1, 0)?))
     }
 
-    /// [`Tensor::unique`] with all that it tells: the different elements, for every element the index of its equal among them, in
-    /// this tensor's shape, and how often each is there. Along a dim it is about the slices at each index of that dim, in
-    /// lexicographic order: the different ones, and a vector each of indices and counts (PyTorch's `unique` with
-    /// `return_inverse`, `return_counts` and `dim`). Waits.
+    /// Returns the distinct elements, the index of each element's value among these in this tensor's shape, and the number of occurrences
+    /// of each value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
+    ///
+    /// With a dim, the slices along that dim are compared instead of elements. Returns the distinct slices in lexicographic order, and
+    /// vectors of indices and counts.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -151,23 +153,23 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; those of [`Tensor::unique`].
+    /// [`Error::DimOutOfRange`]; the errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
         let dim = dim.into();
-        replaced!(op = "unique_all", [self], dim);
+        return_replacement!(op = "unique_all", [self], dim);
         let slices = match dim {
             Some(dim) => {
                 self.shape().dim(op, dim)?;
                 self.detach().movedim(dim, 0)?
             }
-            None => flatten(self)?,
+            None => flatten_detached(self)?,
         };
         let n = slices.shape().dims()[0];
         let columns = slices.shape().dims()[1..].iter().product();
         let inverse = row_ranks(&slices.reshape([n, columns])?)?;
         let (sorted, order) = inverse.sort(0, false)?;
-        let (_, _, starts) = runs(&sorted)?;
+        let (_, _, starts) = split_into_runs(&sorted)?;
         let first = order.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
         let values = slices.index_select(0, &first)?;
         match dim {
@@ -176,8 +178,8 @@ impl Tensor {
         }
     }
 
-    /// One of each run of equal elements in row-major order, for every element the number of its run, of this tensor's
-    /// shape, and how long each run is (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits.
+    /// Collapses each run of equal elements in row-major order. Returns the value of each run, the number of each element's run in this
+    /// tensor's shape, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -190,16 +192,16 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::unique`].
+    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
-        replaced!("unique_consecutive", [self]);
-        let (values, running, starts) = runs(&flatten(self)?)?;
+        return_replacement!("unique_consecutive", [self]);
+        let (values, running, starts) = split_into_runs(&flatten_detached(self)?)?;
         Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
     }
 
-    /// The indices of the elements that are not zero, one row for each in row-major order: shape `[count, rank]`, i64
-    /// (PyTorch's `nonzero`). NaN is not zero. Waits.
+    /// Returns the indices of the nonzero elements, one row for each in row-major order: shape `[count, rank]`, i64 (PyTorch's
+    /// `nonzero`). NaN is not zero. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -213,49 +215,49 @@ impl Tensor {
     /// [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn nonzero(&self) -> Result<Tensor> {
-        replaced!("nonzero", [self]);
+        return_replacement!("nonzero", [self]);
         if self.rank() == 0 {
-            let count = indices(self, &[1])?.numel();
+            let count = nonzero_indices(self, &[1])?.numel();
             return Tensor::zeros([count, 0], (DType::I64, self.device()));
         }
-        indices(self, self.shape().dims())
+        nonzero_indices(self, self.shape().dims())
     }
 
-    /// [`Tensor::nonzero`] by its other name (PyTorch's `argwhere`).
+    /// Same as [`Tensor::nonzero`] (PyTorch's `argwhere`).
     ///
     /// # Errors
-    /// As [`Tensor::nonzero`].
+    /// The errors of [`Tensor::nonzero`].
     #[track_caller]
     pub fn argwhere(&self) -> Result<Tensor> {
-        replaced!("argwhere", [self]);
+        return_replacement!("argwhere", [self]);
         self.nonzero()
     }
 
-    /// The elements where `mask` is not zero, in row-major order; a vector (PyTorch's `masked_select`). Both are broadcast
-    /// together. Waits. Differentiable.
+    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask
+    /// broadcast together. Waits for the device. Differentiable.
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
-        replaced!(op = "masked_select", [self, mask]);
+        return_replacement!(op = "masked_select", [self, mask]);
         crate::ops::same_device(op, &[self, mask])?;
         let shape = self.shape().broadcast(op, mask.shape())?;
         let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
         let mask = over(mask);
         if shape.numel() > 0
             && !autograd::is_tracked(&[self])
-            && let Some(selected) = backend::of(self.device()).masked_select(&over(self), &mask)?
+            && let Some(selected) = backend::of_device(self.device()).masked_select(&over(self), &mask)?
         {
             return Ok(selected);
         }
-        let selected = indices(&mask, &[shape.numel()])?.reshape([-1])?;
+        let selected = nonzero_indices(&mask, &[shape.numel()])?.reshape([-1])?;
         let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
         self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
     }
 
-    /// How often each number from 0 on is in a vector of integers, as i64; with weights their sums, in the weights' dtype
-    /// (PyTorch's `bincount`). At least `minlength` results. The same bits on every run. Waits.
+    /// Counts each number from 0 on in a vector of integers, as i64 (PyTorch's `bincount`). With weights, returns the sums of the
+    /// weights in their dtype. At least `minlength` results. The same bits on every run. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -265,16 +267,16 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] where the tensor is
-    /// no vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
+    /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] if the tensor is not a vector or
+    /// has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
     #[track_caller]
     pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
         let op = "bincount";
         let tensors: Vec<&Tensor> = std::iter::once(self).chain(weights).collect();
-        replaced!(op, tensors, minlength);
+        return_replacement!(op, tensors, minlength);
         unsupported!(op if self.dtype.is_float() || self.dtype == DType::Bool,
             self.dtype, "integers (i64, i32, u32, u8)");
-        invalid!(op if self.rank() != 1, "it counts in a vector, not in shape {}", self.shape());
+        invalid!(op if self.rank() != 1, "the input must be a vector, and has shape {}", self.shape());
         if let Some(w) = weights {
             w.dtype.check_float(op)?;
             mismatch!(op if w.shape() != self.shape(), self, w, "there is a weight for each element");
@@ -284,26 +286,27 @@ impl Tensor {
             0 => (0, -1),
             _ => (end(self.min((), false)?)?, end(self.max((), false)?)?),
         };
-        invalid!(op if least < 0, "{least} is negative: numbers from 0 on are counted");
+        invalid!(op if least < 0, "the input must not be negative, and contains {least}");
         let size = greatest.saturating_add(1).max(i64::try_from(minlength).unwrap_or(i64::MAX));
         match weights {
             Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
-            None => summed_by_blocks(self, size as usize, |block| {
+            None => count_in_blocks(self, size as usize, |block| {
                 let sorted = block.sort(0, false)?.0.to_dtype(DType::I64)?;
-                sorted.searchsorted(&range(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
+                sorted.searchsorted(&index_range(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
             }),
         }
     }
 
-    /// How many elements lie in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`);
-    /// floats. What is outside, NaN too, does not count; `max` itself is in the last part. Where `min` and `max` are equal,
-    /// the least and greatest element stand for them. Waits.
+    /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
+    ///
+    /// Elements outside the range, and NaN, do not count; `max` itself counts in the last part. If `min` and `max` are equal, the minimum
+    /// and maximum of the elements replace them. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for ends that are not finite.
+    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for limits that are not finite.
     #[track_caller]
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
-        replaced!(op = "histc", [self], bins, min, max);
+        return_replacement!(op = "histc", [self], bins, min, max);
         self.dtype.check_float(op)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.numel() > 0 {
@@ -313,13 +316,13 @@ impl Tensor {
         if low == high {
             (low, high) = (low - 1.0, high + 1.0);
         }
-        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{bins} parts of {low} to {high}");
+        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{low} to {high} cannot be divided into {bins} bins");
         let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
         let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
         let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
         let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
-        let params = Params::of(&scalars);
-        let counts = summed_by_blocks(&flatten(&self.detach())?, bins, |block| {
+        let params = Params::from_scalars(&scalars);
+        let counts = count_in_blocks(&flatten_detached(&self.detach())?, bins, |block| {
             let part = apply(op, &[block], params, &part, &[DType::I64])?.remove(0);
             part.bincount(None, bins.saturating_add(1))
         })?;

@@ -1,23 +1,23 @@
-//! Writing through one index tensor: `scatter` and similar, where each index names an element, and `index_add` and similar, where
-//! the index is a vector and names slices.
+//! Writing through one index tensor: `scatter` and similar, where each index selects an element, and `index_add` and similar, where
+//! a vector of indices selects slices.
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{broadcast_vector, check_index, check_index_shape, with_size, without_stride};
-use crate::ops::recorded;
+use crate::ops::record_gradients;
 use crate::tensor::Layout;
 use crate::{DType, Result, Scalar, Shape, Tensor, autograd, backend};
 
 impl Indexed<'_> {
-    /// Writes `x` to `target`, whose elements are at `layout`, which has stride 0 along d.
+    /// Writes `x` to `target`, whose elements have `layout`, with stride 0 along dim `d`.
     pub(crate) fn write(&self, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
         if self.x_layout.numel() == 0 {
             return Ok(());
         }
         let op = self.op;
         invalid!(op if target.layout.may_alias_itself(),
-            "several elements of the tensor written to are one (an expanded view): write to a clone()");
+            "elements of the target share memory (an expanded view): write to a clone()");
         if self.size == 0 {
             return Err(self.empty_dim_error()?);
         }
@@ -25,29 +25,28 @@ impl Indexed<'_> {
     }
 }
 
-/// An index as a view of the shape of what is written through it.
+/// An index as a view of the shape of the source that is written through it.
 pub(crate) struct ScatterIndex {
     index: Tensor,
     wraps: bool,
 }
 
 impl ScatterIndex {
-    pub(crate) fn of(index: &Tensor) -> ScatterIndex {
+    pub(crate) fn of_elements(index: &Tensor) -> ScatterIndex {
         ScatterIndex { index: index.detach(), wraps: false }
     }
 
-    fn vector(index: &Tensor, d: usize, shape: &Shape) -> ScatterIndex {
+    fn of_slices(index: &Tensor, d: usize, shape: &Shape) -> ScatterIndex {
         ScatterIndex { index: index.with_layout(broadcast_vector(index, d, shape)), wraps: false }
     }
 }
 
-/// `t`, or a copy where it shares storage with the tensor written to: the CPU locks a storage either for reading or for
-/// writing.
-pub(crate) fn unshared(t: &Tensor, target: &Tensor) -> Result<Tensor> {
+/// Returns `t`, or a copy if it shares storage with `target`. The CPU locks a storage either for reading or for writing.
+pub(crate) fn copy_if_shared(t: &Tensor, target: &Tensor) -> Result<Tensor> {
     if t.shares_storage(target) { t.cast(t.dtype) } else { Ok(t.detach()) }
 }
 
-/// Writes `source`, of the shape of the index, to `target` along dim d. Halves are added and multiplied in f32 and rounded once.
+/// Writes `source`, of the shape of the index, to `target` along dim `d`. Halves are added and multiplied in f32 and rounded once.
 pub(crate) fn scatter(
     op: &'static str,
     combine: Combine,
@@ -56,21 +55,21 @@ pub(crate) fn scatter(
     index: &ScatterIndex,
     source: &Tensor,
 ) -> Result<()> {
-    if combine.rounds(target.dtype) {
+    if combine.needs_f32(target.dtype) {
         let wide = target.cast(DType::F32)?;
         scatter(op, combine, &wide, d, index, &source.cast(DType::F32)?)?;
         target.detach().copy_(&wide)?;
         return Ok(());
     }
-    let (indices, x) = (unshared(&index.index, target)?, unshared(source, target)?);
+    let (indices, x) = (copy_if_shared(&index.index, target)?, copy_if_shared(source, target)?);
     let (layout, step) = without_stride(target, d, x.shape());
     let (x_layout, index_layout, size) = (x.layout.clone(), indices.layout.clone(), target.shape().dims()[d]);
     let indexed = Indexed { op, x: &x, x_layout, index: &indices, index_layout, size, step, wraps: index.wraps };
     indexed.write(combine, target, &layout, d)
 }
 
-/// `alpha` times the source, in its dtype.
-fn scaled(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tensor> {
+/// Multiplies the source by `alpha`, in the source's dtype.
+fn scale_source(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tensor> {
     alpha.check_factor(op, source.dtype)?;
     match alpha {
         Scalar::Float(x) if !source.dtype.is_float() => source.mul_scalar(x as i64),
@@ -78,9 +77,9 @@ fn scaled(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tensor> {
     }
 }
 
-/// A scalar expanded to `shape`.
-pub(crate) fn repeated(op: &'static str, value: Scalar, shape: &Shape, like: &Tensor) -> Result<Tensor> {
-    let one = Tensor::full((), value, (like.dtype, like.device())).named(op)?;
+/// Returns a number expanded to `shape`.
+pub(crate) fn expand_number(op: &'static str, value: Scalar, shape: &Shape, like: &Tensor) -> Result<Tensor> {
+    let one = Tensor::full((), value, (like.dtype, like.device())).with_op(op)?;
     Ok(one.with_layout(one.layout.broadcast_to(shape)))
 }
 
@@ -96,55 +95,55 @@ operations! {
     index_fill / index_fill_ (input: x, dim: int, index: x, value: scalar): Indexing, All -> Same, differentiable;
 }
 
-/// What is written to a tensor along `dim`: `source`, combined with the elements that the index names.
-struct Update<'a> {
+/// A write to a tensor along `dim`: `source` is combined with the elements at the indices.
+struct ScatterUpdate<'a> {
     op: &'static str,
     combine: Combine,
-    /// Whether the index is a vector that names slices; otherwise it has the source's rank and names elements.
+    /// Whether the index is a vector that selects slices. Otherwise it has the shape of the source and selects elements.
     slices: bool,
     dim: isize,
     index: &'a Tensor,
     source: &'a Tensor,
 }
 
-impl Update<'_> {
-    /// Checks it against `target` and writes it there; gives the part of the source that was read.
+impl ScatterUpdate<'_> {
+    /// Checks the write against `target` and performs it. Returns the part of the source that was read.
     fn write(&self, target: &Tensor) -> Result<Tensor> {
-        let &Update { op, combine, dim, index, source, .. } = self;
+        let &ScatterUpdate { op, combine, dim, index, source, .. } = self;
         let (d, source, index) = match self.slices {
             true => {
                 let d = target.check_slices(op, dim, index, source)?;
-                (d, source.shallow_clone(), ScatterIndex::vector(index, d, source.shape()))
+                (d, source.shallow_clone(), ScatterIndex::of_slices(index, d, source.shape()))
             }
             false => {
                 let (d, source) = target.check_scatter(op, dim, index, source)?;
-                (d, source, ScatterIndex::of(index))
+                (d, source, ScatterIndex::of_elements(index))
             }
         };
         scatter(op, combine, target, d, &index, &source)?;
         Ok(source)
     }
 
-    fn in_place<'t>(&self, target: &'t Tensor) -> Result<&'t Tensor> {
-        let change = autograd::in_place(self.op, target, &[self.source])?;
+    fn apply_in_place<'t>(&self, target: &'t Tensor) -> Result<&'t Tensor> {
+        let change = autograd::begin_in_place(self.op, target, &[self.source])?;
         let source = self.write(target)?;
         if let Some(change) = change {
-            change.finish(|out| self.recorded(out, target, &source));
+            change.finish(|out| self.record(out, target, &source));
         }
         Ok(target)
     }
 
-    /// A copy of `x` with the update, recorded.
-    fn copied(&self, x: &Tensor) -> Result<Tensor> {
+    /// Returns a copy of `x` with the update, recorded.
+    fn apply_to_copy(&self, x: &Tensor) -> Result<Tensor> {
         let out = x.cast(x.dtype)?;
         let source = self.write(&out)?;
-        Ok(self.recorded(out, x, &source))
+        Ok(self.record(out, x, &source))
     }
 
-    /// What was `x` and has the update, with its node where either is tracked.
-    fn recorded(&self, out: Tensor, x: &Tensor, source: &Tensor) -> Tensor {
-        let (&Update { op, combine, slices, dim, .. }, index) = (self, Saved::new(self.index));
-        recorded(op, out, &[x, source], move |i, grad| match (i, combine) {
+    /// Records `out`: a copy of `x` with the update.
+    fn record(&self, out: Tensor, x: &Tensor, source: &Tensor) -> Tensor {
+        let (&ScatterUpdate { op, combine, slices, dim, .. }, index) = (self, Saved::new(self.index));
+        record_gradients(op, out, &[x, source], move |i, grad| match (i, combine) {
             (1, _) if slices => grad.index_select(dim, index.get(op)?),
             (1, _) => grad.gather(dim, index.get(op)?),
             (_, Combine::Set) if slices => grad.index_fill(dim, index.get(op)?, 0),
@@ -154,46 +153,47 @@ impl Update<'_> {
     }
 }
 
-/// `out`, which is `x` but for the elements that the index names, with its node where x is tracked.
-fn zeroed_elements(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+/// Records `out`, which is `x` with constants at the indexed elements. The gradient of these elements is zero.
+fn record_constant_elements(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
     let index = Saved::new(index);
-    recorded(op, out, &[x], move |_, grad| grad.scatter_value(dim, index.get(op)?, 0))
+    record_gradients(op, out, &[x], move |_, grad| grad.scatter_value(dim, index.get(op)?, 0))
 }
 
-/// `out`, which is `x` but for the slices that the index names, with its node where x is tracked.
-fn zeroed_slices(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+/// Records `out`, which is `x` with constants in the indexed slices. The gradient of these slices is zero.
+fn record_constant_slices(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
     let index = Saved::new(index);
-    recorded(op, out, &[x], move |_, grad| grad.index_fill(dim, index.get(op)?, 0))
+    record_gradients(op, out, &[x], move |_, grad| grad.index_fill(dim, index.get(op)?, 0))
 }
 
-/// Makes a method that writes `source` to a copy of the tensor, and its in-place form.
+/// Generates a method that writes `source` to a copy of the tensor, and its in-place form.
 macro_rules! updates {
     ($($(#[doc = $doc:literal])+ $name:ident / $in_place:ident: $combine:ident, $slices:literal;)*) => {
         impl Tensor { $(
             $(#[doc = $doc])+
             #[track_caller]
             pub fn $name(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
-                replaced!(op = stringify!($name), [self, index, source], dim);
-                Update { op, combine: Combine::$combine, slices: $slices, dim, index, source }.copied(self)
+                return_replacement!(op = stringify!($name), [self, index, source], dim);
+                ScatterUpdate { op, combine: Combine::$combine, slices: $slices, dim, index, source }.apply_to_copy(self)
             }
 
-            #[doc = concat!("[`Tensor::", stringify!($name), "`] in place.")]
+            #[doc = concat!("The in-place form of [`Tensor::", stringify!($name), "`].")]
             ///
             /// # Errors
-            #[doc = concat!("As [`Tensor::", stringify!($name), "`]; [`Error::Autograd`] where this is a leaf that")]
-            /// requires a gradient, or a view of one;
-            /// [`Error::Invalid`] into an expanded view.
+            #[doc = concat!("The errors of [`Tensor::", stringify!($name), "`]; [`Error::Autograd`] if this is a leaf that")]
+            /// requires a gradient, or a view of such a leaf;
+            /// [`Error::Invalid`] if this is an expanded view.
             pub fn $in_place(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
                 let op = stringify!($in_place);
-                Update { op, combine: Combine::$combine, slices: $slices, dim, index, source }.in_place(self)
+                ScatterUpdate { op, combine: Combine::$combine, slices: $slices, dim, index, source }.apply_in_place(self)
             }
         )* }
     };
 }
 
 updates! {
-    /// A copy of this tensor with `source[i][j]` in place of `[index[i][j]][j]` and so on along `dim` (PyTorch's `scatter`).
-    /// Of equal indices the last stays, whose gradient the others get too. Differentiable in both.
+    /// Returns a copy of this tensor in which `source[i][j]` replaces `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
+    /// `scatter`). For an index that occurs several times, the last value is kept, and its gradient goes to all of these values.
+    /// Differentiable in both.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -205,61 +205,61 @@ updates! {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::gather`]; [`Error::ShapeMismatch`] where `index` is larger than `source`; [`Error::DTypeMismatch`].
+    /// The errors of [`Tensor::gather`]; [`Error::ShapeMismatch`] if `index` is larger than `source`; [`Error::DTypeMismatch`].
     scatter / scatter_: Set, false;
-    /// A copy of this tensor with `source[i][j]` added at `[index[i][j]][j]` and so on along `dim` (PyTorch's
-    /// `scatter_add`); equal indices add up. The same bits on every run. Differentiable in both.
+    /// Returns a copy of this tensor in which `source[i][j]` is added to `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
+    /// `scatter_add`). Values with equal indices add up. The same bits on every run. Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::scatter`].
+    /// The errors of [`Tensor::scatter`].
     scatter_add / scatter_add_: Add, false;
-    /// A copy of this tensor with slice i of `source` added to slice `index[i]` along `dim` (PyTorch's `index_add`); equal
-    /// indices add up. The same bits on every run. Differentiable in both.
+    /// Returns a copy of this tensor in which slice i of `source` is added to slice `index[i]` along `dim` (PyTorch's `index_add`).
+    /// Slices with equal indices add up. The same bits on every run. Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`].
+    /// The errors of [`Tensor::index_select`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`].
     index_add / index_add_: Add, true;
-    /// A copy of this tensor with slice i of `source` in place of slice `index[i]` along `dim` (PyTorch's `index_copy`). Of
-    /// equal indices the last stays, whose gradient the others get too. Differentiable in both.
+    /// Returns a copy of this tensor in which slice i of `source` replaces slice `index[i]` along `dim` (PyTorch's `index_copy`). For an
+    /// index that occurs several times, the last slice is kept, and its gradient goes to all of these slices. Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::index_add`].
+    /// The errors of [`Tensor::index_add`].
     index_copy / index_copy_: Set, true;
 }
 
 impl Tensor {
-    /// [`Tensor::scatter`] of one number (PyTorch's `scatter` with a number for `src`). Differentiable.
+    /// Same as [`Tensor::scatter`], with one number as the source (PyTorch's `scatter` with a number for `src`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::gather`]; [`Error::Invalid`] for a number that the dtype cannot hold.
+    /// The errors of [`Tensor::gather`]; [`Error::Invalid`] for a number that the dtype cannot hold.
     #[track_caller]
     pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
-        replaced!(op = "scatter_value", [self, index], dim, value);
+        return_replacement!(op = "scatter_value", [self, index], dim, value);
         let out = self.cast(self.dtype)?;
         out.scatter_number(op, dim, index, value)?;
-        Ok(zeroed_elements(op, out, self, dim, index))
+        Ok(record_constant_elements(op, out, self, dim, index))
     }
 
-    /// [`Tensor::scatter_value`] in place.
+    /// The in-place form of [`Tensor::scatter_value`].
     ///
     /// # Errors
-    /// As [`Tensor::scatter_value`]; [`Error::Autograd`] where this is a leaf that requires a gradient, or a view of one;
-    /// [`Error::Invalid`] into an expanded view.
+    /// The errors of [`Tensor::scatter_value`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
+    /// [`Error::Invalid`] if this is an expanded view.
     pub fn scatter_value_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "scatter_value_";
-        let change = autograd::in_place(op, self, &[])?;
+        let change = autograd::begin_in_place(op, self, &[])?;
         self.scatter_number(op, dim, index, value.into())?;
         if let Some(change) = change {
-            change.finish(|out| zeroed_elements(op, out, self, dim, index));
+            change.finish(|out| record_constant_elements(op, out, self, dim, index));
         }
         Ok(self)
     }
 
-    /// [`Tensor::index_add`] of `alpha` times the source (PyTorch's `index_add` with `alpha`). Differentiable in both.
+    /// Same as [`Tensor::index_add`], with the source multiplied by `alpha` (PyTorch's `index_add` with `alpha`). Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::index_add`]; [`Error::Invalid`] for a fraction of integers, or a number out of their range.
+    /// The errors of [`Tensor::index_add`]; [`Error::Invalid`] for a fraction with integers, or a number out of their range.
     #[track_caller]
     pub fn index_add_alpha(
         &self,
@@ -269,15 +269,15 @@ impl Tensor {
         alpha: impl Into<Scalar>,
     ) -> Result<Tensor> {
         let alpha: Scalar = alpha.into();
-        replaced!(op = "index_add_alpha", [self, index, source], dim, alpha);
-        let source = &scaled(op, source, alpha)?;
-        Update { op, combine: Combine::Add, slices: true, dim, index, source }.copied(self)
+        return_replacement!(op = "index_add_alpha", [self, index, source], dim, alpha);
+        let source = &scale_source(op, source, alpha)?;
+        ScatterUpdate { op, combine: Combine::Add, slices: true, dim, index, source }.apply_to_copy(self)
     }
 
-    /// [`Tensor::index_add_alpha`] in place.
+    /// The in-place form of [`Tensor::index_add_alpha`].
     ///
     /// # Errors
-    /// As [`Tensor::index_add_`]; [`Error::Invalid`] for a fraction of integers, or a number out of their range.
+    /// The errors of [`Tensor::index_add_`]; [`Error::Invalid`] for a fraction with integers, or a number out of their range.
     pub fn index_add_alpha_(
         &self,
         dim: isize,
@@ -286,50 +286,57 @@ impl Tensor {
         alpha: impl Into<Scalar>,
     ) -> Result<&Tensor> {
         let op = "index_add_alpha_";
-        let source = &scaled(op, source, alpha.into())?;
-        Update { op, combine: Combine::Add, slices: true, dim, index, source }.in_place(self)
+        let source = &scale_source(op, source, alpha.into())?;
+        ScatterUpdate { op, combine: Combine::Add, slices: true, dim, index, source }.apply_in_place(self)
     }
 
-    /// A copy of this tensor with a number in all slices along `dim` that `index` names (PyTorch's `index_fill`). Negative
+    /// Returns a copy of this tensor with one number in all slices along `dim` at a vector of indices (PyTorch's `index_fill`). Negative
     /// indices count from the end. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a number that the dtype cannot hold.
+    /// The errors of [`Tensor::index_select`]; [`Error::Invalid`] for a number that the dtype cannot hold.
     #[track_caller]
     pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
-        replaced!(op = "index_fill", [self, index], dim, value);
+        return_replacement!(op = "index_fill", [self, index], dim, value);
         let out = self.cast(self.dtype)?;
         out.fill_slices(op, dim, index, value)?;
-        Ok(zeroed_slices(op, out, self, dim, index))
+        Ok(record_constant_slices(op, out, self, dim, index))
     }
 
-    /// [`Tensor::index_fill`] in place.
+    /// The in-place form of [`Tensor::index_fill`].
     ///
     /// # Errors
-    /// As [`Tensor::index_fill`]; [`Error::Autograd`] where this is a leaf that requires a gradient, or a view of one;
-    /// [`Error::Invalid`] into an expanded view.
+    /// The errors of [`Tensor::index_fill`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
+    /// [`Error::Invalid`] if this is an expanded view.
     pub fn index_fill_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "index_fill_";
-        let change = autograd::in_place(op, self, &[])?;
+        let change = autograd::begin_in_place(op, self, &[])?;
         self.fill_slices(op, dim, index, value.into())?;
         if let Some(change) = change {
-            change.finish(|out| zeroed_slices(op, out, self, dim, index));
+            change.finish(|out| record_constant_slices(op, out, self, dim, index));
         }
         Ok(self)
     }
 
     fn scatter_number(&self, op: &'static str, dim: isize, index: &Tensor, value: Scalar) -> Result<()> {
         let d = self.check_scatter_index(op, dim, index)?;
-        scatter(op, Combine::Set, self, d, &ScatterIndex::of(index), &repeated(op, value, index.shape(), self)?)
+        scatter(
+            op,
+            Combine::Set,
+            self,
+            d,
+            &ScatterIndex::of_elements(index),
+            &expand_number(op, value, index.shape(), self)?,
+        )
     }
 
     fn fill_slices(&self, op: &'static str, dim: isize, index: &Tensor, value: Scalar) -> Result<()> {
         let d = self.shape().dim(op, dim)?;
         self.check_vector(op, index)?;
         let shape = with_size(self.shape(), d, index.numel());
-        let index = ScatterIndex { wraps: true, ..ScatterIndex::vector(index, d, &shape) };
-        scatter(op, Combine::Set, self, d, &index, &repeated(op, value, &shape, self)?)
+        let index = ScatterIndex { wraps: true, ..ScatterIndex::of_slices(index, d, &shape) };
+        scatter(op, Combine::Set, self, d, &index, &expand_number(op, value, &shape, self)?)
     }
 
     pub(crate) fn check_scatter_index(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<usize> {
@@ -340,7 +347,7 @@ impl Tensor {
         Ok(d)
     }
 
-    /// The dim, and the part of the source that has an index.
+    /// Checks the operands. Returns the dim, and the part of the source that has an index.
     pub(crate) fn check_scatter(
         &self,
         op: &'static str,

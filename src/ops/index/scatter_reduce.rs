@@ -1,4 +1,4 @@
-//! Writing through an index where all values with the same destination are reduced.
+//! Writing through an index, where all values with the same destination are reduced.
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::Combine;
@@ -6,28 +6,28 @@ use crate::error::{Excerpt, in_steps};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::broadcast_vector;
-use crate::ops::index::scatter::{ScatterIndex, repeated, scatter};
-use crate::ops::recorded_with_result;
+use crate::ops::index::scatter::{ScatterIndex, expand_number, scatter};
+use crate::ops::record_gradients_with_result;
 use crate::{DType, Result, Scalar, Tensor, autograd, no_grad};
 
-/// How [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] combine the values for one element.
+/// The reduction that [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] apply to the values of one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScatterReduce {
     /// The sum.
     Sum,
     /// The product.
     Prod,
-    /// The mean; of integers rounded down.
+    /// The mean, rounded down for integers.
     Mean,
-    /// The greatest; NaN if there is one.
+    /// The maximum; NaN if any value is NaN.
     Amax,
-    /// The least; NaN if there is one.
+    /// The minimum; NaN if any value is NaN.
     Amin,
 }
 
 impl ScatterReduce {
-    /// What combined with an element gives the element.
-    fn neutral(self, dtype: DType) -> Scalar {
+    /// The neutral element of the reduction.
+    fn neutral_element(self, dtype: DType) -> Scalar {
         let (low, high) = match dtype {
             DType::I64 => (i64::MIN, i64::MAX),
             DType::I32 => (i32::MIN.into(), i32::MAX.into()),
@@ -68,7 +68,7 @@ impl ScatterReduce {
 impl std::str::FromStr for ScatterReduce {
     type Err = Error;
 
-    /// By PyTorch's names: `sum`, `prod`, `mean`, `amax`, `amin`.
+    /// Parses PyTorch's names: `sum`, `prod`, `mean`, `amax`, `amin`.
     fn from_str(s: &str) -> Result<ScatterReduce> {
         let all = [Self::Sum, Self::Prod, Self::Mean, Self::Amax, Self::Amin];
         all.into_iter().find(|r| r.name() == s).ok_or_else(|| {
@@ -78,7 +78,7 @@ impl std::str::FromStr for ScatterReduce {
     }
 }
 
-/// Reduces `source` into `target` along dim d.
+/// Reduces `source` into `target` along dim `d`.
 fn reduce_into(
     op: &'static str,
     target: &Tensor,
@@ -88,18 +88,18 @@ fn reduce_into(
     (reduce, include_self): (ScatterReduce, bool),
 ) -> Result<()> {
     let combine = reduce.combine();
-    if combine.rounds(target.dtype) {
+    if combine.needs_f32(target.dtype) {
         let (wide, from) = (target.cast(DType::F32)?, source.cast(DType::F32)?);
         reduce_into(op, &wide, d, index, &from, (reduce, include_self))?;
         target.detach().copy_(&wide)?;
         return Ok(());
     }
-    // The number of values for each element. It is needed last, but computed before the target is written, because it can fail.
+    // The number of values for each element is used last, but computed before the target is written, because it can fail.
     let count = match reduce {
         ScatterReduce::Mean => {
             let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
             let count = Tensor::full(target.shape(), include_self, (dtype, target.device()))?;
-            scatter(op, Combine::Add, &count, d, index, &repeated(op, 1.into(), source.shape(), &count)?)?;
+            scatter(op, Combine::Add, &count, d, index, &expand_number(op, 1.into(), source.shape(), &count)?)?;
             Some(count)
         }
         _ => None,
@@ -109,7 +109,7 @@ fn reduce_into(
         || target.storage.version(),
         || {
             if !include_self {
-                let neutral = repeated(op, reduce.neutral(target.dtype), source.shape(), target)?;
+                let neutral = expand_number(op, reduce.neutral_element(target.dtype), source.shape(), target)?;
                 scatter(op, Combine::Set, target, d, index, &neutral)?;
             }
             scatter(op, combine, target, d, index, source)?;
@@ -119,7 +119,7 @@ fn reduce_into(
                 let n = e[1].eq(0.0).select(1.0, &e[1]);
                 vec![if count.dtype.is_float() { &e[0] / n } else { e[0].floor_divide(n) }]
             })
-            .named(op)
+            .with_op(op)
         },
     )
 }
@@ -136,8 +136,8 @@ operations! {
 }
 
 impl Tensor {
-    /// A copy of this tensor with each `source[i][j]` reduced into `[index[i][j]][j]` and so on along `dim` (PyTorch's
-    /// `scatter_reduce`); without `include_self` the elements reduced into do not count themselves. Differentiable in both.
+    /// Returns a copy of this tensor in which each `source[i][j]` is reduced into `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
+    /// `scatter_reduce`). Without `include_self`, the previous values of these elements do not take part. Differentiable in both.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ScatterReduce};
@@ -149,7 +149,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::scatter`].
+    /// The errors of [`Tensor::scatter`].
     #[track_caller]
     pub fn scatter_reduce(
         &self,
@@ -159,14 +159,14 @@ impl Tensor {
         reduce: ScatterReduce,
         include_self: bool,
     ) -> Result<Tensor> {
-        replaced!("scatter_reduce", [self, index, source], dim, reduce.name(), include_self);
+        return_replacement!("scatter_reduce", [self, index, source], dim, reduce.name(), include_self);
         self.scatter_reduced("scatter_reduce", dim, index, source, (reduce, include_self))
     }
 
-    /// [`Tensor::scatter_reduce`] in place.
+    /// The in-place form of [`Tensor::scatter_reduce`].
     ///
     /// # Errors
-    /// As [`Tensor::scatter_`].
+    /// The errors of [`Tensor::scatter_`].
     pub fn scatter_reduce_(
         &self,
         dim: isize,
@@ -177,11 +177,11 @@ impl Tensor {
     ) -> Result<&Tensor> {
         let op = "scatter_reduce_";
         let (d, from) = self.check_scatter(op, dim, index, source)?;
-        if let Some(change) = autograd::in_place(op, self, &[source])? {
+        if let Some(change) = autograd::begin_in_place(op, self, &[source])? {
             let reduced = change.copy()?.scatter_reduced(op, dim, index, source, (reduce, include_self))?;
             return self.copy_(&reduced);
         }
-        reduce_into(op, self, d, &ScatterIndex::of(index), &from, (reduce, include_self))?;
+        reduce_into(op, self, d, &ScatterIndex::of_elements(index), &from, (reduce, include_self))?;
         Ok(self)
     }
 
@@ -191,32 +191,36 @@ impl Tensor {
         dim: isize,
         index: &Tensor,
         source: &Tensor,
-        how: (ScatterReduce, bool),
+        reduction_and_include_self: (ScatterReduce, bool),
     ) -> Result<Tensor> {
         let (d, source) = self.check_scatter(op, dim, index, source)?;
         let out = self.cast(self.dtype)?;
-        reduce_into(op, &out, d, &ScatterIndex::of(index), &source, how)?;
+        reduce_into(op, &out, d, &ScatterIndex::of_elements(index), &source, reduction_and_include_self)?;
         let saved = [self, &source, index].map(Saved::new);
-        Ok(recorded_with_result(op, out, &[self, &source], move |i, grad, out| {
+        Ok(record_gradients_with_result(op, out, &[self, &source], move |i, grad, out| {
             let [x, source, index] = &saved;
-            let of = Reduced {
+            let of = ReductionGradient {
                 x: x.get(op)?,
                 source: source.get(op)?,
                 index: index.get(op)?,
                 out,
                 dim,
-                include_self: how.1,
+                include_self: reduction_and_include_self.1,
             };
-            let slope = of.gradient(i, how.0, grad)?;
-            if i == 0 && !how.1 { slope.scatter_value(dim, of.index, 0) } else { Ok(slope) }
+            let input_gradient = of.gradient(i, reduction_and_include_self.0, grad)?;
+            if i == 0 && !reduction_and_include_self.1 {
+                input_gradient.scatter_value(dim, of.index, 0)
+            } else {
+                Ok(input_gradient)
+            }
         }))
     }
 
-    /// A copy of this tensor with slice i of `source` reduced into slice `index[i]` along `dim` (PyTorch's `index_reduce`,
-    /// and sums too); see [`Tensor::scatter_reduce`]. Differentiable in both.
+    /// Returns a copy of this tensor in which slice i of `source` is reduced into slice `index[i]` along `dim`; see
+    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::index_add`].
+    /// The errors of [`Tensor::index_add`].
     #[track_caller]
     pub fn index_reduce(
         &self,
@@ -226,15 +230,15 @@ impl Tensor {
         reduce: ScatterReduce,
         include_self: bool,
     ) -> Result<Tensor> {
-        replaced!(op = "index_reduce", [self, index, source], dim, reduce.name(), include_self);
+        return_replacement!(op = "index_reduce", [self, index, source], dim, reduce.name(), include_self);
         let d = self.check_slices(op, dim, index, source)?;
         let index = index.with_layout(broadcast_vector(index, d, source.shape()));
         self.scatter_reduced(op, dim, &index, source, (reduce, include_self))
     }
 }
 
-/// What the gradient of a reduction needs.
-struct Reduced<'a> {
+/// The operands and the result of a reduction, from which its gradients are computed.
+struct ReductionGradient<'a> {
     x: &'a Tensor,
     source: &'a Tensor,
     index: &'a Tensor,
@@ -243,8 +247,8 @@ struct Reduced<'a> {
     include_self: bool,
 }
 
-impl Reduced<'_> {
-    /// Of input i, x or the source, as if x were included.
+impl ReductionGradient<'_> {
+    /// Computes the gradient of input `i`, 0 for x and 1 for the source, as if x took part.
     fn gradient(&self, i: usize, reduce: ScatterReduce, grad: &Tensor) -> Result<Tensor> {
         let at_source = |t: &Tensor| t.gather(self.dim, self.index);
         match reduce {
@@ -256,9 +260,9 @@ impl Reduced<'_> {
                 let share = grad.div(&count.scatter_add_(self.dim, self.index, &ones)?.clamp_min(1)?)?;
                 if i == 0 { Ok(share) } else { at_source(&share) }
             }
-            ScatterReduce::Prod => self.of_product(i, grad),
+            ScatterReduce::Prod => self.product_gradient(i, grad),
             ScatterReduce::Amax | ScatterReduce::Amin => {
-                // Elements that equal the extreme share the gradient evenly.
+                // Elements that equal the maximum or minimum share the gradient evenly.
                 let (mine, theirs) = (self.x.eq(self.out)?, self.source.eq(&at_source(self.out)?)?);
                 let (mine, theirs) = (mine.to_dtype(grad.dtype)?, theirs.to_dtype(grad.dtype)?);
                 let mine = if self.include_self { mine } else { mine.scatter_value(self.dim, self.index, 0)? };
@@ -268,9 +272,9 @@ impl Reduced<'_> {
         }
     }
 
-    /// The product of the others: the result divided by the element, and where that is 0 the product without it, if it is
-    /// the only one.
-    fn of_product(&self, i: usize, grad: &Tensor) -> Result<Tensor> {
+    /// Computes the gradient of a product: each element's gradient is the product of all other elements. This is the result divided by the
+    /// element, or for the only zero among them the product without the zero.
+    fn product_gradient(&self, i: usize, grad: &Tensor) -> Result<Tensor> {
         let (dim, index, include) = (self.dim, self.index, self.include_self);
         let product = |x: &Tensor, source: &Tensor| x.scatter_reduce(dim, index, source, ScatterReduce::Prod, include);
         let zero = |t: &Tensor| no_grad(|| t.eq_scalar(0));
@@ -282,9 +286,9 @@ impl Reduced<'_> {
         let counts = is_zero.to_dtype(grad.dtype)?;
         let zeros = Tensor::zeros(grad.shape(), (grad.dtype, grad.device()))?;
         let zeros = zeros.scatter_add_(dim, index, &counts)?.gather(dim, index)?;
-        let alone = is_zero.logical_and(&zeros.eq_scalar(1)?)?;
-        let without = product(self.x, &self.source.masked_fill(&alone, 1)?)?;
+        let is_only_zero = is_zero.logical_and(&zeros.eq_scalar(1)?)?;
+        let without = product(self.x, &self.source.masked_fill(&is_only_zero, 1)?)?;
         let others = self.out.gather(dim, index)?.div(&self.source.masked_fill(&is_zero, 1)?)?;
-        grad.gather(dim, index)?.mul(&alone.where_cond(&without.gather(dim, index)?, &others)?)
+        grad.gather(dim, index)?.mul(&is_only_zero.where_cond(&without.gather(dim, index)?, &others)?)
     }
 }

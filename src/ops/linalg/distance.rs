@@ -4,14 +4,14 @@ use crate::autograd::Saved;
 use crate::backend::problem::gemm::Gemm;
 use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::linalg::products::product_in;
-use crate::ops::recorded_with_result;
+use crate::ops::linalg::products::product_into;
+use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
 use crate::{DType, Expr, Result, Tensor, promote_types};
 
-/// With this many points on one side, Euclidean distances are computed by one matrix product.
-const MATMUL_THRESHOLD: usize = 26;
+/// The number of points on one side from which Euclidean distances are computed by one matrix product.
+const MATMUL_MIN_POINTS: usize = 26;
 
 operations! {
     vector_norm(input: x, ord: float = 2, dim: dims, keepdim: bool = false) linalg: LinearAlgebra, Floats -> Same, differentiable;
@@ -22,8 +22,8 @@ operations! {
 }
 
 impl Tensor {
-    /// The norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`): of order 0 how many are
-    /// not 0, of infinite order the greatest or least magnitude. Differentiable; where the norm is 0 the gradient is 0.
+    /// The norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`). Order 0 counts the nonzero
+    /// elements, and infinite orders return the largest or smallest magnitude. Differentiable; the gradient of a norm of 0 is 0.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -34,62 +34,63 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::norm`]; [`Error::Invalid`] for an `ord` of NaN, and the greatest of nothing.
+    /// The errors of [`Tensor::norm`]; [`Error::Invalid`] for an `ord` of NaN, and for an infinite order over no elements.
     #[track_caller]
     pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("vector_norm", dims.into());
-        replaced!(op, [self], ord, &dims, keepdim);
-        cast_first!(widened(&[self])?, |x| x[0].vector_norm(ord, dims, keepdim));
+        return_replacement!(op, [self], ord, &dims, keepdim);
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].vector_norm(ord, dims, keepdim));
         self.norm_of_order(op, ord, dims, keepdim)
     }
 
     fn norm_of_order(&self, op: &'static str, ord: f64, dims: ReduceDims, keepdim: bool) -> Result<Tensor> {
         self.dtype.check_float(op)?;
         if ord == 2.0 {
-            return self.norm(dims, keepdim).named(op);
+            return self.norm(dims, keepdim).with_op(op);
         }
         invalid!(op if ord.is_nan(), "the order is not a number");
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.norm_of_order(op, ord, dims, keepdim)?.to_dtype(self.dtype);
         }
         if ord == 0.0 {
-            return self.ne_scalar(0)?.to_dtype(self.dtype)?.sum(dims, keepdim).named(op);
+            return self.ne_scalar(0)?.to_dtype(self.dtype)?.sum(dims, keepdim).with_op(op);
         }
         let sizes = self.abs()?;
         if ord == f64::INFINITY {
-            return sizes.max(dims, keepdim).named(op);
+            return sizes.max(dims, keepdim).with_op(op);
         }
         if ord == f64::NEG_INFINITY {
-            return sizes.min(dims, keepdim).named(op);
+            return sizes.min(dims, keepdim).with_op(op);
         }
         if ord == 1.0 {
-            return sizes.sum(dims, keepdim).named(op);
+            return sizes.sum(dims, keepdim).with_op(op);
         }
-        // Powers of elements over the largest, or the least of a negative order, neither overflow nor vanish.
+        // Elements are divided by the largest, or for negative orders the smallest, so that their powers neither overflow nor underflow.
         let sizes = sizes.detach();
         let scale = match (sizes.numel(), ord > 0.0) {
             (0, _) => Tensor::ones((), self)?,
-            (_, true) => sizes.max(dims.clone(), true).named(op)?,
-            (_, false) => sizes.min(dims.clone(), true).named(op)?,
+            (_, true) => sizes.max(dims.clone(), true).with_op(op)?,
+            (_, false) => sizes.min(dims.clone(), true).with_op(op)?,
         };
         let divisor = |extreme: &Expr| extreme.eq(0.0).or(extreme.is_finite().eq(0.0)).select(1.0, extreme);
         let powers = Tensor::map(&[&sizes, &scale], |e| (&e[0] / divisor(&e[1])).pow(Expr::constant(ord)))?;
-        let powers = powers.sum(dims.clone(), true).named(op)?;
+        let powers = powers.sum(dims.clone(), true).with_op(op)?;
         let kept = Tensor::map(&[&powers, &scale], |e| e[0].pow(Expr::constant(1.0 / ord)) * divisor(&e[1]))?;
         let x = Saved::new(self);
-        let kept = recorded_with_result(op, kept, &[self], move |_, grad, norm| {
+        let kept = record_gradients_with_result(op, kept, &[self], move |_, grad, norm| {
             Tensor::map(&[x.get(op)?, norm, grad], |e| {
                 let (x, norm, grad) = (&e[0], &e[1], &e[2]);
                 let derivative = x.sign() * (x.abs() / norm).pow(Expr::constant(ord - 1.0));
                 norm.eq(0.0).or(x.eq(0.0)).select(0.0, derivative * grad)
             })
         });
-        if keepdim { Ok(kept) } else { drop_dims(op, &kept, &dims) }
+        if keepdim { Ok(kept) } else { remove_reduced_dims(op, &kept, &dims) }
     }
 
-    /// Distances of order `p` between all rows of `[.., m, k]` and all of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`), the
-    /// dims before broadcast. Euclidean ones between many points come from one matrix product, which loses digits where points
-    /// nearly coincide. Differentiable; where a distance is 0 the gradient is 0.
+    /// Distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`). The
+    /// leading dims broadcast. Differentiable; the gradient of a distance of 0 is 0.
+    ///
+    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -104,47 +105,47 @@ impl Tensor {
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
-        replaced!(op = "cdist", [self, other], p);
-        cast_first!(widened(&[self, other])?, |x| x[0].cdist(&x[1], p));
+        return_replacement!(op = "cdist", [self, other], p);
+        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cdist(&x[1], p));
         same_dtype(op, &[self, other])?;
         same_device(op, &[self, other])?;
         self.dtype.check_float(op)?;
         let ([.., m, k], [.., n, l]) = (self.shape().dims(), other.shape().dims()) else {
             return Err(shape_mismatch(op, self, other, "both are [.., points, k]"));
         };
-        mismatch!(op if k != l, self, other, "points have as many coordinates on both sides");
-        invalid!(op if p.is_nan() || p < 0.0, "the order {p} is not one of a distance");
-        if p == 2.0 && *m.max(n) >= MATMUL_THRESHOLD && *k > 0 {
-            return euclidean(self, other);
+        mismatch!(op if k != l, self, other, "points on both sides must have the same number of coordinates");
+        invalid!(op if p.is_nan() || p < 0.0, "p is {p}, it must not be negative");
+        if p == 2.0 && *m.max(n) >= MATMUL_MIN_POINTS && *k > 0 {
+            return euclidean_distances(self, other);
         }
-        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).named(op)?;
+        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).with_op(op)?;
         // The maximum over no coordinates is 0.
         let p = if *k == 0 { 1.0 } else { p };
         differences.norm_of_order(op, p, ReduceDims::from(-1), false)
     }
 
-    /// The distance of order `p` between vectors along the last dim, `eps` being added to each difference (PyTorch's
-    /// `pairwise_distance`, with p 2 and eps 1e-6 unless said). Differentiable.
+    /// The distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
+    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
-        replaced!(op = "pairwise_distance", [self, other], p, eps, keepdim);
-        let difference = self.sub(other).named(op)?;
+        return_replacement!(op = "pairwise_distance", [self, other], p, eps, keepdim);
+        let difference = self.sub(other).with_op(op)?;
         difference.dtype.check_float(op)?;
         difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
     }
 
-    /// The cosine of the angle between vectors along `dim`: their scalar product by the product of their norms, each at least
-    /// `eps` (PyTorch's `cosine_similarity`, with dim 1 and eps 1e-8 unless said). Differentiable.
+    /// The cosine of the angle between vectors along `dim`: their dot product divided by the product of their norms, each at least `eps`
+    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
-        replaced!(op = "cosine_similarity", [self, other], dim, eps);
-        cast_first!(widened(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
+        return_replacement!(op = "cosine_similarity", [self, other], dim, eps);
+        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
         let dtype = promote_types(self.dtype, other.dtype);
         dtype.check_float(op)?;
         let compute = dtype.compute().dtype();
@@ -154,36 +155,37 @@ impl Tensor {
         }
         let shape = self.shape().broadcast(op, other.shape())?;
         let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
-        // Products of elements over the norms neither overflow nor vanish.
-        let norm = |t: &Tensor| t.norm(dim, true).named(op)?.clamp_min(eps);
+        // Elements are divided by the norms first, so that products neither overflow nor underflow.
+        let norm = |t: &Tensor| t.norm(dim, true).with_op(op)?.clamp_min(eps);
         let cosines = || {
-            let shares = Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
-            shares.sum(dim, false)
+            let normalised_products =
+                Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
+            normalised_products.sum(dim, false)
         };
-        cosines().named(op)
+        cosines().with_op(op)
     }
 }
 
-/// The mask of a reduction over the last dim.
+/// Returns the mask of a reduction over the last dim.
 fn last_dim(t: &Tensor) -> Mask {
     (1..=t.rank()).map(|d| d == t.rank()).collect()
 }
 
-/// `kept`, a reduction that kept its dims, without them.
-fn drop_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tensor> {
+/// Removes the reduced dims from `kept`, a reduction that kept them.
+fn remove_reduced_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tensor> {
     kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
 }
 
-/// `sqrt(|x|² + |y|² - 2 x y)`: one product, with all but the squares in its epilogue. Points whose squares would leave the range are
-/// multiplied by a power of two.
-fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+/// Computes `sqrt(|x|² + |y|² - 2 x y)` with one product, whose epilogue adds the squares and takes the root. Points whose squares would
+/// overflow or underflow are scaled by a power of two.
+fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let op = "cdist";
-    let range = SafeRange::of(x.dtype.compute());
-    // A norm may be beyond f16, whose squares are in the range of f32.
-    let largest = if x.dtype == DType::F16 { f64::INFINITY } else { range.largest.sqrt() / 16.0 };
+    let range = SafeRange::for_accumulator(x.dtype.compute());
+    // The norm may overflow f16, but its squares are in the range of f32.
+    let largest = if x.dtype == DType::F16 { f64::INFINITY } else { range.max_sum.sqrt() / 16.0 };
     let factor = |norm: &Expr| {
-        let small = norm.lt(range.least.sqrt()).select(range.up, 1.0);
-        norm.gt(largest).select(range.down, small)
+        let small = norm.lt(range.min_square_sum.sqrt()).select(range.scale_up, 1.0);
+        norm.gt(largest).select(range.scale_down, small)
     };
     // The scaled points, the sums of their squares, and their norms.
     let parts = |t: &Tensor| -> Result<[Tensor; 3]> {
@@ -202,9 +204,9 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let epilogue = [square.max(Expr::constant(0.0)).sqrt() / common];
     let extras = [&xx, &yy, &x_norm, &y_norm];
     let gemm = Gemm { extras: &extras, ..Gemm::plain(op, &x_scaled, &y_scaled, &epilogue, &x.dtype) };
-    let out = gemm.run_one()?;
+    let out = gemm.compute_one()?;
     let saved = [x, y].map(Saved::new);
-    Ok(recorded_with_result(op, out, &[x, y], move |i, grad, out| {
+    Ok(record_gradients_with_result(op, out, &[x, y], move |i, grad, out| {
         let [x, y] = [saved[0].get(op)?, saved[1].get(op)?];
         let weights = Tensor::map(&[grad, out], |e| e[1].eq(0.0).select(0.0, &e[0] / &e[1]))?;
         // The sum of weights * (x - y) over the points of the other side.
@@ -213,6 +215,6 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
             _ => (y, x, weights.transpose(-1, -2)?),
         };
         let mine = own.mul(&weights.sum(-1, true)?)?;
-        product_in(op, None, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
+        product_into(op, None, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
     }))
 }

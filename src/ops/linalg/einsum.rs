@@ -1,10 +1,11 @@
 //! Tensor contractions over named dims: `einsum`, `tensordot`, `inner`.
 //!
 //! Operands are first reduced to one dim for each name: diagonals are taken, dims of size 1 that broadcast are dropped, and names
-//! that occur in one operand only are summed. Then two operands at a time are contracted, those with the smallest result first.
-//! Without a sum that is an elementwise product, otherwise one batched matrix product: shared names that are still needed are the
-//! batch, shared names that are not are the inner dim, and the others are rows and columns. Dims that cannot be joined without a
-//! copy become batch dims too, with stride 0 in the other operand.
+//! that occur in only one operand are summed. Then operands are contracted in pairs, the pair with the smallest result first.
+//!
+//! A pair without a sum is an elementwise product, and any other pair one batched matrix product. Shared names that are still needed
+//! are the batch, and shared names that are not are the inner dim. All other names are rows and columns. Dims that cannot be
+//! merged without a copy become batch dims too, with stride 0 in the other operand.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -13,29 +14,29 @@ use crate::error::Excerpt;
 use crate::ops::dispatch::prelude::*;
 use crate::{Result, Shape, Tensor};
 
-/// A dim's name: a letter, or a number above all letters for the dims of an ellipsis.
-type Name = u32;
+/// The name of a dim: the code of a letter, or a number above all letters for a dim of an ellipsis.
+type DimName = u32;
 
-/// The first of the names that an ellipsis stands for, those of the last dim coming last.
-const ELLIPSIS: Name = 1 << 16;
+/// The first name of an ellipsis's dims. The last dim has the largest name.
+const ELLIPSIS: DimName = 1 << 16;
 
 /// A tensor with a name for each dim.
 struct NamedTensor {
     t: Tensor,
-    names: Vec<Name>,
+    names: Vec<DimName>,
 }
 
 impl NamedTensor {
-    fn dim(&self, name: Name) -> Option<usize> {
+    fn dim(&self, name: DimName) -> Option<usize> {
         self.names.iter().position(|&n| n == name)
     }
 
-    fn size(&self, name: Name) -> usize {
+    fn size(&self, name: DimName) -> usize {
         self.dim(name).map_or(1, |d| self.t.shape().dims()[d])
     }
 
-    /// The dims in the order of `names`, which are all there are; size 1 where this tensor has none of the name.
-    fn arranged(&self, names: &[Name]) -> Result<Tensor> {
+    /// Permutes the dims into the order of `names`, which includes all of them, and inserts size 1 for names that this tensor lacks.
+    fn permuted_to(&self, names: &[DimName]) -> Result<Tensor> {
         let order: Vec<isize> = names.iter().filter_map(|&n| self.dim(n)).map(|d| d as isize).collect();
         let mut t = self.t.shallow_clone();
         if order.iter().enumerate().any(|(i, &d)| i as isize != d) {
@@ -47,19 +48,19 @@ impl NamedTensor {
         Ok(t)
     }
 
-    /// Names by how far apart their elements are, the farthest first: the order in which most dims can be joined.
-    fn by_stride(&self, names: &[Name]) -> Vec<Name> {
+    /// Sorts names by descending stride, the order in which most dims can be merged.
+    fn sorted_by_stride(&self, names: &[DimName]) -> Vec<DimName> {
         let mut names = names.to_vec();
         names.sort_by_key(|&n| std::cmp::Reverse(self.stride(n).unsigned_abs()));
         names
     }
 
-    fn stride(&self, name: Name) -> isize {
+    fn stride(&self, name: DimName) -> isize {
         self.dim(name).map_or(0, |d| self.t.strides()[d])
     }
 
-    /// How many of the last of these dims can be joined into one.
-    fn joinable(&self, names: &[Name]) -> usize {
+    /// Returns how many of the last of these dims can be merged into one.
+    fn mergeable_count(&self, names: &[DimName]) -> usize {
         let mut next: Option<isize> = None;
         let joins = names.iter().rev().take_while(|&&n| {
             let (size, stride) = (self.size(n), self.stride(n));
@@ -73,39 +74,39 @@ impl NamedTensor {
     }
 }
 
-/// Whether the name is still needed: in the result or in another operand.
-fn is_needed(name: Name, output: &[Name], others: &[NamedTensor]) -> bool {
+/// Returns true if the name is in the result or in another operand.
+fn is_needed(name: DimName, output: &[DimName], others: &[NamedTensor]) -> bool {
     output.contains(&name) || others.iter().any(|o| o.names.contains(&name))
 }
 
-/// Names in the order of the result; what it does not have comes first.
-fn in_order(mut names: Vec<Name>, output: &[Name]) -> Vec<Name> {
+/// Sorts names into the order of the result. Names that the result lacks come first.
+fn sort_as_output(mut names: Vec<DimName>, output: &[DimName]) -> Vec<DimName> {
     names.sort_by_key(|n| output.iter().position(|o| o == n).map_or(0, |i| i + 1));
     names
 }
 
-/// The contraction of two operands over the names that both have and that are not needed later.
-fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[Name], others: &[NamedTensor]) -> Result<NamedTensor> {
-    let common = |n: &Name| b.names.contains(n);
-    let (shared, left): (Vec<Name>, Vec<Name>) = a.names.iter().partition(|n| common(n));
-    let right: Vec<Name> = b.names.iter().copied().filter(|n| !a.names.contains(n)).collect();
-    let (batch, summed): (Vec<Name>, Vec<Name>) = shared.into_iter().partition(|&n| is_needed(n, output, others));
+/// Contracts two operands over the names that both have and that are not needed later.
+fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &[NamedTensor]) -> Result<NamedTensor> {
+    let common = |n: &DimName| b.names.contains(n);
+    let (shared, left): (Vec<DimName>, Vec<DimName>) = a.names.iter().partition(|n| common(n));
+    let right: Vec<DimName> = b.names.iter().copied().filter(|n| !a.names.contains(n)).collect();
+    let (batch, summed): (Vec<DimName>, Vec<DimName>) = shared.into_iter().partition(|&n| is_needed(n, output, others));
     if summed.is_empty() {
-        let names = in_order(batch.into_iter().chain(left).chain(right).collect(), output);
-        return Ok(NamedTensor { t: a.arranged(&names)?.mul(&b.arranged(&names)?)?, names });
+        let names = sort_as_output(batch.into_iter().chain(left).chain(right).collect(), output);
+        return Ok(NamedTensor { t: a.permuted_to(&names)?.mul(&b.permuted_to(&names)?)?, names });
     }
-    let mut batch = in_order(batch, output);
+    let mut batch = sort_as_output(batch, output);
     let rows = outer_dims(a, left, output, &mut batch);
     let columns = outer_dims(b, right, output, &mut batch);
     let summed = inner_dims(a, b, summed);
 
-    let names: Vec<Name> = batch.iter().chain(&rows).chain(&columns).copied().collect();
-    let size = |n: &Name| if a.names.contains(n) { a.size(*n) } else { b.size(*n) };
-    let sizes = |names: &[Name]| names.iter().map(size).product::<usize>();
-    let matrices = |t: &NamedTensor, ends: [&[Name]; 2]| -> Result<Tensor> {
-        let all: Vec<Name> = batch.iter().chain(ends[0]).chain(ends[1]).copied().collect();
+    let names: Vec<DimName> = batch.iter().chain(&rows).chain(&columns).copied().collect();
+    let size = |n: &DimName| if a.names.contains(n) { a.size(*n) } else { b.size(*n) };
+    let sizes = |names: &[DimName]| names.iter().map(size).product::<usize>();
+    let matrices = |t: &NamedTensor, ends: [&[DimName]; 2]| -> Result<Tensor> {
+        let all: Vec<DimName> = batch.iter().chain(ends[0]).chain(ends[1]).copied().collect();
         let shape = batch.iter().map(|&n| t.size(n)).chain(ends.map(sizes)).collect::<Shape>();
-        let t = t.arranged(&all)?;
+        let t = t.permuted_to(&all)?;
         if *t.shape() == shape { Ok(t) } else { t.reshape(shape) }
     };
     let product = matrices(a, [&rows, &summed])?.matmul(&matrices(b, [&summed, &columns])?)?;
@@ -114,49 +115,49 @@ fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[Name], others: &[Na
     Ok(NamedTensor { t, names })
 }
 
-/// The rows (or columns) of an operand: those of its own dims that one stride walks through, as the result has them if
-/// possible. The others join the batch.
-fn outer_dims(t: &NamedTensor, own: Vec<Name>, output: &[Name], batch: &mut Vec<Name>) -> Vec<Name> {
-    let wanted = in_order(own, output);
-    if t.joinable(&wanted) == wanted.len() {
+/// Returns the names that become the rows (or columns) of an operand: `own` dims that merge into one stride, in the order of the
+/// result if possible. Adds all other names to the batch.
+fn outer_dims(t: &NamedTensor, own: Vec<DimName>, output: &[DimName], batch: &mut Vec<DimName>) -> Vec<DimName> {
+    let wanted = sort_as_output(own, output);
+    if t.mergeable_count(&wanted) == wanted.len() {
         return wanted;
     }
-    let mut sorted = t.by_stride(&wanted);
-    let rows = sorted.split_off(sorted.len() - t.joinable(&sorted));
+    let mut sorted = t.sorted_by_stride(&wanted);
+    let rows = sorted.split_off(sorted.len() - t.mergeable_count(&sorted));
     batch.extend(sorted);
     rows
 }
 
-/// The inner dims in the order in which they can be joined in both operands; else in the larger, and the other is copied.
-fn inner_dims(a: &NamedTensor, b: &NamedTensor, summed: Vec<Name>) -> Vec<Name> {
-    let orders = [a.by_stride(&summed), b.by_stride(&summed)];
-    let both = |order: &&Vec<Name>| [a, b].iter().all(|t| t.joinable(order) == order.len());
+/// Returns the summed names in an order that merges without a copy in both operands, or else in the larger operand.
+fn inner_dims(a: &NamedTensor, b: &NamedTensor, summed: Vec<DimName>) -> Vec<DimName> {
+    let orders = [a.sorted_by_stride(&summed), b.sorted_by_stride(&summed)];
+    let both = |order: &&Vec<DimName>| [a, b].iter().all(|t| t.mergeable_count(order) == order.len());
     let larger = usize::from(a.t.numel() < b.t.numel());
     orders.iter().find(both).unwrap_or(&orders[larger]).clone()
 }
 
-/// The sum of the products of operands whose dims have names, over all names that `output` does not have.
-fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[Name]) -> Result<Tensor> {
+/// Sums the products of operands with named dims over all names that are not in `output`.
+fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[DimName]) -> Result<Tensor> {
     let tensors: Vec<&Tensor> = operands.iter().map(|o| &o.t).collect();
     same_dtype(op, &tensors)?;
     same_device(op, &tensors)?;
-    let mut sizes: BTreeMap<Name, usize> = BTreeMap::new();
+    let mut sizes: BTreeMap<DimName, usize> = BTreeMap::new();
     for o in &operands {
         for (&name, &size) in o.names.iter().zip(o.t.shape().dims()) {
             let known = sizes.entry(name).or_insert(size);
             if *known == 1 {
                 *known = size;
             } else if size != 1 && size != *known {
-                let reason = format!("{} has sizes {known} and {size} in different places", display_name(name));
+                let reason = format!("{} has two different sizes, {known} and {size}", display_name(name));
                 return Err(Error::invalid(op, reason));
             }
         }
     }
-    let mut left = operands.into_iter().map(|o| simplified(o, &sizes)).collect::<Result<Vec<NamedTensor>>>()?;
+    let mut left = operands.into_iter().map(|o| simplify_operand(o, &sizes)).collect::<Result<Vec<NamedTensor>>>()?;
     for i in 0..left.len() {
-        let mut lone = left[i].names.clone();
-        lone.retain(|&n| !output.contains(&n) && left.iter().filter(|o| o.names.contains(&n)).count() == 1);
-        left[i] = sum_names(&left[i], &lone)?;
+        let mut unshared = left[i].names.clone();
+        unshared.retain(|&n| !output.contains(&n) && left.iter().filter(|o| o.names.contains(&n)).count() == 1);
+        left[i] = sum_names(&left[i], &unshared)?;
     }
     while left.len() > 1 {
         let (i, j) = best_pair(&left, output);
@@ -164,11 +165,11 @@ fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[Name]) -> Re
         let made = contract_pair(&a, &b, output, &left)?;
         left.push(made);
     }
-    left.remove(0).arranged(output)
+    left.remove(0).permuted_to(output)
 }
 
-/// One dim a name, none of size 1 that stands for a larger one.
-fn simplified(mut o: NamedTensor, sizes: &BTreeMap<Name, usize>) -> Result<NamedTensor> {
+/// Reduces an operand to one dim for each name, without dims of size 1 that broadcast.
+fn simplify_operand(mut o: NamedTensor, sizes: &BTreeMap<DimName, usize>) -> Result<NamedTensor> {
     for d in (0..o.names.len()).rev() {
         if o.t.shape().dims()[d] == 1 && sizes[&o.names[d]] != 1 {
             o.t = o.t.squeeze(d as isize)?;
@@ -176,7 +177,7 @@ fn simplified(mut o: NamedTensor, sizes: &BTreeMap<Name, usize>) -> Result<Named
         }
     }
     while let Some((i, j)) = repeated_name(&o.names) {
-        // The diagonal comes last.
+        // `diagonal` puts its dim last.
         o.t = o.t.diagonal(0, i as isize, j as isize)?;
         let name = o.names.remove(j);
         o.names.remove(i);
@@ -185,27 +186,27 @@ fn simplified(mut o: NamedTensor, sizes: &BTreeMap<Name, usize>) -> Result<Named
     Ok(o)
 }
 
-fn repeated_name(names: &[Name]) -> Option<(usize, usize)> {
+fn repeated_name(names: &[DimName]) -> Option<(usize, usize)> {
     (0..names.len()).find_map(|j| names[..j].iter().position(|n| *n == names[j]).map(|i| (i, j)))
 }
 
-fn sum_names(o: &NamedTensor, lone: &[Name]) -> Result<NamedTensor> {
-    let dims: Vec<isize> = lone.iter().filter_map(|&n| o.dim(n)).map(|d| d as isize).collect();
+fn sum_names(o: &NamedTensor, unshared: &[DimName]) -> Result<NamedTensor> {
+    let dims: Vec<isize> = unshared.iter().filter_map(|&n| o.dim(n)).map(|d| d as isize).collect();
     if dims.is_empty() {
         return Ok(NamedTensor { t: o.t.shallow_clone(), names: o.names.clone() });
     }
     let t = o.t.sum(&dims[..], false)?.to_dtype(o.t.dtype())?;
-    Ok(NamedTensor { t, names: o.names.iter().copied().filter(|n| !lone.contains(n)).collect() })
+    Ok(NamedTensor { t, names: o.names.iter().copied().filter(|n| !unshared.contains(n)).collect() })
 }
 
-/// Which two to contract next: those whose result is smallest beside what they are now.
-fn best_pair(left: &[NamedTensor], output: &[Name]) -> (usize, usize) {
+/// Chooses the two operands to contract next: the pair whose result is smallest compared to the pair itself.
+fn best_pair(left: &[NamedTensor], output: &[DimName]) -> (usize, usize) {
     let cost = |&(i, j): &(usize, usize)| {
         let (a, b) = (&left[i], &left[j]);
-        let needed = |n: &Name| {
+        let needed = |n: &DimName| {
             output.contains(n) || left.iter().enumerate().any(|(k, o)| k != i && k != j && o.names.contains(n))
         };
-        let alone = |n: &&Name| !a.names.contains(n);
+        let alone = |n: &&DimName| !a.names.contains(n);
         let kept = a
             .names
             .iter()
@@ -218,12 +219,12 @@ fn best_pair(left: &[NamedTensor], output: &[Name]) -> (usize, usize) {
     pairs.min_by(|x, y| cost(x).total_cmp(&cost(y))).expect("two are left")
 }
 
-fn display_name(name: Name) -> String {
+fn display_name(name: DimName) -> String {
     char::from_u32(name).filter(|_| name < ELLIPSIS).map_or("a dim of '...'".into(), |c| format!("'{c}'"))
 }
 
-/// The names of an operand or of the result; None stands for an ellipsis.
-fn names_of(text: &str) -> Result<Vec<Option<Name>>> {
+/// Parses the names of an operand or of the result. `None` stands for an ellipsis.
+fn parse_names(text: &str) -> Result<Vec<Option<DimName>>> {
     let op = "einsum";
     let mut names = Vec::new();
     let mut rest = text;
@@ -235,24 +236,24 @@ fn names_of(text: &str) -> Result<Vec<Option<Name>>> {
             continue;
         }
         invalid!(op if !c.is_ascii_alphabetic(),
-            "'{c}' in '{}' is no letter: dims are named by letters", Excerpt(text));
-        names.push(Some(c as Name));
+            "'{c}' in '{}' is not a letter: dims are named by letters", Excerpt(text));
+        names.push(Some(c as DimName));
         rest = &rest[1..];
     }
     Ok(names)
 }
 
-/// An equation read for operands of these ranks: the names of each operand's dims, and of the result's.
-fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)> {
+/// Parses an equation for operands with these numbers of dims. Returns the names of each operand's dims and of the result's dims.
+fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<DimName>>, Vec<DimName>)> {
     let op = "einsum";
     let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
     let (inputs, output) = match equation.split_once("->") {
-        Some((inputs, output)) => (inputs, Some(names_of(output)?)),
+        Some((inputs, output)) => (inputs, Some(parse_names(output)?)),
         None => (&equation[..], None),
     };
-    let inputs = inputs.split(',').map(names_of).collect::<Result<Vec<_>>>()?;
+    let inputs = inputs.split(',').map(parse_names).collect::<Result<Vec<_>>>()?;
     let (about, given) = (inputs.len(), ranks.len());
-    invalid!(op if about != given, "'{}' is about {about} operands, and {given} are given", Excerpt(&equation));
+    invalid!(op if about != given, "'{}' has {about} operands, and {given} are given", Excerpt(&equation));
     let mut most = 0;
     for (names, &rank) in inputs.iter().zip(ranks) {
         let letters = names.iter().flatten().count();
@@ -265,14 +266,14 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
             }
         }
     }
-    // The last dims of all ellipses are the same.
-    let ellipsis = |count: usize| (most - count..most).map(|i| ELLIPSIS + i as Name);
-    let with_ellipsis = |names: &[Option<Name>], count: usize| -> Vec<Name> {
-        names.iter().flat_map(|n| n.map_or_else(|| ellipsis(count).collect::<Vec<Name>>(), |n| vec![n])).collect()
+    // The last dims of all ellipses have the same names.
+    let ellipsis = |count: usize| (most - count..most).map(|i| ELLIPSIS + i as DimName);
+    let with_ellipsis = |names: &[Option<DimName>], count: usize| -> Vec<DimName> {
+        names.iter().flat_map(|n| n.map_or_else(|| ellipsis(count).collect::<Vec<DimName>>(), |n| vec![n])).collect()
     };
-    let count = |names: &[Option<Name>], rank: usize| rank - names.iter().flatten().count();
+    let count = |names: &[Option<DimName>], rank: usize| rank - names.iter().flatten().count();
     let named = inputs.iter().zip(ranks).map(|(names, &rank)| with_ellipsis(names, count(names, rank)));
-    let named: Vec<Vec<Name>> = named.collect();
+    let named: Vec<Vec<DimName>> = named.collect();
     let output = match output {
         Some(names) => {
             let names = with_ellipsis(&names, most);
@@ -283,7 +284,7 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
             names
         }
         None => {
-            let mut once: Vec<Name> = named.concat();
+            let mut once: Vec<DimName> = named.concat();
             once.sort_unstable();
             let all = once.clone();
             once.retain(|&n| n < ELLIPSIS && all.iter().filter(|&&m| m == n).count() == 1);
@@ -293,13 +294,13 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
     Ok((named, output))
 }
 
-/// The dims that [`Tensor::tensordot`] sums over: the last n of the left tensor with the first n of the right one, or a list
+/// The dims that [`Tensor::tensordot`] sums over: the last n of the left tensor with the first n of the right tensor, or one list
 /// for each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensordotDims {
-    /// The last so many of the left tensor with the first of the right one.
+    /// The number of last dims of the left tensor and of first dims of the right tensor.
     Count(usize),
-    /// Dims of the left tensor, and those of the right one that they go with.
+    /// Dims of the left tensor, and the matching dims of the right tensor.
     Lists(Vec<isize>, Vec<isize>),
 }
 
@@ -324,24 +325,24 @@ impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
 operations! {
     einsum(equation: text, operands: xs): LinearAlgebra, Numbers -> Same, differentiable;
     tensordot(a: x, b: x, dims: ints = 2, dims_b: ints?): LinearAlgebra, Numbers -> Same, differentiable => |a| {
-        let dims = match a.maybe(1, Args::ints)? {
+        let dims = match a.read_optional(1, Args::ints)? {
             Some(of_b) => TensordotDims::Lists(a.ints(0)?, of_b),
             None => TensordotDims::Count(a.size(0)?),
         };
-        a.x(0)?.tensordot(a.x(1)?, dims)
+        a.tensor(0)?.tensordot(a.tensor(1)?, dims)
     };
     inner(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
 }
 
 impl Tensor {
-    /// The sum of products that an equation in Einstein's notation describes (PyTorch's `einsum`): a letter a dim, operands
-    /// parted by commas, the result's after `->`. Without that it has the letters that occur once, in alphabetical order. A
-    /// letter twice in one operand is its diagonal, `...` stands for any number of dims, which broadcast; what the result
-    /// does not have is summed. Differentiable.
+    /// Sums products as an equation in Einstein's notation describes (PyTorch's `einsum`). Differentiable.
     ///
-    /// Two operands are one matrix product, or one elementwise product where nothing is summed; more are taken two at a time,
-    /// those first that leave the least behind. Operands are walked by their strides and copied only where these cannot
-    /// join the dims that are summed.
+    /// Each letter names a dim. Commas separate the operands, and the names of the result follow `->`. Without `->`, the result has the
+    /// letters that occur once, in alphabetical order. A letter that occurs twice in one operand takes its diagonal. `...` stands for any
+    /// number of dims, which broadcast. Names that are not in the result are summed.
+    ///
+    /// Two operands are one matrix product, or one elementwise product if nothing is summed. More operands are contracted in pairs, the
+    /// pair with the smallest result first. Operands are read through their strides, and copied only if the summed dims cannot be merged.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -354,23 +355,23 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an equation that does not go with the operands, and for a letter with two sizes (1 stretches);
+    /// [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts);
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "einsum";
         let tensors: Vec<&Tensor> = operands.iter().map(Borrow::borrow).collect();
-        cast_first!(lowered(op, &tensors)?, |x| Tensor::einsum(equation, x));
-        replaced!(op, tensors, equation);
+        cast_first!(autocast_inputs(op, &tensors)?, |x| Tensor::einsum(equation, x));
+        return_replacement!(op, tensors, equation);
         let ranks: Vec<usize> = tensors.iter().map(|t| t.rank()).collect();
         let (names, output) = parse(equation, &ranks)?;
         let named = tensors.iter().zip(names).map(|(t, names)| NamedTensor { t: t.shallow_clone(), names }).collect();
-        contract(op, named, &output).named(op)
+        contract(op, named, &output).with_op(op)
     }
 
-    /// The sum of products over pairs of dims (PyTorch's `tensordot`): the last `n` of this tensor with the first `n` of the
-    /// other, or two lists of dims. The result has the other dims of this tensor, then those of the other. Differentiable.
+    /// Sums products over pairs of dims (PyTorch's `tensordot`): the last `n` dims of this tensor with the first `n` of `other`, or two
+    /// lists of dims. The result has the remaining dims of this tensor, then those of `other`. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -381,8 +382,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] where the sizes of a pair differ and none is 1; [`Error::Invalid`] for lists of different
-    /// lengths, dims given twice, and more dims than there are; otherwise as [`Tensor::matmul`].
+    /// [`Error::ShapeMismatch`] if the sizes of a pair differ and neither is 1; [`Error::Invalid`] for lists of different
+    /// lengths, repeated dims, and more dims than a tensor has; otherwise the errors of [`Tensor::matmul`].
     #[track_caller]
     pub fn tensordot(&self, other: &Tensor, dims: impl Into<TensordotDims>) -> Result<Tensor> {
         let dims = dims.into();
@@ -390,7 +391,7 @@ impl Tensor {
             TensordotDims::Count(n) => vec![(*n).into()],
             TensordotDims::Lists(a, b) => vec![a[..].into(), b[..].into()],
         };
-        replaced!(op = "tensordot", [self, other]; arguments);
+        return_replacement!(op = "tensordot", [self, other]; arguments);
         self.contract_dims(op, other, dims)
     }
 
@@ -412,38 +413,38 @@ impl Tensor {
         };
         let twice = |dims: &[usize]| (1..dims.len()).any(|i| dims[..i].contains(&dims[i]));
         invalid!(op if a.len() != b.len() || twice(&a) || twice(&b),
-            "dims {a:?} and {b:?} are not as many of each tensor, each once");
+            "dims {a:?} and {b:?} must have the same length and no repetitions");
         let size = |t: &Tensor, d: usize| t.shape().dims()[d];
         let fits = |(&i, &j): (&usize, &usize)| {
             let (m, n) = (size(self, i), size(other, j));
             m == n || m == 1 || n == 1
         };
         mismatch!(op if !a.iter().zip(&b).all(fits), self, other, "the dims summed over have equal sizes, or 1");
-        let left: Vec<Name> = (0..self.rank() as Name).collect();
-        let new = |d: usize| (self.rank() + d) as Name;
-        let right: Vec<Name> =
-            (0..other.rank()).map(|d| b.iter().position(|&j| j == d).map_or(new(d), |i| a[i] as Name)).collect();
-        let output: Vec<Name> = (left.iter().filter(|n| !a.contains(&(**n as usize))))
-            .chain(right.iter().filter(|n| **n >= self.rank() as Name))
+        let left: Vec<DimName> = (0..self.rank() as DimName).collect();
+        let new = |d: usize| (self.rank() + d) as DimName;
+        let right: Vec<DimName> =
+            (0..other.rank()).map(|d| b.iter().position(|&j| j == d).map_or(new(d), |i| a[i] as DimName)).collect();
+        let output: Vec<DimName> = (left.iter().filter(|n| !a.contains(&(**n as usize))))
+            .chain(right.iter().filter(|n| **n >= self.rank() as DimName))
             .copied()
             .collect();
         let named = vec![
             NamedTensor { t: self.shallow_clone(), names: left },
             NamedTensor { t: other.shallow_clone(), names: right },
         ];
-        contract(op, named, &output).named(op)
+        contract(op, named, &output).with_op(op)
     }
 
-    /// The scalar products of this tensor's rows with the other's, rows along the last dim (PyTorch's `inner`); with a scalar
-    /// on either side the elementwise product. Differentiable.
+    /// Returns the dot products of all rows of this tensor with all rows of `other`, along the last dim (PyTorch's `inner`). If either is
+    /// a scalar, returns the elementwise product. Differentiable.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] where the last dims differ; otherwise as [`Tensor::matmul`].
+    /// [`Error::ShapeMismatch`] if the last dims differ; otherwise the errors of [`Tensor::matmul`].
     #[track_caller]
     pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!(op = "inner", [self, other]);
+        return_replacement!(op = "inner", [self, other]);
         if self.rank() == 0 || other.rank() == 0 {
-            return self.mul(other).named(op);
+            return self.mul(other).with_op(op);
         }
         mismatch!(op if self.shape().dims().last() != other.shape().dims().last(),
             self, other, "the last dims have one size");

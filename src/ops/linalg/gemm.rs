@@ -1,9 +1,9 @@
 //! Matrix products with an epilogue, in one launch: `out = epilogue(a b)`.
 //!
 //! Operands are read through their strides, so transposed, sliced, expanded and flipped matrices are not copied. The epilogue is an
-//! expression of the product (`Input(0)`) and of further tensors broadcast to the result (`Input(1)`, ...): a bias, a mask, an
-//! activation. It may have two results, so that a layer and what its gradient needs are one launch. This file checks the operands
-//! and allocates the results; the backend plans and launches.
+//! expression of the product (`Input(0)`) and of further tensors broadcast to the result (`Input(1)`, ...), such as a bias, a mask
+//! or an activation. It may have two results, so that one launch computes a layer and the data for its gradient. This file checks the
+//! operands and allocates the results; the backend plans and launches.
 
 use std::slice;
 
@@ -17,7 +17,7 @@ use crate::tensor::Dims;
 use crate::{Compute, DType, Expr, Result, Shape, Tensor, backend};
 
 impl<'a> Gemm<'a> {
-    /// A product of one result.
+    /// Creates a product with one result, without further tensors.
     pub(crate) fn plain(
         op: &'static str,
         a: &'a Tensor,
@@ -29,9 +29,8 @@ impl<'a> Gemm<'a> {
         Gemm { op, a, b, epilogue, extras: &[], scalars: &[], out: None, dtypes, sums: None }
     }
 
-    /// Computes the results. One launch, none where they are empty, another one for the sums where the kernel does not
-    /// have them.
-    pub(crate) fn run(self) -> Result<SmallVec<[Tensor; 2]>> {
+    /// Computes the results, in one launch, or none if they are empty. The sums take another launch if the kernel does not compute them.
+    pub(crate) fn compute_all(self) -> Result<SmallVec<[Tensor; 2]>> {
         let shape = self.shape()?;
         let outs =
             (0..self.dtypes.len()).map(|i| self.allocate(i, &shape)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
@@ -39,8 +38,8 @@ impl<'a> Gemm<'a> {
         Ok(outs)
     }
 
-    /// [`run`](Self::run) for one result.
-    pub(crate) fn run_one(self) -> Result<Tensor> {
+    /// Same as [`compute_all`](Self::compute_all), for one result.
+    pub(crate) fn compute_one(self) -> Result<Tensor> {
         let shape = self.shape()?;
         // Returned without a move.
         let made = self.allocate(0, &shape);
@@ -50,7 +49,7 @@ impl<'a> Gemm<'a> {
         made
     }
 
-    /// The shape of the results, after checking the operands.
+    /// Checks the operands and returns the shape of the results.
     fn shape(&self) -> Result<Shape> {
         let Gemm { op, a, b, .. } = *self;
         let device = same_device(op, &[a, b])?;
@@ -60,7 +59,7 @@ impl<'a> Gemm<'a> {
         product_shape(op, a, b)
     }
 
-    /// The tensor that result `i` is written to.
+    /// Returns the tensor that result `i` is written to: the caller's `out` if possible, otherwise a new tensor.
     fn allocate(&self, i: usize, shape: &Shape) -> Result<Tensor> {
         let device = self.a.device();
         let usable = |slot: &&Tensor| {
@@ -72,7 +71,7 @@ impl<'a> Gemm<'a> {
         };
         match self.out.as_ref().filter(|_| i == 0).filter(usable) {
             Some(slot) => Ok(slot.detach()),
-            None => Tensor::empty_like_shape(shape, self.dtypes[i], device),
+            None => Tensor::empty_with_shape(shape, self.dtypes[i], device),
         }
     }
 
@@ -94,9 +93,9 @@ impl<'a> Gemm<'a> {
         Ok(())
     }
 
-    /// Calls `f` with the product whose epilogue has arguments for its numbers.
+    /// Calls `f` with this product, in which the constants of the epilogue have become arguments.
     fn with_program<R>(&self, f: impl FnOnce(&Gemm) -> R) -> R {
-        let program = Program::of(self.epilogue);
+        let program = Program::shared(self.epilogue);
         if program.scalars() == program.given() {
             return f(self);
         }
@@ -105,19 +104,19 @@ impl<'a> Gemm<'a> {
         })
     }
 
-    /// The type to multiply and add in.
+    /// The type in which elements are multiplied and added.
     pub(crate) fn compute(&self) -> Compute {
         self.a.dtype.compute().max(self.b.dtype.compute())
     }
 }
 
-/// `[batch.., m, n]` of `[.., m, k]` times `[.., k, n]`.
+/// Returns the shape of the product of `[.., m, k]` and `[.., k, n]`: `[batch.., m, n]`.
 pub(crate) fn product_shape(op: &'static str, a: &Tensor, b: &Tensor) -> Result<Shape> {
     let (x, y) = (a.shape().dims(), b.shape().dims());
     let ([batch_a @ .., m, k], [batch_b @ .., k_b, n]) = (x, y) else {
         return Err(shape_mismatch(op, a, b, "both need at least one dimension"));
     };
-    mismatch!(op if k != k_b, a, b, "the columns of the left matrix have to be as many as the rows of the right one");
+    mismatch!(op if k != k_b, a, b, "the number of columns of the left matrix must equal the number of rows of the right matrix");
     let batch = Shape::from(batch_a).broadcast(op, &Shape::from(batch_b));
     let batch = batch.map_err(|_| shape_mismatch(op, a, b, "the dimensions before the last two do not broadcast"))?;
     let mut dims = Dims::from_slice(batch.dims());

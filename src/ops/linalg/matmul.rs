@@ -1,8 +1,8 @@
 //! Matrix products: [`Tensor::matmul`], [`Tensor::linear`] and their gradients.
 //!
-//! The gradient of a product is a product of transposed views, written directly into the optimiser's flat gradient where there is
-//! one. A layer, `f(x wᵀ + b)`, is one launch. In backward, the product that gives the gradient of `f`'s result also multiplies by
-//! the derivative of `f`, and the product for the weight also sums the gradient of the bias: one launch each.
+//! The gradient of a product is a product of transposed views, written directly to the optimiser's flat gradient buffer if there is
+//! one. A layer, `f(x wᵀ + b)`, is one launch. In the backward pass, the product that computes the gradient of `f`'s result also
+//! multiplies by the derivative of `f`, and the product for the weight also sums the gradient of the bias: one launch each.
 
 use std::slice;
 
@@ -25,13 +25,13 @@ operations! {
 impl Tensor {
     /// The matrix product (PyTorch's `matmul`).
     ///
-    /// `[.., m, k]` times `[.., k, n]` gives `[.., m, n]`, the dimensions before broadcast together. A vector on the left
-    /// is a row, on the right a column, and that dimension is left out of the result; two vectors give a scalar. Any
-    /// strides on either side, one launch, no copies.
+    /// `[.., m, k]` times `[.., k, n]` gives `[.., m, n]`; the leading dims broadcast. A vector on the left is a row and on the
+    /// right a column, and its extra dim is removed from the result. Two vectors give a scalar. Any strides on either side, one launch,
+    /// no copies.
     ///
-    /// All dtypes, the same on both sides: floats up to f32 are summed in f32, f64 in f64, integers (wrapping) in i64. Of bf16
-    /// on a processor with AVX512-BF16, numbers below the smallest normal one (1.2e-38) may count as zeros, products and
-    /// sums of them too, as in PyTorch.
+    /// Both tensors have the same dtype, which may be any. Floats up to f32 are summed in f32, f64 in f64, and integers in i64, with
+    /// wrapping. For bf16 on a CPU with AVX512-BF16, elements, products and sums below the smallest normal number (1.2e-38) may count as
+    /// zero, as in PyTorch.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -41,26 +41,26 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] where the inner sizes differ, the others do not broadcast, or a side is a scalar;
+    /// [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or a side is a scalar;
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
-        replaced!(op = "matmul", [self, rhs]);
-        cast_first!(lowered(op, &[self, rhs])?, |x| x[0].matmul(&x[1]));
+        return_replacement!(op = "matmul", [self, rhs]);
+        cast_first!(autocast_inputs(op, &[self, rhs])?, |x| x[0].matmul(&x[1]));
         same_dtype(op, &[self, rhs])?;
         mismatch!(op if self.rank() == 0 || rhs.rank() == 0, self, rhs, "both need at least one dimension");
         let (row, column) = (self.rank() == 1, rhs.rank() == 1);
-        let (as_row, as_column) = (row.then(|| with_dim(self, 0)), column.then(|| with_dim(rhs, 1)));
+        let (as_row, as_column) = (row.then(|| insert_dim(self, 0)), column.then(|| insert_dim(rhs, 1)));
         let (a, b) = (as_row.as_ref().unwrap_or(self), as_column.as_ref().unwrap_or(rhs));
-        let mut out = product(op, a, b, None).map_err(|error| match error {
-            Error::ShapeMismatch { hint, .. } => shape_mismatch(op, self, rhs, hint), // of vectors as they were given
+        let mut out = plain_product(op, a, b, None).map_err(|error| match error {
+            Error::ShapeMismatch { hint, .. } => shape_mismatch(op, self, rhs, hint), // with the shapes of vectors as the caller passed them
             error => error,
         })?;
         if column {
-            out = without_dim(&out, out.rank() - 1);
+            out = remove_dim(&out, out.rank() - 1);
         }
         if row {
-            out = without_dim(&out, out.rank() - 1 - usize::from(!column));
+            out = remove_dim(&out, out.rank() - 1 - usize::from(!column));
         }
         if !autograd::is_tracked(&[self, rhs]) {
             return Ok(out);
@@ -68,7 +68,7 @@ impl Tensor {
         let (shape_a, shape_b) = (a.shape().clone(), b.shape().clone());
         let saved_a = rhs.requires_grad().then(|| Saved::new(self));
         let saved_b = self.requires_grad().then(|| Saved::new(rhs));
-        Ok(autograd::record_twice(op, out, &[self, rhs], move |ctx| {
+        Ok(autograd::record_differentiable(op, out, &[self, rhs], move |ctx| {
             let mut grad = ctx.grad()?;
             if row {
                 grad = grad.unsqueeze(if column { -1 } else { -2 })?;
@@ -77,21 +77,21 @@ impl Tensor {
                 grad = grad.unsqueeze(-1)?;
             }
             let mut gradients: Gradients = smallvec![None, None];
-            if let Some(b) = saved_b.as_ref().filter(|_| ctx.needs(0)) {
+            if let Some(b) = saved_b.as_ref().filter(|_| ctx.needs_gradient(0)) {
                 let b = if column { b.get(op)?.unsqueeze(1)? } else { b.unpack(op)? };
-                let slot = ctx.slot(0).map(|s| if row { with_dim(&s, 0) } else { s });
+                let slot = ctx.slot(0).map(|s| if row { insert_dim(&s, 0) } else { s });
                 let da = match ctx.create_graph() {
                     true => grad.matmul(&b.transpose(-2, -1)?)?.sum_to(&shape_a)?,
-                    false => product_onto(op, &grad, &matrix_transpose(&b), &shape_a, slot)?,
+                    false => product_summed_to(op, &grad, &matrix_transpose(&b), &shape_a, slot)?,
                 };
                 gradients[0] = Some(if row { da.squeeze(0)? } else { da });
             }
-            if let Some(a) = saved_a.as_ref().filter(|_| ctx.needs(1)) {
+            if let Some(a) = saved_a.as_ref().filter(|_| ctx.needs_gradient(1)) {
                 let a = if row { a.get(op)?.unsqueeze(0)? } else { a.unpack(op)? };
-                let slot = ctx.slot(1).map(|s| if column { with_dim(&s, 1) } else { s });
+                let slot = ctx.slot(1).map(|s| if column { insert_dim(&s, 1) } else { s });
                 let db = match ctx.create_graph() {
                     true => a.transpose(-2, -1)?.matmul(&grad)?.sum_to(&shape_b)?,
-                    false => product_onto(op, &matrix_transpose(&a), &grad, &shape_b, slot)?,
+                    false => product_summed_to(op, &matrix_transpose(&a), &grad, &shape_b, slot)?,
                 };
                 gradients[1] = Some(if column { db.squeeze(1)? } else { db });
             }
@@ -99,8 +99,8 @@ impl Tensor {
         }))
     }
 
-    /// A fully connected layer, `x wᵀ + b` (PyTorch's `linear`): x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, the
-    /// result `[.., out]`. One launch. All of one float dtype.
+    /// A fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the result
+    /// `[.., out]`. One launch. All tensors have one float dtype.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -118,13 +118,14 @@ impl Tensor {
             Some(bias) => &[self, weight, bias],
             None => &[self, weight],
         };
-        replaced!("linear", tensors);
-        layer(self, weight, bias, None)
+        return_replacement!("linear", tensors);
+        linear_layer(self, weight, bias, None)
     }
 
-    /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will
-    /// be computed, the same launch keeps `x wᵀ + b` for it; the gradient of relu needs the result instead, which must not
-    /// be changed in place before.
+    /// [`Tensor::linear`] followed by a formula, in one launch: `f(x wᵀ + b)`.
+    ///
+    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for it. The gradient of relu needs the result instead,
+    /// which must not change in place before the backward pass.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,29 +136,34 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument, and
-    /// [`Error::UnsupportedDType`] where it needs floats and the tensors are not.
+    /// The errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument; [`Error::UnsupportedDType`] if `f`
+    /// needs floats and the tensors are integers.
     #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
         let formula = [f(&Expr::input(0))];
-        let plain = Program::of(&formula);
+        let plain = Program::shared(&formula);
         invalid!("linear_map" if plain.inputs() > 1 || plain.given() > 0 || plain.seeds() > 0,
             "the formula reads more than its argument");
         let needs_float = plain.needs_float() && !self.dtype.is_float();
         unsupported!("linear_map" if needs_float, self.dtype, "floats for this formula");
-        layer(self, weight, bias, Some(&f)).named("linear_map")
+        linear_layer(self, weight, bias, Some(&f)).with_op("linear_map")
     }
 }
 
-/// `f(x wᵀ + b)`, recorded.
-fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&Expr) -> Expr>) -> Result<Tensor> {
+/// Computes and records `f(x wᵀ + b)`.
+fn linear_layer(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    f: Option<&dyn Fn(&Expr) -> Expr>,
+) -> Result<Tensor> {
     let op = "linear";
     let inputs: &[&Tensor] = match &bias {
         Some(bias) => &[x, weight, bias],
         None => &[x, weight],
     };
-    cast_first!(lowered(op, inputs)?, |x| layer(&x[0], &x[1], x.get(2), f));
+    cast_first!(autocast_inputs(op, inputs)?, |x| linear_layer(&x[0], &x[1], x.get(2), f));
     let dtype = same_dtype(op, inputs)?;
     mismatch!(op if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last(),
         x, weight, "the input is [.., in] and the weight [out, in]");
@@ -166,7 +172,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     }
     let tracked = autograd::is_tracked(inputs);
     let vector = x.rank() == 1;
-    let row = vector.then(|| with_dim(x, 0));
+    let row = vector.then(|| insert_dim(x, 0));
     let rows = row.as_ref().unwrap_or(x);
 
     let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
@@ -175,7 +181,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let known = RELU.iter().find(|known| **known == results[0]);
     let relu = known.is_some();
     if let Some(known) = known {
-        results[0] = known.clone(); // whose program is found in it
+        results[0] = known.clone(); // an equal expression whose program is already cached
     }
     if tracked && f.is_some() && !relu {
         results.push(sum);
@@ -192,18 +198,18 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         sums: None,
     };
     if !tracked {
-        let out = g.run_one()?;
-        return Ok(if vector { without_dim(&out, 0) } else { out });
+        let out = g.compute_one()?;
+        return Ok(if vector { remove_dim(&out, 0) } else { out });
     }
-    let mut outs = g.run()?.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
+    let mut outs = g.compute_all()?.into_iter().map(|t| if vector { remove_dim(&t, 0) } else { t });
     let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
     let before = if relu { Some(out.detach()) } else { before };
     let shape = rows.shape().clone();
-    // The derivative of a formula depends on all of them.
+    // The derivative of a formula depends on all inputs of the layer.
     let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
     let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
-    // The derivative where the sum is the second operand of the product with the gradient.
+    // The derivative times the gradient, as a formula of the gradient and the saved sum.
     let factor = f.zip(before).map(|(f, t)| {
         let product = if relu { RELU_GRAD.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
         Factor { product, tensor: Saved::new(&t) }
@@ -215,23 +221,23 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         if ctx.create_graph() {
             return layer_gradients(ctx, grad, get(&saved_x)?, get(&saved_w)?, get(&saved_b)?, &weight_shape);
         }
-        if let Some(factor) = ctx.factor() {
+        if let Some(factor) = ctx.take_factor() {
             let inputs = [&grad, factor.tensor.get(op)?];
             grad = elementwise::apply_one(op, &inputs, Params::default(), &factor.product, dtype)?;
         }
         if vector {
-            grad = with_dim(&grad, 0);
+            grad = insert_dim(&grad, 0);
         }
-        let bias_slot = (biased && ctx.needs(2)).then(|| ctx.slot(2));
-        let of_x = |x: &Saved| Ok(if vector { with_dim(x.get(op)?, 0) } else { x.unpack(op)? });
-        let saved_x = saved_x.as_ref().filter(|_| ctx.needs(1)).map(of_x).transpose()?;
-        let saved_w = saved_w.as_ref().filter(|_| ctx.needs(0)).map(|w| w.get(op)).transpose()?;
+        let bias_slot = (biased && ctx.needs_gradient(2)).then(|| ctx.slot(2));
+        let of_x = |x: &Saved| Ok(if vector { insert_dim(x.get(op)?, 0) } else { x.unpack(op)? });
+        let saved_x = saved_x.as_ref().filter(|_| ctx.needs_gradient(1)).map(of_x).transpose()?;
+        let saved_w = saved_w.as_ref().filter(|_| ctx.needs_gradient(0)).map(|w| w.get(op)).transpose()?;
         let (weight_grad, bias_grad) = match (saved_x, bias_slot) {
             // Both are sums over the rows of the gradient.
             (Some(x), Some(slot)) if grad.rank() == 2 => {
                 let sums = match slot {
                     Some(slot) => slot,
-                    None => Tensor::empty_like_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
+                    None => Tensor::empty_with_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
                 };
                 let a = matrix_transpose(&grad);
                 let g = Gemm {
@@ -239,26 +245,26 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
                     out: ctx.slot(1),
                     ..Gemm::plain(op, &a, &x, slice::from_ref(&PRODUCT), &dtype)
                 };
-                (Some(g.run_one()?), Some(sums))
+                (Some(g.compute_one()?), Some(sums))
             }
             (x, slot) => {
                 let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
                 let sum = slot.map(|slot| reduce::sum_into(op, &grad, &rows[..], false, slot)).transpose()?;
-                let of = |x: Tensor| product_onto(op, &matrix_transpose(&grad), &x, &weight_shape, ctx.slot(1));
+                let of = |x: Tensor| product_summed_to(op, &matrix_transpose(&grad), &x, &weight_shape, ctx.slot(1));
                 (x.map(of).transpose()?, sum)
             }
         };
         let x_grad = match saved_w {
             Some(w) if vector => {
-                let dx = product_onto(op, &grad, w, &shape, ctx.slot(0).map(|s| with_dim(&s, 0)))?;
-                Some(without_dim(&dx, 0))
+                let dx = product_summed_to(op, &grad, w, &shape, ctx.slot(0).map(|s| insert_dim(&s, 0)))?;
+                Some(remove_dim(&dx, 0))
             }
-            Some(w) => Some(match ctx.factor_of(0) {
-                None => product_onto(op, &grad, w, &shape, ctx.slot(0))?,
+            Some(w) => Some(match ctx.take_input_factor(0) {
+                None => product_summed_to(op, &grad, w, &shape, ctx.slot(0))?,
                 Some(factor) => {
                     let product = slice::from_ref(&factor.product);
                     Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, w, product, &dtype) }
-                        .run_one()?
+                        .compute_one()?
                 }
             }),
             None => None,
@@ -271,7 +277,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     }))
 }
 
-/// The gradients of a layer as recorded operations. `x`, `w` and `b` are there as far as they are needed.
+/// Computes the gradients of a layer with recorded operations. `x`, `w` and `b` are present if they are needed.
 fn layer_gradients(
     ctx: &mut autograd::Context,
     mut grad: Tensor,
@@ -280,76 +286,76 @@ fn layer_gradients(
     b: Option<Tensor>,
     weight_shape: &Shape,
 ) -> Result<Gradients> {
-    if let (Some(factor), Some(x), Some(w)) = (ctx.factor(), &x, &w) {
+    if let (Some(factor), Some(x), Some(w)) = (ctx.take_factor(), &x, &w) {
         let (z, product) = (x.linear(w, b.as_ref())?, &factor.product);
         let params = Params::default();
         grad = elementwise::apply_tracked("linear", &[&grad, &z], params, product, grad.dtype, &|i| product.diff(i))?;
     }
-    // Vectors and batches as matrices.
+    // Views vectors and batches as matrices.
     let matrix = |t: &Tensor| match t.shape().dims() {
         [outer @ .., last] => t.reshape([outer.iter().product(), *last]),
         [] => t.reshape([1, 1]),
     };
     let mut gradients: Gradients = (0..3).map(|_| None).collect();
-    if let Some(w) = w.filter(|_| ctx.needs(0)) {
+    if let Some(w) = w.filter(|_| ctx.needs_gradient(0)) {
         gradients[0] = Some(grad.matmul(&w)?);
     }
-    if let Some(x) = x.filter(|_| ctx.needs(1)) {
+    if let Some(x) = x.filter(|_| ctx.needs_gradient(1)) {
         gradients[1] = Some(matrix(&grad)?.t()?.matmul(&matrix(&x)?)?);
     }
-    match ctx.inputs() {
+    match ctx.num_inputs() {
         2 => gradients.truncate(2),
-        _ if ctx.needs(2) => gradients[2] = Some(grad.sum_to(&Shape::from(weight_shape.dims()[0]))?),
+        _ if ctx.needs_gradient(2) => gradients[2] = Some(grad.sum_to(&Shape::from(weight_shape.dims()[0]))?),
         _ => {}
     }
     Ok(gradients)
 }
 
-/// The plain product, in `out` if it can be.
-fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-    Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.run_one()
+/// The plain product, written to `out` if possible.
+fn plain_product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+    Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.compute_one()
 }
 
-/// The product summed over the batch dimensions that an operand of shape `target` was broadcast along: its gradient.
-fn product_onto(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, slot: Option<Tensor>) -> Result<Tensor> {
+/// The product summed over the batch dims that an operand of shape `target` was broadcast along, which is its gradient.
+fn product_summed_to(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, slot: Option<Tensor>) -> Result<Tensor> {
     let batch = Shape::from(&a.shape().dims()[..a.rank() - 2])
         .broadcast(op, &Shape::from(&b.shape().dims()[..b.rank() - 2]))?;
     let kept = &target.dims()[..target.rank() - 2];
     if batch.dims() == kept {
-        return product(op, a, b, slot);
+        return plain_product(op, a, b, slot);
     }
-    // A matrix shared by the whole batch: batch and inner dimension become one long sum, if the strides allow.
+    // For a matrix shared by the whole batch, batch and inner dim become one long sum, if the strides allow.
     if kept.is_empty()
-        && let (Some(a), Some(b)) = (merged(&matrix_transpose(a), &batch), merged(b, &batch))
+        && let (Some(a), Some(b)) = (merge_batch_rows(&matrix_transpose(a), &batch), merge_batch_rows(b, &batch))
     {
-        return product(op, &matrix_transpose(&a), &b, slot);
+        return plain_product(op, &matrix_transpose(&a), &b, slot);
     }
     let missing = batch.rank() - kept.len();
     let stretched = |d: usize| d < missing || (kept[d - missing] == 1 && batch.dims()[d] != 1);
     let dims: Dims<isize> = (0..batch.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
-    let fits = dims.len() == missing; // then what is left has the target's shape
-    let sum = reduce::sum_into(op, &product(op, a, b, None)?, &dims[..], false, slot.filter(|_| fits))?;
+    let fits = dims.len() == missing; // then the sum has the target's shape
+    let sum = reduce::sum_into(op, &plain_product(op, a, b, None)?, &dims[..], false, slot.filter(|_| fits))?;
     Ok(if fits { sum } else { sum.with_layout(Layout::contiguous(target.clone())) })
 }
 
-/// `[batch.., r, c]` as one matrix of all rows, where one stride reaches them all.
-fn merged(t: &Tensor, batch: &Shape) -> Option<Tensor> {
+/// Views `[batch.., r, c]` as one matrix of all rows, if the strides allow.
+fn merge_batch_rows(t: &Tensor, batch: &Shape) -> Option<Tensor> {
     let [outer @ .., rows, cols] = t.shape().dims() else { return None };
     let whole = outer == batch.dims();
     whole.then(|| t.layout.reshape(&Shape::from([batch.numel() * rows, *cols])))?.map(|layout| t.with_layout(layout))
 }
 
-/// A view with the last two dimensions exchanged, outside the graph.
+/// Swaps the last two dims, as a view outside the graph.
 pub(crate) fn matrix_transpose(t: &Tensor) -> Tensor {
     t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
 }
 
-/// A dimension of size 1 put in before `dim`, outside the graph.
-fn with_dim(t: &Tensor, dim: usize) -> Tensor {
+/// Inserts a dim of size 1 before `dim`, as a view outside the graph.
+fn insert_dim(t: &Tensor, dim: usize) -> Tensor {
     t.with_layout(t.layout.insert(dim))
 }
 
-/// A dimension of size 1 taken out, outside the graph.
-fn without_dim(t: &Tensor, dim: usize) -> Tensor {
+/// Removes a dim of size 1, as a view outside the graph.
+fn remove_dim(t: &Tensor, dim: usize) -> Tensor {
     t.with_layout(t.layout.remove(dim))
 }

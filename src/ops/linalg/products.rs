@@ -1,7 +1,7 @@
 //! Products of vectors and matrices under PyTorch's names.
 //!
-//! `beta * input + alpha * (a b)` is one launch, a product with an epilogue. The others are short compositions of views, products
-//! and sums, whose gradients are those of their parts.
+//! `beta * input + alpha * (a b)` is one launch, a product with an epilogue. All other operations are short compositions of views,
+//! products and sums, which also define their gradients.
 
 use std::sync::LazyLock;
 
@@ -9,16 +9,19 @@ use crate::autograd::Saved;
 use crate::backend::problem::gemm::{Gemm, PRODUCT};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
-use crate::ops::recorded;
+use crate::ops::record_gradients;
 use crate::tensor::Dims;
 use crate::{Expr, Result, Scalar, Shape, Tensor};
 
-/// `alpha * (a b)` and `alpha * (a b) + beta * input`.
-static SCALED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
-static ADDED: LazyLock<Expr> = LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
+/// The epilogues `alpha * (a b)` and `alpha * (a b) + beta * input`.
+static ALPHA_EPILOGUE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
+static ALPHA_BETA_EPILOGUE: LazyLock<Expr> =
+    LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
 
-/// `alpha * (a b)`, plus `beta * input` where there is one, broadcast to the product's shape and not read where beta is 0.
-/// Both matrices have two dims or more, those before the last two are broadcast together. One launch, recorded.
+/// Computes `alpha * (a b)`, plus `beta * input` if given, in one launch, and records it.
+///
+/// `input` broadcasts to the product's shape, and is not read if beta is 0. Both matrices have at least two dims; the dims before the
+/// last two broadcast together.
 pub(crate) fn product(
     op: &'static str,
     input: Option<(&Tensor, Scalar)>,
@@ -27,18 +30,18 @@ pub(crate) fn product(
     alpha: Scalar,
 ) -> Result<Tensor> {
     let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
-    cast_first!(lowered(op, &inputs)?, |x| product(
+    cast_first!(autocast_inputs(op, &inputs)?, |x| product(
         op,
         x.get(2).zip(input).map(|(t, (_, beta))| (t, beta)),
         &x[0],
         &x[1],
         alpha
     ));
-    product_in(op, None, input, a, b, alpha)
+    product_into(op, None, input, a, b, alpha)
 }
 
-/// [`product`] written to `out`, of the product's shape, which shares no memory with the operands.
-pub(crate) fn product_in(
+/// Same as [`product`], but writes to `out`, which has the product's shape and shares no memory with the operands.
+pub(crate) fn product_into(
     op: &'static str,
     out: Option<Tensor>,
     input: Option<(&Tensor, Scalar)>,
@@ -61,29 +64,29 @@ pub(crate) fn product_in(
     }
     let read = input.filter(|(_, beta)| beta.to_f64() != 0.0).map(|(t, _)| t);
     let (epilogue, scalars) = match read {
-        Some(_) => (&*ADDED, &scalars[..]),
+        Some(_) => (&*ALPHA_BETA_EPILOGUE, &scalars[..]),
         None if alpha.to_f64() == 1.0 => (&*PRODUCT, &[][..]),
-        None => (&*SCALED, &scalars[..1]),
+        None => (&*ALPHA_EPILOGUE, &scalars[..1]),
     };
     let epilogue = std::slice::from_ref(epilogue);
     let gemm = Gemm { out, extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) };
-    let out = gemm.run_one()?;
+    let out = gemm.compute_one()?;
 
     let saved = [a, b].map(Saved::new);
     let added = input.map(|(t, beta)| (t.shape().clone(), beta));
     let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
-    Ok(recorded(op, out, &inputs, move |i, grad| {
+    Ok(record_gradients(op, out, &inputs, move |i, grad| {
         let [a, b] = [saved[0].get(op)?, saved[1].get(op)?];
         match (i, &added) {
-            (0, _) => product_in(op, None, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
-            (1, _) => product_in(op, None, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
+            (0, _) => product_into(op, None, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
+            (1, _) => product_into(op, None, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
             (_, Some((shape, beta))) => grad.mul_scalar(*beta)?.sum_to(shape),
             _ => unreachable!("two matrices, and what is added"),
         }
     }))
 }
 
-/// Checks the ranks that a product by name asks for.
+/// Checks that both operands have the number of dims that the operation requires.
 fn check_ranks(op: &'static str, a: (&Tensor, usize), b: (&Tensor, usize), hint: &'static str) -> Result<()> {
     mismatch!(op if a.0.rank() != a.1 || b.0.rank() != b.1, a.0, b.0, hint);
     Ok(())
@@ -94,7 +97,7 @@ const BATCHES: &str = "both are batches of matrices, [b, m, k] and [b, k, n]";
 const MATRIX_AND_VECTOR: &str = "a matrix [m, k] and a vector [k]";
 const VECTORS: &str = "both are vectors";
 
-/// Checks two batches of matrices, as many in each.
+/// Checks two batches of matrices of the same batch size.
 fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     check_ranks(op, (a, 3), (b, 3), BATCHES)?;
     mismatch!(op if a.shape().dims()[0] != b.shape().dims()[0], a, b, BATCHES);
@@ -121,87 +124,85 @@ operations! {
     cross(input: x, other: x, dim: int = -1) linalg: LinearAlgebra, Numbers -> Same, differentiable;
 }
 
-/// Products by name.
+/// Products by PyTorch's names.
 impl Tensor {
-    /// The product of two matrices (PyTorch's `mm`); [`Tensor::matmul`] that does not broadcast. Differentiable.
+    /// The product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but matrices.
+    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] unless both are matrices.
     #[track_caller]
     pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("mm", [self, other]);
+        return_replacement!("mm", [self, other]);
         check_ranks("mm", (self, 2), (other, 2), MATRICES)?;
-        self.matmul(other).named("mm")
+        self.matmul(other).with_op("mm")
     }
 
-    /// The products of two batches of matrices (PyTorch's `bmm`); [`Tensor::matmul`] that does not broadcast.
-    /// Differentiable.
+    /// The products of two batches of matrices, without broadcasting (PyTorch's `bmm`). See [`Tensor::matmul`]. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[b, m, k]` and `[b, k, n]`.
+    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] for shapes other than `[b, m, k]` and `[b, k, n]`.
     #[track_caller]
     pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("bmm", [self, other]);
+        return_replacement!("bmm", [self, other]);
         check_batches("bmm", self, other)?;
-        self.matmul(other).named("bmm")
+        self.matmul(other).with_op("bmm")
     }
 
     /// The product of a matrix and a vector (PyTorch's `mv`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[m, k]` and `[k]`.
+    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] for shapes other than `[m, k]` and `[k]`.
     #[track_caller]
     pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
-        replaced!("mv", [self, vector]);
+        return_replacement!("mv", [self, vector]);
         check_ranks("mv", (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
-        self.matmul(vector).named("mv")
+        self.matmul(vector).with_op("mv")
     }
 
-    /// The scalar product of two vectors (PyTorch's `dot`). Differentiable.
+    /// The dot product of two vectors (PyTorch's `dot`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but two vectors of one size.
+    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] unless both are vectors of one size.
     #[track_caller]
     pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("dot", [self, other]);
+        return_replacement!("dot", [self, other]);
         check_ranks("dot", (self, 1), (other, 1), VECTORS)?;
-        self.matmul(other).named("dot")
+        self.matmul(other).with_op("dot")
     }
 
-    /// [`Tensor::dot`]: numbers here are real (PyTorch's `vdot`). Differentiable.
+    /// Same as [`Tensor::dot`], because all dtypes are real (PyTorch's `vdot`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::dot`].
+    /// The errors of [`Tensor::dot`].
     #[track_caller]
     pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("vdot", [self, other]);
-        self.dot(other).named("vdot")
+        return_replacement!("vdot", [self, other]);
+        self.dot(other).with_op("vdot")
     }
 
-    /// Every element of one vector times every one of another: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`).
-    /// Differentiable.
+    /// The outer product of two vectors: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`). Differentiable.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for anything but vectors, [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// [`Error::ShapeMismatch`] unless both are vectors, [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("outer", [self, other]);
+        return_replacement!("outer", [self, other]);
         check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
-        self.unsqueeze(1)?.mul(other).named("outer")
+        self.unsqueeze(1)?.mul(other).with_op("outer")
     }
 
-    /// [`Tensor::outer`] by BLAS's name (PyTorch's `ger`).
+    /// Same as [`Tensor::outer`], by its BLAS name (PyTorch's `ger`).
     ///
     /// # Errors
-    /// As [`Tensor::outer`].
+    /// The errors of [`Tensor::outer`].
     #[track_caller]
     pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("ger", [self, other]);
-        self.outer(other).named("ger")
+        return_replacement!("ger", [self, other]);
+        self.outer(other).with_op("ger")
     }
 
-    /// `beta * self + alpha * (a b)` of matrices, this tensor broadcast (PyTorch's `addmm`). With a beta of 0 it is not read.
-    /// One launch. Differentiable.
+    /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor broadcasts, and is not read if beta is
+    /// 0. One launch. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -212,62 +213,62 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::mm`]; [`Error::ShapeMismatch`] where this tensor does not broadcast to the product's shape;
+    /// The errors of [`Tensor::mm`]; [`Error::ShapeMismatch`] if this tensor does not broadcast to the product's shape;
     /// [`Error::Invalid`] for fractions with integers, and numbers out of their range.
     #[track_caller]
     pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
-        replaced!(op, [self, a, b], beta, alpha);
+        return_replacement!(op, [self, a, b], beta, alpha);
         check_ranks(op, (a, 2), (b, 2), MATRICES)?;
         product(op, Some((self, beta)), a, b, alpha)
     }
 
-    /// `beta * self + alpha * (a x)` of a matrix and a vector (PyTorch's `addmv`); see [`Tensor::addmm`].
+    /// Computes `beta * self + alpha * (a x)` of a matrix a and a vector x (PyTorch's `addmv`); see [`Tensor::addmm`].
     ///
     /// # Errors
-    /// As [`Tensor::addmm`].
+    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn addmv(&self, a: &Tensor, x: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmv", beta.into(), alpha.into());
-        replaced!(op, [self, a, x], beta, alpha);
+        return_replacement!(op, [self, a, x], beta, alpha);
         check_ranks(op, (a, 2), (x, 1), MATRIX_AND_VECTOR)?;
         let input = self.unsqueeze(-1)?;
         product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
     }
 
-    /// `beta * self + alpha * (x ⊗ y)`, the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
+    /// Computes `beta * self + alpha * (x ⊗ y)` with the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
     ///
     /// # Errors
-    /// As [`Tensor::addmm`].
+    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
-        replaced!(op, [self, x, y], beta, alpha);
+        return_replacement!(op, [self, x, y], beta, alpha);
         check_ranks(op, (x, 1), (y, 1), VECTORS)?;
         product(op, Some((self, beta)), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha)
     }
 
-    /// `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
+    /// Computes `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
     ///
     /// # Errors
-    /// As [`Tensor::addmm`].
+    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn baddbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
-        replaced!(op, [self, a, b], beta, alpha);
+        return_replacement!(op, [self, a, b], beta, alpha);
         check_batches(op, a, b)?;
         product(op, Some((self, beta)), a, b, alpha)
     }
 
-    /// `beta * self + alpha * sum(a b)`, summed over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part of
-    /// the product.
+    /// Computes `beta * self + alpha * sum(a b)` with the sum over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part
+    /// of the matrix product.
     ///
     /// # Errors
-    /// As [`Tensor::addmm`].
+    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
-        replaced!(op, [self, a, b], beta, alpha);
+        return_replacement!(op, [self, a, b], beta, alpha);
         check_batches(op, a, b)?;
         let ([_, m, k], [batch, _, n]) = (dims(a), dims(b));
         let rows = a.transpose(0, 1)?.reshape([m, batch * k])?;
@@ -275,11 +276,11 @@ impl Tensor {
         product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
     }
 
-    /// The product of several matrices, in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`).
-    /// The first may be a vector, a row, and the last one, a column. Differentiable.
+    /// Multiplies several matrices in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`). The first may be a
+    /// vector, as a row, and the last a vector, as a column. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for no tensor; [`Error::ShapeMismatch`] where neighbours do not fit or one is no matrix; as
+    /// [`Error::Invalid`] without a tensor; [`Error::ShapeMismatch`] if adjacent sizes differ or a tensor is not a matrix; the errors of
     /// [`Tensor::matmul`].
     #[track_caller]
     pub fn multi_dot<T: std::borrow::Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
@@ -288,18 +289,18 @@ impl Tensor {
         let (Some(first), Some(last)) = (tensors.first(), tensors.last()) else {
             return Err(Error::invalid(op, "there is no tensor"));
         };
-        replaced!(op, tensors);
+        return_replacement!(op, tensors);
         let ends = [first, last].map(|t| t.rank() == 1);
         for (i, t) in tensors.iter().enumerate() {
             let vector = t.rank() == 1 && (i == 0 || i + 1 == tensors.len()) && tensors.len() > 1;
             mismatch!(op if t.rank() != 2 && !vector,
-                first, t, "all are matrices but the first and the last, which may be vectors");
+                first, t, "all must be matrices, except that the first and the last may be vectors");
         }
         for pair in tensors.windows(2) {
             mismatch!(op if pair[0].shape().dims().last() != pair[1].shape().dims().first(),
-                pair[0], pair[1], "each has as many columns as the next has rows");
+                pair[0], pair[1], "the columns of each matrix must equal the rows of the next");
         }
-        // Matrix i is sizes[i] by sizes[i + 1].
+        // Matrix i has shape [sizes[i], sizes[i + 1]].
         let mut sizes: Vec<usize> = tensors.iter().map(|t| t.shape().dims()[0]).collect();
         sizes.push(last.shape().dims().last().copied().unwrap_or(1));
         if ends[0] {
@@ -309,32 +310,37 @@ impl Tensor {
             *sizes.last_mut().expect("as many as tensors and one") = 1;
         }
         let order = cheapest_order(&sizes);
-        multiply_chain(&tensors, &order, 0, tensors.len() - 1).named(op)
+        multiply_chain(&tensors, &order, 0, tensors.len() - 1).with_op(op)
     }
 
-    /// A square matrix, or a batch of them, multiplied n times by itself, by squaring (PyTorch's `matrix_power`); the identity
-    /// for 0. Differentiable.
+    /// Raises a square matrix, or each of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is the
+    /// identity. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for anything but square matrices; as [`Tensor::matmul`].
+    /// [`Error::Invalid`] unless the matrices are square; the errors of [`Tensor::matmul`].
     #[track_caller]
     pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
-        replaced!(op = "matrix_power", [self], n);
+        return_replacement!(op = "matrix_power", [self], n);
         let rows = match *self.shape().dims() {
             [.., rows, columns] if rows == columns => rows,
-            _ => return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape()))),
+            _ => {
+                return Err(Error::invalid(
+                    op,
+                    format!("the matrices must be square, and the shape is {}", self.shape()),
+                ));
+            }
         };
         let (mut power, mut square, mut n) = (None, self.shallow_clone(), n);
         while n > 0 {
             if n % 2 == 1 {
                 power = Some(match power {
                     None => square.shallow_clone(),
-                    Some(power) => square.matmul(&power).named(op)?,
+                    Some(power) => square.matmul(&power).with_op(op)?,
                 });
             }
             n /= 2;
             if n > 0 {
-                square = square.matmul(&square).named(op)?;
+                square = square.matmul(&square).with_op(op)?;
             }
         }
         match power {
@@ -343,19 +349,19 @@ impl Tensor {
         }
     }
 
-    /// The sum of a matrix's diagonal (PyTorch's `trace`); of integers as i64. Differentiable.
+    /// The sum of a matrix's diagonal, i64 for integers (PyTorch's `trace`). Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for anything but a matrix.
+    /// [`Error::Invalid`] unless this is a matrix.
     #[track_caller]
     pub fn trace(&self) -> Result<Tensor> {
-        replaced!("trace", [self]);
-        invalid!("trace" if self.rank() != 2, "shape {} is not that of a matrix", self.shape());
+        return_replacement!("trace", [self]);
+        invalid!("trace" if self.rank() != 2, "the input must be a matrix, and has shape {}", self.shape());
         self.diagonal(0, 0, 1)?.sum((), false)
     }
 
-    /// The Kronecker product: every element times the whole other tensor, as blocks of the result (PyTorch's `kron`). Where one
-    /// has fewer dims, they count as 1 in front. Differentiable.
+    /// The Kronecker product: each element times `other`, as blocks of the result (PyTorch's `kron`). Dims of size 1 are prepended to the
+    /// tensor with fewer dims. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -369,7 +375,7 @@ impl Tensor {
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!(op = "kron", [self, other]);
+        return_replacement!(op = "kron", [self, other]);
         let rank = self.rank().max(other.rank());
         let sizes = |t: &Tensor| -> Dims {
             std::iter::repeat_n(1, rank - t.rank()).chain(t.shape().dims().iter().copied()).collect()
@@ -378,38 +384,38 @@ impl Tensor {
         let interleaved = |first: bool, sizes: &Dims| -> Shape {
             sizes.iter().flat_map(|&d| if first { [d, 1] } else { [1, d] }).collect()
         };
-        let product = self.reshape(interleaved(true, &a))?.mul(&other.reshape(interleaved(false, &b))?).named(op)?;
+        let product = self.reshape(interleaved(true, &a))?.mul(&other.reshape(interleaved(false, &b))?).with_op(op)?;
         product.reshape(a.iter().zip(&b).map(|(x, y)| x * y).collect::<Shape>())
     }
 
-    /// The cross product of vectors of three along `dim`, others broadcast (PyTorch's `linalg.cross`). Differentiable.
+    /// The cross product of vectors with three elements along `dim` (PyTorch's `linalg.cross`). All other dims broadcast. Differentiable.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] where `dim` is not of size 3 in both, or others do not broadcast; [`Error::DimOutOfRange`],
+    /// [`Error::ShapeMismatch`] if `dim` does not have size 3 in both, or if other dims do not broadcast; [`Error::DimOutOfRange`],
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
-        replaced!(op = "cross", [self, other], dim);
-        mismatch!(op if self.rank() != other.rank(), self, other, "both have as many dims");
+        return_replacement!(op = "cross", [self, other], dim);
+        mismatch!(op if self.rank() != other.rank(), self, other, "both must have the same number of dims");
         let d = self.shape().dim(op, dim)?;
         let is_vector = |t: &Tensor| t.shape().dims()[d] == 3;
         mismatch!(op if !is_vector(self) || !is_vector(other), self, other, "the dim of the product is of size 3");
         let of = |t: &Tensor, i: isize| t.select(dim, i % 3);
         let row = |i: isize| -> Result<Tensor> {
             let parts = [of(self, i + 1)?, of(other, i + 2)?, of(self, i + 2)?, of(other, i + 1)?];
-            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).named(op)
+            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).with_op(op)
         };
         Tensor::stack(&[row(0)?, row(1)?, row(2)?], d as isize)
     }
 }
 
-/// The sizes of three dims.
+/// Returns the sizes of a tensor with three dims.
 fn dims(t: &Tensor) -> [usize; 3] {
     let d = t.shape().dims();
     [d[0], d[1], d[2]]
 }
 
-/// For matrices `i..=j` of a chain, at `[i][j]`, after which one to split it for the fewest multiplications.
+/// Returns at `[i][j]` the last matrix of the left part when the chain `i..=j` is split for the fewest multiplications.
 fn cheapest_order(sizes: &[usize]) -> Vec<Vec<usize>> {
     let n = sizes.len() - 1;
     let (mut cost, mut split) = (vec![vec![0f64; n]; n], vec![vec![0; n]; n]);

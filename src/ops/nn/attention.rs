@@ -1,9 +1,11 @@
-//! Scaled dot-product attention: one kernel and its two gradients on GPUs (`fused`); elsewhere two batched products with a softmax
-//! between them, three launches forward and five backward.
+//! Scaled dot-product attention.
 //!
-//! Of the products, the scale is in the first one's epilogue and the mask in the softmax. Heads are strides: queries, keys and values may
-//! be views of one projection, and query heads that share a key head have batch stride 0. The result is stored as
-//! `[batch, length, heads, width]`, so merging its heads copies nothing. Long sequences are computed in blocks (`blocks`).
+//! On GPUs, `fused` computes attention with one kernel, and the gradients with two more. On all other devices, two batched products with a
+//! softmax between them take three launches forward and five backward. `blocks` bounds the memory of long sequences.
+//!
+//! The scale is part of the first product's epilogue, and the mask part of the softmax. Heads are strided views: queries, keys and
+//! values may be views of one projection, and query heads that share a key head read it with batch stride 0. The result is stored
+//! as `[batch, length, heads, width]`, so that merging the heads copies nothing.
 
 mod blocks;
 mod fused;
@@ -13,21 +15,21 @@ mod tests;
 
 use smallvec::SmallVec;
 
-use crate::autograd::rng_replay::replayed;
+use crate::autograd::rng_replay::replay_draws;
 use crate::autograd::{Gradients, Saved};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
-use crate::ops::linalg::products::{product, product_in};
+use crate::ops::linalg::products::{product, product_into};
 use crate::ops::nn::attention::blocks::Blocks;
 use crate::ops::nn::attention::fused::Fused;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
-use crate::ops::recorded;
+use crate::ops::record_gradients;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Result, Scalar, Shape, Tensor, autograd, no_grad};
 
-/// How [`Tensor::scaled_dot_product_attention`] attends; by default to everything.
+/// Options of [`Tensor::scaled_dot_product_attention`]. By default every query attends to every key.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops::Attention};
@@ -38,31 +40,31 @@ use crate::{DType, Result, Scalar, Shape, Tensor, autograd, no_grad};
 /// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Attention<'a> {
-    /// Broadcast to the scores, `[.., L, S]`: where a bool is true, the key takes part; floats are added to the scores.
+    /// A mask that broadcasts to the scores, `[.., L, S]`. A bool is true for keys that take part; floats are added to the scores.
     pub attn_mask: Option<&'a Tensor>,
-    /// The probability with which a weight is dropped.
+    /// The probability of dropping an attention weight.
     pub dropout_p: f64,
-    /// Whether query i attends to keys up to i only; together with a mask, to those of them that it leaves.
+    /// Whether query i attends only to keys 0 to i. A mask can exclude more of these keys.
     pub is_causal: bool,
-    /// What scores are multiplied by; `1 / sqrt(E)` where it is left out.
+    /// The factor of the scores; `1 / sqrt(E)` if `None`.
     pub scale: Option<f64>,
-    /// Whether a head of keys and values serves several heads of queries.
+    /// Whether one head of keys and values serves several heads of queries (grouped-query attention).
     pub enable_gqa: bool,
 }
 
 impl<'a> Attention<'a> {
-    /// The arguments of a call by name, where a mask is the last tensor.
+    /// The options as arguments of a call by name, where the mask is the last tensor.
     fn arguments(&self) -> [Argument; 4] {
         [self.dropout_p.into(), self.is_causal.into(), self.scale.into(), self.enable_gqa.into()]
     }
 
-    /// The same read, from argument `i` on; the mask is tensor `mask`.
+    /// Reads the options of a call by name from argument `i` on, with tensor `mask` as the mask.
     fn from_args(args: &Args<'a>, i: usize, mask: usize) -> Result<Attention<'a>> {
         Ok(Attention {
-            attn_mask: args.optional(mask),
+            attn_mask: args.optional_tensor(mask),
             dropout_p: args.float(i)?,
             is_causal: args.bool(i + 1)?,
-            scale: args.maybe(i + 2, Args::float)?,
+            scale: args.read_optional(i + 2, Args::float)?,
             enable_gqa: args.bool(i + 3)?,
         })
     }
@@ -72,46 +74,49 @@ operations! {
     scaled_dot_product_attention(query: x, key: x, value: x, attn_mask: x?,
         dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false) functional:
         NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?);
+        => |a| a.tensor(0)?.scaled_dot_product_attention(a.tensor(1)?, a.tensor(2)?, Attention::from_args(a, 0, 3)?);
     scaled_dot_product_attention_math(query: x, key: x, value: x, attn_mask: x?,
         dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false)
         "_scaled_dot_product_attention_math": NeuralNetwork, Floats -> Same
-        => |a| a.x(0)?.scaled_dot_product_attention_math(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?);
+        => |a| a.tensor(0)?.scaled_dot_product_attention_math(a.tensor(1)?, a.tensor(2)?, Attention::from_args(a, 0, 3)?);
     packed_attention(input: x, attn_mask: x?,
         heads: size, dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false)
         "nn.functional.scaled_dot_product_attention": NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?);
+        => |a| a.tensor(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?);
 }
 
 impl Tensor {
-    /// `softmax(q kᵀ * scale + mask) v`, this tensor being the queries `[.., L, E]`, for keys `[.., S, E]` and values
-    /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
-    /// attend to nothing gives zeros. Floats of one dtype. Differentiable, in a mask of floats too.
+    /// Computes `softmax(q kᵀ * scale + mask) v` with this tensor as the queries (PyTorch's `scaled_dot_product_attention`).
     ///
-    /// On GPUs one kernel keeps the result and one number for each query: memory grows with `L + S` and not with `L S`, with any mask
-    /// and with dropout. This holds for E and V up to 256 (less where a device's local memory is small). All scores or blocks of them
-    /// are computed instead where a gradient of the mask or a second derivative is wanted, where dropout is captured in a
-    /// [`Graph`](crate::Graph), and for f16 and bf16 with more than 16 queries on a device with tensor cores.
+    /// Queries are `[.., L, E]`, keys `[.., S, E]` and values `[.., S, V]`; the leading dims broadcast, and the result is
+    /// `[.., L, V]`. A query that attends to no key gives zeros. Floats of one dtype. Differentiable, also in a float mask.
     ///
-    /// Elsewhere many scores are made for a block of queries at a time, and again in backward, with the same effect:
-    /// above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
-    /// device's memory. Never with dropout, where a gradient of the mask is wanted, or where L is at most E.
+    /// On GPUs one kernel stores only the result and one number for each query. Memory grows with `L + S` and not with `L S`, also with
+    /// a mask and with dropout. The kernel supports E and V up to 256, or less if a device has little local memory. In the following
+    /// cases all scores, or blocks of them, are computed instead:
+    /// - the gradient of a mask or a second derivative is needed,
+    /// - dropout is captured in a [`Graph`](crate::Graph),
+    /// - f16 or bf16 with more than 16 queries on a device with tensor cores.
+    ///
+    /// Other devices compute many scores in blocks of queries, and again in the backward pass, which saves the same memory. On the CPU,
+    /// this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise above 1/32 of the device's memory.
+    /// Blocks are not used with dropout, for the gradient of a mask, or if L is at most E.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
-    /// `dropout_p` that is not in `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a
+    /// `dropout_p` outside `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
-        replaced!("scaled_dot_product_attention", tensors; || options.arguments().into());
+        return_replacement!("scaled_dot_product_attention", tensors; || options.arguments().into());
         attend(self, key, value, options)
     }
 
-    /// [`Tensor::scaled_dot_product_attention`] of all scores at once, and the weights that it gives the values, `[.., L, S]`, of which its
-    /// gradient is made (PyTorch's `_scaled_dot_product_attention_math`). Not recorded.
+    /// Computes [`Tensor::scaled_dot_product_attention`] with all scores at once. Also returns the attention weights, `[.., L, S]`,
+    /// from which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded.
     ///
     /// # Errors
-    /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for heads in groups.
+    /// The errors of [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] with `enable_gqa`.
     #[track_caller]
     pub fn scaled_dot_product_attention_math(
         &self,
@@ -121,16 +126,17 @@ impl Tensor {
     ) -> Result<(Tensor, Tensor)> {
         let op = "scaled_dot_product_attention_math";
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
-        replaced!(op, tensors; || options.arguments().into());
-        invalid!(op if options.enable_gqa, "the weights of heads in groups are not given: expand keys and values");
+        return_replacement!(op, tensors; || options.arguments().into());
+        invalid!(op if options.enable_gqa, "attention weights with enable_gqa are not supported: expand keys and values");
         check(op, self, key, value, &options)?;
         let scale = Some(options.scale.unwrap_or_else(|| default_scale(self.shape().dims()[self.rank() - 1])));
         no_grad(|| attend_unblocked(op, [self, key, value], Attention { scale, ..options }))
     }
 
-    /// Self-attention of all heads, from queries, keys and values as one projection gives them: `[.., L, 3 E]`, each of the
-    /// three `heads` times E / heads wide, gives `[.., L, E]` (PyTorch's `scaled_dot_product_attention` of the three parts, and
-    /// what `nn.MultiheadAttention` does between its projections). Nothing is copied, forward or backward.
+    /// Computes self-attention of all heads from one projection that holds queries, keys and values: `[.., L, 3 E]` gives `[.., L, E]`.
+    ///
+    /// Each of the three parts has `heads` heads of width E / heads. The result is PyTorch's `scaled_dot_product_attention` of the
+    /// three parts, as in `nn.MultiheadAttention` between its projections. Nothing is copied, forward or backward.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::Attention};
@@ -141,37 +147,38 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
+    /// The errors of [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
     #[track_caller]
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
         let arguments = || std::iter::once(heads.into()).chain(options.arguments()).collect();
-        replaced!(op = "packed_attention", tensors; arguments);
-        cast_first!(lowered(op, &[self])?, |x| x[0].packed_attention(heads, options));
+        return_replacement!(op = "packed_attention", tensors; arguments);
+        cast_first!(autocast_inputs(op, &[self])?, |x| x[0].packed_attention(heads, options));
         self.dtype.check_float(op)?;
-        let packed = Packed::new(op, self.shape(), heads)?;
+        let packed = PackedProjection::new(op, self.shape(), heads)?;
         let (scale, is_causal) = (options.scale.unwrap_or_else(|| default_scale(packed.width)), options.is_causal);
         let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
         let options = Attention { scale: Some(scale), ..options };
         let [rows @ .., length, _] = q.shape().dims() else { unreachable!("[.., heads, L, width]") };
         let scores = rows.iter().chain([length, length]).copied().collect();
         check_mask(op, self, options.attn_mask, &scores)?;
-        if let Some((out, way)) = Recomputed::forward(op, [&q, &k, &v], &options, autograd::is_tracked(&[self]))? {
+        if let Some((out, recomputed)) = Recomputed::forward(op, [&q, &k, &v], &options, autograd::is_tracked(&[self]))?
+        {
             let out = packed.merge_heads(&out)?;
-            return Ok(packed.recorded(op, out, self, options, way));
+            return Ok(packed.record(op, out, self, options, recomputed));
         }
         if options.dropout_p > 0.0 || options.attn_mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
             let [q, k, v] = packed.parts(self)?;
-            return packed.merge_heads(&attend(&q, &k, &v, options).named(op)?);
+            return packed.merge_heads(&attend(&q, &k, &v, options).with_op(op)?);
         }
-        let (out, weights) = attend_unblocked(op, [&q, &k, &v], options).named(op)?;
+        let (out, weights) = attend_unblocked(op, [&q, &k, &v], options).with_op(op)?;
         let out = packed.merge_heads(&out)?;
         let (saved, mask) = ([self, &weights].map(Saved::new), options.attn_mask.map(Saved::new));
-        Ok(recorded(op, out, &[self], move |_, grad| {
+        Ok(record_gradients(op, out, &[self], move |_, grad| {
             let all = saved[0].get(op)?;
             let [q, k, v] = packed.parts(all)?;
             let grad = packed.split_heads(grad)?;
-            // For double backward everything is composed of recorded operations.
+            // For double backward, all steps are recorded operations.
             let twice = autograd::is_tracked(&[all, &grad]);
             let weights = match twice {
                 true => {
@@ -185,17 +192,17 @@ impl Tensor {
             let slots: [Option<Tensor>; 3] = match twice {
                 true => [None, None, None],
                 false => {
-                    let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
+                    let whole = Tensor::empty_with_shape(all.shape(), all.dtype, all.device())?;
                     packed.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)))
                 }
             };
             let [to_q, to_k, to_v] = slots;
             let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
             let one = Scalar::Int(1);
-            let dv = product_in(op, to_v, None, &transposed(&weights)?, &grad, one)?;
-            let ds = softmax_derivative(&weights, &product_in(op, None, None, &grad, &transposed(&v)?, one)?)?;
-            let dq = product_in(op, to_q, None, &ds, &k, scale.into())?;
-            let dk = product_in(op, to_k, None, &transposed(&ds)?, &q, scale.into())?;
+            let dv = product_into(op, to_v, None, &transposed(&weights)?, &grad, one)?;
+            let ds = softmax_derivative(&weights, &product_into(op, None, None, &grad, &transposed(&v)?, one)?)?;
+            let dq = product_into(op, to_q, None, &ds, &k, scale.into())?;
+            let dk = product_into(op, to_k, None, &transposed(&ds)?, &q, scale.into())?;
             match whole {
                 Some(whole) => Ok(whole),
                 None => {
@@ -207,22 +214,22 @@ impl Tensor {
     }
 }
 
-/// How queries, keys and values lie in one tensor.
+/// The layout of queries, keys and values in one tensor, `[.., L, 3 * heads * width]`.
 #[derive(Clone)]
-struct Packed {
-    /// `[.., L]`.
+struct PackedProjection {
+    /// The dims `[.., L]`.
     rows: Shape,
     heads: usize,
-    /// Of one head.
+    /// The width of one head.
     width: usize,
 }
 
-impl Packed {
-    fn new(op: &'static str, shape: &Shape, heads: usize) -> Result<Packed> {
+impl PackedProjection {
+    fn new(op: &'static str, shape: &Shape, heads: usize) -> Result<PackedProjection> {
         let divides = |all: &usize| heads.checked_mul(3).is_some_and(|n| n > 0 && all.is_multiple_of(n));
         match shape.dims() {
             [rows @ .., all] if divides(all) && !rows.is_empty() => {
-                Ok(Packed { rows: Shape::from(rows), heads, width: all / (3 * heads) })
+                Ok(PackedProjection { rows: Shape::from(rows), heads, width: all / (3 * heads) })
             }
             _ => {
                 let reason = format!("shape {shape} is not [.., L, 3 E] with E a multiple of the {heads} heads");
@@ -231,7 +238,7 @@ impl Packed {
         }
     }
 
-    /// The three parts of a tensor, each `[.., heads, L, width]`.
+    /// Returns the layouts of queries, keys and values in `all`, each `[.., heads, L, width]`.
     fn layouts(&self, all: &Layout) -> [Layout; 3] {
         let (rank, last) = (self.rows.rank(), all.strides[all.strides.len() - 1]);
         let (batch, length) = self.rows.dims().split_at(rank - 1);
@@ -245,39 +252,50 @@ impl Packed {
         })
     }
 
-    /// What [`Recomputed::forward`] made of `all`, with its gradient, whose three parts lie in one tensor, too.
-    fn recorded(self, op: &'static str, out: Tensor, all: &Tensor, options: Attention<'_>, way: Recomputed) -> Tensor {
+    /// Records `out`, computed from `all` by [`Recomputed::forward`]. The gradients of the three parts share one tensor, too.
+    fn record(
+        self,
+        op: &'static str,
+        out: Tensor,
+        all: &Tensor,
+        options: Attention<'_>,
+        recomputed: Recomputed,
+    ) -> Tensor {
         if !autograd::is_tracked(&[all]) {
             return out;
         }
         let (saved, saved_options) = (Saved::new(all), SavedOptions::new(options));
-        autograd::record_twice(op, out, &[all], move |ctx| {
+        autograd::record_differentiable(op, out, &[all], move |ctx| {
             let (all, options) = (saved.get(op)?, saved_options.options(op)?);
             let [q, k, v] = self.parts(all)?;
             if ctx.create_graph() {
-                return ctx.through(&self.merge_heads(&way.composed(op, [&q, &k, &v], options)?)?);
+                return ctx.differentiate_through(&self.merge_heads(&recomputed.attend_recorded(
+                    op,
+                    [&q, &k, &v],
+                    options,
+                )?)?);
             }
-            let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
+            let whole = Tensor::empty_with_shape(all.shape(), all.dtype, all.device())?;
             let slots = self.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)));
             let grad = self.split_heads(&ctx.grad()?)?;
-            way.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
+            recomputed.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
             Ok(Gradients::from_iter([Some(whole)]))
         })
     }
 
-    /// The same as [`Packed::layouts`], recorded.
+    /// Same as [`PackedProjection::layouts`], as recorded views.
     fn parts(&self, all: &Tensor) -> Result<[Tensor; 3]> {
         let each = self.heads * self.width;
         let part = |i: usize| self.split_heads(&all.narrow(-1, i * each, each)?);
         Ok([part(0)?, part(1)?, part(2)?])
     }
 
-    /// `[.., L, E]` as `[.., heads, L, width]`.
+    /// Views `[.., L, E]` as `[.., heads, L, width]`.
     fn split_heads(&self, t: &Tensor) -> Result<Tensor> {
         t.unflatten(-1, [self.heads, self.width])?.transpose(-2, -3)
     }
 
-    /// `[.., heads, L, width]` as `[.., L, E]`.
+    /// Views `[.., heads, L, width]` as `[.., L, E]`.
     fn merge_heads(&self, t: &Tensor) -> Result<Tensor> {
         t.transpose(-2, -3)?.flatten(-2, -1)
     }
@@ -287,37 +305,37 @@ fn default_scale(width: usize) -> f64 {
     1.0 / (width as f64).sqrt()
 }
 
-/// The result, recorded; block by block where there are many scores.
+/// Computes and records attention, in blocks of queries if there are many scores.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<Tensor> {
     let op = "scaled_dot_product_attention";
-    cast_first!(lowered(op, &[q, k, v])?, |x| attend(&x[0], &x[1], &x[2], options));
+    cast_first!(autocast_inputs(op, &[q, k, v])?, |x| attend(&x[0], &x[1], &x[2], options));
     check(op, q, k, v, &options)?;
     if options.enable_gqa {
-        return grouped(op, [q, k, v], options);
+        return attend_grouped(op, [q, k, v], options);
     }
     let width = q.shape().dims()[q.rank() - 1];
     let options = Attention { scale: Some(options.scale.unwrap_or_else(|| default_scale(width))), ..options };
     let tracked = autograd::is_tracked(&[q, k, v]);
-    let Some((out, way)) = Recomputed::forward(op, [q, k, v], &options, tracked)? else {
+    let Some((out, recomputed)) = Recomputed::forward(op, [q, k, v], &options, tracked)? else {
         return Ok(attend_unblocked(op, [q, k, v], options)?.0);
     };
     if !tracked {
         return Ok(out);
     }
     let (saved, saved_options) = ([q, k, v].map(Saved::new), SavedOptions::new(options));
-    Ok(autograd::record_twice(op, out, &[q, k, v], move |ctx| {
+    Ok(autograd::record_differentiable(op, out, &[q, k, v], move |ctx| {
         let inputs = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
         let options = saved_options.options(op)?;
         if ctx.create_graph() {
-            return ctx.through(&way.composed(op, inputs, options)?);
+            return ctx.differentiate_through(&recomputed.attend_recorded(op, inputs, options)?);
         }
-        let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs(i)));
-        let gradients = way.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
+        let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs_gradient(i)));
+        let gradients = recomputed.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
         Ok(gradients.into_iter().collect())
     }))
 }
 
-/// Checks the tensors of an attention. Errors name the shapes that the caller gave.
+/// Checks the operands of an attention. Errors name the shapes that the caller passed.
 fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention<'_>) -> Result<()> {
     same_dtype(op, &[q, k, v])?;
     same_device(op, &[q, k, v])?;
@@ -332,9 +350,9 @@ fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, options: &Attenti
         return mismatch(k, "queries are [.., L, E] and keys [.., S, E]");
     }
     if keys != values {
-        return mismatch(v, "there are as many values as keys");
+        return mismatch(v, "keys and values must have the same length S");
     }
-    // Dims before [heads, rows, columns] where heads are in groups, else before [rows, columns].
+    // The batch dims end before [heads, rows, columns] for grouped heads, otherwise before [rows, columns].
     let batch = |t: &Tensor, last: usize| Shape::from(&t.shape().dims()[..t.rank().saturating_sub(last)]);
     let of_keys = |last| batch(q, last).broadcast(op, &batch(k, last));
     let last = if options.enable_gqa { 3 } else { 2 };
@@ -355,7 +373,7 @@ fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, options: &Attenti
     check_mask(op, q, options.attn_mask, &scores)
 }
 
-/// Checks a mask of these scores, `[.., L, S]`, which are those of the tensor `given`.
+/// Checks that `mask` broadcasts to the scores, `[.., L, S]`. `given` is the tensor that errors and the device check refer to.
 fn check_mask(op: &'static str, given: &Tensor, mask: Option<&Tensor>, scores: &Shape) -> Result<()> {
     let Some(mask) = mask else { return Ok(()) };
     same_device(op, &[given, mask])?;
@@ -365,15 +383,16 @@ fn check_mask(op: &'static str, given: &Tensor, mask: Option<&Tensor>, scores: &
     Ok(())
 }
 
-/// What was computed in a way that keeps no scores, which backward computes again.
+/// An attention whose scores are not kept. The backward pass computes them again.
 enum Recomputed {
     Fused(Box<Fused>),
     Blocks(Blocks),
 }
 
 impl Recomputed {
-    /// The result, outside the graph. None where all scores are made, and where something does not fit. The options' scale is given;
-    /// `backward` says whether there will be one.
+    /// Computes the result outside the graph. `options.scale` is set; `backward` says whether gradients will be needed.
+    ///
+    /// Returns `None` if all scores should be computed at once, and for operands that do not match.
     fn forward(
         op: &'static str,
         inputs: [&Tensor; 3],
@@ -387,7 +406,7 @@ impl Recomputed {
         Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocks(blocks))))
     }
 
-    /// The gradients of inputs that are wanted, in `slots` where these are given.
+    /// Computes the gradients of the wanted inputs, into `slots` where given.
     fn backward(
         &self,
         op: &'static str,
@@ -403,17 +422,17 @@ impl Recomputed {
         }
     }
 
-    /// The same result of recorded operations.
-    fn composed(&self, op: &'static str, inputs: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
+    /// Computes the same result with recorded operations, for double backward.
+    fn attend_recorded(&self, op: &'static str, inputs: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
         let seeds = match self {
             Recomputed::Fused(fused) => fused.seeds(),
             Recomputed::Blocks(_) => SmallVec::new(),
         };
-        Ok(replayed(&seeds, || attend_unblocked(op, inputs, options))?.0)
+        Ok(replay_draws(&seeds, || attend_unblocked(op, inputs, options))?.0)
     }
 }
 
-/// What backward computes anew needs of the options, groups of heads not among it.
+/// The options that the backward pass needs. Grouped heads have been expanded before.
 struct SavedOptions {
     mask: Option<Saved>,
     is_causal: bool,
@@ -434,35 +453,36 @@ impl SavedOptions {
     }
 }
 
-/// The result and the weights of the values, recorded: all scores at once. The scale is given, heads are not in groups.
+/// Computes all scores at once and records every step. Returns the result and the attention weights.
+/// `options.scale` is set, and heads are not grouped.
 fn attend_unblocked(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
     let scale = Scalar::Float(options.scale.unwrap_or(1.0));
     let scores = product(op, None, q, &k.transpose(-1, -2)?, scale)?;
     let mut weights = masked_softmax(op, &scores, options.attn_mask, options.is_causal.then_some(0))?;
     drop(scores);
     if options.dropout_p != 0.0 {
-        weights = weights.dropout(options.dropout_p).named(op)?;
+        weights = weights.dropout(options.dropout_p).with_op(op)?;
     }
-    let slot = empty_heads_inside(&product_shape(op, &weights, v)?, &weights)?;
-    let out = product_in(op, slot, None, &weights, v, Scalar::Int(1))?;
+    let slot = allocate_heads_inside(&product_shape(op, &weights, v)?, &weights)?;
+    let out = product_into(op, slot, None, &weights, v, Scalar::Int(1))?;
     Ok((out, weights))
 }
 
-/// Memory for a result `[batch, heads.., L, V]` that lies as `[batch, L, heads.., V]`.
-fn empty_heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>> {
+/// Allocates a result `[batch, heads.., L, V]` that is stored as `[batch, L, heads.., V]`.
+fn allocate_heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>> {
     let [batch, heads @ .., length, width] = shape.dims() else { return Ok(None) };
     if heads.is_empty() {
         return Ok(None);
     }
     let memory: Shape = [*batch, *length].into_iter().chain(heads.iter().copied()).chain([*width]).collect();
-    let out = Tensor::empty_like_shape(memory, like.dtype, like.device())?;
+    let out = Tensor::empty_with_shape(memory, like.dtype, like.device())?;
     let rank = shape.rank();
     let order: Dims = [0].into_iter().chain(2..rank - 1).chain([1, rank - 1]).collect();
     Ok(Some(out.with_layout(out.layout.permute(&order))))
 }
 
-/// Heads of queries in groups, one for each head of keys and values.
-fn grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
+/// Attention with grouped query heads, where each group shares one head of keys and values.
+fn attend_grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
     let heads = |t: &Tensor| t.rank().checked_sub(3).map(|d| t.shape().dims()[d]);
     let groups = match [q, k, v].map(heads) {
         [Some(all), Some(keys), Some(values)] if keys == values && keys > 0 && all % keys == 0 => [keys, all / keys],
@@ -472,7 +492,7 @@ fn grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) ->
         }
     };
     let mask = match options.attn_mask {
-        Some(mask) if heads(mask).is_some_and(|n| n != 1) => Some(mask.unflatten(-3, groups).named(op)?),
+        Some(mask) if heads(mask).is_some_and(|n| n != 1) => Some(mask.unflatten(-3, groups).with_op(op)?),
         Some(mask) if mask.rank() > 3 => Some(mask.unsqueeze(-3)?),
         mask => mask.map(Tensor::shallow_clone),
     };

@@ -1,22 +1,22 @@
-//! Resizing of images: nearest, linear, and pixel shuffle.
+//! Resizing of images: nearest and linear interpolation, and pixel shuffle.
 
 use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
-use crate::backend::problem::windows::four;
+use crate::backend::problem::windows::sizes_4d;
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::{Result, Shape, Tensor, autograd, backend};
 
 impl Interpolation {
-    fn of(a: &Args) -> Result<Interpolation> {
+    fn from_args(a: &Args) -> Result<Interpolation> {
         match a.text(1)? {
             mode if mode != "linear" && a.bool(2)? => {
-                Err(Error::invalid("interpolate", format!("align_corners goes with linear, not with {mode}")))
+                Err(Error::invalid("interpolate", format!("align_corners needs the mode linear, not {mode}")))
             }
             "nearest" => Ok(Interpolation::Nearest),
             "nearest-exact" => Ok(Interpolation::NearestExact),
             "linear" => Ok(Interpolation::Linear { align_corners: a.bool(2)? }),
-            _ => a.wrong(1, "nearest, nearest-exact or linear"),
+            _ => a.argument_error(1, "nearest, nearest-exact or linear"),
         }
     }
 }
@@ -33,17 +33,17 @@ impl Resize {
     }
 
     fn forward(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
-        let out = self.run(x, false)?;
-        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.backward(op, &grad)))
+        let out = self.resize(x, false)?;
+        Ok(autograd::record_unary_differentiable(op, out, x, move |grad| self.backward(op, &grad)))
     }
 
     fn backward(self, op: &'static str, grad: &Tensor) -> Result<Tensor> {
-        let out = self.run(grad, true)?;
-        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.forward(op, &grad)))
+        let out = self.resize(grad, true)?;
+        Ok(autograd::record_unary_differentiable(op, out, grad, move |grad| self.forward(op, &grad)))
     }
 
-    fn run(&self, x: &Tensor, transposed: bool) -> Result<Tensor> {
-        let [n, c, h, w] = four(x);
+    fn resize(&self, x: &Tensor, transposed: bool) -> Result<Tensor> {
+        let [n, c, h, w] = sizes_4d(x);
         let [h, w] = [(self.rows, h), (self.columns, w)]
             .map(|(samples, n)| samples.map_or(n, |samples| if transposed { samples.from } else { samples.to }));
         backend::compute([n, c, h, w], x.dtype, x.device(), |b, out| b.interpolate(self, x, out, transposed))
@@ -51,8 +51,11 @@ impl Resize {
 }
 
 impl Tensor {
-    /// Images `[N, C, ..]` with dims of other sizes (PyTorch's `interpolate` with a `size`). Floats, any number of dims: one
-    /// launch for up to two, one more for each other, and two where halves of three or more are mixed. Differentiable.
+    /// Resizes all dims after the first two of images `[N, C, ..]` to `size` (PyTorch's `interpolate` with a `size`). Floats.
+    /// Differentiable.
+    ///
+    /// Any number of dims: one launch for up to two, and one more for each further dim. Linear interpolation of f16 and bf16 in three or
+    /// more dims takes two more launches.
     ///
     /// ```
     /// use claystone::{Device, Interpolation, Tensor};
@@ -64,19 +67,19 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for sizes of 0 or beyond any memory and another number of sizes than of dims;
+    /// [`Error::Invalid`] for sizes of 0 or too large for any memory, and for a wrong number of sizes;
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
     #[track_caller]
     pub fn interpolate(&self, size: &[usize], mode: Interpolation) -> Result<Tensor> {
-        replaced!(op = "interpolate", [self], size, mode, mode.align_corners());
+        return_replacement!(op = "interpolate", [self], size, mode, mode.align_corners());
         self.dtype.check_float(op)?;
         invalid!(op if size.is_empty() || self.rank() != size.len() + 2,
             "the input is [N, C, ..] with a dim for each of {} sizes, not {}", size.len(), self.shape());
         invalid!(op if size.iter().chain(&self.shape().dims()[2..]).any(|&n| n == 0),
-            "sizes are above 0, and {} is to become {size:?}", self.shape());
+            "all sizes must be above 0: {} cannot be resized to {size:?}", self.shape());
         let dims = self.shape().dims();
         let samples = |d: usize| Samples::new(op, mode, dims[2 + d], size[d]);
-        // The last two dims together, then the others one by one. Linear modes compute in f32 at least and round once.
+        // Resizes the last two dims together and then each other dim. Linear modes compute at least in f32 and round once.
         let last = size.len() - 1;
         let first = last.saturating_sub(1);
         let wide = match mode {
@@ -96,40 +99,40 @@ impl Tensor {
         out.reshape(dims[..2].iter().chain(size).copied().collect::<Shape>())?.to_dtype(self.dtype)
     }
 
-    /// `[.., C r², H, W]` as `[.., C, H r, W r]`: each r² channels become the r by r elements at a place (PyTorch's
+    /// Rearranges `[.., C r², H, W]` to `[.., C, H r, W r]`: r² channels of one pixel become a block of r x r pixels (PyTorch's
     /// `pixel_shuffle`). Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there are less than three dims and where r² does not divide the channels.
+    /// [`Error::Invalid`] for fewer than three dims, and if the channels are not divisible by r².
     #[track_caller]
     pub fn pixel_shuffle(&self, r: usize) -> Result<Tensor> {
-        replaced!(op = "pixel_shuffle", [self], r);
-        let (rest, [c, h, w]) = self.images(op)?;
+        return_replacement!(op = "pixel_shuffle", [self], r);
+        let (rest, [c, h, w]) = self.split_image_dims(op)?;
         let square = r.saturating_mul(r);
-        invalid!(op if square == 0 || !c.is_multiple_of(square), "{c} channels are no multiple of {r} squared");
+        invalid!(op if square == 0 || !c.is_multiple_of(square), "{c} channels are not a multiple of {r} squared");
         let n: usize = rest.iter().product();
         let parts = self.reshape([n, c / square, r, r, h, w])?.permute(&[0, 1, 4, 2, 5, 3])?;
         parts.reshape(rest.iter().copied().chain([c / square, h * r, w * r]).collect::<Shape>())
     }
 
-    /// `[.., C, H r, W r]` as `[.., C r², H, W]`, the opposite of [`Tensor::pixel_shuffle`] (PyTorch's `pixel_unshuffle`).
+    /// Rearranges `[.., C, H r, W r]` to `[.., C r², H, W]`, the inverse of [`Tensor::pixel_shuffle`] (PyTorch's `pixel_unshuffle`).
     /// Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there are less than three dims and where r does not divide the last two.
+    /// [`Error::Invalid`] for fewer than three dims, and if the last two dims are not divisible by r.
     #[track_caller]
     pub fn pixel_unshuffle(&self, r: usize) -> Result<Tensor> {
-        replaced!(op = "pixel_unshuffle", [self], r);
-        let (rest, [c, h, w]) = self.images(op)?;
+        return_replacement!(op = "pixel_unshuffle", [self], r);
+        let (rest, [c, h, w]) = self.split_image_dims(op)?;
         invalid!(op if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r),
-            "images of {h} x {w} have no parts of {r} x {r}");
+            "images of {h} x {w} cannot be divided into blocks of {r} x {r}");
         let n: usize = rest.iter().product();
         let parts = self.reshape([n, c, h / r, r, w / r, r])?.permute(&[0, 1, 3, 5, 2, 4])?;
         parts.reshape(rest.iter().copied().chain([c * r * r, h / r, w / r]).collect::<Shape>())
     }
 
-    /// The dims before the last three, and these.
-    fn images(&self, op: &'static str) -> Result<(&[usize], [usize; 3])> {
+    /// Returns the dims before the last three, and the last three.
+    fn split_image_dims(&self, op: &'static str) -> Result<(&[usize], [usize; 3])> {
         match self.shape().dims() {
             [rest @ .., c, h, w] => Ok((rest, [*c, *h, *w])),
             _ => Err(Error::invalid(op, format!("images are [.., C, H, W], not of shape {}", self.shape()))),
@@ -139,7 +142,7 @@ impl Tensor {
 
 operations! {
     interpolate(input: x, size: sizes, mode: text = "nearest", align_corners: bool = false) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?);
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.interpolate(&a.sizes(0)?, Interpolation::from_args(a)?);
     pixel_shuffle(input: x, upscale_factor: size) functional: NeuralNetwork, All -> Same, differentiable;
     pixel_unshuffle(input: x, downscale_factor: size) functional: NeuralNetwork, All -> Same, differentiable;
 }

@@ -1,4 +1,4 @@
-//! Softmax, attention, convolutions, pooling, norms and losses.
+//! Softmax, attention, convolutions, pooling, norms, resizing and losses.
 
 pub(crate) mod attention;
 pub(crate) mod conv;

@@ -1,8 +1,8 @@
-//! Layer, group, instance and batch norm, and RMS norm.
+//! Layer, group, instance, batch and RMS norm.
 //!
-//! They are one operation on different rows. Each is a view of four dims, `[rows, inner rows, outer, inner]`, in which a row is the
-//! last two dims, so that a channel of a whole batch is a row too and nothing is copied. Forward and backward are one launch each,
-//! two where GPUs split long rows. Backward takes more launches for a weight that is not the same for a whole row.
+//! All norms are one operation on different rows. Each views its input as `[rows, inner rows, outer, inner]`, where the last two dims
+//! are one row. So a channel of a whole batch is a row too, and nothing is copied. Forward and backward are one launch each, or two
+//! if a GPU splits long rows. The gradient of a weight that varies within a row takes more launches.
 
 pub(crate) mod methods;
 pub(crate) mod native;
@@ -15,25 +15,25 @@ use crate::backend::problem::norm::{Normalisation, View, broadcast_view, unbind}
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
-use crate::tensor::view::reshaped;
+use crate::tensor::view::reshape_detached;
 use crate::{Expr, Result, Shape, Tensor, autograd, backend};
 
-/// What of [`Tensor::batch_norm`] is optional, with PyTorch's defaults.
+/// Optional tensors and parameters of [`Tensor::batch_norm`], with PyTorch's defaults.
 #[derive(Debug, Clone, Copy)]
 pub struct BatchNormOptions<'a> {
-    /// The mean of each channel, used where not training, else moved towards the batch's.
+    /// The running mean of each channel, used in evaluation and updated in training.
     pub running_mean: Option<&'a Tensor>,
-    /// The variance of each channel, likewise.
+    /// The running variance of each channel, used in evaluation and updated in training.
     pub running_var: Option<&'a Tensor>,
     /// A factor for each channel.
     pub weight: Option<&'a Tensor>,
     /// A shift for each channel.
     pub bias: Option<&'a Tensor>,
-    /// Whether to use the batch's own mean and variance.
+    /// Whether to normalise by the mean and variance of the batch instead of the running statistics.
     pub training: bool,
-    /// How far the running ones move towards the batch's.
+    /// The fraction by which the running statistics move towards those of the batch.
     pub momentum: f64,
-    /// Added to the variance.
+    /// Added to the variance before the square root.
     pub eps: f64,
 }
 
@@ -44,28 +44,28 @@ impl Default for BatchNormOptions<'_> {
     }
 }
 
-/// Tensors as four dims, of which the last two are normalised over.
+/// A norm over the last two dims of a 4-D view of the input.
 struct Norm<'a> {
     op: &'static str,
     view: &'a View,
     weight: Option<&'a Tensor>,
     bias: Option<&'a Tensor>,
-    /// The strides' dims that a weight or bias has; the others repeat it.
+    /// Which of the four dims weight and bias have. Both are broadcast along the other dims.
     dims: [bool; 4],
     eps: f64,
     rms: bool,
 }
 
 impl<'a> Normalisation<'a> {
-    /// What is written.
+    /// The tensors that the launch writes.
     fn outputs(&self) -> impl Iterator<Item = &'a Tensor> + Clone + use<'a> {
-        let statistics = self.z.is_none().then_some(self.statistics); // backward reads them
+        let statistics = self.z.is_none().then_some(self.statistics); // read by the backward pass
         [self.y].into_iter().chain(self.sums).chain(statistics)
     }
 }
 
 impl Norm<'_> {
-    /// Writes the normalised x, and [`Normalisation::statistics`].
+    /// Writes the normalised x to `out`, and the [`Normalisation::statistics`].
     fn forward(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
         if out.numel() == 0 {
             return statistics.fill_(f64::NAN).map(|_| ());
@@ -73,9 +73,9 @@ impl Norm<'_> {
         let Norm { weight, bias, eps, rms, .. } = *self;
         let (z, sums, columns, variance) = Default::default();
         let given = Normalisation { x, y: out, z, weight, bias, statistics, sums, columns, eps, rms, variance };
-        // Where the launch is cached the views are not needed.
+        // A cached launch does not need the views.
         let views = || {
-            let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
+            let (from, to) = (self.view.as_rows(&x.detach())?, self.view.as_rows(out)?);
             let own = |t: Option<&Tensor>| t.map(|t| broadcast_view(t, from.shape(), self.dims)).transpose();
             let (weight, bias) = (own(weight)?, own(bias)?);
             Ok((from, to, weight, bias))
@@ -83,7 +83,7 @@ impl Norm<'_> {
         backend::launch(given.outputs(), |b| b.norm_forward(&given, &self.cache_key(), &views))
     }
 
-    /// What there is besides tensors.
+    /// The parameters other than tensors, as the key of the launch cache.
     fn cache_key(&self) -> [u64; 4] {
         let (view, number) = match *self.view {
             View::Last(n) => (0, n),
@@ -95,7 +95,7 @@ impl Norm<'_> {
         [view, number as u64, switches, self.eps.to_bits()]
     }
 
-    /// The gradients of x, weight and bias.
+    /// Computes the gradients of x, weight and bias.
     fn backward(
         &self,
         x: &Tensor,
@@ -108,21 +108,24 @@ impl Norm<'_> {
             let zeros = |t: Option<&Tensor>| t.map(|t| Tensor::zeros(t.shape(), t)).transpose();
             return Ok([zeros(Some(x))?, zeros(self.weight)?, zeros(self.bias)?]);
         }
-        let out = self.view.result(x)?;
-        let (g, rows, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
+        let out = self.view.allocate_result(x)?;
+        let (g, rows, to) =
+            (self.view.as_rows(&grad.detach())?, self.view.as_rows(&x.detach())?, self.view.as_rows(&out)?);
         let shape = g.shape().clone();
         let weight = self.weight.map(|t| broadcast_view(t, &shape, self.dims)).transpose()?;
-        // The gradient of a weight that is one for a whole row needs the same sums as the row.
+        // The gradient of a weight that is constant within a row needs the same sums as the gradient of x.
         let by_row = !self.dims[2] && !self.dims[3];
         let (r1, r2) = (shape.dims()[0], shape.dims()[1]);
         let sums = match by_row {
-            true => Some(Tensor::empty_like_shape([2, r1, r2, 1, 1], statistics.dtype, x.device())?),
+            true => Some(Tensor::empty_with_shape([2, r1, r2, 1, 1], statistics.dtype, x.device())?),
             false => None,
         };
         let Norm { eps, rms, .. } = *self;
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
         let columns = match self.view {
-            View::Last(n) if needs[1] || needs[2] => backend::of(x.device()).norm_columns(x, x.numel() / n, *n)?,
+            View::Last(n) if needs[1] || needs[2] => {
+                backend::of_device(x.device()).alloc_column_sums(x, x.numel() / n, *n)?
+            }
             _ => None,
         };
         let columns = columns.as_ref();
@@ -136,7 +139,7 @@ impl Norm<'_> {
             if let Some(columns) = &columns {
                 let [sum, product] = unbind(op, columns)?;
                 let gradient = if i == 1 { product } else { sum }.to_dtype(t.dtype)?;
-                gradients[i] = Some(reshaped(&gradient, t.shape())?);
+                gradients[i] = Some(reshape_detached(&gradient, t.shape())?);
                 continue;
             }
             let whole = match (sums, i) {
@@ -147,7 +150,7 @@ impl Norm<'_> {
                 (None, 1) => {
                     let product = Expr::input(0) * (Expr::input(1) - Expr::input(2)) * Expr::input(3);
                     let [mean, scale] = unbind(op, statistics)?;
-                    // In f32 at least: halves would be rounded before they are added up.
+                    // Compute at least in f32: halves would be rounded before they are added up.
                     apply_one(op, &[&g, &rows, &mean, &scale], Params::default(), &product, statistics.dtype)?
                 }
                 _ => g.detach(),
@@ -158,14 +161,14 @@ impl Norm<'_> {
                 false => whole,
             };
             let sum = if sum.dtype == t.dtype { sum } else { sum.cast(t.dtype)? };
-            gradients[i] = Some(reshaped(&sum, t.shape())?);
+            gradients[i] = Some(reshape_detached(&sum, t.shape())?);
         }
         Ok(gradients)
     }
 }
 
 impl View {
-    /// The four dims, before a batch's are put in order.
+    /// Returns the sizes of the four dims, before those of a batch are permuted.
     fn shape(&self, t: &Tensor) -> [usize; 4] {
         let dims = t.shape().dims();
         let rest = |from: usize| dims[from..].iter().product::<usize>();
@@ -176,50 +179,50 @@ impl View {
         }
     }
 
-    /// How many rows: two dims.
-    fn rows(&self, t: &Tensor) -> [usize; 2] {
+    /// Returns the number of rows, as two dims.
+    fn row_counts(&self, t: &Tensor) -> [usize; 2] {
         let [first, second, ..] = self.shape(t);
         if let View::Batch = self { [1, second] } else { [first, second] }
     }
 
-    /// Room for the norm of x: of the channels of a batch in its memory format, else row-major.
-    fn result(&self, x: &Tensor) -> Result<Tensor> {
+    /// Allocates the norm of x: batch norm keeps the memory format, and all other norms are row-major.
+    fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             View::Batch => x.empty_like(),
-            View::Last(_) | View::Groups(_) => Tensor::empty_like_shape(x.shape(), x.dtype, x.device()),
+            View::Last(_) | View::Groups(_) => Tensor::empty_with_shape(x.shape(), x.dtype, x.device()),
         }
     }
 
-    /// The shape of [`Normalisation::statistics`] of x.
+    /// The shape of the [`Normalisation::statistics`] of x.
     fn shape_of_statistics(&self, x: &Tensor) -> [usize; 5] {
-        let [r1, r2] = self.rows(x);
+        let [r1, r2] = self.row_counts(x);
         [3, r1, r2, 1, 1]
     }
 
-    /// Room for them.
-    fn statistics(&self, x: &Tensor) -> Result<Tensor> {
-        Tensor::empty_like_shape(self.shape_of_statistics(x), x.dtype.compute().dtype(), x.device())
+    /// Allocates the statistics of x.
+    fn allocate_statistics(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::empty_with_shape(self.shape_of_statistics(x), x.dtype.compute().dtype(), x.device())
     }
 
-    /// The dims that a weight of the norm of x has: with as many groups as channels, that of a channel is a whole row's.
-    fn weighted_of(&self, x: &Tensor) -> [bool; 4] {
+    /// Which dims a weight of the norm of x has. With one channel in each group, the weight of a channel covers a whole row.
+    fn weight_dims_for(&self, x: &Tensor) -> [bool; 4] {
         match *self {
             View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
-            _ => self.weighted(),
+            _ => self.weight_dims(),
         }
     }
 
-    /// `t` as four dims; a copy only where its strides cannot express that.
-    pub(crate) fn of(&self, t: &Tensor) -> Result<Tensor> {
-        let t = reshaped(t, &Shape::from(self.shape(t)))?;
+    /// Views `t` as four dims. Copies only if its strides cannot express the view.
+    pub(crate) fn as_rows(&self, t: &Tensor) -> Result<Tensor> {
+        let t = reshape_detached(t, &Shape::from(self.shape(t)))?;
         match self {
             View::Batch => Ok(t.with_layout(t.layout.permute(&[3, 1, 0, 2]))),
             _ => Ok(t),
         }
     }
 
-    /// The norm as operations whose gradients have gradients.
-    fn composed(
+    /// Computes the norm with recorded operations, for double backward.
+    fn norm_recorded(
         &self,
         x: &Tensor,
         weight: Option<&Tensor>,
@@ -240,8 +243,8 @@ impl View {
         out.reshape(x.shape())?.to_dtype(x.dtype)
     }
 
-    /// The dims that a weight has.
-    pub(crate) fn weighted(&self) -> [bool; 4] {
+    /// Which of the four dims a weight has.
+    pub(crate) fn weight_dims(&self) -> [bool; 4] {
         match self {
             View::Last(_) => [false, false, false, true],
             View::Groups(1) => [false, false, true, false],
@@ -251,8 +254,8 @@ impl View {
     }
 }
 
-/// A norm, recorded, that writes `statistics` too: [those of its view](View::statistics).
-fn normalised(
+/// Computes and records a norm, and writes `statistics`, as [allocated by its view](View::allocate_statistics).
+fn normalise(
     op: &'static str,
     (x, statistics): (&Tensor, &Tensor),
     view: View,
@@ -261,7 +264,7 @@ fn normalised(
     eps: f64,
     rms: bool,
 ) -> Result<Tensor> {
-    let (dims, out) = (view.weighted_of(x), view.result(x)?);
+    let (dims, out) = (view.weight_dims_for(x), view.allocate_result(x)?);
     Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
@@ -270,17 +273,24 @@ fn normalised(
     let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
     let kept = Saved::new(statistics);
     let view = view.clone();
-    Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+    Ok(autograd::record_differentiable(op, out, &inputs, move |ctx| {
         if ctx.create_graph() {
             let get = |s: &Option<Saved>| s.as_ref().map(|s| s.unpack(op)).transpose();
             let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
-            return ctx.through(&view.composed(&x, weight.as_ref(), bias.as_ref(), dims, eps, rms)?);
+            return ctx.differentiate_through(&view.norm_recorded(
+                &x,
+                weight.as_ref(),
+                bias.as_ref(),
+                dims,
+                eps,
+                rms,
+            )?);
         }
         let get = |s: &Option<Saved>| s.as_ref().map(|s| s.get(op).map(Tensor::detach)).transpose();
         let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
         let given = [true, weight.is_some(), bias.is_some()];
         let place = |i: usize| given[..i].iter().filter(|g| **g).count();
-        let needs = [0, 1, 2].map(|i| given[i] && ctx.needs(place(i)));
+        let needs = [0, 1, 2].map(|i| given[i] && ctx.needs_gradient(place(i)));
         let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
         let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);

@@ -6,11 +6,14 @@ use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::{Error, Result};
 
-/// What is around an image: zeros where windows are added up, what is less than any element where the greatest is looked for. Of a
-/// transposed convolution it is what is taken off the result.
+/// The padding around an image.
 ///
-/// One number is for each side of each dim, one a dim for both of its sides, a pair a dim for what is before and behind. By name
-/// ([`ops::call`](crate::ops::call)) these are an integer, as many integers as dims, twice as many, and `"valid"` and `"same"`.
+/// Convolutions pad with zeros, and maximum pools with a value that never is the maximum. For a transposed convolution, the padding
+/// is removed from the result.
+///
+/// A single number applies to both sides of all dims. One number for each dim applies to both of its sides. One pair for each dim
+/// gives the elements before and after the image. By name ([`ops::call`](crate::ops::call)), a padding is one integer, one or two integers for
+/// each dim, `"valid"` or `"same"`.
 ///
 /// ```
 /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -28,17 +31,17 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Padding<const D: usize> {
-    /// None: windows lie inside of the image (PyTorch's `'valid'`).
+    /// No padding: all windows are inside the image (PyTorch's `'valid'`).
     Valid,
-    /// As much as makes the result as large as the image, where there is a remainder one more behind it; for strides of 1
-    /// (PyTorch's `'same'`).
+    /// The padding that makes the result as large as the image, for strides of 1 (PyTorch's `'same'`). An odd element is added at the
+    /// end.
     Same,
-    /// So many elements before and behind each dim.
+    /// The number of elements before and after each dim.
     Explicit([(usize, usize); D]),
 }
 
 impl<const D: usize> Padding<D> {
-    /// What is before and behind each dim.
+    /// Returns the number of elements before and after each dim.
     pub(crate) fn sides(
         self,
         op: &'static str,
@@ -59,8 +62,8 @@ impl<const D: usize> Padding<D> {
         })
     }
 
-    /// Argument `i` of a call by name.
-    pub(crate) fn of(a: &Args, i: usize) -> Result<Self> {
+    /// Reads argument `i` of a call by name.
+    pub(crate) fn from_args(a: &Args, i: usize) -> Result<Self> {
         match a.text(i) {
             Ok("valid") => return Ok(Padding::Valid),
             Ok("same") => return Ok(Padding::Same),
@@ -72,7 +75,7 @@ impl<const D: usize> Padding<D> {
             n if n == D => Ok(array::from_fn(side).into()),
             n if n == 2 * D => Ok(array::from_fn(|d| (side(2 * d), side(2 * d + 1))).into()),
             1 => Ok(side(0).into()),
-            _ => a.wrong(i, ParameterKind::Padding.wanted()),
+            _ => a.argument_error(i, ParameterKind::Padding.description()),
         }
     }
 }

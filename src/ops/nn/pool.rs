@@ -5,20 +5,20 @@ use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
-use crate::ops::nn::window::{as_images, last, restore_rank};
+use crate::ops::nn::window::{as_images, last_sizes, restore_rank};
 use crate::tensor::Dims;
 use crate::{DType, Result, Tensor};
 
-/// How [`Tensor::max_pool2d`] and its kin move their windows, with PyTorch's defaults.
+/// Options of [`Tensor::max_pool2d`] and the other maximum pools, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaxPoolOptions<const D: usize> {
-    /// Elements from one window to the next; None for as many as a window has.
+    /// The distance between adjacent windows, in elements; the size of a window if `None`.
     pub stride: Option<[usize; D]>,
-    /// Elements around the image that are less than any other, at most half a window on a side.
+    /// Elements around the image that never are the maximum, at most half a window on each side.
     pub padding: Padding<D>,
-    /// Elements from one of a window to the next.
+    /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],
-    /// Whether windows may reach beyond the padded image, if they start in it.
+    /// Whether windows that start in the padded image may extend beyond it.
     pub ceil_mode: bool,
 }
 
@@ -28,18 +28,18 @@ impl<const D: usize> Default for MaxPoolOptions<D> {
     }
 }
 
-/// How [`Tensor::avg_pool2d`] and its kin move their windows, with PyTorch's defaults.
+/// Options of [`Tensor::avg_pool2d`] and the other average pools, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AvgPoolOptions<const D: usize> {
-    /// Elements from one window to the next; None for as many as a window has.
+    /// The distance between adjacent windows, in elements; the size of a window if `None`.
     pub stride: Option<[usize; D]>,
-    /// Zeros around the image, at most half a window on a side.
+    /// Zeros around the image, at most half a window on each side.
     pub padding: Padding<D>,
-    /// Whether windows may reach beyond the padded image, if they start in it.
+    /// Whether windows that start in the padded image may extend beyond it.
     pub ceil_mode: bool,
-    /// Whether the zeros of the padding count in the mean.
+    /// Whether the mean includes the zeros of the padding.
     pub count_include_pad: bool,
-    /// What to divide sums by instead of the number of elements.
+    /// The divisor of sums, instead of the number of elements.
     pub divisor_override: Option<usize>,
 }
 
@@ -55,7 +55,7 @@ impl<const D: usize> Default for AvgPoolOptions<D> {
     }
 }
 
-/// Windows of a pool; with `ceil_mode` the last may reach beyond the padding, but not start there.
+/// Creates the windows of a pool. With `ceil_mode`, the last window may extend beyond the padding but does not start there.
 fn windows<const D: usize>(
     op: &'static str,
     x: &Tensor,
@@ -64,29 +64,29 @@ fn windows<const D: usize>(
     padding: Padding<D>,
     ceil_mode: bool,
 ) -> Result<Windows<D>> {
-    let image: [usize; D] = last(x);
+    let image: [usize; D] = last_sizes(x);
     invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
-    let [padding, behind] = padding.sides(op, kernel, stride, dilation)?;
-    let mut end = behind;
+    let [padding, padding_after] = padding.sides(op, kernel, stride, dilation)?;
+    let mut end = padding_after;
     for d in 0..D {
         let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
-        let most = padding[d].max(behind[d]);
+        let most = padding[d].max(padding_after[d]);
         invalid!(op if most > reach / 2, "a padding of {most} is more than half a window of {reach}");
         end[d] = end[d].saturating_add(if ceil_mode { stride[d].saturating_sub(1) } else { 0 });
     }
-    let mut windows = Windows { behind, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
+    let mut windows = Windows { padding_after, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
     for d in 0..D {
         if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
             windows.grid[d] -= 1;
         }
-        // Only a dilated window that begins in the padding can miss a small image entirely.
+        // Only a dilated window that begins in the padding can skip a small image entirely.
         let outside = |o: &usize| {
-            let (first, end) = windows.span(d, *o);
+            let (first, end) = windows.input_range(d, *o);
             first >= end
         };
         if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside) {
             let reason = format!(
-                "window {o} along an image of {} has no element of it: its {} elements, {} apart, are all padding",
+                "window {o} along an image dim of {} is all padding: it has {} elements, {} apart",
                 image[d], kernel[d], dilation[d]
             );
             return Err(Error::invalid(op, reason));
@@ -98,28 +98,28 @@ fn windows<const D: usize>(
 #[track_caller]
 fn max_pool<const D: usize>(
     op: &'static str,
-    given: &Tensor,
+    original: &Tensor,
     kernel: [usize; D],
     options: MaxPoolOptions<D>,
 ) -> Result<Tensor> {
-    check_numbers(op, given)?;
-    replaced!(op, [given]; || options.arguments(kernel));
-    let x = as_images(op, given, D)?;
-    restore_rank(&options.windows(op, &x, kernel)?.max(op, &x)?, given, D)
+    check_numbers(op, original)?;
+    return_replacement!(op, [original]; || options.arguments(kernel));
+    let x = as_images(op, original, D)?;
+    restore_rank(&options.windows(op, &x, kernel)?.max(op, &x)?, original, D)
 }
 
 #[track_caller]
 fn max_pool_with_indices<const D: usize>(
     op: &'static str,
-    given: &Tensor,
+    original: &Tensor,
     kernel: [usize; D],
     options: MaxPoolOptions<D>,
 ) -> Result<(Tensor, Tensor)> {
-    check_numbers(op, given)?;
-    replaced!(op, [given]; || options.arguments(kernel));
-    let x = as_images(op, given, D)?;
+    check_numbers(op, original)?;
+    return_replacement!(op, [original]; || options.arguments(kernel));
+    let x = as_images(op, original, D)?;
     let (values, index) = options.windows(op, &x, kernel)?.max_with_indices(op, &x)?;
-    Ok((restore_rank(&values, given, D)?, restore_rank(&index, given, D)?))
+    Ok((restore_rank(&values, original, D)?, restore_rank(&index, original, D)?))
 }
 
 fn check_numbers(op: &'static str, x: &Tensor) -> Result<()> {
@@ -130,47 +130,47 @@ fn check_numbers(op: &'static str, x: &Tensor) -> Result<()> {
 #[track_caller]
 fn avg_pool<const D: usize>(
     op: &'static str,
-    given: &Tensor,
+    original: &Tensor,
     kernel: [usize; D],
     options: AvgPoolOptions<D>,
 ) -> Result<Tensor> {
-    given.dtype.check_float(op)?;
+    original.dtype.check_float(op)?;
     let AvgPoolOptions { stride, padding, ceil_mode, count_include_pad, divisor_override } = options;
     let arguments = || {
         let stride = stride.as_ref().map_or(Argument::None, Argument::from);
         let switches = [ceil_mode.into(), count_include_pad.into(), divisor_override.into()];
         [(&kernel).into(), stride, padding.into()].into_iter().chain(switches).collect()
     };
-    replaced!(op, [given]; arguments);
-    let x = as_images(op, given, D)?;
+    return_replacement!(op, [original]; arguments);
+    let x = as_images(op, original, D)?;
     let steps = [stride.unwrap_or(kernel), [1; D]];
     let divisor = match divisor_override {
         Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
         Some(n) => Divisor::Number(n),
         None if count_include_pad => Divisor::Window,
-        None => Divisor::Inside,
+        None => Divisor::InsideImage,
     };
-    restore_rank(&windows(op, &x, kernel, steps, padding, ceil_mode)?.mean(op, &x, divisor)?, given, D)
+    restore_rank(&windows(op, &x, kernel, steps, padding, ceil_mode)?.mean(op, &x, divisor)?, original, D)
 }
 
-/// Windows that divide the images of x among themselves.
+/// Creates windows that divide the images of x evenly.
 fn adaptive_windows<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows<D>> {
     invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
-    Ok(Windows::adaptive(last(x), size))
+    Ok(Windows::adaptive(last_sizes(x), size))
 }
 
 impl Tensor {
-    /// The greatest element of each window (PyTorch's `max_pool1d`): x `[N, C, L]` or `[C, L]`. Numbers. Differentiable.
+    /// The maximum of each window (PyTorch's `max_pool1d`): x is `[N, C, L]` or `[C, L]`. All dtypes except bool. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::max_pool2d`].
+    /// The errors of [`Tensor::max_pool2d`].
     #[track_caller]
     pub fn max_pool1d(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<Tensor> {
         max_pool("max_pool1d", self, [kernel], options)
     }
 
-    /// The greatest element of each window (PyTorch's `max_pool2d`): x `[N, C, H, W]` or `[C, H, W]`; NaN where the window has
-    /// one. Numbers. One launch. Differentiable: of equal elements the first has the gradient.
+    /// The maximum of each window (PyTorch's `max_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. A window with a NaN gives NaN.
+    /// All dtypes except bool. One launch. Differentiable: the gradient goes to the first of equal elements.
     ///
     /// ```
     /// use claystone::{Device, MaxPoolOptions, Tensor};
@@ -181,43 +181,43 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another rank, images that are empty or smaller than a window, a padding of more than half a
-    /// window, a dilated window that has nothing but padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
+    /// [`Error::Invalid`] for a wrong number of dims, images that are empty or smaller than a window, a padding of more than half a
+    /// window, a dilated window that is entirely padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     #[track_caller]
     pub fn max_pool2d(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<Tensor> {
         max_pool("max_pool2d", self, kernel, options)
     }
 
-    /// The greatest element of each window (PyTorch's `max_pool3d`): x `[N, C, D, H, W]` or `[C, D, H, W]`. Numbers. Two launches.
+    /// The maximum of each window (PyTorch's `max_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. All dtypes except bool. Two launches.
     /// Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::max_pool2d`].
+    /// The errors of [`Tensor::max_pool2d`].
     #[track_caller]
     pub fn max_pool3d(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<Tensor> {
         max_pool("max_pool3d", self, kernel, options)
     }
 
-    /// [`Tensor::max_pool1d`] and the index of each element in its row, i64 (PyTorch's `return_indices`).
+    /// Returns [`Tensor::max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`).
     ///
     /// # Errors
-    /// As [`Tensor::max_pool2d`].
+    /// The errors of [`Tensor::max_pool2d`].
     #[track_caller]
     pub fn max_pool1d_with_indices(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<(Tensor, Tensor)> {
         max_pool_with_indices("max_pool1d_with_indices", self, [kernel], options)
     }
 
-    /// [`Tensor::max_pool2d`] and the position of each element in its image, i64: `row * W + column` (PyTorch's
+    /// Returns [`Tensor::max_pool2d`] and the index of each maximum in its image, i64: `row * W + column` (PyTorch's
     /// `return_indices`).
     ///
     /// # Errors
-    /// As [`Tensor::max_pool2d`].
+    /// The errors of [`Tensor::max_pool2d`].
     #[track_caller]
     pub fn max_pool2d_with_indices(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<(Tensor, Tensor)> {
         max_pool_with_indices("max_pool2d_with_indices", self, kernel, options)
     }
 
-    /// [`Tensor::max_pool3d`] and the position of each element in its image, i64: `(slice * H + row) * W + column` (PyTorch's
+    /// Returns [`Tensor::max_pool3d`] and the index of each maximum in its image, i64: `(slice * H + row) * W + column` (PyTorch's
     /// `return_indices`).
     ///
     /// ```
@@ -230,31 +230,31 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::max_pool2d`].
+    /// The errors of [`Tensor::max_pool2d`].
     #[track_caller]
     pub fn max_pool3d_with_indices(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<(Tensor, Tensor)> {
         max_pool_with_indices("max_pool3d_with_indices", self, kernel, options)
     }
 
-    /// The mean of each window (PyTorch's `avg_pool1d`): x `[N, C, L]` or `[C, L]`. Floats. Differentiable.
+    /// The mean of each window (PyTorch's `avg_pool1d`): x is `[N, C, L]` or `[C, L]`. Floats. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::avg_pool2d`].
+    /// The errors of [`Tensor::avg_pool2d`].
     #[track_caller]
     pub fn avg_pool1d(&self, kernel: usize, options: AvgPoolOptions<1>) -> Result<Tensor> {
         avg_pool("avg_pool1d", self, [kernel], options)
     }
 
-    /// The mean of each window (PyTorch's `avg_pool2d`): x `[N, C, H, W]` or `[C, H, W]`. Floats. One launch. Differentiable.
+    /// The mean of each window (PyTorch's `avg_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. Floats. One launch. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::max_pool2d`]; [`Error::UnsupportedDType`] for integers.
+    /// The errors of [`Tensor::max_pool2d`]; [`Error::UnsupportedDType`] for integers.
     #[track_caller]
     pub fn avg_pool2d(&self, kernel: [usize; 2], options: AvgPoolOptions<2>) -> Result<Tensor> {
         avg_pool("avg_pool2d", self, kernel, options)
     }
 
-    /// The mean of each window (PyTorch's `avg_pool3d`): x `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Two launches, four for half
+    /// The mean of each window (PyTorch's `avg_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Two launches, four for half
     /// precision. Differentiable.
     ///
     /// ```
@@ -265,25 +265,25 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::avg_pool2d`].
+    /// The errors of [`Tensor::avg_pool2d`].
     #[track_caller]
     pub fn avg_pool3d(&self, kernel: [usize; 3], options: AvgPoolOptions<3>) -> Result<Tensor> {
         avg_pool("avg_pool3d", self, kernel, options)
     }
 
-    /// The mean of each of `size` parts of a row (PyTorch's `adaptive_avg_pool1d`): x `[N, C, L]` or `[C, L]`. Floats.
-    /// Differentiable.
+    /// Divides each row into `size` parts and returns their means (PyTorch's `adaptive_avg_pool1d`): x is `[N, C, L]` or `[C, L]`.
+    /// Floats. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_avg_pool1d(&self, size: usize) -> Result<Tensor> {
         adaptive_mean("adaptive_avg_pool1d", self, [size])
     }
 
-    /// The mean of each of `size` parts, rows and columns, of an image, which overlap where they do not divide it evenly
-    /// (PyTorch's `adaptive_avg_pool2d`): x `[N, C, H, W]` or `[C, H, W]`. `[1, 1]` is global average pooling. Floats.
-    /// Differentiable.
+    /// Divides each image into `size` rows and columns of parts and returns their means (PyTorch's `adaptive_avg_pool2d`): x is
+    /// `[N, C, H, W]` or `[C, H, W]`. Parts overlap if they do not divide the image evenly. `[1, 1]` is global average pooling.
+    /// Floats. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -293,75 +293,75 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another rank or empty images; [`Error::UnsupportedDType`] for integers.
+    /// [`Error::Invalid`] for a wrong number of dims or empty images; [`Error::UnsupportedDType`] for integers.
     #[track_caller]
     pub fn adaptive_avg_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
         adaptive_mean("adaptive_avg_pool2d", self, size)
     }
 
-    /// The mean of each of `size` parts, slices, rows and columns, of an image (PyTorch's `adaptive_avg_pool3d`): x
+    /// Divides each image into `size` slices, rows and columns of parts and returns their means (PyTorch's `adaptive_avg_pool3d`): x is
     /// `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_avg_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
         adaptive_mean("adaptive_avg_pool3d", self, size)
     }
 
-    /// The greatest element of each of `size` parts of a row (PyTorch's `adaptive_max_pool1d`). Numbers. Differentiable.
+    /// Divides each row into `size` parts and returns their maxima (PyTorch's `adaptive_max_pool1d`). All dtypes except bool. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_max_pool1d(&self, size: usize) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool1d", self, [size])
     }
 
-    /// The greatest element of each of `size` parts, rows and columns, of an image (PyTorch's `adaptive_max_pool2d`). Numbers.
+    /// Divides each image into `size` rows and columns of parts and returns their maxima (PyTorch's `adaptive_max_pool2d`). All dtypes except bool.
     /// Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_max_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool2d", self, size)
     }
 
-    /// The greatest element of each of `size` parts, slices, rows and columns, of an image (PyTorch's `adaptive_max_pool3d`).
-    /// Numbers. Differentiable.
+    /// Divides each image into `size` slices, rows and columns of parts and returns their maxima (PyTorch's `adaptive_max_pool3d`).
+    /// All dtypes except bool. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_max_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool3d", self, size)
     }
 
-    /// [`Tensor::adaptive_max_pool1d`] and the index of each element in its row, i64 (PyTorch's `return_indices`).
+    /// Returns [`Tensor::adaptive_max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`).
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_max_pool1d_with_indices(&self, size: usize) -> Result<(Tensor, Tensor)> {
         adaptive_max_with_indices("adaptive_max_pool1d_with_indices", self, [size])
     }
 
-    /// [`Tensor::adaptive_max_pool2d`] and the position of each element in its image, i64: `row * W + column` (PyTorch's
+    /// Returns [`Tensor::adaptive_max_pool2d`] and the index of each maximum in its image, i64: `row * W + column` (PyTorch's
     /// `return_indices`).
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_max_pool2d_with_indices(&self, size: [usize; 2]) -> Result<(Tensor, Tensor)> {
         adaptive_max_with_indices("adaptive_max_pool2d_with_indices", self, size)
     }
 
-    /// [`Tensor::adaptive_max_pool3d`] and the position of each element in its image, i64: `(slice * H + row) * W + column`
+    /// Returns [`Tensor::adaptive_max_pool3d`] and the index of each maximum in its image, i64: `(slice * H + row) * W + column`
     /// (PyTorch's `return_indices`).
     ///
     /// # Errors
-    /// As [`Tensor::adaptive_avg_pool2d`].
+    /// The errors of [`Tensor::adaptive_avg_pool2d`].
     #[track_caller]
     pub fn adaptive_max_pool3d_with_indices(&self, size: [usize; 3]) -> Result<(Tensor, Tensor)> {
         adaptive_max_with_indices("adaptive_max_pool3d_with_indices", self, size)
@@ -369,36 +369,36 @@ impl Tensor {
 }
 
 #[track_caller]
-fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
-    given.dtype.check_float(op)?;
-    replaced!(op, [given], &size);
-    let x = as_images(op, given, D)?;
+fn adaptive_mean<const D: usize>(op: &'static str, original: &Tensor, size: [usize; D]) -> Result<Tensor> {
+    original.dtype.check_float(op)?;
+    return_replacement!(op, [original], &size);
+    let x = as_images(op, original, D)?;
     let windows = adaptive_windows(op, &x, size)?;
-    // For a single window reductions distribute the work better.
+    // Reductions distribute the work of a single window better.
     let dims: Dims<isize> = (2..x.rank() as isize).collect();
-    let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::Inside)? };
-    restore_rank(&out, given, D)
+    let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::InsideImage)? };
+    restore_rank(&out, original, D)
 }
 
 #[track_caller]
-fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
-    check_numbers(op, given)?;
-    replaced!(op, [given], &size);
-    let x = as_images(op, given, D)?;
-    restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?, given, D)
+fn adaptive_max<const D: usize>(op: &'static str, original: &Tensor, size: [usize; D]) -> Result<Tensor> {
+    check_numbers(op, original)?;
+    return_replacement!(op, [original], &size);
+    let x = as_images(op, original, D)?;
+    restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?, original, D)
 }
 
 #[track_caller]
 fn adaptive_max_with_indices<const D: usize>(
     op: &'static str,
-    given: &Tensor,
+    original: &Tensor,
     size: [usize; D],
 ) -> Result<(Tensor, Tensor)> {
-    check_numbers(op, given)?;
-    replaced!(op, [given], &size);
-    let x = as_images(op, given, D)?;
+    check_numbers(op, original)?;
+    return_replacement!(op, [original], &size);
+    let x = as_images(op, original, D)?;
     let (values, index) = adaptive_windows(op, &x, size)?.max_with_indices(op, &x)?;
-    Ok((restore_rank(&values, given, D)?, restore_rank(&index, given, D)?))
+    Ok((restore_rank(&values, original, D)?, restore_rank(&index, original, D)?))
 }
 
 impl<const D: usize> MaxPoolOptions<D> {
@@ -412,62 +412,63 @@ impl<const D: usize> MaxPoolOptions<D> {
         vec![(&kernel).into(), stride, self.padding.into(), (&self.dilation).into(), self.ceil_mode.into()]
     }
 
-    fn of(a: &Args) -> Result<Self> {
-        let (stride, padding, dilation) = (a.maybe(1, Args::array)?, Padding::of(a, 2)?, a.array(3)?);
+    fn from_args(a: &Args) -> Result<Self> {
+        let (stride, padding, dilation) =
+            (a.read_optional(1, Args::spatial_sizes)?, Padding::from_args(a, 2)?, a.spatial_sizes(3)?);
         Ok(MaxPoolOptions { stride, padding, dilation, ceil_mode: a.bool(4)? })
     }
 }
 
 impl<const D: usize> AvgPoolOptions<D> {
-    fn of(a: &Args) -> Result<Self> {
+    fn from_args(a: &Args) -> Result<Self> {
         Ok(AvgPoolOptions {
-            stride: a.maybe(1, Args::array)?,
-            padding: Padding::of(a, 2)?,
+            stride: a.read_optional(1, Args::spatial_sizes)?,
+            padding: Padding::from_args(a, 2)?,
             ceil_mode: a.bool(3)?,
             count_include_pad: a.bool(4)?,
-            divisor_override: a.maybe(5, Args::size)?,
+            divisor_override: a.read_optional(5, Args::size)?,
         })
     }
 }
 
-/// The size of a window, or of a result, in one direction.
+/// Reads the size of a window or of a result with one dim.
 fn size_1d(a: &Args, i: usize) -> Result<usize> {
-    a.array(i).map(|[n]| n)
+    a.spatial_sizes(i).map(|[n]| n)
 }
 
-/// The same in several.
+/// Reads the sizes of a window or of a result with several dims.
 fn sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
-    a.array(i)
+    a.spatial_sizes(i)
 }
 
 operations! {
     max_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool1d(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
+        => |a| a.tensor(0)?.max_pool1d(size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
     max_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool2d(a.array(0)?, MaxPoolOptions::of(a)?);
+        => |a| a.tensor(0)?.max_pool2d(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
     max_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool3d(a.array(0)?, MaxPoolOptions::of(a)?);
+        => |a| a.tensor(0)?.max_pool3d(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
     max_pool1d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool1d_with_indices(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
+        => |a| a.tensor(0)?.max_pool1d_with_indices(size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
     max_pool2d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool2d_with_indices(a.array(0)?, MaxPoolOptions::of(a)?);
+        => |a| a.tensor(0)?.max_pool2d_with_indices(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
     max_pool3d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool3d_with_indices(a.array(0)?, MaxPoolOptions::of(a)?);
+        => |a| a.tensor(0)?.max_pool3d_with_indices(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
     avg_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
         ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::of(a)?);
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::from_args(a)?);
     avg_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
         ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.avg_pool2d(a.array(0)?, AvgPoolOptions::of(a)?);
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool2d(a.spatial_sizes(0)?, AvgPoolOptions::from_args(a)?);
     avg_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
         ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.avg_pool3d(a.array(0)?, AvgPoolOptions::of(a)?);
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool3d(a.spatial_sizes(0)?, AvgPoolOptions::from_args(a)?);
     adaptive_avg_pool1d(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
     adaptive_avg_pool2d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
     adaptive_avg_pool3d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;

@@ -1,12 +1,12 @@
-//! A step of an LSTM from the sums of its gates, with what its gradient is made of: for whoever keeps that himself, as PyTorch's autograd
-//! does. The layers of `nn` are made of other operations.
+//! One step of an LSTM cell and its gradients, for callers such as PyTorch's autograd that keep the data for backward themselves. The
+//! layers of `nn` are composed of other operations.
 
 use smallvec::SmallVec;
 
 use crate::ops::dispatch::prelude::*;
 use crate::{Expr, Result, Tensor, no_grad};
 
-/// `[N, H]` from `[N, 4 H]`.
+/// Checks that gates are `[N, 4 H]` and the other tensors `[N, H]`.
 fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {
     gates.dtype.check_float(op)?;
     for t in others {
@@ -19,9 +19,12 @@ fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {
 }
 
 impl Tensor {
-    /// The hidden state, the cell state and the gates (input, forget, new, output: `[N, 4 H]`) of an LSTM after a step, from the input's
-    /// part of the gates' sums, which is this tensor, the hidden state's, both `[N, 4 H]`, the cell state `[N, H]` and biases `[4 H]`
-    /// (PyTorch's `_thnn_fused_lstm_cell`). Not recorded: [`Tensor::fused_lstm_cell_backward`] makes the gradients. Three launches.
+    /// Computes one step of an LSTM cell (PyTorch's `_thnn_fused_lstm_cell`). Returns the hidden state, the cell state, and the gates
+    /// `[N, 4 H]` in the order input, forget, new, output.
+    ///
+    /// This tensor is the input's part of the gates before activation, and `hidden_gates` the hidden state's part, both `[N, 4 H]`. The
+    /// cell state `cx` is `[N, H]`, and biases are `[4 H]`. Not recorded: compute gradients with [`Tensor::fused_lstm_cell_backward`].
+    /// Three launches.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -43,14 +46,14 @@ impl Tensor {
         hidden_bias: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let op = "fused_lstm_cell";
-        replaced!(op, [Some(self), Some(hidden_gates), Some(cx), input_bias, hidden_bias]);
+        return_replacement!(op, [Some(self), Some(hidden_gates), Some(cx), input_bias, hidden_bias]);
         check(op, self, &[cx])?;
         check(op, hidden_gates, &[cx])?;
         let parts: SmallVec<[&Tensor; 4]> =
             [self, hidden_gates].into_iter().chain(input_bias).chain(hidden_bias).collect();
         no_grad(|| {
             let sum = |e: &[Expr]| e[1..].iter().fold(e[0].clone(), |sum, part| sum + part);
-            let sums = Tensor::map(&parts, sum).named(op)?.chunk(4, 1)?;
+            let sums = Tensor::map(&parts, sum).with_op(op)?.chunk(4, 1)?;
             let made = (0..6).map(|_| cx.empty_like()).collect::<Result<Vec<_>>>()?;
             let read: SmallVec<[&Tensor; 5]> = sums.iter().chain([cx]).collect();
             let written: Vec<&Tensor> = made.iter().collect();
@@ -59,17 +62,19 @@ impl Tensor {
                 let c = &f * &e[4] + &i * &g;
                 vec![&o * c.tanh(), c, i, f, g, o]
             })
-            .named(op)?;
+            .with_op(op)?;
             Ok((made[0].shallow_clone(), made[1].shallow_clone(), Tensor::cat(&made[2..], 1)?))
         })
     }
 
-    /// The gradients of [`Tensor::fused_lstm_cell`] in the sums of the gates, `[N, 4 H]`, and in the cell state before the step, which is
-    /// this tensor, from what that gave and the gradients of the states after the step, zeros where they are left out (PyTorch's
-    /// `_thnn_fused_lstm_cell_backward_impl`). Not recorded. Two launches.
+    /// Computes the gradients of [`Tensor::fused_lstm_cell`] (PyTorch's `_thnn_fused_lstm_cell_backward_impl`): of the gates before
+    /// activation, `[N, 4 H]`, and of the cell state before the step, which is this tensor.
+    ///
+    /// `cy` and `gates` are results of the step. The gradients of the states after the step are zero if left out. Not recorded. Two
+    /// launches.
     ///
     /// # Errors
-    /// As that.
+    /// The errors of [`Tensor::fused_lstm_cell`].
     #[track_caller]
     pub fn fused_lstm_cell_backward(
         &self,
@@ -79,7 +84,7 @@ impl Tensor {
         grad_cy: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
         let op = "fused_lstm_cell_backward";
-        replaced!(op, [Some(self), Some(cy), Some(gates), grad_hy, grad_cy]);
+        return_replacement!(op, [Some(self), Some(cy), Some(gates), grad_hy, grad_cy]);
         let given: SmallVec<[&Tensor; 2]> = grad_hy.into_iter().chain(grad_cy).collect();
         check(op, gates, &[self, cy])?;
         check(op, gates, &given)?;
@@ -97,7 +102,7 @@ impl Tensor {
                 let c = c + &h * o * tanh(&bent);
                 vec![&c * g * sigmoid(i), &c * &e[4] * sigmoid(f), &c * i * tanh(g), &h * &bent * sigmoid(o), &c * f]
             })
-            .named(op)?;
+            .with_op(op)?;
             Ok((Tensor::cat(&made[..4], 1)?, made[4].shallow_clone()))
         })
     }

@@ -1,25 +1,25 @@
 //! Softmax, log-softmax and logsumexp along any dim, and cross-entropy.
 //!
-//! One launch each, on strided input, with the row's maximum subtracted first so that no logit overflows. Cross-entropy computes the
-//! gradient of its logits in the same launch as the loss. Backward returns that gradient, without any launch where `backward()`
-//! starts at the loss.
+//! Each is one launch on strided input. The maximum of a row is subtracted first, so that no logit overflows. Cross-entropy computes
+//! the gradient of its logits in the same launch as the loss. Its backward pass returns that gradient, without any launch if
+//! `backward()` starts at the loss.
 
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxMask};
+use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
-use crate::ops::recorded_with_result;
+use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::{self, ReduceDims};
-use crate::tensor::view::at_least_1d;
+use crate::tensor::view::detach_at_least_1d;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Expr, Result, Scalar, Shape, Tensor, autograd, backend};
 
-/// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
-fn row_operation_along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
+/// Runs a row operation along dim `d` of `x` (and of `z`, of the same shape), outside the graph.
+fn row_operation_unmasked(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
     row_operation(kind, x, z, d, SoftmaxMask::default())
 }
 
@@ -30,7 +30,7 @@ fn row_operation(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: So
         true => x.shape().clone(),
         false => x.shape().dims().iter().enumerate().map(|(i, &n)| if i == d { 1 } else { n }).collect(),
     };
-    let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+    let out = Tensor::empty_with_shape(shape, x.dtype, x.device())?;
     if out.numel() == 0 {
         return Ok(out);
     }
@@ -42,9 +42,11 @@ fn row_operation(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: So
     Ok(out)
 }
 
-/// The softmax along the last dim of what each row sees: elements where a bool `mask`, broadcast, is true, or all, with a
-/// mask of floats added to them; with `causal`, which is the number of a matrix's first row, no element beyond the row's own. A row
-/// that sees nothing is all zeros. One launch either way. Recorded for scores and mask.
+/// Computes a masked softmax along the last dim, in one launch, forward and backward. Recorded for scores and mask.
+///
+/// A bool `mask` is true for elements that take part; a float mask is added to the scores. Both broadcast. `causal` is the row number
+/// of the first row of each matrix; each row then ignores the elements after its own row number. A row without any elements is all
+/// zeros.
 pub(crate) fn masked_softmax(
     op: &'static str,
     scores: &Tensor,
@@ -54,9 +56,9 @@ pub(crate) fn masked_softmax(
     let d = scores.rank() - 1;
     let softmax_mask = SoftmaxMask {
         kind: match mask {
-            None => Mask::None,
-            Some(mask) if mask.dtype == DType::Bool => Mask::Keep,
-            Some(_) => Mask::Add,
+            None => MaskKind::None,
+            Some(mask) if mask.dtype == DType::Bool => MaskKind::Keep,
+            Some(_) => MaskKind::Add,
         },
         causal: causal.map_or(0, |_| scores.shape().dims()[d - 1]),
         first: causal.unwrap_or(0),
@@ -65,7 +67,7 @@ pub(crate) fn masked_softmax(
     let out = row_operation(RowOp::MaskedSoftmax, scores, expanded.as_ref(), d, softmax_mask)?;
     let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
     let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
-    Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {
+    Ok(record_gradients_with_result(op, out, &inputs, move |i, grad, weights| {
         let ds = softmax_derivative(weights, grad)?;
         match &like_mask {
             Some((shape, dtype)) if i == 1 => ds.sum_to(shape)?.to_dtype(*dtype),
@@ -74,11 +76,11 @@ pub(crate) fn masked_softmax(
     }))
 }
 
-/// The gradient of a softmax along the last dim, from its result and the gradient of that. Recorded.
+/// Computes the gradient of a softmax along the last dim from its result and the gradient of the result. Recorded.
 pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
     match autograd::is_tracked(&[weights, grad]) {
         true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),
-        false => row_operation_along(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),
+        false => row_operation_unmasked(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),
     }
 }
 
@@ -92,7 +94,7 @@ operations! {
 }
 
 impl Tensor {
-    /// `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`); floats. Differentiable, one launch either way.
+    /// Computes `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`). Floats. Differentiable; forward and backward are one launch each.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -105,10 +107,11 @@ impl Tensor {
     /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`] for integers and bool, [`Error::OutOfMemory`].
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<Tensor> {
-        self.normalised("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
+        self.softmax_along("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
     }
 
-    /// [`Tensor::softmax`] of `-x`: the smallest elements have the largest shares (PyTorch's `softmin`). Differentiable.
+    /// Computes [`Tensor::softmax`] of `-x`, so that the smallest elements have the largest probabilities (PyTorch's `softmin`).
+    /// Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -118,25 +121,25 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::softmax`].
+    /// The errors of [`Tensor::softmax`].
     #[track_caller]
     pub fn softmin(&self, dim: isize) -> Result<Tensor> {
-        replaced!(op = "softmin", [self], dim);
+        return_replacement!(op = "softmin", [self], dim);
         self.dtype().check_float(op)?;
-        self.neg()?.softmax(dim).named(op)
+        self.neg()?.softmax(dim).with_op(op)
     }
 
-    /// `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`); floats. Differentiable, one launch either way.
+    /// Computes `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`). Floats. Differentiable; forward and backward are one launch each.
     ///
     /// # Errors
-    /// As [`Tensor::softmax`].
+    /// The errors of [`Tensor::softmax`].
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
-        self.normalised("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
+        self.softmax_along("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
     }
 
-    /// The gradient of [`Tensor::softmax`] from that of its result, which is this tensor, and the result (PyTorch's
-    /// `_softmax_backward_data`). Not recorded, one launch.
+    /// Computes the gradient of [`Tensor::softmax`] from its result `output` and the gradient of the result, which is this tensor
+    /// (PyTorch's `_softmax_backward_data`). Not recorded, one launch.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -147,42 +150,42 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::softmax`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// The errors of [`Tensor::softmax`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
-        self.derivative("softmax_backward", RowOp::SoftmaxGrad, output, dim)
+        self.softmax_backward_along("softmax_backward", RowOp::SoftmaxGrad, output, dim)
     }
 
-    /// [`Tensor::softmax_backward`] of [`Tensor::log_softmax`] (PyTorch's `_log_softmax_backward_data`).
+    /// Same as [`Tensor::softmax_backward`], for [`Tensor::log_softmax`] (PyTorch's `_log_softmax_backward_data`).
     ///
     /// # Errors
-    /// As that.
+    /// The errors of [`Tensor::softmax_backward`].
     #[track_caller]
     pub fn log_softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
-        self.derivative("log_softmax_backward", RowOp::LogSoftmaxGrad, output, dim)
+        self.softmax_backward_along("log_softmax_backward", RowOp::LogSoftmaxGrad, output, dim)
     }
 
     #[track_caller]
-    fn derivative(&self, op: &'static str, backward: RowOp, output: &Tensor, dim: isize) -> Result<Tensor> {
-        replaced!(op, [self, output], dim);
+    fn softmax_backward_along(&self, op: &'static str, backward: RowOp, output: &Tensor, dim: isize) -> Result<Tensor> {
+        return_replacement!(op, [self, output], dim);
         self.dtype.check_float(op)?;
         same_dtype(op, &[self, output])?;
         same_device(op, &[self, output])?;
         mismatch!(op if self.shape() != output.shape(), self, output, "the gradient has the shape of the result");
-        let (y, grad) = (at_least_1d(&output.detach()), at_least_1d(&self.detach()));
-        let out = row_operation_along(backward, &y, Some(&grad), y.shape().dim(op, dim)?)?;
+        let (y, grad) = (detach_at_least_1d(&output.detach()), detach_at_least_1d(&self.detach()));
+        let out = row_operation_unmasked(backward, &y, Some(&grad), y.shape().dim(op, dim)?)?;
         Ok(out.with_layout(Layout::contiguous(self.shape().clone())))
     }
 
     #[track_caller]
-    fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
-        replaced!(op, [self], dim);
+    fn softmax_along(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
+        return_replacement!(op, [self], dim);
         self.dtype.check_float(op)?;
-        cast_first!(widened(&[self])?, |x| x[0].normalised(op, forward, backward, dim));
-        let scalar = (self.rank() == 0).then(|| at_least_1d(self));
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].softmax_along(op, forward, backward, dim));
+        let scalar = (self.rank() == 0).then(|| detach_at_least_1d(self));
         let x = scalar.as_ref().unwrap_or(self);
         let d = x.shape().dim(op, dim)?;
-        let mut out = row_operation_along(forward, x, None, d)?;
+        let mut out = row_operation_unmasked(forward, x, None, d)?;
         if scalar.is_some() {
             out.layout = Layout::contiguous(self.shape().clone());
         }
@@ -191,10 +194,11 @@ impl Tensor {
         }
         let saved = Saved::new(&out);
         let shape = self.shape().clone();
-        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
-            let (y, grad) = (ctx.result(&saved)?, ctx.grad()?);
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
+            let (y, grad) = (ctx.unpack_result(&saved)?, ctx.grad()?);
             let grad = if !ctx.create_graph() {
-                let grad = row_operation_along(backward, &at_least_1d(&y), Some(&at_least_1d(&grad)), d)?;
+                let grad =
+                    row_operation_unmasked(backward, &detach_at_least_1d(&y), Some(&detach_at_least_1d(&grad)), d)?;
                 grad.with_layout(Layout::contiguous(shape.clone()))
             } else if forward == RowOp::Softmax {
                 grad.sub(&grad.mul(&y)?.sum([d as isize], true)?)?.mul(&y)?
@@ -205,17 +209,17 @@ impl Tensor {
         }))
     }
 
-    /// `log(sum(exp(x)))` over `dims` (PyTorch's `logsumexp`), without overflow; floats. Of nothing it is -inf.
-    /// `keepdim` leaves the dims in place with size 1. One launch a dim. Differentiable.
+    /// Computes `log(sum(exp(x)))` over `dims` without overflow (PyTorch's `logsumexp`). Floats. The result for no elements is -inf.
+    /// `keepdim` keeps the reduced dims with size 1. One launch for each dim. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::softmax`]; [`Error::Invalid`] for a dim given twice.
+    /// The errors of [`Tensor::softmax`]; [`Error::Invalid`] for a dim that is given twice.
     #[track_caller]
     pub fn logsumexp(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("logsumexp", dims.into());
-        replaced!(op, [self], &dims, keepdim);
+        return_replacement!(op, [self], &dims, keepdim);
         self.dtype.check_float(op)?;
-        cast_first!(widened(&[self])?, |x| x[0].logsumexp(dims, keepdim));
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].logsumexp(dims, keepdim));
         let mask = dims.mask(op, self.shape())?;
         if self.rank() == 0 {
             return self.logsumexp_along(op, 0, keepdim);
@@ -226,8 +230,8 @@ impl Tensor {
     }
 
     fn logsumexp_along(&self, op: &'static str, d: usize, keepdim: bool) -> Result<Tensor> {
-        let x = at_least_1d(self);
-        let kept = row_operation_along(RowOp::LogSumExp, &x, None, d)?;
+        let x = detach_at_least_1d(self);
+        let kept = row_operation_unmasked(RowOp::LogSumExp, &x, None, d)?;
         let mut shape = self.shape().dims().to_vec();
         match keepdim {
             _ if self.rank() == 0 => {}
@@ -240,29 +244,31 @@ impl Tensor {
         }
         let (x, result) = (Saved::new(self), Saved::new(&out));
         let (shape, kept) = (self.shape().clone(), kept.layout);
-        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
-            let (x, result, grad) = (x.get(op)?, ctx.result(&result)?, ctx.grad()?);
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
+            let (x, result, grad) = (x.get(op)?, ctx.unpack_result(&result)?, ctx.grad()?);
             if ctx.create_graph() {
                 let wide = |t: Tensor| if keepdim || t.rank() == x.rank() { Ok(t) } else { t.unsqueeze(d as isize) };
                 let weight = x.sub(&wide(result)?)?.exp()?;
                 return Ok(SmallVec::from_iter([Some(weight.mul(&wide(grad)?)?)]));
             }
-            let (x, result) = (at_least_1d(x), result.with_layout(kept.clone()));
+            let (x, result) = (detach_at_least_1d(x), result.with_layout(kept.clone()));
             let grad = grad.contiguous()?;
             let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
-            // exp(x - result) is the softmax; an infinite result has no finite gradient, as in PyTorch.
+            // exp(x - result) is the softmax. An infinite result has no finite gradient, as in PyTorch.
             let weight = (Expr::input(0) - Expr::input(1)).exp() * Expr::input(2);
             let grad = apply_one(op, &[&x, &result, &grad], Params::default(), &weight, x.dtype)?;
-            // A scalar was a line; otherwise the gradient has the shape, and the format of x.
+            // A 0-d input was viewed as 1-D. Otherwise the gradient has the shape and memory format of x.
             let was_scalar = shape.rank() == 0;
             let grad = if was_scalar { grad.with_layout(Layout::contiguous(shape.clone())) } else { grad };
             Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
 
-    /// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed: one launch gives losses and
-    /// gradient, at most one more their sum. Losses are of `dtype`. `composed` is the same of log-probabilities, for gradients of gradients.
-    pub(crate) fn label_entropy(
+    /// Cross-entropy of logits `[N, C]` and labels `[N]`, without weights or smoothing, with losses of `dtype`.
+    ///
+    /// One launch computes losses and gradient, and at most one more their sum. `composed` computes the same from log-probabilities with
+    /// recorded operations, for double backward.
+    pub(crate) fn label_cross_entropy(
         &self,
         labels: &Tensor,
         options: CrossEntropy,
@@ -272,15 +278,15 @@ impl Tensor {
         let op = "cross_entropy";
         let tracked = autograd::is_tracked(&[self]);
         let grad = match tracked {
-            true => Some(Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?),
+            true => Some(Tensor::empty_with_shape(self.shape(), self.dtype, self.device())?),
             false => None,
         };
         let out = match self.numel() {
-            0 => loss_of_no_logits(self, labels, options.reduction, dtype)?,
+            0 => loss_without_logits(self, labels, options.reduction, dtype)?,
             _ => {
-                let count = &|| count(op, labels, options.ignore_index);
+                let count = &|| count_labels(op, labels, options.ignore_index);
                 let entropy = LabelEntropy { logits: self, labels, options, dtype, grad: grad.as_ref(), count };
-                let out = backend::of(self.device()).cross_entropy(&entropy)?;
+                let out = backend::of_device(self.device()).cross_entropy(&entropy)?;
                 let is_part = out.rank() > 0 && options.reduction != LossReduction::None;
                 if is_part { reduce::sum_all(op, &out, dtype)? } else { out }
             }
@@ -288,13 +294,16 @@ impl Tensor {
         let Some(saved) = grad else { return Ok(out) };
         let (saved, labels) = (Saved::new(&saved), Saved::new(labels));
         let CrossEntropy { reduction, ignore_index, .. } = options;
-        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
             let saved = saved.unpack(op)?;
             if ctx.create_graph() {
                 let labels = labels.get(op)?;
                 let log = log_probabilities(&saved, labels, reduction, ignore_index)?;
                 // Log-probabilities differ from logits by a constant for each row, which does not change the loss.
-                return ctx.through(&composed(&ctx.input(0, log).to_dtype(dtype)?.log_softmax(1)?, labels)?);
+                return ctx.differentiate_through(&composed(
+                    &ctx.with_input_node(0, log).to_dtype(dtype)?.log_softmax(1)?,
+                    labels,
+                )?);
             }
             let grad = match ctx.grad_unless_one() {
                 None => saved,
@@ -313,16 +322,16 @@ impl Tensor {
     }
 }
 
-/// How many labels are not ignored, on the device.
-fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
+/// Counts the labels that are not ignored, on the device.
+fn count_labels(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
     let ignore = [Scalar::Int(ignore)];
-    let params = Params::of(&ignore);
+    let params = Params::from_scalars(&ignore);
     let kept = apply_one(op, &[labels], params, &Expr::input(0).ne(Expr::scalar(0)), DType::Bool)?;
     reduce::sum_all(op, &kept, DType::I64)
 }
 
-/// The logarithms of the probabilities that [`Tensor::label_entropy`] had, from its gradient: a probability less 1 at the label,
-/// over the number of rows that count for their mean.
+/// Recovers the log-probabilities of [`Tensor::label_cross_entropy`] from its gradient. The gradient is the probability, less 1 at the
+/// label, divided by the number of counted rows if the loss is a mean.
 fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, ignore_index: i64) -> Result<Tensor> {
     let ignored = labels.eq_scalar(ignore_index)?;
     let labels = labels.masked_fill(&ignored, 0)?.one_hot(grad.shape().dims()[1])?;
@@ -333,8 +342,8 @@ fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, i
     whole.add(&labels)?.clamp_min(0)?.log()
 }
 
-/// The loss where there are no logits: no rows, or rows without a class, where every label is out of range.
-fn loss_of_no_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction, dtype: DType) -> Result<Tensor> {
+/// Returns the loss for no rows. Rows without a class are an error, because every label is out of range.
+fn loss_without_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction, dtype: DType) -> Result<Tensor> {
     invalid!("cross_entropy" if labels.numel() > 0, "the logits have no class (shape [N, 0])");
     let options = (dtype, logits.device());
     match reduction {

@@ -1,32 +1,35 @@
 //! Windows over images, for convolution and pooling.
 //!
-//! im2col and col2im, each the gradient of the other, and the maximum and mean of windows. Every kernel owns an element of its result
-//! and reads its inputs: one launch, no atomics. The public methods are in `conv` and `pool`.
+//! This file has im2col and col2im, each the gradient of the other, and the maximum and mean of windows. In every kernel each
+//! work-item owns an element of the result, so there is one launch without atomics. The public methods are in `conv` and `pool`.
 //!
-//! Backends know windows of two dims. One dim is an image with one row. Of three dims, the last two come first, for images that
-//! are slices, and then the first, for slices that are rows: a window is a product of its directions, and so are its maximum and mean.
+//! Backends know 2-D windows only. A 1-D window is an image with one row. A 3-D pool runs over the last two dims of each slice
+//! first, and then over the depth with each H x W slice as one row. This is exact because the maximum and mean are separable.
 
 use crate::autograd::Saved;
-use crate::backend::problem::windows::{Divisor, Task, Windows, four};
+use crate::backend::problem::windows::{Divisor, PoolTask, Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::tensor::Layout;
 use crate::{DType, MemoryFormat, Result, Shape, Tensor, autograd, backend};
 
-/// Kernel sizes, strides, paddings and dilations are below this, so that their products cannot overflow.
-const LIMIT: usize = 1 << 30;
+/// Upper bound on kernel sizes, strides, paddings and dilations, so that their products cannot overflow.
+const MAX_WINDOW_PARAMETER: usize = 1 << 30;
 
 impl<const D: usize> Windows<D> {
-    /// Windows of one size over `image`.
+    /// Creates windows of a fixed size over `image`.
     pub(crate) fn new(
         op: &'static str,
         image: [usize; D],
         kernel: [usize; D],
-        [stride, padding, behind, dilation]: [[usize; D]; 4],
+        [stride, padding, padding_after, dilation]: [[usize; D]; 4],
     ) -> Result<Windows<D>> {
         let mut grid = [0; D];
         for d in 0..D {
-            if [kernel, stride, padding, behind, dilation].iter().any(|numbers| numbers[d] >= LIMIT) {
+            if [kernel, stride, padding, padding_after, dilation]
+                .iter()
+                .any(|numbers| numbers[d] >= MAX_WINDOW_PARAMETER)
+            {
                 let reason = format!(
                     "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
                 );
@@ -35,22 +38,31 @@ impl<const D: usize> Windows<D> {
             invalid!(op if [kernel[d], stride[d], dilation[d]].contains(&0),
                 "kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
             let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
-            let padded = image[d].saturating_add(padding[d]).saturating_add(behind[d]);
+            let padded = image[d].saturating_add(padding[d]).saturating_add(padding_after[d]);
             invalid!(op if window > padded,
                 "a window of {window} does not fit into an image of {} with its padding, {padded}", image[d]);
             grid[d] = (padded - window) / stride[d] + 1;
         }
-        Ok(Windows { image, kernel, grid, stride, padding, behind, dilation, adaptive: false })
+        Ok(Windows { image, kernel, grid, stride, padding, padding_after, dilation, adaptive: false })
     }
 
-    /// As many windows as `grid` says.
+    /// Creates `grid` windows that cover `image`, as adaptive pooling does.
     pub(crate) fn adaptive(image: [usize; D], grid: [usize; D]) -> Windows<D> {
         let (zero, one) = ([0; D], [1; D]);
-        Windows { image, kernel: one, grid, stride: one, padding: zero, behind: zero, dilation: one, adaptive: true }
+        Windows {
+            image,
+            kernel: one,
+            grid,
+            stride: one,
+            padding: zero,
+            padding_after: zero,
+            dilation: one,
+            adaptive: true,
+        }
     }
 
-    /// The elements of the image that window o has along direction d: from the first to before the last, a dilation apart.
-    pub(crate) fn span(&self, d: usize, o: usize) -> (usize, usize) {
+    /// Returns the first and the end index of the image elements of window `o` along dim `d`. Elements are `dilation[d]` apart.
+    pub(crate) fn input_range(&self, d: usize, o: usize) -> (usize, usize) {
         if self.adaptive {
             let (image, grid) = (self.image[d], self.grid[d]);
             return (o * image / grid, ((o + 1) * image).div_ceil(grid));
@@ -61,83 +73,84 @@ impl<const D: usize> Windows<D> {
         (from + skipped - self.padding[d], end.saturating_sub(self.padding[d]).min(self.image[d]))
     }
 
-    /// Along the last two dims; one dim is a row.
-    pub(crate) fn plane(&self) -> Windows {
-        self.along(|numbers, other| match numbers[..] {
+    /// The windows along the last two dims. A single dim becomes one row.
+    pub(crate) fn last_two_dims(&self) -> Windows {
+        self.select_dims(|numbers, other| match numbers[..] {
             [.., rows, columns] => [rows, columns],
             [columns] => [other, columns],
             [] => [other; 2],
         })
     }
 
-    /// Along the first of three dims, whose planes of `plane` elements are rows.
-    pub(crate) fn slices(&self, plane: usize) -> Windows {
-        let along = self.along(|numbers, other| [numbers[0], other]);
+    /// The windows along the depth of a 3-D pool: each H x W plane of `plane` elements is treated as one row.
+    pub(crate) fn depth_pass(&self, plane: usize) -> Windows {
+        let along = self.select_dims(|numbers, other| [numbers[0], other]);
         Windows { image: [along.image[0], plane], grid: [along.grid[0], plane], ..along }
     }
 
-    /// Along two directions that `pair` takes the numbers of; where there is none, its second argument leaves the image as it is.
-    fn along(&self, pair: impl Fn([usize; D], usize) -> [usize; 2]) -> Windows {
+    /// The windows along two dims that `pair` selects. The second argument of `pair` is the value for a dim that does not exist.
+    fn select_dims(&self, pair: impl Fn([usize; D], usize) -> [usize; 2]) -> Windows {
         Windows {
             image: pair(self.image, 1),
             kernel: pair(self.kernel, 1),
             grid: pair(self.grid, 1),
             stride: pair(self.stride, 1),
             padding: pair(self.padding, 0),
-            behind: pair(self.behind, 0),
+            padding_after: pair(self.padding_after, 0),
             dilation: pair(self.dilation, 1),
             adaptive: self.adaptive,
         }
     }
 
-    /// The greatest element of each window of x, [`as_images`]. Differentiable.
+    /// Returns the maximum of each window of x, in the form of [`as_images`]. Differentiable.
     pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
         if D < 3 {
-            return Ok(self.plane().max_of_planes(op, x)?.0);
+            return Ok(self.last_two_dims().max_of_planes(op, x)?.0);
         }
         Ok(self.max_of_slices(op, x)?.0)
     }
 
-    /// [`Windows::max`], and the position of each element in its image.
+    /// Returns [`Windows::max`] and the index of each maximum within its image.
     pub(crate) fn max_with_indices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         if D < 3 {
-            return self.plane().max_of_planes(op, x);
+            return self.last_two_dims().max_of_planes(op, x);
         }
-        let (out, places, slice) = self.max_of_slices(op, x)?;
-        let ([n, c, _, windows], shape) = (four(&places), out.shape().clone());
+        let (out, plane_indices, slice) = self.max_of_slices(op, x)?;
+        let ([n, c, _, windows], shape) = (sizes_4d(&plane_indices), out.shape().clone());
         let columns = |t: &Tensor| t.reshape([n, c, t.numel() / (n * c).max(1)]);
-        let place = columns(&places)?.gather(2, &columns(&slice)?)?.reshape(&shape)?;
-        let [.., h, w] = five(x);
+        let plane_index = columns(&plane_indices)?.gather(2, &columns(&slice)?)?.reshape(&shape)?;
+        let [.., h, w] = sizes_5d(x);
         let before = slice.floor_divide_scalar(windows.max(1) as i64)?.mul_scalar((h * w) as i64)?;
-        Ok((out, before.reshape(&shape)?.add(&place)?))
+        Ok((out, before.reshape(&shape)?.add(&plane_index)?))
     }
 
-    /// Of three dims: the greatest elements, `[N, C, D, windows]` places of those of each slice in it, and `[N, C, windows along the
-    /// depth, windows]` places of the slices' greatest elements among these. The first of equals is in the first of their slices.
+    /// Returns the maximum of 3-D windows and two index tensors. The first is the index of each slice's maximum in its slice,
+    /// `[N, C, D, windows]`. The second is the index of a window's maximum among these, `[N, C, windows along the depth, windows]`.
+    /// Of equal elements, the first counts.
     fn max_of_slices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-        let ([n, c, depth, h, w], [oh, ow]) = (five(x), self.plane().grid);
-        let (rows, places) = self.plane().max_of_planes(op, &x.reshape([n, c * depth, h, w])?)?;
+        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
+        let (rows, plane_indices) = self.last_two_dims().max_of_planes(op, &x.reshape([n, c * depth, h, w])?)?;
         let shape = [n, c, depth, oh * ow];
-        let (out, slice) = self.slices(oh * ow).max_of_planes(op, &rows.reshape(shape)?)?;
-        Ok((out.reshape([n, c, self.grid[0], oh, ow])?, places.reshape(shape)?, slice))
+        let (out, slice) = self.depth_pass(oh * ow).max_of_planes(op, &rows.reshape(shape)?)?;
+        Ok((out.reshape([n, c, self.grid[0], oh, ow])?, plane_indices.reshape(shape)?, slice))
     }
 
-    /// The mean of each window of x, [`as_images`]. Differentiable.
+    /// Returns the mean of each window of x, in the form of [`as_images`]. Differentiable.
     pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         if D < 3 {
-            return self.plane().mean_of_planes(op, x, divisor);
+            return self.last_two_dims().mean_of_planes(op, x, divisor);
         }
-        let ([n, c, depth, h, w], [oh, ow]) = (five(x), self.plane().grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
         let then = if let Divisor::Number(_) = divisor { Divisor::Number(1) } else { divisor };
-        // Means of means in half precision would be rounded twice.
+        // The mean of means would be rounded twice in half precision.
         let wide = if x.dtype.size() == 2 { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
-        let rows = self.plane().mean_of_planes(op, &wide.reshape([n, c * depth, h, w])?, divisor)?;
-        let out = self.slices(oh * ow).mean_of_planes(op, &rows.reshape([n, c, depth, oh * ow])?, then)?;
+        let rows = self.last_two_dims().mean_of_planes(op, &wide.reshape([n, c * depth, h, w])?, divisor)?;
+        let out = self.depth_pass(oh * ow).mean_of_planes(op, &rows.reshape([n, c, depth, oh * ow])?, then)?;
         out.reshape([n, c, self.grid[0], oh, ow])?.to_dtype(x.dtype)
     }
 
-    /// The windows that have row or column tap k inside of the image, first to before the last.
-    pub(crate) fn inside(&self, d: usize, k: usize) -> (usize, usize) {
+    /// Returns the first and the end window whose element `k` along dim `d` is inside the image.
+    pub(crate) fn windows_inside(&self, d: usize, k: usize) -> (usize, usize) {
         let (tap, padding, stride) = (k * self.dilation[d], self.padding[d], self.stride[d]);
         let first = padding.saturating_sub(tap).div_ceil(stride);
         let last = (self.image[d] + padding).saturating_sub(tap).div_ceil(stride);
@@ -148,11 +161,11 @@ impl<const D: usize> Windows<D> {
 impl Windows {
     pub(crate) fn divisor(&self, o: [usize; 2], divisor: Divisor) -> usize {
         let size = |d: usize| {
-            let (start, stop) = self.span(d, o[d]);
+            let (start, stop) = self.input_range(d, o[d]);
             let from = o[d] * self.stride[d];
             match divisor {
                 Divisor::Window if !self.adaptive => {
-                    (from + self.kernel[d]).min(self.image[d] + self.padding[d] + self.behind[d]) - from
+                    (from + self.kernel[d]).min(self.image[d] + self.padding[d] + self.padding_after[d]) - from
                 }
                 _ => stop - start,
             }
@@ -160,20 +173,20 @@ impl Windows {
         if let Divisor::Number(n) = divisor { n } else { size(0) * size(1) }
     }
 
-    /// The elements of every window of x, `[N, C, image]`, as `[N, C, kernel, grid]`, or as `[C, kernel, N, grid]` for
-    /// matrix products where `inside` is set; 0 in the padding. Differentiable, one launch.
+    /// Copies the elements of every window of x, `[N, C, image]`, to `[N, C, kernel, grid]`, or to `[C, kernel, N, grid]` for matrix
+    /// products if `inside` is set. Elements in the padding are 0. Differentiable, one launch.
     pub(crate) fn im2col(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
         let out = self.unfold(x, inside)?;
-        Ok(autograd::record_unary_twice(op, out, x, move |grad| match inside {
+        Ok(autograd::record_unary_differentiable(op, out, x, move |grad| match inside {
             true => self.col2im(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
             false => self.col2im(op, &grad),
         }))
     }
 
-    /// Adds columns, `[N, C, kernel, grid]`, to the elements of `[N, C, image]` that they come from. Differentiable, one launch.
+    /// Adds columns, `[N, C, kernel, grid]`, to the elements of `[N, C, image]` that im2col would read. Differentiable, one launch.
     pub(crate) fn col2im(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
         let out = self.fold(columns)?;
-        Ok(autograd::record_unary_twice(op, out, columns, move |grad| self.im2col(op, &grad, false)))
+        Ok(autograd::record_unary_differentiable(op, out, columns, move |grad| self.im2col(op, &grad, false)))
     }
 
     fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
@@ -181,9 +194,9 @@ impl Windows {
         let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
         let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
         backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
-            // The input is empty: every window has only padding.
+            // The input is empty, so every window is entirely padding.
             0 => out.zero_().map(drop),
-            _ => b.unfold(self, x, out, inside),
+            _ => b.im2col(self, x, out, inside),
         })
     }
 
@@ -192,25 +205,26 @@ impl Windows {
         let shape = [dims[0], dims[1], self.image[0], self.image[1]];
         backend::compute(shape, columns.dtype, columns.device(), |b, out| match columns.numel() {
             0 => out.zero_().map(drop),
-            _ => b.fold(self, columns, out),
+            _ => b.col2im(self, columns, out),
         })
     }
 
-    /// [`Windows::max`] of x, `[N, C, image]`.
+    /// [`Windows::max`] of x, `[N, C, image]`, with indices.
     fn max_of_planes(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let format = x.memory_format();
-        let index = Tensor::empty_like_layout(Layout::in_format(self.pooled(x), format), DType::I64, x.device())?;
-        let out = self.run(Task::Max, x, &index, self.pooled(x), format)?;
+        let index =
+            Tensor::empty_with_layout(Layout::with_format(self.pooled_shape(x), format), DType::I64, x.device())?;
+        let out = self.run_task(PoolTask::Max, x, &index, self.pooled_shape(x), format)?;
         if !autograd::is_tracked(&[x]) || !x.dtype.is_float() {
             return Ok((out, index));
         }
         let (saved, shape) = (Saved::new(&index), x.shape().clone());
-        let out = autograd::record_unary_twice(op, out, x, move |grad| {
+        let out = autograd::record_unary_differentiable(op, out, x, move |grad| {
             let index = saved.get(op)?;
             if !autograd::is_tracked(&[&grad]) {
-                return self.run(Task::MaxBackward, &grad, index, shape.clone(), format);
+                return self.run_task(PoolTask::MaxBackward, &grad, index, shape.clone(), format);
             }
-            let ([n, c, oh, ow], [h, w]) = (four(&grad), self.image);
+            let ([n, c, oh, ow], [h, w]) = (sizes_4d(&grad), self.image);
             let flat = |t: &Tensor| t.reshape([n, c, oh * ow]);
             Tensor::zeros([n, c, h * w], &grad)?.scatter_add(2, &flat(index)?, &flat(&grad)?)?.reshape(&shape)
         });
@@ -220,12 +234,12 @@ impl Windows {
     /// [`Windows::mean`] of x, `[N, C, image]`.
     fn mean_of_planes(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         let (shape, format) = (x.shape().clone(), x.memory_format());
-        let out = self.run(Task::Mean(divisor), x, x, self.pooled(x), format)?;
+        let out = self.run_task(PoolTask::Mean(divisor), x, x, self.pooled_shape(x), format)?;
         let back = move |grad: Tensor| self.mean_backward(op, &grad, divisor, shape.clone(), format);
-        Ok(autograd::record_unary_twice(op, out, x, back))
+        Ok(autograd::record_unary_differentiable(op, out, x, back))
     }
 
-    /// The gradient of [`Windows::mean_of_planes`], itself differentiable.
+    /// The gradient of [`Windows::mean_of_planes`], which is differentiable itself.
     fn mean_backward(
         self,
         op: &'static str,
@@ -234,22 +248,29 @@ impl Windows {
         shape: Shape,
         format: MemoryFormat,
     ) -> Result<Tensor> {
-        let out = self.run(Task::MeanBackward(divisor), grad, grad, shape, format)?;
-        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean_of_planes(op, &grad, divisor)))
+        let out = self.run_task(PoolTask::MeanBackward(divisor), grad, grad, shape, format)?;
+        Ok(autograd::record_unary_differentiable(op, out, grad, move |grad| self.mean_of_planes(op, &grad, divisor)))
     }
 
-    fn pooled(&self, x: &Tensor) -> Shape {
+    fn pooled_shape(&self, x: &Tensor) -> Shape {
         let dims = x.shape().dims();
         Shape::from([dims[0], dims[1], self.grid[0], self.grid[1]])
     }
 
-    /// A task whose result is of x's dtype and in this format; `index`, in the same, counts for the greatest elements only.
-    fn run(&self, task: Task, x: &Tensor, index: &Tensor, shape: Shape, format: MemoryFormat) -> Result<Tensor> {
-        let out = Tensor::empty_like_layout(Layout::in_format(shape, format), x.dtype, x.device())?;
+    /// Runs a pooling task. The result has x's dtype and the given shape and format. `index`, in the same format, is used for maxima only.
+    fn run_task(
+        &self,
+        task: PoolTask,
+        x: &Tensor,
+        index: &Tensor,
+        shape: Shape,
+        format: MemoryFormat,
+    ) -> Result<Tensor> {
+        let out = Tensor::empty_with_layout(Layout::with_format(shape, format), x.dtype, x.device())?;
         if out.numel() == 0 {
             return Ok(out);
         }
-        let index_is_written = (task == Task::Max).then_some(index);
+        let index_is_written = (task == PoolTask::Max).then_some(index);
         match x.numel() {
             // There are no windows, so the gradient is zero.
             0 => drop(out.zero_()?),
@@ -259,7 +280,7 @@ impl Windows {
     }
 }
 
-/// A weight `[A, B, kernel]` of one to three dims as one of two: the slices of three are more of the second channels.
+/// Views a weight `[A, B, kernel]` of one to three spatial dims as 2-D. The slices of a 3-D kernel become part of dim B.
 pub(crate) fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
     match weight.shape().dims() {
         &[a, b, kd, kh, kw] => weight.reshape([a, b * kd, kh, kw]),
@@ -268,7 +289,7 @@ pub(crate) fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// x of `[C, dims..]` or `[N, C, dims..]` with one to three `dims` as `[N, C, rows, columns]` or `[N, C, depth, rows, columns]`.
+/// Views x, `[C, dims..]` or `[N, C, dims..]`, with a batch dim. 1-D images become one row: `[N, C, 1, L]`.
 pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Result<Tensor> {
     let batched = match x.rank().checked_sub(directions) {
         Some(1) => false,
@@ -283,26 +304,27 @@ pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Resu
     if batched { Ok(x) } else { x.unsqueeze(0) }
 }
 
-/// The result for images made by [`as_images`] in the form that `x` had.
+/// Undoes [`as_images`]: returns `out` with the batch and spatial dims that `x` had.
 pub(crate) fn restore_rank(out: &Tensor, x: &Tensor, directions: usize) -> Result<Tensor> {
     let out = if directions == 1 { out.squeeze(-2)? } else { out.shallow_clone() };
     if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
 }
 
-/// The sizes of five dims.
-pub(crate) fn five(t: &Tensor) -> [usize; 5] {
-    last(t)
+/// Returns the sizes of a 5-D tensor.
+pub(crate) fn sizes_5d(t: &Tensor) -> [usize; 5] {
+    last_sizes(t)
 }
 
-/// The sizes of the last D dims.
-pub(crate) fn last<const D: usize>(t: &Tensor) -> [usize; D] {
+/// Returns the sizes of the last `D` dims.
+pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
     let dims = t.shape().dims();
     std::array::from_fn(|d| dims[dims.len() - D + d])
 }
 
-/// The elements of each window of images as a column (PyTorch's `nn.functional.unfold`): `[N, C, H, W]` gives
-/// `[N, C KH KW, windows]`, without N neither has it. Pairs are rows and columns; taps in the padding are 0. Any dtype, one
-/// launch. Differentiable.
+/// Copies the elements of each window of images to a column (PyTorch's `nn.functional.unfold`).
+///
+/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. The options are pairs of rows and
+/// columns. Elements in the padding are 0. Any dtype, one launch. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::functional::{fold, unfold}};
@@ -315,7 +337,7 @@ pub(crate) fn last<const D: usize>(t: &Tensor) -> [usize; D] {
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for another rank, windows larger than the padded image, or a stride or dilation of 0.
+/// [`crate::Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
 #[track_caller]
 pub fn unfold(
     x: &Tensor,
@@ -325,22 +347,22 @@ pub fn unfold(
     stride: [usize; 2],
 ) -> Result<Tensor> {
     let padding = padding.into();
-    replaced!(op = "unfold2d", [x], &kernel, &dilation, padding, &stride);
+    return_replacement!(op = "unfold2d", [x], &kernel, &dilation, padding, &stride);
     let images = as_images(op, x, 2)?;
-    let [n, c, ..] = four(&images);
-    let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
-    let windows = Windows::new(op, last(&images), kernel, [stride, before, behind, dilation])?;
+    let [n, c, ..] = sizes_4d(&images);
+    let [before, padding_after] = padding.sides(op, kernel, stride, dilation)?;
+    let windows = Windows::new(op, last_sizes(&images), kernel, [stride, before, padding_after, dilation])?;
     let columns = windows.im2col(op, &images, false)?;
     let rows = c * kernel[0] * kernel[1];
     let columns = columns.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
     if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
 }
 
-/// Columns, `[N, C KH KW, windows]` or without N, added up in images of `output_size` where [`unfold`] would have taken them
-/// from (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable.
+/// Adds columns, `[N, C KH KW, windows]` or without N, to images of `output_size` at the elements that [`unfold`] would read
+/// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable.
 ///
 /// # Errors
-/// As [`unfold`]; [`crate::Error::Invalid`] for columns that do not fit; [`crate::Error::UnsupportedDType`] for integers.
+/// The errors of [`unfold`]; [`crate::Error::Invalid`] for columns of a wrong shape; [`crate::Error::UnsupportedDType`] for integers.
 #[track_caller]
 pub fn fold(
     columns: &Tensor,
@@ -353,9 +375,9 @@ pub fn fold(
     let op = "fold";
     columns.dtype.check_float(op)?;
     let padding = padding.into();
-    replaced!(op, [columns], &output_size, &kernel, &dilation, padding, &stride);
-    let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
-    let windows = Windows::new(op, output_size, kernel, [stride, before, behind, dilation])?;
+    return_replacement!(op, [columns], &output_size, &kernel, &dilation, padding, &stride);
+    let [before, padding_after] = padding.sides(op, kernel, stride, dilation)?;
+    let windows = Windows::new(op, output_size, kernel, [stride, before, padding_after, dilation])?;
     let taps = kernel[0] * kernel[1];
     let (batch, rows, count) = match *columns.shape().dims() {
         [rows, count] => (1, rows, count),

@@ -1,4 +1,4 @@
-//! Random numbers of other distributions: in place, and with parameters in tensors.
+//! Random numbers of further distributions: in place, and with parameters in tensors.
 
 use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
@@ -12,12 +12,12 @@ operations! {
     rand(size: sizes, options): Random, Floats -> Same;
     randn(size: sizes, options): Random, Floats -> Same;
     randint(low: int = 0, high: int, size: sizes, options): Random, Numbers -> Same
-        => |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, a.options(3)?);
+        => |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, a.tensor_options(3)?);
     randperm(n: size, device: device): Random, All -> I64;
     rand_like(input: x): Random, Floats -> Same;
     randn_like(input: x): Random, Floats -> Same;
     randint_like(input: x, low: int = 0, high: int): Random, Numbers -> Same
-        => |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64);
+        => |a| a.tensor(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64);
     bernoulli(input: x): Random, Floats -> Same;
     normal(mean: x, std: x): Random, Floats -> Same;
     multinomial(input: x, num_samples: size, replacement: bool = false): Random, Floats -> I64;
@@ -30,26 +30,32 @@ operations! {
 }
 
 impl Tensor {
-    /// The formula, of these scalars and the next seed, into this tensor.
-    fn draw_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
-        let change = autograd::in_place(op, self, &[])?;
+    /// Fills this tensor with a formula of the given scalars and the next seed.
+    fn fill_with_random_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
+        let change = autograd::begin_in_place(op, self, &[])?;
         if self.skips_writes() {
             return Ok(self);
         }
         let drawn = next_seed(self.device())?;
         elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[self])?;
-        change.into_iter().for_each(autograd::InPlace::overwritten);
+        change.into_iter().for_each(autograd::InPlace::finish_overwrite);
         Ok(self)
     }
 
-    /// The formula of these tensors and the next seed; without gradient.
-    fn drawn(op: &'static str, inputs: &[&Tensor], scalars: &[Scalar], expr: Expr, dtype: DType) -> Result<Tensor> {
+    /// Computes a formula of the given tensors and the next seed. Not differentiable.
+    fn random_from(
+        op: &'static str,
+        inputs: &[&Tensor],
+        scalars: &[Scalar],
+        expr: Expr,
+        dtype: DType,
+    ) -> Result<Tensor> {
         let drawn = next_seed(inputs[0].device())?;
         Ok(elementwise::apply(op, inputs, drawn.params(scalars), &[expr], &[dtype])?.remove(0))
     }
 
-    /// Fills with numbers uniform in `from..to`, never `to` in any dtype (PyTorch's `uniform_`, which has 0 and 1 where nothing is said).
-    /// In place, one launch.
+    /// Fills with uniform random numbers in `from..to`, never `to` in any dtype (PyTorch's `uniform_`, with defaults of 0 and 1). In place,
+    /// one launch.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -60,40 +66,40 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] where `to` is below `from`, or either or their difference is
-    /// not finite in the dtype; as [`Tensor::fill_`].
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] if `to` is below `from`, or if a limit or the difference is
+    /// not finite in the dtype; the errors of [`Tensor::fill_`].
     pub fn uniform_(&self, from: f64, to: f64) -> Result<&Tensor> {
         let op = "uniform_";
         self.dtype.check_float(op)?;
-        invalid!(op if !(from <= to && (to - from).is_finite()), "{from}..{to} is no range of finite numbers");
+        invalid!(op if !(from <= to && (to - from).is_finite()), "{from}..{to} is not a range of finite numbers");
         let dtype = self.dtype;
         [from, to].into_iter().try_for_each(|end| Scalar::Float(end).check_within(op, dtype))?;
         Scalar::Float(to - from).check_within(op, dtype.compute().dtype())?;
-        // Bounds the result by the dtype's numbers next to the ends, because rounding may give `to`.
+        // Rounding may give `to`, so the result is clamped to the dtype's numbers next to the limits.
         let (least, greatest) = (dtype.at_least(from), dtype.at_most(to, from < to));
         let (least, greatest) =
             if least <= greatest { (least, greatest) } else { (dtype.rounded(from), dtype.rounded(from)) };
         let expr = Expr::scalar(0) + Expr::scalar(1) * uniform(dtype);
         let expr = expr.max(Expr::scalar(2)).min(Expr::scalar(3));
-        self.draw_(op, &[from, to - from, least, greatest].map(Scalar::Float), expr)
+        self.fill_with_random_(op, &[from, to - from, least, greatest].map(Scalar::Float), expr)
     }
 
-    /// Fills with normal numbers of this mean and standard deviation (PyTorch's `normal_`, which has 0 and 1 where nothing is
-    /// said). In place, one launch.
+    /// Fills with normal random numbers of this mean and standard deviation (PyTorch's `normal_`, with defaults of 0 and 1). In place, one
+    /// launch.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a negative deviation; as [`Tensor::fill_`].
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a negative deviation; the errors of [`Tensor::fill_`].
     pub fn normal_(&self, mean: f64, std: f64) -> Result<&Tensor> {
         let op = "normal_";
         self.dtype.check_float(op)?;
-        invalid!(op if std < 0.0, "a standard deviation of {std} makes no sense");
-        self.draw_(op, &[mean.into(), std.into()], Expr::scalar(0) + Expr::scalar(1) * Expr::normal(0))
+        invalid!(op if std < 0.0, "the standard deviation is {std}, it must not be negative");
+        self.fill_with_random_(op, &[mean.into(), std.into()], Expr::scalar(0) + Expr::scalar(1) * Expr::normal(0))
     }
 
-    /// Fills with numbers of the exponential distribution of this rate, all above 0 (PyTorch's `exponential_`). In place, one launch.
+    /// Fills with exponentially distributed numbers of this rate, all above 0 (PyTorch's `exponential_`). In place, one launch.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a rate that is not positive; as
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a rate that is not positive; the errors of
     /// [`Tensor::fill_`].
     pub fn exponential_(&self, rate: f64) -> Result<&Tensor> {
         let op = "exponential_";
@@ -101,20 +107,20 @@ impl Tensor {
         invalid!(op if rate.is_nan() || rate <= 0.0, "the rate {rate} is not positive");
         let least = if rate.is_finite() { self.dtype.smallest() } else { 0.0 };
         let expr = ((-Expr::uniform(0)).log1p() * Expr::scalar(0)).max(Expr::scalar(1));
-        self.draw_(op, &[(-1.0 / rate).into(), least.into()], expr)
+        self.fill_with_random_(op, &[(-1.0 / rate).into(), least.into()], expr)
     }
 
-    /// Fills with 1 with probability `p`, else 0; any dtype (PyTorch's `bernoulli_`). In place, one launch.
+    /// Fills with 1 with probability `p`, otherwise 0, in any dtype (PyTorch's `bernoulli_`). In place, one launch.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; as [`Tensor::fill_`].
+    /// [`Error::Invalid`] unless `p` is in `0.0..=1.0`; the errors of [`Tensor::fill_`].
     pub fn bernoulli_(&self, p: f64) -> Result<&Tensor> {
         let op = "bernoulli_";
         invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
-        self.draw_(op, &[p.into()], Expr::uniform(0).lt(Expr::scalar(0)))
+        self.fill_with_random_(op, &[p.into()], Expr::uniform(0).lt(Expr::scalar(0)))
     }
 
-    /// 1 where a coin of probability x falls on its head, else 0, in x's dtype (PyTorch's `bernoulli`); without gradient.
+    /// Returns 1 with the probability in each element, otherwise 0, in this tensor's dtype (PyTorch's `bernoulli`). Not differentiable.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
@@ -123,10 +129,10 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "bernoulli";
         self.dtype.check_float(op)?;
-        Tensor::drawn(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
+        Tensor::random_from(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
     }
 
-    /// Normal numbers, each of its own mean and standard deviation, broadcast (PyTorch's `normal`); without gradient.
+    /// Normal random numbers, each with its own mean and standard deviation, which broadcast (PyTorch's `normal`). Not differentiable.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::DTypeMismatch`], [`Error::ShapeMismatch`].
@@ -137,40 +143,40 @@ impl Tensor {
         mean.dtype.check_float(op)?;
         crate::ops::same_device(op, &[mean, std])?;
         let dtype = crate::ops::same_dtype(op, &[mean, std])?;
-        Tensor::drawn(op, &[mean, std], &[], Expr::input(0) + Expr::input(1) * Expr::normal(0), dtype)
+        Tensor::random_from(op, &[mean, std], &[], Expr::input(0) + Expr::input(1) * Expr::normal(0), dtype)
     }
 
-    /// [`Tensor::rand`] of this tensor's shape, dtype and device.
+    /// [`Tensor::rand`] with this tensor's shape, dtype and device.
     ///
     /// # Errors
-    /// As [`Tensor::rand`].
+    /// The errors of [`Tensor::rand`].
     #[track_caller]
     pub fn rand_like(&self) -> Result<Tensor> {
-        Tensor::rand(self.shape(), self).named("rand_like")
+        Tensor::rand(self.shape(), self).with_op("rand_like")
     }
 
-    /// [`Tensor::randn`] of this tensor's shape, dtype and device.
+    /// [`Tensor::randn`] with this tensor's shape, dtype and device.
     ///
     /// # Errors
-    /// As [`Tensor::randn`].
+    /// The errors of [`Tensor::randn`].
     #[track_caller]
     pub fn randn_like(&self) -> Result<Tensor> {
-        Tensor::randn(self.shape(), self).named("randn_like")
+        Tensor::randn(self.shape(), self).with_op("randn_like")
     }
 
-    /// [`Tensor::randint`] of this tensor's shape, dtype and device.
+    /// [`Tensor::randint`] with this tensor's shape, dtype and device.
     ///
     /// # Errors
-    /// As [`Tensor::randint`].
+    /// The errors of [`Tensor::randint`].
     #[track_caller]
     pub fn randint_like(&self, low: i64, high: i64) -> Result<Tensor> {
-        Tensor::randint(low, high, self.shape(), self).named("randint_like")
+        Tensor::randint(low, high, self.shape(), self).with_op("randint_like")
     }
 
-    /// `samples` indices into the last dimension, drawn with probabilities in proportion to the weights there, as i64
-    /// (PyTorch's `multinomial`): a vector gives a vector, a matrix a row for each of its rows. Without replacement no
-    /// index comes twice. Waits for the device, to check the weights; a captured graph does not, and its replays give
-    /// meaningless indices for weights that are wrong.
+    /// Draws `samples` indices into the last dim, with probabilities proportional to the weights, as i64 (PyTorch's `multinomial`).
+    ///
+    /// A vector gives a vector, and a matrix gives one row for each of its rows. Without replacement, no index occurs twice. Waits for the
+    /// device, to check the weights. A captured graph does not check, and its replays give meaningless indices for invalid weights.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -182,8 +188,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three dimensions or more, no weights, a weight
-    /// that is negative or not finite, a row without a weight above 0, and without replacement a row with fewer of them than samples.
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three or more dims, no weights, a weight that
+    /// is negative or not finite, a row without a positive weight, and, without replacement, a row with fewer positive weights than samples.
     #[track_caller]
     pub fn multinomial(&self, samples: usize, replacement: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -196,75 +202,78 @@ impl Tensor {
         invalid!(op if rows.len() > 1 || n == 0 || (samples > n && !replacement),
             "{samples} indices cannot be drawn from weights of shape {}", self.shape());
         let weights = self.detach();
-        let (least, greatest) = weights.aminmax(-1, true).named(op)?;
+        let (least, greatest) = weights.aminmax(-1, true).with_op(op)?;
         let checked = !is_capturing(self.device());
         if checked {
-            for (low, high) in on_host(&least)?.into_iter().zip(on_host(&greatest)?) {
+            for (low, high) in to_host_f64(&least)?.into_iter().zip(to_host_f64(&greatest)?) {
                 let valid = low >= 0.0 && high.is_finite();
                 invalid!(op if !valid, "weights from {low:?} to {high:?}: they have to be finite and not negative");
                 invalid!(op if high == 0.0, "all weights are 0");
             }
         }
         let drawn = next_seed(self.device())?;
-        let seeds = [drawn.seed, Seed { key: drawn.seed.key.wrapping_add(SECOND_KEY), ..drawn.seed }];
+        let seeds = [drawn.seed, Seed { key: drawn.seed.key.wrapping_add(SECOND_SEED_KEY_OFFSET), ..drawn.seed }];
         let params = Params { seeds: &seeds, ..drawn.params(&[]) };
         if replacement {
-            let shares = cumulative_shares(&weights, &greatest, n).named(op)?;
-            let totals = shares.narrow(-1, n - 1, 1)?;
+            let scaled_weights = cumulative_weights(&weights, &greatest, n).with_op(op)?;
+            let totals = scaled_weights.narrow(-1, n - 1, 1)?;
             let totals = totals.expand(rows.iter().copied().chain([samples]).collect::<crate::Shape>())?;
-            let points = elementwise::apply(op, &[&totals], params, &[point_below(&Expr::input(0))], &[DType::I64])?;
-            let indices = shares.searchsorted(&points[0], true).named(op)?;
+            let points =
+                elementwise::apply(op, &[&totals], params, &[uniform_integer_below(&Expr::input(0))], &[DType::I64])?;
+            let indices = scaled_weights.searchsorted(&points[0], true).with_op(op)?;
             indices.clamp_max_(n as i64 - 1)?;
             return Ok(indices);
         }
-        // Exponential arrival times with these rates: the order of arrival is a sample without replacement. The second number refines the
-        // first, so that times near 0, which decide, have as many digits as others.
+        // Exponential arrival times with the weights as rates: the order of arrival is a sample without replacement. The second uniform number
+        // refines the first, so that times close to 0, which arrive first, have as many digits as all others.
         let wide = self.dtype.compute().dtype();
         let time = -(-(Expr::uniform(0) + Expr::uniform(1) * 2f64.powi(-24))).log1p();
         let rate = Expr::input(0) / Expr::input(1);
         let time = Expr::input(0).gt(0.0).select((time / rate).min(wide.greatest()), f64::INFINITY);
         let arrivals = elementwise::apply(op, &[&weights, &greatest], params, &[time], &[wide])?.remove(0);
         let (times, indices) = match 8 * samples < n {
-            true => arrivals.topk(samples, -1, false).named(op)?,
-            false => arrivals.sort(-1, false).named(op)?,
+            true => arrivals.topk(samples, -1, false).with_op(op)?,
+            false => arrivals.sort(-1, false).with_op(op)?,
         };
         if checked && samples > 0 {
-            let last = on_host(&times.narrow(-1, samples - 1, 1)?)?;
+            let last = to_host_f64(&times.narrow(-1, samples - 1, 1)?)?;
             invalid!(op if last.contains(&f64::INFINITY), "a row has fewer than {samples} weights above 0");
         }
         indices.narrow(-1, 0, samples)?.contiguous()
     }
 }
 
-/// Distinguishes the second seed of an operation that takes two numbers for each element.
-const SECOND_KEY: u64 = 0x9E37_79B9_7F4A_7C15;
+/// The key offset of the second seed, in operations that draw two numbers for each element.
+const SECOND_SEED_KEY_OFFSET: u64 = 0x9E37_79B9_7F4A_7C15;
 
-fn on_host(x: &Tensor) -> Result<Vec<f64>> {
+fn to_host_f64(x: &Tensor) -> Result<Vec<f64>> {
     x.to_device(crate::Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Sums of the weights up to each, as shares of about 2^61 in whole numbers: exact in any order, on devices without doubles as well.
-fn cumulative_shares(weights: &Tensor, greatest: &Tensor, n: usize) -> Result<Tensor> {
-    /// Above this length a weight that is small beside the greatest one takes more digits than the length leaves.
+/// Returns cumulative sums of the weights, scaled to integers with a total of about 2^61. Integer sums are exact in any order, and need no
+/// doubles.
+fn cumulative_weights(weights: &Tensor, greatest: &Tensor, n: usize) -> Result<Tensor> {
+    /// The number of weights up to which one scaling leaves a small weight enough digits.
     const SHORT_LEN: usize = 1 << 18;
     let (op, total) = ("multinomial", 2f64.powi(61));
     let scalars = [Scalar::Float(total / n.next_power_of_two() as f64)];
-    let share = Expr::input(0) / Expr::input(1) * Expr::scalar(0);
-    let whole = |inputs: &[&Tensor], share: Expr| -> Result<Tensor> {
-        Ok(elementwise::apply(op, inputs, Params::of(&scalars), &[share.round()], &[DType::I64])?.remove(0))
+    let scaled_weight = Expr::input(0) / Expr::input(1) * Expr::scalar(0);
+    let whole = |inputs: &[&Tensor], scaled_weight: Expr| -> Result<Tensor> {
+        Ok(elementwise::apply(op, inputs, Params::from_scalars(&scalars), &[scaled_weight.round()], &[DType::I64])?
+            .remove(0))
     };
-    let shares = whole(&[weights, greatest], share.clone())?;
+    let scaled_weights = whole(&[weights, greatest], scaled_weight.clone())?;
     if n <= SHORT_LEN {
-        return shares.cumsum(-1);
+        return scaled_weights.cumsum(-1);
     }
     let scale = Expr::constant(total) / Expr::input(0).max(1.0);
-    let sum = shares.sum(-1, true)?;
+    let sum = scaled_weights.sum(-1, true)?;
     let scale = elementwise::apply(op, &[&sum], Params::default(), &[scale], &[DType::I64])?.remove(0);
-    whole(&[weights, greatest, &scale], share * Expr::input(2))?.cumsum(-1)
+    whole(&[weights, greatest, &scale], scaled_weight * Expr::input(2))?.cumsum(-1)
 }
 
-/// A whole number uniform in `0..total`, for a total below 2^62, in i64: the upper half of its product with 62 random bits.
-fn point_below(total: &Expr) -> Expr {
+/// A uniform integer in `0..total`, for a total below 2^62: the upper half of the product of `total` and 62 random bits.
+fn uniform_integer_below(total: &Expr) -> Expr {
     let high = |x: &Expr| x.shift_right(31.0);
     let low = |x: &Expr| x - high(x) * 2f64.powi(31);
     let (a, b) = (Expr::bits(0).shift_right(1.0), Expr::bits(1).shift_right(1.0));

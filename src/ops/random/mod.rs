@@ -1,7 +1,7 @@
-//! Random tensors from a counter-based generator (Philox4x32-10): the same bits on every device.
+//! Random tensors from a counter-based generator (Philox4x32-10), with the same bits on every device.
 //!
-//! Every random operation takes the next stream of a generator, by default that of the process. Element `e` of its result is a
-//! function of (seed, stream, e) alone, so dropout stores no mask: backward computes it again.
+//! Every random operation takes the next stream of a generator, by default the generator of the process. Element `e` of the result
+//! depends only on (seed, stream, e). So dropout stores no mask, because the backward pass computes the mask again.
 
 mod captured;
 pub(crate) mod distributions;
@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::elementwise;
-use crate::autograd::rng_replay::{Drawn, draw};
+use crate::autograd::rng_replay::{RandomSource, draw_seed};
 use crate::backend::problem::map::Params;
 use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
@@ -18,9 +18,10 @@ use crate::ops::dispatch::prelude::*;
 use crate::tensor::{Layout, TensorOptions};
 use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
 
-/// Where random operations get their seeds from (PyTorch's `Generator`): a seed and the number of draws made from it. One
-/// generator serves every device: the same draws give the same numbers on all of them. A clone is another handle on the
-/// same generator.
+/// A source of seeds for random operations (PyTorch's `Generator`): a seed and the number of draws made from it.
+///
+/// One generator serves all devices, and the same draws give the same numbers on each of them. A clone is another handle on the same
+/// generator.
 ///
 /// ```
 /// use claystone::{Device, Generator, Tensor, with_generator};
@@ -34,42 +35,42 @@ use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
 #[derive(Debug, Clone)]
 pub struct Generator(Arc<Mutex<Seed>>);
 
-/// The process's own.
+/// The generator of the process.
 static GENERATOR: LazyLock<Generator> = LazyLock::new(|| Generator::new(0));
 
 thread_local! {
-    /// Those of the calls of [`with_generator`] around.
+    /// The generators of the enclosing calls of [`with_generator`] on this thread.
     static GENERATORS: RefCell<Vec<Generator>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Generator {
-    /// A generator of this seed.
+    /// Creates a generator with this seed.
     pub fn new(seed: u64) -> Generator {
         Generator(Arc::new(Mutex::new(Seed { key: seed, stream: 0 })))
     }
 
-    /// Starts it anew with another seed, or the same.
+    /// Restarts the generator with a seed.
     pub fn manual_seed(&self, seed: u64) {
         self.set_state(Seed { key: seed, stream: 0 });
     }
 
-    /// Its seed and the number of draws made since (PyTorch's `get_state`).
+    /// Returns the seed and the number of draws made since seeding (PyTorch's `get_state`).
     pub fn state(&self) -> Seed {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes it go on from a [`state`](Generator::state).
+    /// Restores a [`state`](Generator::state), so that draws continue from there.
     pub fn set_state(&self, state: Seed) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = state;
     }
 
-    /// The generator that random operations of this thread draw from: that of the innermost [`with_generator`], or the
-    /// process's.
+    /// Returns the generator that random operations of this thread draw from: the one of the innermost [`with_generator`], or the
+    /// generator of the process.
     pub fn current() -> Generator {
         GENERATORS.with_borrow(|all| all.last().cloned()).unwrap_or_else(|| GENERATOR.clone())
     }
 
-    /// The next so many draws, as the seed of the first.
+    /// Advances the generator by a number of draws, and returns the seed of the first.
     fn take(&self, draws: u64) -> Seed {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let seed = *state;
@@ -78,8 +79,8 @@ impl Generator {
     }
 }
 
-/// Runs `f` with random operations of this thread, of every kind, drawing from `generator` instead of the process's: what
-/// `generator=` does in PyTorch. See [`Generator`].
+/// Runs `f` with all random operations of this thread drawing from `generator` instead of the generator of the process (PyTorch's
+/// `generator=`). See [`Generator`].
 pub fn with_generator<R>(generator: &Generator, f: impl FnOnce() -> R) -> R {
     struct Restore;
     impl Drop for Restore {
@@ -92,8 +93,8 @@ pub fn with_generator<R>(generator: &Generator, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Starts the process-wide random generator anew (PyTorch's `manual_seed`). The same calls after the same seed give the
-/// same numbers on every device. Without it the seed is 0.
+/// Restarts the process-wide random generator with a seed (PyTorch's `manual_seed`). After the same seed, the same calls give the same
+/// numbers on every device. The initial seed is 0.
 ///
 /// ```
 /// use claystone::{Device, Tensor, manual_seed};
@@ -107,40 +108,46 @@ pub fn manual_seed(seed: u64) {
     GENERATOR.manual_seed(seed);
 }
 
-/// The seed of the next random operation, which is of this device.
-pub(crate) fn next_seed(device: Device) -> Result<Drawn> {
+/// Draws the seed of the next random operation, which runs on `device`.
+pub(crate) fn next_seed(device: Device) -> Result<RandomSource> {
     let generator = Generator::current();
     if !is_capturing(device) {
-        return Ok(draw(|| Drawn { seed: generator.take(1), base: None }));
+        return Ok(draw_seed(|| RandomSource { seed: generator.take(1), base: None }));
     }
     let mut made = Ok(());
-    let drawn = draw(|| {
-        captured::next(&generator, device).unwrap_or_else(|e| {
+    let drawn = draw_seed(|| {
+        captured::next_draw(&generator, device).unwrap_or_else(|e| {
             made = Err(e);
-            Drawn { seed: Seed::default(), base: None }
+            RandomSource { seed: Seed::default(), base: None }
         })
     });
     made.map(|()| drawn)
 }
 
-impl Drawn {
-    /// What a formula of these scalars and this seed reads.
+impl RandomSource {
+    /// Returns the parameters of a formula that reads these scalars and this seed.
     pub(crate) fn params<'a>(&'a self, scalars: &'a [Scalar]) -> Params<'a> {
         Params { scalars, seeds: std::slice::from_ref(&self.seed), base: self.base.as_deref() }
     }
 }
 
-fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {
-    let out = Tensor::factory(Layout::contiguous(shape), options.dtype, options.device)?;
+fn new_random(
+    op: &'static str,
+    shape: Shape,
+    options: TensorOptions,
+    scalars: &[Scalar],
+    expr: Expr,
+) -> Result<Tensor> {
+    let out = Tensor::empty_or_uninit(Layout::contiguous(shape), options.dtype, options.device)?;
     if out.is_uninit() {
-        return Ok(out); // without a draw
+        return Ok(out); // without drawing a seed
     }
     let drawn = next_seed(options.device)?;
     elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[&out])?;
     Ok(out)
 }
 
-/// Uniform in [0, 1), stored in this dtype. Halves keep as many bits as they have: rounding could give 1.
+/// Uniform numbers in [0, 1), stored in this dtype. Halves are truncated to their number of bits, because rounding could give 1.
 pub(crate) fn uniform(dtype: DType) -> Expr {
     let uniform = Expr::uniform(0);
     match dtype {
@@ -151,7 +158,7 @@ pub(crate) fn uniform(dtype: DType) -> Expr {
 }
 
 impl Tensor {
-    /// Uniform in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch.
+    /// Uniform random numbers in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
@@ -160,22 +167,22 @@ impl Tensor {
         let _caller = Caller::enter();
         let options = options.into();
         options.dtype.check_float("rand")?;
-        generate("rand", shape.into(), options, &[], uniform(options.dtype))
+        new_random("rand", shape.into(), options, &[], uniform(options.dtype))
     }
 
-    /// Normal with mean 0 and variance 1, by Box and Muller's transform (PyTorch's `randn`). One launch.
+    /// Normal random numbers with mean 0 and variance 1, by the Box-Muller transform (PyTorch's `randn`). One launch.
     ///
     /// # Errors
-    /// As [`Tensor::rand`].
+    /// The errors of [`Tensor::rand`].
     #[track_caller]
     pub fn randn(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
         let options = options.into();
         options.dtype.check_float("randn")?;
-        generate("randn", shape.into(), options, &[], Expr::normal(0))
+        new_random("randn", shape.into(), options, &[], Expr::normal(0))
     }
 
-    /// Whole numbers uniform in `low..high`, of any dtype that is not bool (PyTorch's `randint`). One launch.
+    /// Uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -185,7 +192,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an empty range, one of more than 2^31 numbers, and one out of the dtype's range.
+    /// [`Error::Invalid`] for an empty range, a range of more than 2^31 numbers, and a range outside that of the dtype.
     #[track_caller]
     pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -199,25 +206,29 @@ impl Tensor {
         [low, last].into_iter().try_for_each(|end| Scalar::Int(end).check_within(op, dtype))?;
         let expr = Expr::bits(0) * Expr::scalar(1) / 4294967296.0 + Expr::scalar(0);
         if !dtype.is_float() || [low, last].iter().all(|&end| dtype.rounded(end as f64) == end as f64) {
-            return generate(op, shape.into(), options, &[low.into(), range.into()], expr);
+            return new_random(op, shape.into(), options, &[low.into(), range.into()], expr);
         }
-        // Numbers beyond a float's digits are rounded when stored: those of the dtype that are next to the ends bound them.
+        // Large numbers are rounded when stored as floats, so they are clamped to the dtype's numbers next to the ends of the range.
         let (first, last) = (dtype.at_least(low as f64), dtype.at_most(last as f64, false));
         invalid!(op if first > last, "{low}..{high} holds no number of {dtype}");
         let scalars = [low, range, first as i64, last as i64].map(Scalar::Int);
-        generate(op, shape.into(), options, &scalars, expr.clamp(Expr::scalar(2), Expr::scalar(3)))
+        new_random(op, shape.into(), options, &scalars, expr.clamp(Expr::scalar(2), Expr::scalar(3)))
     }
 
-    /// The numbers `0..n` in random order, i64 (PyTorch's `randperm`). Shuffled on the host, then brought over.
+    /// The numbers `0..n` in random order, i64 (PyTorch's `randperm`). Shuffled on the host and then copied to the device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
-        const BLOCK: usize = 512;
-        capture::refuse(device, "randperm", "the host shuffles: a replay would bring the same order again")?;
-        let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
+        const BLOCK_LEN: usize = 512;
+        capture::refuse_while_capturing(
+            device,
+            "randperm",
+            "the host shuffles: every replay would copy the same order",
+        )?;
+        let out = Tensor::empty_with_shape(n, DType::I64, device)?; // fails if n is too large
         let mut order: Vec<i64> = Vec::new();
         order.try_reserve_exact(n).map_err(|_| Error::OutOfMemory {
             device: Device::HOST,
@@ -225,10 +236,10 @@ impl Tensor {
             detail: "randperm shuffles on the host".into(),
         })?;
         order.extend(0..n as i64);
-        let (seed, mut words) = (next_seed(device)?.seed, [0i64; 2 * BLOCK]);
-        for first in (0..n).step_by(BLOCK).rev() {
+        let (seed, mut words) = (next_seed(device)?.seed, [0i64; 2 * BLOCK_LEN]);
+        for first in (0..n).step_by(BLOCK_LEN).rev() {
             seed.fill::<Bits, _>(2 * first as u64, &mut words, i64::from);
-            for i in (first.max(1)..n.min(first + BLOCK)).rev() {
+            for i in (first.max(1)..n.min(first + BLOCK_LEN)).rev() {
                 let (high, low) = (words[2 * (i - first)] as u64, words[2 * (i - first) + 1] as u64);
                 order.swap(i, ((u128::from(high << 32 | low) * (i as u128 + 1)) >> 64) as usize);
             }
@@ -237,11 +248,11 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Sets elements to zero with probability `p` and scales the others by `1 / (1 - p)` (PyTorch's `dropout` in
-    /// training). One launch forward, one backward; no mask is stored. Differentiable.
+    /// Sets elements to zero with probability `p`, and scales all others by `1 / (1 - p)` (PyTorch's `dropout` in training). One launch
+    /// forward, one backward; no mask is stored. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
+    /// [`Error::Invalid`] unless `p` is in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
     #[track_caller]
     pub fn dropout(&self, p: f64) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -255,11 +266,11 @@ impl Tensor {
         elementwise::apply_tracked(op, &[self], drawn.params(&scalars), &expr, self.dtype, &|i| expr.diff(i))
     }
 
-    /// [`Tensor::dropout`] of whole channels: of `[N, C, ..]` all elements of a channel are zeroed, or none (PyTorch's
-    /// `dropout1d`, `dropout2d` and `dropout3d`). Differentiable.
+    /// Dropout of whole channels of `[N, C, ..]`: all elements of a channel are zeroed, or none (PyTorch's `dropout1d`, `dropout2d` and
+    /// `dropout3d`). See [`Tensor::dropout`]. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::dropout`]; [`Error::Invalid`] for less than two dims.
+    /// The errors of [`Tensor::dropout`]; [`Error::Invalid`] for fewer than two dims.
     #[track_caller]
     pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -267,6 +278,6 @@ impl Tensor {
         self.dtype.check_float(op)?;
         invalid!(op if self.rank() < 2, "the input is [N, C, ..], this one has shape {}", self.shape());
         let channels: Shape = self.shape().dims().iter().enumerate().map(|(d, &n)| if d < 2 { n } else { 1 }).collect();
-        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).named(op)
+        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).with_op(op)
     }
 }

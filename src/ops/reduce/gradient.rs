@@ -1,4 +1,4 @@
-//! Gradients of reductions: by the formula of the row, or by one of two rules.
+//! Gradients of reductions: the formula of the row, or one of two rules.
 
 use smallvec::SmallVec;
 
@@ -12,7 +12,7 @@ use crate::tensor::Shape;
 use crate::{DType, Device, Expr, Result, Scalar, Tensor};
 
 impl ReductionRow {
-    /// The operation: what the method of its name does.
+    /// Applies this reduction, as the method of the same name does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::REDUCTIONS};
@@ -23,7 +23,7 @@ impl ReductionRow {
     /// ```
     ///
     /// # Errors
-    /// Those of the method.
+    /// The errors of the method.
     #[track_caller]
     pub fn apply(&'static self, x: &Tensor, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -31,22 +31,22 @@ impl ReductionRow {
     }
 }
 
-/// A row on a tensor, recorded where it is tracked.
+/// Applies a row to a tensor, and records the result if the tensor is tracked.
 pub(crate) fn apply_reduction(
     row: &'static ReductionRow,
     x: &Tensor,
     dims: &ReduceDims,
     keepdim: bool,
 ) -> Result<Tensor> {
-    if row.grows()
-        && let Some(wide) = widened(&[x])?
+    if row.can_exceed_elements()
+        && let Some(wide) = autocast_to_f32(&[x])?
     {
         return apply_reduction(row, &wide[0], dims, keepdim);
     }
     apply_reduction_to(row, x, dims, keepdim, row.output(x.dtype)?)
 }
 
-/// [`apply_reduction`] with a result of another dtype.
+/// Same as [`apply_reduction`], with a result of another dtype.
 pub(crate) fn apply_reduction_to(
     row: &'static ReductionRow,
     x: &Tensor,
@@ -56,7 +56,7 @@ pub(crate) fn apply_reduction_to(
 ) -> Result<Tensor> {
     let mask = dims.mask(row.name, x.shape())?;
     let tracked = autograd::is_tracked(&[x]) && dtype.is_float();
-    // A norm may be beyond f16 where its gradient, the share of an element, is not.
+    // A norm may overflow f16 even if its gradient does not, so the backward pass reads the norm in f32.
     let is_wide = tracked && dtype == DType::F16 && row.name == rows::norm.name;
     let out = reduce(row.name, row, x, &mask, keepdim, if is_wide { DType::F32 } else { dtype }, None)?;
     if !tracked {
@@ -64,16 +64,17 @@ pub(crate) fn apply_reduction_to(
     }
     let wide = is_wide.then(|| Saved::new(&out));
     let out = if is_wide { out.to_dtype(dtype)? } else { out };
-    let backward = Backward { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
+    let backward =
+        ReductionBackward { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
     Ok(match row.gradient {
         Gradient::None => out,
-        Gradient::Each(_) => backward.by_formula(x, out, wide),
-        Gradient::Shared => backward.shared(x, out),
-        Gradient::Others => backward.of_product(x, out),
+        Gradient::Formula(_) => backward.record_formula(x, out, wide),
+        Gradient::EvenAmongTies => backward.record_even_among_ties(x, out),
+        Gradient::ProductOfOthers => backward.record_product(x, out),
     })
 }
 
-struct Backward {
+struct ReductionBackward {
     row: &'static ReductionRow,
     shape: Shape,
     mask: Mask,
@@ -82,44 +83,44 @@ struct Backward {
     device: Device,
 }
 
-impl Backward {
+impl ReductionBackward {
     fn expand(&self, t: &Tensor) -> Tensor {
         expand_reduced(t, &self.shape, &self.mask, self.keepdim)
     }
 
-    /// `wide` is the result in a wider dtype, which the first derivative is made of if it is given.
-    fn by_formula(self, x: &Tensor, out: Tensor, wide: Option<Saved>) -> Tensor {
+    /// Records a gradient that is a formula. `wide` is the result in a wider dtype, which the first derivative reads if given.
+    fn record_formula(self, x: &Tensor, out: Tensor, wide: Option<Saved>) -> Tensor {
         let op = self.row.name;
         let derivative = self.row.derivative().expect("it has a formula");
         let of_grad_alone = !derivative.uses_input(0) && !derivative.uses_input(1);
         let saved_x = derivative.uses_input(0).then(|| Saved::new(x));
         let saved_y = derivative.uses_input(1).then(|| Saved::new(&out));
-        autograd::record_twice(op, out, &[x], move |ctx| {
+        autograd::record_differentiable(op, out, &[x], move |ctx| {
             let n = reduced_count(&self.shape, &self.mask) as f64;
             if of_grad_alone {
-                return Ok(SmallVec::from_iter([Some(self.expand(&self.before_expand(n, ctx)?))]));
+                return Ok(SmallVec::from_iter([Some(self.expand(&self.unexpanded_gradient(n, ctx)?))]));
             }
             let grad = self.expand(&ctx.grad()?);
-            // The gradient is passed in place of inputs that the formula does not read.
+            // The gradient takes the position of inputs that the formula does not read.
             let x = match &saved_x {
                 Some(x) => x.get(op)?.shallow_clone(),
                 None => grad.shallow_clone(),
             };
             let y = match (&wide, &saved_y) {
                 (Some(wide), _) if !ctx.create_graph() => self.expand(wide.get(op)?),
-                (_, Some(y)) => self.expand(&ctx.result(y)?),
+                (_, Some(y)) => self.expand(&ctx.unpack_result(y)?),
                 (_, None) => grad.shallow_clone(),
             };
             let (scalars, derivative) = ([Scalar::Float(n)], self.row.derivative().expect("it has a formula"));
-            let params = Params::of(&scalars);
+            let params = Params::from_scalars(&scalars);
             let grad = apply_tracked(op, &[&x, &y, &grad], params, derivative, self.dtype, &|i| derivative.diff(i))?;
             Ok(SmallVec::from_iter([Some(grad)]))
         })
     }
 
-    /// A gradient that is the same for all elements of a result, before it is spread over them.
-    fn before_expand(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
-        let Gradient::Each(formula) = self.row.gradient else { unreachable!("it has a formula") };
+    /// Computes a gradient that is the same for all elements of a result, before it is expanded to them.
+    fn unexpanded_gradient(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
+        let Gradient::Formula(formula) = self.row.gradient else { unreachable!("it has a formula") };
         let derivative = |g: &Expr, n: &Expr| formula(g, g, g, n);
         let one = derivative(&Expr::constant(1.0), &Expr::constant(n)).as_const();
         match (ctx.grad_unless_one(), one) {
@@ -130,17 +131,17 @@ impl Backward {
             _ => {
                 let (grad, scalars) = (ctx.grad()?, [Scalar::Float(n)]);
                 let derivative = derivative(&Expr::input(0), &Expr::scalar(0));
-                let params = Params::of(&scalars);
+                let params = Params::from_scalars(&scalars);
                 apply_tracked(self.row.name, &[&grad], params, &derivative, self.dtype, &|i| derivative.diff(i))
             }
         }
     }
 
-    /// Elements that equal the result share its gradient evenly.
-    fn shared(self, x: &Tensor, out: Tensor) -> Tensor {
+    /// Records a gradient that the elements equal to the result share evenly.
+    fn record_even_among_ties(self, x: &Tensor, out: Tensor) -> Tensor {
         let op = self.row.name;
         let (saved, result) = (Saved::new(x), Saved::new(&out));
-        autograd::record_twice(op, out, &[x], move |ctx| {
+        autograd::record_differentiable(op, out, &[x], move |ctx| {
             let (x, result) = (saved.get(op)?.detach(), self.expand(&result.get(op)?.detach()));
             let chosen = [Expr::input(0).eq(Expr::input(1))];
             let chosen = apply(op, &[&x, &result], Params::default(), &chosen, &[DType::Bool])?.remove(0);
@@ -152,14 +153,14 @@ impl Backward {
         })
     }
 
-    /// To each element the product of the others: zeros are counted and left out of the product.
-    fn of_product(self, x: &Tensor, out: Tensor) -> Tensor {
+    /// Records the gradient of a product: for each element the product of all others. Zeros are counted and left out of the product.
+    fn record_product(self, x: &Tensor, out: Tensor) -> Tensor {
         let op = self.row.name;
         let saved = Saved::new(x);
-        autograd::record_twice(op, out, &[x], move |ctx| {
+        autograd::record_differentiable(op, out, &[x], move |ctx| {
             let x = saved.get(op)?;
             if ctx.create_graph() {
-                return ctx.through(&self.product_by_halves(x)?);
+                return ctx.differentiate_through(&self.product_by_halves(x)?);
             }
             let (x0, one) = (Expr::input(0), Expr::constant(1.0));
             let is_zero = x0.eq(0.0);
@@ -175,7 +176,7 @@ impl Backward {
         })
     }
 
-    /// The product once more, of two halves at a time: its gradients' gradients are right where elements are zero.
+    /// Computes the product again, multiplying one half by the other, so that second derivatives are right if elements are zero.
     fn product_by_halves(&self, x: &Tensor) -> Result<Tensor> {
         let side = |reduced: bool| self.mask.iter().enumerate().filter(move |(_, r)| **r == reduced);
         let order: Vec<isize> = side(false).chain(side(true)).map(|(d, _)| d as isize).collect();

@@ -1,9 +1,9 @@
-//! Reductions: sums, products, extremes and their indices, over any dims.
+//! Reductions: sums, products, maxima and minima with their indices, over any dims.
 //!
-//! The input is never copied: the plan splits the dims into kept and reduced ones with their strides, and the backend chooses
-//! whether adjacent work-items go along a result or across results. Partial sums are blocked, so a sum of ten million f32 is accurate
-//! to about 1e-6, and every reduction gives the same bits on every run on one device. f16 and bf16 accumulate in f32, integers in
-//! i64 (wrapping).
+//! The input is never copied. The plan splits the dims into kept and reduced dims with their strides, and the backend chooses whether
+//! adjacent work-items run along a result or across results. Partial sums are blocked, so that a sum of ten million f32 is accurate to
+//! about 1e-6. Every reduction gives the same bits on every run on one device. f16 and bf16 accumulate in f32, integers in i64
+//! (wrapping).
 
 mod gradient;
 pub(crate) mod reductions;
@@ -22,7 +22,7 @@ use table::{ReductionRow, rows};
 pub(crate) use crate::layout::dims::{Mask, ReduceDims};
 pub(crate) use gradient::apply_reduction_to;
 
-/// The shape left of `shape`.
+/// Returns the shape of a reduction of `shape` over the dims in `mask`.
 pub(crate) fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {
     let dims = shape.dims().iter().zip(mask);
     match keepdim {
@@ -31,8 +31,8 @@ pub(crate) fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shap
     }
 }
 
-/// The reduction of `t`, outside the graph: one launch, two where few results have many elements. Written into `out` where
-/// that is a contiguous tensor of the right shape and dtype, else into a new one.
+/// Computes the reduction of `t`, outside the graph: one launch, or two if few results have many elements each. Writes to `out` if it
+/// is a contiguous tensor of the right shape and dtype, otherwise to a new tensor.
 fn reduce(
     op: &'static str,
     row: &'static ReductionRow,
@@ -44,16 +44,16 @@ fn reduce(
 ) -> Result<Tensor> {
     let shape = reduced_shape(t.shape(), mask, keepdim);
     let n = reduced_count(t.shape(), mask);
-    invalid!(op if n == 0 && !row.takes_nothing(),
-        "a dimension reduced is empty in shape {}: there is no element to choose", t.shape());
+    invalid!(op if n == 0 && !row.allows_no_elements(),
+        "a reduced dimension is empty in shape {}: there is no element to choose", t.shape());
     let fits = |o: &Tensor| {
         o.shape() == &shape && o.dtype == dtype && o.is_contiguous() && o.device() == t.device() && !o.shares_storage(t)
     };
     let out = match out.filter(fits) {
         Some(out) => out.detach(),
-        None => Tensor::empty_like_shape(shape, dtype, t.device())?,
+        None => Tensor::empty_with_shape(shape, dtype, t.device())?,
     };
-    match row.of_nothing {
+    match row.value_of_no_elements {
         _ if out.numel() == 0 => return Ok(out),
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
@@ -65,12 +65,12 @@ fn reduce(
     Ok(out)
 }
 
-/// How many elements a result is of.
+/// Returns the number of elements that each result is reduced from.
 fn reduced_count(shape: &Shape, mask: &[bool]) -> usize {
     shape.dims().iter().zip(mask).filter(|(_, r)| **r).map(|(&d, _)| d).product()
 }
 
-/// The sum over `dims`, outside the graph; into `out` where it fits (see [`reduce`]).
+/// Computes the sum over `dims`, outside the graph, into `out` if possible (see [`reduce`]).
 pub(crate) fn sum_into(
     op: &'static str,
     t: &Tensor,
@@ -82,12 +82,12 @@ pub(crate) fn sum_into(
     reduce(op, &rows::sum, t, &mask, keepdim, rows::sum.output(t.dtype)?, out)
 }
 
-/// The sum of everything, converted to `dtype`: the second half of a loss.
+/// Computes the sum of all elements, converted to `dtype`: the second step of a loss.
 pub(crate) fn sum_all(op: &'static str, t: &Tensor, dtype: DType) -> Result<Tensor> {
     reduce(op, &rows::sum, t, &Mask::from_elem(true, t.rank()), false, dtype, None)
 }
 
-/// `t`, a reduced tensor, as a view of the shape before: its elements repeated along the reduced dims. Recorded.
+/// Expands a reduced tensor to the shape before the reduction, as a recorded view with stride 0 along the reduced dims.
 fn expand_reduced(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
     let mut strides = t.strides().iter().copied();
     let stride = |(_, &reduced): (&usize, &bool)| {
@@ -97,15 +97,15 @@ fn expand_reduced(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Te
     let strides = shape.dims().iter().zip(mask).map(stride).collect();
     let view = Layout { shape: shape.clone(), strides, offset: t.layout.offset };
     let dims: SmallVec<[isize; 6]> = mask.iter().enumerate().filter(|(_, r)| **r).map(|(d, _)| d as isize).collect();
-    // No dims at all would mean all of them.
+    // An empty list of dims would mean all dims.
     let same = dims.is_empty();
     let back = move |grad: Tensor| if same { Ok(grad) } else { grad.sum(&dims[..], keepdim) };
     autograd::record_view("expand", view, t, back)
 }
 
 impl Tensor {
-    /// The sum over the dims along which `shape` was broadcast to this tensor's shape: the gradient of broadcasting.
-    /// Launches nothing where the shapes are equal.
+    /// Sums over the dims along which `shape` was broadcast to this tensor's shape: the gradient of broadcasting. Launches nothing if the
+    /// shapes are equal.
     pub(crate) fn sum_to(&self, shape: &Shape) -> Result<Tensor> {
         if self.shape() == shape {
             return Ok(self.shallow_clone());
@@ -116,6 +116,6 @@ impl Tensor {
         let sum = reduce("sum_to", &rows::sum, self, &mask, true, self.dtype, None)?;
         let sum = sum.with_layout(Layout::contiguous(shape.clone()));
         let wide = self.shape().clone();
-        Ok(autograd::record_unary_twice("sum_to", sum, self, move |grad| grad.broadcast_to(&wide)))
+        Ok(autograd::record_unary_differentiable("sum_to", sum, self, move |grad| grad.broadcast_to(&wide)))
     }
 }

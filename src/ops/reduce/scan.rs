@@ -1,8 +1,8 @@
-//! Scans: cumulative sums, products, extremes with their indices, and logsumexp.
+//! Scans: cumulative sums, products, maxima and minima with their indices, and logsumexp.
 //!
-//! One launch on strided input. Where there are few long lines, these are split and it is three: totals of the parts, a scan of the
-//! totals, and the parts. f16 and bf16 accumulate in f32, integers in i64 (wrapping). Running sums are blocked, so that the last of
-//! ten million f32 is accurate to about 1e-6.
+//! A scan is one launch on strided input. A few long lines are split into parts, which takes three launches: totals of the parts, a
+//! scan of the totals, and the parts. f16 and bf16 accumulate in f32, integers in i64 (wrapping). Running sums are blocked, so that
+//! the last of ten million f32 is accurate to about 1e-6.
 
 use smallvec::SmallVec;
 
@@ -10,46 +10,46 @@ use crate::autograd::Saved;
 use crate::backend::problem::scan::Scan;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::Layout;
-use crate::tensor::view::at_least_1d;
+use crate::tensor::view::detach_at_least_1d;
 use crate::{DType, Result, Tensor, autograd, backend};
 
-/// The scan along `dim`, outside the graph: values, and indices where it chooses.
+/// Computes the scan along `dim`, outside the graph: the values, and the indices for maxima and minima.
 fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor, Option<Tensor>)> {
-    let x = at_least_1d(t);
+    let x = detach_at_least_1d(t);
     let d = x.shape().dim(op, dim)?;
     let dtype = match kind {
         Scan::Sum | Scan::Prod if !t.dtype.is_float() => DType::I64,
         _ => t.dtype,
     };
-    let values = Tensor::empty_like_shape(x.shape(), dtype, x.device())?;
+    let values = Tensor::empty_with_shape(x.shape(), dtype, x.device())?;
     let indices = match kind.is_arg() {
-        true => Some(Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?),
+        true => Some(Tensor::empty_with_shape(x.shape(), DType::I64, x.device())?),
         false => None,
     };
     if x.numel() > 0 {
         backend::launch([&values].into_iter().chain(&indices), |b| b.scan(kind, &x, d, &values, indices.as_ref()))?;
     }
-    // The shape of the input, a scalar too.
+    // The results have the shape of the input, also for a scalar.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
     Ok((shaped(values), indices.map(shaped)))
 }
 
-/// `f` from the last element to the first.
-fn reversed(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+/// Applies `f` from the last element to the first.
+fn apply_reversed(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     match t.rank() {
         0 => f(t),
         _ => f(&t.flip(dim)?)?.flip(dim),
     }
 }
 
-/// Wider halves: what a gradient is made of is rounded once.
-fn widen_half(t: &Tensor) -> Result<Tensor> {
+/// Converts halves to f32, so that a gradient is rounded only once.
+fn half_to_f32(t: &Tensor) -> Result<Tensor> {
     let halves = matches!(t.dtype, DType::F16 | DType::BF16);
     t.to_dtype(if halves { DType::F32 } else { t.dtype })
 }
 
-/// [`Tensor::cumprod`] of factors that reach twice as far back with every step: a composition of products, whose gradients of
-/// gradients are right behind zeros, too.
+/// Computes [`Tensor::cumprod`] in steps that double the number of factors. As a composition of products, its second derivatives are
+/// right after zeros, too.
 fn cumprod_by_doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
     let n = if x.rank() == 0 { 1 } else { x.shape().dims()[x.shape().dim("cumprod", dim)?] };
     let (mut y, mut reach) = (x.shallow_clone(), 1);
@@ -71,8 +71,7 @@ operations! {
 }
 
 impl Tensor {
-    /// The sum of all elements so far along `dim` (PyTorch's `cumsum`). Floats keep their dtype, integers and bool give
-    /// i64. Differentiable.
+    /// The cumulative sum along `dim` (PyTorch's `cumsum`). Floats keep their dtype; integers and bool give i64. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -88,36 +87,38 @@ impl Tensor {
     /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
-        replaced!("cumsum", [self], dim);
-        cast_first!(widened(&[self])?, |x| x[0].cumsum(dim));
+        return_replacement!("cumsum", [self], dim);
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].cumsum(dim));
         let out = scan("cumsum", Scan::Sum, self, dim)?.0;
-        Ok(autograd::record_unary_twice("cumsum", out, self, move |grad| reversed(&grad, dim, |g| g.cumsum(dim))))
+        Ok(autograd::record_unary_differentiable("cumsum", out, self, move |grad| {
+            apply_reversed(&grad, dim, |g| g.cumsum(dim))
+        }))
     }
 
-    /// The product of all elements so far along `dim` (PyTorch's `cumprod`). Dtypes as [`Tensor::cumsum`]. Differentiable,
-    /// where elements are zero too.
+    /// The cumulative product along `dim` (PyTorch's `cumprod`). Dtypes as for [`Tensor::cumsum`]. Differentiable, also where
+    /// elements are zero.
     ///
     /// # Errors
-    /// As [`Tensor::cumsum`].
+    /// The errors of [`Tensor::cumsum`].
     #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
-        replaced!(op = "cumprod", [self], dim);
-        cast_first!(widened(&[self])?, |x| x[0].cumprod(dim));
+        return_replacement!(op = "cumprod", [self], dim);
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].cumprod(dim));
         let out = scan(op, Scan::Prod, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
-        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
             if ctx.create_graph() {
-                return ctx.through(&cumprod_by_doubling(x.get(op)?, dim)?);
+                return ctx.differentiate_through(&cumprod_by_doubling(x.get(op)?, dim)?);
             }
             let (x, result, grad) =
-                (widen_half(x.get(op)?)?, widen_half(&ctx.result(&result)?)?, widen_half(&ctx.grad()?)?);
+                (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
             let zero = x.eq_scalar(0)?;
             let zeros = zero.cumsum(dim)?;
-            let reversed_cumsum = |t: &Tensor| reversed(t, dim, |t| t.cumsum(dim));
-            // Before the first zero: the sum over all later results, divided by the element. After it the gradient is zero.
+            let reversed_cumsum = |t: &Tensor| apply_reversed(t, dim, |t| t.cumsum(dim));
+            // Before the first zero: the sum over all later results, divided by the element. After the first zero the gradient is zero.
             let before = reversed_cumsum(&result.mul(&grad)?)?.div(&x.masked_fill(&zero, 1)?)?;
             // At the first zero: the products of the other elements.
             let first = zero.logical_and(&zeros.eq_scalar(1)?)?;
@@ -127,68 +128,67 @@ impl Tensor {
         }))
     }
 
-    /// The greatest element so far along `dim` and its index, as i64 (PyTorch's `cummax`): the last among equals, and from
-    /// a NaN on NaN. Differentiable.
+    /// The cumulative maximum along `dim` and its index, as i64 (PyTorch's `cummax`). The index is the last of equal elements. After a NaN,
+    /// all results are NaN. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::cumsum`].
+    /// The errors of [`Tensor::cumsum`].
     #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(Tensor, Tensor)> {
-        self.running_extreme("cummax", Scan::Max, dim)
+        self.cumulative_extreme("cummax", Scan::Max, dim)
     }
 
-    /// The least element so far along `dim` and its index (PyTorch's `cummin`); as [`Tensor::cummax`] otherwise.
+    /// The cumulative minimum along `dim` and its index (PyTorch's `cummin`). See [`Tensor::cummax`].
     ///
     /// # Errors
-    /// As [`Tensor::cumsum`].
+    /// The errors of [`Tensor::cumsum`].
     #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(Tensor, Tensor)> {
-        self.running_extreme("cummin", Scan::Min, dim)
+        self.cumulative_extreme("cummin", Scan::Min, dim)
     }
 
     #[track_caller]
-    fn running_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
-        replaced!(op, [self], dim);
+    fn cumulative_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
+        return_replacement!(op, [self], dim);
         let (out, indices) = scan(op, kind, self, dim)?;
         let indices = indices.expect("it chooses");
         let (saved, shape) = (Saved::new(&indices), self.shape().clone());
-        let out = autograd::record_unary_twice(op, out, self, move |grad| match shape.rank() {
+        let out = autograd::record_unary_differentiable(op, out, self, move |grad| match shape.rank() {
             0 => Ok(grad),
             _ => Tensor::zeros(&shape, &grad)?.scatter_add(dim, saved.get(op)?, &grad),
         });
         Ok((out, indices))
     }
 
-    /// `log(sum(exp(x)))` of all elements so far along `dim` (PyTorch's `logcumsumexp`), without overflow; floats.
-    /// Differentiable.
+    /// The cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::cumsum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
+    /// The errors of [`Tensor::cumsum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
     #[track_caller]
     pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
-        replaced!(op = "logcumsumexp", [self], dim);
+        return_replacement!(op = "logcumsumexp", [self], dim);
         self.dtype.check_float(op)?;
         let out = scan(op, Scan::LogSumExp, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
-        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
             let (x, result, grad) =
-                (widen_half(x.get(op)?)?, widen_half(&ctx.result(&result)?)?, widen_half(&ctx.grad()?)?);
+                (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
             let log = grad.abs()?.log()?.sub(&result)?;
             // The reversed cumulative sum of grad * exp(x - result), in logarithms, for each sign of grad.
             let part = |other_sign: &Tensor| {
                 let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
-                reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
+                apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
             };
             let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
             Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
 
-    /// Differences of neighbours along `dim`, `n` times over (PyTorch's `diff`); of bool whether they differ.
-    /// Differentiable.
+    /// The differences of adjacent elements along `dim`, repeated `n` times (PyTorch's `diff`). For bool, whether adjacent elements
+    /// differ. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -202,14 +202,14 @@ impl Tensor {
     /// [`crate::Error::DimOutOfRange`], for a scalar too; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
-        replaced!(op = "diff", [self], n, dim);
+        return_replacement!(op = "diff", [self], n, dim);
         let d = self.shape().dim(op, dim)?;
         // After as many differences as there are elements, none is left.
         (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {
             let pairs = t.shape().dims()[d].saturating_sub(1);
             let (next, this) = (t.narrow(dim, t.shape().dims()[d] - pairs, pairs)?, t.narrow(dim, 0, pairs)?);
             let made = if t.dtype == DType::Bool { next.ne(&this) } else { next.sub(&this) };
-            made.named(op)
+            made.with_op(op)
         })
     }
 }

@@ -23,8 +23,8 @@ operations! {
 }
 
 impl Tensor {
-    /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
-    /// (PyTorch's `var`, whose default correction is 1; 0 is the population's). Differentiable.
+    /// The variance over `dims`: the sum of squared deviations from the mean, divided by the number of elements minus `correction`
+    /// (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -34,90 +34,90 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::mean`].
+    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let dims = dims.into();
-        replaced!("var", [self], &dims, correction, keepdim);
+        return_replacement!("var", [self], &dims, correction, keepdim);
         if let Some(out) = fused_variance("var", self, &dims, correction, keepdim, false)? {
             return Ok(out);
         }
         composed_variance("var", self, &dims, correction, keepdim, false)
     }
 
-    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; at 0 the gradient is 0.
+    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0.
     ///
     /// # Errors
-    /// As [`Tensor::mean`].
+    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("std", dims.into());
-        replaced!(op, [self], &dims, correction, keepdim);
+        return_replacement!(op, [self], &dims, correction, keepdim);
         if let Some(out) = fused_variance(op, self, &dims, correction, keepdim, true)? {
             return Ok(out);
         }
         composed_variance(op, self, &dims, correction, keepdim, true)
     }
 
-    /// [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable.
+    /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mean`].
+    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        replaced!("var_mean", [self], &dims, correction, keepdim);
+        return_replacement!("var_mean", [self], &dims, correction, keepdim);
         Ok((
-            self.var(dims.clone(), correction, keepdim).named("var_mean")?,
-            self.mean(dims, keepdim).named("var_mean")?,
+            self.var(dims.clone(), correction, keepdim).with_op("var_mean")?,
+            self.mean(dims, keepdim).with_op("var_mean")?,
         ))
     }
 
-    /// [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable.
+    /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mean`].
+    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        replaced!("std_mean", [self], &dims, correction, keepdim);
+        return_replacement!("std_mean", [self], &dims, correction, keepdim);
         Ok((
-            self.std(dims.clone(), correction, keepdim).named("std_mean")?,
-            self.mean(dims, keepdim).named("std_mean")?,
+            self.std(dims.clone(), correction, keepdim).with_op("std_mean")?,
+            self.mean(dims, keepdim).with_op("std_mean")?,
         ))
     }
 
-    /// The least and the greatest element over `dims` (PyTorch's `aminmax`); NaN if there is one. Differentiable.
+    /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::max`].
+    /// The errors of [`Tensor::max`].
     #[track_caller]
     pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        replaced!("aminmax", [self], &dims, keepdim);
-        Ok((self.min(dims.clone(), keepdim).named("aminmax")?, self.max(dims, keepdim).named("aminmax")?))
+        return_replacement!("aminmax", [self], &dims, keepdim);
+        Ok((self.min(dims.clone(), keepdim).with_op("aminmax")?, self.max(dims, keepdim).with_op("aminmax")?))
     }
 
-    /// The mean over `dims` of what is not NaN, of floats; NaN where all are (PyTorch's `nanmean`). Differentiable.
+    /// The mean over `dims` of the elements that are not NaN; NaN if all are (PyTorch's `nanmean`). Floats. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mean`].
+    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("nanmean", dims.into());
-        replaced!(op, [self], &dims, keepdim);
+        return_replacement!(op, [self], &dims, keepdim);
         self.dtype.check_float(op)?;
         // The sum of many halves overflows before the mean does.
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.nanmean(dims, keepdim)?.to_dtype(self.dtype);
         }
-        let count = self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim).named(op)?;
-        self.nansum(dims, keepdim).named(op)?.div(&count.to_dtype(self.dtype)?)
+        let count = self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim).with_op(op)?;
+        self.nansum(dims, keepdim).with_op(op)?.div(&count.to_dtype(self.dtype)?)
     }
 }
 
-/// The variances, or with `root` the standard deviations, where GPUs have them in one go: of what nobody differentiates and whose
-/// elements lie closer together than neighbouring results. One launch, two for long rows.
+/// Computes variances, or with `root` standard deviations, by one kernel on GPUs that have it. Takes one launch, or two for long rows.
+/// Returns `None` if a gradient is needed, and if the elements of a row are further apart in memory than adjacent rows.
 fn fused_variance(
     op: &'static str,
     t: &Tensor,
@@ -126,7 +126,7 @@ fn fused_variance(
     keepdim: bool,
     root: bool,
 ) -> Result<Option<Tensor>> {
-    let backend = backend::of(t.device());
+    let backend = backend::of_device(t.device());
     if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
         return Ok(None);
     }
@@ -143,38 +143,39 @@ fn fused_variance(
         rows.strides[from..end].copy_from_slice(&axes.strides);
     }
     let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
-    let out = Tensor::empty_like_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
+    let out = Tensor::empty_with_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
     let degrees_of_freedom = plan.n.saturating_sub(correction) as f64;
     Ok(backend.variance(&rows, &out, degrees_of_freedom, root)?.then_some(out))
 }
 
-/// The rules of sums of squared deviations over degrees of freedom, and of their roots.
-static MOMENTS: LazyLock<[Rule; 2]> = LazyLock::new(|| {
+/// The rules for the root of a sum of squares divided by the degrees of freedom, and for that quotient without the root.
+static MOMENT_RULES: LazyLock<[Rule; 2]> = LazyLock::new(|| {
     let (combination, square) = (Combination::Add, Expr::input(0).square());
     let quotient = Expr::input(0) / Expr::scalar(0);
     [(quotient.sqrt(), Rescaled::Norm), (quotient, Rescaled::Variance)].map(|(finish, rescaled)| Rule {
         combination,
-        element: Element::Of(square.clone()),
+        element: Element::Formula(square.clone()),
         finish: Some(finish),
         rescaled: Some(rescaled),
         counts: false,
     })
 });
 
-/// The sums of squares over the dims of `mask`, which are kept, over `freedom`, or the `root` of that; NaN of nothing. Not recorded.
+/// Sums squares over the dims of `mask`, which are kept, divided by `freedom`; with `root`, the square root of that. NaN for no elements.
+/// Not recorded.
 pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedom: f64, root: bool) -> Result<Tensor> {
-    let out = Tensor::empty_like_shape(super::reduced_shape(x.shape(), mask, true), x.dtype, x.device())?;
+    let out = Tensor::empty_with_shape(super::reduced_shape(x.shape(), mask, true), x.dtype, x.device())?;
     if x.numel() == 0 {
         out.fill_(f64::NAN)?;
         return Ok(out);
     }
-    let rule = &MOMENTS[usize::from(!root)];
+    let rule = &MOMENT_RULES[usize::from(!root)];
     let id = std::ptr::from_ref(rule).addr();
     backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule, x, mask, out: &out, number: freedom }))?;
     Ok(out)
 }
 
-/// [`fused_variance`] by a mean, the deviations from it and their moment, which is recorded.
+/// Computes the same as [`fused_variance`] from a mean and the deviations from it, and records the result.
 fn composed_variance(
     op: &'static str,
     t: &Tensor,
@@ -183,44 +184,45 @@ fn composed_variance(
     keepdim: bool,
     root: bool,
 ) -> Result<Tensor> {
-    // The square of a half overflows at 256.
+    // The square of a half overflows f16 from 256 on.
     if matches!(t.dtype, DType::F16 | DType::BF16) {
         return composed_variance(op, &t.to_dtype(DType::F32)?, dims, correction, keepdim, root)?.to_dtype(t.dtype);
     }
     let mask = dims.mask(op, t.shape())?;
     let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
     let x = t.detach();
-    // A replaced subtraction may return any shape.
-    let deviations = x.sub(&x.mean(dims.clone(), true).named(op)?)?.reshape(t.shape()).named(op)?;
+    // A registered replacement of the subtraction may return any shape.
+    let deviations = x.sub(&x.mean(dims.clone(), true).with_op(op)?)?.reshape(t.shape()).with_op(op)?;
     let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
     let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
     if !autograd::is_tracked(&[t]) {
         return Ok(out);
     }
     let (dims, deviations, kept) = (dims.clone(), Saved::new(&deviations), root.then(|| Saved::new(&kept)));
-    Ok(autograd::record_twice(op, out, &[t], move |ctx| {
+    Ok(autograd::record_differentiable(op, out, &[t], move |ctx| {
         let deviations = deviations.unpack(op)?;
         if ctx.create_graph() {
-            // The variance of the deviations is that of the elements.
-            let x = ctx.input(0, deviations);
+            // The variance of the deviations equals the variance of the elements.
+            let x = ctx.with_input_node(0, deviations);
             let centred = x.sub(&x.mean(dims.clone(), true)?)?;
             let variance = centred.square()?.sum(dims.clone(), keepdim)?.div_scalar(freedom)?;
             if !root {
-                return ctx.through(&variance);
+                return ctx.differentiate_through(&variance);
             }
             let none = variance.eq_scalar(0)?;
-            return ctx.through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
+            return ctx.differentiate_through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
         }
         let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
         let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
         let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
-        // At a root of 0 the gradient is 0.
+        // The gradient of a root of 0 is 0.
         let derivative = match kept {
             Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
             None => x * (Expr::constant(2.0) / Expr::scalar(0)),
         };
         let inputs: SmallVec<[&Tensor; 3]> = [&deviations, &grad].into_iter().chain(&kept).collect();
-        let grad = apply(op, &inputs, Params::of(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?.remove(0);
+        let grad = apply(op, &inputs, Params::from_scalars(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?
+            .remove(0);
         Ok(SmallVec::from_iter([Some(grad)]))
     }))
 }

@@ -1,7 +1,7 @@
-//! The table of reductions: the contents of a row, and what is generated from it.
+//! The table of reductions: the fields of a row, and the code that is generated from it.
 //!
-//! A row (they are in `reductions.rs`) has the combination of elements, a formula before and one after it, and the gradient. The
-//! method of `Tensor`, both devices' code, the entry in the catalogue, its documentation and the generated tests follow from it.
+//! A row (see `reductions.rs`) states how elements are combined, a formula before and a formula after the combination, and the
+//! gradient. It yields the method of `Tensor`, the code of both backends, the catalogue entry, the documentation and the tests.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use crate::backend::problem::reduction::{Combination, Element, Rescaled, Rule};
 use crate::expr::program::Program;
 use crate::layout::dims::ReduceDims;
-use crate::ops::dispatch::operation::{Dtypes, Gives};
+use crate::ops::dispatch::operation::{Dtypes, ResultDType};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::reduce::gradient::apply_reduction;
 use crate::ops::reduce::reductions::reductions;
@@ -20,10 +20,10 @@ impl Rule {
         if self.counts { Compute::I64 } else { dtype.compute() }
     }
 
-    /// The rules that give partial results and that reduce those. Partial results of rules that are rescaled are in range: parts of
-    /// the mean, and norms.
+    /// Returns the rules of the two stages of a reduction: for partial results, and for reducing these. Partial results of rescaled rules
+    /// stay in range, because they are parts of the mean or norms.
     pub(crate) fn stages(&self) -> (Rule, Rule) {
-        let sum = |finish| Rule { element: Element::Itself, finish, rescaled: None, ..self.clone() };
+        let sum = |finish| Rule { element: Element::Identity, finish, rescaled: None, ..self.clone() };
         match self.rescaled {
             None => (Rule { finish: None, ..self.clone() }, sum(self.finish.clone())),
             Some(Rescaled::Mean) => (self.clone(), sum(None)),
@@ -36,75 +36,76 @@ impl Rule {
     }
 }
 
-/// A gradient's formula: of the element, the result, the result's gradient and the number of elements.
+/// The formula of a gradient, from the element, the result, the result's gradient and the number of elements.
 type Derivative = fn(&Expr, &Expr, &Expr, &Expr) -> Expr;
 
-/// How the gradient comes back.
+/// The rule for the gradient of a reduction.
 pub(crate) enum Gradient {
     None,
-    Each(Derivative),
-    /// In equal parts to the elements that the result equals.
-    Shared,
-    /// To each the product of the others.
-    Others,
+    Formula(Derivative),
+    /// Elements that equal the result share the gradient evenly.
+    EvenAmongTies,
+    /// The gradient of an element is the product of all others.
+    ProductOfOthers,
 }
 
-/// One reduction.
+/// One reduction of the table.
 #[non_exhaustive]
 pub struct ReductionRow {
     /// The method's name.
     pub name: &'static str,
-    /// What it computes.
+    /// The documentation of the method.
     pub doc: &'static str,
-    /// The dtypes it takes.
+    /// The dtypes that the reduction accepts.
     pub takes: Dtypes,
-    /// The dtype it gives.
-    pub gives: Gives,
-    /// The range to test on.
+    /// The dtype of the result.
+    pub gives: ResultDType,
+    /// The range of the test values.
     pub domain: (f64, f64),
     /// The operation in f64 on the elements of one result, written without [`Expr`].
     pub reference: fn(&[f64]) -> f64,
-    pub(crate) of_nothing: Option<f64>,
+    pub(crate) value_of_no_elements: Option<f64>,
     pub(crate) gradient: Gradient,
     combination: Combination,
     element: fn(&Expr) -> Expr,
     finish: fn(&Expr, &Expr) -> Expr,
-    compiled: OnceLock<Compiled>,
+    compiled: OnceLock<CompiledRow>,
 }
 
-/// What is made of a row once.
-struct Compiled {
+/// The data computed from a row on first use.
+struct CompiledRow {
     rule: Rule,
     derivative: Option<Expr>,
-    grows: bool,
+    can_exceed_elements: bool,
 }
 
 impl ReductionRow {
-    fn compiled(&self) -> &Compiled {
+    fn compiled(&self) -> &CompiledRow {
         self.compiled.get_or_init(|| {
             let (x, y, g, n) = (Expr::input(0), Expr::input(1), Expr::input(2), Expr::scalar(0));
             let element = match (self.element)(&x) {
-                e if e == x => Element::Itself,
+                e if e == x => Element::Identity,
                 e if e == x.ne(0.0) => Element::NonZero,
-                e => Element::Of(e.fixed()),
+                e => Element::Formula(e.with_fixed_program()),
             };
-            let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x).map(|e| e.fixed());
-            let counts = matches!(self.gives, Gives::I64 | Gives::Bool) && !self.combination.is_arg();
+            let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x).map(|e| e.with_fixed_program());
+            let counts = matches!(self.gives, ResultDType::I64 | ResultDType::Bool) && !self.combination.is_arg();
             let rescaled = match (&element, &finish) {
-                (Element::Of(e), Some(finish)) if *e == x.square() && *finish == x.sqrt() => Some(Rescaled::Norm),
-                (Element::Itself, Some(finish)) if *finish == &x / &n => Some(Rescaled::Mean),
+                (Element::Formula(e), Some(finish)) if *e == x.square() && *finish == x.sqrt() => Some(Rescaled::Norm),
+                (Element::Identity, Some(finish)) if *finish == &x / &n => Some(Rescaled::Mean),
                 _ => None,
             };
             let derivative = match self.gradient {
-                Gradient::Each(derivative) => Some(derivative(&x, &y, &g, &n)),
+                Gradient::Formula(derivative) => Some(derivative(&x, &y, &g, &n)),
                 _ => None,
             };
             let sums = matches!(self.combination, Combination::Add | Combination::Mul) && !counts;
-            let grows = sums && finish.as_ref().is_none_or(|e| Program::of(std::slice::from_ref(e)).scalars() == 0);
-            Compiled {
+            let can_exceed_elements =
+                sums && finish.as_ref().is_none_or(|e| Program::shared(std::slice::from_ref(e)).scalars() == 0);
+            CompiledRow {
                 rule: Rule { combination: self.combination, element, finish, rescaled, counts },
                 derivative,
-                grows,
+                can_exceed_elements,
             }
         })
     }
@@ -113,26 +114,26 @@ impl ReductionRow {
         &self.compiled().rule
     }
 
-    /// The gradient's formula, where it has one: of element, result and gradient, and of the number as scalar 0.
+    /// The formula of the gradient, if the row has one: of element, result and gradient, with the number of elements as scalar 0.
     pub(crate) fn derivative(&self) -> Option<&Expr> {
         self.compiled().derivative.as_ref()
     }
 
-    /// Whether the result may be far greater than the elements: that of sums and products, not of means. Autocast widens
-    /// halves there.
-    pub(crate) fn grows(&self) -> bool {
-        self.compiled().grows
+    /// Returns true if the result may be much larger than the elements, as for sums and products but not means. Autocast computes these in
+    /// f32.
+    pub(crate) fn can_exceed_elements(&self) -> bool {
+        self.compiled().can_exceed_elements
     }
 
-    /// Whether it can be empty: whether it gives something of nothing.
-    pub fn takes_nothing(&self) -> bool {
-        self.of_nothing.is_some()
+    /// Returns true if the reduction of no elements has a result.
+    pub fn allows_no_elements(&self) -> bool {
+        self.value_of_no_elements.is_some()
     }
 
-    /// The dtype of the result.
+    /// Returns the dtype of the result for elements of `dtype`.
     pub(crate) fn output(&self, dtype: DType) -> Result<DType> {
-        if self.takes.contain(dtype) {
-            return Ok(self.gives.of(dtype));
+        if self.takes.contains(dtype) {
+            return Ok(self.gives.resolve(dtype));
         }
         Err(Error::UnsupportedDType { op: self.name, dtype, expected: "floats: convert with .to_dtype()" })
     }
@@ -144,8 +145,8 @@ impl fmt::Debug for ReductionRow {
     }
 }
 
-/// Makes the static of each row, the list of them, their entries in the catalogue and the methods of `Tensor`.
-macro_rules! define {
+/// Generates a static for each row, the list of rows, their catalogue entries and the methods of `Tensor`.
+macro_rules! define_reductions {
     ($(
         $(#[doc = $doc:literal])+
         $name:ident $torch:literal: $takes:ident -> $gives:ident,
@@ -153,20 +154,20 @@ macro_rules! define {
             nothing $nothing:expr, gradient $gradient:ident $(($derivative:expr))?, is $reference:expr,
             on $low:literal..$high:literal;
     )*) => {
-        /// Every row by its name.
+        /// All rows by name.
         #[allow(non_upper_case_globals)]
         pub(crate) mod rows {
             use std::sync::OnceLock;
-            use super::{Combination, Dtypes, Gives, Gradient, ReductionRow};
+            use super::{Combination, Dtypes, ResultDType, Gradient, ReductionRow};
             $(
                 pub(crate) static $name: ReductionRow = ReductionRow {
                     name: stringify!($name),
                     doc: concat!($($doc, "\n"),+),
                     takes: Dtypes::$takes,
-                    gives: Gives::$gives,
+                    gives: ResultDType::$gives,
                     domain: ($low, $high),
                     reference: $reference,
-                    of_nothing: $nothing,
+                    value_of_no_elements: $nothing,
                     gradient: Gradient::$gradient $(($derivative))?,
                     combination: Combination::$combination,
                     element: $element,
@@ -176,7 +177,7 @@ macro_rules! define {
             )*
         }
 
-        /// Every reduction, in the order of the documentation.
+        /// All reductions, in the order of the documentation.
         pub static REDUCTIONS: &[&ReductionRow] = &[$(&rows::$name),*];
 
         operations! { $($name(input: x, dim: dims, keepdim: bool = false) $torch: Reduction, $takes -> $gives, $gradient;)* }
@@ -184,20 +185,20 @@ macro_rules! define {
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
         ///
         /// # Errors
-        /// Each of them: [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim given twice, and where a reduced dim is empty
-        /// and there is no result of nothing; [`Error::UnsupportedDType`] for integers and bool where it is of floats;
-        /// [`Error::OutOfMemory`].
+        /// All methods fail with [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim that is given twice, and for an empty reduced dim
+        /// if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers and bool if the method takes
+        /// floats; [`Error::OutOfMemory`].
         impl Tensor { $(
             $(#[doc = $doc])+
             #[doc = concat!("\n\nPyTorch: `", $torch, "`.")]
             #[track_caller]
             pub fn $name(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
                 let dims = dims.into();
-                replaced!(stringify!($name), [self], &dims, keepdim);
+                return_replacement!(stringify!($name), [self], &dims, keepdim);
                 apply_reduction(&rows::$name, self, &dims, keepdim)
             }
         )* }
     };
 }
 
-reductions!(define);
+reductions!(define_reductions);

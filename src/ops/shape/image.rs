@@ -1,15 +1,16 @@
-//! Tensors as images of OpenCL devices, and back.
+//! Conversion between tensors and image objects of OpenCL devices.
 
 use crate::storage::{Caller, Image, ImageDesc, ImageFormat};
 use crate::{DType, Error, Result, Shape, Tensor, backend};
 
 impl Tensor {
-    /// The elements as an image of their OpenCL device, RGBA, for kernels that read images: MNN's NC4HW4. `[N, C, H, W]` is
-    /// `ceil(C / 4) * W` pixels wide and `N * H` high: the channels in fours, one pixel each, zeros past the last; the blocks of
-    /// four channels side by side. `[C, H, W]` is one of a batch, `[N, C]` has images of one element, `[C]` is one of these. The
-    /// strides are any; f32 and bf16 become an image of floats, f16 one of halves, exactly but for subnormal numbers, which OpenCL
-    /// lets devices flush to zero, and the bits of a NaN. One launch, which is not counted
-    /// as one of the program's. Not recorded by autograd.
+    /// Copies the elements to an RGBA image on their OpenCL device, in MNN's NC4HW4 layout, for kernels that read images.
+    ///
+    /// `[N, C, H, W]` gives an image of `ceil(C / 4) * W` pixels in width and `N * H` in height. Each pixel holds four channels, padded
+    /// with zeros, and the blocks of four channels are side by side. `[C, H, W]` has a batch of one, `[N, C]` images of one element,
+    /// and `[C]` both. f32 and bf16 become float images and f16 half images. All values are exact, except that OpenCL lets devices flush
+    /// subnormal numbers to zero and change the bits of a NaN. Any strides; one launch, which is not counted as one of the program's. Not
+    /// recorded by autograd.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -26,27 +27,27 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for more than four dims, no elements, more pixels than the
-    /// device's images have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images;
+    /// device's images can have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images;
     /// [`Error::OutOfMemory`].
     pub fn to_image(&self) -> Result<Image> {
         if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::UnsupportedDType { op: "to_image", dtype: self.dtype, expected: "f32, f16 or bf16" });
         }
-        backend::of(self.device()).to_image(self)?.ok_or_else(|| {
+        backend::of_device(self.device()).to_image(self)?.ok_or_else(|| {
             let (shape, device) = (self.shape(), self.device());
             let reason = format!(
-                "a tensor of shape {shape} has no image on {device}: it needs at most 4 dims, elements, and no more pixels in width and \
-                 height than Device::capabilities tells of images"
+                "a tensor of shape {shape} has no image on {device}: it needs at most 4 dims, at least one element, and no more pixels in \
+                 width and height than Device::capabilities allows"
             );
             Error::invalid("to_image", reason)
         })
     }
 
-    /// The contiguous tensor of this shape whose [image](Tensor::to_image) it is: f32 of one of floats, f16 of one of halves. One
+    /// Copies an [image](Tensor::to_image) back to a contiguous tensor of this shape: f32 for a float image, f16 for a half image. One
     /// launch.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where a tensor of this shape has an image of another size.
+    /// [`Error::Invalid`] if a tensor of this shape has an image of another size.
     #[track_caller]
     pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -60,7 +61,7 @@ impl Tensor {
             _ => [0; 4],
         };
         if [c.div_ceil(4).saturating_mul(w), n.saturating_mul(h)] != [width, height] {
-            let reason = format!("the {image:?} is not that of a tensor of shape {shape}");
+            let reason = format!("the {image:?} does not have the size for a tensor of shape {shape}");
             return Err(Error::invalid("from_image", reason));
         }
         let dtype = if format == ImageFormat::F16 { DType::F16 } else { DType::F32 };

@@ -1,4 +1,4 @@
-//! The rows of creation, views, joining and assignment in the catalogue.
+//! The catalogue entries of creation, views, joining and assignment.
 
 use crate::error::Excerpt;
 use crate::ops::PadMode;
@@ -7,14 +7,14 @@ use crate::ops::dispatch::prelude::*;
 use crate::tensor::Index;
 use crate::{Result, Tensor};
 
-/// Integers as indices, one for each dimension.
-fn at(a: &Args, i: usize) -> Result<Vec<Index>> {
+/// Reads integers as indices, one for each dim.
+fn read_indices(a: &Args, i: usize) -> Result<Vec<Index>> {
     Ok(a.ints(i)?.into_iter().map(Index::At).collect())
 }
 
-/// PyTorch's word for a mode, and the constant.
+/// Reads PyTorch's name of a padding mode, and the constant.
 fn pad_mode(a: &Args) -> Result<PadMode> {
-    let value = a.maybe(2, Args::scalar)?;
+    let value = a.read_optional(2, Args::scalar)?;
     match a.text(1)? {
         mode if mode != "constant" && value.is_some() => Err(Error::invalid("pad", format!("'{mode}' takes no value"))),
         "constant" => Ok(value.map_or(PadMode::default(), PadMode::Constant)),
@@ -42,7 +42,7 @@ operations! {
     zeros_like(input: x): Creation, All -> Same;
     ones_like(input: x): Creation, All -> Same;
     full_like(input: x, fill_value: scalar): Creation, All -> Same;
-    detach(input: x): View, All -> Same => |a| Ok(a.x(0)?.detach());
+    detach(input: x): View, All -> Same => |a| Ok(a.tensor(0)?.detach());
     reshape(input: x, shape: ints): View, All -> Same, differentiable;
     view(input: x, size: ints): View, All -> Same, differentiable;
     reshape_as(input: x, other: x): View, All -> Same, differentiable;
@@ -57,7 +57,7 @@ operations! {
     narrow(input: x, dim: int, start: size, length: size): View, All -> Same, differentiable;
     slice(input: x, dim: int = 0, start: int?, end: int?, step: int = 1) "Tensor.__getitem__": View, All -> Same, differentiable;
     select(input: x, dim: int, index: int): View, All -> Same, differentiable;
-    i(input: x, indices: ints) "Tensor.__getitem__": View, All -> Same, differentiable => |a| a.x(0)?.i(&at(a, 0)?[..]);
+    i(input: x, indices: ints) "Tensor.__getitem__": View, All -> Same, differentiable => |a| a.tensor(0)?.i(&read_indices(a, 0)?[..]);
     squeeze(input: x, dim: int): View, All -> Same, differentiable;
     squeeze_dims(input: x, dim: &ints) "squeeze": View, All -> Same, differentiable;
     squeeze_all(input: x) "squeeze": View, All -> Same, differentiable;
@@ -93,16 +93,16 @@ operations! {
     block_diag(tensors: xs): Joining, All -> Same, differentiable;
     diag_embed(input: x, offset: int = 0, dim1: int = -2, dim2: int = -1): Joining, All -> Same, differentiable;
     pad(input: x, pad: ints, mode: text = "constant", value: scalar?) functional: Joining, All -> Same, differentiable
-        => |a| a.x(0)?.pad(&a.ints(0)?, pad_mode(a)?);
+        => |a| a.tensor(0)?.pad(&a.ints(0)?, pad_mode(a)?);
     repeat(input: x, repeats: &sizes) "Tensor.repeat": Joining, All -> Same, differentiable;
     tile(input: x, dims: &sizes): Joining, All -> Same, differentiable;
     repeat_interleave(input: x, repeats: size, dim: int?): Joining, All -> Same, differentiable;
     repeat_interleave_tensor(input: x, repeats: x, dim: int) "repeat_interleave": Joining, All -> Same, differentiable;
     roll(input: x, shifts: &ints, dims: &ints = &[0i32; 0]): Joining, All -> Same, differentiable;
     slice_assign(input: x, src: x, indices: ints) "Tensor.__setitem__": Indexing, All -> Same, differentiable
-        => |a| a.x(0)?.slice_assign(&at(a, 0)?[..], a.x(1)?);
+        => |a| a.tensor(0)?.slice_assign(&read_indices(a, 0)?[..], a.tensor(1)?);
     slice_assign_(input: x, src: x, indices: ints) "Tensor.__setitem__": InPlace, All -> Same
-        => |a| a.x(0)?.slice_assign_(&at(a, 0)?[..], a.x(1)?).map(Tensor::shallow_clone);
+        => |a| a.tensor(0)?.slice_assign_(&read_indices(a, 0)?[..], a.tensor(1)?).map(Tensor::shallow_clone);
     slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1): Indexing, All -> Same, differentiable;
     select_scatter(input: x, src: x, dim: int, index: int): Indexing, All -> Same, differentiable;
     diagonal_scatter(input: x, src: x, offset: int = 0, dim1: int = 0, dim2: int = 1): Indexing, All -> Same, differentiable;

@@ -1,26 +1,26 @@
-//! Padding.
+//! Padding of the ends of dims.
 
-use crate::autograd::record_unary_twice;
+use crate::autograd::record_unary_differentiable;
 use crate::layout::shape::{Dims, Shape};
 use crate::ops::dispatch::prelude::*;
 use crate::{Result, Scalar, Tensor};
 
-/// What [`Tensor::pad`] puts around a tensor.
+/// The elements that [`Tensor::pad`] adds around a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum PadMode {
-    /// A number.
+    /// One number for all elements.
     Constant(Scalar),
-    /// The elements next to the edge, in reverse; the edge itself is not repeated.
+    /// The elements next to the edge, in reverse. The edge itself is not repeated.
     Reflect,
-    /// The element at the edge.
+    /// Copies of the element at the edge.
     Replicate,
-    /// The elements of the other side.
+    /// The elements of the opposite side.
     Circular,
 }
 
 impl PadMode {
-    /// PyTorch's word for it.
+    /// Returns PyTorch's name of this mode.
     pub fn name(self) -> &'static str {
         match self {
             PadMode::Constant(_) => "constant",
@@ -42,9 +42,10 @@ impl Default for PadMode {
 }
 
 impl Tensor {
-    /// This tensor with elements added at the ends of its last dimensions, or, where a number is negative, cut off (PyTorch's
-    /// `pad`). `pads` has two numbers for each dimension, before and after, and begins with the last dimension. As in PyTorch
-    /// what is cut off is reflected and repeated all the same, but does not go round. Differentiable.
+    /// Adds elements at the ends of the last dims, or removes elements where a number is negative (PyTorch's `pad`). Differentiable.
+    ///
+    /// `pads` has two numbers for each dim, before and after, and begins with the last dim. As in PyTorch, elements are removed after
+    /// reflecting and replicating, but before circular padding.
     ///
     /// ```
     /// use claystone::{Device, PadMode, Tensor};
@@ -55,13 +56,13 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// An odd number of pads or more than two for each dimension; a dimension cut to less than nothing, one too small to be
-    /// reflected or repeated as far as is asked; a constant that the dtype cannot hold.
+    /// An odd number of pads, or more than two for each dim; a dim with fewer elements than are removed; a dim too small to reflect or
+    /// repeat as many elements; a constant that the dtype cannot hold.
     #[track_caller]
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
-        replaced!(op = "pad", [self], pads, mode.name(), mode.constant());
+        return_replacement!(op = "pad", [self], pads, mode.name(), mode.constant());
         invalid!(op if !pads.len().is_multiple_of(2) || pads.len() / 2 > self.rank(),
-            "{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
+            "{} pads were given: there must be two for each of at most {} dimensions", pads.len(), self.rank());
         let grown: Dims<isize> = pads.iter().map(|p| *p.max(&0)).collect();
         let around = |x: Tensor| {
             grown.chunks(2).enumerate().try_fold(x, |x, (i, ends)| {
@@ -73,10 +74,10 @@ impl Tensor {
             PadMode::Circular => around(self.crop(pads)?)?,
             PadMode::Reflect | PadMode::Replicate => around(self.shallow_clone())?.crop(pads)?,
         };
-        if out.is_contiguous() && !out.shares_storage(self) { Ok(out) } else { out.owned(op) }
+        if out.is_contiguous() && !out.shares_storage(self) { Ok(out) } else { out.recorded_copy(op) }
     }
 
-    /// What negative pads leave.
+    /// Removes the elements of negative pads.
     fn crop(&self, pads: &[isize]) -> Result<Tensor> {
         let mut left = self.shallow_clone();
         for (i, ends) in pads.chunks(2).enumerate().filter(|(_, ends)| ends.iter().any(|&p| p < 0)) {
@@ -92,11 +93,11 @@ impl Tensor {
         Ok(left)
     }
 
-    /// With `value` around; no pad is negative.
+    /// Adds `value` around the tensor. No pad is negative.
     fn pad_constant(&self, pads: &[isize], value: Scalar) -> Result<Tensor> {
         let op = "pad";
         if pads.iter().all(|&p| p == 0) {
-            return self.owned(op);
+            return self.recorded_copy(op);
         }
         let ends = |d: usize| {
             let at = 2 * (self.rank() - 1 - d);
@@ -104,17 +105,17 @@ impl Tensor {
         };
         let grown = |(d, &size): (usize, &usize)| size.saturating_add(ends(d).0).saturating_add(ends(d).1);
         let shape: Shape = self.shape().dims().iter().enumerate().map(grown).collect();
-        let out = Tensor::full(shape, value, self).named(op)?;
+        let out = Tensor::full(shape, value, self).with_op(op)?;
         let mut inside = out.layout.clone();
         for (d, &size) in self.shape().dims().iter().enumerate() {
             inside = inside.narrow(op, d, ends(d).0, size)?;
         }
         out.with_layout(inside).copy_(&self.detach())?;
         let back: Dims<isize> = pads.iter().map(|p| -p).collect();
-        Ok(record_unary_twice(op, out, self, move |grad| grad.crop(&back)))
+        Ok(record_unary_differentiable(op, out, self, move |grad| grad.crop(&back)))
     }
 
-    /// With elements of its own before and after along dimension `d`.
+    /// Adds elements of the tensor itself before and after along dim `d`.
     fn pad_dim(&self, d: usize, before: usize, after: usize, mode: PadMode) -> Result<Tensor> {
         let (dim, size) = (d as isize, self.shape().dims()[d]);
         let most = match mode {
@@ -124,7 +125,7 @@ impl Tensor {
             _ => 0,
         };
         invalid!("pad" if before.max(after) > most,
-            "dimension {d} of size {size} has not the {before} and {after} elements that {mode:?} takes");
+            "dimension {d} of size {size} is too small for {before} and {after} elements of {mode:?} padding");
         if before == 0 && after == 0 {
             return Ok(self.shallow_clone());
         }
@@ -140,6 +141,6 @@ impl Tensor {
             PadMode::Circular => (self.narrow(dim, size - before, before)?, self.narrow(dim, 0, after)?),
             _ => (repeated(0, before)?, repeated(size - 1, after)?),
         };
-        Tensor::cat(&[&head, self, &tail], dim).named("pad")
+        Tensor::cat(&[&head, self, &tail], dim).with_op("pad")
     }
 }

@@ -1,4 +1,4 @@
-//! Tensors whose elements follow from their indices: `arange`, `linspace`, `logspace`.
+//! Tensors whose elements are a function of the index: `arange`, `linspace`, `logspace`.
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -10,12 +10,12 @@ use crate::{DType, Device, Error, Result, Scalar, Tensor, backend};
 
 /// Sequences.
 impl Tensor {
-    /// `start`, `start + step`, ... up to but not including `end`, in one dimension (PyTorch's `arange`, but f32 unless
-    /// said). Each value is `start + i * step`, computed in f64, or in i64 where all three are integers.
+    /// The numbers `start`, `start + step`, ... up to but not including `end`, as a vector (PyTorch's `arange`, with f32 as the default
+    /// dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three are integers.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values out of the
-    /// dtype's range (as [`Tensor::fill_`] has it); [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values outside the
+    /// dtype's range (as in [`Tensor::fill_`]); [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn arange(
         start: impl Into<Scalar>,
@@ -48,17 +48,17 @@ impl Tensor {
         Tensor::sequence(op, n, options.into(), Sequence::Float { start: a, step: s, middle: n, end: b, n })
     }
 
-    /// `n` values evenly from `start` to `end`, both included, in one dimension (PyTorch's `linspace`).
+    /// A vector of `n` evenly spaced values from `start` to `end`, both included (PyTorch's `linspace`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] for values out of the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for values outside the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
-        Tensor::sequence("linspace", n, options.into(), Sequence::between(start, end, n))
+        Tensor::sequence("linspace", n, options.into(), Sequence::evenly_spaced(start, end, n))
     }
 
-    /// `base` to the powers that [`Tensor::linspace`] gives (PyTorch's `logspace`, whose base is 10 where nothing is said).
+    /// Raises `base` to the powers of [`Tensor::linspace`] (PyTorch's `logspace`, with a default base of 10).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -67,38 +67,40 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for values out of the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for values outside the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
-        let (op, power, options) = ("logspace", Sequence::between(start, end, n), options.into());
-        let value = move |i| Scalar::Float(base.powf(power.at(i).to_f64()));
-        check_ends(op, options.dtype, n, value)?;
-        let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
-        Tensor::computed(op, out, value)
+        let (op, power, options) = ("logspace", Sequence::evenly_spaced(start, end, n), options.into());
+        let value = move |i| Scalar::Float(base.powf(power.value(i).to_f64()));
+        check_first_and_last(op, options.dtype, n, value)?;
+        let out = Tensor::empty_with_shape(n, options.dtype, options.device)?;
+        Tensor::fill_on_host(op, out, value)
     }
 
-    /// Written by the device where it can, else by the host.
+    /// Creates a sequence on the device if possible, otherwise on the host.
     fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
-        check_ends(op, options.dtype, n, |i| values.at(i))?;
-        let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
+        check_first_and_last(op, options.dtype, n, |i| values.value(i))?;
+        let out = Tensor::empty_with_shape(n, options.dtype, options.device)?;
         if n > 0 && backend::fill([&out], |b| b.sequence(values, &out))? {
             return Ok(out);
         }
         // One closure for each variant, so that the match is not inside the loop.
         match values {
-            Sequence::Int { start, step } => Tensor::computed(op, out, move |i| Sequence::Int { start, step }.at(i)),
+            Sequence::Int { start, step } => {
+                Tensor::fill_on_host(op, out, move |i| Sequence::Int { start, step }.value(i))
+            }
             Sequence::Float { start, step, middle, end, n } => {
-                Tensor::computed(op, out, move |i| Sequence::Float { start, step, middle, end, n }.at(i))
+                Tensor::fill_on_host(op, out, move |i| Sequence::Float { start, step, middle, end, n }.value(i))
             }
         }
     }
 
-    /// Fills `out`, which is new, with values computed on the host: in place on the CPU, else written in one go.
-    fn computed(op: &'static str, out: Tensor, value: impl Fn(usize) -> Scalar + Sync + Copy) -> Result<Tensor> {
+    /// Fills `out`, a new tensor, with values computed on the host: in place on the CPU, otherwise by one write.
+    fn fill_on_host(op: &'static str, out: Tensor, value: impl Fn(usize) -> Scalar + Sync + Copy) -> Result<Tensor> {
         let dtype = out.dtype;
         if out.numel() > 0 && out.device().is_cpu() {
-            with_host(&[], &[&out.storage], |_, to| values(dtype, to[0], value))?;
+            with_host(&[], &[&out.storage], |_, to| write_values(dtype, to[0], value))?;
             return Ok(out);
         }
         let mut bytes = Vec::new();
@@ -109,15 +111,15 @@ impl Tensor {
             detail: format!("{op} computes its values on the host"),
         })?;
         bytes.resize(size, 0);
-        values(dtype, &mut bytes, value);
+        write_values(dtype, &mut bytes, value);
         out.storage.write(0, &bytes)?;
         Ok(out)
     }
 }
 
-/// An error where the first or the last value, between which all others are, is out of the dtype's range.
-fn check_ends(op: &'static str, dtype: DType, n: usize, value: impl Fn(usize) -> Scalar) -> Result<()> {
-    // Values of integer dtypes lose their fraction.
+/// Returns an error if the first or the last value is outside the dtype's range. All other values are between these two.
+fn check_first_and_last(op: &'static str, dtype: DType, n: usize, value: impl Fn(usize) -> Scalar) -> Result<()> {
+    // Integer dtypes truncate the value.
     let whole = |i: usize| match value(i) {
         Scalar::Float(x) if !dtype.is_float() => Scalar::Float(x.trunc()),
         number => number,
@@ -125,27 +127,27 @@ fn check_ends(op: &'static str, dtype: DType, n: usize, value: impl Fn(usize) ->
     if n > 0 { [0, n - 1].into_iter().try_for_each(|i| whole(i).stored(op, dtype).map(drop)) } else { Ok(()) }
 }
 
-/// `value(i)` as the i-th element; long sequences with all threads of the team.
-fn values(dtype: DType, out: &mut [u8], value: impl Fn(usize) -> Scalar + Sync + Copy) {
-    /// Bytes a thread computes at a time.
-    const PIECE: usize = 1 << 16;
-    let part = |first: usize, out: &mut [u8]| Arch::new().dispatch(Values { dtype, first, out, value });
-    if out.len() <= PIECE {
+/// Writes `value(i)` to each element i. Long sequences use all threads.
+fn write_values(dtype: DType, out: &mut [u8], value: impl Fn(usize) -> Scalar + Sync + Copy) {
+    /// The number of bytes that a thread computes at a time.
+    const CHUNK_BYTES: usize = 1 << 16;
+    let part = |first: usize, out: &mut [u8]| Arch::new().dispatch(WriteValues { dtype, first, out, value });
+    if out.len() <= CHUNK_BYTES {
         return part(0, out);
     }
-    parallel::for_each_chunk(out, PIECE, |i, out| part(i * (PIECE / dtype.size()), out));
+    parallel::for_each_chunk(out, CHUNK_BYTES, |i, out| part(i * (CHUNK_BYTES / dtype.size()), out));
 }
 
-/// `value(first + i)` as the i-th element, compiled for the processor's vectors. The function has its numbers in itself: those
-/// that it were to read elsewhere could be among the bytes that are written.
-struct Values<'a, F> {
+/// Writes `value(first + i)` to each element i, compiled for the CPU's vectors. `value` owns its numbers; the compiler would have to
+/// assume that numbers behind a reference alias the written bytes.
+struct WriteValues<'a, F> {
     dtype: DType,
     first: usize,
     out: &'a mut [u8],
     value: F,
 }
 
-impl<F: Fn(usize) -> Scalar + Copy> WithSimd for Values<'_, F> {
+impl<F: Fn(usize) -> Scalar + Copy> WithSimd for WriteValues<'_, F> {
     type Output = ();
 
     #[inline(always)]

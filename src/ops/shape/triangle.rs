@@ -9,8 +9,8 @@ use crate::tensor::{Layout, Shape};
 use crate::{DType, Device, Result, Tensor, autograd, backend};
 
 impl Tensor {
-    /// The elements on and below a diagonal of each matrix (the last two dimensions), 0 above it; diagonal 0 is the main
-    /// one, positive ones lie above it (PyTorch's `tril`). Differentiable.
+    /// Keeps the elements on and below a diagonal of each matrix (the last two dims), and sets all others to 0 (PyTorch's `tril`). Diagonal
+    /// 0 is the main diagonal, and positive numbers are above it. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -21,59 +21,60 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Fewer than two dimensions.
+    /// Fewer than two dims.
     #[track_caller]
     pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
-        replaced!("tril", [self], diagonal);
+        return_replacement!("tril", [self], diagonal);
         self.zero_band("tril", diagonal.saturating_add(1), isize::MAX)
     }
 
-    /// The elements on and above a diagonal of each matrix, 0 below it: see [`Tensor::tril`] (PyTorch's `triu`).
+    /// Keeps the elements on and above a diagonal of each matrix, and sets all others to 0 (PyTorch's `triu`). See [`Tensor::tril`].
     ///
     /// # Errors
-    /// Fewer than two dimensions.
+    /// Fewer than two dims.
     #[track_caller]
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
-        replaced!("triu", [self], diagonal);
+        return_replacement!("triu", [self], diagonal);
         self.zero_band("triu", isize::MIN, diagonal)
     }
 
-    /// [`Tensor::tril`] in place.
+    /// The in-place form of [`Tensor::tril`].
     ///
     /// # Errors
-    /// As [`Tensor::tril`], and as [`Tensor::fill_`].
+    /// The errors of [`Tensor::tril`] and [`Tensor::fill_`].
     pub fn tril_(&self, diagonal: isize) -> Result<&Tensor> {
         self.masked_fill_(&self.band_mask("tril_", diagonal.saturating_add(1), isize::MAX)?, 0)
     }
 
-    /// [`Tensor::triu`] in place.
+    /// The in-place form of [`Tensor::triu`].
     ///
     /// # Errors
-    /// As [`Tensor::tril`], and as [`Tensor::fill_`].
+    /// The errors of [`Tensor::tril`] and [`Tensor::fill_`].
     pub fn triu_(&self, diagonal: isize) -> Result<&Tensor> {
         self.masked_fill_(&self.band_mask("triu_", isize::MIN, diagonal)?, 0)
     }
 
-    /// A copy with zeros where column - row is in `from..to`. Recorded.
+    /// Returns a copy with zeros where column - row is in `from..to`. Recorded.
     fn zero_band(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let plain = self.rank() < 2 || self.numel() == 0;
-        let made = if plain { None } else { backend::of(self.device()).zeroed(self, from, to)? };
+        let made = if plain { None } else { backend::of_device(self.device()).tril_triu(self, from, to)? };
         let Some(out) = made else { return self.masked_fill(&self.band_mask(op, from, to)?, 0) };
-        Ok(autograd::record_unary_twice(op, out, self, move |grad| grad.zero_band(op, from, to)))
+        Ok(autograd::record_unary_differentiable(op, out, self, move |grad| grad.zero_band(op, from, to)))
     }
 
-    /// A mask of the last two dimensions, true where column - row is in `from..to`. It is the same along diagonals: a
-    /// view of one vector, whose rows start one element earlier each.
+    /// Returns a mask of the last two dims that is true where column - row is in `from..to`. The mask is constant along diagonals, so it is a
+    /// view of one vector in which each row starts one element earlier.
     fn band_mask(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let [.., rows, columns] = *self.shape().dims() else {
-            let reason = format!("a tensor of shape {} has no matrices: it takes two dimensions or more", self.shape());
+            let reason =
+                format!("a tensor of shape {} has no matrices: it needs at least two dimensions", self.shape());
             return Err(Error::invalid(op, reason));
         };
         let options = (DType::Bool, self.device());
         if self.numel() == 0 {
             return Tensor::zeros([rows, columns], options);
         }
-        // Element i stands for column - row = i - (rows - 1).
+        // Element i of the vector is the diagonal with column - row = i - (rows - 1).
         let diagonals = Tensor::zeros(rows + columns - 1, options)?;
         let position = |d: isize| d.saturating_add_unsigned(rows - 1).clamp(0, diagonals.numel() as isize) as usize;
         let (from, to) = (position(from), position(to));
@@ -84,8 +85,8 @@ impl Tensor {
         Ok(diagonals.with_layout(layout))
     }
 
-    /// The row and column numbers, as a `[2, n]` tensor of i64, of the elements that [`Tensor::tril`] keeps in a matrix of
-    /// this size, in row-major order (PyTorch's `tril_indices`).
+    /// Returns the row and column indices of the elements that [`Tensor::tril`] keeps in a matrix of this size, in row-major order, as a
+    /// `[2, n]` tensor of i64 (PyTorch's `tril_indices`).
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
@@ -101,8 +102,8 @@ impl Tensor {
         triangle_indices(op, first..rows, kept, device)
     }
 
-    /// The row and column numbers of the elements that [`Tensor::triu`] keeps: see [`Tensor::tril_indices`] (PyTorch's
-    /// `triu_indices`).
+    /// Returns the row and column indices of the elements that [`Tensor::triu`] keeps (PyTorch's `triu_indices`). See
+    /// [`Tensor::tril_indices`].
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
@@ -117,9 +118,8 @@ impl Tensor {
         triangle_indices(op, 0..if columns == 0 { 0 } else { end.min(rows) }, kept, device)
     }
 
-    /// A vector as a diagonal of a square matrix of zeros, or a diagonal of a matrix as a vector, which is a view (PyTorch's
-    /// `diag`).
-    /// Differentiable.
+    /// Returns a square matrix with a vector on a diagonal and zeros elsewhere, or a diagonal of a matrix as a vector, which is a view
+    /// (PyTorch's `diag`). Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -130,38 +130,38 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Neither one nor two dimensions.
+    /// A number of dims other than one or two.
     #[track_caller]
     pub fn diag(&self, diagonal: isize) -> Result<Tensor> {
         match self.rank() {
-            1 => self.diag_embed(diagonal, 0, 1).named("diag"),
-            2 => self.diagonal(diagonal, 0, 1).named("diag"),
+            1 => self.diag_embed(diagonal, 0, 1).with_op("diag"),
+            2 => self.diagonal(diagonal, 0, 1).with_op("diag"),
             rank => Err(Error::invalid("diag", format!("a tensor of rank {rank} is neither a vector nor a matrix"))),
         }
     }
 
-    /// The last dimension as a diagonal of square matrices of zeros, whose dimensions are `dim1` and `dim2` of the result
-    /// (PyTorch's `diag_embed`, which has 0, -2 and -1 where nothing is said). Differentiable.
+    /// Returns square matrices with the last dim on a diagonal and zeros elsewhere. The matrices are dims `dim1` and `dim2` of the result
+    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable.
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`]; a scalar, or one dimension named twice.
+    /// [`Error::DimOutOfRange`]; a scalar, or the same dim twice.
     #[track_caller]
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        replaced!(op = "diag_embed", [self], offset, dim1, dim2);
+        return_replacement!(op = "diag_embed", [self], offset, dim1, dim2);
         let [outer @ .., len] = self.shape().dims() else {
             return Err(Error::invalid(op, "a scalar has no dimension that could be a diagonal"));
         };
         let side = len.saturating_add(offset.unsigned_abs());
         let flat: Shape = outer.iter().copied().chain([side, side]).collect();
         let (a, b) = (flat.dim(op, dim1)?, flat.dim(op, dim2)?);
-        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are one");
+        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are the same");
         let mut shape: Dims = outer.iter().copied().collect();
         [a.min(b), a.max(b)].into_iter().for_each(|d| shape.insert(d, side));
-        self.placed(op, &shape.into_iter().collect(), move |l| Ok(l.diagonal(offset, a, b)))
+        self.scatter_into_zeros(op, &shape.into_iter().collect(), move |l| Ok(l.diagonal(offset, a, b)))
     }
 
-    /// Vectors, each along a dimension of its own and repeated along the others: the coordinates of a grid (PyTorch's
-    /// `meshgrid` with `indexing='ij'`). Views, differentiable.
+    /// Returns the coordinates of a grid: each vector along a dim of its own, and repeated along all others (PyTorch's `meshgrid` with
+    /// `indexing='ij'`). Views, differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -173,14 +173,14 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// No tensor at all; one of two dimensions or more.
+    /// No tensor at all; a tensor of two or more dims.
     #[track_caller]
     pub fn meshgrid<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
-        Tensor::grid("meshgrid", tensors)
+        Tensor::meshgrid_as("meshgrid", tensors)
     }
 
-    /// [`Tensor::meshgrid`] with the first two dimensions exchanged: columns of the first vector, rows of the second (PyTorch's
-    /// `meshgrid` with `indexing='xy'`, NumPy's default).
+    /// Same as [`Tensor::meshgrid`] with the first two dims swapped: the first vector varies along dim 1, and the second along dim 0
+    /// (PyTorch's `meshgrid` with `indexing='xy'`, NumPy's default).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -191,14 +191,14 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::meshgrid`].
+    /// The errors of [`Tensor::meshgrid`].
     #[track_caller]
     pub fn meshgrid_xy<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
-        let grid = Tensor::grid("meshgrid_xy", tensors)?;
+        let grid = Tensor::meshgrid_as("meshgrid_xy", tensors)?;
         if grid.len() < 2 { Ok(grid) } else { grid.iter().map(|t| t.transpose(0, 1)).collect() }
     }
 
-    fn grid<T: Borrow<Tensor>>(op: &'static str, tensors: &[T]) -> Result<Vec<Tensor>> {
+    fn meshgrid_as<T: Borrow<Tensor>>(op: &'static str, tensors: &[T]) -> Result<Vec<Tensor>> {
         invalid!(op if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.rank() > 1),
             "it takes vectors, and one has shape {}", t.shape());
         invalid!(op if tensors.is_empty(), "there is no tensor");
@@ -212,7 +212,7 @@ impl Tensor {
     }
 }
 
-/// Of rows that keep one element at least.
+/// Returns the row and column indices of a triangle. `kept` gives the columns of each row, at least one.
 fn triangle_indices(
     op: &'static str,
     rows: Range<usize>,
@@ -220,11 +220,11 @@ fn triangle_indices(
     device: Device,
 ) -> Result<Tensor> {
     let mut numbers: Vec<i64> = Vec::new();
-    let too_many = |_| Error::invalid(op, "there is no room for so many indices");
+    let too_many = |_| Error::invalid(op, "the indices do not fit in memory");
     // Reserved before counting, which takes time proportional to the rows.
     numbers.try_reserve(rows.len().saturating_mul(2)).map_err(too_many)?;
     let count = rows.clone().map(|row| kept(row).len()).fold(0usize, usize::saturating_add);
-    let out = Tensor::empty_like_shape([2, count], DType::I64, device)?; // fails where there are too many
+    let out = Tensor::empty_with_shape([2, count], DType::I64, device)?; // fails if there are too many
     numbers.try_reserve_exact(count.saturating_mul(2)).map_err(too_many)?;
     let elements = || rows.clone().flat_map(|row| kept(row).map(move |column| (row, column)));
     numbers.extend(elements().map(|(row, _)| row as i64).chain(elements().map(|(_, c)| c as i64)));

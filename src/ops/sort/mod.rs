@@ -1,8 +1,9 @@
 //! Stable sorting along a dim, and binary search in sorted tensors.
 //!
-//! On GPUs work-groups sort blocks in local memory, then each launch merges pairs of runs; a line that fits in a block is one launch.
-//! Where only one or a few elements of a line are needed, backends select instead of sorting. Elements are compared by unsigned keys:
-//! NaN is greater than everything, as in PyTorch, and -0 equals 0. The gradient of a sort gathers through the inverse permutation.
+//! On GPUs, work-groups sort blocks in local memory, and then each launch merges pairs of runs. A line that fits in a block is one
+//! launch. If only one or a few elements of a line are needed, backends select instead of sorting. Elements are compared by unsigned
+//! keys: NaN is greater than all numbers, as in PyTorch, and -0 equals 0. The gradient of a sort gathers through the inverse
+//! permutation.
 
 pub(crate) mod select;
 
@@ -12,86 +13,91 @@ use super::{result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
-use crate::backend::problem::select::{Nth, Selected, with};
+use crate::backend::problem::select::{RankQuery, Selected, dims_with};
 use crate::layout::dims::Mask;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::ops::index::gather::read_through;
-use crate::tensor::view::at_least_1d;
+use crate::ops::index::gather::record_gather;
+use crate::tensor::view::detach_at_least_1d;
 use crate::tensor::{Dims, Layout};
 use crate::{Compute, DType, Expr, Result, Tensor, backend};
 
-/// Sorted values and the indices they had, outside the graph.
+/// Returns the sorted values and their original indices, outside the graph.
 pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
-    let x = at_least_1d(t);
+    let x = detach_at_least_1d(t);
     let d = x.shape().dim(op, dim)?;
-    let values = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-    let indices = Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?;
+    let values = Tensor::empty_with_shape(x.shape(), x.dtype, x.device())?;
+    let indices = Tensor::empty_with_shape(x.shape(), DType::I64, x.device())?;
     if x.numel() > 0 {
         backend::launch([&values, &indices], |b| b.sort(&x, d, descending, &values, &indices))?;
     }
-    // The shape of the input, a scalar too.
+    // The results have the shape of the input, also for a scalar.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
     Ok((shaped(values), shaped(indices)))
 }
 
 impl Selected {
     pub(crate) fn empty(x: &Tensor, dims: Dims) -> Result<Selected> {
-        let indices = Tensor::empty_like_shape(&dims[..], DType::I64, x.device())?;
-        Ok(Selected { values: Some(Tensor::empty_like_shape(dims, x.dtype, x.device())?), indices })
+        let indices = Tensor::empty_with_shape(&dims[..], DType::I64, x.device())?;
+        Ok(Selected { values: Some(Tensor::empty_with_shape(dims, x.dtype, x.device())?), indices })
     }
 
-    /// Values, read from `x` along `dim` where there are none, and indices. Differentiable.
-    pub(crate) fn of(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
+    /// Returns values and indices. Values that are missing are read from `x` along `dim`. Differentiable.
+    pub(crate) fn values_and_indices(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
         let values = match self.values {
-            Some(values) => read_through(values, x, dim, &self.indices),
+            Some(values) => record_gather(values, x, dim, &self.indices),
             None => x.gather(dim, &self.indices)?,
         };
         Ok((values, self.indices))
     }
 }
 
-/// The first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
-pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Selected> {
+/// Returns the first `k` elements of each line in sorted order, outside the graph. The tensor has at least one dim.
+pub(crate) fn topk_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Selected> {
     let d = t.shape().dim(op, dim)?;
-    if let Some(found) = backend::choose(t, |b| b.first(t, d, k, descending))? {
+    if let Some(found) = backend::fill_or_decline(t, |b| b.topk(t, d, k, descending))? {
         return Ok(found);
     }
     Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
 }
 
-/// The elements of each line of these ranks, keeping the dim with size 1, of a tensor of rank 1 at least.
-pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, ranks: &[Nth<'_>]) -> Result<Vec<Selected>> {
+/// Returns the elements of these ranks from each line, keeping the dim with size 1. The tensor has at least one dim.
+pub(crate) fn elements_of_ranks(
+    op: &'static str,
+    t: &Tensor,
+    dim: isize,
+    ranks: &[RankQuery<'_>],
+) -> Result<Vec<Selected>> {
     let d = t.shape().dim(op, dim)?;
-    let found = |nth: &Nth<'_>| backend::choose(t, |b| b.nth(t, d, *nth)).transpose();
+    let found = |nth: &RankQuery<'_>| backend::fill_or_decline(t, |b| b.kth(t, d, *nth)).transpose();
     if let Some(found) = ranks.iter().map(found).collect::<Option<Result<_>>>() {
         return found;
     }
     let (order, last) = (sorted(op, t, dim, false)?.1, t.shape().dims()[d] as f64 - 1.0);
     let at = |rank: Expr| {
-        let positions = apply(op, &[&nans(op, t, d)?], Params::default(), &[rank], &[DType::I64])?.remove(0);
+        let positions = apply(op, &[&count_nans(op, t, d)?], Params::default(), &[rank], &[DType::I64])?.remove(0);
         order.gather(dim, &positions)
     };
     let (nans, float) = (Expr::input(0), t.dtype.compute() != Compute::I64);
     let taken = ranks.iter().map(|nth| {
         let indices = match *nth {
-            Nth::Ranks(ranks) => order.gather(dim, ranks),
-            // NaN are at the end.
-            Nth::OrNan(rank) if float => at(nans.gt(0.0).select(last + 1.0 - &nans, rank as f64)),
-            Nth::NanMedian if float => at((last - &nans).max(0.0) / 2.0),
-            Nth::Rank(rank) | Nth::OrNan(rank) => order.narrow(dim, rank, 1),
-            Nth::NanMedian => order.narrow(dim, last as usize / 2, 1),
+            RankQuery::Ranks(ranks) => order.gather(dim, ranks),
+            // NaN elements are at the end.
+            RankQuery::OrNan(rank) if float => at(nans.gt(0.0).select(last + 1.0 - &nans, rank as f64)),
+            RankQuery::NanMedian if float => at((last - &nans).max(0.0) / 2.0),
+            RankQuery::Rank(rank) | RankQuery::OrNan(rank) => order.narrow(dim, rank, 1),
+            RankQuery::NanMedian => order.narrow(dim, last as usize / 2, 1),
         };
         indices.map(Selected::from)
     });
     taken.collect()
 }
 
-/// How many elements of each line along d are NaN, as i64, keeping the dim with size 1. Outside the graph.
-pub(crate) fn nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
+/// Counts the NaN elements of each line along `d`, as i64, keeping the dim with size 1. Outside the graph.
+pub(crate) fn count_nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
     static RULE: LazyLock<Rule> = LazyLock::new(|| Rule {
         combination: Combination::Add,
-        element: Element::Of(Expr::input(0).is_nan()),
+        element: Element::Formula(Expr::input(0).is_nan()),
         finish: None,
         counts: true,
         rescaled: None,
@@ -99,7 +105,7 @@ pub(crate) fn nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
     let mut mask = Mask::from_elem(false, x.rank());
     mask[d] = true;
     let id = std::ptr::from_ref(&RULE).addr();
-    backend::compute(with(x, d, 1), DType::I64, x.device(), |b, out| {
+    backend::compute(dims_with(x, d, 1), DType::I64, x.device(), |b, out| {
         b.reduce(&Reduction { op, id, rule: &RULE, x, mask: &mask, out, number: 0.0 })
     })
 }
@@ -114,8 +120,8 @@ operations! {
 }
 
 impl Tensor {
-    /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
-    /// everything. Differentiable.
+    /// Sorts the elements along `dim` (PyTorch's `sort`, always stable). Returns the values and their original indices, as i64. NaN is
+    /// greater than all numbers. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -132,39 +138,41 @@ impl Tensor {
     /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
-        replaced!(op = "sort", [self], dim, descending);
+        return_replacement!(op = "sort", [self], dim, descending);
         let (values, indices) = sorted(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
-        let values = autograd::record_unary_twice(op, values, self, move |grad| match grad.rank() {
+        let values = autograd::record_unary_differentiable(op, values, self, move |grad| match grad.rank() {
             0 => Ok(grad),
             _ => grad.gather(dim, &saved.get(op)?.argsort(dim, false)?),
         });
         Ok((values, indices))
     }
 
-    /// The indices that bring `dim` in order, as i64 (PyTorch's `argsort`, always stable).
+    /// Returns the indices that sort `dim`, as i64 (PyTorch's `argsort`, always stable).
     ///
     /// # Errors
-    /// As [`Tensor::sort`].
+    /// The errors of [`Tensor::sort`].
     #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
-        replaced!("argsort", [self], dim, descending);
+        return_replacement!("argsort", [self], dim, descending);
         Ok(sorted("argsort", self, dim, descending)?.1)
     }
 
-    /// The elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
+    /// Sorts the elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::sort`].
+    /// The errors of [`Tensor::sort`].
     #[track_caller]
     pub fn msort(&self) -> Result<Tensor> {
-        replaced!("msort", [self]);
-        Ok(self.sort(0, false).named("msort")?.0)
+        return_replacement!("msort", [self]);
+        Ok(self.sort(0, false).with_op("msort")?.0)
     }
 
-    /// How many elements of this sorted tensor's last dim are below each of `values`, or with `right` not above it: where to
-    /// insert it so that the order stays; as i64 (PyTorch's `searchsorted`). A vector is searched for values of any shape,
-    /// otherwise all but the last dim are the same. NaN belongs at the end.
+    /// Returns the index at which each of `values` can be inserted in this tensor's sorted last dim to keep the order, as i64 (PyTorch's
+    /// `searchsorted`).
+    ///
+    /// The index is the number of elements below the value, or with `right` the number of elements not above it. NaN is inserted at the
+    /// end. Values of any shape may be looked up in a vector; otherwise all dims except the last are equal.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -179,23 +187,23 @@ impl Tensor {
     /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
     #[track_caller]
     pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
-        replaced!("searchsorted", [self, values], right);
-        searched("searchsorted", self, values, right, DType::I64)
+        return_replacement!("searchsorted", [self, values], right);
+        binary_search("searchsorted", self, values, right, DType::I64)
     }
 
-    /// The bucket of each element among `boundaries`, a sorted vector: how many of them are below it, or with `right` not
-    /// above it; as i64 (PyTorch's `bucketize`).
+    /// Returns the bucket of each element between `boundaries`, a sorted vector, as i64 (PyTorch's `bucketize`). The bucket is the number of
+    /// boundaries below the element, or with `right` the number of boundaries not above it.
     ///
     /// # Errors
-    /// As [`Tensor::searchsorted`]; [`Error::Invalid`] where `boundaries` is no vector.
+    /// The errors of [`Tensor::searchsorted`]; [`Error::Invalid`] if `boundaries` is not a vector.
     #[track_caller]
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
-        replaced!(op = "bucketize", [self, boundaries], right);
+        return_replacement!(op = "bucketize", [self, boundaries], right);
         invalid!(op if boundaries.rank() != 1, "the boundaries are a vector, not of shape {}", boundaries.shape());
-        searched(op, boundaries, self, right, DType::I64)
+        binary_search(op, boundaries, self, right, DType::I64)
     }
 
-    /// Whether each element is one of `test_elements`, of any shape; as bool (PyTorch's `isin`). NaN is in nothing.
+    /// Returns whether each element is one of `test_elements`, of any shape, as bool (PyTorch's `isin`). NaN never is.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -209,7 +217,7 @@ impl Tensor {
     /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
-        replaced!(op = "isin", [self, test_elements]);
+        return_replacement!(op = "isin", [self, test_elements]);
         same_device(op, &[self, test_elements])?;
         let n = test_elements.numel();
         if n == 0 {
@@ -218,26 +226,26 @@ impl Tensor {
         let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
         let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
         let among = sorted(op, &among, 0, false)?.0;
-        searched(op, &among, &x, false, DType::Bool)
+        binary_search(op, &among, &x, false, DType::Bool)
     }
 }
 
-/// Where values belong in `sorted`, as i64, or as bool whether they are in it.
-fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool, dtype: DType) -> Result<Tensor> {
+/// Returns the index of insertion of each value in `sorted`, as i64, or whether the value occurs in `sorted`, as bool.
+fn binary_search(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool, dtype: DType) -> Result<Tensor> {
     same_device(op, &[sorted, values])?;
     same_dtype(op, &[sorted, values])?;
     let Some((_, leading)) = sorted.shape().dims().split_last() else {
-        return Err(Error::invalid(op, "what is searched is a scalar: it has no dim"));
+        return Err(Error::invalid(op, "the sorted tensor is a scalar, and needs at least one dim"));
     };
     let of_values = values.shape().dims();
     mismatch!(op if !leading.is_empty() && of_values.split_last().is_none_or(|(_, of_values)| of_values != leading),
-        sorted, values, "all dims but the last are the same, or what is searched is a vector");
+        sorted, values, "all dims except the last must be equal, or the sorted tensor must be a vector");
     // The sorted line of each value: stride 0 along the dims that only the values have.
     let mut strides: Dims<isize> = Dims::from_elem(0, values.rank());
     strides.iter_mut().zip(&sorted.strides()[..leading.len()]).for_each(|(to, &stride)| *to = stride);
     let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };
     let step = sorted.strides()[leading.len()];
     backend::compute(values.shape(), dtype, values.device(), |b, out| {
-        b.search(sorted, &lines, step, values, right, out)
+        b.searchsorted(sorted, &lines, step, values, right, out)
     })
 }

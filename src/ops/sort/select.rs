@@ -1,11 +1,11 @@
 //! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements, which
-//! also gives the gradient. Where only one or a few elements of a line are needed, backends select instead of sorting.
+//! also gives the gradient. If only one or a few elements of a line are needed, backends select instead of sorting.
 
 use crate::backend::problem::map::Params;
-use crate::backend::problem::select::{Nth, Selected};
+use crate::backend::problem::select::{RankQuery, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
-use crate::ops::sort::{first_sorted, nans, nth, sorted};
+use crate::ops::sort::{count_nans, elements_of_ranks, sorted, topk_sorted};
 use crate::{DType, Expr, Result, Scalar, Tensor};
 
 operations! {
@@ -20,9 +20,9 @@ operations! {
     min_dim(input: x, dim: int, keepdim: bool = false) "min": Reduction, All -> Same, differentiable;
 }
 
-/// The element of every line of `t` along `dim` that `find` gives the index of (of a tensor of rank 1 at least; the
-/// indices keep the dim with size 1), and the indices.
-fn chosen(
+/// Returns one element of every line of `t` along `dim`, and its index. `find` computes the index, for a tensor of at least one dim,
+/// and keeps the dim with size 1.
+fn select_elements(
     op: &'static str,
     t: &Tensor,
     dim: isize,
@@ -33,7 +33,7 @@ fn chosen(
     let d = x.shape().dim(op, dim)?;
     invalid!(op if x.shape().dims()[d] == 0,
         "dimension {dim} is empty in shape {}: there is no element to choose", t.shape());
-    let (values, indices) = find(&x.detach()).and_then(|found| found.of(&x, dim)).named(op)?;
+    let (values, indices) = find(&x.detach()).and_then(|found| found.values_and_indices(&x, dim)).with_op(op)?;
     match keepdim && t.rank() > 0 {
         true => Ok((values, indices)),
         false => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
@@ -46,50 +46,50 @@ fn check_quantile(op: &'static str, t: &Tensor, q: f64) -> Result<()> {
     Ok(())
 }
 
-fn one(op: &'static str, x: &Tensor, dim: isize, rank: Nth<'_>) -> Result<Selected> {
-    nth(op, x, dim, &[rank]).map(|mut found| found.remove(0))
+fn element_of_rank(op: &'static str, x: &Tensor, dim: isize, rank: RankQuery<'_>) -> Result<Selected> {
+    elements_of_ranks(op, x, dim, &[rank]).map(|mut found| found.remove(0))
 }
 
-fn size(t: &Tensor, dim: isize) -> Result<usize> {
+fn dim_size(t: &Tensor, dim: isize) -> Result<usize> {
     Ok(t.shape().dims()[t.shape().dim("size", dim)?])
 }
 
 impl Tensor {
-    /// The `k` greatest elements along `dim`, greatest first, or with `largest` false the least, and their indices
-    /// (PyTorch's `topk`; always sorted). NaN is above everything. Differentiable.
+    /// Returns the `k` largest elements along `dim` in descending order, or with `largest` false the `k` smallest in ascending order, and
+    /// their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the dim has less than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] if the dim has fewer than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
-        replaced!(op = "topk", [self], k, dim, largest);
+        return_replacement!(op = "topk", [self], k, dim, largest);
         let x = self.atleast_1d()?;
         let n = x.shape().dims()[x.shape().dim(op, dim)?];
-        invalid!(op if k > n, "{k} elements of {n} along dimension {dim} of {}", self.shape());
-        let (values, indices) = first_sorted(op, &x.detach(), dim, k, largest)?.of(&x, dim)?;
+        invalid!(op if k > n, "k is {k}, and there are {n} elements along dimension {dim} of shape {}", self.shape());
+        let (values, indices) = topk_sorted(op, &x.detach(), dim, k, largest)?.values_and_indices(&x, dim)?;
         match self.rank() == 0 && k == 1 {
             true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
             false => Ok((values, indices)),
         }
     }
 
-    /// The `k`-th least element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is above everything.
-    /// `keepdim` leaves the dim in place with size 1. Differentiable.
+    /// Returns the `k`-th smallest element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is greater than all numbers.
+    /// `keepdim` keeps the dim with size 1. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the dim has less than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
+    /// [`Error::Invalid`] if the dim has fewer than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
     #[track_caller]
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced!(op = "kthvalue", [self], k, dim, keepdim);
-        chosen(op, self, dim, keepdim, |x| {
-            let n = size(x, dim)?;
-            invalid!(op if k == 0 || k > n, "the dimension has elements 1 to {n}, and {k} was asked for");
-            one(op, x, dim, Nth::Rank(k - 1))
+        return_replacement!(op = "kthvalue", [self], k, dim, keepdim);
+        select_elements(op, self, dim, keepdim, |x| {
+            let n = dim_size(x, dim)?;
+            invalid!(op if k == 0 || k > n, "k is {k}, it must be in 1..={n}");
+            element_of_rank(op, x, dim, RankQuery::Rank(k - 1))
         })
     }
 
-    /// The median along `dim`, of two in the middle the lower, and its index (PyTorch's `median` with a dim); NaN if there
-    /// is one. Differentiable.
+    /// Returns the median along `dim`, the lower of two middle elements, and its index (PyTorch's `median` with a dim). NaN if any element
+    /// is NaN. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -100,131 +100,134 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] if the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced!("median", [self], dim, keepdim);
-        chosen("median", self, dim, keepdim, |x| one("median", x, dim, Nth::OrNan((size(x, dim)? - 1) / 2)))
+        return_replacement!("median", [self], dim, keepdim);
+        select_elements("median", self, dim, keepdim, |x| {
+            element_of_rank("median", x, dim, RankQuery::OrNan((dim_size(x, dim)? - 1) / 2))
+        })
     }
 
-    /// The median along `dim` of the elements that are not NaN, and its index; NaN where all are (PyTorch's `nanmedian`).
+    /// Returns the median along `dim` of the elements that are not NaN, and its index (PyTorch's `nanmedian`). NaN if all elements are NaN.
     /// Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::median`].
+    /// The errors of [`Tensor::median`].
     #[track_caller]
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced!("nanmedian", [self], dim, keepdim);
-        chosen("nanmedian", self, dim, keepdim, |x| one("nanmedian", x, dim, Nth::NanMedian))
+        return_replacement!("nanmedian", [self], dim, keepdim);
+        select_elements("nanmedian", self, dim, keepdim, |x| element_of_rank("nanmedian", x, dim, RankQuery::NanMedian))
     }
 
-    /// The value along `dim` that a share `q` of the elements is below, between two elements in proportion (PyTorch's
-    /// `quantile`); NaN if there is one; floats. Differentiable.
+    /// Returns the quantile `q` along `dim`, interpolated linearly between two elements (PyTorch's `quantile`). NaN if any element is NaN.
+    /// Floats. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a `q` outside 0 to 1 and where the dim is empty; [`Error::DimOutOfRange`],
+    /// [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty; [`Error::DimOutOfRange`],
     /// [`Error::UnsupportedDType`].
     #[track_caller]
     pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        replaced!(op = "quantile", [self], q, dim, keepdim);
+        return_replacement!(op = "quantile", [self], q, dim, keepdim);
         check_quantile(op, self, q)?;
         let last = match self.rank() {
             0 => 0,
             _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
         };
-        let place = q * last as f64;
+        let position = q * last as f64;
         let mut high = None;
-        let low = chosen(op, self, dim, keepdim, |x| {
-            let ranks = [place.floor(), place.ceil()].map(|rank| Nth::OrNan(rank as usize));
-            let mut found = nth(op, x, dim, &ranks[..1 + usize::from(place.fract() > 0.0)])?;
+        let low = select_elements(op, self, dim, keepdim, |x| {
+            let ranks = [position.floor(), position.ceil()].map(|rank| RankQuery::OrNan(rank as usize));
+            let mut found = elements_of_ranks(op, x, dim, &ranks[..1 + usize::from(position.fract() > 0.0)])?;
             high = found.split_off(1).pop();
             Ok(found.remove(0))
         })?;
         match high {
-            Some(high) => low.0.lerp(&chosen(op, self, dim, keepdim, |_| Ok(high))?.0, place.fract()),
+            Some(high) => low.0.lerp(&select_elements(op, self, dim, keepdim, |_| Ok(high))?.0, position.fract()),
             None => Ok(low.0),
         }
     }
 
-    /// [`Tensor::quantile`] of the elements that are not NaN; NaN where all are (PyTorch's `nanquantile`). Differentiable.
+    /// Returns the [`Tensor::quantile`] of the elements that are not NaN (PyTorch's `nanquantile`). NaN if all are NaN. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::quantile`].
+    /// The errors of [`Tensor::quantile`].
     #[track_caller]
     pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        replaced!(op = "nanquantile", [self], q, dim, keepdim);
+        return_replacement!(op = "nanquantile", [self], q, dim, keepdim);
         check_quantile(op, self, q)?;
         let mut between = None;
-        let (low, _) = chosen(op, self, dim, keepdim, |x| {
-            let nans = nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
-            // The first element of a line that is all NaN.
-            let place = ((size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
-            let exprs = [place.floor(), place.ceil(), &place - place.floor()];
+        let (low, _) = select_elements(op, self, dim, keepdim, |x| {
+            let nans = count_nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
+            // Index 0 for a line that is all NaN.
+            let position = ((dim_size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
+            let exprs = [position.floor(), position.ceil(), &position - position.floor()];
             let dtypes = [DType::I64, DType::I64, nans.dtype];
             let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
-            let mut found = nth(op, x, dim, &[Nth::Ranks(&made[0]), Nth::Ranks(&made[1])])?;
+            let mut found = elements_of_ranks(op, x, dim, &[RankQuery::Ranks(&made[0]), RankQuery::Ranks(&made[1])])?;
             between = Some((found.remove(1), made[2].shallow_clone()));
             Ok(found.remove(0))
         })?;
         let Some((high, share)) = between else { return Ok(low) };
         let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
-        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high))?;
+        let (high, _) = select_elements(op, self, dim, keepdim, |_| Ok(high))?;
         low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
     }
 
-    /// The most frequent element along `dim`, the least of several, and the index of its last appearance (PyTorch's
-    /// `mode`). Differentiable.
+    /// Returns the most frequent element along `dim`, the smallest of several, and the index of its last occurrence (PyTorch's `mode`).
+    /// Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::median`].
+    /// The errors of [`Tensor::median`].
     #[track_caller]
     pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced!(op = "mode", [self], dim, keepdim);
-        chosen(op, self, dim, keepdim, |x| {
-            let n = size(x, dim)?;
+        return_replacement!(op = "mode", [self], dim, keepdim);
+        select_elements(op, self, dim, keepdim, |x| {
+            let n = dim_size(x, dim)?;
             let (values, order) = sorted(op, x, dim, false)?;
-            let place = Tensor::arange(0, n as i64, 1, (DType::I64, x.device()))?;
+            let position = Tensor::arange(0, n as i64, 1, (DType::I64, x.device()))?;
             let behind = x.rank() - 1 - x.shape().dim(op, dim)?;
-            let place = place.reshape(std::iter::once(n).chain(std::iter::repeat_n(1, behind)).collect::<Vec<_>>())?;
-            // The start of the run of equal elements that each element is in. The longest run ends where the distance to it is greatest.
-            let (place, scalars) = (
-                place.broadcast_to(x.shape().dims().iter().map(|&n| n as isize).collect::<Vec<_>>())?,
+            let position =
+                position.reshape(std::iter::once(n).chain(std::iter::repeat_n(1, behind)).collect::<Vec<_>>())?;
+            // The start of each element's run of equal elements. The longest run ends at the element that is furthest from the start of its run.
+            let (position, scalars) = (
+                position.broadcast_to(x.shape().dims().iter().map(|&n| n as isize).collect::<Vec<_>>())?,
                 [Scalar::Int(0)],
             );
             let starts = Tensor::zeros(x.shape(), (DType::I64, x.device()))?;
             let (next, this) = (values.narrow(dim, 1, n - 1)?, values.narrow(dim, 0, n - 1)?);
             let differs = Expr::input(0).ne(Expr::input(1)).select(Expr::input(2), Expr::scalar(0));
-            let params = Params::of(&scalars);
+            let params = Params::from_scalars(&scalars);
             apply_into(
                 op,
-                &[&next, &this, &place.narrow(dim, 1, n - 1)?],
+                &[&next, &this, &position.narrow(dim, 1, n - 1)?],
                 params,
                 &[differs],
                 &[&starts.narrow(dim, 1, n - 1)?],
             )?;
-            let run = place.sub(&starts.cummax(dim)?.0)?;
+            let run = position.sub(&starts.cummax(dim)?.0)?;
             order.gather(dim, &run.argmax(dim, true)?).map(Selected::from)
         })
     }
 
-    /// The greatest element along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first among equals, the
-    /// first NaN if there is one. Differentiable.
+    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first of equal elements, or the first NaN
+    /// if there is one. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::median`].
+    /// The errors of [`Tensor::median`].
     #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced!("max_dim", [self], dim, keepdim);
-        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Selected::from))
+        return_replacement!("max_dim", [self], dim, keepdim);
+        select_elements("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Selected::from))
     }
 
-    /// The least element along `dim` and its index (PyTorch's `min` with a dim); as [`Tensor::max_dim`] otherwise.
+    /// Returns the minimum along `dim` and its index (PyTorch's `min` with a dim). See [`Tensor::max_dim`].
     ///
     /// # Errors
-    /// As [`Tensor::median`].
+    /// The errors of [`Tensor::median`].
     #[track_caller]
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced!("min_dim", [self], dim, keepdim);
-        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Selected::from))
+        return_replacement!("min_dim", [self], dim, keepdim);
+        select_elements("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Selected::from))
     }
 }

@@ -1,4 +1,4 @@
-//! Allocators around others: what they do not define themselves is the other's.
+//! Allocators that wrap others: methods they do not define forward to the inner allocator.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use super::super::{CachingAllocator, GuardAllocator, LoggingAllocator, Sim, SimOptions, TraceAction};
 use super::*;
 
-/// A user's wrapper that defines what it must.
+/// A user's wrapper that defines only the required methods.
 #[derive(Debug)]
 struct Least(Arc<dyn Allocator>);
 
@@ -48,7 +48,7 @@ impl Allocator for Least {
     }
 }
 
-/// The text of every method of the trait that has a default, by name.
+/// The source text of each default method of the trait, by name.
 fn defaults() -> BTreeMap<String, String> {
     let source = include_str!("../allocator.rs");
     let (_, all) = source.split_once("pub trait Allocator").unwrap();
@@ -62,7 +62,7 @@ fn defaults() -> BTreeMap<String, String> {
 }
 
 #[test]
-fn every_default_asks_the_allocator_inside() {
+fn every_default_method_calls_the_inner_allocator() {
     let mut defaults = defaults();
     assert!(defaults.remove("inner").is_some_and(|body| body.contains("None")));
     assert!(defaults.len() >= 10, "{:?}", defaults.keys());
@@ -72,7 +72,7 @@ fn every_default_asks_the_allocator_inside() {
 }
 
 #[test]
-fn a_wrapper_is_what_it_wraps() {
+fn a_wrapper_behaves_like_the_wrapped_allocator() {
     const MIB: usize = 1 << 20;
     type Wrap = fn(Arc<dyn Allocator>, &Sim) -> Arc<dyn Allocator>;
     let wraps: [Wrap; 4] = [
@@ -104,7 +104,7 @@ fn a_wrapper_is_what_it_wraps() {
         let c = take(4).unwrap();
         let [d, e] = [2, 2].map(|mib| take(mib).unwrap());
         outer.deallocate(c);
-        let could_move = !format!("{outer:?}").contains("guarded"); // whose blocks stay where they are
+        let could_move = !format!("{outer:?}").contains("guarded"); // a guarded block cannot move
         assert_eq!(outer.compact(u64::MAX).unwrap() > 0, could_move);
 
         let told = Arc::new(AtomicU64::new(0));
@@ -130,12 +130,12 @@ fn a_wrapper_is_what_it_wraps() {
 }
 
 #[test]
-fn what_a_guard_inside_found_is_told_outside() {
+fn a_wrapper_reports_the_violations_of_an_inner_guard() {
     let sim = Sim::new(SimOptions { contents: true, ..SimOptions::default() });
     let caching = CachingAllocator::new(Arc::new(sim.clone()), "".parse().unwrap()).unwrap();
     let guarded = Least(Arc::new(GuardAllocator::new(Arc::new(caching), Arc::new(sim.clone()))));
     let block = guarded.allocate(1000, StreamId::DEFAULT).unwrap();
-    let place = block.place();
+    let place = block.location();
     let at = (place.segment().memory(), place.offset() + block.size());
     sim.write_tag_at(StreamId::DEFAULT, at, 512, 1).unwrap();
     drop(place);

@@ -1,71 +1,74 @@
-//! Free blocks by size, found in constant time.
+//! Free lists by size class, with constant-time search.
 //!
-//! A two-level segregated fit (Masmano et al., "TLSF", 2004): every power of two of sizes is divided into 32 classes, so
-//! a class spans at most 3 % of its size. Two levels of bits say which classes have blocks; two bit scans find the first
-//! that has. Blocks of a class are a doubly linked list through the table of blocks.
+//! Two-level segregated fit (Masmano et al., "TLSF", 2004): each power of two is divided into 32 size classes, so a
+//! class spans at most 3 % of its size. Two levels of bitmaps mark non-empty classes, and two bit scans find the
+//! first non-empty class. The blocks of a class form a doubly linked list through the table of entries.
 
 use std::hint::select_unpredictable;
 
 use super::entry::{Entry, NONE, UNIT};
 
-/// Classes a power of two.
-const SUB_BITS: u32 = 5;
-const SUBS: usize = 1 << SUB_BITS;
-/// Powers of two from 2^5 units on, and the exact sizes below: more than there are, so that indices need no check.
+/// log2 of the number of size classes per power of two.
+const CLASSES_PER_LEVEL_LOG2: u32 = 5;
+/// Size classes per power of two.
+const CLASSES_PER_LEVEL: usize = 1 << CLASSES_PER_LEVEL_LOG2;
+/// Powers of two from 2^5 units on; level 0 holds the exact sizes below. More levels than needed, so that indices
+/// need no check.
 const LEVELS: usize = 32;
-const CLASSES: usize = LEVELS * SUBS;
+/// Size classes in total.
+const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
 
-/// The free blocks of one kind.
+/// The free lists of one arena, either of whole segments or of parts.
 ///
-/// Lists end at [`NONE`], an entry that is nobody's: what is written to it is lost, and no list operation needs to ask
-/// whether there is a neighbour. Branches on that would be guessed wrong half of the time.
+/// Lists end at entry [`NONE`], which is never a real block, so writes to it are harmless. List operations therefore
+/// need no branch on whether a neighbour exists, which would be mispredicted half of the time.
 #[derive(Debug)]
 pub(super) struct Bins {
-    levels: u32,
-    /// The last one stays 0: it is what a search finds that finds no level.
-    subs: [u32; LEVELS + 1],
-    /// Most kinds never have a block.
+    level_bits: u32,
+    /// Bitmap of non-empty classes per level. The last word stays 0, for searches that find no level.
+    class_bits: [u32; LEVELS + 1],
+    /// First block of each class. Allocated lazily, because most arenas never have a block.
     heads: Option<Box<[u32; CLASSES]>>,
 }
 
-/// The class of a size in units: 32 times its level and its place there.
+/// Maps a size in units to its class: 32 times the level, plus the position within the level.
 #[inline(always)]
 fn class(units: u32) -> usize {
-    let shift = (units | SUBS as u32).ilog2() - SUB_BITS;
-    (((shift as usize) << SUB_BITS) + (units >> shift) as usize) % CLASSES // as it is: now the compiler knows, too
+    let shift = (units | CLASSES_PER_LEVEL as u32).ilog2() - CLASSES_PER_LEVEL_LOG2;
+    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // no change of value; shows the compiler the bound
 }
 
 impl Bins {
-    /// No blocks.
+    /// Creates empty bins.
     pub(super) fn new() -> Bins {
-        Bins { levels: 0, subs: [0; LEVELS + 1], heads: None }
+        Bins { level_bits: 0, class_bits: [0; LEVELS + 1], heads: None }
     }
 
     #[inline(always)]
     pub(super) fn is_empty(&self) -> bool {
-        self.levels == 0
+        self.level_bits == 0
     }
 
-    /// The class of a size in bytes.
+    /// Maps a size in bytes to its class.
     #[inline(always)]
     pub(super) fn class_of(size: usize) -> usize {
         class((size / UNIT) as u32)
     }
 
-    /// Adds a block.
+    /// Adds a free block.
     #[inline(always)]
     pub(super) fn insert(&mut self, table: &mut [Entry], id: u32) {
-        let heads = self.heads.get_or_insert_with(no_heads);
+        let heads = self.heads.get_or_insert_with(empty_lists);
         let entry = &mut table[id as usize];
         let class = class(entry.units());
         let next = std::mem::replace(&mut heads[class], id);
         (entry.bin_prev, entry.bin_next) = (NONE, next);
         table[next as usize].bin_prev = id;
-        self.subs[class / SUBS] |= 1 << (class % SUBS);
-        self.levels |= 1 << (class / SUBS);
+        self.class_bits[class / CLASSES_PER_LEVEL] |= 1 << (class % CLASSES_PER_LEVEL);
+        self.level_bits |= 1 << (class / CLASSES_PER_LEVEL);
     }
 
-    /// Takes out a block that is in.
+    /// Removes a block, which must be in these bins.
     #[inline(always)]
     pub(super) fn remove(&mut self, table: &mut [Entry], id: u32) {
         let Some(heads) = &mut self.heads else { return };
@@ -76,77 +79,79 @@ impl Bins {
         let head = &mut heads[class];
         debug_assert_eq!(bin_prev == NONE, *head == id, "a block without a predecessor is its class's first");
         *head = if bin_prev == NONE { bin_next } else { *head };
-        let sub = &mut self.subs[class / SUBS];
-        *sub &= !(u32::from(*head == NONE) << (class % SUBS));
-        self.levels &= !(u32::from(*sub == 0) << (class / SUBS));
+        let sub = &mut self.class_bits[class / CLASSES_PER_LEVEL];
+        *sub &= !(u32::from(*head == NONE) << (class % CLASSES_PER_LEVEL));
+        self.level_bits &= !(u32::from(*sub == 0) << (class / CLASSES_PER_LEVEL));
     }
 
-    /// A block of at least `size` bytes, and its class: the first of the request's own `class` if it is large enough, else
-    /// the first of the next class that has any.
+    /// Finds a block of at least `size` bytes in constant time, and returns it with its class. Checks the first block
+    /// of the request's own `class`, then takes the first block of the next non-empty class.
     #[inline(always)]
-    pub(super) fn find(&self, table: &[Entry], size: usize, class: usize) -> Option<(u32, usize)> {
+    pub(super) fn find_good_fit(&self, table: &[Entry], size: usize, class: usize) -> Option<(u32, usize)> {
         let heads = self.heads.as_deref()?;
         let first = heads[class % CLASSES];
         if table[first as usize].size() >= size {
             return Some((first, class));
         }
-        let class = self.first_after(class)?;
+        let class = self.next_nonempty_class(class)?;
         Some((heads[class % CLASSES], class))
     }
 
-    /// The smallest block of at least `size` bytes, however long it takes, and its class.
-    pub(super) fn find_best(&self, table: &[Entry], size: usize) -> Option<(u32, usize)> {
+    /// Finds the smallest block of at least `size` bytes, with its class. May scan a whole class.
+    pub(super) fn find_best_fit(&self, table: &[Entry], size: usize) -> Option<(u32, usize)> {
         let mut class = Bins::class_of(size);
         loop {
             let best = self.class_blocks(table, class).filter(|&id| table[id as usize].size() >= size);
             if let Some(id) = best.min_by_key(|&id| table[id as usize].size()) {
                 return Some((id, class));
             }
-            class = self.first_after(class)?;
+            class = self.next_nonempty_class(class)?;
         }
     }
 
-    /// Every block, in no order that matters.
+    /// Iterates over all blocks in arbitrary order.
     pub(super) fn blocks<'a>(&'a self, table: &'a [Entry]) -> impl Iterator<Item = u32> + 'a {
-        let classes = std::iter::successors(self.first_after(0), |&class| self.first_after(class));
+        let classes = std::iter::successors(self.next_nonempty_class(0), |&class| self.next_nonempty_class(class));
         classes.flat_map(|class| self.class_blocks(table, class))
     }
 
-    /// The largest block's size; 0 where there is none.
+    /// Returns the size of the largest block in bytes, or 0 if there is none.
     pub(super) fn largest(&self, table: &[Entry]) -> usize {
         if self.is_empty() {
             return 0;
         }
-        let level = self.levels.ilog2() as usize;
-        let class = level * SUBS + self.subs[level].ilog2() as usize;
+        let level = self.level_bits.ilog2() as usize;
+        let class = level * CLASSES_PER_LEVEL + self.class_bits[level].ilog2() as usize;
         self.class_blocks(table, class).map(|id| table[id as usize].size()).max().unwrap_or(0)
     }
 
+    /// Iterates over the blocks of one class.
     fn class_blocks<'a>(&'a self, table: &'a [Entry], class: usize) -> impl Iterator<Item = u32> + 'a {
         let first = self.heads.as_ref().map(|heads| heads[class % CLASSES]).filter(|&id| id != NONE);
         std::iter::successors(first, |&id| Some(table[id as usize].bin_next).filter(|&next| next != NONE))
     }
 
-    /// The first class after this one that has blocks.
+    /// Finds the first non-empty class after `class`.
     #[inline(always)]
-    fn first_after(&self, class: usize) -> Option<usize> {
-        let level = class / SUBS;
-        let here = self.subs[level % LEVELS] & (!1u32 << (class % SUBS));
-        let above = (self.levels & (!1u32 << level)).trailing_zeros() as usize; // `LEVELS` where there is none
+    fn next_nonempty_class(&self, class: usize) -> Option<usize> {
+        let level = class / CLASSES_PER_LEVEL;
+        let here = self.class_bits[level % LEVELS] & (!1u32 << (class % CLASSES_PER_LEVEL));
+        let above = (self.level_bits & (!1u32 << level)).trailing_zeros() as usize; // `LEVELS` if none
         let level = select_unpredictable(here != 0, level, above);
-        let subs = select_unpredictable(here != 0, here, self.subs[above]);
-        (subs != 0).then(|| level * SUBS + subs.trailing_zeros() as usize)
+        let class_bits = select_unpredictable(here != 0, here, self.class_bits[above]);
+        (class_bits != 0).then(|| level * CLASSES_PER_LEVEL + class_bits.trailing_zeros() as usize)
     }
 }
 
+/// Allocates the heads of empty lists.
 #[cold]
-fn no_heads() -> Box<[u32; CLASSES]> {
+fn empty_lists() -> Box<[u32; CLASSES]> {
     Box::new([NONE; CLASSES])
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::entry::{LONGEST, Use};
+    use super::super::entry::{MAX_SEGMENT_BYTES, Use};
     use super::*;
 
     #[test]
@@ -165,26 +170,26 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_is_found() {
+    fn searches_return_fitting_blocks() {
         let entry = |units: usize| Entry::new(0, 0, Use::Free, 0, units * UNIT);
         let mut table: Vec<Entry> = [0, 640, 64, 130, 128, 129, 1 << 20].map(entry).into();
         let mut bins = Bins::new();
         (1..7).for_each(|id| bins.insert(&mut table, id));
-        // 128 to 131 are one class, of which the last that came in, 129, is looked at.
+        // Sizes 128 to 131 share a class; the quick search checks only its last inserted block, 129.
         for (units, quick, best) in
             [(1, 64, 64), (65, 129, 128), (129, 129, 129), (130, 640, 130), (131, 640, 640), (641, 1 << 20, 1 << 20)]
         {
-            let (quickly, _) = bins.find(&table, units * UNIT, class(units as u32)).unwrap();
+            let (quickly, _) = bins.find_good_fit(&table, units * UNIT, class(units as u32)).unwrap();
             assert_eq!(table[quickly as usize].units(), quick, "{units}");
-            assert_eq!(table[bins.find_best(&table, units * UNIT).unwrap().0 as usize].units(), best, "{units}");
+            assert_eq!(table[bins.find_best_fit(&table, units * UNIT).unwrap().0 as usize].units(), best, "{units}");
         }
-        assert_eq!(bins.find(&table, ((1 << 20) + 1) * UNIT, class((1 << 20) + 1)), None);
+        assert_eq!(bins.find_good_fit(&table, ((1 << 20) + 1) * UNIT, class((1 << 20) + 1)), None);
         assert_eq!(bins.largest(&table), UNIT << 20);
         for id in [4, 1, 6, 2, 5, 3] {
             bins.remove(&mut table, id);
             assert!(bins.blocks(&table).all(|other| other != id));
         }
-        assert_eq!(bins.find_best(&table, LONGEST as usize), None);
-        assert!(bins.is_empty() && bins.find(&table, UNIT, class(1)).is_none());
+        assert_eq!(bins.find_best_fit(&table, MAX_SEGMENT_BYTES as usize), None);
+        assert!(bins.is_empty() && bins.find_good_fit(&table, UNIT, class(1)).is_none());
     }
 }

@@ -1,8 +1,8 @@
-//! A few recently freed small blocks a thread, handed out again without the allocator's lock.
+//! Per-thread caches of recently freed small blocks, which serve requests without the allocator's lock.
 //!
-//! To the allocator a cached block is live: it is in no bin and merges with nothing. Whoever needs memory that is not
-//! there empties all caches first, so that they cost nothing in the end. Threads share 64 caches by number, each behind
-//! a lock that is almost always free.
+//! To the allocator a cached block is live: it is in no bin and is not merged. Before a request fails, all caches are
+//! emptied, so no cached block can cause an out-of-memory error. Threads share 64 caches by thread number, each
+//! behind a lock that is rarely contended.
 
 use std::array;
 use std::cell::Cell;
@@ -10,74 +10,77 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use super::super::block::Slot;
-use super::super::counters::{Amounts, Deltas};
+use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
-const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
-/// Blocks of one size.
-const DEPTH: usize = if cfg!(loom) { 1 } else { 8 };
-/// Sizes that are cached: 1 to this many units of the alignment.
-const SIZES: usize = WORDS * 64;
-const WORDS: usize = if cfg!(loom) { 1 } else { 2 };
-/// A cache that refused so many blocks and served nothing meanwhile holds sizes that nobody asks for any more.
-const PATIENCE: usize = 64;
+/// Number of caches.
+const CACHE_COUNT: usize = if cfg!(loom) { 2 } else { 64 };
+/// Blocks per size.
+const BLOCKS_PER_SIZE: usize = if cfg!(loom) { 1 } else { 8 };
+/// Cached sizes: 1 to this many units of the alignment.
+const CACHED_SIZE_COUNT: usize = BITMAP_WORDS * 64;
+/// `u64` words of the bitmap of cached sizes.
+const BITMAP_WORDS: usize = if cfg!(loom) { 1 } else { 2 };
+/// A cache that refuses this many blocks without serving a request is emptied: its sizes are no longer requested.
+const MAX_REFUSALS: usize = 64;
 
-/// A cached block: the slot and the number of its entry.
+/// A cached block: its slot and its table entry.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cached {
     pub(super) slot: NonNull<Slot>,
     pub(super) id: u32,
 }
 
-// SAFETY: a pointer to atomics and a lock that live as long as the allocator.
+// SAFETY: the pointee consists of atomics and a lock, and lives as long as the allocator.
 unsafe impl Send for Cached {}
 
-/// What became of a block that was given back.
+/// The outcome of offering a freed block to a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Put {
+pub(super) enum PutOutcome {
     Kept,
     Refused,
-    /// There was no room, and there has been none for long: the cache should be emptied.
+    /// There was no room, and has been none for long: the cache should be emptied.
     Stale,
 }
 
+/// The blocks of one cache and their counts, behind the cache's lock.
 #[derive(Debug)]
 struct Contents {
-    counts: [u8; SIZES],
-    blocks: [[Option<Cached>; DEPTH]; SIZES],
+    counts: [u8; CACHED_SIZE_COUNT],
+    blocks: [[Option<Cached>; BLOCKS_PER_SIZE]; CACHED_SIZE_COUNT],
     bytes: usize,
     /// Blocks refused since a request was last served.
     refused: usize,
-    increases: Amounts,
+    increases: BlockAmounts,
 }
 
-/// Apart from its neighbours by two cache lines.
+/// One thread cache, aligned so that neighbours do not share cache lines.
 #[repr(align(128))]
 #[derive(Debug)]
-pub(super) struct Shard {
-    /// Sizes of which there are blocks, read without the lock: a bit each. Written under it, as are the others. The last
-    /// word, that of all sizes that are never kept, stays 0.
-    occupied: [AtomicU64; WORDS + 1],
-    /// By how much what is allocated has changed since the cache was last emptied.
+pub(super) struct ThreadCache {
+    /// Bitmap of the sizes that have blocks. Read without the lock, written under it, like the other fields. The last
+    /// word stands for sizes that are never cached, and stays 0.
+    occupied: [AtomicU64; BITMAP_WORDS + 1],
+    /// Change in live blocks, bytes and requested bytes since the cache was last emptied.
     change: [AtomicI64; 3],
-    /// The greatest `change` since the allocator last looked. It may look without the lock: threads that share a cache
-    /// may then miss a peak.
+    /// The greatest `change` since the allocator last read it. The allocator may read without the lock, so threads
+    /// that share a cache may miss a peak.
     highest: [AtomicI64; 3],
-    /// Whether anything was taken out since then.
-    raised: AtomicBool,
+    /// True if a block was taken since the last read.
+    has_new_peak: AtomicBool,
     contents: Mutex<Contents>,
 }
 
-impl Shard {
-    fn new() -> Box<Shard> {
-        Box::new(Shard {
+impl ThreadCache {
+    fn new() -> Box<ThreadCache> {
+        Box::new(ThreadCache {
             occupied: array::from_fn(|_| AtomicU64::new(0)),
             change: array::from_fn(|_| AtomicI64::new(0)),
             highest: array::from_fn(|_| AtomicI64::new(0)),
-            raised: AtomicBool::new(false),
+            has_new_peak: AtomicBool::new(false),
             contents: Mutex::new(Contents {
-                counts: [0; SIZES],
-                blocks: [[None; DEPTH]; SIZES],
+                counts: [0; CACHED_SIZE_COUNT],
+                blocks: [[None; BLOCKS_PER_SIZE]; CACHED_SIZE_COUNT],
                 bytes: 0,
                 refused: 0,
                 increases: [0; 3],
@@ -85,21 +88,21 @@ impl Shard {
         })
     }
 
-    /// By how much it has changed what is allocated since it was last emptied; and at most since the last call, if that may
-    /// be more than it was then.
+    /// Returns the change since the cache was last emptied. Also returns the peak of the change since the last call,
+    /// if a block was taken since.
     #[inline(always)]
-    pub(super) fn changes(&self) -> (Amounts, Option<Amounts>) {
-        let change: Amounts = array::from_fn(|i| self.change[i].load(Relaxed));
-        let raised = self.raised.load(Relaxed).then(|| {
-            self.raised.store(false, Relaxed);
+    pub(super) fn read_deltas(&self) -> (BlockAmounts, Option<BlockAmounts>) {
+        let change: BlockAmounts = array::from_fn(|i| self.change[i].load(Relaxed));
+        let has_new_peak = self.has_new_peak.load(Relaxed).then(|| {
+            self.has_new_peak.store(false, Relaxed);
             array::from_fn(|i| self.highest[i].load(Relaxed))
         });
         (0..3).for_each(|i| self.highest[i].store(change[i], Relaxed));
-        (change, raised)
+        (change, has_new_peak)
     }
 
-    /// Takes everything out: the blocks, which are nobody's now, and what the cache did.
-    fn drain(&self, ids: &mut Vec<u32>) -> Deltas {
+    /// Removes all blocks and resets the deltas. Returns the deltas; the block numbers are appended to `ids`.
+    fn drain(&self, ids: &mut Vec<u32>) -> ThreadCacheDeltas {
         let mut guard = lock(&self.contents);
         let contents = &mut *guard;
         for (word, first) in self.occupied.iter().zip((0..).step_by(64)) {
@@ -114,34 +117,34 @@ impl Shard {
         (contents.bytes, contents.refused) = (0, 0);
         let take = |amounts: &[AtomicI64; 3]| array::from_fn(|i| amounts[i].swap(0, Relaxed));
         let increases = std::mem::take(&mut contents.increases);
-        Deltas { change: take(&self.change), highest: take(&self.highest), increases }
+        ThreadCacheDeltas { change: take(&self.change), highest: take(&self.highest), increases }
     }
 }
 
-/// The caches of one allocator.
+/// The thread caches of one allocator.
 #[derive(Debug)]
 pub(super) struct ThreadCaches {
-    /// Made when their threads first give a block back.
-    shards: [OnceLock<Box<Shard>>; SHARDS],
-    /// Bytes a cache may hold, and the largest size it takes; 0 turns all of them off.
-    most: AtomicUsize,
+    /// Each is created when one of its threads first frees a block.
+    shards: [OnceLock<Box<ThreadCache>>; CACHE_COUNT],
+    /// Bytes that one cache may hold, and the largest size it takes. 0 turns all caches off.
+    capacity: AtomicUsize,
     largest: AtomicUsize,
-    /// The logarithm of the alignment: sizes are counted in units of it.
+    /// log2 of the alignment, which is the unit of cached sizes.
     shift: u32,
 }
 
-/// The number of this thread's cache.
+/// Returns the number of this thread's cache.
 #[inline]
 fn index() -> usize {
     #[cfg(not(loom))]
     {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         thread_local!(static INDEX: Cell<usize> = const { Cell::new(usize::MAX) });
-        // While a thread ends its index may be gone: any will do.
+        // A terminating thread may have lost its index; any cache will do.
         INDEX
             .try_with(|index| {
                 if index.get() == usize::MAX {
-                    index.set(NEXT.fetch_add(1, Relaxed) % SHARDS);
+                    index.set(NEXT.fetch_add(1, Relaxed) % CACHE_COUNT);
                 }
                 index.get()
             })
@@ -155,37 +158,38 @@ fn index() -> usize {
 }
 
 impl ThreadCaches {
-    /// Empty caches of at most `most` bytes each.
-    pub(super) fn new(most: usize, alignment: usize) -> ThreadCaches {
+    /// Creates empty caches of at most `capacity` bytes each.
+    pub(super) fn new(capacity: usize, alignment: usize) -> ThreadCaches {
         let shards = array::from_fn(|_| OnceLock::new());
         let shift = alignment.trailing_zeros();
-        let caches = ThreadCaches { shards, most: AtomicUsize::new(0), largest: AtomicUsize::new(0), shift };
-        caches.set_most(most);
+        let caches = ThreadCaches { shards, capacity: AtomicUsize::new(0), largest: AtomicUsize::new(0), shift };
+        caches.set_capacity(capacity);
         caches
     }
 
-    /// Turns the caches on (to this many bytes) or off (0). What they hold stays until they are drained.
-    pub(super) fn set_most(&self, bytes: usize) {
-        self.most.store(bytes, Relaxed);
-        self.largest.store((bytes / 16).min(SIZES << self.shift), Relaxed);
+    /// Sets the capacity of each cache in bytes; 0 turns the caches off. Blocks already cached stay until drained.
+    pub(super) fn set_capacity(&self, bytes: usize) {
+        self.capacity.store(bytes, Relaxed);
+        self.largest.store((bytes / 16).min(CACHED_SIZE_COUNT << self.shift), Relaxed);
     }
 
-    /// The largest size that is kept, whatever is set.
+    /// The largest block size, in bytes, that the caches keep now.
     pub(super) fn largest(&self) -> usize {
         self.largest.load(Relaxed)
     }
 
-    /// This thread's cache, once it has one.
+    /// This thread's cache, if it exists.
     #[inline(always)]
-    pub(super) fn own(&self) -> Option<&Shard> {
+    pub(super) fn of_this_thread(&self) -> Option<&ThreadCache> {
         self.shards[index()].get().map(|shard| &**shard)
     }
 
-    /// A block of exactly this size that this thread, whose cache it is, freed; now handed out for `requested` bytes.
+    /// Takes a block of exactly `size` bytes from this thread's cache, now allocated for `requested` bytes.
     #[inline(always)]
-    pub(super) fn get(&self, shard: &Shard, size: usize, requested: usize) -> Option<Cached> {
-        // One question for both, whether such sizes are kept and whether one is there: few answers can be foreseen.
-        let at = ((size >> self.shift) - 1).min(SIZES);
+    pub(super) fn get(&self, shard: &ThreadCache, size: usize, requested: usize) -> Option<Cached> {
+        // One branch tests both whether the size is cacheable and whether a block is cached, because it is hard to
+        // predict.
+        let at = ((size >> self.shift) - 1).min(CACHED_SIZE_COUNT);
         let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
         if word.load(Relaxed) & bit == 0 {
             return None;
@@ -206,24 +210,24 @@ impl ThreadCaches {
             shard.highest[i].store(change.max(shard.highest[i].load(Relaxed)), Relaxed);
             contents.increases[i] += by;
         }
-        shard.raised.store(true, Relaxed);
+        shard.has_new_peak.store(true, Relaxed);
         Some(cached)
     }
 
-    /// Keeps a block of the default stream's that was handed out for `requested` bytes, if there is room.
+    /// Caches a block of the default stream that was allocated for `requested` bytes, if there is room.
     #[inline(always)]
-    pub(super) fn put(&self, shard: &Shard, cached: Cached, size: usize, requested: usize) -> Put {
+    pub(super) fn put(&self, shard: &ThreadCache, cached: Cached, size: usize, requested: usize) -> PutOutcome {
         if size > self.largest() {
-            return Put::Refused;
+            return PutOutcome::Refused;
         }
         let at = (size >> self.shift) - 1;
         let mut guard = lock(&shard.contents);
         let contents = &mut *guard;
         let count = usize::from(contents.counts[at]);
-        // Looked at again under the lock: who turns the caches off empties them then.
-        if count == DEPTH || contents.bytes + size > self.most.load(Relaxed) {
+        // Checked again under the lock, because turning the caches off empties them under it.
+        if count == BLOCKS_PER_SIZE || contents.bytes + size > self.capacity.load(Relaxed) {
             contents.refused += 1;
-            return if contents.refused < PATIENCE { Put::Refused } else { Put::Stale };
+            return if contents.refused < MAX_REFUSALS { PutOutcome::Refused } else { PutOutcome::Stale };
         }
         contents.blocks[at][count] = Some(cached);
         contents.counts[at] += 1;
@@ -233,23 +237,23 @@ impl ThreadCaches {
         for (i, by) in [1, size as i64, requested as i64].into_iter().enumerate() {
             shard.change[i].store(shard.change[i].load(Relaxed) - by, Relaxed);
         }
-        Put::Kept
+        PutOutcome::Kept
     }
 
-    /// Makes this thread's cache. Who turns all caches off and empties them must not run beside.
-    pub(super) fn make_own(&self) {
-        self.shards[index()].get_or_init(Shard::new);
+    /// Creates this thread's cache. Must not run concurrently with turning all caches off.
+    pub(super) fn create_for_this_thread(&self) {
+        self.shards[index()].get_or_init(ThreadCache::new);
     }
 
-    /// Empties all caches: gives their blocks, and what they did.
-    pub(super) fn drain(&self) -> (Vec<u32>, Vec<Deltas>) {
+    /// Empties all caches. Returns their block numbers and deltas.
+    pub(super) fn drain(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
         let deltas = self.shards.iter().filter_map(OnceLock::get).map(|shard| shard.drain(&mut ids)).collect();
         (ids, deltas)
     }
 
-    /// Empties this thread's cache.
-    pub(super) fn drain_own(&self) -> (Vec<u32>, Vec<Deltas>) {
+    /// Empties this thread's cache. Returns its block numbers and deltas.
+    pub(super) fn drain_this_thread(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
         let deltas = self.shards[index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();
         (ids, deltas)

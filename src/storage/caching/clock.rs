@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// The time since it was made; tests turn it forward.
+/// Measures milliseconds since the allocator was created. Tests can advance it.
 #[derive(Debug)]
 pub(super) struct Clock {
     started: Instant,
@@ -23,7 +23,7 @@ impl Default for Clock {
 impl Clock {
     pub(super) fn milliseconds(&self) -> u64 {
         let elapsed = self.started.elapsed().as_millis() as u64;
-        #[cfg(test)] // Miri is slow: there, time passes only where tests say so
+        #[cfg(test)] // Miri is slow, so under Miri only tests advance the clock
         let elapsed = if cfg!(miri) { 0 } else { elapsed } + self.ahead.load(std::sync::atomic::Ordering::Relaxed);
         elapsed
     }

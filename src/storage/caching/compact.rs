@@ -1,45 +1,47 @@
-//! Compaction: live blocks move together, so that what is free comes in one piece.
+//! Compaction: moves live blocks together, so that free memory becomes contiguous.
 //!
-//! Handles are indirect, so a block may move while nobody holds its place: its slot is locked for writing from the choice
-//! of the new place until the table says so. Moves are copies on the device; where there is no room for old and new side
-//! by side, the bytes go through the host. A block that is exported or pinned, or in use at this moment, stays, and its
-//! segment with it. A failure on the way leaves every block where it was or where it arrived ([`copies`](super::copies)),
-//! or on the host ([`spill`](super::spill)), with its contents.
+//! Handles are indirect, so a block may move while no thread holds its address. The block's slot is write-locked from
+//! the planning of the move until the table is updated. Blocks are copied on the device. If the old and the new
+//! segment do not fit side by side, the bytes go through the host. A block that is exported, pinned or currently in
+//! use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new
+//! location ([`copies`](super::copies)), or on the host ([`spill`](super::spill)).
 //!
-//! With this an allocation succeeds whenever all that is free suffices and the device can hold it in one buffer.
+//! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the
+//! block in one buffer.
 
 use std::sync::{Arc, PoisonError};
 
 use super::super::block::Block;
 use super::super::driver::{Failure, Memory};
 use super::super::segment::Segment;
-use super::copies::{RETRIES, RETRY_AFTER, Stranded, TRIES, while_moving};
-use super::ladder::Climb;
-use super::moves::{Move, Plan, largest_gap};
+use super::copies::{MAX_TRIES, MAX_TRIES_BEFORE_LOSS, RETRY_AFTER, Stranded, add_compaction_detail};
+use super::ladder::OomRecovery;
+use super::moves::{CompactionPlan, Move, largest_gap};
 use super::{CachingAllocator, Request};
 use crate::device::{StreamId, log};
 use crate::{Device, Error, Result};
 
-/// How the blocks of segments get into a new one.
+/// How the blocks of segments are moved into a new segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Route {
-    /// By copies on the device: old and new segments exist at the same time.
-    Beside,
-    /// By copies, while the old ones give their pages back as the new one fills: on the CPU device only.
+enum CopyRoute {
+    /// Copies on the device. The old and new segments exist at the same time.
+    OnDevice,
+    /// Copies while the old segments release their pages as the new one fills. CPU device only.
     Relocated,
-    /// With the old ones given back before the new one is made.
+    /// The old segments are released before the new one is created.
     ThroughHost,
 }
 
 impl CachingAllocator {
-    /// Lets nobody else compact meanwhile. A subscriber that allocates may have to: messages wait.
-    pub(super) fn compact_alone(&self) -> impl Sized + use<'_> {
+    /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to
+    /// compact.
+    pub(super) fn lock_compaction(&self) -> impl Sized + use<'_> {
         let messages = log::defer();
         (self.compacting.lock().unwrap_or_else(PoisonError::into_inner), messages) // dropped in this order
     }
 
-    /// The last rung: makes room for the request by moving blocks.
-    pub(super) fn compact_for(&self, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
+    /// Makes room for a request by moving blocks: the last step of out-of-memory recovery.
+    pub(super) fn compact_for(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         if !self.rules.config.compaction {
             return Ok(None);
         }
@@ -47,24 +49,25 @@ impl CachingAllocator {
             0 => u64::MAX,
             bytes => bytes as u64,
         };
-        let _alone = self.compact_alone();
+        let _compaction_lock = self.lock_compaction();
         self.wait_for_streams(request)?;
-        if let Some(block) = self.lock_with_stats().search_all(self.number, request, true) {
-            return Ok(Some(block)); // somebody else has made room
+        if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, true) {
+            return Ok(Some(block)); // another thread has made room
         }
-        // Blocks of private pools stay where they are: a checkpoint may name their places.
-        if request.pool == 0 && self.slide(request, &mut budget)? {
+        // Blocks of private pools do not move, because a checkpoint may record their locations.
+        if request.pool == 0 && self.slide_for_request(request, &mut budget)? {
             let mut core = self.lock_with_stats();
-            if let Some(block) = core.search_all(self.number, request, true) {
+            if let Some(block) = core.search_best_fit(self.number, request, true) {
                 return Ok(Some(block));
             }
         }
         loop {
-            if let Some(block) = self.grow(request, true, climb)? {
+            if let Some(block) = self.grow(request, true, recovery)? {
                 return Ok(Some(block));
             }
-            // The segment with the most to give; the request may have become possible by what others gave back.
-            let candidates = self.lock().candidates();
+            // Starts with the segment that has the most free bytes. The request may also fit by now, if other threads
+            // freed memory.
+            let candidates = self.lock().compaction_candidates();
             let mut shrunk = false;
             for segment in candidates {
                 if self.repack(segment, &mut budget)? {
@@ -73,44 +76,44 @@ impl CachingAllocator {
                 }
             }
             if !shrunk {
-                self.process_events(true)?; // of blocks given back meanwhile
-                return self.grow(request, true, climb);
+                self.process_events(true)?; // for blocks freed meanwhile
+                return self.grow(request, true, recovery);
             }
         }
     }
 
-    /// Moves all blocks of the default pool together, copying at most `budget` bytes. Gives the bytes given back.
+    /// Moves all blocks of the default pool together, copying at most `budget` bytes. Returns the bytes released.
     pub(super) fn compact_all(&self, mut budget: u64) -> Result<u64> {
-        let request = Request { bytes: 0, size: 0, kind: super::Kind::Large, pool: 0, stream: StreamId::DEFAULT };
-        let _alone = self.compact_alone();
+        let request = Request { bytes: 0, size: 0, kind: super::SizeKind::Large, pool: 0, stream: StreamId::DEFAULT };
+        let _compaction_lock = self.lock_compaction();
         self.wait_for_streams(&request)?;
         let (before, unused) = {
             let mut core = self.lock();
             (core.heap.stats.reserved(), core.heap.remove_unused(0))
         };
         drop(unused);
-        for kind in [super::Kind::Small, super::Kind::Large] {
+        for kind in [super::SizeKind::Small, super::SizeKind::Large] {
             let all: Vec<(u64, bool)> = {
                 let core = self.lock();
-                let held = core.most_free().into_iter().filter(|held| held.kind == kind);
+                let held = core.segments_by_free_bytes().into_iter().filter(|held| held.kind == kind);
                 held.map(|held| (held.segment.id(), held.segment.is_reserved())).collect()
             };
             let fixed: Vec<u64> = all.iter().filter(|(_, grows)| !grows).map(|&(segment, _)| segment).collect();
-            let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget, Route::Beside)?;
+            let together = fixed.len() > 1 && self.repack_on_device(&fixed, &mut budget, CopyRoute::OnDevice)?;
             for (segment, _) in all.into_iter().filter(|&(_, grows)| grows || !together) {
                 self.repack(segment, &mut budget)?;
             }
         }
         self.restore_all();
         let mut core = self.lock();
-        core.growth.forget();
+        core.growth.restart_warm_up();
         Ok(before.saturating_sub(core.heap.stats.reserved()))
     }
 
-    /// Moves the blocks of one segment to its start, if that makes a hole for the request.
-    fn slide(&self, request: &Request, budget: &mut u64) -> Result<bool> {
-        let _pages = self.hold_pages();
-        let candidates = self.lock().candidates();
+    /// Moves the blocks of one segment to its start, if that makes a large enough gap for the request.
+    fn slide_for_request(&self, request: &Request, budget: &mut u64) -> Result<bool> {
+        let _pages = self.lock_pages();
+        let candidates = self.lock().compaction_candidates();
         for segment in candidates {
             let plan = {
                 let mut core = self.lock();
@@ -119,10 +122,10 @@ impl CachingAllocator {
                 if !fits || core.free_bytes(at) < request.size || core.heap.has_holes(at) {
                     continue;
                 }
-                let Some(plan) = core.plan(&[segment], true, request.stream) else { continue };
+                let Some(plan) = core.plan_compaction(&[segment], true, request.stream) else { continue };
                 let hole = largest_gap(&plan, core.segment_bytes(at));
                 if hole < request.size || plan.bytes() as u64 > *budget {
-                    core.abandon(plan);
+                    core.cancel_plan(plan);
                     continue;
                 }
                 plan
@@ -134,181 +137,189 @@ impl CachingAllocator {
         Ok(false)
     }
 
-    /// Moves the blocks of a plan within their segment. Where that fails, each is in its old or in its new place.
-    pub(super) fn slide_down(&self, mut plan: Plan<'_>) -> Result<()> {
+    /// Moves the blocks of a plan within their segment. After a failure, each block is in its old or new location.
+    pub(super) fn slide_down(&self, mut plan: CompactionPlan<'_>) -> Result<()> {
         let Some(target) = plan.moves.first().map(|first| Arc::clone(&first.from.0)) else {
-            self.lock().abandon(plan);
+            self.lock().cancel_plan(plan);
             return Ok(());
         };
         let (moved, stranded) = self.copy_down(&mut plan, &target);
         if moved.is_err() {
-            // A copy may still be under way: whoever gets what it writes to comes after it.
+            // A copy may still be running. On the default stream, the next owner's work runs after that copy.
             plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
         let kept = self.keep_on_host(&mut core, stranded);
         let bytes = core.segment_bytes(plan.segments[0]);
-        let gone = core.settle_moves(plan, &target, bytes);
-        core.count_kept(kept);
+        let gone = core.apply_moves(plan, &target, bytes);
+        core.count_spilled(kept);
         drop(core);
         drop(gone);
         moved
     }
 
-    /// Moves the blocks of a segment together: to its start if it grows, else as [`repack_apart`](Self::repack_apart).
+    /// Moves the blocks of a segment together: to its start if it is expandable, else as
+    /// [`repack_into_new_segment`](Self::repack_into_new_segment).
     fn repack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let grows = {
             let core = self.lock();
-            core.heap.number_of(segment).is_some_and(|at| core.heap.grows(at))
+            core.heap.number_of(segment).is_some_and(|at| core.heap.is_expandable(at))
         };
-        if grows { self.pack(segment, budget) } else { self.repack_apart(&[segment], budget) }
+        if grows { self.pack_expandable(segment, budget) } else { self.repack_into_new_segment(&[segment], budget) }
     }
 
-    /// Moves the blocks of segments into a new one of just their size, beside the old ones or else through the host.
-    pub(super) fn repack_apart(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        if self.repack_beside(segments, budget, Route::Beside)? {
+    /// Moves the blocks of segments into a new segment of exactly their size: on the device if both fit, else through
+    /// the host.
+    pub(super) fn repack_into_new_segment(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
+        if self.repack_on_device(segments, budget, CopyRoute::OnDevice)? {
             return Ok(true);
         }
         if self.driver.relocates() {
-            self.repack_beside(segments, budget, Route::Relocated)
+            self.repack_on_device(segments, budget, CopyRoute::Relocated)
         } else if self.driver.device().is_cpu() {
-            Ok(false) // only storages of OpenCL devices find blocks that had to stay behind on the host
+            Ok(false) // only storages of OpenCL devices handle blocks left on the host
         } else {
             self.repack_through_host(segments, budget)
         }
     }
 
-    fn plan_repack(&self, segments: &[u64], budget: &mut u64, route: Route) -> Option<Plan<'_>> {
+    /// Plans a move into a new segment, if the route has room and the budget suffices.
+    fn plan_repack(&self, segments: &[u64], budget: &mut u64, route: CopyRoute) -> Option<CompactionPlan<'_>> {
         let mut core = self.lock();
-        let mut plan = core.plan(segments, false, StreamId::DEFAULT)?;
+        let mut plan = core.plan_compaction(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
         let most = match route {
-            Route::Beside => core.limit(),
-            // A system that cannot take pages back has both in memory for a while.
-            Route::Relocated if self.driver.page() == 0 => self.driver.capacity(),
-            Route::Relocated | Route::ThroughHost => u64::MAX,
+            CopyRoute::OnDevice => core.limit(),
+            // A system that cannot release single pages has both copies in memory for a while.
+            CopyRoute::Relocated if self.driver.page() == 0 => self.driver.capacity(),
+            CopyRoute::Relocated | CopyRoute::ThroughHost => u64::MAX,
         };
-        let room = most.saturating_sub(core.heap.stats.reserved() + core.making);
+        let room = most.saturating_sub(core.heap.stats.reserved() + core.bytes_being_created);
         let old: u64 = plan.segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
-        if !plan.stay.is_empty() || bytes > *budget || bytes >= old || bytes > room {
-            core.abandon(plan);
+        if !plan.staying.is_empty() || bytes > *budget || bytes >= old || bytes > room {
+            core.cancel_plan(plan);
             return None;
         }
-        plan.making = match route {
-            Route::Beside => bytes,
-            Route::Relocated if self.driver.page() == 0 => bytes,
-            // Made of what the old ones give back, which are counted until the blocks have arrived.
-            Route::Relocated | Route::ThroughHost => 0,
+        plan.bytes_being_created = match route {
+            CopyRoute::OnDevice => bytes,
+            CopyRoute::Relocated if self.driver.page() == 0 => bytes,
+            // Uses memory that the old segments release. The old segments stay counted until the blocks have arrived.
+            CopyRoute::Relocated | CopyRoute::ThroughHost => 0,
         };
-        core.making += plan.making;
+        core.bytes_being_created += plan.bytes_being_created;
         *budget -= bytes;
         Some(plan)
     }
 
-    fn repack_beside(&self, segments: &[u64], budget: &mut u64, route: Route) -> Result<bool> {
+    /// Moves the blocks of segments into a new segment, while the old segments still exist.
+    fn repack_on_device(&self, segments: &[u64], budget: &mut u64, route: CopyRoute) -> Result<bool> {
         let Some(plan) = self.plan_repack(segments, budget, route) else { return Ok(false) };
         let bytes = plan.bytes();
-        let copied = self.make(bytes).and_then(|memory| {
+        let copied = self.create_memory(bytes).and_then(|memory| {
             let target = Arc::new(Segment::new(memory, bytes));
             let copied = match route {
-                Route::Relocated => self.relocate(&plan, &target),
-                _ => self.copy_beside(&plan, &target),
+                CopyRoute::Relocated => self.relocate(&plan, &target),
+                _ => self.copy_to_new_segment(&plan, &target),
             };
             copied.map(|()| target).map_err(Failure::Other)
         });
         match copied {
             Ok(target) => {
-                self.settle_repacked(plan, &target);
+                self.apply_repack(plan, &target);
                 Ok(true)
             }
             Err(failure) => {
-                self.abandon_repack(plan, budget);
+                self.cancel_repack(plan, budget);
                 match failure {
-                    Failure::Other(error) => Err(while_moving(error)),
+                    Failure::Other(error) => Err(add_compaction_detail(error)),
                     _ => Ok(false),
                 }
             }
         }
     }
 
-    /// As [`repack_beside`](Self::repack_beside), giving the old segments back in between. What the device then has no
-    /// memory for is kept on the host.
+    /// Like [`repack_on_device`](Self::repack_on_device), but releases the old segments before creating the new one. Blocks
+    /// for which the device then has no memory stay on the host.
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        let Some(mut plan) = self.plan_repack(segments, budget, Route::ThroughHost) else { return Ok(false) };
+        let Some(mut plan) = self.plan_repack(segments, budget, CopyRoute::ThroughHost) else { return Ok(false) };
         let bytes = plan.bytes();
-        let fetch = |m: &Move<'_>| self.fetch(TRIES, m, 0, &m.from.0);
-        let read = self.wait_for_all().and_then(|()| plan.moves.iter().map(fetch).collect::<Result<Vec<_>>>());
+        let read_to_host = |m: &Move<'_>| self.read_to_host(MAX_TRIES, m, 0, &m.from.0);
+        let read = self.wait_for_all().and_then(|()| plan.moves.iter().map(read_to_host).collect::<Result<Vec<_>>>());
         let host = match read {
             Ok(host) => host,
             Err(error) => {
-                self.abandon_repack(plan, budget);
+                self.cancel_repack(plan, budget);
                 return match error {
                     Error::OutOfMemory { device: Device::Cpu, .. } => Ok(false),
-                    other => Err(while_moving(other)),
+                    other => Err(add_compaction_detail(other)),
                 };
             }
         };
-        // From here on the bytes are on the host only, until there is a segment for them again.
-        let gone = self.lock().let_go(&plan);
-        let nowhere = Arc::new(Segment::new(Memory::gone(), bytes));
+        // From here until a new segment exists, the bytes are only on the host.
+        let gone = self.lock().take_old_segments(&plan);
+        let nowhere = Arc::new(Segment::new(Memory::released(), bytes));
         plan.moves.iter_mut().for_each(|m| m.from.0 = Arc::clone(&nowhere));
         drop(gone);
-        let mut made = self.make(bytes);
-        for _ in 1..RETRIES {
+        let mut made = self.create_memory(bytes);
+        for _ in 1..MAX_TRIES_BEFORE_LOSS {
             if !made.as_ref().is_err_and(|failure| failure.ran_out().is_some()) {
                 break;
             }
-            std::thread::sleep(RETRY_AFTER); // somebody else was faster: what is given back may take a moment
-            made = self.make(bytes);
+            std::thread::sleep(RETRY_AFTER); // another thread took the memory; a release may take a moment
+            made = self.create_memory(bytes);
         }
         let written = made.map_err(|failure| failure.to_string()).and_then(|memory| {
             let target = Arc::new(Segment::new(memory, bytes));
-            let written = plan.moves.iter().zip(&host).try_for_each(|(m, host)| self.put(RETRIES, host, &target, m.to));
+            let written = plan
+                .moves
+                .iter()
+                .zip(&host)
+                .try_for_each(|(m, host)| self.write_from_host(MAX_TRIES_BEFORE_LOSS, host, &target, m.to));
             written.map(|()| target).map_err(|error| error.to_string())
         });
         match written {
-            Ok(target) => self.settle_repacked(plan, &target),
+            Ok(target) => self.apply_repack(plan, &target),
             Err(why) => {
                 let device = self.driver.device();
-                log::emit(move || tracing::error!(%device, bytes, why, "blocks that were moved stay on the host"));
+                log::emit(move || tracing::error!(%device, bytes, why, "moved blocks stay on the host"));
                 let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host);
                 let mut core = self.lock();
                 let kept = self.keep_on_host(&mut core, stranded.map(|(block, bytes)| Stranded { block, bytes }));
-                core.making -= plan.making;
-                let gone = core.settle_moves(plan, &nowhere, 0);
-                core.count_kept(kept);
+                core.bytes_being_created -= plan.bytes_being_created;
+                let gone = core.apply_moves(plan, &nowhere, 0);
+                core.count_spilled(kept);
                 drop(core);
                 drop(gone);
-                self.restore_all(); // one by one there may be room
-                *budget = 0; // no others follow them
+                self.restore_all(); // single blocks may still fit
+                *budget = 0; // no other segments are moved this way
             }
         }
         Ok(true)
     }
 
-    /// The blocks of a plan have arrived.
-    fn settle_repacked(&self, plan: Plan<'_>, target: &Arc<Segment>) {
+    /// Records that the blocks of a plan are in `target`.
+    fn apply_repack(&self, plan: CompactionPlan<'_>, target: &Arc<Segment>) {
         let bytes = plan.bytes();
         let mut core = self.lock();
-        core.making -= plan.making;
-        let gone = core.settle_moves(plan, target, bytes);
+        core.bytes_being_created -= plan.bytes_being_created;
+        let gone = core.apply_moves(plan, target, bytes);
         drop(core);
         drop(gone);
     }
 
-    /// The blocks of a plan are where they were.
-    fn abandon_repack(&self, plan: Plan<'_>, budget: &mut u64) {
+    /// Cancels a plan. The blocks are in their old locations.
+    fn cancel_repack(&self, plan: CompactionPlan<'_>, budget: &mut u64) {
         let bytes = plan.bytes() as u64;
         *budget = budget.saturating_add(bytes);
         let mut core = self.lock();
-        core.making -= plan.making;
-        core.abandon(plan);
+        core.bytes_being_created -= plan.bytes_being_created;
+        core.cancel_plan(plan);
     }
 
-    /// A segment of so many bytes, for blocks to move to.
-    pub(super) fn make(&self, bytes: usize) -> Result<Memory, Failure> {
+    /// Creates memory for a segment that blocks move to.
+    pub(super) fn create_memory(&self, bytes: usize) -> Result<Memory, Failure> {
         if bytes == 0 {
-            return Ok(Memory::gone()); // there is nothing to move
+            return Ok(Memory::released()); // there is nothing to move
         }
         self.driver.create(bytes).and_then(|memory| self.driver.commit(memory))
     }

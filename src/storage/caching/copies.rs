@@ -1,27 +1,27 @@
-//! Copying blocks to their new places, so that no failure loses one.
+//! Copying blocks to their new locations, so that no failure loses a block.
 //!
-//! Within a segment a block's new place may overlap another block's old place, or its own. Copies are therefore done in waves:
-//! no copy writes what another one of its wave reads, so a wave that fails can be repeated. The next wave starts when the
-//! device has done this one.
+//! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore
+//! grouped into waves. Within a wave no copy writes bytes that another one reads, so a failed wave can be repeated.
+//! The next wave starts when the device has finished the previous one.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::segment::Segment;
 use super::CachingAllocator;
-use super::moves::{Move, Plan};
+use super::moves::{CompactionPlan, Move};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// How often a call is tried that may fail for a moment, and how long to wait in between.
-pub(super) const TRIES: u32 = 8;
+/// How often a call that may fail temporarily is tried, and how long to wait between tries.
+pub(super) const MAX_TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
-/// As [`TRIES`], where the only other way is to keep blocks on the host, or to lose one.
-pub(super) const RETRIES: u32 = 100;
-/// Copies for one block that moves by less than its size; if there would be more it is copied through the host.
-const PIECES: usize = 64;
+/// Like [`MAX_TRIES`], where giving up would leave blocks on the host or lose one.
+pub(super) const MAX_TRIES_BEFORE_LOSS: u32 = 100;
+/// The most copies for one block that moves by less than its size. A block that needs more goes through the host.
+const MAX_COPIES_PER_BLOCK: usize = 64;
 
-/// Bytes `at..at + bytes` of a block of a plan.
+/// The bytes `at..at + bytes` of the plan's block number `index`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
     index: usize,
@@ -29,22 +29,23 @@ struct Piece {
     bytes: usize,
 }
 
-/// What is done at a time when blocks move down.
+/// One step of moving blocks down.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Copies on the device.
+    /// Independent copies on the device.
     Wave(Vec<Piece>),
-    /// One block, over the host.
-    OverHost(usize),
+    /// One block, copied through the host.
+    ThroughHost(usize),
 }
 
-/// A block whose bytes are on the host only.
+/// A block whose bytes are only on the host.
 pub(super) struct Stranded<'a> {
     pub(super) block: Move<'a>,
     pub(super) bytes: Box<[u8]>,
 }
 
-/// The steps of moves down within a segment, each from an offset to an offset with a size, in the order of offsets.
+/// Plans the steps that move blocks down within a segment. `moves` gives (source offset, destination offset, size) in
+/// ascending order of offsets.
 fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     let (mut steps, mut wave, mut first_read) = (Vec::new(), Vec::new(), usize::MAX);
     let mut end_wave = |wave: &mut Vec<Piece>, then: Option<Step>| {
@@ -54,7 +55,7 @@ fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     for (index, (from, to, size)) in moves.enumerate() {
         match from - to {
             0 => {}
-            down if size / down > PIECES => end_wave(&mut wave, Some(Step::OverHost(index))),
+            down if size / down > MAX_COPIES_PER_BLOCK => end_wave(&mut wave, Some(Step::ThroughHost(index))),
             down => {
                 for at in (0..size).step_by(down) {
                     let bytes = down.min(size - at);
@@ -73,11 +74,11 @@ fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     steps
 }
 
-/// The error of a driver, which says that nothing was lost.
-pub(super) fn while_moving(error: Error) -> Error {
+/// Adds to a driver error that no block was lost.
+pub(super) fn add_compaction_detail(error: Error) -> Error {
     match error {
         Error::OpenCl { device, call, code, detail } => {
-            let detail = format!("{detail}, while blocks were moved together: they are all still there");
+            let detail = format!("{detail}, during compaction: no block was lost");
             Error::OpenCl { device, call, code, detail }
         }
         other => other,
@@ -85,8 +86,8 @@ pub(super) fn while_moving(error: Error) -> Error {
 }
 
 impl CachingAllocator {
-    /// Calls `f` until it succeeds, at most `tries` times, while its errors are of a kind that may pass.
-    pub(super) fn persist<T>(&self, tries: u32, mut f: impl FnMut() -> Result<T>) -> Result<T> {
+    /// Calls `f` until it succeeds, at most `tries` times, while its errors may be temporary.
+    pub(super) fn retry<T>(&self, tries: u32, mut f: impl FnMut() -> Result<T>) -> Result<T> {
         let mut result = f();
         for _ in 1..tries {
             if !matches!(result, Err(Error::OpenCl { .. } | Error::OutOfMemory { .. })) {
@@ -98,31 +99,32 @@ impl CachingAllocator {
         result
     }
 
-    /// Waits for all work. Some may have been enqueued until blocks were locked.
+    /// Waits for all work, because work may have been enqueued until the blocks were locked.
     pub(super) fn wait_for_all(&self) -> Result<()> {
-        self.persist(TRIES, || self.driver.synchronize())
+        self.retry(MAX_TRIES, || self.driver.synchronize())
     }
 
-    /// Copies the blocks of a plan to a segment that nobody uses yet: where that fails they are where they were.
-    pub(super) fn copy_beside(&self, plan: &Plan<'_>, target: &Segment) -> Result<()> {
+    /// Copies the blocks of a plan to a new, unused segment. After a failure the blocks are in their old locations.
+    pub(super) fn copy_to_new_segment(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<()> {
         self.wait_for_all()?;
         let whole = |(index, m): (usize, &Move<'_>)| Piece { index, at: 0, bytes: m.size };
         self.copy_wave(&plan.moves, &plan.moves.iter().enumerate().map(whole).collect::<Vec<_>>(), target)
     }
 
-    /// As [`copy_beside`](Self::copy_beside), but the old segments give back their pages as these are copied.
-    pub(super) fn relocate(&self, plan: &Plan<'_>, target: &Segment) -> Result<()> {
+    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are copied.
+    pub(super) fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<()> {
         let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
         let moves: Vec<_> = places.collect();
-        // SAFETY: as in `copy_wave`; the old segments go when the blocks have arrived.
+        // SAFETY: as in `copy_wave`. The old segments are released after the blocks have arrived.
         unsafe { self.driver.relocate(&moves) }
     }
 
-    /// Copies the blocks of a plan down within their segment. Where that fails the plan's places are those where the
-    /// blocks are then; one that is neither here nor there is taken out of it.
+    /// Copies the blocks of a plan down within their segment. After a failure, the plan's destinations are the
+    /// blocks' actual locations. A block that is in neither its old nor its new location is removed from the plan and
+    /// returned.
     pub(super) fn copy_down<'a>(
         &self,
-        plan: &mut Plan<'a>,
+        plan: &mut CompactionPlan<'a>,
         target: &Arc<Segment>,
     ) -> (Result<()>, Option<Stranded<'a>>) {
         let places = plan.moves.iter().map(|m| (m.from.1, m.to, m.size));
@@ -135,26 +137,29 @@ impl CachingAllocator {
                     pieces.iter().for_each(|piece| there[piece.index] += piece.bytes);
                     Ok(())
                 }
-                Step::OverHost(index) => {
+                Step::ThroughHost(index) => {
                     let m = &plan.moves[*index];
-                    let bytes = self.fetch(TRIES, m, 0, target)?;
+                    let bytes = self.read_to_host(MAX_TRIES, m, 0, target)?;
                     there[*index] = m.size;
-                    self.put(RETRIES, &bytes, target, m.to).inspect_err(|_| on_host = Some((*index, bytes)))
+                    self.write_from_host(MAX_TRIES_BEFORE_LOSS, &bytes, target, m.to)
+                        .inspect_err(|_| on_host = Some((*index, bytes)))
                 }
             })
         });
         if copied.is_ok() {
             return (Ok(()), None);
         }
-        // One block may have begun to move over itself.
+        // One block may have been copied partly over itself.
         let is_torn = |(_, (m, there)): &(usize, (&Move<'_>, &usize))| **there > 0 && **there < m.size;
         let torn = plan.moves.iter().zip(&there).enumerate().find(is_torn).map(|(index, (_, there))| (index, *there));
         if let Some((index, done)) = torn {
             let m = &plan.moves[index];
-            match self.fetch(RETRIES, m, done, target) {
-                Ok(bytes) if self.put(RETRIES, &bytes, target, m.to).is_err() => on_host = Some((index, bytes)),
+            match self.read_to_host(MAX_TRIES_BEFORE_LOSS, m, done, target) {
+                Ok(bytes) if self.write_from_host(MAX_TRIES_BEFORE_LOSS, &bytes, target, m.to).is_err() => {
+                    on_host = Some((index, bytes))
+                }
                 Ok(_) => there[index] = m.size,
-                // Before the blocks are unlocked: nobody reads them in between.
+                // Marks the device lost before the blocks are unlocked, so that no thread reads the torn block.
                 Err(error) => self.driver.give_up(&format!("a block was half moved, and could not be read: {error}")),
             }
         }
@@ -162,33 +167,34 @@ impl CachingAllocator {
             m.to = if there == m.size { m.to } else { m.from.1 };
         }
         let stranded = on_host.map(|(index, bytes)| Stranded { block: plan.moves.remove(index), bytes });
-        (copied.map_err(while_moving), stranded)
+        (copied.map_err(add_compaction_detail), stranded)
     }
 
-    /// Copies pieces none of which writes to what another reads, and waits: other streams may use the blocks next.
+    /// Copies pieces, none of which writes bytes that another one reads. Waits, because other streams may use the
+    /// blocks next.
     fn copy_wave(&self, moves: &[Move<'_>], pieces: &[Piece], target: &Segment) -> Result<()> {
         let copy = |&Piece { index, at, bytes }: &Piece| {
             let m = &moves[index];
             let (from, to) = ((m.from.0.memory(), m.from.1 + at), (target.memory(), m.to + at));
-            // SAFETY: the block is locked for writing. Its new place is held by the plan: free, or of blocks that are
-            // locked as well and have moved on.
+            // SAFETY: the block is write-locked. The plan holds the destination: its bytes are free, or belong to
+            // write-locked blocks that have moved on already.
             unsafe { self.driver.copy(StreamId::DEFAULT, from, to, bytes) }
         };
-        self.persist(TRIES, || pieces.iter().try_for_each(copy).and_then(|()| self.driver.synchronize()))
+        self.retry(MAX_TRIES, || pieces.iter().try_for_each(copy).and_then(|()| self.driver.synchronize()))
     }
 
-    /// A block's bytes on the host. The first `done` of them are at its new place already.
-    pub(super) fn fetch(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
-        let bytes = if self.driver.has_contents() { m.size } else { 0 }; // else the call is only counted
+    /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
+    pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
+        let bytes = if self.driver.has_contents() { m.size } else { 0 }; // without contents the call is only counted
         let full = |()| Error::OutOfMemory {
             device: Device::Cpu,
             requested: m.size,
             detail: "the host has no room for a block that is being moved".into(),
         };
-        let mut host = self.persist(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
+        let mut host = self.retry(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
         let (new, old) = host.split_at_mut(done.min(bytes));
-        self.persist(tries, || {
-            // SAFETY: the block is locked for writing, here and below.
+        self.retry(tries, || {
+            // SAFETY: the block is write-locked, here and below.
             unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
             match done {
                 0 => Ok(()),
@@ -199,10 +205,10 @@ impl CachingAllocator {
         Ok(host)
     }
 
-    /// Writes bytes of the host to a place that no other block has.
-    pub(super) fn put(&self, tries: u32, bytes: &[u8], target: &Segment, at: usize) -> Result<()> {
-        // SAFETY: the place is a new segment, or held by a plan; the block that is to be there is locked for writing.
-        self.persist(tries, || unsafe { self.driver.write(bytes, (target.memory(), at)) })
+    /// Writes host bytes to a location that no other block uses.
+    pub(super) fn write_from_host(&self, tries: u32, bytes: &[u8], target: &Segment, at: usize) -> Result<()> {
+        // SAFETY: the location is in a new segment or held by a plan. The block that moves there is write-locked.
+        self.retry(tries, || unsafe { self.driver.write(bytes, (target.memory(), at)) })
     }
 }
 
@@ -210,13 +216,13 @@ impl CachingAllocator {
 mod tests {
     use super::*;
 
-    /// Does the steps on an array, each wave backwards: the order within one must not matter.
+    /// Executes the steps on an array, each wave backwards, because the order within a wave must not matter.
     fn moved(moves: &[(usize, usize, usize)], bytes: usize) -> Vec<usize> {
         let mut memory: Vec<usize> = (0..bytes).collect();
         for step in steps(moves.iter().copied()) {
             let pieces = match step {
                 Step::Wave(pieces) => pieces,
-                Step::OverHost(index) => vec![Piece { index, at: 0, bytes: moves[index].2 }],
+                Step::ThroughHost(index) => vec![Piece { index, at: 0, bytes: moves[index].2 }],
             };
             let places = |p: &Piece| (moves[p.index].0 + p.at, moves[p.index].1 + p.at);
             for read in &pieces {

@@ -1,37 +1,37 @@
-//! The entries of the table of blocks.
+//! Entries of the block table.
 
-/// No block: the first entry of the table, which is vacant for good.
+/// No block: the first entry of the table, which is always vacant.
 pub(super) const NONE: u32 = 0;
-/// No segment, no pool.
+/// No segment, or no pool.
 pub(super) const NOWHERE: u32 = u32::MAX;
-/// The pool of blocks that are kept on the host: no request searches it.
-pub(super) const SPILLED: u32 = NOWHERE - 1;
+/// The pool of blocks kept on the host. No request searches it.
+pub(super) const SPILLED_POOL: u32 = NOWHERE - 1;
 
-/// Blocks begin at multiples of this many bytes, and have multiples of it: entries count in it, so that two of them are
-/// one line of a cache.
+/// Block offsets and sizes are multiples of this many bytes. Entries store them in this unit, so that two entries fit
+/// in one cache line.
 pub(super) const UNIT: usize = 512;
-/// No segment that entries can describe is longer: 2 TiB.
-pub(super) const LONGEST: u64 = (u32::MAX as u64) * UNIT as u64;
+/// The largest segment, in bytes, that entries can describe: 2 TiB.
+pub(super) const MAX_SEGMENT_BYTES: u64 = (u32::MAX as u64) * UNIT as u64;
 
-/// What a block is doing.
+/// The state of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Use {
-    /// Nothing: it is in its arena's bins.
+    /// Unused, in its arena's bins.
     Free,
-    /// Handed out (or waiting in a thread's cache to be handed out again).
+    /// Allocated, or waiting in a thread cache.
     Live,
-    /// Given back, but a stream may still be using it.
+    /// Freed, but a stream may still be using it.
     Pending,
-    /// Nothing, but out of the bins: its segment is being compacted.
-    Held,
-    /// Nothing, without memory: a hole in a segment that grows in place.
+    /// Unused, but not in the bins, because its segment is being compacted.
+    Frozen,
+    /// A hole without memory in a segment that grows in place.
     Unmapped,
-    /// Not a block: a vacant place in the table.
+    /// A vacant table entry.
     Vacant,
 }
 
-/// A block: a run of bytes of one segment.
+/// A block: a contiguous range of one segment.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(32))]
 pub(super) struct Entry {
@@ -40,15 +40,16 @@ pub(super) struct Entry {
     pub(super) next: u32,
     pub(super) bin_prev: u32,
     pub(super) bin_next: u32,
-    /// What it does, above the number of its arena.
+    /// The block's [`Use`] above the arena number.
     state: u32,
     start: u32,
     units: u32,
 }
 
-/// Bits of the number of an arena.
+/// Bits of an arena number.
 const ARENA_BITS: u32 = 29;
-const ARENA: u32 = (1 << ARENA_BITS) - 1;
+/// Mask of the arena number in `Entry::state`.
+const ARENA_MASK: u32 = (1 << ARENA_BITS) - 1;
 
 impl Entry {
     pub(super) const VACANT: Entry = Entry {
@@ -62,7 +63,7 @@ impl Entry {
         units: 0,
     };
 
-    /// A block that has no neighbours yet.
+    /// Creates a block without neighbours.
     pub(super) fn new(segment: u32, arena: u32, usage: Use, offset: usize, size: usize) -> Entry {
         let (start, units) = ((offset / UNIT) as u32, (size / UNIT) as u32);
         Entry { segment, state: (usage as u32) << ARENA_BITS | arena, start, units, ..Entry::VACANT }
@@ -70,16 +71,16 @@ impl Entry {
 
     #[inline(always)]
     pub(super) fn arena(&self) -> u32 {
-        self.state & ARENA
+        self.state & ARENA_MASK
     }
 
     #[inline(always)]
     pub(super) fn set_arena(&mut self, arena: u32) {
-        self.state = self.state & !ARENA | arena;
+        self.state = self.state & !ARENA_MASK | arena;
     }
 
     pub(super) fn usage(&self) -> Use {
-        const USES: [Use; 6] = [Use::Free, Use::Live, Use::Pending, Use::Held, Use::Unmapped, Use::Vacant];
+        const USES: [Use; 6] = [Use::Free, Use::Live, Use::Pending, Use::Frozen, Use::Unmapped, Use::Vacant];
         USES[(self.state >> ARENA_BITS) as usize]
     }
 
@@ -88,13 +89,13 @@ impl Entry {
         self.state = self.arena() | (usage as u32) << ARENA_BITS;
     }
 
-    /// Whether it is free in the bins of this arena.
+    /// True if the block is free and belongs to this arena.
     #[inline(always)]
     pub(super) fn is_free_in(&self, arena: u32) -> bool {
         self.state == (Use::Free as u32) << ARENA_BITS | arena
     }
 
-    /// Its first byte in the segment.
+    /// The block's offset in the segment, in bytes.
     #[inline(always)]
     pub(super) fn offset(&self) -> usize {
         self.start as usize * UNIT
@@ -104,28 +105,28 @@ impl Entry {
         self.start = (offset / UNIT) as u32;
     }
 
-    /// Its bytes.
+    /// The block's size in bytes.
     #[inline(always)]
     pub(super) fn size(&self) -> usize {
         self.units as usize * UNIT
     }
 
-    /// Its size in [`UNIT`]s.
+    /// The block's size in [`UNIT`]s.
     #[inline(always)]
     pub(super) fn units(&self) -> u32 {
         self.units
     }
 
-    /// Whether the block is all of its segment.
+    /// True if the block covers its whole segment.
     #[inline(always)]
-    pub(super) fn is_whole(&self) -> bool {
+    pub(super) fn covers_segment(&self) -> bool {
         self.prev | self.next == NONE
     }
 }
 
-/// Cuts a block after `size` bytes: the second part is `rest`, and free, but in no bin.
+/// Splits a block after `size` bytes. The second part becomes entry `rest`: free, but in no bin.
 #[inline(always)]
-pub(super) fn cut(table: &mut [Entry], id: u32, size: usize, rest: u32) {
+pub(super) fn split_entry(table: &mut [Entry], id: u32, size: usize, rest: u32) {
     let units = (size / UNIT) as u32;
     let first = &mut table[id as usize];
     let mut second = Entry { start: first.start + units, units: first.units - units, prev: id, ..*first };
@@ -135,9 +136,9 @@ pub(super) fn cut(table: &mut [Entry], id: u32, size: usize, rest: u32) {
     table[rest as usize] = second;
 }
 
-/// Joins a block with the one after it, whose entry is vacant then. Gives that one's size.
+/// Merges a block with the next one, whose entry becomes vacant. Returns the next block's size in bytes.
 #[inline(always)]
-pub(super) fn absorb(table: &mut [Entry], id: u32, gone: u32) -> usize {
+pub(super) fn merge_with_next(table: &mut [Entry], id: u32, gone: u32) -> usize {
     let after = &mut table[gone as usize];
     let (size, units, next) = (after.size(), after.units, after.next);
     after.set_usage(Use::Vacant);
@@ -148,11 +149,11 @@ pub(super) fn absorb(table: &mut [Entry], id: u32, gone: u32) -> usize {
     size
 }
 
-/// Asks for an entry's line of the cache, before it is needed.
+/// Prefetches an entry's cache line.
 #[inline(always)]
 pub(super) fn prefetch(table: &[Entry], id: u32) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: every x86-64 has the instruction; it is a hint, and touches nothing whatever the address.
+    // SAFETY: every x86-64 processor has the instruction. A prefetch is a hint that cannot fault at any address.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(table.as_ptr().wrapping_add(id as usize).cast());

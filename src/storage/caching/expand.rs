@@ -1,12 +1,11 @@
-//! Segments that grow in place (PyTorch's `expandable_segments`), where the driver can reserve addresses.
+//! Segments that grow in place (PyTorch's `expandable_segments`), for drivers that can reserve addresses.
 //!
-//! An arena has one such segment: a run of addresses longer than the device's memory, committed where blocks need it. What
-//! does not fit fills a hole or extends the end, where a free block there counts towards the request. What is free goes
-//! back by whole pages, at the end or between live blocks, and leaves a hole of addresses without memory; when nothing is
-//! left the addresses go too.
+//! Each arena has one such segment: an address range larger than the device's memory, committed where blocks need it.
+//! A request that does not fit fills a hole or extends the end; adjacent free bytes count towards it. Free memory is
+//! released in whole pages, at the end or between live blocks. A release between blocks leaves a hole: addresses
+//! without memory. When no block is left, the addresses are released too.
 //!
-//! Memory is committed and given back by one thread at a time, who holds a lock for that alone. Blocks come and go
-//! meanwhile.
+//! A dedicated lock lets one thread at a time commit or release pages. Blocks are allocated and freed meanwhile.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,44 +14,46 @@ use super::super::block::Block;
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
 use super::super::segment::Segment;
-use super::heap::Held;
-use super::ladder::Climb;
-use super::pages::{Cut, Extension};
+use super::heap::SegmentRecord;
+use super::ladder::OomRecovery;
+use super::pages::{Extension, UnmappedPages};
 use super::{CachingAllocator, Core, Request};
 use crate::{Error, Result};
 
-/// Addresses for each segment: this many eighths of the device's memory (PyTorch's 1.125), and never more than `MOST`,
-/// which leaves room for many in a process.
-const EIGHTHS: u64 = 9;
-const MOST: u64 = 1 << 40;
+/// Addresses reserved per segment, in eighths of the device's memory (PyTorch's factor 1.125).
+const RESERVED_EIGHTHS: u64 = 9;
+/// Upper bound on the addresses reserved per segment, in bytes, so that many segments fit into a process.
+const MAX_RESERVED_BYTES: u64 = 1 << 40;
 
-/// What an allocator needs whose segments grow.
+/// State of an allocator with expandable segments.
 #[derive(Debug)]
 pub(super) struct Expandable {
-    /// Memory is committed and given back in multiples of this.
+    /// The unit, in bytes, in which memory is committed and released.
     pub(super) page: usize,
-    /// Bytes to reserve for a segment.
+    /// Addresses to reserve for a segment, in bytes.
     bytes: usize,
-    /// Held by who commits memory or gives it back.
+    /// Locked while committing or releasing pages.
     pages: Mutex<()>,
 }
 
 impl Expandable {
-    /// None where the key is off.
+    /// Checks the configuration against the driver. Returns `None` if `expandable_segments` is off.
     pub(super) fn new(driver: &dyn Driver, config: &Config) -> Result<Option<Expandable>> {
         let fail = |reason: String| Err(Error::invalid("expandable_segments", reason));
         let page = driver.page().max(driver.alignment());
         match config.expandable_segments {
             false => Ok(None),
             true if driver.page() == 0 => fail(format!(
-                "the driver of {} cannot reserve addresses: leave it False, and compaction joins what is free",
+                "the driver of {} cannot reserve addresses: leave it False, and rely on compaction",
                 driver.device()
             )),
             true if config.max_split_size < usize::MAX => {
-                fail("segments that grow are always split: leave max_split_size_mb out, or this one False".to_owned())
+                fail("expandable segments are always split: leave max_split_size_mb out, or this key False".to_owned())
             }
             true => {
-                let bytes = (driver.capacity() / 8).saturating_mul(EIGHTHS).clamp(page as u64, MOST) as usize;
+                let bytes = (driver.capacity() / 8)
+                    .saturating_mul(RESERVED_EIGHTHS)
+                    .clamp(page as u64, MAX_RESERVED_BYTES) as usize;
                 Ok(Some(Expandable { page, bytes: bytes.next_multiple_of(page), pages: Mutex::new(()) }))
             }
         }
@@ -62,54 +63,55 @@ impl Expandable {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn down(&self, bytes: usize) -> usize {
+    /// Rounds down to a multiple of the page size.
+    pub(super) fn round_down_to_page(&self, bytes: usize) -> usize {
         bytes & !(self.page - 1)
     }
 }
 
-/// What became of a request for more.
-pub(super) enum Grown {
+/// The outcome of growing an expandable segment.
+pub(super) enum ExpandOutcome {
     Block(Block),
     /// The limit or the device has no room.
     Full,
-    /// No segment that grows can hold it: it needs one of its own.
-    Elsewhere,
+    /// No expandable segment can serve the request, so it needs an ordinary segment.
+    NeedsOwnSegment,
 }
 
-/// What to do about a request that nothing free serves.
-enum Plan {
+/// How to serve a request that no free block serves.
+enum ExtensionDecision {
     Extend(Extension),
     Full,
-    Elsewhere,
+    NeedsOwnSegment,
 }
 
 impl CachingAllocator {
-    /// Grows the segment of the request's arena and hands out a block of it. An `exact` extension is no larger than the
+    /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the
     /// request needs.
-    pub(super) fn expand(&self, request: &Request, exact: bool, climb: &mut Climb) -> Result<Grown> {
-        let Some(expandable) = &self.expandable else { return Ok(Grown::Elsewhere) };
+    pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {
+        let Some(expandable) = &self.expandable else { return Ok(ExpandOutcome::NeedsOwnSegment) };
         if request.size > expandable.bytes {
-            return Ok(Grown::Elsewhere);
+            return Ok(ExpandOutcome::NeedsOwnSegment);
         }
-        let _alone = expandable.lock();
+        let _page_lock = expandable.lock();
         loop {
-            let (extension, cuts) = {
+            let (extension, unmapped) = {
                 let mut core = self.lock_with_stats();
-                // The whole segment may be free, or somebody else has just extended it.
-                if let Some(block) = core.search_all(self.number, request, true) {
-                    return Ok(Grown::Block(block));
+                // The whole segment may be free, or another thread has just extended it.
+                if let Some(block) = core.search_best_fit(self.number, request, true) {
+                    return Ok(ExpandOutcome::Block(block));
                 }
-                let cuts = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
+                let unmapped = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
                 match core.plan_extension(expandable, request, exact) {
-                    Plan::Extend(extension) => {
-                        core.making += extension.bytes();
-                        (Ok(extension), cuts)
+                    ExtensionDecision::Extend(extension) => {
+                        core.bytes_being_created += extension.bytes();
+                        (Ok(extension), unmapped)
                     }
-                    Plan::Full => (Err(Grown::Full), cuts),
-                    Plan::Elsewhere => (Err(Grown::Elsewhere), cuts),
+                    ExtensionDecision::Full => (Err(ExpandOutcome::Full), unmapped),
+                    ExtensionDecision::NeedsOwnSegment => (Err(ExpandOutcome::NeedsOwnSegment), unmapped),
                 }
             };
-            self.decommit(cuts);
+            self.decommit(unmapped);
             let extension = match extension {
                 Ok(extension) => extension,
                 Err(grown) => return Ok(grown),
@@ -120,48 +122,48 @@ impl CachingAllocator {
                 Some(Arc::new(Segment::reserved(memory, expandable.bytes)))
             });
             let Some(segment) = segment else {
-                self.lock().making -= bytes;
-                return Ok(Grown::Elsewhere); // no addresses left
+                self.lock().bytes_being_created -= bytes;
+                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses left
             };
             if let Err(why) = self.commit_all(&segment, &extension) {
-                self.lock().making -= bytes;
+                self.lock().bytes_being_created -= bytes;
                 return match why {
                     Failure::Other(error) => Err(error),
                     other => {
-                        climb.failure = Some(other);
-                        Ok(Grown::Full)
+                        recovery.failure = Some(other);
+                        Ok(ExpandOutcome::Full)
                     }
                 };
             }
             let mut guard = self.lock_with_stats();
             let core = &mut *guard;
-            core.making -= bytes;
+            core.bytes_being_created -= bytes;
             core.heap.now = self.now();
             let arena = core.heap.arena(request.pool, request.stream, request.kind);
             match &extension.segment {
                 None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
                 Some((at, _)) if core.heap.is_segment(*at, &segment) => core.heap.extend(*at, &extension, arena),
                 Some(_) => {
-                    drop(guard); // all of it was given back meanwhile: what was committed goes with it
+                    drop(guard); // the segment was released meanwhile, together with the newly committed pages
                     continue;
                 }
             }
-            core.growth.raise(core.heap.stats.reserved());
-            core.decay.regrown(core.heap.now);
-            // Somebody may have taken from what was free at the end before: then again.
-            if let Some(block) = core.search_all(self.number, request, true) {
-                climb.made = Some(("segment extended", bytes));
-                return Ok(Grown::Block(block));
+            core.growth.raise_target(core.heap.stats.reserved());
+            core.decay.record_segment_created(core.heap.now);
+            // Another thread may have taken the free bytes that the extension relied on; if so, try again.
+            if let Some(block) = core.search_best_fit(self.number, request, true) {
+                recovery.made = Some(("segment extended", bytes));
+                return Ok(ExpandOutcome::Block(block));
             }
         }
     }
 
-    /// Commits all of an extension or nothing.
+    /// Commits all ranges of an extension, or none.
     fn commit_all(&self, segment: &Segment, extension: &Extension) -> Result<(), Failure> {
         for (done, range) in extension.ranges().enumerate() {
             if let Err(why) = self.driver.extend(segment.memory(), range.start, range.end) {
                 for range in extension.ranges().take(done) {
-                    // SAFETY: committed just now; the table does not have it yet.
+                    // SAFETY: these pages were committed just now, and the table does not contain them yet.
                     unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
                 }
                 return Err(why);
@@ -170,32 +172,33 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Keeps what is committed as it is, but for what this thread does.
-    pub(super) fn hold_pages(&self) -> Option<MutexGuard<'_, ()>> {
+    /// Locks the page state: until the guard is dropped, only this thread commits or releases pages.
+    pub(super) fn lock_pages(&self) -> Option<MutexGuard<'_, ()>> {
         self.expandable.as_ref().map(Expandable::lock)
     }
 
-    /// Gives free pages of a pool's segments back, the longest runs first, as long as at least `keep` bytes stay held.
-    /// Says how many bytes went back.
+    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved.
+    /// Returns the bytes released.
     pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
-        let _alone = expandable.lock();
-        let cuts = {
+        let _page_lock = expandable.lock();
+        let unmapped = {
             let mut core = self.lock();
             let spare = core.heap.stats.reserved().saturating_sub(keep);
-            core.heap.unmap_free(pool, spare, &[], expandable)
+            core.heap.unmap_free_pages(pool, spare, &[], expandable)
         };
-        self.decommit(cuts)
+        self.decommit(unmapped)
     }
 
-    /// As [`release_pages`](Self::release_pages), of the ends that have been unused at all of decay's last looks.
-    pub(super) fn release_old_ends(&self, keep: u64) -> u64 {
+    /// Like [`release_pages`](Self::release_pages), for the segment ends that were unused at all of decay's recent
+    /// checks.
+    pub(super) fn release_unused_ends(&self, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
-        let _alone = expandable.lock();
-        let cuts = {
+        let _page_lock = expandable.lock();
+        let unmapped = {
             let mut core = self.lock();
             let heap = &mut core.heap;
-            let segments: Vec<u32> = (0..heap.segments.len() as u32).filter(|&at| heap.grows(at)).collect();
+            let segments: Vec<u32> = (0..heap.segments.len() as u32).filter(|&at| heap.is_expandable(at)).collect();
             let cut = |at: u32| {
                 let held = heap.segments[at as usize].as_ref().filter(|held| held.pool == 0)?;
                 let floor = held.end.last_used();
@@ -205,37 +208,39 @@ impl CachingAllocator {
             };
             segments.into_iter().filter_map(cut).collect()
         };
-        self.decommit(cuts)
+        self.decommit(unmapped)
     }
 
-    /// Whoever cut these off still holds the pages.
-    fn decommit(&self, cuts: Vec<Cut>) -> u64 {
-        let decommit = |(segment, range): Cut| {
-            // SAFETY: in no block, and in none that is made before the pages are let go.
+    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes
+    /// released.
+    fn decommit(&self, unmapped: Vec<UnmappedPages>) -> u64 {
+        let decommit = |(segment, range): UnmappedPages| {
+            // SAFETY: the pages are in no block, and no block can be created on them before the page lock is
+            // released.
             unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
             range.len() as u64
         };
-        cuts.into_iter().map(decommit).sum()
+        unmapped.into_iter().map(decommit).sum()
     }
 
-    /// Moves the blocks of a segment that grows to its start, and gives what is then free back; false where that is
-    /// nothing. Where there are holes the blocks move to a segment of just their size.
-    pub(super) fn pack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
+    /// Moves the blocks of an expandable segment to its start and releases the rest. Returns false if nothing was
+    /// released. A segment with holes is moved to a new segment of exactly the needed size instead.
+    pub(super) fn pack_expandable(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let Some(expandable) = &self.expandable else { return Ok(false) };
-        let _alone = expandable.lock();
+        let _page_lock = expandable.lock();
         let plan = {
             let mut core = self.lock();
             let Some(at) = core.heap.number_of(segment) else { return Ok(false) };
             let Some(held) = core.heap.segments[at as usize].as_ref() else { return Ok(false) };
             if held.end.holes > 0 {
                 drop(core);
-                return self.repack_apart(&[segment], budget);
+                return self.repack_into_new_segment(&[segment], budget);
             }
             let (size, stream) = (held.size, held.stream);
-            let Some(plan) = core.plan(&[segment], true, stream) else { return Ok(false) };
+            let Some(plan) = core.plan_compaction(&[segment], true, stream) else { return Ok(false) };
             let gain = size - plan.end().next_multiple_of(expandable.page).min(size);
             if gain == 0 || plan.bytes_moved() as u64 > *budget {
-                core.abandon(plan);
+                core.cancel_plan(plan);
                 return Ok(false);
             }
             plan
@@ -253,13 +258,13 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// Where to grow for the request, which nothing free serves.
-    fn plan_extension(&mut self, expandable: &Expandable, request: &Request, exact: bool) -> Plan {
+    /// Chooses where to grow for a request that no free block serves.
+    fn plan_extension(&mut self, expandable: &Expandable, request: &Request, exact: bool) -> ExtensionDecision {
         if self.heap.unsplit_pools.contains(&request.pool) {
-            return Plan::Elsewhere; // each of its blocks is a segment
+            return ExtensionDecision::NeedsOwnSegment; // each block of an unsplit pool is a segment of its own
         }
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
-        let of_arena = |held: &Held| {
+        let of_arena = |held: &SegmentRecord| {
             held.segment.is_reserved()
                 && (held.pool, held.stream, held.kind) == (request.pool, request.stream, request.kind)
         };
@@ -269,7 +274,7 @@ impl Core {
             .map(|(at, _)| at)
             .collect();
         let best = own.into_iter().find_map(|at| {
-            let found = self.heap.runs(at, arena, request.size, expandable);
+            let found = self.heap.possible_extensions(at, arena, request.size, expandable);
             found.into_iter().min_by_key(Extension::bytes)
         });
         let new = || Extension {
@@ -281,36 +286,39 @@ impl Core {
         let mut extension = best.unwrap_or_else(new);
         let all = extension.segment.as_ref().map_or(expandable.bytes, |(_, segment)| segment.bytes());
         if extension.end.end > all {
-            return Plan::Elsewhere;
+            return ExtensionDecision::NeedsOwnSegment;
         }
-        let held = self.heap.stats.reserved() + self.making;
+        let held = self.heap.stats.reserved() + self.bytes_being_created;
         let (least, room) = (extension.bytes(), self.limit().saturating_sub(held));
         if least > room {
-            return Plan::Full;
+            return ExtensionDecision::Full;
         }
         if !exact && !extension.end.is_empty() {
             let Range { start, end } = extension.end;
             let more = self.heap.rules.extension(request.kind, start, end - start, held).saturating_sub(end - start);
             let more = more.min(usize::try_from(room - least).unwrap_or(usize::MAX)).min(all - end);
-            extension.end = start..end + expandable.down(more);
+            extension.end = start..end + expandable.round_down_to_page(more);
         }
-        Plan::Extend(extension)
+        ExtensionDecision::Extend(extension)
     }
 
-    /// Takes free pages out of the table, so that extending for the request does not make more be held than the target.
-    fn recycle_pages(&mut self, expandable: &Expandable, request: &Request) -> Vec<Cut> {
+    /// Removes free pages from the table, so that the request's extension does not exceed the target of reserved
+    /// bytes.
+    fn recycle_pages(&mut self, expandable: &Expandable, request: &Request) -> Vec<UnmappedPages> {
         if !self.heap.rules.is_adaptive() {
             return Vec::new();
         }
-        let Plan::Extend(extension) = self.plan_extension(expandable, request, true) else { return Vec::new() };
-        let held = self.heap.stats.reserved() + self.making;
+        let ExtensionDecision::Extend(extension) = self.plan_extension(expandable, request, true) else {
+            return Vec::new();
+        };
+        let held = self.heap.stats.reserved() + self.bytes_being_created;
         match self.growth.excess(held, extension.bytes()) {
             0 => Vec::new(),
             excess => {
                 let excess = excess.next_multiple_of(expandable.page as u64);
-                let cuts = self.heap.unmap_free(0, excess, &extension.spared, expandable);
-                cuts.first().into_iter().for_each(|(_, range)| self.growth.note_recycled(range.len()));
-                cuts
+                let unmapped = self.heap.unmap_free_pages(0, excess, &extension.spared, expandable);
+                unmapped.first().into_iter().for_each(|(_, range)| self.growth.record_recycled(range.len()));
+                unmapped
             }
         }
     }

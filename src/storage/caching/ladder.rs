@@ -1,181 +1,192 @@
-//! What to do when nothing fits, one rung after another; after every rung the bins are searched again.
+//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after
+//! each.
 
 use super::super::block::Block;
 use super::super::driver::Failure;
 use super::super::hooks::{FreeMemory, OomObserver, Registration};
 use super::grow::Growth;
 use super::heap::Search;
-use super::{CachingAllocator, Core, Kind, Request};
+use super::{CachingAllocator, Core, Request, SizeKind};
 use crate::Result;
 
-/// The rungs, from the cheapest to the dearest.
+/// The recovery steps, from the cheapest to the most expensive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Rung {
-    /// Free pending blocks whose streams are done.
+enum RecoveryStep {
+    /// Free pending blocks whose streams have finished.
     Events,
     /// Empty the threads' caches.
     ThreadCaches,
-    /// Take another stream's block, or a pending one, behind a wait on the device.
+    /// Take another stream's free block, or a pending block, behind a device-side wait.
     OtherStreams,
-    /// Free unused segments that have aged, where garbage collection is on.
+    /// Release unused segments older than the garbage collector's threshold, if `garbage_collection_threshold` is
+    /// set.
     Collect,
-    /// Make a segment of the usual size, or extend one that grows.
+    /// Create a segment of the usual size, or extend an expandable one.
     Grow,
-    /// Ask the user's callbacks for memory.
+    /// Call the user's free-memory callbacks.
     Callbacks,
-    /// Have unused memory given back that others hold, and try that again.
+    /// Ask other allocators of the device to release unused memory, then try to grow again.
     Elsewhere,
-    /// Give back unused segments too large to be split, where `max_split_size_mb` is set, and try that again.
+    /// Release unused segments too large to be split, if `max_split_size_mb` is set, then try to grow again.
     Oversize,
-    /// Wait for all streams, so that every pending block is free and streams do not matter.
+    /// Wait for all streams, so that every pending block is free and may serve any stream.
     Wait,
-    /// Give every unused segment back, and make one of just the size.
+    /// Release every unused segment, and create a segment of exactly the requested size.
     Release,
-    /// Take what the other kind of request has left over.
+    /// Search the bins of the other size kind.
     OtherKind,
-    /// Take what memory pools that lend have free.
+    /// Search the memory pools that have `use_on_oom`.
     Lenders,
     /// Move live blocks together.
     Compact,
 }
 
-const LADDER: [Rung; 13] = [
-    Rung::Events,
-    Rung::ThreadCaches,
-    Rung::OtherStreams,
-    Rung::Collect,
-    Rung::Grow,
-    Rung::Callbacks,
-    Rung::Elsewhere,
-    Rung::Oversize,
-    Rung::Wait,
-    Rung::Release,
-    Rung::OtherKind,
-    Rung::Lenders,
-    Rung::Compact,
+/// The recovery steps in the order in which they are tried.
+const RECOVERY_STEPS: [RecoveryStep; 13] = [
+    RecoveryStep::Events,
+    RecoveryStep::ThreadCaches,
+    RecoveryStep::OtherStreams,
+    RecoveryStep::Collect,
+    RecoveryStep::Grow,
+    RecoveryStep::Callbacks,
+    RecoveryStep::Elsewhere,
+    RecoveryStep::Oversize,
+    RecoveryStep::Wait,
+    RecoveryStep::Release,
+    RecoveryStep::OtherKind,
+    RecoveryStep::Lenders,
+    RecoveryStep::Compact,
 ];
 
-// How often each rung has served a request of this thread, or collected something.
+// For tests: how often each step served a request of this thread, or collected a segment.
 #[cfg(test)]
-thread_local!(pub(super) static SERVED: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());
+thread_local!(pub(super) static SERVED_BY_STEP: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());
 
-fn count(_rung: Rung) {
+fn count_served(_step: RecoveryStep) {
     #[cfg(test)]
-    SERVED.with_borrow_mut(|served| *served.entry(format!("{_rung:?}")).or_default() += 1);
+    SERVED_BY_STEP.with_borrow_mut(|served| *served.entry(format!("{_step:?}")).or_default() += 1);
 }
 
-/// Waits for all streams before giving up on their blocks, which other threads keep giving back.
-const WAITS: usize = 4;
+/// How often to wait for all streams while other threads keep freeing blocks.
+const MAX_SYNC_ATTEMPTS: usize = 4;
 
-/// What a climb has met so far.
+/// The outcome of the recovery steps so far.
 #[derive(Default)]
-pub(super) struct Climb {
-    /// Why the device made no segment.
+pub(super) struct OomRecovery {
+    /// Why the driver created no segment.
     pub(super) failure: Option<Failure>,
-    /// What the device made, and its bytes.
+    /// The kind of memory created, for the log, and its size in bytes.
     pub(super) made: Option<(&'static str, u64)>,
 }
 
 impl CachingAllocator {
-    /// Has `free` called when the device, or the limit, has no room for an allocation: it may drop what it can spare,
-    /// and says whether it did (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that.
+    /// Registers `free`, which is called when the device or the limit has no room for an allocation. `free` may drop
+    /// memory it can spare, and returns whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches
+    /// again.
     ///
-    /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
+    /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
         self.hooks.add_free_memory_callback(free)
     }
 
-    /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
-    /// `attachOutOfMemoryObserver`).
+    /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
+    /// (PyTorch's `attachOutOfMemoryObserver`).
     ///
-    /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
+    /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a
     /// snapshot, or allocate.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
         self.hooks.add_oom_observer(observe)
     }
 
-    /// Finds memory for a request that the bins did not serve at once.
+    /// Recovers memory for a request that the first search did not serve.
     #[cold]
-    pub(super) fn climb(&self, request: &Request) -> Result<Block> {
-        let mut climb = Climb::default();
-        self.see_elsewhere();
-        self.drop_spilled();
-        let found = self.find(request, &mut climb);
-        // Not before: a subscriber may allocate, and some rungs hold locks.
-        if let Some((what, bytes)) = climb.made {
+    pub(super) fn recover_memory(&self, request: &Request) -> Result<Block> {
+        let mut recovery = OomRecovery::default();
+        self.update_held_elsewhere();
+        self.free_spilled();
+        let found = self.run_recovery_steps(request, &mut recovery);
+        // Logged last: a subscriber may allocate, and some steps hold locks.
+        if let Some((what, bytes)) = recovery.made {
             tracing::debug!(device = %self.driver.device(), bytes, "{what}");
         }
-        found?.ok_or_else(|| self.out_of_memory(request, climb.failure))
+        found?.ok_or_else(|| self.out_of_memory(request, recovery.failure))
     }
 
-    fn find(&self, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
-        for rung in LADDER {
-            if let Some(block) = self.step(rung, request, climb)? {
-                count(rung);
+    /// Tries the recovery steps until one serves the request.
+    fn run_recovery_steps(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
+        for step in RECOVERY_STEPS {
+            if let Some(block) = self.run_recovery_step(step, request, recovery)? {
+                count_served(step);
                 return Ok(Some(block));
             }
-            // Until growing has failed, unused segments are left to requests that fill them.
-            let any = rung as usize >= Rung::Grow as usize;
-            if let Some(block) = self.lock_with_stats().search_all(self.number, request, any) {
-                count(rung);
+            // Until growing has failed, unused segments are reserved for requests that fill them.
+            let any = step as usize >= RecoveryStep::Grow as usize;
+            if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, any) {
+                count_served(step);
                 return Ok(Some(block));
             }
         }
         Ok(None)
     }
 
-    fn step(&self, rung: Rung, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
-        match rung {
-            Rung::Events => {
+    /// Runs one recovery step. Returns a block if the step itself allocated it.
+    fn run_recovery_step(
+        &self,
+        step: RecoveryStep,
+        request: &Request,
+        recovery: &mut OomRecovery,
+    ) -> Result<Option<Block>> {
+        match step {
+            RecoveryStep::Events => {
                 self.process_events(false)?;
             }
-            Rung::ThreadCaches => drop(self.drain_caches()),
-            Rung::OtherStreams => return Ok(self.take_with_wait(request)),
-            Rung::Collect if self.collect(request) => count(rung), // the room is the next rung's
-            Rung::Collect => {}
-            Rung::Grow => return self.grow(request, false, climb),
-            Rung::Callbacks => {
-                if self.hooks.ask_for_memory() {
+            RecoveryStep::ThreadCaches => drop(self.drain_caches()),
+            RecoveryStep::OtherStreams => return Ok(self.take_with_wait(request)),
+            RecoveryStep::Collect if self.collect_garbage(request) => count_served(step), // the next step uses the room
+            RecoveryStep::Collect => {}
+            RecoveryStep::Grow => return self.grow(request, false, recovery),
+            RecoveryStep::Callbacks => {
+                if self.hooks.call_free_memory_callbacks() {
                     self.process_events(false)?;
                     drop(self.drain_caches());
                 }
             }
-            Rung::Elsewhere => {
+            RecoveryStep::Elsewhere => {
                 if self.driver.make_room_elsewhere(request.size)? {
-                    self.see_elsewhere();
-                    return self.grow(request, false, climb);
+                    self.update_held_elsewhere();
+                    return self.grow(request, false, recovery);
                 }
             }
-            Rung::Oversize => {
+            RecoveryStep::Oversize => {
                 if self.rules.config.max_split_size < usize::MAX && self.release_oversize(request) {
-                    return self.grow(request, false, climb);
+                    return self.grow(request, false, recovery);
                 }
             }
-            Rung::Wait => {
+            RecoveryStep::Wait => {
                 self.wait_for_streams(request)?;
                 let mut core = self.lock();
                 core.heap.stats.num_alloc_retries += 1;
                 core.heap.stats.num_sync_all_streams += 1;
             }
-            // The driver makes no segment as large as the request, however much memory is free: the cache is kept.
-            Rung::Release | Rung::Compact if matches!(climb.failure, Some(Failure::TooBig)) => {}
-            Rung::Release => {
+            // The driver allows no segment of this size however much memory is free, so the cache is kept.
+            RecoveryStep::Release | RecoveryStep::Compact if matches!(recovery.failure, Some(Failure::TooBig)) => {}
+            RecoveryStep::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
                 self.release_pages(0, 0);
-                return self.grow(request, true, climb);
+                return self.grow(request, true, recovery);
             }
-            Rung::Compact => return self.compact_for(request, climb),
-            Rung::OtherKind => {
-                let other = Request { kind: request.kind.other(), ..*request };
-                return Ok(self.lock_with_stats().search_all(self.number, &other, true));
+            RecoveryStep::Compact => return self.compact_for(request, recovery),
+            RecoveryStep::OtherKind => {
+                let other = Request { kind: request.kind.opposite(), ..*request };
+                return Ok(self.lock_with_stats().search_best_fit(self.number, &other, true));
             }
-            Rung::Lenders => {
+            RecoveryStep::Lenders => {
                 let mut core = self.lock_with_stats();
-                for pool in core.lenders(request).collect::<Vec<_>>() {
-                    for kind in [request.kind, request.kind.other()] {
-                        let lent = Request { pool, kind, ..*request };
-                        if let Some(block) = core.search_all(self.number, &lent, true) {
+                for pool in core.pools_with_use_on_oom(request).collect::<Vec<_>>() {
+                    for kind in [request.kind, request.kind.opposite()] {
+                        let borrowed = Request { pool, kind, ..*request };
+                        if let Some(block) = core.search_best_fit(self.number, &borrowed, true) {
                             return Ok(Some(block));
                         }
                     }
@@ -185,24 +196,26 @@ impl CachingAllocator {
         Ok(None)
     }
 
-    /// Limits count what others hold of the device's memory.
-    fn see_elsewhere(&self) {
-        let elsewhere = self.driver.held_elsewhere(); // not under the lock: it takes locks of theirs
+    /// Updates the bytes that other allocators of this device hold, which count towards the limits.
+    fn update_held_elsewhere(&self) {
+        let elsewhere = self.driver.held_elsewhere(); // takes the other allocators' locks, so not under this one
         self.lock().limits.elsewhere = elsewhere;
     }
 
-    /// Waits for all streams, and makes their free blocks the request's. If a block was given back meanwhile, its work
-    /// may not be done: then the wait was for nothing, and there is another, a few times.
+    /// Waits for all streams, and moves their free blocks to the request's stream. If a block was freed during the
+    /// wait, its work may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
-        for _ in 0..WAITS {
-            let given_back = self.drain_caches().heap.given_back;
+        for _ in 0..MAX_SYNC_ATTEMPTS {
+            let freed_blocks = self.drain_caches().heap.freed_blocks;
             self.synchronize()?;
             self.process_events(true)?;
             let mut core = self.lock();
-            if core.heap.given_back == given_back {
-                let pools = core.lenders(request).chain([request.pool]).collect::<Vec<_>>();
-                for (pool, kind) in pools.into_iter().flat_map(|pool| [(pool, Kind::Small), (pool, Kind::Large)]) {
-                    core.merge_streams(&Request { pool, kind, ..*request });
+            if core.heap.freed_blocks == freed_blocks {
+                let pools = core.pools_with_use_on_oom(request).chain([request.pool]).collect::<Vec<_>>();
+                for (pool, kind) in
+                    pools.into_iter().flat_map(|pool| [(pool, SizeKind::Small), (pool, SizeKind::Large)])
+                {
+                    core.move_free_blocks_to_stream(&Request { pool, kind, ..*request });
                 }
                 break;
             }
@@ -212,36 +225,39 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// The entry of a free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
+    /// Searches an arena and takes a block. Unless `any`, an unused segment is taken only if the policy permits
+    /// splitting it.
     #[inline(always)]
     pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
         let only_similar = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
-        let most = || if only_similar { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
-        let id = self.heap.find(arena, request.size, search, most)?;
-        Some(self.heap.take(id, request.size, request.bytes))
+        let max_split_segment =
+            || if only_similar { Growth::max_segment_to_split(self.usual_segment_bytes(request)) } else { usize::MAX };
+        let id = self.heap.find_free(arena, request.size, search, max_split_segment)?;
+        Some(self.heap.allocate_from(id, request.size, request.bytes))
     }
 
-    /// As [`search`](Self::search), looking for the best fit; gives the handle.
-    pub(super) fn search_all(&mut self, owner: u32, request: &Request, any: bool) -> Option<Block> {
+    /// Like [`search`](Self::search), but looks for the best fit and returns a handle.
+    pub(super) fn search_best_fit(&mut self, owner: u32, request: &Request, any: bool) -> Option<Block> {
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         let id = self.search(arena, request, Search::Thorough, any)?;
-        Some(self.block(owner, id, request.bytes))
+        Some(self.create_handle(owner, id, request.bytes))
     }
 
-    /// Other memory pools that lend to a request that would fail.
-    fn lenders(&self, request: &Request) -> impl Iterator<Item = u32> {
+    /// The other memory pools that have `use_on_oom`.
+    fn pools_with_use_on_oom(&self, request: &Request) -> impl Iterator<Item = u32> {
         let others = self.pools.iter().filter(|(id, options)| options.use_on_oom && **id != request.pool);
         others.map(|(&id, _)| id)
     }
 
-    /// The size of a segment that would be made for the request.
-    fn usual_segment(&self, request: &Request) -> usize {
+    /// Returns the size, in bytes, of a segment that would be created for the request.
+    fn usual_segment_bytes(&self, request: &Request) -> usize {
         let reserved = self.heap.stats.reserved();
         self.heap.rules.segment_size(request.size, reserved).unwrap_or(request.size)
     }
 
-    /// After the work of all blocks given back has been waited for: makes their free blocks this request's, merged where they touch.
-    pub(super) fn merge_streams(&mut self, request: &Request) {
+    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. All streams must have
+    /// been waited for.
+    pub(super) fn move_free_blocks_to_stream(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..self.heap.arenas.len() as u32)
             .filter(|&at| {
@@ -251,7 +267,7 @@ impl Core {
             .collect();
         for arena in others {
             while let Some(id) = self.heap.any_free(arena) {
-                self.heap.rehome(id, home);
+                self.heap.move_to_arena(id, home);
             }
         }
     }

@@ -1,42 +1,44 @@
-//! Laying the table of a segment out anew, when its blocks have moved.
+//! Rebuilding a segment's entries in the table after its blocks have moved.
 
 use std::sync::Arc;
 
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
-use super::heap::{Entry, Heap, Held, NONE, Use};
-use super::{Kind, Split};
+use super::heap::{Entry, Heap, NONE, SegmentRecord, Use};
+use super::{SizeKind, Split};
 use crate::device::StreamId;
 
 impl Heap {
-    /// Takes a free block out of its bins, so that nobody finds it.
-    pub(super) fn hold(&mut self, id: u32) {
+    /// Takes a free block out of its bins, so that no request can take it.
+    pub(super) fn freeze_block(&mut self, id: u32) {
         let mut split = Split::default();
-        self.take_free(id, &mut split);
-        self.table[id as usize].set_usage(Use::Held);
+        self.remove_free(id, &mut split);
+        self.table[id as usize].set_usage(Use::Frozen);
         let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
-        self.stats.split_changed(kind, split);
+        self.stats.record_split_change(kind, split);
     }
 
-    pub(super) fn held_blocks(&self, segment: u32) -> Vec<u32> {
-        self.blocks_of(segment).filter(|&id| self.table[id as usize].usage() == Use::Held).collect()
+    /// Returns the unused blocks of a segment that [`freeze_block`](Self::freeze_block) took out of the bins.
+    pub(super) fn frozen_blocks(&self, segment: u32) -> Vec<u32> {
+        self.blocks_of(segment).filter(|&id| self.table[id as usize].usage() == Use::Frozen).collect()
     }
 
-    /// Blocks of a segment under compaction that need not move.
+    /// Returns the blocks of a segment under compaction that hold no data.
     fn unused_blocks(&self, segment: u32) -> Vec<u32> {
-        let unused = |id: &u32| matches!(self.table[*id as usize].usage(), Use::Held | Use::Unmapped);
+        let unused = |id: &u32| matches!(self.table[*id as usize].usage(), Use::Frozen | Use::Unmapped);
         self.blocks_of(segment).filter(unused).collect()
     }
 
-    pub(super) fn unhold(&mut self, id: u32) {
+    /// Puts a held block back into the bins, merged with its free neighbours.
+    pub(super) fn unfreeze_block(&mut self, id: u32) {
         let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
-        let split = self.set_free(id);
-        self.stats.split_changed(kind, split);
+        let split = self.free_and_merge(id);
+        self.stats.record_split_change(kind, split);
     }
 
-    /// Makes one segment, `target`, of several: their blocks lie as `layout` says (in order of offsets), what is between
-    /// them is free. Gives the segments that are not the target.
-    pub(super) fn lay_out(
+    /// Merges several segments into one, `target`. `layout` gives the new offset of each block in ascending order,
+    /// and the bytes between the blocks become free. Returns the segments that are no longer used.
+    pub(super) fn rebuild_segment(
         &mut self,
         segments: &[u32],
         layout: &[(u32, usize)],
@@ -54,12 +56,12 @@ impl Heap {
             self.unused_blocks(at).into_iter().for_each(|id| self.vacate(id));
             let Some(held) = self.segments[at as usize].as_ref() else { continue };
             if moves_out {
-                self.stats.segment_released(held.kind, held.committed());
+                self.stats.record_segment_free(held.kind, held.committed());
                 gone.push(Arc::clone(&held.segment));
             }
         }
         let (pool, kind) =
-            self.segments[into as usize].as_ref().map_or((0, Kind::Large), |held| (held.pool, held.kind));
+            self.segments[into as usize].as_ref().map_or((0, SizeKind::Large), |held| (held.pool, held.kind));
         let own = self.segments[into as usize].as_ref().map(|held| (held.stream, held.context));
         let stays = self.segments[into as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, target));
         for &at in segments {
@@ -75,14 +77,14 @@ impl Heap {
         let arena = self.arena(pool, stream, kind);
         let address = target.address();
         let (stream, context) = own.filter(|_| stays).unwrap_or_else(|| {
-            self.stats.segment_made(kind, bytes);
+            self.stats.record_segment_alloc(kind, bytes);
             (stream, self.history.record(TraceAction::SegmentAlloc, address, bytes as u64, stream.0))
         });
         let (mut last, mut end, mut first, mut gaps) = (NONE, 0, NONE, Vec::new());
         let blocks = layout.iter().map(|&(id, offset)| (Some(id), offset)).chain([(None, bytes)]);
         for (id, offset) in blocks {
             if offset > end {
-                let gap = self.insert(Entry::new(into, arena, Use::Held, end, offset - end));
+                let gap = self.insert(Entry::new(into, arena, Use::Frozen, end, offset - end));
                 self.table[gap as usize].prev = last;
                 self.link(last, gap);
                 first = if first == NONE { gap } else { first };
@@ -100,13 +102,14 @@ impl Heap {
         }
         let idle_since = (self.ticks, self.now);
         let segment = Arc::clone(target);
-        let end = super::pages::End::default();
-        let held = Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since, end };
+        let end = super::pages::SegmentEnd::default();
+        let held = SegmentRecord { segment, address, context, size: bytes, kind, pool, stream, first, idle_since, end };
         self.segments[into as usize] = Some(held);
-        gaps.into_iter().for_each(|gap| self.unhold(gap));
+        gaps.into_iter().for_each(|gap| self.unfreeze_block(gap));
         gone
     }
 
+    /// Links two neighbours, unless `prev` is no block.
     fn link(&mut self, prev: u32, next: u32) {
         if prev != NONE {
             self.table[prev as usize].next = next;

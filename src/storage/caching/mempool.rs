@@ -1,8 +1,8 @@
-//! Private memory pools: segments that only some allocations use, and that can be set back to an earlier state.
+//! Private memory pools: segments reserved for some allocations, which can be restored to an earlier state.
 //!
-//! A pool is a number that every arena and segment carries; 0 is the allocator's own. A thread says which pool its
-//! allocations come from ([`use_mem_pool`]). When the last handle on a pool is gone, its memory becomes the allocator's
-//! own: what is free serves everybody, what is live goes on living.
+//! Every arena and segment carries a pool number; 0 is the allocator's default pool. [`use_mem_pool`] selects the
+//! pool of a thread's allocations. When the last handle of a pool is dropped, its segments join the default pool and
+//! its live blocks stay valid.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -17,21 +17,22 @@ use super::{CachingAllocator, Core};
 use crate::device::StreamId;
 use crate::{Error, Result};
 
-/// How a [`MemPool`] differs from others.
+/// Options of a [`MemPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemPoolOptions {
-    /// Allocations outside the pool may take its free blocks before they fail (PyTorch's `use_on_oom`).
+    /// Outside the pool, allocations that would fail may take its free blocks (PyTorch's `use_on_oom`).
     pub use_on_oom: bool,
-    /// Its blocks are never split: each allocation has a segment of its own, reused whole (PyTorch's `no_split`).
+    /// Blocks are never split: each allocation gets its own segment, which is reused whole (PyTorch's `no_split`).
     pub no_split: bool,
 }
 
-/// A private pool of a [`CachingAllocator`]'s memory (`torch.cuda.MemPool`). Cloning makes another handle on it.
+/// A private pool of a [`CachingAllocator`]'s memory (`torch.cuda.MemPool`). A clone is another handle of the same
+/// pool.
 ///
-/// Segments made inside [`use_mem_pool`] serve only allocations inside it, so that what belongs together lies together,
-/// and what a recorded sequence of work uses stays in place. Memory limits and statistics of the allocator include them;
-/// garbage collection, decay and the emptying of caches leave them alone. When the last handle is dropped, its memory
-/// becomes the allocator's own; blocks still live stay valid.
+/// Segments created inside [`use_mem_pool`] serve only allocations inside it. Related data stays together, and memory
+/// used by a captured graph does not move. The allocator's limits and statistics include the pool; garbage
+/// collection, decay and the allocator's `empty_cache` skip it. When the last handle is dropped, the pool's memory
+/// joins the default pool; live blocks stay valid.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -50,50 +51,51 @@ pub struct MemPoolOptions {
 #[derive(Clone)]
 pub struct MemPool(Arc<Handle>);
 
+/// The pool's identity, shared by its handles.
 struct Handle {
     allocator: Arc<CachingAllocator>,
     id: u32,
     is_captured_into: AtomicBool,
 }
 
-/// As long as it lives, nobody else captures into the pool.
-pub(crate) struct Capturing<'a>(&'a AtomicBool);
+/// Grants exclusive graph capture into a pool until dropped.
+pub(crate) struct CaptureGuard<'a>(&'a AtomicBool);
 
-impl Drop for Capturing<'_> {
+impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
         self.0.store(false, Release);
     }
 }
 
-/// What a pool holds now.
+/// Statistics of a memory pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct MemPoolStats {
-    /// Segments.
+    /// Number of segments.
     pub segments: u64,
-    /// Bytes of segments.
+    /// Bytes of all segments.
     pub reserved_bytes: u64,
-    /// Blocks held by the user.
+    /// Number of blocks held by the user.
     pub allocations: u64,
-    /// Bytes of blocks held by the user: requests rounded up.
+    /// Bytes of blocks held by the user, with requests rounded up.
     pub allocated_bytes: u64,
-    /// Bytes of blocks held by the user or by work not yet done.
+    /// Bytes of blocks held by the user or by unfinished work.
     pub active_bytes: u64,
     /// Bytes of the largest free block.
     pub largest_free: u64,
 }
 
-/// Where a pool's live blocks were at some moment: what [`MemPool::restore`] goes back to.
+/// Locations of a pool's live blocks at one moment, to which [`MemPool::restore`] returns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolCheckpoint {
     allocator: u32,
     pool: u32,
-    places: Vec<Place>,
+    blocks: Vec<CheckpointBlock>,
 }
 
-/// A live block of a checkpoint: its segment's number, and the rest of what its entry says.
+/// A live block in a checkpoint. `segment` is the segment's id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct CheckpointBlock {
     segment: u64,
     offset: usize,
     size: usize,
@@ -104,43 +106,44 @@ struct Place {
 impl PoolCheckpoint {
     /// The number of live blocks.
     pub fn len(&self) -> usize {
-        self.places.len()
+        self.blocks.len()
     }
 
-    /// Whether nothing was live.
+    /// True if no block was live.
     pub fn is_empty(&self) -> bool {
-        self.places.is_empty()
+        self.blocks.is_empty()
     }
 }
 
 thread_local! {
-    /// How many routes this thread is inside of: almost always none, and then nothing else is looked at.
-    static DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// (allocator, pool), innermost last.
+    /// How many [`use_mem_pool`] calls this thread is inside. Almost always 0, so that `ROUTES` need not be read.
+    static ROUTE_DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// (allocator, pool) of each call, innermost last.
     static ROUTES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Ends a route, on panics as well.
-struct Route;
+/// Leaves [`use_mem_pool`] when dropped, also on panic.
+struct PoolRoute;
 
-impl Route {
-    fn enter(allocator: u32, pool: u32) -> Option<Route> {
+impl PoolRoute {
+    /// Routes this thread's allocations from `allocator` to `pool` until the guard is dropped.
+    fn enter(allocator: u32, pool: u32) -> Option<PoolRoute> {
         ROUTES.try_with(|routes| routes.borrow_mut().push((allocator, pool))).ok()?;
-        DEPTH.set(DEPTH.get() + 1);
-        Some(Route)
+        ROUTE_DEPTH.set(ROUTE_DEPTH.get() + 1);
+        Some(PoolRoute)
     }
 }
 
-impl Drop for Route {
+impl Drop for PoolRoute {
     fn drop(&mut self) {
-        DEPTH.set(DEPTH.get() - 1);
+        ROUTE_DEPTH.set(ROUTE_DEPTH.get() - 1);
         let _ = ROUTES.try_with(|routes| routes.borrow_mut().pop());
     }
 }
 
-/// The pool that this thread's allocations of an allocator come from.
-pub(super) fn routed(allocator: u32) -> u32 {
-    if DEPTH.get() == 0 {
+/// Returns the pool from which this thread allocates in the given allocator.
+pub(super) fn routed_pool(allocator: u32) -> u32 {
+    if ROUTE_DEPTH.get() == 0 {
         return 0;
     }
     let find = |routes: &RefCell<Vec<(u32, u32)>>| {
@@ -149,21 +152,22 @@ pub(super) fn routed(allocator: u32) -> u32 {
     ROUTES.try_with(find).ok().flatten().unwrap_or(0)
 }
 
-/// Runs `f`: what this thread allocates inside from the pool's allocator comes from the pool (`torch.cuda.use_mem_pool`).
-/// Nests: the innermost pool of an allocator counts. Other threads and allocators are not affected.
+/// Runs `f`, during which this thread's allocations from the pool's allocator come from the pool
+/// (`torch.cuda.use_mem_pool`). Calls nest: the innermost pool of an allocator is used. Other threads and allocators
+/// are not affected.
 pub fn use_mem_pool<R>(pool: &MemPool, f: impl FnOnce() -> R) -> R {
-    let _route = Route::enter(pool.0.allocator.number, pool.0.id);
+    let _route = PoolRoute::enter(pool.0.allocator.number, pool.0.id);
     f()
 }
 
 impl MemPool {
-    /// A new pool of this allocator, empty.
+    /// Creates an empty pool in `allocator`.
     pub fn new(allocator: &Arc<CachingAllocator>, options: MemPoolOptions) -> MemPool {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let mut core = allocator.lock();
         let id = loop {
             let id = NEXT.fetch_add(1, Relaxed);
-            if id != 0 && id < super::heap::SPILLED && !core.pools.contains_key(&id) {
+            if id != 0 && id < super::heap::SPILLED_POOL && !core.pools.contains_key(&id) {
                 break id;
             }
         };
@@ -174,26 +178,26 @@ impl MemPool {
         MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id, is_captured_into: AtomicBool::new(false) }))
     }
 
-    /// Its number: unique among the living pools of the process, never 0.
+    /// The pool's number: unique among the live pools of the process, never 0.
     pub fn id(&self) -> u32 {
         self.0.id
     }
 
-    /// The allocator it is part of.
+    /// The allocator that the pool belongs to.
     pub fn allocator(&self) -> &Arc<CachingAllocator> {
         &self.0.allocator
     }
 
-    /// What it holds now.
+    /// Returns the pool's current statistics.
     pub fn stats(&self) -> MemPoolStats {
         self.0.allocator.lock().heap.pool_stats(self.0.id)
     }
 
-    /// Gives its unused segments back to the driver (`torch.cuda.empty_cache` inside the pool). Waits for the streams
-    /// that still use blocks given back.
+    /// Releases the pool's unused segments to the driver (`torch.cuda.empty_cache` inside the pool). Waits for
+    /// streams that still use freed blocks.
     ///
     /// # Errors
-    /// What the driver reports while waiting.
+    /// Errors that the driver reports while waiting.
     pub fn empty_cache(&self) -> Result<()> {
         self.0.allocator.process_events(true)?;
         let unused = self.0.allocator.lock().heap.remove_unused(self.0.id);
@@ -202,41 +206,41 @@ impl MemPool {
         Ok(())
     }
 
-    /// Whether a live block is one of its own.
+    /// True if the live block `block` belongs to this pool.
     pub(crate) fn owns(&self, block: &Block) -> bool {
         let allocator = &self.0.allocator;
-        block.owner == allocator.number && allocator.lock().heap.held(block.id()).pool == self.0.id
+        block.owner == allocator.number && allocator.lock().heap.segment_of(block.id()).pool == self.0.id
     }
 
-    /// Runs `f`, inside of [`use_mem_pool`]: what this thread allocates there from the pool's allocator is of no pool.
-    pub(crate) fn leave<R>(&self, f: impl FnOnce() -> R) -> R {
-        let _route = Route::enter(self.0.allocator.number, 0);
+    /// Runs `f`, during which this thread's allocations from the pool's allocator come from the default pool.
+    pub(crate) fn run_outside<R>(&self, f: impl FnOnce() -> R) -> R {
+        let _route = PoolRoute::enter(self.0.allocator.number, 0);
         f()
     }
 
-    /// The numbers of its live blocks.
-    pub(crate) fn live(&self) -> HashSet<u32> {
+    /// Returns the table entries of the pool's live blocks.
+    pub(crate) fn live_blocks(&self) -> HashSet<u32> {
         self.0.allocator.lock().heap.blocks_of_pool(self.0.id, Use::Live).collect()
     }
 
-    /// Whether others may be given its free blocks.
-    pub(crate) fn lends(&self) -> bool {
+    /// True if allocations outside the pool may take its free blocks.
+    pub(crate) fn has_use_on_oom(&self) -> bool {
         self.0.allocator.lock().pools.get(&self.0.id).is_some_and(|options| options.use_on_oom)
     }
 
-    /// The right to capture a graph into it, which one thread has at a time.
-    pub(crate) fn begin_capture(&self) -> Option<Capturing<'_>> {
-        (!self.0.is_captured_into.swap(true, Acquire)).then(|| Capturing(&self.0.is_captured_into))
+    /// Acquires the right to capture a graph into the pool; `None` if a capture is in progress.
+    pub(crate) fn begin_capture(&self) -> Option<CaptureGuard<'_>> {
+        (!self.0.is_captured_into.swap(true, Acquire)).then(|| CaptureGuard(&self.0.is_captured_into))
     }
 
-    /// A stream other than this one that has memory of it.
+    /// Returns a stream other than `stream` that has memory in the pool.
     pub(crate) fn other_stream(&self, stream: StreamId) -> Option<StreamId> {
         let core = self.0.allocator.lock();
         let streams = core.heap.arenas.iter().filter(|arena| arena.pool == self.0.id).map(|arena| arena.stream);
         streams.into_iter().find(|&of| of != stream)
     }
 
-    /// Whether these are all of its live blocks, and it has no other (PyTorch's `checkPoolLiveAllocations`).
+    /// True if the pool's live blocks are exactly `blocks` (PyTorch's `checkPoolLiveAllocations`).
     pub fn check_live(&self, blocks: &[&Block]) -> bool {
         let given: HashSet<u32> =
             blocks.iter().filter(|b| b.owner == self.0.allocator.number).map(|block| block.id()).collect();
@@ -245,22 +249,25 @@ impl MemPool {
         given.len() == blocks.len() && given == live
     }
 
-    /// Where its live blocks are now (PyTorch's `getCheckpointState`).
+    /// Records the locations of the pool's live blocks (PyTorch's `getCheckpointState`).
     pub fn checkpoint(&self) -> PoolCheckpoint {
         let mut core = self.0.allocator.lock();
         let live: Vec<u32> = core.heap.blocks_of_pool(self.0.id, Use::Live).collect();
-        let places = live.into_iter().map(|id| core.place(id)).collect();
-        PoolCheckpoint { allocator: self.0.allocator.number, pool: self.0.id, places }
+        let blocks = live.into_iter().map(|id| core.checkpoint_block(id)).collect();
+        PoolCheckpoint { allocator: self.0.allocator.number, pool: self.0.id, blocks }
     }
 
-    /// Goes back to a checkpoint (PyTorch's `setCheckpointPoolState`): takes the blocks of `give_back`, and allocates
-    /// those of the checkpoint that are then not live again, each at exactly its place. Returns them in the order of their
-    /// segments and offsets. Contents are what they are.
+    /// Restores a checkpoint (PyTorch's `setCheckpointPoolState`). Frees the blocks in `give_back`, then reallocates
+    /// each block of the checkpoint that is no longer live, at its recorded location. Returns the reallocated blocks
+    /// in the order of their segments and offsets. Memory contents are not restored.
     ///
     /// # Errors
-    /// [`Error::Invalid`], with nothing changed and `give_back` as it was, where the checkpoint is another pool's, a
-    /// block to give back is, a live block is neither given back nor part of the checkpoint, or a segment of the
-    /// checkpoint is gone or still in use by a stream; what the driver reports while streams are waited for.
+    /// [`Error::Invalid`], with nothing changed and `give_back` intact, if:
+    /// - the checkpoint or a block of `give_back` belongs to another pool;
+    /// - a live block is neither in `give_back` nor in the checkpoint;
+    /// - a segment of the checkpoint was released or is still in use by a stream.
+    ///
+    /// Errors that the driver reports while waiting for streams.
     pub fn restore(&self, checkpoint: &PoolCheckpoint, give_back: &mut Vec<Block>) -> Result<Vec<Block>> {
         let (allocator, pool) = (&*self.0.allocator, self.0.id);
         if (checkpoint.allocator, checkpoint.pool) != (allocator.number, pool) {
@@ -269,20 +276,20 @@ impl MemPool {
         allocator.wait_for_users(give_back)?;
         allocator.process_events(true)?;
         let mut core = allocator.lock_with_stats();
-        let missing = core.missing_of(allocator.number, checkpoint, give_back)?;
+        let missing = core.blocks_to_restore(allocator.number, checkpoint, give_back)?;
         for block in give_back.drain(..) {
-            core.pending.forget(block.id());
-            core.give_back(block.id(), block.requested());
+            core.pending.forget_users(block.id());
+            core.free_block(block.id(), block.requested());
         }
         let mut waits = HashSet::new();
         let mut restored = Vec::new();
         for (segment, place) in missing {
-            let (id, streams) = core.heap.claim(segment, &place);
+            let (id, streams) = core.heap.allocate_checkpoint_block(segment, &place);
             let stream = core.heap.arenas[place.arena as usize].stream;
             let uses: PendingUses =
                 streams.into_iter().filter(|&from| from != stream).map(|from| (from, None)).collect();
             waits.extend(uses.iter().map(|(from, _)| (*from, stream)));
-            restored.push((core.block(allocator.number, id, place.requested), uses));
+            restored.push((core.create_handle(allocator.number, id, place.requested), uses));
         }
         drop(core);
         let waited = waits.into_iter().try_for_each(|(from, to)| {
@@ -292,7 +299,7 @@ impl MemPool {
         if let Err(error) = waited.or_else(|_| allocator.driver.synchronize()) {
             let mut core = allocator.lock_with_stats();
             for (block, uses) in restored {
-                core.give_back_used(block.id(), block.requested(), uses);
+                core.free_used_block(block.id(), block.requested(), uses);
             }
             return Err(error);
         }
@@ -311,14 +318,16 @@ impl Drop for Handle {
         let mut core = self.allocator.lock_with_stats();
         core.pools.remove(&self.id);
         core.heap.unsplit_pools.retain(|&pool| pool != self.id);
-        core.heap.dissolve(self.id);
+        core.heap.move_to_default_pool(self.id);
     }
 }
 
 impl CachingAllocator {
     /// Waits until the other streams that used these blocks are done.
     fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
-        for block in blocks.iter().filter(|block| block.owner == self.number && block.slot().recorded.load(Relaxed)) {
+        for block in
+            blocks.iter().filter(|block| block.owner == self.number && block.slot().used_by_other_stream.load(Relaxed))
+        {
             let streams = self.lock().pending.users(block.id());
             for stream in streams {
                 self.driver.wait(&self.driver.record(stream)?)?;
@@ -329,31 +338,38 @@ impl CachingAllocator {
 }
 
 impl Core {
-    fn place(&mut self, id: u32) -> Place {
-        let (entry, segment) = (self.heap.table[id as usize], self.heap.held(id).segment.id());
+    /// Records the location of a live block.
+    fn checkpoint_block(&mut self, id: u32) -> CheckpointBlock {
+        let (entry, segment) = (self.heap.table[id as usize], self.heap.segment_of(id).segment.id());
         // SAFETY: slots of the table live as long as the allocator.
-        let requested = unsafe { self.slots.of(id).as_ref() }.requested();
-        Place { segment, offset: entry.offset(), size: entry.size(), arena: entry.arena(), requested }
+        let requested = unsafe { self.slots.get_or_create(id).as_ref() }.requested();
+        CheckpointBlock { segment, offset: entry.offset(), size: entry.size(), arena: entry.arena(), requested }
     }
 
-    /// The places of a checkpoint that will not be live once these blocks are given back, with the number of their held
-    /// segment; an error if they could not be had then.
-    fn missing_of(&mut self, owner: u32, checkpoint: &PoolCheckpoint, blocks: &[Block]) -> Result<Vec<(u32, Place)>> {
+    /// Returns the checkpoint's blocks that will not be live after `blocks` are freed, each with its segment's
+    /// number. Fails if the memory of one of them will not be available.
+    fn blocks_to_restore(
+        &mut self,
+        owner: u32,
+        checkpoint: &PoolCheckpoint,
+        blocks: &[Block],
+    ) -> Result<Vec<(u32, CheckpointBlock)>> {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
         let pool = checkpoint.pool;
-        if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.held(b.id()).pool != pool) {
-            // Not its place: under the lock nobody waits for who moves it.
+        if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.segment_of(b.id()).pool != pool) {
+            // Prints the size, not the location: reading the location may wait for a thread that moves the block and
+            // needs this lock.
             return fail(format!("a block of {} bytes is not of pool {pool}", block.size()));
         }
         let leaving: HashSet<u32> = blocks.iter().map(|block| block.id()).collect();
         let staying: Vec<u32> = self.heap.blocks_of_pool(pool, Use::Live).filter(|id| !leaving.contains(id)).collect();
-        let mut missing: HashSet<usize> = (0..checkpoint.places.len()).collect();
+        let mut missing: HashSet<usize> = (0..checkpoint.blocks.len()).collect();
         let index: HashMap<(u64, usize), usize> =
-            checkpoint.places.iter().enumerate().map(|(at, p)| ((p.segment, p.offset), at)).collect();
+            checkpoint.blocks.iter().enumerate().map(|(at, p)| ((p.segment, p.offset), at)).collect();
         for id in staying {
-            let place = self.place(id);
+            let place = self.checkpoint_block(id);
             match index.get(&(place.segment, place.offset)) {
-                Some(at) if checkpoint.places[*at].size == place.size => missing.remove(at),
+                Some(at) if checkpoint.blocks[*at].size == place.size => missing.remove(at),
                 _ => {
                     let (size, segment, offset) = (place.size, place.segment, place.offset);
                     return fail(format!(
@@ -368,10 +384,10 @@ impl Core {
             })
             .collect();
         let mut found = Vec::new();
-        for place in checkpoint.places.iter().enumerate().filter(|(at, _)| missing.contains(at)).map(|(_, place)| place)
+        for place in checkpoint.blocks.iter().enumerate().filter(|(at, _)| missing.contains(at)).map(|(_, place)| place)
         {
             let Some(&segment) = segments.get(&place.segment) else {
-                return fail(format!("segment {} has gone back to the driver since the checkpoint", place.segment));
+                return fail(format!("segment {} was released to the driver since the checkpoint", place.segment));
             };
             let end = place.offset + place.size;
             let busy = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]).any(|other| {
@@ -389,7 +405,7 @@ impl Core {
 }
 
 impl Heap {
-    /// Blocks of a pool that are used so, by segment and offset.
+    /// Returns the pool's blocks with the given usage, by segment and offset.
     fn blocks_of_pool(&self, pool: u32, usage: Use) -> impl Iterator<Item = u32> + '_ {
         let held = self.segments.iter().enumerate();
         let segments = held.filter(move |(_, held)| held.as_ref().is_some_and(|held| held.pool == pool));
@@ -397,7 +413,7 @@ impl Heap {
         blocks.filter(move |&id| self.table[id as usize].usage() == usage)
     }
 
-    /// What a pool holds.
+    /// Computes a pool's statistics.
     pub(super) fn pool_stats(&self, pool: u32) -> MemPoolStats {
         let mut stats = MemPoolStats { largest_free: self.largest_free(pool) as u64, ..MemPoolStats::default() };
         for held in self.segments.iter().flatten().filter(|held| held.pool == pool) {
@@ -413,8 +429,8 @@ impl Heap {
         stats
     }
 
-    /// Makes a pool's memory the default pool's.
-    fn dissolve(&mut self, pool: u32) {
+    /// Moves a pool's memory to the default pool.
+    fn move_to_default_pool(&mut self, pool: u32) {
         let mut homes = HashMap::new();
         for at in 0..self.arenas.len() as u32 {
             let (stream, kind) = (self.arenas[at as usize].stream, self.arenas[at as usize].kind);
@@ -422,7 +438,7 @@ impl Heap {
                 let home = self.arena(0, stream, kind);
                 homes.insert(at, home);
                 while let Some(id) = self.any_free(at) {
-                    self.rehome(id, home);
+                    self.move_to_arena(id, home);
                 }
             }
         }
@@ -433,14 +449,14 @@ impl Heap {
         homes.into_keys().for_each(|arena| self.retire_arena(arena));
     }
 
-    /// Takes exactly these bytes, which are free, out of the blocks that have them. Gives the streams those belonged to.
-    fn claim(&mut self, segment: u32, place: &Place) -> (u32, Vec<StreamId>) {
+    /// Allocates exactly the free bytes at `place`. Returns the block and the streams that owned the bytes.
+    fn allocate_checkpoint_block(&mut self, segment: u32, place: &CheckpointBlock) -> (u32, Vec<StreamId>) {
         let end = place.offset + place.size;
         let covers = |heap: &Heap, id: u32| {
             let entry = heap.table[id as usize];
             entry.offset() < end && place.offset < entry.offset() + entry.size()
         };
         let parts: Vec<u32> = self.blocks_of(segment).filter(|&id| covers(self, id)).collect();
-        self.take_at(&parts, (place.offset, place.size), place.arena, place.requested)
+        self.allocate_at(&parts, (place.offset, place.size), place.arena, place.requested)
     }
 }

@@ -1,15 +1,15 @@
-//! The caching allocator: a device's memory, taken in segments and handed out in blocks.
+//! The caching allocator: takes device memory from the driver in segments and hands it out in blocks.
 //!
-//! Asking a driver for memory is slow (tens of microseconds, and giving it back waits for the device), so memory comes
-//! in segments, is cut into blocks, and a block given back waits here for the next request. The ideas are those of
-//! PyTorch's CUDA allocator; the search takes constant time ([`bins`]), the segments follow the need ([`policy`]), and
-//! the ladder climbed when nothing fits searches again after every rung ([`ladder`]).
+//! Driver allocations are slow (tens of microseconds, and releasing waits for the device). So segments are cut into
+//! blocks, and a freed block is cached for the next request. The design follows PyTorch's CUDA caching allocator,
+//! with three differences: the free-list search takes constant time ([`bins`]), segment sizes adapt to the program's
+//! need ([`policy`]), and out-of-memory recovery searches the bins again after every step ([`ladder`]).
 //!
-//! A block belongs to the stream it was allocated on. Given back, it may be reused there at once, though work that uses
-//! it may still be queued: whatever the next owner enqueues comes after. Another stream
-//! gets it behind a wait on the device ([`events`]), or once the work that uses it is known to have ended.
+//! A block belongs to the stream it was allocated on. After it is freed, that stream may reuse it at once, even if
+//! queued work still uses it: work enqueued by the next owner runs later. Another stream gets the block behind a
+//! device-side wait ([`events`]), or once the work that uses it is known to be complete.
 //!
-//! No call of the driver, no wait and no callback happens under the lock.
+//! No driver call, wait or callback happens while the lock is held.
 
 mod bins;
 mod cache;
@@ -42,28 +42,28 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use super::allocator::{Allocator, valid_fraction};
-use super::block::{Block, KEEPS, owner_number};
+use super::allocator::{Allocator, check_fraction};
+use super::block::{Block, CACHEABLE_FLAG, next_owner_number};
 use super::config::Config;
-use super::counters::Deltas;
+use super::counters::ThreadCacheDeltas;
 use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, Hooks, OomObserver, OutOfMemoryEvent, Registration};
 use super::stats::{DeviceStats, Split};
 use crate::device::{StreamId, log};
 use crate::{Device, Result};
-use cache::{Cached, Put, Shard, ThreadCaches};
+use cache::{Cached, PutOutcome, ThreadCache, ThreadCaches};
 use clock::Clock;
 use events::Pending;
 use expand::Expandable;
 use heap::{Heap, Search};
-use limits::{Limits, part_of};
+use limits::{Limits, fraction_of};
 pub use mempool::{MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 use moves::AfterMove;
-pub(super) use policy::Kind;
 use policy::Rules;
+pub(super) use policy::SizeKind;
 use slots::Slots;
-pub(super) use spill::caching_inside;
+pub(super) use spill::innermost_caching_allocator;
 use sync::{Mutex, MutexGuard, lock};
 
 /// The default allocator of every device: PyTorch's caching allocator, rebuilt for devices without virtual memory.
@@ -89,41 +89,41 @@ pub struct CachingAllocator {
     rules: Arc<Rules>,
     core: Mutex<Core>,
     caches: ThreadCaches,
-    /// Whether any block was ever used by a stream other than its own.
+    /// True once any block has been used by a stream other than its own.
     recorded: AtomicBool,
     hooks: Hooks,
-    /// Held by who compacts: one thread at a time. Not the allocator's lock: others allocate and free meanwhile.
+    /// Locked while compacting, so that one thread compacts at a time. Other threads allocate and free meanwhile.
     compacting: std::sync::Mutex<()>,
-    /// Where segments grow in place.
+    /// Creates segments that grow in place; `None` unless `expandable_segments` is on.
     expandable: Option<Expandable>,
     clock: Clock,
 }
 
-/// What the lock guards.
+/// The allocator's state behind its lock.
 struct Core {
     heap: Heap,
     slots: Slots,
-    /// Blocks given back that streams may still be using.
+    /// Freed blocks that other streams may still be using.
     pending: Pending,
-    /// Memory pools other than the default one that have handles.
+    /// Options of the memory pools that still have handles, by pool number. The default pool is not included.
     pools: BTreeMap<u32, MemPoolOptions>,
     limits: Limits,
-    /// Bytes of segments being made outside the lock.
-    making: u64,
+    /// Bytes of segments that are being created outside the lock.
+    bytes_being_created: u64,
     growth: grow::Growth,
-    /// Blocks of segments under compaction, and what has happened to them meanwhile.
+    /// Blocks of segments being compacted, and what to do with each after its copy.
     moving: HashMap<u32, AfterMove>,
     decay: decay::Decay,
-    /// The largest size that threads' caches keep, where they are on.
+    /// The largest block size, in bytes, that thread caches keep; 0 if the caches are off.
     largest_cached: usize,
 }
 
-/// What is asked for, and where to look for it.
+/// One allocation request and the arena that serves it.
 #[derive(Debug, Clone, Copy)]
 struct Request {
     bytes: usize,
     size: usize,
-    kind: Kind,
+    kind: SizeKind,
     pool: u32,
     stream: StreamId,
 }
@@ -135,19 +135,19 @@ impl fmt::Debug for CachingAllocator {
 }
 
 impl CachingAllocator {
-    /// An allocator over this driver's memory.
+    /// Creates an allocator over `driver`'s memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) where the configuration contradicts itself, or asks for `expandable_segments` of a driver that
-    /// cannot reserve addresses.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself, or asks for
+    /// `expandable_segments` and the driver cannot reserve addresses.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
         config.check()?;
         let expandable = Expandable::new(&*driver, &config)?;
         let alignment = driver.alignment().max(entry::UNIT);
-        let capacity = driver.capacity().min(entry::LONGEST);
-        let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
+        let capacity = driver.capacity().min(entry::MAX_SEGMENT_BYTES);
+        let fraction = fraction_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
-        let limits = Limits { fraction, bytes: config.memory_limit as u64, elsewhere: 0, exceeded: false };
+        let limits = Limits { fraction, bytes: config.memory_limit as u64, elsewhere: 0, is_exceeded: false };
         let decay = decay::Decay::new(u64::try_from(config.decay.as_millis()).unwrap_or(u64::MAX));
         let rules = Arc::new(Rules::new(config, alignment, capacity));
         let mut heap = Heap::new(Arc::clone(&rules));
@@ -158,13 +158,13 @@ impl CachingAllocator {
             pending: Pending::default(),
             pools: BTreeMap::new(),
             limits,
-            making: 0,
+            bytes_being_created: 0,
             growth: grow::Growth::default(),
             moving: HashMap::new(),
             decay,
             largest_cached: caches.largest(),
         };
-        let number = owner_number();
+        let number = next_owner_number();
         Ok(CachingAllocator {
             driver,
             number,
@@ -179,91 +179,92 @@ impl CachingAllocator {
         })
     }
 
+    /// Locks the allocator, and merges the last freed block.
     fn lock(&self) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
         core.heap.merge_last_freed();
         core
     }
 
-    /// The lock, for one who is about to change statistics: what this thread's cache did comes first, so that peaks are
-    /// those of the order in which things happened.
+    /// Locks the allocator to change statistics. Adds this thread's cache deltas first, so that peaks reflect the
+    /// order of events.
     fn lock_with_stats(&self) -> MutexGuard<'_, Core> {
-        let mut core = self.lock_without_merge(self.caches.own());
+        let mut core = self.lock_without_merge(self.caches.of_this_thread());
         core.heap.merge_last_freed();
         core
     }
 
-    /// As [`lock_with_stats`](Self::lock_with_stats), with the block that was given back last as it is.
+    /// Like [`lock_with_stats`](Self::lock_with_stats), but does not merge the last freed block into its neighbours.
     #[inline(always)]
-    fn lock_without_merge(&self, own: Option<&Shard>) -> MutexGuard<'_, Core> {
+    fn lock_without_merge(&self, own: Option<&ThreadCache>) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
-        core.heap.stats.see_cached(own.map_or(([0; 3], None), Shard::changes));
+        core.heap.stats.apply_thread_cache_deltas(own.map_or(([0; 3], None), ThreadCache::read_deltas));
         core
     }
 
-    /// Empties this thread's cache, which holds what nobody asks for.
+    /// Empties this thread's cache, whose block sizes are no longer requested.
     #[cold]
     #[inline(never)]
-    fn renew_cache(&self) {
-        self.lock().take_back(self.caches.drain_own());
+    fn drain_own_cache(&self) {
+        self.lock().free_drained_blocks(self.caches.drain_this_thread());
     }
 
-    /// Makes this thread's cache. Under the lock, so that who turns all caches off and empties them under it misses none.
+    /// Creates this thread's cache. Holds the lock, so that turning all caches off under the lock misses none.
     #[cold]
     #[inline(never)]
-    fn make_cache(&self) {
+    fn create_own_cache(&self) {
         let _core = self.lock();
-        self.caches.make_own();
+        self.caches.create_for_this_thread();
     }
 
-    /// Gives what all threads have cached back to the bins.
+    /// Moves the blocks of all thread caches back to the bins.
     fn drain_caches(&self) -> MutexGuard<'_, Core> {
         let mut core = self.lock();
-        core.take_back(self.caches.drain());
+        core.free_drained_blocks(self.caches.drain());
         core
     }
 
-    /// Gives back what is too much or old.
+    /// Releases memory above the limit, and memory that has decayed.
     #[cold]
     #[inline(never)]
     fn trim_if_due<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
         core.heap.merge_last_freed();
-        let core = self.shed(core);
+        let core = self.release_above_limit(core);
         self.decay(core)
     }
 
-    /// Milliseconds since the allocator was made.
+    /// Milliseconds since the allocator was created.
     fn now(&self) -> u64 {
         self.clock.milliseconds()
     }
 }
 
 impl Core {
-    /// Takes back a block that no other stream uses; one on the move when it has arrived.
+    /// Frees a block that no other stream uses. A block that is being moved is freed after its copy.
     #[cold]
-    fn give_back(&mut self, id: u32, requested: usize) {
+    fn free_block(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
-            Some(then) => *then = AfterMove::GiveBack(requested),
-            None => self.heap.give_back(id, requested),
+            Some(then) => *then = AfterMove::FreeBlock(requested),
+            None => self.heap.free_block(id, requested),
         }
     }
 
-    /// As [`give_back`](Self::give_back), for a request that may come next.
+    /// Like [`free_block`](Self::free_block), but keeps the block unmerged for the next request.
     #[inline(always)]
-    fn give_back_last(&mut self, id: u32, requested: usize) {
+    fn free_block_unmerged(&mut self, id: u32, requested: usize) {
         match self.moving.is_empty() {
-            true => self.heap.give_back_last(id, requested),
-            false => self.give_back(id, requested),
+            true => self.heap.free_block_unmerged(id, requested),
+            false => self.free_block(id, requested),
         }
     }
 
-    /// Takes back what was in threads' caches.
-    fn take_back(&mut self, (ids, deltas): (Vec<u32>, Vec<Deltas>)) {
-        deltas.iter().for_each(|deltas| self.heap.stats.fold(deltas));
+    /// Frees the blocks drained from thread caches, and adds the caches' deltas to the statistics.
+    fn free_drained_blocks(&mut self, (ids, deltas): (Vec<u32>, Vec<ThreadCacheDeltas>)) {
+        deltas.iter().for_each(|deltas| self.heap.stats.fold_thread_cache(deltas));
         ids.into_iter().for_each(|id| self.uncache(id));
     }
 
-    /// A block leaves a thread's cache.
+    /// Frees a block that leaves a thread's cache. A block that is being moved is freed after its copy.
     fn uncache(&mut self, id: u32) {
         match self.moving.get_mut(&id) {
             Some(then) => *then = AfterMove::Uncache,
@@ -271,33 +272,34 @@ impl Core {
         }
     }
 
-    /// Counts a request, whatever comes of it.
-    fn see(&mut self, request: &Request) {
+    /// Records a request for the growth and decay heuristics, before its outcome is known.
+    fn record_request(&mut self, request: &Request) {
         self.heap.ticks += 1;
         let active = self.heap.stats.active_bytes() + request.size as u64;
-        self.growth.see(active, self.heap.ticks);
-        self.decay.see(active);
+        self.growth.record_active(active, self.heap.ticks);
+        self.decay.record_active(active);
     }
 
-    /// The handle on an entry that was just taken.
-    fn block(&mut self, owner: u32, id: u32, requested: usize) -> Block {
+    /// Creates the handle of a table entry that was just taken.
+    fn create_handle(&mut self, owner: u32, id: u32, requested: usize) -> Block {
         let rounded = self.heap.rules.round_size(requested).unwrap_or(0);
-        self.block_for(owner, id, requested, rounded)
+        self.create_handle_of(owner, id, requested, rounded)
     }
 
-    /// As [`block`](Self::block), where what the request is rounded up to is known.
+    /// Like [`create_handle`](Self::create_handle), for a caller that knows the rounded size.
     #[inline(always)]
-    fn block_for(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
-        let slot = self.slots.of(id);
-        let (entry, held) = (&self.heap.table[id as usize], self.heap.held(id));
-        // Small ones of the default pool and stream. No branch: nothing foresees which they are.
+    fn create_handle_of(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
+        let slot = self.slots.get_or_create(id);
+        let (entry, held) = (&self.heap.table[id as usize], self.heap.segment_of(id));
+        // Thread caches keep small blocks of the default pool and stream. Branch-free, because no predictor guesses
+        // this.
         let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
-        let tagged = id | (u32::from(keeps) * KEEPS);
-        // SAFETY: slots of the table live as long as the allocator, or for good. Nobody has this entry's block, so
-        // nobody reads the slot; the segment is held as long as a block of it is live.
+        let tagged = id | (u32::from(keeps) * CACHEABLE_FLAG);
+        // SAFETY: slots of the table live as long as the allocator, or forever. No live `Block` refers to this entry,
+        // so no other thread reads the slot. `held` keeps the segment alive as long as one of its blocks is live.
         let block = unsafe {
-            slot.as_ref().set_place(&held.segment, entry.offset());
-            Block::of_table(slot, owner, tagged, entry.size(), requested)
+            slot.as_ref().set_location(&held.segment, entry.offset());
+            Block::with_table_slot(slot, owner, tagged, entry.size(), requested)
         };
         self.heap.record_alloc(id, requested);
         block
@@ -318,33 +320,33 @@ impl Allocator for CachingAllocator {
             Some(size) if size as u64 <= self.rules.capacity => size,
             _ => return Err(self.too_large(bytes)),
         };
-        let (kind, pool) = (Kind::of(size), mempool::routed(self.number));
-        let own = self.caches.own();
+        let (kind, pool) = (SizeKind::of_size(size), mempool::routed_pool(self.number));
+        let own = self.caches.of_this_thread();
         if pool == 0
             && stream == StreamId::DEFAULT
             && let Some(shard) = own
             && let Some(Cached { slot, id }) = self.caches.get(shard, size, bytes)
         {
-            // SAFETY: the entry is live in the table, and its slot's place was set when it was.
-            return Ok(unsafe { Block::of_table(slot, self.number, id | KEEPS, size, bytes) });
+            // SAFETY: the entry is live in the table, and its slot's location was set when it became live.
+            return Ok(unsafe { Block::with_table_slot(slot, self.number, id | CACHEABLE_FLAG, size, bytes) });
         }
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_without_merge(own);
-        core.see(&request);
-        if core.limits.exceeded || core.decay.looks_at(core.heap.ticks) {
+        core.record_request(&request);
+        if core.limits.is_exceeded || core.decay.checks_clock_at(core.heap.ticks) {
             core = self.trim_if_due(core);
         }
         let arena = core.heap.arena(pool, stream, kind);
-        if let Some(id) = core.heap.take_last(arena, size, bytes) {
-            return Ok(core.block_for(self.number, id, bytes, size));
+        if let Some(id) = core.heap.reuse_last_freed(arena, size, bytes) {
+            return Ok(core.create_handle_of(self.number, id, bytes, size));
         }
         if core.pending.is_empty()
             && let Some(id) = core.search(arena, &request, Search::Quick, false)
         {
-            return Ok(core.block_for(self.number, id, bytes, size));
+            return Ok(core.create_handle_of(self.number, id, bytes, size));
         }
         drop(core);
-        self.climb(&request)
+        self.recover_memory(&request)
     }
 
     fn deallocate(&self, block: Block) {
@@ -352,27 +354,27 @@ impl Allocator for CachingAllocator {
             return;
         }
         let requested = block.requested();
-        // Touches the block's slot only where any block has been used by other streams.
-        if self.recorded.load(Relaxed) && block.slot().recorded.load(Relaxed) {
+        // Reads the block's slot only if some block has been used by another stream.
+        if self.recorded.load(Relaxed) && block.slot().used_by_other_stream.load(Relaxed) {
             return self.deallocate_used_by_others(block, requested);
         }
-        let own = self.caches.own();
-        if block.keeps()
+        let own = self.caches.of_this_thread();
+        if block.is_cacheable()
             && let Some(size) = self.rules.round_size(requested)
         {
             let cached = Cached { slot: block.slot_ptr(), id: block.id() };
             match own.map(|shard| self.caches.put(shard, cached, size, requested)) {
-                Some(Put::Kept) => return,
-                Some(Put::Refused) => {}
-                Some(Put::Stale) => self.renew_cache(),
-                None => self.make_cache(),
+                Some(PutOutcome::Kept) => return,
+                Some(PutOutcome::Refused) => {}
+                Some(PutOutcome::Stale) => self.drain_own_cache(),
+                None => self.create_own_cache(),
             }
         }
-        self.lock_without_merge(own).give_back_last(block.id(), requested);
+        self.lock_without_merge(own).free_block_unmerged(block.id(), requested);
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
-        self.note_stream(block, stream);
+        self.record_stream_use(block, stream);
     }
 
     fn stats(&self) -> DeviceStats {
@@ -392,13 +394,13 @@ impl Allocator for CachingAllocator {
         self.process_events(true)?;
         let unused = {
             let mut core = self.lock();
-            core.growth.forget();
+            core.growth.restart_warm_up();
             core.heap.remove_unused(0)
         };
         drop(unused); // outside the lock: releasing waits for the device
         self.release_pages(0, 0);
-        let _messages = log::defer(); // a subscriber may allocate, and wait for the lock that is held below
-        if let Ok(_alone) = self.compacting.try_lock() {
+        let _messages = log::defer(); // a subscriber may allocate, and wait for the lock held below
+        if let Ok(_compaction_lock) = self.compacting.try_lock() {
             self.restore_all();
         }
         Ok(())
@@ -422,8 +424,8 @@ impl Allocator for CachingAllocator {
     }
 
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        let fraction = valid_fraction(fraction)?;
-        self.lock().set_limits(|limits| limits.fraction = part_of(self.driver.capacity(), fraction));
+        let fraction = check_fraction(fraction)?;
+        self.lock().set_limits(|limits| limits.fraction = fraction_of(self.driver.capacity(), fraction));
         Ok(())
     }
 
@@ -432,12 +434,12 @@ impl Allocator for CachingAllocator {
     }
 
     fn make_room(&self, _bytes: usize) -> Result<()> {
-        self.hooks.ask_for_memory();
+        self.hooks.call_free_memory_callbacks();
         self.empty_cache()
     }
 
     fn tell_oom_observers(&self, event: &OutOfMemoryEvent) {
-        self.hooks.tell_observers(|| *event);
+        self.hooks.notify_observers(|| *event);
     }
 
     fn snapshot(&self) -> Snapshot {
@@ -455,7 +457,7 @@ impl Drop for CachingAllocator {
         let _ = self.process_events(true);
         let core = &mut *self.lock();
         if core.heap.stats.live_blocks() > 0 {
-            // Blocks are still out there, with pointers to slots and segments: those stay for good.
+            // Live blocks still point to slots and segments, so both are leaked.
             tracing::warn!(blocks = core.heap.stats.live_blocks(), "an allocator was dropped before its blocks");
             std::mem::forget(std::mem::take(&mut core.slots));
             std::mem::forget(std::mem::take(&mut core.heap.segments));
@@ -464,12 +466,12 @@ impl Drop for CachingAllocator {
 }
 
 impl Heap {
-    /// A block leaves a thread's cache: to the statistics it was free already.
+    /// Frees a block that leaves a thread's cache. The statistics already count it as free.
     fn uncache(&mut self, id: u32) {
-        self.given_back += 1;
+        self.freed_blocks += 1;
         let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
-        let split: Split = self.set_free(id);
-        self.stats.split_changed(kind, split);
+        let split: Split = self.free_and_merge(id);
+        self.stats.record_split_change(kind, split);
     }
 }
 

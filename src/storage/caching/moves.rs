@@ -1,4 +1,4 @@
-//! Which blocks are to move where, and the table after that.
+//! Compaction plans: which blocks move where, and the table update after the move.
 
 use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
@@ -9,30 +9,32 @@ use super::super::history::TraceAction;
 use super::super::segment::Segment;
 use super::Core;
 use super::events::PendingUses;
-use super::heap::{Held, Use};
+use super::heap::{SegmentRecord, Use};
 use crate::device::StreamId;
 
-/// What is to happen to a block of a plan when that is settled or abandoned.
+/// The action for a block of a plan when the plan is settled or abandoned.
 #[derive(Debug)]
 pub(super) enum AfterMove {
-    Stay,
-    /// It was given back; so many bytes had been asked for.
-    GiveBack(usize),
-    /// As `GiveBack`, while streams may still be using it.
-    Pend(usize, PendingUses),
-    /// It left a thread's cache.
+    /// Nothing.
+    Nothing,
+    /// Free it. The block was freed during the move; the value is its requested size in bytes.
+    FreeBlock(usize),
+    /// Like `FreeBlock`, for a block that streams may still be using.
+    FreeUsedBlock(usize, PendingUses),
+    /// Free it. The block left a thread cache during the move.
     Uncache,
 }
 
-/// A block on the move.
+/// A block that is being moved.
 pub(super) struct Move<'a> {
     pub(super) id: u32,
-    /// Where it is: its segment, and bytes from its start.
+    /// The current location: the segment and the offset in bytes.
     pub(super) from: (Arc<Segment>, usize),
+    /// The new offset in bytes.
     pub(super) to: usize,
     pub(super) size: usize,
     pub(super) slot: &'a Slot,
-    _still: RwLockWriteGuard<'a, Borrows>,
+    _write_lock: RwLockWriteGuard<'a, Borrows>,
 }
 
 impl<'a> Move<'a> {
@@ -44,42 +46,43 @@ impl<'a> Move<'a> {
         slot: &'a Slot,
         still: RwLockWriteGuard<'a, Borrows>,
     ) -> Move<'a> {
-        Move { id, from, to, size, slot, _still: still }
+        Move { id, from, to, size, slot, _write_lock: still }
     }
 }
 
-/// Segments whose blocks are about to move into one.
-pub(super) struct Plan<'a> {
+/// A plan to move the blocks of several segments into one.
+pub(super) struct CompactionPlan<'a> {
     pub(super) segments: Vec<u32>,
     pub(super) moves: Vec<Move<'a>>,
-    /// Blocks that stay, with their offsets and sizes.
-    pub(super) stay: Vec<(u32, usize, usize)>,
-    /// Whose what is left over is.
+    /// Blocks that do not move, with their offsets and sizes in bytes.
+    pub(super) staying: Vec<(u32, usize, usize)>,
+    /// The stream that will own the free bytes.
     pub(super) stream: StreamId,
-    /// Bytes of the new segment that count as being made, beside the old ones.
-    pub(super) making: u64,
+    /// Bytes of the new segment that are counted in `Core::bytes_being_created` in addition to the old segments.
+    pub(super) bytes_being_created: u64,
 }
 
-impl Plan<'_> {
+impl CompactionPlan<'_> {
+    /// Bytes of all blocks that may move.
     pub(super) fn bytes(&self) -> usize {
         self.moves.iter().map(|m| m.size).sum()
     }
 
-    /// Bytes that come to lie elsewhere in their segment.
+    /// Bytes of the blocks whose offset changes.
     pub(super) fn bytes_moved(&self) -> usize {
         self.moves.iter().filter(|m| m.from.1 != m.to).map(|m| m.size).sum()
     }
 
-    /// Where the last block is to end.
+    /// The end of the last block after the move, in bytes.
     pub(super) fn end(&self) -> usize {
         let moves = self.moves.iter().map(|m| m.to + m.size);
-        moves.chain(self.stay.iter().map(|&(_, offset, size)| offset + size)).max().unwrap_or(0)
+        moves.chain(self.staying.iter().map(|&(_, offset, size)| offset + size)).max().unwrap_or(0)
     }
 }
-/// The largest run of bytes between the blocks of a plan.
-pub(super) fn largest_gap(plan: &Plan<'_>, bytes: usize) -> usize {
+/// Returns the size in bytes of the largest gap between the plan's blocks, in a segment of `bytes` bytes.
+pub(super) fn largest_gap(plan: &CompactionPlan<'_>, bytes: usize) -> usize {
     let mut places: Vec<(usize, usize)> = plan.moves.iter().map(|m| (m.to, m.size)).collect();
-    places.extend(plan.stay.iter().map(|&(_, offset, size)| (offset, size)));
+    places.extend(plan.staying.iter().map(|&(_, offset, size)| (offset, size)));
     places.sort_unstable();
     let mut last = bytes;
     let mut largest = 0;
@@ -90,21 +93,24 @@ pub(super) fn largest_gap(plan: &Plan<'_>, bytes: usize) -> usize {
     largest.max(last)
 }
 impl Core {
+    /// The bytes of a segment that blocks cover.
     pub(super) fn segment_bytes(&self, segment: u32) -> usize {
         self.heap.segments[segment as usize].as_ref().map_or(0, |held| held.size)
     }
 
+    /// The committed bytes of a segment.
     pub(super) fn committed_bytes(&self, segment: u32) -> usize {
         self.heap.segments[segment as usize].as_ref().map_or(0, |held| held.committed())
     }
 
+    /// The free bytes of a segment.
     pub(super) fn free_bytes(&self, segment: u32) -> usize {
         let entries = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]);
         entries.filter(|entry| entry.usage() == Use::Free).map(|entry| entry.size()).sum()
     }
 
-    /// Segments of the default pool that are not full, those with the most free bytes first.
-    pub(super) fn most_free(&self) -> Vec<&Held> {
+    /// Returns the segments of the default pool that have free bytes, those with the most first.
+    pub(super) fn segments_by_free_bytes(&self) -> Vec<&SegmentRecord> {
         let held = (0u32..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
         let free = held.filter(|(_, held)| held.pool == 0).map(|(at, held)| (self.free_bytes(at), at, held));
         let mut segments: Vec<_> = free.filter(|(free, ..)| *free > 0).collect();
@@ -112,21 +118,28 @@ impl Core {
         segments.into_iter().map(|(.., held)| held).collect()
     }
 
-    /// Ids of [`most_free`](Self::most_free): for who lets go of the lock.
-    pub(super) fn candidates(&self) -> Vec<u64> {
-        self.most_free().into_iter().map(|held| held.segment.id()).collect()
+    /// Returns the ids of [`segments_by_free_bytes`](Self::segments_by_free_bytes), for a caller that releases the lock.
+    pub(super) fn compaction_candidates(&self) -> Vec<u64> {
+        self.segments_by_free_bytes().into_iter().map(|held| held.segment.id()).collect()
     }
 
-    /// Plans to move the blocks of the segments with these ids together, in order; nobody can allocate there until the
-    /// plan is settled or abandoned, and what is given back becomes free only then. Blocks that must stay do; with
-    /// `around` others move as far down as those let them. None where a segment is gone, or a block of it pending.
-    pub(super) fn plan<'a>(&mut self, segments: &[u64], around: bool, stream: StreamId) -> Option<Plan<'a>> {
+    /// Plans to move the blocks of these segments together, in order. Until the plan is settled or abandoned, no
+    /// request can allocate there, and blocks freed there stay held. Blocks that cannot move stay. With `around`, the
+    /// other blocks move down as far as the staying blocks allow. Returns `None` if a segment is gone or has a
+    /// pending block.
+    pub(super) fn plan_compaction<'a>(
+        &mut self,
+        segments: &[u64],
+        around: bool,
+        stream: StreamId,
+    ) -> Option<CompactionPlan<'a>> {
         let segments: Vec<u32> = segments.iter().map(|&id| self.heap.number_of(id)).collect::<Option<_>>()?;
         let is_pending = |id: u32| self.heap.table[id as usize].usage() == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
-            return None; // it may become free at any moment
+            return None; // a pending block may become free at any moment
         }
-        let mut plan = Plan { segments, moves: Vec::new(), stay: Vec::new(), stream, making: 0 };
+        let mut plan =
+            CompactionPlan { segments, moves: Vec::new(), staying: Vec::new(), stream, bytes_being_created: 0 };
         let mut to = 0;
         for segment in plan.segments.clone() {
             let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
@@ -134,24 +147,24 @@ impl Core {
                 let entry = self.heap.table[id as usize];
                 match entry.usage() {
                     Use::Free => {
-                        self.heap.hold(id);
+                        self.heap.freeze_block(id);
                         continue;
                     }
                     Use::Unmapped => continue,
                     _ => {}
                 }
-                let slot = self.slots.of(id);
+                let slot = self.slots.get_or_create(id);
                 // SAFETY: slots live as long as the allocator, which outlives this call's plan.
                 let slot: &'a Slot = unsafe { slot.as_ref() };
-                self.moving.insert(id, AfterMove::Stay);
-                match slot.try_write().filter(|_| !slot.is_exported()) {
+                self.moving.insert(id, AfterMove::Nothing);
+                match slot.try_lock_for_move().filter(|_| !slot.is_exported()) {
                     Some(still) => {
-                        let from = (Arc::clone(&self.heap.held(id).segment), entry.offset());
+                        let from = (Arc::clone(&self.heap.segment_of(id).segment), entry.offset());
                         plan.moves.push(Move::new(id, from, to, entry.size(), slot, still));
                         to += entry.size();
                     }
                     None => {
-                        plan.stay.push((id, entry.offset(), entry.size()));
+                        plan.staying.push((id, entry.offset(), entry.size()));
                         to = if around { entry.offset() + entry.size() } else { to };
                     }
                 }
@@ -160,64 +173,71 @@ impl Core {
         Some(plan)
     }
 
-    /// Leaves everything where it is.
-    pub(super) fn abandon(&mut self, plan: Plan<'_>) {
-        let Plan { segments, moves, stay, .. } = plan;
+    /// Cancels a plan without moving anything.
+    pub(super) fn cancel_plan(&mut self, plan: CompactionPlan<'_>) {
+        let CompactionPlan { segments, moves, staying: stay, .. } = plan;
         for segment in segments {
-            self.heap.held_blocks(segment).into_iter().for_each(|id| self.heap.unhold(id));
+            self.heap.frozen_blocks(segment).into_iter().for_each(|id| self.heap.unfreeze_block(id));
         }
-        self.finish(moves, stay);
+        self.unlock_moved_blocks(moves, stay);
     }
 
-    /// The old segments of a plan, which hold nothing that is needed any more.
-    pub(super) fn let_go(&mut self, plan: &Plan<'_>) -> Vec<Arc<Segment>> {
+    /// Takes the old segments of a plan, which hold no needed data any more, out of the table.
+    pub(super) fn take_old_segments(&mut self, plan: &CompactionPlan<'_>) -> Vec<Arc<Segment>> {
         let mut gone = Vec::new();
         for &at in &plan.segments {
             if let Some(held) = &mut self.heap.segments[at as usize] {
                 let make = if held.segment.is_reserved() { Segment::reserved } else { Segment::new };
-                gone.push(std::mem::replace(&mut held.segment, Arc::new(make(Memory::gone(), 0))));
+                gone.push(std::mem::replace(&mut held.segment, Arc::new(make(Memory::released(), 0))));
             }
         }
         gone
     }
 
-    /// Writes the moves into the table: all blocks of the plan's segments are now in `target`. Gives what is left over.
-    pub(super) fn settle_moves(&mut self, plan: Plan<'_>, target: &Arc<Segment>, bytes: usize) -> Vec<Arc<Segment>> {
-        let Plan { segments, moves, stay, stream, .. } = plan;
+    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the unused
+    /// segments.
+    pub(super) fn apply_moves(
+        &mut self,
+        plan: CompactionPlan<'_>,
+        target: &Arc<Segment>,
+        bytes: usize,
+    ) -> Vec<Arc<Segment>> {
+        let CompactionPlan { segments, moves, staying: stay, stream, .. } = plan;
         let mut layout: Vec<(u32, usize)> =
             moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
         layout.sort_unstable_by_key(|&(_, offset)| offset);
-        // To the history a move is a free and an allocation; what stays in place, or was a cache's, has neither.
+        // The history records a move as a free and an allocation. A block that stays in place or was cached gets
+        // neither.
         let moves_away = |m: &&Move| {
             let cached = matches!(self.moving.get(&m.id), Some(AfterMove::Uncache));
             !cached && self.heap.address(m.id) != target.address() + m.to as u64
         };
         let moved: Vec<_> = moves.iter().filter(moves_away).map(|m| (m.id, m.slot.requested())).collect();
         moved.iter().for_each(|&(id, requested)| self.heap.record_free(id, requested));
-        let gone = self.heap.lay_out(&segments, &layout, target, bytes, stream);
+        let gone = self.heap.rebuild_segment(&segments, &layout, target, bytes, stream);
         moved.iter().for_each(|&(id, requested)| _ = self.heap.record(TraceAction::Alloc, id, requested));
         for m in &moves {
-            // SAFETY: the segment is held as long as a block of it is live; the slot is locked for writing, and the
-            // bytes are there.
-            unsafe { m.slot.set_place(target, m.to) };
+            // SAFETY: the segment is held as long as one of its blocks is live. The slot is write-locked, and the
+            // bytes have been copied.
+            unsafe { m.slot.set_location(target, m.to) };
         }
-        self.finish(moves, stay);
+        self.unlock_moved_blocks(moves, stay);
         gone
     }
 
-    /// Unlocks the blocks of a plan; those given back meanwhile become free now.
-    pub(super) fn finish<'a>(
+    /// Unlocks the blocks of a plan. Blocks freed during the move become free now.
+    pub(super) fn unlock_moved_blocks<'a>(
         &mut self,
         moves: impl IntoIterator<Item = Move<'a>>,
         stay: impl IntoIterator<Item = (u32, usize, usize)>,
     ) {
-        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocked when all of them are in the table
+        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocks the blocks only after all of them are in the table
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
-                Some(AfterMove::GiveBack(requested)) => self.heap.give_back(id, requested),
-                Some(AfterMove::Pend(requested, uses)) => self.give_back_used(id, requested, uses),
+                Some(AfterMove::FreeBlock(requested)) => self.heap.free_block(id, requested),
+                Some(AfterMove::FreeUsedBlock(requested, uses)) => self.free_used_block(id, requested, uses),
                 Some(AfterMove::Uncache) => self.heap.uncache(id),
-                Some(AfterMove::Stay) | None => {}
+                Some(AfterMove::Nothing) | None => {}
             }
         }
     }

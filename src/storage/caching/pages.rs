@@ -1,7 +1,7 @@
-//! The pages of segments that grow in place: which are committed, and what blocks lie on them.
+//! Page bookkeeping of expandable segments: which pages are committed, and which blocks are on them.
 //!
-//! As [`heap`](super::heap), pure bookkeeping. A hole is a block that nothing can find; there is none at the end of a
-//! segment, which ends where it begins.
+//! Like [`heap`](super::heap), this module makes no driver calls. A hole is a block that no request can take. A hole
+//! at the end of a segment is removed, and the segment then ends before it.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -11,91 +11,96 @@ use super::super::history::TraceAction;
 use super::super::segment::Segment;
 use super::Split;
 use super::expand::Expandable;
-use super::heap::{Entry, Heap, Held, NONE, Use};
+use super::heap::{Entry, Heap, NONE, SegmentRecord, Use};
 
-/// The shortest hole made between blocks: systems bound how many there may be.
-const LEAST_HOLE: usize = 64 << 10;
-/// Past ends that are remembered: as many as decay's looks at the clock span an interval.
-const LOOKS: usize = 5;
+/// The smallest hole between blocks, in bytes. Operating systems limit the number of mappings.
+const MIN_HOLE_BYTES: usize = 64 << 10;
+/// How many past ends are remembered: the recent checks of decay span one interval.
+const REMEMBERED_ENDS: usize = 5;
 
-/// What is known of the end of a segment that grows.
+/// The end of an expandable segment.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct End {
-    /// The last block, or one of its predecessors: where to begin looking for it.
+pub(super) struct SegmentEnd {
+    /// The last block or one of its predecessors, from which the search for the last block starts.
     hint: u32,
-    /// Up to where blocks were in use at decay's last looks; everything, for looks from before it last grew.
-    used: [usize; LOOKS],
-    /// Bytes before the end that are not committed.
+    /// Offset up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment
+    /// last grew.
+    used: [usize; REMEMBERED_ENDS],
+    /// Bytes of uncommitted holes before the end.
     pub(super) holes: usize,
 }
 
-impl Default for End {
-    fn default() -> End {
-        End { hint: NONE, used: [usize::MAX; LOOKS], holes: 0 }
+impl Default for SegmentEnd {
+    fn default() -> SegmentEnd {
+        SegmentEnd { hint: NONE, used: [usize::MAX; REMEMBERED_ENDS], holes: 0 }
     }
 }
 
-/// Memory about to be committed.
+/// Memory about to be committed to a segment.
 pub(super) struct Extension {
-    /// Its number in the table; a new one has none yet.
+    /// The segment and its number in the table; `None` for a new segment.
     pub(super) segment: Option<(u32, Arc<Segment>)>,
-    /// Holes, and the first bytes of each.
+    /// Holes to fill, with the range to commit at the start of each.
     pub(super) holes: Vec<(u32, Range<usize>)>,
-    /// From the segment's end to the new one.
+    /// The range from the segment's current end to its new end.
     pub(super) end: Range<usize>,
-    /// Free blocks that count towards the request.
+    /// Adjacent free blocks whose bytes count towards the request.
     pub(super) spared: Vec<u32>,
 }
 
 impl Extension {
+    /// The ranges to commit.
     pub(super) fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
         self.holes.iter().map(|(_, range)| range).chain([&self.end]).filter(|range| !range.is_empty())
     }
 
+    /// The number of bytes to commit.
     pub(super) fn bytes(&self) -> u64 {
         self.ranges().map(|range| range.len() as u64).sum()
     }
 }
 
-/// Pages that are in no block any more, to be decommitted.
-pub(super) type Cut = (Arc<Segment>, Range<usize>);
+/// Pages removed from the table, to be decommitted.
+pub(super) type UnmappedPages = (Arc<Segment>, Range<usize>);
 
 impl Segment {
-    /// What the history calls it when it is made.
-    pub(super) fn made(&self) -> TraceAction {
+    /// The history event for the creation of this segment.
+    pub(super) fn creation_action(&self) -> TraceAction {
         if self.is_reserved() { TraceAction::SegmentMap } else { TraceAction::SegmentAlloc }
     }
 }
 
-impl End {
-    /// Up to where the segment was in use at any of the last looks.
+impl SegmentEnd {
+    /// The highest offset in use at any of the recent checks.
     pub(super) fn last_used(&self) -> usize {
         self.used.into_iter().max().unwrap_or(usize::MAX)
     }
 }
 
-impl Held {
-    /// Bytes that are committed.
+impl SegmentRecord {
+    /// Committed bytes.
     pub(super) fn committed(&self) -> usize {
         self.size - self.end.holes
     }
 }
 
 impl Heap {
-    /// Whether the table still has this segment at its number.
+    /// True if the table still has this segment under its number.
     pub(super) fn is_segment(&self, at: u32, segment: &Arc<Segment>) -> bool {
         self.segments[at as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, segment))
     }
 
-    pub(super) fn grows(&self, at: u32) -> bool {
+    /// True if the segment is expandable.
+    pub(super) fn is_expandable(&self, at: u32) -> bool {
         self.segments[at as usize].as_ref().is_some_and(|held| held.segment.is_reserved())
     }
 
+    /// True if the segment has uncommitted holes.
     pub(super) fn has_holes(&self, at: u32) -> bool {
         self.segments[at as usize].as_ref().is_some_and(|held| held.end.holes > 0)
     }
 
-    /// The last block of a segment.
+    /// Returns the last block of a segment.
     pub(super) fn last_block(&mut self, at: u32) -> u32 {
         let Some(held) = &self.segments[at as usize] else { return NONE };
         let is_of = |id: &u32| {
@@ -112,9 +117,15 @@ impl Heap {
         last
     }
 
-    /// Where a segment could be committed for a request of `size` bytes: runs of holes and of the arena's free blocks, and
-    /// the end.
-    pub(super) fn runs(&mut self, at: u32, arena: u32, size: usize, expandable: &Expandable) -> Vec<Extension> {
+    /// Returns the ways to commit memory for a request of `size` bytes: runs of holes and free blocks of the arena,
+    /// and the end of the segment.
+    pub(super) fn possible_extensions(
+        &mut self,
+        at: u32,
+        arena: u32,
+        size: usize,
+        expandable: &Expandable,
+    ) -> Vec<Extension> {
         let last = self.last_block(at);
         let mut found = Vec::new();
         let Some(held) = &self.segments[at as usize] else { return found };
@@ -143,7 +154,7 @@ impl Heap {
                 have = 0;
             }
         }
-        // The last block is no hole: those at the end are cut off.
+        // The last block is never a hole, because holes at the end are removed.
         let need = size.saturating_sub(have).next_multiple_of(expandable.page);
         if need > 0 && need <= held.segment.bytes() - held.size {
             found.push(made(spared, holes, held.size..held.size + need));
@@ -151,13 +162,13 @@ impl Heap {
         found
     }
 
-    /// Adds memory that was committed to a segment, as free blocks of the arena.
+    /// Adds newly committed memory to a segment, as free blocks of the arena.
     pub(super) fn extend(&mut self, at: u32, extension: &Extension, arena: u32) {
         let Some(held) = &mut self.segments[at as usize] else { return };
         let (kind, stream, address) = (held.kind, held.stream, held.address);
         held.end.holes -= extension.holes.iter().map(|(_, range)| range.len()).sum::<usize>();
         if !extension.end.is_empty() {
-            held.end.used = End::default().used;
+            held.end.used = SegmentEnd::default().used;
             held.size += extension.end.len();
         }
         let mut free: Vec<u32> = Vec::new();
@@ -171,123 +182,131 @@ impl Heap {
         if !extension.end.is_empty() {
             let last = self.last_block(at);
             let (offset, size) = (extension.end.start, extension.end.len());
-            let made = Entry::new(at, arena, Use::Held, offset, size);
+            let made = Entry::new(at, arena, Use::Frozen, offset, size);
             let mut split = Split::default();
             let is_free = self.table[last as usize].usage() == Use::Free;
             if is_free {
-                self.take_free(last, &mut split); // it may be all of its segment so far
+                self.remove_free(last, &mut split); // before growing, this block may cover its whole segment
             }
             let made = self.insert(made);
             self.table[made as usize].prev = last;
             self.table[last as usize].next = made;
             if is_free {
-                self.put_free(last, &mut split);
+                self.insert_free(last, &mut split);
             }
-            self.stats.split_changed(kind, split);
+            self.stats.record_split_change(kind, split);
             free.push(made);
         }
         for id in free {
             self.table[id as usize].set_arena(arena);
-            let split = self.set_free(id);
-            self.stats.split_changed(kind, split);
+            let split = self.free_and_merge(id);
+            self.stats.record_split_change(kind, split);
         }
         for range in extension.ranges() {
-            self.stats.segment_extended(kind, range.len());
+            self.stats.record_segment_growth(kind, range.len());
             self.history.record(TraceAction::SegmentMap, address + range.start as u64, range.len() as u64, stream.0);
         }
     }
 
-    /// Takes free pages of a pool, up to `most` bytes but no `spared` blocks', out of the table: they are the caller's to
-    /// decommit. The longest runs go first.
-    pub(super) fn unmap_free(&mut self, pool: u32, most: u64, spared: &[u32], expandable: &Expandable) -> Vec<Cut> {
-        let (mut left, mut cuts) = (most, Vec::new());
+    /// Removes free pages of a pool from the table, up to `most` bytes and none of the `spared` blocks. The longest
+    /// runs go first. The caller decommits the pages.
+    pub(super) fn unmap_free_pages(
+        &mut self,
+        pool: u32,
+        most: u64,
+        spared: &[u32],
+        expandable: &Expandable,
+    ) -> Vec<UnmappedPages> {
+        let (mut left, mut unmapped) = (most, Vec::new());
         loop {
-            let before = cuts.len();
+            let before = unmapped.len();
             for id in self.free_with_pages(pool, spared, expandable) {
                 if left > 0
                     && let Some((segment, range)) = self.unmap(id, left, 0, expandable)
                 {
                     left -= range.len() as u64;
-                    cuts.push((segment, range));
+                    unmapped.push((segment, range));
                 }
             }
-            // A block that was too short to be a hole may be at its segment's end now.
-            if left == 0 || cuts.len() == before {
-                return cuts;
+            // A block that was too short to become a hole may be at its segment's end now.
+            if left == 0 || unmapped.len() == before {
+                return unmapped;
             }
         }
     }
 
-    /// A pool's free blocks of a page or more in segments that grow, but no `spared` ones; the largest first.
+    /// Returns a pool's free blocks of a page or more in expandable segments, except the `spared` ones, the largest
+    /// first.
     fn free_with_pages(&self, pool: u32, spared: &[u32], expandable: &Expandable) -> Vec<u32> {
         let arenas = self.arenas.iter().filter(|arena| arena.pool == pool);
-        let free = arenas.flat_map(|arena| arena.partial.blocks(&self.table).chain(arena.whole.blocks(&self.table)));
+        let free =
+            arenas.flat_map(|arena| arena.partial.blocks(&self.table).chain(arena.whole_segments.blocks(&self.table)));
         let mut free: Vec<u32> = free
             .filter(|&id| self.table[id as usize].size() >= expandable.page)
-            .filter(|&id| self.held(id).segment.is_reserved() && !spared.contains(&id))
+            .filter(|&id| self.segment_of(id).segment.is_reserved() && !spared.contains(&id))
             .collect();
         free.sort_unstable_by_key(|&id| (Reverse(self.table[id as usize].size()), id));
         free
     }
 
-    /// Takes up to `most` bytes of a free block, whole pages not below `floor`, out of the table. A hole at the end of a
-    /// segment is cut off it; one of which nothing else is left goes as a whole.
-    pub(super) fn unmap(&mut self, id: u32, most: u64, floor: usize, expandable: &Expandable) -> Option<Cut> {
+    /// Removes up to `most` bytes of a free block from the table, in whole pages at or above offset `floor`. A hole
+    /// at the end of a segment is cut off. A segment left with only a hole is removed.
+    pub(super) fn unmap(&mut self, id: u32, most: u64, floor: usize, expandable: &Expandable) -> Option<UnmappedPages> {
         let entry = self.table[id as usize];
         let Entry { segment: at, next, .. } = entry;
         let (offset, size, usage) = (entry.offset(), entry.size(), entry.usage());
         let page = expandable.page;
-        let end = expandable.down(offset + size);
-        let most = expandable.down(usize::try_from(most).unwrap_or(usize::MAX));
+        let end = expandable.round_down_to_page(offset + size);
+        let most = expandable.round_down_to_page(usize::try_from(most).unwrap_or(usize::MAX));
         let start = offset.max(floor.min(end)).next_multiple_of(page).max(end.saturating_sub(most));
         let held = self.segments[at as usize].as_mut()?;
-        if usage != Use::Free || start >= end || next != NONE && end - start < LEAST_HOLE {
+        if usage != Use::Free || start >= end || next != NONE && end - start < MIN_HOLE_BYTES {
             return None;
         }
         let (segment, kind, stream, address) = (Arc::clone(&held.segment), held.kind, held.stream, held.address);
         held.end.holes += end - start;
         let mut split = Split::default();
-        self.take_free(id, &mut split);
+        self.remove_free(id, &mut split);
         let mut hole = id;
         if offset < start {
             hole = self.split(id, start - offset);
-            self.put_free(id, &mut split);
+            self.insert_free(id, &mut split);
         }
         if end < offset + size {
             let rest = self.split(hole, end - start);
-            self.put_free(rest, &mut split);
+            self.insert_free(rest, &mut split);
         }
         self.table[hole as usize].set_usage(Use::Unmapped);
         let Entry { prev, next, .. } = self.table[hole as usize];
         if next != NONE && self.table[next as usize].usage() == Use::Unmapped {
-            self.absorb_next(hole);
+            self.merge_next(hole);
         }
         if prev != NONE && self.table[prev as usize].usage() == Use::Unmapped {
-            self.absorb_next(prev);
+            self.merge_next(prev);
             hole = prev;
         }
-        self.stats.segment_shrunk(kind, end - start);
+        self.stats.record_segment_shrink(kind, end - start);
         self.history.record(TraceAction::SegmentUnmap, address + start as u64, (end - start) as u64, stream.0);
         if self.table[hole as usize].next == NONE {
-            self.cut_off(hole, &mut split);
+            self.remove_trailing_hole(hole, &mut split);
         }
-        self.stats.split_changed(kind, split);
+        self.stats.record_split_change(kind, split);
         Some((segment, start..end))
     }
 
-    /// Takes a hole at the end of a segment out of the table.
-    fn cut_off(&mut self, hole: u32, split: &mut Split) {
+    /// Removes the hole at the end of a segment from the table.
+    fn remove_trailing_hole(&mut self, hole: u32, split: &mut Split) {
         let Entry { segment: at, prev, .. } = self.table[hole as usize];
         let size = self.table[hole as usize].size();
         if prev == NONE {
-            self.remove_segment(at); // the caller holds on to it
+            self.remove_segment(at); // the caller keeps the segment alive
             return;
         }
         let before = Some(prev).filter(|&id| self.table[id as usize].usage() == Use::Free);
-        before.into_iter().for_each(|id| self.take_free(id, split)); // alone it is all of its segment
+        before.into_iter().for_each(|id| self.remove_free(id, split)); // without the hole, this block may cover its whole segment
         self.vacate(hole);
         self.table[prev as usize].next = NONE;
-        before.into_iter().for_each(|id| self.put_free(id, split));
+        before.into_iter().for_each(|id| self.insert_free(id, split));
         if let Some(held) = &mut self.segments[at as usize] {
             held.size -= size;
             held.end.holes -= size;
@@ -295,7 +314,7 @@ impl Heap {
         }
     }
 
-    /// Records what goes back with a segment: of one that grows, what is committed.
+    /// Records the release of a segment in the history. For an expandable segment, records its committed ranges.
     pub(super) fn record_released(&self, at: u32) {
         let Some(held) = &self.segments[at as usize] else { return };
         if !held.segment.is_reserved() {
@@ -308,7 +327,7 @@ impl Heap {
         }
     }
 
-    /// The committed bytes of a segment, between its holes.
+    /// Returns the committed ranges of a segment, between its holes.
     pub(super) fn mapped(&self, at: u32) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for id in self.blocks_of(at) {
@@ -323,10 +342,10 @@ impl Heap {
         ranges
     }
 
-    /// Notes up to where segments are in use.
-    pub(super) fn look_at_ends(&mut self) {
+    /// Records the offset up to which each expandable segment is in use.
+    pub(super) fn record_segment_ends(&mut self) {
         for at in 0..self.segments.len() as u32 {
-            if !self.grows(at) {
+            if !self.is_expandable(at) {
                 continue;
             }
             let last = self.last_block(at);
@@ -340,8 +359,8 @@ impl Heap {
         }
     }
 
-    /// Whether decay has an end to give back.
-    pub(super) fn has_old_ends(&self, expandable: Option<&Expandable>) -> bool {
+    /// True if decay has an unused segment end to release.
+    pub(super) fn has_unused_ends(&self, expandable: Option<&Expandable>) -> bool {
         let Some(expandable) = expandable else { return false };
         let held = self.segments.iter().flatten().filter(|held| held.pool == 0 && held.segment.is_reserved());
         held.map(|held| (held.size, held.end.last_used()))

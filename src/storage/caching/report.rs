@@ -1,39 +1,39 @@
-//! The text of an out-of-memory error: what there is, who has it, and what would help.
+//! The text of out-of-memory errors: memory use by owner, and settings that would help.
 
 use std::fmt;
 
 use super::super::driver::Failure;
 use super::super::hooks::OutOfMemoryEvent;
 use super::super::stats::DeviceStats;
-use super::super::unsplit::too_large;
-use super::entry::LONGEST;
+use super::super::unsplit::too_large_error;
+use super::entry::MAX_SEGMENT_BYTES;
 use super::mempool::MemPoolStats;
 use super::{CachingAllocator, Request};
 use crate::Error;
 use crate::error::Size;
 
-/// Everything the text is made of.
+/// The values shown in an out-of-memory error.
 struct Report {
     size: u64,
     pool: u32,
     capacity: u64,
     limit: u64,
     stats: DeviceStats,
-    /// Every pool by number, the default one first, and whether others may borrow from it.
+    /// Every pool by number, the default pool first, and whether other pools may take its free blocks.
     pools: Vec<(u32, MemPoolStats, bool)>,
     ran_out: Option<&'static str>,
-    /// Bytes of tensors that are on the host since they made room.
+    /// Bytes of tensors that were moved to the host to make room.
     spilled: u64,
-    /// Bytes that others hold of the device's memory.
+    /// Bytes that images or other allocators hold of the device's memory.
     elsewhere: u64,
-    /// Whether these are possible and off.
+    /// True if compaction, `max_split_size_mb` or expandable segments are available but off.
     could_compact: bool,
-    could_keep_whole: bool,
+    could_limit_splitting: bool,
     could_grow: bool,
 }
 
 impl CachingAllocator {
-    /// Gives up: counts, tells the observers, and explains.
+    /// Records the failed request, notifies the observers, and builds the error.
     pub(super) fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
         let config = &self.rules.config;
         let report = {
@@ -53,11 +53,11 @@ impl CachingAllocator {
                 elsewhere: core.limits.elsewhere,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
                 could_compact: !config.compaction,
-                could_keep_whole: config.max_split_size == usize::MAX && !config.expandable_segments,
+                could_limit_splitting: config.max_split_size == usize::MAX && !config.expandable_segments,
                 could_grow: !config.expandable_segments && self.driver.page() > 0,
             }
         };
-        self.hooks.tell_observers(|| OutOfMemoryEvent {
+        self.hooks.notify_observers(|| OutOfMemoryEvent {
             device: self.driver.device(),
             requested: request.bytes,
             allowed: report.limit,
@@ -70,8 +70,9 @@ impl CachingAllocator {
         Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
     }
 
+    /// Builds the error for a request that exceeds the largest possible segment.
     pub(super) fn too_large(&self, requested: usize) -> Error {
-        too_large(&*self.driver, requested, LONGEST.min(self.driver.largest_segment() as u64))
+        too_large_error(&*self.driver, requested, MAX_SEGMENT_BYTES.min(self.driver.largest_segment() as u64))
     }
 }
 
@@ -91,7 +92,7 @@ impl fmt::Display for Report {
         }
         write!(f, ". Of {:#} reserved, {:#} are allocated", Size(reserved), Size(allocated))?;
         if active > allocated {
-            write!(f, ", {:#} are given back but still in use by streams", Size(active - allocated))?;
+            write!(f, ", {:#} are freed but still in use by streams", Size(active - allocated))?;
         }
         let private = || self.pools.iter().filter(|(id, stats, _)| *id > 0 && stats.reserved_bytes > 0);
         write!(f, ", and {:#} are unallocated", Size(self.unallocated()))?;
@@ -117,36 +118,36 @@ impl fmt::Display for Report {
         if let Some(what) = self.ran_out {
             write!(f, ". The driver ran out of {what}")?;
         }
-        self.advise(f)
+        self.write_advice(f)
     }
 }
 
 impl Report {
-    /// Reserved bytes that nothing uses. What other threads' caches have done may not be in the statistics yet.
+    /// Reserved bytes that nothing uses. Deltas of other threads' caches may be missing.
     fn unallocated(&self) -> u64 {
         self.stats.reserved_bytes.current.saturating_sub(self.stats.active_bytes.current)
     }
 
-    /// Only what could have made this allocation succeed.
-    fn advise(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// Suggests only settings that could have made this allocation succeed.
+    fn write_advice(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (id, stats, lends) in &self.pools {
             if *id != self.pool && stats.largest_free >= self.size && !(*lends && *id > 0) {
                 let largest = Size(stats.largest_free);
                 match id {
-                    0 => write!(f, ". The default pool has a free block of {largest:#}: empty_cache gives it back")?,
+                    0 => write!(f, ". The default pool has a free block of {largest:#}: empty_cache releases it")?,
                     _ => write!(
                         f,
-                        ". Memory pool {id} has a free block of {largest:#}: empty its cache, or make it with use_on_oom"
+                        ". Memory pool {id} has a free block of {largest:#}: empty its cache, or create it with use_on_oom"
                     )?,
                 }
             }
         }
         let reserved = self.stats.reserved_bytes.current + self.elsewhere;
         if self.ran_out.is_none() && self.limit < self.capacity && reserved + self.size <= self.capacity {
-            write!(f, ". The limit, not the device, says no: a higher memory fraction or limit would help")?;
+            write!(f, ". The memory limit is exhausted, not the device: raise the memory fraction or limit")?;
         }
         if self.unallocated() < self.size {
-            return Ok(()); // no way of arranging what is unallocated would do
+            return Ok(()); // rearranging the unallocated memory would not suffice
         }
         let mut cures = Vec::new();
         if self.could_compact {
@@ -155,13 +156,13 @@ impl Report {
         if self.could_grow {
             cures.push("expandable_segments:True");
         }
-        if self.could_keep_whole && self.stats.inactive_split_bytes.current >= self.size {
+        if self.could_limit_splitting && self.stats.inactive_split_bytes.current >= self.size {
             cures.push("a max_split_size_mb");
         }
         if cures.is_empty() {
             return Ok(());
         }
         let cures = cures.join(" or ");
-        write!(f, ". What is unallocated would suffice in one piece: set {cures} in CLAYSTONE_ALLOC_CONF")
+        write!(f, ". The unallocated memory would suffice if it were contiguous: set {cures} in CLAYSTONE_ALLOC_CONF")
     }
 }

@@ -1,35 +1,36 @@
-//! One slot an entry of the table, at an address that never changes.
+//! One slot per table entry, at an address that never changes.
 
 use std::ptr::NonNull;
 
 use super::super::block::Slot;
 
-const CHUNK: usize = 256;
+/// Slots per allocated chunk.
+const SLOTS_PER_CHUNK: usize = 256;
 
-/// Slots by the number of their entry.
+/// Slots, indexed by table entry.
 #[derive(Default)]
 pub(super) struct Slots {
-    chunks: Vec<NonNull<[Slot; CHUNK]>>,
+    chunks: Vec<NonNull<[Slot; SLOTS_PER_CHUNK]>>,
 }
 
-// SAFETY: it owns its slots, which are atomics and locks.
+// SAFETY: `Slots` owns its slots, which consist of atomics and locks.
 unsafe impl Send for Slots {}
 
 impl Slots {
-    /// What the block of an entry was last handed out for, in bytes.
+    /// Returns the requested size, in bytes, of the entry's last allocation.
     pub(super) fn requested(&self, id: u32) -> usize {
         // SAFETY: slots live as long as `self`.
         self.chunks
-            .get(id as usize / CHUNK)
-            .map_or(0, |chunk| unsafe { chunk.as_ref() }[id as usize % CHUNK].requested())
+            .get(id as usize / SLOTS_PER_CHUNK)
+            .map_or(0, |chunk| unsafe { chunk.as_ref() }[id as usize % SLOTS_PER_CHUNK].requested())
     }
 
-    /// The slot of an entry, made if it is not there.
+    /// Returns the slot of an entry, allocating its chunk if needed.
     #[inline]
-    pub(super) fn of(&mut self, id: u32) -> NonNull<Slot> {
-        let (chunk, at) = (id as usize / CHUNK, id as usize % CHUNK);
+    pub(super) fn get_or_create(&mut self, id: u32) -> NonNull<Slot> {
+        let (chunk, at) = (id as usize / SLOTS_PER_CHUNK, id as usize % SLOTS_PER_CHUNK);
         while self.chunks.len() <= chunk {
-            let made = Box::new([const { Slot::vacant() }; CHUNK]);
+            let made = Box::new([const { Slot::vacant() }; SLOTS_PER_CHUNK]);
             self.chunks.push(NonNull::from(Box::leak(made)));
         }
         // SAFETY: `at` is inside the chunk.
@@ -40,7 +41,7 @@ impl Slots {
 impl Drop for Slots {
     fn drop(&mut self) {
         for chunk in self.chunks.drain(..) {
-            // SAFETY: leaked from a box above, and given back once.
+            // SAFETY: the pointer was leaked from a box in `get_or_create`, and is freed once.
             drop(unsafe { Box::from_raw(chunk.as_ptr()) });
         }
     }

@@ -1,4 +1,4 @@
-//! Locks and atomics of the hot path: our own and std's, or loom's when it explores every interleaving.
+//! Locks and atomics of the hot path: our spin lock and std's atomics, or loom's to explore all interleavings.
 
 #[cfg(loom)]
 pub(super) use loom::sync::{
@@ -13,6 +13,7 @@ pub(super) type Mutex<T> = lock_api::Mutex<spin::Spin, T>;
 #[cfg(not(loom))]
 pub(super) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, spin::Spin, T>;
 
+/// Locks a mutex, ignoring poisoning.
 #[inline]
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     #[cfg(not(loom))]
@@ -28,18 +29,21 @@ mod spin {
     use std::thread;
     use std::time::Duration;
 
-    /// Turns before giving the processor away, and before sleeping.
+    /// Spins before yielding the processor.
     const TURNS: u32 = 100;
+    /// Spins and yields before sleeping.
     const YIELDS: u32 = 120;
+    /// How long a waiting thread sleeps between attempts.
     const NAP: Duration = Duration::from_micros(50);
 
-    /// A lock for moments: nothing is called, waited for or allocated much under it. It costs one atomic operation, where
-    /// one that can wake who waits needs two: half of what an uncontended pair costs. Who waits looks again by itself.
+    /// A lock for short critical sections without driver calls, waits or large allocations. An uncontended lock and
+    /// unlock need one atomic read-modify-write, half the cost of a lock that can wake waiters. Waiting threads poll.
     #[derive(Debug)]
     pub(in super::super) struct Spin(AtomicBool);
 
-    // SAFETY: `lock` and a `try_lock` that says true return with the flag turned from false to true by this thread, and
-    // only `unlock`, which its owner calls, turns it back: one owner at a time. Acquire and Release order what they did.
+    // SAFETY: `lock`, and a `try_lock` that returns true, return only after this thread changed the flag from false
+    // to true. Only `unlock`, which the owner calls, resets it, so there is one owner at a time. Acquire and Release
+    // order the owners' accesses.
     unsafe impl lock_api::RawMutex for Spin {
         const INIT: Spin = Spin(AtomicBool::new(false));
         type GuardMarker = lock_api::GuardSend;
@@ -71,7 +75,7 @@ mod spin {
                     TURNS..YIELDS => thread::yield_now(),
                     _ => thread::sleep(NAP),
                 }
-                // Looking first leaves the line with its owner.
+                // Reading first keeps the cache line with the owner while the lock is held.
                 if !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire) {
                     return;
                 }

@@ -1,48 +1,50 @@
-//! The table of keys.
+//! The table of configuration keys.
 
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use super::{Backend, Config, INTERVALS, MIB, MemoryMode, OP, SegmentSizes};
+use super::{Backend, CONFIG_OP, Config, MIB, MemoryMode, ROUNDUP_INTERVALS, SegmentSizes};
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
 const KIB: usize = 1 << 10;
 
-/// A key of `CLAYSTONE_ALLOC_CONF`. Display prints its name, default, what it may be and what it does.
+/// A key of `CLAYSTONE_ALLOC_CONF`. Display prints its name, default, allowed values and description.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ConfigKey {
-    /// As written before the colon.
+    /// The name, as written before the colon.
     pub name: &'static str,
-    /// What may be written after it.
+    /// The allowed values.
     pub allowed: &'static str,
-    /// What it does.
+    /// The key's description.
     pub doc: &'static str,
-    /// Reads a value into the configuration; false if it is none.
+    /// Parses a value into the configuration; false if the value is not allowed.
     pub(super) parse: fn(&mut Config, &str) -> bool,
-    /// Prints the value, injectively: what cannot be written as text is printed as something that does not parse.
+    /// Prints the value. Injective: a value that cannot be written as text is printed as something that does not
+    /// parse.
     pub(super) print: fn(&Config) -> String,
 }
 
 impl ConfigKey {
-    /// The value that holds where the key is not given.
+    /// The default value, as text.
     pub fn default_value(&self) -> String {
         self.value(&Config::default())
     }
 
-    /// The value in a configuration.
+    /// The value in a configuration, as text.
     pub fn value(&self, config: &Config) -> String {
         (self.print)(config)
     }
 
+    /// Parses and stores a value, or returns an error that names the key and the allowed values.
     pub(super) fn set(&self, config: &mut Config, value: &str) -> Result<()> {
         if (self.parse)(config, value) {
             return Ok(());
         }
         let given = if value.is_empty() { "has no value".into() } else { format!("cannot be '{}'", Excerpt(value)) };
-        Err(Error::invalid(OP, format!("{} {given}: give {}", self.name, self.allowed)))
+        Err(Error::invalid(CONFIG_OP, format!("{} {given}: give {}", self.name, self.allowed)))
     }
 }
 
@@ -53,8 +55,8 @@ impl fmt::Display for ConfigKey {
     }
 }
 
-/// PyTorch's keys for what an OpenCL device does not have, and why.
-pub(super) const NO_MEANING: &[(&str, &str)] = &[
+/// PyTorch's keys for features that OpenCL does not have, each with the reason.
+pub(super) const UNSUPPORTED_PYTORCH_KEYS: &[(&str, &str)] = &[
     ("release_lock_on_cudamalloc", "no lock is ever held while the driver makes memory"),
     ("release_lock_on_hipmalloc", "no lock is ever held while the driver makes memory"),
     ("graph_capture_record_stream_reuse", "OpenCL has no stream capture to record into"),
@@ -63,15 +65,15 @@ pub(super) const NO_MEANING: &[(&str, &str)] = &[
     ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not make"),
 ];
 
-/// How the values of some keys are written.
-pub(super) struct Form<T> {
-    /// What may be written.
+/// How the values of a type of keys are parsed and printed.
+pub(super) struct ValueFormat<T> {
+    /// The allowed values, in words.
     pub(super) allowed: &'static str,
     pub(super) parse: fn(&str) -> Option<T>,
     pub(super) print: fn(&T) -> String,
 }
 
-/// Defines the configuration and its table of keys from rows of `field: type = default, "key", form, "what it does";`.
+/// Defines the configuration and its key table from rows of `field: type = default, "key", form, "description";`.
 macro_rules! config {
     (
         $(#[$about:meta])*
@@ -111,63 +113,69 @@ macro_rules! config {
 }
 pub(super) use config;
 
-/// The forms of values.
+/// One [`ValueFormat`] per type of value.
 pub(super) mod forms {
     use super::*;
 
-    pub(crate) const SWITCH: Form<bool> = Form {
+    pub(crate) const BOOLEAN: ValueFormat<bool> = ValueFormat {
         allowed: "True or False",
-        parse: |text| by_name(&[("True", true), ("False", false)], text),
+        parse: |text| value_by_name(&[("True", true), ("False", false)], text),
         print: |on| if *on { "True" } else { "False" }.to_owned(),
     };
     const BACKENDS: &[(&str, Backend)] = &[
         ("caching", Backend::Caching),
         ("pool", Backend::Pool),
         ("direct", Backend::Direct),
-        ("native", Backend::Caching), // PyTorch's name for it
+        ("native", Backend::Caching), // PyTorch's name
     ];
-    pub(crate) const BACKEND: Form<Backend> = Form {
+    pub(crate) const BACKEND: ValueFormat<Backend> = ValueFormat {
         allowed: "caching, pool or direct (native is caching)",
-        parse: |text| by_name(BACKENDS, text),
+        parse: |text| value_by_name(BACKENDS, text),
         print: |backend| name_of(BACKENDS, backend),
     };
     const MODES: &[(&str, MemoryMode)] =
         &[("buffer", MemoryMode::Buffer), ("image", MemoryMode::Image), ("auto", MemoryMode::Auto)];
-    pub(crate) const MEMORY_MODES: Form<MemoryMode> = Form {
+    pub(crate) const MEMORY_MODES: ValueFormat<MemoryMode> = ValueFormat {
         allowed: "buffer, image or auto (as claystone tune found)",
-        parse: |text| by_name(MODES, text),
+        parse: |text| value_by_name(MODES, text),
         print: |mode| name_of(MODES, mode),
     };
     const SIZES: &[(&str, SegmentSizes)] = &[("adaptive", SegmentSizes::Adaptive), ("pytorch", SegmentSizes::PyTorch)];
-    pub(crate) const SEGMENTS: Form<SegmentSizes> = Form {
+    pub(crate) const SEGMENTS: ValueFormat<SegmentSizes> = ValueFormat {
         allowed: "adaptive or pytorch",
-        parse: |text| by_name(SIZES, text),
+        parse: |text| value_by_name(SIZES, text),
         print: |sizes| name_of(SIZES, sizes),
     };
-    pub(crate) const MIB_FROM_1: Form<usize> = bytes::<MIB, 1>("a whole number of MiB, 1 or more");
-    pub(crate) const MIB_FROM_20: Form<usize> = bytes::<MIB, 20>("a whole number of MiB, 20 or more");
-    pub(crate) const BUDGET: Form<usize> = bytes::<MIB, 0>("a whole number of MiB, 0 for no bound");
-    pub(crate) const KIB_OR_NONE: Form<usize> = bytes::<KIB, 0>("a whole number of KiB, 0 for none");
-    pub(crate) const LIMIT: Form<usize> = limit::<0>("a whole number of MiB, or unlimited");
-    pub(crate) const LIMIT_FROM_20: Form<usize> = limit::<20>("a whole number of MiB, 20 or more, or unlimited");
-    pub(crate) const DIVISIONS: Form<[usize; INTERVALS]> = Form {
+    pub(crate) const MIB_FROM_1: ValueFormat<usize> = bytes::<MIB, 1>("a whole number of MiB, 1 or more");
+    pub(crate) const MIB_FROM_20: ValueFormat<usize> = bytes::<MIB, 20>("a whole number of MiB, 20 or more");
+    pub(crate) const BUDGET: ValueFormat<usize> = bytes::<MIB, 0>("a whole number of MiB, 0 for no bound");
+    pub(crate) const KIB_OR_NONE: ValueFormat<usize> = bytes::<KIB, 0>("a whole number of KiB, 0 for none");
+    pub(crate) const LIMIT: ValueFormat<usize> = limit::<0>("a whole number of MiB, or unlimited");
+    pub(crate) const LIMIT_FROM_20: ValueFormat<usize> = limit::<20>("a whole number of MiB, 20 or more, or unlimited");
+    pub(crate) const DIVISIONS: ValueFormat<[usize; ROUNDUP_INTERVALS]> = ValueFormat {
         allowed: "a power of two, or a list [64:8,256:4,>:1] of sizes in MiB, powers of two (> is all larger), and \
                   divisions, powers of two or 0",
-        parse: divisions,
-        print: show_divisions,
+        parse: parse_divisions,
+        print: print_divisions,
     };
-    pub(crate) const FRACTION: Form<f64> =
-        Form { allowed: "a number from 0 to 1", parse: |text| number(text, 0.0..=1.0), print: f64::to_string };
-    pub(crate) const INNER_FRACTION: Form<f64> = Form {
-        allowed: "a number above 0 and below 1",
-        parse: |text| number(text, 0.0..=1.0).filter(|x| *x > 0.0 && *x < 1.0),
+    pub(crate) const FRACTION: ValueFormat<f64> = ValueFormat {
+        allowed: "a number from 0 to 1",
+        parse: |text| parse_number(text, 0.0..=1.0),
         print: f64::to_string,
     };
-    pub(crate) const FACTOR: Form<f64> =
-        Form { allowed: "a number, 1 or more", parse: |text| number(text, 1.0..=f64::MAX), print: f64::to_string };
-    pub(crate) const MILLISECONDS: Form<Duration> = Form {
+    pub(crate) const INNER_FRACTION: ValueFormat<f64> = ValueFormat {
+        allowed: "a number above 0 and below 1",
+        parse: |text| parse_number(text, 0.0..=1.0).filter(|x| *x > 0.0 && *x < 1.0),
+        print: f64::to_string,
+    };
+    pub(crate) const FACTOR: ValueFormat<f64> = ValueFormat {
+        allowed: "a number, 1 or more",
+        parse: |text| parse_number(text, 1.0..=f64::MAX),
+        print: f64::to_string,
+    };
+    pub(crate) const MILLISECONDS: ValueFormat<Duration> = ValueFormat {
         allowed: "a whole number of milliseconds, 0 for never",
-        parse: |text| whole(text).map(Duration::from_millis),
+        parse: |text| parse_whole_number(text).map(Duration::from_millis),
         print: |time| match u64::try_from(time.as_millis()) {
             Ok(ms) if Duration::from_millis(ms) == *time => ms.to_string(),
             _ => format!("{time:?}"),
@@ -175,8 +183,8 @@ pub(super) mod forms {
     };
 }
 
-/// The items of a list: parted by commas that no bracket encloses, a last comma ignored.
-pub(super) fn list(text: &str) -> impl Iterator<Item = &str> {
+/// Splits a list at commas outside brackets. A trailing comma is ignored.
+pub(super) fn split_list(text: &str) -> impl Iterator<Item = &str> {
     let mut inside = false;
     text.split_terminator(move |c| {
         inside = c == '[' || inside && c != ']';
@@ -184,42 +192,47 @@ pub(super) fn list(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-fn by_name<T: Copy>(names: &[(&str, T)], value: &str) -> Option<T> {
+/// Looks up a value by its name.
+fn value_by_name<T: Copy>(names: &[(&str, T)], value: &str) -> Option<T> {
     names.iter().find(|(name, _)| *name == value).map(|(_, of)| *of)
 }
 
+/// Looks up the name of a value.
 fn name_of<T: PartialEq>(names: &[(&str, T)], value: &T) -> String {
     names.iter().find(|(_, of)| of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
 }
 
-/// Digits only: no sign, no fraction.
-fn whole(value: &str) -> Option<u64> {
+/// Parses a number of digits only, without sign or fraction.
+fn parse_whole_number(value: &str) -> Option<u64> {
     value.bytes().all(|b| b.is_ascii_digit()).then(|| value.parse().ok()).flatten()
 }
 
-fn number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
+/// Parses a number within a range.
+fn parse_number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
     value.parse().ok().filter(|x| range.contains(x))
 }
 
 const UNLIMITED: &str = "unlimited";
 
-/// Whole numbers of a unit of bytes.
-const fn bytes<const UNIT: usize, const LEAST: usize>(allowed: &'static str) -> Form<usize> {
-    Form { allowed, parse: |text| units(text, UNIT, LEAST), print: |bytes| show(*bytes, UNIT) }
+/// A size in whole units of `UNIT` bytes, at least `LEAST` units.
+const fn bytes<const UNIT: usize, const LEAST: usize>(allowed: &'static str) -> ValueFormat<usize> {
+    ValueFormat { allowed, parse: |text| parse_units(text, UNIT, LEAST), print: |bytes| print_units(*bytes, UNIT) }
 }
 
-/// Likewise of MiB, or no limit.
-const fn limit<const LEAST: usize>(allowed: &'static str) -> Form<usize> {
-    let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { units(text, MIB, LEAST) };
-    Form { allowed, parse, print: |bytes| show(*bytes, MIB) }
+/// A size in whole MiB, at least `LEAST`, or no limit.
+const fn limit<const LEAST: usize>(allowed: &'static str) -> ValueFormat<usize> {
+    let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { parse_units(text, MIB, LEAST) };
+    ValueFormat { allowed, parse, print: |bytes| print_units(*bytes, MIB) }
 }
 
-fn units(value: &str, unit: usize, least: usize) -> Option<usize> {
-    let units = usize::try_from(whole(value)?).ok().filter(|units| *units >= least)?;
+/// Parses a whole number of at least `least` units, and returns it in bytes.
+fn parse_units(value: &str, unit: usize, least: usize) -> Option<usize> {
+    let units = usize::try_from(parse_whole_number(value)?).ok().filter(|units| *units >= least)?;
     units.checked_mul(unit)
 }
 
-fn show(bytes: usize, unit: usize) -> String {
+/// Prints bytes in whole units, `unlimited` for `usize::MAX`, or in a form that does not parse.
+fn print_units(bytes: usize, unit: usize) -> String {
     match bytes {
         usize::MAX => UNLIMITED.to_owned(),
         _ if bytes.is_multiple_of(unit) => (bytes / unit).to_string(),
@@ -227,23 +240,23 @@ fn show(bytes: usize, unit: usize) -> String {
     }
 }
 
-/// One number for all sizes, or a list. What a list does not name below its first size is as that, everything else it
-/// does not name is not divided: PyTorch's reading.
-fn divisions(value: &str) -> Option<[usize; INTERVALS]> {
-    let power = |text: &str| usize::try_from(whole(text)?).ok().filter(|n| n.is_power_of_two());
+/// Parses one number for all sizes, or a list. As in PyTorch, sizes below the first named one take its divisions, and
+/// other unnamed sizes are not divided.
+fn parse_divisions(value: &str) -> Option<[usize; ROUNDUP_INTERVALS]> {
+    let power = |text: &str| usize::try_from(parse_whole_number(text)?).ok().filter(|n| n.is_power_of_two());
     let Some(items) = value.strip_prefix('[') else {
-        return power(value).map(|n| [n; INTERVALS]);
+        return power(value).map(|n| [n; ROUNDUP_INTERVALS]);
     };
     let items = items.strip_suffix(']')?;
-    let mut divisions = [0; INTERVALS];
+    let mut divisions = [0; ROUNDUP_INTERVALS];
     let mut last = None;
     for item in items.split(',') {
         let (size, parts) = item.split_once(':')?;
-        let parts = if whole(parts)? == 0 { 0 } else { power(parts)? };
+        let parts = if parse_whole_number(parts)? == 0 { 0 } else { power(parts)? };
         if size == ">" {
             divisions[last.map_or(0, |last| last + 1)..].fill(parts);
         } else {
-            let interval = (power(size)?.ilog2() as usize).min(INTERVALS - 1);
+            let interval = (power(size)?.ilog2() as usize).min(ROUNDUP_INTERVALS - 1);
             let from = if last.is_none() { 0 } else { interval };
             divisions[from..=interval].fill(parts);
             last = Some(interval);
@@ -252,15 +265,16 @@ fn divisions(value: &str) -> Option<[usize; INTERVALS]> {
     Some(divisions)
 }
 
-fn show_divisions(divisions: &[usize; INTERVALS]) -> String {
-    let (first, last) = (divisions[0], divisions[INTERVALS - 1]);
+/// Prints divisions in the form that [`parse_divisions`] parses.
+fn print_divisions(divisions: &[usize; ROUNDUP_INTERVALS]) -> String {
+    let (first, last) = (divisions[0], divisions[ROUNDUP_INTERVALS - 1]);
     let same_as_first = divisions.iter().take_while(|n| **n == first).count();
     let same_as_last = divisions.iter().rev().take_while(|n| **n == last).count();
     match same_as_first {
-        INTERVALS if first > 0 => first.to_string(),
-        INTERVALS => "[>:0]".to_owned(),
+        ROUNDUP_INTERVALS if first > 0 => first.to_string(),
+        ROUNDUP_INTERVALS => "[>:0]".to_owned(),
         _ => {
-            let named = same_as_first - 1..INTERVALS - same_as_last;
+            let named = same_as_first - 1..ROUNDUP_INTERVALS - same_as_last;
             let items: String = named.map(|i| format!("{}:{},", 1u32 << i, divisions[i])).collect();
             format!("[{items}>:{last}]")
         }

@@ -56,7 +56,7 @@ fn every_key_sets_its_field() {
 }
 
 #[test]
-fn what_else_may_be_written() {
+fn alternative_spellings_are_accepted() {
     for text in [
         "",
         " \t",
@@ -74,15 +74,15 @@ fn what_else_may_be_written() {
 }
 
 #[test]
-fn mistakes_are_named() {
-    // The text, and what the sentence must contain.
+fn errors_name_the_mistake() {
+    // The text, and parts that the error must contain.
     let table: &[(&str, &[&str])] = &[
         ("max_split_size:128", &["unknown key 'max_split_size'", "max_split_size_mb", "numa_local"]),
         ("zero_fill", &["'zero_fill' has no value", "key:value"]),
         ("zero_fill:", &["zero_fill has no value", "True or False"]),
         ("zero_fill:true", &["zero_fill", "'true'", "True or False"]),
         ("zero_fill:True,,junk_fill:True", &["'' has no value"]),
-        ("zero_fill:True,zero_fill:False", &["zero_fill is there twice", "'False'"]),
+        ("zero_fill:True,zero_fill:False", &["zero_fill is given twice", "'False'"]),
         ("backend:cudaMallocAsync", &["backend", "'cudaMallocAsync'", "pool"]),
         ("max_split_size_mb:19", &["max_split_size_mb", "'19'", "20 or more"]),
         ("max_non_split_rounding_mb:19", &["max_non_split_rounding_mb", "'19'", "20 or more"]),
@@ -119,7 +119,7 @@ fn mistakes_are_named() {
     }
 }
 
-/// What PyTorch makes of these lists, by the reading of its parser.
+/// The results of PyTorch's parser for these lists, from reading its source.
 #[test]
 fn lists_of_divisions() {
     let table = [
@@ -140,7 +140,7 @@ fn lists_of_divisions() {
 #[test]
 fn sizes_are_rounded_as_in_pytorch() {
     const MB: usize = 1 << 20;
-    // Divisions, size, rounded size.
+    // (divisions, size, rounded size)
     let table = [
         (0, 0, 512),
         (0, 1, 512),
@@ -175,7 +175,7 @@ fn sizes_are_rounded_as_in_pytorch() {
 }
 
 #[test]
-fn the_environment() {
+fn environment_variables_configure_the_allocator() {
     let vars = Config::from_vars;
     assert_eq!(vars(None, None).unwrap(), Config::default());
     assert_eq!(vars(None, Some("1")).unwrap().backend, Backend::Direct);
@@ -187,7 +187,7 @@ fn the_environment() {
 }
 
 #[test]
-fn what_text_cannot_say_is_refused() {
+fn values_that_text_cannot_express_are_refused() {
     let d = Config::default;
     let mut uneven = [0; 16];
     uneven[3] = 6;
@@ -211,11 +211,11 @@ fn what_text_cannot_say_is_refused() {
     Config::default().check().unwrap();
 }
 
-/// Any configuration that text can say.
+/// Any configuration that can be written as text.
 fn configs() -> impl Strategy<Value = Config> {
     let mib = |least: usize| (least..100_000).prop_map(|n| n << 20);
     let part = prop_oneof![Just(0), (0..40u32).prop_map(|n| 1usize << n)];
-    let runs = prop::collection::vec((part, 1..=INTERVALS), 1..=6).prop_map(|runs| {
+    let runs = prop::collection::vec((part, 1..=ROUNDUP_INTERVALS), 1..=6).prop_map(|runs| {
         let mut all = runs.into_iter().flat_map(|(n, times)| std::iter::repeat_n(n, times)).cycle();
         std::array::from_fn(|_| all.next().unwrap_or(0))
     });
@@ -265,7 +265,7 @@ proptest! {
         let _ = text.parse::<Config>();
     }
 
-    /// Text of the right letters: what it gives can be printed and read again.
+    /// Text of plausible characters: a value that parses can be printed and parsed again.
     #[test]
     fn near_misses_do_not_panic(key in 0..Config::KEYS.len(), value in "[\\[\\]:,>0-9a-zTrueFals. -]{0,12}") {
         if let Ok(config) = format!("{}:{value}", Config::KEYS[key].name).parse::<Config>() {

@@ -13,12 +13,14 @@ fn device(capacity: u64) -> (Sim, DirectAllocator) {
 }
 
 #[test]
-fn a_buffer_is_made_for_each_allocation_and_given_back_with_it() {
+fn each_allocation_creates_a_buffer_and_each_free_releases_it() {
     let (sim, direct) = device(1 << 20);
     let blocks = [1, 512, 513].map(|bytes| direct.allocate(bytes, STREAM).unwrap());
     assert_eq!(blocks.each_ref().map(Block::size), [512, 512, 1024]);
     assert_eq!(blocks.each_ref().map(Block::requested), [1, 512, 513]);
-    assert!(blocks.iter().all(|block| block.place().offset() == 0 && block.place().segment().bytes() == block.size()));
+    assert!(
+        blocks.iter().all(|block| block.location().offset() == 0 && block.location().segment().bytes() == block.size())
+    );
     let stats = direct.stats();
     assert_eq!((stats.allocated_bytes.current, stats.reserved_bytes.current, sim.committed()), (2048, 2048, 2048));
     assert_eq!((stats.requested_bytes.current, stats.segment.current, stats.num_device_alloc), (1026, 3, 3));
@@ -39,7 +41,7 @@ fn a_buffer_is_made_for_each_allocation_and_given_back_with_it() {
 }
 
 #[test]
-fn running_out_waits_once_and_tries_again() {
+fn running_out_of_memory_waits_once_and_retries() {
     let (sim, direct) = device(1 << 20);
     for failure in [Failure::DeviceMemory, Failure::Resources, Failure::HostMemory] {
         sim.fail_next_create(failure.clone());
@@ -62,7 +64,7 @@ fn running_out_waits_once_and_tries_again() {
 }
 
 #[test]
-fn what_cannot_be_mended_is_not_tried_again() {
+fn unrecoverable_failures_are_not_retried() {
     let (sim, direct) = device(1 << 20);
     sim.fail_next_create(Failure::TooBig);
     assert!(matches!(direct.allocate(1000, STREAM), Err(Error::OutOfMemory { requested: 1000, .. })));
@@ -76,7 +78,7 @@ fn what_cannot_be_mended_is_not_tried_again() {
 }
 
 #[test]
-fn a_limit_holds_also_while_buffers_are_being_made() {
+fn a_limit_includes_buffers_being_created() {
     let (sim, direct) = device(1 << 30);
     direct.set_memory_limit(10 << 10).unwrap();
     thread::scope(|s| {
@@ -103,7 +105,7 @@ fn a_limit_holds_also_while_buffers_are_being_made() {
 }
 
 #[test]
-fn blocks_of_others_are_left_alone() {
+fn blocks_of_other_allocators_are_ignored() {
     let (sim, direct) = device(1 << 20);
     let other = DirectAllocator::new(Arc::new(sim.clone()), Config::default()).unwrap();
     let block = other.allocate(512, STREAM).unwrap();

@@ -1,9 +1,9 @@
 //! Host memory: the CPU device's segments, and vectors taken over from their owners.
 //!
-//! Small segments come from the global allocator. On Linux large ones are mapped from the kernel, in huge pages where it
-//! has them; and addresses can be reserved that get memory page by page and give it back so. On machines with several
-//! NUMA nodes a mapped segment prefers the memory of the node whose thread asked for it, through the system call that
-//! libnuma would make.
+//! Small segments come from the global allocator. On Linux large segments are mapped from the kernel, in huge pages if
+//! possible. Linux can also reserve addresses, whose memory is committed and released page by page. On machines with
+//! several NUMA nodes a mapped segment prefers memory of the requesting thread's node, through the system call that
+//! libnuma uses.
 
 #[cfg_attr(not(all(target_os = "linux", not(miri))), path = "host/no_map.rs")]
 mod map;
@@ -19,43 +19,45 @@ use super::{At, Driver, Failure, Memory, MemoryKind};
 use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
-use map::{HUGE, Mapping};
+use map::{HUGE_PAGE_BYTES, Mapping};
 
-/// What segments are aligned to.
+/// Alignment of segments in bytes.
 const ALIGNMENT: usize = 512;
 
-/// An owned run of host memory, initialised wherever it is committed: all of it, unless it was reserved.
+/// An owned range of host memory. All of it is committed, except in reserved memory; committed bytes are initialised.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     origin: Origin,
-    /// Where the usable, aligned bytes begin, and how many there are.
+    /// The first usable, aligned byte.
     start: NonNull<u8>,
     bytes: usize,
 }
 
+/// The origin of the memory, which decides how it is released.
 #[derive(Debug)]
 enum Origin {
-    /// The global allocator: where the allocation begins and how it was made.
+    /// The global allocator: the start and the layout of the allocation.
     Heap(NonNull<u8>, Layout),
     Mapped(Mapping),
-    /// Of another driver, valid while this lives.
+    /// Memory of a user's driver, valid while the value lives.
     Custom(Box<dyn Any + Send + Sync>),
 }
 
-// SAFETY: it owns its bytes as a `Box<[u8]>` does and gives out no reference to them itself.
+// SAFETY: it owns its bytes as a `Box<[u8]>` does and gives out no references to them.
 unsafe impl Send for HostMemory {}
-// SAFETY: as above; whoever makes references from `start()` says under which lock.
+// SAFETY: as above; code that makes references from `start()` names the lock that protects them.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// Zeroed memory aligned to [`ALIGNMENT`]; `None` where there is none.
+    /// Allocates zeroed memory aligned to [`ALIGNMENT`]. `None` if there is not enough memory.
     pub(crate) fn zeroed(bytes: usize) -> Option<HostMemory> {
-        // Ordinary alignment with slack: such requests come zeroed from the system, page by page as they are touched.
+        // Ordinary alignment plus slack: the system returns such allocations already zeroed, page by page as they are
+        // touched.
         let layout = Layout::from_size_align(bytes.checked_add(ALIGNMENT)?, 16).ok()?;
         // SAFETY: the layout's size is at least ALIGNMENT, so not zero.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
         let slack = base.addr().get().next_multiple_of(ALIGNMENT) - base.addr().get();
-        // SAFETY: slack < ALIGNMENT, so `start` and the `bytes` after it lie inside the allocation.
+        // SAFETY: slack < ALIGNMENT, so `start` and the `bytes` bytes after it are inside the allocation.
         let start = unsafe { base.add(slack) };
         Some(HostMemory { origin: Origin::Heap(base, layout), start, bytes })
     }
@@ -65,12 +67,11 @@ impl HostMemory {
     }
 
     /// # Safety
-    /// The bytes are initialised, valid and nobody else's as long as `owner` lives.
+    /// The bytes are initialised, valid and used by no other code as long as `owner` lives.
     pub(super) unsafe fn owned_by(start: NonNull<u8>, bytes: usize, owner: Box<dyn Any + Send + Sync>) -> HostMemory {
         HostMemory { origin: Origin::Custom(owner), start, bytes }
     }
 
-    /// What keeps memory of another driver.
     pub(super) fn owner(&self) -> Option<&(dyn Any + Send + Sync)> {
         match &self.origin {
             Origin::Custom(owner) => Some(&**owner),
@@ -78,7 +79,7 @@ impl HostMemory {
         }
     }
 
-    /// Takes over the elements of a vector, where they are.
+    /// Takes over the elements of a vector without copying.
     pub(crate) fn from_vec<T: Element>(v: Vec<T>) -> HostMemory {
         let bytes = size_of_val(v.as_slice());
         let mut v = ManuallyDrop::new(v);
@@ -96,7 +97,7 @@ impl HostMemory {
         }
     }
 
-    /// The first usable byte. Memory stays where it is until dropped.
+    /// Returns the first usable byte, whose address does not change until drop.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
@@ -104,7 +105,7 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        let _recorded = profiler::segment("release host memory", Some(Device::Cpu), self.bytes);
+        let _recorded = profiler::segment_span("release host memory", Some(Device::Cpu), self.bytes);
         if let Origin::Heap(base, layout) = self.origin
             && layout.size() > 0
         {
@@ -122,14 +123,14 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// As much memory as the machine (or the container it runs in) has: Linux promises more than it has and kills
-    /// who believes it, so segments beyond that are refused.
+    /// The capacity is the memory of the machine, or of its container. Larger requests are refused, because Linux would
+    /// grant them and later kill the process that uses the memory.
     pub(crate) fn new(config: &Config) -> Host {
         Host { capacity: physical_memory().unwrap_or(u64::MAX), numa_local: config.numa_local }
     }
 }
 
-// SAFETY: segments are of the global allocator or mapped, of the size asked for and nobody else's.
+// SAFETY: segments come from the global allocator or a mapping, have the requested size, and are used by no other code.
 unsafe impl Driver for Host {
     fn device(&self) -> Device {
         Device::Cpu
@@ -144,8 +145,8 @@ unsafe impl Driver for Host {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        let _recorded = profiler::segment("allocate host memory", Some(Device::Cpu), bytes);
-        let mapped = if bytes >= HUGE { Mapping::committed(bytes, self.numa_local) } else { None };
+        let _recorded = profiler::segment_span("allocate host memory", Some(Device::Cpu), bytes);
+        let mapped = if bytes >= HUGE_PAGE_BYTES { Mapping::committed(bytes, self.numa_local) } else { None };
         let memory = match mapped {
             Some(mapping) => Some(HostMemory::mapped(mapping, bytes)),
             None => HostMemory::zeroed(bytes),
@@ -154,11 +155,11 @@ unsafe impl Driver for Host {
     }
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        Ok(memory) // pages come at first touch; `capacity` is what keeps the promise
+        Ok(memory) // pages are allocated at first touch; `capacity` ensures that there are enough
     }
 
     fn page(&self) -> usize {
-        map::page()
+        map::page_bytes()
     }
 
     fn reserve(&self, bytes: usize) -> Option<Memory> {
@@ -171,7 +172,7 @@ unsafe impl Driver for Host {
             MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), bytes, .. })
                 if from <= to && to <= *bytes =>
             {
-                let _recorded = profiler::segment("commit host memory", Some(Device::Cpu), to - from);
+                let _recorded = profiler::segment_span("commit host memory", Some(Device::Cpu), to - from);
                 if mapping.extend(from, to) { Ok(()) } else { Err(Failure::HostMemory) }
             }
             _ => Err(Failure::Other(Error::invalid("extend", format!("{from}..{to} are not in reserved host memory")))),
@@ -180,14 +181,15 @@ unsafe impl Driver for Host {
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
         if let MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), .. }) = &memory.0 {
-            let _recorded = profiler::segment("give back host memory", Some(Device::Cpu), to.saturating_sub(from));
+            let _recorded = profiler::segment_span("give back host memory", Some(Device::Cpu), to.saturating_sub(from));
             mapping.shrink(from, to);
         }
     }
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (bytes_at(from, bytes)?, bytes_at(to, bytes)?);
-        // SAFETY: both ranges are inside their memory and committed (checked), and the caller's as `Driver::copy` says.
+        // SAFETY: both ranges are inside their memory and committed (checked), and the caller has them, as
+        // `Driver::copy` requires.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
     }
@@ -200,14 +202,14 @@ unsafe impl Driver for Host {
         let place = |&(from, to, bytes): &(_, _, usize)| Ok((bytes_at(from, bytes)?, bytes_at(to, bytes)?));
         let places = moves.iter().map(place).collect::<Result<Vec<_>>>()?;
         for ((start, target), &((memory, offset), _, bytes)) in places.into_iter().zip(moves) {
-            let mut there = offset; // up to where the memory is gone, but for what shares a page with what is not
-            for at in (0..bytes).step_by(HUGE) {
-                let n = HUGE.min(bytes - at);
+            let mut there = offset; // memory before this offset is released, except for pages shared with other bytes
+            for at in (0..bytes).step_by(HUGE_PAGE_BYTES) {
+                let n = HUGE_PAGE_BYTES.min(bytes - at);
                 let end = offset + at + n;
-                // SAFETY: inside both ranges, which are committed (checked; what is given back below was copied before),
-                // and the caller's as `Driver::relocate` says.
+                // SAFETY: inside both ranges, which are committed (checked; bytes released below were copied before),
+                // and the caller has them, as `Driver::relocate` requires.
                 unsafe { std::ptr::copy(start.as_ptr().add(at), target.as_ptr().add(at), n) }
-                // SAFETY: nobody needs what was just copied.
+                // SAFETY: no code needs the bytes that were just copied.
                 unsafe { self.shrink(memory, there, end) }
                 there = end - end.checked_rem(self.page()).unwrap_or(0).min(n);
             }
@@ -230,7 +232,7 @@ unsafe impl Driver for Host {
     }
 }
 
-/// The first of `bytes` bytes of host memory.
+/// Returns the first of `bytes` bytes of host memory, after checking the range.
 fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
     match (&memory.0, offset.checked_add(bytes)) {
         (MemoryKind::Host(m), Some(end)) if end <= m.bytes && m.is_committed(offset, end) => {
@@ -241,7 +243,7 @@ fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
     }
 }
 
-/// Bytes of physical memory, or of the control group's limit where that is less.
+/// Returns the bytes of physical memory, or the control group's limit if that is lower.
 #[cfg(not(miri))]
 fn physical_memory() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();

@@ -1,10 +1,10 @@
-//! What images of OpenCL devices are, and how a driver of buffers learns of them.
+//! OpenCL images, and how a driver of buffers learns of the memory they use.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::{Device, Result};
 
-/// What a channel of an image is; a pixel has four (`CL_RGBA`).
+/// The type of an image's channels. A pixel has four channels (`CL_RGBA`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ImageFormat {
@@ -15,7 +15,7 @@ pub enum ImageFormat {
 }
 
 impl ImageFormat {
-    /// Bytes of a pixel.
+    /// Returns the bytes of a pixel.
     pub fn pixel_bytes(self) -> usize {
         match self {
             ImageFormat::F32 => 16,
@@ -24,47 +24,48 @@ impl ImageFormat {
     }
 }
 
-/// The size and the format of an image of two dimensions, as OpenCL's `cl_image_desc` and `cl_image_format`.
+/// The size and the format of a two-dimensional image, as in OpenCL's `cl_image_desc` and `cl_image_format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ImageDesc {
     /// In pixels.
     pub width: usize,
     /// In pixels.
     pub height: usize,
-    /// What a pixel is.
+    /// The format of a pixel.
     pub format: ImageFormat,
 }
 
 impl ImageDesc {
-    /// Bytes of all pixels; the driver may pad rows beyond that.
+    /// Returns the bytes of all pixels. The driver may pad rows beyond that.
     pub fn bytes(&self) -> usize {
         self.width.saturating_mul(self.height).saturating_mul(self.format.pixel_bytes())
     }
 
-    /// Whether an image like this can be used where `other` was asked for: it is of the same format, and at least as wide and
-    /// as high.
+    /// True if an image like this can be used where `other` was requested: same format, and at least as wide and high.
     pub fn serves(&self, other: &ImageDesc) -> bool {
         self.format == other.format && self.width >= other.width && self.height >= other.height
     }
 }
 
-/// Who else holds memory of a device, as [`Driver::held_elsewhere`](super::Driver::held_elsewhere) counts it: the pool of images.
-pub(in crate::storage) trait Elsewhere: Send + Sync {
-    /// Bytes that it holds.
+/// A holder of a device's memory outside its driver of buffers, as counted by
+/// [`Driver::held_elsewhere`](super::Driver::held_elsewhere): the image pool.
+pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
+    /// Returns the bytes held.
     fn held(&self) -> u64;
-    /// Gives back what is unused; says whether that was anything.
+    /// Releases unused memory. Returns true if any memory was released.
     fn make_room(&self) -> Result<bool>;
 }
 
-static OTHERS: RwLock<Vec<(Device, Arc<dyn Elsewhere>)>> = RwLock::new(Vec::new());
+/// The image pool of each device that has one.
+static OTHER_HOLDERS: RwLock<Vec<(Device, Arc<dyn OtherMemoryHolder>)>> = RwLock::new(Vec::new());
 
-/// Has the driver of a device count what this one holds, from now on.
-pub(in crate::storage) fn count_elsewhere(device: Device, other: Arc<dyn Elsewhere>) {
-    OTHERS.write().unwrap_or_else(PoisonError::into_inner).push((device, other));
+/// Makes the device's driver count the bytes that `other` holds, from now on.
+pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn OtherMemoryHolder>) {
+    OTHER_HOLDERS.write().unwrap_or_else(PoisonError::into_inner).push((device, other));
 }
 
-/// Who else holds memory of the device.
-pub(super) fn elsewhere(device: Device) -> Option<Arc<dyn Elsewhere>> {
-    let others = OTHERS.read().unwrap_or_else(PoisonError::into_inner);
+/// Returns the other holder of the device's memory, if any.
+pub(super) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
+    let others = OTHER_HOLDERS.read().unwrap_or_else(PoisonError::into_inner);
     others.iter().find(|(of, _)| *of == device).map(|(_, other)| Arc::clone(other))
 }

@@ -1,10 +1,10 @@
-//! What an allocator asks of a device's memory.
+//! The interface between allocators and a device's memory.
 //!
-//! A [`Driver`] makes segments, commits and releases them, orders streams after one another, and moves bytes. Three
-//! exist here: the host's memory, an OpenCL device's, and [`Sim`], a device without bytes on which every property of an
-//! allocator can be shown. Allocators never hold a lock of theirs over a call of a driver.
+//! A [`Driver`] creates, commits and releases segments, orders streams after one another, and moves bytes. The crate
+//! has three drivers: host memory, OpenCL memory, and [`Sim`], a simulated device for testing allocators. Allocators
+//! never hold one of their locks while they call a driver.
 
-/// What is safe in tests of a driver, where no other thread uses the memory.
+/// Safe versions of a driver's unsafe methods, for tests in which no other thread uses the memory.
 #[cfg(test)]
 macro_rules! safe_methods {
     ($driver:ident) => {
@@ -54,24 +54,24 @@ pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
-/// Why a driver could not make or commit a segment: OpenCL's codes, told apart.
+/// Why a driver could not create or commit a segment, by OpenCL error code.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Failure {
-    /// The device's memory is full (`CL_MEM_OBJECT_ALLOCATION_FAILURE`, -4): giving something back may help.
+    /// The device's memory is full (`CL_MEM_OBJECT_ALLOCATION_FAILURE`, -4): releasing memory may help.
     DeviceMemory,
-    /// The device lacks some resource (`CL_OUT_OF_RESOURCES`, -5), usually memory: giving something back may help.
+    /// The device lacks some resource (`CL_OUT_OF_RESOURCES`, -5), usually memory: releasing memory may help.
     Resources,
-    /// The host's memory is full (`CL_OUT_OF_HOST_MEMORY`, -6): giving something back may help.
+    /// The host's memory is full (`CL_OUT_OF_HOST_MEMORY`, -6): releasing memory may help.
     HostMemory,
-    /// No segment can be that large, however empty the device is (`CL_INVALID_BUFFER_SIZE`, -61).
+    /// No segment can be that large, even on an empty device (`CL_INVALID_BUFFER_SIZE`, -61).
     TooBig,
-    /// Anything else: goes to the caller as it is.
+    /// Any other error, passed on to the caller unchanged.
     Other(Error),
 }
 
 impl Failure {
-    /// What ran out, for messages; `None` for what giving memory back cannot mend.
+    /// Returns the resource that ran out, for messages; `None` if releasing memory cannot help.
     pub fn ran_out(&self) -> Option<&'static str> {
         match self {
             Failure::DeviceMemory => Some("the device's memory (-4)"),
@@ -87,29 +87,30 @@ impl fmt::Display for Failure {
         match (self, self.ran_out()) {
             (_, Some(what)) => write!(f, "the driver ran out of {what}"),
             (Failure::Other(error), _) => fmt::Display::fmt(error, f),
-            _ => f.write_str("the driver makes no segment that large (-61)"),
+            _ => f.write_str("the driver cannot create a segment that large (-61)"),
         }
     }
 }
 
-/// An owned piece of a device's memory. Released on drop, ignoring errors.
+/// An owned range of a device's memory. Released on drop, ignoring errors.
 pub struct Memory(pub(crate) MemoryKind);
 
+/// The kind of memory, by driver.
 pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
     Image(ClImage),
     Sim(SimMemory),
-    /// Of a driver that this crate does not know.
+    /// Memory of a user's driver.
     Custom(Box<dyn Any + Send + Sync>),
-    /// A block's bytes, on the host until the device has memory for them again.
+    /// A block's bytes, spilled to the host until the device has memory for them.
     Spilled(Box<[u8]>),
-    /// Given back while its blocks were elsewhere.
-    Gone,
+    /// No memory: the segment was released while its blocks were spilled.
+    Released,
 }
 
 impl Memory {
-    /// A piece of memory of your own driver. `owner` is the driver's handle on it, and is dropped to release it.
+    /// Wraps memory of your own driver. `owner` is the driver's handle on the memory, and is dropped to release it.
     ///
     /// ```
     /// use claystone::storage::Memory;
@@ -121,23 +122,23 @@ impl Memory {
         Memory(MemoryKind::Custom(Box::new(owner)))
     }
 
-    /// A piece of the host's memory of your own driver, `bytes` bytes from `start` on, which is released by dropping `owner`.
-    /// Tensors of the CPU device can be in it. See the test `tests/allocator/custom_driver.rs`.
+    /// Wraps host memory of your own driver: `bytes` bytes starting at `start`, released by dropping `owner`. Tensors
+    /// of the CPU device can be stored in such memory. See the test `tests/allocator/custom_driver.rs`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `start` is not at a multiple of 512 bytes.
+    /// [`Error::Invalid`] if `start` is not a multiple of 512 bytes.
     ///
     /// # Safety
-    /// As long as `owner` lives the bytes are initialised, may be read and written, and are not used by anybody else.
+    /// As long as `owner` lives, the bytes are initialised, may be read and written, and are used by no other code.
     pub unsafe fn of_host(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Memory> {
         if !start.addr().get().is_multiple_of(crate::storage::block::ALIGNMENT) {
             return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller.
         Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) })))
     }
 
-    /// What was given to [`new`](Self::new) or [`of_host`](Self::of_host), if it has this type.
+    /// Returns the value given to [`new`](Self::new) or [`of_host`](Self::of_host), if it has type `T`.
     pub fn get<T: Any>(&self) -> Option<&T> {
         let owner = match &self.0 {
             MemoryKind::Custom(owner) => &**owner,
@@ -147,8 +148,8 @@ impl Memory {
         owner.downcast_ref()
     }
 
-    pub(crate) fn gone() -> Memory {
-        Memory(MemoryKind::Gone)
+    pub(crate) fn released() -> Memory {
+        Memory(MemoryKind::Released)
     }
 }
 
@@ -161,37 +162,38 @@ impl fmt::Debug for Memory {
             MemoryKind::Sim(_) => "simulated memory",
             MemoryKind::Custom(_) => "memory of another driver",
             MemoryKind::Spilled(_) => "bytes kept on the host",
-            MemoryKind::Gone => "no memory",
+            MemoryKind::Released => "no memory",
         })
     }
 }
 
-/// A point in a stream's work that can be asked about and waited for. Cloning makes another handle on it.
+/// A point in a stream's work that can be queried and waited for. Cloning makes another handle on it.
 #[derive(Clone)]
 pub struct Marker(pub(crate) MarkerKind);
 
+/// The kind of marker, by driver.
 #[derive(Clone)]
 pub(crate) enum MarkerKind {
-    /// Nothing to wait for.
+    /// The work is already done.
     Done,
     OpenCl(Arc<ClEvent>),
     Sim(SimMarker),
-    /// Of a driver that this crate does not know.
+    /// A marker of a user's driver.
     Custom(Arc<dyn Any + Send + Sync>),
 }
 
 impl Marker {
-    /// One that there is nothing to wait for: of a driver whose work is done when its calls return.
+    /// Makes a marker of work that is already done, for drivers whose calls return when their work is done.
     pub fn done() -> Marker {
         Marker(MarkerKind::Done)
     }
 
-    /// A marker of your own driver. `event` is the driver's handle on it.
+    /// Wraps a marker of your own driver. `event` is the driver's handle on the marker.
     pub fn new(event: impl Any + Send + Sync) -> Marker {
         Marker(MarkerKind::Custom(Arc::new(event)))
     }
 
-    /// What was given to [`new`](Self::new), if it has this type.
+    /// Returns the value given to [`new`](Self::new), if it has type `T`.
     pub fn get<T: Any>(&self) -> Option<&T> {
         match &self.0 {
             MarkerKind::Custom(event) => event.downcast_ref(),
@@ -206,77 +208,82 @@ impl fmt::Debug for Marker {
     }
 }
 
-/// How far a stream is: what was submitted to it so far, counted, and up to what count that is known to be done.
+/// The progress of a stream: the number of commands submitted to it, and the number known to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Progress {
-    /// Grows with everything that is submitted, markers aside.
+    /// Grows with every submitted command except markers.
     pub submitted: u64,
-    /// At most `submitted`; the device may be further than anybody has asked.
+    /// At most `submitted`. The device may have finished more than the host has queried.
     pub finished: u64,
 }
 
 impl Progress {
-    /// Whether everything submitted is known to be done.
+    /// True if every submitted command is known to be done.
     pub fn is_finished(self) -> bool {
         self.finished >= self.submitted
     }
 }
 
-/// A place in a piece of memory: bytes from its start.
+/// A location in memory: the memory, and an offset in bytes.
 pub type At<'a> = (&'a Memory, usize);
 
-/// A device's memory as allocators see it. The crate's own drivers are [`storage::driver`](crate::storage::driver()) and
-/// [`Sim`]. One of your own puts the allocators over memory that this crate does not know ([`Memory::new`],
-/// [`Memory::of_host`]): [`build_allocator`](crate::storage::build_allocator) makes the allocator,
-/// [`set_allocator`](crate::storage::set_allocator) makes it a device's. An example, over a mapped file, is
-/// `tests/allocator/custom_driver.rs` in the repository.
+/// A device's memory as allocators see it. The crate's own drivers are [`storage::driver`](crate::storage::driver())
+/// and [`Sim`].
+///
+/// Implement the trait to put the crate's allocators over other memory ([`Memory::new`], [`Memory::of_host`]).
+/// [`build_allocator`](crate::storage::build_allocator) makes the allocator, and
+/// [`set_allocator`](crate::storage::set_allocator) makes it the allocator of a device. The repository has an example
+/// over a mapped file in `tests/allocator/custom_driver.rs`.
 ///
 /// # Safety
-/// Allocators rely on what a driver says of memory, and tensors on what allocators give out:
-/// * a segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has the bytes that were asked for, none of
-///   them anybody else's, until it is dropped, and begins at a multiple of [`alignment`](Driver::alignment), which is at least
-///   512 for memory that the host uses ([`Memory::of_host`]);
-/// * [`commit`](Driver::commit) returns the segment that it was given;
-/// * bytes are written by nothing but [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write),
-///   within the ranges that they are given, and the work of those who have the blocks; [`shrink`](Driver::shrink) takes no
-///   others than it is told to;
-/// * work before a [marker](Driver::record) is done where [`is_done`](Driver::is_done) or [`wait`](Driver::wait) says so, and
-///   all of a stream's where [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) does.
+/// Allocators rely on a driver's promises about memory, and tensors on the blocks that allocators hand out:
+/// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and
+///   belongs to the caller alone until it is dropped. It begins at a multiple of [`alignment`](Driver::alignment),
+///   which is at least 512 for host memory ([`Memory::of_host`]).
+/// * [`commit`](Driver::commit) returns the segment that it was given.
+/// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, within the
+///   ranges they are given, besides the work of the blocks' owners. [`shrink`](Driver::shrink) releases no bytes
+///   outside its range.
+/// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports
+///   so. All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports so.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
-    /// The device whose memory this is; for memory of no device that the crate computes on, an OpenCL device that is not
-    /// there, as [`Sim`] is `opencl:99`.
+    /// Returns the device whose memory this is. For memory of no device that the crate computes on, return an OpenCL
+    /// device that does not exist, as [`Sim`] returns `opencl:99`.
     fn device(&self) -> Device;
-    /// Bytes the device has.
+    /// Returns the size of the device's memory in bytes.
     fn capacity(&self) -> u64;
-    /// The largest segment it promises, in bytes. It may give larger ones: some state a quarter of what they can.
+    /// Returns the largest segment the driver promises, in bytes. It may create larger ones: some drivers state a
+    /// quarter of the real limit.
     fn largest_segment(&self) -> usize;
-    /// Blocks begin at multiples of this many bytes, a power of two.
+    /// Returns the alignment of blocks in bytes, a power of two.
     fn alignment(&self) -> usize {
         512
     }
 
-    /// Whether memory has contents, which have to be copied where a block moves.
+    /// True if the memory has contents, which must be copied when a block moves.
     fn has_contents(&self) -> bool {
         true
     }
 
-    /// Makes a segment. The device may be lazy: nothing is promised before [`commit`](Driver::commit).
+    /// Creates a segment. The device may allocate lazily: nothing is promised before [`commit`](Driver::commit).
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
-    /// Makes an image that the device's kernels read, of [`bytes`](ImageDesc::bytes) bytes at most. Like
-    /// [`create`](Driver::create) otherwise.
+    /// Creates an image for the device's kernels to read, of at most [`bytes`](ImageDesc::bytes) bytes. Otherwise like
+    /// [`create`](Driver::create).
     fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
         Err(Failure::TooBig)
     }
-    /// Makes the device find the memory now, so that running out is reported here and not at some later launch. What it
-    /// contains is unspecified: it has to be nobody's yet, and is given back where that fails.
+    /// Makes the device allocate the memory now, so that running out of memory is reported here and not at a later
+    /// launch. The contents are unspecified, so no block may use the memory yet. If the call fails, the memory is
+    /// released.
     fn commit(&self, memory: Memory) -> Result<Memory, Failure>;
 
-    /// Reserved memory is committed and given back in multiples of this many bytes, a power of two; 0 where the device
-    /// cannot reserve.
+    /// Returns the page size in bytes, a power of two, in multiples of which reserved memory is committed and released.
+    /// 0 if the device cannot reserve.
     fn page(&self) -> usize {
         0
     }
-    /// Reserves addresses for a segment that grows in place, all of it uncommitted; `None` where the device cannot.
+    /// Reserves addresses for a segment that grows in place, all of it uncommitted. `None` if the device cannot
+    /// reserve.
     fn reserve(&self, _bytes: usize) -> Option<Memory> {
         None
     }
@@ -284,55 +291,56 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn extend(&self, _memory: &Memory, _from: usize, _to: usize) -> Result<(), Failure> {
         Err(Failure::TooBig)
     }
-    /// Gives bytes `from..to` of reserved memory back, after work already queued that uses them; the addresses stay
-    /// reserved.
+    /// Releases bytes `from..to` of reserved memory, after queued work that uses them. The addresses stay reserved.
     ///
     /// # Safety
-    /// They are no block's, nor does anything else on the host use them.
+    /// No block contains the bytes, and nothing else on the host uses them.
     unsafe fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
 
-    /// Bytes of the device's memory that others hold for this process, which count towards the limits of allocators: images
-    /// where these are segments, and the other way round.
+    /// Returns the bytes of the device's memory that this process holds outside the driver and that count towards
+    /// allocators' limits. A driver of buffers counts images, and the other way round.
     fn held_elsewhere(&self) -> u64 {
         0
     }
-    /// Has these others give back what they do not use, since there is no room for `bytes` bytes more; says whether there may be
-    /// room now.
+    /// Releases unused memory outside the driver, because there is no room for `bytes` more bytes. Returns true if
+    /// there may be room now.
     fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
         Ok(false)
     }
 
-    /// Bytes that live blocks had are lost: nothing on the device can be relied on any more.
+    /// Reports that bytes of live blocks are lost, so that nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}
 
-    /// Waits for all work of all streams. What a kernel found wrong with its operands is not told here. This and the six below
-    /// are written for a driver whose work is done when its calls return; any other has to write all of them.
+    /// Waits for all work of all streams. Faults that kernels found in their operands are not reported here.
+    ///
+    /// This method and the six that follow have defaults for a driver whose calls return when their work is done. Any
+    /// other driver has to implement all of them.
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
-    /// A marker after everything submitted to the stream so far, which is flushed.
+    /// Records a marker after everything submitted to the stream so far, and flushes the stream.
     fn record(&self, _stream: StreamId) -> Result<Marker> {
         Ok(Marker::done())
     }
-    /// Whether the work before the marker is done, or has failed for good; an error where that cannot be known, as on a
-    /// device that is lost.
+    /// True if the work before the marker is done, or has failed for good. An error if that cannot be known, as on a
+    /// lost device.
     fn is_done(&self, _marker: &Marker) -> Result<bool> {
         Ok(true)
     }
-    /// Whether all work submitted to the stream is done; asks the device.
+    /// True if all work submitted to the stream is done. Queries the device.
     fn is_idle(&self, _stream: StreamId) -> Result<bool> {
         Ok(true)
     }
-    /// How far the stream is, as far as that is known without asking the device: an allocator may call this one under its
-    /// lock.
+    /// Returns the stream's progress as far as it is known without querying the device. An allocator may call this
+    /// method under its lock.
     fn progress(&self, _stream: StreamId) -> Progress {
         Progress::default()
     }
-    /// Blocks until the work before the marker is done.
+    /// Waits until the work before the marker is done.
     fn wait(&self, _marker: &Marker) -> Result<()> {
         Ok(())
     }
-    /// Makes what is submitted to `stream` from now on wait, on the device, for the marker.
+    /// Makes work submitted to `stream` from now on wait for the marker, on the device.
     fn stream_waits(&self, _stream: StreamId, _marker: &Marker) -> Result<()> {
         Ok(())
     }
@@ -340,31 +348,31 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Copies bytes in the order of `stream`. The ranges must not overlap.
     ///
     /// # Safety
-    /// Until it returns, nothing on the host writes to the bytes of `from`, nor reads or writes those of `to`: they are
-    /// free, or of blocks that the caller has locked.
+    /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes those of `to`:
+    /// both are free, or in blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
-    /// Whether [`relocate`](Driver::relocate) can be asked for: the memory is the host's.
+    /// True if [`relocate`](Driver::relocate) is supported, which requires host memory.
     fn relocates(&self) -> bool {
         false
     }
-    /// Copies runs of bytes, each from a place to another, in the order given, that nobody needs at their old places any
-    /// more: memory there is given back as it goes, so that no more than a few MiB are taken twice. For devices whose memory
-    /// is the host's. Where it fails nothing was copied.
+    /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released on
+    /// the way, so that at most a few MiB are held twice. For devices with host memory. If the call fails, nothing was
+    /// copied.
     ///
     /// # Safety
-    /// As [`copy`](Driver::copy); and the bytes at the old places are not used again.
+    /// As for [`copy`](Driver::copy); and the source bytes are not used again.
     unsafe fn relocate(&self, _moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
-        Err(Error::invalid("relocate", format!("{self:?} has memory of its own")))
+        Err(Error::invalid("relocate", format!("{self:?} does not support moving memory in place")))
     }
     /// Reads bytes to the host, after all work of the default stream. Waits.
     ///
     /// # Safety
-    /// Until it returns, nothing else on the host writes to them.
+    /// Until the call returns, nothing else on the host writes to the bytes.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
     /// Writes bytes from the host. Waits.
     ///
     /// # Safety
-    /// Until it returns, nothing else on the host reads or writes them.
+    /// Until the call returns, nothing else on the host reads or writes the bytes.
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()>;
 }
 

@@ -1,67 +1,67 @@
-//! OpenCL memory: a segment is one buffer, a block an offset into it.
+//! OpenCL memory: a segment is a buffer, and a block is an offset into the buffer.
 
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::image::{ImageDesc, ImageFormat, elsewhere};
+use super::image::{ImageDesc, ImageFormat, other_holder};
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class, MappedBuffer};
 use crate::device::{StreamId, profiler};
-use crate::storage::block::{Block, Place};
+use crate::storage::block::{Block, BlockLocation};
 use crate::{Device, Error, Result};
 
-/// An OpenCL device's driver.
+/// The driver of an OpenCL device.
 #[derive(Clone, Copy)]
 pub(crate) struct OpenCl {
     pub(crate) device: &'static ClDevice,
 }
 
-/// Where a block's bytes are in OpenCL memory. They stay there as long as this lives: until the work is enqueued.
-pub(crate) struct ClPlace<'a> {
-    /// The open device.
+/// The location of a block's bytes in OpenCL memory. The block cannot move while the value lives; keep it until the
+/// work is enqueued.
+pub(crate) struct ClBlockLocation<'a> {
     pub(crate) device: &'static ClDevice,
     buffer: &'a ClBuffer,
-    place: Place<'a>,
+    place: BlockLocation<'a>,
 }
 
-impl ClPlace<'_> {
-    /// The segment. Borrowed from the place, so that what uses it cannot outlive the hold.
+impl ClBlockLocation<'_> {
+    /// Returns the segment's buffer. The borrow from `self` prevents its use after the block may move.
     pub(crate) fn buffer(&self) -> &ClBuffer {
         self.buffer
     }
 
-    /// The block's first byte in it: a multiple of 512.
+    /// Returns the block's offset in the buffer, in bytes: a multiple of 512.
     pub(crate) fn offset(&self) -> usize {
         self.place.offset()
     }
 
-    /// A byte of the block's.
+    /// Returns the location of a byte of the block.
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
         (self.buffer, self.place.offset() + byte)
     }
 }
 
-impl ClPlace<'_> {
-    /// Maps the segment, a buffer over memory of the host of which this is the only block's. Waits for the device.
+impl ClBlockLocation<'_> {
+    /// Maps the segment for the host. The segment is a buffer over host memory, and this block the only one in it.
+    /// Waits for the device.
     ///
     /// # Errors
-    /// Those of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
+    /// Errors of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
     pub(crate) fn map(&self) -> Result<MappedHost> {
         self.device.map(self.buffer).map(MappedHost)
     }
 }
 
-/// Memory of the host that a device works on, which is the host's until this is dropped.
+/// Host memory that a device works on in place, mapped for the host until the value is dropped.
 pub(crate) struct MappedHost(MappedBuffer);
 
-// What a panic leaves is bytes, which are never half a value.
+// A panic cannot leave the bytes in a broken state.
 impl std::panic::UnwindSafe for MappedHost {}
 impl std::panic::RefUnwindSafe for MappedHost {}
 
 impl MappedHost {
-    /// The first byte.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.0.start()
     }
@@ -74,45 +74,45 @@ impl fmt::Debug for OpenCl {
 }
 
 impl OpenCl {
-    /// The driver of the device of this index, which it opens.
+    /// Opens the device with this index and returns its driver.
     pub(crate) fn open(index: usize) -> Result<OpenCl> {
         Ok(OpenCl { device: opencl::open(index)? })
     }
 
-    /// Where a block is; `None` where it is in other memory.
+    /// Returns the location of a block; `None` if it is not in OpenCL memory.
     #[inline(always)] // part of every launch
-    pub(crate) fn place(self, block: &Block) -> Option<ClPlace<'_>> {
-        let place = block.place();
+    pub(crate) fn location(self, block: &Block) -> Option<ClBlockLocation<'_>> {
+        let place = block.location();
         match &block.segment().memory().0 {
-            MemoryKind::OpenCl(buffer) => Some(ClPlace { device: self.device, buffer, place }),
+            MemoryKind::OpenCl(buffer) => Some(ClBlockLocation { device: self.device, buffer, place }),
             _ => None,
         }
     }
 
-    /// The image that a block of the device's image pool is.
-    pub(crate) fn image(block: &Block) -> Option<&ClImage> {
+    pub(crate) fn image_of_block(block: &Block) -> Option<&ClImage> {
         match &block.segment().memory().0 {
             MemoryKind::Image(image) => Some(image),
             _ => None,
         }
     }
 
-    /// Another handle on a buffer that other code made, and its bytes.
+    /// Makes another handle on a buffer that other code created. Also returns its size in bytes.
     ///
     /// # Errors
-    /// Those of [`ClDevice::import_buffer`](crate::device::opencl::ClDevice::import_buffer).
-    pub(crate) fn import(self, op: &'static str, buffer: *mut c_void) -> Result<(Memory, usize)> {
+    /// Errors of [`ClDevice::import_buffer`](crate::device::opencl::ClDevice::import_buffer).
+    pub(crate) fn import_buffer(self, op: &'static str, buffer: *mut c_void) -> Result<(Memory, usize)> {
         let buffer = self.device.import_buffer(op, buffer)?;
         let bytes = buffer.bytes();
         Ok((Memory(MemoryKind::OpenCl(buffer)), bytes))
     }
 
-    /// A buffer over bytes of the host; none where the device does not work on them in place, or the driver refuses.
+    /// Creates a buffer over host memory. `None` if the device does not work on host memory in place, or if the driver
+    /// refuses.
     ///
     /// # Safety
     /// As for [`ClDevice::buffer_over`].
-    pub(crate) unsafe fn over(self, start: NonNull<u8>, bytes: usize) -> Option<Memory> {
-        // SAFETY: what the caller promises.
+    pub(crate) unsafe fn wrap_host_memory(self, start: NonNull<u8>, bytes: usize) -> Option<Memory> {
+        // SAFETY: promised by the caller.
         let buffer =
             self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))
@@ -131,29 +131,29 @@ impl OpenCl {
     }
 }
 
-// SAFETY: segments are buffers of the size asked for, which nobody else has.
+// SAFETY: segments are buffers of the requested size, which no other code has.
 unsafe impl Driver for OpenCl {
     fn device(&self) -> Device {
         self.device.device()
     }
 
     fn capacity(&self) -> u64 {
-        known(self.device.info().memory)
+        known_or_max(self.device.info().memory)
     }
 
     fn largest_segment(&self) -> usize {
-        usize::try_from(known(self.device.info().largest_buffer)).unwrap_or(usize::MAX)
+        usize::try_from(known_or_max(self.device.info().largest_buffer)).unwrap_or(usize::MAX)
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        let _recorded = profiler::segment("clCreateBuffer", Some(self.device()), bytes);
+        let _recorded = profiler::segment_span("clCreateBuffer", Some(self.device()), bytes);
         let buffer = self.device.create_buffer(bytes).map_err(|e| self.failure(e))?;
         Ok(Memory(MemoryKind::OpenCl(buffer)))
     }
 
     fn create_image(&self, image: ImageDesc) -> Result<Memory, Failure> {
         let ImageDesc { width, height, format } = image;
-        let _recorded = profiler::segment("clCreateImage", Some(self.device()), image.bytes());
+        let _recorded = profiler::segment_span("clCreateImage", Some(self.device()), image.bytes());
         let made = self.device.create_image([width, height], format == ImageFormat::F16);
         made.map(|image| Memory(MemoryKind::Image(image))).map_err(|e| self.failure(e))
     }
@@ -163,22 +163,22 @@ unsafe impl Driver for OpenCl {
             self.device.commit_image(image).map_err(|e| self.failure(e))?;
             return Ok(memory);
         }
-        let buffer = at((&memory, 0)).map_err(Failure::Other)?.0;
-        let _recorded = profiler::segment("commit", Some(self.device()), buffer.bytes());
+        let buffer = buffer_at((&memory, 0)).map_err(Failure::Other)?.0;
+        let _recorded = profiler::segment_span("commit", Some(self.device()), buffer.bytes());
         self.device.commit(buffer).map_err(|e| self.failure(e))?;
         Ok(memory)
     }
 
     fn held_elsewhere(&self) -> u64 {
-        elsewhere(self.device()).map_or(0, |other| other.held())
+        other_holder(self.device()).map_or(0, |other| other.held())
     }
 
     fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
-        elsewhere(self.device()).map_or(Ok(false), |other| other.make_room())
+        other_holder(self.device()).map_or(Ok(false), |other| other.make_room())
     }
 
     fn give_up(&self, cause: &str) {
-        self.device.give_up(cause);
+        self.device.mark_lost(cause);
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -186,7 +186,7 @@ unsafe impl Driver for OpenCl {
     }
 
     fn record(&self, stream: StreamId) -> Result<Marker> {
-        // Nothing was ever submitted to a stream of some other device.
+        // Nothing was ever submitted to a stream of another device.
         if !self.device.has_stream(stream) {
             return Ok(Marker::done());
         }
@@ -195,8 +195,9 @@ unsafe impl Driver for OpenCl {
     }
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
-        // A marker that failed does not say that what was submitted before it is over: an error, after which a new one is asked.
-        event(marker).map_or(Ok(true), |event| self.device.query(event))
+        // A failed marker does not prove that earlier work is over: report the error, after which the caller records a
+        // new marker.
+        marker_event(marker).map_or(Ok(true), |event| self.device.query(event))
     }
 
     fn is_idle(&self, stream: StreamId) -> Result<bool> {
@@ -209,44 +210,45 @@ unsafe impl Driver for OpenCl {
     }
 
     fn wait(&self, marker: &Marker) -> Result<()> {
-        event(marker).map_or(Ok(()), |event| self.device.wait(event))
+        marker_event(marker).map_or(Ok(()), |event| self.device.wait(event))
     }
 
     fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()> {
-        match event(marker).filter(|_| self.device.has_stream(stream)) {
+        match marker_event(marker).filter(|_| self.device.has_stream(stream)) {
             Some(event) => self.device.stream_waits(stream, event),
             None => Ok(()),
         }
     }
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        self.device.copy_on(stream, at(from)?, at(to)?, bytes)
+        self.device.copy_on(stream, buffer_at(from)?, buffer_at(to)?, bytes)
     }
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        self.device.read_quietly(at(from)?, to)
+        self.device.read_without_faults(buffer_at(from)?, to)
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        self.device.write(from, at(to)?)
+        self.device.write(from, buffer_at(to)?)
     }
 }
 
-fn at<'a>((memory, offset): At<'a>) -> Result<ClAt<'a>> {
+/// Returns the location as a buffer and an offset; an error if the memory is not a buffer.
+fn buffer_at<'a>((memory, offset): At<'a>) -> Result<ClAt<'a>> {
     match &memory.0 {
         MemoryKind::OpenCl(buffer) => Ok((buffer, offset)),
         _ => Err(Error::invalid("driver", format!("{memory:?} is not an OpenCL buffer"))),
     }
 }
 
-fn event(marker: &Marker) -> Option<&ClEvent> {
+fn marker_event(marker: &Marker) -> Option<&ClEvent> {
     match &marker.0 {
         MarkerKind::OpenCl(event) => Some(event),
         _ => None,
     }
 }
 
-/// Devices that cannot tell say 0.
-fn known(bytes: u64) -> u64 {
+/// Turns 0, which devices report for an unknown size, into the maximum.
+fn known_or_max(bytes: u64) -> u64 {
     if bytes == 0 { u64::MAX } else { bytes }
 }

@@ -1,15 +1,16 @@
 //! The pool of pinned host memory.
 //!
-//! A device reads and writes pinned memory at the full speed of its bus, but making some takes the driver milliseconds.
-//! So it is made in size classes, eight a power of two (at most 12.5 % more than asked for, where PyTorch's powers of
-//! two are up to twice as much), and kept. Each class has a lock of its own, and the source is never called under one.
+//! A device reads and writes pinned memory at the full speed of its bus, but creating pinned memory takes the driver
+//! milliseconds. So blocks are created in size classes and kept. There are eight classes per power of two, so a block
+//! is at most 12.5 % larger than requested, where PyTorch's powers of two waste up to 100 %. Each class has its own
+//! lock, and the source is never called under a lock.
 //!
-//! A block that a transfer still uses is given back with the transfer's event. It waits in its class until the event is
-//! done, while others of the class whose events are done already overtake it.
+//! A block that a transfer still uses is returned with the transfer's event. The block waits in its class until the
+//! event is done; other blocks of the class whose events are done earlier overtake it.
 //!
-//! There is a bound on all pinned memory of the process, since no one else can use it: a pool that may take no more, or
-//! whose source refuses, says so, and its caller uses ordinary memory. A source that has refused a block, or the reserve, is
-//! asked for such again after a number of requests that grows with every refusal.
+//! All pinned memory of the process is bounded, because no other program can use it. If the bound is reached or the
+//! source refuses, the caller uses ordinary memory. A source that has refused a block, or the reserve, is asked again
+//! only after a number of requests that grows with every refusal.
 
 mod stats;
 #[cfg(test)]
@@ -27,27 +28,27 @@ use crate::device::lock;
 use crate::device::opencl::Backoff;
 use stats::Counters;
 
-/// Smallest class, and the granularity of the reserve: a page.
-const PAGE: usize = 4096;
-/// Classes a power of two.
-const STEPS: usize = 8;
+/// The smallest class and the granularity of the reserve, in bytes: a page.
+const PAGE_BYTES: usize = 4096;
+/// The number of classes per power of two.
+const CLASSES_PER_DOUBLING: usize = 8;
 
-/// Where pinned memory comes from.
+/// A source of pinned memory.
 pub(crate) trait PinnedSource: Send + Sync {
-    /// A piece of it, released on drop.
+    /// A piece of pinned memory, released on drop.
     type Memory: Send + Sync;
-    /// The end of a transfer.
+    /// An event at the end of a transfer.
     type Event: Send;
 
-    /// Makes a piece of `bytes`, a multiple of 512.
+    /// Creates a piece of `bytes` bytes, a multiple of 512.
     fn create(&self, bytes: usize) -> Result<Self::Memory, Failure>;
-    /// Whether the transfer is done, or has failed for good.
+    /// True if the transfer is done, or has failed for good.
     fn is_done(&self, event: &Self::Event) -> bool;
-    /// Whether what is dropped is not released: transfers may be using it for good.
+    /// True if dropped memory is not released, because transfers may be using it for ever.
     fn is_lost(&self) -> bool;
 }
 
-/// Pinned memory of the whole process: what may be taken and what is.
+/// The limit of the process's pinned memory in bytes, and the bytes in use.
 #[derive(Debug)]
 pub(crate) struct Budget {
     cap: usize,
@@ -73,21 +74,23 @@ impl Budget {
 pub(crate) struct PinnedPool<S: PinnedSource> {
     source: S,
     classes: Box<[Mutex<Class<S>>]>,
-    /// Bytes of the reserve, 0 for none, and the reserve once the source has given it.
+    /// Bytes of the reserve (0 for none), and the reserve once the source has created it.
     reserve_bytes: usize,
     reserve: OnceLock<Reserve<S::Memory>>,
-    /// When to ask for the reserve again: blocks do not wait for what is larger than any of them.
+    /// When to ask for the reserve again. Separate, because a refused reserve, which is larger than any block, must not
+    /// delay blocks.
     reserve_backoff: Backoff,
     budget: Arc<Budget>,
-    /// When to ask the source again after it has failed with nothing cached that could be given back.
+    /// When to ask the source again after it has failed with nothing cached that could be released.
     source_backoff: Backoff,
     counters: Counters,
 }
 
+/// The blocks of one size.
 struct Class<S: PinnedSource> {
     free: Vec<Piece<S::Memory>>,
-    /// Given back while a transfer still used them.
-    flying: Vec<(S::Event, Piece<S::Memory>)>,
+    /// Blocks returned while a transfer still used them.
+    in_flight: Vec<(S::Event, Piece<S::Memory>)>,
 }
 
 /// A block's memory: a piece of its own, or a part of the reserve.
@@ -97,39 +100,40 @@ struct Piece<M> {
     reserved: bool,
 }
 
-/// Who has refused a piece.
-enum Refused {
+/// Why no piece was created.
+enum Refusal {
     ByBudget,
     BySource,
 }
 
-/// One piece made before any other, handed out from its start to its end and never released.
+/// A piece created before any other. It is handed out from its start to its end and never released.
 struct Reserve<M> {
     memory: Arc<M>,
     used: AtomicUsize,
 }
 
-/// The smallest class for a request; `None` beyond what can be counted.
-fn class_of(bytes: usize) -> Option<usize> {
-    let bytes = bytes.max(PAGE).checked_next_multiple_of(PAGE / STEPS)?;
+/// Returns the smallest class for a request; `None` if its size overflows.
+fn size_class(bytes: usize) -> Option<usize> {
+    let bytes = bytes.max(PAGE_BYTES).checked_next_multiple_of(PAGE_BYTES / CLASSES_PER_DOUBLING)?;
     // `bytes` is above `lower` and at most twice it, so the class is one of the eight from 9/8 to 16/8 of it.
     let lower = (bytes - 1).ilog2();
-    let steps = (bytes - (1 << lower)).div_ceil((1 << lower) / STEPS);
-    let class = (lower as usize * STEPS + steps).checked_sub(PAGE.ilog2() as usize * STEPS)?;
-    (class <= (usize::BITS - 2 - PAGE.ilog2()) as usize * STEPS).then_some(class)
+    let steps = (bytes - (1 << lower)).div_ceil((1 << lower) / CLASSES_PER_DOUBLING);
+    let class = (lower as usize * CLASSES_PER_DOUBLING + steps)
+        .checked_sub(PAGE_BYTES.ilog2() as usize * CLASSES_PER_DOUBLING)?;
+    (class <= (usize::BITS - 2 - PAGE_BYTES.ilog2()) as usize * CLASSES_PER_DOUBLING).then_some(class)
 }
 
-/// Bytes of a block of a class.
 fn class_size(class: usize) -> usize {
-    (PAGE / STEPS * (STEPS + class % STEPS)) << (class / STEPS)
+    (PAGE_BYTES / CLASSES_PER_DOUBLING * (CLASSES_PER_DOUBLING + class % CLASSES_PER_DOUBLING))
+        << (class / CLASSES_PER_DOUBLING)
 }
 
 impl<S: PinnedSource> PinnedPool<S> {
-    /// A pool over `source`, with a reserve of `reserve` bytes (0 for none). It is made at once, or at a later request where
-    /// the source or the budget refuses it.
+    /// Makes a pool over `source`, with a reserve of `reserve` bytes (0 for none). The reserve is created at once, or
+    /// at a later request if the source or the budget refuses it.
     pub(crate) fn new(source: S, reserve: usize, budget: Arc<Budget>) -> PinnedPool<S> {
-        let last = class_of(budget.cap.max(PAGE)).unwrap_or(0);
-        let class = |_| Mutex::new(Class { free: Vec::new(), flying: Vec::new() });
+        let last = size_class(budget.cap.max(PAGE_BYTES)).unwrap_or(0);
+        let class = |_| Mutex::new(Class { free: Vec::new(), in_flight: Vec::new() });
         let pool = PinnedPool {
             source,
             classes: (0..=last).map(class).collect(),
@@ -140,32 +144,31 @@ impl<S: PinnedSource> PinnedPool<S> {
             source_backoff: Backoff::default(),
             counters: Counters::default(),
         };
-        pool.the_reserve();
+        pool.reserve_or_retry();
         pool
     }
 
-    /// A block of at least `bytes`; `None` where ordinary memory must do.
+    /// Allocates a block of at least `bytes` bytes. `None` if the caller has to use ordinary memory.
     pub(crate) fn alloc(&self, bytes: usize) -> Option<Pinned<'_, S>> {
-        let class = class_of(bytes).filter(|class| *class < self.classes.len())?;
+        let class = size_class(bytes).filter(|class| *class < self.classes.len())?;
         let size = class_size(class);
-        let piece = self.cached(class).or_else(|| self.reserved(size)).or_else(|| self.create(size))?;
-        self.counters.taken(size);
+        let piece = self.take_cached(class).or_else(|| self.take_from_reserve(size)).or_else(|| self.create(size))?;
+        self.counters.record_allocation(size);
         Some(Pinned { pool: self, class, piece: Some(piece) })
     }
 
-    /// Releases every block that nothing uses (`torch.cuda.host_empty_cache`), except the reserve's.
+    /// Releases every unused block (`torch.cuda.host_empty_cache`), except those of the reserve.
     pub(crate) fn empty_cache(&self) {
         self.source_backoff.reset();
         self.reserve_backoff.reset();
         self.release_unused();
     }
 
-    /// Makes blocks whose transfers are done free again; whether others are still flying.
-    pub(crate) fn poll(&self) -> bool {
-        (0..self.classes.len()).filter(|class| self.poll_class(*class)).count() > 0 // every class is asked
+    /// Frees the blocks whose transfers are done. Returns true if other blocks are still in use by transfers.
+    pub(crate) fn free_finished(&self) -> bool {
+        (0..self.classes.len()).filter(|class| self.free_finished_of_class(*class)).count() > 0 // counts instead of `any`, so that every class is polled
     }
 
-    /// What the pool holds and has done.
     pub(crate) fn stats(&self) -> PinnedStats {
         self.counters.read()
     }
@@ -179,35 +182,35 @@ impl<S: PinnedSource> PinnedPool<S> {
     }
 
     fn lock(&self, class: usize) -> MutexGuard<'_, Class<S>> {
-        // Nothing that can panic is done under the lock.
+        // Nothing that can panic runs under the lock.
         lock(&self.classes[class])
     }
 
-    fn cached(&self, class: usize) -> Option<Piece<S::Memory>> {
+    fn take_cached(&self, class: usize) -> Option<Piece<S::Memory>> {
         if let Some(piece) = self.lock(class).free.pop() {
             return Some(piece);
         }
-        self.poll_class(class);
+        self.free_finished_of_class(class);
         self.lock(class).free.pop()
     }
 
-    fn poll_class(&self, class: usize) -> bool {
-        let flying = mem::take(&mut self.lock(class).flying);
-        if flying.is_empty() {
+    fn free_finished_of_class(&self, class: usize) -> bool {
+        let in_flight = mem::take(&mut self.lock(class).in_flight);
+        if in_flight.is_empty() {
             return false;
         }
-        let (done, still): (Vec<_>, Vec<_>) = flying.into_iter().partition(|(event, _)| self.source.is_done(event));
+        let (done, still): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(|(event, _)| self.source.is_done(event));
         let (events, free): (Vec<_>, Vec<_>) = done.into_iter().unzip();
-        drop(events); // releasing one is a call of the driver
-        free.iter().for_each(|_| self.counters.returned(class_size(class)));
+        drop(events); // releasing an event calls the driver
+        free.iter().for_each(|_| self.counters.record_free(class_size(class)));
         let mut class = self.lock(class);
         class.free.extend(free);
-        class.flying.extend(still);
-        !class.flying.is_empty()
+        class.in_flight.extend(still);
+        !class.in_flight.is_empty()
     }
 
-    /// The reserve, asked for again if the source has refused it.
-    fn the_reserve(&self) -> Option<&Reserve<S::Memory>> {
+    /// Returns the reserve, after asking the source again if it has refused the reserve before.
+    fn reserve_or_retry(&self) -> Option<&Reserve<S::Memory>> {
         if self.reserve_bytes == 0 || self.reserve.get().is_some() {
             return self.reserve.get();
         }
@@ -219,21 +222,21 @@ impl<S: PinnedSource> PinnedPool<S> {
             return None;
         };
         if let Err(second) = self.reserve.set(Reserve { memory: piece.memory, used: AtomicUsize::new(0) }) {
-            // Another thread was faster.
+            // Another thread created the reserve first.
             self.release(self.reserve_bytes, Piece { memory: second.memory, offset: 0, reserved: false });
         }
         self.reserve.get()
     }
 
-    fn reserved(&self, size: usize) -> Option<Piece<S::Memory>> {
-        let reserve = self.the_reserve()?;
-        let pages = size.next_multiple_of(PAGE);
+    fn take_from_reserve(&self, size: usize) -> Option<Piece<S::Memory>> {
+        let reserve = self.reserve_or_retry()?;
+        let pages = size.next_multiple_of(PAGE_BYTES);
         let room = |used: usize| used.checked_add(pages).filter(|end| *end <= self.reserve_bytes);
         let offset = reserve.used.fetch_update(Relaxed, Relaxed, room).ok()?;
         Some(Piece { memory: Arc::clone(&reserve.memory), offset, reserved: true })
     }
 
-    /// A piece from the source, unless it has refused one lately.
+    /// Creates a piece, unless the source has refused one lately.
     fn create(&self, size: usize) -> Option<Piece<S::Memory>> {
         if !self.source_backoff.is_due() {
             return None;
@@ -241,28 +244,28 @@ impl<S: PinnedSource> PinnedPool<S> {
         let made = self.try_create(size);
         match &made {
             Ok(_) => self.source_backoff.reset(),
-            Err(Refused::BySource) => self.source_backoff.refused(),
-            Err(Refused::ByBudget) => {}
+            Err(Refusal::BySource) => self.source_backoff.refused(),
+            Err(Refusal::ByBudget) => {}
         }
         made.ok()
     }
 
-    /// A piece from the source; if that fails or would be too much, once more without what is cached.
-    fn try_create(&self, size: usize) -> Result<Piece<S::Memory>, Refused> {
-        let mut refused = Refused::ByBudget;
+    /// Creates a piece. If the source or the budget refuses, releases the unused blocks and tries once more.
+    fn try_create(&self, size: usize) -> Result<Piece<S::Memory>, Refusal> {
+        let mut refused = Refusal::ByBudget;
         for last in [false, true] {
-            refused = Refused::ByBudget;
+            refused = Refusal::ByBudget;
             if self.budget.take(size) {
                 let start = Instant::now();
                 match self.source.create(size) {
                     Ok(memory) => {
-                        self.counters.made(size, start.elapsed());
+                        self.counters.record_creation(size, start.elapsed());
                         return Ok(Piece { memory: Arc::new(memory), offset: 0, reserved: false });
                     }
                     Err(failure) => {
                         tracing::debug!(size, ?failure, "no pinned memory");
                         self.budget.give(size);
-                        refused = Refused::BySource;
+                        refused = Refusal::BySource;
                     }
                 }
             }
@@ -275,9 +278,9 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     fn release_unused(&self) {
         if self.source.is_lost() {
-            return; // it stays pinned, and counted
+            return; // the memory stays pinned, and counted
         }
-        self.poll();
+        self.free_finished();
         for class in 0..self.classes.len() {
             let unused: Vec<_> = self.lock(class).free.extract_if(.., |piece| !piece.reserved).collect();
             unused.into_iter().for_each(|piece| self.release(class_size(class), piece));
@@ -287,19 +290,19 @@ impl<S: PinnedSource> PinnedPool<S> {
     fn release(&self, size: usize, piece: Piece<S::Memory>) {
         let start = Instant::now();
         drop(piece);
-        self.counters.released(size, start.elapsed());
+        self.counters.record_release(size, start.elapsed());
         self.budget.give(size);
     }
 }
 
 impl<S: PinnedSource> Drop for PinnedPool<S> {
     fn drop(&mut self) {
-        // What else it holds is released by its fields.
+        // The memory itself is released by dropping the fields.
         self.budget.give(self.stats().allocated_bytes.current as usize);
     }
 }
 
-/// A block of pinned memory. Dropping it makes it free at once, which is right when no transfer uses it any more.
+/// A block of pinned memory. Dropping it frees it at once, so no transfer may be using it any more.
 pub(crate) struct Pinned<'p, S: PinnedSource> {
     pool: &'p PinnedPool<S>,
     class: usize,
@@ -307,21 +310,21 @@ pub(crate) struct Pinned<'p, S: PinnedSource> {
 }
 
 impl<S: PinnedSource> Pinned<'_, S> {
-    /// The memory and where in it the block begins.
+    /// Returns the memory, and the offset of the block in bytes.
     pub(crate) fn memory(&self) -> (&S::Memory, usize) {
         let piece = self.piece.as_ref().expect("taken only when it is given back");
         (&piece.memory, piece.offset)
     }
 
-    /// The block's size: at least what was asked for.
+    /// Returns the block's size in bytes: at least the requested size.
     pub(crate) fn bytes(&self) -> usize {
         class_size(self.class)
     }
 
-    /// Gives the block back, to be reused when `event` is done.
+    /// Returns the block to the pool, to be reused when `event` is done.
     pub(crate) fn release_after(mut self, event: S::Event) {
         if let Some(piece) = self.piece.take() {
-            self.pool.lock(self.class).flying.push((event, piece));
+            self.pool.lock(self.class).in_flight.push((event, piece));
         }
     }
 }
@@ -329,7 +332,7 @@ impl<S: PinnedSource> Pinned<'_, S> {
 impl<S: PinnedSource> Drop for Pinned<'_, S> {
     fn drop(&mut self) {
         if let Some(piece) = self.piece.take() {
-            self.pool.counters.returned(self.bytes());
+            self.pool.counters.record_free(self.bytes());
             self.pool.lock(self.class).free.push(piece);
         }
     }

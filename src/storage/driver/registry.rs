@@ -1,4 +1,4 @@
-//! One driver a device for the whole process: made on first use, never taken down.
+//! The process-wide table of drivers, one per device, created on first use and never destroyed.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -8,12 +8,13 @@ use super::{Driver, DynDriver};
 use crate::storage::config::Config;
 use crate::{Device, Result};
 
+/// The drivers of all devices in use.
 static DRIVERS: RwLock<Vec<(Device, DynDriver)>> = RwLock::new(Vec::new());
 
-/// The driver of a device's memory: what allocators of a user's own are built on. Opens the device.
+/// Returns the driver of a device's memory, on which users can build their own allocators. Opens the device.
 ///
 /// # Errors
-/// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there.
+/// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist.
 pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
     let find = |drivers: &[(Device, DynDriver)]| {
         drivers.iter().find(|(of, _)| *of == device).map(|(_, driver)| Arc::clone(driver))
@@ -22,7 +23,7 @@ pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
         return Ok(driver);
     }
     let made: DynDriver = match device {
-        Device::Cpu => Arc::new(Host::new(Config::of_process()?)),
+        Device::Cpu => Arc::new(Host::new(Config::from_env_once()?)),
         Device::OpenCL(index) => Arc::new(OpenCl::open(index)?),
     };
     let mut drivers = DRIVERS.write().unwrap_or_else(PoisonError::into_inner);

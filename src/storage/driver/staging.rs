@@ -1,9 +1,11 @@
-//! Large transfers between the host and a device with memory of its own.
+//! Large transfers between the host and a device with its own memory.
 //!
-//! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
-//! its own with one thread. Here all threads of the CPU's team copy, past their caches, into a few pinned slices, while
-//! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
-//! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies.
+//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the
+//! driver's own pinned memory. Here all threads of the CPU's thread team copy, past their caches, into a few pinned
+//! slices, while the device transfers other slices. As with a plain transfer, the call returns when all bytes have
+//! arrived.
+//!
+//! On a CPU device there is nothing to transfer: all threads copy directly from or to the mapped buffer.
 
 mod enqueued;
 #[cfg(test)]
@@ -17,9 +19,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit};
-use enqueued::Flight;
+use enqueued::EnqueuedTransfer;
 pub(in crate::storage) use enqueued::start_write;
-use transfer::{Start, Transfer, bytes};
+use transfer::{StartPtr, Transfer, copy_raw};
 
 use super::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource};
@@ -27,52 +29,60 @@ use super::{Driver, Failure};
 use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
 use crate::device::lock;
-use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, ClPinned, HostMemory, Mapped};
+use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, ClPinned, HostMemory, MapRegion};
 use crate::device::{DeviceKind, StreamId};
 use crate::storage::config::Config;
 use crate::{Device, Error, Result};
 
-/// How a transfer is cut up: pinned slices of so many bytes, used in turn, and what one thread copies at a time.
+/// How a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
 #[derive(Debug, Clone, Copy)]
-struct Cut {
-    /// Bytes of the pinned blocks that slices lie in.
+struct StagingSizes {
+    /// Bytes of the pinned blocks that contain slices.
     block: usize,
+    /// Bytes of a slice.
     slice: usize,
+    /// The number of slices.
     slices: usize,
+    /// Bytes that a thread copies at a time.
     piece: usize,
 }
 
-impl Cut {
-    /// The same for a transfer of so many bytes: a small one goes in halves, and in pieces of which all threads get some.
-    fn of(self, total: usize) -> Cut {
-        match total < SMALL {
-            true => Cut { slice: (total / 2).clamp(1, self.block), piece: SMALL_PIECE, ..self },
+impl StagingSizes {
+    /// Adapts the sizes to a transfer of `total` bytes. A small transfer uses two halves, and pieces small enough that
+    /// all threads get some.
+    fn for_transfer(self, total: usize) -> StagingSizes {
+        match total < SMALL_TRANSFER_BYTES {
+            true => StagingSizes { slice: (total / 2).clamp(1, self.block), piece: SMALL_PIECE_BYTES, ..self },
             false => self,
         }
     }
 }
 
-/// To the device, through few pinned bytes, and to the host, where the device needs more to go on with.
-const UP: Cut = Cut { block: 2 << 20, slice: 2 << 20, slices: 4, piece: 512 << 10 };
-const DOWN: Cut = Cut { block: 4 << 20, slice: 4 << 20, slices: 6, piece: 256 << 10 };
-/// The least transfer that is cut up: below, the driver's own way is as fast. And what is small.
-const STAGED: usize = 1 << 20;
-const SMALL: usize = 4 << 20;
-const SMALL_PIECE: usize = 64 << 10;
-/// The least copy from or to a buffer of a processor that all threads share.
-const MAPPED: usize = 4 << 20;
-/// The part of the machine's memory that may be pinned, and how much where that is not known.
-const PINNED_PART: u64 = 8;
-const PINNED_UNKNOWN: u64 = 1 << 30;
-/// How often the background thread asks (`pinned_use_background_threads`), as in PyTorch.
-const POLL: Duration = Duration::from_micros(100);
+/// Sizes for transfers to the device, which need little pinned memory.
+const UPLOAD_SIZES: StagingSizes = StagingSizes { block: 2 << 20, slice: 2 << 20, slices: 4, piece: 512 << 10 };
+/// Sizes for transfers to the host, where the device needs more slices to stay busy.
+const DOWNLOAD_SIZES: StagingSizes = StagingSizes { block: 4 << 20, slice: 4 << 20, slices: 6, piece: 256 << 10 };
+/// The smallest transfer, in bytes, that is split. Below it the driver's own transfer is as fast.
+const MIN_STAGED_BYTES: usize = 1 << 20;
+/// Transfers of fewer bytes use two halves.
+const SMALL_TRANSFER_BYTES: usize = 4 << 20;
+/// Bytes that a thread copies at a time in such transfers.
+const SMALL_PIECE_BYTES: usize = 64 << 10;
+/// The smallest copy, in bytes, from or to a CPU device's buffer that all threads share.
+const MIN_MAPPED_BYTES: usize = 4 << 20;
+/// The divisor of the machine's memory that gives the pinned memory allowed.
+const PINNED_MEMORY_DIVISOR: u64 = 8;
+/// The pinned memory allowed, in bytes, if the size of the machine's memory is unknown.
+const DEFAULT_PINNED_BYTES: u64 = 1 << 30;
+/// Interval at which the background thread polls (`pinned_use_background_threads`), as in PyTorch.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A device as a source of pinned memory.
-pub(in crate::storage) struct Source(&'static ClDevice);
+pub(in crate::storage) struct PinnedDevice(&'static ClDevice);
 
-impl PinnedSource for Source {
+impl PinnedSource for PinnedDevice {
     type Memory = ClPinned;
-    /// Of all transfers that use the memory.
+    /// The events of all transfers that use the memory.
     type Event = Vec<Arc<ClEvent>>;
 
     fn create(&self, bytes: usize) -> Result<ClPinned, Failure> {
@@ -80,7 +90,7 @@ impl PinnedSource for Source {
     }
 
     fn is_done(&self, events: &Self::Event) -> bool {
-        // Where the driver does not say, and on a lost device, nobody knows.
+        // If the driver cannot tell, or the device is lost, the transfer may still be running.
         !self.0.is_lost() && events.iter().all(|event| event.is_over().unwrap_or(false))
     }
 
@@ -89,54 +99,55 @@ impl PinnedSource for Source {
     }
 }
 
-pub(in crate::storage) type Pool = PinnedPool<Source>;
+/// A device's pool of pinned memory.
+pub(in crate::storage) type DevicePinnedPool = PinnedPool<PinnedDevice>;
 
-static POOLS: RwLock<Vec<(Device, &'static Pool)>> = RwLock::new(Vec::new());
+/// The pools of all devices that have staged a transfer.
+static POOLS: RwLock<Vec<(Device, &'static DevicePinnedPool)>> = RwLock::new(Vec::new());
 
-/// The pool of a device, if anything was staged for it yet.
-pub(in crate::storage) fn existing_pool(device: Device) -> Option<&'static Pool> {
+pub(in crate::storage) fn existing_pool(device: Device) -> Option<&'static DevicePinnedPool> {
     let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
     pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| *pool)
 }
 
-/// The pool of a device, made on first use, never taken down.
-fn pool(device: &'static ClDevice) -> &'static Pool {
+/// Returns a device's pool, created on first use and never destroyed.
+fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
     if let Some(pool) = existing_pool(device.device()) {
         return pool;
     }
     static MAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = lock(&MAKING);
     existing_pool(device.device()).unwrap_or_else(|| {
-        let config = Config::of_process().cloned().unwrap_or_default(); // a mistake in it is told when the allocator is made
-        let made = PinnedPool::new(Source(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
-        let pool: &'static Pool = Box::leak(Box::new(made));
+        let config = Config::from_env_once().cloned().unwrap_or_default(); // an invalid configuration is reported when the allocator is made
+        let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
+        let pool: &'static DevicePinnedPool = Box::leak(Box::new(made));
         POOLS.write().unwrap_or_else(PoisonError::into_inner).push((device.device(), pool));
         if config.pinned_use_background_threads {
             let poll = move || {
                 loop {
-                    std::thread::sleep(POLL);
-                    pool.poll();
+                    std::thread::sleep(POLL_INTERVAL);
+                    pool.free_finished();
                 }
             };
-            // Without the thread blocks are found free when the next one is asked for.
+            // If the thread cannot start, blocks become free when the next one is requested.
             let _ = std::thread::Builder::new().name("claystone-pinned".into()).spawn(poll);
         }
         pool
     })
 }
 
-/// What all devices together may pin.
+/// Returns the limit of pinned memory for all devices together.
 fn budget() -> &'static Arc<Budget> {
     static BUDGET: OnceLock<Arc<Budget>> = OnceLock::new();
     BUDGET.get_or_init(|| {
         let memory = Host::new(&Config::default()).capacity();
-        let part = if memory == u64::MAX { PINNED_UNKNOWN } else { memory / PINNED_PART };
+        let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / PINNED_MEMORY_DIVISOR };
         Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
     })
 }
 
-/// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong. `pinned` is
-/// what `dst` lies in, if that is pinned memory.
+/// Reads bytes of a buffer to the host, waits for them and reports faults that this thread's kernels found. `pinned` is
+/// the pinned memory that contains `dst`, if any.
 pub(in crate::storage) fn read(
     device: &'static ClDevice,
     src: ClAt<'_>,
@@ -146,35 +157,37 @@ pub(in crate::storage) fn read(
     let pinned = pinned.filter(|_| !is_mapped(device, dst.len()));
     match pinned.and_then(|pinned| pinned.lend(device, dst.as_mut_ptr(), dst.len(), true)) {
         Some(lent) => device.read_into(src, lent).map(drop),
-        None => read_apart(device, src, dst).unwrap_or_else(|| device.read(src, dst)),
+        None => try_read_staged(device, src, dst).unwrap_or_else(|| device.read(src, dst)),
     }
 }
 
-/// [`read`] into a vector, which the device may write to.
+/// Like [`read`], into a vector that the device may write to directly.
 pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
     device: &'static ClDevice,
     src: ClAt<'_>,
     mut dst: Vec<T>,
 ) -> Result<Vec<T>> {
-    match read_apart(device, src, bytemuck::cast_slice_mut(&mut dst)) {
+    match try_read_staged(device, src, bytemuck::cast_slice_mut(&mut dst)) {
         Some(read) => read.map(|()| dst),
         None => device.read_into(src, dst),
     }
 }
 
-/// Reads by maps or through pinned slices, so that no command gets to know of `dst`; `None` where that is not the way.
-fn read_apart(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
+/// Reads through a mapping or pinned slices, so that no command refers to `dst`. `None` if the transfer is better left
+/// to the driver.
+fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
-        let region = Mapped { at: src, overwrite: false };
-        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed alone.
-        return Some(device.with_mapped(region, n, |from| unsafe { bytes(from, to, n, copy) }));
+        let region = MapRegion { at: src, overwrite: false };
+        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
+        return Some(device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) }));
     }
-    let ring = is_staged(device, dst.len()).then(|| Ring::new(pool(device), device, DOWN.of(dst.len()), dst.len()));
+    let ring = is_staged(device, dst.len())
+        .then(|| Ring::new(pool(device), device, DOWNLOAD_SIZES.for_transfer(dst.len()), dst.len()));
     ring.flatten().map(|ring| ring.read(src, dst))
 }
 
-/// Writes bytes from the host to a buffer and waits until they are there. `pinned` is as in [`read`].
+/// Writes bytes from the host to a buffer and waits until they have arrived. `pinned` is as in [`read`].
 pub(in crate::storage) fn write(
     device: &'static ClDevice,
     src: &[u8],
@@ -183,84 +196,86 @@ pub(in crate::storage) fn write(
 ) -> Result<()> {
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
-        let region = Mapped { at: dst, overwrite: true };
+        let region = MapRegion { at: dst, overwrite: true };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
-        return device.with_mapped(region, n, |to| unsafe { bytes(from, to, n, copy) });
+        return device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) });
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
         return device.write_from(lent, dst).map(drop);
     }
-    let ring = is_staged(device, src.len()).then(|| Ring::new(pool(device), device, UP.of(src.len()), src.len()));
+    let ring = is_staged(device, src.len())
+        .then(|| Ring::new(pool(device), device, UPLOAD_SIZES.for_transfer(src.len()), src.len()));
     match ring.flatten() {
         Some(ring) => ring.write(src, dst),
         None => device.write(src, dst),
     }
 }
 
-/// Whether a transfer is cut up, or the driver's own way is better.
+/// True if a transfer is split; otherwise the driver's own transfer is better.
 fn is_staged(device: &ClDevice, bytes: usize) -> bool {
     let info = device.info();
-    bytes >= STAGED && !info.unified_memory && info.kind != DeviceKind::Cpu
+    bytes >= MIN_STAGED_BYTES && !info.unified_memory && info.kind != DeviceKind::Cpu
 }
 
-/// Whether the device's memory is the host's, and a transfer large enough for several threads.
+/// True if the device's memory is host memory, and the transfer is large enough for several threads.
 fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
-    bytes >= MAPPED && device.info().kind == DeviceKind::Cpu
+    bytes >= MIN_MAPPED_BYTES && device.info().kind == DeviceKind::Cpu
 }
 
-/// Pinned host memory for a tensor's elements.
+/// Pinned host memory that holds a tensor's elements.
 pub(in crate::storage) struct PinnedBytes {
-    /// Until dropped.
-    block: ManuallyDrop<Pinned<'static, Source>>,
+    /// Taken only on drop.
+    block: ManuallyDrop<Pinned<'static, PinnedDevice>>,
     opened: &'static ClDevice,
-    /// Transfers that were enqueued and not waited for.
-    flights: Mutex<Vec<Flight>>,
-    /// Other transfers that read the bytes, and those that write them: under way, or never known to be over.
+    /// Enqueued transfers that were not waited for.
+    enqueued_transfers: Mutex<Vec<EnqueuedTransfer>>,
+    /// The number of other transfers that read the bytes, and of those that write them. A transfer whose end is unknown
+    /// stays counted.
     readers: AtomicUsize,
     writers: AtomicUsize,
 }
 
-/// Bytes of a [`PinnedBytes`] that a transfer uses where they are. Whoever has one made has borrowed them, under the lock of
-/// their tensor. One that is forgotten keeps everybody else out.
-struct Lent<'a> {
+/// Bytes of a [`PinnedBytes`] that a transfer uses in place. The code that makes the value has borrowed the bytes,
+/// under the lock of their tensor. If the value is forgotten, the bytes stay blocked for all other code.
+struct LentBytes<'a> {
     start: *mut u8,
     bytes: usize,
     users: &'a AtomicUsize,
 }
 
-// SAFETY: the bytes are borrowed, exclusively where they are written, and after that nobody gets at them until this is
-// dropped: `PinnedBytes::check`. Once the device is lost a `PinnedBytes` is never given back.
-unsafe impl HostMemory for Lent<'_> {
+// SAFETY: the bytes are borrowed, exclusively if they are written. After the borrow ends, no other code gets at them
+// until this value is dropped: `PinnedBytes::wait_and_check` fails. Once the device is lost, a `PinnedBytes` is never released.
+unsafe impl HostMemory for LentBytes<'_> {
     fn range(&mut self) -> (*mut u8, usize) {
         (self.start, self.bytes)
     }
 }
 
-impl Drop for Lent<'_> {
+impl Drop for LentBytes<'_> {
     fn drop(&mut self) {
         self.users.fetch_sub(1, Release);
     }
 }
 
 impl PinnedBytes {
-    fn new(pool: &'static Pool, opened: &'static ClDevice, bytes: usize) -> Option<PinnedBytes> {
+    fn new(pool: &'static DevicePinnedPool, opened: &'static ClDevice, bytes: usize) -> Option<PinnedBytes> {
         let block = ManuallyDrop::new(pool.alloc(bytes)?);
         let [readers, writers] = [const { AtomicUsize::new(0) }; 2];
-        Some(PinnedBytes { block, opened, flights: Mutex::default(), readers, writers })
+        Some(PinnedBytes { block, opened, enqueued_transfers: Mutex::default(), readers, writers })
     }
 
-    /// The first byte. What the bytes are at first is unspecified, but they are initialised.
+    /// Returns the first byte. The contents are initially unspecified, but initialised.
     pub(in crate::storage) fn start(&self) -> NonNull<u8> {
-        start_of(&self.block)
+        block_start(&self.block)
     }
 
-    /// Whether they are pinned for this device's transfers.
     pub(in crate::storage) fn is_for(&self, device: Device) -> bool {
         self.opened.device() == device
     }
 
-    /// Some of the bytes for a transfer of this device, which writes them or only reads them; `None` where they are another's.
-    fn lend(&self, device: &ClDevice, start: *mut u8, bytes: usize, written: bool) -> Option<Lent<'_>> {
+    /// Lends some of the bytes to a transfer of this device, for reading, or for writing if `written`. `None` if the
+    /// bytes are pinned for another device.
+    fn lend(&self, device: &ClDevice, start: *mut u8, bytes: usize, written: bool) -> Option<LentBytes<'_>> {
         if !self.is_for(device.device()) {
             return None;
         }
@@ -268,29 +283,30 @@ impl PinnedBytes {
         assert!(offset <= self.block.bytes() && bytes <= self.block.bytes() - offset, "bytes of other memory");
         let users = if written { &self.writers } else { &self.readers };
         users.fetch_add(1, Relaxed);
-        Some(Lent { start, bytes, users })
+        Some(LentBytes { start, bytes, users })
     }
 
-    /// Under the tensor's lock, before the bytes are read, or `written` as well: waits for transfers that were enqueued, and is an
-    /// error where one of the lost device may still be using them.
-    pub(in crate::storage) fn check(&self, written: bool) -> Result<()> {
-        self.settle(written)?;
-        // Transfers that are under way hold the lock as well: those that write the bytes exclusively.
+    /// Waits for enqueued transfers before the bytes are read, or written if `written`. Call it under the tensor's
+    /// lock. An error if a transfer of the lost device may still be using the bytes.
+    pub(in crate::storage) fn wait_and_check(&self, written: bool) -> Result<()> {
+        self.wait_for_enqueued(written)?;
+        // Transfers in progress hold the tensor's lock too, exclusively if they write the bytes. So a count above 0
+        // means a transfer whose end is unknown.
         if self.writers.load(Acquire) == 0 && (!written || self.readers.load(Acquire) == 0) {
             return Ok(());
         }
-        let cause = "a transfer that nobody knows the end of may still be using this pinned memory".into();
+        let cause = "an unfinished transfer of the lost device may still be using this pinned memory".into();
         Err(Error::DeviceLost { device: self.opened.device(), cause })
     }
 }
 
 impl Drop for PinnedBytes {
     fn drop(&mut self) {
-        // Transfers of a lost device may be using it for good.
+        // Transfers of a lost device may be using the memory for ever.
         if !self.opened.is_lost() {
-            let flights = self.flights.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let events: Vec<_> = flights.drain(..).map(|flight| flight.event).collect();
-            // SAFETY: taken once, here, and not used again.
+            let enqueued_transfers = self.enqueued_transfers.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let events: Vec<_> = enqueued_transfers.drain(..).map(|transfer| transfer.event).collect();
+            // SAFETY: `self.block` is taken once, here, and not used again.
             let block = unsafe { ManuallyDrop::take(&mut self.block) };
             if !events.is_empty() {
                 block.release_after(events);
@@ -299,41 +315,45 @@ impl Drop for PinnedBytes {
     }
 }
 
-/// Pinned memory for a device's transfers; `None` for the CPU device, for no bytes, and where there is none left.
-pub(in crate::storage) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
+/// Allocates pinned memory for a device's transfers. `None` for the CPU device, for zero bytes, and if none is left.
+pub(in crate::storage) fn alloc_pinned(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
-    opened.check_lost()?; // its pool may hold what unfinished transfers use
+    opened.check_lost()?; // unfinished transfers may still use the memory in its pool
     Ok((bytes > 0).then(|| PinnedBytes::new(pool(opened), opened, bytes)).flatten())
 }
 
-/// Where a block begins.
-fn start_of(block: &Pinned<'static, Source>) -> NonNull<u8> {
+fn block_start(block: &Pinned<'static, PinnedDevice>) -> NonNull<u8> {
     let (memory, offset) = block.memory();
     debug_assert!(offset + block.bytes() <= memory.bytes());
-    // SAFETY: the pool's blocks lie inside their memory.
+    // SAFETY: the pool's blocks are inside their memory.
     unsafe { memory.start().add(offset) }
 }
 
 /// The pinned slices of one transfer, used in turn.
 struct Ring {
     device: &'static ClDevice,
-    slices: Vec<Shared>,
-    cut: Cut,
+    slices: Vec<SharedSlice>,
+    cut: StagingSizes,
 }
 
 impl Ring {
-    /// Slices for a transfer of `total` bytes; `None` where there is not enough pinned memory to be worth it.
-    fn new(pool: &'static Pool, device: &'static ClDevice, cut: Cut, total: usize) -> Option<Ring> {
+    /// Allocates slices for a transfer of `total` bytes. `None` if there is too little pinned memory for a gain.
+    fn new(
+        pool: &'static DevicePinnedPool,
+        device: &'static ClDevice,
+        cut: StagingSizes,
+        total: usize,
+    ) -> Option<Ring> {
         let wanted = total.div_ceil(cut.slice).min(cut.slices);
-        let stream = device.current_stream(); // this thread's: the pool's have none
-        let slice = |block| Shared::new(Slice { device, stream, block: Some(block), event: None });
-        let slices: Vec<Shared> = (0..wanted).map_while(|_| pool.alloc(cut.block)).map(slice).collect();
+        let stream = device.current_stream(); // the current stream of this thread: threads of the team have none
+        let slice = |block| SharedSlice::new(StagingSlice { device, stream, block: Some(block), event: None });
+        let slices: Vec<SharedSlice> = (0..wanted).map_while(|_| pool.alloc(cut.block)).map(slice).collect();
         (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, cut })
     }
 
     fn read(self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
-        let (transfer, to) = (Transfer::new(&self, dst.len()), Start(dst.as_mut_ptr()));
+        let (transfer, to) = (Transfer::new(&self, dst.len()), StartPtr(dst.as_mut_ptr()));
         let (count, slots) = (transfer.chunks.len(), self.slices.len());
         let begin = |chunk: usize| {
             let range = transfer.chunks[chunk].range.clone();
@@ -342,75 +362,78 @@ impl Ring {
             Ok(())
         };
         (0..slots.min(count)).try_for_each(begin)?;
-        transfer.run(
-            |chunk| transfer.await_begun(chunk) && transfer.note(self.slice(chunk).wait()),
+        transfer.copy_pieces(
+            |chunk| transfer.await_begun(chunk) && transfer.keep_error(self.slice(chunk).wait()),
             |from, piece| {
-                // SAFETY: the piece is inside `dst`, which nobody else touches, and no other thread has it; the slice's
-                // transfer is done, and the next one begins when all of its pieces are through.
-                unsafe { bytes(from, to.at(piece.start), piece.len(), |to, from| to.copy_from_slice(from)) }
+                // SAFETY: the piece is inside `dst`, which no other code touches, and no other thread has the piece.
+                // The slice's transfer is done, and the next one begins when all pieces of the chunk are copied.
+                unsafe { copy_raw(from, to.at(piece.start), piece.len(), |to, from| to.copy_from_slice(from)) }
             },
-            |chunk| chunk + slots >= count || transfer.note(begin(chunk + slots)),
+            |chunk| chunk + slots >= count || transfer.keep_error(begin(chunk + slots)),
         )?;
-        self.device.report_faults() // this thread's
+        self.device.report_faults() // faults of this thread's kernels
     }
 
     fn write(self, src: &[u8], dst: ClAt<'_>) -> Result<()> {
         let (transfer, slots) = (Transfer::new(&self, src.len()), self.slices.len());
-        transfer.run(
+        transfer.copy_pieces(
             |chunk| match chunk.checked_sub(slots) {
                 None => true,
-                Some(before) => transfer.await_begun(before) && transfer.note(self.slice(chunk).wait()),
+                Some(before) => transfer.await_begun(before) && transfer.keep_error(self.slice(chunk).wait()),
             },
             |to, piece| {
-                // SAFETY: the piece is inside `src`, and of the slice no other thread has these bytes, nor a transfer:
-                // the one before is done, and the next one begins when all of its pieces are through.
+                // SAFETY: the piece is inside `src`. No other thread has these bytes of the slice, nor does a transfer:
+                // the previous one is done, and the next one begins when all pieces of the chunk are copied.
                 unsafe {
-                    // Past the cache, from which nobody will read them again: the device has them sooner.
-                    bytes(src.as_ptr().add(piece.start), to, piece.len(), |to, from| Streaming::new().copy(to, from));
+                    // Bypasses the cache, because the host does not read the bytes again and the device gets them
+                    // sooner.
+                    copy_raw(src.as_ptr().add(piece.start), to, piece.len(), |to, from| {
+                        Streaming::new().copy(to, from)
+                    });
                 }
             },
             |chunk| {
                 let range = &transfer.chunks[chunk].range;
                 let begun = self.slice(chunk).write((dst.0, dst.1 + range.start), range.len());
                 transfer.chunks[chunk].begun.store(true, Release);
-                transfer.note(begun)
+                transfer.keep_error(begun)
             },
         )?;
         (0..slots).try_for_each(|slot| self.slice(slot).wait())
     }
 
-    /// The slice that a chunk goes through.
-    fn slice(&self, chunk: usize) -> MutexGuard<'_, Slice> {
+    /// Locks the slice that a chunk goes through.
+    fn slice(&self, chunk: usize) -> MutexGuard<'_, StagingSlice> {
         lock(&self.slices[chunk % self.slices.len()].slice)
     }
 }
 
-/// A slice that threads use in turn, and where it begins.
-struct Shared {
-    start: Start,
-    slice: Mutex<Slice>,
+/// A slice that threads use in turn, and its first byte.
+struct SharedSlice {
+    start: StartPtr,
+    slice: Mutex<StagingSlice>,
 }
 
-impl Shared {
-    fn new(slice: Slice) -> Shared {
-        Shared { start: Start(slice.range(0).as_ptr()), slice: Mutex::new(slice) }
+impl SharedSlice {
+    fn new(slice: StagingSlice) -> SharedSlice {
+        SharedSlice { start: StartPtr(slice.range(0).as_ptr()), slice: Mutex::new(slice) }
     }
 }
 
 /// A pinned block and the transfer that uses it.
-struct Slice {
+struct StagingSlice {
     device: &'static ClDevice,
     stream: StreamId,
-    /// Until dropped.
-    block: Option<Pinned<'static, Source>>,
+    /// Taken only on drop.
+    block: Option<Pinned<'static, PinnedDevice>>,
     event: Option<ClEvent>,
 }
 
-impl Slice {
+impl StagingSlice {
     fn range(&self, n: usize) -> NonNull<u8> {
         let block = self.block.as_ref().expect("taken only on drop");
         assert!(n <= block.bytes(), "a slice of {} bytes has no {n}", block.bytes());
-        start_of(block)
+        block_start(block)
     }
 
     fn wait(&mut self) -> Result<()> {
@@ -423,8 +446,8 @@ impl Slice {
 
     fn read(&mut self, src: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
-        // SAFETY: `n` bytes of this block, used by no transfer; nothing touches them before `wait` has seen the event
-        // done, and on drop the pool gets the block with the event.
+        // SAFETY: `n` bytes of this block, used by no transfer. Nothing touches them before `wait` has found the event
+        // done; on drop the pool gets the block together with the event.
         self.event = Some(unsafe { self.device.start_read(self.stream, src, self.range(n), n) }?);
         Ok(())
     }
@@ -437,11 +460,11 @@ impl Slice {
     }
 }
 
-impl Drop for Slice {
+impl Drop for StagingSlice {
     fn drop(&mut self) {
         match (self.block.take(), self.event.take()) {
-            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // an error left it behind
-            // A transfer that nobody has an event of may be using it.
+            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // left by an error
+            // A transfer without an event may be using the block.
             (Some(block), None) if self.device.is_lost() => mem::forget(block),
             _ => {}
         }

@@ -1,4 +1,4 @@
-//! Who may be an exclusive owner, and what becomes of the block.
+//! Which storages can be owned exclusively, and how their blocks are pinned.
 
 use std::thread;
 
@@ -15,11 +15,11 @@ fn is_exported(s: &Storage) -> bool {
 }
 
 #[test]
-fn a_sole_owner_sees_the_elements_where_they_stay() {
+fn an_exclusive_owner_accesses_the_elements_in_place() {
     let values: Vec<u8> = (1..8_i32).flat_map(i32::to_ne_bytes).collect();
     let mut exclusive = ExclusiveHost::<i32>::new("test", holding(&values), 8, 4).unwrap();
     assert!(exclusive[..] == [3, 4, 5, 6] && is_exported(&exclusive.storage));
-    // Another thread writes without the lock, and the block is free to move after that.
+    // Another thread writes without a lock. Afterwards the block may move.
     let change = move || {
         exclusive[3] = -1;
         exclusive.into_storage()
@@ -41,14 +41,14 @@ fn a_sole_owner_sees_the_elements_where_they_stay() {
 }
 
 #[test]
-fn what_is_no_sole_owners_is_refused() {
+fn shared_and_invalid_storages_are_refused() {
     let message = |made: Result<ExclusiveHost<bool>>| made.err().unwrap().to_string();
     let s = holding(&[0, 1, 2, 1]);
-    assert!(message(ExclusiveHost::new("test", s.clone(), 0, 2)).contains("not one handle's alone"));
+    assert!(message(ExclusiveHost::new("test", s.clone(), 0, 2)).contains("not in host memory with a single owner"));
     assert!(!is_exported(&s));
     assert_eq!(ExclusiveHost::<bool>::new("test", s, 0, 2).unwrap()[..], [false, true]);
     let s = || holding(&[0, 1, 2, 1]);
-    assert_eq!(message(ExclusiveHost::new("test", s(), 0, 4)), "test: the storage holds bytes that are no bool");
+    assert_eq!(message(ExclusiveHost::new("test", s(), 0, 4)), "test: the storage holds bytes that are no valid bool");
     for (offset, count) in [(0, 5), (5, 0), (usize::MAX, 1), (1, usize::MAX)] {
         assert!(message(ExclusiveHost::new("test", s(), offset, count)).contains("not in a storage"));
     }
@@ -56,11 +56,11 @@ fn what_is_no_sole_owners_is_refused() {
     assert!(ExclusiveHost::<u32>::new("test", s(), 4, usize::MAX / 2).is_err(), "no such size");
 }
 
-/// Blocks around it move, its own does not, until it is a storage again.
+/// Blocks around the exclusive one move. The exclusive block stays until it is a storage again.
 #[test]
-fn compaction_leaves_its_block_alone() {
+fn compaction_does_not_move_an_exclusive_block() {
     let allocator = super::super::allocator(Device::Cpu).unwrap();
-    drop(Storage::alloc(Device::Cpu, 1 << 20).unwrap()); // a segment for what follows
+    drop(Storage::alloc(Device::Cpu, 1 << 20).unwrap()); // creates the segment for the blocks below
     let mut held: Vec<_> = (0..24).map(|i| Some(holding(&[i; 40_000]))).collect();
     held.iter_mut().step_by(2).for_each(|s| *s = None);
     let mut exclusive = ExclusiveHost::<u8>::new("test", held[13].take().unwrap(), 0, 40_000).unwrap();

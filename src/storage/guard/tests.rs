@@ -9,7 +9,7 @@ fn guarded(driver: &Arc<dyn Driver>, conf: &str) -> GuardAllocator {
     GuardAllocator::new(inner, Arc::clone(driver))
 }
 
-/// The simulated device, and every real one.
+/// The simulated device and every real one.
 fn drivers() -> Vec<Arc<dyn Driver>> {
     let sim: Arc<dyn Driver> = Arc::new(Sim::new(SimOptions { contents: true, ..SimOptions::default() }));
     let all = if cfg!(miri) { vec![Device::Cpu] } else { Device::all() };
@@ -18,11 +18,11 @@ fn drivers() -> Vec<Arc<dyn Driver>> {
     all.into_iter().map(|device| storage::driver(device).unwrap()).chain([sim]).collect()
 }
 
-/// Writes bytes of a block's memory, from `offset` from its start.
+/// Writes bytes relative to the start of a block.
 fn write(driver: &Arc<dyn Driver>, block: &Block, offset: isize, bytes: &[u8]) {
-    let place = block.place();
+    let place = block.location();
     let at = (place.segment().memory(), place.offset().checked_add_signed(offset).unwrap());
-    // SAFETY: the only thread that uses the block.
+    // SAFETY: this thread is the only one that uses the block.
     unsafe { driver.write(bytes, at) }.unwrap();
 }
 
@@ -33,7 +33,7 @@ fn blocks_used_within_their_bounds_pass() {
             let guarded = guarded(&driver, backend);
             for bytes in [1, 15, 16, 512, 1000, if cfg!(miri) { 5000 } else { 3 << 20 }] {
                 let block = guarded.allocate(bytes, STREAM).unwrap();
-                assert_eq!((block.requested(), block.place().offset() % driver.alignment()), (bytes, 0));
+                assert_eq!((block.requested(), block.location().offset() % driver.alignment()), (bytes, 0));
                 assert!(block.size() >= bytes && block.size() < bytes + driver.alignment());
                 write(&driver, &block, 0, &vec![1; block.size()]);
                 guarded.deallocate(block);
@@ -48,11 +48,11 @@ fn blocks_used_within_their_bounds_pass() {
 }
 
 #[test]
-fn writing_before_or_behind_a_block_is_found() {
+fn writes_before_and_after_a_block_are_detected() {
     for driver in drivers() {
         for backend in ["backend:direct", "backend:pool", "backend:caching"] {
             let guarded = guarded(&driver, backend);
-            // The simulated device writes whole granules.
+            // The simulated device writes only whole granules.
             let least = if driver.device() == Device::OpenCL(99) { driver.alignment() } else { 1 };
             for (n, bytes) in [16, 2000, 512].into_iter().take(if cfg!(miri) { 1 } else { 3 }).enumerate() {
                 let [a, b, c] = [0; 3].map(|_| guarded.allocate(bytes, STREAM).unwrap());
@@ -78,10 +78,10 @@ fn freed_bytes_are_poisoned() {
         guarded.deallocate(block);
         let block = guarded.allocate(1000, STREAM).unwrap(); // the same buffer
         let mut bytes = vec![0; block.size()];
-        let place = block.place();
-        // SAFETY: the only thread that uses the block.
+        let place = block.location();
+        // SAFETY: this thread is the only one that uses the block.
         unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
-        assert!(bytes.iter().all(|byte| *byte == JUNK));
+        assert!(bytes.iter().all(|byte| *byte == JUNK_BYTE));
         drop(place);
         guarded.deallocate(block);
     }
@@ -96,8 +96,8 @@ fn queued_work_is_waited_for() {
     let (one, two) = (sim.stream(1), sim.stream(2));
     let block = guarded.allocate(1000, one).unwrap();
     guarded.record_stream(&block, two);
-    let place = block.place();
-    // Out of bounds, on the stream that was recorded.
+    let place = block.location();
+    // Writes out of bounds, on the recorded stream.
     sim.write_tag_at(two, (place.segment().memory(), place.offset() + block.size()), 512, 5).unwrap();
     drop(place);
     sim.write_tag(one, &block, 4).unwrap();
@@ -107,7 +107,7 @@ fn queued_work_is_waited_for() {
 }
 
 #[test]
-fn what_the_allocator_inside_refuses_is_refused() {
+fn requests_refused_by_the_inner_allocator_are_refused() {
     let sim = Sim::new(SimOptions { capacity: 8 << 10, ..SimOptions::default() });
     let driver: Arc<dyn Driver> = Arc::new(sim.clone());
     let guarded = guarded(&driver, "backend:direct");

@@ -1,4 +1,4 @@
-//! The line of the program that asked for memory, without its stack.
+//! The program's line that requested memory, for blocks without a call stack.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -7,12 +7,15 @@ use std::panic::Location;
 use super::{Frame, context};
 
 thread_local! {
+    /// The program's line to which this thread's allocations are attributed.
     static CALLER: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }
 
-/// As long as it lives, blocks that this thread allocates are of the line that called the method which made it. Methods that
-/// give tensors begin with one. Without a history that records it costs one relaxed load. Functions that call such methods, and not
-/// from closures, need only be `#[track_caller]` to pass their callers' lines on.
+/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods
+/// that return tensors begin with a `Caller`. It costs one relaxed load if no history is recording.
+///
+/// A function that calls such methods, other than from closures, only needs `#[track_caller]` to pass on its caller's
+/// line.
 ///
 /// ```
 /// use claystone::storage::{Caller, History, HistoryOptions, TraceAction};
@@ -29,18 +32,19 @@ thread_local! {
 /// ```
 #[must_use = "it ends when it is dropped"]
 pub struct Caller {
-    /// What was around it, where it has changed that.
+    /// The enclosing line, if this value replaced it.
     outer: Option<Option<&'static Location<'static>>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl Caller {
-    /// From here to the end of a function that is `#[track_caller]`. Where the caller is a function of this crate the line
-    /// around it stays; a line of the program counts also inside of another's, as in a hook that a backward pass calls.
+    /// Starts a scope in a function that is `#[track_caller]`. If the caller is a function of this crate, the enclosing
+    /// line stays. If the caller is the program, its line counts even within another scope, as in a hook called by a
+    /// backward pass.
     #[track_caller]
     #[inline(always)]
     pub fn enter() -> Caller {
-        let outer = if context::is_recording() { replace(Location::caller()) } else { None };
+        let outer = if context::is_recording() { replace_line(Location::caller()) } else { None };
         Caller { outer, of_this_thread: PhantomData }
     }
 }
@@ -49,31 +53,32 @@ impl Drop for Caller {
     #[inline(always)]
     fn drop(&mut self) {
         if let Some(outer) = self.outer {
-            restore(outer);
+            restore_line(outer);
         }
     }
 }
 
+/// Sets the thread's line, and returns the enclosing one. `None` if the location is in this crate.
 #[cold]
-fn replace(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
+fn replace_line(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
     if is_inner(location.file()) {
         return None;
     }
-    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // destructors of thread-locals come after it
+    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // destructors of thread-locals may run after it is gone
 }
 
 #[cold]
-fn restore(outer: Option<&'static Location<'static>>) {
+fn restore_line(outer: Option<&'static Location<'static>>) {
     _ = CALLER.try_with(|caller| caller.set(outer));
 }
 
-/// This thread's line.
-pub(super) fn current() -> Option<&'static Location<'static>> {
+pub(super) fn current_line() -> Option<&'static Location<'static>> {
     CALLER.try_with(Cell::get).ok().flatten()
 }
 
-/// Adds the line to the frames of a stack: to the innermost, where debug information did not tell it, or as the only one.
-pub(super) fn add_to(frames: &mut Vec<Frame>, location: &Location<'_>) {
+/// Adds the line to the frames of a stack: to the innermost frame if debug information gave no line, or as the only
+/// frame.
+pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {
     let (filename, line) = (location.file().to_owned(), location.line());
     match frames.first_mut() {
         Some(frame) if frame.filename.is_empty() => (frame.filename, frame.line) = (filename, line),
@@ -82,14 +87,14 @@ pub(super) fn add_to(frames: &mut Vec<Frame>, location: &Location<'_>) {
     }
 }
 
-/// Whether a file is one of this crate's, whose tests are users of it.
+/// True if the file belongs to this crate. The crate's tests count as users.
 fn is_inner(file: &str) -> bool {
     const HERE: &str = "storage/history/caller.rs";
     let sources = &file!()[..file!().len() - HERE.len()];
     file.starts_with(sources) && !file.contains("tests")
 }
 
-/// Runs `f` as a function of this crate would that began with a line of its own.
+/// Runs `f` inside a scope, as a function of this crate would.
 #[cfg(test)]
 pub(super) fn inside(f: impl FnOnce()) {
     let _caller = Caller::enter();

@@ -1,20 +1,20 @@
-//! Whether a snapshot is consistent: what PyTorch's viewers take for granted.
+//! A consistency check of snapshots, for the assumptions of PyTorch's viewers.
 
 use std::collections::BTreeMap;
 
 use super::snapshot::{BlockInfo, BlockState, SegmentInfo, Snapshot, TraceAction, TraceEntry};
 use crate::{Error, Result};
 
-/// JavaScript's numbers are exact up to here.
+/// JavaScript's numbers are exact up to this one.
 const MAX_ADDRESS: u64 = 1 << 53;
 
 impl Snapshot {
-    /// Checks everything that PyTorch's viewers assume: blocks tile their segments, segments do not overlap, addresses
-    /// are numbers of JavaScript, and undoing the trace from its last entry to its first, as the viewer does, finds
-    /// every block and segment that it needs. A trace whose first entries are lost is consistent too.
+    /// Checks every assumption of PyTorch's viewers. Blocks tile their segments, segments do not overlap, and
+    /// JavaScript can represent the addresses. Undoing the trace from its last entry to its first, as the viewer does,
+    /// finds every block and segment it needs. A trace that lost its first entries is consistent too.
     ///
     /// # Errors
-    /// The first inconsistency, in one sentence.
+    /// The first inconsistency, as a sentence.
     pub fn check(&self) -> Result<()> {
         self.find_fault().map_err(|reason| Error::invalid("snapshot", reason))
     }
@@ -66,21 +66,23 @@ fn check_blocks(segment: &SegmentInfo) -> Result<(), String> {
     Ok(())
 }
 
-/// What is live on a device at one moment, by address.
+/// The live segments and blocks of a device at one moment, by address.
 #[derive(Default)]
 struct Memory {
     segments: BTreeMap<u64, Segment>,
     blocks: BTreeMap<u64, Block>,
 }
 
+/// A live segment, or adjacent pages of a reservation.
 #[derive(Clone, Copy)]
 struct Segment {
     size: u64,
     stream: u64,
 }
 
+/// A live block.
 struct Block {
-    /// The bytes it is known to cover: of one that the trace freed, those requested.
+    /// The bytes it is known to cover: the requested bytes if the trace freed it.
     size: u64,
     requested: u64,
     pending: bool,
@@ -97,7 +99,7 @@ impl Memory {
         Ok(())
     }
 
-    /// From the state after `entry` to that before it.
+    /// Goes from the state after `entry` to the state before it.
     fn undo(&mut self, entry: &TraceEntry) -> Result<(), String> {
         let TraceEntry { addr, size, stream, .. } = *entry;
         if !matches!(entry.action, TraceAction::Snapshot | TraceAction::Oom)
@@ -108,7 +110,9 @@ impl Memory {
         match entry.action {
             TraceAction::Alloc => match self.blocks.remove(&addr) {
                 None => Err("no such block is live after it".into()),
-                Some(Block { pending: true, .. }) => Err("the block is given back, but by no entry after it".into()),
+                Some(Block { pending: true, .. }) => {
+                    Err("the block is pending at the end, but no later entry frees it".into())
+                }
                 Some(block) => same_size(block.requested, size),
             },
             TraceAction::FreeRequested => match self.blocks.get_mut(&addr) {
@@ -151,7 +155,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Joins the pages at `start` to those beside them, as far as they are one stream's.
+    /// Joins the pages at `start` to adjacent pages of the same stream.
     fn merge(&mut self, start: u64) {
         let Segment { mut size, stream } = self.segments[&start];
         if let Some(next) = self.segments.get(&(start + size)).copied().filter(|n| n.stream == stream) {
@@ -166,7 +170,7 @@ impl Memory {
         }
     }
 
-    /// Takes pages out of the segment around them, which may leave two.
+    /// Removes pages from the segment that contains them, which may leave two segments.
     fn take_pages(&mut self, start: u64, size: u64) -> Result<(), String> {
         let (first, around) = self.segment_around(start, size).ok_or("no segment is live around the pages after it")?;
         self.segments.remove(&first);
@@ -196,7 +200,7 @@ fn same_size(is: u64, said: u64) -> Result<(), String> {
     if is == said { Ok(()) } else { Err(format!("it has {is} bytes")) }
 }
 
-/// The entry with the largest key below `bound`.
+/// Returns the entry with the largest key below `bound`.
 fn last_before<T>(map: &BTreeMap<u64, T>, bound: u64) -> Option<(u64, &T)> {
     map.range(..bound).next_back().map(|(&start, value)| (start, value))
 }

@@ -1,43 +1,48 @@
-//! Snapshots of a device's allocator.
+//! Construction of a device allocator's snapshot.
 
 use std::collections::BTreeMap;
 
 use super::super::config::Config;
 use super::stack::Stack;
-use super::{Context, Frames, Recorded, SegmentInfo, Setting, Snapshot, TraceAction, annotations};
+use super::{Context, FrameCache, RecordedEvents, SegmentInfo, Setting, Snapshot, TraceAction, annotations};
 
-/// A segment, and where in the program it and its blocks come from: frames are looked up once no lock is held.
-pub(crate) struct WithContexts {
+/// A segment, and the contexts of the segment and its blocks. Their frames are looked up after the lock is released.
+pub(crate) struct SegmentWithContexts {
     pub(crate) segment: SegmentInfo,
     pub(crate) context: Context,
-    /// Of its blocks.
+    /// The contexts of the segment's blocks.
     pub(crate) contexts: Vec<Context>,
 }
 
-impl WithContexts {
-    fn resolve(mut self, frames: &mut Frames) -> SegmentInfo {
-        self.segment.frames = frames.of(self.context);
+impl SegmentWithContexts {
+    fn resolve(mut self, frames: &mut FrameCache) -> SegmentInfo {
+        self.segment.frames = frames.resolve(self.context);
         for (block, context) in self.segment.blocks.iter_mut().zip(self.contexts) {
-            block.frames = frames.of(context);
+            block.frames = frames.resolve(context);
         }
         self.segment
     }
 }
 
 impl Snapshot {
-    /// The snapshot of one device: its segments, what its history has recorded, and its configuration.
-    pub(crate) fn of_device(device: u32, segments: Vec<WithContexts>, recorded: Recorded, config: &Config) -> Snapshot {
-        let mut frames = Frames::default();
+    /// Makes the snapshot of one device from its segments, its history and its configuration.
+    pub(crate) fn of_device(
+        device: u32,
+        segments: Vec<SegmentWithContexts>,
+        recorded: RecordedEvents,
+        config: &Config,
+    ) -> Snapshot {
+        let mut frames = FrameCache::default();
         let mut segments: Vec<_> = segments.into_iter().map(|segment| segment.resolve(&mut frames)).collect();
         segments.sort_unstable_by_key(|segment| segment.address);
         let mut settings: BTreeMap<String, Setting> =
-            Config::KEYS.iter().map(|key| (key.name.to_owned(), setting(key.value(config)))).collect();
+            Config::KEYS.iter().map(|key| (key.name.to_owned(), parse_setting(key.value(config)))).collect();
         let count = |n: u64| Setting::Int(i64::try_from(n).unwrap_or(i64::MAX));
         settings.insert("CLAYSTONE_ALLOC_CONF".into(), Setting::Text(config.to_string()));
         settings.insert("trace_alloc_max_entries".into(), count(recorded.max_entries as u64));
         settings.insert("trace_alloc_overflowed".into(), count(recorded.overwritten));
         settings.insert("stacks_lost".into(), count(Stack::lost()));
-        // A trace's place is its device's number.
+        // A trace's index is its device's number.
         let mut device_traces = vec![Vec::new(); device as usize];
         device_traces.push(recorded.events.into_iter().map(|event| event.entry(&mut frames)).collect());
         Snapshot { segments, device_traces, allocator_settings: settings, external_annotations: annotations(device) }
@@ -45,12 +50,12 @@ impl Snapshot {
 }
 
 impl Snapshot {
-    /// With the segments and events of the same device's images, whose segments are of pool (1, 0).
+    /// Adds the segments and events of the same device's images, whose segments get pool (1, 0).
     pub(in crate::storage) fn with_images(mut self, images: Snapshot) -> Snapshot {
         self.segments.extend(images.segments.into_iter().map(|s| SegmentInfo { segment_pool_id: (1, 0), ..s }));
         self.segments.sort_by_key(|segment| segment.address);
         for (trace, others) in self.device_traces.iter_mut().zip(images.device_traces) {
-            // This snapshot is one event, not two.
+            // Taking both snapshots is one event, not two.
             trace.extend(others.into_iter().filter(|entry| entry.action != TraceAction::Snapshot));
             trace.sort_by_key(|entry| entry.time_us); // stable: events of one allocator stay in order
         }
@@ -58,8 +63,8 @@ impl Snapshot {
     }
 }
 
-/// A value in the form that it would have in Python.
-fn setting(text: String) -> Setting {
+/// Converts a configuration value into the type it would have in Python.
+fn parse_setting(text: String) -> Setting {
     match text.as_str() {
         "True" => Setting::Bool(true),
         "False" => Setting::Bool(false),

@@ -1,4 +1,4 @@
-//! Where in a program events happen: call stacks, and names for what a thread is doing.
+//! The contexts of events: call stacks, and names for the work of a thread.
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -11,123 +11,125 @@ use super::stack::Stack;
 use super::{caller, now_us};
 use crate::device::{lock, profiler};
 
-/// Where in a program something happened: the call stack, the line that called the crate (see [`Caller`](super::Caller)), and the
-/// names given to [`with_context`]. Copying and storing it allocates nothing.
+/// The origin of an event: the call stack, the line that called the crate (see [`Caller`](super::Caller)), and the
+/// names given to [`with_context`]. Copying and storing a context allocates nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Context {
     stack: Stack,
-    names: Names,
+    names: NameNode,
     caller: Option<&'static Location<'static>>,
 }
 
-/// The names a thread was inside of, as one number.
+/// The nested names a thread was inside of, as the index of a node in the tree of names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Names(u32);
+struct NameNode(u32);
 
-/// All names ever entered, as a tree: each below those around it. Programs have few, so none is removed. The first node is
-/// the root, which has no name.
-static TREE: LazyLock<Mutex<Vec<Node>>> = LazyLock::new(|| Mutex::new(vec![Node::default()]));
+/// All names ever used, as a tree: each name is a child of the enclosing name. Programs have few names, so none is
+/// removed. The first node is the root, which has no name.
+static NAME_TREE: LazyLock<Mutex<Vec<Node>>> = LazyLock::new(|| Mutex::new(vec![Node::default()]));
 
+/// A name in the tree.
 #[derive(Default)]
 struct Node {
     parent: u32,
     name: Arc<str>,
-    children: HashMap<Arc<str>, Names>,
+    children: HashMap<Arc<str>, NameNode>,
 }
 
 thread_local! {
-    static CURRENT: Cell<Names> = const { Cell::new(Names::NONE) };
+    /// The names that this thread is inside of.
+    static CURRENT: Cell<NameNode> = const { Cell::new(NameNode::NONE) };
 }
 
 impl Context {
-    /// Nothing is known: no stack, and outside of any [`with_context`].
-    pub const NONE: Context = Context { stack: Stack::NONE, names: Names::NONE, caller: None };
+    /// No information: no stack, and outside any [`with_context`].
+    pub const NONE: Context = Context { stack: Stack::NONE, names: NameNode::NONE, caller: None };
 
-    /// The calling thread's names.
+    /// Returns the calling thread's names.
     pub fn current() -> Context {
-        Context { names: Names::current(), ..Context::NONE }
+        Context { names: NameNode::current(), ..Context::NONE }
     }
 
-    /// The calling thread's names and its stack.
     #[inline]
     pub(super) fn with_stack() -> Context {
         Context { stack: Stack::capture(), ..Context::current() }
     }
 
-    /// With the line that called the crate.
+    /// Adds the line that called the crate.
     pub(super) fn with_caller(self) -> Context {
-        Context { caller: caller::current(), ..self }
+        Context { caller: caller::current_line(), ..self }
     }
 
-    /// The frames of the stack, the innermost first, without those of this crate and the standard library, or the line that
-    /// called the crate where no stack was captured; then one frame a name, the innermost first.
+    /// Returns the frames, the innermost first. First comes the stack without frames of this crate and the standard
+    /// library, or the line that called the crate if no stack was captured. Then follows one frame per name.
     pub fn frames(self) -> Arc<[Frame]> {
         let mut frames = self.stack.frames();
         if let Some(location) = self.caller {
-            caller::add_to(&mut frames, location);
+            caller::add_caller_line(&mut frames, location);
         }
         let name = |name| Frame { filename: String::new(), line: 0, name };
         frames.into_iter().chain(self.names.list().into_iter().map(name)).collect()
     }
 
-    /// The names joined by slashes, the outermost first; empty for none.
+    /// Returns the names joined by slashes, the outermost first; empty if there are none.
     pub(super) fn path(self) -> String {
         self.names.path()
     }
 }
 
-/// The frames of many contexts, of which most are the same.
+/// A cache of resolved contexts, most of which are the same.
 #[derive(Default)]
-pub(super) struct Frames(HashMap<Context, Arc<[Frame]>>);
+pub(super) struct FrameCache(HashMap<Context, Arc<[Frame]>>);
 
-impl Frames {
-    pub(super) fn of(&mut self, context: Context) -> Arc<[Frame]> {
+impl FrameCache {
+    pub(super) fn resolve(&mut self, context: Context) -> Arc<[Frame]> {
         Arc::clone(self.0.entry(context).or_insert_with(|| context.frames()))
     }
 }
 
-impl Names {
-    const NONE: Names = Names(0);
+impl NameNode {
+    const NONE: NameNode = NameNode(0);
 
-    fn current() -> Names {
-        // Blocks may be freed by destructors of thread-locals, when this one is gone.
-        CURRENT.try_with(Cell::get).unwrap_or(Names::NONE)
+    fn current() -> NameNode {
+        // A destructor of a thread-local may free a block after this thread-local is gone.
+        CURRENT.try_with(Cell::get).unwrap_or(NameNode::NONE)
     }
 
-    /// The innermost first.
+    /// Returns the names, the innermost first.
     fn list(mut self) -> Vec<String> {
-        let tree = lock(&TREE);
+        let tree = lock(&NAME_TREE);
         let mut names = Vec::new();
-        while self != Names::NONE {
+        while self != NameNode::NONE {
             let node = &tree[self.0 as usize];
             names.push(node.name.to_string());
-            self = Names(node.parent);
+            self = NameNode(node.parent);
         }
         names
     }
 
-    /// Joined by slashes, the outermost first.
+    /// Returns the names joined by slashes, the outermost first.
     fn path(self) -> String {
         let mut names = self.list();
         names.reverse();
         names.join("/")
     }
 
-    fn child(self, name: &str) -> Names {
-        let mut tree = lock(&TREE);
+    /// Returns the node of `name` inside these names, added on first use.
+    fn child(self, name: &str) -> NameNode {
+        let mut tree = lock(&NAME_TREE);
         if let Some(&names) = tree[self.0 as usize].children.get(name) {
             return names;
         }
-        let (names, name): (_, Arc<str>) = (Names(tree.len() as u32), name.into());
+        let (names, name): (_, Arc<str>) = (NameNode(tree.len() as u32), name.into());
         tree[self.0 as usize].children.insert(Arc::clone(&name), names);
         tree.push(Node { parent: self.0, name, ..Node::default() });
         names
     }
 }
 
-/// Runs `f`; every event of this thread that is recorded meanwhile carries `name`, as PyTorch's `compile_context` and as a
-/// frame around those of its stack. Nested names are joined by slashes. Each name is remembered for the life of the process:
-/// use few.
+/// Runs `f`. Every event recorded by this thread meanwhile carries `name`, as PyTorch's `compile_context` and as a
+/// frame around those of its stack. Nested names are joined by slashes. Each name is kept for the life of the process,
+/// so use few.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction, with_context};
@@ -139,13 +141,13 @@ impl Names {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
-    let outer = Names::current();
+    let outer = NameNode::current();
     let inner = outer.child(name);
     CURRENT.set(inner);
-    // While something is profiled, names of `annotate` may be around this one.
+    // During profiling, names of `annotate` may enclose this name.
     let annotation = match profiler::annotation() {
         around if around == outer.0 => inner,
-        around => Names(around).child(name),
+        around => NameNode(around).child(name),
     };
     let profiled = profiler::set_annotation(annotation.0, names_of);
     let _restore = OnDrop(|| {
@@ -155,20 +157,21 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// The names of a context by its number, the innermost first.
+/// Returns the names of a context by its number, the innermost first.
 fn names_of(number: u32) -> Vec<String> {
-    Names(number).list()
+    NameNode(number).list()
 }
 
-/// The number of histories that are recording. Spans and callers' lines are kept only while there are any.
+/// The number of histories that are recording. Spans and callers' lines are kept only while it is above 0.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
 
-/// Begins and ends of spans, of the whole process.
+/// Starts and ends of spans, of the whole process.
 static SPANS: Mutex<VecDeque<(String, Stage, u64)>> = Mutex::new(VecDeque::new());
 
-/// How many begins and ends are kept.
+/// The number of starts and ends to keep.
 const MAX_SPANS: usize = 100_000;
 
+/// Counts a history that starts or stops recording.
 pub(super) fn count_recording(on: bool) {
     if on {
         RECORDING.fetch_add(1, Ordering::Relaxed);
@@ -182,10 +185,12 @@ pub(super) fn is_recording() -> bool {
     RECORDING.load(Ordering::Relaxed) != 0
 }
 
-/// Runs `f`; snapshots of every device show when it began and ended under `name` (PyTorch's `external_annotations`).
-/// Recorded while some allocator's history is on; the latest 50,000 spans of the process are kept. While something is
-/// [profiled](crate::profiler) it is an event of the profile, and everything of this thread that is recorded meanwhile carries
-/// `name`; then each name is remembered for the life of the process: use few.
+/// Runs `f`, and shows its start and end under `name` in the snapshots of every device (PyTorch's
+/// `external_annotations`). Spans are recorded while any allocator's history is on; the latest 50,000 spans of the
+/// process are kept.
+///
+/// During [profiling](crate::profiler) the span is an event of the profile, and everything this thread records
+/// meanwhile carries `name`. Each name is then kept for the life of the process, so use few.
 ///
 /// ```
 /// let four = claystone::storage::annotate("forward", || 2 + 2);
@@ -200,26 +205,27 @@ pub fn annotate<R>(name: &str, f: impl FnOnce() -> R) -> R {
 
 /// Runs `f` as a span of the profile, whose records carry the name.
 fn profiled<R>(name: &str, f: impl FnOnce() -> R) -> R {
-    let mut record = profiler::Record::begin(profiler::Kind::Annotation(0), "", None);
+    let mut record = profiler::Record::begin(profiler::RecordKind::Annotation(0), "", None);
     let outer = record.annotation;
-    let inner = Names(outer).child(name).0;
-    record.kind = profiler::Kind::Annotation(inner);
+    let inner = NameNode(outer).child(name).0;
+    record.kind = profiler::RecordKind::Annotation(inner);
     profiler::set_annotation(inner, names_of);
     let _restore = OnDrop(|| _ = profiler::set_annotation(outer, names_of));
     let _span = profiler::Span::new(record);
     f()
 }
 
+/// Runs `f` as a span of the history, if one is recording.
 fn in_history<R>(name: &str, f: impl FnOnce() -> R) -> R {
     if !is_recording() {
         return f();
     }
-    mark(name, Stage::Start);
-    let _end = OnDrop(|| mark(name, Stage::End));
+    record_span_edge(name, Stage::Start);
+    let _end = OnDrop(|| record_span_edge(name, Stage::End));
     f()
 }
 
-fn mark(name: &str, stage: Stage) {
+fn record_span_edge(name: &str, stage: Stage) {
     let mut spans = lock(&SPANS);
     if spans.len() == MAX_SPANS {
         spans.pop_front();
@@ -227,7 +233,7 @@ fn mark(name: &str, stage: Stage) {
     spans.push_back((name.to_owned(), stage, now_us()));
 }
 
-/// The spans recorded so far by [`annotate`], as a snapshot of the device of this number has them.
+/// Returns the spans recorded by [`annotate`], in the form for a snapshot of the device with this number.
 pub fn annotations(device: u32) -> Vec<Annotation> {
     let annotation = |(name, stage, time_us): &(String, Stage, u64)| Annotation {
         name: name.clone(),
@@ -238,7 +244,7 @@ pub fn annotations(device: u32) -> Vec<Annotation> {
     lock(&SPANS).iter().map(annotation).collect()
 }
 
-/// Runs its function when dropped, and so also when `f` panics.
+/// Runs its function when dropped, even if `f` panics.
 struct OnDrop<F: FnMut()>(F);
 
 impl<F: FnMut()> Drop for OnDrop<F> {

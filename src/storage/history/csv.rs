@@ -1,4 +1,4 @@
-//! RMM's log of allocations: what its `logging_resource_adaptor` writes and its replay benchmark reads.
+//! RMM's log of allocations, as its `logging_resource_adaptor` writes and its replay benchmark reads.
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -12,26 +12,28 @@ use crate::device::lock;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
+/// The first line of a log.
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
+/// The number of columns.
 const COLUMNS: usize = 6;
-/// No line of a log is longer, in bytes: what has none may go on for ever.
-const LONGEST_LINE: u64 = 1 << 16;
+/// The longest line of a log, in bytes, so that a file without line breaks is rejected early.
+const MAX_LINE_BYTES: u64 = 1 << 16;
 
-/// What happened, in RMM's words.
+/// An action, in RMM's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CsvAction {
     /// `allocate`
     Allocate,
     /// `free`
     Free,
-    /// `allocate failure`: there is no pointer, and no memory came of it.
+    /// `allocate failure`: there is no pointer, and no memory was allocated.
     AllocateFailure,
 }
 
 impl CsvAction {
     const ALL: [CsvAction; 3] = [CsvAction::Allocate, CsvAction::Free, CsvAction::AllocateFailure];
 
-    /// The word in the file.
+    /// Returns the word in the file.
     pub fn name(self) -> &'static str {
         match self {
             CsvAction::Allocate => "allocate",
@@ -48,17 +50,17 @@ pub struct CsvEvent {
     pub thread: u64,
     /// Microseconds since midnight, UTC.
     pub time_us: u64,
-    /// What happened.
+    /// The action.
     pub action: CsvAction,
     /// The block's address.
     pub addr: u64,
-    /// Its size in bytes.
+    /// The block's size in bytes.
     pub bytes: u64,
     /// The stream.
     pub stream: u64,
 }
 
-/// Writes events in RMM's format; buffered, and flushed when dropped.
+/// Writes events in RMM's format. Buffered; dropping it flushes.
 ///
 /// ```
 /// use claystone::storage::{CsvAction, CsvLog};
@@ -70,20 +72,20 @@ pub struct CsvEvent {
 pub struct CsvLog<W: Write + Send>(Mutex<BufWriter<W>>);
 
 impl<W: Write + Send> CsvLog<W> {
-    /// Begins a log with the line of column names.
+    /// Starts a log with the line of column names.
     ///
     /// # Errors
-    /// When `writer` fails.
+    /// If `writer` fails.
     pub fn new(writer: W) -> Result<CsvLog<W>> {
         let mut writer = BufWriter::new(writer);
-        writeln!(writer, "{HEADER}").map_err(unwritten)?;
+        writeln!(writer, "{HEADER}").map_err(write_error)?;
         Ok(CsvLog(Mutex::new(writer)))
     }
 
-    /// Writes an event of the calling thread, now. Lines are in the order of the calls.
+    /// Writes an event of the calling thread with the current time. Lines are in the order of the calls.
     ///
     /// # Errors
-    /// When the writer fails.
+    /// If the writer fails.
     pub fn log(&self, action: CsvAction, addr: u64, bytes: u64, stream: u32) -> Result<()> {
         let mut writer = lock(&self.0);
         let (thread, us) = (thread_number(), now_us());
@@ -91,23 +93,23 @@ impl<W: Write + Send> CsvLog<W> {
         let (h, m, s) = (s / 3600 % 24, s / 60 % 60, s % 60);
         let action = action.name();
         writeln!(writer, "{thread},{h:02}:{m:02}:{s:02}.{us:06},{action},{addr:#x},{bytes},{stream:#x}")
-            .map_err(unwritten)
+            .map_err(write_error)
     }
 
-    /// Writes what is buffered.
+    /// Writes buffered lines.
     ///
     /// # Errors
-    /// When the writer fails.
+    /// If the writer fails.
     pub fn flush(&self) -> Result<()> {
-        lock(&self.0).flush().map_err(unwritten)
+        lock(&self.0).flush().map_err(write_error)
     }
 }
 
-fn unwritten(e: std::io::Error) -> Error {
+fn write_error(e: std::io::Error) -> Error {
     Error::invalid("csv log", format!("it cannot be written: {e}"))
 }
 
-/// Threads in the order in which they first log.
+/// Returns a number for the calling thread, in the order in which threads first log.
 fn thread_number() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
@@ -126,7 +128,7 @@ impl CsvEvent {
     /// Reads a log of [`CsvLog`] or of RMM.
     ///
     /// # Errors
-    /// When reading fails, or a line is not of this format: the message says which.
+    /// If reading fails, or a line does not have this format; the message names the line.
     pub fn read_all(reader: impl Read) -> Result<Vec<CsvEvent>> {
         let mut events = Vec::new();
         let mut reader = BufReader::new(reader);
@@ -134,10 +136,10 @@ impl CsvEvent {
         for number in 1.. {
             let fault = |what: &dyn Display| Error::invalid("csv log", format!("line {number}: {what}"));
             line.clear();
-            let read = reader.by_ref().take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
+            let read = reader.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);
             match read.map_err(|e| fault(&e))? {
                 0 => break,
-                long if long as u64 > LONGEST_LINE => return Err(fault(&"it is longer than any event")),
+                long if long as u64 > MAX_LINE_BYTES => return Err(fault(&"it is longer than any event")),
                 _ => {}
             }
             match std::str::from_utf8(&line).map_err(|e| fault(&e))?.trim() {
@@ -153,7 +155,7 @@ impl CsvEvent {
 impl FromStr for CsvEvent {
     type Err = String;
 
-    /// Reads a line; the error says what is wrong with it.
+    /// Parses a line. The error describes the mistake.
     fn from_str(line: &str) -> Result<CsvEvent, String> {
         let columns: Vec<&str> = line.split(',').map(str::trim).take(COLUMNS + 1).collect();
         let &[thread, time, action, addr, bytes, stream] = columns.as_slice() else {
@@ -172,7 +174,7 @@ impl FromStr for CsvEvent {
     }
 }
 
-/// With or without 0x, as RMM's own reader has it. glibc prints the null pointer as (nil).
+/// Parses a number with or without 0x, as RMM's own reader does. glibc prints the null pointer as (nil).
 fn hexadecimal(text: &str) -> Option<u64> {
     match text {
         "(nil)" => Some(0),
@@ -180,7 +182,8 @@ fn hexadecimal(text: &str) -> Option<u64> {
     }
 }
 
-/// Of a time of day: RMM writes the microseconds behind a point or a colon, by its version.
+/// Converts a time of day to microseconds. RMM separates the microseconds by a point or a colon, depending on its
+/// version.
 fn microseconds(text: &str) -> Option<u64> {
     let parts: Vec<u64> = text.split([':', '.']).take(5).map(|part| part.parse().ok()).collect::<Option<_>>()?;
     match parts[..] {

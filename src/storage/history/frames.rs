@@ -1,4 +1,4 @@
-//! Frames in files. Events and blocks share them in memory, as they do in PyTorch's pickles.
+//! Serialisation of frames. Events and blocks share frames, in memory and in pickles, as in PyTorch's.
 
 use std::cell::Cell;
 use std::fmt;
@@ -9,19 +9,19 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::snapshot::Frame;
 
-/// What frames are called for the reader of pickles, which has them already, and for the writer.
+/// The type name that marks frames for the reader of pickles, which has already made them, and for the writer.
 pub(super) const SHARED: &str = "claystone frames";
 
 thread_local! {
-    /// From the reader of pickles to the visitor below: between them serde passes plain data only.
-    pub(super) static HANDED: Cell<Option<Arc<[Frame]>>> = const { Cell::new(None) };
+    /// Passes frames from the reader of pickles to the visitor below, because serde can only pass plain data.
+    pub(super) static PENDING_FRAMES: Cell<Option<Arc<[Frame]>>> = const { Cell::new(None) };
 }
 
 pub(super) fn serialize<S: Serializer>(frames: &Arc<[Frame]>, serializer: S) -> Result<S::Ok, S::Error> {
     Shared(frames).serialize(serializer)
 }
 
-/// Frames, for serializers.
+/// Frames in a form that serialises as shared.
 pub(super) struct Shared<'a>(pub(super) &'a [Frame]);
 
 impl Serialize for Shared<'_> {
@@ -44,7 +44,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
         }
 
         fn visit_unit<E: Error>(self) -> Result<Arc<[Frame]>, E> {
-            HANDED.take().ok_or_else(|| E::custom("there are no frames"))
+            PENDING_FRAMES.take().ok_or_else(|| E::custom("there are no frames"))
         }
     }
     deserializer.deserialize_newtype_struct(SHARED, Frames)

@@ -1,4 +1,4 @@
-//! Live memory by the call sites that allocated it, by context, by age, and block by block.
+//! Live memory by call site, by context, by age, and block by block.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction};
-use super::summary::size;
+use super::summary::format_size;
 
-/// The blocks in use that were allocated at one place in the program: at a line of a function, or, where no line is known, under a
+/// The blocks in use that were allocated at one call site: at a line of a function or, if no line is known, under a
 /// name given to [`with_context`](super::with_context).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveMemory {
-    /// The stack that most of the bytes have; the innermost frame, the first, is that of all. Empty for blocks of which
-    /// nothing is known: allocated before recording began, or without a context.
+    /// The stack that allocated most of the bytes. All stacks of the site have the same innermost frame, which is the
+    /// first. Empty for blocks without a context, such as those allocated before recording began.
     pub frames: Arc<[Frame]>,
-    /// What was asked for, in bytes.
+    /// Requested bytes.
     pub bytes: u64,
     /// The number of blocks.
     pub blocks: u64,
@@ -27,19 +27,20 @@ pub struct LiveMemory {
 pub struct LiveBlock {
     /// The device's number: the index into [`Snapshot::device_traces`].
     pub device: u32,
-    /// Its first byte's.
+    /// The address of the first byte.
     pub address: u64,
-    /// What was asked for, in bytes.
+    /// Requested bytes.
     pub bytes: u64,
-    /// Where it was allocated, the innermost first, with the names given to [`with_context`](super::with_context).
+    /// The stack that allocated the block, the innermost frame first, with the names given to
+    /// [`with_context`](super::with_context).
     pub frames: Arc<[Frame]>,
-    /// The names given to [`with_context`](super::with_context), joined by slashes, and the time from its allocation to the
-    /// last entry of its device's trace; none where the trace does not have its allocation (any more).
+    /// The names given to [`with_context`](super::with_context), joined by slashes, and the time from the allocation to
+    /// the last entry of the device's trace. `None` if the trace does not contain the allocation.
     pub traced: Option<(String, Duration)>,
 }
 
 impl Snapshot {
-    /// Blocks in use, the largest first, with what the trace says of them.
+    /// Returns the blocks in use, the largest first, with the information of the trace.
     ///
     /// ```
     /// use claystone::storage::{HistoryOptions, with_context};
@@ -86,7 +87,7 @@ impl Snapshot {
         blocks
     }
 
-    /// Writes the blocks in use by context and by age, and the largest, as far as something is known of them.
+    /// Writes the blocks in use by context and by age, and the largest blocks, as far as their origin is known.
     pub(super) fn fmt_live_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let blocks = self.live_blocks();
         let traced = |block: &LiveBlock| block.traced.is_some();
@@ -94,25 +95,25 @@ impl Snapshot {
             fmt_groups(f, "context", &blocks, |block| match &block.traced {
                 Some((context, _)) if context.is_empty() => (0, "no context".into()),
                 Some((context, _)) => (0, context.clone()),
-                None => (0, UNTRACED.into()),
+                None => (0, UNTRACED_LABEL.into()),
             })?;
         }
         if blocks.iter().any(traced) {
             fmt_groups(f, "age", &blocks, |block| match &block.traced {
-                Some((_, age)) => match AGES.iter().position(|(_, end)| age.as_secs() < *end) {
-                    Some(i) => (i, format!("under {}", AGES[i].0)),
-                    None => (AGES.len(), "older".into()),
+                Some((_, age)) => match AGE_GROUPS.iter().position(|(_, end)| age.as_secs() < *end) {
+                    Some(i) => (i, format!("under {}", AGE_GROUPS[i].0)),
+                    None => (AGE_GROUPS.len(), "older".into()),
                 },
-                None => (AGES.len() + 1, UNTRACED.into()),
+                None => (AGE_GROUPS.len() + 1, UNTRACED_LABEL.into()),
             })?;
         }
         if blocks.iter().any(|block| traced(block) || !block.frames.is_empty()) {
             writeln!(f, "the largest blocks in use:\n{:>11} {:>8}", "bytes", "age")?;
-            for block in blocks.iter().take(LARGEST) {
+            for block in blocks.iter().take(MAX_LISTED_BLOCKS) {
                 let age =
                     block.traced.as_ref().map_or("unknown".into(), |(_, age)| format!("{:.1} s", age.as_secs_f64()));
                 let site = block.frames.first().map_or("unknown".into(), Frame::to_string);
-                write!(f, "{:>11} {age:>8}  {site}", size(block.bytes))?;
+                write!(f, "{:>11} {age:>8}  {site}", format_size(block.bytes))?;
                 match &block.traced {
                     Some((context, _)) if !context.is_empty() => writeln!(f, ", in {context}")?,
                     _ => writeln!(f)?,
@@ -122,8 +123,8 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Blocks in use, grouped by the innermost frame of where they were allocated, the most bytes first: what leaks stands
-    /// out. Without [`stacks`](super::HistoryOptions::stacks) that is the source line alone.
+    /// Returns the blocks in use grouped by the innermost frame that allocated them, the most bytes first, which makes
+    /// leaks visible. Without [`stacks`](super::HistoryOptions::stacks) that frame is only the source line.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -138,17 +139,18 @@ impl Snapshot {
     /// ```
     pub fn live_memory(&self) -> Vec<LiveMemory> {
         let blocks = self.segments.iter().flat_map(|s| &s.blocks).filter(|b| b.state != BlockState::Inactive);
-        sites(blocks.map(|block| (&block.frames, block.requested_size)))
+        group_by_call_site(blocks.map(|block| (&block.frames, block.requested_size)))
     }
 
-    /// Writes the table of [`live_memory`](Snapshot::live_memory), if something is known of it.
+    /// Writes the table of [`live_memory`](Snapshot::live_memory), if any frames are known.
     pub(super) fn fmt_live_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt_sites(f, "", &self.live_memory())
     }
 }
 
-/// Blocks, each with the stack that allocated it and its bytes, grouped by the innermost frame, the most bytes first.
-pub(super) fn sites<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
+/// Groups blocks, each given by the stack that allocated it and its bytes, by the innermost frame, the most bytes
+/// first.
+pub(super) fn group_by_call_site<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
     let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
     for (frames, size) in blocks {
         let (bytes, blocks) = stacks.entry(frames).or_default();
@@ -172,22 +174,22 @@ pub(super) fn sites<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -
     sites
 }
 
-/// Writes a table of call sites, if something is known of any, with `head` in front of its heading.
+/// Writes a table of call sites, if any frames are known, with `head` in front of its heading.
 pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMemory]) -> fmt::Result {
     if sites.iter().all(|site| site.frames.is_empty()) {
         return Ok(());
     }
-    // Without stacks there are lines alone.
+    // Without stacks only lines are known.
     let is_line = |frame: &Frame| frame.name.is_empty();
     let by = match sites.iter().any(|site| site.frames.first().is_some_and(is_line)) {
         true => "source line",
         false => "where it was allocated",
     };
     writeln!(f, "{head}in use, by {by}:\n{:>11} {:>8}", "bytes", "blocks")?;
-    for LiveMemory { frames, bytes, blocks } in sites.iter().take(SITES) {
+    for LiveMemory { frames, bytes, blocks } in sites.iter().take(MAX_LISTED_SITES) {
         let site = frames.first().map_or("unknown".into(), Frame::to_string);
-        writeln!(f, "{:>11} {blocks:>8}  {site}", size(*bytes))?;
-        let callers = frames.iter().skip(1).take(CALLERS).fold(String::new(), |mut text, frame| {
+        writeln!(f, "{:>11} {blocks:>8}  {site}", format_size(*bytes))?;
+        let callers = frames.iter().skip(1).take(MAX_LISTED_CALLERS).fold(String::new(), |mut text, frame| {
             _ = write!(text, " < {frame}"); // writing to a string cannot fail
             text
         });
@@ -195,13 +197,14 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
             writeln!(f, "{:>20} {callers}", "")?;
         }
     }
-    if sites.len() > SITES {
-        writeln!(f, "and {} call sites with less", sites.len() - SITES)?;
+    if sites.len() > MAX_LISTED_SITES {
+        writeln!(f, "and {} call sites with less", sites.len() - MAX_LISTED_SITES)?;
     }
     Ok(())
 }
 
-/// A table of the bytes and blocks of groups, which `key` gives a rank and a name: in the order of ranks, the most bytes first.
+/// Writes a table of the bytes and blocks of groups. `key` returns a group's rank and name; groups are sorted by rank,
+/// then the most bytes first.
 fn fmt_groups(
     f: &mut fmt::Formatter<'_>,
     what: &str,
@@ -216,29 +219,30 @@ fn fmt_groups(
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by(|((a, x), (b, _)), ((c, y), (d, _))| (a, Reverse(b), x).cmp(&(c, Reverse(d), y)));
     writeln!(f, "in use, by {what}:\n{:>11} {:>8}", "bytes", "blocks")?;
-    for ((_, name), (bytes, count)) in groups.iter().take(SITES) {
-        writeln!(f, "{:>11} {count:>8}  {name}", size(*bytes))?;
+    for ((_, name), (bytes, count)) in groups.iter().take(MAX_LISTED_SITES) {
+        writeln!(f, "{:>11} {count:>8}  {name}", format_size(*bytes))?;
     }
-    if groups.len() > SITES {
-        writeln!(f, "and {} with less", groups.len() - SITES)?;
+    if groups.len() > MAX_LISTED_SITES {
+        writeln!(f, "and {} with less", groups.len() - MAX_LISTED_SITES)?;
     }
     Ok(())
 }
 
-/// What is said of blocks whose allocation the trace does not have.
-const UNTRACED: &str = "not in the history";
+/// The group name of blocks whose allocation is not in the trace.
+const UNTRACED_LABEL: &str = "not in the history";
 
-/// The ages that are told apart, in seconds.
-const AGES: [(&str, u64); 4] = [("1 second", 1), ("10 seconds", 10), ("1 minute", 60), ("10 minutes", 600)];
+/// The age groups: name, and end in seconds.
+const AGE_GROUPS: [(&str, u64); 4] = [("1 second", 1), ("10 seconds", 10), ("1 minute", 60), ("10 minutes", 600)];
 
-/// How many blocks are listed.
-const LARGEST: usize = 10;
+/// The number of largest blocks to list.
+const MAX_LISTED_BLOCKS: usize = 10;
 
-/// How many call sites the table shows, and how many callers of each.
-const SITES: usize = 16;
-const CALLERS: usize = 3;
+/// The number of call sites to list.
+const MAX_LISTED_SITES: usize = 16;
+/// The number of callers to print per call site.
+const MAX_LISTED_CALLERS: usize = 3;
 
-/// `function (file:line)`, as far as they are known.
+/// Prints `function (file:line)`, as far as they are known.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.name.as_str(), self.filename.as_str(), self.line) {

@@ -1,13 +1,13 @@
-//! What the allocator did, for people and programs to look at afterwards.
+//! The history of an allocator, for people and programs to inspect.
 //!
-//! A [`History`] is an allocator's ring of trace entries: off it costs one relaxed load an event, on it takes one short
-//! lock and writes into memory that was reserved when it was switched on. A [`Snapshot`] is the allocator's segments and
-//! blocks at one moment beside that trace, in the form that PyTorch's memory viewer opens. A [`CsvLog`] writes the
-//! events in RMM's format.
+//! A [`History`] is a ring buffer of an allocator's latest events. Off, it costs one relaxed load per event; on, it
+//! takes one short lock and writes into memory that was reserved when it was switched on. A [`Snapshot`] contains the
+//! allocator's segments and blocks at one moment and the recorded events, in the format of PyTorch's memory viewer. A
+//! [`CsvLog`] writes events in RMM's format.
 //!
-//! Events and live blocks carry the call stack that they come from, or without it the line of the program that allocated them
-//! ([`Caller`]). Programs may name what they do besides: [`with_context`] labels every event of a thread, and [`annotate`] marks
-//! a span of time.
+//! Events and live blocks carry the call stack they come from. Without stacks they carry the program's line that
+//! allocated them ([`Caller`]). Programs can also name their work: [`with_context`] labels every event of a thread, and
+//! [`annotate`] marks a span of time.
 
 mod caller;
 mod check;
@@ -32,8 +32,8 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use caller::Caller;
-pub(crate) use collect::WithContexts;
-use context::Frames;
+pub(crate) use collect::SegmentWithContexts;
+use context::FrameCache;
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
 pub use live::{LiveBlock, LiveMemory};
@@ -48,31 +48,36 @@ pub use summary::{Fragmentation, FreeSpace};
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// How much an allocator's [`History`] keeps: the arguments of PyTorch's `torch.cuda.memory._record_memory_history`.
+/// The amount of detail that an allocator's [`History`] keeps: the arguments of PyTorch's
+/// `torch.cuda.memory._record_memory_history`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HistoryOptions {
-    /// Whether, and what, to record.
+    /// Whether to record, and what.
     pub enabled: Recording,
-    /// Which entries say where they come from: the call stack, and the names given to [`with_context`].
+    /// Which entries carry a context: the call stack, and the names given to [`with_context`].
     pub context: ContextLevel,
-    /// Whether call stacks are captured where `context` says so. That takes a fraction of a microsecond an event, and some
-    /// tens the first time a stack is met. Addresses are kept, of the innermost 64 frames; their functions, files and lines
-    /// are looked up when a snapshot is taken. Lines need debug information, as by `debug = "line-tables-only"` in a profile
-    /// of `Cargo.toml`; without it there are the functions' names, and the line of the innermost: which line of the program
-    /// allocated a block is known without stacks too, and in programs that were stripped ([`Caller`]). The process keeps at most 65,536 different stacks, and what it had to leave out is counted in a snapshot's
+    /// Whether contexts include call stacks. Capturing one takes a fraction of a microsecond per event, and some tens
+    /// of microseconds the first time a stack occurs.
+    ///
+    /// The addresses of the innermost 64 frames are kept; functions, files and lines are looked up when a snapshot is
+    /// taken. Lines need debug information, as by `debug = "line-tables-only"` in a profile of `Cargo.toml`. Without
+    /// debug information only the innermost frame has a line: the program's line that allocated a block is always
+    /// known, even without stacks and in stripped programs ([`Caller`]).
+    ///
+    /// The process keeps at most 65,536 different stacks. The number of stacks it had to drop is in a snapshot's
     /// `allocator_settings["stacks_lost"]`.
     ///
-    /// Frames of this crate, the standard library, rayon and the test harness are left out, so that the innermost frame is
-    /// the program's. What a closure or a method of the program does inside of an operation is the program's too.
+    /// Frames of this crate, the standard library, rayon and the test harness are left out, so that the innermost frame
+    /// is the program's. A program's closure or method called inside an operation counts as the program's.
     pub stacks: bool,
-    /// The number of latest events kept, of 48 bytes each, at least 1. PyTorch's default has no bound.
+    /// The number of latest events to keep, at 48 bytes each; at least 1. PyTorch has no bound by default.
     pub max_entries: usize,
-    /// Forget what was recorded before.
+    /// Whether to delete earlier events.
     pub clear_history: bool,
 }
 
 impl Default for HistoryOptions {
-    /// Everything, of the latest 100,000 events.
+    /// Returns options that record everything, for the latest 100,000 events.
     fn default() -> HistoryOptions {
         HistoryOptions {
             enabled: Recording::All,
@@ -84,34 +89,34 @@ impl Default for HistoryOptions {
     }
 }
 
-/// PyTorch's `enabled`.
+/// Selects what to record: PyTorch's `enabled`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recording {
-    /// Record nothing. Entries already recorded stay until they are cleared.
+    /// Record nothing. Earlier events stay until they are cleared.
     Off,
-    /// Only the context of live blocks, which snapshots show: one trace entry is kept.
+    /// Only the context of live blocks, which snapshots include. A single trace entry is kept.
     State,
-    /// A trace of all events besides.
+    /// The context of live blocks, and a trace of all events.
     All,
 }
 
-/// PyTorch's `context`: each level includes those before it.
+/// Selects the entries that carry contexts: PyTorch's `context`. Each level includes the levels before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ContextLevel {
-    /// Nowhere.
+    /// No entries.
     Never,
-    /// On live blocks and segments in the snapshot.
+    /// Live blocks and segments in the snapshot.
     State,
-    /// On entries of allocations as well: of blocks and segments, and of those that found no memory.
+    /// Also trace entries of allocations: of blocks, of segments, and those that failed for want of memory.
     Alloc,
-    /// On every entry: where blocks are freed as well.
+    /// Every entry, including frees of blocks.
     All,
 }
 
-/// An allocator's ring of its latest events. All methods may be called from any thread.
+/// A ring buffer of an allocator's latest events. All methods may be called from any thread.
 ///
-/// Entries must be recorded in the order in which things happened to an address: while the lock is held that orders
-/// them, or a free before its block can be found and an allocation after its block was taken.
+/// Entries of an address must be recorded in the order of events: under the lock that orders them. Alternatively,
+/// record a free before another thread can get the block, and an allocation after the block was taken.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction};
@@ -126,18 +131,20 @@ pub enum ContextLevel {
 /// ```
 pub struct History {
     on: AtomicBool,
-    ring: Mutex<Ring>,
+    ring: Mutex<EventRing>,
 }
 
-struct Ring {
+/// The ring buffer and its options.
+struct EventRing {
     options: HistoryOptions,
-    /// Never grows past the capacity it got when recording began.
+    /// Never grows beyond the capacity allocated when recording began.
     events: Vec<Event>,
-    /// Where the next event goes once the ring is full: the oldest is there.
+    /// The index of the oldest event once the ring is full, which the next event replaces.
     next: usize,
     overwritten: u64,
 }
 
+/// A recorded event, before its context is resolved.
 #[derive(Clone, Copy)]
 struct Event {
     addr: u64,
@@ -149,7 +156,7 @@ struct Event {
 }
 
 impl History {
-    /// A history that records nothing yet.
+    /// Makes a history that records nothing yet.
     pub const fn new() -> History {
         let options = HistoryOptions {
             enabled: Recording::Off,
@@ -160,14 +167,14 @@ impl History {
         };
         History {
             on: AtomicBool::new(false),
-            ring: Mutex::new(Ring { options, events: Vec::new(), next: 0, overwritten: 0 }),
+            ring: Mutex::new(EventRing { options, events: Vec::new(), next: 0, overwritten: 0 }),
         }
     }
 
-    /// Switches recording on, off, or to another size: the latest entries that fit are kept.
+    /// Switches recording on or off, or changes the size. The latest entries that fit are kept.
     ///
     /// # Errors
-    /// When `max_entries` is 0 or there is no memory for as many; then nothing has changed.
+    /// If `max_entries` is 0 or there is no memory for that many entries; then nothing has changed.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         const OP: &str = "record_memory_history";
         if options.max_entries == 0 {
@@ -196,21 +203,23 @@ impl History {
         Ok(())
     }
 
-    /// Whether events are being recorded.
+    /// True if events are being recorded.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// Records an event: `addr` and `bytes` as [`TraceEntry`] says for the action. Does nothing while off. Gives the context
-    /// that a block or segment keeps which the event makes, for [`BlockInfo::frames`]: [`Context::NONE`] for other events and
-    /// where the level is lower.
+    /// Records an event, with `addr` and `bytes` as [`TraceEntry`] defines them for the action. Does nothing while
+    /// recording is off.
+    ///
+    /// For an event that creates a block or segment, returns the context to store with it ([`BlockInfo::frames`]).
+    /// Returns [`Context::NONE`] for other events, and if the context level is lower.
     #[inline]
     pub fn record(&self, action: TraceAction, addr: u64, bytes: u64, stream: u32) -> Context {
         if self.is_on() { self.push(&[action], addr, bytes, stream) } else { Context::NONE }
     }
 
-    /// Records that a block was given back and is free at once: two entries of one context.
+    /// Records that a block was returned and is free at once: two entries with the same context.
     #[inline]
     pub fn record_free(&self, addr: u64, bytes: u64, stream: u32) {
         if self.is_on() {
@@ -218,6 +227,7 @@ impl History {
         }
     }
 
+    /// Records one entry per action, all with the same context and time.
     #[cold]
     fn push(&self, actions: &[TraceAction], addr: u64, bytes: u64, stream: u32) -> Context {
         use TraceAction::{Alloc, Oom, SegmentAlloc, SegmentMap};
@@ -231,9 +241,9 @@ impl History {
             true => Context::current(),
             false => Context::NONE,
         };
-        // Blocks are often freed long after their last use: the line of a free says nothing.
+        // Frees get no line: a block is often freed long after its last use, so the line would be misleading.
         let context = if allocates && (in_entry || in_block) { context.with_caller() } else { context };
-        // The clock is read under the lock, so that times rise along the ring.
+        // The clock is read under the lock, so that times increase along the ring.
         let time_us = now_us();
         for &action in actions {
             let context = if in_entry { context } else { Context::NONE };
@@ -242,46 +252,46 @@ impl History {
         if in_block { context } else { Context::NONE }
     }
 
-    /// The entries kept, oldest first.
+    /// Returns the kept entries, oldest first.
     pub fn entries(&self) -> Vec<TraceEntry> {
         let events: Vec<Event> = self.lock().in_order().collect();
-        let mut frames = Frames::default();
+        let mut frames = FrameCache::default();
         events.into_iter().map(|event| event.entry(&mut frames)).collect()
     }
 
-    /// All that [`Snapshot::of_device`] needs: made into entries later, when no lock is held.
-    pub(crate) fn copy(&self) -> Recorded {
+    /// Copies the data that [`Snapshot::of_device`] needs. Entries are resolved later, when no lock is held.
+    pub(crate) fn copy(&self) -> RecordedEvents {
         let ring = self.lock();
-        Recorded {
+        RecordedEvents {
             events: ring.in_order().collect(),
             max_entries: ring.options.max_entries,
             overwritten: ring.overwritten,
         }
     }
 
-    /// Forgets the entries and the count of overwritten ones. Recording goes on if it was on.
+    /// Deletes the entries and resets the count of overwritten entries. Recording continues if it was on.
     pub fn clear(&self) {
         self.lock().clear();
     }
 
-    /// How many entries had to make place for later ones since the last clear.
+    /// Returns the number of entries overwritten since the last clear.
     pub fn overwritten(&self) -> u64 {
         self.lock().overwritten
     }
 
-    /// The number of entries kept at most: PyTorch's `trace_alloc_max_entries`. 1 before recording first began.
+    /// Returns the maximum number of entries: PyTorch's `trace_alloc_max_entries`. 1 before recording first began.
     pub fn max_entries(&self) -> usize {
         self.lock().options.max_entries
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ring> {
+    fn lock(&self) -> MutexGuard<'_, EventRing> {
         lock(&self.ring)
     }
 }
 
-/// What a history had recorded at some moment.
+/// A copy of a history's events and counts.
 #[derive(Default)]
-pub(crate) struct Recorded {
+pub(crate) struct RecordedEvents {
     events: Vec<Event>,
     max_entries: usize,
     overwritten: u64,
@@ -301,7 +311,7 @@ impl Drop for History {
     }
 }
 
-impl Ring {
+impl EventRing {
     fn push(&mut self, event: Event) {
         let max = self.options.max_entries;
         if self.events.len() < max {
@@ -313,6 +323,7 @@ impl Ring {
         }
     }
 
+    /// Iterates over the events, oldest first.
     fn in_order(&self) -> impl Iterator<Item = Event> + '_ {
         let (newer, older) = self.events.split_at(self.next);
         older.iter().chain(newer).copied()
@@ -325,20 +336,20 @@ impl Ring {
 }
 
 impl Event {
-    fn entry(self, frames: &mut Frames) -> TraceEntry {
+    fn entry(self, frames: &mut FrameCache) -> TraceEntry {
         TraceEntry {
             action: self.action,
             addr: self.addr,
             size: self.bytes,
             stream: self.stream.into(),
             time_us: self.time_us,
-            frames: frames.of(self.context),
+            frames: frames.resolve(self.context),
             compile_context: self.context.path(),
         }
     }
 }
 
-/// Microseconds since 1970, from a clock that never goes back: the wall clock is read once.
+/// Returns microseconds since 1970 from a monotonic clock: the wall clock is read only once.
 pub(crate) fn now_us() -> u64 {
     static ANCHOR: OnceLock<(Instant, Duration)> = OnceLock::new();
     let (start, wall) =

@@ -1,15 +1,16 @@
-//! Memory in use at the peak of a recorded history, by the call sites that allocated it.
+//! Memory in use at the peak of a recorded history, by call site.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::live::{LiveMemory, fmt_sites, sites};
+use super::live::{LiveMemory, fmt_sites, group_by_call_site};
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction, TraceEntry};
-use super::summary::size;
+use super::summary::format_size;
 
-/// The greatest number of bytes that were in use at a time while a device's history was recorded, and what held them.
+/// The largest number of bytes in use at once while a device's history was recorded, and the call sites that allocated
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeakMemory {
     /// The device's number: the index into [`Snapshot::device_traces`].
@@ -18,14 +19,14 @@ pub struct PeakMemory {
     pub bytes: u64,
     /// The time from the peak to the last entry of the device's trace.
     pub ago: Duration,
-    /// The blocks in use at the peak by where they were allocated, the most bytes first, as
-    /// [`live_memory`](Snapshot::live_memory) has those in use at the end. Blocks allocated before the history begins and freed
-    /// after the peak have no frames.
+    /// The blocks in use at the peak by call site, the most bytes first, in the form of
+    /// [`live_memory`](Snapshot::live_memory). Blocks allocated before the history begins and freed after the peak have
+    /// no frames.
     pub sites: Vec<LiveMemory>,
 }
 
 impl Snapshot {
-    /// The peak of each device whose history was recorded: what a program has to hold less of to need less memory.
+    /// Returns the peak of each device whose history was recorded: the memory that a program must reduce to need less.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -42,8 +43,10 @@ impl Snapshot {
         traces.map(|(device, trace)| self.peak_of(device, trace)).collect()
     }
 
+    /// Computes the peak of one device by replaying its trace.
     fn peak_of(&self, device: u32, trace: &[TraceEntry]) -> PeakMemory {
-        // Blocks that were in use before the trace begins: those freed in it only, and those in use to its end.
+        // `before` are blocks allocated before the trace begins and freed in it; such blocks in use at its end are
+        // added below.
         let (mut held, mut before) = (HashMap::new(), Vec::new());
         let (mut change, mut most, mut peak) = (0i128, 0i128, 0);
         for (i, entry) in trace.iter().enumerate() {
@@ -79,20 +82,20 @@ impl Snapshot {
         let unknown: Arc<[Frame]> = Arc::default();
         let freed_later = before.iter().filter(|(i, _)| *i >= peak).map(|&(_, bytes)| (&unknown, bytes));
         let untraced = untraced.map(|block| (&block.frames, block.requested_size));
-        let sites = sites(at_peak.into_values().chain(untraced).chain(freed_later));
+        let sites = group_by_call_site(at_peak.into_values().chain(untraced).chain(freed_later));
         let bytes = sites.iter().fold(0, |sum: u64, site| sum.saturating_add(site.bytes));
         let time = |entry: Option<&TraceEntry>| entry.map_or(0, |entry| entry.time_us);
         let ago = time(trace.last()).saturating_sub(time(trace.get(peak.saturating_sub(1))));
         PeakMemory { device, bytes, ago: Duration::from_micros(ago), sites }
     }
 
-    /// Writes the table of [`peak_memory`](Snapshot::peak_memory), if something is known of it.
+    /// Writes the table of [`peak_memory`](Snapshot::peak_memory), if any frames are known.
     pub(super) fn fmt_peak_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for PeakMemory { device, bytes, ago, sites } in self.peak_memory() {
             let head = format!(
                 "at the peak of device {device}'s history, {:.1} s before its end, {} ",
                 ago.as_secs_f64(),
-                size(bytes)
+                format_size(bytes)
             );
             fmt_sites(f, &head, &sites)?;
         }

@@ -1,10 +1,10 @@
-//! Reads the pickles that Python and PyTorch write of plain data.
+//! Reads pickles of plain data, as written by Python and PyTorch.
 //!
-//! serde-pickle's reader forgets a shared value after as many uses as it counted, but each use of a shared list uses
-//! what is shared inside it once more: snapshots, whose entries share their frames, then fail to load.
+//! serde-pickle's reader drops a shared value after the number of uses it counted, but each use of a shared list uses
+//! the values inside it once more. Snapshots, whose entries share their frames, then fail to load.
 //!
-//! With sharing a short pickle may stand for any amount of data. Frames, which many events have in common, are made once;
-//! everything else may be used about as often as the file has bytes.
+//! With sharing, a short pickle can stand for any amount of data. Frames, which many events share, are made once; other
+//! values may be used about as often as the file has bytes.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -14,12 +14,12 @@ use serde::de::value::{Error, MapDeserializer, SeqDeserializer};
 use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
-use super::frames::{HANDED, SHARED};
+use super::frames::{PENDING_FRAMES, SHARED};
 use super::snapshot::Frame;
 
-/// The value that the pickle holds. Of the instructions, those that PyTorch's viewer knows.
+/// Returns the value in the pickle. Only the instructions that PyTorch's viewer supports are accepted.
 pub(super) fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Error> {
-    let most_values = LEAST_VALUES + bytes.len() / BYTES_OF_A_VALUE;
+    let most_values = BASE_VALUE_LIMIT + bytes.len() / BYTES_PER_EXTRA_VALUE;
     let mut reader = Reader {
         bytes,
         values: most_values,
@@ -28,46 +28,51 @@ pub(super) fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Error> 
         marks: Vec::new(),
         memo: HashMap::new(),
     };
-    let root = reader.run().map_err(Error::custom)?;
+    let root = reader.run_instructions().map_err(Error::custom)?;
     let pickle = Pickle {
         lists: &reader.lists,
         values: Cell::new(most_values),
-        frame_bytes: Cell::new(LEAST_FRAME_BYTES.saturating_add(bytes.len().saturating_mul(FRAME_BYTES_A_BYTE))),
+        frame_bytes: Cell::new(
+            BASE_FRAME_BYTES_LIMIT.saturating_add(bytes.len().saturating_mul(FRAME_BYTES_PER_FILE_BYTE)),
+        ),
         frames: RefCell::default(),
         stacks: RefCell::default(),
     };
-    T::deserialize(At { pickle: &pickle, item: root, depth: MAX_DEPTH })
+    T::deserialize(PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH })
 }
 
-/// Snapshots nest six deep. The bound keeps lists that contain themselves from going on for ever.
+/// Maximum nesting depth; snapshots are nested six deep. Stops at lists that contain themselves.
 const MAX_DEPTH: usize = 32;
-/// A pickle has at most this many values, and one more for so many bytes. Without sharing a value has two bytes or more.
-const LEAST_VALUES: usize = 100_000;
-const BYTES_OF_A_VALUE: usize = 2;
-/// Text that counts as one value where it is copied.
-const TEXT: usize = 32;
-/// All different frames together take so many bytes, and so many for each byte of the file: a stack of shared frames is a
-/// list of references of 2 to 5 bytes each.
-const LEAST_FRAME_BYTES: usize = 16 << 20;
-const FRAME_BYTES_A_BYTE: usize = 48;
+/// Base of the limit on a pickle's values.
+const BASE_VALUE_LIMIT: usize = 100_000;
+/// Bytes of the file per value above [`BASE_VALUE_LIMIT`]. Without sharing a value takes at least two bytes.
+const BYTES_PER_EXTRA_VALUE: usize = 2;
+/// Bytes of text that count as one value when it is copied.
+const TEXT_BYTES_PER_VALUE: usize = 32;
+/// Base of the limit on the bytes of all different frames together.
+const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
+/// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames is a list of references
+/// of 2 to 5 bytes each.
+const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
 
-/// A value: itself, or which of the reader's lists has its items.
+/// A value: the value itself, or the index of the reader's list that holds its items.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Item<'a> {
     Null,
     Bool(bool),
     Int(i64),
-    /// By its bits.
+    /// The float's bits.
     Float(u64),
     Text(&'a str),
     List(u32),
-    /// Keys and values in turn.
+    /// Keys and values alternate.
     Dict(u32),
 }
 
+/// The state of reading: a stack machine, as pickles require.
 struct Reader<'a> {
     bytes: &'a [u8],
-    /// How many values there may still be.
+    /// The number of values that may still be made.
     values: usize,
     lists: Vec<Vec<Item<'a>>>,
     stack: Vec<Item<'a>>,
@@ -76,7 +81,8 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn run(&mut self) -> Result<Item<'a>, String> {
+    /// Runs the pickle's instructions and returns the value on top of the stack at the end.
+    fn run_instructions(&mut self) -> Result<Item<'a>, String> {
         loop {
             let opcode = self.take(1)?[0];
             let items = match opcode {
@@ -96,7 +102,7 @@ impl<'a> Reader<'a> {
                 0x80 => _ = self.take(1)?, // PROTO
                 0x95 => _ = self.take(8)?, // FRAME
                 b'(' => {
-                    self.spend()?;
+                    self.count_values()?;
                     self.marks.push(self.stack.len());
                 }
                 b'N' => self.push(Item::Null)?,
@@ -128,7 +134,7 @@ impl<'a> Reader<'a> {
         Ok(head)
     }
 
-    /// A number of up to four bytes.
+    /// Reads a little-endian number of up to four bytes.
     fn size(&mut self, n: usize) -> Result<u32, String> {
         Ok(self.take(n)?.iter().rev().fold(0, |size, byte| size << 8 | u32::from(*byte)))
     }
@@ -148,13 +154,13 @@ impl<'a> Reader<'a> {
         self.push(Item::Text(text))
     }
 
-    fn spend(&mut self) -> Result<(), String> {
+    fn count_values(&mut self) -> Result<(), String> {
         self.values = self.values.checked_sub(1).ok_or(TOO_MANY)?;
         Ok(())
     }
 
     fn push(&mut self, item: Item<'a>) -> Result<(), String> {
-        self.spend()?;
+        self.count_values()?;
         self.stack.push(item);
         Ok(())
     }
@@ -174,22 +180,23 @@ impl<'a> Reader<'a> {
         Ok(self.stack.split_off(rest))
     }
 
+    /// Takes the items above the last mark off the stack.
     fn marked(&mut self) -> Result<Vec<Item<'a>>, String> {
         let mark = self.marks.pop().filter(|m| *m <= self.stack.len()).ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
     }
 
-    /// Adds to the list or dict on top of the stack.
+    /// Appends to the list or dict on top of the stack.
     fn extend(&mut self, items: Vec<Item<'a>>) -> Result<(), String> {
         match self.stack.last() {
             Some(Item::List(id) | Item::Dict(id)) => self.lists[*id as usize].extend(items),
-            _ => return Err("what is added to is neither list nor dict".into()),
+            _ => return Err("an instruction appends to a value that is neither a list nor a dict".into()),
         }
         Ok(())
     }
 
     fn memoize(&mut self, key: u32) -> Result<(), String> {
-        self.spend()?;
+        self.count_values()?;
         let top = *self.stack.last().ok_or("an instruction finds nothing on the stack")?;
         self.memo.insert(key, top);
         Ok(())
@@ -201,43 +208,45 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// Error text for a pickle that exceeds a limit.
 const TOO_MANY: &str = "it holds too many values for its size";
 
-/// What has been read, and how much may still be made of it.
+/// The values read, and the budget for converting them.
 struct Pickle<'r, 'a> {
     lists: &'r [Vec<Item<'a>>],
     values: Cell<usize>,
     frame_bytes: Cell<usize>,
-    /// The stacks that were met, by the frames in them, and by their lists: one may be used any number of times.
+    /// The stacks already made, by the frames in them.
     frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
+    /// The same stacks by list id: a list may be used any number of times.
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
 }
 
-// How many items of stacks this thread has looked at.
+// Counts the items of stacks that this thread has looked at.
 #[cfg(test)]
-thread_local!(pub(super) static LOOKED_AT: Cell<usize> = const { Cell::new(0) });
+thread_local!(pub(super) static ITEMS_EXAMINED: Cell<usize> = const { Cell::new(0) });
 
-fn spend(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
+/// Subtracts from a budget; an error if it is exhausted.
+fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
     budget.set(budget.get().checked_sub(n).ok_or_else(|| Error::custom(TOO_MANY))?);
     Ok(())
 }
 
-/// A value of a pickle, for serde.
+/// A value of a pickle, as a serde deserialiser.
 #[derive(Clone, Copy)]
-struct At<'r, 'a> {
+struct PickleValue<'r, 'a> {
     pickle: &'r Pickle<'r, 'a>,
     item: Item<'a>,
     depth: usize,
 }
 
-impl<'r, 'a> At<'r, 'a> {
-    /// The items of a list or dict.
-    fn items(self, id: u32) -> Result<(&'r [Item<'a>], impl Fn(Item<'a>) -> At<'r, 'a>), Error> {
+impl<'r, 'a> PickleValue<'r, 'a> {
+    fn items(self, id: u32) -> Result<(&'r [Item<'a>], impl Fn(Item<'a>) -> PickleValue<'r, 'a>), Error> {
         let depth = self.depth.checked_sub(1).ok_or_else(|| Error::custom("it is nested too deep"))?;
-        Ok((&self.pickle.lists[id as usize], move |item| At { item, depth, ..self }))
+        Ok((&self.pickle.lists[id as usize], move |item| PickleValue { item, depth, ..self }))
     }
 
-    /// As a dict's key.
+    /// Converts the value into a dict's key.
     fn key(self) -> Result<String, Error> {
         let key = match self.item {
             Item::Text(text) => text.to_owned(),
@@ -247,13 +256,13 @@ impl<'r, 'a> At<'r, 'a> {
             Item::Null => "null".to_owned(),
             Item::List(_) | Item::Dict(_) => return Err(Error::custom("a dict has a key that is no text")),
         };
-        spend(&self.pickle.values, 1 + key.len() / TEXT)?;
+        count_values(&self.pickle.values, 1 + key.len() / TEXT_BYTES_PER_VALUE)?;
         Ok(key)
     }
 
-    /// The frames in a list.
+    /// Returns the frames in a list, made on first use.
     fn stack(self) -> Result<Arc<[Frame]>, Error> {
-        spend(&self.pickle.values, 1)?;
+        count_values(&self.pickle.values, 1)?;
         let Item::List(id) = self.item else { return Err(Error::custom("frames are no list")) };
         if let Some(known) = self.pickle.stacks.borrow().get(&id) {
             return Ok(Arc::clone(known));
@@ -263,26 +272,26 @@ impl<'r, 'a> At<'r, 'a> {
         Ok(frames)
     }
 
-    /// The same for a list that is met first. Frames are made when they are met first.
+    /// Makes the frames in a list that was not used before.
     fn frames(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         let (items, at) = self.items(id)?;
         #[cfg(test)]
-        LOOKED_AT.set(LOOKED_AT.get() + items.len());
+        ITEMS_EXAMINED.set(ITEMS_EXAMINED.get() + items.len());
         let is_frame =
-            |item: &Item| matches!(item, Item::Dict(id) if self.pickle.lists[*id as usize].len() <= FRAME_ITEMS);
+            |item: &Item| matches!(item, Item::Dict(id) if self.pickle.lists[*id as usize].len() <= MAX_FRAME_ITEMS);
         if !items.iter().all(is_frame) {
             return Err(Error::custom("a frame is no dict, or one of too many entries"));
         }
         if let Some(known) = self.pickle.frames.borrow().get(items) {
             return Ok(Arc::clone(known));
         }
-        // Shared frames do not count as values: what counts is what they take.
+        // Shared frames are not counted as values, but by their bytes.
         let values = self.pickle.values.get();
         let mut frames = Vec::new();
         for item in items {
-            self.pickle.values.set(FRAME_VALUES);
+            self.pickle.values.set(MAX_FRAME_VALUES);
             let frame = Frame::deserialize(at(*item))?;
-            spend(&self.pickle.frame_bytes, size_of::<Frame>() + frame.filename.len() + frame.name.len())?;
+            count_values(&self.pickle.frame_bytes, size_of::<Frame>() + frame.filename.len() + frame.name.len())?;
             frames.push(frame);
         }
         self.pickle.values.set(values);
@@ -292,17 +301,17 @@ impl<'r, 'a> At<'r, 'a> {
     }
 }
 
-/// The keys and values of a frame: three each, and what versions of PyTorch add.
-const FRAME_ITEMS: usize = 64;
-/// What a frame may count: its names and text of a mebibyte.
-const FRAME_VALUES: usize = (1 << 20) / TEXT + FRAME_ITEMS;
+/// Maximum number of a frame's keys and values: three of each, and those that versions of PyTorch add.
+const MAX_FRAME_ITEMS: usize = 64;
+/// Maximum value count of a frame: its names, and text of a mebibyte.
+const MAX_FRAME_VALUES: usize = (1 << 20) / TEXT_BYTES_PER_VALUE + MAX_FRAME_ITEMS;
 
-impl<'de> Deserializer<'de> for At<'_, 'de> {
+impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
     type Error = Error;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let text = if let Item::Text(text) = self.item { text.len() } else { 0 };
-        spend(&self.pickle.values, 1 + text / TEXT)?;
+        count_values(&self.pickle.values, 1 + text / TEXT_BYTES_PER_VALUE)?;
         match self.item {
             Item::Null => visitor.visit_unit(),
             Item::Bool(is) => visitor.visit_bool(is),
@@ -349,7 +358,7 @@ impl<'de> Deserializer<'de> for At<'_, 'de> {
         _: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Error> {
-        spend(&self.pickle.values, 1)?;
+        count_values(&self.pickle.values, 1)?;
         match self.item {
             Item::Text(text) => visitor.visit_enum(text.into_deserializer()),
             _ => Err(Error::custom("a name is no text")),
@@ -360,11 +369,11 @@ impl<'de> Deserializer<'de> for At<'_, 'de> {
         if name != SHARED {
             return visitor.visit_newtype_struct(self);
         }
-        HANDED.set(Some(self.stack()?));
+        PENDING_FRAMES.set(Some(self.stack()?));
         visitor.visit_unit()
     }
 
-    /// What nobody asked for is not looked at.
+    /// Skips a value that is not requested without looking at it.
     fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         visitor.visit_unit()
     }
@@ -375,7 +384,7 @@ impl<'de> Deserializer<'de> for At<'_, 'de> {
     }
 }
 
-impl<'a> IntoDeserializer<'a> for At<'_, 'a> {
+impl<'a> IntoDeserializer<'a> for PickleValue<'_, 'a> {
     type Deserializer = Self;
 
     fn into_deserializer(self) -> Self {

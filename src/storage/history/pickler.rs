@@ -1,7 +1,7 @@
 //! Writes snapshots as pickles.
 //!
-//! As in PyTorch's, frames that events have in common are written once and referred to by number: serde-pickle would write
-//! the stack of each event in full.
+//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number. serde-pickle would
+//! write the stack of each event in full.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use serde::ser::{self, Error as _, Impossible, Serializer};
 
 use super::frames::SHARED;
 
-/// Python's pickle of a value, protocol 3, in instructions that PyTorch's viewer knows.
+/// Returns a value's Python pickle, protocol 3, using only instructions that PyTorch's viewer supports.
 pub(super) fn write(value: &impl Serialize) -> Result<Vec<u8>, Error> {
     let mut pickler = Pickler { out: vec![0x80, 3], shared: HashMap::new() };
     value.serialize(&mut pickler)?;
@@ -19,9 +19,10 @@ pub(super) fn write(value: &impl Serialize) -> Result<Vec<u8>, Error> {
     Ok(pickler.out)
 }
 
+/// The state of writing a pickle.
 struct Pickler {
     out: Vec<u8>,
-    /// The numbers of frames that were written, by their pickle.
+    /// The numbers of the frames already written, by their pickled bytes.
     shared: HashMap<Vec<u8>, u32>,
 }
 
@@ -32,7 +33,8 @@ impl Pickler {
         Ok(())
     }
 
-    fn share<T: ?Sized + Serialize>(&mut self, value: &T) -> Result<(), Error> {
+    /// Writes a value, or a reference to its earlier copy.
+    fn write_shared<T: ?Sized + Serialize>(&mut self, value: &T) -> Result<(), Error> {
         let start = self.out.len();
         value.serialize(&mut *self)?;
         let pickle = self.out[start..].to_vec();
@@ -45,24 +47,25 @@ impl Pickler {
         self.instruction(b'r', &next.to_le_bytes()) // LONG_BINPUT
     }
 
-    /// Begins a list or dict, `empty`, to which `add` adds.
-    fn items(&mut self, empty: u8, add: u8) -> Result<Items<'_>, Error> {
+    /// Starts a list or dict with the opcode `empty`; the opcode `add` appends items.
+    fn start_items(&mut self, empty: u8, add: u8) -> Result<ItemWriter<'_>, Error> {
         self.out.push(empty);
-        Ok(Items { pickler: self, add, count: 0 })
+        Ok(ItemWriter { pickler: self, add, count: 0 })
     }
 }
 
+/// Error text for types that snapshots do not contain.
 const NOT_WRITTEN: &str = "snapshots have no value of this type";
 
 impl<'a> Serializer for &'a mut Pickler {
     type Ok = ();
     type Error = Error;
-    type SerializeSeq = Items<'a>;
-    type SerializeTuple = Items<'a>;
+    type SerializeSeq = ItemWriter<'a>;
+    type SerializeTuple = ItemWriter<'a>;
     type SerializeTupleStruct = Impossible<(), Error>;
     type SerializeTupleVariant = Impossible<(), Error>;
-    type SerializeMap = Items<'a>;
-    type SerializeStruct = Items<'a>;
+    type SerializeMap = ItemWriter<'a>;
+    type SerializeStruct = ItemWriter<'a>;
     type SerializeStructVariant = Impossible<(), Error>;
 
     fn serialize_bool(self, is: bool) -> Result<(), Error> {
@@ -153,7 +156,7 @@ impl<'a> Serializer for &'a mut Pickler {
     }
 
     fn serialize_newtype_struct<T: ?Sized + Serialize>(self, name: &'static str, value: &T) -> Result<(), Error> {
-        if name == SHARED { self.share(value) } else { value.serialize(self) }
+        if name == SHARED { self.write_shared(value) } else { value.serialize(self) }
     }
 
     fn serialize_newtype_variant<T: ?Sized + Serialize>(
@@ -166,12 +169,12 @@ impl<'a> Serializer for &'a mut Pickler {
         Err(Error::custom(NOT_WRITTEN))
     }
 
-    fn serialize_seq(self, _: Option<usize>) -> Result<Items<'a>, Error> {
-        self.items(b']', b'e')
+    fn serialize_seq(self, _: Option<usize>) -> Result<ItemWriter<'a>, Error> {
+        self.start_items(b']', b'e')
     }
 
-    fn serialize_tuple(self, _: usize) -> Result<Items<'a>, Error> {
-        Ok(Items { pickler: self, add: b't', count: 0 })
+    fn serialize_tuple(self, _: usize) -> Result<ItemWriter<'a>, Error> {
+        Ok(ItemWriter { pickler: self, add: b't', count: 0 })
     }
 
     fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Impossible<(), Error>, Error> {
@@ -188,12 +191,12 @@ impl<'a> Serializer for &'a mut Pickler {
         Err(Error::custom(NOT_WRITTEN))
     }
 
-    fn serialize_map(self, _: Option<usize>) -> Result<Items<'a>, Error> {
-        self.items(b'}', b'u')
+    fn serialize_map(self, _: Option<usize>) -> Result<ItemWriter<'a>, Error> {
+        self.start_items(b'}', b'u')
     }
 
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Items<'a>, Error> {
-        self.items(b'}', b'u')
+    fn serialize_struct(self, _: &'static str, _: usize) -> Result<ItemWriter<'a>, Error> {
+        self.start_items(b'}', b'u')
     }
 
     fn serialize_struct_variant(
@@ -207,20 +210,21 @@ impl<'a> Serializer for &'a mut Pickler {
     }
 }
 
-/// Of a list or dict: added in batches, each between a mark and an instruction. A tuple's are one batch, which makes it.
-struct Items<'a> {
+/// Writes the items of a list or dict in batches, each between a mark and the instruction `add`. A tuple has one batch,
+/// which creates it.
+struct ItemWriter<'a> {
     pickler: &'a mut Pickler,
     add: u8,
-    /// Keys and values count as one each.
+    /// The number of keys and values written.
     count: usize,
 }
 
-/// The viewer passes a batch as the arguments of one call.
-const BATCH: usize = 1000;
+/// The most items in a batch: the viewer passes a batch as the arguments of one call.
+const MAX_BATCH_ITEMS: usize = 1000;
 
-impl Items<'_> {
+impl ItemWriter<'_> {
     fn item<T: ?Sized + Serialize>(&mut self, value: &T) -> Result<(), Error> {
-        if self.count.is_multiple_of(BATCH) {
+        if self.count.is_multiple_of(MAX_BATCH_ITEMS) {
             self.finish();
             self.pickler.out.push(b'(');
         }
@@ -235,9 +239,10 @@ impl Items<'_> {
     }
 }
 
-macro_rules! lists {
+/// Implements serde's traits for sequences.
+macro_rules! impl_sequence_writers {
     ($($list:ident)*) => { $(
-        impl ser::$list for Items<'_> {
+        impl ser::$list for ItemWriter<'_> {
             type Ok = ();
             type Error = Error;
 
@@ -253,9 +258,9 @@ macro_rules! lists {
     )* };
 }
 
-lists! { SerializeSeq SerializeTuple }
+impl_sequence_writers! { SerializeSeq SerializeTuple }
 
-impl ser::SerializeMap for Items<'_> {
+impl ser::SerializeMap for ItemWriter<'_> {
     type Ok = ();
     type Error = Error;
 
@@ -273,7 +278,7 @@ impl ser::SerializeMap for Items<'_> {
     }
 }
 
-impl ser::SerializeStruct for Items<'_> {
+impl ser::SerializeStruct for ItemWriter<'_> {
     type Ok = ();
     type Error = Error;
 

@@ -6,13 +6,13 @@ use std::fmt;
 use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// The value of a setting: integers are i64, because of the viewer.
+/// The value of a setting. Integers are i64, because PyTorch's viewer requires it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Setting {
     /// `True` or `False`.
     Bool(bool),
-    /// A number of bytes or of anything else.
+    /// An integer, such as a number of bytes.
     Int(i64),
     /// A fraction.
     Float(f64),
@@ -26,7 +26,7 @@ pub enum Setting {
     None,
 }
 
-/// Methods of a visitor that make a setting of a plain value.
+/// Defines visitor methods that convert a plain value to a setting.
 macro_rules! visit {
     ($($name:ident($($value:ident: $type:ty)?) $setting:expr;)*) => {
         $(fn $name<E: Error>(self $(, $value: $type)?) -> Result<Setting, E> {
@@ -35,7 +35,7 @@ macro_rules! visit {
     };
 }
 
-/// What serde derives for such an enum first keeps a value in a form of many times its size.
+/// Written by hand: the derived implementation first buffers a value in a form many times its size.
 impl<'de> Deserialize<'de> for Setting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Setting, D::Error> {
         struct Value;

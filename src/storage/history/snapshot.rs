@@ -1,7 +1,7 @@
 //! An allocator's state at one moment, in the schema of PyTorch's `torch.cuda.memory._snapshot()`.
 //!
-//! PyTorch's viewer reads few of pickle's instructions, and no integer of more than 8 bytes: every integer here is
-//! written as an i64.
+//! PyTorch's viewer supports few of pickle's instructions, and no integers of more than 8 bytes, so every integer here
+//! is written as an i64.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::{Setting, frames, pickle, pickler};
 use crate::{Device, Error, Result};
 
-/// The segments and blocks of some allocators, and the events that led there.
+/// The segments and blocks of one or more allocators, and the events that led there.
 ///
 /// ```
 /// use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot};
@@ -40,20 +40,19 @@ use crate::{Device, Error, Result};
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
-    /// All segments, each device's in the order of their addresses.
+    /// All segments; those of a device are sorted by address.
     pub segments: Vec<SegmentInfo>,
-    /// The events recorded on each device, oldest first: the index is the device's number.
+    /// The events recorded on each device, oldest first. The index is the device's number.
     #[serde(default)]
     pub device_traces: Vec<Vec<TraceEntry>>,
     /// The configuration, by the names of its keys.
     #[serde(default)]
     pub allocator_settings: BTreeMap<String, Setting>,
-    /// Begins and ends of the spans given to [`annotate`](super::annotate).
+    /// Starts and ends of the spans given to [`annotate`](super::annotate).
     #[serde(default)]
     pub external_annotations: Vec<Annotation>,
 }
 
-/// The number of a device in snapshots.
 #[inline]
 pub(in crate::storage) fn device_number(device: Device) -> u32 {
     match device {
@@ -62,34 +61,34 @@ pub(in crate::storage) fn device_number(device: Device) -> u32 {
     }
 }
 
-/// A piece of memory that the driver gave out in one.
+/// A range of memory that the driver created in one call.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct SegmentInfo {
     /// The device's number: the index into [`Snapshot::device_traces`].
     #[serde(deserialize_with = "int::deserialize")]
     pub device: u32,
-    /// Its first byte's. Where a device has no addresses these are made up: no two segments of a device overlap.
+    /// The address of the first byte. Made up if the device has no addresses; segments of a device never overlap.
     #[serde(deserialize_with = "int::deserialize")]
     pub address: u64,
-    /// Its size in bytes.
+    /// The size in bytes.
     #[serde(deserialize_with = "int::deserialize")]
     pub total_size: u64,
-    /// The stream it was allocated on.
+    /// The stream that the segment was allocated on.
     #[serde(deserialize_with = "int::deserialize")]
     pub stream: u64,
-    /// The pool it belongs to.
+    /// The pool: small or large requests.
     #[serde(default)]
     pub segment_type: SegmentType,
-    /// The private pool it belongs to; (0, 0) is none, (1, 0) are images.
+    /// The private pool: (0, 0) for none, (1, 0) for images.
     #[serde(default)]
     pub segment_pool_id: (i64, i64),
-    /// Whether it is part of a reservation, and grows and shrinks by pages.
+    /// Whether the segment is part of a reservation, and grows and shrinks by pages.
     #[serde(default)]
     pub is_expandable: bool,
-    /// Where it was allocated.
+    /// The call stack that allocated the segment.
     #[serde(default, with = "frames")]
     pub frames: Arc<[Frame]>,
-    /// Its blocks: each begins where the one before ends.
+    /// The segment's blocks; each begins where the previous one ends.
     pub blocks: Vec<BlockInfo>,
 }
 
@@ -99,12 +98,12 @@ impl SegmentInfo {
         self.sum(|b| b.state == BlockState::ActiveAllocated, |b| b.size)
     }
 
-    /// The bytes of blocks in use, or waiting for another stream to be done with them.
+    /// The bytes of blocks in use, or waiting for another stream to finish with them.
     pub fn active_size(&self) -> u64 {
         self.sum(|b| b.state != BlockState::Inactive, |b| b.size)
     }
 
-    /// What was asked for of the bytes in [`active_size`](SegmentInfo::active_size).
+    /// The requested bytes of the blocks in [`active_size`](SegmentInfo::active_size).
     pub fn requested_size(&self) -> u64 {
         self.sum(|b| b.state != BlockState::Inactive, |b| b.requested_size)
     }
@@ -133,32 +132,32 @@ impl Serialize for SegmentInfo {
     }
 }
 
-/// Which requests a segment serves.
+/// The sizes of requests that a segment serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SegmentType {
-    /// Those of up to 1 MiB.
+    /// Requests of up to 1 MiB.
     Small,
-    /// The others.
+    /// Larger requests.
     #[default]
     Large,
 }
 
-/// A run of bytes of a segment.
+/// A range of bytes of a segment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockInfo {
-    /// Its first byte's.
-    #[serde(default, with = "int")] // absent from PyTorch's before 2.1; loading fills it in
+    /// The address of the first byte.
+    #[serde(default, with = "int")] // missing before PyTorch 2.1; loading fills it in
     pub address: u64,
-    /// Its size in bytes.
+    /// The size in bytes.
     #[serde(with = "int")]
     pub size: u64,
-    /// What was asked for, in bytes; of no meaning for a free block.
+    /// Requested bytes; meaningless for a free block.
     #[serde(with = "int")]
     pub requested_size: u64,
-    /// Whether it is in use.
+    /// Whether the block is in use.
     pub state: BlockState,
-    /// Where it was allocated.
+    /// The call stack that allocated the block.
     #[serde(default, with = "frames")]
     pub frames: Arc<[Frame]>,
 }
@@ -176,31 +175,32 @@ pub enum BlockState {
     Inactive,
 }
 
-/// An event.
+/// An event of the trace.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(from = "TraceEntryFields")]
 pub struct TraceEntry {
-    /// What happened.
+    /// The kind of event.
     pub action: TraceAction,
-    /// The address of the block or of the segment; 0 for a snapshot; for an [`Oom`](TraceAction::Oom) the number of
-    /// bytes that were free on the device.
+    /// The address of the block or segment. 0 for a snapshot. For an [`Oom`](TraceAction::Oom), the number of bytes
+    /// that were free on the device.
     pub addr: u64,
-    /// Bytes: requested, for blocks and an [`Oom`](TraceAction::Oom); of the segment; in use, for a snapshot.
+    /// Bytes. For blocks and an [`Oom`](TraceAction::Oom), the requested bytes; for segments, their size; for a
+    /// snapshot, the bytes in use.
     pub size: u64,
     /// The stream of the block or segment.
     pub stream: u64,
-    /// When, in microseconds since 1970.
+    /// The time in microseconds since 1970.
     pub time_us: u64,
-    /// Where in the program, the innermost first.
+    /// The call stack, the innermost frame first.
     pub frames: Arc<[Frame]>,
-    /// The names given to [`with_context`](super::with_context), joined by slashes; empty for none.
+    /// The names given to [`with_context`](super::with_context), joined by slashes; empty if none.
     pub compile_context: String,
 }
 
-/// What PyTorch writes where there is no compile context.
+/// PyTorch's text for a missing compile context.
 const NO_CONTEXT: &str = "N/A";
 
-/// Either address or, when out of memory, bytes free: as they are written.
+/// A trace entry as it is written: with either an address or, when out of memory, the free bytes.
 #[derive(Deserialize)]
 struct TraceEntryFields {
     action: TraceAction,
@@ -250,19 +250,19 @@ impl Serialize for TraceEntry {
     }
 }
 
-/// What happened.
+/// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TraceAction {
-    /// A block was given out.
+    /// A block was handed out.
     Alloc,
-    /// A block was given back. Another stream may still use it.
+    /// A block was returned. Another stream may still use it.
     FreeRequested,
-    /// A block given back is free.
+    /// A returned block became free.
     FreeCompleted,
-    /// The driver gave a segment.
+    /// The driver created a segment.
     SegmentAlloc,
-    /// A segment went back to the driver.
+    /// A segment was released to the driver.
     SegmentFree,
     /// Pages of a reservation were committed.
     SegmentMap,
@@ -274,29 +274,29 @@ pub enum TraceAction {
     Oom,
 }
 
-/// A place in a program.
+/// A location in a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Frame {
-    /// The source file; empty for a name given to [`with_context`](super::with_context), and where it is not known.
+    /// The source file; empty if unknown, and for a name given to [`with_context`](super::with_context).
     pub filename: String,
-    /// The line; 0 where there is no file.
+    /// The line; 0 if there is no file.
     #[serde(with = "int")]
     pub line: u32,
-    /// The function's name, or the name given.
+    /// The function's name, or the name given to `with_context`.
     pub name: String,
 }
 
-/// The begin or the end of a span.
+/// The start or the end of a span.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Annotation {
     /// The span's name.
     pub name: String,
-    /// Which of its ends.
+    /// Whether the span starts or ends.
     pub stage: Stage,
     /// The device's number.
     #[serde(with = "int")]
     pub device: u32,
-    /// When, in microseconds since 1970.
+    /// The time in microseconds since 1970.
     #[serde(with = "int")]
     pub time_us: u64,
 }
@@ -305,67 +305,69 @@ pub struct Annotation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Stage {
-    /// Its begin.
+    /// The start.
     Start,
-    /// Its end.
+    /// The end.
     End,
 }
 
 impl Snapshot {
-    /// Python's pickle of it, protocol 3: opens in PyTorch's memory viewer.
+    /// Returns the snapshot as a Python pickle, protocol 3, for PyTorch's memory viewer.
     ///
     /// # Errors
-    /// When a number does not fit in an i64.
+    /// If a number does not fit in an i64.
     pub fn to_pickle(&self) -> Result<Vec<u8>> {
-        pickler::write(self).map_err(|e| unwritable(&e))
+        pickler::write(self).map_err(|e| unwritable_error(&e))
     }
 
-    /// The same as JSON, which newer versions of the viewer open too.
+    /// Returns the snapshot as JSON, which newer versions of the viewer open too.
     ///
     /// # Errors
-    /// When a number does not fit in an i64.
+    /// If a number does not fit in an i64.
     pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|e| unwritable(&e))
+        serde_json::to_string(self).map_err(|e| unwritable_error(&e))
     }
 
-    /// Reads a pickle of [`to_pickle`](Snapshot::to_pickle) or of PyTorch. What claystone has no field for is ignored.
+    /// Reads a pickle written by [`to_pickle`](Snapshot::to_pickle) or PyTorch. Fields that claystone does not have are
+    /// ignored.
     ///
     /// # Errors
-    /// When it is no pickle, or not of a snapshot, or one that uses shared values so often that they would take far more
+    /// If the bytes are not a pickle of a snapshot, or if it uses shared values so often that they would take far more
     /// memory than the file.
     pub fn from_pickle(bytes: &[u8]) -> Result<Snapshot> {
-        pickle::read(bytes).map(Snapshot::complete).map_err(|e| unreadable("pickle", &e))
+        pickle::read(bytes).map(Snapshot::complete).map_err(|e| unreadable_error("pickle", &e))
     }
 
-    /// Reads JSON of [`to_json`](Snapshot::to_json), or of PyTorch's snapshot dumped as JSON.
+    /// Reads JSON written by [`to_json`](Snapshot::to_json), or a PyTorch snapshot dumped as JSON.
     ///
     /// # Errors
-    /// When it is no JSON, or not of a snapshot.
+    /// If the text is not the JSON of a snapshot.
     pub fn from_json(text: &str) -> Result<Snapshot> {
-        serde_json::from_str(text).map(Snapshot::complete).map_err(|e| unreadable("JSON", &e))
+        serde_json::from_str(text).map(Snapshot::complete).map_err(|e| unreadable_error("JSON", &e))
     }
 
-    /// Writes a file: a pickle if the name ends in `.pickle` or `.pkl`, JSON if in `.json`.
+    /// Writes a file: a pickle if its name ends in `.pickle` or `.pkl`, JSON if in `.json`.
     ///
     /// # Errors
-    /// When the name has another ending or the file cannot be written.
+    /// If the name has another ending or the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let bytes = match Format::of("save", path)? {
+        let bytes = match Format::from_path("save", path)? {
             Format::Pickle => self.to_pickle()?,
             Format::Json => self.to_json()?.into_bytes(),
         };
         crate::file::replace(path, &bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
     }
 
-    /// Reads a file that [`save`](Snapshot::save) or PyTorch's `_dump_snapshot` wrote, by the ending of its name.
+    /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, by the ending of its name.
     ///
     /// # Errors
-    /// When the name has another ending, the file cannot be read, or is not of a snapshot; a pipe with more than 64 MiB.
+    /// If the name has another ending, or the file cannot be read, is not a snapshot, or is a pipe with more than 64
+    /// MiB.
     pub fn load(path: impl AsRef<Path>) -> Result<Snapshot> {
         let path = path.as_ref();
         let unread = |e: &dyn std::fmt::Display| Error::invalid("load", format!("{}: {e}", path.display()));
-        let format = Format::of("load", path)?;
+        let format = Format::from_path("load", path)?;
         let bytes = crate::file::read(path).map_err(|e| unread(&e))?;
         match format {
             Format::Pickle => Snapshot::from_pickle(&bytes),
@@ -373,7 +375,7 @@ impl Snapshot {
         }
     }
 
-    /// Gives addresses to the blocks of old snapshots, which have none.
+    /// Adds the addresses of blocks, which old snapshots do not have.
     fn complete(mut self) -> Snapshot {
         for segment in &mut self.segments {
             if segment.address != 0 && segment.blocks.iter().all(|b| b.address == 0) {
@@ -388,13 +390,14 @@ impl Snapshot {
     }
 }
 
+/// The format of a snapshot file.
 enum Format {
     Pickle,
     Json,
 }
 
 impl Format {
-    fn of(op: &'static str, path: &Path) -> Result<Format> {
+    fn from_path(op: &'static str, path: &Path) -> Result<Format> {
         match path.extension().and_then(|e| e.to_str()) {
             Some("pickle" | "pkl") => Ok(Format::Pickle),
             Some("json") => Ok(Format::Json),
@@ -403,15 +406,15 @@ impl Format {
     }
 }
 
-fn unwritable(e: &dyn std::fmt::Display) -> Error {
+fn unwritable_error(e: &dyn std::fmt::Display) -> Error {
     Error::invalid("snapshot", format!("it cannot be written: {e}"))
 }
 
-fn unreadable(what: &str, e: &dyn std::fmt::Display) -> Error {
+fn unreadable_error(what: &str, e: &dyn std::fmt::Display) -> Error {
     Error::invalid("snapshot", format!("this is not the {what} of a snapshot: {e}"))
 }
 
-/// Written as an i64.
+/// An unsigned integer that is written as an i64.
 struct Int(u64);
 
 impl Serialize for Int {
@@ -420,7 +423,7 @@ impl Serialize for Int {
     }
 }
 
-/// Unsigned integers in Rust that are i64 in files.
+/// Reads and writes unsigned integers as i64.
 mod int {
     use super::*;
 

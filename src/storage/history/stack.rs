@@ -1,9 +1,11 @@
-//! Call stacks of events: captured as return addresses, and each different stack kept once.
+//! Call stacks of events, captured as return addresses. Each different stack is kept once.
 //!
-//! Unwinding takes 100 to 250 ns a frame, too much for every event. So what it finds is remembered: by how many bytes the
-//! stack pointer rises on the return to each address. With these sizes a stack is walked again in a few ns a frame, as
-//! the return address is just below the caller's stack pointer. A walk counts only if unwinding has found exactly these
-//! addresses before; anything else, like a frame whose size varies, is unwound again.
+//! Unwinding takes 100 to 250 ns a frame, too much for every event. So the frame sizes it finds are remembered: by how
+//! many bytes the stack pointer rises on the return to each address. With these sizes a stack is walked again in a few
+//! ns a frame, because the return address is just below the caller's stack pointer.
+//!
+//! A walk counts only if unwinding has found exactly the same addresses before. Other stacks, for instance with a frame
+//! of varying size, are unwound again.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -15,62 +17,64 @@ use super::Frame;
 use super::symbols::frames;
 use crate::device::lock;
 
-/// How many frames of a stack are kept, the innermost. About twenty of them may be this crate's.
+/// The number of innermost frames of a stack that are kept. About twenty of them may be this crate's.
 const MAX_DEPTH: usize = 64;
 
-/// How many different stacks are kept, of at most half a KiB each. Programs have some hundreds.
+/// The number of different stacks that are kept, at up to half a KiB each. Programs have some hundreds.
 const MAX_STACKS: usize = 1 << 16;
 
-/// A call stack as a number, or none.
+/// The number of a call stack, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Stack(u32);
 
+/// The process's stacks.
 static STACKS: LazyLock<Mutex<Stacks>> = LazyLock::new(|| Mutex::new(Stacks::new(MAX_STACKS)));
 
 impl Stack {
     pub(super) const NONE: Stack = Stack(0);
 
-    /// The calling thread's; none where there are too many different ones already.
-    #[inline(never)] // the distance from `here` to the caller's frame is learned once
+    /// Captures the calling thread's stack. Returns none if too many different stacks were captured already.
+    #[inline(never)] // a separate frame, so that the distance from `here` to the caller's frame is learned once
     pub(super) fn capture() -> Stack {
         let here = 0usize;
         let here = &raw const *black_box(&here) as usize;
         lock(&STACKS).capture(here)
     }
 
-    /// What of it is neither this crate's nor the standard library's, the innermost first. The first time this reads the
-    /// program's debug information.
+    /// Returns the program's frames, without this crate's and the standard library's, the innermost first. The first
+    /// call reads the program's debug information.
     pub(super) fn frames(self) -> Vec<Frame> {
         let addresses = lock(&STACKS).addresses(self);
         addresses.map_or_else(Vec::new, |addresses| frames(&addresses))
     }
 
-    /// How many captured stacks the process has not kept, because there were too many different ones.
+    /// Returns the number of captured stacks that were not kept because there were too many different ones.
     pub(super) fn lost() -> u64 {
         lock(&STACKS).lost
     }
 }
 
-/// All stacks of the process so far. They are kept for its life, as events of any device may have them.
+/// All stacks of the process, kept for its life because events of any device may refer to them.
 struct Stacks {
-    /// Of stack i + 1.
+    /// The addresses of stack i + 1, at index i.
     kept: Vec<Arc<[usize]>>,
     ids: HashMap<Arc<[usize]>, Stack, BuildHasherDefault<AddressHasher>>,
-    sizes: Sizes,
-    most: usize,
+    sizes: FrameSizes,
+    /// The maximum number of stacks.
+    capacity: usize,
     lost: u64,
 }
 
 impl Stacks {
-    fn new(most: usize) -> Stacks {
-        Stacks { kept: Vec::new(), ids: HashMap::default(), sizes: Sizes::default(), most, lost: 0 }
+    fn new(capacity: usize) -> Stacks {
+        Stacks { kept: Vec::new(), ids: HashMap::default(), sizes: FrameSizes::default(), capacity, lost: 0 }
     }
 
     fn addresses(&self, stack: Stack) -> Option<Arc<[usize]>> {
         self.kept.get((stack.0 as usize).checked_sub(1)?).cloned()
     }
 
-    /// The stack from the frame around `here`, an address in the frame of [`Stack::capture`], outwards.
+    /// Captures the stack, outwards from the frame that contains `here`, an address in the frame of [`Stack::capture`].
     fn capture(&mut self, here: usize) -> Stack {
         let memory = StackMemory::above(here);
         let mut addresses = [0; MAX_DEPTH];
@@ -78,7 +82,7 @@ impl Stacks {
         if let Some(&known) = walked.and_then(|depth| self.ids.get(&addresses[..depth])) {
             return known;
         }
-        if self.kept.len() == self.most {
+        if self.kept.len() == self.capacity {
             self.lost += 1;
             return Stack::NONE;
         }
@@ -86,10 +90,11 @@ impl Stacks {
         if let Some(memory) = memory {
             self.sizes.learn(memory, &frames);
         }
-        self.id(frames.into_iter().map(|(address, _)| address).collect())
+        self.intern(frames.into_iter().map(|(address, _)| address).collect())
     }
 
-    fn id(&mut self, addresses: Arc<[usize]>) -> Stack {
+    /// Returns the number of a stack, added on first use.
+    fn intern(&mut self, addresses: Arc<[usize]>) -> Stack {
         if let Some(&known) = self.ids.get(&addresses) {
             return known;
         }
@@ -100,13 +105,13 @@ impl Stacks {
     }
 }
 
-/// The return addresses and stack pointers of the frames around `here`, the innermost first.
+/// Returns the return addresses and stack pointers of the frames around `here`, the innermost first.
 fn unwind(here: usize) -> Vec<(usize, usize)> {
     let mut frames = Vec::with_capacity(MAX_DEPTH);
     backtrace::trace(|frame| {
         let (address, pointer) = (frame.ip() as usize, frame.sp() as usize);
-        // Frames below `here` are those of this module; where the platform tells no stack pointers they stay, and are
-        // left out by their names.
+        // Frames below `here` belong to this module. If the platform reports no stack pointers, they stay, and are left
+        // out by their names.
         if address != 0 && (pointer == 0 || pointer > here) {
             frames.push((address, pointer));
         }
@@ -115,19 +120,19 @@ fn unwind(here: usize) -> Vec<(usize, usize)> {
     frames
 }
 
-/// By how many bytes the stack pointer rises from one return address to the next.
+/// For each return address, the number of bytes by which the stack pointer rises to the next return address.
 #[derive(Default)]
-struct Sizes(HashMap<usize, u32, BuildHasherDefault<AddressHasher>>);
+struct FrameSizes(HashMap<usize, u32, BuildHasherDefault<AddressHasher>>);
 
-/// In place of a return address: where walks begin, in the frame of [`Stack::capture`].
+/// In place of a return address: the start of walks, in the frame of [`Stack::capture`].
 const START: usize = 0;
-/// In place of a size: no frame is around this one.
+/// In place of a size: the outermost frame.
 const OUTERMOST: u32 = 0;
-/// In place of a size: it is not always the same, or not known.
+/// In place of a size: the size varies or is unknown.
 const VARIES: u32 = u32::MAX;
 
-impl Sizes {
-    /// The depth of the stack whose addresses it has written; none where a frame's size is not known.
+impl FrameSizes {
+    /// Walks the stack and writes its addresses. Returns the depth, or `None` if a frame's size is not known.
     fn walk(&self, memory: StackMemory, addresses: &mut [usize; MAX_DEPTH]) -> Option<usize> {
         let (mut address, mut pointer) = (START, memory.low);
         for (depth, slot) in addresses.iter_mut().enumerate() {
@@ -142,6 +147,7 @@ impl Sizes {
         Some(MAX_DEPTH)
     }
 
+    /// Remembers the frame sizes that unwinding has found.
     fn learn(&mut self, memory: StackMemory, frames: &[(usize, usize)]) {
         let mut learn = |address, size| {
             let known = self.0.entry(address).or_insert(size);
@@ -162,7 +168,7 @@ impl Sizes {
     }
 }
 
-/// The calling thread's stack from an address in a frame of it up to its end.
+/// The calling thread's stack, from an address in one of its frames up to its end.
 #[derive(Clone, Copy)]
 struct StackMemory {
     low: usize,
@@ -170,14 +176,15 @@ struct StackMemory {
 }
 
 thread_local! {
-    /// The bounds of this thread's stack, once they were asked for.
+    /// The bounds of this thread's stack, once they were queried.
     static BOUNDS: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
 }
 
 impl StackMemory {
-    /// None where the thread runs on another stack than its own, like a coroutine's, or where walks are not supported.
+    /// Returns `None` if the thread runs on a stack other than its own, such as a coroutine's, or if walks are not
+    /// supported.
     fn above(low: usize) -> Option<StackMemory> {
-        // Blocks may be freed by destructors of thread-locals.
+        // A destructor of a thread-local may free a block.
         let bounds = BOUNDS.try_with(|bounds| {
             bounds.get().unwrap_or_else(|| {
                 bounds.set(Some(stack_bounds()));
@@ -188,7 +195,7 @@ impl StackMemory {
         (start..end).contains(&low).then_some(StackMemory { low, end })
     }
 
-    /// The address to which the frame returns whose caller has this stack pointer.
+    /// Returns the return address of the frame whose caller has this stack pointer.
     fn return_address(self, pointer: usize) -> Option<usize> {
         let at = pointer.checked_sub(size_of::<usize>()).filter(|at| at.is_multiple_of(align_of::<usize>()))?;
         (self.low <= at && pointer <= self.end).then(|| read(self, at))
@@ -199,8 +206,9 @@ impl StackMemory {
 fn read(memory: StackMemory, at: usize) -> usize {
     debug_assert!(memory.low <= at && at + size_of::<usize>() <= memory.end);
     let word: usize;
-    // SAFETY: the word is between a live frame of this thread and the end of its stack, memory that stays mapped as long
-    // as the thread runs. It may be any variable's, so it is read by an instruction that Rust assumes nothing of.
+    // SAFETY: the word is between a live frame of this thread and the end of its stack, memory that stays mapped as
+    // long as the thread runs. The word may belong to any variable, so it is read by an instruction about which Rust
+    // assumes nothing.
     unsafe {
         std::arch::asm!("mov {}, qword ptr [{}]", out(reg) word, in(reg) at, options(readonly, nostack, preserves_flags));
     }
@@ -211,8 +219,8 @@ fn read(memory: StackMemory, at: usize) -> usize {
 fn stack_bounds() -> (usize, usize) {
     let mut attributes = std::mem::MaybeUninit::<libc::pthread_attr_t>::uninit();
     let (mut start, mut size) = (std::ptr::null_mut(), 0);
-    // SAFETY: the attributes are read and destroyed only once the first call has written them; the others write to
-    // variables that live here.
+    // SAFETY: the attributes are read and destroyed only after the first call has written them; the other calls write
+    // to local variables.
     let got = unsafe {
         libc::pthread_getattr_np(libc::pthread_self(), attributes.as_mut_ptr()) == 0 && {
             let got = libc::pthread_attr_getstack(attributes.as_ptr(), &mut start, &mut size) == 0;
@@ -223,7 +231,7 @@ fn stack_bounds() -> (usize, usize) {
     if got { (start as usize, start as usize + size) } else { (0, 0) }
 }
 
-/// On other platforms return addresses are stored elsewhere, or the bounds are found in other ways: each stack is unwound.
+/// Returns no bounds: on other platforms return addresses or bounds are stored differently, so each stack is unwound.
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64", not(miri))))]
 fn stack_bounds() -> (usize, usize) {
     (0, 0)
@@ -234,7 +242,7 @@ fn read(_: StackMemory, _: usize) -> usize {
     0
 }
 
-/// A rotation and a multiplication an address.
+/// Hashes an address with a rotation and a multiplication.
 #[derive(Default)]
 struct AddressHasher(u64);
 
@@ -254,7 +262,7 @@ impl Hasher for AddressHasher {
     }
 
     fn finish(&self) -> u64 {
-        // The map takes its bucket from the low bits, which depend on little.
+        // The map takes its bucket from the low bits, which depend on few bits of the input.
         self.0 ^ (self.0 >> 32)
     }
 }

@@ -1,4 +1,4 @@
-//! A snapshot in figures and in text.
+//! A snapshot in figures and as text.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,23 +6,23 @@ use std::fmt;
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
 use crate::error::Size;
 
-/// How badly a snapshot's free memory is cut up: of all segments, and of those of each type.
+/// Fragmentation of a snapshot's free memory, for all segments and for those of each type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fragmentation {
-    /// Of all segments.
+    /// All segments.
     pub all: FreeSpace,
-    /// Of the segments for requests of up to 1 MiB.
+    /// Segments for requests of up to 1 MiB.
     pub small_pool: FreeSpace,
-    /// Of the other segments.
+    /// The other segments.
     pub large_pool: FreeSpace,
 }
 
-/// The free memory of some segments. In bytes.
+/// The free memory of a set of segments, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreeSpace {
     /// The sizes of the segments.
     pub reserved: u64,
-    /// What was asked for, of the blocks in use and those waiting for a stream.
+    /// Requested bytes of blocks in use and of blocks waiting for a stream.
     pub requested: u64,
     /// The sizes of the free blocks.
     pub total_free: u64,
@@ -31,12 +31,13 @@ pub struct FreeSpace {
 }
 
 impl FreeSpace {
-    /// External fragmentation: 1 - largest_free / total_free. 0 when all that is free is one block, or nothing is.
+    /// Returns the external fragmentation: 1 - largest_free / total_free. 0 if the free memory is one block, or none is
+    /// free.
     pub fn index(&self) -> f64 {
         if self.total_free == 0 { 0.0 } else { 1.0 - self.largest_free as f64 / self.total_free as f64 }
     }
 
-    /// requested / reserved; 1 when nothing is reserved.
+    /// Returns requested / reserved; 1 if nothing is reserved.
     pub fn utilisation(&self) -> f64 {
         if self.reserved == 0 { 1.0 } else { self.requested as f64 / self.reserved as f64 }
     }
@@ -52,7 +53,7 @@ impl FreeSpace {
 }
 
 impl Snapshot {
-    /// How badly the free memory is cut up.
+    /// Returns the fragmentation of the free memory.
     pub fn fragmentation(&self) -> Fragmentation {
         let mut sums = Fragmentation::default();
         for segment in &self.segments {
@@ -66,12 +67,13 @@ impl Snapshot {
     }
 }
 
-/// How many segments the summary draws, and in how many characters.
-const DRAWN: usize = 16;
-const WIDTH: u64 = 64;
+/// The number of segments that the summary draws.
+const MAX_DRAWN_SEGMENTS: usize = 16;
+/// The number of characters per segment.
+const MAP_WIDTH_CHARS: u64 = 64;
 
-/// A table with a line for each pool and stream, a map of the largest segments, `#` in use, `+` partly, `.` free, and what
-/// is in use by where it was allocated.
+/// Prints a table with a line per pool and stream, a map of the largest segments (`#` in use, `+` partly, `.` free),
+/// and the memory in use by call site.
 impl fmt::Display for Snapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut pools: BTreeMap<_, (usize, FreeSpace)> = BTreeMap::new();
@@ -89,12 +91,17 @@ impl fmt::Display for Snapshot {
             let [device, pool, kind, stream] = names;
             write!(f, "{device:>6} {pool:>7} {kind:>6} {stream:>6} {count:>8}")?;
             for bytes in [sums.reserved, sums.requested, sums.total_free, sums.largest_free] {
-                write!(f, " {:>11}", size(bytes))?;
+                write!(f, " {:>11}", format_size(bytes))?;
             }
             writeln!(f, " {:>5.1}% {:>5.1}%", 100.0 * sums.utilisation(), 100.0 * sums.index())
         };
         for ((device, pool, kind, stream), (count, sums)) in &pools {
-            let names = [device.to_string(), format!("{}.{}", pool.0, pool.1), word(*kind).into(), stream.to_string()];
+            let names = [
+                device.to_string(),
+                format!("{}.{}", pool.0, pool.1),
+                segment_type_name(*kind).into(),
+                stream.to_string(),
+            ];
             row(f, names, *count, sums)?;
         }
         let all = ["all".into(), String::new(), String::new(), String::new()];
@@ -102,19 +109,19 @@ impl fmt::Display for Snapshot {
 
         let mut largest: Vec<&SegmentInfo> = self.segments.iter().collect();
         largest.sort_by_key(|s| (std::cmp::Reverse((s.total_size, s.active_size())), s.device, s.address));
-        for s in largest.iter().take(DRAWN) {
+        for s in largest.iter().take(MAX_DRAWN_SEGMENTS) {
             writeln!(
                 f,
                 "[{}] {} at {:#x} on device {}, {} in use",
-                map(s),
-                size(s.total_size),
+                draw_segment(s),
+                format_size(s.total_size),
                 s.address,
                 s.device,
-                size(s.active_size())
+                format_size(s.active_size())
             )?;
         }
-        if largest.len() > DRAWN {
-            writeln!(f, "and {} smaller segments", largest.len() - DRAWN)?;
+        if largest.len() > MAX_DRAWN_SEGMENTS {
+            writeln!(f, "and {} smaller segments", largest.len() - MAX_DRAWN_SEGMENTS)?;
         }
         self.fmt_live_memory(f)?;
         self.fmt_live_blocks(f)?;
@@ -126,17 +133,17 @@ impl fmt::Display for Snapshot {
     }
 }
 
-fn word(kind: SegmentType) -> &'static str {
+fn segment_type_name(kind: SegmentType) -> &'static str {
     match kind {
         SegmentType::Small => "small",
         SegmentType::Large => "large",
     }
 }
 
-/// The segment as a row of characters, each for an equal share of its bytes.
-fn map(segment: &SegmentInfo) -> String {
-    let cells = WIDTH.min(segment.total_size);
-    // In u128: bytes times cells of a made-up segment may pass 2^64.
+/// Draws the segment as a row of characters, each for an equal part of its bytes.
+fn draw_segment(segment: &SegmentInfo) -> String {
+    let cells = MAP_WIDTH_CHARS.min(segment.total_size);
+    // In u128, because bytes times cells of a made-up segment may exceed 2^64.
     let bound = |cell: u64| (segment.total_size as u128 * cell as u128 / cells as u128) as u64;
     let mut used = vec![0; cells as usize];
     for block in segment.blocks.iter().filter(|b| b.state != BlockState::Inactive) {
@@ -154,7 +161,6 @@ fn map(segment: &SegmentInfo) -> String {
     (0..).zip(&used).map(draw).collect()
 }
 
-/// A size, with a short unit.
-pub(super) fn size(bytes: u64) -> String {
+pub(super) fn format_size(bytes: u64) -> String {
     if bytes < 1024 { format!("{bytes} B") } else { Size(bytes).to_string() }
 }

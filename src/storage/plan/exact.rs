@@ -1,41 +1,44 @@
 //! Backtracking search for offsets within a given capacity.
 //!
-//! Blocks are placed from the bottom up, each resting on the ground or on another, in the one order that goes by offset
-//! and then by rank: so each arrangement is met once (Moffitt's canonical solutions, from MiniMalloc). Three arguments
-//! cut the tree: a section whose lowest possible floor plus what is left to place in it exceeds the capacity; a gap
-//! left below a block into which another still fits; and time that falls apart into parts sharing no unplaced block,
-//! which are then searched one after the other instead of one inside the other.
+//! The search places blocks from the bottom up, each resting on offset 0 or on another block, in order of offset and
+//! then rank. So each arrangement is generated once (Moffitt's canonical solutions, from MiniMalloc). Three rules prune
+//! the tree:
+//! - A section's lowest possible floor plus the units still to place there exceeds the capacity.
+//! - A gap below a block could still hold another block.
+//! - Time splits into parts that have no unplaced block in common. The parts are searched one after another instead
+//!   of nested.
 
 use super::search::Item;
 
-/// Blocks, and which of them are alive together.
-pub(super) struct Blocks<'a> {
+/// The blocks, and which pairs are alive at the same time.
+pub(super) struct OverlapTable<'a> {
     pub items: &'a [Item],
     sections: usize,
-    /// A row of bits a block: those alive with it.
-    near: Vec<u64>,
+    /// A bitmap per block: the other blocks alive at the same time.
+    overlaps: Vec<u64>,
+    /// `u64` words per bitmap.
     words: usize,
 }
 
-impl<'a> Blocks<'a> {
-    pub fn new(items: &'a [Item]) -> Blocks<'a> {
+impl<'a> OverlapTable<'a> {
+    pub fn new(items: &'a [Item]) -> OverlapTable<'a> {
         let words = items.len().div_ceil(64);
-        let mut near = vec![0; words * items.len()];
+        let mut overlaps = vec![0; words * items.len()];
         for (i, a) in items.iter().enumerate() {
             for (j, b) in items.iter().enumerate() {
                 if i != j && a.start < b.end && b.start < a.end {
-                    near[i * words + j / 64] |= 1 << (j % 64);
+                    overlaps[i * words + j / 64] |= 1 << (j % 64);
                 }
             }
         }
         let sections = items.iter().map(|item| item.end).max().unwrap_or(0);
-        Blocks { items, sections, near, words }
+        OverlapTable { items, sections, overlaps, words }
     }
 }
 
-/// Why a search went no further.
+/// The outcome of a search.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum SearchOutcome {
     Found,
     Impossible,
     OutOfSteps,
@@ -43,28 +46,28 @@ enum End {
 
 /// A search in progress.
 struct Search<'a> {
-    blocks: &'a Blocks<'a>,
+    blocks: &'a OverlapTable<'a>,
     capacity: u64,
-    /// Each block's place among those that could go to the same offset.
+    /// Each block's priority among blocks that could have the same offset.
     rank: Vec<usize>,
-    /// The lowest offset that the blocks placed so far leave to each; once it is placed, its offset.
+    /// The lowest offset that the placed blocks leave to each unplaced block. For a placed block, its offset.
     low: Vec<u64>,
-    /// Bits: the blocks not placed.
+    /// Bitmap of the unplaced blocks.
     unplaced: Vec<u64>,
-    /// Units not placed, by section.
+    /// Units not yet placed, by section.
     remaining: Vec<u64>,
-    /// Blocks not placed that are alive both in a section and in the one before.
+    /// Number of unplaced blocks that are alive both in a section and in the previous one.
     crossing: Vec<u32>,
-    /// Scratch: the lowest offset of a block not placed, by section.
+    /// Scratch memory: the lowest offset of an unplaced block, by section.
     floor: Vec<u64>,
-    /// What to restore in `low`.
+    /// Former values of `low`, for backtracking.
     trail: Vec<(usize, u64)>,
     steps: &'a mut u64,
 }
 
-/// Offsets that keep `blocks` below `capacity`, preferring blocks early in `order`; `None` if there are none or `steps`
-/// ran out. Leaves in `steps` those not used.
-pub(super) fn within(blocks: &Blocks, capacity: u64, order: &[usize], steps: &mut u64) -> Option<Vec<u64>> {
+/// Finds offsets that keep `blocks` within `capacity`, preferring blocks early in `order`. Returns `None` if there
+/// are none or `steps` ran out. Subtracts the steps it used from `steps`.
+pub(super) fn place_within(blocks: &OverlapTable, capacity: u64, order: &[usize], steps: &mut u64) -> Option<Vec<u64>> {
     let count = blocks.items.len();
     let mut rank = vec![0; count];
     for (at, &index) in order.iter().enumerate() {
@@ -83,32 +86,34 @@ pub(super) fn within(blocks: &Blocks, capacity: u64, order: &[usize], steps: &mu
         steps,
     };
     for &index in order {
-        search.lift(index);
+        search.mark_unplaced(index);
     }
-    let end = search.parts(order, 0, 0);
-    (end == End::Found).then_some(search.low)
+    let end = search.place_parts(order, 0, 0);
+    (end == SearchOutcome::Found).then_some(search.low)
 }
 
 impl Search<'_> {
-    fn lift(&mut self, index: usize) {
+    /// Marks a block as unplaced.
+    fn mark_unplaced(&mut self, index: usize) {
         let item = &self.blocks.items[index];
         self.unplaced[index / 64] |= 1 << (index % 64);
         self.remaining[item.start..item.end].iter_mut().for_each(|units| *units += item.size);
         self.crossing[item.start + 1..item.end].iter_mut().for_each(|count| *count += 1);
     }
 
-    fn put(&mut self, index: usize) {
+    /// Marks a block as placed.
+    fn mark_placed(&mut self, index: usize) {
         let item = &self.blocks.items[index];
         self.unplaced[index / 64] &= !(1 << (index % 64));
         self.remaining[item.start..item.end].iter_mut().for_each(|units| *units -= item.size);
         self.crossing[item.start + 1..item.end].iter_mut().for_each(|count| *count -= 1);
     }
 
-    /// The blocks alive with `index` that are not placed.
-    fn near(&self, index: usize) -> impl Iterator<Item = usize> + use<'_> {
-        let row = &self.blocks.near[index * self.blocks.words..][..self.blocks.words];
-        row.iter().zip(&self.unplaced).enumerate().flat_map(|(word, (near, unplaced))| {
-            let mut bits = near & unplaced;
+    /// Iterates over the unplaced blocks that are alive at the same time as `index`.
+    fn unplaced_overlapping(&self, index: usize) -> impl Iterator<Item = usize> + use<'_> {
+        let row = &self.blocks.overlaps[index * self.blocks.words..][..self.blocks.words];
+        row.iter().zip(&self.unplaced).enumerate().flat_map(|(word, (overlaps, unplaced))| {
+            let mut bits = overlaps & unplaced;
             std::iter::from_fn(move || {
                 let bit = (bits != 0).then(|| bits.trailing_zeros() as usize)?;
                 bits &= bits - 1;
@@ -117,8 +122,9 @@ impl Search<'_> {
         })
     }
 
-    /// Places `blocks` (by rank) at (`at`, `rank`) or after, each run of them that shares no time on its own.
-    fn parts(&mut self, blocks: &[usize], at: u64, rank: usize) -> End {
+    /// Places `blocks`, which are sorted by rank, at (`at`, `rank`) or after. Groups of blocks without common time
+    /// are placed independently.
+    fn place_parts(&mut self, blocks: &[usize], at: u64, rank: usize) -> SearchOutcome {
         let items = self.blocks.items;
         let mut by_start = blocks.to_vec();
         by_start.sort_unstable_by_key(|&index| items[index].start);
@@ -131,46 +137,47 @@ impl Search<'_> {
             }
             end = end.max(items[index].end);
         }
-        parts.sort_by_key(Vec::len); // a small one that cannot be placed is found out soonest
+        parts.sort_by_key(Vec::len); // small parts fail fastest
         for done in 0..parts.len() {
             parts[done].sort_unstable_by_key(|&index| self.rank[index]);
-            let end = self.part(&parts[done], at, rank);
-            if end != End::Found {
-                parts[..done].iter().flatten().for_each(|&index| self.lift(index));
+            let end = self.place_part(&parts[done], at, rank);
+            if end != SearchOutcome::Found {
+                parts[..done].iter().flatten().for_each(|&index| self.mark_unplaced(index));
                 return end;
             }
         }
-        End::Found
+        SearchOutcome::Found
     }
 
+    /// Undoes the changes to `low` since `mark`.
     fn restore(&mut self, mark: usize) {
         for (index, low) in self.trail.drain(mark..).rev() {
             self.low[index] = low;
         }
     }
 
-    /// Places the blocks of one part (by rank), the next of them at (`at`, `rank`) or after.
-    fn part(&mut self, part: &[usize], at: u64, rank: usize) -> End {
+    /// Places the blocks of one part, which are sorted by rank. The next block goes to (`at`, `rank`) or after.
+    fn place_part(&mut self, part: &[usize], at: u64, rank: usize) -> SearchOutcome {
         if *self.steps == 0 {
-            return End::OutOfSteps;
+            return SearchOutcome::OutOfSteps;
         }
         *self.steps -= 1;
-        let Some((mut next, from, to)) = self.candidates(part, at, rank) else { return End::Impossible };
+        let Some((mut next, from, to)) = self.candidates(part, at, rank) else { return SearchOutcome::Impossible };
         next.sort_unstable();
         for (low, rank, index) in next {
             let Item { start, end, size } = self.blocks.items[index];
             let mark = self.trail.len();
-            self.put(index);
+            self.mark_placed(index);
             let mut raised = Vec::new();
-            let mut alone = true;
-            for other in self.near(index) {
-                alone = false;
+            let mut has_no_overlap = true;
+            for other in self.unplaced_overlapping(index) {
+                has_no_overlap = false;
                 if self.low[other] < low + size {
                     raised.push((other, self.low[other]));
                 }
             }
             let fits = raised.iter().all(|&(other, _)| low + size + self.blocks.items[other].size <= self.capacity);
-            let mut result = End::Impossible;
+            let mut result = SearchOutcome::Impossible;
             if fits {
                 for &(other, _) in &raised {
                     self.low[other] = low + size;
@@ -179,26 +186,26 @@ impl Search<'_> {
                 let rest: Vec<usize> = part.iter().copied().filter(|&other| other != index).collect();
                 let disjoint = (start.max(from + 1)..=end.min(to - 1)).any(|section| self.crossing[section] == 0);
                 result = match rest.is_empty() {
-                    true => End::Found,
-                    false if disjoint => self.parts(&rest, low, rank),
-                    false => self.part(&rest, low, rank),
+                    true => SearchOutcome::Found,
+                    false if disjoint => self.place_parts(&rest, low, rank),
+                    false => self.place_part(&rest, low, rank),
                 };
             }
-            if result == End::Found {
+            if result == SearchOutcome::Found {
                 return result;
             }
             self.restore(mark);
-            self.lift(index);
-            // A block that touches none of the rest is not why they do not fit.
-            if result == End::OutOfSteps || alone {
+            self.mark_unplaced(index);
+            // A block that overlaps no other in time is not why the others do not fit.
+            if result == SearchOutcome::OutOfSteps || has_no_overlap {
                 return result;
             }
         }
-        End::Impossible
+        SearchOutcome::Impossible
     }
 
-    /// The blocks of `part` that may come next, as (offset, rank, block), and the sections the part spans; `None` if it
-    /// cannot be placed.
+    /// Returns the blocks of `part` that may come next, as (offset, rank, block), and the sections that the part
+    /// spans. `None` if the part cannot be placed.
     #[allow(clippy::type_complexity)]
     fn candidates(&mut self, part: &[usize], at: u64, rank: usize) -> Option<(Vec<(u64, usize, usize)>, usize, usize)> {
         let items = self.blocks.items;
@@ -217,8 +224,9 @@ impl Search<'_> {
                 next.push((low, self.rank[index], index));
                 shelf = shelf.min(low + item.size);
             } else {
-                // Passed over at its lowest offset: it must come to rest on one that is yet to be placed.
-                low = self.near(index).map(|other| self.low[other].max(at) + items[other].size).min()?;
+                // The block was skipped at its lowest offset, so it must rest on a block that is not placed yet.
+                low =
+                    self.unplaced_overlapping(index).map(|other| self.low[other].max(at) + items[other].size).min()?;
             }
             if low + item.size > self.capacity {
                 return None;
@@ -230,7 +238,7 @@ impl Search<'_> {
         if (from..to).any(full) {
             return None;
         }
-        // At `shelf` or above, the block that would end there still fits below: no need to look.
+        // A block at `shelf` or above leaves room for the block that would end at `shelf`, so it need not be tried.
         next.retain(|&(low, ..)| low < shelf);
         Some((next, from, to))
     }

@@ -1,13 +1,13 @@
-//! Plans: placing the blocks of a recorded step offline, knowing when each one lives.
+//! Memory plans: offsets for the blocks of a recorded step, computed offline from the blocks' lifetimes.
 //!
 //! An allocator that serves requests one by one cannot know which block will be freed next to which. A step that
-//! repeats tells: [`place`] takes the lifetimes of all its blocks and finds offsets for them in one arena that is as
-//! small as a search of under a second makes it, often exactly the peak of live bytes. A [`Plan`] records a step, has it
-//! placed, and serves its repetitions.
+//! repeats reveals the lifetimes of all its blocks. [`place`] assigns them offsets in one arena, as small as a search
+//! of under a second can make it. Often the arena is exactly the peak of live bytes. A [`Plan`] records a step,
+//! computes its offsets, and serves repetitions of the step.
 //!
-//! PyTorch has nothing like it outside of CUDA graphs' private pools. Recording and serving follow STAlloc
-//! ([arXiv 2507.16274](https://arxiv.org/abs/2507.16274)), the search MiniMalloc
-//! ([ASPLOS 2023](https://doi.org/10.1145/3623278.3624752)).
+//! PyTorch's only counterpart are the private pools of CUDA graphs. Recording and serving follow STAlloc ([arXiv
+//! 2507.16274](https://arxiv.org/abs/2507.16274)); the search follows MiniMalloc ([ASPLOS
+//! 2023](https://doi.org/10.1145/3623278.3624752)).
 
 mod exact;
 mod greedy;
@@ -26,23 +26,26 @@ use crate::device::StreamId;
 use crate::{Device, Result};
 use record::Recorder;
 pub use search::{Lifetime, Placement, place};
-use serve::{Schedule, Server};
+use serve::{PlanServer, Schedule};
 
-/// How long the search for offsets may take.
+/// Time limit of the search for offsets.
 const BUDGET: Duration = Duration::from_secs(1);
 
-/// A recorded step: where each of its blocks goes in one arena, and how its repetitions fared.
+/// A recorded step: the offset of each block in one arena, and statistics of its repetitions.
 ///
-/// A plan is for steps that ask for the same sizes in the same order, as training does once it is warm: record the
-/// second step or a later one, when optimiser state and gradients exist. Planned are the blocks that the step makes and
-/// drops on one stream. What outlives it (its result), or is used by other streams, is left to the allocator.
+/// A plan is for steps that request the same sizes in the same order, as training does after the first step. Record
+/// the second step or a later one, when optimiser state and gradients exist. The plan covers the blocks that the step
+/// allocates and frees on one stream. Blocks that outlive the step (its result) or are used by other streams come
+/// from the allocator.
 ///
-/// A step may deviate. A request that is not where the plan expects it goes to the allocator, and the plan looks for the
-/// next that is; a block kept longer than in the recording keeps its place. Results are the same in every case.
+/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next
+/// request that matches. A block that lives longer than in the recording keeps its memory. The step's results are the
+/// same in every case.
 ///
-/// The arena is one block of the underlying allocator, taken at the first run, counted in its statistics, and given back
-/// once the plan and the last of its blocks are dropped. It is never moved. Histories and snapshots show it as one block
-/// with the context `plan`, whatever is in it: as with CUDA graphs, a repetition is no event.
+/// The arena is one block of the underlying allocator. It is allocated at the first run, counted in the allocator's
+/// statistics, and freed after the plan and the last of its blocks are dropped. It never moves. Histories and
+/// snapshots show it as one block with the context `plan`; like the replay of a CUDA graph, a repetition records no
+/// events.
 ///
 /// ```
 /// use claystone::{Device, Tensor, storage::plan::Plan};
@@ -57,37 +60,37 @@ const BUDGET: Duration = Duration::from_secs(1);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct Plan {
-    server: Arc<Server>,
+    server: Arc<PlanServer>,
     lower_bound: u64,
 }
 
-/// What a plan has served.
+/// How many requests a plan has served.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanStats {
-    /// Steps run.
+    /// Number of runs.
     pub runs: u64,
     /// Requests served from the arena.
     pub hits: u64,
-    /// Requests of the plan's stream that should have been, or that the recording does not have: the allocator served
-    /// them. Results that outlive the step are in neither number.
+    /// Requests on the plan's stream that the allocator served, because they deviated from the recording or their
+    /// memory was not free. Results that outlive the step count neither as hits nor as misses.
     pub misses: u64,
 }
 
 impl Plan {
-    /// Runs `step`, and plans the blocks that this thread asks for meanwhile on `device` and its current stream. Takes up
-    /// to a second after the step.
+    /// Runs `step`, and plans the blocks that this thread allocates during it on `device` and its current stream. The
+    /// search takes up to a second after the step.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there: the step is not run.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the step is not run.
     pub fn record<R>(device: Device, step: impl FnOnce() -> R) -> Result<(R, Plan)> {
         let allocator = registry::allocator(device)?;
         let planned = |recorder: &Arc<dyn Allocator>| scope::with_allocator(device, Arc::clone(recorder), step);
         Ok(Plan::record_on(allocator, scope::home_stream(device), planned))
     }
 
-    /// As [`record`](Plan::record), of what `step` asks the allocator that it is given for on `stream`. That one passes
-    /// everything on to `allocator`.
+    /// Like [`record`](Plan::record), for the requests on `stream` to the allocator that is passed to `step`, which
+    /// forwards them to `allocator`.
     pub fn record_on<R>(
         allocator: Arc<dyn Allocator>,
         stream: StreamId,
@@ -98,20 +101,21 @@ impl Plan {
         let trace = recorder.finish();
         let placement = place(&trace.lifetimes(), allocator.alignment() as u64, BUDGET);
         let schedule = Schedule::new(trace, &placement.offsets, placement.arena);
-        let server = Arc::new(Server::new(allocator, stream, schedule));
+        let server = Arc::new(PlanServer::new(allocator, stream, schedule));
         (result, Plan { server, lower_bound: placement.lower_bound })
     }
 
-    /// Runs `step`, serving what this thread asks for on the plan's device and stream from the plan. Inside another
-    /// plan's run, this one serves.
+    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. Inside another
+    /// plan's run, the inner plan serves.
     pub fn run<R>(&mut self, step: impl FnOnce() -> R) -> R {
         let device = self.server.device();
         self.run_on(|server| scope::with_allocator(device, Arc::clone(server), step))
     }
 
-    /// As [`run`](Plan::run), of what `step` asks the allocator that it is given for. Blocks go back to that one.
+    /// Like [`run`](Plan::run), for the requests to the allocator that is passed to `step`. Blocks must be freed to
+    /// that allocator.
     pub fn run_on<R>(&mut self, step: impl FnOnce(&Arc<dyn Allocator>) -> R) -> R {
-        struct End<'a>(&'a Server);
+        struct End<'a>(&'a PlanServer);
         impl Drop for End<'_> {
             fn drop(&mut self) {
                 self.0.end();
@@ -122,22 +126,22 @@ impl Plan {
         step(&(Arc::clone(&self.server) as Arc<dyn Allocator>))
     }
 
-    /// Planned blocks.
+    /// Number of planned blocks.
     pub fn blocks(&self) -> usize {
         self.server.schedule.planned
     }
 
-    /// Bytes of the arena.
+    /// Size of the arena in bytes.
     pub fn arena(&self) -> u64 {
         self.server.schedule.arena as u64
     }
 
-    /// Peak of the bytes that planned blocks have live at once: no arena can be smaller.
+    /// The peak of the planned blocks' live bytes: no arena can be smaller.
     pub fn lower_bound(&self) -> u64 {
         self.lower_bound
     }
 
-    /// What it has served.
+    /// Returns the hits and misses so far.
     pub fn stats(&self) -> PlanStats {
         self.server.stats()
     }
@@ -145,7 +149,7 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        self.server.close();
+        self.server.mark_plan_dropped();
     }
 }
 
@@ -156,7 +160,7 @@ impl fmt::Debug for Plan {
 }
 
 impl fmt::Display for Plan {
-    /// One line: blocks, arena, peak and utilisation (peak by arena), runs, hits and misses.
+    /// Prints one line: blocks, arena, peak, utilisation (peak divided by arena), runs, hits and misses.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (blocks, arena, peak) = (self.blocks(), self.arena(), self.lower_bound);
         let utilisation = if arena == 0 { 100.0 } else { 100.0 * peak as f64 / arena as f64 };

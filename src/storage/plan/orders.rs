@@ -1,11 +1,12 @@
-//! Orders in which a search takes up blocks.
+//! The orders in which the searches place blocks.
 
 use std::cmp::Reverse;
 
 use super::search::Item;
 
-/// Orders worth a greedy pass: largest first, largest area first, longest first, by start.
-pub(super) fn greedy(items: &[Item]) -> [Vec<usize>; 4] {
+/// Orders for the greedy pass: largest first, largest area (size times lifetime) first, longest-lived first, and by
+/// start.
+pub(super) fn greedy_orders(items: &[Item]) -> [Vec<usize>; 4] {
     let length = |item: &Item| (item.end - item.start) as u64;
     let sorted = |key: &dyn Fn(&Item) -> (u64, u64)| {
         let mut order: Vec<usize> = (0..items.len()).collect();
@@ -20,15 +21,15 @@ pub(super) fn greedy(items: &[Item]) -> [Vec<usize>; 4] {
     ]
 }
 
-/// What ranks blocks in the backtracking search, each block's: how long it lives, its area (size by length), and the
-/// most that is alive at once while it is. Some instances yield to one order of these only, hence three, and noise.
+/// Ranks blocks for the backtracking search by three keys: lifetime, area (size times lifetime), and the peak of live
+/// bytes during the lifetime. Some instances are solved only in one of the three orders, or only with noise.
 pub(super) struct Ranking(Vec<[f64; 3]>);
 
 impl Ranking {
-    /// The orders there are.
+    /// The lexicographic orders of the three keys.
     pub const ORDERS: [[usize; 3]; 3] = [[0, 1, 2], [2, 1, 0], [2, 0, 1]];
 
-    /// `live`: the units alive in each section.
+    /// Computes the keys. `live` gives the units alive in each section.
     pub fn new(items: &[Item], live: &[u64]) -> Ranking {
         let key = |item: &Item| {
             let length = (item.end - item.start) as f64;
@@ -38,11 +39,12 @@ impl Ranking {
         Ranking(items.iter().map(key).collect())
     }
 
-    /// The blocks, those with the largest keys first; each one's keys are off by a factor of up to 1 ± `noise`.
+    /// Returns the blocks in descending order of their keys. Each block's keys are scaled by a random factor of 1 ±
+    /// `noise`.
     pub fn order(&self, by: [usize; 3], noise: f64, random: &mut Random) -> Vec<usize> {
         let noisy = |key: &[f64; 3]| {
             let off = noise * random.next();
-            // The peaks of blocks alive together are much alike: less noise shuffles them as much.
+            // The peaks of blocks alive at the same time differ little, so less noise shuffles them as much.
             let keys = [key[0] * (1.0 + off), key[1] * (1.0 + off), key[2] * (1.0 + 0.3 * off)];
             by.map(|which| keys[which])
         };
@@ -56,7 +58,7 @@ impl Ranking {
     }
 }
 
-/// Marsaglia's xorshift from a fixed seed, so that plans are the same every time.
+/// Marsaglia's xorshift generator with a fixed seed, so that plans are reproducible.
 pub(super) struct Random(u64);
 
 impl Random {
@@ -64,7 +66,7 @@ impl Random {
         Random(0x9E37_79B9_7F4A_7C15)
     }
 
-    /// A number in -1..1.
+    /// Returns a random number in -1..1.
     fn next(&mut self) -> f64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

@@ -1,4 +1,4 @@
-//! Watching one step: which blocks it asks for, in which order, and when they are given back.
+//! Recording a step: which blocks it requests, in which order, and when they are freed.
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -11,27 +11,27 @@ use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
 
-/// What a step asked for, in order, and when each block was given back.
+/// The requests and frees of a step, in order.
 #[derive(Debug, Default)]
 pub(super) struct Trace {
-    /// Sizes in bytes, rounded up to the alignment.
+    /// The requests, with sizes in bytes rounded up to the alignment.
     pub(super) requests: Vec<Request>,
-    /// The requests whose blocks were given back, in that order.
+    /// The requests whose blocks were freed, in that order.
     pub(super) frees: Vec<usize>,
 }
 
+/// A recorded request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Request {
     pub(super) size: usize,
-    /// How many blocks had been given back when it was made.
+    /// How many blocks had been freed when the request was made.
     pub(super) frees: usize,
-    /// Whether the block can have a place in the arena: it was given back before the step ended, and no other stream
-    /// used it.
+    /// True if the block can be in the arena: it was freed before the step ended, and no other stream used it.
     pub(super) planned: bool,
 }
 
 impl Trace {
-    /// When the planned blocks live, in order.
+    /// Returns the lifetimes of the planned blocks, in the order of their requests.
     pub(super) fn lifetimes(&self) -> Vec<Lifetime> {
         let mut ends = vec![0; self.requests.len()];
         for (at, &request) in self.frees.iter().enumerate() {
@@ -39,7 +39,7 @@ impl Trace {
         }
         let life = |(at, request): (usize, &Request)| Lifetime {
             start: (at + request.frees) as u64,
-            // Requests made before it ended come first.
+            // Requests made before the free come first.
             end: (self.requests.partition_point(|r| r.frees <= ends[at]) + ends[at]) as u64,
             bytes: request.size as u64,
         };
@@ -47,34 +47,35 @@ impl Trace {
     }
 }
 
-/// Passes everything on to another allocator and notes what is asked of one stream.
+/// An allocator that forwards everything to another one, and records the requests on one stream.
 pub(super) struct Recorder {
     inner: Arc<dyn Allocator>,
     stream: StreamId,
-    /// None when the step is over.
-    notes: Mutex<Option<Notes>>,
+    /// `None` after the step has ended.
+    recording: Mutex<Option<Recording>>,
 }
 
+/// The recording in progress.
 #[derive(Default)]
-struct Notes {
+struct Recording {
     trace: Trace,
-    /// The requests of live blocks.
+    /// Maps the slots of live blocks to their requests.
     live: HashMap<NonNull<Slot>, usize>,
     /// Requests whose blocks other streams use.
     shared: Vec<usize>,
 }
 
-// SAFETY: the pointers are only compared.
-unsafe impl Send for Notes {}
+// SAFETY: the pointers are only compared, never dereferenced.
+unsafe impl Send for Recording {}
 
 impl Recorder {
     pub(super) fn new(inner: Arc<dyn Allocator>, stream: StreamId) -> Recorder {
-        Recorder { inner, stream, notes: Mutex::new(Some(Notes::default())) }
+        Recorder { inner, stream, recording: Mutex::new(Some(Recording::default())) }
     }
 
-    /// Ends the recording.
+    /// Ends the recording and returns the trace.
     pub(super) fn finish(&self) -> Trace {
-        let Some(Notes { mut trace, shared, .. }) = lock(&self.notes).take() else { return Trace::default() };
+        let Some(Recording { mut trace, shared, .. }) = lock(&self.recording).take() else { return Trace::default() };
         trace.frees.iter().for_each(|&request| trace.requests[request].planned = true);
         shared.into_iter().for_each(|request| trace.requests[request].planned = false);
         trace
@@ -92,33 +93,33 @@ impl Allocator for Recorder {
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let block = self.inner.allocate(bytes, stream)?;
-        if let Some(notes) = lock(&self.notes).as_mut().filter(|_| bytes > 0 && stream == self.stream) {
-            // A block this large exists, so rounding its size does not overflow.
+        if let Some(recording) = lock(&self.recording).as_mut().filter(|_| bytes > 0 && stream == self.stream) {
+            // Rounding cannot overflow, because a block of this size exists.
             let request = Request {
                 size: bytes.next_multiple_of(self.alignment().max(ALIGNMENT)),
-                frees: notes.trace.frees.len(),
+                frees: recording.trace.frees.len(),
                 planned: false,
             };
-            notes.live.insert(block.slot_ptr(), notes.trace.requests.len());
-            notes.trace.requests.push(request);
+            recording.live.insert(block.slot_ptr(), recording.trace.requests.len());
+            recording.trace.requests.push(request);
         }
         Ok(block)
     }
 
     fn deallocate(&self, block: Block) {
-        if let Some(notes) = lock(&self.notes).as_mut()
-            && let Some(request) = notes.live.remove(&block.slot_ptr())
+        if let Some(recording) = lock(&self.recording).as_mut()
+            && let Some(request) = recording.live.remove(&block.slot_ptr())
         {
-            notes.trace.frees.push(request);
+            recording.trace.frees.push(request);
         }
         self.inner.deallocate(block);
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
-        if let Some(notes) = lock(&self.notes).as_mut().filter(|_| stream != self.stream)
-            && let Some(&request) = notes.live.get(&block.slot_ptr())
+        if let Some(recording) = lock(&self.recording).as_mut().filter(|_| stream != self.stream)
+            && let Some(&request) = recording.live.get(&block.slot_ptr())
         {
-            notes.shared.push(request);
+            recording.shared.push(request);
         }
         self.inner.record_stream(block, stream);
     }

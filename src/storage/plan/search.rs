@@ -1,51 +1,52 @@
-//! The offline search: offsets for blocks whose lifetimes are known, in an arena as small as it can make it.
+//! Offline placement: searches offsets for blocks with known lifetimes, in as small an arena as possible.
 
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use super::exact::{Blocks, within};
+use super::exact::{OverlapTable, place_within};
 use super::greedy::best_fit;
 use super::orders::{self, Random, Ranking};
 
-/// When a block lives and how large it is.
+/// The lifetime and size of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Lifetime {
-    /// The number of the event that made the block.
+    /// The number of the event that allocated the block.
     pub start: u64,
-    /// The number of the event that freed it: it is alive in `start..end`. A block that ends no later than it starts
-    /// counts as alive at `start`.
+    /// The number of the event that freed the block, which is alive in `start..end`. A block whose end is not after
+    /// its start counts as alive at `start`.
     pub end: u64,
-    /// Its size in bytes. The sizes of all blocks together must fit a `u64`.
+    /// The block's size in bytes. The sizes of all blocks together must fit a `u64`.
     pub bytes: u64,
 }
 
-/// Where blocks go: what [`place`] found.
+/// The offsets of blocks, as found by [`place`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// The offset of each block in bytes, in the order of the lifetimes given; multiples of the alignment.
+    /// The offset of each block in bytes, in the order of the given lifetimes. Multiples of the alignment.
     pub offsets: Vec<u64>,
-    /// The bytes that hold all blocks: the largest end of one, its size rounded up to the alignment.
+    /// The arena's size in bytes: the largest end of a block, with its size rounded up to the alignment.
     pub arena: u64,
-    /// The peak of live bytes, sizes rounded up to the alignment: no arena can be smaller.
+    /// The peak of live bytes, with sizes rounded up to the alignment. No arena can be smaller.
     pub lower_bound: u64,
 }
 
-/// A block in the search's own terms.
+/// A block in the search's units.
 #[derive(Clone, Debug)]
 pub(super) struct Item {
-    /// The sections of time it is alive in, `start..end`.
+    /// The sections of time in which the block is alive, `start..end`.
     pub start: usize,
     pub end: usize,
-    /// Its size in units of the alignment.
+    /// The size in units of the alignment.
     pub size: u64,
 }
 
-/// Finds offsets, multiples of `alignment` bytes, such that blocks alive at the same time never overlap, in as small an
-/// arena as it can within `budget`.
+/// Finds offsets, in multiples of `alignment` bytes, such that blocks alive at the same time never overlap. Minimises
+/// the arena within `budget`.
 ///
-/// It stops early once the arena is the peak of live bytes, or after a fixed number of steps, which is what ends it with
-/// a budget of a second: the plan is then the same every time. A budget of zero is one greedy pass.
+/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget
+/// of a second the step limit comes first, so the result is the same every time. A budget of zero means one greedy
+/// pass.
 ///
 /// ```
 /// use claystone::storage::plan::{Lifetime, place};
@@ -62,77 +63,78 @@ pub(super) struct Item {
 pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placement {
     let clock = Instant::now();
     let unit = alignment.max(1);
-    let items = sections(lifetimes, unit);
-    let live = live(&items);
+    let items = divide_into_sections(lifetimes, unit);
+    let live = live_units(&items);
     let lower_bound = live.iter().copied().max().unwrap_or(0);
     let mut offsets = vec![0; items.len()];
     let mut goal = lower_bound;
-    for part in parts(&items) {
+    for part in disjoint_parts(&items) {
         let mut inside: Vec<Item> = part.iter().map(|&index| items[index].clone()).collect();
         let from = inside.iter().map(|item| item.start).min().unwrap_or(0);
         for item in &mut inside {
             item.start -= from;
             item.end -= from;
         }
-        let found = best(&inside, &live[from..], goal, &|| budget.saturating_sub(clock.elapsed()));
-        goal = goal.max(arena(&inside, &found));
+        let found = search_offsets(&inside, &live[from..], goal, &|| budget.saturating_sub(clock.elapsed()));
+        goal = goal.max(arena_units(&inside, &found));
         for (&index, offset) in part.iter().zip(found) {
             offsets[index] = offset;
         }
     }
     Placement {
         offsets: offsets.iter().map(|offset| offset * unit).collect(),
-        arena: arena(&items, &offsets) * unit,
+        arena: arena_units(&items, &offsets) * unit,
         lower_bound: lower_bound * unit,
     }
 }
 
-/// The most blocks of one part that are searched for: the tables of the search grow with the square, and with so many
-/// one pass already takes long.
-const MOST_SEARCHED: usize = 2000;
-/// Steps of backtracking for one part: under half a second with some 200 blocks. What ends a search when time does not.
-const STEPS: u64 = 250_000;
-/// Steps of the shortest tries. Their cost is heavy-tailed: many short tries find more than a few long ones.
-const STEPS_A_TRY: u64 = 1500;
-/// Fewer blocks are searched for on one thread: there is not enough to do for several.
-const FEW: usize = 64;
-/// Capacities tried, in eighths of the way from the goal to the best so far: all of it first, then from easy to hard.
-const EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
+/// The most blocks of one part that are searched. The search's tables grow with the square of the count, and for more
+/// blocks one greedy pass already takes long.
+const MAX_SEARCHED_BLOCKS: usize = 2000;
+/// Backtracking steps for one part: under half a second with about 200 blocks. Ends a search whose time is not up.
+const MAX_STEPS: u64 = 250_000;
+/// Backtracking steps of the shortest try. Costs are heavy-tailed: many short tries find more than a few long ones.
+const MIN_STEPS_PER_TRY: u64 = 1500;
+/// Parts with fewer blocks are searched on one thread, because there is too little work for several.
+const MIN_PARALLEL_BLOCKS: usize = 64;
+/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then
+/// from easy to hard.
+const CAPACITY_EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
-/// The best offsets found for `items` in the time that is `left`; those whose arena is at most `goal` are good enough.
-/// As many orders as there are threads are tried at once, and what comes of them is looked at in turn: the result is that of
-/// one after another.
-fn best(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
+/// Returns the best offsets for `items` found in the time that `left` returns. Stops at an arena of at most `goal`.
+/// Tries as many orders at once as there are threads, and evaluates them in sequence, so the result is the same as on
+/// one thread.
+fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
     let threads = rayon::current_num_threads();
-    let orders = orders::greedy(items);
+    let orders = orders::greedy_orders(items);
     let (first, others) = orders.split_at(1);
     for orders in [first].into_iter().chain(others.chunks(threads)) {
         let before = left();
-        for offsets in each(items, orders, |order| best_fit(items, order)) {
-            let arena = arena(items, &offsets);
+        for offsets in map_orders(items, orders, |order| best_fit(items, order)) {
+            let arena = arena_units(items, &offsets);
             if arena < best.0 && best.0 > goal {
                 best = (arena, offsets);
             }
         }
-        // The next passes take as long as this one did.
+        // The next passes will take as long as this one.
         let after = left();
         if best.0 <= goal || after <= before - after {
             return best.1;
         }
     }
-    if items.len() > MOST_SEARCHED {
+    if items.len() > MAX_SEARCHED_BLOCKS {
         return best.1;
     }
-    let blocks = Blocks::new(items);
+    let blocks = OverlapTable::new(items);
     let ranking = Ranking::new(items, live);
     let mut random = Random::new();
-    let mut steps = STEPS;
+    let mut steps = MAX_STEPS;
     for round in 0u32.. {
         let noise = if round == 0 { 0.0 } else { 0.1 * f64::from(1 + round % 3) };
-        // 1, 2, 1, 4, 1, 2, 1, 8, ... times the shortest: in Luby's manner.
-        let most = STEPS_A_TRY << (round + 1).trailing_zeros();
-        for eighths in EIGHTHS {
+        // Multiples of the shortest try, 1, 2, 1, 4, 1, 2, 1, 8, ...: Luby's restart sequence.
+        let most = MIN_STEPS_PER_TRY << (round + 1).trailing_zeros();
+        for eighths in CAPACITY_EIGHTHS {
             let orders = Ranking::ORDERS.map(|by| ranking.order(by, noise, &mut random));
             let mut orders = &orders[..];
             while !orders.is_empty() {
@@ -141,20 +143,20 @@ fn best(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) ->
                 }
                 let capacity = goal + (best.0 - goal) / 8 * eighths + (best.0 - goal) % 8 * eighths / 8;
                 let allowed = most.min(steps);
-                let tried = each(items, &orders[..threads.min(orders.len())], |order| {
+                let tried = map_orders(items, &orders[..threads.min(orders.len())], |order| {
                     let mut unused = allowed;
-                    (within(&blocks, capacity, order, &mut unused), unused)
+                    (place_within(&blocks, capacity, order, &mut unused), unused)
                 });
                 for (found, unused) in tried {
                     if allowed != most.min(steps) {
-                        break; // alone it would have had fewer
+                        break; // with fewer steps left, this try would have been shorter in sequence
                     }
                     orders = &orders[1..];
-                    // A search that never came to its first step counts as one, so that the loop ends.
+                    // A search that runs no step counts as one step, so that the loop ends.
                     steps = steps.saturating_sub((allowed - unused).max(1));
                     if let Some(offsets) = found {
-                        best = (arena(items, &offsets), offsets);
-                        break; // those after it are tried again, with the capacity that is now to be beaten
+                        best = (arena_units(items, &offsets), offsets);
+                        break; // later orders are tried again, with a smaller capacity
                     }
                 }
             }
@@ -163,16 +165,16 @@ fn best(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) ->
     best.1
 }
 
-/// What `f` makes of each order, on several threads if there are many blocks.
-fn each<R: Send>(items: &[Item], orders: &[Vec<usize>], f: impl Fn(&Vec<usize>) -> R + Sync + Send) -> Vec<R> {
-    match items.len() < FEW {
+/// Applies `f` to each order, on several threads if there are many blocks.
+fn map_orders<R: Send>(items: &[Item], orders: &[Vec<usize>], f: impl Fn(&Vec<usize>) -> R + Sync + Send) -> Vec<R> {
+    match items.len() < MIN_PARALLEL_BLOCKS {
         true => orders.iter().map(f).collect(),
         false => orders.par_iter().map(f).collect(),
     }
 }
 
-/// The blocks in groups that share no section with each other, by time.
-fn parts(items: &[Item]) -> Vec<Vec<usize>> {
+/// Groups the blocks, by time, into parts that have no section in common.
+fn disjoint_parts(items: &[Item]) -> Vec<Vec<usize>> {
     let mut by_start: Vec<usize> = (0..items.len()).filter(|&index| items[index].size > 0).collect();
     by_start.sort_by_key(|&index| items[index].start);
     let mut parts: Vec<Vec<usize>> = Vec::new();
@@ -187,12 +189,12 @@ fn parts(items: &[Item]) -> Vec<Vec<usize>> {
     parts
 }
 
-/// The same blocks with time cut into sections: a new one begins where a block starts after another has ended. The
-/// largest set of blocks alive at once is alive in one of them.
-fn sections(lifetimes: &[Lifetime], unit: u64) -> Vec<Item> {
+/// Divides time into sections, and expresses the lifetimes in sections. A new section begins where a block starts
+/// after another has ended. For every moment there is a section in which all blocks alive at that moment are alive.
+fn divide_into_sections(lifetimes: &[Lifetime], unit: u64) -> Vec<Item> {
     let mut items: Vec<Item> =
         lifetimes.iter().map(|block| Item { start: 0, end: 0, size: block.bytes.div_ceil(unit) }).collect();
-    let mut events: Vec<(u128, bool, usize)> = Vec::with_capacity(2 * items.len()); // time, whether it starts, block
+    let mut events: Vec<(u128, bool, usize)> = Vec::with_capacity(2 * items.len()); // (time, whether the block starts, block)
     for (index, block) in lifetimes.iter().enumerate() {
         let start = u128::from(block.start);
         events.push((start, true, index));
@@ -212,8 +214,8 @@ fn sections(lifetimes: &[Lifetime], unit: u64) -> Vec<Item> {
     items
 }
 
-/// The units alive in each section.
-fn live(items: &[Item]) -> Vec<u64> {
+/// Computes the units alive in each section.
+fn live_units(items: &[Item]) -> Vec<u64> {
     let sections = items.iter().map(|item| item.end).max().unwrap_or(0);
     let mut change = vec![0i128; sections + 1];
     for item in items {
@@ -230,7 +232,8 @@ fn live(items: &[Item]) -> Vec<u64> {
         .collect()
 }
 
-fn arena(items: &[Item], offsets: &[u64]) -> u64 {
+/// The arena's size in units: the largest end of a block.
+fn arena_units(items: &[Item], offsets: &[u64]) -> u64 {
     items.iter().zip(offsets).map(|(item, offset)| offset + item.size).max().unwrap_or(0)
 }
 
@@ -241,7 +244,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every pair checked, which shares nothing with how the search keeps blocks apart.
+    /// Checks every pair of blocks, independently of how the search separates blocks.
     fn check(lifetimes: &[Lifetime], alignment: u64, plan: &Placement) {
         assert_eq!(plan.offsets.len(), lifetimes.len());
         let alive = |block: &Lifetime| block.start..block.end.max(block.start + 1);
@@ -272,12 +275,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_alive_together_are_apart(blocks in lifetimes(if cfg!(miri) { 20 } else { 80 }), alignment in prop::sample::select(vec![1, 16, 512])) {
+        fn blocks_alive_at_the_same_time_do_not_overlap(blocks in lifetimes(if cfg!(miri) { 20 } else { 80 }), alignment in prop::sample::select(vec![1, 16, 512])) {
             check(&blocks, alignment, &place(&blocks, alignment, Duration::from_millis(20)));
         }
     }
 
-    /// A recorded trace: `a ID BYTES` and `f ID` lines. What is not freed lives to the end.
+    /// Reads a recorded trace of `a ID BYTES` and `f ID` lines. Blocks that are not freed live to the end.
     fn trace(name: &str) -> Vec<Lifetime> {
         let path = format!("{}/tests/data/traces/{name}.trace", env!("CARGO_MANIFEST_DIR"));
         let text = std::fs::read_to_string(path).unwrap();
@@ -317,8 +320,8 @@ mod tests {
         assert!(each.iter().sum::<f64>() / 6.0 >= 0.9, "{each:?}");
     }
 
-    /// The smallest arena there is, over every assignment of offsets up to `most`: where `most` is the arena of some
-    /// placement, no better one is left out.
+    /// Returns the smallest arena over all assignments of offsets up to `most`. If `most` is the arena of some
+    /// placement, no better placement is missed.
     fn exhaustive(blocks: &[Lifetime], offsets: &mut Vec<u64>, most: u64) -> u64 {
         let at = offsets.len();
         if at == blocks.len() {
@@ -363,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_extremes() {
+    fn empty_and_extreme_inputs_are_placed() {
         let none = place(&[], 0, Duration::ZERO);
         assert_eq!(none, Placement { offsets: vec![], arena: 0, lower_bound: 0 });
         let ends = [(u64::MAX, u64::MAX, 8), (0, u64::MAX, 4), (5, 2, 0)];

@@ -1,9 +1,9 @@
 //! Serving a step from its plan.
 //!
-//! Time is the recording's: a cursor over its requests. A block is *overdue* when it is still alive though the cursor has
-//! passed the point where it was given back in the recording. While no block is, every live one is where and when the
-//! plan wants it, so the next request's place is free: nothing is searched. Otherwise it is free unless an overdue block
-//! is there.
+//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has
+//! passed the point at which it was freed in the recording. While no block is overdue, every live block matches the
+//! plan, so the next request's range is free without a search. Otherwise the range is free unless an overdue block
+//! overlaps it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::allocator::{Allocator, forward_to_inner};
-use super::super::block::{ALIGNMENT, Block, Slot, owner_number};
+use super::super::block::{ALIGNMENT, Block, Slot, next_owner_number};
 use super::super::history::with_context;
 use super::super::segment::Segment;
 use super::PlanStats;
@@ -21,34 +21,36 @@ use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
 
-/// Requests looked at for one of the right size when the step leaves the plan: from the cursor on, and from where it
-/// would be if every request missed since had replaced a planned one.
-const LOOK: usize = 8;
+/// How many requests are searched for one of the right size when the step deviates. The search starts at the cursor,
+/// and also where the cursor would be if each missed request had replaced a planned one.
+const LOOKAHEAD_REQUESTS: usize = 8;
 
 /// A request of the recorded step.
 #[derive(Debug)]
-struct Entry {
+struct PlannedRequest {
     size: usize,
+    /// How many blocks had been freed when the request was made.
     frees: usize,
-    /// Where its block goes in the arena; none for what is left to the allocator.
+    /// The block's offset in the arena; `None` if the allocator serves the request.
     offset: Option<usize>,
 }
 
-/// The recorded step with its places.
+/// The recorded step with the blocks' offsets.
 #[derive(Debug)]
 pub(super) struct Schedule {
-    entries: Vec<Entry>,
+    entries: Vec<PlannedRequest>,
+    /// The entries whose blocks were freed, in that order.
     frees: Vec<usize>,
     pub(super) arena: usize,
     pub(super) planned: usize,
 }
 
 impl Schedule {
-    /// `offsets` has one for each planned request.
+    /// Builds the schedule. `offsets` has one offset for each planned request.
     pub(super) fn new(trace: Trace, offsets: &[u64], arena: u64) -> Schedule {
         let mut offsets = offsets.iter().map(|&offset| offset as usize);
         let planned = offsets.len();
-        let entries = trace.requests.iter().map(|request| Entry {
+        let entries = trace.requests.iter().map(|request| PlannedRequest {
             size: request.size,
             frees: request.frees,
             offset: if request.planned { offsets.next() } else { None },
@@ -57,36 +59,37 @@ impl Schedule {
     }
 }
 
+/// The state of a planned block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,
     Live,
     Overdue,
-    /// Another stream has used it, which the plan did not foresee: its place is not used again.
+    /// Used by another stream, which the plan did not foresee. The range is not used again.
     Retired,
 }
 
-/// The one block of the underlying allocator that the planned ones are parts of.
+/// The block of the underlying allocator that contains all planned blocks.
 struct Arena {
     block: Block,
     segment: Arc<Segment>,
     offset: usize,
 }
 
-/// What the lock guards.
-struct Run {
+/// The server's state behind its lock.
+struct ServerState {
     running: bool,
-    /// The plan is gone: the arena goes back with the last of its blocks.
+    /// True once the plan was dropped: the arena is freed with the last of its blocks.
     closed: bool,
-    /// The next request, the frees before it, and the requests missed since the last that was met.
+    /// The next request, the number of frees before it, and the number of requests missed since the last match.
     cursor: usize,
     freed: usize,
     missed: usize,
     states: Vec<State>,
     live: usize,
-    /// The bytes of overdue blocks: end by offset.
+    /// The ranges of overdue blocks: end by offset.
     overdue: BTreeMap<usize, usize>,
-    /// Live blocks that other streams use, and the streams that ever used one.
+    /// Live blocks that other streams use, and all streams that ever used a block.
     shared: HashSet<u32>,
     streams: BTreeSet<StreamId>,
     arena: Option<Arena>,
@@ -94,21 +97,21 @@ struct Run {
 }
 
 /// An allocator that serves the requests of a plan's runs from the arena, and all others from another allocator.
-pub(super) struct Server {
+pub(super) struct PlanServer {
     inner: Arc<dyn Allocator>,
     stream: StreamId,
     owner: u32,
     alignment: usize,
     pub(super) schedule: Schedule,
-    /// One a planned request. Given-out blocks point here.
+    /// One slot per request. Allocated blocks point into this array.
     slots: ManuallyDrop<Box<[Slot]>>,
-    run: Mutex<Run>,
+    run: Mutex<ServerState>,
 }
 
-impl Server {
-    pub(super) fn new(inner: Arc<dyn Allocator>, stream: StreamId, schedule: Schedule) -> Server {
+impl PlanServer {
+    pub(super) fn new(inner: Arc<dyn Allocator>, stream: StreamId, schedule: Schedule) -> PlanServer {
         let count = schedule.entries.len();
-        let run = Run {
+        let run = ServerState {
             running: false,
             closed: false,
             cursor: 0,
@@ -122,11 +125,11 @@ impl Server {
             arena: None,
             stats: PlanStats::default(),
         };
-        Server {
+        PlanServer {
             alignment: inner.alignment().max(ALIGNMENT),
             inner,
             stream,
-            owner: owner_number(),
+            owner: next_owner_number(),
             schedule,
             slots: ManuallyDrop::new((0..count).map(|_| Slot::vacant()).collect()),
             run: Mutex::new(run),
@@ -137,23 +140,25 @@ impl Server {
         lock(&self.run).stats
     }
 
-    /// Begins a run at the first request. Without memory for the arena it is one that misses everything.
+    /// Begins a run at the first request. Without memory for the arena, every request of the run misses.
     pub(super) fn begin(&self) {
         let missing = self.schedule.arena > 0 && lock(&self.run).arena.is_none();
-        let made = if missing { self.make_arena() } else { None };
+        let made = if missing { self.allocate_arena() } else { None };
         let mut run = lock(&self.run);
         run.arena = made.or(run.arena.take());
         (run.running, run.cursor, run.freed, run.missed) = (true, 0, 0, 0);
         run.stats.runs += 1;
     }
 
-    fn make_arena(&self) -> Option<Arena> {
-        // The name by which histories and snapshots show it: to them it is one block.
+    /// Allocates the arena; `None` if that fails.
+    fn allocate_arena(&self) -> Option<Arena> {
+        // Histories and snapshots show the arena as one block with this context.
         let made = with_context("plan", || self.inner.allocate(self.schedule.arena, self.stream));
         let block = made.ok()?;
         let segment = block.export_segment();
-        let offset = block.place().offset();
-        // A user's own allocator is not trusted with this: blocks of ours will be there.
+        let offset = block.location().offset();
+        // Checked because a user's own allocator may violate its contract, and planned blocks rely on size and
+        // alignment.
         if block.size() < self.schedule.arena || !offset.is_multiple_of(self.alignment) {
             self.inner.deallocate(block);
             return None;
@@ -161,21 +166,21 @@ impl Server {
         Some(Arena { block, segment, offset })
     }
 
-    /// Ends a run: blocks still alive are overdue.
+    /// Ends a run. Blocks that are still alive become overdue.
     pub(super) fn end(&self) {
         let mut run = lock(&self.run);
-        run.pass_frees(&self.schedule, self.schedule.frees.len());
+        run.advance_frees(&self.schedule, self.schedule.frees.len());
         run.running = false;
     }
 
-    /// The plan is gone.
-    pub(super) fn close(&self) {
+    /// Marks the plan as dropped, and frees the arena if no block is live.
+    pub(super) fn mark_plan_dropped(&self) {
         lock(&self.run).closed = true;
-        self.give_arena_back();
+        self.free_unused_arena();
     }
 
-    /// Once nothing will need it any more.
-    fn give_arena_back(&self) {
+    /// Frees the arena once the plan is dropped and no block is live.
+    fn free_unused_arena(&self) {
         let mut run = lock(&self.run);
         if !run.closed || run.live > 0 {
             return;
@@ -189,15 +194,15 @@ impl Server {
         }
     }
 
-    /// A block of the arena; `None` for what goes to the allocator.
+    /// Serves a request from the arena; `None` if the allocator must serve it.
     fn serve(&self, bytes: usize) -> Option<Block> {
-        // Of nothing there is no place to hold.
+        // A request of 0 bytes has no range.
         let size = bytes.checked_next_multiple_of(self.alignment).filter(|&size| size > 0)?;
         let mut run = lock(&self.run);
         if !run.running {
             return None;
         }
-        let Some(id) = run.meet(&self.schedule, size) else {
+        let Some(id) = run.match_request(&self.schedule, size) else {
             run.missed += 1;
             run.stats.misses += 1;
             return None;
@@ -210,11 +215,12 @@ impl Server {
             return None;
         };
         let slot = &self.slots[id];
-        // SAFETY: the arena's block, and with it the segment, stays as long as a block of the plan is live. The entry's
-        // state is free, so no block has its slot. `drop` keeps the slots while a block is live.
+        // SAFETY: the arena's block, and with it the segment, stays allocated as long as a block of the plan is live.
+        // The entry's state is `Free`, so no block uses its slot. `PlanServer::drop` keeps the slots while a block is
+        // live.
         let block = unsafe {
-            slot.set_place(&arena.segment, arena.offset + offset);
-            Block::of_table(NonNull::from(slot), self.owner, id as u32, size, bytes)
+            slot.set_location(&arena.segment, arena.offset + offset);
+            Block::with_table_slot(NonNull::from(slot), self.owner, id as u32, size, bytes)
         };
         run.states[id] = State::Live;
         run.live += 1;
@@ -223,20 +229,21 @@ impl Server {
     }
 }
 
-impl Run {
-    /// Moves the cursor behind the next request of this size; `None` where none is near.
-    fn meet(&mut self, schedule: &Schedule, size: usize) -> Option<usize> {
+impl ServerState {
+    /// Moves the cursor behind the next request of this size; `None` if there is none within [`LOOKAHEAD_REQUESTS`].
+    fn match_request(&mut self, schedule: &Schedule, size: usize) -> Option<usize> {
         let fits = |at: &usize| schedule.entries.get(*at).is_some_and(|entry| entry.size == size);
         let replaced = self.cursor + self.missed;
-        let mut near = (self.cursor..self.cursor + LOOK).chain(replaced..replaced + LOOK);
-        let id = near.find(fits)?;
-        self.pass_frees(schedule, schedule.entries[id].frees);
+        let mut candidates =
+            (self.cursor..self.cursor + LOOKAHEAD_REQUESTS).chain(replaced..replaced + LOOKAHEAD_REQUESTS);
+        let id = candidates.find(fits)?;
+        self.advance_frees(schedule, schedule.entries[id].frees);
         (self.cursor, self.missed) = (id + 1, 0);
         Some(id)
     }
 
-    /// Moves time on to the `until`th free.
-    fn pass_frees(&mut self, schedule: &Schedule, until: usize) {
+    /// Advances time until `until` frees have passed.
+    fn advance_frees(&mut self, schedule: &Schedule, until: usize) {
         for &id in &schedule.frees[self.freed..until] {
             if self.states[id] == State::Live
                 && let Some(offset) = schedule.entries[id].offset
@@ -248,19 +255,20 @@ impl Run {
         self.freed = until;
     }
 
-    /// Whether an overdue block has any of these bytes. They overlap no other: the last that begins before decides.
+    /// True if an overdue block overlaps this range. Overdue blocks are disjoint, so checking the last one that
+    /// begins before `to` suffices.
     fn is_overdue(&self, from: usize, to: usize) -> bool {
         self.overdue.range(..to).next_back().is_some_and(|(_, &end)| end > from)
     }
 }
 
-impl fmt::Debug for Server {
+impl fmt::Debug for PlanServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a plan over {:?}", self.inner)
     }
 }
 
-impl Allocator for Server {
+impl Allocator for PlanServer {
     forward_to_inner!();
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
@@ -276,7 +284,8 @@ impl Allocator for Server {
         let mut run = lock(&self.run);
         let Some(offset) = self.schedule.entries[id].offset else { return };
         if run.shared.remove(&block.id()) {
-            // Kept for good: without a driver there is no telling when the other streams are done.
+            // The range is lost for good, because without a driver the server cannot tell when the other streams are
+            // done.
             if run.states[id] == State::Live {
                 run.overdue.insert(offset, offset + self.schedule.entries[id].size);
             }
@@ -291,7 +300,7 @@ impl Allocator for Server {
         let last = run.closed && run.live == 0;
         drop(run);
         if last {
-            self.give_arena_back();
+            self.free_unused_arena();
         }
     }
 
@@ -307,12 +316,12 @@ impl Allocator for Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for PlanServer {
     fn drop(&mut self) {
-        self.close();
+        self.mark_plan_dropped();
         let run = self.run.get_mut().unwrap_or_else(PoisonError::into_inner);
         match run.arena.take() {
-            // Blocks are still out there, with pointers to slots and the segment: those stay for good.
+            // Live blocks still point to slots and the segment, so both are leaked.
             Some(arena) => std::mem::forget(arena),
             // SAFETY: no block is live, and nothing uses the slots after this.
             None => unsafe { ManuallyDrop::drop(&mut self.slots) },

@@ -17,7 +17,7 @@ fn device(capacity: usize) -> (Sim, PoolAllocator) {
     (sim, pool)
 }
 
-/// A device whose streams run only when told to, and that checks contents.
+/// A device whose streams run only on request, and that checks contents.
 fn slow_device() -> (Sim, PoolAllocator) {
     let options = SimOptions { asynchronous: true, contents: true, record_calls: true, ..SimOptions::default() };
     let sim = Sim::new(options);
@@ -26,11 +26,11 @@ fn slow_device() -> (Sim, PoolAllocator) {
 }
 
 fn segment(block: &Block) -> u64 {
-    block.place().segment().id()
+    block.location().segment().id()
 }
 
-/// Allocates, notes where, and frees.
-fn visit(pool: &PoolAllocator, bytes: usize, stream: StreamId, kind: StorageType) -> u64 {
+/// Allocates and frees a block. Returns its segment.
+fn allocate_and_free(pool: &PoolAllocator, bytes: usize, stream: StreamId, kind: StorageType) -> u64 {
     let block = pool.allocate_kind(bytes, stream, kind).unwrap();
     let at = segment(&block);
     pool.deallocate(block);
@@ -42,7 +42,7 @@ fn image(width: usize, height: usize, format: ImageFormat) -> ImageDesc {
 }
 
 #[test]
-fn an_image_serves_what_is_no_larger_either_way_and_of_its_format() {
+fn a_free_image_serves_smaller_images_of_its_format() {
     let (sim, pool) = device(1 << 30);
     let new = |w, h, format| pool.allocate_image(image(w, h, format), STREAM, StorageType::Dynamic).unwrap();
     let sizes = [(64, 8), (8, 64), (32, 32), (40, 40)];
@@ -52,14 +52,14 @@ fn an_image_serves_what_is_no_larger_either_way_and_of_its_format() {
     let halves = segment(&half);
     blocks.into_iter().chain([half]).for_each(|block| pool.deallocate(block));
 
-    // The least area to spare of those that are large enough both ways, whatever the others' areas are.
+    // Reuses the image with the least excess area among those that are large enough in both dimensions.
     let again = [(60, 3), (3, 60), (20, 20), (33, 1)].map(|(w, h)| new(w, h, ImageFormat::F32));
     assert_eq!(again.each_ref().map(segment), [wide, high, square, larger]);
     let made = pool.stats().num_device_alloc;
     let others = [new(20, 20, ImageFormat::F32), new(1, 1, ImageFormat::F16)];
     assert!(segment(&others[0]) != halves && segment(&others[1]) == halves);
     assert_eq!((pool.stats().num_device_alloc, sim.live_segments()), (made + 1, 6));
-    // Nor are buffers images, or the other way round.
+    // Buffers do not serve images, or the reverse.
     pool.deallocate(pool.allocate(1 << 16, STREAM).unwrap());
     assert_eq!(sim.live_segments(), 7);
     let image = new(16, 16, ImageFormat::F32);
@@ -71,7 +71,7 @@ fn an_image_serves_what_is_no_larger_either_way_and_of_its_format() {
 }
 
 #[test]
-fn images_by_random_are_never_given_twice_and_their_books_are_right() {
+fn random_images_are_never_shared_and_their_statistics_match() {
     for seed in 0..if cfg!(miri) { 2 } else { 50 } {
         let (sim, pool) = device(1 << 20);
         let mut live: Vec<(Block, ImageDesc)> = Vec::new();
@@ -116,7 +116,7 @@ fn the_smallest_buffer_that_fits_is_reused_whole() {
     let again = [5, 3, 4, 4].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
     assert_eq!(again.each_ref().map(segment), [six, four, four_too, eight]);
     assert_eq!(again.each_ref().map(Block::size), [6, 4, 4, 8].map(|k| k * KIB));
-    assert!(again.iter().all(|block| block.place().offset() == 0));
+    assert!(again.iter().all(|block| block.location().offset() == 0));
     let stats = pool.stats();
     assert_eq!((stats.num_device_alloc, sim.live_segments()), (4, 4));
     assert_eq!(stats.requested_bytes.current, 16 * KIB as u64);
@@ -128,31 +128,35 @@ fn the_smallest_buffer_that_fits_is_reused_whole() {
 }
 
 #[test]
-fn over_fit_is_bounded() {
+fn reuse_is_bounded_by_pool_overfit() {
     let (sim, pool) = device(1 << 30);
-    let large = visit(&pool, 64 * KIB, STREAM, StorageType::Dynamic);
-    assert_eq!(visit(&pool, 32 * KIB, STREAM, StorageType::Dynamic), large, "twice the request");
-    assert_ne!(visit(&pool, 32 * KIB - 512, STREAM, StorageType::Dynamic), large, "more than that");
+    let large = allocate_and_free(&pool, 64 * KIB, STREAM, StorageType::Dynamic);
+    assert_eq!(allocate_and_free(&pool, 32 * KIB, STREAM, StorageType::Dynamic), large, "twice the request");
+    assert_ne!(allocate_and_free(&pool, 32 * KIB - 512, STREAM, StorageType::Dynamic), large, "more than that");
     let greedy = pool_of(&sim, "pool_overfit:1000000");
-    let large = visit(&greedy, 64 * KIB, STREAM, StorageType::Dynamic);
-    assert_eq!(visit(&greedy, 1, STREAM, StorageType::Dynamic), large, "MNN's own rule");
+    let large = allocate_and_free(&greedy, 64 * KIB, STREAM, StorageType::Dynamic);
+    assert_eq!(allocate_and_free(&greedy, 1, STREAM, StorageType::Dynamic), large, "MNN's own rule");
     let exact = pool_of(&sim, "pool_overfit:1");
-    let large = visit(&exact, 64 * KIB, STREAM, StorageType::Dynamic);
-    assert_ne!(visit(&exact, 63 * KIB, STREAM, StorageType::Dynamic), large);
-    assert_eq!(visit(&exact, 64 * KIB - 1, STREAM, StorageType::Dynamic), large, "the same size when rounded");
+    let large = allocate_and_free(&exact, 64 * KIB, STREAM, StorageType::Dynamic);
+    assert_ne!(allocate_and_free(&exact, 63 * KIB, STREAM, StorageType::Dynamic), large);
+    assert_eq!(
+        allocate_and_free(&exact, 64 * KIB - 1, STREAM, StorageType::Dynamic),
+        large,
+        "the same size when rounded"
+    );
 }
 
 #[test]
-fn kinds_of_request_share_as_in_mnn() {
+fn storage_types_share_buffers_as_in_mnn() {
     use StorageType::*;
     let (_, pool) = device(1 << 30);
-    let weights = visit(&pool, KIB, STREAM, Static);
-    let result = visit(&pool, KIB, STREAM, Dynamic);
+    let weights = allocate_and_free(&pool, KIB, STREAM, Static);
+    let result = allocate_and_free(&pool, KIB, STREAM, Dynamic);
     assert_ne!(result, weights, "the pools are apart");
-    assert_eq!(visit(&pool, KIB, STREAM, Static), weights, "static buffers serve static requests");
-    let separate = visit(&pool, KIB, STREAM, DynamicSeparate);
+    assert_eq!(allocate_and_free(&pool, KIB, STREAM, Static), weights, "static buffers serve static requests");
+    let separate = allocate_and_free(&pool, KIB, STREAM, DynamicSeparate);
     assert!(separate != result && separate != weights, "one that nobody had");
-    assert_ne!(visit(&pool, KIB, STREAM, DynamicSeparate), separate, "each time");
+    assert_ne!(allocate_and_free(&pool, KIB, STREAM, DynamicSeparate), separate, "each time");
     let held = [0; 3].map(|_| pool.allocate(KIB, STREAM).unwrap());
     assert!(held.iter().any(|block| segment(block) == separate), "once given back it is like any other");
     assert_eq!(pool.stats().num_device_alloc, 4);
@@ -160,7 +164,7 @@ fn kinds_of_request_share_as_in_mnn() {
 }
 
 #[test]
-fn a_released_buffer_is_the_drivers_at_once() {
+fn release_returns_the_buffer_to_the_driver_at_once() {
     let (sim, pool) = device(1 << 30);
     let [kept, released] = [0; 2].map(|_| pool.allocate(KIB, STREAM).unwrap());
     pool.release(released);
@@ -170,22 +174,22 @@ fn a_released_buffer_is_the_drivers_at_once() {
 }
 
 #[test]
-fn the_device_runs_out_and_what_is_unused_makes_room() {
+fn unused_buffers_are_released_if_the_device_runs_out() {
     let (sim, pool) = device(100 * KIB);
     let [a, b, c] = [16, 32, 48].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
     [a, b, c].into_iter().for_each(|block| pool.deallocate(block));
-    // None is within twice 4 KiB (16 is more): one is enough, and the smallest goes.
+    // No free buffer is within twice 4 KiB (16 KiB is more). Releasing the smallest one suffices.
     let small = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!(
         sim.calls().iter().filter(|call| matches!(call, Call::Release(_))).collect::<Vec<_>>(),
         [&Call::Release(16 * KIB)]
     );
-    // No single one is enough: all go.
+    // No single buffer is large enough, so all are released.
     let large = pool.allocate(90 * KIB, STREAM).unwrap();
     assert_eq!((sim.live_segments(), sim.committed()), (2, 96 * KIB as u64));
     let stats = pool.stats();
     assert_eq!((stats.num_alloc_retries, stats.num_ooms), (0, 0), "without waiting for the device");
-    // Nothing is left to give back.
+    // Nothing is left to release.
     let Error::OutOfMemory { requested, detail, .. } = pool.allocate(8 * KIB, STREAM).unwrap_err() else {
         panic!("another error");
     };
@@ -200,7 +204,7 @@ fn the_device_runs_out_and_what_is_unused_makes_room() {
 }
 
 #[test]
-fn the_error_says_what_was_given_back_in_vain() {
+fn the_error_reports_buffers_released_in_vain() {
     let (sim, pool) = device(100 * KIB);
     [16, 32].map(|k| pool.allocate(k * KIB, STREAM).unwrap()).into_iter().for_each(|block| pool.deallocate(block));
     sim.set_others(90 * KIB as u64);
@@ -214,7 +218,7 @@ fn the_error_says_what_was_given_back_in_vain() {
 }
 
 #[test]
-fn failures_of_every_code_are_mended() {
+fn out_of_memory_failures_of_every_code_are_recovered() {
     let (sim, pool) = device(1 << 30);
     for failure in [Failure::DeviceMemory, Failure::Resources, Failure::HostMemory] {
         for n in 1..=4 {
@@ -236,7 +240,7 @@ fn failures_of_every_code_are_mended() {
 }
 
 #[test]
-fn what_others_give_back_during_the_wait_is_found() {
+fn buffers_freed_by_others_during_the_wait_are_reused() {
     let (sim, pool) = device(10 * KIB);
     let pool = Arc::new(pool);
     let block = pool.allocate(8 * KIB, STREAM).unwrap();
@@ -245,7 +249,7 @@ fn what_others_give_back_during_the_wait_is_found() {
     sim.at_synchronize(move || other.deallocate(block));
     let block = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!((segment(&block), pool.stats().num_sync_all_streams), (at, 1));
-    // And where what comes back does not fit, it still makes room.
+    // A released buffer that does not fit still makes room.
     let other = Arc::clone(&pool);
     sim.at_synchronize(move || other.deallocate(block));
     let block = pool.allocate(10 * KIB, STREAM).unwrap();
@@ -260,7 +264,7 @@ fn a_limit_is_kept() {
     let error = pool.allocate(4 * KIB, STREAM).unwrap_err().to_string();
     assert!(error.contains("10.00 KiB (10240 bytes) are allowed"), "{error}");
     pool.deallocate(block);
-    let block = pool.allocate(2 * KIB, STREAM).unwrap(); // 8 KiB are too large, but go to make room
+    let block = pool.allocate(2 * KIB, STREAM).unwrap(); // 8 KiB is too large to be reused, but is released to make room
     let block_too = pool.allocate(8 * KIB, STREAM).unwrap();
     assert_eq!(sim.committed(), 10 * KIB as u64);
     [block, block_too].into_iter().for_each(|block| pool.deallocate(block));
@@ -302,7 +306,7 @@ fn another_streams_buffer_is_reused_behind_a_wait_on_the_device() {
     sim.write_tag(two, &block, 8).unwrap();
     assert!(!sim.step(two), "the second stream waits for the first");
     assert!(!sim.calls().iter().any(|call| matches!(call, Call::Synchronize | Call::Wait)), "and the host for nobody");
-    // It is the second stream's now: there it is reused at once.
+    // The buffer now belongs to the second stream, which reuses it at once.
     pool.deallocate(block);
     let calls = sim.call_count();
     let block = pool.allocate(KIB, two).unwrap();
@@ -312,8 +316,8 @@ fn another_streams_buffer_is_reused_behind_a_wait_on_the_device() {
     pool.deallocate(block);
     let apart = pool_of(&sim, "cross_stream_reuse:False");
     assert_ne!(
-        visit(&apart, KIB, one, StorageType::Dynamic),
-        visit(&apart, KIB, two, StorageType::Dynamic),
+        allocate_and_free(&apart, KIB, one, StorageType::Dynamic),
+        allocate_and_free(&apart, KIB, two, StorageType::Dynamic),
         "unless streams are to be kept apart"
     );
 }
@@ -326,7 +330,7 @@ fn a_stream_prefers_its_own_buffers() {
     let own = segment(&a);
     [a, b].into_iter().for_each(|block| pool.deallocate(block));
     let calls = sim.call_count();
-    assert_eq!((visit(&pool, KIB, one, StorageType::Dynamic), sim.call_count()), (own, calls));
+    assert_eq!((allocate_and_free(&pool, KIB, one, StorageType::Dynamic), sim.call_count()), (own, calls));
 }
 
 #[test]
@@ -346,7 +350,7 @@ fn recorded_streams_are_waited_for() {
     let block = pool.allocate(KIB, one).unwrap();
     assert_eq!((segment(&block), waits()), (at, 2), "both others, once each");
     sim.write_tag(one, &block, 6).unwrap();
-    sim.run(one, 10); // as far as it goes without the others
+    sim.run(one, 10); // runs as far as possible without the other streams
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), Vec::<String>::new());
     pool.deallocate(block);
@@ -355,7 +359,7 @@ fn recorded_streams_are_waited_for() {
 }
 
 #[test]
-fn trimming_gives_back_the_oldest() {
+fn trimming_releases_the_oldest_buffers() {
     let (sim, pool) = device(1 << 30);
     for block in [4, 8, 16].map(|k| pool.allocate(k * KIB, STREAM).unwrap()) {
         pool.deallocate(block);
@@ -367,7 +371,7 @@ fn trimming_gives_back_the_oldest() {
 }
 
 #[test]
-fn trimming_leaves_what_queued_work_may_use() {
+fn trimming_keeps_buffers_that_queued_work_may_use() {
     let (sim, pool) = slow_device();
     let block = pool.allocate(4 * KIB, STREAM).unwrap();
     sim.write_tag(STREAM, &block, 1).unwrap();
@@ -389,7 +393,7 @@ fn statistics_add_up_under_threads() {
                     let stream = sim.stream(random(3));
                     if random(2) == 0 && !held.is_empty() {
                         let (block, tag) = held.swap_remove(random(held.len() as u32) as usize);
-                        // Work on another stream comes after the write, as a user has to see to.
+                        // Work on another stream is ordered after the write, as the user must ensure.
                         sim.stream_waits(stream, &sim.record(sim.stream(tag >> 24)).unwrap()).unwrap();
                         sim.check_tag(stream, &block, tag).unwrap();
                         pool.record_stream(&block, stream);
@@ -425,7 +429,7 @@ fn statistics_add_up_under_threads() {
     assert_eq!(sim.live_segments(), 0);
 }
 
-/// Small random numbers below a bound.
+/// Returns a generator of random numbers below a bound.
 fn fastrand(seed: u32) -> impl FnMut(u32) -> u32 {
     let mut state = seed.wrapping_mul(0x9E37_79B9) | 1;
     move |below| {

@@ -1,15 +1,15 @@
-//! Running out of memory, looking at it and giving it back.
+//! Running out of memory, snapshots of the allocator and emptying its cache.
 
 use claystone::{Error, Result, Tensor, no_grad};
 
-use super::{Run, Values, wrong};
+use super::{Run, Values, wrong_value_error};
 
 pub(super) fn out_of_memory(run: &mut Run) -> Result<Values> {
     let x = run.ramp(500_000)?;
     match Tensor::zeros([3_000_000], run.device) {
         Err(Error::OutOfMemory { .. }) => {}
         Err(error) => return Err(error),
-        Ok(_) => return Err(wrong("12 MB were had of 8 MiB".into())),
+        Ok(_) => return Err(wrong_value_error("12 MB were had of 8 MiB".into())),
     }
     Ok(vec![x.mul_scalar(2)?.to_vec()?])
 }

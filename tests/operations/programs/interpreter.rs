@@ -1,9 +1,9 @@
-//! Tensors as lists of positions: what views and in-place changes mean, spelled out.
+//! Tensors as lists of positions: a direct model of views and in-place changes.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// A tensor: for each element, in row-major order, where it is in a list that views share.
+/// A tensor: the position of each element, in row-major order, in a list that views share.
 #[derive(Clone)]
 pub struct Value {
     list: Rc<RefCell<Vec<f64>>>,
@@ -11,14 +11,14 @@ pub struct Value {
     pub shape: Vec<usize>,
 }
 
-/// All indexes of a shape, in row-major order.
+/// All multi-indices of a shape, in row-major order.
 fn indexes(shape: &[usize]) -> Vec<Vec<usize>> {
     shape.iter().fold(vec![Vec::new()], |all, &d| {
         all.iter().flat_map(|index| (0..d).map(|i| [&index[..], &[i]].concat())).collect()
     })
 }
 
-/// Where an index is in row-major order.
+/// The row-major position of a multi-index.
 fn place(shape: &[usize], index: &[usize]) -> usize {
     shape.iter().zip(index).fold(0, |at, (d, i)| at * d + i)
 }
@@ -37,7 +37,7 @@ pub fn sliced(size: usize, start: isize, end: isize, step: isize) -> Vec<usize> 
     picked
 }
 
-/// The shape that both stretch to.
+/// The common broadcast shape, if there is one.
 pub fn broadcast(a: &[usize], b: &[usize]) -> Option<Vec<usize>> {
     let rank = a.len().max(b.len());
     let size = |s: &[usize], d: usize| if d + s.len() < rank { 1 } else { s[d + s.len() - rank] };
@@ -61,13 +61,13 @@ impl Value {
         self.at.iter().map(|&i| list[i]).collect()
     }
 
-    /// Sets element k to `f(k)`.
+    /// Sets each element k to `f(k)`.
     pub fn write(&self, f: impl Fn(usize) -> f64) {
         let mut list = self.list.borrow_mut();
         self.at.iter().enumerate().for_each(|(k, &i)| list[i] = f(k));
     }
 
-    /// A list of its own.
+    /// Copies to a new list.
     pub fn copied(&self) -> Value {
         Value::new(&self.shape, self.read())
     }
@@ -80,19 +80,19 @@ impl Value {
         Value::new(&a.shape, a.read().into_iter().zip(b.read()).map(|(x, y)| f(x, y)).collect())
     }
 
-    /// Whether elements lie one after another.
+    /// Whether the elements are consecutive in the list.
     pub fn in_order(&self) -> bool {
         self.at.windows(2).all(|two| two[1] == two[0] + 1)
     }
 
-    /// Whether two elements are one.
+    /// Whether two elements share a position.
     pub fn repeats(&self) -> bool {
         let mut at = self.at.clone();
         at.sort_unstable();
         at.windows(2).any(|two| two[0] == two[1])
     }
 
-    /// The view of `shape` whose element at an index is this one's at `source(index)`.
+    /// A view of `shape` whose element at an index is this tensor's element at `source(index)`.
     fn view(&self, shape: Vec<usize>, source: impl Fn(&[usize]) -> Vec<usize>) -> Value {
         let at = indexes(&shape).iter().map(|index| self.at[place(&self.shape, &source(index))]).collect();
         Value { list: self.list.clone(), at, shape }
@@ -108,7 +108,7 @@ impl Value {
         })
     }
 
-    /// These indexes of dimension d.
+    /// Selects these indices of dim d.
     pub fn pick(&self, d: usize, picked: &[usize]) -> Value {
         let mut shape = self.shape.clone();
         shape[d] = picked.len();
@@ -138,7 +138,7 @@ impl Value {
         })
     }
 
-    /// What `f` makes of the elements that differ in `dims` only.
+    /// Reduces `dims` with `f`.
     pub fn fold(&self, dims: &[usize], keepdim: bool, f: impl Fn(&[f64]) -> f64) -> Value {
         let mut shape = self.shape.clone();
         dims.iter().for_each(|&d| shape[d] = 1);

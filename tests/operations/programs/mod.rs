@@ -1,8 +1,8 @@
-//! Random programs: on the CPU, on every OpenCL device, and in an interpreter that knows nothing but positions in lists of
-//! f64. 10,000 of them, or `PROPTEST_CASES`.
+//! Random programs, run on the CPU, on every OpenCL device, and in an interpreter on lists of f64. Runs 10,000 programs, or
+//! `PROPTEST_CASES`.
 //!
-//! Values are whole numbers of at most a thousand, clamped after every step, so that all three agree exactly. Kernels are
-//! few, however many the programs: one operation a launch, shapes of up to three dims.
+//! Values are integers of at most 1000, clamped after every step, so that all three agree exactly. The number of distinct kernels is
+//! small: one operation per launch, and shapes of up to three dims.
 
 mod interpreter;
 mod run;
@@ -16,14 +16,14 @@ use steps::{Fold, Step, step};
 
 use crate::common::devices;
 
-/// Programs in all.
+/// Number of programs.
 const CASES: u32 = 10_000;
-/// Values stay within this.
+/// Values are clamped to this magnitude.
 const BOUND: f64 = 1000.0;
-/// Elements of a value, at most.
+/// Maximum number of elements of a value.
 const ELEMENTS: usize = 200;
 
-/// f32 half of the time, i32 the other half.
+/// Half of the programs use f32, the other half i32.
 #[test]
 fn random_programs_agree_with_an_interpreter_on_every_device() {
     let devices = devices();
@@ -41,9 +41,9 @@ fn random_programs_agree_with_an_interpreter_on_every_device() {
     }
 }
 
-/// The interpreter is right where it can be looked at.
+/// Checks the interpreter on a small program.
 #[test]
-fn the_interpreter_shares_and_copies_as_it_should() {
+fn interpreter_shares_views_and_copies_clones() {
     let mut run = Run::new(&devices(), DType::F32);
     for step in [
         Step::New { shape: vec![2, 3], seed: 0 },

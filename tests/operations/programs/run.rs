@@ -1,4 +1,4 @@
-//! A program line by line, in the interpreter and on every device.
+//! Runs a program step by step in the interpreter and on every device.
 
 use claystone::{DType, Device, Result, Tensor};
 
@@ -8,12 +8,12 @@ use super::{BOUND, ELEMENTS};
 
 use crate::common::f64s;
 
-/// A program under way: each value in the interpreter and on every device, and a readable line for each step taken.
+/// A running program: each value in the interpreter and on every device, and a readable line for each step.
 pub struct Run {
     devices: Vec<Device>,
     dtype: DType,
     pub values: Vec<Value>,
-    /// By device.
+    /// The tensors of each device.
     tensors: Vec<Vec<Tensor>>,
     pub log: Vec<String>,
 }
@@ -29,7 +29,7 @@ impl Run {
         }
     }
 
-    /// Counted from the last value.
+    /// Resolves a choice, counted back from the last value.
     fn at(&self, choice: u8) -> usize {
         self.values.len() - 1 - usize::from(choice) % self.values.len()
     }
@@ -50,7 +50,7 @@ impl Run {
         }
     }
 
-    /// Takes a step, unless there is nothing it could be done to.
+    /// Runs a step, unless it applies to nothing.
     pub fn step(&mut self, step: &Step) {
         if let Step::New { shape, .. } | Step::Full { shape, .. } = step {
             return self.create(step, shape);
@@ -159,7 +159,7 @@ impl Run {
                 }
             }
             Step::Flatten { .. } => {
-                // Other strides might do as well; whether they do is not for the interpreter to know.
+                // Some other strides allow a view too, but the interpreter cannot tell which.
                 let view = value.in_order();
                 let mut flat = if view { value } else { value.copied() };
                 flat.shape = vec![flat.at.len()];
@@ -171,7 +171,7 @@ impl Run {
         }
     }
 
-    /// With the sum of the other where the shapes do not go together.
+    /// Combines two values; if their shapes do not broadcast, does nothing.
     fn pair(&mut self, what: Pair, i: usize, j: usize) {
         let (a, b) = (self.values[i].clone(), self.values[j].clone());
         let shape = interpreter::broadcast(&a.shape, &b.shape);
@@ -193,7 +193,7 @@ impl Run {
         let value = &self.values[i];
         let dims: Vec<usize> = (0..value.shape.len()).filter(|d| dims >> d & 1 == 1).collect();
         let empty = value.at.is_empty();
-        // Without dims everything is reduced in some libraries and nothing in others; of nothing there is no greatest.
+        // Without dims libraries differ, reducing everything or nothing, and empty tensors have no maximum.
         if dims.is_empty() || (empty && what != Fold::Sum) {
             return;
         }
@@ -225,7 +225,7 @@ impl Run {
         };
         let target = self.values[into].clone();
         if target.repeats() {
-            return; // several elements are one: refused, which other tests see
+            return; // elements share memory: such writes are refused, which other tests check
         }
         let fits = |other: &Value| interpreter::broadcast(&target.shape, &other.shape).as_ref() == Some(&target.shape);
         match *step {
@@ -272,7 +272,7 @@ impl Run {
         }
     }
 
-    /// Compares every value with what the interpreter has.
+    /// Compares every tensor with the interpreter's value.
     pub fn check(&self) {
         for (tensors, device) in self.tensors.iter().zip(&self.devices) {
             for (i, (t, value)) in tensors.iter().zip(&self.values).enumerate() {

@@ -1,4 +1,4 @@
-//! What programs are made of: lines, and what each does to a number.
+//! The steps of programs, and their effect on single numbers.
 
 use proptest::prelude::*;
 
@@ -25,10 +25,10 @@ pub enum Fold {
     Min,
 }
 
-/// A line of a program. Numbers are taken modulo what there is to choose from, so that every program means something.
+/// A step of a program. Numbers are taken modulo the number of choices, so that every program is valid.
 #[derive(Debug, Clone)]
 pub enum Step {
-    /// Some numbers, different from seed to seed.
+    /// Creates a tensor of numbers that depend on the seed.
     New {
         shape: Vec<usize>,
         seed: u8,
@@ -68,13 +68,13 @@ pub enum Step {
         of: u8,
         dim: u8,
     },
-    /// To more elements along dims of size 1, and by one dim in front.
+    /// Expands dims of size 1, and optionally adds a leading dim.
     Expand {
         of: u8,
         size: u8,
         front: bool,
     },
-    /// All dims as one: a view where elements lie in order, else a copy.
+    /// Flattens all dims: a view if the elements are in order, else a copy.
     Flatten {
         of: u8,
     },
@@ -90,7 +90,7 @@ pub enum Step {
         what: Single,
         of: u8,
     },
-    /// The dims in the bits of `dims`.
+    /// Reduces the dims in the bits of `dims`.
     Fold {
         what: Fold,
         of: u8,
@@ -121,7 +121,7 @@ pub fn step() -> impl Strategy<Value = Step> {
     let pair = || prop_oneof![Just(Pair::Add), Just(Pair::Sub), Just(Pair::Mul), Just(Pair::Maximum)];
     let single = || prop_oneof![Just(Single::Neg), Just(Single::Abs)];
     let fold = prop_oneof![Just(Fold::Sum), Just(Fold::Max), Just(Fold::Min)];
-    // Later values more often than the first ones: 0 is the last.
+    // Recent values are chosen more often: 0 is the last value.
     let t = || prop_oneof![2 => 0u8..3, 1 => any::<u8>()];
     let n = any::<u8>;
     prop_oneof![

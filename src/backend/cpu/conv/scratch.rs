@@ -1,21 +1,21 @@
-//! What jobs work in.
+//! Scratch memory for the jobs of a convolution.
 
 use std::cell::Cell;
 
 use crate::device::cpu::huge_pages::advise_huge;
 
 thread_local! {
-    /// What a job works in, kept so that its pages stay, unless it is far larger than jobs are meant to need.
+    /// The thread's scratch memory, kept so that its pages stay mapped, unless it is far larger than jobs should need.
     static SCRATCH: Cell<(Vec<f32>, Vec<isize>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
-/// Elements that a thread keeps.
-pub(crate) const MOST: usize = 1 << 24;
+/// The most elements that a thread keeps.
+pub(crate) const MAX_KEPT_ELEMENTS: usize = 1 << 24;
 
-/// Calls `f` with room for as many elements each, which begins where a line does.
+/// Calls `f` with scratch slices of these lengths, each aligned to a cache line.
 pub(crate) fn with_scratch<const N: usize>(rooms: [usize; N], f: impl FnOnce([&mut [f32]; N], &mut Vec<isize>)) {
     const LINE: usize = 16;
-    /// Elements of a huge page.
+    /// The number of elements in a huge page.
     const HUGE: usize = 1 << 19;
     SCRATCH.with(|kept| {
         let (mut buffer, mut table) = kept.take();
@@ -34,7 +34,7 @@ pub(crate) fn with_scratch<const N: usize>(rooms: [usize; N], f: impl FnOnce([&m
             &mut part[..room]
         });
         f(parts, &mut table);
-        if buffer.len() <= MOST {
+        if buffer.len() <= MAX_KEPT_ELEMENTS {
             kept.set((buffer, table));
         }
     });

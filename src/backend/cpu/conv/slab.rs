@@ -1,10 +1,9 @@
-//! Windows of images taken apart, and added up again, as far as a product of one job needs it: in the cache of its core.
+//! The im2col and col2im steps of one job of a convolution, in the cache of its core.
 //!
-//! A slab has the elements that one column of taps sees in one channel, row after row of windows. Where windows are one row
-//! apart the rows of its taps are the same but for where they begin, and a slab has each once: a third of the columns of a 3 x 3
-//! kernel.
+//! A slab holds the elements that one column of taps reads in one channel, for each row of windows in turn. If windows are one row apart, the
+//! rows of its taps are the same except for where they begin, and a slab holds each row once: for a 3 x 3 kernel a third of the columns.
 //!
-//! Elements of slabs are f32, pairs of bf16 in as many bits, which are neighbouring channels, or bf16.
+//! The elements of slabs are f32, pairs of bf16 from neighbouring channels packed in 32 bits, or bf16.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -15,8 +14,7 @@ use crate::Tensor;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 
-/// Images, and the windows that are looked at of each: rows of them, of one image only unless it is all of them, or a part of the
-/// only row.
+/// A range of images, and the windows in each: a range of rows, or a range of the only row. With several images, all windows of each.
 #[derive(Debug, Clone)]
 pub(crate) struct WindowPart {
     pub(crate) images: Range<usize>,
@@ -26,10 +24,10 @@ pub(crate) struct WindowPart {
 
 impl WindowPart {
     pub(crate) fn count(&self) -> usize {
-        self.images.len() * self.of_image()
+        self.images.len() * self.windows_per_image()
     }
 
-    pub(crate) fn of_image(&self) -> usize {
+    pub(crate) fn windows_per_image(&self) -> usize {
         self.rows.len() * self.columns.len()
     }
 }
@@ -40,49 +38,50 @@ pub(crate) struct Images<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// Whether slabs of T are copies of rows as they lie in memory.
+/// True if slabs of T are plain copies of rows in memory.
 fn in_place<T>(x: &Tensor) -> bool {
     x.dtype.size() == size_of::<T>() && x.strides()[3] == 1
 }
 
-/// A row that lies in the padding.
-const NOTHING: isize = isize::MIN;
+/// The table entry of a row in the padding.
+const PADDING_ROW: isize = isize::MIN;
 
-/// How slabs of a part of the windows lie, which have elements of T.
+/// The slabs of a part of the windows, with elements of type T.
 pub(crate) struct Slabs<'a, T> {
     w: &'a Windows,
     part: WindowPart,
-    /// Rows of each image that are seen.
+    /// The rows of each image that the windows read.
     seen: Range<usize>,
-    /// For each row of a slab where it comes from.
+    /// For each row of a slab, the offset of its source.
     from: &'a [isize],
-    /// From the windows of a row of taps to those of the next, and from slab to slab.
+    /// The step from the windows of one row of taps to those of the next; `stride` is the step between slabs.
     pub(crate) jump: usize,
     pub(crate) stride: usize,
     elements: PhantomData<T>,
 }
 
-/// Whether rows of taps share a slab's rows: that takes fewer.
-fn shared(w: &Windows, part: &WindowPart) -> bool {
+/// True if rows of taps share the rows of a slab, because that takes fewer rows.
+fn shares_rows(w: &Windows, part: &WindowPart) -> bool {
     let rows = part.rows.len();
     part.images.len() == 1 && w.stride[0] == 1 && (w.kernel[0] - 1) * w.dilation[0] + rows <= w.kernel[0] * rows
 }
 
-fn rows(w: &Windows, part: &WindowPart) -> usize {
-    match shared(w, part) {
+/// The number of rows in a slab.
+fn slab_rows(w: &Windows, part: &WindowPart) -> usize {
+    match shares_rows(w, part) {
         true => (w.kernel[0] - 1) * w.dilation[0] + part.rows.len(),
         false => w.kernel[0] * part.images.len() * part.rows.len(),
     }
 }
 
-/// From slab to slab of a part, in elements of T: an odd number of lines, so that they do not displace one another in the cache.
+/// The step between slabs of a part, in elements of T: an odd number of cache lines, so that slabs do not evict one another.
 pub(crate) fn slab_stride<T>(w: &Windows, part: &WindowPart) -> usize {
     let line = 64 / size_of::<T>();
-    (rows(w, part) * part.columns.len()).div_ceil(line) / 2 * 2 * line + line
+    (slab_rows(w, part) * part.columns.len()).div_ceil(line) / 2 * 2 * line + line
 }
 
-/// Elements that rows of images take that are not read in place.
-pub(crate) fn room(w: &Windows, part: &WindowPart) -> usize {
+/// The number of elements for image rows that are not read in place.
+pub(crate) fn line_buffer_len(w: &Windows, part: &WindowPart) -> usize {
     let rows = (part.rows.len() - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
     part.images.len() * rows.min(w.image[0]) * w.image[1]
 }
@@ -99,14 +98,14 @@ impl<'a, T: Pod> Slabs<'a, T> {
         let seen = first..last.saturating_sub(w.padding[0]).clamp(first, w.image[0]);
         let in_place = in_place::<T>(x);
         let place = |image: usize, h: Option<usize>| match h {
-            None => NOTHING,
+            None => PADDING_ROW,
             Some(h) if in_place => (part.images.start + image) as isize * x.strides()[0] + h as isize * x.strides()[2],
             Some(h) => ((image * seen.len() + h - seen.start) * w.image[1]) as isize,
         };
         table.clear();
-        let shared = shared(w, &part);
+        let shared = shares_rows(w, &part);
         match shared {
-            true => table.extend((0..rows(w, &part)).map(|r| place(0, row(part.rows.start + r, 0)))),
+            true => table.extend((0..slab_rows(w, &part)).map(|r| place(0, row(part.rows.start + r, 0)))),
             false => {
                 for tap in 0..w.kernel[0] {
                     for image in 0..part.images.len() {
@@ -120,8 +119,8 @@ impl<'a, T: Pod> Slabs<'a, T> {
         Slabs { w, part, seen, from: table, jump, stride, elements: PhantomData }
     }
 
-    /// The slabs of some channels, one for each and column of taps; `lines` has [`room`]. Rows that are not copied as they
-    /// lie in memory are written there by `load`, which is called with the channel and the place of the first element.
+    /// Fills one slab for each channel and column of taps; `lines` has [`line_buffer_len`] elements. Rows that are not plain copies are loaded into
+    /// `lines` by `load(channel, offset of the first element, line)`.
     pub(crate) fn fill(
         &self,
         x: &Images,
@@ -134,7 +133,7 @@ impl<'a, T: Pod> Slabs<'a, T> {
         for (i, c) in channels.enumerate() {
             let first = x.t.layout.offset as isize + c as isize * s[1];
             if !in_place {
-                // Rows that lie one after another are loaded together.
+                // Adjacent rows are loaded together.
                 let rows = if s[2] == w.image[1] as isize && s[3] == 1 { self.seen.len().max(1) } else { 1 };
                 let rows_seen = part.images.clone().flat_map(|n| self.seen.clone().step_by(rows).map(move |h| (n, h)));
                 for ((n, h), line) in rows_seen.zip(lines.chunks_exact_mut(rows * w.image[1])) {
@@ -144,7 +143,7 @@ impl<'a, T: Pod> Slabs<'a, T> {
             }
             let (from, first) = if in_place { (bytemuck::cast_slice(x.bytes), first) } else { (&*lines, 0) };
             for tap in 0..w.kernel[1] {
-                let (left, right) = w.inside(1, tap);
+                let (left, right) = w.windows_inside(1, tap);
                 let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
                 let slab = &mut to[(i * w.kernel[1] + tap) * self.stride..][..self.from.len() * part.columns.len()];
                 if left >= right {
@@ -153,8 +152,8 @@ impl<'a, T: Pod> Slabs<'a, T> {
                 }
                 let column = left * w.stride[1] + tap * w.dilation[1] - w.padding[1];
                 let (left, right) = (left - part.columns.start, right - part.columns.start);
-                let taken = Taken { from, first: first + column as isize, rows: self.from, step: w.stride[1] };
-                let inside = Inside { width: part.columns.len(), left, right };
+                let taken = SlabSource { from, first: first + column as isize, rows: self.from, step: w.stride[1] };
+                let inside = InsideColumns { width: part.columns.len(), left, right };
                 let adjacent = w.image[1] == inside.width && w.stride[1] == 1;
                 fill_slab(slab, taken, inside, adjacent);
             }
@@ -162,16 +161,16 @@ impl<'a, T: Pod> Slabs<'a, T> {
     }
 }
 
-/// The columns of a row that have something inside of the image.
+/// The columns of a row of windows whose tap is inside the image.
 #[derive(Clone, Copy)]
-struct Inside {
+struct InsideColumns {
     width: usize,
     left: usize,
     right: usize,
 }
 
-impl Inside {
-    /// Zeros in the other columns of rows.
+impl InsideColumns {
+    /// Writes zeros to the other columns of all rows.
     #[inline(always)]
     fn clear<T: Pod>(self, rows: &mut [T]) {
         for column in (0..self.left).chain(self.right..self.width) {
@@ -180,7 +179,8 @@ impl Inside {
     }
 }
 
-struct Taken<'a, T> {
+/// The source of a slab.
+struct SlabSource<'a, T> {
     from: &'a [T],
     first: isize,
     rows: &'a [isize],
@@ -188,13 +188,13 @@ struct Taken<'a, T> {
 }
 
 vectorised! {
-    /// `adjacent`: whether rows that follow one another in the image do so in the slab.
-    fn fill_slab<'a, T: Pod>(_simd: S, slab: &'a mut [T], taken: Taken<'a, T>, inside: Inside, adjacent: bool) {
-        let Taken { from, first, rows, step } = taken;
-        let Inside { width, left, right } = inside;
+    /// Fills one slab. `adjacent` is true if consecutive image rows are also consecutive in the slab.
+    fn fill_slab<'a, T: Pod>(_simd: S, slab: &'a mut [T], taken: SlabSource<'a, T>, inside: InsideColumns, adjacent: bool) {
+        let SlabSource { from, first, rows, step } = taken;
+        let InsideColumns { width, left, right } = inside;
         let mut r = 0;
         while r < rows.len() {
-            if rows[r] == NOTHING {
+            if rows[r] == PADDING_ROW {
                 slab[r * width..][..width].fill(T::zeroed());
                 r += 1;
                 continue;
@@ -208,7 +208,7 @@ vectorised! {
             let end = rows.len() - (width - right);
             let to = &mut rows[left..end];
             match step {
-                1 => copy(to, &from[start..][..to.len()]),
+                1 => copy_vectors(to, &from[start..][..to.len()]),
                 _ => to.iter_mut().zip(from[start..].iter().step_by(step)).for_each(|(y, x)| *y = *x),
             }
             inside.clear(rows);
@@ -216,9 +216,9 @@ vectorised! {
     }
 }
 
-/// Copies in vectors, of which the last two may overlap: a call would take longer than a short row does.
+/// Copies in vectors, the last two of which may overlap: a call of `memcpy` would take longer than a short row.
 #[inline(always)]
-fn copy<T: Pod>(to: &mut [T], from: &[T]) {
+fn copy_vectors<T: Pod>(to: &mut [T], from: &[T]) {
     const LANES: usize = 16;
     let n = to.len();
     if n < LANES {
@@ -231,14 +231,14 @@ fn copy<T: Pod>(to: &mut [T], from: &[T]) {
     }
 }
 
-/// Adds the columns of one channel, `stride` elements from tap to tap, where their windows see it in images, whose planes follow one
-/// another in `to`. Elements of columns outside of the image may be changed.
-pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], stride: usize, to: &mut [f32]) {
+/// Adds the columns of one channel to the image elements that their windows read. The taps are `stride` elements apart in `columns`, and the
+/// images' planes are adjacent in `to`. Elements of `columns` outside the image may be overwritten.
+pub(crate) fn add_columns(w: &Windows, part: &WindowPart, columns: &mut [f32], stride: usize, to: &mut [f32]) {
     let (count, width) = (part.rows.len(), part.columns.len());
     let plane = w.image[0] * w.image[1];
     for tap in 0..w.kernel[0] * w.kernel[1] {
         let (down, across) = (tap / w.kernel[1], tap % w.kernel[1]);
-        let ((top, bottom), (left, right)) = (w.inside(0, down), w.inside(1, across));
+        let ((top, bottom), (left, right)) = (w.windows_inside(0, down), w.windows_inside(1, across));
         let (top, bottom) = (top.max(part.rows.start), bottom.min(part.rows.end));
         let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
         if top >= bottom || left >= right {
@@ -246,7 +246,7 @@ pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], stride: 
         }
         let row = top * w.stride[0] + down * w.dilation[0] - w.padding[0];
         let column = left * w.stride[1] + across * w.dilation[1] - w.padding[1];
-        let inside = Inside { width, left: left - part.columns.start, right: right - part.columns.start };
+        let inside = InsideColumns { width, left: left - part.columns.start, right: right - part.columns.start };
         for image in 0..part.images.len() {
             let first = tap * stride + (image * count + top - part.rows.start) * width;
             fold_rows(
@@ -261,9 +261,9 @@ pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], stride: 
 }
 
 vectorised! {
-    /// `step`: from window to window, and from row to row of them.
-    fn fold_rows<'a>(_simd: S, columns: &'a mut [f32], to: &'a mut [f32], inside: Inside, step: usize, line: usize) {
-        let Inside { width, left, right } = inside;
+    /// Adds rows of columns to an image. `step` is the step between windows, and `line` the step between rows of windows.
+    fn fold_rows<'a>(_simd: S, columns: &'a mut [f32], to: &'a mut [f32], inside: InsideColumns, step: usize, line: usize) {
+        let InsideColumns { width, left, right } = inside;
         if step == 1 && line == width {
             inside.clear(columns);
             let end = columns.len() - (width - right);

@@ -1,25 +1,27 @@
-//! What kernels multiply in a step: an f32, or a pair of bf16 in as many bits, which are neighbouring channels or windows.
+//! The operands of one multiplication step of the kernels: an f32, or a pair of bf16 packed in 32 bits, from neighbouring channels or windows.
 
 use bytemuck::Pod;
 
 use crate::Tensor;
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::vectorised::vectorised;
-use crate::device::cpu::gemm::alone::Left;
+use crate::device::cpu::gemm::serial::Left;
 use crate::device::cpu::parallel;
 
-/// Of rows whose steps are neighbouring windows: f32, or the bits of bf16.
-pub(crate) trait Element: Pod {
-    const OF_STEP: usize;
-    /// A step with nothing else in it.
+/// Elements of rows in which neighbouring windows form a step: f32, or the bits of bf16.
+pub(crate) trait StepElement: Pod {
+    /// The number of elements in a step.
+    const ELEMENTS_PER_STEP: usize;
+    /// A step with this element, padded with zero.
     fn step(self) -> f32;
+    /// Views data as rows of a left operand.
     fn rows(data: &[Self], stride: usize) -> Left<'_>;
-    /// Elements of a tensor from `start` on, each next one `stride` elements on.
+    /// Loads elements of a tensor from `start` on, `stride` apart.
     fn load(from: (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [Self]);
 }
 
-impl Element for f32 {
-    const OF_STEP: usize = 1;
+impl StepElement for f32 {
+    const ELEMENTS_PER_STEP: usize = 1;
 
     fn step(self) -> f32 {
         self
@@ -34,8 +36,8 @@ impl Element for f32 {
     }
 }
 
-impl Element for u16 {
-    const OF_STEP: usize = 2;
+impl StepElement for u16 {
+    const ELEMENTS_PER_STEP: usize = 2;
 
     fn step(self) -> f32 {
         pair(self, 0)
@@ -51,11 +53,10 @@ impl Element for u16 {
     }
 }
 
-/// Elements of a weight that are paired at a time.
-const PART: usize = 1 << 12;
+/// The number of weight elements that are paired at a time.
+const PAIR_JOB_LEN: usize = 1 << 12;
 
-/// Pairs of the elements from `start` and from `next` on, each next one `stride` elements on; zeros in place of the latter where there
-/// are none.
+/// Loads pairs of elements, from `start` and from `next` on, each `stride` apart; the second element is 0 if `next` is None.
 pub(crate) fn load_pairs(from: &[u16], start: usize, next: Option<usize>, stride: isize, to: &mut [f32]) {
     let n = to.len();
     match (stride, next) {
@@ -88,7 +89,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// As [`interleave`], of bf16 that were widened.
+    /// [`interleave`] for bf16 that were widened to f32.
     fn interleave_wide<'a>(_simd: S, first: &'a [f32], second: &'a [f32], to: &'a mut [f32]) {
         to.iter_mut().zip(first).zip(second).for_each(|((to, first), second)| {
             *to = f32::from_bits(first.to_bits() >> 16 | second.to_bits());
@@ -96,12 +97,12 @@ vectorised! {
     }
 }
 
-/// Pairs of neighbours of `count` rows of `length` bf16 that were widened, zeros beside the last of an odd number; as often as
-/// there are so many rows.
-pub(crate) fn paired(from: &[f32], (count, length): (usize, usize)) -> Vec<f32> {
+/// Pairs neighbouring rows, in groups of `count` rows of `length` bf16 that were widened to f32. In a group with an odd number of rows, the last
+/// row is paired with zeros.
+pub(crate) fn pair_rows(from: &[f32], (count, length): (usize, usize)) -> Vec<f32> {
     let (zeros, pairs) = (vec![0.0; length], count.div_ceil(2));
     let mut to = vec![0.0; from.len() / (count * length) * pairs * length];
-    let rows = PART.div_ceil(length);
+    let rows = PAIR_JOB_LEN.div_ceil(length);
     parallel::for_each_chunk(&mut to, rows * length, |part, to| {
         for (i, to) in to.chunks_exact_mut(length).enumerate() {
             let (group, row) = ((part * rows + i) / pairs, (part * rows + i) % pairs * 2);

@@ -1,76 +1,83 @@
-//! The gradient of a convolution's weight: every part of the windows has sums of its own, which are added up in one order.
+//! The gradient of a convolution's weight. Every part of the windows has its own sums, which are added up in a fixed order.
 
 use std::cell::Cell;
 
-use crate::backend::cpu::conv::scratch::{MOST, with_scratch};
+use crate::backend::cpu::conv::scratch::{MAX_KEPT_ELEMENTS, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
-use crate::backend::cpu::conv::steps::Element;
-use crate::backend::cpu::conv::{Conv, PRODUCT, SLABS, SLACK, WINDOWS, even, floats, slab};
+use crate::backend::cpu::conv::steps::StepElement;
+use crate::backend::cpu::conv::{
+    Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, as_floats, even_size, slab,
+};
 use crate::backend::cpu::convert::store_tile;
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::alone::{Left, Right};
+use crate::device::cpu::gemm::serial::{Left, Right};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Result, Tensor};
 
-/// Steps of a product of which the right matrix stays in the first-level cache.
-const STEPS: usize = 256;
-/// Rows of a weight's gradient that are summed up together.
-const LANES: usize = 16;
+/// The number of steps of a product for which the right matrix stays in the L1 cache.
+const PANEL_STEPS: usize = 256;
+/// The number of rows of the weight's gradient that are summed together.
+const SUMMED_ROWS: usize = 16;
 
 thread_local! {
-    /// All sums, kept so that their pages stay.
+    /// The sums of all parts, kept so that their pages stay mapped.
     static SUMS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 impl Conv {
-    /// Every window times the elements that it sees, summed over all windows: of the weight's shape. Into `out` where that is given,
-    /// contiguous. `windows` is contiguous.
-    pub(crate) fn weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-        match self.alone.of_step() {
-            f32::OF_STEP => self.gradient_from::<f32>(x, windows, out),
+    /// Computes the gradient of the weight: every window's gradient times the image elements that the window reads, summed over all windows. Writes
+    /// to `out` if given, which is contiguous. `windows` is contiguous.
+    pub(crate) fn sum_weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+        match self.alone.elements_per_step() {
+            f32::ELEMENTS_PER_STEP => self.gradient_from::<f32>(x, windows, out),
             _ => self.gradient_from::<u16>(x, windows, out),
         }
     }
 
-    /// That, from slabs of T.
-    fn gradient_from<T: Element>(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-        let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
+    /// [`sum_weight_gradient`](Self::sum_weight_gradient) from slabs of T.
+    fn gradient_from<T: StepElement>(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+        let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.kernel_len());
         let [kh, kw] = self.w.kernel;
         let out = match out {
             Some(out) => out,
-            None => Tensor::empty_like_shape([self.groups * self.outer, self.inner, kh, kw], dtype, x.device())?,
+            None => Tensor::empty_with_shape([self.groups * self.outer, self.inner, kh, kw], dtype, x.device())?,
         };
-        // Channels whose sums stay in the cache, and parts of the windows that have sums of their own.
-        let block = even(self.inner, SLABS / (taps * self.outer));
+        // A block is the channels whose sums stay in the cache. Each part of the windows has its own sums.
+        let block = even_size(self.inner, SLAB_ELEMENTS / (taps * self.outer));
         let blocks = self.inner.div_ceil(block);
         let parts = (2 * threads()).div_ceil(self.groups * blocks);
-        let share = self.share(self.images_per_job(), (PRODUCT / self.outer).max(WINDOWS), parts.div_ceil(self.n));
-        let units = self.n.div_ceil(share.images) * self.pieces(share);
+        let share = self.divide_windows(
+            self.images_per_job(),
+            (PRODUCT_ELEMENTS / self.outer).max(MIN_JOB_WINDOWS),
+            parts.div_ceil(self.n),
+        );
+        let units = self.n.div_ceil(share.images) * self.piece_count(share);
         let parts = parts.min(units);
         let of_block = self.outer * block * taps;
-        let channels = self.channels::<T>(share, block);
-        let panel = self.alone.columns();
+        let channels = self.slab_channels::<T>(share, block);
+        let panel = self.alone.tile_columns();
         with_host(&[&x.storage, &windows.storage], &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
-            let from = floats(dtype, reads[1]);
-            // The sums of a block: for each row of taps, channel and column of taps those of all windows' channels.
+            let from = as_floats(dtype, reads[1]);
+            // Computes the sums of a block: for each row of taps, channel and column of taps, the sums for all channels of the windows.
             let job = |i: usize, sums: &mut [f32]| {
                 let (range, rest) = (i / (self.groups * blocks), i % (self.groups * blocks));
                 let (group, first) = (rest / blocks, rest % blocks * block);
                 let last = self.inner.min(first + block);
                 let (begin, end) = (units * range / parts, units * (range + 1) / parts);
                 for unit in begin..end {
-                    let (image, piece) = (unit / self.pieces(share) * share.images, unit % self.pieces(share));
-                    let part = self.part(share, image, piece);
-                    let (count, of_image) = (part.count(), part.of_image());
-                    let of_panel = self.alone.room(panel, count);
-                    // Where the last step of an image would have the first window of the next, images are copied behind one another.
-                    let apart = of_image % T::OF_STEP > 0 && part.images.len() > 1;
+                    let (image, piece) =
+                        (unit / self.piece_count(share) * share.images, unit % self.piece_count(share));
+                    let part = self.window_part(share, image, piece);
+                    let (count, of_image) = (part.count(), part.windows_per_image());
+                    let of_panel = self.alone.packed_len(panel, count);
+                    // If the last step of an image would include the first window of the next, the images are copied into one sequence.
+                    let apart = of_image % T::ELEMENTS_PER_STEP > 0 && part.images.len() > 1;
                     let rooms = [
-                        kw * channels * slab::slab_stride::<T>(&self.w, &part) + SLACK,
+                        kw * channels * slab::slab_stride::<T>(&self.w, &part) + READ_SLACK,
                         self.outer.div_ceil(panel) * of_panel,
-                        slab::room(&self.w, &part),
+                        slab::line_buffer_len(&self.w, &part),
                         channels * kw,
                         if apart { self.outer * count } else { 0 },
                     ];
@@ -79,7 +86,8 @@ impl Conv {
                         let copy: &mut [u16] = bytemuck::cast_slice_mut(copy);
                         let place = |image: usize, o: usize| {
                             let channel = (image * self.groups + group) * self.outer + o;
-                            let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
+                            let at =
+                                channel * self.window_count() + part.rows.start * self.w.grid[1] + part.columns.start;
                             windows.layout.offset + at
                         };
                         if apart {
@@ -91,13 +99,19 @@ impl Conv {
                         for (p, panels) in panels.chunks_exact_mut(of_panel).enumerate() {
                             let n = panel.min(self.outer - p * panel);
                             if apart {
-                                let copied = floats(dtype, bytemuck::cast_slice(copy));
-                                self.alone.lay_out(copied, (p * panel * count, count), (n, count), panels);
+                                let copied = as_floats(dtype, bytemuck::cast_slice(copy));
+                                self.alone.pack_columns(copied, (p * panel * count, count), (n, count), panels);
                                 continue;
                             }
                             for (j, image) in part.images.clone().enumerate() {
-                                let to = &mut panels[j * of_image / T::OF_STEP * self.alone.whole(n)..];
-                                self.alone.lay_out(from, (place(image, p * panel), self.plane()), (n, of_image), to);
+                                let to =
+                                    &mut panels[j * of_image / T::ELEMENTS_PER_STEP * self.alone.padded_width(n)..];
+                                self.alone.pack_columns(
+                                    from,
+                                    (place(image, p * panel), self.window_count()),
+                                    (n, of_image),
+                                    to,
+                                );
                             }
                         }
                         let from = Slabs::new(&self.w, x, part, table);
@@ -109,8 +123,8 @@ impl Conv {
                             });
                             for (p, panels) in panels.chunks_exact(of_panel).enumerate() {
                                 let n = panel.min(self.outer - p * panel);
-                                let stride = self.alone.whole(n);
-                                // Steps of which a panel stays in the first-level cache.
+                                let stride = self.alone.padded_width(n);
+                                // Multiplies at most `PANEL_STEPS` steps at a time, so that a panel stays in the L1 cache.
                                 let mut multiply = |row: usize, left: Left, begun: usize, steps: usize| {
                                     let right = Right { data: &panels[begun * stride..], stride, times: 1, jump: 0 };
                                     let at = (row * block + c - first) * kw * self.outer + p * panel;
@@ -118,15 +132,20 @@ impl Conv {
                                     let size = (some.len() * kw, n, steps);
                                     self.alone.multiply(size, left, right, to, unit > begin || begun > 0);
                                 };
-                                let whole = count / T::OF_STEP;
-                                for begun in (0..whole).step_by(STEPS) {
+                                let whole = count / T::ELEMENTS_PER_STEP;
+                                for begun in (0..whole).step_by(PANEL_STEPS) {
                                     for row in 0..kh {
-                                        let data = &slabs[row * from.jump + begun * T::OF_STEP..];
-                                        multiply(row, T::rows(data, from.stride), begun, STEPS.min(whole - begun));
+                                        let data = &slabs[row * from.jump + begun * T::ELEMENTS_PER_STEP..];
+                                        multiply(
+                                            row,
+                                            T::rows(data, from.stride),
+                                            begun,
+                                            PANEL_STEPS.min(whole - begun),
+                                        );
                                     }
                                 }
-                                // A window that is left over has no neighbour, not even one that is multiplied by zero.
-                                for row in 0..if count > whole * T::OF_STEP { kh } else { 0 } {
+                                // A last window without a neighbour is multiplied alone: even a zero in its place could produce NaN.
+                                for row in 0..if count > whole * T::ELEMENTS_PER_STEP { kh } else { 0 } {
                                     let last = slabs[row * from.jump + count - 1..].iter().step_by(from.stride);
                                     rests.iter_mut().zip(last).for_each(|(to, x)| *to = x.step());
                                     multiply(row, Left::Rows { data: rests, stride: 1 }, whole, 1);
@@ -144,26 +163,26 @@ impl Conv {
                     sums = vec![0.0; parts * of_part];
                 }
                 let used = &mut sums[..parts * of_part];
-                if self.is_small() {
+                if self.is_serial() {
                     used.chunks_exact_mut(of_block).enumerate().for_each(|(i, sums)| job(i, sums));
                 } else {
                     parallel::for_each_chunk(used, of_block, job);
                 }
                 let used = &*used;
-                // Some of the windows' channels at a time: rows of the weight.
+                // Sums some channels of the windows at a time, which are rows of the weight.
                 let piece = |i: usize, to: &mut [u8]| {
-                    with_scratch([LANES * self.inner * taps], |[values], _| {
-                        let (first, count) = (i * LANES, to.len() / (self.inner * taps * size));
+                    with_scratch([SUMMED_ROWS * self.inner * taps], |[values], _| {
+                        let (first, count) = (i * SUMMED_ROWS, to.len() / (self.inner * taps * size));
                         for row in 0..self.inner * taps {
                             let (c, tap) = (row / taps, row % taps);
                             let place = (tap / kw * block + c % block) * kw + tap % kw;
-                            // The channels of several groups may be next to one another.
+                            // A piece may span the channels of several groups.
                             let mut lane = 0;
                             while lane < count {
                                 let (group, o) = ((first + lane) / self.outer, (first + lane) % self.outer);
                                 let some = (self.outer - o).min(count - lane);
                                 let at = (group * blocks + c / block) * of_block + place * self.outer + o;
-                                let mut total = [0f32; LANES];
+                                let mut total = [0f32; SUMMED_ROWS];
                                 for part in used.chunks_exact(of_part) {
                                     total.iter_mut().zip(&part[at..at + some]).for_each(|(y, x)| *y += x);
                                 }
@@ -177,12 +196,12 @@ impl Conv {
                     });
                 };
                 let out_bytes = &mut writes[0][out.layout.offset * size..][..out.numel() * size];
-                let of_piece = LANES * self.inner * taps * size;
+                let of_piece = SUMMED_ROWS * self.inner * taps * size;
                 match out_bytes.len() <= 1 << 14 {
                     true => out_bytes.chunks_mut(of_piece).enumerate().for_each(|(i, to)| piece(i, to)),
                     false => parallel::for_each_chunk(out_bytes, of_piece, piece),
                 }
-                if sums.len() <= MOST {
+                if sums.len() <= MAX_KEPT_ELEMENTS {
                     kept.set(sums);
                 }
             });

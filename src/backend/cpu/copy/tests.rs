@@ -1,13 +1,13 @@
-//! Copies, conversions and formulas from and to views of every kind, against plain loops over the elements.
+//! Copies, conversions and formulas between views of every kind, compared with plain loops over the elements.
 
 use crate::{DType, Device, Expr, PadMode, Result, Tensor};
 
-/// A view of some storage: its first element, and the size and stride of each dimension.
+/// A view of a storage: the offset of its first element, and the size and stride of each dim.
 #[derive(Clone, Debug)]
 struct View(usize, Vec<(usize, isize)>);
 
 impl View {
-    /// Where its elements are, in row-major order.
+    /// The storage index of each element, in row-major order.
     fn places(&self) -> Vec<usize> {
         self.1.iter().fold(vec![self.0], |places, &(n, stride)| {
             places.iter().flat_map(|&p| (0..n as isize).map(move |i| p.wrapping_add_signed(i * stride))).collect()
@@ -23,7 +23,7 @@ impl View {
     }
 }
 
-/// Numbers that every dtype but bool holds; bool has the lowest bit.
+/// Numbers that every dtype can hold; for bool, their lowest bit.
 fn number(i: usize, seed: usize) -> f64 {
     ((i * 31 + seed) % 120) as f64
 }
@@ -41,7 +41,7 @@ fn values(t: &Tensor) -> Result<Vec<f64>> {
     t.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Views of the same shape, `rows` x `columns`, whose elements do not overlap, in less than `room` elements.
+/// Views with `rows` x `columns` elements that do not overlap themselves, and the storage size that all of them need.
 fn views(rows: usize, columns: usize) -> (usize, Vec<View>) {
     let (r, c) = (rows as isize, columns as isize);
     let room = 3 * (rows + 2) * (columns + 9);
@@ -86,13 +86,13 @@ const SHAPES: [(usize, usize); 16] = [
 ];
 
 #[test]
-fn between_views_of_every_kind() -> Result<()> {
+fn copies_between_views_of_every_kind() -> Result<()> {
     for (rows, columns) in SHAPES {
         let (room, views) = views(rows, columns);
         let n = views.len();
         for i in 0..n * n {
             let (from, to) = (&views[i / n], &views[i % n]);
-            // dtypes by turns, of one size and of others
+            // The dtypes vary from view to view: pairs of the same size and of different sizes.
             let dtypes = [(0, 0), (1, 1), (5, 5), (3, 3), (0, 1), (1, 0), (2, 0), (0, 4), (4, 6), (8, 8), (1, 2)];
             let (a, b) = dtypes[(i + i / n) % dtypes.len()];
             let (a, b) = (DType::ALL[a % DType::ALL.len()], DType::ALL[b % DType::ALL.len()]);
@@ -119,7 +119,7 @@ fn formulas_of_views_into_views() -> Result<()> {
                 let other = &views[(i + 2 * k + 1) % views.len()];
                 let row = whole(columns, 5, dtype)?;
                 let (xs, ys) = (values(&x)?, values(&y)?);
-                // new, in place of one operand, and both results of one launch
+                // A new result, in place of one operand, and two results of one launch.
                 let sum = values(&from.of(&x).sub(&other.of(&y))?)?;
                 let places = || from.places().into_iter().zip(other.places());
                 assert!(sum.iter().zip(places()).all(|(&s, (f, o))| s == xs[f] - ys[o]), "{dtype} {from:?} {other:?}");
@@ -207,7 +207,7 @@ fn broadcast_and_large_copies() -> Result<()> {
     assert!((0..all.len()).all(|i| f64::from(all[i]) == want(i)));
     let joined = Tensor::cat(&[&wide, &row.reshape([1, columns])?.expand([rows, columns])?], 1)?.to_vec::<f32>()?;
     assert!((0..joined.len()).all(|i| f64::from(joined[i]) == number(i % columns, 1)));
-    // from the end on
+    // A reversed row.
     let back = View(columns - 1, vec![(2, 0), (columns, -1)]).of(&row).contiguous()?.to_vec::<f32>()?;
     assert!((0..back.len()).all(|i| f64::from(back[i]) == number(columns - 1 - i % columns, 1)));
     let column = whole(300, 1, DType::F16)?.reshape([300, 1])?.expand([300, 70])?.contiguous()?;
@@ -215,9 +215,9 @@ fn broadcast_and_large_copies() -> Result<()> {
     Ok(())
 }
 
-/// Rows of a transposed copy that are shorter than a block, of every size of element, with runs of columns, and streamed.
+/// Transposed copies whose rows are shorter than a block: every element size, runs of columns, and copies stored past the cache.
 #[test]
-fn transposed_to_short_rows() -> Result<()> {
+fn transposed_copies_with_short_rows() -> Result<()> {
     for (dtype, shape) in [
         (DType::U8, [3, 40, 2, 300]),
         (DType::F16, [3, 9, 5, 301]),

@@ -1,16 +1,16 @@
-//! What a job makes: windows of images, images of windows, gradients of weights.
+//! The jobs of a depthwise convolution: windows from images, images from windows, and gradients of the weight.
 
 use pulp::{Simd, WithSimd};
 
-use crate::backend::cpu::depthwise::planes::{Made, PlanePart, Planes};
-use crate::backend::cpu::depthwise::vectors::{Real, channel_block, correlate, dots, lanes, weave};
-use crate::backend::cpu::depthwise::{Depthwise, SLACK, SLICE, are_finite};
+use crate::backend::cpu::depthwise::planes::{JobOutput, PlanePart, Planes};
+use crate::backend::cpu::depthwise::vectors::{VectorFloat, channel_block, correlate, dots, interleave, lanes};
+use crate::backend::cpu::depthwise::{Depthwise, READ_SLACK, SLICE_WINDOWS, are_finite};
 use crate::backend::cpu::vectorised::vectorised;
 
 vectorised! {
-    /// Windows of images, from element `first` of each channel on.
-    pub(crate) fn windows<'a, C: Real>(
-        simd: S, d: &'a Depthwise, x: Planes<'a, C>, weights: &'a [C], starts: &'a [C], first: usize, made: Made<'a, C>
+    /// Computes windows from images, from element `first` of each channel on.
+    pub(crate) fn windows<'a, C: VectorFloat>(
+        simd: S, d: &'a Depthwise, x: Planes<'a, C>, weights: &'a [C], starts: &'a [C], first: usize, made: JobOutput<'a, C>
     ) {
         let mut made = made;
         let (outer, taps, grid) = (d.outer, d.inner * d.taps(), d.w.grid);
@@ -39,39 +39,39 @@ vectorised! {
     }
 }
 
-/// What the elements of a phase of images are sums of.
+/// The taps that contribute to one phase of the images.
 pub(crate) struct Phase<C> {
-    /// Of each tap that reads it, how far on from the window's place.
+    /// For each tap that reads the phase, its offset from the window's position.
     pub(crate) shifts: Vec<[usize; 2]>,
     pub(crate) weights: Vec<C>,
 }
 
-/// Images of windows, from element `first` of each channel on.
-pub(crate) struct OfImages<'a, C> {
+/// Computes images from windows, from element `first` of each channel on.
+pub(crate) struct ImagesJob<'a, C> {
     pub(crate) d: &'a Depthwise,
     pub(crate) y: Planes<'a, C>,
     pub(crate) phases: &'a [Phase<C>],
-    /// Of each group, whether its weights are finite.
+    /// For each group, whether all its weights are finite.
     pub(crate) finite: &'a [bool],
     pub(crate) starts: &'a [C],
     pub(crate) first: usize,
-    pub(crate) made: Made<'a, C>,
+    pub(crate) made: JobOutput<'a, C>,
 }
 
-impl<C: Real> OfImages<'_, C> {
-    /// The elements of phases that a part covers: the first one and how many.
+impl<C: VectorFloat> ImagesJob<'_, C> {
+    /// The range of phase elements that a part covers: starts and sizes.
     fn span(&self, part: &PlanePart) -> [[usize; 2]; 2] {
         let [rows, columns] = [0, 1].map(|d| self.d.along[d].span(part.first[d], part.size[d]));
         [[rows.0, columns.0], [rows.1, columns.1]]
     }
 
-    /// The windows that meet these elements: each channel of the group with as much before as taps reach.
+    /// Copies the windows that contribute to these elements: each channel of the group, preceded by as many elements as taps reach.
     #[inline(always)]
     fn load_windows(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
         let (d, [high, pitch]) = (self.d, self.d.phase_size(size));
         if is_new {
             to.clear();
-            to.resize(d.outer * high * pitch + SLACK, C::from_i32(0));
+            to.resize(d.outer * high * pitch + READ_SLACK, C::from_i32(0));
         }
         for (channel, to) in (group * d.outer..(group + 1) * d.outer).zip(to.chunks_exact_mut(high * pitch)) {
             let first = [0, 1].map(|i| first[i] as isize - d.along[i].reach as isize);
@@ -79,8 +79,15 @@ impl<C: Real> OfImages<'_, C> {
         }
     }
 
-    /// The sums of a phase once more, in which weights that are not finite meet no padding.
-    fn exactly(&self, phase: &Phase<C>, group: usize, [first, size]: [[usize; 2]; 2], windows: &[C], sums: &mut [C]) {
+    /// Recomputes the sums of a phase without padding, because a weight that is not finite times 0 would give NaN.
+    fn sum_without_padding(
+        &self,
+        phase: &Phase<C>,
+        group: usize,
+        [first, size]: [[usize; 2]; 2],
+        windows: &[C],
+        sums: &mut [C],
+    ) {
         let d = self.d;
         let (len, [high, pitch]) = (sums.len() / d.inner, d.phase_size(size));
         let k = d.outer * phase.shifts.len();
@@ -111,7 +118,7 @@ impl<C: Real> OfImages<'_, C> {
     }
 }
 
-impl<C: Real> WithSimd for OfImages<'_, C> {
+impl<C: VectorFloat> WithSimd for ImagesJob<'_, C> {
     type Output = ();
 
     #[inline(always)]
@@ -132,13 +139,13 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
                 last = [part.first, part.size];
                 sums.resize(d.phases() * inner * len, zero);
                 line.resize(part.size[1], zero);
-                // Where the sums of each row begin, in the first phase of columns and the first channel, if any tap reads it.
+                // The start of each row's sums, in the first phase of columns and the first channel; None if no tap reads the row.
                 lines.clear();
                 lines.extend((part.first[0] + rows.padding..).take(part.size[0]).map(|at| {
                     let phase = rows.phases.iter().position(|&phase| phase == at % rows.stride)?;
                     Some(phase * columns.phases.len() * inner * len + (at / rows.stride - first[0]) * pitch)
                 }));
-                // Of each phase of columns the first element in a row, and its place among the sums.
+                // For each phase of columns, its first element in a row, and the position of that element in the sums.
                 let from = part.first[1] + columns.padding;
                 skips.clear();
                 skips.extend(columns.phases.iter().map(|phase| {
@@ -160,14 +167,14 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
                         let weights = &phase.weights[group * inner * offsets.len()..][..inner * offsets.len()];
                         correlate(simd, (sums, len), (&windows, &offsets), (weights, starts));
                     }
-                    false => self.exactly(phase, group, span, &windows, sums),
+                    false => self.sum_without_padding(phase, group, span, &windows, sums),
                 }
             }
             for (channel, &start) in starts.iter().enumerate() {
                 let plane = (part.plane * inner + channel) * image[0] * image[1];
                 for (row, at) in (part.first[0]..).zip(&lines) {
                     let to = plane + row * image[1] + part.first[1] - self.first * inner;
-                    // The row of a phase of columns from its first element in the line on.
+                    // A row of a phase of columns, from its first element in the line on.
                     let of = |column: usize| Some(&sums[(*at)? + (column * inner + channel) * len + skips[column].1..]);
                     if let (1, Some(sums)) = (columns.stride, of(0)) {
                         self.made.store(to, &sums[..part.size[1]]);
@@ -175,7 +182,7 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
                     }
                     match (columns.stride, &skips[..], of(0), of(columns.phases.len() - 1)) {
                         (2, [(0, _), _], Some(even), Some(odd)) | (2, [_, (0, _)], Some(odd), Some(even)) => {
-                            weave(&mut line, even, odd);
+                            interleave(&mut line, even, odd);
                         }
                         _ => {
                             line.fill(start);
@@ -193,8 +200,8 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
 }
 
 vectorised! {
-    /// Sums of products of images and windows, for each group and slice, from the `first` of these on.
-    pub(crate) fn weight<'a, C: Real>(
+    /// Sums products of images and windows for each pair of group and slice, from the `first` pair on.
+    pub(crate) fn weight<'a, C: VectorFloat>(
         simd: S, d: &'a Depthwise, x: Planes<'a, C>, y: Planes<'a, C>, slices: usize, first: usize, sums: &'a mut [C]
     ) {
         let (zero, lanes, count) = (C::from_i32(0), lanes::<C, S>(), d.n * d.w.grid[0] * d.w.grid[1]);
@@ -203,7 +210,7 @@ vectorised! {
         let mut products = vec![zero; d.outer * taps];
         for (i, sums) in (first..).zip(sums.chunks_exact_mut(d.outer * taps)) {
             let (group, slice) = (i / slices, i % slices);
-            for part in d.parts(d.w.grid, slice * SLICE..count.min((slice + 1) * SLICE)) {
+            for part in d.parts(d.w.grid, slice * SLICE_WINDOWS..count.min((slice + 1) * SLICE_WINDOWS)) {
                 let (n, is_new) = (part.plane, last != [part.first, part.size]);
                 d.load_phases(&x, [n, group], &part, is_new, &mut phases);
                 let [high, wide] = part.size;
@@ -215,7 +222,7 @@ vectorised! {
                     with.clear();
                     with.resize(d.outer * len, zero);
                 }
-                // What lies between rows and behind them is 0: it meets what is no window's.
+                // The elements between rows and behind the last row are 0, because `dots` also multiplies image elements that belong to no window.
                 for (channel, with) in (group * d.outer..).zip(with.chunks_exact_mut(len)) {
                     let place = part.first.map(|first| first as isize);
                     y.copy([n, channel], place, [1, 1], (wide, pitch), &mut with[..high * pitch]);
@@ -223,7 +230,7 @@ vectorised! {
                 let count = ((high - 1) * pitch + wide).next_multiple_of(lanes);
                 dots(simd, (&with, len, count), (&phases, &offsets), &mut products);
                 if !are_finite(&products) {
-                    exactly(&with, [high, wide, pitch, len], &phases, &offsets, &mut products);
+                    dot_rows(&with, [high, wide, pitch, len], &phases, &offsets, &mut products);
                 }
                 sums.iter_mut().zip(&products).for_each(|(sum, x)| *sum = sum.add(*x));
             }
@@ -231,8 +238,8 @@ vectorised! {
     }
 }
 
-/// [`dots`] of rows alone: where something is not finite, 0 times what lies between them is not 0.
-fn exactly<C: Real>(
+/// [`dots`] over the rows only: if an element is not finite, its product with the zeros between rows would not be 0.
+fn dot_rows<C: VectorFloat>(
     with: &[C],
     [high, wide, pitch, len]: [usize; 4],
     phases: &[C],

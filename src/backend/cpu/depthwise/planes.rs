@@ -1,10 +1,10 @@
-//! Planes in memory: parts of them are copied, computed, and stored.
+//! Copying, computing and storing parts of planes.
 
 use std::ops::Range;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::depthwise::vectors::{Real, copy_row, pick, unweave};
-use crate::backend::problem::windows::four;
+use crate::backend::cpu::depthwise::vectors::{VectorFloat, copy_row, copy_strided, deinterleave};
+use crate::backend::problem::windows::sizes_4d;
 use crate::{DType, Tensor};
 
 /// Planes in memory, `[N, C, rows, columns]`.
@@ -12,18 +12,18 @@ use crate::{DType, Tensor};
 pub(crate) struct Planes<'a, C> {
     t: &'a Tensor,
     bytes: &'a [u8],
-    /// The storage's elements, if they can be read as they are.
+    /// The storage's elements, if they have the compute type; else empty.
     elements: &'a [C],
 }
 
-impl<'a, C: Real> Planes<'a, C> {
+impl<'a, C: VectorFloat> Planes<'a, C> {
     pub(crate) fn new(t: &'a Tensor, bytes: &'a [u8]) -> Planes<'a, C> {
         let elements = if t.dtype == C::COMPUTE.dtype() { bytemuck::cast_slice(bytes) } else { &[] };
         Planes { t, bytes, elements }
     }
 
-    /// Every `step`th element of a plane from `first` on, `width` in each row of `pitch`, of as many rows as `to` has; where the
-    /// plane has none, `to` is left as it is.
+    /// Copies every `step`th element of a plane from `first` on: `width` elements into each row of `pitch` elements, until `to` ends. Elements
+    /// outside the plane leave `to` unchanged.
     #[inline(always)]
     pub(crate) fn copy(
         &self,
@@ -34,7 +34,7 @@ impl<'a, C: Real> Planes<'a, C> {
         to: &mut [C],
     ) {
         let ([top, bottom], [left, right]) =
-            (self.inside(0, first[0], step[0], to.len() / pitch), self.inside(1, first[1], step[1], width));
+            (self.inside_range(0, first[0], step[0], to.len() / pitch), self.inside_range(1, first[1], step[1], width));
         if left >= right {
             return;
         }
@@ -44,15 +44,15 @@ impl<'a, C: Real> Planes<'a, C> {
             let start = start + (row * step[0]) as isize * s[2];
             let to = &mut to[row * pitch + left..row * pitch + right];
             match self.in_place() {
-                true => pick(to, &self.elements[start as usize..], step[1]),
+                true => copy_strided(to, &self.elements[start as usize..], step[1]),
                 false => load_tile(self.t.dtype, self.bytes, start as usize, s[3] * step[1] as isize, to),
             }
         }
     }
 
-    /// [`copy`](Self::copy) of every other column to `even`, and of those between them to `odd`, in rows of `pitch`.
+    /// Like [`copy`](Self::copy), with even columns into `even` and odd columns into `odd`, in rows of `pitch` elements.
     #[inline(always)]
-    pub(crate) fn copy_by_turns(
+    pub(crate) fn copy_even_odd(
         &self,
         plane: [usize; 2],
         first: [isize; 2],
@@ -65,7 +65,7 @@ impl<'a, C: Real> Planes<'a, C> {
             return self.copy(plane, [first[0], first[1] + 1], [step, 2], (pitch, pitch), odd);
         }
         let ([top, bottom], [left, right]) =
-            (self.inside(0, first[0], step, even.len() / pitch), self.inside(1, first[1], 1, 2 * pitch));
+            (self.inside_range(0, first[0], step, even.len() / pitch), self.inside_range(1, first[1], 1, 2 * pitch));
         if left >= right {
             return;
         }
@@ -81,16 +81,16 @@ impl<'a, C: Real> Planes<'a, C> {
             if let Some(&last) = from.get(2 * pairs) {
                 even[first + pairs] = last;
             }
-            unweave(&mut even[first..first + pairs], &mut odd[first..first + pairs], &from[..2 * pairs]);
+            deinterleave(&mut even[first..first + pairs], &mut odd[first..first + pairs], &from[..2 * pairs]);
         }
     }
 
-    /// Which of `count` elements, `step` apart from `first` on, the plane has in direction `d`.
+    /// The range of those among `count` elements, `step` apart from `first` on, that are inside the plane along dim `d`.
     #[inline(always)]
-    fn inside(&self, d: usize, first: isize, step: usize, count: usize) -> [usize; 2] {
-        // A division takes as long as a short row.
+    fn inside_range(&self, d: usize, first: isize, step: usize, count: usize) -> [usize; 2] {
+        // Avoids a division, which takes as long as a short row.
         let steps = |n: usize| if step == 1 { n } else { n.div_ceil(step) };
-        [-first, four(self.t)[2 + d] as isize - first].map(|end| steps(end.max(0) as usize).min(count))
+        [-first, sizes_4d(self.t)[2 + d] as isize - first].map(|end| steps(end.max(0) as usize).min(count))
     }
 
     fn in_place(&self) -> bool {
@@ -103,50 +103,50 @@ impl<'a, C: Real> Planes<'a, C> {
     }
 }
 
-/// What a job makes.
-pub(crate) enum Made<'a, C> {
+/// The memory for a job's results: elements of the compute type, or bytes to convert to.
+pub(crate) enum JobOutput<'a, C> {
     Elements(&'a mut [C]),
     Bytes(&'a mut [u8], DType),
 }
 
-impl<'a, C: Real> Made<'a, C> {
-    pub(crate) fn new(dtype: DType, bytes: &'a mut [u8]) -> Made<'a, C> {
+impl<'a, C: VectorFloat> JobOutput<'a, C> {
+    pub(crate) fn new(dtype: DType, bytes: &'a mut [u8]) -> JobOutput<'a, C> {
         match dtype == C::COMPUTE.dtype() {
-            true => Made::Elements(bytemuck::cast_slice_mut(bytes)),
-            false => Made::Bytes(bytes, dtype),
+            true => JobOutput::Elements(bytemuck::cast_slice_mut(bytes)),
+            false => JobOutput::Bytes(bytes, dtype),
         }
     }
 
-    /// Elements.
+    /// The number of elements.
     pub(crate) fn len(&self) -> usize {
         match self {
-            Made::Elements(to) => to.len(),
-            Made::Bytes(to, dtype) => to.len() / dtype.size(),
+            JobOutput::Elements(to) => to.len(),
+            JobOutput::Bytes(to, dtype) => to.len() / dtype.size(),
         }
     }
 
     #[inline(always)]
     pub(crate) fn store(&mut self, at: usize, row: &[C]) {
         match self {
-            Made::Elements(to) => copy_row(&mut to[at..at + row.len()], row),
-            Made::Bytes(to, dtype) => store_tile(*dtype, row, to, at, 1),
+            JobOutput::Elements(to) => copy_row(&mut to[at..at + row.len()], row),
+            JobOutput::Bytes(to, dtype) => store_tile(*dtype, row, to, at, 1),
         }
     }
 }
 
-/// A part of a plane: some of its rows, or of the elements of one.
+/// A part of a plane: some of its rows, or some elements of one row.
 pub(crate) struct PlanePart {
     pub(crate) plane: usize,
     pub(crate) first: [usize; 2],
     pub(crate) size: [usize; 2],
 }
 
-/// The parts that elements of planes of these rows and columns, one plane after another, are made of.
+/// Divides a range of elements, over all planes in turn, into parts.
 pub(crate) struct PlaneParts {
     dims: [usize; 2],
-    /// Rows and columns that a part has at most.
+    /// The most rows and columns in a part.
     pub(crate) most: [usize; 2],
-    /// Where the next one begins, and how many elements are left.
+    /// The plane and position of the next part, and the number of elements left.
     plane: usize,
     first: [usize; 2],
     left: usize,

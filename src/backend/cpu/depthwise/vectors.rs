@@ -1,12 +1,12 @@
-//! Sums of shifted stretches, and products of stretches with shifted ones, in vector registers: several results of several
-//! channels at a time, so that what is read once is multiplied as often as there are channels.
+//! Weighted sums of shifted slices, and dot products of slices with shifted slices, in vector registers. Several channels are computed at a
+//! time, so that each loaded vector is multiplied once for every channel.
 
 use pulp::Simd;
 
 use crate::backend::cpu::scalar::Number;
 
-/// A type with vectors.
-pub(crate) trait Real: Number {
+/// A float type with vectors.
+pub(crate) trait VectorFloat: Number {
     type V<S: Simd>: Copy;
 
     fn splat<S: Simd>(simd: S, x: Self) -> Self::V<S>;
@@ -18,7 +18,7 @@ pub(crate) trait Real: Number {
 
 macro_rules! real {
     ($t:ident, $v:ident, $splat:ident, $vectors:ident, $vectors_mut:ident, $mul_add:ident, $sum:ident) => {
-        impl Real for $t {
+        impl VectorFloat for $t {
             type V<S: Simd> = S::$v;
 
             #[inline(always)]
@@ -48,12 +48,12 @@ macro_rules! real {
 real!(f32, f32s, splat_f32s, as_simd_f32s, as_mut_simd_f32s, mul_add_e_f32s, reduce_sum_f32s);
 real!(f64, f64s, splat_f64s, as_simd_f64s, as_mut_simd_f64s, mul_add_e_f64s, reduce_sum_f64s);
 
-/// Elements of a vector.
-pub(crate) const fn lanes<C: Real, S: Simd>() -> usize {
+/// The number of elements in a vector.
+pub(crate) const fn lanes<C: VectorFloat, S: Simd>() -> usize {
     size_of::<C::V<S>>() / size_of::<C>()
 }
 
-/// Of so many channels those that are computed together next.
+/// The number of channels to compute together, out of `channels` remaining ones.
 pub(crate) fn channel_block(channels: usize) -> usize {
     match channels {
         4.. => 4,
@@ -62,8 +62,8 @@ pub(crate) fn channel_block(channels: usize) -> usize {
     }
 }
 
-/// The weights of `channels` channels as [`correlate`] reads them: of those computed together one after another for each of `taps`.
-pub(crate) fn packed<C>(channels: usize, taps: usize, to: &mut Vec<C>, weight: impl Fn(usize, usize) -> C) {
+/// Packs weights for [`correlate`]: for each of `taps`, the weights of the channels that are computed together.
+pub(crate) fn pack_weights<C>(channels: usize, taps: usize, to: &mut Vec<C>, weight: impl Fn(usize, usize) -> C) {
     let mut first = 0;
     while first < channels {
         let now = first..first + channel_block(channels - first);
@@ -72,10 +72,10 @@ pub(crate) fn packed<C>(channels: usize, taps: usize, to: &mut Vec<C>, weight: i
     }
 }
 
-/// Element i of each channel of `to`, of `len` elements, a multiple of [`lanes`]: the channel's start, and for every tap the
-/// channel's weight times element i of what `from` has from the tap's offset on.
+/// Computes element i of each channel of `to` as the channel's start plus, for every tap, the channel's weight times element i of `from` after
+/// the tap's offset. Channels have `len` elements, a multiple of [`lanes`].
 #[inline(always)]
-pub(crate) fn correlate<C: Real, S: Simd>(
+pub(crate) fn correlate<C: VectorFloat, S: Simd>(
     simd: S,
     (mut to, len): (&mut [C], usize),
     (from, offsets): (&[C], &[usize]),
@@ -87,17 +87,17 @@ pub(crate) fn correlate<C: Real, S: Simd>(
         let (weights_now, weights_rest) = weights.split_at(many * offsets.len());
         let (starts_now, starts_rest) = starts.split_at(many);
         match many {
-            4 => channels::<C, S, 4, 3>(simd, (now, len), (from, offsets), weights_now, starts_now),
-            2 => channels::<C, S, 2, 4>(simd, (now, len), (from, offsets), weights_now, starts_now),
-            _ => channels::<C, S, 1, 8>(simd, (now, len), (from, offsets), weights_now, starts_now),
+            4 => correlate_channels::<C, S, 4, 3>(simd, (now, len), (from, offsets), weights_now, starts_now),
+            2 => correlate_channels::<C, S, 2, 4>(simd, (now, len), (from, offsets), weights_now, starts_now),
+            _ => correlate_channels::<C, S, 1, 8>(simd, (now, len), (from, offsets), weights_now, starts_now),
         }
         (to, weights, starts) = (rest, weights_rest, starts_rest);
     }
 }
 
-/// `M` channels, `N` vectors of each at a time.
+/// Computes `M` channels, `N` vectors of each at a time.
 #[inline(always)]
-fn channels<C: Real, S: Simd, const M: usize, const N: usize>(
+fn correlate_channels<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     simd: S,
     (to, len): (&mut [C], usize),
     (from, offsets): (&[C], &[usize]),
@@ -108,17 +108,17 @@ fn channels<C: Real, S: Simd, const M: usize, const N: usize>(
     let starts: [C; M] = std::array::from_fn(|m| starts[m]);
     let mut at = 0;
     while at + N * lanes <= len {
-        block::<C, S, M, N>(simd, &mut to[at..], len, (&from[at..], offsets), weights, starts);
+        correlate_block::<C, S, M, N>(simd, &mut to[at..], len, (&from[at..], offsets), weights, starts);
         at += N * lanes;
     }
     while at + lanes <= len {
-        block::<C, S, M, 1>(simd, &mut to[at..], len, (&from[at..], offsets), weights, starts);
+        correlate_block::<C, S, M, 1>(simd, &mut to[at..], len, (&from[at..], offsets), weights, starts);
         at += lanes;
     }
 }
 
 #[inline(always)]
-fn block<C: Real, S: Simd, const M: usize, const N: usize>(
+fn correlate_block<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     simd: S,
     to: &mut [C],
     len: usize,
@@ -143,10 +143,10 @@ fn block<C: Real, S: Simd, const M: usize, const N: usize>(
     }
 }
 
-/// For each channel and each tap the sum of products of the channel's first `count` elements, a multiple of [`lanes`], with those
-/// that `from` has from the tap's offset on. The channels of `with` are `len` elements apart.
+/// Computes, for each channel and tap, the dot product of the channel's first `count` elements, a multiple of [`lanes`], with the elements
+/// of `from` after the tap's offset. The channels of `with` are `len` elements apart.
 #[inline(always)]
-pub(crate) fn dots<C: Real, S: Simd>(
+pub(crate) fn dots<C: VectorFloat, S: Simd>(
     simd: S,
     (with, len, count): (&[C], usize, usize),
     (from, offsets): (&[C], &[usize]),
@@ -158,17 +158,17 @@ pub(crate) fn dots<C: Real, S: Simd>(
         let many = channel_block(sums.len() / taps);
         let (now, rest) = sums.split_at_mut(many * taps);
         match many {
-            4 => taps_of::<C, S, 4, 3>(simd, (with, len, count), (from, offsets), now),
-            2 => taps_of::<C, S, 2, 4>(simd, (with, len, count), (from, offsets), now),
-            _ => taps_of::<C, S, 1, 4>(simd, (with, len, count), (from, offsets), now),
+            4 => dot_taps::<C, S, 4, 3>(simd, (with, len, count), (from, offsets), now),
+            2 => dot_taps::<C, S, 2, 4>(simd, (with, len, count), (from, offsets), now),
+            _ => dot_taps::<C, S, 1, 4>(simd, (with, len, count), (from, offsets), now),
         }
         (with, sums) = (&with[many * len..], rest);
     }
 }
 
-/// Of `M` channels, up to `N` taps at a time, as evenly as they come.
+/// Computes `M` channels, with up to `N` taps at a time, divided evenly.
 #[inline(always)]
-fn taps_of<C: Real, S: Simd, const M: usize, const N: usize>(
+fn dot_taps<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     simd: S,
     with: (&[C], usize, usize),
     (from, offsets): (&[C], &[usize]),
@@ -181,17 +181,17 @@ fn taps_of<C: Real, S: Simd, const M: usize, const N: usize>(
         let many = left.div_ceil(left.div_ceil(N));
         let (offsets, to) = (&offsets[first..first + many], &mut sums[first..]);
         match many {
-            4 => products::<C, S, M, 4>(simd, with, (from, offsets), to, all),
-            3 => products::<C, S, M, 3>(simd, with, (from, offsets), to, all),
-            2 => products::<C, S, M, 2>(simd, with, (from, offsets), to, all),
-            _ => products::<C, S, M, 1>(simd, with, (from, offsets), to, all),
+            4 => dot_block::<C, S, M, 4>(simd, with, (from, offsets), to, all),
+            3 => dot_block::<C, S, M, 3>(simd, with, (from, offsets), to, all),
+            2 => dot_block::<C, S, M, 2>(simd, with, (from, offsets), to, all),
+            _ => dot_block::<C, S, M, 1>(simd, with, (from, offsets), to, all),
         }
         first += many;
     }
 }
 
 #[inline(always)]
-fn products<C: Real, S: Simd, const M: usize, const N: usize>(
+fn dot_block<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     simd: S,
     (with, len, count): (&[C], usize, usize),
     (from, offsets): (&[C], &[usize]),
@@ -215,7 +215,7 @@ fn products<C: Real, S: Simd, const M: usize, const N: usize>(
     }
 }
 
-/// `to.copy_from_slice(from)` for rows, which are short: a call would take longer.
+/// `to.copy_from_slice(from)` for short rows, for which a call of `memcpy` would take longer.
 #[inline(always)]
 pub(crate) fn copy_row<C: Copy>(to: &mut [C], from: &[C]) {
     match to.len() {
@@ -226,7 +226,7 @@ pub(crate) fn copy_row<C: Copy>(to: &mut [C], from: &[C]) {
     }
 }
 
-/// `N` elements at a time, the last ones again: there have to be as many.
+/// Copies `N` elements at a time; the last copy may overlap. There are at least `N` elements.
 #[inline(always)]
 fn copy_parts<C: Copy, const N: usize>(to: &mut [C], from: &[C]) {
     let from = &from[..to.len()];
@@ -236,9 +236,9 @@ fn copy_parts<C: Copy, const N: usize>(to: &mut [C], from: &[C]) {
     }
 }
 
-/// Every `step`th element of `from`, which may end with the last one.
+/// Copies every `step`th element of `from`, which may end with the last one copied.
 #[inline(always)]
-pub(crate) fn pick<C: Copy>(to: &mut [C], from: &[C], step: usize) {
+pub(crate) fn copy_strided<C: Copy>(to: &mut [C], from: &[C], step: usize) {
     match step {
         1 => copy_row(to, &from[..to.len()]),
         2 if to.len() > 8 => {
@@ -246,7 +246,7 @@ pub(crate) fn pick<C: Copy>(to: &mut [C], from: &[C], step: usize) {
             for (to, from) in parts.iter_mut().zip(from.as_chunks::<16>().0) {
                 *to = std::array::from_fn(|i| from[2 * i]);
             }
-            // The last ones, some of them again.
+            // The last elements; some are copied again.
             if let (Some(to), Some(from)) = (to.last_chunk_mut::<8>(), from[..2 * all - 1].last_chunk::<16>()) {
                 *to = std::array::from_fn(|i| from[2 * i + 1]);
             }
@@ -255,9 +255,9 @@ pub(crate) fn pick<C: Copy>(to: &mut [C], from: &[C], step: usize) {
     }
 }
 
-/// Elements of `even` and `odd` by turns, as many as `to` has.
+/// Fills `to` with the elements of `even` and `odd` in turn.
 #[inline(always)]
-pub(crate) fn weave<C: Copy>(to: &mut [C], even: &[C], odd: &[C]) {
+pub(crate) fn interleave<C: Copy>(to: &mut [C], even: &[C], odd: &[C]) {
     let (pairs, last) = to.as_chunks_mut::<2>();
     let (parts, rest) = pairs.as_chunks_mut::<8>();
     let (evens, odds) = (even.as_chunks::<8>().0, odd.as_chunks::<8>().0);
@@ -269,14 +269,14 @@ pub(crate) fn weave<C: Copy>(to: &mut [C], even: &[C], odd: &[C]) {
     last.iter_mut().zip(&even[done + rest.len()..]).for_each(|(to, x)| *to = *x);
 }
 
-/// Elements of `from`, in pairs, to `even` and `odd` by turns.
+/// Distributes the elements of `from` to `even` and `odd` in turn.
 #[inline(always)]
-pub(crate) fn unweave<C: Copy>(even: &mut [C], odd: &mut [C], from: &[C]) {
+pub(crate) fn deinterleave<C: Copy>(even: &mut [C], odd: &mut [C], from: &[C]) {
     let parts = even.as_chunks_mut::<8>().0.iter_mut().zip(odd.as_chunks_mut::<8>().0);
     for ((even, odd), from) in parts.zip(from.as_chunks::<16>().0) {
         (*even, *odd) = (std::array::from_fn(|i| from[2 * i]), std::array::from_fn(|i| from[2 * i + 1]));
     }
-    // The last ones, some of them again.
+    // The last elements; some are copied again.
     match (even.last_chunk_mut::<8>(), odd.last_chunk_mut::<8>(), from.last_chunk::<16>()) {
         (Some(even), Some(odd), Some(from)) => {
             (*even, *odd) = (std::array::from_fn(|i| from[2 * i]), std::array::from_fn(|i| from[2 * i + 1]));

@@ -1,7 +1,7 @@
 use crate::backend::cpu::interpreter::*;
 use crate::ops::Expr;
 
-/// The formulas over columns of inputs, in tiles; results and whether an integer was divided by zero.
+/// Evaluates formulas over columns of inputs, tile by tile; returns the results and whether an integer was divided by zero.
 fn run<C: Number>(exprs: &[Expr], inputs: &[&[C]], scalars: &[Scalar], seeds: &[Seed]) -> (Vec<Vec<C>>, bool) {
     let program = Program::new(exprs);
     let len = inputs.first().map_or(1000, |x| x.len());
@@ -58,7 +58,7 @@ fn broadcast_operands_take_every_form() {
 }
 
 #[test]
-fn not_a_number_comes_through_max_and_min() {
+fn nan_propagates_through_max_and_min() {
     let (a, b) = (Expr::input(0), Expr::input(1));
     let nan = f32::NAN;
     let (outs, _) = run::<f32>(
@@ -127,12 +127,12 @@ fn large_angles() {
 }
 
 #[test]
-fn results_that_are_operands() {
+fn results_may_overwrite_operands() {
     let (w, g, m) = (Expr::input(0), Expr::input(1), Expr::input(2));
     let momentum = &m * 0.5 + &g;
     let two = |w: Expr, m: Expr| [w, m];
     let programs = [
-        // Updated where it is, from either side and by numbers; from a copy; the same twice; not by a single step.
+        // In place from either side and with numbers; through a copy; the same operand twice; not by a single step.
         two(&w - &momentum * 0.25, momentum.clone()),
         two(&g - &w, &g * &m),
         two(&w + 2.0, 3.0 - &m),
@@ -144,14 +144,14 @@ fn results_that_are_operands() {
     ];
     for exprs in &programs {
         let program = Program::new(exprs);
-        assert!(program.reads_before(2, 1), "{exprs:?}");
+        assert!(program.can_overwrite_input(2, 1), "{exprs:?}");
         for len in [1, 15, 16, 17, TILE - 1, TILE] {
             let column = |k: usize| -> Vec<f64> {
                 (0..len).map(|i| if i == 7 { f64::NAN } else { (i * 37 + k * 11) as f64 % 19.0 + 1.0 }).collect()
             };
             let [x, y, z] = [0, 1, 2].map(column);
             let (expected, _) = run(exprs, &[&x, &y, &z], &[], &[]);
-            let w_before = program.reads_before(0, 0);
+            let w_before = program.can_overwrite_input(0, 0);
             let (mut out0, mut out1) = (x.clone(), z);
             let inputs =
                 [if w_before { TileIn::Output(0) } else { TileIn::Slice(&x) }, TileIn::Slice(&y), TileIn::Output(1)];
@@ -165,11 +165,11 @@ fn results_that_are_operands() {
         }
     }
     let late = Program::new(&[&w + &g, (&w * &g).exp()]);
-    assert!(!late.reads_before(0, 0) && late.reads_before(0, 1));
+    assert!(!late.can_overwrite_input(0, 0) && late.can_overwrite_input(0, 1));
 }
 
 #[test]
-fn products_and_the_sums_they_are_part_of() {
+fn multiply_add_accepts_every_operand_form() {
     let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
     type Of = fn(f32, f32, f32) -> f32;
     let formulas: [(Expr, Of); 4] = [
@@ -188,7 +188,7 @@ fn products_and_the_sums_they_are_part_of() {
                 _ => (i * 7919 + k * 31) as f32 % 1.7 - 0.8,
             };
             let columns: [Vec<f32>; 3] = [0, 1, 2].map(|k| (0..len).map(|i| value(k, i)).collect());
-            // Each an element for each or a number, and none or one of them what the result held.
+            // Each operand is a slice or a number, and at most one is the old contents of the result.
             for form in 0..32 {
                 let (numbers, own) = (form % 8, form / 8);
                 let one = |k: usize| numbers >> k & 1 == 1 && own != k + 1;

@@ -1,15 +1,15 @@
 use crate::backend::cpu::map::*;
-use crate::backend::cpu::partition::TILES_A_JOB;
+use crate::backend::cpu::partition::MIN_TILES_PER_JOB;
 use crate::device::cpu::math;
 use crate::device::cpu::math::TwoStage;
-use crate::device::cpu::streaming::LARGE;
+use crate::device::cpu::streaming::STREAMING_MIN_BYTES;
 use crate::{Device, Expr};
 
 fn number(i: usize, seed: usize) -> f32 {
     (i * 7919 + seed) as f32 % 201.0 - 100.0
 }
 
-/// `number(i, seed)` for every i, in memory that starts in the middle of a vector.
+/// `number(i, seed)` for every i, in memory that is not aligned to vectors.
 fn tensor(n: usize, seed: usize) -> Tensor {
     let all: Vec<f32> = std::iter::once(f32::NAN).chain((0..n).map(|i| number(i, seed))).collect();
     Tensor::from_slice(&all, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
@@ -23,9 +23,21 @@ fn assert_is(t: Tensor, want: impl Fn(usize) -> f32, what: &str) {
 }
 
 #[test]
-fn rows_for_all_columns_and_numbers() {
-    for n in [1, 2, 63, 64, 65, 1000, TILE, TILE + 1, REPEATED / 2, REPEATED / 2 + 1, REPEATED + 1] {
-        let rows = 3 * TILES_A_JOB * TILE / n + 2;
+fn broadcast_rows_columns_and_scalars() {
+    for n in [
+        1,
+        2,
+        63,
+        64,
+        65,
+        1000,
+        TILE,
+        TILE + 1,
+        REPEATED_TILE_LEN / 2,
+        REPEATED_TILE_LEN / 2 + 1,
+        REPEATED_TILE_LEN + 1,
+    ] {
+        let rows = 3 * MIN_TILES_PER_JOB * TILE / n + 2;
         let (x, row) = (tensor(rows * n, 1).reshape([rows, n]).unwrap(), tensor(n, 2));
         let (column, one) = (tensor(rows, 3).reshape([rows, 1]).unwrap(), tensor(1, 4));
         let (each, at) = (|i| number(i, 1), |i: usize| number(i % n, 2));
@@ -57,12 +69,12 @@ fn rows_for_all_columns_and_numbers() {
 
 #[test]
 fn results_larger_than_the_cache() {
-    let n = LARGE / 4 + 1003;
+    let n = STREAMING_MIN_BYTES / 4 + 1003;
     let (x, y) = (tensor(n, 1), tensor(n, 2));
     assert_is(x.add(&y).unwrap(), |i| number(i, 1) + number(i, 2), "a sum");
     assert_is(x.relu().unwrap(), |i| number(i, 1).max(0.0), "one operand and a constant");
     assert_is(x.abs().unwrap(), |i| number(i, 1).abs(), "not computed past the cache");
-    assert_is(x.exp().unwrap(), |i| math::Exp::of(number(i, 1)), "a function, which does not go there");
+    assert_is(x.exp().unwrap(), |i| math::Exp::eval(number(i, 1)), "a function, which does not go there");
     let (rows, columns) = (n / 1000, 1000);
     let x = x.narrow(0, 0, rows * columns).unwrap().reshape([rows, columns]).unwrap();
     let row = y.narrow(0, 0, columns).unwrap();
@@ -70,8 +82,8 @@ fn results_larger_than_the_cache() {
 }
 
 #[test]
-fn larger_than_the_cache_in_place() {
-    let (rows, columns) = (LARGE / 4 / 1000 + 3, 1000);
+fn updates_in_place_larger_than_the_cache() {
+    let (rows, columns) = (STREAMING_MIN_BYTES / 4 / 1000 + 3, 1000);
     let x = tensor(rows * columns, 1).reshape([rows, columns]).unwrap().clone();
     let (column, wide) = (tensor(rows, 3).reshape([rows, 1]).unwrap(), tensor(rows * (columns + 5), 4));
     let part = wide.reshape([rows, columns + 5]).unwrap().narrow(1, 2, columns).unwrap();

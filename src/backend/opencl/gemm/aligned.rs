@@ -1,52 +1,55 @@
-//! Aligned copies of f16 and bf16 matrices whose rows are not aligned for tensor cores: for a large product a copy takes less time than a
-//! kernel without tensor cores loses.
+//! Aligned copies of f16 and bf16 matrices whose rows are not aligned for tensor cores. For a large product the copy takes less time
+//! than the loss from a kernel without tensor cores.
 
-use crate::backend::opencl::gemm::is_processor;
+use crate::backend::opencl::gemm::uses_cpu_kernels;
 use crate::backend::problem::gemm::Gemm;
 use crate::layout::Layout;
 use crate::{Result, Shape, Tensor};
 
-/// The smallest side and the fewest multiplications of a product whose matrices are copied.
-const LEAST_SIDE: usize = 64;
-const LEAST_WORK: usize = 1 << 28;
+/// The smallest m, n or k of a product whose matrices are copied.
+const MIN_SIDE_LEN: usize = 64;
+/// The minimum number of multiplications of a product whose matrices are copied.
+const MIN_MULTIPLICATIONS: usize = 1 << 28;
 
-/// The alignment that rows need, in bytes: that of the shortest asynchronous copy.
-const LOADED: usize = 4;
-/// The alignment of rows in a copy, in bytes: that of the longest asynchronous copy.
-const ALIGNMENT: usize = 16;
+/// The alignment in bytes that rows need, which is the size of the shortest asynchronous copy.
+const MIN_ROW_ALIGNMENT_BYTES: usize = 4;
+/// The alignment of rows in a copy in bytes, which is the size of the longest asynchronous copy.
+const COPY_ALIGNMENT_BYTES: usize = 16;
 
-/// The matrices of the product, of which at least one is a copy; None where both can be read as they are, or the product is too small.
-pub(super) fn copies(g: &Gemm, shape: &Shape) -> Result<Option<[Tensor; 2]>> {
+/// Returns the product's matrices, at least one of them copied. None if both can be loaded without a copy, or the product is too small.
+pub(super) fn aligned_copies(g: &Gemm, shape: &Shape) -> Result<Option<[Tensor; 2]>> {
     let size = g.a.dtype.size();
-    if size != 2 || g.b.dtype != g.a.dtype || is_loaded(&g.a.layout, size) && is_loaded(&g.b.layout, size) {
+    if size != 2 || g.b.dtype != g.a.dtype || has_aligned_rows(&g.a.layout, size) && has_aligned_rows(&g.b.layout, size)
+    {
         return Ok(None);
     }
     let ([.., m, n], [.., k]) = (shape.dims(), g.a.shape().dims()) else { return Ok(None) };
     let device = g.a.cl_device()?;
-    let is_large = (*m).min(*n).min(*k) >= LEAST_SIDE && m * n >= LEAST_WORK.div_ceil(*k);
+    let is_large = (*m).min(*n).min(*k) >= MIN_SIDE_LEN && m * n >= MIN_MULTIPLICATIONS.div_ceil(*k);
     let has_cores = || device.tensor_cores().local > 0;
     #[cfg(test)]
     let has_cores = || super::tests::PRETEND_GPU.get() || has_cores();
-    if !is_large || is_processor(device) || !has_cores() {
+    if !is_large || uses_cpu_kernels(device) || !has_cores() {
         return Ok(None);
     }
-    let copy = |t: &Tensor| if is_loaded(&t.layout, size) { Ok(t.detach()) } else { copy(t) };
+    let copy = |t: &Tensor| if has_aligned_rows(&t.layout, size) { Ok(t.detach()) } else { copy_aligned(t) };
     Ok(Some([copy(g.a)?, copy(g.b)?]))
 }
 
-/// Whether one of the last two dims is contiguous, and all lines along it begin at multiples of [`LOADED`] bytes.
-fn is_loaded(layout: &Layout, size: usize) -> bool {
+/// True if one of the last two dims is contiguous, and all lines along it begin at multiples of [`MIN_ROW_ALIGNMENT_BYTES`] bytes.
+fn has_aligned_rows(layout: &Layout, size: usize) -> bool {
     let [batch @ .., row, col] = &layout.strides[..] else { return true };
     let line = match (*row, *col) {
         (line, 1) | (1, line) => line,
         _ => return false,
     };
     let mut steps = batch.iter().copied().chain([line, layout.offset as isize]);
-    steps.all(|step| (step.unsigned_abs() * size).is_multiple_of(LOADED))
+    steps.all(|step| (step.unsigned_abs() * size).is_multiple_of(MIN_ROW_ALIGNMENT_BYTES))
 }
 
-/// A copy whose rows, or columns where these are contiguous, begin at multiples of [`ALIGNMENT`] bytes. Broadcast batch dims stay broadcast.
-fn copy(t: &Tensor) -> Result<Tensor> {
+/// Copies a matrix so that its rows, or its columns if these are contiguous, begin at multiples of [`COPY_ALIGNMENT_BYTES`] bytes. Broadcast batch
+/// dims stay broadcast.
+fn copy_aligned(t: &Tensor) -> Result<Tensor> {
     let last = t.rank() - 1;
     let by_columns = t.strides()[last - 1] == 1;
     let mut whole = if by_columns { t.layout.transpose(last - 1, last) } else { t.layout.clone() };
@@ -54,9 +57,9 @@ fn copy(t: &Tensor) -> Result<Tensor> {
     let is_broadcast = |d: usize| d + 1 < last && whole.strides[d] == 0;
     let kept = dims.iter().enumerate().map(|(d, &n)| if is_broadcast(d) { 1 } else { n }).collect::<Vec<_>>();
     let mut padded = kept.clone();
-    padded[last] = kept[last].next_multiple_of(ALIGNMENT / t.dtype.size());
+    padded[last] = kept[last].next_multiple_of(COPY_ALIGNMENT_BYTES / t.dtype.size());
     let mut layout = Layout::contiguous(Shape::from(&padded[..]));
-    let out = Tensor::empty_like_shape(&padded[..], t.dtype, t.device())?;
+    let out = Tensor::empty_with_shape(&padded[..], t.dtype, t.device())?;
     (layout.shape, whole.shape) = (Shape::from(&kept[..]), Shape::from(&kept[..]));
     out.with_layout(layout.clone()).copy_(&t.detach().with_layout(whole))?;
     let made = out.with_layout(layout.broadcast_to(&Shape::from(&dims[..])));
@@ -72,7 +75,7 @@ mod tests {
     use crate::{DType, Device};
 
     #[test]
-    fn rows_that_can_be_loaded() {
+    fn rows_are_loaded_if_contiguous_and_aligned() {
         let layout = |strides: &[isize], offset| Layout {
             shape: Shape::from(&[2, 64, 64][3 - strides.len()..]),
             strides: strides.iter().copied().collect(),
@@ -88,14 +91,14 @@ mod tests {
             (&[0, -64, 1], 0, true),
             (&[4097, 64, 1], 0, false),
         ] {
-            assert_eq!(is_loaded(&layout(strides, offset), 2), can, "{strides:?} from {offset}");
+            assert_eq!(has_aligned_rows(&layout(strides, offset), 2), can, "{strides:?} from {offset}");
         }
     }
 
-    /// With odd numbers of columns, transposed matrices, odd offsets and broadcast matrices, copies are aligned and equal, and products with
-    /// them are those of the CPU.
+    /// Checks that copies are aligned and equal, and that products of copies equal the CPU's, for odd numbers of columns, transposed
+    /// matrices, odd offsets and broadcast matrices.
     #[test]
-    fn copies_of_matrices() {
+    fn aligned_copies_give_the_cpus_products() {
         if opencl::count() == 0 {
             return;
         }
@@ -114,12 +117,12 @@ mod tests {
                 if device != Device::Cpu {
                     let [m, n] = [a.shape().dims()[a.rank() - 2], b.shape().dims()[b.rank() - 1]];
                     let shape = Shape::from([m, n]);
-                    for (copy, t) in copies(&g, &shape).unwrap().expect("worth it").iter().zip([&a, &b]) {
-                        assert!(is_loaded(&copy.layout, 2) && copy.shape() == t.shape());
+                    for (copy, t) in aligned_copies(&g, &shape).unwrap().expect("worth it").iter().zip([&a, &b]) {
+                        assert!(has_aligned_rows(&copy.layout, 2) && copy.shape() == t.shape());
                         assert_eq!(copy.to_vec::<half::bf16>().unwrap(), t.to_vec::<half::bf16>().unwrap());
                     }
                 }
-                g.run_one().unwrap().to_vec::<f32>().unwrap()
+                g.compute_one().unwrap().to_vec::<f32>().unwrap()
             };
             pairs.map(product)
         };
@@ -127,11 +130,11 @@ mod tests {
         let got = run(Device::OpenCL(0));
         PRETEND_GPU.set(false);
         assert!(got == run(Device::Cpu));
-        // A product that is too small for copies.
+        // This product is too small for copies.
         let t = whole([65, 65], DType::BF16, Device::OpenCL(0));
         let small = Gemm::plain("test", &t, &t, std::slice::from_ref(&PRODUCT), &DType::F32);
         PRETEND_GPU.set(true);
-        let copied = copies(&small, t.shape());
+        let copied = aligned_copies(&small, t.shape());
         PRETEND_GPU.set(false);
         assert!(copied.unwrap().is_none());
     }

@@ -1,10 +1,10 @@
-//! The source of a product's kernel: `kernels/gemm.cl` and the definitions before it.
+//! Generates the source of a product's kernel: the definitions that precede `kernels/gemm.cl`.
 
 use std::fmt::Write;
 
-use crate::backend::opencl::gemm::Variant;
-use crate::backend::opencl::gemm_mma::WindowsAs;
-use crate::backend::opencl::geometry::flag;
+use crate::backend::opencl::gemm::GemmKernel;
+use crate::backend::opencl::gemm_mma::WindowsOperand;
+use crate::backend::opencl::geometry::define_if;
 use crate::backend::opencl::{gemm_mma, gemm_thin, implicit_gemm};
 use crate::expr::Expr;
 use crate::expr::program::Program;
@@ -12,41 +12,42 @@ use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/gemm.cl");
 
-/// Whether the epilogue is the product itself.
+/// True if the epilogue returns the product unchanged.
 fn is_product(program: &Program) -> bool {
     program.exprs() == [Expr::input(0)]
 }
 
-/// What a kernel is compiled for, besides types.
-pub(super) struct Extent {
+/// The properties, besides types, for which a kernel is compiled.
+pub(super) struct SourceOptions {
     /// The number of batch dimensions.
     pub(super) batch: usize,
     /// The number of results; the other operands are extras.
     pub(super) outs: usize,
     pub(super) sums: bool,
     pub(super) parts: bool,
-    /// The results that are stored at once.
+    /// The number of results that are stored at once.
     pub(super) wide: usize,
 }
 
-/// The kernel's source: the definitions of types, sizes, and the epilogue with its operands, followed by the template.
+/// Returns the kernel's source: definitions of types, sizes, and the epilogue with its operands, followed by the template.
 pub(super) fn source(
     program: &Program,
     compute: Compute,
-    variant: Variant,
-    Extent { batch, outs, sums, parts, wide }: Extent,
+    variant: GemmKernel,
+    SourceOptions { batch, outs, sums, parts, wide }: SourceOptions,
     [a, b]: [DType; 2],
     others: &[DType],
 ) -> String {
     let c = compute.cl_name();
     let acc = if compute == Compute::I64 { "ulong" } else { c };
     let (first, step) = (9 + 3 * batch, 3 + batch);
-    let as_windows = if let Variant::Mma(mma) = variant { mma.windows } else { None };
+    let as_windows = if let GemmKernel::Mma(mma) = variant { mma.windows } else { None };
     let windows = as_windows.is_some();
-    // Results of windows have the offsets that `windows_mma.cl` computes, along rows or along columns.
-    let windows_along_rows = as_windows == Some(WindowsAs::LeftApart);
-    let windows_along_columns = as_windows
-        .is_some_and(|windows| matches!(windows, WindowsAs::Columns | WindowsAs::ColumnsApart | WindowsAs::RowsApart));
+    // For windows, `windows_mma.cl` computes the offsets of results, along rows or along columns.
+    let windows_along_rows = as_windows == Some(WindowsOperand::LeftApart);
+    let windows_along_columns = as_windows.is_some_and(|windows| {
+        matches!(windows, WindowsOperand::Columns | WindowsOperand::ColumnsApart | WindowsOperand::RowsApart)
+    });
     let offset = |row: &str, column: &str, i: usize, at: usize| {
         let row =
             if windows_along_rows { format!("RESULT_OFFSET({row})") } else { format!("({row}) * p.v[{}]", at + 1) };
@@ -61,7 +62,7 @@ pub(super) fn source(
     for (i, t) in others.iter().enumerate() {
         let at = first + i * step;
         let constant = if i < outs { "" } else { "const " };
-        // No result overlaps another operand, so with `restrict` the next loads need not wait for a store.
+        // No result overlaps another operand, so `restrict` lets the next loads start before a store completes.
         let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
         let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
         let row = format!("at{i} + (i) * p.v[{}]", at + 1);
@@ -90,15 +91,15 @@ pub(super) fn source(
         }
         numbers += 4;
     }
-    if let Variant::Panel { .. } = variant {
+    if let GemmKernel::Panel { .. } = variant {
         let convert = if a == DType::F16 { "#define CONVERT_A\n" } else { "" };
         let _ = writeln!(defines, "#define HEIGHT p.v[{numbers}]\n{convert}");
         numbers += 1;
     }
     if let Some(windows) = as_windows {
-        let (left, apart) = (windows.is_left() as u8, flag(windows.are_apart(), "APART"));
+        let (left, apart) = (windows.is_left() as u8, define_if(windows.are_strided(), "APART"));
         let _ = writeln!(defines, "#define WINDOWS {numbers}\n#define LEFT {left}\n{apart}");
-        numbers += implicit_gemm::NUMBERS;
+        numbers += implicit_gemm::WINDOW_PARAMETERS;
     }
     for i in 0..program.scalars() {
         let _ = write!(operands, ", const {c} s{i}");
@@ -130,7 +131,12 @@ pub(super) fn source(
         );
     }
     let halves = matches!(others[0], DType::F16 | DType::BF16);
-    if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
+    if matches!(variant, GemmKernel::Mma(mma) if mma.can_round())
+        && wide == 8
+        && halves
+        && !parts
+        && is_product(program)
+    {
         let offset = offset("row_", "col_", 0, first);
         let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {offset})", others[0]);
     }
@@ -144,10 +150,10 @@ pub(super) fn source(
         program.emit(compute, "epilogue"),
         match variant {
             #[cfg(test)]
-            Variant::Mma(mma) if mma.windows.is_some() && implicit_gemm::tests::PRETEND.get().is_some() =>
+            GemmKernel::Mma(mma) if mma.windows.is_some() && implicit_gemm::tests::PRETENDED_CORES.get().is_some() =>
                 implicit_gemm::tests::STAND_IN,
-            Variant::Mma(_) => gemm_mma::TEMPLATE,
-            Variant::Thin(_) => gemm_thin::TEMPLATE,
+            GemmKernel::Mma(_) => gemm_mma::TEMPLATE,
+            GemmKernel::Thin(_) => gemm_thin::TEMPLATE,
             _ => "",
         },
     )

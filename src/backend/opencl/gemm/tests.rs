@@ -6,7 +6,7 @@ use crate::device::opencl;
 use crate::ops::Expr;
 
 thread_local! {
-    /// Runs what a GPU would on whatever is there.
+    /// Makes every device use the kernels for GPUs.
     pub(crate) static PRETEND_GPU: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -15,16 +15,16 @@ pub(super) fn whole(shape: [usize; 2], dtype: DType, device: Device) -> Tensor {
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Tiles of 32, 64 and 128 (a device of few units takes large ones early), in every orientation, with an epilogue of
-/// two results, a row and a scalar, against the CPU.
+/// Compares tiles of 32, 64 and 128 with the CPU, in every orientation, with an epilogue of two results, a row and a scalar. A device with
+/// few compute units uses large tiles for small sizes.
 #[test]
-fn the_tiled_kernel() {
+fn the_tiled_kernel_equals_the_cpu() {
     if opencl::count() == 0 {
         return;
     }
     let device = Device::OpenCL(0);
     let sizes = [(1, 1, 1), (31, 33, 64), (20, 32, 65), (64, 65, 33), (70, 63, 1), (3, 99, 0)];
-    // The second and third store four neighbours at once.
+    // The second and third store four adjacent results at once.
     let large = [(129, 130, 17), (128, 128, 16), (256, 128, 17)]; // a slow kernel to build on a CPU: two orientations
     let all = sizes.into_iter().flat_map(|size| (0..8).map(move |turns| (size, turns)));
     for (size, turns) in all.chain(large.into_iter().flat_map(|size| [(size, 0), (size, 7)])) {
@@ -41,7 +41,7 @@ fn the_tiled_kernel() {
 
 /// One to four rows or columns, long and short, in every orientation.
 #[test]
-fn the_thin_kernel() {
+fn the_thin_kernel_equals_the_cpu() {
     if opencl::count() == 0 {
         return;
     }
@@ -59,7 +59,7 @@ fn the_thin_kernel() {
     }
 }
 
-/// Bits of `turns`: whether a, b and the result are transposed.
+/// Compares a product with the CPU's. The bits of `turns` say whether a, b and the result are transposed.
 fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: u8) {
     let run = |device| {
         let matrix = |rows, cols, transposed: bool| match transposed {
@@ -80,7 +80,7 @@ fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: 
             dtypes: &[dtype, DType::F32],
             sums: None,
         }
-        .run()
+        .compute_all()
         .unwrap();
         assert!(outs[0].shares_storage(&slot) && outs[0].strides() == slot.strides());
         let f32s = |t: &Tensor| t.to(DType::F32, Device::Cpu).unwrap().to_vec::<f32>().unwrap();
@@ -92,10 +92,10 @@ fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: 
     assert_eq!(got, run(Device::Cpu), "{dtype} {m} x {k} x {n}, transposed {turns:03b}, on {device}");
 }
 
-/// Results in halves that are a part of a larger tensor, whose other elements stay: columns that are no multiple of
-/// eight, tiles of every size and their edges, against the CPU.
+/// Half-precision results that are part of a larger tensor, whose other elements must stay. Tests numbers of columns that are not
+/// multiples of eight, and tiles of every size with their edges, against the CPU.
 #[test]
-fn products_into_a_part() {
+fn products_into_part_of_a_tensor_keep_the_rest() {
     if opencl::count() == 0 {
         return;
     }
@@ -106,7 +106,7 @@ fn products_into_a_part() {
         let a = a.reshape([batch, m, k]).unwrap();
         let product = Expr::input(0);
         let gemm = Gemm { out: Some(part), ..Gemm::plain("test", &a, &b, std::slice::from_ref(&product), &dtype) };
-        gemm.run_one().unwrap();
+        gemm.compute_one().unwrap();
         all.to(DType::F32, Device::Cpu).unwrap().to_vec::<f32>().unwrap()
     };
     for dtype in [DType::F16, DType::BF16] {
@@ -118,22 +118,22 @@ fn products_into_a_part() {
 }
 
 #[test]
-fn kernels_have_different_keys() {
+fn gemm_kernels_have_different_keys() {
     let mut keys: Vec<u64> = Vec::new();
     for flag in [false, true] {
         for (tile, k, items) in [(128, 16, 8), (64, 32, 4), (64, 16, 4), (32, 64, 4), (32, 32, 4)] {
-            keys.push(Variant::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: false }.key());
-            keys.push(Variant::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: true }.key());
+            keys.push(GemmKernel::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: false }.key());
+            keys.push(GemmKernel::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: true }.key());
         }
         for (rows, vectors, width) in [(1, 1, 8), (1, 2, 16), (6, 1, 16), (8, 2, 8), (8, 2, 16)] {
             for (depth, block) in [(128, 48), (256, 48), (256, 384)] {
                 let panel = Panel { rows, vectors, depth, block };
-                keys.push(Variant::Panel { panel, width, unit: flag, height: block }.key());
+                keys.push(GemmKernel::Panel { panel, width, unit: flag, height: block }.key());
             }
         }
     }
     for (rows, cols, width) in [(1, 2, 8), (1, 4, 16), (2, 2, 16), (4, 4, 8), (4, 4, 16)] {
-        keys.push(Variant::Dot { rows, cols, width }.key());
+        keys.push(GemmKernel::Dot { rows, cols, width }.key());
     }
     let count = keys.len();
     keys.sort_unstable();

@@ -5,7 +5,8 @@ use crate::tensor::Layout;
 const HOPPER: TensorCores = TensorCores { local: 200 << 10, wgmma: true };
 const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
 
-/// The kernel for row-major matrices on 132 units; rows of the left one are `pad` elements apart, and it begins at element `first`.
+/// Returns the kernel for row-major matrices on 132 compute units. Rows of the left matrix have `pad` elements of padding, and the left
+/// matrix begins at element `first`.
 fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: TensorCores) -> Option<Mma> {
     let layout = |rows: usize, cols: usize, pad: usize| Layout {
         shape: Shape::from([rows, cols]),
@@ -14,12 +15,12 @@ fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: 
     };
     let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
     let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-    let at = |first| InBuffer { dtype, first };
+    let at = |first| BufferMatrix { dtype, first };
     Mma::choose(&plan, 3, at(first), at(0), (132, 256), || cores)
 }
 
 #[test]
-fn the_largest_tile_that_occupies_the_device() {
+fn choose_takes_the_largest_tile_that_occupies_the_device() {
     let tile = |sizes, dtype, cores| {
         let mma = choose(sizes, dtype, 0, 0, cores).unwrap();
         assert!(mma.local_memory() <= cores.local);
@@ -35,12 +36,12 @@ fn the_largest_tile_that_occupies_the_device() {
 }
 
 #[test]
-fn windows_have_tiles_for_few_rows() {
+fn few_output_channels_get_tiles_for_few_rows() {
     let tile = |[m, n, k]: [usize; 3], dtype, cores| {
         let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         let kind = (dtype, planes(dtype));
-        let mma = Mma::of_windows(&plan, kind, (WindowsAs::Columns, true), (132, 256), || cores)?;
+        let mma = Mma::of_windows(&plan, kind, (WindowsOperand::Columns, true), (132, 256), || cores)?;
         assert!(mma.local_memory() <= cores.local && mma.a.along_k && mma.b.along_k);
         Some((mma.tile.m, mma.tile.n, mma.tile.wgmma))
     };
@@ -55,12 +56,12 @@ fn windows_have_tiles_for_few_rows() {
 }
 
 #[test]
-fn windows_on_the_left_have_narrow_tiles() {
+fn windows_on_the_left_get_narrow_tiles() {
     let tile = |[m, n, k]: [usize; 3], dtype, cores| {
         let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         let kind = (dtype, planes(dtype));
-        let mma = Mma::of_windows(&plan, kind, (WindowsAs::Left, false), (132, 256), || cores).unwrap();
+        let mma = Mma::of_windows(&plan, kind, (WindowsOperand::Left, false), (132, 256), || cores).unwrap();
         assert!(mma.a.along_k && !mma.b.along_k);
         (mma.tile.m, mma.tile.n, mma.tile.k)
     };
@@ -74,27 +75,27 @@ fn windows_on_the_left_have_narrow_tiles() {
 
 /// The weight gradient of 64 images of 256 x 14 x 14 and 3 x 3 windows.
 #[test]
-fn gradients_of_weights_have_wgmma() {
+fn weight_gradients_use_wgmma_and_split_k() {
     let [a, b, out] = [[256, 12_544], [12_544, 2304], [256, 2304]].map(|dims| Layout::contiguous(dims.into()));
     let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
     for dtype in [DType::F16, DType::F32] {
         let kind = (dtype, planes(dtype));
-        let mma = Mma::of_windows(&plan, kind, (WindowsAs::Rows, false), (132, 256), || HOPPER).unwrap();
+        let mma = Mma::of_windows(&plan, kind, (WindowsOperand::Rows, false), (132, 256), || HOPPER).unwrap();
         assert!(mma.tile.wgmma && mma.parts(&plan, 132).count > 1, "{:?}", mma.tile);
     }
 }
 
 #[test]
-fn few_tiles_are_shared() {
+fn products_of_few_tiles_use_split_k() {
     let parts = |[m, n, k]: [usize; 3], dtype, cores| {
         let mma = choose([m, n, k], dtype, 0, 0, cores).unwrap();
         let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
         let b = Layout::contiguous([k, n].into());
         let (plan, k_of_tile) = (GemmPlan::new(&a, &b, &out.shape, &[&out]), mma.tile.k);
-        let Parts { count, depth } = mma.parts(&plan, 132);
-        // All of k, none of them empty; whole slices, but for the last.
+        let SplitK { count, depth } = mma.parts(&plan, 132);
+        // The parts cover k, none is empty, and all but the last are whole slices.
         assert!((count - 1) * depth < k && k <= count * depth && depth.is_multiple_of(k_of_tile), "{count} of {depth}");
-        assert!(count == 1 || mma.tiles(&plan) <= Parts::TILES);
+        assert!(count == 1 || mma.tile_count(&plan) <= SplitK::MAX_TILES);
         count
     };
     for cores in [HOPPER, OTHER] {
@@ -109,7 +110,7 @@ fn few_tiles_are_shared() {
 }
 
 #[test]
-fn what_is_left_to_the_other_kernels() {
+fn tensor_cores_need_aligned_and_large_enough_matrices() {
     let copy = |dtype, pad, first| choose([256; 3], dtype, pad, first, HOPPER).map(|mma| mma.a.copy);
     assert_eq!([0, 8, 4, 2, 1].map(|pad| copy(DType::F16, pad, 0)), [Some(16), Some(16), Some(8), Some(4), None]);
     assert_eq!([0, 8, 4, 2, 1].map(|first| copy(DType::F32, 0, first)), [16, 16, 16, 8, 4].map(Some));
@@ -121,16 +122,18 @@ fn what_is_left_to_the_other_kernels() {
 }
 
 #[test]
-fn kernels_have_different_keys() {
-    use WindowsAs::{Columns, ColumnsApart, Left, LeftApart, Rows, RowsApart};
-    let halves = [&HALF[..], &[SHALLOW.1], &FEW_ROWS[0][..2]].map(|tiles| (tiles, 1)).to_vec();
-    let single = vec![(&FEW_ROWS[1][..2], 3), (&SINGLE, 2), (&SINGLE, 3), (&FEW_ROWS[2][..3], 1), (&TF32, 1)];
+fn mma_kernels_have_different_keys() {
+    use WindowsOperand::{Columns, ColumnsApart, Left, LeftApart, Rows, RowsApart};
+    let halves = [&HALF_TILES[..], &[SHALLOW_K_AND_TILE.1], &FEW_ROWS_TILES[0][..2]].map(|tiles| (tiles, 1)).to_vec();
+    let single =
+        vec![(&FEW_ROWS_TILES[1][..2], 3), (&F32_TILES, 2), (&F32_TILES, 3), (&FEW_ROWS_TILES[2][..3], 1), (&TF32, 1)];
     for (dtype, kernels) in [(DType::F16, halves), (DType::F32, single)] {
         let mut keys = Vec::new();
         for (tiles, planes) in kernels {
-            let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
+            let sides =
+                [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| MatrixAccess { along_k, copy }));
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
-                let b = Side { along_k: !a.along_k, copy: 16 };
+                let b = MatrixAccess { along_k: !a.along_k, copy: 16 };
                 let of = |windows| Mma { dtype, planes, tile, a, b, windows }.key();
                 let windows = [Left, LeftApart, Columns, ColumnsApart, Rows, RowsApart];
                 keys.extend([None].into_iter().chain(windows.map(Some)).map(of));

@@ -1,62 +1,62 @@
-//! Elementwise formulas over images.
+//! Elementwise formulas that read images.
 
 use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, TEMPLATE, Tensor4, arg, format, transient, unless_full, wanted};
-use crate::backend::opencl::geometry::launch_free;
-use crate::backend::opencl::kernels::{KernelKey, kernel};
+use super::{Blocks, TEMPLATE, Tensor4, arg, exact_format, image_device, none_if_out_of_memory, single_use_image};
+use crate::backend::opencl::geometry::launch_tuned;
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::{Formulas, Launch};
-use crate::device::opencl::{Arg, Knob};
+use crate::device::opencl::{Arg, TuningParameter};
 use crate::expr::program::Program;
 use crate::storage::Image;
 use crate::{Compute, Result, Tensor};
 
-/// The images that a kernel can have as arguments on every device.
-const MOST: usize = 8;
+/// The number of images that a kernel can have as arguments on every device.
+const MAX_IMAGE_ARGS: usize = 8;
 
-/// A formula over inputs of up to four dims into one output, computed in f32; false where buffers are to be read.
+/// Computes a formula of inputs of up to four dims into one output, in f32. Returns false if buffers should be read.
 pub(crate) fn elementwise(formulas: &Formulas) -> Result<bool> {
-    if formulas.outputs.len() != 1 || wanted(formulas.outputs[0], Knob::ElementwiseImages).is_none() {
+    if formulas.outputs.len() != 1 || image_device(formulas.outputs[0], TuningParameter::ElementwiseImages).is_none() {
         return Ok(false);
     }
-    let mut launched = true; // nothing is launched where there is nothing to compute
+    let mut launched = true; // remains true if there is nothing to compute and therefore no launch
     formulas.checked(true, |launch, _| {
-        launched = run(launch)?;
+        launched = launch_on_images(launch)?;
         Ok(())
     })?;
     Ok(launched)
 }
 
-fn run(launch: &Launch) -> Result<bool> {
+fn launch_on_images(launch: &Launch) -> Result<bool> {
     let (out, program) = (launch.outputs[0], launch.program);
     let cl = out.cl_device()?;
     let used: SmallVec<[(usize, &Tensor); 4]> =
         launch.inputs.iter().enumerate().filter(|(k, _)| program.exprs().iter().any(|e| e.uses_input(*k))).collect();
     let operands = || used.iter().map(|(_, t)| *t).chain([out]);
     let fits = |t: &Tensor| {
-        format(t.dtype).is_some() && Tensor4::of(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
+        exact_format(t.dtype).is_some() && Tensor4::of(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
     };
     // Copies read buffers, so that NaNs keep their bits.
     let moves = program.exprs().iter().all(|expr| (0..launch.inputs.len()).any(|k| *expr == crate::Expr::input(k)));
     let plain = program.seeds() == 0 && launch.compute == Compute::F32 && !program.can_fault(launch.compute);
-    if used.is_empty() || used.len() > MOST || moves || !plain || !operands().all(fits) {
+    if used.is_empty() || used.len() > MAX_IMAGE_ARGS || moves || !plain || !operands().all(fits) {
         return Ok(false);
     }
-    let images = used.iter().map(|(_, t)| transient(cl, t)).collect::<Result<SmallVec<[Image; 4]>>>();
-    let Some(images) = unless_full(images)? else { return Ok(false) };
+    let images = used.iter().map(|(_, t)| single_use_image(cl, t)).collect::<Result<SmallVec<[Image; 4]>>>();
+    let Some(images) = none_if_out_of_memory(images)? else { return Ok(false) };
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[out.dtype as u64]);
     params.extend(used.iter().map(|(k, _)| *k as u64));
     let key = KernelKey { template: "elementwise of images", params, exprs: SmallVec::from(program.exprs()) };
-    let kernel = kernel(cl, key, "image", || source(program, &used, out))?;
+    let kernel = get_or_build_kernel(cl, key, "image", || source(program, &used, out))?;
     let four = Tensor4::of(&out.layout).expect("it fits");
     let (words, to, [width, height]) = (four.words(), out.device_view()?, four.size(Blocks::Across));
     let mut args: SmallVec<[Arg; 12]> = images.iter().map(arg).collect::<Result<_>>()?;
     args.extend([to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))]);
     args.extend((0..program.scalars()).map(|i| scalar_arg(launch.compute, launch.scalars[i])));
-    launch_free(cl, &kernel, &args, width * height)?;
+    launch_tuned(cl, &kernel, &args, width * height)?;
     Ok(true)
 }
 

@@ -1,37 +1,37 @@
-//! Pooling whose input is an image.
+//! Pooling that reads its input as an image.
 
-use super::{arg, batch, format, slice, transient, unless_full, wanted};
-use crate::backend::opencl::geometry::{is_wide, launch_free};
-use crate::backend::opencl::window::computing;
-use crate::backend::problem::windows::{Task, Windows, four, words};
-use crate::device::opencl::{Arg, Knob};
+use super::{arg, exact_format, image_device, items_per_image, none_if_out_of_memory, single_use_image, slice};
+use crate::backend::opencl::geometry::{launch_tuned, needs_64_bit};
+use crate::backend::opencl::window::window_kernel;
+use crate::backend::problem::windows::{PoolTask, Windows, sizes_4d, words};
+use crate::device::opencl::{Arg, TuningParameter};
 use crate::{Result, Tensor};
 
-/// [`pool`](crate::backend::Backend::pool) for maxima and means; false where buffers are to be read. Batches are divided where images
-/// would be too high.
-pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<bool> {
+/// Computes [`pool`](crate::backend::Backend::pool) for maxima and means. Returns false if buffers should be read. Batches are divided if
+/// their images would be too high.
+pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<bool> {
     let (name, divisor) = match task {
-        Task::Max => ("MAX_OF_IMAGE", 0),
-        Task::Mean(divisor) => ("MEAN_OF_IMAGE", divisor.code()),
-        Task::MaxBackward | Task::MeanBackward(_) => return Ok(false),
+        PoolTask::Max => ("MAX_OF_IMAGE", 0),
+        PoolTask::Mean(divisor) => ("MEAN_OF_IMAGE", divisor.code()),
+        PoolTask::MaxBackward | PoolTask::MeanBackward(_) => return Ok(false),
     };
-    let cl = match wanted(x, Knob::PoolingImages) {
-        Some(cl) if format(x.dtype).is_some() && x.dtype == out.dtype && out.is_contiguous() => cl,
+    let cl = match image_device(x, TuningParameter::PoolingImages) {
+        Some(cl) if exact_format(x.dtype).is_some() && x.dtype == out.dtype && out.is_contiguous() => cl,
         _ => return Ok(false),
     };
-    let ([n, c, ..], Some(most)) = (four(x), batch(cl, x)) else { return Ok(false) };
+    let ([n, c, ..], Some(most)) = (sizes_4d(x), items_per_image(cl, x)) else { return Ok(false) };
     let [rows, columns] = w.grid;
     let items = rows * columns * c.div_ceil(4);
-    if is_wide([items * most]) {
+    if needs_64_bit([items * most]) {
         return Ok(false);
     }
-    let kernel = computing(cl, name, out, w, (items * most, 1))?;
+    let kernel = window_kernel(cl, name, out, w, (items * most, 1))?;
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let (x, out) = (slice(x, from, count)?, slice(out, from, count)?);
         // Means have no indices, but the kernel needs a buffer.
-        let index = if task == Task::Max { slice(index, from, count)? } else { out.shallow_clone() };
-        let Some(image) = unless_full(transient(cl, &x))? else { return Ok(false) };
+        let index = if task == PoolTask::Max { slice(index, from, count)? } else { out.shallow_clone() };
+        let Some(image) = none_if_out_of_memory(single_use_image(cl, &x))? else { return Ok(false) };
         let words = words(w, &x, &[]);
         let (to, indices) = (out.device_view()?, index.device_view()?);
         let args = [
@@ -44,7 +44,7 @@ pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
             Arg::U64((items * count) as u64),
             Arg::I64(divisor),
         ];
-        launch_free(cl, &kernel, &args, items * count)?;
+        launch_tuned(cl, &kernel, &args, items * count)?;
     }
     Ok(true)
 }

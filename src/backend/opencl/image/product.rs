@@ -1,25 +1,26 @@
-//! Matrix products whose right matrix, a weight, is an image.
+//! Matrix products that read their right matrix, a weight, as an image.
 
 use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, TEMPLATE, Tensor4, arg, constant, format, unless_full, wanted};
-use crate::backend::opencl::geometry::launch_free;
-use crate::backend::opencl::kernels::{BufferView, KernelKey, kernel};
+use super::{Blocks, TEMPLATE, Tensor4, arg, cached_image, exact_format, image_device, none_if_out_of_memory};
+use crate::backend::opencl::geometry::launch_tuned;
+use crate::backend::opencl::kernels::{BufferView, KernelKey, get_or_build_kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::gemm::{Gemm, GemmPlan};
-use crate::device::opencl::{Arg, Knob};
+use crate::device::opencl::{Arg, TuningParameter};
 use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, Result, Shape, Tensor};
 
-/// `[.., k]` times a matrix `[k, n]`, whose image is cached until the matrix changes, as for weights in inference; false where
-/// buffers are to be read.
+/// Computes `[.., k]` times a matrix `[k, n]`. The image of the matrix is cached until the matrix changes, which suits
+/// weights in inference.
+/// Returns false if buffers should be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
-    let Some(cl) = wanted(g.a, Knob::ProductImages) else { return Ok(false) };
-    let program = Program::of(g.epilogue);
-    let floats = |t: &Tensor| format(t.dtype).is_some();
+    let Some(cl) = image_device(g.a, TuningParameter::ProductImages) else { return Ok(false) };
+    let program = Program::shared(g.epilogue);
+    let floats = |t: &Tensor| exact_format(t.dtype).is_some();
     let plain = outs.len() == 1 && g.sums.is_none() && program.seeds() == 0 && !program.can_fault(Compute::F32);
     let operands = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied());
     if !plain || g.compute() != Compute::F32 || g.b.rank() != 2 || !operands.clone().all(floats) {
@@ -35,12 +36,12 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
     if !same || plan.m * n * k == 0 || items >= 1 << 30 || plan.m >= 1 << 30 || !four.fits(Blocks::Across, cl) {
         return Ok(false);
     }
-    let Some(image) = unless_full(constant(cl, g.b, &four, Blocks::Across))? else { return Ok(false) };
+    let Some(image) = none_if_out_of_memory(cached_image(cl, g.b, &four, Blocks::Across))? else { return Ok(false) };
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[g.a.dtype as u64, outs[0].dtype as u64]);
     params.extend(g.extras.iter().map(|t| t.dtype as u64));
     let key = KernelKey { template: "product with an image", params, exprs: SmallVec::from(program.exprs()) };
-    let kernel = kernel(cl, key, "image", || source(&program, g, &outs[0]))?;
+    let kernel = get_or_build_kernel(cl, key, "image", || source(&program, g, &outs[0]))?;
     let views = g.extras.iter().map(|t| t.device_view()).collect::<Result<SmallVec<[BufferView; 4]>>>()?;
     let (a, y) = (g.a.device_view()?, outs[0].device_view()?);
     let step = |s: isize| Arg::I64(s as i64);
@@ -52,7 +53,7 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
         args.extend([view.buffer(), view.offset(), step(at.row), step(at.col)]);
     }
     args.extend((0..program.scalars()).map(|i| scalar_arg(Compute::F32, g.scalars[i])));
-    launch_free(cl, &kernel, &args, items)?;
+    launch_tuned(cl, &kernel, &args, items)?;
     Ok(true)
 }
 

@@ -1,25 +1,25 @@
 use std::cell::Cell;
 
 use crate::device::count_launches;
-use crate::device::opencl::{self, Knob};
+use crate::device::opencl::{self, TuningParameter};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{AvgPoolOptions, ConvOptions, Device, MaxPoolOptions, Result, Tensor};
 
 thread_local! {
-    /// The limits of images that a test pretends to have.
-    pub(super) static LIMITS: Cell<Option<[usize; 2]>> = const { Cell::new(None) };
+    /// Limits on images that a test sets instead of the device's.
+    pub(super) static IMAGE_LIMITS: Cell<Option<[usize; 2]>> = const { Cell::new(None) };
 }
 
-/// What `f` gives, and in how many launches, on a device whose images are no larger than this.
+/// Returns the result of `f` and its number of launches, on a device whose images are at most this large.
 fn within(limits: [usize; 2], f: impl Fn() -> Result<Tensor>) -> (Vec<f32>, u64) {
-    LIMITS.set(Some(limits));
+    IMAGE_LIMITS.set(Some(limits));
     let (made, launches) = count_launches(|| with_memory_mode(MemoryMode::Image, || f().unwrap()));
-    LIMITS.set(None);
+    IMAGE_LIMITS.set(None);
     (made.to_vec().unwrap(), launches)
 }
 
 #[test]
-fn batches_are_cut_to_the_height_of_images_and_what_is_too_wide_reads_buffers() {
+fn high_batches_are_divided_and_wide_ones_read_buffers() {
     for device in Device::all().into_iter().filter(|&device| device != Device::Cpu) {
         let whole = |n: i64, dims: &[usize]| Tensor::arange(0, n, 1, device).unwrap().reshape(dims).unwrap();
         let x = whole(5 * 6 * 4 * 5, &[5, 6, 4, 5]).remainder_scalar(7).unwrap();
@@ -32,13 +32,14 @@ fn batches_are_cut_to_the_height_of_images_and_what_is_too_wide_reads_buffers() 
             [(&conv, true), (&most, true), (&mean, true), (&sum, false)];
         for (f, cuts) in operations {
             let want = with_memory_mode(MemoryMode::Buffer, || f().unwrap()).to_vec::<f32>().unwrap();
-            // Images of 10 x 20 pixels for all, of 2, 2 and 1 of the batch, of one each.
+            // The whole batch fits in an image of 10 x 20 pixels; the other limits divide the batch into 2 + 2 + 1
+            // items, and into single items.
             for (limits, launches) in [([10, 20], 1), ([10, 8], 3), ([10, 11], 3), ([64, 4], 5)] {
                 let (got, count) = within(limits, f);
                 assert_eq!(got, want);
                 assert!(count == launches || !cuts, "{count} launches within {limits:?}");
             }
-            // Not even one of the batch, in width or in height.
+            // Not even one item of the batch fits, in width or in height.
             for limits in [[9, 20], [10, 3], [0, 0]] {
                 assert_eq!(within(limits, f).0, want);
             }
@@ -46,19 +47,19 @@ fn batches_are_cut_to_the_height_of_images_and_what_is_too_wide_reads_buffers() 
     }
 }
 
-/// What was measured decides in mode auto; the results are the same for others who pool meanwhile.
+/// In mode auto the measured parameter decides. Other threads that pool meanwhile get the same results.
 #[test]
-fn auto_reads_images_where_that_was_found_to_be_faster() {
+fn auto_reads_images_if_the_tuned_parameter_says_so() {
     for device in Device::all().into_iter().filter(|&device| device != Device::Cpu) {
         let cl = opencl::open_device(device).unwrap();
         let x = Tensor::arange(0, 96, 1, device).unwrap().reshape([1, 6, 4, 4]).unwrap();
         let pool = |mode| with_memory_mode(mode, || x.max_pool2d([2, 2], MaxPoolOptions::default())).unwrap();
         let want = pool(MemoryMode::Buffer).to_vec::<f32>().unwrap();
         let images = || device.image_memory_stats().unwrap().allocation.allocated;
-        cl.set_tuned(Knob::PoolingImages, 1);
+        cl.set_tuned(TuningParameter::PoolingImages, 1);
         let before = images();
         let got = pool(MemoryMode::Auto).to_vec::<f32>().unwrap();
-        cl.set_tuned(Knob::PoolingImages, 0);
+        cl.set_tuned(TuningParameter::PoolingImages, 0);
         assert!(cl.image_limits().is_none() || images() > before);
         assert_eq!(got, want);
     }

@@ -1,20 +1,22 @@
-//! The image gradient of few channels: images are cut in blocks of pixels, whose elements are the output channels of a convolution over the
-//! windows' gradient. An infinity or NaN there reaches whole blocks, for taps that a pixel does not have are zeros of the weight.
+//! The image gradient for few channels. Images are cut into blocks of pixels, and a block's elements are the output channels of a
+//! convolution over the windows' gradient. An infinity or NaN in that gradient reaches whole blocks, because the taps that a pixel
+//! does not have are zeros of the weight.
 
 use crate::backend::opencl::implicit_gemm::channels_last::{Matrix, Strided, padded};
-use crate::backend::opencl::implicit_gemm::{PIECE, Steps};
-use crate::backend::problem::windows::{Windows, four};
+use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Steps};
+use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::tensor::Layout;
-use crate::tensor::view::reshaped;
+use crate::tensor::view::reshape_detached;
 use crate::{MemoryFormat, Result, Shape, Tensor};
 
-/// The most elements of a block: columns of the narrowest tile.
-const ELEMENTS: usize = 64;
+/// The maximum number of elements of a block: the columns of the narrowest tile.
+const MAX_BLOCK_ELEMENTS: usize = 64;
 
-/// The most channels of an image that is cut in blocks.
-const CHANNELS: usize = 7;
+/// The maximum number of channels of an image that is cut into blocks.
+const MAX_CHANNELS: usize = 7;
 
-/// Blocks of pixels: their sides, multiples of the windows' strides; the first window that reaches the first block, and how many reach it.
+/// Blocks of pixels: their sides, which are multiples of the windows' strides, the first window that reaches the first block, and the
+/// number of windows that reach it.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks {
     sides: [usize; 2],
@@ -26,11 +28,11 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// None for other images.
+    /// Returns None for other images.
     pub(super) fn new(w: &Windows, channels: usize) -> Option<Blocks> {
         let &Windows { image, kernel, stride, padding, .. } = w;
-        let most = (ELEMENTS / channels / stride[0] / stride[1]).isqrt();
-        if channels > CHANNELS || most == 0 || w.dilation != [1, 1] {
+        let most = (MAX_BLOCK_ELEMENTS / channels / stride[0] / stride[1]).isqrt();
+        if channels > MAX_CHANNELS || most == 0 || w.dilation != [1, 1] {
             return None;
         }
         let sides = stride.map(|step| step * most);
@@ -41,7 +43,7 @@ impl Blocks {
         Some(Blocks { sides, first, taps, grid, stride, padding })
     }
 
-    /// Rows, columns and depth of the product for `n` images.
+    /// Returns the rows, columns and depth of the product for `n` images.
     pub(super) fn sizes(&self, n: usize, inner: usize, outer: usize) -> [usize; 3] {
         let [windows, elements, taps] = [self.grid, self.sides, self.taps].map(|[a, b]| a * b);
         [n * windows, elements * inner, taps * outer]
@@ -53,12 +55,12 @@ impl Blocks {
         Steps { kernel: taps, grid, stride, dilation: [1, 1], padding: first.map(|p| -p) }
     }
 
-    /// The weight as a matrix with a row for each element of a block: from a copy with zeros around the taps, in which those of the next
-    /// pixel begin one after those of the last one, and those of the next window a stride before.
+    /// Returns the weight as a matrix with a row for each element of a block. The matrix is a view of a copy with zeros around the taps: the
+    /// taps of the next pixel begin one element after those of the previous pixel, and the taps of the next window a stride before.
     pub(super) fn matrix(&self, weight: &Tensor) -> Result<Matrix> {
         let Blocks { sides, first, taps, stride, padding, .. } = *self;
-        let [outer, inner, ..] = four(weight);
-        let channels = outer.next_multiple_of(PIECE / weight.dtype.size());
+        let [outer, inner, ..] = sizes_4d(weight);
+        let channels = outer.next_multiple_of(PIECE_BYTES / weight.dtype.size());
         // The first row and column of taps that the last window has for the first pixel.
         let lowest = [0, 1].map(|d| padding[d] as isize - stride[d] as isize * (first[d] + taps[d] as isize - 1));
         let back = [0, 1].map(|d| stride[d] * (taps[d] - 1));
@@ -78,17 +80,17 @@ impl Blocks {
         Ok(Matrix { tensor, channels, channel: 1, row, group: 0, taps: [0, 0] })
     }
 
-    /// The images whose blocks are the pixels of `[N, elements, grid]`, which is channels-last.
+    /// Assembles images from blocks: each pixel of `[N, elements, grid]`, which is channels-last, is a block.
     pub(super) fn images(&self, blocks: &Tensor, image: [usize; 2], last: bool) -> Result<Tensor> {
         let Blocks { sides: [down, right], grid: [rows, columns], .. } = *self;
-        let [n, elements, ..] = four(blocks);
+        let [n, elements, ..] = sizes_4d(blocks);
         let inner = elements / (down * right);
         let parts = blocks.permute(&[0, 2, 3, 1])?.reshape([n, rows, columns, down, right, inner])?;
         let pixels = if last { parts.permute(&[0, 1, 3, 2, 4, 5])? } else { parts.permute(&[0, 5, 1, 3, 2, 4])? };
         let size = [rows * down, columns * right];
         let whole = match last {
-            true => reshaped(&pixels, &Shape::from([n, size[0], size[1], inner]))?.permute(&[0, 3, 1, 2])?,
-            false => reshaped(&pixels, &Shape::from([n, inner, size[0], size[1]]))?,
+            true => reshape_detached(&pixels, &Shape::from([n, size[0], size[1], inner]))?.permute(&[0, 3, 1, 2])?,
+            false => reshape_detached(&pixels, &Shape::from([n, inner, size[0], size[1]]))?,
         };
         let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
         whole.narrow(2, 0, image[0])?.narrow(3, 0, image[1])?.to_memory_format(format)

@@ -1,27 +1,29 @@
-//! Channels-last images and weights, as products read them; others are copied (`kernels/channels_last.cl`).
+//! Channels-last images and weights, which products read. Other layouts are copied (`kernels/channels_last.cl`).
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{bits_type, flag};
-use crate::backend::opencl::implicit_gemm::{PIECE, Phase, Steps};
-use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::problem::windows::{Windows, four};
+use crate::backend::opencl::geometry::{bits_type, define_if};
+use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Phase, Steps};
+use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::opencl::Arg;
 use crate::tensor::Layout;
 use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/channels_last.cl");
 
-/// Work-items of a group that copies, channels of its tile, and pixels of its tile for large and for small images.
-const GROUP: usize = 256;
-const CHANNELS: usize = 64;
-const PIXELS: [usize; 2] = [64, 16];
+/// The work-group size of the kernel that copies.
+const COPY_GROUP_SIZE: usize = 256;
+/// The number of channels in a tile of the copy.
+const TILE_CHANNELS: usize = 64;
+/// The number of pixels in a tile of the copy, for large and for small images.
+const TILE_PIXELS: [usize; 2] = [64, 16];
 
-/// Bytes of the longest slice along k: where the channels are a multiple of it, every slice is inside one tap.
-const SLICE: usize = 128;
+/// The bytes of the longest slice along k. If the channels are a multiple of it, every slice belongs to one tap.
+const MAX_SLICE_BYTES: usize = 128;
 
-/// Kernels compute offsets in images, in bytes, with 31 bits.
-pub(super) const LARGEST: usize = 1 << 31;
+/// Kernels compute byte offsets in images with 31 bits.
+pub(super) const MAX_IMAGE_BYTES: usize = 1 << 31;
 
 /// A strided view `[N, groups, channels, rows, columns]` of a tensor: its offset from the tensor's first element, and its strides.
 #[derive(Clone, Copy)]
@@ -31,41 +33,42 @@ pub(super) struct Strided {
     strides: [isize; 5],
 }
 
-/// Images with contiguous channels, those of a group padded to a multiple of 16 bytes.
+/// Images with contiguous channels, in which the channels of a group are padded to a multiple of 16 bytes.
 pub(super) struct ChannelsLast {
     pub(super) tensor: Tensor,
-    /// Elements of a tap: the channels of a group, or, where rows of a kernel are taps, those of a row.
+    /// The number of elements of a tap: the channels of a group, or the padded row of a kernel if rows are taps ([`WholeRows`]).
     pub(super) channels: usize,
-    /// How many of them are multiplied; the kernel reads zeros in the place of the others.
+    /// The number of these elements that are multiplied. The kernel reads zeros instead of the others.
     pub(super) inside: usize,
     /// Rows and columns.
     pub(super) size: [usize; 2],
-    /// Elements from one pixel to the next, of all images.
+    /// The distance in elements from one pixel to the next.
     pub(super) pixel: usize,
 }
 
-/// Rows of a kernel as taps, for images of few channels: these are padded only so far that windows, which are a stride apart, begin at
-/// multiples of 16 bytes. A row of a window is contiguous, and is padded to a multiple of 16 bytes instead of each of its pixels.
+/// Rows of a kernel as taps, for images of few channels. A row of a window is contiguous, and the whole row is padded to a multiple of
+/// 16 bytes instead of each pixel. Pixels are padded only until windows, which are a stride apart, begin at multiples of 16 bytes.
 #[derive(Clone, Copy)]
 pub(super) struct WholeRows {
-    /// Elements of a pixel and of a row of a kernel, with padding.
+    /// The number of elements of a pixel with padding.
     pub(super) pixel: usize,
+    /// The number of elements of a row of a kernel with padding.
     pub(super) row: usize,
 }
 
 impl WholeRows {
-    /// None where it would not make k smaller.
+    /// Returns None if whole rows would not make k smaller.
     pub(super) fn new(w: &Windows, channels: usize, size: usize) -> Option<WholeRows> {
-        let piece = PIECE / size;
+        let piece = PIECE_BYTES / size;
         let pixel = channels.next_power_of_two().max(piece >> w.stride[1].trailing_zeros().min(piece.ilog2()));
         let row = (w.kernel[1] * pixel).next_multiple_of(piece);
         (pixel < piece && w.kernel[1] > 1 && w.dilation[1] == 1).then_some(WholeRows { pixel, row })
     }
 
-    /// Copies images with their padding. Pixels that are a stride apart are the pixels of windows with one column of taps.
+    /// Copies images with their padding. Pixels a stride apart become the pixels of windows with one column of taps.
     pub(super) fn images(self, t: &Tensor, steps: Steps) -> Result<(ChannelsLast, Steps)> {
         let WholeRows { pixel, row } = self;
-        let [rows, _] = steps.reach();
+        let [rows, _] = steps.read_extent();
         let stride = steps.stride[1];
         let across = steps.grid[1] - 1 + row.div_ceil(pixel * stride);
         let tensor = padded(t, Strided::images(t, 1), steps.padding, [rows, across * stride], pixel)?;
@@ -88,12 +91,13 @@ impl ChannelsLast {
     }
 }
 
-/// A weight as a matrix for each group. Its rows are output channels, and its columns the elements of windows, tap by tap.
+/// A weight as a matrix for each group. Its rows are output channels, and its columns are the elements of windows, tap by tap.
 pub(super) struct Matrix {
     pub(super) tensor: Tensor,
-    /// Channels of a tap.
+    /// The number of channels of a tap.
     pub(super) channels: usize,
-    /// Strides of channels, rows, groups, and rows and columns of taps. Either the channels of all taps are contiguous, or the rows are.
+    /// The strides of channels, rows, groups, and of the rows and columns of taps. Either the channels of all taps or the
+    /// rows are contiguous.
     pub(super) channel: isize,
     pub(super) row: isize,
     pub(super) group: isize,
@@ -107,9 +111,9 @@ impl Matrix {
 }
 
 impl Strided {
-    /// The view of images `[N, groups * channels, rows, columns]`.
+    /// Returns the view of images `[N, groups * channels, rows, columns]`.
     pub(super) fn images(t: &Tensor, groups: usize) -> Strided {
-        let ([n, c, rows, columns], s) = (four(t), t.strides());
+        let ([n, c, rows, columns], s) = (sizes_4d(t), t.strides());
         let each = c / groups;
         Strided {
             skip: 0,
@@ -118,9 +122,9 @@ impl Strided {
         }
     }
 
-    /// The pixels that strided windows of a single tap read; None where products can read the images without a copy.
+    /// Returns the pixels that strided windows of a single tap read. None if products can read the images without a copy.
     pub(super) fn subsampled(mut self, t: &Tensor, w: &Windows) -> Option<Strided> {
-        if self.pixels(t).is_some() {
+        if self.pixel_stride(t).is_some() {
             return None;
         }
         for d in 0..2 {
@@ -130,14 +134,14 @@ impl Strided {
         Some(self)
     }
 
-    /// A weight `[groups * rows, channels, kernel]`, each row an image.
+    /// Returns the view of a weight `[groups * rows, channels, kernel]` in which each row is an image.
     pub(super) fn weight(t: &Tensor, groups: usize) -> Strided {
-        let ([outer, c, kh, kw], s) = (four(t), t.strides());
+        let ([outer, c, kh, kw], s) = (sizes_4d(t), t.strides());
         let rows = outer / groups;
         Strided { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
     }
 
-    /// The weight for the image gradient of a phase: rows and channels are exchanged, and the phase's taps are reversed.
+    /// Returns the weight for the image gradient of a phase, with rows and channels exchanged and the phase's taps reversed.
     pub(super) fn reversed(self, phases: [Phase; 2]) -> Strided {
         let Strided { dims: [rows, groups, c, ..], strides: [row, group, channel, ..], mut skip } = self;
         let mut strides = [channel, group, row, 0, 0];
@@ -148,8 +152,8 @@ impl Strided {
         Strided { skip, dims: [c, groups, rows, phases[0].taps, phases[1].taps], strides }
     }
 
-    /// The stride of pixels in all images, where products can read them without a copy, in pieces of 16 bytes.
-    fn pixels(&self, t: &Tensor) -> Option<usize> {
+    /// Returns the stride of pixels if products can read the images without a copy, in pieces of 16 bytes.
+    fn pixel_stride(&self, t: &Tensor) -> Option<usize> {
         let Strided { dims: [n, groups, each, rows, columns], strides: [image, group, channel, row, column], .. } =
             *self;
         // A dim of size 1 may have any stride.
@@ -159,67 +163,71 @@ impl Strided {
         let pixels = n * rows * columns;
         let bytes = usize::try_from(pixel).ok()?.checked_mul(pixels * t.dtype.size())?;
         let usable = channel == 1
-            && each.is_multiple_of(PIECE / t.dtype.size())
+            && each.is_multiple_of(PIECE_BYTES / t.dtype.size())
             && (groups == 1 || group == each as isize)
-            && self.is_in_pieces(t, &[(pixels, pixel)])
+            && self.is_piece_aligned(t, &[(pixels, pixel)])
             && [1, columns, rows * columns].into_iter().zip(steps).all(|(across, step)| follows(across, step));
-        (usable && bytes < LARGEST).then_some(pixel as usize)
+        (usable && bytes < MAX_IMAGE_BYTES).then_some(pixel as usize)
     }
 
-    /// Whether the first element is aligned to 16 bytes, and all steps of each direction are.
-    fn is_in_pieces(&self, t: &Tensor, steps: &[(usize, isize)]) -> bool {
-        let piece = PIECE / t.dtype.size();
+    /// True if the first element and all steps of each direction are aligned to 16 bytes.
+    fn is_piece_aligned(&self, t: &Tensor, steps: &[(usize, isize)]) -> bool {
+        let piece = PIECE_BYTES / t.dtype.size();
         t.layout.offset.wrapping_add_signed(self.skip).is_multiple_of(piece)
             && steps.iter().all(|&(count, step)| count == 1 || step.unsigned_abs().is_multiple_of(piece))
     }
 
-    /// The strides of a weight that products can read without a copy: of channels, of rows and groups, and of taps.
-    fn as_matrix(&self, t: &Tensor, by_rows: bool) -> Option<(isize, [isize; 2], [isize; 2])> {
+    /// Returns the strides of a weight that products can read without a copy: of channels, of rows and groups, and of taps.
+    fn matrix_strides(&self, t: &Tensor, by_rows: bool) -> Option<(isize, [isize; 2], [isize; 2])> {
         let Strided { dims: [rows, groups, each, kh, kw], strides: [row, group, channel, down, right], .. } = *self;
         let bytes = each * t.dtype.size();
         let in_order = (kw == 1 || right == each as isize) && (kh == 1 || down == (kw * each) as isize);
         let strides = Some((channel, [row, group], [down, right]));
         if channel == 1
-            && bytes.is_multiple_of(PIECE)
+            && bytes.is_multiple_of(PIECE_BYTES)
             && in_order
-            && self.is_in_pieces(t, &[(rows, row), (groups, group)])
+            && self.is_piece_aligned(t, &[(rows, row), (groups, group)])
         {
             return strides;
         }
         let steps = [(groups, group), (each, channel), (kh, down), (kw, right)];
-        let usable = by_rows && row == 1 && channel > 1 && bytes.is_multiple_of(SLICE) && self.is_in_pieces(t, &steps);
+        let usable = by_rows
+            && row == 1
+            && channel > 1
+            && bytes.is_multiple_of(MAX_SLICE_BYTES)
+            && self.is_piece_aligned(t, &steps);
         strides.filter(|_| usable)
     }
 }
 
-/// Whether images `[N, C, H, W]` are channels-last.
-pub(super) fn is_last(t: &Tensor) -> bool {
+/// True if images `[N, C, H, W]` are channels-last.
+pub(super) fn is_channels_last(t: &Tensor) -> bool {
     t.layout.format() == MemoryFormat::ChannelsLast
 }
 
-/// A tensor for a result `[N, C, H, W]`, zeroed or uninitialised, row-major or channels-last, with the dtype and device of `t`.
-pub(super) fn result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> Result<Tensor> {
+/// Allocates a result `[N, C, H, W]`, zeroed or uninitialised, row-major or channels-last, with the dtype and device of `t`.
+pub(super) fn empty_result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> Result<Tensor> {
     let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
-    let layout = Layout::in_format(dims.into(), format);
+    let layout = Layout::with_format(dims.into(), format);
     match zeros {
         true => Ok(Tensor::zeros(dims, t)?.with_layout(layout)),
-        false => Tensor::empty_like_layout(layout, t.dtype, t.device()),
+        false => Tensor::empty_with_layout(layout, t.dtype, t.device()),
     }
 }
 
-/// Images as `[N, size, groups, channels]`, with `before` zero rows and columns in front; negative numbers crop.
+/// Returns images as `[N, size, groups, channels]`, with `before` zero rows and columns in front. Negative numbers crop.
 pub(super) fn channels_last(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2]) -> Result<ChannelsLast> {
     let [_, groups, each, rows, columns] = view.dims;
-    let without_copy = view.pixels(t).filter(|_| before == [0, 0] && size == [rows, columns]);
+    let without_copy = view.pixel_stride(t).filter(|_| before == [0, 0] && size == [rows, columns]);
     if let Some(pixel) = without_copy {
         return Ok(ChannelsLast { tensor: t.shallow_clone(), channels: each, inside: each, size, pixel });
     }
-    let channels = each.next_multiple_of(PIECE / t.dtype.size());
+    let channels = each.next_multiple_of(PIECE_BYTES / t.dtype.size());
     let tensor = padded(t, view, before, size, channels)?;
     Ok(ChannelsLast { tensor, channels, inside: channels, size, pixel: groups * channels })
 }
 
-/// A copy of images, as [`channels_last`] gives it, with so many channels for each group.
+/// Copies images as [`channels_last`] returns them, with `channels` channels for each group.
 pub(super) fn padded(
     t: &Tensor,
     view: Strided,
@@ -229,34 +237,36 @@ pub(super) fn padded(
 ) -> Result<Tensor> {
     let [n, groups, ..] = view.dims;
     let pixel = groups * channels;
-    let tensor = Tensor::empty_like_shape([n, size[0], size[1], pixel], t.dtype, t.device())?;
-    copy(t, view, (before, size, channels), &tensor, [size[0] * size[1] * pixel, channels, pixel])?;
+    let tensor = Tensor::empty_with_shape([n, size[0], size[1], pixel], t.dtype, t.device())?;
+    launch_copy(t, view, (before, size, channels), &tensor, [size[0] * size[1] * pixel, channels, pixel])?;
     Ok(tensor)
 }
 
-/// A strided weight as a matrix, without a copy where products can read it; with `rows` its rows may be contiguous instead of its channels.
+/// Returns a strided weight as a matrix, without a copy if products can read it. With `rows` its rows may be contiguous instead of its
+/// channels.
 pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matrix> {
     let [.., each, _, kw] = view.dims;
-    if let Some((channel, [row, group], taps)) = view.as_matrix(weight, rows) {
+    if let Some((channel, [row, group], taps)) = view.matrix_strides(weight, rows) {
         let offset = weight.layout.offset.wrapping_add_signed(view.skip);
         let tensor = weight.with_layout(Layout { offset, ..weight.layout.clone() });
         return Ok(Matrix { tensor, channels: each, channel, row, group, taps });
     }
-    copied_matrix(weight, view, kw, each.next_multiple_of(PIECE / weight.dtype.size()))
+    copied_matrix(weight, view, kw, each.next_multiple_of(PIECE_BYTES / weight.dtype.size()))
 }
 
-/// A copy of a strided weight as a matrix, whose taps have so many columns and channels.
+/// Copies a strided weight into a matrix whose taps have `columns` columns and `channels` channels.
 fn copied_matrix(weight: &Tensor, view: Strided, columns: usize, channels: usize) -> Result<Matrix> {
     let [count, groups, _, kh, _] = view.dims;
     let row = kh * columns * channels;
-    let tensor = Tensor::empty_like_shape([groups, count, row], weight.dtype, weight.device())?;
-    copy(weight, view, ([0, 0], [kh, columns], channels), &tensor, [row, count * row, channels])?;
+    let tensor = Tensor::empty_with_shape([groups, count, row], weight.dtype, weight.device())?;
+    launch_copy(weight, view, ([0, 0], [kh, columns], channels), &tensor, [row, count * row, channels])?;
     let [row, group] = [row, count * row].map(|step| step as isize);
     Ok(Matrix { tensor, channels, channel: 1, row, group, taps: [0, 0] })
 }
 
-/// Launches `kernels/channels_last.cl`, which copies with `padded` channels; `to` has the strides of the copy: of images, groups and pixels.
-fn copy(
+/// Launches `kernels/channels_last.cl`, which copies with `padded` channels. `to` holds the strides of the copy: of
+/// images, groups and pixels.
+fn launch_copy(
     t: &Tensor,
     view: Strided,
     (before, size, padded): ([isize; 2], [usize; 2], usize),
@@ -265,18 +275,18 @@ fn copy(
 ) -> Result<()> {
     let (device, bytes) = (t.cl_device()?, t.dtype.size());
     let [n, groups, each, rows, columns] = view.dims;
-    let piece = PIECE / bytes;
+    let piece = PIECE_BYTES / bytes;
     let (pixels, contiguous) = (size[0] * size[1], view.strides[2] == 1 && each > 1);
-    let channels = padded.next_power_of_two().min(CHANNELS);
-    // Where pieces have all channels of their pixels, each work-item has one piece. Elsewhere each reads at least one element.
+    let channels = padded.next_power_of_two().min(TILE_CHANNELS);
+    // If pieces hold all channels of their pixels, each work-item copies one piece. Otherwise each work-item reads at least one element.
     let tile = match channels <= piece {
-        true => GROUP * piece / channels,
-        false if pixels < PIXELS[0] => PIXELS[1].max(GROUP / channels),
-        false => PIXELS[0].max(GROUP / channels),
+        true => COPY_GROUP_SIZE * piece / channels,
+        false if pixels < TILE_PIXELS[0] => TILE_PIXELS[1].max(COPY_GROUP_SIZE / channels),
+        false => TILE_PIXELS[0].max(COPY_GROUP_SIZE / channels),
     };
     let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
-    let kernel = kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {
-        let contiguous = flag(contiguous, "CONTIGUOUS");
+    let kernel = get_or_build_kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {
+        let contiguous = define_if(contiguous, "CONTIGUOUS");
         format!(
             "#define V {}\n#define EACH {piece}\n#define CHANNELS {channels}\n#define TILE {tile}\n{contiguous}{TEMPLATE}",
             bits_type(bytes)
@@ -291,5 +301,5 @@ fn copy(
     let first = from.first_element().wrapping_add_signed(view.skip) as u64;
     let args = [from.buffer(), Arg::U64(first), into.buffer(), into.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
     let items = pixels.div_ceil(tile) * padded.div_ceil(channels) * groups * n;
-    device.launch(&kernel, &args, &[items * GROUP], &[GROUP])
+    device.launch(&kernel, &args, &[items * COPY_GROUP_SIZE], &[COPY_GROUP_SIZE])
 }

@@ -7,11 +7,11 @@ use crate::device::opencl::{self, TensorCores};
 use crate::{ConvOptions, ConvTransposeOptions, Device, Padding};
 
 thread_local! {
-    /// Devices are taken to have these tensor cores; what they cannot run, [`STAND_IN`] does.
-    pub(crate) static PRETEND: Cell<Option<TensorCores>> = const { Cell::new(None) };
+    /// Tensor cores that every device is assumed to have. [`STAND_IN`] replaces the kernels that a device cannot run.
+    pub(crate) static PRETENDED_CORES: Cell<Option<TensorCores>> = const { Cell::new(None) };
 }
 
-/// A kernel of the same parameters in OpenCL C: one element after another.
+/// A kernel of the same parameters in OpenCL C, which computes one element after another.
 pub(crate) const STAND_IN: &str = concat!(
     "
 // Functions that no one calls here have PTX.
@@ -59,7 +59,7 @@ __kernel void gemm(const __global CAT(A, _t)* a, const __global CAT(B, _t)* b, c
 "
 );
 
-/// Small whole numbers, whose sums of products are exact in every dtype.
+/// Returns small whole numbers, whose sums of products are exact in every dtype.
 fn whole(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let value = |i: usize| ((i * 37 + i * i * 11 + seed) % 5) as i64 - 2;
     let values: Vec<i64> = (0..dims.iter().product()).map(value).collect();
@@ -68,7 +68,7 @@ fn whole(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
 
 struct Case {
     n: usize,
-    /// Of images and of windows, all groups.
+    /// The channels of images and of windows, for all groups together.
     channels: [usize; 2],
     image: [usize; 2],
     kernel: [usize; 2],
@@ -91,7 +91,8 @@ impl Case {
         Windows::new("conv2d", self.image, self.kernel, [stride, before, behind, dilation]).unwrap()
     }
 
-    /// The result, and the gradients of images, weight and bias; images, weight and the result's gradient are channels-last where `last` says so.
+    /// Returns the result, and the gradients of images, weight and bias. `last` says whether images, weight and the result's gradient are
+    /// channels-last.
     fn run(&self, device: Device, dtype: DType, last: [bool; 3], transposed: bool) -> [Vec<f64>; 4] {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
         let made = |dims: [usize; 4], seed: usize, last: bool| {
@@ -111,7 +112,7 @@ impl Case {
             }
         };
         let y = y.unwrap();
-        y.backward_with(&made(four(&y), 4, last[2])).unwrap();
+        y.backward_with(&made(sizes_4d(&y), 4, last[2])).unwrap();
         let read =
             |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_device(Device::Cpu).unwrap().to_vec::<f64>().unwrap();
         let [gx, gw, gb] = [&x, &weight, &bias].map(|t| read(&t.grad().unwrap()));
@@ -121,17 +122,17 @@ impl Case {
 
 const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
 
-/// Runs `f` with devices that are taken to have tensor cores.
-fn pretending<R>(f: impl FnOnce() -> R) -> R {
-    PRETEND.set(Some(OTHER));
+/// Runs `f` with devices that are assumed to have tensor cores.
+fn with_pretended_cores<R>(f: impl FnOnce() -> R) -> R {
+    PRETENDED_CORES.set(Some(OTHER));
     let made = f();
-    PRETEND.set(None);
+    PRETENDED_CORES.set(None);
     made
 }
 
-/// Copies of images and weights, plans and numbers of all three products, with another kernel in the place of the tensor cores'.
+/// Tests copies of images and weights, and plans and parameters of all three products, with the stand-in kernel.
 #[test]
-fn convolutions_and_their_gradients() {
+fn convolutions_and_their_gradients_equal_the_cpu() {
     if opencl::count() == 0 {
         return;
     }
@@ -164,7 +165,7 @@ fn convolutions_and_their_gradients() {
         Case::new(1, [1, 16], [17, 23], [11, 11]).with([4, 4], [0, 2], one, 1),
         Case::new(2, [3, 32], [16, 17], [8, 8]).with([8, 8], none, one, 1),
         Case::new(1, [3, 16], [20, 23], [17, 18]).with([3, 2], [1, 0], one, 1),
-        // Images in whole blocks, and blocks of a single window.
+        // Images of whole blocks, and blocks of a single window.
         Case::new(2, [3, 16], [8, 12], [3, 3]).with(one, one, one, 1),
         Case::new(1, [5, 64], [9, 8], [5, 4]).with([2, 2], [1, 1], one, 1),
     ];
@@ -182,7 +183,7 @@ fn convolutions_and_their_gradients() {
                 continue;
             }
             let run = |device| case.run(device, dtype, last, transposed);
-            let (want, got) = (run(Device::Cpu), pretending(|| run(device)));
+            let (want, got) = (run(Device::Cpu), with_pretended_cores(|| run(device)));
             // Kernels without tensor cores read the same strides.
             let without = if last[2] && i % 4 == 0 { run(device) } else { want.clone() };
             for (k, name) in ["result", "images", "weight", "bias"].iter().enumerate() {
@@ -194,9 +195,9 @@ fn convolutions_and_their_gradients() {
     }
 }
 
-/// Images, a weight and gradients with their channels innermost are read as they are, and so are results.
+/// Images, weights and gradients with innermost channels are read without a copy, and results have innermost channels.
 #[test]
-fn channels_last_takes_no_copies() {
+fn channels_last_tensors_are_not_copied() {
     if opencl::count() == 0 {
         return;
     }
@@ -206,7 +207,7 @@ fn channels_last_takes_no_copies() {
         whole(&[n, h, w, c], 1, DType::F16, device).permute(&[0, 3, 1, 2]).unwrap()
     };
     let (one, none) = ([1, 1], [0, 0]);
-    // Launches of the forward pass, of the gradient of images and of that of the weight.
+    // The launches of the forward pass, of the image gradient and of the weight gradient.
     let cases = [
         (Case::new(2, [16, 64], [8, 8], [3, 3]).with(one, one, one, 1), [1, 1, 1]),
         (Case::new(2, [16, 64], [8, 8], [3, 3]).with([2, 2], one, one, 1), [1, 4, 1]),
@@ -221,33 +222,33 @@ fn channels_last_takes_no_copies() {
         let windows = case.windows();
         let (x, weight, y) = (last([n, c, h, w]), last([o, c, kh, kw]), last([n, o, windows.grid[0], windows.grid[1]]));
         let single = [kh, kw] == [1, 1] && windows.grid == windows.image;
-        let made = pretending(|| ImplicitGemm::new(windows, &x, &weight, 1, single).unwrap());
-        let run = |f: &dyn Fn() -> Result<Tensor>| count_launches(|| pretending(|| f().unwrap()));
+        let made = with_pretended_cores(|| ImplicitGemm::new(windows, &x, &weight, 1, single).unwrap());
+        let run = |f: &dyn Fn() -> Result<Tensor>| count_launches(|| with_pretended_cores(|| f().unwrap()));
         let (results, launches): (Vec<_>, Vec<_>) = [
-            run(&|| made.windows(&x, &weight, None)),
-            run(&|| made.images(&y, &weight, None)),
-            run(&|| made.weight(&x, &y, None)),
+            run(&|| made.forward(&x, &weight, None)),
+            run(&|| made.transposed(&y, &weight, None)),
+            run(&|| made.weight_gradient(&x, &y, None)),
         ]
         .into_iter()
         .unzip();
         assert_eq!(launches, want, "case {i}");
-        // The weight's gradient in memory of its own and in either order: the same.
+        // The weight gradient in given memory, of either order, is the same.
         for slot in [weight.zeros_like().unwrap(), last([o, c, kh, kw])] {
-            assert!(made.fills(&slot));
-            let (made, launches) = run(&|| made.weight(&x, &y, Some(slot.shallow_clone())));
+            assert!(made.accepts(&slot));
+            let (made, launches) = run(&|| made.weight_gradient(&x, &y, Some(slot.shallow_clone())));
             assert_eq!((launches, made.strides()), (want[2], slot.strides()), "case {i}");
             let [made, own] = [&slot, &results[2]].map(|t| t.to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap());
             assert_eq!(made, own, "case {i}");
         }
         for (made, like) in results.iter().zip([&y, &x, &weight]) {
-            assert_eq!(is_last(made), is_last(like), "case {i}");
+            assert_eq!(is_channels_last(made), is_channels_last(like), "case {i}");
         }
     }
 }
 
-/// Images that are views, and an infinity in them, which only the windows that have it may see.
+/// Images that are views and contain an infinity, which only the windows that contain it may read.
 #[test]
-fn whole_rows_of_few_channels() {
+fn infinities_reach_only_their_windows_in_whole_rows() {
     if opencl::count() == 0 {
         return;
     }
@@ -264,7 +265,7 @@ fn whole_rows_of_few_channels() {
             y.to_device(Device::Cpu).unwrap().to_vec::<f32>().unwrap()
         })
     };
-    let (want, got) = (run(Device::Cpu), pretending(|| run(Device::OpenCL(0))));
+    let (want, got) = (run(Device::Cpu), with_pretended_cores(|| run(Device::OpenCL(0))));
     for (want, got) in want.iter().zip(&got) {
         let finite = want.iter().filter(|y| y.is_finite()).count();
         assert!((1..want.len()).contains(&finite));
@@ -272,9 +273,9 @@ fn whole_rows_of_few_channels() {
     }
 }
 
-/// An infinity reaches the elements of its window alone, although the image gradient of as few channels is made by blocks.
+/// An infinity reaches only the elements of its window, although the image gradient of so few channels is computed by blocks.
 #[test]
-fn transposed_to_few_channels() {
+fn infinities_reach_only_their_windows_in_blocks() {
     if opencl::count() == 0 {
         return;
     }
@@ -286,12 +287,12 @@ fn transposed_to_few_channels() {
         let y = x.conv_transpose2d(&weight, None, options).unwrap().to_dtype(DType::F32).unwrap();
         y.to_device(Device::Cpu).unwrap().to_vec::<f32>().unwrap()
     };
-    let (want, got) = (run(Device::Cpu), pretending(|| run(Device::OpenCL(0))));
+    let (want, got) = (run(Device::Cpu), with_pretended_cores(|| run(Device::OpenCL(0))));
     assert_eq!(want.iter().filter(|y| !y.is_finite()).count(), 3 * 4 * 4);
     assert_eq!(got, want);
 }
 
-/// Zeros around images and behind the channels of groups; every order of dims; parts of images.
+/// Zeros around images and after the channels of groups, every order of dims, and parts of images.
 #[test]
 fn copies_are_channels_last() {
     if opencl::count() == 0 {
@@ -303,7 +304,7 @@ fn copies_are_channels_last() {
         let x = whole(&[2, groups * each, 5, 14], 5, dtype, Device::OpenCL(0));
         let transposed = x.permute(&[3, 0, 2, 1]).unwrap().contiguous().unwrap().permute(&[1, 3, 2, 0]).unwrap();
         for x in [&x, &x.narrow(3, 1, 9).unwrap(), &transposed, &x.flip(&[2]).unwrap()] {
-            let [n, _, h, w] = four(x);
+            let [n, _, h, w] = sizes_4d(x);
             for (before, size) in [([0, 0], [h, w]), ([2, 1], [h + 3, w + 5]), ([-1, -2], [h, w])] {
                 let ChannelsLast { tensor, channels, .. } =
                     channels_last(x, Strided::images(x, groups), before, size).unwrap();
@@ -321,9 +322,9 @@ fn copies_are_channels_last() {
     }
 }
 
-/// Which convolutions go without columns, and which of their gradients.
+/// The convolutions and image gradients that implicit GEMM computes, and those that im2col computes.
 #[test]
-fn what_is_left_to_columns() {
+fn unsuitable_convolutions_are_left_to_im2col() {
     if opencl::count() == 0 {
         return;
     }
@@ -336,7 +337,7 @@ fn what_is_left_to_columns() {
             whole(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
             whole(&[o, c / groups, kh, kw], 2, dtype, device),
         );
-        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.makes_image_gradient()))
+        with_pretended_cores(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.has_image_gradient()))
     };
     let (one, none) = ([1, 1], [0, 0]);
     let plain = |channels, kernel| Case::new(2, channels, [14, 14], kernel).with(one, none, one, 1);

@@ -1,25 +1,25 @@
-//! Counts which launches are planned and which are found in the cache, and checks that results are right in both cases.
+//! Tests that repeated launches use cached plans, and that results are right with new and with cached plans.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 
 use crate::backend::opencl::launch_cache::*;
 use crate::device::opencl;
-use crate::device::opencl::Knob;
+use crate::device::opencl::TuningParameter;
 use crate::storage::{MemoryMode, with_memory_mode};
 
-/// Launches that this thread has kept so far.
-fn kept() -> usize {
-    TABLE.with_borrow(|table| table.kept)
+/// The number of plans that this thread has cached so far.
+fn cached_plans() -> usize {
+    PLAN_CACHE.with_borrow(|table| table.insertions)
 }
 
 fn devices() -> impl Iterator<Item = Device> {
     (0..opencl::count()).map(Device::OpenCL)
 }
 
-/// One test at a time: a change of a parameter makes all threads forget.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+/// Serialises the tests, because a change of a parameter clears the caches of all threads.
+fn lock_tests() -> MutexGuard<'static, ()> {
+    static TEST_LOCK: Mutex<()> = Mutex::new(());
+    TEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn sevenths(shape: impl Into<crate::Shape>, device: Device) -> Result<Tensor> {
@@ -28,7 +28,7 @@ fn sevenths(shape: impl Into<crate::Shape>, device: Device) -> Result<Tensor> {
     Tensor::from_vec(values, shape, device)
 }
 
-/// The matrices, a row, and labels.
+/// Operands of the test cases: two matrices, a row, and labels.
 struct Operands {
     x: Tensor,
     y: Tensor,
@@ -53,7 +53,7 @@ impl Operands {
 
 type Case = (&'static str, fn(&Operands) -> Result<Tensor>);
 
-/// No two of these are prepared alike.
+/// Operations that all have different keys.
 const CASES: [Case; 26] = [
     ("add", |o| o.x.add(&o.y)),
     ("sub", |o| o.x.sub(&o.y)),
@@ -91,25 +91,25 @@ fn assert_close(what: &str, got: &Tensor, right: &Tensor) {
     }
 }
 
-/// With buffers, whose launches are prepared and kept, whatever the environment says of images.
-fn buffers<R>(f: impl FnOnce() -> R) -> R {
+/// Runs `f` with tensors in buffers, whose launches are cached, even if the environment asks for images.
+fn with_buffers<R>(f: impl FnOnce() -> R) -> R {
     with_memory_mode(MemoryMode::Buffer, f)
 }
 
-/// One after another, so that a launch which was looked up wrongly would give another one's results.
+/// The cases run in turn, so that a plan cached under a wrong key would give another case's result.
 #[test]
-fn repeated_calls_are_prepared_once() {
-    let _alone = alone();
+fn repeated_calls_are_planned_once() {
+    let _guard = lock_tests();
     for device in devices() {
         // A new thread, whose cache is empty.
         let rounds = std::thread::spawn(move || {
-            buffers(|| {
+            with_buffers(|| {
                 let (right, operands) = (Operands::new(Device::Cpu).unwrap(), Operands::new(device).unwrap());
                 for round in 0..3 {
                     for (name, case) in &CASES {
-                        let before = kept();
+                        let before = cached_plans();
                         let got = case(&operands).unwrap();
-                        let prepared = kept() - before;
+                        let prepared = cached_plans() - before;
                         assert_eq!(prepared > 0, round == 0, "{name} on {device}, round {round}: {prepared} prepared");
                         assert_close(&format!("{name} on {device}"), &got, &case(&right).unwrap());
                     }
@@ -123,9 +123,9 @@ fn repeated_calls_are_prepared_once() {
 }
 
 #[test]
-fn only_how_a_tensor_is_aligned_counts() {
-    let _alone = alone();
-    buffers(|| {
+fn offsets_count_only_by_their_alignment() {
+    let _guard = lock_tests();
+    with_buffers(|| {
         let right = Operands::new(Device::Cpu).unwrap();
         for device in devices() {
             let operands = Operands::new(device).unwrap();
@@ -137,11 +137,16 @@ fn only_how_a_tensor_is_aligned_counts() {
                 ("matmul", |t| t.matmul(t)),
             ];
             for (name, f) in of {
-                for (start, new) in [(3, true), (3 + ALIGNED, false), (3 + 9 * ALIGNED, false), (4, true), (20, false)]
-                {
-                    let before = kept();
+                for (start, new) in [
+                    (3, true),
+                    (3 + OFFSET_ALIGNMENT_ELEMENTS, false),
+                    (3 + 9 * OFFSET_ALIGNMENT_ELEMENTS, false),
+                    (4, true),
+                    (20, false),
+                ] {
+                    let before = cached_plans();
                     let got = f(&operands.from(start).unwrap()).unwrap();
-                    assert_eq!(kept() > before, new, "{name} from {start} on, on {device}");
+                    assert_eq!(cached_plans() > before, new, "{name} from {start} on, on {device}");
                     assert_close(
                         &format!("{name} from {start} on, on {device}"),
                         &got,
@@ -153,17 +158,17 @@ fn only_how_a_tensor_is_aligned_counts() {
     });
 }
 
-/// A storage that is read while it is written is only like another one that is.
+/// An in-place operation reads the storage that it writes, which has its own plan.
 #[test]
-fn in_place_is_another_launch() {
-    let _alone = alone();
-    buffers(|| {
+fn in_place_launches_have_their_own_plan() {
+    let _guard = lock_tests();
+    with_buffers(|| {
         for device in devices() {
             let (a, b) = (sevenths(100, device).unwrap(), sevenths(100, device).unwrap());
             let sum = a.add(&b).unwrap();
-            let before = kept();
+            let before = cached_plans();
             a.add_(&b).unwrap();
-            assert_eq!(kept(), before + 1);
+            assert_eq!(cached_plans(), before + 1);
             assert!(a.equal(&sum).unwrap());
             let (early, late) = (a.narrow(0, 0, 64).unwrap(), a.narrow(0, 32, 64).unwrap());
             let right = early.add(&late).unwrap();
@@ -174,41 +179,41 @@ fn in_place_is_another_launch() {
 }
 
 #[test]
-fn a_thread_knows_so_many_at_most() {
-    let _alone = alone();
-    buffers(|| {
+fn the_cache_of_a_thread_is_bounded() {
+    let _guard = lock_tests();
+    with_buffers(|| {
         let Some(device) = devices().next() else { return };
-        let before = kept();
+        let before = cached_plans();
         for n in 1..=2 * SETS * WAYS {
             let x = sevenths(n, Device::Cpu).unwrap().to_device(device).unwrap();
             drop(x.neg().unwrap());
         }
-        assert_eq!(kept() - before, 2 * SETS * WAYS);
+        assert_eq!(cached_plans() - before, 2 * SETS * WAYS);
         let known =
-            TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|way| &way.entry).count()));
+            PLAN_CACHE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|way| &way.entry).count()));
         assert_eq!(known.0, SETS * WAYS);
         assert!(known.1 > SETS * WAYS / 2, "slots are used: {known:?}");
-        let again = kept();
+        let again = cached_plans();
         drop(sevenths(2 * SETS * WAYS, device).unwrap().neg().unwrap());
-        assert_eq!(kept(), again, "the latest is known");
+        assert_eq!(cached_plans(), again, "the latest is known");
     });
 }
 
-/// On every thread.
+/// Checks that plans of all threads are dropped.
 #[test]
-fn a_parameter_that_changes_is_looked_at() {
-    let _alone = alone();
+fn a_changed_tuning_parameter_drops_cached_plans() {
+    let _guard = lock_tests();
     for device in devices() {
         let Device::OpenCL(index) = device else { unreachable!("a list of OpenCL devices") };
         let cl = opencl::open(index).unwrap();
         let ((go, calls), (say, counts)) = (mpsc::channel::<()>(), mpsc::channel());
         let thread = std::thread::spawn(move || {
-            buffers(|| {
+            with_buffers(|| {
                 let x = sevenths(64, device).unwrap();
                 while calls.recv().is_ok() {
-                    let before = kept();
+                    let before = cached_plans();
                     drop(x.relu().unwrap());
-                    say.send(kept() - before).unwrap();
+                    say.send(cached_plans() - before).unwrap();
                 }
             })
         });
@@ -217,7 +222,7 @@ fn a_parameter_that_changes_is_looked_at() {
             counts.recv().unwrap()
         };
         assert_eq!((call(), call()), (1, 0));
-        cl.set_tuned(Knob::MapGroup, cl.tuned(Knob::MapGroup));
+        cl.set_tuned(TuningParameter::MapGroup, cl.tuned(TuningParameter::MapGroup));
         assert_eq!((call(), call()), (1, 0), "after a change, on {device}");
         drop(go);
         thread.join().unwrap();

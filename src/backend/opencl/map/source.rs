@@ -1,4 +1,4 @@
-//! The source of an elementwise kernel before its template: formulas, parameters, loads and stores.
+//! Generates the source of an elementwise kernel that precedes its template: formulas, parameters, loads and stores.
 
 use std::fmt::Write;
 
@@ -12,14 +12,14 @@ use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
 
-/// Conversion to bf16 by an instruction of devices with tensor cores.
-const ROUNDED: &str = include_str!("../../../../kernels/rounded.cl");
+/// Converts f32 to bf16 with an instruction that devices with tensor cores have.
+const BF16_ROUNDING: &str = include_str!("../../../../kernels/rounded.cl");
 
-/// Random numbers of [`DRAWN_LEN`](super::DRAWN_LEN) elements at once.
-const RANDOM: &str = include_str!("../../../../kernels/random.cl");
+/// Computes the random numbers of [`RANDOM_BLOCK_LEN`](super::RANDOM_BLOCK_LEN) elements at once.
+const RANDOM_BLOCKS: &str = include_str!("../../../../kernels/random.cl");
 
-/// A non-temporal store, where the compiler has one.
-const STORE_PAST: &str = "#ifdef __has_builtin
+/// Defines a non-temporal store if the compiler has one.
+const STORE_NONTEMPORAL: &str = "#ifdef __has_builtin
 #if __has_builtin(__builtin_nontemporal_store)
 #define STORE_PAST(value, to) __builtin_nontemporal_store(value, to)
 #endif
@@ -29,8 +29,8 @@ const STORE_PAST: &str = "#ifdef __has_builtin
 #endif
 ";
 
-/// The source of the kernel for a device, without the prelude.
-pub(crate) fn write(
+/// Returns the source of the kernel for a device, without the prelude.
+pub(crate) fn generate_source(
     device: &ClDevice,
     launch: &Launch,
     operands: &[MapOperand],
@@ -47,63 +47,64 @@ pub(crate) fn write(
         names.join(", ")
     );
     let w = &mut s;
-    // Not for copies, which keep the bits of NaNs. The device is queried last, because that may build a kernel.
+    // Copies must keep the bits of NaNs, so they do not use it. The device is queried last, because that may build a kernel.
     let rounds = |o: &MapOperand| o.dtype == DType::BF16 && o.access == MemoryAccess::Vector;
     if launch.program.computes()
         && launch.compute == Compute::F32
         && operands[launch.inputs.len()..].iter().any(rounds)
         && device.tensor_cores().local > 0
     {
-        w.push_str(ROUNDED);
+        w.push_str(BF16_ROUNDING);
     }
     // Writing to a String cannot fail.
     if rank > 0 {
         let n = operands.len();
-        // One array of strides: Mesa counts only the outermost dimension of an array of arrays in an argument's size.
+        // One array for all strides: Mesa counts only the outermost dimension of an array of arrays in an argument's size.
         let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{}]; }} layout_t;", n * rank);
         let _ = writeln!(w, "#define STRIDE(k, d) layout.strides[(k) * {rank} + (d)]");
     }
     let drawn = form == Form::Drawn;
     let formula = match drawn {
-        true => launch.program.emit_drawn(launch.compute, "compute"),
+        true => launch.program.emit_with_drawn_numbers(launch.compute, "compute"),
         false => launch.program.emit(launch.compute, "compute"),
     };
     w.push_str(&formula);
     let are_halves = operands[launch.inputs.len()..].iter().all(|o| matches!(o.dtype, DType::F16 | DType::BF16));
-    // A quotient that is rounded to an integer has no last place to lose.
+    // A quotient that is rounded to an integer must be exact in its last place.
     if are_halves && !["floor", "ceil", "trunc", "rint", "round", "mod"].iter().any(|name| formula.contains(name)) {
         w.push_str(FAST_DIVISION);
     }
-    let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }), drawn };
+    let writer =
+        SourceWriter { launch, operands, nontemporal: matches!(form, Form::Vector { nontemporal: true, .. }), drawn };
     let dims: Vec<usize> = (0..rank).collect();
     match form {
         Form::Scalar { per_item } => {
             let _ = writeln!(w, "#define PER_ITEM {per_item}");
-            writer.function(w, "element", &dims, 1);
+            writer.write_function(w, "element", &dims, 1);
         }
         Form::Drawn => {
-            w.push_str(RANDOM);
+            w.push_str(RANDOM_BLOCKS);
             let (mut draw, mut numbers) = (String::new(), String::new());
-            let [key, stream] = writer.bases();
+            let [key, stream] = writer.replay_terms();
             for (kind, i) in launch.program.draws() {
                 let _ = write!(draw, "{} {kind}{i}[4][DRAWN / 4]; ", draw_type(kind));
                 let _ = write!(draw, "draw_{kind}(key{i}{key}, stream{i}{stream}, e / 4, {kind}{i}); ");
                 let _ = write!(numbers, ", {kind}{i}[k % 4][k / 4]");
             }
             let _ = writeln!(w, "#define DRAW {draw}\n#define ELEMENT element(e + k, ARGUMENTS{numbers});");
-            writer.function(w, "element", &dims, 1);
+            writer.write_function(w, "element", &dims, 1);
         }
-        Form::Vector { width, streamed } => {
-            w.push_str(if streamed { STORE_PAST } else { "" });
+        Form::Vector { width, nontemporal } => {
+            w.push_str(if nontemporal { STORE_NONTEMPORAL } else { "" });
             let _ = writeln!(w, "#define VEC {width}");
             let wide = DType::ALL
                 .iter()
                 .filter(|t| operands.iter().any(|o| o.access == MemoryAccess::Vector && o.dtype == **t));
-            wide.for_each(|&t| w.push_str(&Words::of(t, width).define(t, width)));
-            writer.function(w, "elements", &dims, width);
+            wide.for_each(|&t| w.push_str(&VectorWords::for_elements(t, width).define(t, width)));
+            writer.write_function(w, "elements", &dims, width);
             if rank <= 1 {
                 let _ = writeln!(w, "#define TAIL");
-                writer.function(w, "element", &dims, 1);
+                writer.write_function(w, "element", &dims, 1);
             }
         }
         Form::Tiled { side, across, dim, lines } => {
@@ -114,7 +115,7 @@ pub(crate) fn write(
                 writeln!(w, "#define TILE {side}\n#define ACROSS {across}\n#define PAD {pad}\n#define GROUP {local}");
             let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{dim}]");
             let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != dim).collect();
-            let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
+            let _ = writeln!(w, "#define POSITIONS(b) {}", writer.position_statements("b", &batch));
             let (mut transposed, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
             for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.access == MemoryAccess::Tile) {
                 let space = if local > 1 { "__local " } else { "" };
@@ -125,27 +126,27 @@ pub(crate) fn write(
             }
             let _ = writeln!(w, "#define TRANSPOSED {transposed}\n#define FETCH {fetch}");
             if let Some(lines) = lines {
-                let streamed = if lines.streamed { "#define STREAMED\n" } else { "" };
-                let line = writer.line(side, dim, inner);
-                let _ = writeln!(w, "#define LINE {side}\n{streamed}#define FETCH_LINE {fetch_line}");
+                let nontemporal = if lines.nontemporal { "#define STREAMED\n" } else { "" };
+                let line = writer.line_statements(side, dim, inner);
+                let _ = writeln!(w, "#define LINE {side}\n{nontemporal}#define FETCH_LINE {fetch_line}");
                 let _ = writeln!(w, "#define ELEMENT_LINE {line}");
             }
             let mut element = String::new();
-            for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && direct(o)) {
+            for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && is_direct(o)) {
                 let _ = write!(
                     element,
                     "const ulong i{k} = at{k} + (long)(row + r) * STRIDE({k}, {dim}) \
                      + (long)(column + c) * STRIDE({k}, {inner}); "
                 );
             }
-            writer.body(
+            writer.write_body(
                 &mut element,
                 1,
                 |k| {
                     let o = &operands[k];
                     match o.access {
                         MemoryAccess::Tile => format!("from_{}(tile{k}[c][r])", o.dtype),
-                        _ if direct(o) => format!("load_{}(p{k}, i{k})", o.dtype),
+                        _ if is_direct(o) => format!("load_{}(p{k}, i{k})", o.dtype),
                         _ => format!("load_{}(p{k}, at{k})", o.dtype),
                     }
                 },
@@ -158,12 +159,12 @@ pub(crate) fn write(
     s
 }
 
-/// Whether an operand of a tiled kernel is accessed in global memory by row and column.
-fn direct(o: &MapOperand) -> bool {
+/// True if a tiled kernel accesses this operand in global memory by row and column.
+fn is_direct(o: &MapOperand) -> bool {
     o.access != MemoryAccess::Tile && o.kind != OperandKind::Scalar
 }
 
-/// Declarations and names of the kernel's parameters.
+/// Returns the declarations and names of the kernel's parameters.
 fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(String, String)> {
     let (program, c) = (launch.program, launch.compute.cl_name());
     let mut params: Vec<(String, String)> = Vec::new();
@@ -191,21 +192,21 @@ fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(Str
     params
 }
 
-/// The words as which `n` contiguous elements are loaded and stored, because compilers split vectors of short elements or spill them.
-/// Words are extracted one by one, because some compilers would otherwise combine all into one large integer.
-struct Words {
+/// The machine words through which `n` contiguous elements are loaded and stored, because compilers split vectors of short elements or
+/// spill them. Words are extracted one by one, because some compilers would otherwise combine all of them into one large integer.
+struct VectorWords {
     word: &'static str,
     count: usize,
 }
 
-impl Words {
-    fn of(dtype: DType, n: usize) -> Words {
+impl VectorWords {
+    fn for_elements(dtype: DType, n: usize) -> VectorWords {
         let (word, size) = match dtype.size() * n {
             2 => ("ushort", 2),
             _ if dtype.size() == 8 => ("ulong", 8),
             _ => ("uint", 4),
         };
-        Words { word, count: dtype.size() * n / size }
+        VectorWords { word, count: dtype.size() * n / size }
     }
 
     /// Defines the type `wide_{dtype}`, a union of the words and the elements.
@@ -213,49 +214,50 @@ impl Words {
         format!("typedef union {{ {} word[{}]; {dtype}_t each[{n}]; }} wide_{dtype};\n", self.word, self.count)
     }
 
-    /// The vector type of all words.
-    fn all(&self) -> String {
+    /// Returns the vector type of all words.
+    fn vector_type(&self) -> String {
         if self.count > 1 { format!("{}{}", self.word, self.count) } else { self.word.into() }
     }
 
-    /// A statement that loads the words of `to` from the address `from`.
+    /// Returns a statement that loads the words of `to` from the address `from`.
     fn load(&self, to: &str, from: &str) -> String {
-        let all = self.all();
+        let all = self.vector_type();
         let part = |i: usize| if self.count > 1 { format!("{to}_all.s{i}") } else { format!("{to}_all") };
         let each: String = (0..self.count).map(|i| format!(" {to}.word[{i}] = {};", part(i))).collect();
         format!("const {all} {to}_all = *(const __global {all}*)({from});{each}")
     }
 
-    /// A vector of all words of `from`.
+    /// Returns a vector of all words of `from`.
     fn value(&self, from: &str) -> String {
         let each: Vec<String> = (0..self.count).map(|i| format!("{from}.word[{i}]")).collect();
-        format!("({})({})", self.all(), each.join(", "))
+        format!("({})({})", self.vector_type(), each.join(", "))
     }
 }
 
-struct Writer<'a> {
+/// Writes the functions and statements of one kernel.
+struct SourceWriter<'a> {
     launch: &'a Launch<'a>,
     operands: &'a [MapOperand],
     /// Whether vectors are written with non-temporal stores.
-    streamed: bool,
-    /// Whether functions are given the random numbers of their element.
+    nontemporal: bool,
+    /// Whether functions get the random numbers of their element as arguments.
     drawn: bool,
 }
 
-impl Writer<'_> {
-    fn used(&self) -> impl Iterator<Item = (usize, &MapOperand)> {
+impl SourceWriter<'_> {
+    fn used_operands(&self) -> impl Iterator<Item = (usize, &MapOperand)> {
         self.operands.iter().enumerate().filter(|(_, o)| o.used)
     }
 
-    /// Terms of a graph's replay that are added to each seed's key and stream.
-    fn bases(&self) -> [&'static str; 2] {
+    /// Returns the terms that a graph's replay adds to each seed's key and stream.
+    fn replay_terms(&self) -> [&'static str; 2] {
         if self.launch.base.is_some() { [" + base[base_offset]", " + base[base_offset + 1]"] } else { [""; 2] }
     }
 
-    /// Statements that declare `at{k}`, the offset in operand k of position `e` over `dims`.
-    fn positions(&self, e: &str, dims: &[usize]) -> String {
+    /// Returns statements that declare `at{k}`, the offset in operand k of position `e` over `dims`.
+    fn position_statements(&self, e: &str, dims: &[usize]) -> String {
         let mut s = String::new();
-        for (k, o) in self.used() {
+        for (k, o) in self.used_operands() {
             let at = if o.kind == OperandKind::Contiguous { format!(" + {e}") } else { String::new() };
             let _ = write!(s, "ulong at{k} = p{k}_offset{at}; ");
         }
@@ -266,7 +268,7 @@ impl Writer<'_> {
         for (n, &d) in dims.iter().enumerate().rev() {
             let divide = format!("const INDEX n = layout.dims[{d}]; const INDEX i = rest % n; rest /= n;");
             let _ = write!(s, "{{ {} ", if n > 0 { &divide } else { "const INDEX i = rest;" });
-            for (k, _) in self.used().filter(|(_, o)| o.is_strided()) {
+            for (k, _) in self.used_operands().filter(|(_, o)| o.is_strided()) {
                 let _ = write!(s, "at{k} += (long)i * STRIDE({k}, {d}); ");
             }
             s.push_str("} ");
@@ -274,28 +276,28 @@ impl Writer<'_> {
         s
     }
 
-    /// A function that computes the results at `width` consecutive positions from e on.
-    fn function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
+    /// Writes a function that computes the results at `width` consecutive positions, starting at `e`.
+    fn write_function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
         let draws = self.drawn.then(|| self.launch.program.draws()).into_iter().flatten();
         let numbers: String = draws.map(|(kind, i)| format!(", const {} {kind}{i}", draw_type(kind))).collect();
         let _ = writeln!(
             w,
             "static inline void {name}(const INDEX e, PARAMETERS{numbers}) {{\n    {}",
-            self.positions("e", dims)
+            self.position_statements("e", dims)
         );
         if width == 1 {
-            self.body(w, 1, |k| format!("load_{}(p{k}, at{k})", self.operands[k].dtype), "at");
+            self.write_body(w, 1, |k| format!("load_{}(p{k}, at{k})", self.operands[k].dtype), "at");
             w.push_str("}\n");
             return;
         }
         let inputs = self.launch.inputs.len();
-        for (k, o) in self.used() {
+        for (k, o) in self.used_operands() {
             let t = o.dtype;
             match o.access {
                 MemoryAccess::Vector => {
                     let _ = writeln!(w, "    wide_{t} b{k};");
                     if k < inputs {
-                        let load = Words::of(t, width).load(&format!("b{k}"), &format!("p{k} + at{k}"));
+                        let load = VectorWords::for_elements(t, width).load(&format!("b{k}"), &format!("p{k} + at{k}"));
                         let _ = writeln!(w, "    {load}");
                     }
                 }
@@ -308,12 +310,13 @@ impl Writer<'_> {
             let at = if o.access == MemoryAccess::Vector { ".each[k]" } else { "" };
             format!("from_{}(b{k}{at})", o.dtype)
         };
-        self.body(w, width, load, ".each");
+        self.write_body(w, width, load, ".each");
         w.push_str("    }\n");
-        for (k, o) in self.used().filter(|(k, _)| *k >= inputs) {
-            let words = Words::of(o.dtype, width);
-            let (to, value) = (format!("(__global {}*)(p{k} + at{k})", words.all()), words.value(&format!("b{k}")));
-            let _ = match self.streamed {
+        for (k, o) in self.used_operands().filter(|(k, _)| *k >= inputs) {
+            let words = VectorWords::for_elements(o.dtype, width);
+            let (to, value) =
+                (format!("(__global {}*)(p{k} + at{k})", words.vector_type()), words.value(&format!("b{k}")));
+            let _ = match self.nontemporal {
                 true => writeln!(w, "    STORE_PAST({value}, {to});"),
                 false => writeln!(w, "    *{to} = {value};"),
             };
@@ -321,17 +324,17 @@ impl Writer<'_> {
         w.push_str("}\n");
     }
 
-    /// Statements that compute row r of a tile and store it line by line.
-    fn line(&self, side: usize, dim: usize, inner: usize) -> String {
+    /// Returns statements that compute row r of a tile and store it line by line.
+    fn line_statements(&self, side: usize, dim: usize, inner: usize) -> String {
         let (mut s, inputs) = (String::new(), self.launch.inputs.len());
-        for (k, _) in self.used().filter(|(_, o)| direct(o)) {
+        for (k, _) in self.used_operands().filter(|(_, o)| is_direct(o)) {
             let _ = write!(
                 s,
                 "const ulong i{k} = at{k} + (long)(row + r) * STRIDE({k}, {dim}) \
                  + (long)column * STRIDE({k}, {inner}); "
             );
         }
-        let outputs = || self.used().filter(|(k, _)| *k >= inputs);
+        let outputs = || self.used_operands().filter(|(k, _)| *k >= inputs);
         for (k, o) in outputs() {
             let _ = write!(s, "{}_t b{k}[TILE]; ", o.dtype);
         }
@@ -340,11 +343,11 @@ impl Writer<'_> {
             let o = &self.operands[k];
             match o.access {
                 MemoryAccess::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
-                _ if direct(o) => format!("load_{}(p{k}, i{k} + (long)k * STRIDE({k}, {inner}))", o.dtype),
+                _ if is_direct(o) => format!("load_{}(p{k}, i{k} + (long)k * STRIDE({k}, {inner}))", o.dtype),
                 _ => format!("load_{}(p{k}, at{k})", o.dtype),
             }
         };
-        self.body(&mut s, side, load, "");
+        self.write_body(&mut s, side, load, "");
         s.push_str("} ");
         for (k, o) in outputs() {
             let _ = write!(s, "STORE_LINE({}, b{k}, p{k} + i{k}) ", o.dtype.cl_storage());
@@ -352,9 +355,9 @@ impl Writer<'_> {
         s.replace('\n', " ")
     }
 
-    /// Statements that compute one position from the loads that `load` gives, and store the results: at offset `{at}{k}`, or with a
-    /// width above 1 in element k of the array `b{k}{at}`.
-    fn body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
+    /// Writes statements that compute one position from the expressions that `load` returns, and store the results: at offset
+    /// `{at}{k}`, or with a width above 1 in element k of the array `b{k}{at}`.
+    fn write_body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
         let (program, compute) = (self.launch.program, self.launch.compute);
         let (c, class, inputs) = (compute.cl_name(), format!("{compute:?}"), self.launch.inputs.len());
         let outputs = self.operands.len() - inputs;
@@ -368,11 +371,11 @@ impl Writer<'_> {
         if self.drawn {
             call.extend(program.draws().into_iter().map(|(kind, i)| format!("{kind}{i}")));
         } else if program.seeds() > 0 {
-            let [key, stream] = self.bases();
+            let [key, stream] = self.replay_terms();
             (0..program.seeds()).for_each(|i| call.push(format!("key{i}{key}, stream{i}{stream}")));
             call.push(match width {
                 1 => "e".into(),
-                // Written so that compilers see which positions share a block of four random numbers.
+                // Written so that compilers recognise which positions share a block of four random numbers.
                 _ if width.is_multiple_of(4) => "((ulong)(e / 4) + k / 4) << 2 | k % 4".into(),
                 _ => "e + k".into(),
             });

@@ -1,4 +1,4 @@
-//! Attention and its gradients, and how it is cut into blocks.
+//! Tests of attention, its gradients and its division into blocks.
 
 use super::{Side, Suite, View, numbers};
 use crate::backend::opencl::gemm::tests::PRETEND_GPU;
@@ -7,10 +7,10 @@ use crate::device::DeviceKind;
 use crate::expr::philox::Seed;
 use crate::{DType, Result};
 
-/// What attends to what: batch, heads that share keys, queries, keys, widths of keys and of values.
+/// Batch, heads that share keys, queries, keys, width of keys and width of values.
 type Sizes = [usize; 6];
 
-/// What a case has besides sizes.
+/// The parameters of a case besides its sizes.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     dtype: DType,
@@ -20,12 +20,15 @@ struct Case {
     dropout: f64,
 }
 
+/// A case without any option.
 const PLAIN: Case = Case { dtype: DType::F32, view: View::Plain, mask: None, causal: false, dropout: 0.0 };
 
+/// No special elements.
 const NONE: [Option<f64>; 2] = [None; 2];
 
-/// An element of the second query and of the second key may be special. Scores are small, as those of trained networks are: of large ones the greatest has all the weight.
-fn one(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 2]) -> Result<()> {
+/// Compares one case. The two options replace an element of the second query and of the second key. Scores are small, as in trained
+/// networks: among large scores, the greatest would get all the weight.
+fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 2]) -> Result<()> {
     let ([batch, heads, queries, keys, width, value_width], Case { dtype, view, .. }) = (sizes, case);
     let (of_queries, of_keys) = ([2, batch, heads, queries], [2, batch, 1, keys]);
     let mut made = |of: &[usize], last: usize| suite.tensor(view, &[of, &[last]].concat(), dtype, |r| numbers(r) / 8.0);
@@ -44,9 +47,9 @@ fn one(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 
     let seed = Seed { key: 7, stream: 3 };
     let n = width.max(value_width).max(keys).max(heads * queries);
     suite.compare(format!("{sizes:?}, {case:?}, {of_q:?}, {of_k:?}"), dtype, n, |side: &Side| {
-        let (q, k, v, grad) = (side.put(&q)?, side.put(&k)?, side.put(&v)?, side.put(&grad)?);
+        let (q, k, v, grad) = (side.upload(&q)?, side.upload(&k)?, side.upload(&v)?, side.upload(&grad)?);
         let scores = [2, batch, heads, queries, keys];
-        let mask = mask.as_ref().map(|mask| side.put(mask)).transpose()?;
+        let mask = mask.as_ref().map(|mask| side.upload(mask)).transpose()?;
         let mask = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(&scores.into())));
         let a = FusedAttention {
             q: &q,
@@ -60,11 +63,11 @@ fn one(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 
         if !side.backend.has_attention(&a)? {
             return Ok(None);
         }
-        // Results lie as operations have them, with heads inside.
-        let room = |width| side.room([2, queries, batch, heads, width], dtype)?.permute(&[0, 2, 3, 1, 4]);
+        // Results have the strides that operations give them, with the heads inside.
+        let room = |width| side.alloc_output([2, queries, batch, heads, width], dtype)?.permute(&[0, 2, 3, 1, 4]);
         let (out, dq) = (room(value_width)?, room(width)?);
-        let logsumexp = side.room([2, batch, heads, queries], dtype.compute().dtype())?;
-        let (dk, dv) = (side.room(k.shape(), dtype)?, side.room(v.shape(), dtype)?);
+        let logsumexp = side.alloc_output([2, batch, heads, queries], dtype.compute().dtype())?;
+        let (dk, dv) = (side.alloc_output(k.shape(), dtype)?, side.alloc_output(v.shape(), dtype)?);
         side.backend.attention(&a, &out, &logsumexp)?;
         let of = AttentionBackward { out: &out, logsumexp: &logsumexp, grad: &grad };
         side.backend.attention_backward(&a, &of, [&dq, &dk, &dv])?;
@@ -74,44 +77,44 @@ fn one(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 
 
 pub(super) fn attention(suite: &mut Suite) -> Result<()> {
     use DType::{BF16, Bool, F16, F32, F64};
-    // Processors, which decline, stand in for GPUs: in some of the cases, for a program of theirs takes seconds to compile.
+    // CPU devices, which decline, stand in for GPUs in some of the cases only, because their programs take seconds to compile.
     PRETEND_GPU.set(true);
     let kinds = suite.sides.iter().map(|side| Ok(side.device.info()?.kind)).collect::<Result<Vec<_>>>()?;
     let all = kinds.contains(&DeviceKind::DiscreteGpu) || kinds.contains(&DeviceKind::Accelerator);
     let masked = Case { causal: true, mask: Some(F32), ..PLAIN };
-    // The second one has few queries, whose keys several groups share.
-    one(suite, PLAIN, [2, 1, 17, 33, 5, 3], NONE)?;
-    one(suite, masked, [2, 4, 2, 517, 8, 8], NONE)?;
+    // The second case has few queries, and several groups share their keys.
+    compare_case(suite, PLAIN, [2, 1, 17, 33, 5, 3], NONE)?;
+    compare_case(suite, masked, [2, 4, 2, 517, 8, 8], NONE)?;
     let half = Case { dtype: F16, view: View::Odd, mask: Some(Bool), dropout: 0.25, ..PLAIN };
-    one(suite, half, [2, 2, 19, 37, 16, 8], NONE)?;
+    compare_case(suite, half, [2, 2, 19, 37, 16, 8], NONE)?;
     for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        one(suite, PLAIN, [1, 1, 17, 9, 8, 8], [Some(special), None])?;
-        one(suite, PLAIN, [1, 1, 17, 9, 8, 8], [None, Some(special)])?;
+        compare_case(suite, PLAIN, [1, 1, 17, 9, 8, 8], [Some(special), None])?;
+        compare_case(suite, PLAIN, [1, 1, 17, 9, 8, 8], [None, Some(special)])?;
     }
-    suite.compiles = all;
-    // Around tiles of 8 to 64 queries and 8 to 32 keys.
+    suite.runs_on_opencl = all;
+    // Sizes around tiles of 8 to 64 queries and 8 to 32 keys.
     for sizes in [[1, 1, 1, 1, 1, 1], [1, 1, 65, 31, 32, 32], [1, 3, 5, 7, 33, 2], [1, 1, 1, 1031, 16, 16]] {
-        one(suite, PLAIN, sizes, NONE)?;
-        one(suite, Case { causal: true, ..PLAIN }, sizes, NONE)?;
+        compare_case(suite, PLAIN, sizes, NONE)?;
+        compare_case(suite, Case { causal: true, ..PLAIN }, sizes, NONE)?;
     }
     for (dtype, view) in [(F16, View::Odd), (BF16, View::Gapped), (F64, View::Plain), (F16, View::Plain)] {
         for (mask, causal) in [(Some(Bool), false), (Some(dtype), true), (None, true)] {
-            one(suite, Case { dtype, view, mask, causal, ..PLAIN }, [2, 2, 19, 37, 16, 8], NONE)?;
+            compare_case(suite, Case { dtype, view, mask, causal, ..PLAIN }, [2, 2, 19, 37, 16, 8], NONE)?;
         }
     }
     for width in [96, 256] {
-        one(suite, PLAIN, [1, 1, 9, 11, width, 64], NONE)?;
+        compare_case(suite, PLAIN, [1, 1, 9, 11, width, 64], NONE)?;
     }
-    one(suite, Case { dropout: 0.25, ..masked }, [1, 2, 33, 29, 8, 8], NONE)?;
+    compare_case(suite, Case { dropout: 0.25, ..masked }, [1, 2, 33, 29, 8, 8], NONE)?;
     PRETEND_GPU.set(false);
     Ok(())
 }
 
-/// Numbers to cut attention by: they change no result.
-pub(super) fn blocking(suite: &mut Suite) -> Result<()> {
+/// Checks the block sizes, which do not affect results.
+pub(super) fn attention_blocking(suite: &mut Suite) -> Result<()> {
     suite.compare("memory", DType::F32, 0, |side| {
         for (memory, cheap) in [(0, false), (1 << 20, true), (1 << 40, false)] {
-            let blocking = side.backend.blocking(memory, cheap);
+            let blocking = side.backend.attention_blocking(memory, cheap);
             assert!(
                 blocking.min_queries > 0 && (memory == 0 || blocking.block_bytes > 0 && blocking.unblocked_bytes > 0)
             );

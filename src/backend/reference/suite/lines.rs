@@ -1,12 +1,12 @@
-//! Lines along a dim: scans, sorts, searches, choices by order.
+//! Tests of operations on lines along a dim: scans, sorts, searches and selection.
 
 use super::{Random, Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::{Nth, Selected};
+use crate::backend::problem::select::{RankQuery, Selected};
 use crate::layout::Layout;
 use crate::{DType, Device, Result, Tensor};
 
-/// Views, shapes and the dim that lines are along.
+/// Views, shapes, and the dim of the lines.
 const SHAPES: [(View, &[usize], usize); 6] = [
     (View::Plain, &[3, 65], 1),
     (View::Plain, &[4, 63, 5], 1),
@@ -27,14 +27,14 @@ pub(super) fn scan(suite: &mut Suite) -> Result<()> {
         (Scan::Min, I32, I32, numbers),
         (Scan::LogSumExp, F32, F32, numbers),
     ] {
-        suite.compiles = dtype == F32;
+        suite.runs_on_opencl = dtype == F32;
         let long: (View, &[usize], usize) = (View::Plain, &[2, 1031], 1);
         for (view, dims, d) in SHAPES.into_iter().chain([long]) {
             let x = suite.tensor(view, dims, dtype, number)?;
             let n = if kind.is_arg() || !to.is_float() { 0 } else { dims[d] };
             suite.compare(format!("{kind:?} of {view:?} {dims:?}, dim {d}"), dtype, n, |side| {
-                let (x, values) = (side.put(&x)?, side.room(dims, to)?);
-                let indices = kind.is_arg().then(|| side.room(dims, I64)).transpose()?;
+                let (x, values) = (side.upload(&x)?, side.alloc_output(dims, to)?);
+                let indices = kind.is_arg().then(|| side.alloc_output(dims, I64)).transpose()?;
                 side.backend.scan(kind, &x, d, &values, indices.as_ref())?;
                 Ok(Some([values].into_iter().chain(indices).collect()))
             })?;
@@ -45,13 +45,13 @@ pub(super) fn scan(suite: &mut Suite) -> Result<()> {
 
 pub(super) fn sort(suite: &mut Suite) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::I64, DType::U8] {
-        suite.compiles = dtype == DType::F32;
+        suite.runs_on_opencl = dtype == DType::F32;
         for (view, dims, d) in SHAPES {
             let x = suite.tensor(view, dims, dtype, specials)?;
             for descending in [false, true] {
                 suite.compare(format!("{view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
-                    let (values, indices) = (side.room(dims, dtype)?, side.room(dims, DType::I64)?);
-                    side.backend.sort(&side.put(&x)?, d, descending, &values, &indices)?;
+                    let (values, indices) = (side.alloc_output(dims, dtype)?, side.alloc_output(dims, DType::I64)?);
+                    side.backend.sort(&side.upload(&x)?, d, descending, &values, &indices)?;
                     Ok(Some(vec![values, indices]))
                 })?;
             }
@@ -60,12 +60,12 @@ pub(super) fn sort(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn search(suite: &mut Suite) -> Result<()> {
+pub(super) fn searchsorted(suite: &mut Suite) -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::I64] {
-        suite.compiles = dtype == DType::F32;
+        suite.runs_on_opencl = dtype == DType::F32;
         for view in VIEWS {
             for (lines, n, values) in [(1, 64, 7), (3, 5, 13), (2, 0, 3), (5, 513, 1)] {
-                // Sorted: steps of 0 and 1.
+                // Sorted lines, with steps of 0 and 1.
                 let x = suite.tensor(view, &[lines, n], dtype, |_| 0.0)?;
                 let rising: Vec<f64> = (0..lines * n).map(|i| (i % n / 2) as f64 - 9.0).collect();
                 super::write(&x, rising)?;
@@ -76,10 +76,11 @@ pub(super) fn search(suite: &mut Suite) -> Result<()> {
                         dtype,
                         0,
                         |side| {
-                            let (x, v, out) = (side.put(&x)?, side.put(&v)?, side.room([lines, values], to)?);
+                            let (x, v, out) =
+                                (side.upload(&x)?, side.upload(&v)?, side.alloc_output([lines, values], to)?);
                             let strides = [x.strides()[0], 0].into_iter().collect();
                             let of_values = Layout { shape: v.shape().clone(), strides, offset: x.layout.offset };
-                            side.backend.search(&x, &of_values, x.strides()[1], &v, right, &out)?;
+                            side.backend.searchsorted(&x, &of_values, x.strides()[1], &v, right, &out)?;
                             Ok(Some(vec![out]))
                         },
                     )?;
@@ -90,19 +91,19 @@ pub(super) fn search(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// Indices, and values where both have them.
+/// The indices, and the values if the backend computes them.
 fn parts(chosen: Option<Selected>) -> Option<Vec<Tensor>> {
     chosen.map(|chosen| [Some(chosen.indices), chosen.values].into_iter().flatten().collect())
 }
 
-pub(super) fn first(suite: &mut Suite) -> Result<()> {
+pub(super) fn topk(suite: &mut Suite) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::I64] {
         for (view, dims, d) in SHAPES {
             let x = suite.tensor(view, dims, dtype, specials)?;
             for k in [0, 1, 5, 40, dims[d]].into_iter().filter(|&k| k <= dims[d]) {
                 for descending in [false, true] {
                     suite.compare(format!("{k} of {view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
-                        Ok(parts(side.backend.first(&side.put(&x)?, d, k, descending)?))
+                        Ok(parts(side.backend.topk(&side.upload(&x)?, d, k, descending)?))
                     })?;
                 }
             }
@@ -111,21 +112,27 @@ pub(super) fn first(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn nth(suite: &mut Suite) -> Result<()> {
+pub(super) fn kth(suite: &mut Suite) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::I64] {
         for (view, dims, d) in SHAPES {
             let x = suite.tensor(view, dims, dtype, specials)?;
             let last = dims[d] - 1;
-            for nth in [Nth::Rank(0), Nth::Rank(dims[d] / 3), Nth::Rank(last), Nth::OrNan(last / 2), Nth::NanMedian] {
+            for nth in [
+                RankQuery::Rank(0),
+                RankQuery::Rank(dims[d] / 3),
+                RankQuery::Rank(last),
+                RankQuery::OrNan(last / 2),
+                RankQuery::NanMedian,
+            ] {
                 suite.compare(format!("{nth:?} of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
-                    Ok(parts(side.backend.nth(&side.put(&x)?, d, nth)?))
+                    Ok(parts(side.backend.kth(&side.upload(&x)?, d, nth)?))
                 })?;
             }
             let lines = x.numel() / dims[d];
             let ranks: Vec<i64> = (0..lines).map(|line| (line * 7919 % dims[d]) as i64).collect();
             let ranks = Tensor::from_slice(&ranks, lines, Device::Cpu)?;
             suite.compare(format!("ranks of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
-                Ok(parts(side.backend.nth(&side.put(&x)?, d, Nth::Ranks(&side.put(&ranks)?))?))
+                Ok(parts(side.backend.kth(&side.upload(&x)?, d, RankQuery::Ranks(&side.upload(&ranks)?))?))
             })?;
         }
     }

@@ -1,4 +1,4 @@
-//! Products of matrices, reductions, and what is put together or left out by place.
+//! Tests of matrix products, reductions, concatenation, and `tril` and `triu`.
 
 use super::{Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::gemm::Gemm;
@@ -6,7 +6,7 @@ use crate::backend::problem::reduction::{Combination, Element, Reduction, Rescal
 use crate::expr::Expr;
 use crate::{DType, Result, Shape, Tensor};
 
-/// `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each of any view; with `follows` a factor and a bias come after.
+/// Compares `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each laid out as one of `views`. `follows` adds an epilogue with a factor and a bias.
 fn product(
     suite: &mut Suite,
     (views, dtype): ([View; 2], DType),
@@ -24,8 +24,8 @@ fn product(
     };
     let dtypes = vec![dtype; epilogue.len()];
     suite.compare(format!("{batch} x {m} x {k} x {n}, {views:?}, {shared}, {follows}"), dtype, k.max(1), |side| {
-        let (a, b, bias) = (side.put(&a)?, side.put(&b)?, side.put(&bias)?);
-        let outs = dtypes.iter().map(|&t| side.room(&shape, t)).collect::<Result<Vec<_>>>()?;
+        let (a, b, bias) = (side.upload(&a)?, side.upload(&b)?, side.upload(&bias)?);
+        let outs = dtypes.iter().map(|&t| side.alloc_output(&shape, t)).collect::<Result<Vec<_>>>()?;
         let extras = if follows { vec![&bias] } else { vec![] };
         let g = Gemm {
             op: "matmul",
@@ -58,23 +58,23 @@ pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
         (plain, F64),
         ([View::Odd; 2], I64),
     ] {
-        suite.compiles = matches!(dtype, F32 | F16);
+        suite.runs_on_opencl = matches!(dtype, F32 | F16);
         product(suite, (views, dtype), [2, 13, 65, 37], false, false)?;
         product(suite, (views, dtype), [3, 5, 7, 11], true, true)?;
     }
-    suite.compiles = true;
-    // Sums of the left matrix's rows, where the kernel makes them.
+    suite.runs_on_opencl = true;
+    // Row sums of the left matrix, if the kernel computes them.
     let (a, b) =
         (suite.tensor(View::Plain, &[37, 61], F32, numbers)?, suite.tensor(View::Plain, &[61, 43], F32, numbers)?);
     suite.compare("sums of rows", F32, 61, |side| {
-        // A gradient's slots are in one storage.
-        let both = side.room(37 * 43 + 37, F32)?;
+        // The results share one storage, as an optimiser's gradients do.
+        let both = side.alloc_output(37 * 43 + 37, F32)?;
         let part = |start, len, shape: Shape| -> Result<Tensor> {
             let layout = both.layout.narrow("matmul", 0, start, len)?;
             Ok(both.with_layout(layout.reshape(&shape).expect("in one piece")))
         };
         let (out, sums) = (part(0, 37 * 43, [37, 43].into())?, part(37 * 43, 37, 37.into())?);
-        let (a, b, epilogue) = (side.put(&a)?, side.put(&b)?, [Expr::input(0)]);
+        let (a, b, epilogue) = (side.upload(&a)?, side.upload(&b)?, [Expr::input(0)]);
         let plain = Gemm::plain("matmul", &a, &b, &epilogue, &F32);
         let made = side.backend.gemm(&Gemm { sums: Some(&sums), ..plain }, out.shape(), &[out.detach()])?;
         Ok(made.then(|| vec![out, sums]))
@@ -85,18 +85,18 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
     use Combination::{Add, ArgMax, ArgMin, Max, Min, Mul};
     use DType::{F16, F32, F64, I32, I64, U8};
     let of = |combination, element, finish, counts| Rule { combination, element, finish, rescaled: None, counts };
-    let square = || Element::Of(Expr::input(0).square());
+    let square = || Element::Formula(Expr::input(0).square());
     let mean = Some(Expr::input(0) / Expr::scalar(0));
     let rules = [
-        (Rule { rescaled: Some(Rescaled::Mean), ..of(Add, Element::Itself, mean, false) }, F32, F32),
+        (Rule { rescaled: Some(Rescaled::Mean), ..of(Add, Element::Identity, mean, false) }, F32, F32),
         (Rule { rescaled: Some(Rescaled::Norm), ..of(Add, square(), Some(Expr::input(0).sqrt()), false) }, F16, F16),
-        (of(Add, Element::Itself, None, false), I32, I64),
+        (of(Add, Element::Identity, None, false), I32, I64),
         (of(Add, Element::NonZero, None, true), F32, I64),
-        (of(Mul, Element::Itself, None, false), F64, F64),
-        (of(Max, Element::Itself, None, false), F32, F32),
-        (of(Min, Element::Itself, None, false), U8, U8),
-        (of(ArgMax, Element::Itself, None, false), F32, I64),
-        (of(ArgMin, Element::Itself, None, false), I32, I64),
+        (of(Mul, Element::Identity, None, false), F64, F64),
+        (of(Max, Element::Identity, None, false), F32, F32),
+        (of(Min, Element::Identity, None, false), U8, U8),
+        (of(ArgMax, Element::Identity, None, false), F32, I64),
+        (of(ArgMin, Element::Identity, None, false), I32, I64),
     ];
     for (id, (rule, dtype, to)) in rules.iter().enumerate() {
         let number = match rule.combination {
@@ -112,9 +112,9 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
             (View::Odd, &[1, 13], &[true, true]),
             (View::Plain, &[70_001], &[true]),
         ];
-        // Of most rules two: OpenCL compiles a program for each number of dims.
+        // Two shapes for most rules, because OpenCL compiles a program for each number of dims.
         let count = if matches!(id, 0 | 7) { shapes.len() } else { 2 };
-        suite.compiles = matches!(id, 0 | 1 | 3 | 7);
+        suite.runs_on_opencl = matches!(id, 0 | 1 | 3 | 7);
         for (view, dims, mask) in shapes.into_iter().take(count) {
             let x = suite.tensor(view, dims, *dtype, number)?;
             let kept: Vec<usize> = dims.iter().zip(mask).filter(|(_, r)| !**r).map(|(&n, _)| n).collect();
@@ -125,7 +125,7 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
                 *dtype,
                 if exact { 0 } else { n },
                 |side| {
-                    let (x, out) = (side.put(&x)?, side.room(&kept[..], *to)?);
+                    let (x, out) = (side.upload(&x)?, side.alloc_output(&kept[..], *to)?);
                     let number = n as f64;
                     side.backend.reduce(&Reduction {
                         op: "reduce",
@@ -153,20 +153,20 @@ pub(super) fn join(suite: &mut Suite) -> Result<()> {
                 let parts = [7, 0, 1, 64].map(|n| suite.tensor(view, &dims(n), dtype, specials));
                 let parts = parts.into_iter().collect::<Result<Vec<Tensor>>>()?;
                 suite.compare(format!("dim {d}, {view:?}"), dtype, 0, |side| {
-                    let parts = parts.iter().map(|t| side.put(t)).collect::<Result<Vec<_>>>()?;
-                    let out = side.room(dims(72), dtype)?;
+                    let parts = parts.iter().map(|t| side.upload(t)).collect::<Result<Vec<_>>>()?;
+                    let out = side.alloc_output(dims(72), dtype)?;
                     let done = side.backend.join(&out, &parts.iter().collect::<Vec<_>>(), d)?;
                     Ok(done.then_some(vec![out]))
                 })?;
             }
         }
-        // Numbers, of which OpenCL writes many at once.
+        // Single elements, of which OpenCL writes many at once.
         for (count, view) in [(4, VIEWS[0]), (24, VIEWS[1]), (61, VIEWS[1])] {
             let all = suite.tensor(view, &[count], dtype, specials)?;
             suite.compare(format!("{count} numbers, {view:?}"), dtype, 0, |side| {
-                let all = side.put(&all)?;
+                let all = side.upload(&all)?;
                 let parts = (0..count).map(|i| all.narrow(0, i, 1)).collect::<Result<Vec<_>>>()?;
-                let out = side.room(vec![count], dtype)?;
+                let out = side.alloc_output(vec![count], dtype)?;
                 let done = side.backend.join(&out, &parts.iter().collect::<Vec<_>>(), 0)?;
                 Ok(done.then_some(vec![out]))
             })?;
@@ -175,7 +175,7 @@ pub(super) fn join(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn zeroed(suite: &mut Suite) -> Result<()> {
+pub(super) fn tril_triu(suite: &mut Suite) -> Result<()> {
     for (dims, dtype) in
         [(&[1, 1][..], DType::F32), (&[2, 7, 31], DType::F16), (&[3, 65, 5], DType::I64), (&[513, 2], DType::U8)]
     {
@@ -183,7 +183,7 @@ pub(super) fn zeroed(suite: &mut Suite) -> Result<()> {
             let x = suite.tensor(view, dims, dtype, specials)?;
             for (from, to) in [(isize::MIN, 0), (1, isize::MAX), (-2, 3), (3, 3), (5, 2), (isize::MIN, isize::MAX)] {
                 suite.compare(format!("{view:?} {dims:?}, {from}..{to}"), dtype, 0, |side| {
-                    Ok(side.backend.zeroed(&side.put(&x)?, from, to)?.map(|out| vec![out]))
+                    Ok(side.backend.tril_triu(&side.upload(&x)?, from, to)?.map(|out| vec![out]))
                 })?;
             }
         }

@@ -1,9 +1,8 @@
-//! Compares the CPU and every OpenCL device with the reference, method by method of the trait: sizes around those of tiles, views
-//! of odd strides, NaN and infinities, problems that no operation makes.
+//! Compares the CPU and every OpenCL device with the reference, for each method of the trait. The cases have sizes around tile sizes, views with
+//! odd strides, NaN and infinities, and problems that no operation creates.
 //!
-//! A case makes its tensors on the CPU once, and computes with copies of them on every side. The tolerance is that of
-//! [`allowed`]. OpenCL devices have the cases of some dtypes: their compilers take nearly all
-//! of the time.
+//! A case creates its tensors on the CPU once, and every side computes with copies of them. The tolerance is given by [`allowed`]. OpenCL devices
+//! run the cases of some dtypes only, because compilation takes nearly all of the time.
 
 mod attention;
 mod elements;
@@ -22,7 +21,7 @@ use crate::layout::Layout;
 use crate::storage::Storage;
 use crate::{DType, Device, Result, Scalar, Shape, Tensor};
 
-/// Makes a test of each case, and the list of the methods that they call.
+/// Defines a test for each case, and the list of the methods that the cases call.
 macro_rules! cases {
     ($($module:ident: $($case:ident $(+ $method:ident)*),*;)*) => {
         const METHODS: &[&str] = &[$($(stringify!($case), $(stringify!($method),)*)*)*];
@@ -38,22 +37,22 @@ macro_rules! cases {
 }
 
 cases! {
-    attention: attention + has_attention + attention_backward, blocking;
+    attention: attention + has_attention + attention_backward, attention_blocking;
     elements: map, sequence;
-    matrices: gemm, reduce, zeroed, join;
-    lines: scan, sort, search, first, nth;
+    matrices: gemm, reduce, tril_triu, join;
+    lines: scan, sort, searchsorted, topk, kth;
     moves: gather, scatter, linear_index, one_hot, nonzero, masked_select;
-    rows: softmax, cross_entropy, norm + norm_forward + norm_columns, normalise_channels, variance + has_variance;
-    images: convolution, forward_convolution, unfold, fold, pool, interpolate;
+    rows: softmax, cross_entropy, norm + norm_forward + alloc_column_sums, normalise_channels, variance + has_variance;
+    images: convolution, forward_convolution, im2col, col2im, pool, interpolate;
 }
 
-/// The trait's methods, read from its source.
+/// Reads the trait's methods from its source.
 #[test]
 fn every_method_has_a_case() {
     let source = include_str!("../../mod.rs");
     let body = source.split_once("trait Backend").expect("the trait").1.split_once("\n}\n").expect("its end").0;
     let names = body.lines().filter_map(|line| line.trim().strip_prefix("fn ")?.split('(').next());
-    // Recording and tuning launches computes nothing, and only devices have images: `tests/operations/images.rs`.
+    // Recording and tuning compute nothing, and only OpenCL devices have images: see `tests/operations/images.rs`.
     let others = ["record", "tuning", "to_image", "read_image"];
     let mut methods: Vec<&str> = names.filter(|name| !others.contains(name)).collect();
     let mut cases = METHODS.to_vec();
@@ -62,15 +61,15 @@ fn every_method_has_a_case() {
     assert_eq!(methods, cases, "each method of `Backend` has its cases here");
 }
 
-/// A backend with the device that its tensors are on.
+/// A backend, and the device of its tensors.
 struct Side {
     backend: &'static dyn Backend,
     device: Device,
 }
 
 impl Side {
-    /// A copy of the tensor's storage here, walked in the same way.
-    fn put(&self, t: &Tensor) -> Result<Tensor> {
+    /// Copies the tensor's storage to this device, with the same layout.
+    fn upload(&self, t: &Tensor) -> Result<Tensor> {
         let mut bytes = vec![0; t.storage.nbytes()];
         t.storage.read(0, &mut bytes)?;
         let storage = Storage::alloc(self.device, bytes.len())?;
@@ -78,28 +77,28 @@ impl Side {
         Ok(Tensor { storage, ..t.detach() })
     }
 
-    /// A new contiguous tensor, full of what no result has.
-    fn room(&self, dims: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-        let out = Tensor::empty_like_shape(dims, dtype, self.device)?;
+    /// Allocates a contiguous tensor, filled with a byte pattern that no result has.
+    fn alloc_output(&self, dims: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+        let out = Tensor::empty_with_shape(dims, dtype, self.device)?;
         let byte = if dtype == DType::Bool { 1 } else { 0x77 };
         out.storage.write(0, &vec![byte; out.storage.nbytes()])?;
         Ok(out)
     }
 }
 
-/// How a tensor is laid out in its storage.
+/// The layout of a tensor in its storage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum View {
     Plain,
-    /// Rows in one piece, with gaps between them, behind an offset.
+    /// Contiguous rows with gaps between them, and an offset.
     Gapped,
-    /// Dims the other way round, gaps between all elements, the last dim backwards.
+    /// Reversed order of dims, gaps between all elements, and a negative stride in the last dim.
     Odd,
 }
 
 const VIEWS: [View; 3] = [View::Plain, View::Gapped, View::Odd];
 
-/// Random numbers: xorshift, from a fixed seed.
+/// Xorshift random numbers from a fixed seed.
 struct Random(u64);
 
 impl Random {
@@ -111,49 +110,49 @@ impl Random {
     }
 }
 
-/// Sixteenths in -9..9, which all floats hold; some are equal.
+/// Sixteenths in -9..9, which all float dtypes represent exactly. Some are equal.
 fn numbers(random: &mut Random) -> f64 {
     random.below(288) as f64 / 16.0 - 9.0
 }
 
-/// Above 0.5 and below 2.
+/// Numbers greater than 0.5 and less than 2.
 fn factors(random: &mut Random) -> f64 {
     (random.below(100) + 66) as f64 / 128.0
 }
 
-/// As [`numbers`], every fourth of them NaN, infinite or a zero of either sign.
+/// [`numbers`], with every fourth replaced by NaN, an infinity, or a zero of either sign.
 fn specials(random: &mut Random) -> f64 {
     let special = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 0.0];
     if random.below(4) == 0 { special[random.below(5)] } else { numbers(random) }
 }
 
-/// The cases of a method.
+/// The cases of one method.
 struct Suite {
     method: &'static str,
     sides: Vec<Side>,
     random: Random,
-    /// Whether a backend has not declined all of them.
+    /// Whether some backend has not declined every case.
     answered: bool,
     failures: Vec<String>,
-    /// Whether cases are for OpenCL devices as well: a program costs as much as a hundred cases.
-    compiles: bool,
+    /// Whether OpenCL devices run the cases as well: compiling a program costs as much as a hundred cases.
+    runs_on_opencl: bool,
 }
 
 impl Suite {
     fn new(method: &'static str) -> Suite {
-        let side = |device: Device| Side { backend: backend::of(device), device };
+        let side = |device: Device| Side { backend: backend::of_device(device), device };
         let sides = Device::all().into_iter().map(side).collect();
-        Suite { method, sides, random: Random(0x5eed), answered: false, failures: Vec::new(), compiles: true }
+        Suite { method, sides, random: Random(0x5eed), answered: false, failures: Vec::new(), runs_on_opencl: true }
     }
 
-    /// Where there is an OpenCL device, one backend at least has an answer; the variance is for GPUs alone.
+    /// Reports failures. With an OpenCL device present, some backend must have an answer, except for the variance, which needs a GPU.
     fn finish(self) {
         assert!(self.failures.is_empty(), "{}:\n{}", self.method, self.failures.join("\n"));
         let all = self.sides.len() > 1;
         assert!(self.answered || !all || self.method == "variance", "every backend declines {}", self.method);
     }
 
-    /// A tensor on the CPU. Its gaps have numbers as well.
+    /// Creates a tensor on the CPU. The gaps in its storage hold numbers as well.
     fn tensor(
         &mut self,
         view: View,
@@ -185,13 +184,12 @@ impl Suite {
             }
         }
         let count = layout.bounds().map_or(0, |(_, last)| last + 3);
-        let whole = Tensor::empty_like_shape(count, dtype, Device::Cpu)?;
+        let whole = Tensor::empty_with_shape(count, dtype, Device::Cpu)?;
         write(&whole, (0..count).map(|_| number(&mut self.random)).collect::<Vec<f64>>())?;
         Ok(whole.with_layout(layout))
     }
 
-    /// Compares what `run` gives on every side with what it gives of the reference: equal where `n` is 0, else as [`allowed`].
-    /// `dtype` is that of the problem.
+    /// Compares the results of `run` on every side with the reference: exactly if `n` is 0, else within [`allowed`]. `dtype` is the problem's.
     fn compare(
         &mut self,
         what: impl Display,
@@ -202,7 +200,7 @@ impl Suite {
         let reference = Side { backend: &Reference, device: Device::Cpu };
         let right = run(&reference)?.expect("the reference declines nothing");
         for side in &self.sides {
-            let skipped = side.device != Device::Cpu && !self.compiles;
+            let skipped = side.device != Device::Cpu && !self.runs_on_opencl;
             if skipped || dtype == DType::F64 && !side.device.info()?.fp64 {
                 continue;
             }
@@ -218,7 +216,7 @@ impl Suite {
     }
 }
 
-/// The first element that is not what it should be.
+/// Describes the first element that differs.
 fn difference(got: &Tensor, right: &Tensor, n: usize) -> Result<Option<String>> {
     if (got.shape(), got.dtype) != (right.shape(), right.dtype) {
         return Ok(Some(format!("is {got:?}, not {right:?}")));
@@ -239,9 +237,9 @@ fn is_near(value: Scalar, right: Scalar, allowed: impl Fn(f64) -> f64) -> bool {
     }
 }
 
-/// How far a result may be from the right one: a unit in its last place, for it is rounded when it is stored, and for each of the
-/// `n` terms that it is a sum of, or the steps of its formula, a unit in the last place of the greatest result, or of 1, in the
-/// type that is computed in. Functions are good for a few units: n is taken as 16 at least. Nothing where n is 0.
+/// The tolerance of a result: one unit in its last place, for the final rounding, plus `n` units in the last place of the greatest result (at
+/// least 1) in the compute type. `n` is the number of terms of a sum or of steps of a formula, and counts as at least 16, because functions
+/// are off by a few units. If `n` is 0, the result must be exact.
 fn allowed(dtype: DType, n: usize, right: f64, greatest: f64) -> f64 {
     let unit = |dtype: DType| match dtype {
         DType::F64 => f64::EPSILON,

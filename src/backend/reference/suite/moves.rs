@@ -1,11 +1,11 @@
-//! Elements read and written through indices.
+//! Tests of gather, scatter and other operations on indices.
 
 use super::{Suite, VIEWS, View, numbers, specials};
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::layout::Layout;
 use crate::{DType, Result, Tensor};
 
-/// A layout with the stride along d taken out and its size replaced, and that stride.
+/// Removes the stride along d from a layout and replaces the dim's size; returns the layout and the stride.
 fn without(t: &Tensor, d: usize, size: usize) -> (Layout, isize) {
     let (mut dims, mut strides) = (t.shape().dims().to_vec(), t.layout.strides.clone());
     let step = std::mem::replace(&mut strides[d], 0);
@@ -13,7 +13,7 @@ fn without(t: &Tensor, d: usize, size: usize) -> (Layout, isize) {
     (Layout { shape: dims.into(), strides, offset: t.layout.offset }, step)
 }
 
-/// Indices along dim d, as many as `count`: a vector, or one for each element where `each`.
+/// Creates `count` indices along dim d: the same for all lines, or one for each element if `each`.
 fn index(
     suite: &mut Suite,
     (view, dtype): (View, DType),
@@ -30,7 +30,7 @@ fn index(
     Ok(index.with_layout(index.layout.broadcast_to(&shape.into())))
 }
 
-/// Views, shapes, the dim that is indexed, how many indices.
+/// Views, shapes, the indexed dim, and the number of indices.
 const SHAPES: [(View, &[usize], usize, usize); 5] = [
     (View::Plain, &[11, 64], 0, 7),
     (View::Plain, &[5, 33], 1, 65),
@@ -43,15 +43,15 @@ pub(super) fn gather(suite: &mut Suite) -> Result<()> {
     for (dtype, of) in
         [(DType::F32, DType::I64), (DType::F16, DType::I32), (DType::U8, DType::I64), (DType::F64, DType::I64)]
     {
-        suite.compiles = of == DType::I32 || dtype == DType::F32;
+        suite.runs_on_opencl = of == DType::I32 || dtype == DType::F32;
         for (view, dims, d, count) in SHAPES {
             for (each, wraps) in [(true, false), (false, true)] {
                 let x = suite.tensor(view, dims, dtype, specials)?;
                 let index = index(suite, (view, of), (dims, d, count), each, wraps)?;
                 suite.compare(format!("{view:?} {dims:?}, dim {d}, {count}, {each}"), dtype, 0, |side| {
-                    let (x, index) = (side.put(&x)?, side.put(&index)?);
+                    let (x, index) = (side.upload(&x)?, side.upload(&index)?);
                     let (x_layout, step) = without(&x, d, count);
-                    let out = side.room(&x_layout.shape, dtype)?;
+                    let out = side.alloc_output(&x_layout.shape, dtype)?;
                     let index_layout = index.layout.clone();
                     let size = dims[d];
                     let g = Indexed { op: "gather", x: &x, x_layout, index: &index, index_layout, size, step, wraps };
@@ -78,7 +78,7 @@ pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
         (Max, F16),
         (Add, Bool),
     ] {
-        suite.compiles = matches!((combine, dtype), (Set | Add | Max, F32) | (Add, Bool));
+        suite.runs_on_opencl = matches!((combine, dtype), (Set | Add | Max, F32) | (Add, Bool));
         for (view, dims, d, count) in SHAPES {
             for each in [true, false] {
                 let number = if combine == Add { numbers } else { specials };
@@ -92,7 +92,7 @@ pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
                     dtype,
                     n,
                     |side| {
-                        let (x, index, target) = (side.put(&x)?, side.put(&index)?, side.put(&target)?);
+                        let (x, index, target) = (side.upload(&x)?, side.upload(&index)?, side.upload(&target)?);
                         let (layout, step) = without(&target, d, count);
                         let (x_layout, index_layout) = (x.layout.clone(), index.layout.clone());
                         let (size, wraps) = (dims[d], false);
@@ -114,7 +114,7 @@ pub(super) fn linear_index(suite: &mut Suite) -> Result<()> {
         let index = suite.tensor(view, &dims, DType::I64, |r| r.below(14) as f64 - 7.0)?;
         for (step, base) in [(1, Some(0)), (-3, Some(18)), (65, None)] {
             suite.compare(format!("{view:?}, step {step}, {base:?}"), DType::I64, 0, |side| {
-                let (index, out) = (side.put(&index)?, side.room(dims, DType::I64)?);
+                let (index, out) = (side.upload(&index)?, side.alloc_output(dims, DType::I64)?);
                 side.backend.linear_index("index", &index, &out, (7, 2), Some(5))?;
                 side.backend.linear_index("index", &index, &out, (7, step), base)?;
                 Ok(Some(vec![out]))
@@ -129,8 +129,8 @@ pub(super) fn one_hot(suite: &mut Suite) -> Result<()> {
         for (dims, classes) in [(&[1][..], 1), (&[7, 9], 13), (&[2, 3, 5], 65)] {
             let x = suite.tensor(view, dims, DType::I64, |r| r.below(classes) as f64)?;
             suite.compare(format!("{view:?} {dims:?}, {classes}"), DType::I64, 0, |side| {
-                let out = side.room([dims, &[classes]].concat(), DType::I64)?;
-                side.backend.one_hot("one_hot", &side.put(&x)?, &out, classes)?;
+                let out = side.alloc_output([dims, &[classes]].concat(), DType::I64)?;
+                side.backend.one_hot("one_hot", &side.upload(&x)?, &out, classes)?;
                 Ok(Some(vec![out]))
             })?;
         }
@@ -138,7 +138,7 @@ pub(super) fn one_hot(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// Shapes of what is not zero here and there, nowhere or everywhere.
+/// Shapes, and the inverse frequency of nonzero elements: everywhere, here and there, or nowhere.
 const MASKS: [(&[usize], usize); 5] = [(&[1], 1), (&[3, 65], 3), (&[2, 9, 31], 50), (&[5003], 2), (&[4, 8], 1_000_000)];
 
 pub(super) fn nonzero(suite: &mut Suite) -> Result<()> {
@@ -148,7 +148,7 @@ pub(super) fn nonzero(suite: &mut Suite) -> Result<()> {
             let mask = suite.tensor(View::Plain, dims, DType::Bool, |_| 0.0)?;
             super::write(&mask, super::read(&x)?)?;
             suite.compare(format!("{view:?} {dims:?}, one of {rare}"), dtype, 0, |side| {
-                let (x, mask) = (side.put(&x)?, side.put(&mask)?);
+                let (x, mask) = (side.upload(&x)?, side.upload(&mask)?);
                 Ok(Some(vec![side.backend.nonzero(&x, &|| Ok(mask.detach()), dims)?]))
             })?;
         }
@@ -162,7 +162,7 @@ pub(super) fn masked_select(suite: &mut Suite) -> Result<()> {
             let mask = suite.tensor(view, dims, DType::Bool, |r| f64::from(r.below(rare) == 0))?;
             let x = suite.tensor(View::Gapped, dims, DType::F32, specials)?;
             suite.compare(format!("{view:?} {dims:?}, one of {rare}"), DType::F32, 0, |side| {
-                Ok(side.backend.masked_select(&side.put(&x)?, &side.put(&mask)?)?.map(|out| vec![out]))
+                Ok(side.backend.masked_select(&side.upload(&x)?, &side.upload(&mask)?)?.map(|out| vec![out]))
             })?;
         }
     }

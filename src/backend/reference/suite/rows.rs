@@ -1,9 +1,9 @@
-//! Rows that are seen whole: softmax, cross-entropy, normalisation.
+//! Tests of operations on whole rows: softmax, cross-entropy and normalisation.
 
 use super::{Suite, VIEWS, View, factors, numbers, read, specials, write};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
 use crate::backend::problem::norm::{Normalisation, broadcast_view};
-use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxMask};
+use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::{DType, Device, Result, Tensor};
 
 pub(super) fn softmax(suite: &mut Suite) -> Result<()> {
@@ -17,13 +17,13 @@ pub(super) fn softmax(suite: &mut Suite) -> Result<()> {
         (RowOp::LogSumExp, F64, F64, none),
         (RowOp::SoftmaxGrad, F32, F32, none),
         (RowOp::LogSoftmaxGrad, F32, F32, none),
-        (RowOp::MaskedSoftmax, F32, Bool, mask(Mask::Keep, 0, 0)),
-        (RowOp::MaskedSoftmax, F32, F32, mask(Mask::Add, 0, 0)),
-        (RowOp::MaskedSoftmax, F32, F32, mask(Mask::None, 5, 2)),
+        (RowOp::MaskedSoftmax, F32, Bool, mask(MaskKind::Keep, 0, 0)),
+        (RowOp::MaskedSoftmax, F32, F32, mask(MaskKind::Add, 0, 0)),
+        (RowOp::MaskedSoftmax, F32, F32, mask(MaskKind::None, 5, 2)),
     ] {
-        suite.compiles = dtype == F32;
+        suite.runs_on_opencl = dtype == F32;
         let masked = kind == RowOp::MaskedSoftmax;
-        let two = mask.kind != Mask::None || matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+        let two = mask.kind != MaskKind::None || matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         for (view, dims, d) in [
             (View::Plain, &[7, 1][..], 1),
             (View::Plain, &[3, 5, 31], 2),
@@ -39,10 +39,10 @@ pub(super) fn softmax(suite: &mut Suite) -> Result<()> {
             let z = suite
                 .tensor(view, dims, z_dtype, |r| if z_dtype == Bool { r.below(2) as f64 } else { numbers(r) / 8.0 })?;
             suite.compare(format!("{kind:?} of {view:?} {dims:?}, dim {d}, {mask:?}"), dtype, dims[d], |side| {
-                let (x, z) = (side.put(&x)?, if two { side.put(&z)? } else { side.put(&x)? });
+                let (x, z) = (side.upload(&x)?, if two { side.upload(&z)? } else { side.upload(&x)? });
                 let mut result = dims.to_vec();
                 result[d] = if kind == RowOp::LogSumExp { 1 } else { result[d] };
-                let out = side.room(result, dtype)?;
+                let out = side.alloc_output(result, dtype)?;
                 side.backend.softmax(&Softmax { kind, x: &x, z: &z, out: &out, d, mask })?;
                 Ok(Some(vec![out]))
             })?;
@@ -61,7 +61,7 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
         (DType::F32, DType::F32, None, false),
         (DType::F64, DType::F64, Mean, false),
     ] {
-        suite.compiles = dtype == DType::F32;
+        suite.runs_on_opencl = dtype == DType::F32;
         for (view, n, classes) in
             [(View::Plain, 1, 1), (View::Plain, 65, 10), (View::Gapped, 7, 513), (View::Odd, 129, 3)]
         {
@@ -74,10 +74,10 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
                 dtype,
                 classes.max(n),
                 |side| {
-                    let (x, labels) = (side.put(&logits)?, side.put(&labels)?);
-                    let grad = of_grad.then(|| side.room([n, classes], dtype)).transpose()?;
+                    let (x, labels) = (side.upload(&logits)?, side.upload(&labels)?);
+                    let grad = of_grad.then(|| side.alloc_output([n, classes], dtype)).transpose()?;
                     let options = CrossEntropy { reduction, ..CrossEntropy::default() };
-                    let count = || side.put(&Tensor::from_slice(&[count], (), Device::Cpu)?);
+                    let count = || side.upload(&Tensor::from_slice(&[count], (), Device::Cpu)?);
                     let entropy = LabelEntropy {
                         logits: &x,
                         labels: &labels,
@@ -87,7 +87,7 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
                         count: &count,
                     };
                     let parts = side.backend.cross_entropy(&entropy)?;
-                    let loss = side.room(if reduction == None { vec![n] } else { vec![] }, loss_dtype)?;
+                    let loss = side.alloc_output(if reduction == None { vec![n] } else { vec![] }, loss_dtype)?;
                     match reduction {
                         None => write(&loss, read(&parts)?)?,
                         _ => write(&loss, [read(&parts)?.iter().map(|part| part.to_f64()).sum::<f64>()])?,
@@ -100,7 +100,7 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// Layer norm's rows, group norm's, batch norm's: `[first, second, outer, inner]`, of which the last two are a row.
+/// Compares layer, group and batch norms of `[first, second, outer, inner]`, in which the last two dims are a row.
 pub(super) fn norm(suite: &mut Suite) -> Result<()> {
     use DType::{F16, F32, F64};
     let (layer, group, batch) = ([false, false, false, true], [false, true, true, false], [false, true, false, false]);
@@ -112,27 +112,27 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
         (View::Plain, [1, 5, 2, 64], F64, batch, false),
         (View::Odd, [1, 3, 7, 11], F32, batch, false),
     ] {
-        suite.compiles = dtype == F32;
+        suite.runs_on_opencl = dtype == F32;
         let of_weight = dims.iter().zip(own).map(|(&n, own)| if own { n } else { 1 }).product();
         let mut tensor = |view, dims: &[usize]| suite.tensor(view, dims, dtype, numbers);
         let (z, g) = (tensor(view, &dims)?, tensor(view, &dims)?);
         let (weight, bias) = (tensor(View::Plain, &[of_weight])?, tensor(View::Plain, &[of_weight])?);
         let n = dims.iter().product();
         suite.compare(format!("{view:?} {dims:?}, weight along {own:?}, rms {rms}"), dtype, n, |side| {
-            let (z, g) = (side.put(&z)?, side.put(&g)?);
-            let weight = broadcast_view(&side.put(&weight)?, z.shape(), own)?;
-            let bias = broadcast_view(&side.put(&bias)?, z.shape(), own)?;
+            let (z, g) = (side.upload(&z)?, side.upload(&g)?);
+            let weight = broadcast_view(&side.upload(&weight)?, z.shape(), own)?;
+            let bias = broadcast_view(&side.upload(&bias)?, z.shape(), own)?;
             let (acc, [first, second, _, inner]) = (dtype.compute().dtype(), dims);
-            // Results of batch norm have the strides of the batch.
+            // The result of a batch norm has the strides of the batch.
             let room = || match own == batch {
-                true => side.room([2, 1, 3, 0].map(|d: usize| dims[d]), dtype)?.permute(&[3, 1, 0, 2]),
-                false => side.room(dims, dtype),
+                true => side.alloc_output([2, 1, 3, 0].map(|d: usize| dims[d]), dtype)?.permute(&[3, 1, 0, 2]),
+                false => side.alloc_output(dims, dtype),
             };
-            let numbers = |count| side.room([count, first, second, 1, 1], acc);
+            let numbers = |count| side.alloc_output([count, first, second, 1, 1], acc);
             let (y, of_views, again, dz, statistics, sums) =
                 (room()?, room()?, room()?, room()?, numbers(3)?, numbers(2)?);
 
-            // Forward, thrice.
+            // Forward, three times.
             let (weight, eps, numbers) = (Some(&weight), 0.5, [n as u64, rms.into(), 0, 4]);
             let forward = Normalisation {
                 x: &z,
@@ -148,15 +148,15 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
                 variance: None,
             };
             side.backend.norm(&forward)?;
-            // The second launch is the first one again.
+            // The second launch is served from the launch cache.
             for y in [&of_views, &again] {
                 let given = Normalisation { y, ..forward };
                 let views = || Ok((z.detach(), y.detach(), weight.map(Tensor::detach), Some(bias.detach())));
                 side.backend.norm_forward(&given, &numbers, &views)?;
             }
 
-            // Backward, with sums over rows where these have one weight each.
-            let columns = if own[3] { side.backend.norm_columns(&g, first * second, inner)? } else { None };
+            // Backward, with sums over rows if each row has one weight.
+            let columns = if own[3] { side.backend.alloc_column_sums(&g, first * second, inner)? } else { None };
             let of_rows = (!own[2] && !own[3]).then_some(&sums);
             side.backend.norm(&Normalisation {
                 x: &g,
@@ -170,9 +170,9 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
             let mut results = vec![y.detach(), of_views.detach(), again.detach(), statistics.detach(), dz.detach()];
             results.extend(of_rows.map(Tensor::detach));
             if let Some(parts) = columns {
-                // The test compares the sum of all parts, whose number is up to the backend.
+                // Compares the sum of all parts, because the number of parts depends on the backend.
                 let total = read(&parts)?.mapv(|x| x.to_f64()).sum_axis(ndarray::Axis(0));
-                let sums = side.room([2, inner], acc)?;
+                let sums = side.alloc_output([2, inner], acc)?;
                 write(&sums, total)?;
                 results.push(sums);
             }
@@ -193,7 +193,7 @@ pub(super) fn normalise_channels(suite: &mut Suite) -> Result<()> {
         let (mean, var, weight, bias) = (each(numbers)?, each(factors)?, each(numbers)?, each(numbers)?);
         for whole in [true, false] {
             suite.compare(format!("{view:?} {dims:?}, {whole}"), dtype, 4, |side| {
-                let [x, mean, var, weight, bias] = [&x, &mean, &var, &weight, &bias].map(|t| side.put(t));
+                let [x, mean, var, weight, bias] = [&x, &mean, &var, &weight, &bias].map(|t| side.upload(t));
                 let (mean, var, weight, bias) = (mean?, var?, weight?, bias?);
                 let numbers = [Some(&mean), Some(&var), whole.then_some(&weight), whole.then_some(&bias)];
                 Ok(side.backend.normalise_channels(&x?, numbers, 1e-5)?.map(|out| vec![out]))
@@ -210,7 +210,7 @@ pub(super) fn variance(suite: &mut Suite) -> Result<()> {
             let x = suite.tensor(view, &dims, dtype, specials)?;
             for root in [false, true] {
                 suite.compare(format!("{view:?} {dims:?}, {root}"), dtype, dims[2] * dims[3], |side| {
-                    let (x, out) = (side.put(&x)?, side.room([dims[0], dims[1]], dtype)?);
+                    let (x, out) = (side.upload(&x)?, side.alloc_output([dims[0], dims[1]], dtype)?);
                     let made = side.backend.variance(&x, &out, (dims[2] * dims[3] - 1) as f64, root)?;
                     assert!(!made || side.backend.has_variance());
                     Ok(made.then_some(vec![out]))

@@ -1,4 +1,4 @@
-//! `claystone info`: what there is, what is configured and whether it computes, to paste into a report of a bug.
+//! `claystone info`: reports the machine, the configuration and a self-test, for bug reports.
 
 mod report;
 mod self_test;
@@ -10,22 +10,22 @@ use report::Report;
 
 /// Report the machine, its OpenCL drivers and devices, the configuration in force and a self-test
 ///
-/// For reports of bugs: paste what it prints. The self-test computes on each device and compares with the host. It fails
-/// where a device does, or where no driver could be asked although there is one.
+/// Paste its output into bug reports. The self-test computes on each device and compares the results with the host's. The command
+/// fails if a device fails, or if an installed driver cannot be queried.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print one JSON object; docs/guide.md lists its keys
+    /// Print one JSON object; docs/guide/reporting-bugs.md lists its keys
     #[arg(long)]
     json: bool,
-    /// Compute nothing: for devices that hang
+    /// Skip the self-test, for devices that hang
     #[arg(long)]
     no_self_test: bool,
 }
 
-/// Prints the report; false where something failed, which is in it.
+/// Prints the report; returns false if it contains a failure.
 ///
 /// # Errors
-/// Those of writing.
+/// Errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let report = Report::gather(!args.no_self_test);
     match args.json {

@@ -1,4 +1,4 @@
-//! What is reported. The names of fields are the keys of the JSON, which docs/guide.md lists.
+//! The data of the report. The names of the fields are the JSON keys, which docs/guide/reporting-bugs.md lists.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::self_test::{self, Outcome};
 use crate::cache::program_cache;
 
+/// The whole report.
 #[derive(Serialize)]
 pub struct Report {
     pub claystone: About,
@@ -22,7 +23,7 @@ pub struct Report {
     pub cache: Cache,
 }
 
-/// This program.
+/// The program.
 #[derive(Serialize)]
 pub struct About {
     pub version: &'static str,
@@ -42,31 +43,33 @@ pub struct Host {
     pub memory: u64,
 }
 
-/// The loader and the drivers that it knows.
+/// The OpenCL loader and its drivers.
 #[derive(Serialize)]
 pub struct OpenCl {
-    /// The files of OpenCL libraries that are loaded, as far as the system tells.
+    /// The files of OpenCL libraries that are loaded, if the system shows them.
     pub libraries: Vec<String>,
-    /// The files that tell the loader of drivers.
+    /// The ICD files, which list drivers for the loader.
     pub icd_files: Vec<String>,
     pub platforms: Vec<Platform>,
-    /// Why there are none.
+    /// Why there are no platforms.
     pub error: Option<String>,
-    /// Whether that is because a driver fails.
+    /// Whether the reason is a driver that fails.
     #[serde(skip)]
     fails: bool,
 }
 
+/// A device with its properties and self-test.
 #[derive(Serialize)]
 pub struct DeviceReport {
     pub device: String,
     pub info: Option<DeviceInfo>,
     pub capabilities: Option<Capabilities>,
-    /// Empty where none was asked for.
+    /// Empty if no self-test was requested.
     pub self_test: Vec<Outcome>,
     pub error: Option<String>,
 }
 
+/// Environment variables and the allocator's settings.
 #[derive(Serialize)]
 pub struct Configuration {
     pub environment: Vec<Variable>,
@@ -74,13 +77,13 @@ pub struct Configuration {
     pub error: Option<String>,
 }
 
-/// A variable of the environment that this crate or a driver reads.
+/// An environment variable that this crate or a driver reads.
 #[derive(Serialize)]
 pub struct Variable {
     pub name: String,
     pub value: Option<String>,
-    pub source: Source,
-    /// False for a name that looks like one of this crate's and is none.
+    pub source: ValueSource,
+    /// False for a name that begins like a variable of this crate, but is not one.
     pub known: bool,
 }
 
@@ -89,27 +92,28 @@ pub struct Variable {
 pub struct Key {
     pub key: &'static str,
     pub value: String,
-    pub source: Source,
+    pub source: ValueSource,
 }
 
-/// Where a value comes from. This program changes none by a call.
+/// The source of a value.
 #[derive(Serialize, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
-pub enum Source {
+pub enum ValueSource {
     Default,
     Environment,
 }
 
-/// The files that compiled kernels and tuned parameters are kept in.
+/// The cache files of compiled kernels and tuned parameters.
 #[derive(Serialize)]
 pub struct Cache {
     pub folder: Option<String>,
     pub max_bytes: Option<u64>,
-    /// By what they hold.
+    /// Counts and sizes by kind of contents.
     pub files: BTreeMap<String, Files>,
     pub error: Option<String>,
 }
 
+/// The number and total size of files.
 #[derive(Serialize, Default)]
 pub struct Files {
     pub count: u64,
@@ -118,14 +122,15 @@ pub struct Files {
 
 impl Report {
     pub fn gather(self_tests: bool) -> Report {
-        // The devices first: what is loaded is known after they were asked.
-        let devices: Vec<_> = Device::all().into_iter().map(|device| DeviceReport::of(device, self_tests)).collect();
+        // Devices first, because querying them loads the libraries that are reported.
+        let devices: Vec<_> =
+            Device::all().into_iter().map(|device| DeviceReport::gather(device, self_tests)).collect();
         let (about, host) = (About::gather(), Host::gather());
         let (opencl, configuration, cache) = (OpenCl::gather(), Configuration::gather(), Cache::gather());
         Report { claystone: about, host, opencl, devices, configuration, cache }
     }
 
-    /// Whether everything that was asked answered, and computed what it should. That there is no OpenCL is no failure.
+    /// True if all queries and self-tests succeeded. The absence of OpenCL is not a failure.
     pub fn is_good(&self) -> bool {
         let device = |d: &DeviceReport| d.error.is_none() && d.self_test.iter().all(|outcome| outcome.passed);
         self.devices.iter().all(device)
@@ -146,8 +151,8 @@ impl About {
     }
 }
 
-/// The value of `name=value` in a file of such lines.
-fn value_in(text: &str, name: &str) -> Option<String> {
+/// Returns the value of `name=value` in a text of such lines.
+fn find_assignment(text: &str, name: &str) -> Option<String> {
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='))?;
     Some(value.trim_matches('"').to_owned())
 }
@@ -155,7 +160,7 @@ fn value_in(text: &str, name: &str) -> Option<String> {
 impl Host {
     fn gather() -> Host {
         let read = |path| fs::read_to_string(path).ok();
-        let os = read("/etc/os-release").and_then(|text| value_in(&text, "PRETTY_NAME"));
+        let os = read("/etc/os-release").and_then(|text| find_assignment(&text, "PRETTY_NAME"));
         let info = Device::Cpu.info().ok();
         let capabilities = Device::Cpu.capabilities().unwrap_or_default();
         Host {
@@ -181,7 +186,7 @@ impl OpenCl {
     }
 }
 
-/// The mapped files whose names tell that they are OpenCL's.
+/// Returns the mapped files whose names look like OpenCL libraries.
 fn loaded_libraries() -> Vec<String> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let paths = maps.lines().filter_map(|line| Some(&line[line.find('/')?..]));
@@ -204,20 +209,20 @@ fn icd_files() -> Vec<String> {
 }
 
 impl DeviceReport {
-    fn of(device: Device, self_test: bool) -> DeviceReport {
+    fn gather(device: Device, self_test: bool) -> DeviceReport {
         let (info, capabilities) = (device.info(), device.capabilities());
         let error = info.as_ref().err().or(capabilities.as_ref().err()).map(ToString::to_string);
         DeviceReport {
             device: device.to_string(),
             info: info.ok(),
             capabilities: capabilities.ok(),
-            self_test: if self_test { self_test::run(device) } else { Vec::new() },
+            self_test: if self_test { self_test::run_self_tests(device) } else { Vec::new() },
             error,
         }
     }
 }
 
-/// This crate's variables.
+/// The environment variables of this crate.
 pub const VARIABLES: [&str; 9] = [
     "CLAYSTONE_ALLOC_CONF",
     "CLAYSTONE_CACHE_DIR",
@@ -230,55 +235,58 @@ pub const VARIABLES: [&str; 9] = [
     "CLAYSTONE_TUNING",
 ];
 
-/// The beginnings of names of variables that loaders, drivers and rayon read.
-const OTHERS: [&str; 8] = ["OCL_", "OPENCL_", "POCL_", "RUSTICL_", "RAYON_", "CUDA_", "NEO", "XDG_CACHE_HOME"];
+/// Prefixes of variables that loaders, drivers and rayon read.
+const FOREIGN_PREFIXES: [&str; 8] =
+    ["OCL_", "OPENCL_", "POCL_", "RUSTICL_", "RAYON_", "CUDA_", "NEO", "XDG_CACHE_HOME"];
 
 impl Configuration {
     fn gather() -> Configuration {
         let known = VARIABLES.map(|name| {
             let value = env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-            let source = if value.is_some() { Source::Environment } else { Source::Default };
+            let source = if value.is_some() { ValueSource::Environment } else { ValueSource::Default };
             Variable { name: name.to_owned(), value, source, known: true }
         });
         let is_other = |name: &str| name.starts_with("CLAYSTONE_") && !VARIABLES.contains(&name);
         let set = env::vars_os().map(|(name, value)| (name.to_string_lossy().into_owned(), value));
-        let others = set.filter(|(name, _)| is_other(name) || OTHERS.iter().any(|start| name.starts_with(start)));
+        let others =
+            set.filter(|(name, _)| is_other(name) || FOREIGN_PREFIXES.iter().any(|start| name.starts_with(start)));
         let mut others: Vec<Variable> = others
             .map(|(name, value)| {
                 let known = !is_other(&name);
                 let value = Some(value.to_string_lossy().into_owned());
-                Variable { name, value, source: Source::Environment, known }
+                Variable { name, value, source: ValueSource::Environment, known }
             })
             .collect();
         others.sort_by(|a, b| a.name.cmp(&b.name));
         let (allocator, error) = match Config::from_env() {
-            Ok(config) => (keys(&config), None),
+            Ok(config) => (allocator_keys(&config), None),
             Err(error) => (Vec::new(), Some(error.to_string())),
         };
         Configuration { environment: known.into_iter().chain(others).collect(), allocator, error }
     }
 }
 
-fn keys(config: &Config) -> Vec<Key> {
+/// Returns the allocator's options, and whether the environment sets each of them.
+fn allocator_keys(config: &Config) -> Vec<Key> {
     let text: String = env::var("CLAYSTONE_ALLOC_CONF").unwrap_or_default().split_whitespace().collect();
-    // In front of its colon a key follows the beginning or a comma.
+    // A key is the text between the beginning or a comma and the next colon.
     let is_given = |key: &str| text.split(',').any(|item| item.split(':').next() == Some(key));
     let by_other = |key: &str| key == "backend" && env::var("CLAYSTONE_NO_CACHING").is_ok_and(|value| value == "1");
     let key = |key: &claystone::storage::ConfigKey| Key {
         key: key.name,
         value: key.value(config),
-        source: if is_given(key.name) || by_other(key.name) { Source::Environment } else { Source::Default },
+        source: if is_given(key.name) || by_other(key.name) { ValueSource::Environment } else { ValueSource::Default },
     };
     Config::KEYS.iter().map(key).collect()
 }
 
-/// What files hold, by how their names end.
-const KINDS: [(&str, &str); 3] = [("clbin", "programs"), ("found", "probes"), ("tuning", "tunings")];
+/// Kinds of cache files by file extension.
+const CACHE_FILE_KINDS: [(&str, &str); 3] = [("clbin", "programs"), ("found", "probes"), ("tuning", "tunings")];
 
 impl Cache {
     fn gather() -> Cache {
         let mut files: BTreeMap<String, Files> =
-            KINDS.iter().map(|(_, kind)| (kind.to_string(), Files::default())).collect();
+            CACHE_FILE_KINDS.iter().map(|(_, kind)| (kind.to_string(), Files::default())).collect();
         let (cache, error) = match program_cache() {
             Ok(cache) => (cache, None),
             Err(error) => (None, Some(error.to_string())),
@@ -287,7 +295,7 @@ impl Cache {
         for entry in entries {
             let path = entry.path();
             let ending = path.extension().and_then(|ending| ending.to_str());
-            let kind = KINDS.iter().find(|(known, _)| Some(*known) == ending).map(|(_, kind)| *kind);
+            let kind = CACHE_FILE_KINDS.iter().find(|(known, _)| Some(*known) == ending).map(|(_, kind)| *kind);
             if let Some(kind) = kind.and_then(|kind| files.get_mut(kind)) {
                 kind.count += 1;
                 kind.bytes += entry.metadata().map_or(0, |metadata| metadata.len());

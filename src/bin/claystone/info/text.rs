@@ -1,11 +1,11 @@
-//! The report for people.
+//! Prints the report for people.
 
 use std::io::{self, Write};
 
 use serde::Serialize;
 use serde_json::Value;
 
-use super::report::{DeviceReport, Report, Source};
+use super::report::{DeviceReport, Report, ValueSource};
 
 pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
     heading(out, "claystone")?;
@@ -30,7 +30,7 @@ pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
     }
     error(out, report.configuration.error.as_deref())?;
     for key in &report.configuration.allocator {
-        let source = if key.source == Source::Environment { " (environment)" } else { "" };
+        let source = if key.source == ValueSource::Environment { " (environment)" } else { "" };
         line(out, key.key, &format!("{}{source}", key.value))?;
     }
     heading(out, "cache")?;
@@ -73,22 +73,25 @@ fn error(out: &mut impl Write, error: Option<&str>) -> io::Result<()> {
     error.map_or(Ok(()), |error| line(out, "ERROR", error))
 }
 
-/// A line for each field that is known.
+/// Prints a line for each field that is not null.
 fn fields(out: &mut impl Write, of: &impl Serialize) -> io::Result<()> {
     let Value::Object(fields) = serde_json::to_value(of).map_err(io::Error::other)? else { return Ok(()) };
-    fields.iter().filter(|(_, value)| !value.is_null()).try_for_each(|(name, value)| line(out, name, &shown(value)))
+    fields
+        .iter()
+        .filter(|(_, value)| !value.is_null())
+        .try_for_each(|(name, value)| line(out, name, &format_value(value)))
 }
 
-/// `yes`, `a, b`, `denormals yes, fma no`.
-fn shown(value: &Value) -> String {
+/// Formats a value, for example as `yes`, `a, b`, or `denormals yes, fma no`.
+fn format_value(value: &Value) -> String {
     match value {
         Value::Null => "unknown".to_owned(),
         Value::Bool(is) => if *is { "yes" } else { "no" }.to_owned(),
         Value::Number(number) => number.to_string(),
         Value::String(text) => text.clone(),
-        Value::Array(items) => items.iter().map(shown).collect::<Vec<_>>().join(", "),
+        Value::Array(items) => items.iter().map(format_value).collect::<Vec<_>>().join(", "),
         Value::Object(fields) => {
-            let field = |(name, value): (&String, &Value)| format!("{name} {}", shown(value));
+            let field = |(name, value): (&String, &Value)| format!("{name} {}", format_value(value));
             fields.iter().map(field).collect::<Vec<_>>().join(", ")
         }
     }

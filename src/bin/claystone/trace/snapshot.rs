@@ -1,17 +1,17 @@
-//! Memory snapshots with history, as PyTorch's `torch.cuda.memory._snapshot()` and claystone's `Snapshot` have them.
+//! Memory snapshots with history, in the format of PyTorch's `torch.cuda.memory._snapshot()` and claystone's `Snapshot`.
 //!
-//! A snapshot has the last events of each device and the segments as they are at the end. Blocks that were live before
-//! the first event are not allocated by any: they are those that are freed without, and those that are live in the
-//! segments without. They are allocated first.
+//! A snapshot has the last events of each device, and the segments at the end. Blocks that were live before the first event have
+//! no allocation event: they are the blocks that are freed, or live in a segment, without an allocation event before. The trace
+//! begins by allocating them.
 
 use std::collections::{HashMap, HashSet};
 
 use claystone::storage::{BlockState, SegmentInfo, Snapshot, TraceAction, TraceEntry};
 
-use super::{Builder, Fault, Hex, Trace};
+use super::{BlockAddress, Builder, Trace, TraceError};
 
-/// One trace a device with events, or where none has any, with live blocks.
-pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, Fault> {
+/// Returns one trace for each device with events, or, if there are no events, for each device with segments.
+pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, TraceError> {
     let mut devices: Vec<u32> =
         (0..).zip(&snapshot.device_traces).filter(|(_, t)| !t.is_empty()).map(|(d, _)| d).collect();
     if devices.is_empty() {
@@ -20,7 +20,7 @@ pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, Fault>
         devices.dedup();
     }
     if devices.is_empty() {
-        return Err(Fault::from("the snapshot has neither events nor segments".to_owned()));
+        return Err(TraceError::from("the snapshot has neither events nor segments".to_owned()));
     }
     let mut segments: HashMap<u32, Vec<&SegmentInfo>> = HashMap::new();
     for segment in &snapshot.segments {
@@ -32,59 +32,65 @@ pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, Fault>
     devices.iter().map(|&device| trace(snapshot, segments(device), device, name(device))).collect()
 }
 
-fn trace(snapshot: &Snapshot, segments: &[&SegmentInfo], device: u32, name: String) -> Result<Trace, Fault> {
-    let steps = steps(snapshot.device_traces.get(device as usize).map_or(&[][..], Vec::as_slice));
+/// Converts the history of one device; blocks that existed before it are allocated first.
+fn trace(snapshot: &Snapshot, segments: &[&SegmentInfo], device: u32, name: String) -> Result<Trace, TraceError> {
+    let steps = request_steps(snapshot.device_traces.get(device as usize).map_or(&[][..], Vec::as_slice));
     let mut trace = Builder::default();
-    for Of { address, bytes, stream } in alive_before(segments, &steps) {
-        trace.allocate(address, bytes, stream, Hex(address))?;
+    for BlockRequest { address, bytes, stream } in live_before_history(segments, &steps) {
+        trace.allocate(address, bytes, stream, BlockAddress(address))?;
     }
-    for Step { index, frees, of: Of { address, bytes, stream } } in steps {
+    for Step { index, frees, request: BlockRequest { address, bytes, stream } } in steps {
         let done = match frees {
-            false => trace.allocate(address, bytes, stream, Hex(address)),
-            true => trace.free(address, Hex(address)),
+            false => trace.allocate(address, bytes, stream, BlockAddress(address)),
+            true => trace.free(address, BlockAddress(address)),
         };
-        done.map_err(|what| Fault::from(format!("device_traces[{device}][{index}]: {what}")))?;
+        done.map_err(|what| TraceError::from(format!("device_traces[{device}][{index}]: {what}")))?;
     }
     Ok(trace.finish(&name)?)
 }
 
-/// The blocks that were live before the first step, each once.
-fn alive_before(segments: &[&SegmentInfo], steps: &[Step]) -> Vec<Of> {
+/// Returns the blocks that were live before the first step, each once.
+fn live_before_history(segments: &[&SegmentInfo], steps: &[Step]) -> Vec<BlockRequest> {
     let mut before = Vec::new();
-    let mut met = HashSet::new(); // only the first step of an address can tell of the time before
+    let mut seen = HashSet::new(); // only the first step of an address can show that a block is older
     for step in steps {
-        if met.insert(step.of.address) && step.frees {
-            before.push(step.of);
+        if seen.insert(step.request.address) && step.frees {
+            before.push(step.request);
         }
     }
     for segment in segments {
         for block in segment.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {
-            if met.insert(block.address) {
-                before.push(Of { address: block.address, bytes: block.requested_size, stream: segment.stream });
+            if seen.insert(block.address) {
+                before.push(BlockRequest {
+                    address: block.address,
+                    bytes: block.requested_size,
+                    stream: segment.stream,
+                });
             }
         }
     }
     before
 }
 
-/// What the program did, leaving out what the allocator did.
+/// A request of the program, as opposed to an action of the allocator.
 struct Step {
-    /// In the list of events.
+    /// Index in the list of events.
     index: usize,
     frees: bool,
-    of: Of,
+    request: BlockRequest,
 }
 
+/// The block that a request allocates or frees.
 #[derive(Clone, Copy)]
-struct Of {
+struct BlockRequest {
     address: u64,
     bytes: u64,
     stream: u64,
 }
 
-/// A block is freed when its owner asks (`free_requested`). The completion that follows, at once or when other streams
-/// are done, is a step only where the request came before the first event.
-fn steps(events: &[TraceEntry]) -> Vec<Step> {
+/// Extracts the requests. A block is freed when its owner asks (`free_requested`). The later `free_completed` event, after other
+/// streams are done, only counts if the request came before the first event.
+fn request_steps(events: &[TraceEntry]) -> Vec<Step> {
     let mut requested = HashSet::new();
     let mut steps = Vec::new();
     for (index, entry) in events.iter().enumerate() {
@@ -97,7 +103,11 @@ fn steps(events: &[TraceEntry]) -> Vec<Step> {
             TraceAction::FreeCompleted if !requested.remove(&entry.addr) => true,
             _ => continue,
         };
-        steps.push(Step { index, frees, of: Of { address: entry.addr, bytes: entry.size, stream: entry.stream } });
+        steps.push(Step {
+            index,
+            frees,
+            request: BlockRequest { address: entry.addr, bytes: entry.size, stream: entry.stream },
+        });
     }
     steps
 }

@@ -1,4 +1,4 @@
-//! Readers: what they make of each format, and of what is none.
+//! Tests of the readers: valid input in each format, and invalid input.
 
 use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot, TraceAction, TraceEntry};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ fn one(text: &str) -> Trace {
     traces.into_iter().next().unwrap()
 }
 
-/// The line and the message of what is wrong.
+/// Returns the line and the message of an error.
 fn fault(bytes: impl AsRef<[u8]>) -> (usize, String) {
     let fault = Trace::read(bytes.as_ref(), "t").unwrap_err();
     (fault.line, fault.what)
@@ -25,7 +25,7 @@ const fn f(block: usize) -> Event {
     Event::Free { block }
 }
 
-/// What `EVENTS` are in each format: blocks 0 and 1 overlap, the name of 0 is used again for 2, which stays.
+/// The events of the same trace in all formats: blocks 0 and 1 overlap, and block 2 reuses the name of block 0 and stays live.
 const EVENTS: [Event; 5] = [a(0, 1000), a(1, 600), f(0), a(2, 300), f(1)];
 const TEXT: &str = "# a step\n\na 7 1000\n  a 8 600 # bytes\nf 7\na 9 0\na 7 300\nf 9\nf 8\n";
 const CSV: &str = "Thread,Time,Action,Pointer,Size,Stream
@@ -92,10 +92,10 @@ fn every_format_gives_the_same_trace() {
 }
 
 #[test]
-fn blocks_from_before_a_snapshots_first_event_come_first() {
+fn blocks_older_than_the_history_are_allocated_first() {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested};
     let entries = vec![
-        entry(FreeCompleted, 1024, 111), // asked for before
+        entry(FreeCompleted, 1024, 111), // requested before the history
         entry(Alloc, 1024, 50),
         entry(FreeRequested, 2048, 222),
         entry(FreeCompleted, 2048, 222),
@@ -104,13 +104,13 @@ fn blocks_from_before_a_snapshots_first_event_come_first() {
     ];
     let trace = from_snapshot(&snapshot(entries, &[(4096, 333)]));
     assert_eq!(trace.events, [a(0, 111), a(1, 222), a(2, 333), f(0), a(3, 50), f(1), f(3)]);
-    // Without a history there are the live blocks alone.
+    // Without a history, the trace has only the live blocks.
     let trace = from_snapshot(&snapshot(vec![], &[(4096, 5), (5120, 6)]));
     assert_eq!(trace.events, [a(0, 5), a(1, 6)]);
 }
 
 #[test]
-fn a_snapshot_of_two_devices_is_two_traces() {
+fn a_snapshot_of_two_devices_gives_two_traces() {
     let mut both = snapshot(vec![entry(TraceAction::Alloc, 0, 7)], &[]);
     both.device_traces.push(vec![entry(TraceAction::Alloc, 0, 8)]);
     let traces = Trace::read(&both.to_pickle().unwrap(), "t").unwrap();
@@ -119,7 +119,7 @@ fn a_snapshot_of_two_devices_is_two_traces() {
 }
 
 #[test]
-fn streams_are_numbered_as_they_come() {
+fn streams_are_numbered_by_first_use() {
     let line = |stream, pointer| format!("1,0:0:0.0,allocate,{pointer},8,{stream}\n");
     let log = format!("{}{}{}", line("0x7fa0", 1), line("0", 2), line("0x7fa0", 3));
     let streams: Vec<usize> = (one(&log).events.iter())
@@ -132,18 +132,18 @@ fn streams_are_numbered_as_they_come() {
 }
 
 #[test]
-fn lifetimes_are_those_of_the_events() {
+fn lifetimes_match_the_events() {
     let lives: Vec<_> = one(TEXT).lifetimes().iter().map(|l| (l.start, l.end, l.bytes)).collect();
     assert_eq!(lives, [(0, 2, 1000), (1, 4, 600), (3, 5, 300)]);
 }
 
 #[test]
-fn sizes_below_a_block_are_units_of_their_own() {
+fn sizes_below_a_block_are_replayed_with_alignment_1() {
     assert_eq!((one("a 0 511").alignment(), one("a 0 10\na 1 512").alignment()), (1, 512));
 }
 
 #[test]
-fn a_bad_line_is_named() {
+fn errors_name_the_line() {
     let says = |text: &str, line, what: &str| {
         let (at, message) = fault(text);
         assert!(at == line && message.contains(what), "{text:?}: {at}: {message}");
@@ -157,8 +157,8 @@ fn a_bad_line_is_named() {
     says("a 1 5\nb 1", 2, "'b 1' is neither 'a ID BYTES' nor 'f ID'");
     says("a 1 5 6", 1, "neither");
     says("a 1 18446744073709551615", 1, "no device has that much");
-    says(&format!("a 1 {MOST}\na 2 1"), 2, "no device has that much");
-    says("a 1 0\nf 1\n", 0, "nothing is allocated");
+    says(&format!("a 1 {MAX_LIVE_BYTES}\na 2 1"), 2, "no device has that much");
+    says("a 1 0\nf 1\n", 0, "no allocations");
     let log = |row: &str| format!("{CSV}{row}\n");
     says(&log("1,10:05:43.1,free,0x7f20,600,0x0"), 10, "block 0x7f20 is freed twice");
     says(&log("1,10:05:43.1,free,0xbad,600,0x0"), 10, "block 0xbad is freed, but was never allocated");
@@ -169,7 +169,7 @@ fn a_bad_line_is_named() {
 }
 
 #[test]
-fn what_is_no_trace_is_told_what_is_read() {
+fn errors_of_unknown_files_list_the_formats() {
     for bytes in [&b""[..], b"\n# nothing\n", b"hello\n", b"PK\x03\x04\xff", b"\xff\xfe"] {
         let (_, what) = fault(bytes);
         assert!(what.contains("'a ID BYTES'") && what.contains("RMM") && what.contains("snapshot"), "{what}");
@@ -183,7 +183,7 @@ fn what_is_no_trace_is_told_what_is_read() {
     assert!(what.starts_with("device_traces[0][1]: block 0x200 is allocated again"), "{what}");
 }
 
-/// Every block is allocated before it is freed and freed at most once, and the peak is that of the events.
+/// Checks that blocks are allocated before they are freed and freed at most once, and that the peak is that of the events.
 fn check(trace: &Trace) {
     let (mut live, mut sum, mut peak) = (vec![], 0, 0);
     for event in &trace.events {
@@ -200,7 +200,7 @@ fn check(trace: &Trace) {
     assert_eq!((live.len(), peak), (trace.blocks, trace.peak_requested));
 }
 
-/// Lines that are often right, in either format.
+/// Generates lines that are often valid, in either text format.
 fn line() -> impl Strategy<Value = String> {
     prop_oneof![
         4 => (0..8u8, any::<u32>()).prop_map(|(id, bytes)| format!("a {id} {bytes}")),

@@ -1,8 +1,8 @@
-//! What a page shows, as columns in one block of bytes: a script reads a million events of it in a second, and whatever
-//! names a file has, base64 cannot end the element that holds it.
+//! The data of a page, as columns in one block of bytes. A script reads a million events of it in a second. Because of base64,
+//! no name in a file can end the HTML element that holds the data.
 //!
-//! The block is the length of a JSON text (u32), that text, and the columns it lists, each at a multiple of 8 bytes from
-//! the end of the text, which is padded to one; little-endian throughout, deflated, in base64.
+//! The block consists of the length of a JSON text (u32), that text, and the columns that the text lists. The text is padded to a
+//! multiple of 8 bytes, and each column begins at a multiple of 8 bytes after it. Little-endian, deflated, in base64.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use flate2::Compression;
 use flate2::write::DeflateEncoder;
 use serde_json::{Map, Value, json};
 
-/// The columns of a page, and what is said of them in JSON.
+/// The columns of a page, and its metadata as JSON.
 #[derive(Default)]
 pub struct Blob {
     meta: Map<String, Value>,
@@ -21,12 +21,13 @@ pub struct Blob {
     body: Vec<u8>,
 }
 
-/// An element of a column: the kinds of number that typed arrays have.
+/// An element of a column: a number type that JavaScript's typed arrays have.
 pub trait Number: Copy {
-    /// As the script names it.
+    /// The script's name of the type.
     const KIND: &'static str;
 
-    fn put(self, out: &mut Vec<u8>);
+    /// Appends the number in little-endian order.
+    fn write_le(self, out: &mut Vec<u8>);
 }
 
 macro_rules! number {
@@ -34,7 +35,7 @@ macro_rules! number {
         impl Number for $type {
             const KIND: &'static str = stringify!($type);
 
-            fn put(self, out: &mut Vec<u8>) {
+            fn write_le(self, out: &mut Vec<u8>) {
                 out.extend_from_slice(&self.to_le_bytes());
             }
         }
@@ -53,16 +54,16 @@ impl Blob {
         self.body.resize(self.body.len().next_multiple_of(8), 0);
         let (from, mut count) = (self.body.len(), 0u64);
         for value in values {
-            value.put(&mut self.body);
+            value.write_le(&mut self.body);
             count += 1;
         }
         self.columns.insert(name.to_owned(), json!([T::KIND, from, count]));
     }
 
-    /// Writes the block.
+    /// Writes the block to `out`.
     ///
     /// # Errors
-    /// When `out` fails, or the JSON text has 4 GiB.
+    /// Errors of `out`; a JSON text of 4 GiB or more.
     pub fn write(mut self, out: &mut impl Write) -> io::Result<()> {
         self.meta.insert("columns".to_owned(), Value::Object(self.columns));
         let mut text = serde_json::to_vec(&self.meta)?;
@@ -77,17 +78,17 @@ impl Blob {
     }
 }
 
-/// The base64 of a few bytes.
+/// Returns the base64 of a few bytes.
 pub fn base64(bytes: &[u8]) -> String {
     STANDARD.encode(bytes)
 }
 
-/// Texts by number, each kept once.
+/// Interns texts as numbers.
 #[derive(Default)]
-pub struct Texts(HashMap<String, u32>);
+pub struct TextTable(HashMap<String, u32>);
 
-impl Texts {
-    /// The number of a text.
+impl TextTable {
+    /// Returns the number of a text.
     pub fn number(&mut self, text: &str) -> u32 {
         if let Some(&number) = self.0.get(text) {
             return number;
@@ -97,7 +98,7 @@ impl Texts {
         number
     }
 
-    /// All of them, in the order of their numbers.
+    /// Returns all texts in the order of their numbers.
     pub fn into_json(self) -> Value {
         let mut texts: Vec<(u32, String)> = self.0.into_iter().map(|(text, number)| (number, text)).collect();
         texts.sort_unstable();
@@ -107,7 +108,7 @@ impl Texts {
 
 #[cfg(test)]
 impl Blob {
-    /// A column's numbers.
+    /// Returns the numbers of a column.
     pub fn numbers(&self, name: &str) -> Vec<f64> {
         let place = &self.columns[name];
         let (from, count) = (place[1].as_u64().unwrap() as usize, place[2].as_u64().unwrap() as usize);
@@ -121,8 +122,8 @@ impl Blob {
         }
     }
 
-    /// What is said under a key.
-    pub fn said(&self, key: &str) -> &Value {
+    /// Returns the metadata under a key.
+    pub fn metadata(&self, key: &str) -> &Value {
         &self.meta[key]
     }
 }

@@ -1,6 +1,6 @@
-// What both pages use: the data, numbers as people read them, elements, colours, and a canvas that is zoomed and dragged.
+// Shared code of both pages: the data, formatted numbers, elements, colours, and a canvas that can be zoomed and dragged.
 
-/** What is said of the data, and its columns: `column(name)` is a typed array. */
+/** The metadata of the file, and its columns: `column(name)` returns a typed array. */
 async function load() {
     const text = atob(document.getElementById("data").textContent);
     const packed = new Uint8Array(text.length);
@@ -21,10 +21,10 @@ async function load() {
 
 const count = (n) => n.toLocaleString("en");
 
-/** A number of things; `things` is their plural. */
+/** Formats a count; `things` is the plural noun. */
 const number = (n, things) => `${count(n)} ${n === 1 ? things.replace(/s$/, "") : things}`;
 
-/** With a unit of 1024s. */
+/** Formats a number with a binary (1024) unit. */
 function size(bytes) {
     if (Math.abs(bytes) < 1024) return `${count(bytes)} B`;
     const units = ["KiB", "MiB", "GiB", "TiB"];
@@ -33,13 +33,13 @@ function size(bytes) {
     return `${digits(bytes)} ${units[unit]}`;
 }
 
-/** Four digits. */
+/** Formats four significant digits. */
 function digits(n) {
     const a = Math.abs(n);
     return a >= 1000 ? count(Math.round(n)) : n.toFixed(a >= 100 ? 1 : a >= 10 ? 2 : 3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 
-/** A time given in microseconds. */
+/** Formats a time given in microseconds. */
 function time(us) {
     const a = Math.abs(us);
     if (a < 1) return us === 0 ? "0 s" : `${digits(us * 1e3)} ns`;
@@ -48,14 +48,14 @@ function time(us) {
     return `${digits(us / 1e6)} s`;
 }
 
-/** A time of an axis whose ticks are `step` apart, so that two ticks differ. */
+/** Formats a time on an axis whose ticks are `step` apart, so that neighbouring labels differ. */
 function timeTick(us, step) {
     const [unit, name] = step >= 1e5 ? [1e6, "s"] : step >= 100 ? [1e3, "ms"] : step >= 0.1 ? [1, "µs"] : [1e-3, "ns"];
     const decimals = Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9));
     return `${(us / unit).toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })} ${name}`;
 }
 
-/** Ticks between two values: about `wanted` of them, at multiples of 1, 2 or 5 times a power of ten, or of a power of two. */
+/** Returns about `wanted` ticks between two values, at multiples of 1, 2 or 5 times a power of ten, or of a power of two. */
 function ticks(from, to, wanted, binary) {
     const least = (to - from) / Math.max(1, wanted);
     let step;
@@ -70,7 +70,7 @@ function ticks(from, to, wanted, binary) {
     return { step, all };
 }
 
-/** The first index from `from` to `to` where `test` holds; it holds from there on. */
+/** Returns the first index in `from`..`to` for which `test` holds; `test` must hold for all later indices. */
 function search(from, to, test) {
     while (from < to) {
         const middle = (from + to) >>> 1;
@@ -84,7 +84,7 @@ function search(from, to, test) {
 
 const $ = (id) => document.getElementById(id);
 
-/** An element with properties (`data` and `aria-` ones as attributes) and children. Text never becomes markup. */
+/** Creates an element with properties (`data` and `aria-` ones as attributes) and children. Text never becomes markup. */
 function element(tag, properties, ...children) {
     const made = document.createElement(tag);
     for (const [key, value] of Object.entries(properties || {})) {
@@ -95,7 +95,7 @@ function element(tag, properties, ...children) {
     return made;
 }
 
-/** A list of terms and what is said of them; those with nothing to say are left out. */
+/** Creates a list of terms and descriptions; terms without a description are left out. */
 function terms(pairs) {
     const list = element("dl");
     for (const [term, said] of pairs) {
@@ -104,7 +104,7 @@ function terms(pairs) {
     return list;
 }
 
-/** Rows of a list that may be long: a part of it at first, more when asked for. */
+/** Shows the first rows of a list that may be long, and more on request. */
 function fillList(list, rows, make) {
     const more = (from) => {
         const to = Math.min(rows.length, from + 200);
@@ -121,7 +121,7 @@ function fillList(list, rows, make) {
     more(0);
 }
 
-/** Of a group of tabs and their panels, shows one. */
+/** Shows one panel of a group of tabs. */
 function showTab(name) {
     for (const tab of document.querySelectorAll("[role=tab]")) {
         const shown = tab.id === `tab-${name}`;
@@ -151,7 +151,7 @@ const tooltip = {
 
 // ---- colours ----------------------------------------------------------------------------------------------------------
 
-/** The bytes of a colour given by lightness and chroma in OKLab, and a hue in degrees. */
+/** Returns the bytes of a colour given by OKLab lightness, chroma and a hue in degrees. */
 function oklch(lightness, chroma, hue) {
     const [a, b] = [chroma * Math.cos((hue * Math.PI) / 180), chroma * Math.sin((hue * Math.PI) / 180)];
     const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
@@ -168,15 +168,15 @@ function oklch(lightness, chroma, hue) {
 
 const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 
-/** As a pixel of an image. */
+/** Returns a colour as a pixel of an image. */
 const pixel = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
 const mix = (from, to, part) => from.map((c, i) => Math.round(c + (to[i] - c) * part));
 
-/** The number of colours that names are told apart by. */
+/** The number of colours that distinguish names. */
 const COLOURS = 61;
 
-/** The page's colours in the scheme that the reader prefers. */
+/** Returns the page's colours in the reader's preferred scheme. */
 function theme() {
     const style = getComputedStyle(document.documentElement);
     const of = (name) => style.getPropertyValue(name).trim();
@@ -190,7 +190,7 @@ function theme() {
     return { dark, names, text: of("--text"), faint: of("--faint"), line: of("--line"), accent: of("--accent"), plot: rgb("--plot") };
 }
 
-/** A colour for a text, the same on every page. */
+/** Returns the colour of a text, the same on every page. */
 function hash(text) {
     let h = 2166136261;
     for (let i = 0; i < text.length; i++) h = Math.imul(h ^ text.charCodeAt(i), 16777619);
@@ -199,7 +199,7 @@ function hash(text) {
 
 // ---- canvases ---------------------------------------------------------------------------------------------------------
 
-/** A canvas with `draw(context, width, height)` called when it has to be, at most once a frame; in pixels of CSS. */
+/** A canvas that calls `draw(context, width, height)` when necessary, at most once a frame. Sizes are in CSS pixels. */
 class Canvas {
     constructor(canvas, draw) {
         Object.assign(this, { canvas, draw, ratio: 1, width: 0, height: 0, due: false });
@@ -231,13 +231,13 @@ class Canvas {
     }
 }
 
-/** What of an axis is seen: `from` to `to` within `least` to `most`. */
+/** The visible range of an axis: `from` to `to`, within `least` to `most`. */
 class Range {
     constructor(least, most, closest) {
         this.limit(least, most, closest);
     }
 
-    /** Other bounds; no less than `closest` is ever seen, and at first what is up to `home`. */
+    /** Sets the bounds. The visible length is at least `closest`; initially everything up to `home` is visible. */
     limit(least, most, closest, home = most) {
         Object.assign(this, { least, most: Math.max(most, least + closest), closest, home });
         this.reset();
@@ -254,7 +254,7 @@ class Range {
         this.to = this.from + span;
     }
 
-    /** Makes what is seen `factor` times as long; the value `at` stays where it is. */
+    /** Multiplies the visible length by `factor`; the value `at` keeps its position. */
     zoom(factor, at) {
         const span = Math.min(this.most - this.least, Math.max(this.closest, (this.to - this.from) * factor));
         const part = (at - this.from) / (this.to - this.from);
@@ -262,7 +262,7 @@ class Range {
         [this.from, this.to] = [from, from + span];
     }
 
-    /** Moves by a part of what is seen. */
+    /** Moves by a fraction of the visible length. */
     move(part) {
         const by = part * (this.to - this.from);
         const bounded = Math.min(Math.max(by, this.least - this.from), this.most - this.to);
@@ -270,7 +270,7 @@ class Range {
     }
 }
 
-/** Listens to wheel, drag, clicks and keys on a plot that has an inner box and two ranges.
+/** Handles wheel, drag, clicks and keys of a plot that has an inner box and two ranges.
  *
  * `plot` has `box()` ({x, y, w, h} in the canvas), `x` (a Range), `y` (a Range whose values rise upwards, or null),
  * `changed()`, `hover(x, y, event)`, `left()` and `click(x, y)`. */
@@ -345,7 +345,7 @@ function control(canvas, plot) {
     });
 }
 
-/** Keys of the whole page: / goes to the search, Escape leaves it or does `escape`. */
+/** Handles keys of the whole page: / focuses the search, Escape leaves it or calls `escape`. */
 function startKeys(escape) {
     document.addEventListener("keydown", (event) => {
         const field = $("search");
@@ -361,7 +361,7 @@ function startKeys(escape) {
     });
 }
 
-/** Calls `changed` with the text of the search field, a moment after the last key. */
+/** Calls `changed` with the text of the search field, shortly after the last key. */
 function startSearch(changed) {
     let timer = 0;
     $("search").addEventListener("input", () => {
@@ -370,12 +370,12 @@ function startSearch(changed) {
     });
 }
 
-/** Says that the page has been drawn, and how many milliseconds after it was asked for. */
+/** Reports that the page has been drawn, and after how many milliseconds. */
 function drawn() {
     requestAnimationFrame(() => (document.documentElement.dataset.drawn ??= performance.now()));
 }
 
-/** Says on the page what has gone wrong. */
+/** Shows an error on the page. */
 function failed(error) {
     document.body.prepend(element("p", { className: "failed" }, `This page cannot be shown: ${error.message}`));
     throw error;

@@ -1,6 +1,6 @@
-// The page of a memory snapshot. A state is the number of events that have happened; state 0 is before the first.
+// The page of a memory snapshot. State n is the state after n events; state 0 is before the first event.
 
-/** Sums of values by index: changed in a few steps, and searched by the running sum. */
+/** A tree of partial sums with 32 children per node: logarithmic time for updates and for searches by the running sum. */
 class Sums {
     constructor(length) {
         this.levels = [];
@@ -22,7 +22,7 @@ class Sums {
         }
     }
 
-    /** The index in whose part of the sum `at` is, -1 past the end; `below` is then the sum before that part. */
+    /** Returns the index whose part of the sum contains `at`, -1 past the end; `below` is the sum before that part. */
     find(at) {
         const { levels } = this;
         let index = 0;
@@ -39,7 +39,7 @@ class Sums {
     }
 }
 
-/** A device's columns, and what follows from them. */
+/** A device's columns and derived data. */
 class Device {
     constructor(data, about) {
         const column = (name) => data.column(`d${about.device}.${name}`);
@@ -60,12 +60,12 @@ class Device {
         });
         this.events = this.actions.length;
         this.blocks = this.addr.length;
-        // Blocks of one site have one colour; those of an unknown site have their own.
+        // Blocks of one site share a colour; each block of unknown site has its own colour.
         this.colour = Uint8Array.from(this.site, (site, block) => (page.sites.known(site) ? site : block) % COLOURS);
         this.total();
     }
 
-    /** Bytes in use and reserved in each state, and which block an event begins (index + 1) or ends (negative). */
+    /** Bytes in use and reserved in each state, and the block that each event begins (index + 1) or ends (negative). */
     total() {
         const { events, start, done, size, extents } = this;
         this.used = new Float64Array(events + 1);
@@ -96,14 +96,14 @@ class Device {
         return this.start[block] < state && this.done[block] >= state;
     }
 
-    /** Blocks that live in a state, in the order of allocation. */
+    /** Returns the blocks that are live in a state, in the order of allocation. */
     live(state) {
         const all = [];
         for (let b = 0; b < this.blocks; b++) if (this.lives(b, state)) all.push(b);
         return all;
     }
 
-    /** Segments in a state, by address: pages of one stream that touch are one. */
+    /** Returns the segments in a state by address; adjacent pages of one stream form one segment. */
     segments(state) {
         const { addr, size, stream, start, end, pages } = this.extents;
         const all = [];
@@ -118,7 +118,7 @@ class Device {
         return joined;
     }
 
-    /** The moment of an event, as text. */
+    /** Formats the time of an event. */
     moment(event) {
         if (event < 0) return "before the first event";
         if (event >= this.events) return "never";
@@ -126,7 +126,7 @@ class Device {
         return this.times ? `${time(this.times[event])}  (${name})` : name;
     }
 
-    /** How long a block lived, as text. */
+    /** Formats the lifetime of a block. */
     lifetime(block) {
         const [from, to] = [this.start[block], this.done[block]];
         if (from < 0 || to >= this.events) return null;
@@ -135,7 +135,7 @@ class Device {
     }
 }
 
-/** Where in the program blocks were asked for: contexts and stacks by number. */
+/** The sites of allocations: contexts and stacks by number. */
 class Sites {
     constructor(data) {
         const column = data.column;
@@ -166,19 +166,19 @@ class Sites {
         return place ? `${this.texts[this.name[frame]]}  ${place.split("/").pop()}` : this.texts[this.name[frame]];
     }
 
-    /** What lists call a site: its innermost frame. */
+    /** Returns the name of a site in lists: its innermost frame. */
     label(site) {
         const [innermost] = this.frames(site);
         return innermost === undefined ? this.annotation(site) || "no stack" : this.frameText(innermost);
     }
 
-    /** One for each site that a text in lower case is found in. */
+    /** Returns a flag for each site: 1 if it contains the text, which is in lower case. */
     matching(text) {
         const frames = Array.from(this.name, (name, f) => `${this.texts[name]} ${this.place(f)}`.toLowerCase().includes(text));
         return Uint8Array.from(this.context, (context, site) => (this.texts[context].toLowerCase().includes(text) || this.frames(site).some((f) => frames[f]) ? 1 : 0));
     }
 
-    /** The stack as a list, `most` of its frames. */
+    /** Creates a list of at most `most` frames of the stack. */
     stackList(site, most) {
         const frames = this.frames(site);
         const list = element("ol", { className: "stack" });
@@ -192,7 +192,7 @@ class Sites {
 
 const page = { data: null, sites: null, device: null, colours: theme(), pinned: -1, hovered: -1, moment: 0, marked: null };
 
-/** What is said of a block; `most` frames of its stack. */
+/** Describes a block, with at most `most` frames of its stack. */
 function describe(block, most) {
     const { device: d, sites } = page;
     const site = d.site[block];
@@ -223,7 +223,7 @@ function pin(block) {
     overlayCanvas.redraw();
 }
 
-/** Marks blocks, `null` for none, and lists them. */
+/** Highlights and lists blocks; `null` for none. */
 function mark(marked, title) {
     const d = page.device;
     page.marked = marked;
@@ -254,7 +254,7 @@ function mark(marked, title) {
     segmentsCanvas.redraw();
 }
 
-/** Makes the time of a block visible and chooses the moment after its allocation. */
+/** Scrolls to the lifetime of a block and selects the state after its allocation. */
 function visit(block) {
     const d = page.device;
     const [from, to] = [plot.place(d.start[block] + 1), plot.place(d.done[block] + 1)];
@@ -269,7 +269,7 @@ function choose(state) {
     overlayCanvas.redraw();
 }
 
-/** Goes to the block before or after the pinned one, of those that live at the chosen moment. */
+/** Moves to the previous or next block among those that are live in the selected state. */
 function step(by) {
     const live = page.device.live(page.moment);
     if (live.length === 0) return;
@@ -277,7 +277,7 @@ function step(by) {
     pin(live[at < 0 ? (by > 0 ? 0 : live.length - 1) : Math.max(0, Math.min(live.length - 1, at + by))]);
 }
 
-/** What is still allocated at the end, by innermost frame. */
+/** Lists memory that is still allocated at the end, by innermost frame. */
 function fillLeft() {
     const { device: d, sites } = page;
     const groups = new Map();

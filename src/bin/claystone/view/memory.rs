@@ -1,4 +1,4 @@
-//! The page of a memory snapshot: when each block lived and where, found by undoing the history from the state at its end.
+//! The page of a memory snapshot. The history is undone from the final state to find when and where each block was live.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -6,18 +6,18 @@ use std::sync::Arc;
 use claystone::storage::{BlockState, Frame, SegmentInfo, Setting, Snapshot, Stage, TraceAction, TraceEntry};
 use serde_json::{Value, json};
 
-use super::blob::{Blob, Texts};
+use super::blob::{Blob, TextTable};
 
-/// Before the first event; indices of events are from 0.
-const BEFORE: i32 = -1;
+/// The start of something that existed before the first event. Indices of events begin with 0.
+const BEFORE_HISTORY: i32 = -1;
 
-/// The most events of a device: their indices are i32.
-const MOST_EVENTS: usize = i32::MAX as usize;
+/// Maximum number of events of a device: indices of events are i32.
+const MAX_EVENTS: usize = i32::MAX as usize;
 
-/// A page's columns of a snapshot. `clock` is false where the times of its events say nothing.
+/// Builds the columns of a snapshot's page. `clock` is false if the times of the events are meaningless.
 ///
 /// # Errors
-/// When there is nothing to show, or more than 2^31 events.
+/// The snapshot has neither events nor segments, or more than 2^31 events.
 pub fn blob(snapshot: &Snapshot, clock: bool) -> Result<Blob, String> {
     let mut by_device: BTreeMap<u32, (Vec<&SegmentInfo>, &[TraceEntry])> = BTreeMap::new();
     for segment in &snapshot.segments {
@@ -29,14 +29,14 @@ pub fn blob(snapshot: &Snapshot, clock: bool) -> Result<Blob, String> {
     if by_device.is_empty() {
         return Err("the snapshot has neither events nor segments".to_owned());
     }
-    if by_device.values().any(|(_, trace)| trace.len() > MOST_EVENTS) {
+    if by_device.values().any(|(_, trace)| trace.len() > MAX_EVENTS) {
         return Err("the snapshot has more than 2^31 events of one device".to_owned());
     }
     let (mut blob, mut sites) = (Blob::default(), Sites::default());
     let mut devices = Vec::new();
     for (&device, (segments, trace)) in &by_device {
         devices.push(device_json(snapshot, device, trace));
-        let memory = Memory::of(segments, trace, &mut sites);
+        let memory = Memory::from_history(segments, trace, &mut sites);
         memory.columns(&mut blob, device, trace, clock);
     }
     blob.set("kind", "memory");
@@ -45,7 +45,7 @@ pub fn blob(snapshot: &Snapshot, clock: bool) -> Result<Blob, String> {
     Ok(blob)
 }
 
-/// What is said of a device beside its columns: spans of annotations, settings, and which history was lost.
+/// Returns the metadata of a device: spans of annotations, settings, and how much history was lost.
 fn device_json(snapshot: &Snapshot, device: u32, trace: &[TraceEntry]) -> Value {
     let start = trace.first().map_or(0, |entry| entry.time_us);
     let mut open: HashMap<&str, Vec<u64>> = HashMap::new();
@@ -54,7 +54,7 @@ fn device_json(snapshot: &Snapshot, device: u32, trace: &[TraceEntry]) -> Value 
         let at = annotation.time_us;
         match annotation.stage {
             Stage::Start => open.entry(&annotation.name).or_default().push(at),
-            // One whose begin is lost began before all that is shown.
+            // A span whose start is lost began before the first event.
             Stage::End => {
                 let from = open.get_mut(&*annotation.name).and_then(Vec::pop).unwrap_or(start);
                 spans.push((&*annotation.name, from, at));
@@ -77,19 +77,20 @@ fn device_json(snapshot: &Snapshot, device: u32, trace: &[TraceEntry]) -> Value 
     })
 }
 
-/// Where in a program memory was asked for: a context and a stack. The columns have each once.
+/// The sites of allocations and frees: a context and a call stack. Each is stored once.
 #[derive(Default)]
 struct Sites {
-    texts: Texts,
-    /// By name, file and line.
+    texts: TextTable,
+    /// Frame numbers by name, file and line.
     frames: HashMap<(u32, u32, u32), u32>,
-    /// By content: the context, and the numbers of the frames.
+    /// Site numbers by context and the numbers of the frames.
     sites: HashMap<(u32, Vec<u32>), u32>,
-    /// By the stack's place in memory, for events share stacks.
+    /// Site numbers by context and the address of the stack, because events share stacks.
     met: HashMap<(u32, *const Frame), u32>,
 }
 
 impl Sites {
+    /// Returns the number of the site with this context and stack, and adds the site if it is new.
     fn number(&mut self, context: &str, frames: &Arc<[Frame]>) -> u32 {
         let context = self.texts.number(context);
         if let Some(&site) = self.met.get(&(context, frames.as_ptr())) {
@@ -103,13 +104,14 @@ impl Sites {
         }
         let next = self.sites.len() as u32;
         let site = *self.sites.entry((context, numbers)).or_insert(next);
-        // An empty stack has no place of its own.
+        // Empty stacks may share an address.
         if !frames.is_empty() {
             self.met.insert((context, frames.as_ptr()), site);
         }
         site
     }
 
+    /// Adds the frames, sites and texts to the page, in the order of their numbers.
     fn columns(self, blob: &mut Blob) {
         let mut frames: Vec<(u32, (u32, u32, u32))> = self.frames.into_iter().map(|(frame, at)| (at, frame)).collect();
         frames.sort_unstable();
@@ -130,22 +132,22 @@ impl Sites {
     }
 }
 
-/// A block from its allocation until it is free. Events are indices; the number of events is "never".
+/// A block from its allocation until it is free. Times are indices of events; the number of events stands for "never".
 #[derive(Clone, Copy)]
 struct Block {
     addr: u64,
     size: u64,
     stream: u64,
     start: i32,
-    /// When it was given back, and when no stream used it any more.
+    /// The event that requested the free, and the event after which no stream used the block any more.
     requested: u32,
     done: u32,
     site: u32,
-    /// The site that gave it back.
+    /// The site that freed the block.
     freed: u32,
 }
 
-/// Memory that the driver gave, over a time in which its bounds do not change.
+/// A range of memory that the driver provided, during a time in which its bounds do not change.
 #[derive(Clone, Copy)]
 struct Extent {
     addr: u64,
@@ -153,43 +155,43 @@ struct Extent {
     stream: u64,
     start: i32,
     end: u32,
-    /// Whether it is a part of a segment that grows and shrinks by pages.
+    /// Whether the range is part of a segment that grows and shrinks by pages.
     pages: bool,
 }
 
 impl Extent {
-    fn to(&self) -> u64 {
+    fn end_addr(&self) -> u64 {
         self.addr.saturating_add(self.size)
     }
 }
 
-/// A device's blocks and extents over time. Those that live at the moment the walk has come to are in the maps.
+/// A device's blocks and extents over time. The maps have the blocks and extents that exist at the current event of the walk.
 #[derive(Default)]
 struct Memory {
     blocks: Vec<Block>,
     extents: Vec<Extent>,
     live: HashMap<u64, Block>,
     held: BTreeMap<u64, Extent>,
-    /// The number of events.
+    /// The number of events, which stands for "never".
     never: u32,
-    /// The site that stands for none.
-    nowhere: u32,
+    /// The site of unknown origin.
+    unknown_site: u32,
 }
 
 impl Memory {
-    /// Walks from the last event to the first. What an event undoes and is not there (the file is damaged, or has no
-    /// segments) is taken to have lived from then to the end.
-    fn of(segments: &[&SegmentInfo], trace: &[TraceEntry], sites: &mut Sites) -> Memory {
-        let (never, nowhere) = (trace.len() as u32, sites.number("", &[].into()));
-        let mut memory = Memory { never, nowhere, ..Memory::default() };
+    /// Walks from the last event to the first. If an event undoes something that does not exist (the file is damaged, or has no
+    /// segments), the block or extent is assumed to have existed from that event to the end.
+    fn from_history(segments: &[&SegmentInfo], trace: &[TraceEntry], sites: &mut Sites) -> Memory {
+        let (never, unknown_site) = (trace.len() as u32, sites.number("", &[].into()));
+        let mut memory = Memory { never, unknown_site, ..Memory::default() };
         for segment in segments {
             let SegmentInfo { address: addr, total_size: size, stream, is_expandable: pages, .. } = **segment;
-            memory.held.insert(addr, Extent { addr, size, stream, start: BEFORE, end: never, pages });
+            memory.held.insert(addr, Extent { addr, size, stream, start: BEFORE_HISTORY, end: never, pages });
             for block in segment.blocks.iter().filter(|block| block.state != BlockState::Inactive) {
                 let site = sites.number("", &block.frames);
-                let mut live = memory.block(block.address, block.requested_size, stream, site);
+                let mut live = memory.unknown_block(block.address, block.requested_size, stream, site);
                 if block.state == BlockState::ActivePendingFree {
-                    live.requested = 0; // in the history or before it: an event that is there corrects it
+                    live.requested = 0; // unknown time; corrected if the event is in the history
                 }
                 memory.live.insert(block.address, live);
             }
@@ -205,44 +207,45 @@ impl Memory {
         memory
     }
 
-    /// A block of which nothing is known but that it lives now.
-    fn block(&self, addr: u64, size: u64, stream: u64, site: u32) -> Block {
-        let Memory { never, nowhere, .. } = *self;
-        Block { addr, size, stream, start: BEFORE, requested: never, done: never, site, freed: nowhere }
+    /// Returns a block of which only its current existence is known.
+    fn unknown_block(&self, addr: u64, size: u64, stream: u64, site: u32) -> Block {
+        let Memory { never, unknown_site, .. } = *self;
+        Block { addr, size, stream, start: BEFORE_HISTORY, requested: never, done: never, site, freed: unknown_site }
     }
 
+    /// Takes back an event, so that the maps hold what existed before it.
     fn undo(&mut self, event: u32, entry: &TraceEntry, site: u32) {
         let TraceEntry { addr, size, stream, .. } = *entry;
-        let known = self.block(addr, size, stream, site);
+        let known = self.unknown_block(addr, size, stream, site);
         match entry.action {
             TraceAction::Alloc => {
                 let block = self.live.remove(&addr).unwrap_or(known);
                 self.blocks.push(Block { start: event as i32, size, stream, site, ..block });
             }
             TraceAction::FreeRequested => {
-                let block = self.live.entry(addr).or_insert(Block { site: self.nowhere, ..known });
+                let block = self.live.entry(addr).or_insert(Block { site: self.unknown_site, ..known });
                 (block.requested, block.freed) = (event, site);
             }
             TraceAction::FreeCompleted => {
-                let block = Block { requested: event, done: event, freed: site, site: self.nowhere, ..known };
+                let block = Block { requested: event, done: event, freed: site, site: self.unknown_site, ..known };
                 self.blocks.extend(self.live.insert(addr, block));
             }
-            TraceAction::SegmentAlloc => self.begin(event, addr, size, stream, false),
-            TraceAction::SegmentMap => self.begin(event, addr, size, stream, true),
+            TraceAction::SegmentAlloc => self.undo_creation(event, addr, size, stream, false),
+            TraceAction::SegmentMap => self.undo_creation(event, addr, size, stream, true),
             TraceAction::SegmentFree | TraceAction::SegmentUnmap => {
                 let pages = entry.action == TraceAction::SegmentUnmap;
-                let extent = Extent { addr, size, stream, start: BEFORE, end: event, pages };
+                let extent = Extent { addr, size, stream, start: BEFORE_HISTORY, end: event, pages };
                 self.extents.extend(self.held.insert(addr, extent));
             }
             TraceAction::Snapshot | TraceAction::Oom => {}
         }
     }
 
-    /// Memory from `start` on did not exist before `event`: what is held there begins with it.
-    fn begin(&mut self, event: u32, start: u64, size: u64, stream: u64, pages: bool) {
+    /// Undoes the creation of memory at `event`: extents in this range begin with the event.
+    fn undo_creation(&mut self, event: u32, start: u64, size: u64, stream: u64, pages: bool) {
         let end = start.saturating_add(size);
         let mut met = false;
-        while let Some((&addr, &extent)) = self.held.range(..end).next_back().filter(|(_, e)| e.to() > start) {
+        while let Some((&addr, &extent)) = self.held.range(..end).next_back().filter(|(_, e)| e.end_addr() > start) {
             met = true;
             self.held.remove(&addr);
             let mut rest = |from: u64, to: u64| {
@@ -251,8 +254,8 @@ impl Memory {
                 }
             };
             rest(addr, start);
-            rest(end, extent.to());
-            let (from, to) = (addr.max(start), extent.to().min(end));
+            rest(end, extent.end_addr());
+            let (from, to) = (addr.max(start), extent.end_addr().min(end));
             self.extents.push(Extent { addr: from, size: to - from, start: event as i32, ..extent });
         }
         if !met {
@@ -260,12 +263,12 @@ impl Memory {
         }
     }
 
-    /// `d0.` and so on begin the names of a device's columns.
+    /// Adds the columns of a device; their names begin with `d0.` and so on.
     fn columns(&self, blob: &mut Blob, device: u32, trace: &[TraceEntry], clock: bool) {
         let mut add = Columns { blob, device };
         let first = trace.first().map_or(0, |entry| entry.time_us);
         if clock {
-            // Threads may read the clock in another order than they write events.
+            // Threads may read the clock in a different order than they record events.
             let times = trace.iter().scan(0.0, |last, entry| {
                 *last = f64::max(*last, entry.time_us as f64 - first as f64);
                 Some(*last)
@@ -293,6 +296,7 @@ impl Memory {
     }
 }
 
+/// Adds columns whose names begin with the device's number.
 struct Columns<'a> {
     blob: &'a mut Blob,
     device: u32,

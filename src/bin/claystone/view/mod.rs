@@ -1,4 +1,4 @@
-//! `claystone view`: a page to look at, made of a file.
+//! `claystone view`: writes an HTML page that shows a file.
 
 mod blob;
 mod memory;
@@ -16,23 +16,23 @@ use claystone::storage::{Config, CsvAction, CsvEvent, Snapshot, TraceAction, Tra
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use super::measure::{Setup, recorded};
+use super::measure::{Setup, record_snapshot};
 use super::replay::Driver;
 use super::trace::{self, Trace};
 use blob::Blob;
 use page::Page;
 
-/// Write a page to look at in a browser, of a memory snapshot, an RMM log, a trace or a profile
+/// Write an HTML page that shows a memory snapshot, an RMM log, a trace or a profile
 #[derive(clap::Args)]
 #[command(long_about = "Writes one HTML page that shows a file and needs nothing else: no server, no network.
 
-Files, told apart by their contents:
+File formats, detected by their contents:
   snapshot  a pickle (or JSON) of PyTorch's torch.cuda.memory._dump_snapshot or of claystone: memory over time, each
-            allocation with its annotation and stack, segments and blocks at any moment
+            allocation with its annotation and stack, segments and blocks at any time
   CSV       the log of RMM's logging adaptor: its allocations over time
-  text      a trace of 'claystone replay': what the default allocator makes of it on a simulated device
-  profile   Chrome's trace events in JSON, as CLAYSTONE_PROFILE, PyTorch's profiler and others write them: a timeline of
-            threads and streams, and a table of what took how long")]
+  text      a trace of 'claystone replay', replayed through the default allocator on a simulated device
+  profile   Chrome's trace events in JSON, as written by CLAYSTONE_PROFILE, PyTorch's profiler and others: a timeline of
+            threads and streams, and a table of times")]
 pub struct Args {
     /// File to show
     file: PathBuf,
@@ -41,10 +41,10 @@ pub struct Args {
     output: Option<PathBuf>,
 }
 
-/// Writes the page; false where the file cannot be shown or the page not written, of which standard error tells.
+/// Writes the page; returns false if the file cannot be shown or the page cannot be written, after reporting it.
 ///
 /// # Errors
-/// Only those of writing to `out`.
+/// Only errors of writing to `out`.
 pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let output = args.output.clone().unwrap_or_else(|| {
         let mut name = args.file.clone().into_os_string();
@@ -75,13 +75,13 @@ fn write(page: &Page, blob: Blob, path: &Path) -> io::Result<()> {
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// What tells a snapshot from a profile.
+/// The key that distinguishes a snapshot from a profile.
 #[derive(Deserialize)]
-struct Keys {
+struct SnapshotKeys {
     segments: Option<IgnoredAny>,
 }
 
-/// The page of a file's bytes, whatever their format; the error begins with `name` and a line where it has one.
+/// Detects the format of a file's bytes and builds its page. Errors begin with `name`, and the line if there is one.
 fn read(bytes: &[u8], name: &str) -> Result<(&'static Page, Blob), String> {
     let of_snapshot = |snapshot: &Snapshot, clock| {
         let blob = memory::blob(snapshot, clock).map_err(|what| format!("{name}: {what}"))?;
@@ -95,32 +95,32 @@ fn read(bytes: &[u8], name: &str) -> Result<(&'static Page, Blob), String> {
         }
         Some(b'{' | b'[') => {
             let json = std::str::from_utf8(text).map_err(|error| fault(&error))?;
-            if serde_json::from_str(json).is_ok_and(|Keys { segments }| segments.is_some()) {
+            if serde_json::from_str(json).is_ok_and(|SnapshotKeys { segments }| segments.is_some()) {
                 return of_snapshot(&Snapshot::from_json(json).map_err(|error| fault(&error))?, true);
             }
             return Ok((&page::PROFILE, profile::blob(json).map_err(|error| fault(&error))?));
         }
         _ => {}
     }
-    // What a log says in itself: pointers and times are of the program that wrote it.
+    // Logs are shown as recorded, because their pointers and times are those of the program that wrote them.
     if let Some(events) = Trace::rmm_events(bytes) {
-        return of_snapshot(&logged(&events.map_err(|fault| fault.of_file(name))?), true);
+        return of_snapshot(&log_to_snapshot(&events.map_err(|fault| fault.in_file(name))?), true);
     }
-    let traces = Trace::read(bytes, name).map_err(|fault| fault.of_file(name))?;
+    let traces = Trace::read(bytes, name).map_err(|fault| fault.in_file(name))?;
     let Some(trace) = traces.first() else { return Err(format!("{name}: there is no trace in it")) };
     let setup = Setup { config: Config::default(), driver: Driver::Sim, capacity: None, alignment: trace.alignment() };
-    let snapshot = recorded(&setup, trace).map_err(|what| format!("{name}: {what}"))?;
-    of_snapshot(&snapshot, false) // its times are those of the replay
+    let snapshot = record_snapshot(&setup, trace).map_err(|what| format!("{name}: {what}"))?;
+    of_snapshot(&snapshot, false) // the times are those of the replay
 }
 
 const DAY_US: u64 = 24 * 3600 * 1_000_000;
 
-/// A log as the history of device 0, which has no segments.
-fn logged(events: &[CsvEvent]) -> Snapshot {
+/// Converts a log to the history of device 0, without segments.
+fn log_to_snapshot(events: &[CsvEvent]) -> Snapshot {
     let (mut days, mut last) = (0, 0);
     let mut entries = Vec::new();
     for event in events {
-        // Times are of the day; threads' lines may be out of order by a little.
+        // Times are times of day, and lines of different threads may be slightly out of order.
         if event.time_us + DAY_US / 2 < last {
             days += DAY_US;
         }

@@ -1,4 +1,4 @@
-//! Pages: one HTML file with its style, its script and its data, which loads nothing else.
+//! Pages: one HTML file with its style, script and data, which loads nothing else.
 
 use std::io::{self, Write};
 
@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 
 use super::blob::{Blob, base64};
 
-/// What a page is made of beside its data.
+/// The parts of a page other than its data.
 pub struct Page {
     body: &'static str,
     scripts: &'static [&'static str],
@@ -15,23 +15,23 @@ pub struct Page {
 const STYLE: &str = include_str!("style.css");
 const COMMON: &str = include_str!("common.js");
 
-/// Memory over time.
+/// The page of memory over time.
 pub const MEMORY: Page = Page {
     body: include_str!("memory.html"),
     scripts: &[COMMON, include_str!("memory.js"), include_str!("timeline.js")],
 };
 
-/// What ran when.
+/// The page of a profile's timeline.
 pub const PROFILE: Page = Page {
     body: include_str!("profile.html"),
     scripts: &[COMMON, include_str!("table.js"), include_str!("profile.js")],
 };
 
 impl Page {
-    /// Writes the page. The browser runs this script and no other, and opens no connection, whatever the data says.
+    /// Writes the page. The browser runs only this script and opens no connection, whatever the data contains.
     ///
     /// # Errors
-    /// When `out` fails.
+    /// Errors of `out`.
     pub fn write(&self, blob: Blob, out: &mut impl Write) -> io::Result<()> {
         let script = format!("\n\"use strict\";\n{}", self.scripts.concat());
         let hash = base64(&Sha256::digest(&script));

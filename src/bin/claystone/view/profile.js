@@ -1,9 +1,9 @@
-// The page of a profile: a line for each depth of each thread and stream. Drawn is what is at least a pixel wide; of
-// events that share a pixel, one.
+// The page of a profile: a row for each depth of each thread and stream. Events that are at least a pixel wide are drawn; of
+// several events within one pixel, only one is drawn.
 
 const ROW = { high: 17, gap: 7, chart: 44, gutter: 190, right: 14, axis: 24 };
 
-/** The columns of the file, and what they say. */
+/** The columns of the file and their access functions. */
 class Profile {
     constructor({ meta, column }) {
         Object.assign(this, {
@@ -36,7 +36,7 @@ class Profile {
         return JSON.parse(this.templates[number]);
     }
 
-    /** Names and values of an event's arguments. */
+    /** Returns names and values of an event's arguments. */
     arguments(event) {
         let next = this.argument[event];
         return this.template(this.templateOf[event]).map(([key, text]) => [key, text === undefined ? shownNumber(key, this.numbers[next++]) : text]);
@@ -46,7 +46,7 @@ class Profile {
         return search(0, this.rowEnd.length, (row) => this.rowEnd[row] > event);
     }
 
-    /** The event around another on its track, -1 for none. */
+    /** Returns the event that encloses another on its track, -1 for none. */
     outer(event) {
         const row = this.row(event);
         if (row === 0 || this.rowTrack[row - 1] !== this.rowTrack[row]) return -1;
@@ -110,13 +110,13 @@ const plot = {
         this.top = Math.max(0, Math.min(this.tall - this.box().h, this.top + by));
     },
 
-    /** The item at a height of the canvas. */
+    /** Returns the item at a height of the canvas. */
     item(y) {
         const inside = y - this.box().y + this.top;
         return y < this.box().y ? undefined : this.items.find((item) => inside >= item.y && inside < item.y + item.h);
     },
 
-    /** The event at a point, or one a few pixels off; -1 for none. */
+    /** Returns the event at a point, or within a few pixels of it; -1 for none. */
     at(x, y) {
         const [p, item, box] = [page.profile, this.item(y), this.box()];
         if (!item || item.chart || x < box.x || x > box.x + box.w) return -1;
@@ -157,7 +157,7 @@ const plot = {
     },
 };
 
-/** Counters: each has its series, a part of the samples. */
+/** Counters, each with its series: a range of the samples. */
 function charts(p) {
     const all = new Map();
     const { series, at, value } = p.sample;
@@ -186,7 +186,7 @@ function sampled(chart, when) {
     return [element("p", {}, chart.name), terms([["at", time(when)], ...chart.parts.map((part) => [part.key, shown(chart.valueAt(part, when))])])];
 }
 
-/** What is said of an event. */
+/** Describes an event. */
 function describe(event) {
     const p = page.profile;
     const own = p.own[event] < p.took[event] ? time(p.own[event]) : null;
@@ -262,7 +262,7 @@ function drawName(context, item, y) {
     if (item.chart) label(context, `at most ${item.chart.bytes ? size(item.chart.most) : count(item.chart.most)}`, 10, y + ROW.high * 1.5, ROW.gutter - 18, faint);
 }
 
-/** Text cut to a width. */
+/** Cuts a text to a width. */
 function label(context, text, x, y, width, colour) {
     context.fillStyle = colour;
     const fits = Math.floor(width / 6.2);
@@ -351,7 +351,7 @@ const overlayCanvas = new Canvas($("overlay"), (context) => {
     if (page.hovered >= 0) around(page.hovered, page.colours.text);
 });
 
-/** Arrows that begin in an event or in what is nested inside it, and those that end at it. */
+/** Draws arrows that begin in an event or in events nested inside it, and arrows that end at it. */
 function drawArrows(context, event, height) {
     const p = page.profile;
     const track = p.rowTrack[p.row(event)];
@@ -386,7 +386,7 @@ function pin(event) {
     overlayCanvas.redraw();
 }
 
-/** Goes to the event before or after the pinned one. */
+/** Moves to the event before or after the pinned event. */
 function step(by) {
     const p = page.profile;
     if (page.pinned < 0) return;
@@ -396,7 +396,7 @@ function step(by) {
     visit(page.pinned, false);
 }
 
-/** Makes an event visible; `fit` makes it a third of what is seen. */
+/** Scrolls to an event; `fit` zooms until it is a third of the visible range. */
 function visit(event, fit) {
     const p = page.profile;
     const [from, to] = [p.start[event], p.start[event] + p.took[event]];
@@ -413,7 +413,7 @@ function find(text) {
     $("search").dispatchEvent(new Event("input"));
 }
 
-/** Marks and lists the events whose name or arguments have a text. */
+/** Highlights and lists the events whose name or arguments contain a text. */
 function mark(text) {
     const p = page.profile;
     const having = (texts) => Uint8Array.from(texts, (t) => (t.toLowerCase().includes(text) ? 1 : 0));
@@ -464,7 +464,7 @@ async function start() {
     pin(-1);
     fillTable();
     plot.open(p);
-    // As high as the tracks are; the rest is the table's.
+    // The plot is as high as the tracks; the table gets the rest.
     document.querySelector(".plot").style.flex = `0 1 ${Math.max(200, plot.tall + ROW.axis + 14)}px`;
     timelineCanvas.now();
     drawn();

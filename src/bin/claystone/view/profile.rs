@@ -1,7 +1,7 @@
-//! The page of a profile: Chrome's trace events, as claystone's profiler, PyTorch's and others write them.
+//! The page of a profile: Chrome trace events, as written by claystone's profiler, PyTorch's and others.
 //!
-//! The file is read once and its values are kept as columns. Text is kept once, and the arguments of an event as a
-//! template (names, and values that are no numbers) and the numbers that fill it.
+//! The file is parsed once, and its values are stored as columns. Texts are stored once. The arguments of an event are stored as
+//! a template (names, and values that are not numbers) and the numbers to fill in.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -12,31 +12,31 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::blob::{Blob, Texts};
+use super::blob::{Blob, TextTable};
 
-/// A page's columns of a profile.
+/// Builds the columns of a profile's page.
 ///
 /// # Errors
-/// When it is no JSON of trace events, or has none that are drawn.
+/// The text is not JSON of trace events, or has no events that can be drawn.
 pub fn blob(json: &str) -> Result<Blob, String> {
     let mut reader = Reader::default();
     let mut parser = serde_json::Deserializer::from_str(json);
-    match parser.deserialize_any(Top(&mut reader)) {
+    match parser.deserialize_any(ProfileFile(&mut reader)) {
         Ok(()) => {}
-        // A program that ends early leaves its list without an end, which the format allows.
+        // A program that ends early leaves its list of events without an end, which the format allows.
         Err(error) if error.is_eof() && reader.bare => {}
         Err(error) => return Err(format!("this is not the JSON of a profile: {error}")),
     }
     reader.finish()
 }
 
-/// Numbers below this are exact as f64.
-const EXACT: f64 = 9007199254740992.0;
+/// Numbers below this bound are exact as f64.
+const EXACT_F64_BOUND: f64 = 9007199254740992.0;
 
-/// An event as it is in the file, with whatever types its values have.
+/// An event as in the file, with values of any type.
 #[derive(Deserialize)]
 #[serde(bound(deserialize = "'de: 'a"))]
-struct Raw<'a> {
+struct RawEvent<'a> {
     ph: Option<&'a RawValue>,
     cat: Option<&'a RawValue>,
     name: Option<&'a RawValue>,
@@ -49,18 +49,18 @@ struct Raw<'a> {
     args: Option<&'a RawValue>,
 }
 
-/// A string's characters; the JSON of anything else.
-fn text(raw: Option<&RawValue>) -> Cow<'_, str> {
+/// Returns the characters of a string, or the JSON of any other value.
+fn text_of(raw: Option<&RawValue>) -> Cow<'_, str> {
     let raw = raw.map_or("", RawValue::get);
     serde_json::from_str(raw).map_or(Cow::Borrowed(raw), Cow::Owned)
 }
 
-/// A number, also one that was written as a string.
+/// Parses a number, also one that was written as a string.
 fn number(raw: Option<&RawValue>) -> Option<f64> {
     raw?.get().trim_matches('"').parse().ok().filter(|number: &f64| number.is_finite())
 }
 
-/// The names and values of an object; nothing of what is none.
+/// Returns the names and values of an object; empty for any other value.
 fn members(raw: Option<&RawValue>) -> Vec<(String, &RawValue)> {
     struct Members;
     impl<'de> Visitor<'de> for Members {
@@ -82,10 +82,10 @@ fn members(raw: Option<&RawValue>) -> Vec<(String, &RawValue)> {
     serde_json::Deserializer::from_str(raw.get()).deserialize_map(Members).unwrap_or_default()
 }
 
-/// The whole file: a list of events, or an object that has one.
-struct Top<'a>(&'a mut Reader);
+/// The whole file: a list of events, or an object that contains one.
+struct ProfileFile<'a>(&'a mut Reader);
 
-impl<'de> Visitor<'de> for Top<'_> {
+impl<'de> Visitor<'de> for ProfileFile<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -101,7 +101,7 @@ impl<'de> Visitor<'de> for Top<'_> {
         while let Some(key) = map.next_key::<String>()? {
             match &*key {
                 "traceEvents" => map.next_value_seed(Events(self.0))?,
-                "otherData" => self.0.about = about(map.next_value()?),
+                "otherData" => self.0.about = parse_metadata(map.next_value()?),
                 _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
@@ -109,8 +109,8 @@ impl<'de> Visitor<'de> for Top<'_> {
     }
 }
 
-/// What claystone's profiler says of the whole: devices, and how many events it could not keep.
-fn about(other: &RawValue) -> Value {
+/// Extracts the metadata of claystone's profiler: devices, and the number of events that were dropped.
+fn parse_metadata(other: &RawValue) -> Value {
     #[derive(Deserialize)]
     struct Other {
         #[serde(default)]
@@ -129,6 +129,7 @@ fn about(other: &RawValue) -> Value {
     json!({"dropped": dropped_events, "devices": devices.into_iter().map(device).collect::<Vec<_>>()})
 }
 
+/// Reads the list of events.
 struct Events<'a>(&'a mut Reader);
 
 impl<'de> DeserializeSeed<'de> for Events<'_> {
@@ -147,7 +148,7 @@ impl<'de> Visitor<'de> for Events<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        while let Some(raw) = seq.next_element::<Option<Raw<'de>>>()? {
+        while let Some(raw) = seq.next_element::<Option<RawEvent<'de>>>()? {
             if let Some(raw) = raw {
                 self.0.event(&raw);
             }
@@ -156,18 +157,18 @@ impl<'de> Visitor<'de> for Events<'_> {
     }
 }
 
-/// Something that took time.
+/// An interval on a track.
 struct Event {
     track: u32,
     depth: u32,
     start: f64,
     took: f64,
-    /// Without what is nested inside it on its track.
+    /// Duration without the events nested inside it on its track.
     own: f64,
     name: u32,
     category: u32,
     template: u32,
-    /// Where its arguments begin among the numbers.
+    /// Index of its first argument among the numbers.
     numbers: u32,
 }
 
@@ -177,14 +178,14 @@ impl Event {
     }
 }
 
-/// An end of an arrow.
-struct Point {
+/// A point of an arrow.
+struct ArrowPoint {
     arrow: u32,
     at: f64,
     track: u32,
     first: bool,
     last: bool,
-    /// Whether it binds to the event around it, and not to the next one.
+    /// Whether the point binds to the enclosing event instead of the next event.
     around: bool,
 }
 
@@ -197,38 +198,41 @@ struct Track {
     order: f64,
 }
 
+/// A process, or a device.
 #[derive(Default)]
 struct Process {
     name: Option<String>,
     order: f64,
 }
 
+/// Collects tracks, events, counters and arrows while the file is parsed.
 #[derive(Default)]
 struct Reader {
-    /// Whether the file is a list of events.
+    /// Whether the file is a bare list of events.
     bare: bool,
     about: Value,
-    texts: Texts,
-    templates: Texts,
+    texts: TextTable,
+    templates: TextTable,
     processes: Vec<Process>,
     process_of: HashMap<String, u32>,
     tracks: Vec<Track>,
     track_of: HashMap<(u32, String), u32>,
     events: Vec<Event>,
     numbers: Vec<f64>,
-    /// Events of each track that have begun and not ended.
+    /// For each track, the events that have begun and not ended.
     open: HashMap<u32, Vec<usize>>,
     series: Vec<(u32, u32, u32)>,
     series_of: HashMap<(u32, u32, u32), u32>,
-    /// Series, time and value.
+    /// Samples of counters: series, time and value.
     samples: Vec<(u32, f64, f64)>,
     arrow_of: HashMap<(String, String), u32>,
-    points: Vec<Point>,
+    points: Vec<ArrowPoint>,
 }
 
 impl Reader {
-    fn event(&mut self, raw: &Raw<'_>) {
-        let phase = text(raw.ph);
+    /// Adds an event of any phase of the trace event format; unknown phases are ignored.
+    fn event(&mut self, raw: &RawEvent<'_>) {
+        let phase = text_of(raw.ph);
         if phase == "M" {
             return self.metadata(raw);
         }
@@ -237,7 +241,7 @@ impl Reader {
             "X" | "B" | "i" | "I" | "R" => {
                 let took = number(raw.dur).filter(|_| phase == "X").map_or(0.0, |took| took.max(0.0));
                 let track = self.track(raw);
-                let (name, category) = (self.texts.number(&text(raw.name)), self.texts.number(&text(raw.cat)));
+                let (name, category) = (self.texts.number(&text_of(raw.name)), self.texts.number(&text_of(raw.cat)));
                 let numbers = self.numbers.len() as u32;
                 let template = self.arguments(raw.args);
                 if phase == "B" {
@@ -254,7 +258,7 @@ impl Reader {
                 }
             }
             "C" => {
-                let (process, name) = (self.process(raw), self.texts.number(&text(raw.name)));
+                let (process, name) = (self.process(raw), self.texts.number(&text_of(raw.name)));
                 for (key, value) in members(raw.args) {
                     let Some(value) = number(Some(value)) else { continue };
                     let key = (process, name, self.texts.number(&key));
@@ -267,20 +271,21 @@ impl Reader {
                 }
             }
             "s" | "t" | "f" => {
-                let key = (text(raw.cat).into_owned(), text(raw.id).into_owned());
+                let key = (text_of(raw.cat).into_owned(), text_of(raw.id).into_owned());
                 let next = self.arrow_of.len() as u32;
                 let arrow = *self.arrow_of.entry(key).or_insert(next);
                 let (first, last) = (phase == "s", phase == "f");
-                let around = !last || text(raw.bp) == "e";
-                let point = Point { arrow, at: start, track: self.track(raw), first, last, around };
+                let around = !last || text_of(raw.bp) == "e";
+                let point = ArrowPoint { arrow, at: start, track: self.track(raw), first, last, around };
                 self.points.push(point);
             }
             _ => {}
         }
     }
 
-    fn process(&mut self, raw: &Raw<'_>) -> u32 {
-        let pid = text(raw.pid);
+    /// Returns the number of the event's process, and adds the process if it is new.
+    fn process(&mut self, raw: &RawEvent<'_>) -> u32 {
+        let pid = text_of(raw.pid);
         if let Some(&process) = self.process_of.get(&*pid) {
             return process;
         }
@@ -290,9 +295,10 @@ impl Reader {
         process
     }
 
-    fn track(&mut self, raw: &Raw<'_>) -> u32 {
+    /// Returns the number of the event's track, and adds the track if it is new.
+    fn track(&mut self, raw: &RawEvent<'_>) -> u32 {
         let process = self.process(raw);
-        let key = (process, text(raw.tid).into_owned());
+        let key = (process, text_of(raw.tid).into_owned());
         if let Some(&track) = self.track_of.get(&key) {
             return track;
         }
@@ -302,10 +308,11 @@ impl Reader {
         track
     }
 
-    fn metadata(&mut self, raw: &Raw<'_>) {
+    /// Stores the name or the sort index of a process or a thread.
+    fn metadata(&mut self, raw: &RawEvent<'_>) {
         for (key, value) in members(raw.args) {
-            let (said, order) = (text(Some(value)).into_owned(), number(Some(value)).unwrap_or(0.0));
-            let what = text(raw.name);
+            let (said, order) = (text_of(Some(value)).into_owned(), number(Some(value)).unwrap_or(0.0));
+            let what = text_of(raw.name);
             if what.starts_with("process_") {
                 let process = self.process(raw) as usize;
                 match (&*what, &*key) {
@@ -324,23 +331,23 @@ impl Reader {
         }
     }
 
-    /// The template of an event's arguments: pairs of a name and a text, and names alone, of which each has a number.
+    /// Stores an event's numbers and returns its template: pairs of a name and a text, and single names of numbers.
     fn arguments(&mut self, args: Option<&RawValue>) -> u32 {
         let mut template: Vec<Vec<Cow<'_, str>>> = Vec::new();
         for (key, value) in members(args) {
-            match value.get().parse::<f64>().ok().filter(|number| number.abs() < EXACT) {
+            match value.get().parse::<f64>().ok().filter(|number| number.abs() < EXACT_F64_BOUND) {
                 Some(number) => {
                     self.numbers.push(number);
                     template.push(vec![key.into()]);
                 }
-                None => template.push(vec![key.into(), text(Some(value))]),
+                None => template.push(vec![key.into(), text_of(Some(value))]),
             }
         }
         self.templates.number(&json!(template).to_string())
     }
 }
 
-/// A line of the timeline: events of one track at one depth, which do not overlap.
+/// A row of the timeline: events of one track at one depth, which do not overlap.
 struct Row {
     track: u32,
     first: usize,
@@ -348,6 +355,7 @@ struct Row {
 }
 
 impl Reader {
+    /// Sorts the events into rows and returns the columns of the page.
     fn finish(mut self) -> Result<Blob, String> {
         if self.events.is_empty() && self.samples.is_empty() {
             return Err("the profile has no events".to_owned());
@@ -359,9 +367,9 @@ impl Reader {
         let start = moments.fold(f64::INFINITY, f64::min);
         let end = self.events.iter().map(Event::end).fold(start, f64::max);
         for begun in std::mem::take(&mut self.open).into_values().flatten() {
-            self.events[begun].took = end - self.events[begun].start; // it had not ended when the profile did
+            self.events[begun].took = end - self.events[begun].start; // the event had not ended when the profile ended
         }
-        self.nest();
+        self.compute_nesting();
         let order = self.track_order();
         self.events.sort_by(|a, b| {
             let place = |e: &Event| (order[e.track as usize], e.depth);
@@ -385,12 +393,12 @@ impl Reader {
         blob.column("sample.series", self.samples.iter().map(|sample| sample.0));
         blob.column("sample.at", self.samples.iter().map(|sample| sample.1 - start));
         blob.column("sample.value", self.samples.iter().map(|sample| sample.2));
-        self.say(&order, &mut blob);
+        self.write_metadata(&order, &mut blob);
         Ok(blob)
     }
 
-    /// Sets the depth of every event on its track and the time that is its own.
-    fn nest(&mut self) {
+    /// Sets the nesting depth of every event on its track, and its duration without nested events.
+    fn compute_nesting(&mut self) {
         self.events
             .sort_by(|a, b| a.track.cmp(&b.track).then(a.start.total_cmp(&b.start)).then(b.took.total_cmp(&a.took)));
         let mut around: Vec<usize> = Vec::new();
@@ -408,7 +416,7 @@ impl Reader {
         }
     }
 
-    /// The place of each track on the page: processes as they say or come, of each its threads likewise.
+    /// Returns the position of each track on the page: sorted by process, then by thread, with explicit sort indices first.
     fn track_order(&self) -> Vec<u32> {
         let mut tracks: Vec<usize> = (0..self.tracks.len()).collect();
         tracks.sort_by(|&a, &b| {
@@ -427,6 +435,7 @@ impl Reader {
         order
     }
 
+    /// Splits the sorted events where the track or the depth changes.
     fn rows(&self) -> Vec<Row> {
         let mut rows: Vec<Row> = Vec::new();
         let mut depth = 0;
@@ -440,18 +449,18 @@ impl Reader {
         rows
     }
 
-    /// Arrows from an event to the one that it caused, by their indices in the columns.
+    /// Adds the arrows from an event to the event that it caused, as indices in the columns.
     fn arrows(&mut self, rows: &[Row], blob: &mut Blob) {
         let mut rows_of: HashMap<u32, Vec<&Row>> = HashMap::new();
         for row in rows {
             rows_of.entry(row.track).or_default().push(row);
         }
-        let bound = |point: &Point| -> Option<u32> {
+        let bound = |point: &ArrowPoint| -> Option<u32> {
             let rows = rows_of.get(&point.track)?;
             let after =
                 |row: &Row| row.first + self.events[row.first..row.end].partition_point(|e| e.start <= point.at);
             if !point.around {
-                // The next event, of those at depth 0.
+                // The next event at depth 0.
                 let row = rows.first()?;
                 let before = row.first + self.events[row.first..row.end].partition_point(|e| e.start < point.at);
                 return (before < row.end).then_some(before as u32);
@@ -478,8 +487,8 @@ impl Reader {
         blob.column("arrow.to", to);
     }
 
-    /// Names, and what is said of the whole.
-    fn say(self, order: &[u32], blob: &mut Blob) {
+    /// Adds names and metadata.
+    fn write_metadata(self, order: &[u32], blob: &mut Blob) {
         let mut tracks = vec![Value::Null; order.len()];
         for (track, &place) in self.tracks.iter().zip(order) {
             tracks[place as usize] = json!({"process": track.process, "id": track.id, "name": track.name});

@@ -1,6 +1,6 @@
-// The table of averages: what took how long, by the name of the operation.
+// The table of average times by the name of the operation.
 
-/** Categories of events on a device: claystone's, and those of PyTorch's profiler. */
+/** Categories of device events of claystone and of PyTorch's profiler. */
 const DEVICE = new Set(["kernel", "copy", "fill", "read", "write", "gpu_memcpy", "gpu_memset"]);
 
 const COLUMNS = [
@@ -19,14 +19,14 @@ const COLUMNS = [
 
 const table = { rows: [], sorted: "device", falling: true };
 
-/** Sums over all events, a row for each name. An operation on the CPU device is device and host at once. */
+/** Sums over all events, with a row for each name. An operation on the CPU device counts for both device and host. */
 function summarise(p) {
     const groups = new Map();
     const group = (name) => {
         if (!groups.has(name)) groups.set(name, { name, device: 0, deviceCalls: 0, host: 0, own: 0, hostCalls: 0, operations: 0, bytes: 0, work: 0 });
         return groups.get(name);
     };
-    // Categories and templates are few: what they say of an event is found once.
+    // There are few categories and templates, so the properties of events with them are computed once.
     const onDevice = p.texts.map((text) => DEVICE.has(text));
     const said = p.templates.map((_, template) => {
         const pairs = p.template(template);
@@ -43,7 +43,7 @@ function summarise(p) {
         const row = group(device && about.operation ? about.operation : p.texts[p.name[e]]);
         const cpu = about.device === "cpu" && p.category[e] === operation;
         if (!device) {
-            // A launch within the operation of its name is a part of that.
+            // A launch inside the operation of its name is counted as part of the operation.
             const outer = p.outer(e);
             if (outer < 0 || p.name[outer] !== p.name[e]) row.host += p.took[e];
             row.own += p.own[e];
@@ -71,7 +71,7 @@ function summarise(p) {
     return { rows, device: whole };
 }
 
-/** Fills the table; columns that nothing is known of are left out. */
+/** Fills the table; columns without data are left out. */
 function fillTable() {
     const column = COLUMNS.find((c) => c.key === table.sorted);
     const { falling } = table;

@@ -1,4 +1,4 @@
-//! Pages: what their columns hold, and that no file makes them panic or run what it says.
+//! Tests of pages: the contents of their columns, and that no file makes them panic or run its contents as a script.
 
 use claystone::storage::{BlockInfo, BlockState, Frame, SegmentInfo, SegmentType};
 use proptest::prelude::*;
@@ -32,29 +32,29 @@ fn segment(address: u64, blocks: &[(u64, u64, BlockState)]) -> SegmentInfo {
 
 const NAMES: [&str; 5] = ["block.addr", "block.size", "block.start", "block.requested", "block.done"];
 
-/// The beginning of the names of the only device's columns.
+/// Returns the prefix of the column names of the only device.
 fn device(blob: &Blob) -> String {
-    let [device] = &blob.said("devices").as_array().unwrap()[..] else { panic!("one device") };
+    let [device] = &blob.metadata("devices").as_array().unwrap()[..] else { panic!("one device") };
     format!("d{}", device["device"])
 }
 
-/// Address, size, start, request and end of each block of the only device.
+/// Returns address, size, start, request and end of each block of the only device.
 fn blocks(blob: &Blob) -> Vec<[f64; 5]> {
     let columns = NAMES.map(|name| blob.numbers(&format!("{}.{name}", device(blob))));
     (0..columns[0].len()).map(|i| std::array::from_fn(|column| columns[column][i])).collect()
 }
 
 #[test]
-fn a_history_is_undone_from_its_end() {
+fn the_history_is_undone_from_its_end() {
     use BlockState::{ActiveAllocated, ActivePendingFree, Inactive};
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree};
     let trace = vec![
-        entry(FreeCompleted, 4096, 100, 10), // asked for before the history
+        entry(FreeCompleted, 4096, 100, 10), // requested before the history
         entry(SegmentFree, 0x9000, 4096, 11),
         entry(Alloc, 4096, 200, 12),
         entry(FreeRequested, 4096, 200, 13),
         entry(SegmentAlloc, 8192, 4096, 14),
-        entry(Alloc, 8192, 300, 9), // another thread's clock
+        entry(Alloc, 8192, 300, 9), // recorded by another thread's clock
         entry(FreeCompleted, 4096, 200, 16),
         entry(Alloc, 4096, 400, 17),
         entry(FreeRequested, 4096, 400, 18),
@@ -84,7 +84,7 @@ fn a_history_is_undone_from_its_end() {
 }
 
 #[test]
-fn pages_of_a_reservation_come_and_go() {
+fn extents_follow_mapped_and_unmapped_pages() {
     use TraceAction::{SegmentMap, SegmentUnmap};
     let trace = vec![
         entry(SegmentMap, 0, 100, 0),
@@ -105,22 +105,22 @@ fn pages_of_a_reservation_come_and_go() {
 }
 
 #[test]
-fn sites_are_kept_once() {
+fn sites_are_stored_once() {
     let stack: std::sync::Arc<[Frame]> =
         ["inner", "outer"].map(|name| Frame { filename: "f.rs".into(), line: 7, name: name.into() }).into();
     let mut trace: Vec<TraceEntry> = (0..4).map(|i| entry(TraceAction::Alloc, 512 * i, 512, i)).collect();
-    (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // shared, and another copy
+    (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // shared, and a copy
     (trace[2].frames, trace[2].compile_context) = (stack, "forward".into());
     let blob = memory::blob(&Snapshot { device_traces: vec![trace], ..Default::default() }, false).unwrap();
     let sites = blob.numbers("d0.block.site");
     assert!(sites[0] == sites[1] && sites[0] != sites[2] && sites[3] != sites[0] && sites[3] != sites[2], "{sites:?}");
     assert_eq!(blob.numbers("frame.line"), [7.0, 7.0]);
     assert_eq!((blob.numbers("site.end").len(), blob.numbers("site.frames").len()), (3, 4));
-    assert!(blob.said("texts").as_array().unwrap().iter().any(|text| text == "forward"));
+    assert!(blob.metadata("texts").as_array().unwrap().iter().any(|text| text == "forward"));
 }
 
 #[test]
-fn a_log_goes_on_past_midnight() {
+fn times_of_a_log_increase_past_midnight() {
     let log = b"1,23:59:59.999999,allocate,0x10,100,0x0\n1,00:00:00.000002,free,0x10,100,0x0\n";
     let (_, blob) = read(log, "log").unwrap();
     assert_eq!(blob.numbers("d0.event.time"), [0.0, 3.0, 3.0]);
@@ -128,7 +128,7 @@ fn a_log_goes_on_past_midnight() {
 }
 
 #[test]
-fn a_trace_is_replayed_and_left_as_it_ends() {
+fn blocks_live_at_the_end_of_a_trace_stay_live() {
     let (_, blob) = read(b"a 1 1000\na 2 2000\nf 1\n", "t").unwrap();
     let (blocks, device) = (blocks(&blob), device(&blob));
     let never = blob.numbers(&format!("{device}.event.action")).len() as f64;
@@ -138,7 +138,7 @@ fn a_trace_is_replayed_and_left_as_it_ends() {
 }
 
 #[test]
-fn a_page_has_its_own_scripts_and_no_others() {
+fn a_page_contains_no_scripts_but_its_own() {
     let hostile = "</script><script>alert(1)</script><!--";
     let mut trace = vec![entry(TraceAction::Alloc, 512, 512, 1)];
     trace[0].compile_context = hostile.into();
@@ -152,7 +152,7 @@ fn a_page_has_its_own_scripts_and_no_others() {
     assert!(!page.contains("alert(1)") && !page.contains("http:") && !page.contains("https:"));
 }
 
-/// Two kernels of one operation, out of order, with what other programs write: see the assertions.
+/// Two kernels of one operation, out of order, and events in the style of other programs; see the assertions.
 const PROFILE: &str = r#"[
 {"ph":"M","name":"process_name","pid":"gpu","args":{"name":"device"}},
 {"ph":"X","cat":"kernel","name":"gemm","pid":"gpu","tid":7,"ts":150,"dur":20,"args":{"operation":"matmul","bytes":100,"shapes":[[1,2]],"flops":5}},
@@ -165,28 +165,28 @@ const PROFILE: &str = r#"[
 null, {"ph":"C","name":"memory","pid":0,"ts":110,"args":{"allocated":1,"reserved":2,"text":"x"}},"#;
 
 #[test]
-fn a_profile_is_rows_of_tracks_and_depths() {
-    let blob = profile::blob(PROFILE).unwrap(); // without its end
+fn a_profile_has_a_row_for_each_track_and_depth() {
+    let blob = profile::blob(PROFILE).unwrap(); // the list has no end
     let of = |name: &str| blob.numbers(name);
-    let text = |number: f64| blob.said("texts")[number as usize].as_str().unwrap().to_owned();
+    let text = |number: f64| blob.metadata("texts")[number as usize].as_str().unwrap().to_owned();
     let names: Vec<String> = of("name").into_iter().map(text).collect();
     assert_eq!(names, ["gemm", "gemm", "matmul", "gemm", "step", "open"]);
     assert_eq!(of("start"), [30.0, 60.0, 10.0, 15.0, 0.0, 40.0]);
-    assert_eq!(of("took"), [20.0, 20.0, 30.0, 10.0, 5.0, 40.0]); // the last is open until the end
+    assert_eq!(of("took"), [20.0, 20.0, 30.0, 10.0, 5.0, 40.0]); // the last event is open until the end
     assert_eq!(of("own"), [20.0, 20.0, 20.0, 10.0, 5.0, 40.0]);
     assert_eq!((of("row.end"), of("row.track")), (vec![2.0, 3.0, 4.0, 6.0], vec![0.0, 1.0, 1.0, 2.0]));
     assert_eq!((of("arrow.from"), of("arrow.to")), (vec![3.0], vec![0.0]));
     assert_eq!(of("template")[0], of("template")[1]);
     let argument = of("argument")[0] as usize;
     assert_eq!(of("numbers")[argument..argument + 2], [300.0, 6.0]);
-    let template = blob.said("templates")[of("template")[0] as usize].as_str().unwrap();
+    let template = blob.metadata("templates")[of("template")[0] as usize].as_str().unwrap();
     assert_eq!(template, r#"[["operation","matmul"],["bytes"],["shapes","[[1,2]]"],["flops"]]"#);
     assert_eq!((of("sample.value"), of("sample.at")), (vec![1.0, 2.0], vec![20.0, 20.0]));
-    assert_eq!(blob.said("processes")[0]["name"], "device");
+    assert_eq!(blob.metadata("processes")[0]["name"], "device");
 }
 
 #[test]
-fn what_cannot_be_shown_is_told_in_a_sentence() {
+fn files_that_cannot_be_shown_are_errors() {
     let says = |bytes: &[u8], what: &str| {
         let error = read(bytes, "file").map(drop).unwrap_err();
         assert!(error.starts_with("file") && error.contains(what), "{error}");

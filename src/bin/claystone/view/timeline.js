@@ -1,6 +1,6 @@
-// The plot of memory over time, and the bars of segments. An allocation is a band: those alive lie on each other in the
-// order of allocation. A column of pixels shows the state with the most bytes of those in its span of time, so that no
-// peak is lost, and of that state only what a pixel's centre meets: the work depends on pixels and not on allocations.
+// The plot of memory over time, and the bars of segments. An allocation is a band; the bands of live allocations are stacked in the
+// order of allocation. A column of pixels shows the state with the most bytes in its span of time, so that no peak is lost. Of that
+// state only the bands at pixel centres are drawn: the work depends on the number of pixels, not of allocations.
 
 const MARGIN = { left: 76, right: 14, top: 12, axis: 22, span: 15 };
 
@@ -18,7 +18,7 @@ const plot = {
         this.byTime = $("axis").value === "time" && d.times !== null && d.events > 0 && d.times[d.events - 1] > 0;
         const last = this.byTime ? d.times[d.events - 1] : d.events;
         this.x.limit(-0.01 * last, 1.01 * last || 1, this.byTime ? 0.5 : 2);
-        // Where far more is reserved than used, what is used is seen all the same.
+        // If far more is reserved than used, scale to the used memory, so that it stays visible.
         const most = 1.06 * Math.max(d.mostReserved, d.used[d.peak]) || 1;
         this.y.limit(0, most, 16, Math.min(most, 3 * d.used[d.peak] || most));
         this.sums = new Sums(d.blocks);
@@ -26,20 +26,20 @@ const plot = {
         this.rows = Math.min(4, this.spans.reduce((most, span) => Math.max(most, span.depth + 1), 0));
     },
 
-    /** The number of events up to a time. */
+    /** Returns the number of events up to a time. */
     after(at) {
         const { times, events } = page.device;
         return search(0, events, (e) => times[e] > at);
     },
 
-    /** Where a state begins. */
+    /** Returns the position at which a state begins. */
     place(state) {
         if (state <= 0) return this.x.least;
         const event = Math.min(state, page.device.events) - 1;
         return this.byTime ? page.device.times[event] : event;
     },
 
-    /** The state at a place: the events that begin there or before, or only before. */
+    /** Returns the state at a position: the number of events that begin at or before it, or only before it. */
     stateAt(at, before) {
         const d = page.device;
         if (this.byTime) return search(0, d.events, (e) => (before ? d.times[e] >= at : d.times[e] > at));
@@ -56,7 +56,7 @@ const plot = {
         timelineCanvas.redraw();
     },
 
-    /** The block at a point, -1 for none. */
+    /** Returns the block at a point, -1 for none. */
     at(x, y) {
         const [box, ratio] = [this.box(), timelineCanvas.ratio];
         const [column, row] = [Math.floor((x - box.x) * ratio), Math.floor((y - box.y) * ratio)];
@@ -64,7 +64,7 @@ const plot = {
         return this.ids[row * this.wide + column] - 1;
     },
 
-    /** The state that is drawn at a point, null outside. */
+    /** Returns the state that is drawn at a point, null outside the plot. */
     shown(x) {
         const column = Math.floor((x - this.box().x) * timelineCanvas.ratio);
         return column >= 0 && column < this.wide ? this.states[column] : null;
@@ -115,7 +115,7 @@ const plot = {
     },
 };
 
-/** Spans with the depth at which they nest, by their begin. */
+/** Computes the nesting depth of spans, which are sorted by their start. */
 function layers(spans) {
     const ends = [];
     const sorted = spans.map(([name, from, to]) => ({ name, from, to })).sort((a, b) => a.from - b.from || b.to - a.to);
@@ -135,7 +135,7 @@ const timelineCanvas = new Canvas($("timeline"), (context, width, height) => {
     overlayCanvas.redraw();
 });
 
-/** The bands, pixel by pixel of the screen, and above them what is reserved. */
+/** Draws the bands, pixel by pixel of the screen, and the reserved memory above them. */
 function drawBands(context, box) {
     const d = page.device;
     const ratio = timelineCanvas.ratio;
@@ -196,7 +196,7 @@ function drawBands(context, box) {
     drawReserved(context, box, reserved);
 }
 
-/** Colours of bands, of those freed that another stream may use, and of those that a search has not found. */
+/** Returns the colours of bands, also for freed memory still in use by a stream, and for bands that a search does not match. */
 function bandColours() {
     const { names, plot: ground, dark } = page.colours;
     const shade = (change) => {
@@ -277,14 +277,14 @@ function drawAxes(context, box, width, height) {
     context.fillStyle = text;
 }
 
-/** Text cut to a width. */
+/** Cuts a text to a width. */
 function label(context, text, x, y, width, colour) {
     context.fillStyle = colour;
     const fits = Math.floor(width / 6);
     if (fits >= 2) context.fillText(text.length > fits ? `${text.slice(0, fits - 1)}…` : text, x, y, width);
 }
 
-// ---- what is drawn over the plot: the chosen moment, the peak, the bands pointed at and kept ----------------------------------
+// ---- overlays: the selected state, the peak, the hovered and the pinned band ----------------------------------------------------
 
 const overlayCanvas = new Canvas($("overlay"), (context) => {
     const d = page.device;
@@ -318,7 +318,7 @@ const overlayCanvas = new Canvas($("overlay"), (context) => {
     if (page.pinned >= 0) outline(context, box, page.pinned, page.colours.accent, 2);
 });
 
-/** Draws around a band. */
+/** Draws the outline of a band. */
 function outline(context, box, block, colour, thick) {
     const { ids, wide, high } = plot;
     const ratio = timelineCanvas.ratio;
@@ -340,7 +340,7 @@ function outline(context, box, block, colour, thick) {
     }
 }
 
-/** Whether a band goes on in another column, though higher or lower. */
+/** Returns whether a band continues in another column, possibly at another height. */
 function edgeless(column, top, low, id) {
     const { ids, wide, high } = plot;
     for (let row = Math.max(0, top - 2); row <= Math.min(high - 1, low + 2); row++) if (ids[row * wide + column] === id) return true;

@@ -1,8 +1,8 @@
-//! Tiles of bf16 products by AMX, which multiplies matrices of 16 rows of 16 pairs. The standard library's functions for it are not
-//! stable, its instructions are assembled here.
+//! Tiles of bf16 products by AMX, which multiplies matrices of 16 rows of 16 pairs. The standard library's AMX functions are not
+//! stable, so the instructions are in inline assembly.
 //!
-//! A tile of the result is four registers of AMX. The left matrix is read in rows of pairs, in place or laid out so, and
-//! steps are a multiple of [`STEP`].
+//! A tile of the result is four AMX registers. The left matrix is read in rows of pairs, in place or packed that way. The number of
+//! steps is a multiple of [`PAIRS_PER_ROW`].
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
@@ -10,69 +10,72 @@ use std::sync::OnceLock;
 
 use super::kernel::{Tile, V16, Vector, write};
 
-/// Pairs that a register has of each row.
-pub(super) const STEP: usize = 16;
-/// Rows of a register.
-const ROWS: usize = 16;
+/// The number of pairs in each row of a register.
+pub(super) const PAIRS_PER_ROW: usize = 16;
+/// The number of rows of a register.
+const REGISTER_ROWS: usize = 16;
 
-/// Whether the processor has AMX of bf16 and the operating system lets this process use it.
+/// True if the processor has AMX for bf16 and the operating system lets this process use AMX.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
         const AMX_BF16: u32 = 1 << 22;
         const AMX_TILE: u32 = 1 << 24;
-        // The first leaf tells of the seventh, without which the bits read below would be another's.
+        // Leaf 0 returns the highest leaf; without leaf 7, the bits read below would be those of another leaf.
         let features = if __cpuid_count(0, 0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
         features & AMX_BF16 != 0 && features & AMX_TILE != 0 && crate::device::cpu::has_avx512() && is_permitted()
     })
 }
 
+/// Asks the kernel for permission to use AMX; true if granted.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XTILEDATA: libc::c_long = 18;
-    // SAFETY: it takes no pointers, and only has the kernel save larger registers for threads that use them.
+    // SAFETY: the call takes no pointers, and only makes the kernel save larger registers for threads that use them.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
 }
 
+/// Other systems are not supported.
 #[cfg(not(target_os = "linux"))]
 fn is_permitted() -> bool {
     false
 }
 
-/// What registers hold: rows, and bytes of each.
+/// The operand of `ldtilecfg`: the rows of each register, and the bytes of a row.
 #[repr(C, align(64))]
-struct Config {
+struct TileConfig {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
     bytes: [u16; 16],
     rows: [u8; 16],
-    // What follows is not loaded, the tile's loops read it: blocks of steps, and bytes to the next time's.
+    // The next fields are not part of the operand; the loops of `tile` read them: blocks of steps, and byte jumps between repetitions.
     blocks: usize,
     a_jump: isize,
     b_jump: isize,
 }
 
-/// `R` rows and `N` vectors.
+/// Computes a tile of `R` rows and `N` vectors.
 ///
 /// # Safety
-/// As [`Function`](super::kernel::Function), of rows of pairs in `a`, a multiple of [`STEP`]; AMX [is available](is_available).
+/// As [`TileKernel`](super::kernel::TileKernel), with rows of pairs in `a` and a multiple of [`PAIRS_PER_ROW`] steps; AMX [is available](is_available).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
-    debug_assert!(t.times > 0 && t.k > 0 && t.k.is_multiple_of(STEP));
-    let (first, second) = (R.min(ROWS), if R > ROWS { R - ROWS } else { R });
-    let (blocks, a_jump, b_jump) = (t.k / STEP, t.a_jump, t.b_jump);
+    debug_assert!(t.times > 0 && t.k > 0 && t.k.is_multiple_of(PAIRS_PER_ROW));
+    let (first, second) = (R.min(REGISTER_ROWS), if R > REGISTER_ROWS { R - REGISTER_ROWS } else { R });
+    let (blocks, a_jump, b_jump) = (t.k / PAIRS_PER_ROW, t.a_jump, t.b_jump);
     let (bytes, rows) = ([0; 16], [0; 16]);
-    let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], bytes, rows, blocks, a_jump, b_jump };
-    for (i, rows) in [first, first, second, second, first, second, ROWS, ROWS].into_iter().enumerate() {
+    let mut config = TileConfig { palette: 1, start_row: 0, reserved: [0; 14], bytes, rows, blocks, a_jump, b_jump };
+    for (i, rows) in [first, first, second, second, first, second, REGISTER_ROWS, REGISTER_ROWS].into_iter().enumerate()
+    {
         (config.bytes[i], config.rows[i]) = (64, rows as u8);
     }
-    let mut sums = [[0f32; 2 * ROWS]; 2 * ROWS];
-    // What there is not of the other rows or vector is what there is once more, and left out below.
-    let below = if R > ROWS { ROWS as isize * t.a_row } else { 0 };
-    let beside = if N > 1 { ROWS } else { 0 };
-    // SAFETY: the caller's promise: every register reads rows and steps of the operands, and the sums have room for four.
+    let mut sums = [[0f32; 2 * REGISTER_ROWS]; 2 * REGISTER_ROWS];
+    // A tile with fewer rows or one vector computes existing rows or vectors twice; the second results are not written.
+    let below = if R > REGISTER_ROWS { REGISTER_ROWS as isize * t.a_row } else { 0 };
+    let beside = if N > 1 { REGISTER_ROWS } else { 0 };
+    // SAFETY: the caller's promise: every register reads rows and steps of the operands; the sums have room for four registers.
     unsafe {
         asm!(
             "ldtilecfg [{config}]",
@@ -116,7 +119,7 @@ pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
             b = inout(reg) t.b => _,
             c = inout(reg) t.b.wrapping_add(beside) => _,
             b_step = in(reg) t.b_step,
-            b_next = in(reg) STEP as isize * t.b_step,
+            b_next = in(reg) PAIRS_PER_ROW as isize * t.b_step,
             times = inout(reg) t.times => _,
             steps = out(reg) _,
             sums = in(reg) sums.as_mut_ptr(),

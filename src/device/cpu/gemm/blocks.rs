@@ -1,7 +1,7 @@
-//! Products of f32 and of halves, block by block: both matrices are laid out in panels, and tiles of the result are
-//! computed from the panels, a group of neighbours at a time, so that what a group reads stays in the cache of the core
-//! that computes it. The result has parts, each with panels and a thread or several of its own, which go on with the
-//! others' when theirs is done.
+//! Products of f32 and of halves, block by block. Both matrices are packed into panels. Threads compute groups of adjacent tiles
+//! from the panels, so that the panels of a group stay in the cache of one core. A large product has one set of panels, packed by
+//! all threads together. In a small product, each thread packs panels for its own part of the result. A thread that has
+//! finished its part helps with the others.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -11,90 +11,93 @@ use smallvec::SmallVec;
 
 use super::super::{parallel, threads};
 use super::kernel::{Kernels, Tile};
-use super::matrix::{Matrix, Start};
-use super::pack::{SLACK, add_steps};
+use super::matrix::{ElementPtr, Matrix};
+use super::pack::{PANEL_SLACK, sum_steps};
 use super::panels::Panels;
-use super::{Finish, cut, start};
+use super::{KernelEpilogue, partition, piece_start};
 use crate::device::cpu::huge_pages::advise_huge;
 
-/// Steps of k that a tile does before the next, for each lane of a vector: of the panels that a group reads for them, one stays in
-/// the first-level cache and all in the second. The fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.
-const DEPTH: usize = 64;
-/// Up to so many multiplications every thread has panels of its own: what one lays out for another has to come from its cache,
-/// which takes longer than to do it twice.
-const APART: usize = 1 << 28;
-/// Elements of the left matrix that threads read in place for what it takes to lay out one.
-const IN_PLACE: usize = 6;
-/// Up to so many it does all of its part at once.
-const AT_ONCE: usize = 1 << 25;
-/// Steps of k, and elements of a matrix, that are laid out at a time.
-pub(super) const DEEP: usize = 2048;
-const LAID_OUT: usize = 1 << 20;
-/// Groups of tiles a thread should have, so that all are through at about the same time, as long as a group has so many
-/// steps of its tiles.
-const GROUPS: usize = 12;
-const STEPS: usize = 1024;
-/// Groups for each thread that are cut into rows of tiles, because they are the last.
-const LAST: usize = 2;
-/// Panels of a group at most, of rows and of columns: the rows stay in the second-level cache.
-const GROUP: [usize; 2] = [16, 32];
-/// Elements of a group that is handed over: it stays in the second-level cache beside the panels, too.
-const HANDED_OVER: usize = 1 << 14;
-/// Elements of a large page: panels that need more begin where one does, so that few are in use.
-const HUGE: usize = 1 << 19;
+/// The steps of k that a tile sums before the next tile, per vector lane. One panel of a group then stays in the L1 cache, and all
+/// of its panels stay in the L2 cache. Fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.
+const TILE_STEPS_PER_LANE: usize = 64;
+/// The maximum number of multiplications up to which every thread packs its own panels: to fetch panels from the cache of the core
+/// that packed them takes longer than to pack them twice.
+const OWN_PANELS_MAX_PRODUCTS: usize = 1 << 28;
+/// The number of elements of the left matrix that threads read in place in the time of packing one.
+const IN_PLACE_READS_PER_PACKED: usize = 6;
+/// The maximum number of multiplications of a part that one thread computes without splitting the part into groups for others.
+const UNSPLIT_MAX_PRODUCTS: usize = 1 << 25;
+/// The maximum number of steps of k that are packed at a time.
+pub(super) const MAX_PACKED_STEPS: usize = 2048;
+/// The maximum number of elements of a matrix that are packed at a time.
+const MAX_PACKED_ELEMENTS: usize = 1 << 20;
+/// The minimum number of groups per thread, so that all threads finish at about the same time. Groups are not split below
+/// [`MIN_GROUP_STEPS`] for this.
+const MIN_GROUPS_PER_THREAD: usize = 12;
+/// The minimum of a group's number of tiles times their steps of k.
+const MIN_GROUP_STEPS: usize = 1024;
+/// The number of last groups, per thread, that are split into rows of tiles.
+const SPLIT_GROUPS_PER_THREAD: usize = 2;
+/// The maximum numbers of row panels and column panels of a group: the row panels stay in the L2 cache.
+const MAX_GROUP_PANELS: [usize; 2] = [16, 32];
+/// The maximum number of elements of a group for [`Destination::Pieces`]: they stay in the L2 cache beside the panels.
+const MAX_PIECE_ELEMENTS: usize = 1 << 14;
+/// The number of f32 in a huge page: larger panels start at a huge page, so that few pages are in use.
+const HUGE_PAGE_ELEMENTS: usize = 1 << 19;
 
-/// What is done with the result.
+/// The destination of the result.
 #[derive(Clone, Copy)]
-pub(super) enum Out<'a> {
-    /// It is written there, finished; columns are one apart unless nothing is left to do.
-    Memory(Matrix<*mut f32>, Finish<*const f32>),
-    /// Pieces of it are handed over as soon as they are computed; of at most [`DEEP`] steps.
-    Pieces(HandOver<'a>),
+pub(super) enum Destination<'a> {
+    /// A matrix in memory, after an epilogue. With an epilogue, columns must be one element apart.
+    Memory(Matrix<*mut f32>, KernelEpilogue<*const f32>),
+    /// A callback that gets pieces of the result as soon as they are computed; for products of at most [`MAX_PACKED_STEPS`] steps.
+    Pieces(PieceCallback<'a>),
 }
 
-/// Called with rows, columns, and the elements that they have in common.
-type HandOver<'a> = &'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync);
+/// Called with the rows, the columns, and the elements of a piece of the result.
+type PieceCallback<'a> = &'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync);
 
-/// `n` in pieces of one size, a multiple of `step`, at most `most`.
-pub(super) fn even(n: usize, most: usize, step: usize) -> usize {
+/// Returns the size of equal pieces of `n`: at most `most`, then rounded up to a multiple of `step`.
+pub(super) fn even_len(n: usize, most: usize, step: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
 }
 
-/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, none of the numbers 0. Kernels of pairs are for two matrices of bf16. The sums
-/// of the rows of `a` go to `sums`, `m` elements, where it is laid out anyway; gives whether they did.
+/// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix; no size may be 0. Kernels of pairs require two matrices of bf16. The
+/// sums of the rows of `a` are written to `sums`, `m` elements, if `a` is packed anyway; returns whether they were.
 ///
 /// # Safety
-/// The elements of all of them are in memory that lives through the call. Nobody writes to those of the operands, to which what the
-/// result is finished with belongs, as many as [`Finish`] says; nobody else uses those of the results, and no two of these are one.
+/// All elements are in memory that lives through the call. No code writes to the operands, including the epilogue's operand, which is
+/// as large as [`KernelEpilogue`] says. No other code accesses the results, and the results' elements are distinct.
 pub(super) unsafe fn product(
     kernels: &'static Kernels,
     (m, n, k): (usize, usize, usize),
-    out: Out,
-    a: Matrix<Start>,
-    b: Matrix<Start>,
+    out: Destination,
+    a: Matrix<ElementPtr>,
+    b: Matrix<ElementPtr>,
     sums: Option<*mut f32>,
 ) -> bool {
-    if let Out::Memory(out, Finish::Nothing) = out
+    if let Destination::Memory(out, KernelEpilogue::Nothing) = out
         && out.col != 1
         && out.row == 1
     {
-        // SAFETY: the caller's promise. The columns of the transposed result follow one another.
+        // SAFETY: the caller's promise. The columns of the transposed result are one element apart.
         return unsafe {
-            let out = Out::Memory(out.transposed(), Finish::Nothing);
+            let out = Destination::Memory(out.transposed(), KernelEpilogue::Nothing);
             product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None)
         };
     }
     debug_assert!(match out {
-        Out::Memory(out, finish) => matches!(finish, Finish::Nothing) || out.col == 1,
-        Out::Pieces(_) => k <= DEEP,
+        Destination::Memory(out, finish) => matches!(finish, KernelEpilogue::Nothing) || out.col == 1,
+        Destination::Pieces(_) => k <= MAX_PACKED_STEPS,
     });
     let (a, b, k) = match kernels.pairs {
         true => (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)),
         false => (a, b, k),
     };
-    let sums = sums.filter(|_| !kernels.pairs && a.in_place().is_none());
-    let ((down, across), threads) = shares(kernels, (m, n, k), a, b);
-    let along = |n: usize, pieces: usize| (0..pieces).map(move |i| start(n, pieces, i)..start(n, pieces, i + 1));
+    let sums = sums.filter(|_| !kernels.pairs && a.left_in_place().is_none());
+    let ((down, across), threads) = partition_product(kernels, (m, n, k), a, b);
+    let along =
+        |n: usize, pieces: usize| (0..pieces).map(move |i| piece_start(n, pieces, i)..piece_start(n, pieces, i + 1));
     let parts: SmallVec<[(Range<usize>, Range<usize>); 8]> = along(m, down)
         .flat_map(|down| along(n, across).map(move |across| (down.clone(), across)))
         .filter(|(down, across)| !down.is_empty() && !across.is_empty())
@@ -102,22 +105,22 @@ pub(super) unsafe fn product(
     let m = parts.iter().map(|(down, _)| down.len()).max().unwrap_or(0);
     let n = parts.iter().map(|(_, across)| across.len()).max().unwrap_or(0);
     let columns = 2 * kernels.lanes;
-    let deep = even(k, DEEP, kernels.step);
-    let depth = even(deep, DEPTH * kernels.lanes, kernels.step);
-    let most = |step: usize| (LAID_OUT / deep).max(step);
-    let wide = even(n, most(columns), columns);
-    let high = even(m, if a.in_place().is_some() { m } else { most(kernels.rows) }, 1);
-    let rows = even(high, kernels.rows, 1);
+    let deep = even_len(k, MAX_PACKED_STEPS, kernels.step);
+    let depth = even_len(deep, TILE_STEPS_PER_LANE * kernels.lanes, kernels.step);
+    let most = |step: usize| (MAX_PACKED_ELEMENTS / deep).max(step);
+    let wide = even_len(n, most(columns), columns);
+    let high = even_len(m, if a.left_in_place().is_some() { m } else { most(kernels.rows) }, 1);
+    let rows = even_len(high, kernels.rows, 1);
     let blocks = deep.div_ceil(depth);
-    let room_b = blocks * wide.min(n).div_ceil(columns) * (depth * columns + SLACK);
-    let room_a = match a.in_place() {
+    let room_b = blocks * wide.min(n).div_ceil(columns) * (depth * columns + PANEL_SLACK);
+    let room_a = match a.left_in_place() {
         Some(_) => 0,
-        None => (blocks * high.div_ceil(rows) * (depth * rows + SLACK)).next_multiple_of(SLACK),
+        None => (blocks * high.div_ceil(rows) * (depth * rows + PANEL_SLACK)).next_multiple_of(PANEL_SLACK),
     };
-    BUFFER.with(|kept| {
+    PANEL_BUFFER.with(|kept| {
         let mut buffer = kept.take();
-        let room = parts.len() * (room_a + room_b) + SLACK;
-        let line = if room >= HUGE { HUGE * size_of::<f32>() } else { 64 };
+        let room = parts.len() * (room_a + room_b) + PANEL_SLACK;
+        let line = if room >= HUGE_PAGE_ELEMENTS { HUGE_PAGE_ELEMENTS * size_of::<f32>() } else { 64 };
         if buffer.len() < room + buffer.as_ptr().align_offset(line) {
             buffer = Vec::with_capacity(room + line / size_of::<f32>());
             advise_huge(buffer.spare_capacity_mut());
@@ -149,7 +152,7 @@ pub(super) unsafe fn product(
                         })
                     };
                     let regions: SmallVec<[Region; 4]> = parts.iter().enumerate().filter_map(region).collect();
-                    // SAFETY: the caller's promise; the buffer is this call's until it is put back.
+                    // SAFETY: the caller's promise; this call owns the buffer until it is put back.
                     unsafe { compute(&regions, threads) };
                 }
             }
@@ -159,30 +162,30 @@ pub(super) unsafe fn product(
     sums.is_some()
 }
 
-/// How threads share a product: the parts of its result, down and across, each with panels of its own, and the threads that
-/// begin with each.
-fn shares(
+/// Returns how threads share a product: the rows and columns of parts, each with its own panels, and the number of threads that
+/// start with each part.
+fn partition_product(
     kernels: &Kernels,
     (m, n, k): (usize, usize, usize),
-    a: Matrix<Start>,
-    b: Matrix<Start>,
+    a: Matrix<ElementPtr>,
+    b: Matrix<ElementPtr>,
 ) -> ((usize, usize), usize) {
-    let of_a = if a.in_place().is_some() { m / IN_PLACE } else { m };
+    let of_a = if a.left_in_place().is_some() { m / IN_PLACE_READS_PER_PACKED } else { m };
     let (down, across) =
-        cut((m, n, k), of_a, |rows| match b.right_in_place(kernels, (m / rows, n * rows / threads(), k)) {
+        partition((m, n, k), of_a, |rows| match b.right_in_place(kernels, (m / rows, n * rows / threads(), k)) {
             Some(_) => 0,
             None => n,
         });
-    match m.saturating_mul(n).saturating_mul(k) <= APART {
+    match m.saturating_mul(n).saturating_mul(k) <= OWN_PANELS_MAX_PRODUCTS {
         true => ((down, across), 1),
         false => ((1, 1), threads()),
     }
 }
 
-/// Computes regions that have no element of the result in common, each by `threads` threads to begin with.
+/// Computes regions that share no element of the result, each by `threads` threads at first.
 ///
 /// # Safety
-/// As [`product`], of the regions' elements; nobody else uses the panels' memory.
+/// As [`product`], for the regions' elements; no other code uses the panels' memory.
 unsafe fn compute(regions: &[Region], threads: usize) {
     if threads == 1 && regions.iter().all(Region::is_small) {
         return parallel::for_each_index(regions.len(), |part| {
@@ -193,77 +196,85 @@ unsafe fn compute(regions: &[Region], threads: usize) {
     }
     let works: SmallVec<[Work; 8]> = regions.iter().map(|region| Work::new(region, threads)).collect();
     let most = works.iter().map(|work| work.count).max().unwrap_or(0);
-    // SAFETY: the caller's promise. Every piece comes once, and those of a region are begun in order.
+    // SAFETY: the caller's promise. Every piece is computed once, and the pieces of a region are started in order.
     parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].piece(i % most) });
 }
 
 thread_local! {
-    /// Where panels are laid out, kept so that its pages stay. A product inside one of its pieces would find it gone, and make another.
-    static BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-    /// Where a group is computed that is handed over.
-    static PIECE_OF_OUT: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// The memory of panels, kept so that its pages stay mapped. A product inside a piece of another one allocates its own memory.
+    static PANEL_BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// The memory of a group for [`Destination::Pieces`].
+    static PIECE_BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// A part of the result, and the steps of k that are laid out at a time.
+/// A part of the result, and the steps of k that are packed at a time.
 struct Region<'a> {
     kernels: &'static Kernels,
-    /// Of m, n and k.
+    /// The first row, column and step.
     first: (usize, usize, usize),
+    /// The numbers of rows, columns and steps.
     size: (usize, usize, usize),
-    /// Rows of a panel of a.
+    /// The number of rows of a panel of a.
     rows: usize,
+    /// The number of steps of k of a panel.
     depth: usize,
-    out: Out<'a>,
-    a: Matrix<Start>,
-    b: Matrix<Start>,
-    /// Where sums of rows of a go, which is then laid out.
+    out: Destination<'a>,
+    a: Matrix<ElementPtr>,
+    b: Matrix<ElementPtr>,
+    /// The destination of the sums of the rows of a, if wanted; a is then packed.
     sums: Option<*mut f32>,
-    /// For every `depth` steps of k all panels, one after another, [`SLACK`] behind each.
+    /// For each `depth` steps of k: all panels, one after another, each followed by [`PANEL_SLACK`].
     packed_a: *mut f32,
     packed_b: *mut f32,
-    /// Whether the panels of b are not there yet.
+    /// True if the panels of b are still to be packed.
     lay_out_b: bool,
-    /// Whether these are the last steps.
+    /// True if these are the last steps of k.
     last: bool,
 }
 
-// SAFETY: threads read the operands, write panels of their own, read panels when all are written, and write groups of the
+// SAFETY: threads read the operands, write panels of their own, read panels once all are written, and write groups of the
 // result that have no element in common.
 unsafe impl Sync for Region<'_> {}
 
-/// What there is to do for a region: pieces that are laid out, and groups of tiles, which come after them.
+/// The work of a region: pieces to pack, then groups of tiles to compute.
 struct Work<'a> {
     region: &'a Region<'a>,
     a: Panels,
     b: Panels,
-    /// Pieces of b, and of both matrices.
+    /// The number of pieces of b to pack.
     pieces_b: usize,
+    /// The number of pieces of both matrices to pack.
     pieces: usize,
+    /// The number of pieces packed so far.
     laid_out: Counter,
-    /// Panels of a group, and groups beside one another.
+    /// The numbers of row panels and column panels of a group.
     group: (usize, usize),
+    /// The number of groups beside each other.
     across: usize,
-    /// Groups that are not cut into rows of tiles.
+    /// The number of groups that are not split into rows of tiles.
     whole: usize,
-    /// All pieces; it may be too many.
+    /// An upper bound on the number of pieces of work.
     count: usize,
 }
 
-/// In a cache line of its own: what is beside it is read all the time.
+/// A counter in its own cache lines, because its neighbours are read all the time.
 #[repr(align(128))]
 struct Counter(AtomicUsize);
 
 impl<'a> Work<'a> {
     fn new(region: &'a Region, threads: usize) -> Work<'a> {
         let (of_a, of_b) = region.panels();
-        let (a, b) = (region.operand_a(of_a), region.operand_b(of_b));
+        let (a, b) = (region.panels_of_a(of_a), region.panels_of_b(of_b));
         let pieces_b = if region.lay_out_b && region.b_in_place().is_none() { b.pieces() } else { 0 };
-        let pieces = pieces_b + if region.a.in_place().is_some() { 0 } else { a.pieces() };
-        let (groups, last) =
-            if threads == 1 && region.is_small() { (1, 0) } else { (GROUPS * threads, LAST * threads) };
+        let pieces = pieces_b + if region.a.left_in_place().is_some() { 0 } else { a.pieces() };
+        let (groups, last) = if threads == 1 && region.is_small() {
+            (1, 0)
+        } else {
+            (MIN_GROUPS_PER_THREAD * threads, SPLIT_GROUPS_PER_THREAD * threads)
+        };
         let (high, wide) = match region.out {
-            Out::Memory(..) => group(of_a, of_b, region.size.2, groups),
-            Out::Pieces(_) => rows_of_groups(of_a, of_b, region.rows * 2 * region.kernels.lanes, groups),
+            Destination::Memory(..) => group_size(of_a, of_b, region.size.2, groups),
+            Destination::Pieces(_) => wide_group_size(of_a, of_b, region.rows * 2 * region.kernels.lanes, groups),
         };
         let across = of_b.div_ceil(wide);
         let groups = of_a.div_ceil(high) * across;
@@ -273,15 +284,17 @@ impl<'a> Work<'a> {
         Work { region, a, b, pieces_b, pieces, laid_out, group: (high, wide), across, whole, count }
     }
 
+    /// Packs or computes piece `i`.
+    ///
     /// # Safety
-    /// As [`compute`]; every piece comes once, when those before it have been begun.
+    /// As [`compute`]; every piece is started once, after all pieces with lower numbers have been started.
     unsafe fn piece(&self, i: usize) {
-        // SAFETY: the caller's promise; groups are computed when all pieces are laid out.
+        // SAFETY: the caller's promise; groups are computed once all pieces are packed.
         unsafe {
             if i < self.pieces_b {
-                self.b.lay_out(i);
+                self.b.pack_piece(i);
             } else if i < self.pieces {
-                self.a.lay_out(i - self.pieces_b);
+                self.a.pack_piece(i - self.pieces_b);
             } else {
                 let mut looks = 0u32;
                 while self.laid_out.0.load(Ordering::Acquire) < self.pieces {
@@ -295,7 +308,7 @@ impl<'a> Work<'a> {
                 };
                 let (top, left) = (group / self.across * high + first, group % self.across * wide);
                 if top < of_a {
-                    self.region.group(top..of_a.min(top + rows), left..of_b.min(left + wide), (of_a, of_b));
+                    self.region.compute_group(top..of_a.min(top + rows), left..of_b.min(left + wide), (of_a, of_b));
                 }
                 return;
             }
@@ -305,56 +318,59 @@ impl<'a> Work<'a> {
 }
 
 impl Region<'_> {
-    /// Whether one thread computes all of it where it is its own.
+    /// True if a single thread computes the region in one go, if it has the region to itself.
     fn is_small(&self) -> bool {
-        self.size.0 * self.size.1 * self.size.2 <= AT_ONCE
+        self.size.0 * self.size.1 * self.size.2 <= UNSPLIT_MAX_PRODUCTS
     }
 
-    /// Panels of a and of b.
+    /// Returns the numbers of panels of a and of b.
     fn panels(&self) -> (usize, usize) {
         (self.size.0.div_ceil(self.rows), self.size.1.div_ceil(2 * self.kernels.lanes))
     }
 
+    /// Returns the first element and the row distance in bytes of b, if the kernels read b in place.
     fn b_in_place(&self) -> Option<(*const f32, isize)> {
         self.b.right_in_place(self.kernels, self.size)
     }
 
-    /// Each `depth` steps of k: their number, the first, and how many they are.
+    /// Returns each run of `depth` steps of k: its number, its first step, and its length.
     fn depths(&self) -> impl Iterator<Item = (usize, usize, usize)> {
         let k = self.size.2;
         (0..k.div_ceil(self.depth)).map(move |z| (z, z * self.depth, self.depth.min(k - z * self.depth)))
     }
 
-    fn operand_a(&self, panels: usize) -> Panels {
+    /// Returns the packing of a into `panels` panels.
+    fn panels_of_a(&self, panels: usize) -> Panels {
         let (size, first) = ((self.size.0, self.size.2), (self.first.0, self.first.2));
         let row_by_row = self.kernels.step > 1;
         Panels::new(self.a, size, first, self.packed_a, (self.rows, 1), (panels, self.depth), row_by_row)
     }
 
-    fn operand_b(&self, panels: usize) -> Panels {
+    /// Returns the packing of b into `panels` panels.
+    fn panels_of_b(&self, panels: usize) -> Panels {
         let (size, first) = ((self.size.1, self.size.2), (self.first.1, self.first.2));
         let lanes = self.kernels.lanes;
         Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth), false)
     }
 
-    /// Some panels of rows and of columns, computed and, where that is wanted, handed over.
+    /// Computes the group of some row panels and column panels, and hands the group over if there is a callback.
     ///
     /// # Safety
-    /// As [`compute`]; all panels are laid out, and nobody else uses the tiles.
-    unsafe fn group(&self, down: Range<usize>, across: Range<usize>, panels: (usize, usize)) {
+    /// As [`compute`]; all panels are packed, and no other code accesses the tiles.
+    unsafe fn compute_group(&self, down: Range<usize>, across: Range<usize>, panels: (usize, usize)) {
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let i = down.start * rows..self.size.0.min(down.end * rows);
         let j = across.start * columns..self.size.1.min(across.end * columns);
         let (top, left) = (self.first.0 + i.start, self.first.1 + j.start);
         match self.out {
-            Out::Memory(out, finish) => {
+            Destination::Memory(out, finish) => {
                 let at = top as isize * out.row + left as isize * out.col;
-                // Of the group's first row or element.
+                // The epilogue's operand at the group's first column or element.
                 let finish = finish.map(|row| row.wrapping_add(left), |x| x.wrapping_offset(at));
                 // SAFETY: the caller's promise; the group's first element is one of the result.
                 unsafe { self.tiles(down, across, panels, Matrix { start: out.start.offset(at), ..out }, finish) }
             }
-            Out::Pieces(hand_over) => PIECE_OF_OUT.with(|kept| {
+            Destination::Pieces(hand_over) => PIECE_BUFFER.with(|kept| {
                 let mut piece = kept.take();
                 let len = i.len() * j.len();
                 if piece.len() < len {
@@ -362,31 +378,31 @@ impl Region<'_> {
                 }
                 let out = Matrix { start: piece.as_mut_ptr(), row: j.len() as isize, col: 1 };
                 let (down_to, right_to) = (top + i.len(), left + j.len());
-                // SAFETY: the caller's promise; the piece has room for the group, and is this call's until it is put back.
-                unsafe { self.tiles(down, across, panels, out, Finish::Nothing) };
+                // SAFETY: the caller's promise; the piece has room for the group, and this call owns it until it is put back.
+                unsafe { self.tiles(down, across, panels, out, KernelEpilogue::Nothing) };
                 hand_over(top..down_to, left..right_to, &piece[..len]);
                 kept.set(piece);
             }),
         }
     }
 
-    /// The tiles of some panels of rows and of columns, into `out`, which starts where the first of them does.
+    /// Computes the tiles of some row panels and column panels into `out`, which starts at the first tile.
     ///
     /// # Safety
-    /// As [`group`](Region::group); `out` has room for all of them.
+    /// As [`compute_group`](Region::compute_group); `out` has room for all tiles.
     unsafe fn tiles(
         &self,
         down: Range<usize>,
         across: Range<usize>,
         (of_a, of_b): (usize, usize),
         out: Matrix<*mut f32>,
-        finish: Finish<*const f32>,
+        finish: KernelEpilogue<*const f32>,
     ) {
         let (top, start) = (down.start, across.start);
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
-        let (in_place, b_in_place) = (self.a.in_place(), self.b_in_place());
+        let (in_place, b_in_place) = (self.a.left_in_place(), self.b_in_place());
         for (z, first, steps) in self.depths() {
-            let finish = if self.last && first + steps == self.size.2 { finish } else { Finish::Nothing };
+            let finish = if self.last && first + steps == self.size.2 { finish } else { KernelEpilogue::Nothing };
             for right in across.clone() {
                 let left = columns.min(self.size.1 - right * columns);
                 // SAFETY: an element of the matrix, or in the buffer.
@@ -397,7 +413,7 @@ impl Region<'_> {
                             (b.byte_offset(at).add(self.first.1 + right * columns), row)
                         }
                         None => {
-                            let at = (z * of_b + right) * (self.depth * columns + SLACK);
+                            let at = (z * of_b + right) * (self.depth * columns + PANEL_SLACK);
                             let step = left.next_multiple_of(self.kernels.lanes) * size_of::<f32>();
                             (self.packed_b.add(at).cast_const(), step as isize)
                         }
@@ -407,15 +423,15 @@ impl Region<'_> {
                     let (i, high) = (down * rows, rows.min(self.size.0 - down * rows));
                     let kernel = self.kernels.tile(high, left.div_ceil(self.kernels.lanes), in_place.is_some());
                     if let Some(sums) = self.sums.filter(|_| self.first.1 + right == 0) {
-                        // SAFETY: the panel is in the buffer and laid out, and the sums of its rows are this call's alone.
+                        // SAFETY: the panel is in the buffer and packed, and only this call accesses the sums of its rows.
                         unsafe {
-                            let panel = self.packed_a.add((z * of_a + down) * (self.depth * rows + SLACK));
-                            add_steps(panel, (steps, high), sums.add(self.first.0 + i), self.first.2 + first > 0);
+                            let panel = self.packed_a.add((z * of_a + down) * (self.depth * rows + PANEL_SLACK));
+                            sum_steps(panel, (steps, high), sums.add(self.first.0 + i), self.first.2 + first > 0);
                         }
                     }
                     let beside = (right - start) * columns;
                     let at = ((down - top) * rows) as isize * out.row + beside as isize * out.col;
-                    // SAFETY: the panel is in the buffer and laid out; the tile is in the result, and this call's alone.
+                    // SAFETY: the panel is in the buffer and packed; the tile is in the result, and only this call accesses it.
                     unsafe {
                         kernel(&Tile {
                             k: steps,
@@ -426,7 +442,7 @@ impl Region<'_> {
                                 Some((a, row)) => {
                                     a.byte_offset((self.first.0 + i) as isize * row).add(self.first.2 + first)
                                 }
-                                None => self.packed_a.add((z * of_a + down) * (self.depth * rows + SLACK)),
+                                None => self.packed_a.add((z * of_a + down) * (self.depth * rows + PANEL_SLACK)),
                             },
                             a_row: in_place.map_or((self.depth * size_of::<f32>()) as isize, |(_, row)| row),
                             b,
@@ -445,21 +461,24 @@ impl Region<'_> {
     }
 }
 
-/// How many panels of rows and of columns a group has, for at least `groups` of them where there is so much to do.
-fn group(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usize) {
-    let (mut high, mut wide) = (of_a.min(GROUP[0]), of_b.min(GROUP[1]));
-    while of_a.div_ceil(high) * of_b.div_ceil(wide) < groups && high * wide > 1 && high * wide * k > STEPS {
+/// Returns the numbers of row panels and column panels of a group, so that there are at least `groups` groups if the product is
+/// large enough.
+fn group_size(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usize) {
+    let (mut high, mut wide) = (of_a.min(MAX_GROUP_PANELS[0]), of_b.min(MAX_GROUP_PANELS[1]));
+    while of_a.div_ceil(high) * of_b.div_ceil(wide) < groups && high * wide > 1 && high * wide * k > MIN_GROUP_STEPS {
         match high >= wide {
             true => high = high.div_ceil(2),
             false => wide = wide.div_ceil(2),
         }
     }
-    (even(of_a, high, 1), even(of_b, wide, 1))
+    (even_len(of_a, high, 1), even_len(of_b, wide, 1))
 }
 
-/// As [`group`], of groups that are as wide as can be, and no larger than what is handed over; a tile has `tile` elements.
-fn rows_of_groups(of_a: usize, of_b: usize, tile: usize, groups: usize) -> (usize, usize) {
-    let wide = even(of_b, GROUP[1], 1);
-    let high = GROUP[0].min(HANDED_OVER / (wide * tile)).min(of_a * of_b.div_ceil(wide) / groups).max(1);
-    (even(of_a, high, 1), wide)
+/// Returns the size of a group like [`group_size`], for [`Destination::Pieces`]: as wide as possible, and of at most [`MAX_PIECE_ELEMENTS`] elements. A
+/// tile has `tile` elements.
+fn wide_group_size(of_a: usize, of_b: usize, tile: usize, groups: usize) -> (usize, usize) {
+    let wide = even_len(of_b, MAX_GROUP_PANELS[1], 1);
+    let high =
+        MAX_GROUP_PANELS[0].min(MAX_PIECE_ELEMENTS / (wide * tile)).min(of_a * of_b.div_ceil(wide) / groups).max(1);
+    (even_len(of_a, high, 1), wide)
 }

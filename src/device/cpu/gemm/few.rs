@@ -1,5 +1,5 @@
-//! Products of which one matrix has few rows: the other one is read once, without a copy and in its own type, and widened in
-//! registers, because such a product takes as long as that does.
+//! Products in which one matrix has few rows. Such a product takes as long as reading the other matrix, so that matrix is read once,
+//! without a packed copy, and halves are widened in registers.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -9,22 +9,23 @@ use half::{bf16, f16};
 
 use super::super::threads;
 use super::kernel::{V8, V16, Vector};
-use super::matrix::{Matrix, Start};
+use super::matrix::{ElementPtr, Matrix};
 use super::pack::Source;
-use super::{Place, alone, each_piece};
+use super::{MatrixLayout, for_each_piece, is_serial};
 
-/// Rows at most: with more, laying out panels pays.
-pub(super) const FEW: usize = 7;
-/// Sums that are kept in the first-level cache while rows of the right matrix pass by.
-const SUMS: usize = 4096;
-/// Rows of it that are added at a time, because each time the sums are loaded and stored.
-const STEPS: usize = 8;
+/// The maximum number of rows: with more rows, packing panels is faster.
+pub(super) const MAX_ROWS: usize = 7;
+/// The number of sums that stay in the L1 cache while rows of the right matrix are read.
+const CACHED_SUMS: usize = 4096;
+/// The number of rows of the right matrix that are added at a time, because each time the sums are loaded and stored.
+const ROWS_PER_PASS: usize = 8;
 
-/// A vector of f32 made of elements of another type.
+/// A vector of f32 that is loaded from elements of another type.
 ///
 /// # Safety
-/// Of its method: as [`Vector`], of as many elements at the pointer.
+/// For its method: as [`Vector`], with [`LANES`](Vector::LANES) elements at the pointer.
 trait Widen<T>: Vector {
+    /// Loads and widens a vector of elements.
     unsafe fn widen(at: *const T) -> Self;
 }
 
@@ -49,7 +50,7 @@ widen! {
     V16 of bf16: at => V16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast())))));
 }
 
-/// The right matrix, `k` rows, the left one, `M` rows of `k` elements one after another, which are `row` elements apart, and the result.
+/// The operands and the result: the left matrix has `M` contiguous rows of `k` elements, `row` elements apart; the right has `k` rows.
 struct Operands<T> {
     k: usize,
     a: *const f32,
@@ -59,10 +60,10 @@ struct Operands<T> {
 }
 
 impl<T> Operands<T> {
-    /// Element `p` of row `i` of the left matrix.
+    /// Returns the address of element `p` of row `i` of the left matrix.
     ///
     /// # Safety
-    /// It is one.
+    /// The element exists.
     #[inline(always)]
     unsafe fn left(&self, i: usize, p: usize) -> *const f32 {
         // SAFETY: the caller's promise.
@@ -72,7 +73,7 @@ impl<T> Operands<T> {
     /// Writes an element of the result.
     ///
     /// # Safety
-    /// It is one, and nobody else uses it.
+    /// The element exists, and no other code accesses it.
     #[inline(always)]
     unsafe fn write(&self, i: usize, j: usize, sum: f32) {
         // SAFETY: the caller's promise.
@@ -80,40 +81,44 @@ impl<T> Operands<T> {
     }
 }
 
-// SAFETY: threads read what is there, and write elements of their own.
+// SAFETY: threads read the operands, and write disjoint elements of the result.
 unsafe impl<T> Sync for Operands<T> {}
 
-/// Computes some columns of the result.
-type Columns<T> = unsafe fn(&Operands<T>, Range<usize>);
+/// A kernel, which computes some columns of the result.
+type ColumnsKernel<T> = unsafe fn(&Operands<T>, Range<usize>);
 
-/// Whether there are kernels for a product: where its result has few rows, or columns, then it is to be transposed, and the rows or the
-/// columns of the other matrix are contiguous.
-pub(super) fn fits((m, n, k): (usize, usize, usize), a: Place, b: Place) -> Option<Transposed> {
+/// Returns whether to transpose the product, if there are kernels for it: `a` has few rows, or `b` has few columns and the product is
+/// transposed; and the rows or the columns of the other matrix are contiguous.
+pub(super) fn should_transpose(
+    (m, n, k): (usize, usize, usize),
+    a: MatrixLayout,
+    b: MatrixLayout,
+) -> Option<Transposed> {
     let vectors =
         is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-    let contiguous = |x: Place| vectors && m.min(n).min(k) > 0 && (x.col == 1 || x.row == 1);
-    match (m <= FEW && contiguous(b), n <= FEW && contiguous(a)) {
+    let contiguous = |x: MatrixLayout| vectors && m.min(n).min(k) > 0 && (x.col == 1 || x.row == 1);
+    match (m <= MAX_ROWS && contiguous(b), n <= MAX_ROWS && contiguous(a)) {
         (false, false) => None,
         (few_rows, few_columns) => Some(Transposed(few_columns && (!few_rows || n < m))),
     }
 }
 
-/// Whether a product is transposed.
+/// True if a product is to be transposed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Transposed(bool);
 
-/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, as it [fits]. `rows` is memory for the rows of `a`, which are widened there
-/// where they are not in f32 and contiguous: a batch of small products has it once.
+/// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is memory for the rows of `a`, which
+/// are widened there unless they are contiguous f32: a batch of small products reuses it.
 ///
 /// # Safety
-/// The elements of all three are in memory that lives through the call. Nobody writes to those of the operands, nobody else uses those
-/// of the result, and no two of these are one.
+/// All elements are in memory that lives through the call. No code writes to the operands, no other code accesses the result, and
+/// the result's elements are distinct.
 pub(super) unsafe fn product(
     (m, n, k): (usize, usize, usize),
     Transposed(transposed): Transposed,
     out: Matrix<*mut f32>,
-    a: Matrix<Start>,
-    b: Matrix<Start>,
+    a: Matrix<ElementPtr>,
+    b: Matrix<ElementPtr>,
     rows: &mut Vec<f32>,
 ) {
     let ((m, n), out, a, b) = match transposed {
@@ -123,7 +128,7 @@ pub(super) unsafe fn product(
     // SAFETY: the caller's promise.
     unsafe {
         let (a, row) = match a.start {
-            Start::F32(start) if a.col == 1 => (start, a.row),
+            ElementPtr::F32(start) if a.col == 1 => (start, a.row),
             _ => (widened((m, k), a, rows), k as isize),
         };
         macro_rules! of {
@@ -133,18 +138,18 @@ pub(super) unsafe fn product(
             }};
         }
         match b.start {
-            Start::F32(start) => of!(start),
-            Start::F16(start) => of!(start),
-            Start::BF16(start) | Start::Pairs(start, _) => of!(start),
+            ElementPtr::F32(start) => of!(start),
+            ElementPtr::F16(start) => of!(start),
+            ElementPtr::BF16(start) | ElementPtr::Pairs(start, _) => of!(start),
         }
     }
 }
 
-/// Its elements, row by row, in `rows`.
+/// Widens the elements into `rows`, row by row.
 ///
 /// # Safety
-/// They are there to be read.
-unsafe fn widened((m, k): (usize, usize), a: Matrix<Start>, rows: &mut Vec<f32>) -> *const f32 {
+/// The elements are readable.
+unsafe fn widened((m, k): (usize, usize), a: Matrix<ElementPtr>, rows: &mut Vec<f32>) -> *const f32 {
     rows.clear();
     rows.reserve(m * k);
     for i in 0..m as isize {
@@ -152,9 +157,9 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<Start>, rows: &mut Vec<f32>)
         // SAFETY: the caller's promise.
         unsafe {
             match a.start {
-                Start::F32(start) => rows.extend((0..k).map(|p| *start.offset(at(p)))),
-                Start::F16(start) => rows.extend((0..k).map(|p| (*start.offset(at(p))).to_f32())),
-                Start::BF16(start) | Start::Pairs(start, _) => {
+                ElementPtr::F32(start) => rows.extend((0..k).map(|p| *start.offset(at(p)))),
+                ElementPtr::F16(start) => rows.extend((0..k).map(|p| (*start.offset(at(p))).to_f32())),
+                ElementPtr::BF16(start) | ElementPtr::Pairs(start, _) => {
                     rows.extend((0..k).map(|p| (*start.offset(at(p))).to_f32()));
                 }
             }
@@ -163,6 +168,8 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<Start>, rows: &mut Vec<f32>)
     rows.as_ptr()
 }
 
+/// Computes a product with the matching kernel, on several threads if it is large enough.
+///
 /// # Safety
 /// As [`product`]; the processor has AVX2, FMA and F16C.
 unsafe fn compute<T: Copy + Into<f32>>((m, n): (usize, usize), operands: &Operands<T>)
@@ -171,15 +178,15 @@ where
     V16: Widen<T>,
 {
     let kernel = kernel::<T>(m, operands.b.col != 1);
-    let pieces = if alone((m, n, operands.k)) { 1 } else { threads() };
-    each_piece((m, n), (1, pieces), |_, columns| {
-        // SAFETY: the columns are the right matrix's and the result's, where each is written by one thread.
+    let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
+    for_each_piece((m, n), (1, pieces), |_, columns| {
+        // SAFETY: the columns are those of the right matrix and of the result, and each is written by one thread.
         unsafe { kernel(operands, columns) };
     });
 }
 
-/// For rows of so many, and a right matrix whose columns are contiguous, or its rows.
-fn kernel<T: Copy + Into<f32>>(m: usize, by_columns: bool) -> Columns<T>
+/// Returns the kernel for `m` rows, and a right matrix with contiguous columns (`by_columns`) or contiguous rows.
+fn kernel<T: Copy + Into<f32>>(m: usize, by_columns: bool) -> ColumnsKernel<T>
 where
     V8: Widen<T>,
     V16: Widen<T>,
@@ -191,7 +198,7 @@ where
                 ($m, true, false) => dots_8::<T, $m>,
                 ($m, false, true) => rows_16::<T, $m>,
                 ($m, false, false) => rows_8::<T, $m>,)*
-                _ => unreachable!("at most FEW rows"),
+                _ => unreachable!("at most MAX_ROWS rows"),
             }
         };
     }
@@ -227,11 +234,11 @@ macro_rules! kernels {
 kernels!("avx2,fma,f16c", V8: dots_8 rows_8);
 kernels!("avx512f", V16: dots_16 rows_16);
 
-/// A right matrix whose columns are contiguous: dot products, of four columns at a time.
+/// Computes dot products, for a right matrix with contiguous columns, four columns at a time.
 ///
 /// # Safety
-/// The columns are the right matrix's, whose elements are there to be read like those of `M` rows of the left one, and nobody else uses
-/// the result's. The processor has the vector's instructions.
+/// The columns belong to the right matrix, whose elements are readable, as are `M` rows of the left matrix. No other code accesses
+/// the result's columns. The processor has the vector's instructions.
 #[inline(always)]
 unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let mut j = columns.start;
@@ -239,19 +246,19 @@ unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
         // SAFETY: the caller's promise.
         unsafe {
             j += match columns.end - j {
-                0..4 => some_dots::<V, T, M, 1>(x, j),
-                _ => some_dots::<V, T, M, 4>(x, j),
+                0..4 => dot_columns::<V, T, M, 1>(x, j),
+                _ => dot_columns::<V, T, M, 4>(x, j),
             };
         }
     }
 }
 
-/// `N` columns from `j` on; gives how many they are.
+/// Computes `N` columns from `j` on; returns `N`.
 ///
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
-unsafe fn some_dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: usize>(
+unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: usize>(
     x: &Operands<T>,
     j: usize,
 ) -> usize {
@@ -281,25 +288,27 @@ unsafe fn some_dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: u
     N
 }
 
-/// A right matrix whose rows are contiguous: their multiples are added up, a stretch of columns at a time.
+/// Adds multiples of rows, for a right matrix with contiguous rows, a range of columns at a time.
 ///
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
 unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
-    let stretch = SUMS / M / V::LANES * V::LANES;
-    // Not zeros: a small product needs few of them.
-    let mut sums = [const { MaybeUninit::<f32>::uninit() }; SUMS];
+    let stretch = CACHED_SUMS / M / V::LANES * V::LANES;
+    // Uninitialised, because a small product needs few of the sums.
+    let mut sums = [const { MaybeUninit::<f32>::uninit() }; CACHED_SUMS];
     for first in columns.clone().step_by(stretch) {
         let n = stretch.min(columns.end - first);
         let sums = &mut sums[..M * n];
         sums.fill(MaybeUninit::new(0.0));
-        // SAFETY: they were written; for the rest the caller's promise.
+        // SAFETY: the sums have been initialised; for the rest the caller's promise.
         unsafe {
             let sums = &mut *(&raw mut *sums as *mut [f32]);
-            let whole = x.k / STEPS * STEPS;
-            (0..whole).step_by(STEPS).for_each(|p| some_rows::<V, T, M, STEPS>(x, p, (first, n), sums.as_mut_ptr()));
-            (whole..x.k).for_each(|p| some_rows::<V, T, M, 1>(x, p, (first, n), sums.as_mut_ptr()));
+            let whole = x.k / ROWS_PER_PASS * ROWS_PER_PASS;
+            (0..whole)
+                .step_by(ROWS_PER_PASS)
+                .for_each(|p| add_rows::<V, T, M, ROWS_PER_PASS>(x, p, (first, n), sums.as_mut_ptr()));
+            (whole..x.k).for_each(|p| add_rows::<V, T, M, 1>(x, p, (first, n), sums.as_mut_ptr()));
             for (i, sums) in sums.chunks_exact(n).enumerate() {
                 sums.iter().enumerate().for_each(|(j, sum)| x.write(i, first + j, *sum));
             }
@@ -307,12 +316,12 @@ unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
     }
 }
 
-/// Adds `S` rows from `p` on, `n` columns from `first` on, to `n` sums for each row of the left matrix.
+/// Adds `S` rows from `p` on to the sums, in `n` columns from `first` on; there are `n` sums for each row of the left matrix.
 ///
 /// # Safety
-/// As [`dots`]; the sums are there, and nobody else uses them.
+/// As [`dots`]; the sums are initialised, and no other code accesses them.
 #[inline(always)]
-unsafe fn some_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: usize>(
+unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: usize>(
     x: &Operands<T>,
     p: usize,
     (first, n): (usize, usize),
@@ -345,9 +354,9 @@ unsafe fn some_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: u
 mod tests {
     use super::*;
 
-    /// What a processor with long vectors would not use.
+    /// Both vector lengths give the same results; a processor with AVX-512 otherwise never runs the shorter one.
     #[test]
-    fn vectors_of_either_length() {
+    fn both_vector_lengths_agree() {
         let features = crate::device::cpu::vector_features();
         if !["avx2", "fma", "f16c", "avx512f"].iter().all(|name| features.contains(name)) {
             return;
@@ -361,7 +370,7 @@ mod tests {
             let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
             let a: Vec<f32> = (0..3 * k).map(number).collect();
             let b: Vec<T> = (0..n * k).map(|i| convert(number(i + 5))).collect();
-            let run = |kernel: Columns<T>, row: isize, col: isize| {
+            let run = |kernel: ColumnsKernel<T>, row: isize, col: isize| {
                 let mut out = vec![f32::NAN; 3 * n];
                 let to = Matrix { start: out.as_mut_ptr(), row: n as isize, col: 1 };
                 let b = Matrix { start: b.as_ptr(), row, col };

@@ -1,4 +1,4 @@
-//! Elements that are multiplied in f32, and how halves are widened where no kernel takes them as they are.
+//! Operands that are multiplied in f32, and the widening of halves where no kernel reads them directly.
 
 use std::borrow::Cow;
 
@@ -6,11 +6,11 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 #[cfg(target_arch = "x86_64")]
-use super::matrix::{Matrix, Start};
-use super::{Place, check, gemm_onto, parallel};
+use super::matrix::{ElementPtr, Matrix};
+use super::{MatrixLayout, check_layouts, gemm_accumulate, parallel};
 use crate::Result;
 
-/// Elements that are multiplied and added in f32.
+/// An operand whose products are computed and added in f32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
@@ -27,6 +27,7 @@ impl<'a> Floats<'a> {
         }
     }
 
+    /// Returns all elements as f32, converted by several threads if necessary.
     pub(crate) fn widened(self) -> Cow<'a, [f32]> {
         const PART: usize = 1 << 15;
         fn wide<S: Sync>(s: &[S], convert: impl Fn(&[S], &mut [f32]) + Sync) -> Cow<'static, [f32]> {
@@ -41,31 +42,31 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Elements from `first` on as f32: those in memory where they are that, otherwise widened into `made`.
+    /// Returns a `rows` x `columns` part from element `first` on as f32: in place if it is f32, otherwise widened into `made`.
     fn tile<'b>(
         self,
-        place: Place,
+        place: MatrixLayout,
         first: (usize, usize),
         (rows, columns): (usize, usize),
         made: &'b mut Vec<f32>,
-    ) -> (&'b [f32], Place)
+    ) -> (&'b [f32], MatrixLayout)
     where
         'a: 'b,
     {
         fn load<S: Copy + Sync>(
             s: &[S],
-            place: Place,
+            place: MatrixLayout,
             width: usize,
             to: &mut [f32],
             widen: impl Fn(&[S], &mut [f32]) + Sync,
         ) {
-            // Rows that follow one another are one.
+            // Contiguous rows are treated as one.
             let whole = (place.row, place.col) == (width as isize, 1);
             let (width, row) = if whole { (1 << 15, 1 << 15) } else { (width, place.row) };
             let rows = (1usize << 15).div_ceil(width);
             parallel::for_each_chunk(to, rows * width, |chunk, to| {
                 for (i, to) in to.chunks_mut(width).enumerate() {
-                    let start = Place { row, ..place }.at(chunk * rows + i, 0);
+                    let start = MatrixLayout { row, ..place }.index_of(chunk * rows + i, 0);
                     match place.col {
                         1 => widen(&s[start..][..to.len()], to),
                         col => to.iter_mut().enumerate().for_each(|(j, to)| {
@@ -75,11 +76,11 @@ impl<'a> Floats<'a> {
                 }
             });
         }
-        let place = Place { offset: place.at(first.0, first.1), ..place };
+        let place = MatrixLayout { offset: place.index_of(first.0, first.1), ..place };
         if let Floats::F32(s) = self {
             return (s, place);
         }
-        // Along the shorter steps.
+        // Rows of `made` follow the smaller stride.
         let transposed = place.row.unsigned_abs() < place.col.unsigned_abs();
         let (from, width) = if transposed { (place.transposed(), rows) } else { (place, columns) };
         made.resize(rows * columns, 0.0);
@@ -88,34 +89,35 @@ impl<'a> Floats<'a> {
             Floats::F16(s) => load(s, from, width, made, |s, to| s.convert_to_f32_slice(to)),
             Floats::BF16(s) => load(s, from, width, made, |s, to| s.convert_to_f32_slice(to)),
         }
-        let made_place = Place { offset: 0, row: width as isize, col: 1 };
+        let made_place = MatrixLayout { offset: 0, row: width as isize, col: 1 };
         (made, if transposed { made_place.transposed() } else { made_place })
     }
 
+    /// Returns the address and strides of the operand.
     #[cfg(target_arch = "x86_64")]
-    pub(super) fn matrix(self, place: Place) -> Matrix<Start> {
-        // Offsets from the whole slice's start: with negative strides, elements come before the first one.
+    pub(super) fn matrix(self, place: MatrixLayout) -> Matrix<ElementPtr> {
+        // Offsets from the start of the whole slice: with negative strides, elements come before the first one.
         let start = match self {
-            Floats::F32(s) => Start::F32(s.as_ptr().wrapping_add(place.offset)),
-            Floats::F16(s) => Start::F16(s.as_ptr().wrapping_add(place.offset)),
-            Floats::BF16(s) => Start::BF16(s.as_ptr().wrapping_add(place.offset)),
+            Floats::F32(s) => ElementPtr::F32(s.as_ptr().wrapping_add(place.offset)),
+            Floats::F16(s) => ElementPtr::F16(s.as_ptr().wrapping_add(place.offset)),
+            Floats::BF16(s) => ElementPtr::BF16(s.as_ptr().wrapping_add(place.offset)),
         };
         Matrix { start, row: place.row, col: place.col }
     }
 }
 
-/// [`gemm`] of operands that are widened a tile at a time where they are halves.
-pub(super) fn in_tiles(
+/// Computes a product with [`gemm`](super::gemm), widening halves a tile at a time.
+pub(super) fn gemm_widened(
     (m, n, k): (usize, usize, usize),
-    (out, place): (&mut [f32], Place),
-    (a, place_a): (Floats, Place),
-    (b, place_b): (Floats, Place),
+    (out, place): (&mut [f32], MatrixLayout),
+    (a, place_a): (Floats, MatrixLayout),
+    (b, place_b): (Floats, MatrixLayout),
 ) -> Result<()> {
-    /// Elements of a tile.
+    /// The maximum number of elements of a widened tile.
     const TILE: usize = 1 << 18;
-    check((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+    check_layouts((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
     if k == 0 {
-        return gemm_onto((m, n, k), (out, place), (&[], place_a), (&[], place_b), false);
+        return gemm_accumulate((m, n, k), (out, place), (&[], place_a), (&[], place_b), false);
     }
     let (mut tile_a, mut tile_b) = (Vec::new(), Vec::new());
     let depth = k.min(TILE);
@@ -131,8 +133,8 @@ pub(super) fn in_tiles(
             for top in (0..m).step_by(height) {
                 let height = height.min(m - top);
                 let (a, place_a) = a.tile(place_a, (top, first), (height, depth), &mut tile_a);
-                let place = Place { offset: place.at(top, left), ..place };
-                gemm_onto((height, width, depth), (&mut *out, place), (a, place_a), (b, place_b), first > 0)?;
+                let place = MatrixLayout { offset: place.index_of(top, left), ..place };
+                gemm_accumulate((height, width, depth), (&mut *out, place), (a, place_a), (b, place_b), first > 0)?;
             }
         }
     }

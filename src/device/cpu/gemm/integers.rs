@@ -1,25 +1,28 @@
-//! Products of integers on the host, of any strides. Sums wrap, so they have only as many bits as the result needs. Operands are
-//! widened tile by tile: scratch memory depends neither on their sizes nor on their strides.
+//! Products of integers on the host, for any strides. Sums wrap, so they need only as many bits as the result. Operands are widened
+//! tile by tile, so the size of the temporary memory does not depend on the operands.
 
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use pulp::{Arch, Simd, WithSimd};
 
-use super::{Place, Start, check, cut, each_piece};
+use super::{MatrixLayout, SharedPtr, check_layouts, for_each_piece, partition};
 use crate::Result;
 
-/// Rows or columns of the result up to which an operand is read in place, because laying it out would not pay.
-const FEW: usize = 7;
-/// Steps of k, and columns of the right matrix, that are laid out at a time: they stay in the second-level cache.
-const DEPTH: usize = 256;
-const WIDTH: usize = 256;
-/// Steps of k of a dot product at a time, and the fewest for which one is faster than laying out.
-const DOT: usize = 4096;
-const SHORTEST_DOT: usize = 32;
+/// The maximum number of rows or columns of the result up to which an operand is read in place, because packing would cost more.
+const IN_PLACE_MAX_ROWS: usize = 7;
+/// The number of steps of k that are packed at a time: the packed part stays in the L2 cache.
+const PACKED_STEPS: usize = 256;
+/// The number of columns of the right matrix that are packed at a time.
+const PACKED_COLUMNS: usize = 256;
+/// The number of steps of k of a dot product at a time.
+const DOT_STEPS: usize = 4096;
+/// The minimum number of steps of k for which a dot product is faster than packing.
+const DOT_MIN_STEPS: usize = 32;
 
 /// The type in which products are added.
 pub(crate) trait Sum: Pod + Send + Sync + Widen<Self> {
+    /// Returns `self + x * y`, wrapping.
     fn add_product(self, x: Self, y: Self) -> Self;
     fn plus(self, other: Self) -> Self;
 }
@@ -29,10 +32,11 @@ pub(crate) trait Widen<T>: Pod + Send + Sync {
     fn widen(self) -> T;
 }
 
-/// An element of a result, and the type that holds all bits of it which sums need.
+/// An element of a result, with the type of its sums, which has all of the result's bits.
 pub(crate) trait Integer: Pod + Send + Sync + Widen<Self::Sum> {
     type Sum: Sum;
-    fn of(sum: Self::Sum) -> Self;
+    /// Converts a sum by dropping its high bits.
+    fn from_sum(sum: Self::Sum) -> Self;
 }
 
 macro_rules! sums {
@@ -64,7 +68,7 @@ macro_rules! results {
         impl Integer for $t {
             type Sum = $sum;
             #[inline(always)]
-            fn of(sum: $sum) -> $t {
+            fn from_sum(sum: $sum) -> $t {
                 sum as $t
             }
         }
@@ -72,7 +76,7 @@ macro_rules! results {
 }
 results! { u8: u32; i32: u32; u32: u32; i64: i64; }
 
-/// Adds four rows, each times its factor.
+/// Adds four rows, each multiplied by its factor.
 struct AddRows<'a, E, T> {
     to: &'a mut [T],
     factors: [T; 4],
@@ -94,6 +98,7 @@ impl<E: Widen<T>, T: Sum> WithSimd for AddRows<'_, E, T> {
     }
 }
 
+/// A dot product.
 struct Dot<'a, E, T> {
     x: &'a [E],
     y: &'a [T],
@@ -108,28 +113,29 @@ impl<E: Widen<T>, T: Sum> WithSimd for Dot<'_, E, T> {
     }
 }
 
-/// `out = a b`, wrapping, for `m` x `k` and `k` x `n` matrices, one product after another: their a, b and results are at `places`.
+/// Computes `out = a b`, wrapping, for `m` x `k` and `k` x `n` matrices, one product after another; `places` has the layouts of a, b
+/// and the result of each.
 ///
 /// # Errors
-/// As [`gemm`](super::gemm).
+/// The errors of [`gemm`](super::gemm).
 pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
     (m, n, k): (usize, usize, usize),
     out: &mut [D],
     a: &[E],
     b: &[E],
-    places: impl Iterator<Item = [Place; 3]>,
+    places: impl Iterator<Item = [MatrixLayout; 3]>,
 ) -> Result<()> {
     for [place_a, place_b, place] in places {
-        check((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-        let to = Start(out.as_mut_ptr());
+        check_layouts((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+        let to = SharedPtr(out.as_mut_ptr());
         let product = |(m, n), a, b, place| {
-            each_piece((m, n), cut((m, n, k), m, |_| n), |rows, columns| {
-                // SAFETY: the result lies in its slice (`check`, above), which is borrowed exclusively through the call. Its
+            for_each_piece((m, n), partition((m, n, k), m, |_| n), |rows, columns| {
+                // SAFETY: the result is in its slice (`check_layouts`, above), which is borrowed exclusively through the call. Its
                 // elements are distinct, and pieces have none in common.
                 unsafe { piece((rows, columns), k, (&to, place), a, b) };
             });
         };
-        match n <= FEW && n < m {
+        match n <= IN_PLACE_MAX_ROWS && n < m {
             true => product((n, m), (b, place_b.transposed()), (a, place_a.transposed()), place.transposed()),
             false => product((m, n), (a, place_a), (b, place_b), place),
         }
@@ -137,7 +143,7 @@ pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
     Ok(())
 }
 
-/// Widens as many elements as `to` has, `stride` apart.
+/// Widens elements from `start` on, `stride` apart, to fill `to`.
 fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
     if to.is_empty() {
         return;
@@ -154,30 +160,30 @@ fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
 /// Computes the elements of some rows and columns.
 ///
 /// # Safety
-/// These elements belong to the result, and no other thread uses them.
+/// The elements belong to the result, and no other thread accesses them.
 unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
     (rows, columns): (Range<usize>, Range<usize>),
     k: usize,
-    (out, place): (&Start<D>, Place),
-    (a, place_a): (&[E], Place),
-    (b, place_b): (&[E], Place),
+    (out, place): (&SharedPtr<D>, MatrixLayout),
+    (a, place_a): (&[E], MatrixLayout),
+    (b, place_b): (&[E], MatrixLayout),
 ) {
-    let few = rows.len() <= FEW;
-    let element = |i: usize, j: usize| out.0.wrapping_add(place.at(i, j));
-    if few && place_b.row == 1 && k >= SHORTEST_DOT {
-        let mut left = vec![D::Sum::zeroed(); rows.len() * k.min(DOT)];
-        for first in (0..k).step_by(DOT) {
-            let depth = DOT.min(k - first);
+    let few = rows.len() <= IN_PLACE_MAX_ROWS;
+    let element = |i: usize, j: usize| out.0.wrapping_add(place.index_of(i, j));
+    if few && place_b.row == 1 && k >= DOT_MIN_STEPS {
+        let mut left = vec![D::Sum::zeroed(); rows.len() * k.min(DOT_STEPS)];
+        for first in (0..k).step_by(DOT_STEPS) {
+            let depth = DOT_STEPS.min(k - first);
             let left = left[..rows.len() * depth].chunks_exact_mut(depth);
             for (row, i) in left.zip(rows.clone()) {
-                load(a, place_a.at(i, first), place_a.col, row);
+                load(a, place_a.index_of(i, first), place_a.col, row);
                 for j in columns.clone() {
-                    let x = &b[place_b.at(first, j)..][..depth];
+                    let x = &b[place_b.index_of(first, j)..][..depth];
                     let sum = Arch::new().dispatch(Dot { x, y: &*row });
                     // SAFETY: the caller's promise.
                     unsafe {
                         let before = if first > 0 { element(i, j).read().widen() } else { D::Sum::zeroed() };
-                        element(i, j).write(D::of(before.plus(sum)));
+                        element(i, j).write(D::from_sum(before.plus(sum)));
                     }
                 }
             }
@@ -185,20 +191,20 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
         return;
     }
     let in_place = few && place_b.col == 1;
-    let width = WIDTH.min(columns.len());
-    let mut right = vec![D::Sum::zeroed(); if in_place { 0 } else { k.min(DEPTH) * width }];
-    let (mut left, mut sums) = (vec![D::Sum::zeroed(); k.min(DEPTH)], vec![D::Sum::zeroed(); width]);
-    for start in columns.clone().step_by(WIDTH) {
-        let sums = &mut sums[..WIDTH.min(columns.end - start)];
+    let width = PACKED_COLUMNS.min(columns.len());
+    let mut right = vec![D::Sum::zeroed(); if in_place { 0 } else { k.min(PACKED_STEPS) * width }];
+    let (mut left, mut sums) = (vec![D::Sum::zeroed(); k.min(PACKED_STEPS)], vec![D::Sum::zeroed(); width]);
+    for start in columns.clone().step_by(PACKED_COLUMNS) {
+        let sums = &mut sums[..PACKED_COLUMNS.min(columns.end - start)];
         let width = sums.len();
-        for first in (0..k.max(1)).step_by(DEPTH) {
-            let depth = DEPTH.min(k - first);
+        for first in (0..k.max(1)).step_by(PACKED_STEPS) {
+            let depth = PACKED_STEPS.min(k - first);
             if !in_place {
-                lay_out(b, place_b, (first, start), (depth, width), &mut right);
+                pack_widened(b, place_b, (first, start), (depth, width), &mut right);
             }
             for i in rows.clone() {
                 let left = &mut left[..depth];
-                load(a, place_a.at(i, first), place_a.col, left);
+                load(a, place_a.index_of(i, first), place_a.col, left);
                 // SAFETY: the caller's promise.
                 unsafe {
                     sums.iter_mut().enumerate().for_each(|(j, sum)| {
@@ -210,7 +216,7 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
                     four[..=last].copy_from_slice(factors);
                     let steps = [0, 1, 2, 3].map(|s: usize| 4 * step + s.min(last));
                     if in_place {
-                        let rows = steps.map(|s| &b[place_b.at(first + s, start)..][..width]);
+                        let rows = steps.map(|s| &b[place_b.index_of(first + s, start)..][..width]);
                         Arch::new().dispatch(AddRows { to: &mut *sums, factors: four, rows });
                     } else {
                         let rows = steps.map(|s| &right[s * width..][..width]);
@@ -219,24 +225,30 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
                 }
                 for (j, sum) in sums.iter().enumerate() {
                     // SAFETY: the caller's promise.
-                    unsafe { element(i, start + j).write(D::of(*sum)) };
+                    unsafe { element(i, start + j).write(D::from_sum(*sum)) };
                 }
             }
         }
     }
 }
 
-/// Writes `size` elements from `first` on, row by row and widened.
-fn lay_out<E: Widen<T>, T: Copy>(b: &[E], place: Place, first: (usize, usize), size: (usize, usize), to: &mut [T]) {
+/// Packs `size` elements from `first` on, row by row and widened.
+fn pack_widened<E: Widen<T>, T: Copy>(
+    b: &[E],
+    place: MatrixLayout,
+    first: (usize, usize),
+    size: (usize, usize),
+    to: &mut [T],
+) {
     let ((top, left), (depth, width)) = (first, size);
     if place.row.unsigned_abs() < place.col.unsigned_abs() {
         for j in 0..width {
             for p in 0..depth {
-                to[p * width + j] = b[place.at(top + p, left + j)].widen();
+                to[p * width + j] = b[place.index_of(top + p, left + j)].widen();
             }
         }
     } else {
         let rows = to[..depth * width].chunks_exact_mut(width);
-        rows.enumerate().for_each(|(p, row)| load(b, place.at(top + p, left), place.col, row));
+        rows.enumerate().for_each(|(p, row)| load(b, place.index_of(top + p, left), place.col, row));
     }
 }

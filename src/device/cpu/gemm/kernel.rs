@@ -1,80 +1,88 @@
-//! The inner loop of f32 and bf16 products: a tile of the result, kept in vector registers while the sums are made.
+//! The inner loop of f32 and bf16 products: a tile of the result, whose sums stay in vector registers.
 //!
 //! A tile is [`Kernels::rows`] rows and two vectors of columns, as much as the registers hold beside the operands, so that
-//! the multipliers never wait for loads. What is left over at the edges has kernels with fewer rows or one vector.
+//! the multipliers never wait for loads. Tiles at the edges have kernels with fewer rows or one vector.
 //!
-//! Where the processor multiplies pairs of bf16, twice as many a cycle as f32, a panel of these has a pair of neighbours along k
-//! where others have an f32, and all else is the same.
+//! Some processors multiply pairs of bf16, twice as many per cycle as f32. Their panels have a pair of neighbours along k instead
+//! of an f32, and are otherwise equal.
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::sync::OnceLock;
 
-use super::{Finish, amx};
+use super::{KernelEpilogue, amx};
 
-/// A tile's operands and where it goes.
+/// The operands and the destination of a tile.
 pub(super) struct Tile {
-    /// Steps: how many products, or pairs of them, every sum has; so many times, of the left and the right matrix `a_jump` and `b_jump`
-    /// bytes behind the last step of the time before.
+    /// The number of steps in a repetition: each adds a product, or a pair of products, to every sum.
     pub(super) k: usize,
+    /// The number of repetitions of `k` steps.
     pub(super) times: usize,
+    /// The distance from the end of a repetition's steps to the next repetition in the left matrix, in bytes.
     pub(super) a_jump: isize,
+    /// The distance from the end of a repetition's steps to the next repetition in the right matrix, in bytes.
     pub(super) b_jump: isize,
-    /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` bytes apart in memory.
+    /// A panel, step after step with an element of each row. Or, for [direct](Kernels::tile) kernels, rows `a_row` bytes apart.
     pub(super) a: *const f32,
+    /// The distance of rows in bytes, for direct kernels.
     pub(super) a_row: isize,
-    /// The vectors of a step, and how many bytes further those of the next are: a panel, or in place.
+    /// The vectors of the first step: in a panel, or in place.
     pub(super) b: *const f32,
+    /// The distance of steps in bytes.
     pub(super) b_step: isize,
-    /// Where the first element goes, and how far rows and columns are apart there.
+    /// The first element of the tile in the result.
     pub(super) out: *mut f32,
+    /// The distance of rows in the result, in elements.
     pub(super) row: isize,
+    /// The distance of columns in the result, in elements.
     pub(super) col: isize,
-    /// Columns that the result has, at most those of the vectors.
+    /// The number of columns to write, at most those of the vectors.
     pub(super) columns: usize,
-    /// Whether the sums are added to what the result holds.
+    /// True if the sums are added to the result's elements.
     pub(super) accumulate: bool,
-    /// Of the tile's first row or element.
-    pub(super) finish: Finish<*const f32>,
+    /// The epilogue, with its operand at the tile's first column or element.
+    pub(super) finish: KernelEpilogue<*const f32>,
 }
 
-/// `y`, or 0 where `x` is at most 0.
-fn where_above(y: f32, x: f32) -> f32 {
+/// Returns `y`, or 0 if `x` is at most 0.
+fn keep_where_positive(y: f32, x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { y }
 }
 
-/// Computes a tile.
+/// A kernel, which computes a tile.
 ///
 /// # Safety
-/// The panels, of the kernel's rows and vectors, and what there is of a tile's size to finish it with are in memory that nobody writes
-/// to; the rows and columns of the result are in memory that nobody else uses, one apart in a row unless nothing finishes it. The processor has the kernel's instructions.
-pub(super) type Function = unsafe fn(&Tile);
+/// The panels, for the kernel's rows and vectors, and the epilogue's operand, for the tile's size, are in memory to which no code
+/// writes. The tile's elements of the result are in memory that no other code accesses; with an epilogue, columns are one element
+/// apart. The processor has the kernel's instructions.
+pub(super) type TileKernel = unsafe fn(&Tile);
 
 /// The kernels for one kind of processor.
 pub(super) struct Kernels {
-    /// Most rows of a tile.
+    /// The maximum number of rows of a tile.
     pub(super) rows: usize,
-    /// Elements of a vector.
+    /// The number of elements of a vector.
     pub(super) lanes: usize,
-    /// Whether a step is a pair of bf16.
+    /// True if a step is a pair of bf16.
     pub(super) pairs: bool,
-    /// A number of steps that all tiles have a multiple of; with more than one, panels of the left matrix have row after row.
+    /// The number of steps of a tile is a multiple of this. If it is above 1, panels of the left matrix have row after row.
     pub(super) step: usize,
-    tiles: &'static [[[Function; 2]; 2]],
+    /// The kernels, by rows - 1, by panel or direct rows, and by vectors - 1.
+    tiles: &'static [[[TileKernel; 2]; 2]],
 }
 
 impl Kernels {
-    /// The faster ones for bf16 of as many steps, where they are of pairs.
-    pub(super) fn of_pairs(k: usize) -> Option<&'static Kernels> {
+    /// Returns kernels for products of pairs with `k` elements along k, if they are faster than f32.
+    pub(super) fn for_pairs(k: usize) -> Option<&'static Kernels> {
         Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !amx::is_available()))
     }
 
-    /// Those of AMX, for `k` steps of bf16, where the processor has it.
+    /// Returns the AMX kernels for products of bf16 with `k` elements along k, if the processor has AMX and `k` is a suitable multiple.
     pub(super) fn amx(k: usize) -> Option<&'static Kernels> {
-        (k > 0 && k.is_multiple_of(2 * amx::STEP) && amx::is_available()).then_some(&AMX)
+        (k > 0 && k.is_multiple_of(2 * amx::PAIRS_PER_ROW) && amx::is_available()).then_some(&AMX)
     }
 
-    /// Those of f32 and of pairs for this processor, where it has any. Where it has AMX its pairs are slower than f32.
+    /// Returns the kernels of f32 or of `pairs` for this processor, if it has them. With AMX, kernels of pairs are slower than f32.
     pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
         static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
         let kernels = KERNELS.get_or_init(|| {
@@ -87,28 +95,30 @@ impl Kernels {
         kernels[usize::from(pairs)]
     }
 
-    /// The kernel of tiles of `rows` rows and `vectors` vectors, 1 or 2; `direct` where rows of a are read in place.
-    pub(super) fn tile(&self, rows: usize, vectors: usize, direct: bool) -> Function {
+    /// Returns the kernel for tiles of `rows` rows and `vectors` vectors, 1 or 2. `direct` kernels read rows of a in place.
+    pub(super) fn tile(&self, rows: usize, vectors: usize, direct: bool) -> TileKernel {
         self.tiles[rows - 1][usize::from(direct)][vectors - 1]
     }
 }
 
-/// A vector register's worth of f32, or of pairs of bf16 where it is loaded for [`add_product`](Vector::add_product).
+/// A vector register of f32, or of pairs of bf16 as operands of [`add_product`](Vector::add_product).
 ///
 /// # Safety
-/// Of all methods: the processor has the instructions, and there are [`LANES`](Vector::LANES) elements at the pointer, one
-/// for `splat`.
+/// For all methods: the processor has the instructions, and there are [`LANES`](Vector::LANES) elements at the pointer, or one
+/// element for `splat`.
 pub(super) trait Vector: Copy {
+    /// The number of elements.
     const LANES: usize;
     unsafe fn zero() -> Self;
     unsafe fn load(at: *const f32) -> Self;
+    /// Loads one element into all lanes.
     unsafe fn splat(at: *const f32) -> Self;
     unsafe fn store(self, at: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
-    /// Itself, or 0 where `x` is at most 0.
-    unsafe fn where_above(self, x: Self) -> Self;
-    /// `self + x * y`; of pairs, plus both products.
+    /// Returns `self`, or 0 in the lanes where `x` is at most 0.
+    unsafe fn keep_where_positive(self, x: Self) -> Self;
+    /// Returns `self + x * y`; for pairs, `self` plus both products.
     unsafe fn add_product(self, x: Self, y: Self) -> Self;
 }
 
@@ -131,7 +141,7 @@ macro_rules! vector {
             }
             #[inline(always)]
             unsafe fn splat(at: *const f32) -> Self {
-                // SAFETY: the caller's promise. Pairs that are read in place may lie anywhere.
+                // SAFETY: the caller's promise. Pairs that are read in place may be unaligned.
                 $name(unsafe { $set1(at.read_unaligned()) })
             }
             #[inline(always)]
@@ -150,7 +160,7 @@ macro_rules! vector {
                 $name(unsafe { $mul(self.0, other.0) })
             }
             #[inline(always)]
-            unsafe fn where_above(self, x: Self) -> Self {
+            unsafe fn keep_where_positive(self, x: Self) -> Self {
                 // SAFETY: the caller's promise.
                 $name(unsafe { $where_above(self.0, x.0) })
             }
@@ -163,49 +173,55 @@ macro_rules! vector {
     };
 }
 
+/// Adds the products of pairs to `sum`.
+///
 /// # Safety
 /// The processor has AVX512-BF16.
 #[inline(always)]
 unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
-    // SAFETY: the caller's promise; both types are 64 bytes, whatever is in them.
+    // SAFETY: the caller's promise; both types are 64 bytes, for which any bits are valid.
     unsafe { _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)) }
 }
 
+/// Returns `y`, or 0 in the lanes where `x` is at most 0.
+///
 /// # Safety
 /// The processor has AVX.
 #[inline(always)]
-unsafe fn above_8(y: __m256, x: __m256) -> __m256 {
+unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
     // SAFETY: the caller's promise.
     unsafe { _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y) }
 }
 
+/// Returns `y`, or 0 in the lanes where `x` is at most 0.
+///
 /// # Safety
 /// The processor has AVX-512.
 #[inline(always)]
-unsafe fn above_16(y: __m512, x: __m512) -> __m512 {
+unsafe fn keep_where_positive_16(y: __m512, x: __m512) -> __m512 {
     // SAFETY: the caller's promise.
     unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y) }
 }
 
-vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps above_8 _mm256_fmadd_ps);
-vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps above_16 _mm512_fmadd_ps);
-vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps above_16 add_pairs);
+vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps keep_where_positive_8 _mm256_fmadd_ps);
+vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps keep_where_positive_16 _mm512_fmadd_ps);
+vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps keep_where_positive_16 add_pairs);
 
-/// The widest tile's columns.
-const WIDEST: usize = 32;
+/// The number of columns of the widest tile.
+const MAX_TILE_COLUMNS: usize = 32;
 
-/// Steps of the right matrix that are fetched ahead where the left one is laid out: rows that are read in place are pages apart, which
-/// the processor does not foresee. Beside rows of the left one in place it gained nothing.
-const AHEAD: isize = 32;
+/// The prefetch distance in the right matrix, in steps, for panels of the left matrix. Rows read in place are pages apart, which the
+/// hardware does not prefetch. If rows of the left matrix are read in place as well, prefetching gained nothing.
+const PREFETCH_STEPS: isize = 32;
 
-/// Steps after which a tile's sums are added to its totals. One f32 sum of all steps has an error that grows with the root of their number;
-/// at 128 steps the error is at most that of PyTorch's products, and the additions are 1 of 128.
+/// The number of steps after which the sums of a tile are added to its totals. The error of one long f32 sum grows with the root of the
+/// number of steps. At 128 steps it is at most the error of PyTorch's products.
 const SUM_STEPS: usize = 128;
 
-/// `R` rows and `N` vectors. Only ever inlined into functions that are compiled for V.
+/// Computes a tile of `R` rows and `N` vectors. Must be inlined into functions compiled for V's instructions.
 ///
 /// # Safety
-/// As [`Function`].
+/// As [`TileKernel`].
 #[inline(always)]
 unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
     const ELEMENT: isize = size_of::<f32>() as isize;
@@ -213,7 +229,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
     // SAFETY: the caller's promise covers every element that is read and written below.
     unsafe {
         let (mut sums, mut totals, mut steps) = ([[V::zero(); N]; R], None, 0);
-        let (mut a, mut b, ahead) = (t.a, t.b, AHEAD * t.b_step);
+        let (mut a, mut b, ahead) = (t.a, t.b, PREFETCH_STEPS * t.b_step);
         for _ in 0..t.times {
             let mut left = t.k;
             while left > 0 {
@@ -239,7 +255,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                         }
                     }
                     a = a.add(step);
-                    b = b.wrapping_byte_offset(t.b_step); // after the last one it is nowhere
+                    b = b.wrapping_byte_offset(t.b_step); // outside the matrix after the last step
                 }
                 (left, steps) = (left - most, steps + most);
             }
@@ -253,7 +269,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
     }
 }
 
-/// Returns a tile's totals with its sums since the last addition.
+/// Returns the sum of the totals of a tile and its sums since the last addition.
 ///
 /// # Safety
 /// The processor has the instructions of V.
@@ -272,14 +288,14 @@ unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
     sums
 }
 
-/// Writes the sums of row `i` of a tile, finished.
+/// Applies the epilogue to the sums of row `i` of a tile, and writes them.
 ///
 /// # Safety
-/// As [`Function`].
+/// As [`TileKernel`].
 #[inline(always)]
 pub(super) unsafe fn write<V: Vector, const N: usize>(t: &Tile, i: usize, sums: [V; N]) {
-    // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `WIDEST` elements,
-    // no fewer than N vectors.
+    // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `MAX_TILE_COLUMNS` elements,
+    // at least N vectors.
     unsafe {
         let out = t.out.offset(i as isize * t.row);
         if t.col == 1 && t.columns == N * V::LANES {
@@ -287,22 +303,22 @@ pub(super) unsafe fn write<V: Vector, const N: usize>(t: &Tile, i: usize, sums: 
                 let out = out.add(j * V::LANES);
                 let sum = if t.accumulate { sum.add(V::load(out)) } else { sum };
                 let sum = match t.finish {
-                    Finish::Nothing => sum,
-                    Finish::Add(row) => sum.add(V::load(row.add(j * V::LANES))),
-                    Finish::AddRelu(row) => {
+                    KernelEpilogue::Nothing => sum,
+                    KernelEpilogue::Add(row) => sum.add(V::load(row.add(j * V::LANES))),
+                    KernelEpilogue::AddRelu(row) => {
                         let sum = sum.add(V::load(row.add(j * V::LANES)));
-                        sum.where_above(sum)
+                        sum.keep_where_positive(sum)
                     }
-                    Finish::ReluGrad(x) => {
+                    KernelEpilogue::ReluGrad(x) => {
                         let x = V::load(x.offset(i as isize * t.row).add(j * V::LANES));
-                        sum.mul(V::splat(&1.0).where_above(x))
+                        sum.mul(V::splat(&1.0).keep_where_positive(x))
                     }
                 };
                 sum.store(out);
             }
             return;
         }
-        let mut buffer = [0f32; WIDEST];
+        let mut buffer = [0f32; MAX_TILE_COLUMNS];
         for (j, sum) in sums.into_iter().enumerate() {
             sum.store(buffer.as_mut_ptr().add(j * V::LANES));
         }
@@ -310,13 +326,13 @@ pub(super) unsafe fn write<V: Vector, const N: usize>(t: &Tile, i: usize, sums: 
             let out = out.offset(j as isize * t.col);
             let sum = if t.accumulate { *out + sum } else { *sum };
             *out = match t.finish {
-                Finish::Nothing => sum,
-                Finish::Add(row) => sum + *row.add(j),
-                Finish::AddRelu(row) => {
+                KernelEpilogue::Nothing => sum,
+                KernelEpilogue::Add(row) => sum + *row.add(j),
+                KernelEpilogue::AddRelu(row) => {
                     let sum = sum + *row.add(j);
-                    where_above(sum, sum)
+                    keep_where_positive(sum, sum)
                 }
-                Finish::ReluGrad(x) => sum * where_above(1.0, *x.offset(i as isize * t.row).add(j)),
+                KernelEpilogue::ReluGrad(x) => sum * keep_where_positive(1.0, *x.offset(i as isize * t.row).add(j)),
             };
         }
     }
@@ -326,9 +342,9 @@ macro_rules! kernels {
     ($name:ident, $feature:literal, $type:ty, $pairs:literal: $($rows:literal)*) => {
         static $name: Kernels = {
             /// # Safety
-            /// As [`Function`].
+            /// As [`TileKernel`].
             #[target_feature(enable = $feature)]
-            unsafe fn of<const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
+            unsafe fn kernel<const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
                 // SAFETY: the caller's promise.
                 unsafe { tile::<$type, R, N, DIRECT>(t) }
             }
@@ -337,13 +353,13 @@ macro_rules! kernels {
                 lanes: <$type>::LANES,
                 pairs: $pairs,
                 step: 1,
-                tiles: &[$([[of::<$rows, 1, false>, of::<$rows, 2, false>], [of::<$rows, 1, true>, of::<$rows, 2, true>]]),*],
+                tiles: &[$([[kernel::<$rows, 1, false>, kernel::<$rows, 2, false>], [kernel::<$rows, 1, true>, kernel::<$rows, 2, true>]]),*],
             }
         };
     };
 }
 
-// 12 of 16 registers, and 24 of 32, are sums.
+// The sums use 12 of 16 registers, and 24 of 32.
 kernels!(AVX2, "avx2,fma", V8, false: 1 2 3 4 5 6);
 kernels!(AVX512, "avx512f", V16, false: 1 2 3 4 5 6 7 8 9 10 11 12);
 kernels!(PAIRS, "avx512f,avx512bf16", V16Pairs, true: 1 2 3 4 5 6 7 8 9 10 11 12);
@@ -354,7 +370,7 @@ macro_rules! amx_kernels {
             rows: [$($rows),*].len(),
             lanes: V16::LANES,
             pairs: true,
-            step: amx::STEP,
+            step: amx::PAIRS_PER_ROW,
             tiles: &[$([[amx::tile::<$rows, 1>, amx::tile::<$rows, 2>], [amx::tile::<$rows, 1>, amx::tile::<$rows, 2>]]),*],
         };
     };

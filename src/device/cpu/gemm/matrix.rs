@@ -1,28 +1,30 @@
-//! The matrices of a product, and whether kernels read them where they lie.
+//! The matrices of a product, and whether kernels read them in place.
 
 use half::{bf16, f16};
 
 use super::kernel::Kernels;
 
-/// Rows of the right matrix that lie in one piece are read in place for up to so many rows of the result, because to lay them out
-/// costs more than these gain, and where it has at most so many elements: then it stays in the second-level cache.
-const FEW: usize = 256;
-const SMALL: usize = 1 << 16;
-/// Not where rows are as far apart as this, or so many elements or a multiple: they displace one another in the caches.
-const FAR: usize = 4096;
-const SAME_PLACE: usize = 1024;
+/// The maximum number of rows of the result up to which contiguous rows of the right matrix are read in place: packing them costs
+/// more than it gains.
+const IN_PLACE_MAX_ROWS: usize = 256;
+/// The maximum number of elements of the right matrix up to which it is read in place at any size: it stays in the L2 cache.
+const IN_PLACE_MAX_ELEMENTS: usize = 1 << 16;
+/// The row stride, in elements, from which on the right matrix is packed.
+const IN_PLACE_MAX_STRIDE: usize = 4096;
+/// Row strides that are multiples of this are packed as well, because the rows would evict each other from the caches.
+const CACHE_ALIASING_STRIDE: usize = 1024;
 
-/// The first element of an operand.
+/// The first element of an operand, by type.
 #[derive(Clone, Copy)]
-pub(super) enum Start {
+pub(super) enum ElementPtr {
     F32(*const f32),
     F16(*const f16),
     BF16(*const bf16),
-    /// Two steps of k at a time, of so many of k.
+    /// Pairs of bf16 as steps, and the number of elements along k.
     Pairs(*const bf16, usize),
 }
 
-/// An operand: element (i, j) at `start + i * row + j * col`.
+/// An operand: element (i, j) is at `start + i * row + j * col`.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<T> {
     pub(super) start: T,
@@ -36,39 +38,38 @@ impl<T> Matrix<T> {
     }
 }
 
-impl Matrix<Start> {
-    /// The first element, and how many bytes rows are apart, where kernels read rows as they are.
-    pub(super) fn in_place(self) -> Option<(*const f32, isize)> {
+impl Matrix<ElementPtr> {
+    /// Returns the first element and the distance of rows in bytes, if kernels read rows of this left matrix in place.
+    pub(super) fn left_in_place(self) -> Option<(*const f32, isize)> {
         let rows = |element: usize| self.row * element as isize;
         match self.start {
-            Start::F32(start) if self.col == 1 => Some((start, rows(size_of::<f32>()))),
-            Start::Pairs(start, k) if self.col == 1 && k % 2 == 0 => Some((start.cast(), rows(size_of::<bf16>()))),
+            ElementPtr::F32(start) if self.col == 1 => Some((start, rows(size_of::<f32>()))),
+            ElementPtr::Pairs(start, k) if self.col == 1 && k % 2 == 0 => Some((start.cast(), rows(size_of::<bf16>()))),
             _ => None,
         }
     }
 
-    /// The first element, and how many bytes rows are apart, where this is the right matrix of an `m` x `n` result and kernels
-    /// read it as it is.
+    /// Returns the first element and the distance of rows in bytes, if kernels read this right matrix of an `m` x `n` result in place.
     pub(super) fn right_in_place(
         self,
         kernels: &Kernels,
         (m, n, k): (usize, usize, usize),
     ) -> Option<(*const f32, isize)> {
         let stride = self.row.unsigned_abs();
-        let near = stride < FAR && !stride.is_multiple_of(SAME_PLACE);
-        let worth_it = (m <= FEW || n * k <= SMALL) && n.is_multiple_of(kernels.lanes);
+        let near = stride < IN_PLACE_MAX_STRIDE && !stride.is_multiple_of(CACHE_ALIASING_STRIDE);
+        let is_small = (m <= IN_PLACE_MAX_ROWS || n * k <= IN_PLACE_MAX_ELEMENTS) && n.is_multiple_of(kernels.lanes);
         match self.start {
-            Start::F32(start) if self.col == 1 && near && worth_it => {
+            ElementPtr::F32(start) if self.col == 1 && near && is_small => {
                 Some((start, self.row * size_of::<f32>() as isize))
             }
             _ => None,
         }
     }
 
-    /// The same in pairs of steps.
-    pub(super) fn in_pairs(self, k: usize) -> Matrix<Start> {
+    /// Returns the matrix with pairs of bf16 as steps.
+    pub(super) fn in_pairs(self, k: usize) -> Matrix<ElementPtr> {
         match self.start {
-            Start::BF16(start) => Matrix { start: Start::Pairs(start, k), ..self },
+            ElementPtr::BF16(start) => Matrix { start: ElementPtr::Pairs(start, k), ..self },
             _ => self,
         }
     }

@@ -1,51 +1,57 @@
-//! Panels: a few neighbouring rows of the left matrix, or columns of the right one, laid out in the order in which
-//! the kernels read them, so that a product's inner loop walks straight through memory. Halves become f32 on the way, or
-//! [pairs](Pairs) of bf16 are laid out where the kernels multiply these.
+//! Packing into panels: a few adjacent rows of the left matrix, or columns of the right matrix, in the order in which the kernels
+//! read them, so that a product's inner loop reads memory sequentially. Halves become f32, or [pairs](Pairs) of bf16 for kernels
+//! of pairs.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-/// Where a panel comes from: element (lane, step) of the matrix at `start + lane * across + step * along`.
+/// The source of a panel: element (lane, step) is at `start + lane * across + step * along`.
 #[derive(Clone, Copy)]
-pub(super) struct From<S> {
+pub(super) struct PanelSource<S> {
     pub(super) start: *const S,
     pub(super) across: isize,
     pub(super) along: isize,
 }
 
-/// Neighbouring panels, `stride` elements from one to the next, and how many steps of each.
+/// The number of adjacent panels, their distance in elements, and the number of steps of each.
 #[derive(Clone, Copy)]
-pub(super) struct Copies {
+pub(super) struct PanelCopies {
     pub(super) panels: usize,
     pub(super) stride: usize,
     pub(super) steps: usize,
 }
 
-/// Elements behind a panel that packing may write to and [`add_steps`] may read: a line, so that panels begin where lines do.
-pub(super) const SLACK: usize = 16;
+/// The elements after a panel that packing may write and [`sum_steps`] may read: a cache line, so that panels start at cache lines.
+pub(super) const PANEL_SLACK: usize = 16;
 
-/// Steps, or blocks of eight of them, that are fetched ahead: what is laid out was often written by another core just before.
-const AHEAD: usize = 8;
+/// The prefetch distance, in steps or in blocks of eight steps: the matrix was often written by another core just before.
+const PREFETCH_STEPS: usize = 8;
 
-/// Lays out panels of `width` lanes at `to`; lanes from `lanes` on are zero.
+/// Packs panels of `width` lanes at `to`; lanes from `lanes` on are zeros.
 ///
 /// # Safety
-/// The elements of the lanes and steps are there to be read; `to` has room for `steps * width` elements in each panel, which
-/// nobody else uses, and [`SLACK`] behind them unless lanes lie one after another; `width` is `lanes` or a multiple of 8,
-/// and `lanes` where there is more than one panel. The processor has AVX2 and F16C.
+/// The elements of the lanes and steps are readable. `to` has room for `steps * width` elements in each panel, and for [`PANEL_SLACK`]
+/// after them unless lanes are adjacent; no other code accesses this memory. `width` is `lanes` or a multiple of 8, and equals
+/// `lanes` if there is more than one panel. The processor has AVX2 and F16C.
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn pack<S: Source>(from: From<S::Element>, to: *mut f32, copies: Copies, lanes: usize, width: usize) {
+pub(super) unsafe fn pack<S: Source>(
+    from: PanelSource<S::Element>,
+    to: *mut f32,
+    copies: PanelCopies,
+    lanes: usize,
+    width: usize,
+) {
     macro_rules! row_by_row {
         ($($width:literal)*) => {
             match (from.across, lanes) {
                 // SAFETY: the caller's promise.
-                $((1, $width) if width == $width => unsafe { rows::<S, $width>(from, to, copies) },)*
+                $((1, $width) if width == $width => unsafe { pack_adjacent::<S, $width>(from, to, copies) },)*
                 _ => {
                     for panel in 0..copies.panels {
                         let start = from.start.wrapping_offset((panel * lanes) as isize * from.across);
                         // SAFETY: the caller's promise.
-                        unsafe { one::<S>(From { start, ..from }, to.add(panel * copies.stride), copies.steps, lanes, width) };
+                        unsafe { pack_panel::<S>(PanelSource { start, ..from }, to.add(panel * copies.stride), copies.steps, lanes, width) };
                     }
                 }
             }
@@ -54,12 +60,12 @@ pub(super) unsafe fn pack<S: Source>(from: From<S::Element>, to: *mut f32, copie
     row_by_row!(1 2 3 4 5 6 7 8 9 10 11 12 16 32);
 }
 
-/// Lays out rows of pairs, `stride` elements apart at `to`.
+/// Packs rows of pairs, `stride` elements apart at `to`.
 ///
 /// # Safety
-/// The elements of the lanes and steps are there to be read; `to` has room for the rows, which nobody else uses. The processor has AVX2.
+/// The elements of the lanes and steps are readable; `to` has room for the rows, and no other code accesses it. The processor has AVX2.
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn pack_rows(from: From<bf16>, to: *mut f32, (rows, steps): (usize, usize), stride: usize) {
+pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, steps): (usize, usize), stride: usize) {
     let whole = if from.across == 1 { (rows / 8 * 8, steps / 8 * 8) } else { (0, 0) };
     // SAFETY: the caller's promise.
     unsafe {
@@ -68,7 +74,7 @@ pub(super) unsafe fn pack_rows(from: From<bf16>, to: *mut f32, (rows, steps): (u
         for (row, step) in (0..whole.0).step_by(8).flat_map(|row| (0..whole.1).step_by(8).map(move |step| (row, step)))
         {
             let block = std::array::from_fn(|i| Pairs::lanes(at(row, step + i), from.along));
-            for (i, row) in (row..).zip(turn(block)) {
+            for (i, row) in (row..).zip(transpose_8x8(block)) {
                 _mm256_storeu_ps(to.add(i * stride + step), row);
             }
         }
@@ -86,38 +92,41 @@ pub(super) unsafe fn pack_rows(from: From<bf16>, to: *mut f32, (rows, steps): (u
     }
 }
 
+/// Packs one panel whose lanes are not adjacent.
+///
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn one<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn pack_panel<S: Source>(from: PanelSource<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
     let whole = if from.along == 1 { steps / 8 * 8 } else { 0 };
-    // SAFETY: the caller's promise; whole blocks of 8 steps first, then the others, which lie behind them.
+    // SAFETY: the caller's promise; blocks of 8 steps are packed first, then the remaining steps, which follow them.
     unsafe {
-        transposed::<S>(from, to, whole, lanes, width);
-        let rest = From { start: from.start.wrapping_offset((whole * S::STEPS) as isize * from.along), ..from };
-        each::<S>(rest, to.add(whole * width), steps - whole, lanes, width);
+        pack_transposed::<S>(from, to, whole, lanes, width);
+        let rest = PanelSource { start: from.start.wrapping_offset((whole * S::STEPS) as isize * from.along), ..from };
+        pack_elements::<S>(rest, to.add(whole * width), steps - whole, lanes, width);
     }
 }
 
-/// What panels are made of.
+/// The conversion of elements into a panel's.
 ///
 /// # Safety
-/// Of all methods: there are as many elements at the pointers as they take, the next step's `along` further, and the processor has
-/// AVX2 and F16C.
+/// For all methods: the elements that they read are at the pointers, those of the next step `along` further, and the processor
+/// has AVX2 and F16C.
 pub(super) trait Source {
     type Element: Copy;
-    /// Steps of the matrix in one of the panel.
+    /// The number of the matrix's steps in a step of the panel.
     const STEPS: usize = 1;
+    /// Converts the element of one lane.
     unsafe fn one(at: *const Self::Element, along: isize) -> f32;
-    /// Of eight lanes, one after another.
+    /// Converts the elements of eight adjacent lanes.
     unsafe fn lanes(at: *const Self::Element, along: isize) -> __m256;
-    /// Of eight steps, one after another.
+    /// Converts the elements of eight adjacent steps.
     #[inline(always)]
     unsafe fn steps(at: *const Self::Element) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { Self::lanes(at, 1) }
     }
-    /// Of W lanes, one after another.
+    /// Converts the elements of W adjacent lanes.
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const Self::Element, along: isize, to: *mut f32) {
         let vectors = W / 8 * 8;
@@ -181,7 +190,7 @@ impl Source for bf16 {
     }
 }
 
-/// Two steps of bf16 in the bits of an f32, the first one in the lower half.
+/// Pairs of bf16 steps in the bits of an f32, the first step in the lower half.
 pub(super) struct Pairs;
 
 impl Source for Pairs {
@@ -190,13 +199,13 @@ impl Source for Pairs {
     #[inline(always)]
     unsafe fn one(at: *const bf16, along: isize) -> f32 {
         // SAFETY: the caller's promise.
-        let (first, second) = unsafe { (Half::one(at, along), bf16::one(at.offset(along), along)) };
+        let (first, second) = unsafe { (LastPair::one(at, along), bf16::one(at.offset(along), along)) };
         f32::from_bits(first.to_bits() | second.to_bits())
     }
     #[inline(always)]
     unsafe fn lanes(at: *const bf16, along: isize) -> __m256 {
         // SAFETY: the caller's promise.
-        unsafe { _mm256_or_ps(Half::lanes(at, along), bf16::lanes(at.offset(along), along)) }
+        unsafe { _mm256_or_ps(LastPair::lanes(at, along), bf16::lanes(at.offset(along), along)) }
     }
     #[inline(always)]
     unsafe fn steps(at: *const bf16) -> __m256 {
@@ -205,10 +214,10 @@ impl Source for Pairs {
     }
 }
 
-/// A pair of which the second one is zero: what an odd number of steps ends with.
-pub(super) struct Half;
+/// A pair whose second element is zero: the last pair of an odd number of steps.
+pub(super) struct LastPair;
 
-impl Source for Half {
+impl Source for LastPair {
     type Element = bf16;
     #[inline(always)]
     unsafe fn one(at: *const bf16, _: isize) -> f32 {
@@ -222,35 +231,37 @@ impl Source for Half {
     }
 }
 
-/// Lanes that lie one after another, over all panels.
+/// Packs adjacent lanes, step by step over all panels.
 ///
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn rows<S: Source, const W: usize>(from: From<S::Element>, to: *mut f32, copies: Copies) {
+unsafe fn pack_adjacent<S: Source, const W: usize>(from: PanelSource<S::Element>, to: *mut f32, copies: PanelCopies) {
     for p in 0..copies.steps {
         for panel in 0..copies.panels {
             // SAFETY: the caller's promise.
             unsafe {
                 let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
-                _mm_prefetch::<_MM_HINT_T0>(start.wrapping_offset((AHEAD * S::STEPS) as isize * from.along).cast());
+                _mm_prefetch::<_MM_HINT_T0>(
+                    start.wrapping_offset((PREFETCH_STEPS * S::STEPS) as isize * from.along).cast(),
+                );
                 S::row::<W>(start, from.along, to.add(panel * copies.stride + p * W));
             }
         }
     }
 }
 
-/// The sums over all steps of a panel of up to 16 lanes, written to `to` or added to what is there.
+/// Sums all steps of a panel of up to 16 lanes, and writes the sums to `to` or adds them.
 ///
 /// # Safety
-/// The panel, with [`SLACK`] behind it, and as many sums as lanes are there, which nobody else uses; the processor has AVX2.
+/// The panel, with [`PANEL_SLACK`] after it, and one sum per lane exist, and no other code accesses the sums; the processor has AVX2.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn add_steps(panel: *const f32, (steps, lanes): (usize, usize), to: *mut f32, accumulate: bool) {
-    // Steps that do not wait for one another. What is read behind a step's lanes is the next one's, and left out below.
+pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize), to: *mut f32, accumulate: bool) {
+    // The number of independent chains of additions. Elements read past a step's lanes belong to the next step, and are dropped below.
     const CHAINS: usize = 4;
     let mut sums = [[_mm256_setzero_ps(); 2]; CHAINS];
     let mut total = [0f32; 16];
-    // SAFETY: the caller's promise: 16 elements from a step of the panel on are in it or in what is behind it.
+    // SAFETY: the caller's promise: 16 elements from a step of the panel on are in the panel or in the slack after it.
     unsafe {
         let add = |p: usize, [low, high]: &mut [__m256; 2]| {
             let step = panel.add(p * lanes);
@@ -272,25 +283,31 @@ pub(super) unsafe fn add_steps(panel: *const f32, (steps, lanes): (usize, usize)
     }
 }
 
-/// Steps that lie one after another, `steps` a multiple of 8: blocks of 8 x 8, transposed in registers.
+/// Packs adjacent steps, `steps` a multiple of 8, by transposing blocks of 8 x 8 in registers.
 ///
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn transposed<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn pack_transposed<S: Source>(
+    from: PanelSource<S::Element>,
+    to: *mut f32,
+    steps: usize,
+    lanes: usize,
+    width: usize,
+) {
     for p in (0..steps).step_by(8) {
-        // From the last lanes on: what a block writes behind the width is the next step's first lanes, written after it.
+        // The last lanes come first: a block writes past the width into the next step's first lanes, which are written later.
         for first in (0..width).step_by(8).rev() {
-            // SAFETY: lanes below `lanes` are there; a block writes 8 elements from a place in the panel on, at most
-            // 7 past its end.
+            // SAFETY: lanes below `lanes` exist; a block writes 8 elements from a position in the panel on, at most 7 past
+            // the panel's end.
             unsafe {
                 let mut block = [_mm256_setzero_ps(); 8];
                 for (i, row) in block.iter_mut().enumerate().take(lanes.saturating_sub(first)) {
                     let start = from.start.offset((first + i) as isize * from.across).add(p * S::STEPS);
-                    _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(8 * AHEAD * S::STEPS).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(8 * PREFETCH_STEPS * S::STEPS).cast());
                     *row = S::steps(start);
                 }
-                for (i, step) in turn(block).into_iter().enumerate() {
+                for (i, step) in transpose_8x8(block).into_iter().enumerate() {
                     _mm256_storeu_ps(to.add((p + i) * width + first), step);
                 }
             }
@@ -298,9 +315,9 @@ unsafe fn transposed<S: Source>(from: From<S::Element>, to: *mut f32, steps: usi
     }
 }
 
-/// Columns as rows.
+/// Transposes 8 x 8 elements.
 #[target_feature(enable = "avx2")]
-fn turn(r: [__m256; 8]) -> [__m256; 8] {
+fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
     let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
     let (a2, a3) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
     let (b0, b1) = (_mm256_unpacklo_ps(r[4], r[5]), _mm256_unpackhi_ps(r[4], r[5]));
@@ -321,15 +338,21 @@ fn turn(r: [__m256; 8]) -> [__m256; 8] {
     ]
 }
 
-/// Any other panel.
+/// Packs a panel one element at a time.
 ///
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn each<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn pack_elements<S: Source>(
+    from: PanelSource<S::Element>,
+    to: *mut f32,
+    steps: usize,
+    lanes: usize,
+    width: usize,
+) {
     for p in 0..steps {
         for i in 0..width {
-            // SAFETY: the caller's promise, of lanes below `lanes`.
+            // SAFETY: the caller's promise, for lanes below `lanes`.
             unsafe {
                 let at = from.start.wrapping_offset(i as isize * from.across + (p * S::STEPS) as isize * from.along);
                 *to.add(p * width + i) = if i < lanes { S::one(at, from.along) } else { 0.0 };

@@ -1,31 +1,31 @@
-//! The exponential function, and the functions that are made of one.
+//! The exponential function, and functions based on it.
 //!
-//! Each is computed in two stages, and many elements go through the first before the second: the operations on one element wait for
-//! each other, and a processor looks ahead by so many of them. In a loop of half of them it finds twice as many elements
-//! to work on. Polynomials are in pairs for the same reason.
+//! Each function has two stages, and many elements pass the first stage before the second. The operations on one element depend on
+//! each other, and a processor's out-of-order window holds a fixed number of operations: with half as many operations per loop,
+//! it holds twice as many elements. Polynomials are evaluated in pairs of terms for the same reason.
 
-use super::{LN2_HI, LN2_LO, bounded, poly, reduce_exp};
+use super::{LN2_HI, LN2_LO, clamp_keeping_nan, poly, reduce_exp};
 
 /// A function computed in two stages.
 pub(crate) trait TwoStage {
-    /// What it is of: f32 or f64.
+    /// The type of argument and result: f32 or f64.
     type T: Copy + Default;
-    /// The bits of a whole number, in the low ones, as large as an element.
+    /// An unsigned integer of the same size, whose low bits hold an integer.
     type N: Copy + Default;
 
-    /// The power of two in the exponential, and the rest of its exponent.
+    /// The first stage: returns the power of two in the exponential, and the rest of its exponent.
     fn begin(x: Self::T) -> (Self::N, Self::T);
-    /// The function of x, for which [`begin`](TwoStage::begin) gave this.
+    /// The second stage: returns the function of x from the result of [`begin`](TwoStage::begin) for x.
     fn end(x: Self::T, begun: (Self::N, Self::T)) -> Self::T;
 
-    /// The function of x.
+    /// Returns the function of x.
     #[inline(always)]
-    fn of(x: Self::T) -> Self::T {
+    fn eval(x: Self::T) -> Self::T {
         Self::end(x, Self::begin(x))
     }
 }
 
-/// Defines a function by what it is of, the bits of its whole number, and its two stages.
+/// Defines a function by its type, the integer type of the same size, and its two stages.
 macro_rules! two_stage {
     ($(#[$doc:meta])* $name:ident: $T:ty, $N:ty; |$x:ident| $begin:expr, |$of:pat_param, $begun:pat_param| $end:expr) => {
         $(#[$doc])*
@@ -48,22 +48,23 @@ macro_rules! two_stage {
     };
 }
 
-/// Elements that go through the first half before the second: what that gives stays in the first-level cache.
-const LEN: usize = 128;
+/// The number of elements that pass the first stage before the second: the intermediate results stay in the L1 cache.
+const STAGE_LEN: usize = 128;
 
-/// What the first half gives, where vectors lie in one line of the cache each.
+/// The results of the first stage, aligned so that no vector crosses a cache line.
 #[repr(align(64))]
-struct Begun<H: TwoStage> {
-    ns: [H::N; LEN],
-    rs: [H::T; LEN],
+struct FirstStage<H: TwoStage> {
+    ns: [H::N; STAGE_LEN],
+    rs: [H::T; STAGE_LEN],
 }
 
-impl<H: TwoStage> Begun<H> {
+impl<H: TwoStage> FirstStage<H> {
     #[inline(always)]
-    fn new() -> Begun<H> {
-        Begun { ns: [H::N::default(); LEN], rs: [H::T::default(); LEN] }
+    fn new() -> FirstStage<H> {
+        FirstStage { ns: [H::N::default(); STAGE_LEN], rs: [H::T::default(); STAGE_LEN] }
     }
 
+    /// Computes the first stage of `map(x)` for each element x of `from`.
     #[inline(always)]
     fn begin(&mut self, from: &[H::T], map: impl Fn(H::T) -> H::T) {
         for ((n, r), x) in self.ns.iter_mut().zip(&mut self.rs).zip(from) {
@@ -71,43 +72,44 @@ impl<H: TwoStage> Begun<H> {
         }
     }
 
+    /// Returns the results of the first stage.
     #[inline(always)]
     fn stages(&self) -> impl Iterator<Item = (H::N, H::T)> {
         self.ns.iter().zip(&self.rs).map(|(n, r)| (*n, *r))
     }
 }
 
-/// The function of `map` of each element of `from`, into `to`.
+/// Writes the function of `map(x)` for each element x of `from` into `to`.
 #[inline(always)]
-pub(crate) fn each<H: TwoStage>(to: &mut [H::T], from: &[H::T], map: impl Fn(H::T) -> H::T) {
-    let mut begun = Begun::<H>::new();
-    for (to, from) in to.chunks_mut(LEN).zip(from.chunks(LEN)) {
+pub(crate) fn map_into<H: TwoStage>(to: &mut [H::T], from: &[H::T], map: impl Fn(H::T) -> H::T) {
+    let mut begun = FirstStage::<H>::new();
+    for (to, from) in to.chunks_mut(STAGE_LEN).zip(from.chunks(STAGE_LEN)) {
         begun.begin(from, &map);
         to.iter_mut().zip(from).zip(begun.stages()).for_each(|((y, x), half)| *y = H::end(map(*x), half));
     }
 }
 
-/// As [`each`], in place.
+/// Applies the function to `map(x)` for each element x, in place.
 #[inline(always)]
-pub(crate) fn in_place<H: TwoStage>(elements: &mut [H::T], map: impl Fn(H::T) -> H::T) {
-    let mut begun = Begun::<H>::new();
-    for part in elements.chunks_mut(LEN) {
+pub(crate) fn map_in_place<H: TwoStage>(elements: &mut [H::T], map: impl Fn(H::T) -> H::T) {
+    let mut begun = FirstStage::<H>::new();
+    for part in elements.chunks_mut(STAGE_LEN) {
         begun.begin(part, &map);
         part.iter_mut().zip(begun.stages()).for_each(|(x, half)| *x = H::end(map(*x), half));
     }
 }
 
-/// `e^x` of what [`reduce_exp`] gave for x.
+/// `e^x` from the result of [`reduce_exp`] for x.
 #[inline(always)]
 fn exp_end((n, r): (u32, f32)) -> f32 {
-    // 2^n as the product of two powers, for one would leave the range at both ends: their exponents add up to n + 254
+    // 2^n as a product of two powers, because one power could be out of range at both ends; their exponents add up to n + 254
     let half = n >> 1 << 23;
-    exp_rest(r) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
+    exp_reduced(r) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
 }
 
 /// `e^r`, |r| <= ln 2 / 2.
 #[inline(always)]
-fn exp_rest(r: f32) -> f32 {
+fn exp_reduced(r: f32) -> f32 {
     const C: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
     let z = r * r;
     let p = (C[0] + C[1] * r) + z * ((C[2] + C[3] * r) + z * C[4]);
@@ -117,15 +119,15 @@ fn exp_rest(r: f32) -> f32 {
 two_stage! {
     /// `e^x`
     Exp: f32, u32;
-    |x| reduce_exp(bounded(x, -105.0, 89.0)),
+    |x| reduce_exp(clamp_keeping_nan(x, -105.0, 89.0)),
     |_, begun| exp_end(begun)
 }
 
 two_stage! {
-    /// `e^x` in f64: within a unit in the last place.
+    /// `e^x` in f64, within a unit in the last place.
     Exp64: f64, u64;
     |x| {
-        const ROUND: f64 = 6_755_399_441_055_744.0 + 2046.0; // 1.5 * 2^52, and twice what the exponent of 1 is
+        const ROUND: f64 = 6_755_399_441_055_744.0 + 2046.0; // 1.5 * 2^52, plus twice the exponent bias
         const LN2_HI: f64 = 0.693_147_180_559_663; // 42 bits
         const LN2_LO: f64 = 2.823_529_056_303_157_7e-13;
         let x = if x < -746.0 { -746.0 } else { x };
@@ -156,18 +158,19 @@ two_stage! {
     }
 }
 
-/// As `ROUND`, with what the exponent of 1 is, once; and with that of a half.
+/// Like [`ROUND`](super::ROUND), but adds 127 once: the biased exponent of 1.
 const ONE: f32 = 12_582_912.0 + 127.0;
+/// Like [`ROUND`](super::ROUND), but adds 126: the biased exponent of 1/2.
 const HALF: f32 = 12_582_912.0 + 126.0;
 
-/// The whole number nearest to q, beside what `scale` has there, and the rest: of an exponent of two, -125 to 127.
+/// Splits q, an exponent of two from -125 to 127, into the nearest integer and the rest. The integer's bits include `scale`'s.
 #[inline(always)]
-fn whole(q: f32, scale: f32) -> (u32, f32) {
+fn split_exponent_of_two(q: f32, scale: f32) -> (u32, f32) {
     let t = q + scale;
     (t.to_bits(), q - (t - scale))
 }
 
-/// 2 to the power of what [`whole`] was given, times its scale.
+/// 2 to the power of q, times the power in the scale, from the result of [`whole`] for q.
 #[inline(always)]
 fn exp2_end((n, r): (u32, f32)) -> f32 {
     const C: [f32; 5] = [0.693_147_004, 0.240_222_469, 0.055_507_104_8, 0.009_671_291_34, 0.001_326_977_28];
@@ -180,7 +183,7 @@ two_stage! {
     /// The hyperbolic tangent.
     Tanh: f32, u32;
     |x| {
-        let a = 2.0 * bounded(x.abs(), 0.0, 10.0); // where it is 1
+        let a = 2.0 * clamp_keeping_nan(x.abs(), 0.0, 10.0); // tanh(10) is 1 in f32
         let t = a * std::f32::consts::LOG2_E + ONE;
         let n = t - ONE;
         (t.to_bits(), (a - n * LN2_HI) - n * LN2_LO)
@@ -190,14 +193,14 @@ two_stage! {
         let a = x.abs();
         let z = x * x;
         let small = a * z * poly(z, C) + a;
-        let large = 1.0 - 2.0 / (exp_rest(r) * f32::from_bits(n << 23) + 1.0);
+        let large = 1.0 - 2.0 / (exp_reduced(r) * f32::from_bits(n << 23) + 1.0);
         (if a < 0.625 { small } else { large }).copysign(x)
     }
 }
 
-/// `e^-|x|`, through which nothing overflows and small results keep their digits.
+/// The first stage of `e^-|x|`, which cannot overflow and keeps the digits of small results.
 #[inline(always)]
-fn decay(x: f32) -> (u32, f32) {
+fn begin_decay(x: f32) -> (u32, f32) {
     let x = -x.abs();
     reduce_exp(if x < -105.0 { -105.0 } else { x })
 }
@@ -205,7 +208,7 @@ fn decay(x: f32) -> (u32, f32) {
 two_stage! {
     /// The logistic function `1 / (1 + e^-x)`.
     Sigmoid: f32, u32;
-    |x| decay(x),
+    |x| begin_decay(x),
     |x, begun| {
         let e = exp_end(begun);
         (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
@@ -215,7 +218,7 @@ two_stage! {
 two_stage! {
     /// x times its logistic function.
     Silu: f32, u32;
-    |x| decay(x),
+    |x| begin_decay(x),
     |x, begun| {
         let e = exp_end(begun);
         (if x < 0.0 { x * e } else { x }) / (1.0 + e)
@@ -223,11 +226,11 @@ two_stage! {
 }
 
 two_stage! {
-    /// x times the logistic function of what is nearly the exponent of the normal distribution's: [`Gelu`], approximated.
+    /// Approximates [`Gelu`]: x times the logistic function of `2 sqrt(2 / pi) (x + 0.044715 x^3)`, which is the form with tanh.
     GeluTanh: f32, u32;
     |x| {
-        // 2 sqrt(2 / pi) (x + 0.044715 x^3)
-        decay(x * (1.595_769_12 + 0.071_354_816_3 * (x * x)))
+        // The first coefficient is 2 sqrt(2 / pi), the second is that times 0.044715.
+        begin_decay(x * (1.595_769_12 + 0.071_354_816_3 * (x * x)))
     },
     |x, begun| Silu::end(x, begun)
 }
@@ -249,7 +252,7 @@ two_stage! {
         let a = x.abs();
         let a = if a > 4.0 { 4.0 } else { a };
         let z = a * a;
-        whole((C[0] + C[1] * a) + z * ((C[2] + C[3] * a) + z * ((C[4] + C[5] * a) + z * C[6])), ONE)
+        split_exponent_of_two((C[0] + C[1] * a) + z * ((C[2] + C[3] * a) + z * ((C[4] + C[5] * a) + z * C[6])), ONE)
     },
     |x, begun| {
         const C: [f32; 5] = [0.128_379_121, -0.376_121_998, 0.112_768_181, -0.026_469_536_1, 0.004_277_518_95];
@@ -259,10 +262,10 @@ two_stage! {
 }
 
 two_stage! {
-    /// x times the normal distribution's cumulative function.
+    /// x times the cumulative function of the normal distribution.
     Gelu: f32, u32;
     |x| {
-        // log2 of twice that function of -a, for a in [0, 5.6]
+        // log2 of twice the cumulative function of -a, for a in [0, 5.6]
         const C: [f32; 9] = [
             -1.151_105_05,
             -0.459_210_962,
@@ -278,11 +281,11 @@ two_stage! {
         let z = a * a;
         let low = C[0] * a + z * (C[1] + C[2] * a);
         let high = (C[3] + C[4] * a) + z * ((C[5] + C[6] * a) + z * (C[7] + C[8] * a));
-        whole(low + z * z * high, HALF)
+        split_exponent_of_two(low + z * z * high, HALF)
     },
     |x, begun| {
         let below = exp2_end(begun);
-        let below = if x.abs() > 5.6 { 0.0 } else { below }; // half a unit in the last place of 1 - it
+        let below = if x.abs() > 5.6 { 0.0 } else { below }; // beyond 5.6, it is below half a unit in the last place of 1
         x * if x < 0.0 { below } else { 1.0 - below }
     }
 }
@@ -293,16 +296,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_are_those_of_each() {
+    fn slices_match_single_elements() {
         let x: Vec<f32> = samples().step_by(97).collect();
         let twice = |x: f32| 2.0 * x;
         fn both<H: TwoStage<T = f32>>(x: &[f32], map: impl Fn(f32) -> f32) {
-            for n in [0, 1, 7, LEN - 1, LEN, LEN + 1, x.len()] {
+            for n in [0, 1, 7, STAGE_LEN - 1, STAGE_LEN, STAGE_LEN + 1, x.len()] {
                 let mut y = vec![7.0; n];
-                each::<H>(&mut y, &x[..n], &map);
+                map_into::<H>(&mut y, &x[..n], &map);
                 let mut z = x[..n].to_vec();
-                in_place::<H>(&mut z, &map);
-                let right = |i: usize| f64::from(H::of(map(x[i])));
+                map_in_place::<H>(&mut z, &map);
+                let right = |i: usize| f64::from(H::eval(map(x[i])));
                 assert!((0..n).all(|i| ulps(y[i], right(i)) == 0.0 && ulps(z[i], right(i)) == 0.0), "{n}");
             }
         }
@@ -316,55 +319,55 @@ mod tests {
     }
 
     #[test]
-    fn exponentials_of_f64() {
+    fn f64_exponentials_are_within_one_unit() {
         let special = [0.0, -0.0, f64::MIN_POSITIVE, 710.0, -746.0, 1e300, -1e300, f64::INFINITY, f64::NEG_INFINITY];
         let patterns = (0..200_000u64).map(|i| f64::from_bits(i.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
         let x: Vec<f64> = (0..=1_500_000).map(|i| f64::from(i) * 1e-3 - 750.0).chain(special).chain(patterns).collect();
         let mut y = vec![0.0; x.len()];
-        each::<Exp64>(&mut y, &x, |x| x);
+        map_into::<Exp64>(&mut y, &x, |x| x);
         let off = |(x, &y): (&f64, &f64)| match x.exp() {
             right if right.is_nan() => u64::from(!y.is_nan()) * 99,
             right => y.to_bits().abs_diff(right.to_bits()),
         };
-        // The standard library's is off by half a unit itself.
+        // The standard library's result is itself off by half a unit.
         assert!(x.iter().zip(&y).map(off).max() <= Some(1));
-        assert_eq!((Exp64::of(0.0), Exp64::of(-0.0)), (1.0, 1.0));
+        assert_eq!((Exp64::eval(0.0), Exp64::eval(-0.0)), (1.0, 1.0));
     }
 
     #[test]
-    fn gelu_and_silu() {
+    fn gelu_and_silu_are_within_their_bounds() {
         let logistic = |x: f64| x / (1.0 + (-x).exp());
-        // Where the exponential is subnormal, it is off by as much as it is, and x times that is.
-        let (from, above) = (-86.0, |x: f32| if x < -86.0 { 0.0 } else { Silu::of(x) });
+        // Where the exponential is subnormal, its error is as large as its value, and is multiplied by x.
+        let (from, above) = (-86.0, |x: f32| if x < -86.0 { 0.0 } else { Silu::eval(x) });
         check("silu", above, |x| if x < -86.0 { 0.0 } else { x / (1.0 + (-x).exp()) }, 3.0, -20.0, 20.0);
-        assert!(dense(-120.0, from).all(|x| (f64::from(Silu::of(x)) - logistic(f64::from(x))).abs() < 1e-42));
-        assert!(Silu::of(f32::NEG_INFINITY).is_nan());
+        assert!(dense(-120.0, from).all(|x| (f64::from(Silu::eval(x)) - logistic(f64::from(x))).abs() < 1e-42));
+        assert!(Silu::eval(f32::NEG_INFINITY).is_nan());
 
         for x in samples().chain(dense(-12.0, 12.0)) {
             let wide = f64::from(x);
             let twice = 8f64.sqrt() / std::f64::consts::PI.sqrt() * (wide + 0.044715 * wide.powi(3));
-            let (y, right) = (f64::from(GeluTanh::of(x)), logistic(twice) / twice * wide);
+            let (y, right) = (f64::from(GeluTanh::eval(x)), logistic(twice) / twice * wide);
             match x {
                 x if x.is_nan() || x == f32::NEG_INFINITY => assert!(y.is_nan()),
                 x if x == 0.0 || x > 1e6 => assert_eq!(y, wide * if x == 0.0 { 0.5 } else { 1.0 }),
                 x if x < -1e6 => assert!(y == 0.0),
-                // As much as the rounded exponent is off.
+                // The error of the rounded exponent.
                 _ => assert!((y - right).abs() <= (1e-6 + 3e-7 * twice.abs()) * right.abs() + 1e-44, "{y} for {x:e}"),
             }
         }
 
         let below = |x: f32| 0.5 * libm::erfc(-f64::from(x) / 2f64.sqrt());
         for x in samples().chain(dense(-8.0, 8.0)) {
-            let (y, right) = (Gelu::of(x), f64::from(x) * below(x));
+            let (y, right) = (Gelu::eval(x), f64::from(x) * below(x));
             let error = (f64::from(y) - right).abs();
             match x {
                 x if x.is_nan() || x == f32::NEG_INFINITY => assert!(y.is_nan()),
                 x if x >= 0.0 => assert!(ulps(y, right) <= 3.0, "{y} for {x:e}, not {right}"),
                 x if x >= -5.6 => assert!(error <= 1e-4 * right.abs() + 1e-45, "{y} for {x:e}, not {right}"),
-                // What 1 + erf cannot tell from 0.
+                // 1 + erf rounds to 0 here.
                 _ => assert!(y == 0.0 && y.is_sign_negative() && right > -7e-8),
             }
         }
-        assert!(Gelu::of(-0.0).is_sign_negative());
+        assert!(Gelu::eval(-0.0).is_sign_negative());
     }
 }

@@ -1,9 +1,9 @@
-//! How a caller hands a call to a helper and takes it back: one atomic pointer between two threads.
+//! The exchange of a call between a caller and a helper, through one atomic pointer.
 //!
-//! A mailbox is vacant, or it has one helper: a job of rayon's that was spawned by whoever put a call into the vacant mailbox.
-//! The helper leaves by the same atomic step by which others put calls in, so that no call is put into a mailbox that its
-//! helper has left without the one who puts it in knowing. A helper that comes late, or not at all, harms nobody: callers
-//! take back what it has not taken up.
+//! A mailbox is vacant, or it has one helper: a rayon job spawned by the caller that put a call into the vacant mailbox. A helper
+//! leaves by a compare-and-exchange on the same pointer through which callers offer calls. So a caller always knows whether the
+//! mailbox that gets its call has a helper. A helper may come late, or never: callers take back calls that no helper
+//! has taken.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use sync::Ordering::{Acquire, Relaxed, Release};
 use sync::{AtomicBool, AtomicPtr, AtomicUsize, Thread, spin_loop};
 
-/// The atomics and threads of the hand-over: std's, or loom's when it explores every interleaving.
+/// The atomics and threads of this module: those of std, or of loom, which explores every interleaving.
 mod sync {
     #[cfg(loom)]
     pub(super) use loom::{
@@ -31,42 +31,42 @@ mod sync {
     };
 }
 
-/// How often a caller looks whether a helper has finished before it goes to sleep.
-const SPINS: usize = if cfg!(loom) { 0 } else { 2000 };
-/// How often a helper looks for a call before it looks at the clock.
-const LOOKS: usize = if cfg!(loom) { 1 } else { 64 };
-/// How long a helper looks for work at most before it leaves: longer than what lies between the operations of a training
-/// step.
-pub(super) const PATIENCE: Duration = Duration::from_micros(500);
-/// How long a helper stays while work keeps coming, so that other jobs of its pool get their turn.
-const TENURE: Duration = Duration::from_millis(if cfg!(loom) { 1 << 30 } else { 10 });
-/// What a mailbox holds where no call is in it: that its helper looks at it, or will. A vacant one holds null.
-const LOOKING: *mut Call = ptr::without_provenance_mut(1);
-/// Of a call in a mailbox, in the lowest bits of its address: its helper is at work on it, and also the caller waits to be
-/// woken when it is through.
+/// The number of times a caller polls for a helper's completion before it parks.
+const POLLS_BEFORE_PARK: usize = if cfg!(loom) { 0 } else { 2000 };
+/// The number of times a helper polls for a call between two readings of the clock.
+const POLLS_PER_CLOCK_READ: usize = if cfg!(loom) { 1 } else { 64 };
+/// The maximum time for which a helper polls before it leaves: longer than the pauses between the operations of a training step.
+pub(super) const MAX_POLL_TIME: Duration = Duration::from_micros(500);
+/// The maximum time for which a helper stays while calls keep coming, so that other jobs of the pool get to run.
+const MAX_HELPER_TIME: Duration = Duration::from_millis(if cfg!(loom) { 1 << 30 } else { 10 });
+/// The pointer in a mailbox whose helper polls, or will poll, for calls. A vacant mailbox holds null.
+const POLLING: *mut Call = ptr::without_provenance_mut(1);
+/// A tag in the lowest bits of a call's address: the helper works on the call.
 const TAKEN: usize = 1;
+/// A tag in the lowest bits of a call's address: the helper works on the call, and must wake the caller when done.
 const AWAITED: usize = 2;
 
-/// Where a helper gets its calls.
-#[repr(align(128))] // two cache lines, which come together
+/// The pointer through which a helper gets its calls.
+#[repr(align(128))] // two cache lines, which processors fetch together
 pub(super) struct Mailbox(AtomicPtr<Call>);
 
+/// Sets a tag in a call's address.
 fn tagged(call: *mut Call, tag: usize) -> *mut Call {
     call.map_addr(|address| address | tag)
 }
 
 impl Mailbox {
-    /// A vacant one.
+    /// Creates a vacant mailbox.
     pub(super) fn new() -> Mailbox {
         Mailbox(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// Puts a call in if the helper has nothing to do; into a vacant mailbox too, whose helper is then to `enter`. The call
-    /// stays there, or at the helper, until [`withdraw`](Self::withdraw).
+    /// Offers a call to an idle helper, or puts it into a vacant mailbox and calls `enter` to start a helper. Returns false if the helper
+    /// is busy. The call stays in the mailbox, or with the helper, until [`withdraw`](Self::withdraw).
     fn offer(&self, call: *mut Call, enter: impl FnOnce()) -> bool {
         let now = self.0.load(Relaxed);
         let vacant = now.is_null();
-        if !(vacant || now == LOOKING) || self.0.compare_exchange(now, call, Release, Relaxed).is_err() {
+        if !(vacant || now == POLLING) || self.0.compare_exchange(now, call, Release, Relaxed).is_err() {
             return false;
         }
         if vacant {
@@ -75,18 +75,18 @@ impl Mailbox {
         true
     }
 
-    /// Takes a call back that was put in, or waits for the helper that has taken it up.
+    /// Takes back a call that was offered, or waits for the helper that has taken it.
     fn withdraw(&self, call: *mut Call, caller: &OnceLock<Thread>) {
-        if self.0.compare_exchange(call, LOOKING, Relaxed, Acquire).is_ok() {
+        if self.0.compare_exchange(call, POLLING, Relaxed, Acquire).is_ok() {
             return;
         }
         let (taken, awaited) = (tagged(call, TAKEN), tagged(call, AWAITED));
         for spins in 0.. {
             let now = self.0.load(Acquire);
             if now != taken && now != awaited {
-                return; // it may be another caller's already, which cannot have the same address meanwhile
+                return; // the mailbox may hold another caller's call, which has another address
             }
-            if spins < SPINS {
+            if spins < POLLS_BEFORE_PARK {
                 spin_loop();
                 continue;
             }
@@ -97,88 +97,89 @@ impl Mailbox {
         }
     }
 
-    /// What the helper does from when it enters until it leaves: see [`look`](Self::look) for `patience`.
-    pub(super) fn help(&self, number: usize, patience: Duration) {
+    /// Runs a helper until it leaves; [`poll`](Self::poll) explains `patience`.
+    pub(super) fn run_helper(&self, number: usize, patience: Duration) {
         if patience.is_zero() && self.leave() {
             return;
         }
         let entered = Instant::now();
         loop {
-            let call = self.look(entered, patience);
+            let call = self.poll(entered, patience);
             if let Some(call) = call {
-                // SAFETY: between `look`, which says that it is taken, and `finish` the caller waits, in `withdraw`.
+                // SAFETY: between `poll`, which has marked the call as taken, and `finish`, the caller waits in `withdraw`.
                 let taken = unsafe { &*call };
                 // SAFETY: likewise: the work lives as long as the caller waits.
                 taken.work(number, unsafe { &*taken.work.0 }, || ());
                 self.finish(call);
             }
-            if (call.is_none() || entered.elapsed() > TENURE) && self.leave() {
+            if (call.is_none() || entered.elapsed() > MAX_HELPER_TIME) && self.leave() {
                 return;
             }
         }
     }
 
-    /// Looks for a call and takes it up: for as long as the helper has been here by now, but at least `patience` and at
-    /// most [`PATIENCE`].
-    fn look(&self, entered: Instant, patience: Duration) -> Option<*mut Call> {
+    /// Polls for a call and takes it. Polls for as long as the helper has been here already, but at least `patience` and at most
+    /// [`MAX_POLL_TIME`].
+    fn poll(&self, entered: Instant, patience: Duration) -> Option<*mut Call> {
         let mut begin = None;
         loop {
-            for _ in 0..LOOKS {
+            for _ in 0..POLLS_PER_CLOCK_READ {
                 let call = self.0.load(Relaxed);
-                if call != LOOKING
+                if call != POLLING
                     && let Ok(call) = self.0.compare_exchange(call, tagged(call, TAKEN), Acquire, Relaxed)
                 {
-                    return Some(call); // it may be another than that looked at, in the same place
+                    return Some(call); // possibly another call than the one polled, at the same address
                 }
                 spin_loop();
             }
             let begin = *begin.get_or_insert_with(Instant::now);
-            if cfg!(loom) || begin.elapsed() >= (begin - entered).clamp(patience, PATIENCE) {
+            if cfg!(loom) || begin.elapsed() >= (begin - entered).clamp(patience, MAX_POLL_TIME) {
                 return None;
             }
         }
     }
 
-    /// Makes the mailbox vacant, unless a call was put in: the helper then stays for it.
+    /// Makes the mailbox vacant, unless a call was offered: the helper then stays for that call.
     fn leave(&self) -> bool {
-        self.0.compare_exchange(LOOKING, ptr::null_mut(), Relaxed, Relaxed).is_ok()
+        self.0.compare_exchange(POLLING, ptr::null_mut(), Relaxed, Relaxed).is_ok()
     }
 
-    /// Says that the helper is through with a call.
+    /// Marks a call as done, and wakes its caller if necessary.
     fn finish(&self, call: *mut Call) {
-        if self.0.compare_exchange(tagged(call, TAKEN), LOOKING, Release, Acquire).is_ok() {
+        if self.0.compare_exchange(tagged(call, TAKEN), POLLING, Release, Acquire).is_ok() {
             return;
         }
-        // SAFETY: its caller still waits, until the next line but one.
+        // SAFETY: the call's caller still waits, until the store below.
         let caller = unsafe { &*call }.caller.get().cloned();
-        self.0.store(LOOKING, Release);
+        self.0.store(POLLING, Release);
         if let Some(caller) = caller {
             caller.unpark();
         }
     }
 }
 
-/// What caller and helpers have in common. Lives on the stack of its caller, who waits for all who have taken it up.
-#[repr(align(64))] // the tags' bits are free
+/// The shared state of a call. It is on the stack of the caller, who waits for all helpers that have taken the call.
+#[repr(align(64))] // leaves the tags' bits of the address free
 struct Call {
     work: Work,
     count: usize,
-    /// Whether every part begins with its last piece.
+    /// True if every part starts with its last piece.
     reverse: bool,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    /// Set before it goes to sleep.
+    /// The calling thread, set before it parks.
     caller: OnceLock<Thread>,
-    /// The next piece of each thread's part of them. A thread has the same part in every call, so that what it wrote in
-    /// one it may find in its own cache in the next; it goes on with the others' when its own is done.
+    /// The next piece of each thread's part. A thread starts with the same part in every call, so that it may find its own earlier
+    /// results in its cache; when its part is done, it helps with the others.
     parts: SmallVec<[Part; 8]>,
 }
 
-#[repr(align(64))] // each in its thread's cache
+/// The index of a part's next piece.
+#[repr(align(64))] // each in its own thread's cache
 struct Part(AtomicUsize);
 
 impl Call {
-    /// Does pieces until none is left, from part `first` on, and `between` before each. A panic ends it for everybody.
+    /// Does pieces until none is left, from part `first` on, and calls `between` before each. A panic ends the call for all threads.
     fn work(&self, first: usize, piece: &(dyn Fn(usize) + Sync), mut between: impl FnMut()) {
         let parts = self.parts.len();
         let mut part = first % parts;
@@ -186,7 +187,7 @@ impl Call {
             for _ in 0..parts {
                 let (next, start) = (&self.parts[part].0, self.count * part / parts);
                 let end = self.count * (part + 1) / parts;
-                // Looked at first: it stays in the cache of who has it if nothing is left.
+                // A load first: if no piece is left, the cache line stays with its owner.
                 while next.load(Relaxed) < end && !self.panicked.load(Relaxed) {
                     between();
                     let i = next.fetch_add(1, Relaxed);
@@ -202,26 +203,26 @@ impl Call {
             let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
             match *first {
                 None => *first = Some(panic),
-                Some(_) => std::mem::forget(panic), // to drop it could panic again, past the door
+                Some(_) => std::mem::forget(panic), // a drop could panic again, outside of catch_unwind
             }
         }
     }
 }
 
-/// A pointer to the work of a call, which helpers follow only while the caller waits for them.
+/// A pointer to the work of a call, which helpers dereference only while the caller waits for them.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn(usize) + Sync + 'static));
 
-// SAFETY: what it points to is Sync, and followed only while the caller waits for it.
+// SAFETY: the pointer's target is Sync, and dereferenced only while the caller waits.
 unsafe impl Send for Work {}
 // SAFETY: as above.
 unsafe impl Sync for Work {}
 
-/// Does `count` pieces on this thread and those that help it, cut into `parts` that threads begin with, from the end of each
-/// where `reverse`. `enter` has a helper enter a mailbox, by its index, and does not panic.
+/// Does `count` pieces on this thread and its helpers, split into `parts` where threads start; with `reverse`, from the end of each
+/// part. `enter` starts a helper for the mailbox with an index, and must not panic.
 ///
 /// # Panics
-/// With the panic of a piece; the others may then not have been done.
+/// With the panic of a piece; the other pieces may then not have been done.
 pub(super) fn share(
     mailboxes: &[Mailbox],
     enter: impl Fn(usize),
@@ -230,7 +231,7 @@ pub(super) fn share(
     reverse: bool,
     piece: &(dyn Fn(usize) + Sync),
 ) {
-    // SAFETY: only the lifetime changes. The pointer is followed by helpers that have taken up the call, and this function
+    // SAFETY: only the lifetime changes. The pointer is dereferenced by helpers that have taken the call, and this function
     // does not leave, by return or panic, before it has taken the call back from every mailbox or seen the helper finish:
     // `work` catches panics, and nothing else before that can panic.
     let work = Work(unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync)>(piece) });
@@ -256,7 +257,7 @@ pub(super) fn share(
         }
     };
     ask();
-    // Who is at another caller's work may be through with it later.
+    // A helper that is busy with another caller's work may become idle later.
     call.work(0, piece, ask);
     asked.iter().for_each(|mailbox| mailbox.withdraw(place, &call.caller));
     if let Some(panic) = call.panic.get_mut().unwrap_or_else(PoisonError::into_inner).take() {

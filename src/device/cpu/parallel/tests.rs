@@ -29,7 +29,7 @@ fn chunks_and_results_keep_their_order() {
 }
 
 #[test]
-fn slices_that_go_together_are_cut_together() {
+fn slices_are_split_into_corresponding_chunks() {
     for n in [0, 1, 4, 5, 100, 1003] {
         let (mut one, mut two) = (vec![0usize; n], vec![0usize; 2 * n]);
         for_each_chunks(&mut [&mut one, &mut two], &[4, 8], |i, parts| {
@@ -44,7 +44,7 @@ fn slices_that_go_together_are_cut_together() {
 }
 
 #[test]
-fn from_either_end() {
+fn chunks_run_from_either_end() {
     for n in [0, 1, 4, 5, 100, 1003] {
         for reverse in [false, true] {
             let mut data = vec![0usize; n];
@@ -58,13 +58,13 @@ fn from_either_end() {
             assert!(seen.into_iter().eq(0..n), "{n}");
         }
     }
-    assert_ne!(turn(), turn());
+    assert_ne!(alternate_direction(), alternate_direction());
 }
 
-/// Helpers that sleep, and callers that go to sleep waiting for them, are woken.
+/// Parked helpers, and callers that park while waiting for helpers, are woken.
 #[test]
-fn nobody_sleeps_on() {
-    for pause in [Duration::ZERO, 2 * PATIENCE] {
+fn parked_threads_are_woken() {
+    for pause in [Duration::ZERO, 2 * MAX_POLL_TIME] {
         thread::sleep(pause);
         let ran = AtomicUsize::new(0);
         let slow = |_| {
@@ -76,9 +76,9 @@ fn nobody_sleeps_on() {
     }
 }
 
-/// What callers at once put into the mailboxes is theirs: nobody does another's piece, or one twice.
+/// Concurrent callers' calls do not mix: every piece is done once, for its own caller.
 #[test]
-fn callers_at_once() {
+fn concurrent_callers_do_only_their_own_pieces() {
     let all = if cfg!(miri) { 20 } else { 20_000 };
     thread::scope(|scope| {
         for caller in 0..3 {
@@ -96,10 +96,9 @@ fn callers_at_once() {
     });
 }
 
-/// The hand-over itself, whose helpers are threads made for it: what Miri is shown, which does not know rayon's own threads to
-/// end.
+/// Tests the exchange itself, with helpers on threads of the test: for Miri, which does not know when rayon's threads end.
 #[test]
-fn handed_over_to_helpers_that_come_and_go() {
+fn calls_are_done_while_helpers_come_and_go() {
     let mailboxes: Arc<[Mailbox; 2]> = Arc::new(std::array::from_fn(|_| Mailbox::new()));
     let helpers = Mutex::new(Vec::new());
     let rounds = if cfg!(miri) { 10 } else { 300 };
@@ -110,8 +109,8 @@ fn handed_over_to_helpers_that_come_and_go() {
                 for round in 0..rounds {
                     let done: [Mutex<usize>; 5] = std::array::from_fn(|_| Mutex::new(0));
                     let enter = |i: usize| {
-                        let (mailboxes, patience) = (Arc::clone(mailboxes), [PATIENCE, Duration::ZERO][round % 2]);
-                        let helper = thread::spawn(move || mailboxes[i].help(i + 1, patience));
+                        let (mailboxes, patience) = (Arc::clone(mailboxes), [MAX_POLL_TIME, Duration::ZERO][round % 2]);
+                        let helper = thread::spawn(move || mailboxes[i].run_helper(i + 1, patience));
                         helpers.lock().unwrap().push(helper);
                     };
                     let piece = |i: usize| *done[i].try_lock().unwrap() += i + caller;
@@ -125,7 +124,7 @@ fn handed_over_to_helpers_that_come_and_go() {
 }
 
 #[test]
-fn work_inside_work() {
+fn pieces_may_share_work() {
     let mut sums = [0usize; 64];
     for_each(&mut sums, |i, sum| {
         let mut parts = [0usize; 16];
@@ -135,9 +134,9 @@ fn work_inside_work() {
     assert!(sums.iter().enumerate().all(|(i, &sum)| sum == i * 120));
 }
 
-/// Were a piece begun before those that it waits for, this would not end.
+/// If a piece were started before the pieces for which it waits, this test would not end.
 #[test]
-fn pieces_may_wait_for_those_before_them() {
+fn pieces_may_wait_for_earlier_pieces() {
     let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
     for_each_in_order(done.len(), 1, |i| {
         while i > 0 && !done[i - 1].load(Acquire) {
@@ -153,7 +152,7 @@ fn a_panic_reaches_the_caller_and_the_team_lives_on() {
     let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
     assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"inside"));
     every_item_is_visited_once();
-    // That of a helper too: no piece but the caller's own is done by the caller.
+    // A panic in a helper: the barrier makes the caller and a helper do one piece each.
     let (pool, all) = (pool(2), Barrier::new(2));
     let call = || {
         let caller = thread::current().id();
@@ -171,7 +170,7 @@ fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
 }
 
-/// The threads that do pieces, of many calls and of some whose pieces take long.
+/// Returns the threads that do pieces, over many calls, some of which have slow pieces.
 fn threads_of_pieces() -> HashSet<ThreadId> {
     let seen = Mutex::new(HashSet::new());
     for round in 0..200 {
@@ -185,10 +184,9 @@ fn threads_of_pieces() -> HashSet<ThreadId> {
     seen.into_inner().unwrap()
 }
 
-/// As many threads as the pool has do the work at once, when each piece waits for the others, and none of another pool ever
-/// does.
+/// All threads of the pool work at the same time if each piece waits for the others, and no thread of another pool ever works.
 #[test]
-fn an_installed_pool_does_the_work() {
+fn only_threads_of_the_installed_pool_work() {
     for n in 1..=4 {
         let pool = pool(n);
         let own: HashSet<ThreadId> = pool.broadcast(|_| thread::current().id()).into_iter().collect();
@@ -207,10 +205,10 @@ fn an_installed_pool_does_the_work() {
     }
 }
 
-/// A process of its own, whose global pool has one thread.
+/// Runs in a child process whose global pool has one thread.
 #[test]
-fn one_thread_is_the_callers() {
-    const NAME: &str = "device::cpu::parallel::tests::one_thread_is_the_callers";
+fn with_one_thread_the_caller_does_all_pieces() {
+    const NAME: &str = "device::cpu::parallel::tests::with_one_thread_the_caller_does_all_pieces";
     if std::env::var("RAYON_NUM_THREADS").as_deref() == Ok("1") {
         assert_eq!(threads(), 1);
         assert_eq!(threads_of_pieces(), HashSet::from([thread::current().id()]));
@@ -228,9 +226,9 @@ fn sum_of(n: usize) -> usize {
     values.into_iter().sum()
 }
 
-/// Callers inside rayon's jobs get on, whether the pool's threads are free, busy with the same, or all their own.
+/// Callers inside rayon's jobs make progress, whether the pool's threads are idle, run the same calls, or all are callers.
 #[test]
-fn inside_jobs_of_rayon() {
+fn work_is_shared_inside_rayon_jobs() {
     let check = || {
         let (a, b) = rayon::join(|| sum_of(1000), || rayon::join(|| sum_of(10), || sum_of(100)));
         assert_eq!((a, b), (499_500, (45, 4950)));
@@ -240,7 +238,7 @@ fn inside_jobs_of_rayon() {
     check();
     let pools: Vec<_> = (1..=4).map(pool).collect();
     pools.iter().for_each(|pool| pool.install(check));
-    // From all of them, from one inside another, and from outside, at once.
+    // From all pools, from a pool inside another, and from outside, at the same time.
     thread::scope(|scope| {
         for pool in &pools {
             scope.spawn(|| (0..5).for_each(|_| pool.install(check)));
@@ -250,7 +248,7 @@ fn inside_jobs_of_rayon() {
     });
 }
 
-/// A pool whose threads all wait for something else has no helper to give: the caller does everything.
+/// If all threads of a pool wait for something else, no helper comes: the caller does all pieces.
 #[test]
 fn a_busy_pool_is_not_waited_for() {
     let pool = pool(3);
@@ -272,9 +270,9 @@ fn a_busy_pool_is_not_waited_for() {
     assert_eq!(seen.into_inner().unwrap().len(), 1);
 }
 
-/// Helpers give their threads back: to other jobs while work keeps coming, and for good when the pool goes.
+/// Helpers return their threads: to other jobs while calls keep coming, and for good when the pool is dropped.
 #[test]
-fn helpers_leave() {
+fn helpers_return_their_threads() {
     let ended = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&ended);
     let exit = move |_| _ = count.fetch_add(1, Release);
@@ -300,9 +298,9 @@ fn helpers_leave() {
     }
 }
 
-/// Many callers at once, each with a lock over its work: were they to do each other's, they would lock twice.
+/// Many concurrent callers hold a lock while they share work. If a caller did a piece of another caller, it would lock twice.
 #[test]
-fn a_lock_may_be_held_over_it() {
+fn callers_may_hold_a_lock_while_sharing_work() {
     let lock = Mutex::new(0usize);
     thread::scope(|scope| {
         for _ in 0..4 {

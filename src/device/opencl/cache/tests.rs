@@ -1,4 +1,4 @@
-//! The cache's files without a device.
+//! Tests of the disk cache without a device.
 
 use std::collections::HashMap;
 use std::sync::Barrier;
@@ -7,7 +7,7 @@ use std::thread;
 use super::super::mutate::{self, Random, mutated};
 use super::*;
 
-/// A cache in a folder of its own, that is closed to others.
+/// Makes a cache in its own folder, which no other user can access.
 fn cache() -> (tempfile::TempDir, Cache) {
     let dir = tempfile::tempdir().unwrap();
     Folder::open(dir.path()).unwrap();
@@ -16,7 +16,7 @@ fn cache() -> (tempfile::TempDir, Cache) {
 }
 
 fn name(number: u8) -> String {
-    Kind::Program.name(&[number; 32])
+    FileKind::Program.name(&[number; 32])
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -36,14 +36,14 @@ fn refused(cache: &Cache, name: &str, expected: io::ErrorKind) {
     assert_eq!(error.kind(), expected, "{error}");
 }
 
-/// Makes a file one that was last used so many seconds ago.
+/// Sets a file's last use to `seconds` ago.
 fn age(path: &Path, seconds: u64) {
     let then = SystemTime::now() - Duration::from_secs(seconds);
     File::options().append(true).open(path).unwrap().set_modified(then).unwrap();
 }
 
 #[test]
-fn the_environment_says_where_and_how_large() {
+fn environment_variables_set_folder_and_size() {
     let of = |variables: &[(&str, &str)]| {
         let variables: HashMap<_, _> = variables.iter().copied().collect();
         Cache::from_variables(|name| variables.get(name).map(OsString::from)).map(|c| (c.folder, c.max_size))
@@ -52,7 +52,7 @@ fn the_environment_says_where_and_how_large() {
     assert_eq!(of(&[]), None);
     assert_eq!(of(&[("HOME", "/home/me")]), at("/home/me/.cache/claystone"));
     assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "/x")]), at("/x/claystone"));
-    // As the XDG specification has it.
+    // The XDG specification ignores relative paths.
     assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "x")]), at("/home/me/.cache/claystone"));
     assert_eq!(of(&[("HOME", "."), ("XDG_CACHE_HOME", "../x")]), None);
     assert_eq!(of(&[("HOME", "/home/me"), ("CLAYSTONE_CACHE_DIR", "/c")]), at("/c"));
@@ -62,7 +62,7 @@ fn the_environment_says_where_and_how_large() {
 }
 
 #[test]
-fn what_is_stored_is_loaded_under_its_name_alone() {
+fn contents_load_only_under_their_own_name() {
     let (dir, cache) = cache();
     refused(&cache, &name(1), io::ErrorKind::NotFound);
     for (number, contents) in [(1, &b"one"[..]), (2, b"two"), (1, b"one again")] {
@@ -71,7 +71,7 @@ fn what_is_stored_is_loaded_under_its_name_alone() {
     }
     assert_eq!(names(dir.path()), [name(1), name(2)], "no temporary");
 
-    // The files of two kernels, exchanged: both are whole, and neither is what its name says.
+    // Exchanges the files of two kernels: each is intact, but its checksum does not match its name.
     let [one, two, aside] = [name(1), name(2), "aside".into()].map(|name| dir.path().join(name));
     for (from, to) in [(&one, &aside), (&two, &one), (&aside, &two)] {
         fs::rename(from, to).unwrap();
@@ -80,14 +80,14 @@ fn what_is_stored_is_loaded_under_its_name_alone() {
     refused(&cache, &name(2), io::ErrorKind::InvalidData);
     assert_eq!(names(dir.path()), [""; 0], "what is damaged is removed");
 
-    // As is one of another kind.
+    // A file renamed to another kind is removed as well.
     cache.store(&name(1), b"a program").unwrap();
-    let found = Kind::Found.name(&[1; 32]);
+    let found = FileKind::Probe.name(&[1; 32]);
     fs::rename(&one, dir.path().join(&found)).unwrap();
     refused(&cache, &found, io::ErrorKind::InvalidData);
 }
 
-/// Whatever is changed, nothing is loaded. `CLAYSTONE_MUTATIONS` says how many inputs are tried.
+/// No changed file is loaded. `CLAYSTONE_MUTATIONS` sets the number of inputs.
 #[test]
 fn no_damaged_file_is_loaded() {
     let (dir, cache) = cache();
@@ -109,10 +109,10 @@ fn no_damaged_file_is_loaded() {
 }
 
 #[test]
-fn the_least_recently_used_go_first() {
+fn least_recently_used_files_are_deleted_first() {
     let (dir, _) = cache();
     let cache = Cache::at(dir.path(), 100_000);
-    let tuning = Kind::Tuning.name(&[9; 32]);
+    let tuning = FileKind::Tuning.name(&[9; 32]);
     fs::write(dir.path().join("notes.txt"), "another's").unwrap();
     age(&cache.store(&tuning, b"measured for minutes").unwrap(), 10_000);
     for number in 1..=9 {
@@ -120,7 +120,7 @@ fn the_least_recently_used_go_first() {
     }
     assert_eq!(cache.load(&name(1)).unwrap(), [0; 9_900], "used again");
     cache.store(&name(10), &[0; 19_000]).unwrap();
-    // Down to a sixteenth less than the bound.
+    // Shrunk to 15/16 of the bound.
     let mut left: Vec<_> = [1, 4, 5, 6, 7, 8, 9, 10].map(name).into();
     left.extend([tuning, "notes.txt".into()]);
     left.sort_unstable();
@@ -130,13 +130,13 @@ fn the_least_recently_used_go_first() {
         assert!(bytes_in(dir.path()) <= 100_009);
     }
     cache.load(&name(200)).expect("the last");
-    // More than all may be.
+    // Larger than the bound.
     assert!(cache.store(&name(201), &[0; 100_000]).is_err());
     assert_eq!((names(dir.path()).contains(&name(201)), cache.load(&name(200)).is_ok()), (false, true));
 }
 
 #[test]
-fn what_killed_processes_left_is_removed() {
+fn temporary_files_of_killed_processes_are_removed() {
     let (dir, cache) = cache();
     let temporary = |rest: &str| dir.path().join(format!("{}.{rest}.tmp", name(1)));
     let kept = [temporary("under-way"), dir.path().join("another's.tmp")];
@@ -144,14 +144,14 @@ fn what_killed_processes_left_is_removed() {
     [&kept, &gone].into_iter().flatten().for_each(|path| fs::write(path, "half").unwrap());
     age(&kept[1], 7200);
     age(&gone[0], 7200);
-    File::options().append(true).open(&gone[1]).unwrap().set_modified(SystemTime::now() + 9 * STALE).unwrap();
+    File::options().append(true).open(&gone[1]).unwrap().set_modified(SystemTime::now() + 9 * STALE_AFTER).unwrap();
     cache.store(&name(2), b"whole").unwrap();
     assert_eq!([&kept, &gone].map(|paths| paths.iter().filter(|path| path.exists()).count()), [2, 0]);
 }
 
-/// Eight caches over one folder, as of eight processes, that never find room for what they store.
+/// Eight caches share a folder, like eight processes, and always exceed the bound.
 #[test]
-fn many_may_shrink_it_at_once() {
+fn caches_may_shrink_a_folder_concurrently() {
     let (dir, _) = cache();
     let start = Barrier::new(8);
     thread::scope(|scope| {
@@ -160,10 +160,10 @@ fn many_may_shrink_it_at_once() {
             scope.spawn(move || {
                 start.wait();
                 for round in 0..100u8 {
-                    let name = Kind::Program.name(&[round % 16; 32]);
+                    let name = FileKind::Program.name(&[round % 16; 32]);
                     let contents = vec![round % 16; 4000 + usize::from(process)];
                     cache.store(&name, &contents).unwrap();
-                    // Another's of the same name, or thrown out, but never half of it.
+                    // Another cache's contents under the same name, or evicted, but never half a file.
                     match cache.load(&name) {
                         Ok(loaded) => assert!(loaded.len() >= 4000 && loaded.iter().all(|&b| b == round % 16)),
                         Err(error) => assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}"),
@@ -175,7 +175,7 @@ fn many_may_shrink_it_at_once() {
     assert!(bytes_in(dir.path()) <= 50_000 && names(dir.path()).iter().all(|name| !name.ends_with(TEMPORARY)));
 }
 
-/// What needs owners, modes, links and pipes.
+/// Tests of owners, modes, links and pipes.
 #[cfg(unix)]
 mod unix {
     use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
@@ -194,13 +194,13 @@ mod unix {
         fs::metadata(path).unwrap().mode() & 0o7777
     }
 
-    /// Whether this user may give files away.
+    /// True if this user may change the owner of files.
     fn is_root(path: &Path) -> bool {
         fs::metadata(path).unwrap().uid() == 0
     }
 
     #[test]
-    fn folder_and_files_are_for_us_alone() {
+    fn folder_and_files_are_private() {
         let (dir, _) = cache();
         let folder = dir.path().join("a/b");
         let path = Cache::at(&folder, 1 << 20).store(&name(1), b"contents").unwrap();
@@ -209,7 +209,7 @@ mod unix {
     }
 
     #[test]
-    fn a_folder_that_others_may_enter_is_not_used() {
+    fn a_folder_others_can_access_is_not_used() {
         let (dir, cache) = cache();
         cache.store(&name(1), b"contents").unwrap();
         let is_refused = |wide, files: &[String]| {
@@ -220,13 +220,13 @@ mod unix {
             assert_eq!((mode(dir.path()), names(dir.path())), (wide, files.into()), "left as it was");
         };
         [0o777, 0o1777, 0o770, 0o720, 0o702].into_iter().for_each(|wide| is_refused(wide, &[name(1)]));
-        // With nothing but ours in it, where others could not have put it, it is closed to them.
+        // A folder that holds only cache files, and that others cannot write to, gets mode 0700.
         for wide in [0o755, 0o750, 0o701] {
             set_mode(dir.path(), wide);
             assert_eq!(cache.load(&name(1)).unwrap(), b"contents");
             assert_eq!(mode(dir.path()), 0o700);
         }
-        // Not so a folder for other things as well, such as a home.
+        // A folder that holds other files as well, such as a home folder, is left unchanged.
         fs::write(dir.path().join("letter"), "for all to read").unwrap();
         [0o755, 0o701].into_iter().for_each(|wide| is_refused(wide, &[name(1), "letter".into()]));
         set_mode(dir.path(), 0o700);
@@ -234,7 +234,7 @@ mod unix {
     }
 
     #[test]
-    fn what_belongs_to_others_is_not_used() {
+    fn files_of_other_users_are_not_used() {
         let (dir, cache) = cache();
         let path = cache.store(&name(1), b"contents").unwrap();
         for writable in [0o666, 0o620, 0o602] {
@@ -261,14 +261,14 @@ mod unix {
         let elsewhere = tempfile::tempdir().unwrap();
         let precious = elsewhere.path().join("precious");
         let path = dir.path().join(name(1));
-        // A link to a file that would do, and to one that is not to be overwritten.
+        // A link to a valid file, which must be neither read nor overwritten.
         fs::write(&precious, seal(&name(1), b"contents")).unwrap();
         symlink(&precious, &path).unwrap();
         assert!(cache.load(&name(1)).is_err());
         cache.store(&name(1), b"ours").unwrap();
         assert_eq!(cache.load(&name(1)).unwrap(), b"ours");
         assert_eq!(fs::read(&precious).unwrap(), seal(&name(1), b"contents"));
-        // Temporary names that could be foretold: those of a process that counts its own.
+        // Predictable temporary names, such as a process with a counter would use.
         let stem = name(3).replace(".clbin", "");
         for serial in 0..100 {
             let target = elsewhere.path().join(serial.to_string());
@@ -278,7 +278,7 @@ mod unix {
             cache.store(&name(3), b"three").unwrap();
         }
         assert_eq!(names(elsewhere.path()), ["precious"]);
-        // The folder may be a link of our own, as to a larger disk, and not one of others.
+        // The folder may be a link of this user, for example to a larger disk, but not another user's link.
         let link = elsewhere.path().join("link");
         symlink(dir.path(), &link).unwrap();
         let linked = Cache::at(&link, 1 << 20);
@@ -289,10 +289,10 @@ mod unix {
         }
     }
 
-    /// Whoever may rename it can have its path lead elsewhere after it was found to be ours.
+    /// A user who can rename the folder can redirect its path after the check.
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_folder_is_the_one_that_was_checked() {
+    fn a_folder_replaced_after_the_check_is_not_used() {
         let (dir, moved) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let path = dir.path().join("cache");
         let cache = Cache::at(&path, 1 << 20);
@@ -310,9 +310,9 @@ mod unix {
         assert_eq!([names(&path), names(&moved.path().join("cache"))], [vec![name(1)], vec![]]);
     }
 
-    /// Whoever opens a pipe waits until somebody opens its other end.
+    /// Opening a pipe blocks until the other end is opened.
     #[test]
-    fn a_pipe_or_a_folder_in_a_files_place_holds_nothing_up() {
+    fn a_pipe_or_folder_in_place_of_a_file_does_not_block() {
         let (dir, cache) = cache();
         let pipe = dir.path().join(name(1));
         assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());

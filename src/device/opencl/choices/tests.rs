@@ -1,12 +1,12 @@
-//! Classes, levels, trials, and the lines of the file.
+//! Tests of size classes, levels, trials, and the lines of the file.
 
 use super::*;
 
-/// Choices that a device of this family may have.
+/// Returns choices that a device of this family allows.
 pub(in super::super) fn some(family: Family) -> Chosen {
     let rows = PARAMETERS.iter().enumerate().filter(|(_, row)| row.families.contains(&family));
-    let knobs = rows.map(|(i, row)| (Subject::Knob(i), SizeClass::of([i, 1 << 20]), row.choices[0]));
-    let groups = [0, u64::MAX].map(|id| (Subject::Group(id), SizeClass::of([1000]), 96));
+    let knobs = rows.map(|(i, row)| (Subject::TuningParameter(i), SizeClass::from_sizes([i, 1 << 20]), row.choices[0]));
+    let groups = [0, u64::MAX].map(|id| (Subject::Group(id), SizeClass::from_sizes([1000]), 96));
     knobs.chain(groups).map(|(subject, class, value)| ((subject, class), value)).collect()
 }
 
@@ -15,18 +15,18 @@ pub(in super::super) fn are_allowed(chosen: &Chosen) -> bool {
 }
 
 #[test]
-fn sizes_near_each_other_are_of_one_class() {
-    assert_eq!(SizeClass::of([1024, 3]), SizeClass::of([2047, 2]));
-    assert_ne!(SizeClass::of([1024]), SizeClass::of([1023]));
-    assert_eq!(SizeClass::of([0]), SizeClass::of([1]));
-    assert_ne!(SizeClass::of([1, 2]), SizeClass::of([2, 1]));
+fn similar_sizes_share_a_class() {
+    assert_eq!(SizeClass::from_sizes([1024, 3]), SizeClass::from_sizes([2047, 2]));
+    assert_ne!(SizeClass::from_sizes([1024]), SizeClass::from_sizes([1023]));
+    assert_eq!(SizeClass::from_sizes([0]), SizeClass::from_sizes([1]));
+    assert_ne!(SizeClass::from_sizes([1, 2]), SizeClass::from_sizes([2, 1]));
 }
 
-/// Every level tries what the one below it does, and all that it tries is allowed.
+/// Every level tries the candidates of the level below, and every candidate is allowed.
 #[test]
-fn each_level_tries_more() {
+fn each_level_tries_more_candidates() {
     for default in [1, 64, 256, 1024] {
-        let trial = |level| Trial::new(default, groups(level, default)).candidates;
+        let trial = |level| Trial::new(default, group_candidates(level, default)).candidates;
         let values = |level| trial(level).into_iter().map(|(value, _)| value).collect::<Vec<_>>();
         assert_eq!(values(Level::None), [default]);
         let counts = Level::ALL.map(|level| values(level).len());
@@ -38,15 +38,15 @@ fn each_level_tries_more() {
         assert!(values(Level::Heavy).iter().all(|&value| Subject::Group(0).allows(value)), "{default}");
         assert_eq!(values(Level::Heavy)[0], default);
     }
-    assert_eq!(Trial::new(64, groups(Level::Fast, 64)).candidates.len(), 5);
+    assert_eq!(Trial::new(64, group_candidates(Level::Fast, 64)).candidates.len(), 5);
 }
 
-/// Runs a trial to its end with candidates that take so long.
+/// Runs a trial to its end, with the given times of launches.
 fn run(default: usize, others: &[usize], micros: impl Fn(usize, usize) -> f64) -> (usize, usize) {
     let mut trial = Trial::new(default, others.to_vec());
     for launch in 0.. {
         let value = trial.next();
-        if let Some(chosen) = trial.note(value, micros(value, launch)) {
+        if let Some(chosen) = trial.record_time(value, micros(value, launch)) {
             return (chosen, launch + 1);
         }
     }
@@ -54,40 +54,40 @@ fn run(default: usize, others: &[usize], micros: impl Fn(usize, usize) -> f64) -
 }
 
 #[test]
-fn the_fastest_is_chosen_if_it_is_worth_it() {
+fn the_fastest_candidate_wins_if_clearly_faster() {
     let (chosen, launches) = run(64, &[32, 128, 256], |value, _| if value == 128 { 90.0 } else { 100.0 });
-    assert_eq!((chosen, launches), (128, 4 * (ROUNDS + 1) + 2 * (FINAL + 1)));
-    // Not by less than 3 %, and then there is no final.
+    assert_eq!((chosen, launches), (128, 4 * (TRIAL_ROUNDS + 1) + 2 * (FINAL_LAUNCHES + 1)));
+    // A gain of less than 3 % is not enough, and needs no final comparison.
     let (chosen, launches) = run(64, &[32, 128], |value, _| if value == 128 { 98.0 } else { 100.0 });
-    assert_eq!((chosen, launches), (64, 3 * (ROUNDS + 1)));
-    // The first launch of a candidate does not count, nor does one that was disturbed.
+    assert_eq!((chosen, launches), (64, 3 * (TRIAL_ROUNDS + 1)));
+    // The first launch of a candidate does not count, and single outliers do not matter.
     let slow = |value, launch| if launch < 2 || launch % 11 == 9 { 1e6 } else { [100.0, 80.0][value / 128] };
     assert_eq!(run(64, &[128], slow).0, 128);
-    // One that was fast by chance is not faster in the final.
-    let lucky = |value, launch| if value == 128 && launch < 2 * (ROUNDS + 1) { 50.0 } else { 100.0 };
+    // A candidate that was fast by chance does not win the final comparison.
+    let lucky = |value, launch| if value == 128 && launch < 2 * (TRIAL_ROUNDS + 1) { 50.0 } else { 100.0 };
     assert_eq!(run(64, &[128], lucky).0, 64);
 }
 
-/// What a graph records is the default, without a time and without a plan that would be kept, and the trial goes on later.
+/// A launch recorded by a graph uses the default, is not timed and not cached, and the trial goes on later.
 #[test]
-fn a_launch_that_may_not_try_has_the_default() {
+fn a_launch_without_trials_uses_the_default() {
     let choices = Choices::new(Level::Fast, Chosen::new());
-    let of = (Subject::Group(1), SizeClass::of([1000]));
-    let choice = |may_try| preparing(|| choices.choice(of, 64, || may_try, |_| vec![128]));
+    let of = (Subject::Group(1), SizeClass::from_sizes([1000]));
+    let choice = |may_try| prepare_with_trials(|| choices.choice(of, 64, || may_try, |_| vec![128]));
     let (value, trial) = choice(false);
     assert!(value == 64 && trial.is_some_and(|trial| !trial.is_timed));
     for expected in [64, 128] {
         let (value, trial) = choice(true);
         let trial = trial.filter(|trial| trial.is_timed).unwrap();
         assert_eq!((value, trial.value), (expected, expected));
-        choices.note(trial, 1.0);
+        choices.record_time(trial, 1.0);
     }
-    // Outside of a launch nothing is tried.
+    // Outside of a launch there are no trials.
     assert_eq!(choices.choice(of, 64, || true, |_| vec![128]), 64);
 }
 
 #[test]
-fn what_is_written_is_read_back_and_nothing_else() {
+fn written_choices_read_back_and_others_fail() {
     for family in [Family::Processor, Family::Gpu] {
         let (all, none) = (some(family), Chosen::new());
         for chosen in [&all, &none] {
@@ -104,12 +104,12 @@ fn what_is_written_is_read_back_and_nothing_else() {
             "group_0 0000000000000000 64".into(),
             "group_0000000000000000 0000000000000000 0".into(),
             "group_0000000000000000 0000000000000000 1025".into(),
-            text.lines().last().unwrap().into(), // twice
+            text.lines().last().unwrap().into(), // a duplicate
             String::new(),
         ];
         for wrong in wrong {
             let error = read(text.replacen(first, &wrong, 1).lines(), family).unwrap_err();
-            assert!(error.contains("is no choice"), "{wrong}: {error}");
+            assert!(error.contains("is not a valid choice"), "{wrong}: {error}");
         }
         for wrong in [text.clone() + "more\n", text.replace("choices ", "choices 1"), text.replace("choices", "")] {
             assert!(read(wrong.lines(), family).is_err(), "{wrong}");
@@ -118,6 +118,6 @@ fn what_is_written_is_read_back_and_nothing_else() {
 }
 
 #[test]
-fn other_families_parameters_are_no_choices() {
+fn choices_of_another_family_are_refused() {
     assert!(read(write(&some(Family::Gpu)).lines(), Family::Processor).is_err());
 }

@@ -9,7 +9,7 @@ fn names() -> Vec<((usize, usize), String)> {
 }
 
 #[test]
-fn choice_by_place_and_by_name() {
+fn devices_are_selected_by_index_and_by_name() {
     let pick = |choice| Choice::parse(choice).select(&names());
     assert_eq!(pick("").0, [0, 1, 2]);
     assert_eq!(pick(" , ").0, [0, 1, 2]);
@@ -22,10 +22,10 @@ fn choice_by_place_and_by_name() {
 }
 
 #[test]
-fn only_places_leave_devices_out_unasked() {
+fn only_index_entries_ignore_failures_of_other_devices() {
     let asks = |choice: &str| {
         let choice = Choice::parse(choice);
-        [choice.asks_of(0, None), choice.asks_of(0, Some(1)), choice.asks_of(1, None), choice.has_names()]
+        [choice.depends_on(0, None), choice.depends_on(0, Some(1)), choice.depends_on(1, None), choice.has_names()]
     };
     assert_eq!(asks(""), [true, true, true, false]);
     assert_eq!(asks("0:0"), [true, false, false, false]);
@@ -34,7 +34,7 @@ fn only_places_leave_devices_out_unasked() {
 }
 
 #[test]
-fn discrete_before_integrated_before_cpu() {
+fn discrete_gpus_come_before_integrated_gpus_and_cpus() {
     use DeviceKind::*;
     let mut kinds = [Cpu, Accelerator, IntegratedGpu, DiscreteGpu];
     kinds.sort_by_key(|&k| rank(k));
@@ -42,7 +42,7 @@ fn discrete_before_integrated_before_cpu() {
 }
 
 #[test]
-fn messages_say_what_was_looked_for_and_what_to_install() {
+fn errors_name_the_searched_library_and_what_to_install() {
     for message in [no_library("cannot open", Some("/nonexistent")), no_driver("CL_PLATFORM_NOT_FOUND_KHR")] {
         for part in [opencl_libraries(OS)[0], install_hint(OS)] {
             assert!(message.contains(part), "{message}");
@@ -52,14 +52,14 @@ fn messages_say_what_was_looked_for_and_what_to_install() {
 }
 
 #[test]
-fn devices_below_the_least_say_what_they_lack() {
-    assert_eq!([lack(32, 16 << 10), lack(1024, 48 << 10)], [None, None]);
-    assert_eq!(lack(31, 0).unwrap(), "has work-groups of 31 work-items, and kernels need 32");
-    assert_eq!(lack(32, (16 << 10) - 1).unwrap(), "has 16383 bytes of local memory, and kernels need 16384");
+fn devices_too_small_for_kernels_say_why() {
+    assert_eq!([unusable_reason(32, 16 << 10), unusable_reason(1024, 48 << 10)], [None, None]);
+    assert_eq!(unusable_reason(31, 0).unwrap(), "has work-groups of 31 work-items, and kernels need 32");
+    assert_eq!(unusable_reason(32, (16 << 10) - 1).unwrap(), "has 16383 bytes of local memory, and kernels need 16384");
 }
 
 #[test]
-fn drivers_strings() {
+fn driver_strings_are_trimmed_and_versions_parsed() {
     assert_eq!(text(b"  a b \0"), "a b");
     assert_eq!(version("1.2 PoCL"), Some((1, 2)));
     assert_eq!(version("3.0"), Some((3, 0)));

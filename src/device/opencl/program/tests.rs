@@ -1,4 +1,4 @@
-//! Programs on every device, from source, from memory and from disk.
+//! Tests of programs on every device: from source, from memory and from disk.
 
 use std::fs;
 
@@ -12,20 +12,20 @@ fn programs(of: &Programs) -> usize {
 }
 
 #[test]
-fn hidden_instructions_are_opened_or_refused() {
+fn hidden_instructions_are_enabled_only_for_sm_90() {
     let ptx = ".version 9.0\n.target sm_90, texmode_independent\n//@ a;\n//@ b;\n// c\n\0";
     let want = ".version 9.0\n.target sm_90a, texmode_independent\na;\nb;\n// c\n\0";
-    assert_eq!(open_ptx(ptx.as_bytes()).unwrap(), want);
+    assert_eq!(enable_hidden_instructions(ptx.as_bytes()).unwrap(), want);
     for other in
         [".target sm_80\n//@ a;", ".target sm_90\n// a", ".target sm_90a\n//@ a;", ".target sm_900\n//@ a;", ""]
     {
-        assert_eq!(open_ptx(other.as_bytes()), None, "{other}");
+        assert_eq!(enable_hidden_instructions(other.as_bytes()), None, "{other}");
     }
-    assert_eq!(open_ptx(b"\x7fELF\xff"), None);
+    assert_eq!(enable_hidden_instructions(b"\x7fELF\xff"), None);
 }
 
 #[test]
-fn registers_are_limited_where_the_compiler_can() {
+fn a_register_limit_is_applied_or_ignored() {
     for device in devices() {
         let source = format!("{MOST_REGISTERS}64\n__kernel void limited(__global int* x) {{ x[0] = MOST_REGISTERS; }}");
         let kernel = device.build("limited", &source, "limited").unwrap();
@@ -36,16 +36,16 @@ fn registers_are_limited_where_the_compiler_can() {
 }
 
 #[test]
-fn programs_come_back_from_disk() {
+fn programs_are_loaded_from_disk() {
     for i in 0..count() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("made/on/demand");
         let cache = Cache::at(&dir, 64 << 20);
         let source = format!("__kernel void answer(__global int* x) {{ x[0] = 42; }} // {i}");
-        // A device of its own knows no programs, as a new process.
-        let fresh = || ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+        // A newly opened device has no programs, like a new process.
+        let fresh = || ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let built = |device: &ClDevice| {
-            let kernel = device.build_cached(By::Crate, "answer", &source, "", "answer", Some(&cache)).unwrap();
+            let kernel = device.build_cached(Author::Crate, "answer", &source, "", "answer", Some(&cache)).unwrap();
             let out = buffer(device, &[0; 4]);
             device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
             assert_eq!(contents(device, &out), 42i32.to_ne_bytes());
@@ -57,7 +57,7 @@ fn programs_come_back_from_disk() {
         let whole = fs::read(&files[0]).unwrap();
         assert_eq!(built(&fresh()), (0, 1), "from disk");
 
-        // Cut short, with a flipped bit, empty, and whole but no binary that a driver could take.
+        // Truncated, with a flipped bit, empty, and with a valid checksum but no valid binary.
         let mut flipped = whole.clone();
         flipped[whole.len() / 2] ^= 1;
         let name = files[0].file_name().unwrap().to_str().unwrap();
@@ -74,9 +74,9 @@ fn programs_come_back_from_disk() {
 }
 
 #[test]
-fn sources_of_the_crate_leave_out_the_header_where_they_can() {
+fn own_sources_build_without_the_header_on_pocl() {
     for i in 0..count() {
-        let device = ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+        let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let built = |by, call: &str, want: f32| {
             let source = format!("__kernel void f(__global float* x) {{ x[get_global_id(0)] = {call}; }} // {i}");
             let kernel = device.build_cached(by, "f", &source, "", "f", None).unwrap();
@@ -85,10 +85,10 @@ fn sources_of_the_crate_leave_out_the_header_where_they_can() {
             assert_eq!(contents(&device, &out), want.to_ne_bytes(), "{call}");
             (device.builds().0, device.builds_with_header())
         };
-        assert_eq!(built(By::Crate, "sqrt(4.0f)", 2.0), (1, 0));
-        assert_eq!(built(By::User, "cospi(2.0f)", 1.0), (2, 0));
+        assert_eq!(built(Author::Crate, "sqrt(4.0f)", 2.0), (1, 0));
+        assert_eq!(built(Author::User, "cospi(2.0f)", 1.0), (2, 0));
         assert_eq!(
-            built(By::Crate, "cospi(2.0f)", 1.0),
+            built(Author::Crate, "cospi(2.0f)", 1.0),
             (2 + 1, u64::from(device.is_pocl())),
             "none of ours calls that"
         );
@@ -96,11 +96,11 @@ fn sources_of_the_crate_leave_out_the_header_where_they_can() {
 }
 
 #[test]
-fn pocl_is_asked_for_no_binaries_of_the_crates_programs() {
+fn no_binaries_of_own_programs_are_requested_from_pocl() {
     for i in 0..count() {
         let source = format!("__kernel void f(__global float* x) {{ x[0] = {i}; }} // {}", std::process::id());
         for _ in 0..2 {
-            let device = ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+            let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
             device.build("f", &source, "f").unwrap();
             if device.is_pocl() {
                 assert_eq!((device.builds(), device.programs.slow_binaries.load(Relaxed)), ((1, 0), 0));
@@ -109,18 +109,18 @@ fn pocl_is_asked_for_no_binaries_of_the_crates_programs() {
     }
 }
 
-/// A binary in the place of another one's would compute something else, or nothing.
+/// A program built from another program's binary would compute something else, or nothing.
 #[test]
-fn binaries_are_not_taken_for_one_another() {
+fn swapped_cache_files_are_not_used() {
     for i in 0..count() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path(), 64 << 20);
-        // A device of its own knows no programs, as a new process.
+        // A newly opened device has no programs, like a new process.
         let answers = || {
-            let device = ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+            let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
             let answer = |n: i32| {
                 let source = format!("__kernel void answer(__global int* x) {{ x[0] = {n}; }} // {i}");
-                let kernel = device.build_cached(By::User, "answer", &source, "", "answer", Some(&cache)).unwrap();
+                let kernel = device.build_cached(Author::User, "answer", &source, "", "answer", Some(&cache)).unwrap();
                 let out = buffer(&device, &[0; 4]);
                 device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
                 contents(&device, &out)[0]
@@ -139,14 +139,14 @@ fn binaries_are_not_taken_for_one_another() {
     }
 }
 
-/// Kernels that a program makes, runs and drops, each from a source of its own.
+/// A program makes, runs and drops kernels, each from its own source.
 #[test]
 fn programs_of_dropped_kernels_are_released() {
     for i in 0..count() {
-        let device = ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+        let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let build = |n: usize| {
             let source = format!("__kernel void number(__global int* x) {{ x[0] = {n}; }}");
-            device.build_cached(By::User, "number", &source, "", "number", None).unwrap()
+            device.build_cached(Author::User, "number", &source, "", "number", None).unwrap()
         };
         let held = build(0);
         let first = Arc::downgrade(build(1).program());
@@ -164,23 +164,23 @@ fn programs_of_dropped_kernels_are_released() {
             "this one has a kernel"
         );
     }
-    // Sources without end, among them the crate's own.
+    // Many sources, some of them the crate's own.
     let all = Programs::default();
     for n in 0..1000u32 {
         let key = |by: u8| std::array::from_fn(|i| if i < 4 { n.to_le_bytes()[i] } else { by });
-        all.slot(key(0), By::User);
-        all.slot([(n % 10) as u8; 32], By::Crate);
+        all.slot(key(0), Author::User);
+        all.slot([(n % 10) as u8; 32], Author::Crate);
     }
     assert_eq!(programs(&all), MAX_OF_USERS + 10);
 }
 
 #[test]
-fn a_disk_that_cannot_be_written_stops_nothing() {
+fn an_unwritable_cache_does_not_stop_builds() {
     for device in devices() {
         let file = tempfile::NamedTempFile::new().unwrap();
         // A directory inside a file.
         let cache = Cache::at(file.path().join("cache"), 64 << 20);
-        device.build_cached(By::Crate, "axb", &format!("{AXB} // no disk"), "", "axb", Some(&cache)).unwrap();
-        device.build_cached(By::Crate, "axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
+        device.build_cached(Author::Crate, "axb", &format!("{AXB} // no disk"), "", "axb", Some(&cache)).unwrap();
+        device.build_cached(Author::Crate, "axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Formulas whose numbers are arguments, beside the same formulas with these numbers in the code.
+//! Compares formulas whose numbers are kernel arguments with the same formulas with the numbers compiled in.
 
 use crate::backend;
 use crate::backend::problem::map::Formulas;
@@ -6,7 +6,7 @@ use crate::device::opencl;
 use crate::ops::elementwise::map::*;
 use crate::{Device, backend::Backend};
 
-/// Formulas of two inputs and two numbers, all in one launch.
+/// Returns formulas of two inputs and two numbers for one launch.
 fn formulas(e: &[Expr], a: f64, b: f64) -> Vec<Expr> {
     let (x, y) = (&e[0], &e[1]);
     vec![
@@ -27,7 +27,7 @@ fn bits(t: &Tensor) -> Result<Vec<u64>> {
 }
 
 #[test]
-fn numbers_as_arguments_give_the_bits_of_literals() -> Result<()> {
+fn constants_as_arguments_give_the_bits_of_literals() -> Result<()> {
     let devices = [Device::Cpu].into_iter().chain((0..opencl::count()).map(Device::OpenCL));
     for device in devices {
         for dtype in [DType::F32, DType::F64, DType::BF16] {
@@ -59,7 +59,7 @@ fn numbers_as_arguments_give_the_bits_of_literals() -> Result<()> {
                 for (i, (right, got)) in literal.iter().zip(&lifted).enumerate() {
                     assert_eq!(bits(got)?, bits(right)?, "formula {i} of {a} and {b}, {dtype} on {device}");
                 }
-                // The same one by one, by the shortest ways of the CPU.
+                // Each formula alone, which the CPU computes with its specialised functions.
                 for i in (0..exprs.len()).filter(|_| device == Device::Cpu) {
                     let one = Tensor::map(&[&x, &y], |e| formulas(e, a, b).remove(i))?;
                     assert_eq!(bits(&one)?, bits(&literal[i])?, "formula {i} of {a} and {b}, {dtype} alone");

@@ -1,5 +1,7 @@
-//! Attention in blocks, where the device has no kernel for it: the scores of some queries at a time, so that memory grows with the lengths and not with their product;
-//! backward recomputes them (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,
+//! Attention in blocks of queries, for devices without a fused kernel.
+//!
+//! Only the scores of one block exist at a time, so memory grows with the lengths and not with their product. The backward pass
+//! computes the scores again (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,
 //! "FlashAttention"). With `is_causal`, keys that no query of a block attends to are skipped.
 
 use std::ops::Range;
@@ -7,46 +9,49 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use crate::backend::problem::attention::Blocking;
-use crate::ops::linalg::products::product_in;
-use crate::ops::nn::attention::{Attention, empty_heads_inside};
+use crate::ops::linalg::products::product_into;
+use crate::ops::nn::attention::{Attention, allocate_heads_inside};
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::tensor::Dims;
 use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd, backend};
 
-/// Blocks are `cheap` on processors where keys are left out, which takes less time, or no backward makes scores again, and lie
-/// in the caches of the threads that share them. Elsewhere they are there for the memory's sake.
-fn blocking(device: Device, cheap: bool) -> Result<Blocking> {
+/// Returns the limits of blocks on `device`.
+///
+/// `cheap` blocks take no more time than all scores at once, because causal keys are skipped or there is no backward pass. On the
+/// CPU such blocks fit in the caches of the threads. All other blocks only save memory.
+fn block_limits(device: Device, cheap: bool) -> Result<Blocking> {
     #[cfg(test)]
     if let Some(limits) = crate::ops::nn::attention::tests::LIMITS.get() {
         return Ok(limits);
     }
     let memory = usize::try_from(device.known()?.memory).unwrap_or(usize::MAX);
-    Ok(backend::of(device).blocking(memory, cheap))
+    Ok(backend::of_device(device).attention_blocking(memory, cheap))
 }
 
-/// How queries are cut into blocks, and what they see.
+/// The partition of an attention into blocks of queries.
 #[derive(Debug, Clone)]
 pub(crate) struct Blocks {
-    /// Of the scores, but for the keys: `[batch.., L]`.
+    /// The dims of the scores without the keys: `[batch.., L]`.
     sizes: Dims,
-    /// Of a block; the last ones may be less.
-    tile: Dims,
+    /// The size of a block in each dim of `sizes`. The last blocks of a dim may be smaller.
+    block_size: Dims,
     keys: usize,
     causal: bool,
     scale: Scalar,
 }
 
-/// One of them.
+/// One block: a range in each dim, and its keys.
 struct Block {
-    /// In each dim of [`Blocks::sizes`].
-    at: Dims<Range<usize>>,
-    /// Those that may be seen.
+    /// The range in each dim of [`Blocks::sizes`].
+    ranges: Dims<Range<usize>>,
+    /// The keys that queries of this block may attend to.
     keys: Range<usize>,
 }
 
 impl Blocks {
-    /// None where all scores are made in one go, and where shapes do not fit, which the other way reports. The options' scale is given;
-    /// `backward` says whether there will be one.
+    /// Partitions an attention. `options.scale` is set; `backward` says whether gradients will be needed.
+    ///
+    /// Returns `None` if all scores should be computed at once, and for shapes that do not match, which the unblocked code reports.
     pub(crate) fn new([q, k, v]: [&Tensor; 3], options: &Attention<'_>, backward: bool) -> Option<Blocks> {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
         if dropout_p != 0.0 || mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
@@ -57,14 +62,14 @@ impl Blocks {
         else {
             return None;
         };
-        // Scores that are no larger than the keys.
+        // The scores are no larger than the keys.
         if queries <= width {
             return None;
         }
         let broadcast = |a: &Shape, b: &[usize]| a.broadcast("scaled_dot_product_attention", &Shape::from(b)).ok();
         let batch = broadcast(&Shape::from(batch_q), batch_k)?;
         let scores: Shape = batch.dims().iter().copied().chain([*queries, *keys]).collect();
-        let limits = blocking(q.device(), causal || !backward).ok()?;
+        let limits = block_limits(q.device(), causal || !backward).ok()?;
         let fits = |mask: &Tensor| broadcast(&scores, mask.shape().dims()).as_ref() == Some(&scores);
         if scores.bytes(q.dtype.size()) <= limits.unblocked_bytes
             || broadcast(&batch, batch_v)? != batch
@@ -74,74 +79,74 @@ impl Blocks {
         }
         let even = |n: usize, most: usize| n.div_ceil(n.div_ceil(most.max(1)));
         let room = limits.block_bytes / keys.saturating_mul(q.dtype.size());
-        // Eight blocks below each other skip all but a sixteenth of the scores above the diagonal.
+        // With eight blocks of queries, the scores computed above the diagonal are about 1/16 of all scores.
         let most = if causal { queries.div_ceil(8) } else { *queries };
         let rows = even(*queries, room.min(most).max(limits.min_queries)).next_multiple_of(8).min(*queries);
         let mut heads = room / rows;
-        let mut tile: Dims = SmallVec::from_slice(&[rows]);
+        let mut block_size: Dims = SmallVec::from_slice(&[rows]);
         for &n in batch.dims().iter().rev() {
-            tile.push(even(n, heads));
+            block_size.push(even(n, heads));
             heads /= even(n, heads);
         }
-        tile.reverse();
+        block_size.reverse();
         let sizes = SmallVec::from_slice(&scores.dims()[..batch.rank() + 1]);
-        Some(Blocks { sizes, tile, keys: *keys, causal, scale: Scalar::Float(scale.unwrap_or(1.0)) })
+        Some(Blocks { sizes, block_size, keys: *keys, causal, scale: Scalar::Float(scale.unwrap_or(1.0)) })
     }
 
-    fn each(&self, mut f: impl FnMut(&Block) -> Result<()>) -> Result<()> {
-        let counts: Dims = self.sizes.iter().zip(&self.tile).map(|(n, part)| n.div_ceil(*part)).collect();
+    fn for_each_block(&self, mut f: impl FnMut(&Block) -> Result<()>) -> Result<()> {
+        let counts: Dims = self.sizes.iter().zip(&self.block_size).map(|(n, part)| n.div_ceil(*part)).collect();
         for i in 0..counts.iter().product() {
             let mut rest = i;
-            let mut at: Dims<Range<usize>> = (0..counts.len())
+            let mut ranges: Dims<Range<usize>> = (0..counts.len())
                 .rev()
                 .map(|d| {
-                    let start = rest % counts[d] * self.tile[d];
+                    let start = rest % counts[d] * self.block_size[d];
                     rest /= counts[d];
-                    start..self.sizes[d].min(start + self.tile[d])
+                    start..self.sizes[d].min(start + self.block_size[d])
                 })
                 .collect();
-            at.reverse();
-            let last = at[at.len() - 1].end;
+            ranges.reverse();
+            let last = ranges[ranges.len() - 1].end;
             let keys = if self.causal { self.keys.min(last) } else { self.keys };
-            f(&Block { at, keys: 0..keys })?;
+            f(&Block { ranges, keys: 0..keys })?;
         }
         Ok(())
     }
 
-    /// Whether every element of `t`, which has queries before its last dim or otherwise keys, is in exactly one block: then blocks
-    /// write it, otherwise they add to it.
+    /// Returns true if every element of `t` belongs to exactly one block, so that blocks write the element instead of adding to it.
+    /// `of_queries` says whether the dim before the last of `t` is the queries; otherwise it is the keys.
     fn is_partitioned(&self, t: &Tensor, of_queries: bool) -> bool {
         let (batch, length) = self.sizes.split_at(self.sizes.len() - 1);
-        let all_keys = self.tile[batch.len()] == length[0] && (!self.causal || self.keys <= length[0]);
+        let all_keys = self.block_size[batch.len()] == length[0] && (!self.causal || self.keys <= length[0]);
         t.shape().dims()[..t.rank() - 2] == *batch && (of_queries || all_keys)
     }
 
-    /// The weights of the values in a block.
+    /// Computes the attention weights of a block.
     fn weights(&self, op: &'static str, block: &Block, [q, k]: [&Tensor; 2], mask: Option<&Tensor>) -> Result<Tensor> {
         let keys = block.keys(k)?.transpose(-1, -2)?;
-        let scores = product_in(op, None, None, &block.queries(q)?, &keys, self.scale)?;
+        let scores = product_into(op, None, None, &block.queries(q)?, &keys, self.scale)?;
         let mask = mask.map(|mask| block.scores(mask)).transpose()?;
-        let first = block.at[block.at.len() - 1].start;
+        let first = block.ranges[block.ranges.len() - 1].start;
         masked_softmax(op, &scores, mask.as_ref(), self.causal.then_some(first))
     }
 
-    /// The result, outside the graph.
+    /// Computes the result outside the graph.
     pub(crate) fn forward(&self, op: &'static str, inputs: [&Tensor; 3], mask: Option<&Tensor>) -> Result<Tensor> {
         let [q, k, v] = inputs.map(Tensor::detach);
         let mask = mask.map(Tensor::detach);
         let shape: Shape = self.sizes.iter().copied().chain([v.shape().dims()[v.rank() - 1]]).collect();
-        let out = match empty_heads_inside(&shape, &q)? {
+        let out = match allocate_heads_inside(&shape, &q)? {
             Some(out) => out,
-            None => Tensor::empty_like_shape(shape, q.dtype, q.device())?,
+            None => Tensor::empty_with_shape(shape, q.dtype, q.device())?,
         };
-        self.each(|block| {
+        self.for_each_block(|block| {
             let weights = self.weights(op, block, [&q, &k], mask.as_ref())?;
             write(op, &block.queries(&out)?, &weights, &block.keys(&v)?, Scalar::Int(1))
         })?;
         Ok(out)
     }
 
-    /// The gradients of queries, keys and values that are wanted, outside the graph, in `slots` where these are given.
+    /// Computes the gradients of the wanted inputs outside the graph, into `slots` where given.
     pub(crate) fn backward(
         &self,
         op: &'static str,
@@ -159,7 +164,7 @@ impl Blocks {
             wanted[i].then(|| GradientSum::new(t, slot, self.is_partitioned(t, i == 0))).transpose()
         };
         let (dq, dk, dv) = (sum(0, &q, slot_q)?, sum(1, &k, slot_k)?, sum(2, &v, slot_v)?);
-        self.each(|block| {
+        self.for_each_block(|block| {
             let weights = self.weights(op, block, [&q, &k], mask.as_ref())?;
             let grad = block.queries(&grad)?;
             if let Some(dv) = &dv {
@@ -168,7 +173,7 @@ impl Blocks {
             if dq.is_none() && dk.is_none() {
                 return Ok(());
             }
-            let upstream = product_in(op, None, None, &grad, &transposed(&block.keys(&v)?)?, Scalar::Int(1))?;
+            let upstream = product_into(op, None, None, &grad, &transposed(&block.keys(&v)?)?, Scalar::Int(1))?;
             let ds = softmax_derivative(&weights, &upstream)?;
             if let Some(dq) = &dq {
                 dq.add(op, |t| block.queries(t), &ds, &block.keys(&k)?, self.scale)?;
@@ -184,24 +189,24 @@ impl Blocks {
 }
 
 impl Block {
-    /// The part of `t`, `[batch.., L, ..]`.
+    /// Returns this block's part of `t`, `[batch.., L, ..]`.
     fn queries(&self, t: &Tensor) -> Result<Tensor> {
-        self.part(t, &self.at[self.at.len() - 1], None)
+        self.part(t, &self.ranges[self.ranges.len() - 1], None)
     }
 
-    /// Of `t`, `[batch.., S, ..]`.
+    /// Returns this block's part of `t`, `[batch.., S, ..]`.
     fn keys(&self, t: &Tensor) -> Result<Tensor> {
         self.part(t, &self.keys, None)
     }
 
-    /// Of `t`, `[batch.., L, S]`.
+    /// Returns this block's part of `t`, `[batch.., L, S]`.
     fn scores(&self, t: &Tensor) -> Result<Tensor> {
-        self.part(t, &self.at[self.at.len() - 1], Some(&self.keys))
+        self.part(t, &self.ranges[self.ranges.len() - 1], Some(&self.keys))
     }
 
-    /// Dims that are missing or broadcast stay as they are.
+    /// Narrows `t` to this block. Dims that are missing or broadcast are left alone.
     fn part(&self, t: &Tensor, rows: &Range<usize>, columns: Option<&Range<usize>>) -> Result<Tensor> {
-        let batch = &self.at[..self.at.len() - 1];
+        let batch = &self.ranges[..self.ranges.len() - 1];
         let ranges = columns.into_iter().map(Some).chain(columns.is_none().then_some(None)).chain([Some(rows)]);
         let mut layout = t.layout.clone();
         for (d, range) in (0..t.rank()).rev().zip(ranges.chain(batch.iter().rev().map(Some))) {
@@ -213,40 +218,40 @@ impl Block {
     }
 }
 
-/// `alpha a b` into `out`.
+/// Computes `alpha a b` into `out`.
 fn write(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) -> Result<()> {
-    let made = product_in(op, Some(out.shallow_clone()), None, a, b, alpha)?;
-    // The product allocates its own result where it cannot write to `out`.
+    let made = product_into(op, Some(out.shallow_clone()), None, a, b, alpha)?;
+    // The product allocates its own result if it cannot write to `out`.
     if !made.shares_storage(out) {
         out.copy_(&made)?;
     }
     Ok(())
 }
 
-/// A gradient that blocks have parts of.
+/// A gradient that is assembled from the contributions of blocks.
 struct GradientSum {
-    /// Where it goes, if somebody said.
+    /// The tensor that the caller wants the gradient in, if any.
     slot: Option<Tensor>,
-    /// What the blocks write to, or, of the type it is summed in, add to.
+    /// The tensor that blocks write to, or, in the dtype of the sum, add to.
     total: Tensor,
     dtype: DType,
-    /// Whether every element is written once.
+    /// Whether every element is written exactly once.
     partitioned: bool,
 }
 
 impl GradientSum {
-    /// Of the shape and dtype of `like`.
+    /// Creates a gradient of the shape and dtype of `like`.
     fn new(like: &Tensor, slot: Option<Tensor>, partitioned: bool) -> Result<GradientSum> {
         let dtype = like.dtype;
         let total = match (&slot, partitioned) {
             (Some(slot), true) => slot.detach(),
-            (None, true) => Tensor::empty_like_shape(like.shape(), dtype, like.device())?,
+            (None, true) => Tensor::empty_with_shape(like.shape(), dtype, like.device())?,
             (_, false) => Tensor::zeros(like.shape(), (dtype.compute().dtype(), like.device()))?,
         };
         Ok(GradientSum { slot, total, dtype, partitioned })
     }
 
-    /// `alpha a b`, summed over dims that are broadcast, in the part of a block.
+    /// Adds `alpha a b`, summed over broadcast dims, to the part of a block.
     fn add(
         &self,
         op: &'static str,
@@ -259,7 +264,7 @@ impl GradientSum {
         match self.partitioned {
             true => write(op, &total, a, b, alpha),
             false => {
-                total.add_(&product_in(op, None, None, a, b, alpha)?.sum_to(total.shape())?)?;
+                total.add_(&product_into(op, None, None, a, b, alpha)?.sum_to(total.shape())?)?;
                 Ok(())
             }
         }

@@ -1,54 +1,56 @@
-//! Attention in one kernel, where the device has one: it keeps the result and a number for each query, and no scores.
+//! Attention in one kernel, on devices that have one. It stores the result and one number for each query, but no scores.
 
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::autograd::rng_replay::Drawn;
+use crate::autograd::rng_replay::RandomSource;
 use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
-use crate::ops::nn::attention::{Attention, empty_heads_inside};
+use crate::ops::nn::attention::{Attention, allocate_heads_inside};
 use crate::ops::random::next_seed;
 use crate::tensor::Layout;
 use crate::{Result, Shape, Tensor, autograd, backend};
 
-/// A call that the device's kernel has computed.
+/// An attention that the device's fused kernel has computed, with the data for its backward pass.
 pub(crate) struct Fused {
-    call: Call,
+    call: FusedParams,
     out: Saved,
     logsumexp: Saved,
 }
 
-/// What is to be computed, but for the tensors.
-struct Call {
-    /// Of the scores but for the last two dims, which the operands are broadcast to.
+/// The parameters of a fused attention, without its tensors.
+struct FusedParams {
+    /// The dims of the scores before the last two. All operands are broadcast to them.
     batch: Shape,
-    /// Whether the heads of the last of these dims share keys and values.
+    /// Whether the last batch dim is heads that share keys and values.
     grouped: bool,
     causal: bool,
     scale: f64,
     dropout: Option<(f64, Seed)>,
 }
 
-/// The operands as the kernel has them.
+/// The operands as views of the shapes that the kernel expects.
 struct Views {
     inputs: [Tensor; 3],
     mask: Option<Tensor>,
 }
 
 impl Fused {
-    /// The result, outside the graph, and what its backward needs. None where the device has no such kernel, where the mask's gradient
-    /// is wanted, and where something does not fit, which the other way reports. The options' scale is given; heads in groups are a dim of
-    /// their own.
+    /// Computes the result outside the graph, and keeps the data for the backward pass. `options.scale` is set; grouped heads are a
+    /// dim of their own.
+    ///
+    /// Returns `None` if the device has no such kernel, if the gradient of the mask is needed, and for operands that do not match,
+    /// which the other code path reports.
     pub(crate) fn forward(
         op: &'static str,
         inputs: [&Tensor; 3],
         options: &Attention<'_>,
     ) -> Result<Option<(Tensor, Fused)>> {
         let (q, mask) = (inputs[0], options.attn_mask);
-        let Some(mut call) = Call::new(op, inputs, options) else { return Ok(None) };
+        let Some(mut call) = FusedParams::new(op, inputs, options) else { return Ok(None) };
         let views = call.views(inputs, mask);
-        if !backend::of(q.device()).has_attention(&call.problem(&views))? {
+        if !backend::of_device(q.device()).has_attention(&call.problem(&views))? {
             return Ok(None);
         }
         if let Some((_, seed)) = &mut call.dropout {
@@ -57,19 +59,19 @@ impl Fused {
         let a = call.problem(&views);
         let [_, queries, _, _, value_width] = a.sizes();
         let shape: Shape = call.batch.dims().iter().copied().chain([queries, value_width]).collect();
-        let out = match empty_heads_inside(&shape, q)? {
+        let out = match allocate_heads_inside(&shape, q)? {
             Some(out) => out,
-            None => Tensor::empty_like_shape(shape, q.dtype, q.device())?,
+            None => Tensor::empty_with_shape(shape, q.dtype, q.device())?,
         };
         let rows = a.q.shape().dims().split_last().map(|(_, rows)| Shape::from(rows)).unwrap_or_default();
-        let logsumexp = Tensor::empty_like_shape(rows, q.dtype.compute().dtype(), q.device())?;
+        let logsumexp = Tensor::empty_with_shape(rows, q.dtype.compute().dtype(), q.device())?;
         let view = call.view(&out, false);
         backend::fill([&out, &logsumexp], |b| b.attention(&a, &view, &logsumexp))?;
         let (saved, logsumexp) = (Saved::new(&out), Saved::new(&logsumexp));
         Ok(Some((out, Fused { call, out: saved, logsumexp })))
     }
 
-    /// The gradients of queries, keys and values that are wanted, outside the graph, in `slots` where these are given.
+    /// Computes the gradients of the wanted inputs outside the graph, into `slots` where given.
     pub(crate) fn backward(
         &self,
         op: &'static str,
@@ -84,19 +86,19 @@ impl Fused {
         let a = call.problem(&views);
         let (out, grad) = (call.view(self.out.get(op)?, false), call.view(grad, false));
         let of = AttentionBackward { out: &out, logsumexp: self.logsumexp.get(op)?, grad: &grad };
-        // Where an operand is broadcast, the kernel writes a gradient for each of its copies, and these are added up.
+        // For a broadcast operand, the kernel writes one gradient for each copy. The sum of these is the gradient of the operand.
         let made = inputs.iter().zip(&views.inputs).zip(slots).enumerate().map(|(i, ((t, view), slot))| {
             let whole = t.numel() == view.numel();
             let made = match slot.filter(|_| whole) {
                 Some(slot) => slot.detach(),
-                None if whole => Tensor::empty_like_shape(t.shape(), t.dtype, t.device())?,
-                None => Tensor::empty_like_shape(call.broadcast(t, i > 0), t.dtype, t.device())?,
+                None if whole => Tensor::empty_with_shape(t.shape(), t.dtype, t.device())?,
+                None => Tensor::empty_with_shape(call.broadcast(t, i > 0), t.dtype, t.device())?,
             };
             Ok((whole, made))
         });
         let made = made.collect::<Result<SmallVec<[(bool, Tensor); 3]>>>()?;
-        let seen = [0, 1, 2].map(|i| call.view(&made[i].1, i > 0));
-        backend::launch(seen.each_ref(), |b| b.attention_backward(&a, &of, seen.each_ref()))?;
+        let gradient_views = [0, 1, 2].map(|i| call.view(&made[i].1, i > 0));
+        backend::launch(gradient_views.each_ref(), |b| b.attention_backward(&a, &of, gradient_views.each_ref()))?;
         let mut gradients = [None, None, None];
         for (i, (whole, made)) in made.into_iter().enumerate().filter(|(i, _)| wanted[*i]) {
             gradients[i] = Some(if whole { made } else { made.sum_to(inputs[i].shape())? });
@@ -104,18 +106,18 @@ impl Fused {
         Ok(gradients)
     }
 
-    /// The seeds that composed operations have to draw to drop the same weights.
-    pub(crate) fn seeds(&self) -> SmallVec<[Drawn; 1]> {
-        self.call.dropout.iter().map(|(_, seed)| Drawn { seed: *seed, base: None }).collect()
+    /// The seeds with which recorded operations drop the same weights.
+    pub(crate) fn seeds(&self) -> SmallVec<[RandomSource; 1]> {
+        self.call.dropout.iter().map(|(_, seed)| RandomSource { seed: *seed, base: None }).collect()
     }
 }
 
-impl Call {
-    fn new(op: &'static str, inputs: [&Tensor; 3], options: &Attention<'_>) -> Option<Call> {
+impl FusedParams {
+    fn new(op: &'static str, inputs: [&Tensor; 3], options: &Attention<'_>) -> Option<FusedParams> {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
         let is_probability = (0.0..=1.0).contains(&dropout_p);
         let tracked = mask.is_some_and(|mask| autograd::is_tracked(&[mask]));
-        // The seeds of a graph are in device memory, where the kernel does not look for them.
+        // A captured graph keeps its seeds in device memory, which this kernel does not read.
         let captured = dropout_p != 0.0 && is_capturing(inputs[0].device());
         if tracked || captured || !is_probability || inputs.iter().any(|t| t.numel() == 0) {
             return None;
@@ -134,12 +136,12 @@ impl Call {
         let last = |dims: &[usize]| dims.last().copied().unwrap_or(1);
         let grouped = last(batch_q) > 1 && last(batch_k) == 1 && last(batch_v) == 1;
         let dropout = (dropout_p != 0.0).then(|| (dropout_p, Seed::default()));
-        Some(Call { batch, grouped, causal, scale: scale.unwrap_or(1.0), dropout })
+        Some(FusedParams { batch, grouped, causal, scale: scale.unwrap_or(1.0), dropout })
     }
 
     fn problem<'a>(&self, views: &'a Views) -> FusedAttention<'a> {
         let [q, k, v] = views.inputs.each_ref();
-        let Call { causal, scale, dropout, .. } = *self;
+        let FusedParams { causal, scale, dropout, .. } = *self;
         FusedAttention { q, k, v, mask: views.mask.as_ref(), causal, scale, dropout }
     }
 
@@ -154,18 +156,18 @@ impl Call {
         Views { inputs: [self.view(q, false), self.view(k, true), self.view(v, true)], mask: mask.map(of_scores) }
     }
 
-    /// `[batch.., L, E]` as `[batch.., heads, L, E]`.
+    /// Views `[batch.., L, E]` as `[batch.., heads, L, E]`.
     fn view(&self, t: &Tensor, of_keys: bool) -> Tensor {
         self.with_heads(t, t.layout.broadcast_to(&self.broadcast(t, of_keys)))
     }
 
-    /// The last dim before matrices is that of the heads where these are in groups; otherwise there is one.
+    /// Inserts a heads dim of size 1 before the matrices, unless the heads are grouped.
     fn with_heads(&self, t: &Tensor, layout: Layout) -> Tensor {
         let rank = layout.shape.rank();
         t.with_layout(if self.grouped { layout } else { layout.insert(rank - 2) })
     }
 
-    /// The shape with all batch dims, but for the heads that share keys.
+    /// Returns the shape of `t` broadcast to all batch dims, except the heads that share keys.
     fn broadcast(&self, t: &Tensor, of_keys: bool) -> Shape {
         let (batch, dims) = (self.batch.dims(), t.shape().dims());
         let shared = usize::from(self.grouped && of_keys);

@@ -1,4 +1,4 @@
-//! Attention by blocks, far smaller than those in use, beside its definition in f64 and finite differences.
+//! Tests attention with very small blocks against its definition in f64 and finite differences.
 
 use std::cell::Cell;
 
@@ -9,11 +9,11 @@ use crate::ops::nn::attention::*;
 use crate::{Device, Result};
 
 thread_local! {
-    /// In place of a device's own.
+    /// The limits of blocks in a test, instead of the device's.
     pub(crate) static LIMITS: Cell<Option<Blocking>> = const { Cell::new(None) };
 }
 
-/// Blocks of eight queries, or of as many, and of as many heads, as `bytes` have room for.
+/// Runs `f` with blocks whose scores take at most `bytes`, and at least one query.
 fn in_blocks<R>(bytes: usize, f: impl FnOnce() -> R) -> R {
     LIMITS.set(Some(Blocking { unblocked_bytes: 0, block_bytes: bytes, min_queries: 1 }));
     let result = f();
@@ -27,25 +27,29 @@ fn each_device(f: impl Fn(Device)) {
     (0..opencl::count()).map(Device::OpenCL).for_each(f);
 }
 
-/// Queries, keys and values, a mask that is added, whether it is causal.
+/// Queries, keys and values, an additive mask, and whether attention is causal.
 type Call<'a> = ([&'a Tensor; 3], Option<&'a Tensor>, bool);
 
-/// The elements in f64, with these dims before the last two.
-fn stretched(t: &Tensor, batch: &[usize], [rows, columns]: [usize; 2]) -> Vec<f64> {
+/// Returns the elements in f64, with the dims before the last two broadcast to `batch`.
+fn broadcast_values(t: &Tensor, batch: &[usize], [rows, columns]: [usize; 2]) -> Vec<f64> {
     let shape: Shape = batch.iter().copied().chain([rows, columns]).collect();
     let t = t.detach().to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
     t.broadcast_to(shape).unwrap().to_vec().unwrap()
 }
 
-/// The definition, an element at a time.
-fn defined(([q, k, v], mask, causal): Call) -> Vec<f64> {
+/// Computes attention by its definition, one element at a time.
+fn attention_by_definition(([q, k, v], mask, causal): Call) -> Vec<f64> {
     let scores = product_shape("", q, &k.transpose(-1, -2).unwrap()).unwrap();
     let [batch @ .., rows, keys] = scores.dims() else { unreachable!("two dims") };
     let (rows, keys) = (*rows, *keys);
     let width = |t: &Tensor| t.shape().dims()[t.rank() - 1];
     let (e, w) = (width(q), width(v));
-    let (q, k, v) = (stretched(q, batch, [rows, e]), stretched(k, batch, [keys, e]), stretched(v, batch, [keys, w]));
-    let mask = mask.map(|mask| stretched(mask, batch, [rows, keys]));
+    let (q, k, v) = (
+        broadcast_values(q, batch, [rows, e]),
+        broadcast_values(k, batch, [keys, e]),
+        broadcast_values(v, batch, [keys, w]),
+    );
+    let mask = mask.map(|mask| broadcast_values(mask, batch, [rows, keys]));
     let mut out = Vec::new();
     for row in 0..batch.iter().product::<usize>() * rows {
         let (first, i) = (row / rows * keys, row % rows);
@@ -69,7 +73,7 @@ fn options<'a>(attn_mask: Option<&'a Tensor>, is_causal: bool) -> Attention<'a> 
     Attention { attn_mask, is_causal, ..Attention::default() }
 }
 
-/// Queries, keys, values: dims that are broadcast, several heads a block, lengths around a block's and below it, none.
+/// Shapes of queries, keys and values: broadcast dims, several heads in a block, lengths near the size of a block, and empty dims.
 const SHAPES: [[&[usize]; 3]; 8] = [
     [&[17, 4], &[23, 4], &[23, 3]],
     [&[2, 3, 16, 5], &[2, 3, 16, 5], &[2, 3, 16, 5]],
@@ -81,8 +85,8 @@ const SHAPES: [[&[usize]; 3]; 8] = [
     [&[2, 9, 4], &[2, 0, 4], &[2, 0, 4]],
 ];
 
-/// Rows that lie one element apart, after one that is not part of it.
-fn strange(shape: &[usize], dtype: DType, device: Device) -> Tensor {
+/// Returns a tensor whose rows are strided and start one element into the storage.
+fn strided_tensor(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let mut dims = shape.to_vec();
     let last = dims.len() - 1;
     dims.swap(last, last - 1);
@@ -92,11 +96,11 @@ fn strange(shape: &[usize], dtype: DType, device: Device) -> Tensor {
 }
 
 #[test]
-fn blocks_give_what_the_definition_gives() {
+fn blocked_attention_matches_its_definition() {
     each_device(|device| {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F16, 4e-3), (DType::BF16, 3e-2)] {
             for (i, shapes) in SHAPES.into_iter().enumerate() {
-                let inputs = shapes.map(|shape| strange(shape, dtype, device));
+                let inputs = shapes.map(|shape| strided_tensor(shape, dtype, device));
                 let [q, k, v] = inputs.each_ref();
                 let (rows, keys) = (shapes[0][shapes[0].len() - 2], shapes[1][shapes[1].len() - 2]);
                 let mask = Tensor::randn(&[rows, keys], (dtype, device)).unwrap();
@@ -107,7 +111,7 @@ fn blocks_give_what_the_definition_gives() {
                     for (causal, bytes) in [(false, 0), (true, 0), (false, 3000), (true, 3000)] {
                         let out = in_blocks(bytes, || q.scaled_dot_product_attention(k, v, options(given, causal)));
                         let out = out.unwrap();
-                        let right = defined(([q, k, v], added, causal));
+                        let right = attention_by_definition(([q, k, v], added, causal));
                         let got: Vec<f64> = out.to_dtype(DType::F64).unwrap().to_vec().unwrap();
                         assert_eq!(got.len(), right.len());
                         for (at, (got, right)) in got.iter().zip(&right).enumerate() {
@@ -125,9 +129,9 @@ fn blocks_give_what_the_definition_gives() {
     });
 }
 
-/// Of a batch that is broadcast, too, into heads in groups, and of three parts in one tensor.
+/// Includes a broadcast batch, grouped heads, and three parts in one tensor.
 #[test]
-fn gradients_by_blocks_are_those_of_differences() {
+fn blocked_gradients_match_finite_differences() {
     each_device(|device| {
         if !device.info().unwrap().fp64 {
             return;
@@ -169,7 +173,7 @@ fn gradients_by_blocks_are_those_of_differences() {
 
 /// Gradients of halves are summed in f32 over the blocks.
 #[test]
-fn gradients_of_halves_are_those_of_f64() {
+fn blocked_gradients_of_halves_match_f64() {
     each_device(|device| {
         let shape = [2, 70, 8];
         let made = || Tensor::randn(&shape[..], (DType::F16, device)).unwrap();
@@ -186,7 +190,7 @@ fn gradients_of_halves_are_those_of_f64() {
         for (got, right) in got.iter().flatten().zip(right.iter().flatten()) {
             assert!((got - right).abs() <= 1e-2 * right.abs().max(1.0), "{got} for {right} on {device}");
         }
-        // 512 blocks give 0.8 each, which in f16 would be 0.75 from 256 on.
+        // 512 blocks add 0.8 each. In f16, each addition would round to 0.75 once the sum reaches 256.
         let of = |shape: &[usize], x: f64| Tensor::full(shape, x, (DType::F16, device)).unwrap();
         let (q, one) = (of(&[4096, 2], 1.0), of(&[1, 2], 1.0));
         let v = of(&[1, 2], 1.0).requires_grad_(true).unwrap();
@@ -199,26 +203,26 @@ fn gradients_of_halves_are_those_of_f64() {
     });
 }
 
-/// Three launches a block; where scores are made in one go, three in all.
+/// Each block takes three launches, and so do all scores at once.
 #[test]
-fn a_block_is_three_launches() {
+fn each_block_takes_three_launches() {
     each_device(|device| {
         if device.info().unwrap().kind != DeviceKind::Cpu {
-            return; // one kernel, of which there are no blocks
+            return; // a GPU has one kernel and no blocks
         }
         let [q, k] = [24, 30].map(|n| Tensor::randn(&[2, n, 4], device).unwrap());
         let call = |causal| q.scaled_dot_product_attention(&k, &k, options(None, causal)).unwrap();
         assert_eq!(count_launches(|| drop(call(true))).1, 3);
-        // Eight queries of one head; all queries of one; everything.
+        // Blocks of eight queries of one head, of all queries of one head, and of everything.
         for (bytes, blocks) in [(0, 6), (24 * 30 * 4, 2), (2 * 24 * 30 * 4, 1)] {
             assert_eq!(in_blocks(bytes, || count_launches(|| drop(call(false))).1), 3 * blocks, "{bytes} bytes");
         }
     });
 }
 
-/// What is not of one shape says the same in blocks.
+/// Errors of mismatching shapes do not depend on blocks.
 #[test]
-fn what_does_not_fit_is_an_error_in_blocks_too() {
+fn shape_errors_do_not_depend_on_blocks() {
     let of = |shape: &[usize]| Tensor::ones(shape, Device::Cpu).unwrap();
     let (q, k) = (of(&[2, 9, 4]), of(&[2, 10, 4]));
     for (v, mask) in [(of(&[3, 10, 4]), None), (of(&[2, 11, 4]), None), (of(&[2, 10, 4]), Some(of(&[3, 9, 10])))] {

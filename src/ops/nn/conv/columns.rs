@@ -1,4 +1,4 @@
-//! Convolutions as products of columns.
+//! Convolutions as matrix products of columns (im2col).
 
 use std::ops::Range;
 use std::slice;
@@ -8,31 +8,31 @@ use smallvec::SmallVec;
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
-use crate::backend::problem::windows::{Windows, four};
+use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::linalg::matmul::matrix_transpose;
 use crate::ops::nn::conv::ConvProblem;
 use crate::ops::reduce;
 use crate::tensor::Layout;
-use crate::tensor::view::reshaped;
+use crate::tensor::view::reshape_detached;
 use crate::{DType, Result, Shape, Tensor, autograd};
 
-/// The bytes of columns in memory at a time, unless one row of windows has more.
-const BLOCK_BYTES: usize = 16 << 20;
+/// The maximum size of the columns in memory at a time, in bytes. One row of windows may exceed it.
+const MAX_COLUMN_BLOCK_BYTES: usize = 16 << 20;
 
-/// A convolution and its gradients, not recorded, as products of columns: blocks of columns, one after another.
-pub(super) struct ByColumns(pub(super) ConvProblem);
+/// A convolution and its gradients as products of columns, one block of columns at a time. Not recorded.
+pub(super) struct Im2colConvolution(pub(super) ConvProblem);
 
-/// Consecutive images, and rows of their windows.
+/// The windows of consecutive images and consecutive rows of windows.
 struct Block {
     images: Range<usize>,
     rows: Range<usize>,
     windows: Windows,
-    /// The part of the images that the windows are over.
+    /// The part of the images that the windows cover.
     x: Tensor,
 }
 
 impl Block {
-    /// The columns of a group are `[C / groups kernel, windows]`.
+    /// Returns the columns of this block, `[groups, C / groups * kernel, windows]`.
     fn columns(&self, op: &'static str, groups: usize) -> Result<Tensor> {
         let count = self.images.len() * self.rows.len() * self.windows.grid[1];
         let columns = self.windows.im2col(op, &self.x, true)?;
@@ -40,30 +40,30 @@ impl Block {
         columns.reshape([groups, rows, count])
     }
 
-    /// The elements of `y`, `[N, O, grid]`, that belong to the windows, as `[O, images, rows, columns]`.
-    fn of(&self, y: &Tensor) -> Result<Tensor> {
+    /// Returns the elements of `y`, `[N, O, grid]`, for the windows of this block, as `[O, images, rows, columns]`.
+    fn select_outputs(&self, y: &Tensor) -> Result<Tensor> {
         let images = y.narrow(0, self.images.start, self.images.len())?;
         images.narrow(2, self.rows.start, self.rows.len())?.transpose(0, 1)
     }
 }
 
-impl ByColumns {
-    /// All windows over `x`, in blocks.
+impl Im2colConvolution {
+    /// Partitions all windows over `x` into blocks.
     fn blocks(&self, x: &Tensor) -> Result<Vec<Block>> {
         let windows = self.0.windows;
-        let Windows { image, kernel, grid, stride, padding, behind, dilation, .. } = windows;
-        let [n, c, ..] = four(x);
+        let Windows { image, kernel, grid, stride, padding, padding_after, dilation, .. } = windows;
+        let [n, c, ..] = sizes_4d(x);
         let row_bytes = (c * kernel[0] * kernel[1] * grid[1] * x.dtype.size()).max(1);
         let reach = dilation[0] * (kernel[0] - 1);
-        // Windows in the padding alone have no rows of an image.
-        let divisible = padding[0].max(behind[0]) <= reach;
-        let rows = if divisible { (BLOCK_BYTES / row_bytes).clamp(1, grid[0]) } else { grid[0] };
-        let images = if rows == grid[0] { (BLOCK_BYTES / (row_bytes * rows)).max(1) } else { 1 };
+        // Windows that are entirely padding have no rows of an image to read.
+        let divisible = padding[0].max(padding_after[0]) <= reach;
+        let rows = if divisible { (MAX_COLUMN_BLOCK_BYTES / row_bytes).clamp(1, grid[0]) } else { grid[0] };
+        let images = if rows == grid[0] { (MAX_COLUMN_BLOCK_BYTES / (row_bytes * rows)).max(1) } else { 1 };
         let mut blocks = Vec::new();
         for first in (0..n.max(1)).step_by(images) {
             for top in (0..grid[0]).step_by(rows) {
                 let (count, rows) = (images.min(n - first), rows.min(grid[0] - top));
-                // Both in the padded image.
+                // Rows of the padded image.
                 let (start, end) = (top * stride[0], (top + rows - 1) * stride[0] + reach + 1);
                 let from = start.saturating_sub(padding[0]);
                 let to = end.saturating_sub(padding[0]).min(image[0]);
@@ -85,11 +85,11 @@ impl ByColumns {
     }
 }
 
-impl Convolution for ByColumns {
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+impl Convolution for Im2colConvolution {
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ConvProblem { op, windows, groups, .. } = self.0;
         let (weight, bias) = (weight.detach(), bias.map(Tensor::detach));
-        let (blocks, [n, ..], o) = (self.blocks(&x.detach())?, four(x), weight.shape().dims()[0]);
+        let (blocks, [n, ..], o) = (self.blocks(&x.detach())?, sizes_4d(x), weight.shape().dims()[0]);
         let made = |block: &Block| {
             let made = product(op, &block.columns(op, groups)?.unsqueeze(0)?, &weight, bias.as_ref(), false)?;
             let shape = [o, block.images.len(), block.rows.len(), windows.grid[1]];
@@ -98,27 +98,27 @@ impl Convolution for ByColumns {
         if let [block] = &blocks[..] {
             return made(block)?.contiguous();
         }
-        let out = Tensor::empty_like_shape([n, o, windows.grid[0], windows.grid[1]], x.dtype, x.device())?;
+        let out = Tensor::empty_with_shape([n, o, windows.grid[0], windows.grid[1]], x.dtype, x.device())?;
         for block in &blocks {
-            block.of(&out)?.transpose(0, 1)?.copy_(&made(block)?)?;
+            block.select_outputs(&out)?.transpose(0, 1)?.copy_(&made(block)?)?;
         }
         Ok(out)
     }
 
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ConvProblem { windows, groups, .. } = self.0;
         let (y, weight, bias) = (y.detach(), weight.detach(), bias.map(Tensor::detach));
         let by_product = |y: &Tensor, weight: &Tensor, bias: Option<&Tensor>| {
             ConvProblem { transposed: true, ..self.0 }.by_im2col(y, weight, bias)
         };
-        let ([n, ..], [_, channels, kh, kw], [h, w]) = (four(&y), four(&weight), windows.image);
+        let ([n, ..], [_, channels, kh, kw], [h, w]) = (sizes_4d(&y), sizes_4d(&weight), windows.image);
         let channel_bytes = (groups * kh * kw * windows.grid.iter().product::<usize>() * y.dtype.size()).max(1);
-        let each = (BLOCK_BYTES / channel_bytes).clamp(1, channels.max(1));
-        let images = if each == channels { (BLOCK_BYTES / (channel_bytes * each)).max(1) } else { 1 };
+        let each = (MAX_COLUMN_BLOCK_BYTES / channel_bytes).clamp(1, channels.max(1));
+        let images = if each == channels { (MAX_COLUMN_BLOCK_BYTES / (channel_bytes * each)).max(1) } else { 1 };
         if images >= n && each >= channels {
             return by_product(&y, &weight, bias.as_ref());
         }
-        let out = Tensor::empty_like_shape([n, groups, channels, h * w], y.dtype, y.device())?;
+        let out = Tensor::empty_with_shape([n, groups, channels, h * w], y.dtype, y.device())?;
         for first in (0..n).step_by(images) {
             let count = images.min(n - first);
             let (y, out) = (y.narrow(0, first, count)?, out.narrow(0, first, count)?);
@@ -135,17 +135,17 @@ impl Convolution for ByColumns {
         Ok(out)
     }
 
-    fn weight(&self, x: &Tensor, y: &Tensor, mut slot: Option<Tensor>) -> Result<Tensor> {
+    fn weight_gradient(&self, x: &Tensor, y: &Tensor, mut slot: Option<Tensor>) -> Result<Tensor> {
         let ConvProblem { op, windows, groups, .. } = self.0;
-        let ([_, c, ..], [_, o, ..], [kh, kw]) = (four(x), four(y), windows.kernel);
+        let ([_, c, ..], [_, o, ..], [kh, kw]) = (sizes_4d(x), sizes_4d(y), windows.kernel);
         let shape = Shape::from([groups, o / groups, c / groups * kh * kw]);
         let (blocks, y) = (self.blocks(&x.detach())?, y.detach());
-        // Sums of blocks in half precision would be rounded after each.
+        // Sums of blocks in half precision would be rounded after each block.
         let wide = if y.dtype.size() == 2 { DType::F32 } else { y.dtype };
         let mut sum: Option<Tensor> = None;
         for (i, block) in blocks.iter().enumerate() {
             let columns = matrix_transpose(&block.columns(op, groups)?);
-            let grad = block.of(&y)?.reshape([groups, o / groups, columns.shape().dims()[1]])?;
+            let grad = block.select_outputs(&y)?.reshape([groups, o / groups, columns.shape().dims()[1]])?;
             let is_last = i + 1 == blocks.len();
             let dtype = if is_last { y.dtype } else { wide };
             let slot = slot.take_if(|_| is_last);
@@ -153,7 +153,7 @@ impl Convolution for ByColumns {
             let epilogue = if sum.is_some() { &*BIASED } else { &*PRODUCT };
             let before = sum.as_ref();
             let gemm = Gemm::plain(op, &grad, &columns, slice::from_ref(epilogue), &dtype);
-            sum = Some(Gemm { out, extras: before.as_slice(), ..gemm }.run_one()?);
+            sum = Some(Gemm { out, extras: before.as_slice(), ..gemm }.compute_one()?);
         }
         let made = sum.expect("there is a block");
         let shape = Shape::from([o, c / groups, kh, kw]);
@@ -161,8 +161,10 @@ impl Convolution for ByColumns {
     }
 }
 
-/// `[N, groups, rows, columns]`: for each group its part of the weight times its columns, plus the bias, which is `[groups *
-/// rows]`. The weight, `[A, B, KH, KW]`, is `[groups, A / groups, B KH KW]`, or that `transposed`.
+/// Multiplies each group's part of the weight by its columns and adds the bias: `[N, groups, rows, columns]`.
+///
+/// The bias is `[groups * rows]`. The weight, `[A, B, KH, KW]`, is read as `[groups, A / groups, B KH KW]`, or as the transpose if
+/// `transposed`.
 pub(super) fn product(
     op: &'static str,
     columns: &Tensor,
@@ -171,34 +173,34 @@ pub(super) fn product(
     transposed: bool,
 ) -> Result<Tensor> {
     let groups = columns.shape().dims()[1];
-    let [a, b, kh, kw] = four(weight);
+    let [a, b, kh, kw] = sizes_4d(weight);
     let split = Shape::from([groups, a / groups, b * kh * kw]);
-    let matrices = reshaped(weight, &split)?;
+    let matrices = reshape_detached(weight, &split)?;
     let matrices = if transposed { matrix_transpose(&matrices) } else { matrices };
     let rows = matrices.shape().dims()[1];
-    let bias_view = bias.map(|b| reshaped(b, &Shape::from([groups, rows, 1]))).transpose()?;
+    let bias_view = bias.map(|b| reshape_detached(b, &Shape::from([groups, rows, 1]))).transpose()?;
     let epilogue = if bias.is_some() { &*BIASED } else { &*PRODUCT };
     let g = Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype);
     let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
     let out = match autograd::is_tracked(&inputs) && autograd::is_gradients_only() {
-        true => Tensor::empty_like_shape(
-            [four(columns)[0], groups, rows, four(columns)[3]],
+        true => Tensor::empty_with_shape(
+            [sizes_4d(columns)[0], groups, rows, sizes_4d(columns)[3]],
             columns.dtype,
             columns.device(),
         )?,
-        false => Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.run_one()?,
+        false => Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.compute_one()?,
     };
     if !autograd::is_tracked(&inputs) {
         return Ok(out);
     }
     let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(columns)), Saved::new(weight));
     let bias_shape = bias.map(|b| b.shape().clone());
-    Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+    Ok(autograd::record_differentiable(op, out, &inputs, move |ctx| {
         let (grad, weight) = (ctx.grad()?, saved_w.get(op)?);
         let mut gradients: Gradients = SmallVec::new();
-        gradients.push(ctx.needs(0).then(|| product(op, &grad, weight, None, !transposed)).transpose()?);
+        gradients.push(ctx.needs_gradient(0).then(|| product(op, &grad, weight, None, !transposed)).transpose()?);
         gradients.push(None);
-        if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs(1)) {
+        if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs_gradient(1)) {
             let (x, shape) = (x.get(op)?, weight.shape());
             gradients[1] = Some(match ctx.create_graph() {
                 true => {
@@ -213,13 +215,13 @@ pub(super) fn product(
                     let dtype = grad.dtype;
                     let b = matrix_transpose(&b);
                     let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PRODUCT), &dtype) };
-                    let made = g.run_one()?;
+                    let made = g.compute_one()?;
                     made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape.clone()) })
                 }
             });
         }
         if let Some(shape) = &bias_shape {
-            gradients.push(match (ctx.needs(2), ctx.create_graph()) {
+            gradients.push(match (ctx.needs_gradient(2), ctx.create_graph()) {
                 (false, _) => None,
                 (true, true) => Some(grad.sum([0, 3], false)?.reshape(shape)?),
                 (true, false) => {
@@ -235,8 +237,8 @@ pub(super) fn product(
     }))
 }
 
-/// `[N, groups, rows, columns]` as `[groups, rows, N columns]`: a sum over the batch is then part of a product.
+/// Views `[N, groups, rows, columns]` as `[groups, rows, N columns]`, so that a product also sums over the batch.
 fn batch_as_columns(t: &Tensor) -> Result<Tensor> {
-    let [n, groups, rows, columns] = four(t);
+    let [n, groups, rows, columns] = sizes_4d(t);
     t.permute(&[1, 2, 0, 3])?.reshape([groups, rows, n * columns])
 }

@@ -1,4 +1,4 @@
-//! The options of convolutions, and their rows in the catalogue.
+//! The options of convolutions and their entries in the catalogue.
 
 use crate::Result;
 use crate::ops::dispatch::args::Args;
@@ -6,7 +6,7 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{fold, unfold};
 
-/// How [`conv2d`](crate::Tensor::conv2d) and its kin move their windows, with PyTorch's defaults.
+/// Options of [`conv2d`](crate::Tensor::conv2d) and the other convolutions, with PyTorch's defaults.
 ///
 /// ```
 /// use claystone::{ConvOptions, Device, Tensor};
@@ -17,13 +17,13 @@ use crate::ops::nn::window::{fold, unfold};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvOptions<const D: usize> {
-    /// Elements from one window to the next.
+    /// The distance between adjacent windows, in elements.
     pub stride: [usize; D],
-    /// Zeros around the image.
+    /// Zeros added around the image.
     pub padding: Padding<D>,
-    /// Elements from one of a window to the next.
+    /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],
-    /// Parts of the channels that go separate ways.
+    /// The number of groups that the channels are divided into. Each group is convolved separately.
     pub groups: usize,
 }
 
@@ -33,18 +33,18 @@ impl<const D: usize> Default for ConvOptions<D> {
     }
 }
 
-/// How [`conv_transpose2d`](crate::Tensor::conv_transpose2d) and its kin move their windows, with PyTorch's defaults.
+/// Options of [`conv_transpose2d`](crate::Tensor::conv_transpose2d) and the other transposed convolutions, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvTransposeOptions<const D: usize> {
-    /// Elements of the result from one window to the next.
+    /// The distance between adjacent windows in the result, in elements.
     pub stride: [usize; D],
-    /// Elements taken off the result.
+    /// Elements removed from the sides of the result.
     pub padding: Padding<D>,
-    /// Elements added to the result behind.
+    /// Elements added at the end of each dim of the result.
     pub output_padding: [usize; D],
-    /// Elements from one of a window to the next.
+    /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],
-    /// Parts of the channels that go separate ways.
+    /// The number of groups that the channels are divided into. Each group is convolved separately.
     pub groups: usize,
 }
 
@@ -61,45 +61,45 @@ impl<const D: usize> Default for ConvTransposeOptions<D> {
 }
 
 impl<const D: usize> ConvOptions<D> {
-    fn of(a: &Args) -> Result<Self> {
-        let (stride, padding, dilation) = (a.array(0)?, Padding::of(a, 1)?, a.array(2)?);
+    fn from_args(a: &Args) -> Result<Self> {
+        let (stride, padding, dilation) = (a.spatial_sizes(0)?, Padding::from_args(a, 1)?, a.spatial_sizes(2)?);
         Ok(ConvOptions { stride, padding, dilation, groups: a.size(3)? })
     }
 }
 
 impl<const D: usize> ConvTransposeOptions<D> {
-    fn of(a: &Args) -> Result<Self> {
-        let (stride, padding, output_padding) = (a.array(0)?, Padding::of(a, 1)?, a.array(2)?);
-        Ok(ConvTransposeOptions { stride, padding, output_padding, groups: a.size(3)?, dilation: a.array(4)? })
+    fn from_args(a: &Args) -> Result<Self> {
+        let (stride, padding, output_padding) = (a.spatial_sizes(0)?, Padding::from_args(a, 1)?, a.spatial_sizes(2)?);
+        Ok(ConvTransposeOptions { stride, padding, output_padding, groups: a.size(3)?, dilation: a.spatial_sizes(4)? })
     }
 }
 
 operations! {
     conv1d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.conv1d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
+        => |a| a.tensor(0)?.conv1d(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);
     conv2d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.conv2d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
+        => |a| a.tensor(0)?.conv2d(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);
     conv3d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.conv3d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
+        => |a| a.tensor(0)?.conv3d(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);
     conv_transpose1d(input: x, weight: x, bias: x?,
         stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.conv_transpose1d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
+        => |a| a.tensor(0)?.conv_transpose1d(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);
     conv_transpose2d(input: x, weight: x, bias: x?,
         stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.conv_transpose2d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
+        => |a| a.tensor(0)?.conv_transpose2d(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);
     conv_transpose3d(input: x, weight: x, bias: x?,
         stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.conv_transpose3d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
+        => |a| a.tensor(0)?.conv_transpose3d(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);
     unfold2d(input: x, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
         "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
-        => |a| unfold(a.x(0)?, a.array(0)?, a.array(1)?, Padding::of(a, 2)?, a.array(3)?);
+        => |a| unfold(a.tensor(0)?, a.spatial_sizes(0)?, a.spatial_sizes(1)?, Padding::from_args(a, 2)?, a.spatial_sizes(3)?);
     fold(input: x, output_size: sizes, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
         functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| fold(a.x(0)?, a.array(0)?, a.array(1)?, a.array(2)?, Padding::of(a, 3)?, a.array(4)?);
+        => |a| fold(a.tensor(0)?, a.spatial_sizes(0)?, a.spatial_sizes(1)?, a.spatial_sizes(2)?, Padding::from_args(a, 3)?, a.spatial_sizes(4)?);
 }

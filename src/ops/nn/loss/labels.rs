@@ -1,12 +1,12 @@
 //! Losses of classes, given as labels or as probabilities.
 
+use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::formula;
-use crate::ops::nn::loss::{over_batch, reduced};
+use crate::ops::nn::loss::{divide_by_batch, reduce_losses};
 use crate::{CrossEntropy, DType, Expr, LossReduction, Result, Shape, Tensor, autocast_dtype};
 
 impl Tensor {
-    /// The mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] its defaults.
+    /// Returns the mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] the default options.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -20,26 +20,27 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::cross_entropy_with`].
+    /// The errors of [`Tensor::cross_entropy_with`].
     #[track_caller]
     pub fn cross_entropy(&self, target: &Tensor) -> Result<Tensor> {
         self.cross_entropy_with(target, CrossEntropy::default())
     }
 
-    /// Cross-entropy of logits and classes (PyTorch's `cross_entropy`): a scalar, or with [`LossReduction::None`] a loss for
-    /// each label, of the logits' dtype. Logits are `[C]`, `[N, C]` or `[N, C, d1, ...]`; the target has class labels (i64,
-    /// i32, u32 or u8) in their shape without C, or a probability for each class in their shape and dtype. The mean is over the
-    /// labels that are not `ignore_index`, weighted as they are; of none it is NaN. Differentiable in the logits and in
-    /// probabilities.
+    /// Cross-entropy of logits and classes (PyTorch's `cross_entropy`). Returns a scalar of the logits' dtype, or one loss for each label
+    /// with [`LossReduction::None`]. Differentiable in the logits and in probabilities.
     ///
-    /// With labels, no class weights and no smoothing, one launch gives losses and gradient, at most one more their sum.
+    /// Logits are `[C]`, `[N, C]` or `[N, C, d1, ...]`. The target is either class labels (i64, i32, u32 or u8) with that shape without C,
+    /// or one probability for each class with the shape and dtype of the logits. The mean is over the labels other than `ignore_index`,
+    /// weighted like the losses. The mean of no labels is NaN.
+    ///
+    /// With labels, no class weights and no smoothing, one launch computes the losses and the gradient, and at most one more their sum.
     /// Losses are accumulated in f32 (f64 for f64).
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`];
-    /// [`Error::Invalid`] for a smoothing outside `0..=1`. [`Error::IndexOutOfRange`] for a label outside `0..C`: on the CPU at
-    /// once; on OpenCL from the next call of this thread that waits for the device (reading a value, `synchronize`), until
-    /// which the loss is NaN (0 where it is weighted or smoothed) and the row's gradient zero.
+    /// [`Error::Invalid`] for a smoothing outside `0..=1`. [`Error::IndexOutOfRange`] for a label outside `0..C`: at once on the CPU,
+    /// and on OpenCL from the next call of this thread that waits for the device (reading a value, `synchronize`). Until then the loss
+    /// is NaN (0 if weighted or smoothed) and the gradient of the row is zero.
     #[track_caller]
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -47,9 +48,9 @@ impl Tensor {
         self.dtype().check_float(op)?;
         let plain = !target.dtype().is_float() && options.weight.is_none() && options.label_smoothing == 0.0;
         let in_f32 = autocast_dtype().is_some() && matches!(self.dtype(), DType::F16 | DType::BF16);
-        // Losses of labels are computed in f32 from halves too: a copy in f32 would be the same with twice the memory.
+        // Losses of labels are computed in f32 from halves as well. An f32 copy would give the same with twice the memory.
         if in_f32 && !plain {
-            cast_first!(widened(&[self])?, |x| x[0].cross_entropy_with(target, options));
+            cast_first!(autocast_to_f32(&[self])?, |x| x[0].cross_entropy_with(target, options));
         }
         let dtype = if in_f32 { DType::F32 } else { self.dtype() };
         let inputs: &[&Tensor] = match &options.weight {
@@ -58,19 +59,19 @@ impl Tensor {
         };
         let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = options;
         let arguments = || vec![reduction.into(), ignore_index.into(), label_smoothing.into()];
-        replaced!(op, inputs; arguments);
+        return_replacement!(op, inputs; arguments);
         if reduction == LossReduction::BatchMean {
-            return over_batch(self.cross_entropy_with(target, options.summed())?, batch(self)).named(op);
+            return divide_by_batch(self.cross_entropy_with(target, options.summed())?, batch_dims(self)).with_op(op);
         }
         invalid!(op if !(0.0..=1.0).contains(&options.label_smoothing),
             "label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
         if target.dtype().is_float() {
             unsupported!(op if target.rank() + 1 == self.rank(), target.dtype(),
                 "labels of dtype i64, i32, u32 or u8, or for each class a probability, in the shape of the logits");
-            return self.soft_cross_entropy(op, target, options).named(op);
+            return self.soft_cross_entropy(op, target, options).with_op(op);
         }
-        on_rows(op, self, target, |logits, labels| match plain {
-            true => logits.label_entropy(labels, options, dtype, move |log, labels| {
+        apply_to_rows(op, self, target, |logits, labels| match plain {
+            true => logits.label_cross_entropy(labels, options, dtype, move |log, labels| {
                 let plain = CrossEntropy { reduction, ignore_index, ..CrossEntropy::default() };
                 label_losses("cross_entropy", log, labels, plain)
             }),
@@ -78,8 +79,8 @@ impl Tensor {
         })
     }
 
-    /// The negative log-likelihood `-x[label]` of log-probabilities, weighted, with the shapes and the mean of
-    /// [`Tensor::cross_entropy_with`] (PyTorch's `nll_loss`). Differentiable.
+    /// Returns the negative log-likelihood `-x[label]` of log-probabilities, weighted (PyTorch's `nll_loss`). Shapes and mean follow
+    /// [`Tensor::cross_entropy_with`]. Differentiable.
     ///
     /// ```
     /// use claystone::{CrossEntropy, Device, Tensor};
@@ -90,21 +91,21 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::cross_entropy_with`]; [`Error::Invalid`] where labels are to be smoothed.
+    /// The errors of [`Tensor::cross_entropy_with`]; [`Error::Invalid`] for label smoothing.
     #[track_caller]
     pub fn nll_loss(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "nll_loss";
         self.dtype().check_float(op)?;
-        cast_first!(widened(&[self])?, |x| x[0].nll_loss(labels, options));
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].nll_loss(labels, options));
         let inputs: Vec<&Tensor> = [self, labels].into_iter().chain(options.weight).collect();
         let CrossEntropy { reduction, ignore_index, .. } = options;
-        replaced!(op, inputs, reduction, ignore_index);
+        return_replacement!(op, inputs, reduction, ignore_index);
         if reduction == LossReduction::BatchMean {
-            return over_batch(self.nll_loss(labels, options.summed())?, batch(self)).named(op);
+            return divide_by_batch(self.nll_loss(labels, options.summed())?, batch_dims(self)).with_op(op);
         }
-        invalid!(op if options.label_smoothing != 0.0, "it smooths no labels: use cross_entropy_with");
-        on_rows(op, self, labels, |x, labels| label_losses(op, x, labels, options))
+        invalid!(op if options.label_smoothing != 0.0, "label_smoothing is not supported: use cross_entropy_with");
+        apply_to_rows(op, self, labels, |x, labels| label_losses(op, x, labels, options))
     }
 
     /// Cross-entropy with a probability for each class.
@@ -123,7 +124,7 @@ impl Tensor {
             let loss = -(&e[0] * target);
             e.get(2).map_or_else(|| loss.clone(), |w| &loss * w)
         })?;
-        reduced(each.sum(dim as isize, false)?, options.reduction)
+        reduce_losses(each.sum(dim as isize, false)?, options.reduction)
     }
 }
 
@@ -133,13 +134,13 @@ impl CrossEntropy<'_> {
     }
 }
 
-/// The dims of logits `[N, C, ..]` before the classes.
-fn batch(logits: &Tensor) -> &[usize] {
+/// Returns the batch dim of logits `[N, C, ..]`, or no dims for logits `[C]`.
+fn batch_dims(logits: &Tensor) -> &[usize] {
     let dims = logits.shape().dims();
     &dims[..usize::from(dims.len() > 1)]
 }
 
-/// The weights of classes along a dim of `x`.
+/// Checks the class weights, and views them so that they broadcast along dim `dim` of `x`.
 fn class_weight(op: &'static str, x: &Tensor, weight: &Tensor, dim: usize) -> Result<Tensor> {
     same_dtype(op, &[x, weight])?;
     let classes = x.shape().dims()[dim];
@@ -148,8 +149,8 @@ fn class_weight(op: &'static str, x: &Tensor, weight: &Tensor, dim: usize) -> Re
     weight.reshape(shape)
 }
 
-/// `f` of `[M, C]` and labels `[M]`, whatever the dims besides the classes were.
-fn on_rows(
+/// Calls `f` with x as `[M, C]` and labels as `[M]`, and restores the other dims of an unreduced result.
+fn apply_to_rows(
     op: &'static str,
     x: &Tensor,
     labels: &Tensor,
@@ -170,44 +171,45 @@ fn on_rows(
             if out.rank() == 1 { out.reshape(&others) } else { Ok(out) }
         }
     };
-    run().named(op)
+    run().with_op(op)
 }
 
-/// The losses of log-probabilities `[M, C]` with labels, weighted and smoothed.
+/// Computes losses from log-probabilities `[M, C]` and labels, with class weights and smoothing.
 fn label_losses(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
     let CrossEntropy { reduction, ignore_index, label_smoothing, weight } = options;
     let (dtype, classes) = (log.dtype(), log.shape().dims()[1]);
     let weight = weight.map(|w| class_weight(op, log, w, 1)).transpose()?;
-    // An ignored label may not be a valid class: class 0 is read instead.
+    // An ignored label may not be a valid class, so class 0 is read instead.
     let counted = labels.masked_fill(&labels.eq_scalar(ignore_index)?, 0)?;
-    let picked = log.gather(1, &counted.unsqueeze(1)?)?.squeeze(1)?;
-    let own = weight.as_ref().map(|w| w.flatten(0, 1)?.index_select(0, &counted)).transpose()?;
+    let label_values = log.gather(1, &counted.unsqueeze(1)?)?.squeeze(1)?;
+    let label_weights = weight.as_ref().map(|w| w.flatten(0, 1)?.index_select(0, &counted)).transpose()?;
     let smooth = match (label_smoothing == 0.0, &weight) {
         (true, _) => None,
         (false, None) => Some(log.sum(1, false)?),
         (false, Some(w)) => Some(log.mul(w)?.sum(1, false)?),
     };
-    let inputs: Vec<&Tensor> = [labels, &picked].into_iter().chain(&own).chain(&smooth).collect();
+    let inputs: Vec<&Tensor> = [labels, &label_values].into_iter().chain(&label_weights).chain(&smooth).collect();
     let ignored = Expr::input(0).eq(ignore_index as f64);
     let loss = -Expr::input(1) * (1.0 - label_smoothing);
-    let loss = if own.is_some() { loss * Expr::input(2) } else { loss };
+    let loss = if label_weights.is_some() { loss * Expr::input(2) } else { loss };
     let loss = match &smooth {
         Some(_) => loss - Expr::input(inputs.len() - 1) * (label_smoothing / classes as f64),
         None => loss,
     };
     let loss = ignored.select(0.0, loss);
-    let losses = formula(op, &inputs, dtype, &loss, |i| loss.diff(i))?;
+    let losses = apply_formula(op, &inputs, dtype, &loss, |i| loss.diff(i))?;
     if reduction != LossReduction::Mean {
-        return reduced(losses, reduction);
+        return reduce_losses(losses, reduction);
     }
-    let share = ignored.select(0.0, own.as_ref().map_or(Expr::constant(1.0), |_| Expr::input(1)));
-    let inputs: Vec<&Tensor> = std::iter::once(labels).chain(&own).collect();
+    let counted_weight = ignored.select(0.0, label_weights.as_ref().map_or(Expr::constant(1.0), |_| Expr::input(1)));
+    let inputs: Vec<&Tensor> = std::iter::once(labels).chain(&label_weights).collect();
     // Half precision would round the count.
     let wide = if dtype.size() < 4 { crate::DType::F32 } else { dtype };
-    let shares = formula(op, &inputs, wide, &share, |i| share.diff(i))?.sum((), false)?;
+    let counted_weights =
+        apply_formula(op, &inputs, wide, &counted_weight, |i| counted_weight.diff(i))?.sum((), false)?;
     let sum = losses.sum((), false)?.to_dtype(wide)?;
     // The mean of no label is NaN, and its gradient zero, as in PyTorch.
     let mean = |sum: Expr| sum / Expr::input(1);
     let mean = Expr::input(1).eq(0.0).select(mean(Expr::input(2)), mean(Expr::input(0)));
-    formula(op, &[&sum, &shares, &sum.detach()], wide, &mean, |i| mean.diff(i))?.to_dtype(dtype)
+    apply_formula(op, &[&sum, &counted_weights, &sum.detach()], wide, &mean, |i| mean.diff(i))?.to_dtype(dtype)
 }

@@ -1,7 +1,6 @@
-//! Losses: a formula for each element, and a reduction.
+//! Losses: a formula for each element, followed by a reduction.
 //!
-//! `pointwise` has the losses of a prediction and a target of one shape, `labels` those of classes, `distance` those that compare
-//! vectors.
+//! `pointwise` compares predictions with targets of the same shape, `labels` has losses of classes, and `distance` compares vectors.
 
 mod distance;
 mod labels;
@@ -12,22 +11,22 @@ use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::{CrossEntropy, Expr, LossReduction, Result, Tensor};
 
-/// The losses as a mean, a sum, or as they are.
-fn reduced(losses: Tensor, reduction: LossReduction) -> Result<Tensor> {
+/// Reduces losses to a mean or a sum, or returns them unreduced.
+fn reduce_losses(losses: Tensor, reduction: LossReduction) -> Result<Tensor> {
     match reduction {
         LossReduction::Mean => losses.mean((), false),
         LossReduction::Sum => losses.sum((), false),
-        LossReduction::BatchMean => over_batch(losses.sum((), false)?, losses.shape().dims()),
+        LossReduction::BatchMean => divide_by_batch(losses.sum((), false)?, losses.shape().dims()),
         LossReduction::None => Ok(losses),
     }
 }
 
-/// A sum of losses divided by the first of these dims, which is the batch; there may be none.
-fn over_batch(sum: Tensor, dims: &[usize]) -> Result<Tensor> {
+/// Divides a sum of losses by the first of `dims`, the batch size. Without dims, the batch size is 1.
+fn divide_by_batch(sum: Tensor, dims: &[usize]) -> Result<Tensor> {
     sum.div_scalar(dims.first().map_or(1.0, |&n| n as f64))
 }
 
-/// The formula over tensors of one float dtype, broadcast together: one launch, and at most two more for the reduction.
+/// Evaluates a formula over broadcast tensors of one float dtype. One launch, and at most two more for the reduction.
 fn losses(
     op: &'static str,
     inputs: &[&Tensor],
@@ -35,13 +34,13 @@ fn losses(
     f: impl FnOnce(&[Expr]) -> Expr,
 ) -> Result<Tensor> {
     inputs[0].dtype().check_float(op)?;
-    cast_first!(widened(inputs)?, |x| losses(op, &x.iter().collect::<Vec<_>>(), reduction, f));
-    let each = || reduced(Tensor::map(inputs, f)?, reduction);
-    each().named(op)
+    cast_first!(autocast_to_f32(inputs)?, |x| losses(op, &x.iter().collect::<Vec<_>>(), reduction, f));
+    let each = || reduce_losses(Tensor::map(inputs, f)?, reduction);
+    each().with_op(op)
 }
 
-/// [`losses`] of tensors that have one shape.
-fn losses_of_one_shape(
+/// Same as [`losses`], for tensors that must have one shape.
+fn losses_of_equal_shapes(
     op: &'static str,
     inputs: &[&Tensor],
     reduction: LossReduction,
@@ -58,7 +57,7 @@ fn same_shape(op: &'static str, inputs: &[&Tensor]) -> Result<()> {
     }
 }
 
-/// A hyperparameter that has to be above 0, or at least 0.
+/// Checks that a hyperparameter is above 0, or at least 0 if `zero` is set.
 fn check_positive(op: &'static str, name: &str, value: f64, zero: bool) -> Result<()> {
     if value > 0.0 || (zero && value == 0.0) {
         return Ok(());
@@ -84,15 +83,15 @@ fn reduction(a: &Args, i: usize) -> Result<LossReduction> {
         "sum" => Ok(LossReduction::Sum),
         "batchmean" => Ok(LossReduction::BatchMean),
         "none" => Ok(LossReduction::None),
-        _ => a.wrong(i, "mean, sum, batchmean or none"),
+        _ => a.argument_error(i, "mean, sum, batchmean or none"),
     }
 }
 
 operations! {
     mse_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable
-        => |a| a.x(0)?.mse_loss_with(a.x(1)?, reduction(a, 0)?);
+        => |a| a.tensor(0)?.mse_loss_with(a.tensor(1)?, reduction(a, 0)?);
     l1_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable
-        => |a| a.x(0)?.l1_loss_with(a.x(1)?, reduction(a, 0)?);
+        => |a| a.tensor(0)?.l1_loss_with(a.tensor(1)?, reduction(a, 0)?);
     smooth_l1_loss(input: x, target: x, beta: float = 1, reduction: text @reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
     huber_loss(input: x, target: x, delta: float = 1, reduction: text @reduction = "mean") functional:
@@ -120,13 +119,13 @@ operations! {
         reduction: text = "mean", ignore_index: int = -100, label_smoothing: float = 0) functional:
         Loss, Floats -> Same, differentiable => |a| {
         let (reduction, ignore_index, label_smoothing) = (reduction(a, 0)?, a.int(1)? as i64, a.float(2)?);
-        let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: a.optional(2) };
-        a.x(0)?.cross_entropy_with(a.x(1)?, options)
+        let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: a.optional_tensor(2) };
+        a.tensor(0)?.cross_entropy_with(a.tensor(1)?, options)
     };
     nll_loss(input: x, target: x, weight: x?, reduction: text = "mean", ignore_index: int = -100) functional:
         Loss, Floats -> Same, differentiable => |a| {
         let (reduction, ignore_index) = (reduction(a, 0)?, a.int(1)? as i64);
-        a.x(0)?
-            .nll_loss(a.x(1)?, CrossEntropy { reduction, ignore_index, weight: a.optional(2), ..CrossEntropy::default() })
+        a.tensor(0)?
+            .nll_loss(a.tensor(1)?, CrossEntropy { reduction, ignore_index, weight: a.optional_tensor(2), ..CrossEntropy::default() })
     };
 }

@@ -1,20 +1,20 @@
-//! Losses of a prediction and a target of one shape.
+//! Losses of a prediction and a target of the same shape.
 
 use std::f64::consts::PI;
 
+use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::formula;
-use crate::ops::nn::loss::{check_positive, losses, losses_of_one_shape, reduced, same_shape};
+use crate::ops::nn::loss::{check_positive, losses, losses_of_equal_shapes, reduce_losses, same_shape};
 use crate::{Expr, LossReduction, Result, Tensor};
 
-/// `log(x)`, at least -100.
+/// Returns `log(x)`, but at least -100.
 fn bounded_log(x: &Expr) -> Expr {
     let log = x.log();
     log.lt(-100.0).select(-100.0, log)
 }
 
 impl Tensor {
-    /// The mean of `(self - target)^2` over all elements, a scalar (PyTorch's `mse_loss`). Two launches. Differentiable.
+    /// Returns the mean of `(self - target)^2` over all elements, a scalar (PyTorch's `mse_loss`). Two launches. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -32,70 +32,70 @@ impl Tensor {
         self.mse_loss_with(target, LossReduction::Mean)
     }
 
-    /// [`Tensor::mse_loss`] with a sum or a loss an element instead of the mean.
+    /// Same as [`Tensor::mse_loss`], with the given reduction instead of the mean.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn mse_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
-        replaced!("mse_loss", [self, target], reduction);
-        losses_of_one_shape("mse_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).square())
+        return_replacement!("mse_loss", [self, target], reduction);
+        losses_of_equal_shapes("mse_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).square())
     }
 
-    /// The mean of `|self - target|` over all elements, a scalar (PyTorch's `l1_loss`). Two launches. Differentiable.
+    /// Returns the mean of `|self - target|` over all elements, a scalar (PyTorch's `l1_loss`). Two launches. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn l1_loss(&self, target: &Tensor) -> Result<Tensor> {
         self.l1_loss_with(target, LossReduction::Mean)
     }
 
-    /// [`Tensor::l1_loss`] with a sum or a loss an element instead of the mean.
+    /// Same as [`Tensor::l1_loss`], with the given reduction instead of the mean.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
-        replaced!("l1_loss", [self, target], reduction);
-        losses_of_one_shape("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
+        return_replacement!("l1_loss", [self, target], reduction);
+        losses_of_equal_shapes("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
     }
 
-    /// `d² / (2 beta)` where the error d is below beta, `d - beta / 2` elsewhere (PyTorch's `smooth_l1_loss`, whose default
-    /// beta is 1; with 0 it is the L1 loss). Differentiable.
+    /// Computes `d² / (2 beta)` if the absolute error d is below beta, otherwise `d - beta / 2` (PyTorch's `smooth_l1_loss`, with a
+    /// default beta of 1). A beta of 0 gives the L1 loss. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a beta below 0.
+    /// The errors of [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a beta below 0.
     #[track_caller]
     pub fn smooth_l1_loss(&self, target: &Tensor, beta: f64, reduction: LossReduction) -> Result<Tensor> {
-        replaced!(op = "smooth_l1_loss", [self, target], beta, reduction);
+        return_replacement!(op = "smooth_l1_loss", [self, target], beta, reduction);
         check_positive(op, "beta", beta, true)?;
-        losses_of_one_shape(op, &[self, target], reduction, |x| {
+        losses_of_equal_shapes(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
             let d = error.abs();
-            // The square is of the error itself: |error| has no second derivative at 0.
+            // Squares the error itself, because |error| has no second derivative at 0.
             if beta == 0.0 { d } else { d.lt(beta).select(error.square() * (0.5 / beta), &d - 0.5 * beta) }
         })
     }
 
-    /// `d² / 2` where the error d is at most delta, `delta (d - delta / 2)` elsewhere (PyTorch's `huber_loss`, whose default
-    /// delta is 1). Differentiable.
+    /// Computes `d² / 2` if the absolute error d is at most delta, otherwise `delta (d - delta / 2)` (PyTorch's `huber_loss`, with a
+    /// default delta of 1). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a delta that is not above 0.
+    /// The errors of [`Tensor::mse_loss`]; [`crate::Error::Invalid`] unless delta is above 0.
     #[track_caller]
     pub fn huber_loss(&self, target: &Tensor, delta: f64, reduction: LossReduction) -> Result<Tensor> {
-        replaced!(op = "huber_loss", [self, target], delta, reduction);
+        return_replacement!(op = "huber_loss", [self, target], delta, reduction);
         check_positive(op, "delta", delta, false)?;
-        losses_of_one_shape(op, &[self, target], reduction, |x| {
+        losses_of_equal_shapes(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
             let d = error.abs();
             d.le(delta).select(error.square() * 0.5, (&d - 0.5 * delta) * delta)
         })
     }
 
-    /// `-(t log x + (1 - t) log(1 - x))` of probabilities x and targets t, each times its weight (PyTorch's
-    /// `binary_cross_entropy`); logarithms count as -100 at least. NaN for what is no probability. Differentiable.
+    /// Computes `-(t log x + (1 - t) log(1 - x))` of probabilities x and targets t, times an optional weight (PyTorch's
+    /// `binary_cross_entropy`). Logarithms are clamped to at least -100. An x outside `0..=1` gives NaN. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, LossReduction, Tensor};
@@ -107,7 +107,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`]; the weight only has to broadcast.
+    /// The errors of [`Tensor::mse_loss`]; the weight only has to broadcast.
     #[track_caller]
     pub fn binary_cross_entropy(
         &self,
@@ -120,7 +120,7 @@ impl Tensor {
         self.dtype().check_float(op)?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).collect();
         crate::ops::same_dtype(op, &inputs)?;
-        replaced!(op, inputs, reduction);
+        return_replacement!(op, inputs, reduction);
         let (x, t) = (Expr::input(0), Expr::input(1));
         let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
         let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
@@ -128,17 +128,16 @@ impl Tensor {
         let derivative = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
         let each = || {
             let of = |i: usize| if i == 0 { derivative.clone() } else { loss.diff(i) };
-            reduced(formula(op, &inputs, self.dtype(), &loss, of)?, reduction)
+            reduce_losses(apply_formula(op, &inputs, self.dtype(), &loss, of)?, reduction)
         };
-        each().named(op)
+        each().with_op(op)
     }
 
-    /// [`Tensor::binary_cross_entropy`] of `sigmoid(self)`, without overflow (PyTorch's
-    /// `binary_cross_entropy_with_logits`). `pos_weight` multiplies the losses of positive targets; like `weight` it is
-    /// broadcast. Differentiable.
+    /// Computes [`Tensor::binary_cross_entropy`] of `sigmoid(self)` without overflow (PyTorch's `binary_cross_entropy_with_logits`).
+    /// `pos_weight` multiplies the losses of positive targets. Both weights broadcast. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::binary_cross_entropy`].
+    /// The errors of [`Tensor::binary_cross_entropy`].
     #[track_caller]
     pub fn binary_cross_entropy_with_logits(
         &self,
@@ -150,7 +149,7 @@ impl Tensor {
         let op = "binary_cross_entropy_with_logits";
         same_shape(op, &[self, target])?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).chain(pos_weight).collect();
-        replaced!(op, [Some(self), Some(target), weight, pos_weight], reduction);
+        return_replacement!(op, [Some(self), Some(target), weight, pos_weight], reduction);
         losses(op, &inputs, reduction, |e| {
             let (x, t, last) = (&e[0], &e[1], &e[e.len() - 1]);
             let log = x.logsigmoid();
@@ -160,16 +159,16 @@ impl Tensor {
         })
     }
 
-    /// The Kullback-Leibler divergence of log-probabilities from `target`: `t (log t - x)` an element, 0 where t is 0
-    /// (PyTorch's `kl_div`); with `log_target` the target is given as logarithms too. The mean is over all elements;
-    /// [`LossReduction::BatchMean`] is the divergence as mathematics has it. Differentiable.
+    /// The Kullback-Leibler divergence of log-probabilities x from `target` (PyTorch's `kl_div`): `t (log t - x)` for each element, and 0
+    /// where t is 0. With `log_target`, the target holds logarithms too. The mean is over all elements;
+    /// [`LossReduction::BatchMean`] is the mathematical definition. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn kl_div(&self, target: &Tensor, reduction: LossReduction, log_target: bool) -> Result<Tensor> {
-        replaced!("kl_div", [self, target], reduction, log_target);
-        losses_of_one_shape("kl_div", &[self, target], reduction, |e| {
+        return_replacement!("kl_div", [self, target], reduction, log_target);
+        losses_of_equal_shapes("kl_div", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             match log_target {
                 true => t.exp() * (t - x),
@@ -178,12 +177,12 @@ impl Tensor {
         })
     }
 
-    /// The negative log-likelihood of counts under Poisson distributions: `exp(x) - t x`, without `log_input`
-    /// `x - t log(x + eps)`; `full` adds Stirling's approximation of the constant (PyTorch's `poisson_nll_loss`, whose
-    /// defaults are `true`, `false` and 1e-8). Differentiable.
+    /// The negative log-likelihood of counts under Poisson distributions (PyTorch's `poisson_nll_loss`): `exp(x) - t x`, or
+    /// `x - t log(x + eps)` without `log_input`. `full` adds Stirling's approximation of the constant term. PyTorch's defaults are
+    /// `true`, `false` and 1e-8. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn poisson_nll_loss(
         &self,
@@ -193,8 +192,8 @@ impl Tensor {
         eps: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        replaced!("poisson_nll_loss", [self, target], log_input, full, eps, reduction);
-        losses_of_one_shape("poisson_nll_loss", &[self, target], reduction, |e| {
+        return_replacement!("poisson_nll_loss", [self, target], log_input, full, eps, reduction);
+        losses_of_equal_shapes("poisson_nll_loss", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             let loss = if log_input { x.exp() - t * x } else { x - t * (x + eps).log() };
             let stirling = || t * t.log() - t + 0.5 * (2.0 * PI * t).log();
@@ -202,12 +201,12 @@ impl Tensor {
         })
     }
 
-    /// The negative log-likelihood of targets under normal distributions with this mean and the variance `var`, which is
-    /// broadcast and counts as `eps` at least; `full` adds the constant (PyTorch's `gaussian_nll_loss`, whose defaults are
-    /// `false` and 1e-6). Differentiable.
+    /// The negative log-likelihood of targets under normal distributions with this mean and the variance `var` (PyTorch's
+    /// `gaussian_nll_loss`, with defaults of `false` and 1e-6). `var` broadcasts and is clamped to at least `eps`. `full` adds the
+    /// constant term. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn gaussian_nll_loss(
         &self,
@@ -217,7 +216,7 @@ impl Tensor {
         eps: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        replaced!(op = "gaussian_nll_loss", [self, target, var], full, eps, reduction);
+        return_replacement!(op = "gaussian_nll_loss", [self, target, var], full, eps, reduction);
         same_shape(op, &[self, target])?;
         losses(op, &[self, target, var], reduction, |e| {
             let var = e[2].lt(eps).select(eps, &e[2]);
@@ -226,36 +225,36 @@ impl Tensor {
         })
     }
 
-    /// `log(1 + exp(-t x))` for targets t of 1 and -1 (PyTorch's `soft_margin_loss`). Differentiable.
+    /// Computes `log(1 + exp(-t x))` for targets t of 1 and -1 (PyTorch's `soft_margin_loss`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn soft_margin_loss(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
-        replaced!("soft_margin_loss", [self, target], reduction);
-        losses_of_one_shape("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
+        return_replacement!("soft_margin_loss", [self, target], reduction);
+        losses_of_equal_shapes("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
     }
 
-    /// x where the target is 1, `max(0, margin - x)` where it is -1 (PyTorch's `hinge_embedding_loss`, whose default margin is
-    /// 1). Differentiable.
+    /// Returns x for a target of 1, and `max(0, margin - x)` for a target of -1 (PyTorch's `hinge_embedding_loss`, with a default margin
+    /// of 1). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn hinge_embedding_loss(&self, target: &Tensor, margin: f64, reduction: LossReduction) -> Result<Tensor> {
-        replaced!("hinge_embedding_loss", [self, target], margin, reduction);
-        losses_of_one_shape("hinge_embedding_loss", &[self, target], reduction, |e| {
+        return_replacement!("hinge_embedding_loss", [self, target], margin, reduction);
+        losses_of_equal_shapes("hinge_embedding_loss", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             let far = margin - x;
             t.eq(1.0).select(0.0, far.lt(0.0).select(0.0, far)) + t.eq(-1.0).select(0.0, x)
         })
     }
 
-    /// `max(0, margin - t (self - other))`: with a target t of 1 this tensor should be the greater, with -1 the other
-    /// (PyTorch's `margin_ranking_loss`, whose default margin is 0). Differentiable.
+    /// Computes `max(0, margin - t (self - other))` (PyTorch's `margin_ranking_loss`, with a default margin of 0). With a target t of 1
+    /// this tensor should be greater, and with -1 `other`. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::mse_loss`].
+    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn margin_ranking_loss(
         &self,
@@ -264,8 +263,8 @@ impl Tensor {
         margin: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        replaced!("margin_ranking_loss", [self, other, target], margin, reduction);
-        losses_of_one_shape("margin_ranking_loss", &[self, other, target], reduction, |e| {
+        return_replacement!("margin_ranking_loss", [self, other, target], margin, reduction);
+        losses_of_equal_shapes("margin_ranking_loss", &[self, other, target], reduction, |e| {
             let loss = margin - &e[2] * (&e[0] - &e[1]);
             loss.lt(0.0).select(0.0, loss)
         })

@@ -1,27 +1,31 @@
-//! The norms as methods: argument checks, and the view of rows for each.
+//! The norms as methods of `Tensor`: argument checks, and the view of rows that each norm uses.
 
 use smallvec::SmallVec;
 
 use crate::autograd::is_tracked;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{View, unbind};
-use crate::ops::dispatch::autocast::widen;
+use crate::ops::apply_formula;
+use crate::ops::dispatch::autocast::halves_to_f32;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::elementwise::recorded;
-use crate::ops::formula;
-use crate::ops::nn::norm::{BatchNormOptions, normalised};
+use crate::ops::elementwise::record_formula;
+use crate::ops::nn::norm::{BatchNormOptions, normalise};
 use crate::ops::reduce::apply_reduction_to;
 use crate::ops::reduce::table::rows;
 use crate::tensor::Dims;
 use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
-/// x, and what there is of weight and bias.
-pub(super) fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
+/// Returns x followed by the weight and bias that are given.
+pub(super) fn given_tensors<'a>(
+    x: &'a Tensor,
+    weight: Option<&'a Tensor>,
+    bias: Option<&'a Tensor>,
+) -> Dims<&'a Tensor> {
     [x].into_iter().chain(weight).chain(bias).collect()
 }
 
-/// Weight and bias among tensors made of those of [`given`].
-fn rest<'a>(
+/// Returns the weight and bias in `all`, which holds converted tensors in the order of [`given_tensors`].
+fn weight_and_bias<'a>(
     all: &'a [Tensor],
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
@@ -30,19 +34,20 @@ fn rest<'a>(
     (weight.and_then(|_| others.next()), bias.and_then(|_| others.next()))
 }
 
-/// The inputs in f32, and the dtype of the result: in autocast; and for halves with a weight or a bias in f32, as PyTorch's layers
-/// take them, whose result is rounded once.
-fn in_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
+/// Casts the inputs to f32, if needed, and returns the dtype of the result.
+///
+/// Autocast needs this, and f16 or bf16 inputs with a weight or bias in f32, as in PyTorch's layers, whose result is rounded once.
+fn cast_to_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
     let half = inputs[0].dtype;
     let mixed = half.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
-    Ok(match widened(inputs)? {
+    Ok(match autocast_to_f32(inputs)? {
         Some(wide) => Some((wide, DType::F32)),
-        None if mixed => Some((widen(inputs)?.unwrap_or_default(), half)),
+        None if mixed => Some((halves_to_f32(inputs)?.unwrap_or_default(), half)),
         None => None,
     })
 }
 
-/// Weight and bias of one number for each channel.
+/// Checks that each of the given tensors has one number for each channel of x.
 pub(super) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     invalid!(op if x.rank() < 2, "the input is [N, C, ..], this one has shape {}", x.shape());
@@ -53,7 +58,7 @@ pub(super) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tens
     Ok(())
 }
 
-/// The same, and that so many groups divide the channels.
+/// Same as [`check_channels`], and checks that `groups` divides the number of channels.
 pub(super) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &[Option<&Tensor>]) -> Result<()> {
     check_channels(op, x, given)?;
     let channels = x.shape().dims()[1];
@@ -76,15 +81,15 @@ pub(super) fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &
     Ok(())
 }
 
-/// How many elements a channel of x has.
-pub(super) fn elements_of_channels(op: &'static str, x: &Tensor) -> Result<usize> {
+/// Returns the number of elements of each channel of x.
+pub(super) fn channel_numel(op: &'static str, x: &Tensor) -> Result<usize> {
     let n: usize = x.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
-    invalid!(op if n == 1, "shape {} has one element a channel, which has no variance", x.shape());
+    invalid!(op if n == 1, "shape {} has one element in each channel, which has no variance", x.shape());
     Ok(n)
 }
 
-/// Moves the running statistics, as far as there are some, towards the mean and the unbiased variance of channels of n elements.
-pub(super) fn move_running(
+/// Moves the given running statistics towards the mean and the unbiased variance of channels with n elements.
+pub(super) fn update_running_statistics(
     op: &'static str,
     options: BatchNormOptions,
     n: usize,
@@ -101,14 +106,15 @@ pub(super) fn move_running(
         (None, Some(v)) => Tensor::map_into(&[v, var], &scalars, &[v], |x, s| vec![&s[1] * &x[0] + &s[2] * &x[1]]),
         (None, None) => Ok(()),
     };
-    if n > 0 { no_grad(update).named(op) } else { Ok(()) }
+    if n > 0 { no_grad(update).with_op(op) } else { Ok(()) }
 }
 
 impl Tensor {
-    /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims, which have the normalised shape, as weight and bias
-    /// do (PyTorch's `layer_norm`, whose default eps is 1e-5). Floats, computed in f32 at least; f16 and bf16 with weight
-    /// and bias of their own dtype or in f32. One launch, on GPUs two of rows longer than their registers. Differentiable in all
-    /// three.
+    /// Computes `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims (PyTorch's `layer_norm`, with a default eps of 1e-5).
+    ///
+    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. Weight and bias of f16 or bf16
+    /// inputs have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable in
+    /// all three.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -130,31 +136,35 @@ impl Tensor {
     ) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "layer_norm";
-        let inputs = given(self, weight, bias);
-        if let Some((wide, dtype)) = in_f32(&inputs)? {
-            let (weight, bias) = rest(&wide, weight, bias);
+        let inputs = given_tensors(self, weight, bias);
+        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
+            let (weight, bias) = weight_and_bias(&wide, weight, bias);
             return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
         }
-        replaced!(op, [Some(self), weight, bias], normalized_shape, eps);
+        return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight, bias])?;
         let n = normalized_shape.iter().product();
-        let statistics = View::Last(n).statistics(self)?;
-        normalised(op, (self, &statistics), View::Last(n), weight, bias, eps, false)
+        let statistics = View::Last(n).allocate_statistics(self)?;
+        normalise(op, (self, &statistics), View::Last(n), weight, bias, eps, false)
     }
 
-    /// `x / sqrt(mean(x²) + eps) * weight` over the last dims, which have the normalised shape, as the weight does (PyTorch's
-    /// `rms_norm`); without an eps it is that of the dtype. Floats, computed in f32 at least. Launches as
-    /// [`Tensor::layer_norm`]. Differentiable.
+    /// Computes `x / sqrt(mean(x²) + eps) * weight` over the last dims (PyTorch's `rms_norm`). The last dims and the weight have the
+    /// normalised shape. Without an eps, the machine epsilon of the dtype is used. Floats, computed at least in f32. Takes as many
+    /// launches as [`Tensor::layer_norm`]. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::layer_norm`].
+    /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "rms_norm";
-        let inputs = given(self, weight, None);
-        cast_first!(widened(&inputs)?, |x| x[0].rms_norm(normalized_shape, rest(x, weight, None).0, eps));
-        replaced!(op, inputs, normalized_shape, eps);
+        let inputs = given_tensors(self, weight, None);
+        cast_first!(autocast_to_f32(&inputs)?, |x| x[0].rms_norm(
+            normalized_shape,
+            weight_and_bias(x, weight, None).0,
+            eps
+        ));
+        return_replacement!(op, inputs, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
         let least = match self.dtype {
@@ -163,15 +173,15 @@ impl Tensor {
             DType::BF16 => 2f64.powi(-7),
             _ => f32::EPSILON.into(),
         };
-        let statistics = View::Last(n).statistics(self)?;
-        normalised(op, (self, &statistics), View::Last(n), weight, None, eps.unwrap_or(least), true)
+        let statistics = View::Last(n).allocate_statistics(self)?;
+        normalise(op, (self, &statistics), View::Last(n), weight, None, eps.unwrap_or(least), true)
     }
 
-    /// [`Tensor::layer_norm`] of each group of the channels of `[N, C, ..]`, with a weight and a bias for each channel
-    /// (PyTorch's `group_norm`, whose default eps is 1e-5). Launches as that. Differentiable.
+    /// Normalises each group of channels of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
+    /// (PyTorch's `group_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::layer_norm`]; [`Error::Invalid`] where the groups do not divide the channels.
+    /// The errors of [`Tensor::layer_norm`]; [`Error::Invalid`] if the channels are not divisible by the number of groups.
     #[track_caller]
     pub fn group_norm(
         &self,
@@ -182,36 +192,38 @@ impl Tensor {
     ) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "group_norm";
-        let inputs = given(self, weight, bias);
-        if let Some((wide, dtype)) = in_f32(&inputs)? {
-            let (weight, bias) = rest(&wide, weight, bias);
+        let inputs = given_tensors(self, weight, bias);
+        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
+            let (weight, bias) = weight_and_bias(&wide, weight, bias);
             return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
         }
-        replaced!(op, [Some(self), weight, bias], groups, eps);
+        return_replacement!(op, [Some(self), weight, bias], groups, eps);
         check_groups(op, self, groups, &[weight, bias])?;
         same_dtype(op, &inputs)?;
-        let statistics = View::Groups(groups).statistics(self)?;
-        normalised(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
+        let statistics = View::Groups(groups).allocate_statistics(self)?;
+        normalise(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
     }
 
-    /// [`Tensor::layer_norm`] of each channel of each of `[N, C, ..]`, with a weight and a bias for each channel (PyTorch's
-    /// `instance_norm`, whose default eps is 1e-5). Launches as that. Differentiable.
+    /// Normalises each channel of each sample of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
+    /// (PyTorch's `instance_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::layer_norm`].
+    /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
     pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "instance_norm";
-        replaced!(op, [Some(self), weight, bias], eps);
+        return_replacement!(op, [Some(self), weight, bias], eps);
         check_channels(op, self, &[weight, bias])?;
-        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).named(op)
+        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).with_op(op)
     }
 
-    /// Each channel of `[N, C, ..]` less its mean, over its standard deviation (PyTorch's `batch_norm`): in training over the
-    /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
-    /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least; f16 and bf16 with
-    /// numbers of their own dtype or in f32, in autocast too. The memory format stays. Differentiable in x, weight and bias.
+    /// Subtracts the mean of each channel of `[N, C, ..]` and divides by its standard deviation (PyTorch's `batch_norm`).
+    ///
+    /// In training, the statistics are those of the batch, and the running statistics move towards the batch's mean and unbiased
+    /// variance. This takes the launches of [`Tensor::layer_norm`] and one more. In evaluation, the running statistics are used.
+    /// Floats, computed at least in f32. All other tensors of f16 or bf16 inputs have the dtype of the input or f32, also in autocast.
+    /// Keeps the memory format. Differentiable in x, weight and bias.
     ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
@@ -222,37 +234,37 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::layer_norm`]; [`Error::Invalid`] without running statistics where not training, and in training for
+    /// The errors of [`Tensor::layer_norm`]; [`Error::Invalid`] in evaluation without running statistics, and in training for
     /// channels of one element.
     #[track_caller]
     pub fn batch_norm(&self, options: BatchNormOptions) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "batch_norm";
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
-        // Kernels read weights of halves in f32 as they are, both in one dtype.
-        let inputs = given(self, weight, bias);
+        // For f16 and bf16 inputs, kernels read weight and bias in f32 directly if both are f32.
+        let inputs = given_tensors(self, weight, bias);
         let mixed = self.dtype.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
-        if mixed && let Some(wide) = widen(&inputs[1..])? {
+        if mixed && let Some(wide) = halves_to_f32(&inputs[1..])? {
             let mut wide = wide.iter();
             let (weight, bias) = (weight.and_then(|_| wide.next()), bias.and_then(|_| wide.next()));
             return self.batch_norm(BatchNormOptions { weight, bias, ..options });
         }
-        // Running statistics are updated in place, which replacements do not do.
+        // A replacement cannot update the running statistics, which change in place.
         if !training || (running_mean.is_none() && running_var.is_none()) {
-            replaced!(op, [Some(self), running_mean, running_var, weight, bias], training, momentum, eps);
+            return_replacement!(op, [Some(self), running_mean, running_var, weight, bias], training, momentum, eps);
         }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
         same_dtype(op, &inputs[usize::from(mixed)..])?;
         let channels = self.shape().dims()[1];
         if training {
-            let (n, statistics) = (elements_of_channels(op, self)?, View::Batch.statistics(self)?);
-            let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
+            let (n, statistics) = (channel_numel(op, self)?, View::Batch.allocate_statistics(self)?);
+            let out = normalise(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
             let [mean, _, var] = unbind(op, &statistics)?;
-            move_running(op, options, n, [&mean.reshape([channels])?, &var.reshape([channels])?])?;
+            update_running_statistics(op, options, n, [&mean.reshape([channels])?, &var.reshape([channels])?])?;
             return Ok(out);
         }
         let (Some(mean), Some(var)) = (running_mean, running_var) else {
-            return Err(Error::invalid(op, "where it is not training it needs the running mean and variance"));
+            return Err(Error::invalid(op, "evaluation needs the running mean and variance"));
         };
         let shape: Shape = (0..self.rank()).map(|d| if d == 1 { channels } else { 1 }).collect();
         let column = |t: &Tensor| t.reshape(&shape);
@@ -266,34 +278,34 @@ impl Tensor {
         let derivative = |i| shifted.diff(i);
         let numbers = [Some(mean), Some(var), weight, bias];
         let alike = mean.dtype == self.dtype && var.dtype == self.dtype;
-        match if alike { backend::of(self.device()).normalise_channels(self, numbers, eps)? } else { None } {
-            Some(out) if is_tracked(&inputs) => Ok(recorded(op, out, &inputs, Params::default(), &derivative)),
+        match if alike { backend::of_device(self.device()).normalise_channels(self, numbers, eps)? } else { None } {
+            Some(out) if is_tracked(&inputs) => Ok(record_formula(op, out, &inputs, Params::default(), &derivative)),
             Some(out) => Ok(out),
-            None => formula(op, &inputs, self.dtype, &shifted, derivative),
+            None => apply_formula(op, &inputs, self.dtype, &shifted, derivative),
         }
     }
 
-    /// `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, whose defaults are 2, 1 and 1e-12). Floats.
+    /// Computes `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, with defaults of 2, 1 and 1e-12). Floats.
     /// Differentiable.
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`]; [`Error::Invalid`] for a p that is not above 0.
+    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`]; [`Error::Invalid`] unless p is above 0.
     #[track_caller]
     pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
         let op = "normalize";
         self.dtype.check_float(op)?;
-        replaced!(op, [self], p, dim, eps);
-        cast_first!(widened(&[self])?, |x| x[0].normalize(p, dim, eps));
+        return_replacement!(op, [self], p, dim, eps);
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].normalize(p, dim, eps));
         invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
-        // A norm may be beyond f16 where the quotients are not.
+        // The norm may overflow f16 even if the quotients do not.
         let norm = match (self.dtype, p == 2.0) {
             (DType::F16, true) => apply_reduction_to(&rows::norm, self, &dim.into(), true, DType::F32),
             (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),
             _ => self.vector_norm(p, dim, true),
         };
-        let norm = norm.named(op)?;
+        let norm = norm.with_op(op)?;
         let quotient = Expr::input(0) / Expr::input(1).lt(eps).select(eps, Expr::input(1));
-        formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
+        apply_formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
     }
 }
 
@@ -308,9 +320,9 @@ operations! {
     batch_norm(input: x, running_mean: x?, running_var: x?, weight: x?, bias: x?,
         training: bool = false, momentum: float = 0.1, eps: float = 1e-5) functional:
         NeuralNetwork, Floats -> Same, differentiable => |a| {
-        let [running_mean, running_var, weight, bias] = [1, 2, 3, 4].map(|i| a.optional(i));
+        let [running_mean, running_var, weight, bias] = [1, 2, 3, 4].map(|i| a.optional_tensor(i));
         let (training, momentum, eps) = (a.bool(0)?, a.float(1)?, a.float(2)?);
-        a.x(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
+        a.tensor(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     };
     normalize(input: x, p: float = 2, dim: int = 1, eps: float = 1e-12) functional:
         NeuralNetwork, Floats -> Same, differentiable;

@@ -1,5 +1,5 @@
-//! Norms that give their statistics, and gradients that are made of these: for whoever keeps them from forward to backward himself, as
-//! PyTorch's autograd does.
+//! Norms that return their statistics, and gradients computed from these statistics. For callers such as PyTorch's autograd that
+//! keep them from forward to backward.
 
 use smallvec::SmallVec;
 
@@ -8,16 +8,16 @@ use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::norm::methods::{
-    check_channels, check_groups, check_last, elements_of_channels, given, move_running,
+    channel_numel, check_channels, check_groups, check_last, given_tensors, update_running_statistics,
 };
 use crate::ops::nn::norm::{BatchNormOptions, Norm};
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor, no_grad};
 
-/// A result with the mean and 1 / sqrt(var + eps) of each row.
+/// The result, and the mean and `1 / sqrt(var + eps)` of each row.
 type WithStatistics = (Tensor, Tensor, Tensor);
 
-/// A norm with its statistics, of this shape, and the variances.
+/// Computes a norm. Returns the result with its statistics, which have the given shape, and the variances.
 fn forward(
     op: &'static str,
     x: &Tensor,
@@ -26,32 +26,32 @@ fn forward(
     eps: f64,
     shape: &[usize],
 ) -> Result<(WithStatistics, Tensor)> {
-    let (out, statistics) = (view.result(x)?, view.statistics(x)?);
-    let (dims, rms) = (view.weighted_of(x), false);
+    let (out, statistics) = (view.allocate_result(x)?, view.allocate_statistics(x)?);
+    let (dims, rms) = (view.weight_dims_for(x), false);
     Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, &statistics)?;
     let part = |offset| statistics.with_layout(Layout { offset, ..Layout::contiguous(shape.into()) });
     let rows = statistics.numel() / 3;
     Ok(((out, part(0), part(rows)), part(2 * rows)))
 }
 
-/// Whether weights are wider than the input: then all is computed in their dtype.
-fn is_mixed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> bool {
+/// Returns true if the weights are f32 and the input is f16 or bf16. Everything is then computed in f32.
+fn has_wider_weights(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> bool {
     x.dtype.size() == 2 && weight.or(bias).is_some_and(|w| w.dtype == DType::F32)
 }
 
-/// The statistics as one tensor: a view of them where they lie as forward left them.
-fn joined(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType) -> Result<Tensor> {
+/// Returns mean and rstd as one tensor of `shape`: a view if they still are adjacent, as the forward pass left them, otherwise a copy.
+fn join_statistics(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType) -> Result<Tensor> {
     let follows = rstd.layout.offset == mean.layout.offset + mean.numel();
     let plain = [mean, rstd].iter().all(|t| t.dtype == dtype && t.is_contiguous());
     if plain && follows && mean.shares_storage(rstd) {
         return Ok(mean.with_layout(Layout { offset: mean.layout.offset, ..Layout::contiguous(shape.into()) }));
     }
-    // Of one dim, for of more the result may have its channels last.
+    // One dim, because with more dims the result may be channels-last.
     let half = |t: &Tensor| t.to_dtype(dtype)?.reshape([t.numel()]);
     Tensor::cat(&[&half(mean)?, &half(rstd)?], 0)?.reshape(shape)
 }
 
-/// The gradients of x, weight and bias where they are wanted. A bias that is not given has the dtype of the weight, or else of x.
+/// Computes the wanted gradients of x, weight and bias. If no bias is given, its gradient has the dtype of the weight, or else of x.
 fn gradients(
     op: &'static str,
     view: View,
@@ -70,7 +70,7 @@ fn gradients(
     let rows = shape[1] * shape[2];
     let shape = [2, shape[1], shape[2], 1, 1];
     mismatch!(op if mean.numel() != rows || rstd.numel() != rows, mean, rstd, "there is one number for each row");
-    let mixed = is_mixed(x, weight, bias);
+    let mixed = has_wider_weights(x, weight, bias);
     for t in weight.into_iter().chain(bias).filter(|t| !mixed || t.dtype != DType::F32) {
         same_device(op, &[x, t])?;
         same_dtype(op, &[x, t])?;
@@ -84,8 +84,8 @@ fn gradients(
     let wide = |t: &Tensor| if mixed { t.to_dtype(compute) } else { Ok(t.shallow_clone()) };
     no_grad(|| {
         let (grad, given) = (wide(grad)?, wide(x)?);
-        let statistics = joined(mean, rstd, shape, compute)?;
-        let (dims, eps, rms) = (view.weighted_of(x), 0.0, false);
+        let statistics = join_statistics(mean, rstd, shape, compute)?;
+        let (dims, eps, rms) = (view.weight_dims_for(x), 0.0, false);
         let norm = Norm { op, view: &view, weight, bias, dims, eps, rms };
         let [to_x, to_weight, to_bias] = norm.backward(&given, &grad, &statistics, wanted)?;
         let to_x = to_x.filter(|_| wanted[0]).map(|t| t.to_dtype(x.dtype)).transpose()?;
@@ -93,7 +93,7 @@ fn gradients(
     })
 }
 
-/// What a registered implementation made of a call, where there is one: the gradients that are wanted.
+/// Calls a registered implementation, if any, and assigns its results to the wanted gradients.
 fn replaced_gradients(
     op: &'static str,
     tensors: &[Option<&Tensor>],
@@ -102,13 +102,14 @@ fn replaced_gradients(
 ) -> Result<Option<[Option<Tensor>; 3]>> {
     let mask = wanted.map(usize::from);
     let arguments = || argument.into_iter().chain([Argument::from(&mask)]).collect();
-    let made = replacement(op, tensors, arguments)?.map(Vec::into_iter);
+    let made = call_replacement(op, tensors, arguments)?.map(Vec::into_iter);
     Ok(made.map(|mut made| wanted.map(|wanted| if wanted { made.next() } else { None })))
 }
 
 impl Tensor {
-    /// [`Tensor::layer_norm`], the mean and `1 / sqrt(var + eps)` of each row, whose normalised dims are 1 (PyTorch's
-    /// `native_layer_norm`). The latter are f32 at least. Not recorded: [`Tensor::native_layer_norm_backward`] makes the gradients.
+    /// Returns [`Tensor::layer_norm`], and the mean and `1 / sqrt(var + eps)` of each row (PyTorch's `native_layer_norm`). The
+    /// normalised dims of the statistics have size 1, and their dtype is at least f32. Not recorded: compute gradients with
+    /// [`Tensor::native_layer_norm_backward`].
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -121,7 +122,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::layer_norm`].
+    /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
     pub fn native_layer_norm(
         &self,
@@ -132,9 +133,9 @@ impl Tensor {
     ) -> Result<WithStatistics> {
         let _caller = Caller::enter();
         let op = "native_layer_norm";
-        replaced!(op, [Some(self), weight, bias], normalized_shape, eps);
+        return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
         no_grad(|| {
-            if is_mixed(self, weight, bias) {
+            if has_wider_weights(self, weight, bias) {
                 let (out, mean, rstd) =
                     self.to_dtype(DType::F32)?.native_layer_norm(normalized_shape, weight, bias, eps)?;
                 return Ok((out.to_dtype(self.dtype)?, mean, rstd));
@@ -148,13 +149,13 @@ impl Tensor {
         })
     }
 
-    /// The gradients of [`Tensor::native_layer_norm`] in its input, weight and bias from that of its result, which is this tensor, as
-    /// far as they are `wanted` (PyTorch's `native_layer_norm_backward`). Not recorded.
+    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_layer_norm`] (PyTorch's
+    /// `native_layer_norm_backward`). This tensor is the gradient of the result. Not recorded.
     ///
     /// # Errors
-    /// As [`Tensor::layer_norm`].
+    /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
-    #[allow(clippy::too_many_arguments)] // PyTorch's
+    #[allow(clippy::too_many_arguments)] // as PyTorch's function
     pub fn native_layer_norm_backward(
         &self,
         input: &Tensor,
@@ -172,7 +173,7 @@ impl Tensor {
             return Ok(made);
         }
         check_last(op, input, normalized_shape, &[])?;
-        // Their dtype may be wider than the input's, which `gradients` checks.
+        // Weight and bias may have a wider dtype than the input, which `gradients` checks.
         for t in weight.into_iter().chain(bias) {
             same_device(op, &[input, t])?;
             let hint = "weight and bias have the normalised shape";
@@ -182,40 +183,41 @@ impl Tensor {
         gradients(op, view, [self, input, mean, rstd], weight, bias, wanted)
     }
 
-    /// [`Tensor::batch_norm`] in training, the mean and `1 / sqrt(var + eps)` of each channel (PyTorch's `native_batch_norm`). The latter
-    /// are f32 at least. Not recorded: [`Tensor::native_batch_norm_backward`] makes the gradients.
+    /// Returns [`Tensor::batch_norm`] in training, and the mean and `1 / sqrt(var + eps)` of each channel (PyTorch's
+    /// `native_batch_norm`). The statistics are at least f32. Not recorded: compute gradients with
+    /// [`Tensor::native_batch_norm_backward`].
     ///
     /// # Errors
-    /// As [`Tensor::batch_norm`].
+    /// The errors of [`Tensor::batch_norm`].
     #[track_caller]
     pub fn native_batch_norm(&self, options: BatchNormOptions) -> Result<WithStatistics> {
         let _caller = Caller::enter();
         let op = "native_batch_norm";
         let BatchNormOptions { weight, bias, eps, running_mean, running_var, momentum, .. } = options;
-        // Running statistics are updated in place, which replacements do not do.
+        // A replacement cannot update the running statistics, which change in place.
         if running_mean.is_none() && running_var.is_none() {
-            replaced!(op, [Some(self), None, None, weight, bias], momentum, eps);
+            return_replacement!(op, [Some(self), None, None, weight, bias], momentum, eps);
         }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
         no_grad(|| {
-            if is_mixed(self, weight, bias) {
+            if has_wider_weights(self, weight, bias) {
                 let (out, mean, rstd) = self.to_dtype(DType::F32)?.native_batch_norm(options)?;
                 return Ok((out.to_dtype(self.dtype)?, mean, rstd));
             }
-            same_dtype(op, &given(self, weight, bias))?;
-            let n = elements_of_channels(op, self)?;
+            same_dtype(op, &given_tensors(self, weight, bias))?;
+            let n = channel_numel(op, self)?;
             let shape = &self.shape().dims()[1..2];
             let (made, var) = forward(op, self, View::Batch, [weight, bias], eps, shape)?;
-            move_running(op, options, n, [&made.1, &var])?;
+            update_running_statistics(op, options, n, [&made.1, &var])?;
             Ok(made)
         })
     }
 
-    /// The gradients of [`Tensor::native_batch_norm`] in its input, weight and bias from that of its result, which is this tensor, as far
-    /// as they are `wanted` (PyTorch's `native_batch_norm_backward`). Not recorded.
+    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_batch_norm`] (PyTorch's
+    /// `native_batch_norm_backward`). This tensor is the gradient of the result. Not recorded.
     ///
     /// # Errors
-    /// As [`Tensor::batch_norm`].
+    /// The errors of [`Tensor::batch_norm`].
     #[track_caller]
     pub fn native_batch_norm_backward(
         &self,
@@ -235,8 +237,9 @@ impl Tensor {
         gradients(op, View::Batch, [self, input, mean, rstd], weight, None, wanted)
     }
 
-    /// [`Tensor::group_norm`], the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's `native_group_norm`). The
-    /// latter are f32 at least. Not recorded: [`Tensor::native_group_norm_backward`] makes the gradients.
+    /// Returns [`Tensor::group_norm`], and the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's
+    /// `native_group_norm`). The statistics are at least f32. Not recorded: compute gradients with
+    /// [`Tensor::native_group_norm_backward`].
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -248,7 +251,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::group_norm`].
+    /// The errors of [`Tensor::group_norm`].
     #[track_caller]
     pub fn native_group_norm(
         &self,
@@ -259,24 +262,24 @@ impl Tensor {
     ) -> Result<WithStatistics> {
         let _caller = Caller::enter();
         let op = "native_group_norm";
-        replaced!(op, [Some(self), weight, bias], groups, eps);
+        return_replacement!(op, [Some(self), weight, bias], groups, eps);
         check_groups(op, self, groups, &[weight, bias])?;
         no_grad(|| {
-            if is_mixed(self, weight, bias) {
+            if has_wider_weights(self, weight, bias) {
                 let (out, mean, rstd) = self.to_dtype(DType::F32)?.native_group_norm(groups, weight, bias, eps)?;
                 return Ok((out.to_dtype(self.dtype)?, mean, rstd));
             }
-            same_dtype(op, &given(self, weight, bias))?;
+            same_dtype(op, &given_tensors(self, weight, bias))?;
             let shape = [self.shape().dims()[0], groups];
             Ok(forward(op, self, View::Groups(groups), [weight, bias], eps, &shape)?.0)
         })
     }
 
-    /// The gradients of [`Tensor::native_group_norm`] in its input, weight and bias from that of its result, which is this tensor, as far
-    /// as they are `wanted` (PyTorch's `native_group_norm_backward`). Not recorded.
+    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_group_norm`] (PyTorch's
+    /// `native_group_norm_backward`). This tensor is the gradient of the result. Not recorded.
     ///
     /// # Errors
-    /// As [`Tensor::group_norm`].
+    /// The errors of [`Tensor::group_norm`].
     #[track_caller]
     pub fn native_group_norm_backward(
         &self,
@@ -298,11 +301,11 @@ impl Tensor {
     }
 }
 
-/// Three switches as integers.
-fn mask(args: &Args, i: usize) -> Result<[bool; 3]> {
+/// Reads three flags that are passed as integers.
+fn read_mask(args: &Args, i: usize) -> Result<[bool; 3]> {
     match args.ints(i)?[..] {
         [x, weight, bias] => Ok([x, weight, bias].map(|n| n != 0)),
-        _ => args.wrong(i, "three integers, 0 or 1"),
+        _ => args.argument_error(i, "three integers, 0 or 1"),
     }
 }
 
@@ -310,17 +313,17 @@ operations! {
     native_layer_norm(input: x, normalized_shape: &sizes, weight: x?, bias: x?, eps: float = 1e-5) "native_layer_norm":
         NeuralNetwork, Floats -> Same;
     native_layer_norm_backward(grad_out: x, input: x, normalized_shape: &sizes, mean: x, rstd: x, weight: x?, bias: x?,
-        output_mask: ints @mask) "native_layer_norm_backward": NeuralNetwork, Floats -> Same;
+        output_mask: ints @read_mask) "native_layer_norm_backward": NeuralNetwork, Floats -> Same;
     native_batch_norm(input: x, running_mean: x?, running_var: x?, weight: x?, bias: x?, momentum: float = 0.1, eps: float = 1e-5)
         "native_batch_norm": NeuralNetwork, Floats -> Same => |a| {
-        let [running_mean, running_var, weight, bias] = [1, 2, 3, 4].map(|i| a.optional(i));
+        let [running_mean, running_var, weight, bias] = [1, 2, 3, 4].map(|i| a.optional_tensor(i));
         let (training, momentum, eps) = (true, a.float(0)?, a.float(1)?);
-        a.x(0)?.native_batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
+        a.tensor(0)?.native_batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     };
-    native_batch_norm_backward(grad_out: x, input: x, mean: x, rstd: x, weight: x?, output_mask: ints @mask)
+    native_batch_norm_backward(grad_out: x, input: x, mean: x, rstd: x, weight: x?, output_mask: ints @read_mask)
         "native_batch_norm_backward": NeuralNetwork, Floats -> Same;
     native_group_norm(input: x, group: size, weight: x?, bias: x?, eps: float = 1e-5) "native_group_norm":
         NeuralNetwork, Floats -> Same;
-    native_group_norm_backward(grad_out: x, input: x, group: size, mean: x, rstd: x, weight: x?, output_mask: ints @mask)
+    native_group_norm_backward(grad_out: x, input: x, group: size, mean: x, rstd: x, weight: x?, output_mask: ints @read_mask)
         "native_group_norm_backward": NeuralNetwork, Floats -> Same;
 }

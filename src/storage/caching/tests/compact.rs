@@ -1,4 +1,4 @@
-//! What others do while blocks move.
+//! Concurrent frees and allocations during compaction.
 
 use std::sync::Mutex;
 
@@ -6,23 +6,24 @@ use super::*;
 use crate::storage::driver::host::Host;
 
 #[test]
-fn what_is_given_back_during_a_move_waits_for_the_streams_that_use_it() {
+fn blocks_freed_during_a_move_wait_for_the_streams_that_use_them() {
     let sim = Sim::new(SimOptions { asynchronous: true, contents: true, ..SimOptions::default() });
     let allocator = CachingAllocator::new(Arc::new(sim.clone()), "segments:pytorch".parse().unwrap()).unwrap();
     let (home, side) = (StreamId::DEFAULT, sim.stream(1));
     let [moves, stays] = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
     let segment = place(&moves).0;
-    // Work that nobody has waited for: from before the one block is locked, and after the other was found in use.
+    // Work that compaction has not waited for: enqueued before one block is locked, and after the other was found in
+    // use.
     sim.write_tag(side, &moves, 7).unwrap();
     allocator.record_stream(&moves, side);
-    let in_use = stays.place();
-    let plan = allocator.lock().plan(&[segment], true, home).unwrap();
+    let in_use = stays.location();
+    let plan = allocator.lock().plan_compaction(&[segment], true, home).unwrap();
     drop(in_use);
-    assert_eq!((plan.moves.len(), plan.stay.len()), (1, 1));
+    assert_eq!((plan.moves.len(), plan.staying.len()), (1, 1));
     sim.write_tag(side, &stays, 7).unwrap();
     allocator.record_stream(&stays, side);
-    give_back(&allocator, [moves, stays]);
-    allocator.lock().abandon(plan);
+    free_all(&allocator, [moves, stays]);
+    allocator.lock().cancel_plan(plan);
     allocator.check();
     let again = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
     again.iter().for_each(|block| sim.write_tag(home, block, 8).unwrap());
@@ -31,24 +32,24 @@ fn what_is_given_back_during_a_move_waits_for_the_streams_that_use_it() {
     again.iter().for_each(|block| sim.check_tag(home, block, 8).unwrap());
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
-    give_back(&allocator, again);
+    free_all(&allocator, again);
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), 0, "what was pending is free");
     allocator.check();
 }
 
 #[test]
-fn a_private_segment_with_the_number_of_one_that_is_gone_stays_as_it_is() {
+fn a_private_segment_that_reuses_a_released_number_does_not_move() {
     let (sim, allocator) = device(1 << 30, "segments:pytorch");
     let allocator = Arc::new(allocator);
     let number = |allocator: &CachingAllocator, block: &Block| allocator.lock().heap.table[block.id() as usize].segment;
-    // Three segments, from which 18, 2 and 11 MiB are free.
+    // Three segments with 18, 2 and 11 MiB free.
     let [first, a, b, second, c, third] = [2, 9, 9, 9, 9, 9].map(|mib| take(&allocator, mib * MIB));
-    give_back(&allocator, [a, b]);
+    free_all(&allocator, [a, b]);
     let was = number(&allocator, &third);
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
     let inside = Arc::new(Mutex::new(None));
-    // While the first one's block moves, the third one goes, and the pool makes one.
+    // While the first segment's block moves, the third segment is released and the pool reuses its number.
     let hook = {
         let (allocator, pool, inside) = (Arc::clone(&allocator), pool.clone(), Arc::clone(&inside));
         move || {
@@ -60,8 +61,8 @@ fn a_private_segment_with_the_number_of_one_that_is_gone_stays_as_it_is() {
         }
     };
     let moves = sim.clone();
-    sim.at_synchronize(move || moves.at_synchronize(hook)); // the first wait is before any plan
-    let in_use = second.place(); // else the three would move together
+    sim.at_synchronize(move || moves.at_synchronize(hook)); // the first wait comes before any plan
+    let in_use = second.location(); // prevents moving all three segments together
     let freed = allocator.compact(u64::MAX).unwrap();
     drop(in_use);
     let (place_then, checkpoint, block) = inside.lock().unwrap().take().unwrap();
@@ -69,12 +70,12 @@ fn a_private_segment_with_the_number_of_one_that_is_gone_stays_as_it_is() {
     assert_eq!((place(&block), freed > 0), (place_then, true));
     let restored = pool.restore(&checkpoint, &mut vec![block]).unwrap();
     assert_eq!(restored.iter().map(place).collect::<Vec<_>>(), [place_then]);
-    give_back(&allocator, restored.into_iter().chain([first, second, c]));
+    free_all(&allocator, restored.into_iter().chain([first, second, c]));
     allocator.check();
 }
 
 #[test]
-fn free_memory_in_pieces_counts_on_the_cpu_too() {
+fn compaction_joins_free_memory_on_the_cpu_too() {
     let driver = Arc::new(Host::new(&Config::default()));
     for config in ["", "segments:pytorch", "expandable_segments:True"] {
         let config = format!("memory_limit_mb:40,{config}");
@@ -85,24 +86,24 @@ fn free_memory_in_pieces_counts_on_the_cpu_too() {
         let blocks: Vec<Block> = (0..19).map(|_| take(&allocator, 2 * MIB)).collect();
         let (mut live, mut given_back) = (Vec::new(), Vec::new());
         for (n, block) in blocks.into_iter().enumerate() {
-            let place = block.place();
-            // SAFETY: nobody else uses the block.
+            let place = block.location();
+            // SAFETY: no other code uses the block.
             unsafe { driver.write(&vec![n as u8; block.size()], (place.segment().memory(), place.offset())) }.unwrap();
             drop(place);
             if n % 2 == 0 { live.push((n, block)) } else { given_back.push(block) }
         }
-        give_back(&allocator, given_back);
-        // 20 MiB are live and 20 are not, nowhere more than two of them in one piece.
+        free_all(&allocator, given_back);
+        // 20 MiB are live and 20 MiB are free, with no free range longer than 2 MiB.
         let large = take(&allocator, 19 * MIB);
         assert!(allocator.stats().reserved_bytes.peak <= 40 * MIB as u64, "{config}");
         for (n, block) in &live {
-            let (place, mut bytes) = (block.place(), vec![0; block.size()]);
-            // SAFETY: nobody else uses the block.
+            let (place, mut bytes) = (block.location(), vec![0; block.size()]);
+            // SAFETY: no other code uses the block.
             unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
             assert!(bytes == vec![*n as u8; block.size()], "{config}");
         }
         allocator.check();
-        give_back(&allocator, live.into_iter().map(|(_, block)| block).chain([large]));
+        free_all(&allocator, live.into_iter().map(|(_, block)| block).chain([large]));
         allocator.check();
     }
 }

@@ -1,15 +1,15 @@
-//! Blocks that several streams use, on a device that does not always answer.
+//! Blocks used by several streams, on a device whose calls may fail.
 
 use super::*;
 
 const CONFIGS: [&str; 4] =
     ["", "segments:pytorch", "cross_stream_reuse:False", "cross_stream_reuse:False,segments:pytorch"];
 
-/// A device whose streams run when they are told to, and its allocator.
+/// A device whose streams run only on request, and its allocator.
 fn device(config: &str) -> (Sim, CachingAllocator) {
     let sim = Sim::new(SimOptions {
         capacity: 48 * MIB as u64,
-        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // a tag for each
+        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // one tag per granule
         asynchronous: true,
         contents: true,
         ..SimOptions::default()
@@ -18,16 +18,18 @@ fn device(config: &str) -> (Sim, CachingAllocator) {
     (sim, allocator)
 }
 
+/// Makes the next `times` calls of each kind fail.
 fn fail(sim: &Sim, times: usize, kinds: &[Call]) {
     kinds.iter().for_each(|&kind| (0..times).for_each(|_| sim.fail_next_call(kind, Failure::Resources)));
 }
 
+/// The number of pending blocks.
 fn pending(allocator: &CachingAllocator) -> usize {
     let core = allocator.lock();
     core.pending.blocks().count()
 }
 
-/// What is given out next is written to, before anything that was queued before has run.
+/// Allocates a block and overwrites it before the previously queued work has run.
 fn overwrite(sim: &Sim, allocator: &CachingAllocator, stream: StreamId, bytes: usize) {
     if let Ok(block) = allocator.allocate(bytes, stream) {
         sim.write_tag(stream, &block, 99).unwrap();
@@ -37,7 +39,7 @@ fn overwrite(sim: &Sim, allocator: &CachingAllocator, stream: StreamId, bytes: u
 }
 
 #[test]
-fn a_block_whose_stream_cannot_be_asked_is_not_reused() {
+fn a_block_whose_stream_cannot_be_queried_is_not_reused() {
     let side = StreamId(1);
     for config in CONFIGS {
         for times in [1, 2, 5] {
@@ -50,13 +52,13 @@ fn a_block_whose_stream_cannot_be_asked_is_not_reused() {
             allocator.deallocate(block);
             assert_eq!((pending(&allocator), allocator.stats().active.current), (1, 1), "{config}");
             for _ in 0..3 {
-                // Larger than what is left: only this block would do.
+                // Larger than the remaining memory, so that only this block could serve it.
                 overwrite(&sim, &allocator, StreamId::DEFAULT, 30 * MIB);
                 overwrite(&sim, &allocator, StreamId::DEFAULT, 20 * MIB);
             }
             sim.synchronize().unwrap_or(());
             assert_eq!(sim.violations(), [""; 0], "{config} {times}");
-            // As soon as the device answers the block is free.
+            // Once the device answers, the block is free.
             sim.clear_failures();
             sim.synchronize().unwrap();
             allocator.empty_cache().unwrap();
@@ -67,7 +69,7 @@ fn a_block_whose_stream_cannot_be_asked_is_not_reused() {
 }
 
 #[test]
-fn a_block_that_no_stream_waits_for_is_not_handed_out() {
+fn a_block_that_the_next_stream_cannot_wait_for_is_not_reused() {
     let (one, two) = (StreamId(1), StreamId(2));
     for config in &CONFIGS[..2] {
         for failing in [Call::Record, Call::StreamWaits] {
@@ -95,7 +97,7 @@ fn a_block_that_no_stream_waits_for_is_not_handed_out() {
 }
 
 #[test]
-fn a_marker_that_cannot_be_asked_is_replaced_by_a_later_one() {
+fn a_marker_that_cannot_be_queried_is_replaced_by_a_later_one() {
     let (sim, allocator) = device("");
     let side = StreamId(1);
     let blocks = [MIB, 2 * MIB, 3 * MIB].map(|bytes| take(&allocator, bytes));
@@ -112,7 +114,7 @@ fn a_marker_that_cannot_be_asked_is_replaced_by_a_later_one() {
     sim.run(side, 100);
     assert!(allocator.process_events(false).unwrap());
     assert_eq!(pending(&allocator), 0);
-    // One that waits says what the device reports, and leaves the block for the next.
+    // A blocking call returns the device's error, and leaves the block for the next call.
     let block = take(&allocator, MIB);
     allocator.record_stream(&block, side);
     allocator.deallocate(block);
@@ -142,7 +144,7 @@ fn on_a_lost_device_pending_blocks_stay() {
 }
 
 #[test]
-fn a_restoration_that_cannot_be_ordered_hands_nothing_out() {
+fn a_restore_whose_wait_fails_returns_no_blocks() {
     let (one, two) = (StreamId(1), StreamId(2));
     let (sim, allocator) = device("");
     let allocator = Arc::new(allocator);
@@ -151,7 +153,7 @@ fn a_restoration_that_cannot_be_ordered_hands_nothing_out() {
     let block = of_pool(one);
     let checkpoint = pool.checkpoint();
     allocator.deallocate(block);
-    let block = of_pool(two); // behind a wait, and from now on this stream's
+    let block = of_pool(two); // behind a wait; the block now belongs to stream two
     sim.write_tag(two, &block, 1).unwrap();
     sim.check_tag(two, &block, 1).unwrap();
     fail(&sim, 1, &[Call::StreamWaits, Call::Synchronize]);

@@ -1,11 +1,11 @@
-//! Segments that grow in place.
+//! Expandable segments.
 
 use super::*;
 use crate::storage::{HistoryOptions, TraceAction};
 
 const PAGE: usize = 64 << 10;
 
-/// A device that reserves, and an allocator whose segments grow.
+/// A device that reserves addresses, and an allocator with expandable segments.
 fn growing(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
     growing_by(PAGE, capacity, config)
 }
@@ -23,7 +23,7 @@ fn count(sim: &Sim, which: fn(&Call) -> bool) -> usize {
 }
 
 #[test]
-fn a_segment_grows_under_its_blocks_and_no_other_is_made() {
+fn an_expandable_segment_grows_in_place_and_no_other_is_created() {
     for config in ["", "segments:pytorch"] {
         let (sim, allocator) = growing(1 << 30, config);
         let blocks: Vec<Block> = (1..20).map(|i| take(&allocator, i * 2 * MIB)).collect();
@@ -37,8 +37,8 @@ fn a_segment_grows_under_its_blocks_and_no_other_is_made() {
         assert!(sim.committed() < (end + 20 * MIB) as u64, "{config}: {} for {end}", sim.committed());
         assert_eq!(count(&sim, |call| matches!(call, Call::Create(_))), 0);
         allocator.check();
-        give_back(&allocator, blocks);
-        // What they left is one run, which serves any of it.
+        free_all(&allocator, blocks);
+        // The freed blocks are one contiguous range, which serves any smaller request.
         let calls = sim.call_count();
         let all = take(&allocator, end);
         assert_eq!(sim.call_count(), calls);
@@ -49,19 +49,19 @@ fn a_segment_grows_under_its_blocks_and_no_other_is_made() {
 }
 
 #[test]
-fn what_is_free_at_the_end_counts_towards_the_request() {
+fn a_free_block_at_the_end_counts_towards_the_request() {
     let (sim, allocator) = growing(1 << 30, "");
     let [a, b] = [4 * MIB, 8 * MIB].map(|bytes| take(&allocator, bytes));
     allocator.deallocate(b);
     let before = sim.committed();
     let c = take(&allocator, 10 * MIB);
     assert_eq!((place(&c).1, sim.committed()), (4 * MIB, before + 2 * MIB as u64));
-    give_back(&allocator, [a, c]);
+    free_all(&allocator, [a, c]);
     allocator.check();
 }
 
 #[test]
-fn steps_are_pytorchs() {
+fn segments_grow_in_pytorchs_steps() {
     let (sim, allocator) = growing(1 << 30, "segments:pytorch");
     let extended = |sim: &Sim| -> Vec<usize> {
         let bytes = |call: &Call| if let Call::Extend(bytes) = call { Some(*bytes) } else { None };
@@ -70,15 +70,15 @@ fn steps_are_pytorchs() {
     let small = take(&allocator, 1000);
     let [a, b] = [3 * MIB, 30 * MIB].map(|bytes| take(&allocator, bytes));
     assert_eq!(extended(&sim), [2 * MIB, 20 * MIB, 20 * MIB]);
-    give_back(&allocator, [small, a, b]);
+    free_all(&allocator, [small, a, b]);
 }
 
 #[test]
-fn free_pages_go_back_wherever_they_are_and_come_again() {
+fn free_pages_are_released_anywhere_and_committed_again() {
     let (sim, allocator) = growing(1 << 30, "");
     let [a, b, c, d] = [3, 5, 7, 9].map(|mib| take(&allocator, mib * MIB));
     let segment = place(&a).0;
-    give_back(&allocator, [b, d]);
+    free_all(&allocator, [b, d]);
     allocator.check();
     assert_eq!(allocator.trim(20 * MIB as u64).unwrap(), 4 * MIB as u64, "as much as may go, of the longest run");
     assert_eq!(sim.committed(), 20 * MIB as u64);
@@ -88,7 +88,8 @@ fn free_pages_go_back_wherever_they_are_and_come_again() {
     let s = allocator.stats();
     assert_eq!((sim.committed(), s.reserved_bytes.current), (10 * MIB as u64, 10 * MIB as u64));
     assert_eq!((s.segment.current, s.segment.freed, s.inactive_split_bytes.current), (1, 0, 0));
-    // What fits fills the hole, what does not goes to the end; a hole that is filled in part stays one.
+    // A request that fits fills the hole, and a larger one extends the end. The rest of a partly filled hole stays a
+    // hole.
     let [e, f] = [6, 2].map(|mib| take(&allocator, mib * MIB));
     assert_eq!((place(&e), place(&f)), ((segment, 15 * MIB), (segment, 3 * MIB)));
     assert_eq!(sim.committed(), 18 * MIB as u64);
@@ -96,36 +97,36 @@ fn free_pages_go_back_wherever_they_are_and_come_again() {
     let g = take(&allocator, 3 * MIB);
     assert_eq!((place(&g), sim.committed()), ((segment, 5 * MIB), 21 * MIB as u64));
     allocator.check();
-    // A run of holes and free blocks is committed as one.
-    give_back(&allocator, [f, g]);
+    // Adjacent holes and free blocks are committed together.
+    free_all(&allocator, [f, g]);
     allocator.empty_cache().unwrap();
     let h = take(&allocator, 2 * MIB);
     allocator.deallocate(h);
     let h = take(&allocator, 5 * MIB);
     assert_eq!((place(&h), sim.committed()), ((segment, 3 * MIB), 21 * MIB as u64));
     allocator.check();
-    give_back(&allocator, [a, c, e, h]);
+    free_all(&allocator, [a, c, e, h]);
     allocator.empty_cache().unwrap();
     assert_eq!((sim.committed(), sim.live_segments(), allocator.stats().segment.current), (0, 0, 0));
 }
 
 #[test]
-fn all_that_is_free_at_the_end_goes_back_whatever_streams_it_is_of() {
+fn free_blocks_of_several_streams_at_the_end_are_released() {
     let (sim, allocator) = growing_by(4096, 1 << 30, "segments:pytorch");
     let stream = sim.stream(1);
     let blocks = [MIB, MIB - (48 << 10)].map(|bytes| take(&allocator, bytes));
     let other = allocator.allocate(32 << 10, stream).unwrap();
     assert_eq!(place(&other), (place(&blocks[0]).0, 2 * MIB - (48 << 10)), "what the first stream has left");
     allocator.deallocate(other);
-    // The longer of the two is too short for a hole as long as the shorter one is behind it.
+    // The longer block is too short to become a hole as long as the shorter one follows it.
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), (2 * MIB - (48 << 10)) as u64);
     allocator.check();
-    give_back(&allocator, blocks);
+    free_all(&allocator, blocks);
 }
 
 #[test]
-fn scattered_memory_serves_what_is_longer_than_any_part_of_it() {
+fn released_holes_make_room_for_a_larger_request_without_copies() {
     let (sim, allocator) = growing(64 * MIB as u64, "compaction:False");
     let mut blocks: Vec<_> = (0..32).map(|_| Some(take(&allocator, 2 * MIB))).collect();
     (0..32).filter(|i| i % 2 == 0).for_each(|i| allocator.deallocate(blocks[i].take().unwrap()));
@@ -133,19 +134,19 @@ fn scattered_memory_serves_what_is_longer_than_any_part_of_it() {
     assert_eq!((sim.committed(), count(&sim, |call| matches!(call, Call::Copy(_)))), (64 * MIB as u64, 0));
     allocator.check();
     allocator.deallocate(large);
-    give_back(&allocator, blocks.into_iter().flatten());
+    free_all(&allocator, blocks.into_iter().flatten());
 }
 
 #[test]
-fn pages_are_recycled_so_that_no_more_is_held_than_was_needed() {
+fn pages_are_recycled_so_that_reserved_bytes_follow_the_peak() {
     let (sim, allocator) = growing(1 << 30, "");
     let mut peak = 0;
     for round in 1..if cfg!(miri) { 5 } else { 20 } {
         let blocks: Vec<_> = (0..8).map(|i| take(&allocator, (round + i % 3) * 300_000)).collect();
         let (even, odd): (Vec<_>, Vec<_>) = (0..).zip(blocks).partition(|(i, _)| i % 2 == 0);
-        give_back(&allocator, even.into_iter().map(|(_, block)| block));
+        free_all(&allocator, even.into_iter().map(|(_, block)| block));
         let larger = take(&allocator, (round + 4) * 300_000);
-        give_back(&allocator, odd.into_iter().map(|(_, block)| block).chain([larger]));
+        free_all(&allocator, odd.into_iter().map(|(_, block)| block).chain([larger]));
         let s = allocator.stats();
         peak = peak.max(s.active_bytes.peak);
         assert!(s.reserved_bytes.peak <= peak + peak / 8 + 4 * PAGE as u64, "round {round}: {s}");
@@ -155,7 +156,7 @@ fn pages_are_recycled_so_that_no_more_is_held_than_was_needed() {
 }
 
 #[test]
-fn an_end_unused_for_long_goes_back_by_itself() {
+fn a_segment_end_unused_for_long_is_released() {
     let (sim, allocator) = growing(1 << 30, "decay_ms:1000");
     let pass = |milliseconds: u64| {
         let step = if cfg!(miri) { 400 } else { 100 };
@@ -178,7 +179,7 @@ fn an_end_unused_for_long_goes_back_by_itself() {
 }
 
 #[test]
-fn a_limit_holds_and_when_lowered_the_end_goes_back() {
+fn lowering_the_limit_releases_the_end_of_a_segment() {
     let (sim, allocator) = growing(1 << 30, "memory_limit_mb:64,compaction:False");
     let [a, b] = [40 * MIB, 24 * MIB].map(|bytes| take(&allocator, bytes));
     assert!(matches!(allocator.allocate(2 * MIB, StreamId::DEFAULT), Err(Error::OutOfMemory { .. })));
@@ -187,21 +188,21 @@ fn a_limit_holds_and_when_lowered_the_end_goes_back() {
     allocator.set_memory_limit(50 * MIB as u64).unwrap();
     let c = take(&allocator, 3 * MIB);
     assert_eq!(sim.committed(), 50 * MIB as u64);
-    // The small ones' segment needs memory that the large ones' does not use.
+    // The segment of small blocks needs memory that the segment of large blocks does not use.
     let small = take(&allocator, MIB);
     let d = take(&allocator, 6 * MIB);
     assert_eq!(sim.committed(), 50 * MIB as u64);
     allocator.check();
-    give_back(&allocator, [a, c, d, small]);
+    free_all(&allocator, [a, c, d, small]);
 }
 
 #[test]
-fn a_failed_extension_is_met_by_the_ladder() {
+fn a_failed_extension_is_recovered_or_reported() {
     for failure in [Failure::DeviceMemory, Failure::Resources, Failure::HostMemory] {
         let (sim, allocator) = growing(1 << 30, "");
         let a = take(&allocator, 5 * MIB);
         sim.fail_next_commit(failure.clone());
-        let b = take(&allocator, 7 * MIB); // another try, with just the size
+        let b = take(&allocator, 7 * MIB); // retried with exactly the requested size
         assert_eq!((place(&b).0, place(&b).1), (place(&a).0, 5 * MIB));
         for _ in 0..20 {
             sim.fail_next_commit(failure.clone());
@@ -211,7 +212,7 @@ fn a_failed_extension_is_met_by_the_ladder() {
         sim.clear_failures();
         allocator.check();
         assert_eq!(allocator.stats().reserved_bytes.current, sim.committed());
-        give_back(&allocator, [a, b]);
+        free_all(&allocator, [a, b]);
         sim.fail_next_commit(failure);
         allocator.empty_cache().unwrap();
         allocator.deallocate(take(&allocator, MIB)); // the first extension of a new segment
@@ -222,7 +223,7 @@ fn a_failed_extension_is_met_by_the_ladder() {
 }
 
 #[test]
-fn live_blocks_move_down_and_the_end_goes_back() {
+fn compaction_moves_blocks_down_and_releases_the_end() {
     let options = SimOptions {
         capacity: 64 * MIB as u64,
         page: PAGE,
@@ -250,7 +251,7 @@ fn live_blocks_move_down_and_the_end_goes_back() {
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
     allocator.check();
-    give_back(&allocator, blocks.into_iter().flatten());
+    free_all(&allocator, blocks.into_iter().flatten());
 }
 
 #[test]
@@ -266,7 +267,7 @@ fn streams_and_pools_have_segments_of_their_own() {
     assert_eq!(segments(&inside)[0], segments(&inside)[1]);
     assert_ne!(segments(&unsplit)[0], segments(&unsplit)[1]);
     assert_eq!((sim.live_segments(), created(&sim)), (5, vec![5 * MIB, 6 * MIB]));
-    // A pool keeps its end until it is told to give it back, and can be set back to where it was.
+    // A pool keeps its segment's end until told to release it, and can be restored.
     let checkpoint = pool.checkpoint();
     let [a, b] = inside;
     allocator.deallocate(b);
@@ -284,17 +285,17 @@ fn streams_and_pools_have_segments_of_their_own() {
     let error = pool.restore(&checkpoint, &mut vec![]).unwrap_err();
     assert!(error.to_string().contains("shrunk"), "{error}");
     allocator.check();
-    drop((pool, whole)); // live blocks live on in the default pool
+    drop((pool, whole)); // live blocks stay valid in the default pool
     allocator.check();
     allocator.deallocate(a);
-    give_back(&allocator, unsplit);
-    give_back(&allocator, [own, other]);
+    free_all(&allocator, unsplit);
+    free_all(&allocator, [own, other]);
     allocator.empty_cache().unwrap();
     assert_eq!((sim.committed(), sim.live_segments()), (0, 0));
 }
 
 #[test]
-fn snapshots_and_the_history_show_what_is_mapped() {
+fn snapshots_and_the_history_show_committed_ranges() {
     let (_, allocator) = growing(1 << 30, "");
     allocator.record_memory_history(HistoryOptions::default()).unwrap();
     let [a, b] = [3 * MIB, 5 * MIB].map(|bytes| take(&allocator, bytes));
@@ -303,12 +304,12 @@ fn snapshots_and_the_history_show_what_is_mapped() {
     allocator.empty_cache().unwrap();
     let snapshot = allocator.snapshot();
     snapshot.check().unwrap();
-    // As in PyTorch what is mapped is shown, a part at a time.
+    // As in PyTorch, each committed part is shown as a segment.
     let [first, second] = &snapshot.segments[..] else { panic!("two parts") };
     assert_eq!((first.is_expandable, first.total_size, first.blocks.len()), (true, 3 * MIB as u64, 1));
     assert_eq!((second.is_expandable, second.total_size, second.blocks.len()), (true, 2 * MIB as u64, 1));
     assert_eq!(second.address - first.address, 8 * MIB as u64);
-    give_back(&allocator, [a, c]);
+    free_all(&allocator, [a, c]);
     allocator.empty_cache().unwrap();
     let snapshot = allocator.snapshot();
     snapshot.check().unwrap();
@@ -325,17 +326,17 @@ fn snapshots_and_the_history_show_what_is_mapped() {
 }
 
 #[test]
-fn a_request_longer_than_the_addresses_has_a_segment_of_its_own() {
+fn a_request_larger_than_the_reserved_addresses_gets_its_own_segment() {
     let (sim, allocator) = growing(1 << 50, "compaction:False");
     let small = take(&allocator, 3 * MIB);
     let huge = take(&allocator, 3 << 39);
     assert_eq!((created(&sim), sim.live_segments()), (vec![3 << 39], 2));
-    give_back(&allocator, [small, huge]);
+    free_all(&allocator, [small, huge]);
     allocator.check();
 }
 
 #[test]
-fn a_device_that_cannot_reserve_says_so() {
+fn expandable_segments_need_a_driver_that_reserves_addresses() {
     let config: Config = "expandable_segments:True".parse().unwrap();
     let error = CachingAllocator::new(Arc::new(Sim::new(SimOptions::default())), config.clone()).unwrap_err();
     for part in ["expandable_segments", "cannot reserve", "leave it False", "compaction"] {
@@ -348,15 +349,15 @@ fn a_device_that_cannot_reserve_says_so() {
 }
 
 #[test]
-fn growing_is_advised_only_where_it_is_possible() {
+fn expandable_segments_are_advised_only_if_possible() {
     let advised = |page: usize, config: &str| {
         let sim = Sim::new(SimOptions { capacity: 40 * MIB as u64, page, ..SimOptions::default() });
         let config: Config = format!("segments:pytorch,compaction:False,{config}").parse().unwrap();
         let allocator = CachingAllocator::new(Arc::new(sim), config).unwrap();
         let [a, b, c, d] = [8 * MIB; 4].map(|bytes| take(&allocator, bytes));
-        give_back(&allocator, [b, d]);
+        free_all(&allocator, [b, d]);
         let large = allocator.allocate(20 * MIB, StreamId::DEFAULT);
-        give_back(&allocator, [a, c]);
+        free_all(&allocator, [a, c]);
         let error = large.map(|large| allocator.deallocate(large)).err()?.to_string();
         Some(error.contains("expandable_segments:True"))
     };
@@ -366,7 +367,7 @@ fn growing_is_advised_only_where_it_is_possible() {
 }
 
 #[test]
-fn threads_that_grow_one_segment_get_blocks_apart() {
+fn threads_that_grow_one_segment_get_disjoint_blocks() {
     let (sim, allocator) = growing(1 << 30, "");
     let (threads, rounds) = if cfg!(miri) { (2, 20) } else { (4, 400) };
     std::thread::scope(|scope| {
@@ -377,7 +378,7 @@ fn threads_that_grow_one_segment_get_blocks_apart() {
                 for round in 0..rounds {
                     live.push(take(allocator, ((round * 7 + thread * 3) % 11 + 1) * 400_000));
                     if round % 3 == thread % 3 {
-                        give_back(allocator, live.drain(..live.len() / 2));
+                        free_all(allocator, live.drain(..live.len() / 2));
                     }
                     match round % 50 {
                         17 => allocator.empty_cache().unwrap(),
@@ -386,10 +387,10 @@ fn threads_that_grow_one_segment_get_blocks_apart() {
                         _ => {}
                     }
                     if live.len() > 40 {
-                        give_back(allocator, live.drain(..));
+                        free_all(allocator, live.drain(..));
                     }
                 }
-                give_back(allocator, live);
+                free_all(allocator, live);
             });
         }
     });
@@ -407,24 +408,24 @@ fn the_hosts_memory_grows_and_keeps_its_contents() {
     let mut blocks: Vec<(u8, Block)> = Vec::new();
     for i in 0..40_u8 {
         let block = take(&allocator, 100_000 * (usize::from(i) + 1));
-        let place = block.place();
-        // SAFETY: nobody else uses the block.
+        let place = block.location();
+        // SAFETY: no other code uses the block.
         unsafe { driver.write(&vec![i; block.size()], (place.segment().memory(), place.offset())) }.unwrap();
         drop(place);
         blocks.push((i, block));
     }
     assert_eq!(allocator.stats().segment.current, 2, "small and large");
     let (blocks, freed): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|(i, _)| i % 3 == 0);
-    give_back(&allocator, freed.into_iter().map(|(_, block)| block));
+    free_all(&allocator, freed.into_iter().map(|(_, block)| block));
     let held = allocator.stats().reserved_bytes.current;
     let freed = allocator.compact(u64::MAX).unwrap();
     assert!(freed > held / 2, "{freed} of {held}");
     allocator.check();
     assert!(blocks.iter().all(|(i, block)| {
-        let (place, mut bytes) = (block.place(), vec![0; block.size()]);
-        // SAFETY: nobody else uses the block.
+        let (place, mut bytes) = (block.location(), vec![0; block.size()]);
+        // SAFETY: no other code uses the block.
         unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
         bytes.iter().all(|byte| byte == i)
     }));
-    give_back(&allocator, blocks.into_iter().map(|(_, block)| block));
+    free_all(&allocator, blocks.into_iter().map(|(_, block)| block));
 }

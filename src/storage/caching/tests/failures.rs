@@ -1,32 +1,33 @@
-//! Every call of a compaction fails, some times over: each block keeps its contents.
+//! Compaction with every call failing in turn, several times in a row: each block keeps its contents.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use super::super::heap::SPILLED;
+use super::super::heap::SPILLED_POOL;
 use super::*;
 use crate::storage::driver::MemoryKind;
 
-/// A large one, so that there are few tags.
+/// A large granule, so that there are few tags.
 const GRANULE: usize = MIB;
 const ALWAYS: u64 = u64::MAX;
 
+/// True if the block is kept on the host.
 fn is_on_host(block: &Block) -> bool {
-    matches!(block.place().segment().memory().0, MemoryKind::Spilled(_))
+    matches!(block.location().segment().memory().0, MemoryKind::Spilled(_))
 }
 
-/// One segment's worth of blocks, in order: MiB, and whether it is given back.
+/// The blocks of one segment in order: size in MiB, and whether the block is freed.
 type Layout = &'static [(usize, bool)];
 
-/// A device that is full, with blocks that have contents and holes between them.
-struct Full {
+/// A full device with live blocks, whose contents are known, and free ranges between them.
+struct FullDevice {
     sim: Sim,
     allocator: Arc<CachingAllocator>,
     live: Vec<(Block, u32)>,
 }
 
-impl Full {
-    /// Segments like these; there is memory for nothing else.
-    fn new(asynchronous: bool, segments: &[Layout]) -> Full {
+impl FullDevice {
+    /// Creates segments with these layouts. The device has no memory beyond them.
+    fn new(asynchronous: bool, segments: &[Layout]) -> FullDevice {
         let capacity = segments.iter().flat_map(|blocks| *blocks).map(|(mib, _)| mib * MIB).sum::<usize>() as u64;
         let options =
             SimOptions { alignment: GRANULE, contents: true, asynchronous, capacity, ..SimOptions::default() };
@@ -35,8 +36,8 @@ impl Full {
         let allocator = Arc::new(allocator);
         let whole = |blocks: &&Layout| take(&allocator, blocks.iter().map(|(mib, _)| mib * MIB).sum());
         let all: Vec<Block> = segments.iter().map(|blocks| whole(&blocks)).collect();
-        give_back(&allocator, all);
-        let mut full = Full { sim, allocator, live: Vec::new() };
+        free_all(&allocator, all);
+        let mut full = FullDevice { sim, allocator, live: Vec::new() };
         let mut given_back = Vec::new();
         for &(mib, free) in segments.iter().flat_map(|blocks| *blocks) {
             let (block, tag) = (take(&full.allocator, mib * MIB), 1 + 10_000 * full.live.len() as u32);
@@ -44,7 +45,7 @@ impl Full {
                 given_back.push(block);
                 continue;
             }
-            let place = block.place();
+            let place = block.location();
             for n in 0..block.size() / GRANULE {
                 let at = (place.segment().memory(), place.offset() + n * GRANULE);
                 full.sim.write_tag_at(StreamId::DEFAULT, at, GRANULE, tag + n as u32).unwrap();
@@ -52,15 +53,15 @@ impl Full {
             drop(place);
             full.live.push((block, tag));
         }
-        give_back(&full.allocator, given_back);
+        free_all(&full.allocator, given_back);
         full
     }
 
-    /// Checks what every block holds. Gives how many are on the host.
+    /// Checks the contents of every block. Returns how many blocks are on the host.
     fn check(&self, what: &str) -> usize {
         let mut on_host = 0;
         for (block, tag) in &self.live {
-            let place = block.place();
+            let place = block.location();
             for n in 0..block.size() / GRANULE {
                 let (at, tag) = (place.offset() + n * GRANULE, tag + n as u32);
                 match &place.segment().memory().0 {
@@ -81,7 +82,7 @@ impl Full {
     }
 
     fn end(self) {
-        give_back(&self.allocator, self.live.into_iter().map(|(block, _)| block));
+        free_all(&self.allocator, self.live.into_iter().map(|(block, _)| block));
         self.allocator.empty_cache().unwrap();
         assert_eq!(self.sim.committed(), 0);
         assert_eq!(self.allocator.stats().reserved_bytes.current, 0);
@@ -89,45 +90,46 @@ impl Full {
     }
 }
 
-/// Blocks that move down by more than their size, by less, in pieces, and in so many that they go over the host.
+/// Blocks that move down by more than their size, and by less.
 const SLIDES: Layout = &[(2, true), (11, false), (3, true), (4, false), (70, false), (20, true), (6, false), (4, true)];
+/// A block that would need too many copies on the device, so it goes through the host.
 const OVER_HOST: Layout = &[(2, true), (140, false), (20, true), (10, false), (20, false), (8, true)];
-/// In two segments: neither alone has room, nor is there any beside.
+/// Two segments like this one: neither has room by itself, and there is no room for a third.
 const THROUGH_HOST: Layout = &[(4, false), (4, true), (8, false), (4, true)];
 
-/// The segments, and a request for which their blocks have to move.
+/// Segments, and a request in MiB that requires moving their blocks.
 const CASES: [(&[Layout], usize); 3] = [(&[SLIDES], 29), (&[OVER_HOST], 30), (&[THROUGH_HOST, THROUGH_HOST], 14)];
 
-// Miri runs a part of the two tests below: all of the first takes it longer than three quarters of an hour.
+// Miri runs only a part of the next two tests, because all of the first takes more than 45 minutes under Miri.
 const ASYNCHRONOUS: &[bool] = if cfg!(miri) { &[true] } else { &[false, true] };
 const FIRST_CASE: usize = if cfg!(miri) { 2 } else { 0 };
 const EVERY: usize = if cfg!(miri) { 5 } else { 1 };
 
 #[test]
-fn a_call_that_fails_costs_no_block_and_no_device() {
+fn a_failed_call_loses_neither_blocks_nor_the_device() {
     for &asynchronous in ASYNCHRONOUS {
         for &(segments, mib) in &CASES[FIRST_CASE..] {
             for times in [1, 2, 5, ALWAYS].into_iter().step_by(EVERY) {
                 for pass in (0..).step_by(EVERY) {
-                    let full = Full::new(asynchronous, segments);
+                    let full = FullDevice::new(asynchronous, segments);
                     full.sim.fail_calls(pass, times, Failure::Resources);
                     let result = full.allocator.allocate(mib * MIB, StreamId::DEFAULT);
                     let reached = full.sim.failures_left() as u64 != times;
                     full.sim.clear_failures();
                     let what = format!("{times} from call {pass} on: {result:?}");
                     if times == ALWAYS && full.sim.cause_of_loss().is_some() {
-                        continue; // a block that was half moved, on a device that does nothing any more
+                        continue; // a half-moved block, on a device that is lost
                     }
                     assert_eq!(full.sim.cause_of_loss(), None, "{what}");
                     full.check(&what);
                     if !reached {
                         assert!(result.is_ok(), "{what}");
                     }
-                    give_back(&full.allocator, result.ok());
-                    // Nothing is in the way of another try.
+                    free_all(&full.allocator, result.ok());
+                    // A second attempt succeeds.
                     let block = full.allocator.allocate(mib * MIB, StreamId::DEFAULT).expect(&what);
                     full.check(&what);
-                    give_back(&full.allocator, [block]);
+                    free_all(&full.allocator, [block]);
                     full.end();
                     if !reached {
                         assert!(pass > 5, "a compaction has more calls");
@@ -140,15 +142,15 @@ fn a_call_that_fails_costs_no_block_and_no_device() {
 }
 
 #[test]
-fn a_copy_that_fails_when_it_runs_is_done_again() {
+fn a_copy_that_fails_on_the_device_is_repeated() {
     for &asynchronous in ASYNCHRONOUS {
         for &(segments, mib) in &CASES[FIRST_CASE..] {
             for failures in [1, 2, 5].into_iter().step_by(EVERY) {
-                let full = Full::new(asynchronous, segments);
+                let full = FullDevice::new(asynchronous, segments);
                 (0..failures).for_each(|_| full.sim.fail_next_copy(Failure::Resources));
                 let block = take(&full.allocator, mib * MIB);
                 full.check("copies failed");
-                give_back(&full.allocator, [block]);
+                free_all(&full.allocator, [block]);
                 full.end();
             }
         }
@@ -156,16 +158,16 @@ fn a_copy_that_fails_when_it_runs_is_done_again() {
 }
 
 #[test]
-fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
+fn blocks_stay_on_the_host_until_the_device_has_memory() {
     for gives_back in [false, true] {
-        let mut full = Full::new(true, &[THROUGH_HOST, THROUGH_HOST]);
-        // From the first move on somebody else has what is given back.
+        let mut full = FullDevice::new(true, &[THROUGH_HOST, THROUGH_HOST]);
+        // From the first move on, another program takes all released memory.
         (0..1000).for_each(|_| full.sim.fail_next_commit(Failure::DeviceMemory));
         let error = full.allocator.allocate(14 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
         assert!(error.contains("kept on the host"), "{error}");
         assert_eq!(full.sim.cause_of_loss(), None);
         assert_eq!(full.allocator.stats().reserved_bytes.peak, 40 * MIB as u64, "nothing was counted twice");
-        // The smaller one fits between the other segment's, which do not follow.
+        // The smaller block fits between the blocks of the other segment, which are not moved after the failure.
         assert_eq!(full.check("no memory"), 1);
         let at = full.live.iter().position(|(block, _)| is_on_host(block)).unwrap();
         let (block, tag) = full.live.remove(at);
@@ -176,9 +178,9 @@ fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
         if gives_back {
             full.allocator.deallocate(block);
             full.allocator.empty_cache().unwrap();
-            assert!(full.allocator.lock().heap.segments.iter().flatten().all(|held| held.pool != SPILLED));
+            assert!(full.allocator.lock().heap.segments.iter().flatten().all(|held| held.pool != SPILLED_POOL));
         } else {
-            let place = block.place();
+            let place = block.location();
             assert!(full.allocator.restore(&block).unwrap_err().to_string().contains("is being read"));
             drop(place);
             full.allocator.reset_peak_stats();
@@ -194,7 +196,7 @@ fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
     }
 }
 
-/// A subscriber that allocates more than there is at every message, and counts them.
+/// A subscriber that counts messages, and on each one attempts an allocation too large for the device.
 struct Allocating(Arc<CachingAllocator>, Arc<AtomicUsize>);
 
 impl tracing::Subscriber for Allocating {
@@ -222,8 +224,8 @@ impl tracing::Subscriber for Allocating {
 }
 
 #[test]
-fn a_subscriber_may_allocate_when_it_is_told_of_a_compaction() {
-    let full = Full::new(false, &[THROUGH_HOST, THROUGH_HOST]);
+fn a_log_subscriber_may_allocate_during_a_compaction() {
+    let full = FullDevice::new(false, &[THROUGH_HOST, THROUGH_HOST]);
     let messages = Arc::new(AtomicUsize::new(0));
     let subscriber = Allocating(Arc::clone(&full.allocator), Arc::clone(&messages));
     (0..1000).for_each(|_| full.sim.fail_next_commit(Failure::DeviceMemory));
@@ -235,11 +237,11 @@ fn a_subscriber_may_allocate_when_it_is_told_of_a_compaction() {
 }
 
 #[test]
-fn a_block_that_goes_over_the_host_and_cannot_be_written_stays_there() {
-    let full = Full::new(false, &[OVER_HOST]);
+fn a_block_that_cannot_be_written_back_stays_on_the_host() {
+    let full = FullDevice::new(false, &[OVER_HOST]);
     full.sim.fail_writes(true);
     let error = full.allocator.allocate(30 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
-    assert!(error.contains("clEnqueueWriteBuffer") && error.contains("all still there"), "{error}");
+    assert!(error.contains("clEnqueueWriteBuffer") && error.contains("no block was lost"), "{error}");
     assert_eq!(full.check("no writes"), 1);
     full.sim.fail_writes(false);
     full.allocator.restore(&full.live[0].0).unwrap();

@@ -1,43 +1,43 @@
-//! Every interleaving of threads at the caches, explored by loom: `scripts/loom` runs these. Loom's threads all use one
-//! cache, which has room for one block of a size.
+//! All interleavings of threads that use the thread caches, explored by loom; `scripts/loom` runs these tests. Under
+//! loom all threads share one cache, which has room for one block per size.
 
 use std::ptr::NonNull;
 
 use ::loom::sync::Arc;
 use ::loom::{model, thread};
 
-use super::super::cache::{Cached, Put, ThreadCaches};
+use super::super::cache::{Cached, PutOutcome, ThreadCaches};
 
 const SIZE: usize = 512;
 
-/// Caches seen by two threads and by who empties them. That of these threads is there already.
+/// Caches shared by two threads and the thread that drains them. The threads' cache already exists.
 fn caches() -> Arc<ThreadCaches> {
     let caches = ThreadCaches::new(1 << 20, SIZE);
-    caches.make_own();
+    caches.create_for_this_thread();
     assert!(put(&caches, 0));
     assert_eq!(caches.drain().0, [0]);
     Arc::new(caches)
 }
 
-/// Whether the cache keeps a block, of which nobody looks at more than its number.
+/// Offers a block to the cache; true if the cache keeps the block. Only the block's number is used.
 fn put(caches: &ThreadCaches, id: u32) -> bool {
-    let own = caches.own().unwrap();
-    caches.put(own, Cached { slot: NonNull::dangling(), id }, SIZE, SIZE) == Put::Kept
+    let own = caches.of_this_thread().unwrap();
+    caches.put(own, Cached { slot: NonNull::dangling(), id }, SIZE, SIZE) == PutOutcome::Kept
 }
 
 fn get(caches: &ThreadCaches) -> Option<u32> {
-    caches.get(caches.own().unwrap(), SIZE, SIZE).map(|cached| cached.id)
+    caches.get(caches.of_this_thread().unwrap(), SIZE, SIZE).map(|cached| cached.id)
 }
 
-/// Empties the caches into `out`, and counts what they did.
+/// Drains the caches into `out`, and adds up their deltas.
 fn drain(caches: &ThreadCaches, out: &mut Vec<u32>, live: &mut i64) {
     let (ids, deltas) = caches.drain();
     out.extend(ids);
     deltas.iter().for_each(|deltas| *live += deltas.change[0]);
 }
 
-/// A thread gives its block back, and asks for one. Says what it holds then: a block that was refused is still its own.
-fn give_and_take(caches: &ThreadCaches, id: u32) -> Vec<u32> {
+/// Frees a block and allocates one. Returns the blocks that the thread then owns, which include a refused block.
+fn free_and_allocate(caches: &ThreadCaches, id: u32) -> Vec<u32> {
     let refused = (!put(caches, id)).then_some(id);
     refused.into_iter().chain(get(caches)).collect()
 }
@@ -49,7 +49,7 @@ fn loom_no_block_is_lost_or_handed_out_twice() {
         let mut live = 2;
         let spawn = |id| {
             let caches = Arc::clone(&caches);
-            thread::spawn(move || give_and_take(&caches, id))
+            thread::spawn(move || free_and_allocate(&caches, id))
         };
         let threads = [1, 2].map(spawn);
         let mut drained = Vec::new();
@@ -72,7 +72,7 @@ fn loom_caches_that_were_turned_off_and_emptied_stay_empty() {
             thread::spawn(move || put(&caches, 1))
         };
         let mut drained = Vec::new();
-        caches.set_most(0);
+        caches.set_capacity(0);
         drain(&caches, &mut drained, &mut 1);
         let kept = giver.join().unwrap();
         assert_eq!(drained.len(), usize::from(kept));

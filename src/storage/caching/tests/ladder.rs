@@ -1,4 +1,4 @@
-//! The rungs, the callbacks and the error.
+//! Out-of-memory recovery, free-memory callbacks, and the error text.
 
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
@@ -17,12 +17,12 @@ fn out_of_memory(allocator: &CachingAllocator, bytes: usize) -> String {
 }
 
 #[test]
-fn running_out_releases_what_is_cached_and_tries_again() {
+fn running_out_of_memory_releases_the_cache_and_retries() {
     let (sim, allocator) = device(80 * MIB as u64, "segments:pytorch,compaction:False");
     sim.set_others(40 * MIB as u64);
     let blocks = [MIB, 15 * MIB, 17 * MIB].map(|bytes| take(&allocator, bytes));
     let [held, a, b] = blocks;
-    give_back(&allocator, [a, b]);
+    free_all(&allocator, [a, b]);
     let before = sim.call_count();
     let large = take(&allocator, 30 * MIB);
     let (c, k, r) = (Call::Create(30 * MIB), Call::Commit(30 * MIB), Call::Release(30 * MIB));
@@ -32,12 +32,12 @@ fn running_out_releases_what_is_cached_and_tries_again() {
     assert!(calls.contains(&Call::Release(16 * MIB)) && calls.contains(&Call::Release(18 * MIB)));
     let s = allocator.stats();
     assert_eq!((s.num_alloc_retries, s.num_ooms, s.num_device_alloc, s.num_device_free), (1, 0, 4, 2));
-    give_back(&allocator, [held, large]);
+    free_all(&allocator, [held, large]);
     allocator.check();
 }
 
 #[test]
-fn what_another_thread_gives_back_while_waiting_is_found() {
+fn blocks_freed_by_another_thread_during_the_wait_are_reused() {
     let (sim, allocator) = device(40 * MIB as u64, "segments:pytorch,compaction:False");
     let allocator = Arc::new(allocator);
     let [theirs, ours] = [16 * MIB, 16 * MIB].map(|bytes| take(&allocator, bytes));
@@ -48,12 +48,12 @@ fn what_another_thread_gives_back_while_waiting_is_found() {
     assert_eq!(created(&sim).len(), made, "the limit said no before the driver was asked");
     let s = allocator.stats();
     assert_eq!((s.num_alloc_retries, s.num_ooms, s.num_device_free), (1, 0, 0));
-    give_back(&allocator, [ours, found]);
+    free_all(&allocator, [ours, found]);
     allocator.check();
 }
 
 #[test]
-fn a_segment_of_just_the_size_is_better_than_none() {
+fn if_the_usual_segment_fails_an_exact_one_is_created() {
     let (sim, allocator) = device(64 * MIB as u64, "segments:pytorch");
     sim.set_others(50 * MIB as u64);
     let block = take(&allocator, 3 * MIB + 5);
@@ -63,12 +63,12 @@ fn a_segment_of_just_the_size_is_better_than_none() {
 }
 
 #[test]
-fn the_other_kind_lends_before_an_error() {
+fn free_memory_of_the_other_size_kind_is_used_before_an_error() {
     let (sim, allocator) = device(20 * MIB as u64, "segments:pytorch");
     let [large, small] = [2 * MIB, 100].map(|bytes| take(&allocator, bytes));
     assert_eq!((place(&small).0, place(&small).1), (place(&large).0, 2 * MIB));
     assert_eq!((allocator.stats().large_pool.allocation.current, sim.live_segments()), (2, 1));
-    give_back(&allocator, [large, small]);
+    free_all(&allocator, [large, small]);
     allocator.check();
     assert_eq!(allocator.stats().inactive_split.current, 0);
 }
@@ -86,7 +86,8 @@ fn absurd_sizes_never_reach_the_driver() {
         assert!(out_of_memory(&allocator, bytes).contains(&(GIB / 2).to_string()));
     }
     assert_eq!(sim.calls(), before);
-    // Between the largest buffer promised and all there is, the driver decides; the cache, which could not help, is kept.
+    // For sizes between the largest guaranteed buffer and the capacity, the driver decides. The cache, which could
+    // not help, is kept.
     allocator.deallocate(take(&allocator, 12 * MIB));
     let held = sim.committed();
     assert!(out_of_memory(&allocator, GIB / 2 + 1).contains(&(GIB / 2).to_string()));
@@ -96,7 +97,7 @@ fn absurd_sizes_never_reach_the_driver() {
 }
 
 #[test]
-fn injected_failures_are_met_by_every_rung_or_surface_at_once() {
+fn injected_failures_are_recovered_or_reported_at_once() {
     let lost = || Error::DeviceLost { device: Device::OpenCL(99), cause: "test".into() };
     type Inject = fn(&Sim, Failure);
     for inject in [Sim::fail_next_create as Inject, Sim::fail_next_commit as Inject] {
@@ -108,7 +109,7 @@ fn injected_failures_are_met_by_every_rung_or_surface_at_once() {
             assert!(matches!(allocator.allocate(1000, StreamId::DEFAULT), Err(Error::DeviceLost { .. })));
             let s = allocator.stats();
             assert_eq!((s.segment.current, s.num_ooms, sim.live_segments()), (0, 0, 0));
-            // One failure for want of memory is met by trying again, two are not.
+            // One out-of-memory failure is recovered by a retry; two in a row are not.
             inject(&sim, failure.clone());
             let block = take(&allocator, 1000);
             assert_eq!(allocator.stats().num_alloc_retries, 1);
@@ -143,16 +144,16 @@ fn a_fraction_and_a_limit_both_hold() {
         allocator.set_memory_limit(u64::MAX).unwrap();
         allocator.set_memory_fraction(1.0).unwrap();
         let blocks = [20, 30].map(|mib| take(&allocator, mib * MIB));
-        give_back(&allocator, blocks);
+        free_all(&allocator, blocks);
         allocator.empty_cache().unwrap();
-        // A limit below what is held: what is unused goes back with the next allocation.
+        // After the limit is lowered below the reserved bytes, the next allocation releases unused segments.
         let [unused, live] = [20, 10].map(|mib| take(&allocator, mib * MIB));
         allocator.deallocate(unused);
         allocator.set_memory_limit(16 * MIB as u64).unwrap();
         assert_eq!(sim.committed(), 30 * MIB as u64);
         let block = take(&allocator, 1000);
         assert!(sim.committed() <= 12 * MIB as u64, "{config}");
-        give_back(&allocator, [live, block]);
+        free_all(&allocator, [live, block]);
         allocator.check();
     }
 }
@@ -168,7 +169,7 @@ fn callbacks_are_asked_for_memory_when_there_is_none() {
         move || {
             calls.fetch_add(1, Relaxed);
             let allocator = allocator.upgrade().unwrap();
-            // Fails, and calls nobody.
+            // Fails, without calling the callback again.
             assert!(allocator.allocate(31 * MIB, StreamId::DEFAULT).is_err());
             spare.lock().unwrap().take().map(|block| allocator.deallocate(block)).is_some()
         }
@@ -185,7 +186,7 @@ fn callbacks_are_asked_for_memory_when_there_is_none() {
     drop(registration);
     out_of_memory(&allocator, 20 * MIB);
     assert_eq!(calls.load(Relaxed), 2);
-    give_back(&allocator, [small, block]);
+    free_all(&allocator, [small, block]);
 }
 
 #[test]
@@ -220,7 +221,7 @@ fn observers_are_told_before_the_error_and_may_allocate() {
 }
 
 #[test]
-fn the_error_says_what_there_is() {
+fn the_error_reports_memory_use() {
     let (_, allocator) = device(64 * MIB as u64, "segments:pytorch,compaction:False");
     let held = [100, 15 * MIB, 15 * MIB, 15 * MIB].map(|bytes| take(&allocator, bytes));
     let detail = out_of_memory(&allocator, 20_000_000);
@@ -233,23 +234,23 @@ fn the_error_says_what_there_is() {
     assert!(!detail.contains("CLAYSTONE_ALLOC_CONF"), "nothing would help: {detail}");
     let s = allocator.stats();
     assert_eq!((s.num_ooms, s.num_alloc_retries, s.allocation.current), (1, 1, 4));
-    give_back(&allocator, held);
+    free_all(&allocator, held);
     allocator.deallocate(take(&allocator, 20_000_000));
 }
 
 #[test]
-fn the_error_says_that_a_buffer_cannot_be_so_large() {
+fn the_error_reports_the_largest_possible_buffer() {
     let (_, allocator) = device(8 << 40, "");
     let detail = out_of_memory(&allocator, 3 << 40);
     for part in ["3.00 TiB", "the device has 8.00 TiB", "promises buffers of at most 2.00 TiB"] {
         assert!(detail.contains(part), "{part} is not in: {detail}");
     }
     let detail = out_of_memory(&device(64 * MIB as u64, "").1, usize::MAX);
-    assert!(detail.contains("more bytes than can be counted") && detail.contains("has 64.00 MiB"), "{detail}");
+    assert!(detail.contains("more than usize::MAX bytes") && detail.contains("has 64.00 MiB"), "{detail}");
 }
 
 #[test]
-fn the_error_gives_each_private_pool() {
+fn the_error_reports_each_private_pool() {
     let (_, allocator) = device(64 * MIB as u64, "segments:pytorch");
     let allocator = Arc::new(allocator);
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
@@ -269,9 +270,9 @@ fn advice_is_given_only_where_it_applies() {
         let config: Config = format!("segments:pytorch,compaction:False,{config}").parse().unwrap();
         let allocator = CachingAllocator::new(Arc::new(sim), config).unwrap();
         let [a, b, c, d] = [8 * MIB; 4].map(|bytes| take(&allocator, bytes));
-        give_back(&allocator, [b, d]);
+        free_all(&allocator, [b, d]);
         let detail = out_of_memory(&allocator, 20 * MIB);
-        give_back(&allocator, [a, c]);
+        free_all(&allocator, [a, c]);
         detail
     };
     for (config, max_split) in [("", true), ("max_split_size_mb:100", false)] {
@@ -279,6 +280,6 @@ fn advice_is_given_only_where_it_applies() {
         assert!(detail.contains("compaction:True"), "{detail}");
         assert!(!detail.contains("expandable_segments"), "{detail}");
         assert_eq!(detail.contains("max_split_size_mb"), max_split, "{detail}");
-        assert!(!detail.contains("The limit, not the device"), "{detail}");
+        assert!(!detail.contains("The memory limit is exhausted"), "{detail}");
     }
 }

@@ -29,7 +29,7 @@ fn allocations_inside_come_from_the_pool_and_nothing_else_does() {
         let d = std::thread::scope(|s| s.spawn(|| take(&allocator, 1000)).join().unwrap());
         (a, b, c, d, elsewhere)
     });
-    // Neither what another thread allocated nor another allocator's.
+    // Does not count allocations of another thread or another allocator.
     assert_eq!((pool.stats().allocations, pool.stats().allocated_bytes), (2, 1024 + 3 * MIB as u64));
     assert_eq!((second.stats().allocations, second.stats().segments), (1, 1));
     assert_eq!(allocator.stats().allocation.current, 5);
@@ -47,7 +47,7 @@ fn allocations_inside_come_from_the_pool_and_nothing_else_does() {
 }
 
 #[test]
-fn a_panic_ends_the_route() {
+fn a_panic_leaves_the_pool() {
     let (_, allocator) = shared(1 << 30, "");
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
     let caught = catch_unwind(AssertUnwindSafe(|| use_mem_pool(&pool, || panic!("inside"))));
@@ -81,7 +81,7 @@ fn emptying_the_cache_leaves_pools_alone_until_their_last_handle_is_gone() {
     allocator.check();
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), 0);
-    // Numbers of arenas are used again.
+    // Arena numbers are reused.
     let arenas = allocator.lock().heap.arenas.len();
     for _ in 0..3 {
         let pool = MemPool::new(&allocator, MemPoolOptions::default());
@@ -94,7 +94,7 @@ fn emptying_the_cache_leaves_pools_alone_until_their_last_handle_is_gone() {
 }
 
 #[test]
-fn a_pool_gives_its_own_cache_back() {
+fn a_pool_releases_its_own_cache() {
     let (sim, allocator) = shared(1 << 30, "");
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
     let block = use_mem_pool(&pool, || take(&allocator, 30 * MIB));
@@ -124,7 +124,7 @@ fn blocks_of_a_pool_without_splitting_are_whole_segments() {
 }
 
 #[test]
-fn a_pool_that_lends_does_so_before_an_allocation_fails() {
+fn a_pool_with_use_on_oom_serves_others_before_an_allocation_fails() {
     for lends in [false, true] {
         for bytes in [20 * MIB, MIB / 2] {
             let (_, allocator) = shared(32 * MIB as u64, "");
@@ -169,7 +169,7 @@ fn live_blocks_are_checked_by_identity() {
 }
 
 #[test]
-fn a_pool_goes_back_to_a_checkpoint() {
+fn a_pool_is_restored_to_a_checkpoint() {
     for config in ["", "segments:pytorch"] {
         let (_, allocator) = shared(1 << 30, config);
         let pool = MemPool::new(&allocator, MemPoolOptions::default());
@@ -182,7 +182,7 @@ fn a_pool_goes_back_to_a_checkpoint() {
         let mut places: Vec<_> = blocks.iter().map(place).collect();
         places.sort_unstable();
         blocks.into_iter().for_each(|block| allocator.deallocate(block));
-        // The same memory in other pieces.
+        // The same memory, divided differently.
         let mut later: Vec<Block> = [2048, 300, 9000, 4 * MIB, MIB + 1].map(inside).into();
         let restored = pool.restore(&checkpoint, &mut later).unwrap();
         assert!(later.is_empty());
@@ -195,7 +195,7 @@ fn a_pool_goes_back_to_a_checkpoint() {
         let mut all: Vec<&Block> = restored.iter().collect();
         all.push(&kept);
         assert!(pool.check_live(&all));
-        // Blocks of the checkpoint may be given back with the others: they are new ones then.
+        // Blocks of the checkpoint may be freed with the others, and are then reallocated.
         let mut again = restored;
         let restored = pool.restore(&checkpoint, &mut again).unwrap();
         assert_eq!(restored.len(), 5);
@@ -205,7 +205,7 @@ fn a_pool_goes_back_to_a_checkpoint() {
 }
 
 #[test]
-fn a_restoration_that_cannot_be_changes_nothing() {
+fn an_impossible_restore_changes_nothing() {
     let (_, allocator) = shared(1 << 30, "");
     let (pool, other) =
         (MemPool::new(&allocator, MemPoolOptions::default()), MemPool::new(&allocator, MemPoolOptions::default()));
@@ -227,7 +227,7 @@ fn a_restoration_that_cannot_be_changes_nothing() {
     allocator.deallocate(back.pop().unwrap());
     allocator.deallocate(first);
     pool.empty_cache().unwrap();
-    let back = refused(back, &pool, "has gone back to the driver");
+    let back = refused(back, &pool, "was released to the driver");
     back.into_iter().for_each(|block| allocator.deallocate(block));
 }
 
@@ -247,7 +247,7 @@ fn a_restored_block_waits_for_the_streams_that_had_its_memory() {
     sim.check_tag(side, &borrowed, 7).unwrap();
     let restored = pool.restore(&checkpoint, &mut vec![borrowed]).unwrap().pop().unwrap();
     sim.write_tag(home, &restored, 8).unwrap();
-    sim.run(home, 100); // as far as it gets before the other stream
+    sim.run(home, 100); // runs as far as the other stream allows
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
     allocator.record_stream(&restored, side);

@@ -1,4 +1,4 @@
-//! The allocator on the simulated device: no bytes, no clock.
+//! The allocator on the simulated device, without memory contents or a clock.
 
 mod compact;
 mod decay;
@@ -19,6 +19,7 @@ use super::*;
 use crate::Error;
 use crate::storage::{Call, Failure, Sim, SimOptions};
 
+/// Bytes per MiB.
 const MIB: usize = 1 << 20;
 
 fn device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
@@ -32,30 +33,30 @@ fn take(allocator: &CachingAllocator, bytes: usize) -> Block {
     allocator.allocate(bytes, StreamId::DEFAULT).unwrap()
 }
 
-fn give_back(allocator: &CachingAllocator, blocks: impl IntoIterator<Item = Block>) {
+fn free_all(allocator: &CachingAllocator, blocks: impl IntoIterator<Item = Block>) {
     blocks.into_iter().for_each(|block| allocator.deallocate(block));
 }
 
-/// Segment and offset.
+/// The block's segment id and offset.
 fn place(block: &Block) -> (u64, usize) {
-    let place = block.place();
+    let place = block.location();
     (place.segment().id(), place.offset())
 }
 
-/// Sizes of the segments made so far.
+/// Sizes, in bytes, of the segments created so far.
 fn created(sim: &Sim) -> Vec<usize> {
     let size = |call: &Call| if let Call::Create(bytes) = call { Some(*bytes) } else { None };
     sim.calls().iter().filter_map(size).collect()
 }
 
-/// Calls since the first `before`.
+/// The calls after the first `before` ones.
 fn calls_since(sim: &Sim, before: u64) -> Vec<Call> {
     sim.calls().split_off(before as usize)
 }
 
 impl CachingAllocator {
-    /// Panics unless blocks tile their segments and belong to their pools, no two free neighbours of an arena exist, the bins hold exactly the
-    /// free blocks, and the statistics say what is there.
+    /// Panics unless the table is consistent: blocks cover their segments and belong to their pools, no two adjacent
+    /// free blocks share an arena, the bins hold exactly the free blocks, and the statistics match.
     pub(in crate::storage) fn check(&self) {
         let core = self.drain_caches();
         let heap = &core.heap;
@@ -71,13 +72,13 @@ impl CachingAllocator {
                 assert!(entry.size() > 0 && entry.size().is_multiple_of(heap.rules.alignment));
                 let free = entry.usage() == Use::Free;
                 assert!(!(free && entry.arena() == free_arena), "free neighbours are merged");
-                let in_bins = binned.contains(&(entry.arena(), entry.is_whole(), id));
+                let in_bins = binned.contains(&(entry.arena(), entry.covers_segment(), id));
                 assert_eq!(in_bins, free, "bins hold the free blocks");
                 free_blocks += usize::from(free);
                 let hole = entry.usage() == Use::Unmapped;
                 active += if free || hole { 0 } else { entry.size() };
                 holes += if hole { entry.size() } else { 0 };
-                inactive += if free && !entry.is_whole() { entry.size() } else { 0 };
+                inactive += if free && !entry.covers_segment() { entry.size() } else { 0 };
                 (offset, prev) = (offset + entry.size(), id);
                 free_arena = if free { entry.arena() } else { NOWHERE };
                 blocks += 1;

@@ -1,4 +1,4 @@
-//! Sizes, splitting, fits: both policies.
+//! Segment sizes, splitting and fits, under both policies.
 
 use super::*;
 
@@ -18,14 +18,14 @@ fn segments_have_pytorch_sizes() {
         let (sim, allocator) = device(4 << 30, PYTORCH);
         let block = take(&allocator, request);
         assert_eq!(sim.calls(), [Call::Create(segment), Call::Commit(segment)], "{request}");
-        assert_eq!((block.place().offset(), allocator.stats().requested_bytes.current), (0, request as u64));
+        assert_eq!((block.location().offset(), allocator.stats().requested_bytes.current), (0, request as u64));
         allocator.deallocate(block);
         allocator.check();
     }
 }
 
 #[test]
-fn adaptive_segments_are_a_share_of_what_is_held() {
+fn adaptive_segments_are_a_fraction_of_the_reserved_bytes() {
     let (sim, allocator) = device(4 << 30, "");
     let blocks = [64 * MIB, 1000, MIB + 1].map(|bytes| take(&allocator, bytes));
     let third = 66 * MIB / 16;
@@ -33,12 +33,12 @@ fn adaptive_segments_are_a_share_of_what_is_held() {
     let more = take(&allocator, 2 * MIB);
     assert_eq!(created(&sim).len(), 3, "there was room left");
     allocator.check();
-    give_back(&allocator, blocks.into_iter().chain([more]));
+    free_all(&allocator, blocks.into_iter().chain([more]));
     allocator.check();
 }
 
 #[test]
-fn blocks_are_split_where_the_rest_is_worth_keeping() {
+fn blocks_are_split_if_the_remainder_is_large_enough() {
     let (_, allocator) = device(1 << 30, PYTORCH);
     let [a, b, c] = [1, 513, 2 * MIB - 3 * 512].map(|bytes| take(&allocator, bytes));
     let (small, large) = (place(&a).0, place(&c).0);
@@ -46,12 +46,12 @@ fn blocks_are_split_where_the_rest_is_worth_keeping() {
     assert_ne!(small, large, "large requests live apart");
     let s = allocator.stats();
     assert_eq!((s.small_pool.allocated_bytes.current, s.small_pool.inactive_split.current), (512 + 1024, 1));
-    // What is left of a large block is kept only above 1 MiB.
+    // The remainder of a large block is kept only above 1 MiB.
     let [d, e] = [9 * MIB, 8 * MIB + 3 * 512].map(|bytes| take(&allocator, bytes));
     assert_eq!((place(&d).0, place(&e).0, e.size()), (large, large, 9 * MIB + 3 * 512));
     let s = allocator.stats();
     assert_eq!((s.large_pool.inactive_split.current, s.large_pool.allocated_bytes.current), (0, 20 * MIB as u64));
-    give_back(&allocator, [a, b, c, d, e]);
+    free_all(&allocator, [a, b, c, d, e]);
     allocator.check();
     let s = allocator.stats();
     assert_eq!((s.segment.current, s.inactive_split.current), (2, 0), "all merged back");
@@ -61,11 +61,11 @@ fn blocks_are_split_where_the_rest_is_worth_keeping() {
 fn the_best_fit_is_the_smallest_that_fits() {
     for config in ["thread_cache_kb:0", PYTORCH] {
         let (_, allocator) = device(1 << 30, config);
-        let keep = take(&allocator, 64 * MIB); // so that small blocks share a segment
+        let keep = take(&allocator, 64 * MIB); // makes small blocks share a segment
         let mut blocks: Vec<Block> = (0..7).map(|i| take(&allocator, [4096, 1][i % 2])).collect();
         let holes: Vec<_> = [4, 2, 0].into_iter().map(|i| blocks.swap_remove(i)).collect();
         let places: Vec<_> = holes.iter().map(place).collect();
-        give_back(&allocator, holes);
+        free_all(&allocator, holes);
         allocator.check();
         let inside = |block: &Block, hole: &(u64, usize)| {
             place(block).0 == hole.0 && (hole.1..hole.1 + 4096).contains(&place(block).1)
@@ -76,7 +76,7 @@ fn the_best_fit_is_the_smallest_that_fits() {
         assert!(inside(&rest, &hole), "{config}: the remainder fits exactly");
         let other = take(&allocator, 4096);
         assert!(places.contains(&place(&other)) && place(&other) != hole, "{config}");
-        give_back(&allocator, blocks.into_iter().chain([keep, first, rest, other]));
+        free_all(&allocator, blocks.into_iter().chain([keep, first, rest, other]));
         allocator.check();
     }
 }
@@ -89,7 +89,7 @@ fn blocks_too_large_to_split_serve_requests_of_their_size() {
         let s = allocator.stats();
         assert_eq!((s.max_split_size, s.oversize_allocations.current, s.oversize_segments.current), (20 << 20, 2, 2));
         let (big_place, huge_place) = (place(&big), place(&huge));
-        give_back(&allocator, [big, huge]);
+        free_all(&allocator, [big, huge]);
         let small = take(&allocator, 12 * MIB);
         assert!(place(&small).0 != big_place.0 && place(&small).0 != huge_place.0, "{sizes}");
         if sizes == "segments:pytorch" {
@@ -98,7 +98,7 @@ fn blocks_too_large_to_split_serve_requests_of_their_size() {
             let made = created(&sim).len();
             let wasteful = take(&allocator, 21 * MIB);
             assert_eq!(created(&sim).len(), made + 1, "39 MiB would be wasted");
-            give_back(&allocator, [reused, wasteful]);
+            free_all(&allocator, [reused, wasteful]);
         }
         allocator.deallocate(small);
         allocator.check();
@@ -110,7 +110,7 @@ fn blocks_too_large_to_split_serve_requests_of_their_size() {
 }
 
 #[test]
-fn unused_blocks_too_large_to_split_go_back_before_anything_waits() {
+fn unused_oversize_blocks_are_released_before_any_wait() {
     let (sim, allocator) = device(100 * MIB as u64, "segments:pytorch,max_split_size_mb:20");
     let [large, live] = [60, 30].map(|mib| take(&allocator, mib * MIB));
     allocator.deallocate(large);
@@ -119,7 +119,7 @@ fn unused_blocks_too_large_to_split_go_back_before_anything_waits() {
     let calls = [Call::Release(60 * MIB), Call::Create(30 * MIB), Call::Commit(30 * MIB)];
     assert_eq!(calls_since(&sim, before), calls);
     assert_eq!(allocator.stats().num_alloc_retries, 0);
-    give_back(&allocator, [live, block]);
+    free_all(&allocator, [live, block]);
 }
 
 #[test]
@@ -144,7 +144,8 @@ fn garbage_is_collected_oldest_first_and_without_waiting() {
         if left == 0 {
             allocator.deallocate(younger);
             let block = take(&allocator, request * MIB);
-            // 74 of 50 MiB would be held: the older is as old as the average, and then the younger.
+            // 74 MiB would be reserved, above the threshold of 50 MiB. The older segment is released first, because
+            // it is at least as old as the average, and then the younger one.
             assert_eq!(sim.committed(), (2 + 30) * MIB as u64);
             allocator.deallocate(block);
         } else {

@@ -1,4 +1,4 @@
-//! Programs: what repeats, what runs at once, what uses several streams.
+//! Whole programs: repetitive, multi-threaded, and with several streams.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,8 @@ use super::*;
 
 const CONFIGS: [&str; 2] = ["segments:adaptive", "segments:pytorch"];
 
-/// A network's inference: every layer's output lives until the next layer is done, its workspace only while it runs.
+/// The requests of a network's inference: a layer's output lives until the next layer is done, its workspace only
+/// while the layer runs.
 fn inference(layers: usize) -> Vec<(char, usize, usize)> {
     let mut events = Vec::new();
     for layer in 0..layers {
@@ -63,7 +64,7 @@ fn many_threads_share_one_allocator() {
                             allocator.deallocate(live.swap_remove((x >> 50) % 6));
                         }
                     }
-                    give_back(allocator, live);
+                    free_all(allocator, live);
                 });
             }
         });
@@ -99,7 +100,7 @@ fn peaks_and_sums_can_be_reset() {
 fn empty_cache_keeps_segments_in_use() {
     let (sim, allocator) = device(1 << 30, "segments:pytorch");
     let [a, b, c] = [100, 30 * MIB, 100].map(|bytes| take(&allocator, bytes));
-    give_back(&allocator, [b, a]);
+    free_all(&allocator, [b, a]);
     allocator.empty_cache().unwrap();
     let s = allocator.stats();
     assert_eq!((s.segment.current, s.reserved_bytes.current, s.inactive_split.current), (1, 2 * MIB as u64, 2));
@@ -138,7 +139,7 @@ fn a_pending_block_is_active_and_reused_behind_a_wait_or_when_its_stream_is_done
         for (reuse, syncs) in [("True", 0), ("False", 1)] {
             let sim = Sim::new(SimOptions {
                 capacity: 24 * MIB as u64,
-                alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // a tag for each
+                alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // one tag per granule
                 asynchronous: true,
                 contents: true,
                 ..SimOptions::default()

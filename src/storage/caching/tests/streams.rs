@@ -1,11 +1,11 @@
-//! Several streams share what is free.
+//! Reuse of free memory across streams.
 
 use super::properties::Random;
 use super::*;
 
-/// Bytes reserved and requested at the peak of a program, and reserved after it, by how many streams its blocks are given to: 40 blocks a step, of sizes
-/// that vary from step to step and live for a while.
-fn run(config: &str, streams: u32, asynchronous: bool) -> (u64, u64, u64) {
+/// Runs a program whose blocks are distributed over `streams` streams: 40 blocks a step, with varying sizes and
+/// lifetimes. Returns the peak reserved bytes, the peak requested bytes, and the bytes reserved after the program.
+fn run_program(config: &str, streams: u32, asynchronous: bool) -> (u64, u64, u64) {
     let sim = Sim::new(SimOptions { asynchronous, ..SimOptions::default() });
     let allocator = CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap();
     let mut random = Random(5);
@@ -42,9 +42,9 @@ fn run(config: &str, streams: u32, asynchronous: bool) -> (u64, u64, u64) {
 fn more_streams_need_little_more_memory() {
     for config in ["", "segments:pytorch"] {
         for asynchronous in [false, true] {
-            let (one, used, _) = run(config, 1, asynchronous);
+            let (one, used, _) = run_program(config, 1, asynchronous);
             for (streams, most) in [(1, 1.0), (2, 1.25), (4, 1.5), (8, 1.5)] {
-                let (reserved, same, _) = run(config, streams, asynchronous);
+                let (reserved, same, _) = run_program(config, streams, asynchronous);
                 let [mib, of] = [reserved, used].map(|bytes| bytes as f64 / MIB as f64);
                 println!("{config:20} {streams} streams, asynchronous {asynchronous}: {mib:.1} MiB for {of:.1}");
                 assert_eq!(same, used, "the work is the same");
@@ -56,16 +56,16 @@ fn more_streams_need_little_more_memory() {
 }
 
 #[test]
-fn all_that_streams_freed_goes_back() {
+fn memory_freed_by_all_streams_is_released() {
     for config in ["decay_ms:20", "decay_ms:20,segments:pytorch"] {
         for streams in [1, 2, 8] {
-            let (reserved, _, left) = run(config, streams, true);
+            let (reserved, _, left) = run_program(config, streams, true);
             assert!(left <= 2 * MIB as u64, "{config}: of {reserved} on {streams} streams {left} are left");
         }
     }
 }
 
-/// An idle or busy device, and its allocator with an unused segment of 8 MiB in two parts that two streams freed.
+/// An idle or busy device, whose allocator has an unused segment of 8 MiB in two parts freed by two streams.
 fn two_parts(config: &str, asynchronous: bool) -> (Sim, CachingAllocator, [StreamId; 2]) {
     let alignment = if cfg!(miri) { 64 << 10 } else { 512 };
     let options = SimOptions {
@@ -93,7 +93,7 @@ fn two_parts(config: &str, asynchronous: bool) -> (Sim, CachingAllocator, [Strea
 const PLAIN: &str = "thread_cache_kb:0,decay_ms:1000";
 
 #[test]
-fn neighbours_of_several_streams_serve_a_request_together() {
+fn adjacent_blocks_of_several_streams_serve_one_request() {
     for asynchronous in [false, true] {
         for who in [1, 2, 3] {
             let (sim, allocator, _) = two_parts(PLAIN, asynchronous);
@@ -127,11 +127,11 @@ fn a_wait_counts_until_more_is_submitted() {
     assert_eq!(sim.violations(), [""; 0]);
     allocator.check();
     allocator.deallocate(other);
-    give_back(&allocator, blocks);
+    free_all(&allocator, blocks);
 }
 
 #[test]
-fn a_segment_that_several_streams_freed_goes_back() {
+fn a_segment_freed_by_several_streams_is_released() {
     for asynchronous in [false, true] {
         let (sim, allocator, _) = two_parts("thread_cache_kb:0,decay_ms:1000,segments:pytorch", asynchronous);
         let pass = |milliseconds: u64| {
@@ -153,7 +153,7 @@ fn a_segment_that_several_streams_freed_goes_back() {
 }
 
 #[test]
-fn a_limit_or_a_larger_request_takes_what_several_streams_freed() {
+fn a_limit_or_a_larger_request_releases_segments_freed_by_several_streams() {
     let (sim, allocator, _) = two_parts(PLAIN, false);
     allocator.set_memory_limit(4 * MIB as u64).unwrap();
     allocator.deallocate(take(&allocator, 512));

@@ -1,5 +1,4 @@
-//! Memory straight from the kernel: segments of at least a huge page, and addresses reserved before there is memory
-//! behind them.
+//! Memory mapped from the kernel: segments of at least a huge page, and addresses reserved before they have memory.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -7,21 +6,22 @@ use std::sync::{OnceLock, PoisonError, RwLock};
 
 use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE};
 
-pub(super) use crate::device::cpu::huge_pages::{HUGE, page};
+pub(super) use crate::device::cpu::huge_pages::{HUGE_PAGE_BYTES, page_bytes};
 
-/// A run of the process's addresses, some of it with memory: zeros until written.
+/// A range of the process's addresses, some of them with memory, which is zero until written.
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: NonNull<u8>,
-    /// Whole pages.
+    /// A multiple of the page size.
     bytes: usize,
+    /// Whether to prefer memory of the requesting thread's NUMA node.
     numa_local: bool,
-    /// Where memory may be touched.
+    /// Offsets with memory that may be touched.
     committed: RwLock<Ranges>,
 }
 
 impl Mapping {
-    /// Addresses, and memory behind all of them.
+    /// Maps addresses with memory.
     pub(super) fn committed(bytes: usize, numa_local: bool) -> Option<Mapping> {
         let mapping = Mapping::map(bytes, PROT_READ | PROT_WRITE, 0, numa_local)?;
         mapping.advise(0, mapping.bytes);
@@ -29,13 +29,13 @@ impl Mapping {
         Some(mapping)
     }
 
-    /// Addresses and nothing else: neither memory nor the promise of any.
+    /// Reserves addresses without memory, and without a promise of memory.
     pub(super) fn reserved(bytes: usize, numa_local: bool) -> Option<Mapping> {
         Mapping::map(bytes, PROT_NONE, MAP_NORESERVE, numa_local)
     }
 
     fn map(bytes: usize, access: i32, flags: i32, numa_local: bool) -> Option<Mapping> {
-        let bytes = bytes.checked_next_multiple_of(page())?;
+        let bytes = bytes.checked_next_multiple_of(page_bytes())?;
         let flags = MAP_PRIVATE | MAP_ANONYMOUS | flags;
         // SAFETY: a new mapping at an address of the kernel's choice: nothing that exists is touched.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
@@ -49,9 +49,10 @@ impl Mapping {
         self.start
     }
 
-    /// Makes the pages of `from..to` usable; false where the kernel has no memory for them or the range is not inside.
+    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or the range is not
+    /// inside.
     pub(super) fn extend(&self, from: usize, to: usize) -> bool {
-        let (from, to) = (from / page() * page(), to.next_multiple_of(page()));
+        let (from, to) = (from / page_bytes() * page_bytes(), to.next_multiple_of(page_bytes()));
         if from >= to || to > self.bytes {
             return from == to;
         }
@@ -65,21 +66,20 @@ impl Mapping {
         })
     }
 
-    /// Gives the memory of the pages that lie inside `from..to` back. They read as zeros when committed again.
+    /// Releases the memory of the pages that are completely inside `from..to`. The pages are zero when committed again.
     pub(super) fn shrink(&self, from: usize, to: usize) {
-        let (from, to) = (from.next_multiple_of(page()), to.min(self.bytes) / page() * page());
+        let (from, to) = (from.next_multiple_of(page_bytes()), to.min(self.bytes) / page_bytes() * page_bytes());
         if from >= to {
             return;
         }
         self.ranges_mut(|committed| {
             committed.remove(from, to);
-            // SAFETY: whole pages inside our mapping, that nobody may touch any more.
+            // SAFETY: whole pages inside this mapping, which no code touches any more.
             unsafe { libc::madvise(self.at(from), to - from, MADV_DONTNEED) };
             self.protect(from, to, PROT_NONE);
         });
     }
 
-    /// Whether there is memory behind all of `from..to`.
     pub(super) fn is_committed(&self, from: usize, to: usize) -> bool {
         self.committed.read().unwrap_or_else(PoisonError::into_inner).contains(from, to)
     }
@@ -93,14 +93,15 @@ impl Mapping {
     }
 
     fn protect(&self, from: usize, to: usize, access: i32) -> bool {
-        // SAFETY: whole pages inside our mapping. Those that become inaccessible are in no block: the allocator says so.
+        // SAFETY: whole pages inside this mapping. Pages that become inaccessible are in no block, as the allocator
+        // promises.
         unsafe { libc::mprotect(self.at(from), to - from, access) == 0 }
     }
 
-    /// How the pages are to be found when they are touched. The kernel is free to do otherwise.
+    /// Asks the kernel for huge pages and for local memory. The kernel may ignore both.
     fn advise(&self, from: usize, to: usize) {
-        if to - from >= HUGE {
-            // SAFETY: whole pages inside our mapping; changes nothing but how they are found.
+        if to - from >= HUGE_PAGE_BYTES {
+            // SAFETY: whole pages inside this mapping; the advice only affects which pages the kernel allocates.
             unsafe { libc::madvise(self.at(from), to - from, MADV_HUGEPAGE) };
         }
         if self.numa_local && several_nodes() {
@@ -108,25 +109,24 @@ impl Mapping {
         }
     }
 
-    /// Prefers a node's memory for pages not yet touched; another's serves when that one is full.
+    /// Asks for a node's memory for pages not yet touched. The kernel uses another node's memory if that node is full.
     fn prefer(&self, node: usize, from: usize, to: usize) -> bool {
         let mut nodes = [0u64; 16]; // the kernel's largest number of nodes, 1,024
         let Some(word) = nodes.get_mut(node / 64) else { return false };
         *word = 1 << (node % 64);
         let (mode, bits) = (libc::MPOL_PREFERRED as usize, nodes.len() * 64 + 1); // the kernel reads one bit less
-        // SAFETY: whole pages inside our mapping, and as many bits of nodes as are said; contents stay.
+        // SAFETY: whole pages inside this mapping, and `nodes` has as many bits as `bits` says; contents stay.
         unsafe { libc::syscall(libc::SYS_mbind, self.at(from), to - from, mode, nodes.as_ptr(), bits, 0usize) == 0 }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, whole; nothing outlives its owner that could point into it.
+        // SAFETY: all of this mapping; nothing that points into it outlives its owner.
         unsafe { libc::munmap(self.at(0), self.bytes) };
     }
 }
 
-/// Whether memory can be near or far at all.
 fn several_nodes() -> bool {
     static SEVERAL: OnceLock<bool> = OnceLock::new();
     *SEVERAL.get_or_init(|| {
@@ -135,7 +135,7 @@ fn several_nodes() -> bool {
     })
 }
 
-/// The node of the processor that runs this thread.
+/// Returns the NUMA node of the processor that runs this thread.
 fn here() -> usize {
     let mut node = 0u32;
     let nothing = std::ptr::null_mut::<u32>();
@@ -144,7 +144,7 @@ fn here() -> usize {
     node as usize
 }
 
-/// Disjoint, non-touching ranges of bytes: begin to end.
+/// Ranges of bytes that neither overlap nor touch: start to end.
 #[derive(Debug, Default)]
 pub(super) struct Ranges(BTreeMap<usize, usize>);
 
@@ -176,11 +176,11 @@ impl Ranges {
 mod tests {
     use super::*;
 
-    /// Asks get_mempolicy for an address's policy.
+    /// Makes get_mempolicy return the policy of an address.
     const MPOL_F_ADDR: usize = 1 << 1;
 
     #[test]
-    fn ranges_are_those_of_a_bitmap() {
+    fn ranges_agree_with_a_bitmap() {
         let (mut ranges, mut bits) = (Ranges::default(), [false; 32]);
         let mut state = 1u32;
         let mut random = |below: usize| {
@@ -208,27 +208,27 @@ mod tests {
     }
 
     #[test]
-    fn a_node_can_be_preferred() {
-        let mapping = Mapping::committed(4 * page(), false).unwrap();
-        if !mapping.prefer(here(), page(), 3 * page()) {
+    fn a_numa_node_can_be_preferred() {
+        let mapping = Mapping::committed(4 * page_bytes(), false).unwrap();
+        if !mapping.prefer(here(), page_bytes(), 3 * page_bytes()) {
             let error = std::io::Error::last_os_error();
-            // Containers may forbid the call, kernels may lack it: then memory comes from wherever.
+            // Containers may forbid the call, and kernels may lack it; then memory comes from any node.
             assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)), "{error}");
             return;
         }
         let policy = |offset| {
             let (mut mode, none) = (-1i32, std::ptr::null_mut::<u64>());
-            // SAFETY: asks for the policy of an address of ours, into `mode`.
+            // SAFETY: asks for the policy of an address of this mapping, into `mode`.
             let done = unsafe {
                 libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, none, 0usize, mapping.at(offset), MPOL_F_ADDR)
             };
             assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
             mode
         };
-        assert_eq!([0, 1, 2, 3].map(|i| policy(i * page())), {
+        assert_eq!([0, 1, 2, 3].map(|i| policy(i * page_bytes())), {
             let (there, elsewhere) = (libc::MPOL_PREFERRED, libc::MPOL_DEFAULT);
             [elsewhere, there, there, elsewhere]
         });
-        assert!(!mapping.prefer(1024, 0, page()), "no such node");
+        assert!(!mapping.prefer(1024, 0, page_bytes()), "no such node");
     }
 }

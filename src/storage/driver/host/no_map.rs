@@ -1,11 +1,12 @@
-//! Where the kernel is not Linux, or there is none (Miri): no memory but the global allocator's.
+//! The replacement for `map` on systems other than Linux, and under Miri: all memory comes from the global allocator.
 
 use std::convert::Infallible;
 use std::ptr::NonNull;
 
-pub(super) const HUGE: usize = usize::MAX;
+/// The smallest mapped segment, in bytes: larger than any segment.
+pub(super) const HUGE_PAGE_BYTES: usize = usize::MAX;
 
-/// There are none.
+/// A mapping, of which there are none.
 #[derive(Debug)]
 pub(super) struct Mapping(Infallible);
 
@@ -35,6 +36,6 @@ impl Mapping {
     }
 }
 
-pub(super) fn page() -> usize {
+pub(super) fn page_bytes() -> usize {
     0
 }

@@ -4,7 +4,7 @@ safe_methods!(Host);
 
 impl Host {
     fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
-        // SAFETY: as those of `safe_methods`.
+        // SAFETY: as in `safe_methods`.
         unsafe { Driver::relocate(self, moves) }
     }
 }
@@ -21,10 +21,12 @@ fn address(memory: &Memory) -> usize {
 }
 
 #[test]
-fn segments_of_every_size_are_aligned_zeroed_and_keep_what_is_written() {
+fn segments_are_aligned_zeroed_and_keep_written_bytes() {
     let host = host();
     let largest = if cfg!(miri) { 5000 } else { (5 << 20) + 3 };
-    for bytes in [1, 511, 4096, HUGE.min(1 << 21) - 1, 1 << 21, largest].into_iter().filter(|n| *n <= largest) {
+    for bytes in
+        [1, 511, 4096, HUGE_PAGE_BYTES.min(1 << 21) - 1, 1 << 21, largest].into_iter().filter(|n| *n <= largest)
+    {
         let memory = host.create(bytes).and_then(|memory| host.commit(memory)).unwrap();
         assert_eq!(address(&memory) % ALIGNMENT, 0);
         let mut read = vec![1; bytes];
@@ -41,7 +43,7 @@ fn segments_of_every_size_are_aligned_zeroed_and_keep_what_is_written() {
 }
 
 #[test]
-fn more_than_there_are_addresses_is_an_error() {
+fn a_segment_larger_than_the_address_space_is_an_error() {
     let host = host();
     assert!(matches!(host.create(host.largest_segment()), Err(Failure::HostMemory)));
     assert!(matches!(host.create(usize::MAX), Err(Failure::HostMemory)));
@@ -61,18 +63,18 @@ fn ordinary_memory_cannot_grow() {
 mod reserved {
     use super::*;
 
-    /// Bytes of the pages of this range that have memory, as the kernel counts them.
+    /// Returns the bytes of the range's pages that have memory, as the kernel reports them.
     fn resident(memory: &Memory, from: usize, to: usize) -> usize {
         let page = host().page();
         let mut pages = vec![0u8; (to - from) / page];
         let start = std::ptr::without_provenance_mut(address(memory) + from);
-        // SAFETY: asks about addresses, and writes a byte a page.
+        // SAFETY: queries addresses, and writes a byte per page.
         assert_eq!(unsafe { libc::mincore(start, to - from, pages.as_mut_ptr()) }, 0);
         pages.iter().filter(|page| *page & 1 == 1).count() * page
     }
 
     #[test]
-    fn reserved_memory_is_committed_and_given_back_page_by_page() {
+    fn reserved_memory_is_committed_and_released_page_by_page() {
         let (host, page) = (host(), host().page());
         let all = 64 << 30; // more than the machine has: only addresses
         let memory = host.reserve(all).unwrap();
@@ -84,12 +86,12 @@ mod reserved {
         host.write(&vec![7; 4 * page], (&memory, 0)).unwrap();
         assert_eq!(resident(&memory, 0, 4 * page), 4 * page);
         assert!(host.write(&[7], (&memory, 4 * page)).is_err());
-        // It grows in place, and keeps what it has.
+        // The memory grows in place, and keeps its contents.
         host.extend(&memory, 4 * page, 8 * page).unwrap();
         host.write(&[9], (&memory, 8 * page - 1)).unwrap();
         host.read((&memory, 4 * page - 1), &mut byte).unwrap();
         assert_eq!(byte, [7]);
-        // What is given back has no memory, and is zero when it comes again.
+        // Released pages have no memory, and are zero when committed again.
         host.shrink(&memory, page, 3 * page);
         assert_eq!(resident(&memory, page, 3 * page), 0);
         assert!(
@@ -102,7 +104,7 @@ mod reserved {
         host.extend(&memory, page, 3 * page).unwrap();
         host.read((&memory, page), &mut byte).unwrap();
         assert_eq!(byte, [0]);
-        // Partly used pages: all of them are committed, none of them is given back.
+        // Partial pages: all are committed, and none is released.
         host.extend(&memory, 100 * page + 1, 100 * page + 2).unwrap();
         host.write(&vec![3; page], (&memory, 100 * page)).unwrap();
         host.shrink(&memory, 100 * page + 1, 101 * page);
@@ -116,7 +118,7 @@ mod reserved {
     }
 
     #[test]
-    fn a_segment_that_is_dropped_gives_its_addresses_back() {
+    fn a_dropped_segment_releases_its_addresses() {
         let (host, page) = (host(), host().page());
         let at = {
             let memory = host.reserve(16 << 30).unwrap();
@@ -124,7 +126,7 @@ mod reserved {
             address(&memory)
         };
         let mut pages = [0u8; 1];
-        // SAFETY: asks about an address, and writes a byte.
+        // SAFETY: queries an address, and writes a byte.
         let known =
             unsafe { libc::mincore(std::ptr::without_provenance_mut(at + (8 << 30)), page, pages.as_mut_ptr()) };
         assert_eq!((known, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ENOMEM)));
@@ -132,9 +134,9 @@ mod reserved {
 }
 
 #[test]
-fn what_is_relocated_has_memory_in_one_place() {
+fn relocation_releases_the_source_memory() {
     let host = host();
-    let huge = if HUGE == usize::MAX { 4096 } else { HUGE };
+    let huge = if HUGE_PAGE_BYTES == usize::MAX { 4096 } else { HUGE_PAGE_BYTES };
     let (bytes, offset) = (3 * huge + 1000, 512);
     let [from, to] = [offset + bytes, bytes].map(|n| host.create(n).unwrap());
     let values: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();

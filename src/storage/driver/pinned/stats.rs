@@ -1,7 +1,7 @@
-//! What a pool of pinned memory holds and has done: PyTorch's `HostStats` under PyTorch's names.
+//! Statistics of a pool of pinned memory: PyTorch's `HostStats`, with PyTorch's names.
 //!
-//! A block given back with an event stays active until the event is done and then leaves with its own size, whichever
-//! way it goes: there is one place that counts it out.
+//! A block returned with an event stays active until the event is done, and is then subtracted with its own size. A
+//! single function subtracts it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -9,27 +9,27 @@ use std::time::Duration;
 
 use crate::storage::Stat;
 
-/// Times of calls to the driver, in microseconds.
+/// Durations of driver calls, in microseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DurationStat {
-    /// Of all calls together.
+    /// The sum over all calls.
     pub total: u64,
     /// The longest; 0 before the first call.
     pub max: u64,
     /// The shortest; 0 before the first call.
     pub min: u64,
-    /// How many there were.
+    /// The number of calls.
     pub count: u64,
     /// The mean, rounded down; 0 before the first call.
     pub avg: u64,
 }
 
-/// The pinned host memory of a device, as [`Device::pinned_memory_stats`](crate::Device::pinned_memory_stats) gives it
-/// (`torch.cuda.host_memory_stats`).
+/// Statistics of a device's pinned host memory, as returned by
+/// [`Device::pinned_memory_stats`](crate::Device::pinned_memory_stats) (`torch.cuda.host_memory_stats`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedStats {
-    /// Blocks in use, by a caller or by a transfer not yet done.
+    /// Blocks in use, by a caller or by an unfinished transfer.
     pub active_requests: Stat,
     /// Bytes of those blocks.
     pub active_bytes: Stat,
@@ -37,18 +37,18 @@ pub struct PinnedStats {
     pub allocations: Stat,
     /// Bytes of those pieces.
     pub allocated_bytes: Stat,
-    /// Time the driver took to make pieces.
+    /// Time the driver took to create pieces.
     pub host_alloc_time: DurationStat,
-    /// Time it took to release them.
+    /// Time the driver took to release pieces.
     pub host_free_time: DurationStat,
-    /// Pieces made by the driver.
+    /// Pieces created by the driver.
     pub num_host_alloc: u64,
-    /// Pieces given back to the driver.
+    /// Pieces released to the driver.
     pub num_host_free: u64,
 }
 
 impl fmt::Display for PinnedStats {
-    /// Current and peak, a line each.
+    /// Prints current and peak values, one statistic per line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:<16} {:>15} {:>15}", "pinned", "current", "peak")?;
         for (name, stat) in [
@@ -68,7 +68,7 @@ impl fmt::Display for PinnedStats {
     }
 }
 
-/// [`PinnedStats`] while they are counted: threads meet here without a lock.
+/// The counters behind [`PinnedStats`], updated by all threads without a lock.
 #[derive(Default)]
 pub(super) struct Counters {
     active_requests: Counter,
@@ -80,27 +80,23 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// A block is handed out.
-    pub(super) fn taken(&self, bytes: usize) {
+    pub(super) fn record_allocation(&self, bytes: usize) {
         self.active_requests.increase(1);
         self.active_bytes.increase(bytes as u64);
     }
 
-    /// A block is free again.
-    pub(super) fn returned(&self, bytes: usize) {
+    pub(super) fn record_free(&self, bytes: usize) {
         self.active_requests.decrease(1);
         self.active_bytes.decrease(bytes as u64);
     }
 
-    /// The driver made a piece.
-    pub(super) fn made(&self, bytes: usize, took: Duration) {
+    pub(super) fn record_creation(&self, bytes: usize, took: Duration) {
         self.allocations.increase(1);
         self.allocated_bytes.increase(bytes as u64);
         self.host_alloc_time.add(took);
     }
 
-    /// The driver took one back.
-    pub(super) fn released(&self, bytes: usize, took: Duration) {
+    pub(super) fn record_release(&self, bytes: usize, took: Duration) {
         self.allocations.decrease(1);
         self.allocated_bytes.decrease(bytes as u64);
         self.host_free_time.add(took);
@@ -138,6 +134,7 @@ impl Counters {
     }
 }
 
+/// A [`Stat`] that threads update without a lock.
 #[derive(Default)]
 struct Counter {
     current: AtomicU64,
@@ -164,12 +161,13 @@ impl Counter {
     }
 }
 
+/// A [`DurationStat`] that threads update without a lock.
 #[derive(Default)]
 struct Durations {
     total: AtomicU64,
     max: AtomicU64,
-    /// Stored as one more than the shortest, so that 0 is none yet.
-    min_and_one: AtomicU64,
+    /// One more than the shortest duration; 0 if there is none yet.
+    min_plus_one: AtomicU64,
     count: AtomicU64,
 }
 
@@ -179,17 +177,17 @@ impl Durations {
         self.total.fetch_add(us, Relaxed);
         self.max.fetch_max(us, Relaxed);
         let shorter = |min: u64| (min == 0 || us + 1 < min).then_some(us + 1);
-        let _ = self.min_and_one.fetch_update(Relaxed, Relaxed, shorter);
+        let _ = self.min_plus_one.fetch_update(Relaxed, Relaxed, shorter);
         self.count.fetch_add(1, Relaxed);
     }
 
     fn read(&self) -> DurationStat {
         let [total, max, min, count] =
-            [&self.total, &self.max, &self.min_and_one, &self.count].map(|n| n.load(Relaxed));
+            [&self.total, &self.max, &self.min_plus_one, &self.count].map(|n| n.load(Relaxed));
         DurationStat { total, max, min: min.saturating_sub(1), count, avg: total.checked_div(count).unwrap_or(0) }
     }
 
     fn reset(&self) {
-        [&self.total, &self.max, &self.min_and_one, &self.count].iter().for_each(|n| n.store(0, Relaxed));
+        [&self.total, &self.max, &self.min_plus_one, &self.count].iter().for_each(|n| n.store(0, Relaxed));
     }
 }

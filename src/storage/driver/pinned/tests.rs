@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Memory that is a number; transfers that are done when somebody says so.
+/// A fake source: its memory is a number, and its transfers are done when a test says so.
 #[derive(Clone, Default)]
 struct Fake(Arc<FakeState>);
 
@@ -14,9 +14,9 @@ struct Fake(Arc<FakeState>);
 struct FakeState {
     next: AtomicUsize,
     live: AtomicUsize,
-    /// Creations beyond so many live bytes fail.
+    /// Creations that would exceed this many live bytes fail.
     room: Option<usize>,
-    /// So many creations fail.
+    /// The number of creations that fail next.
     refuses: AtomicUsize,
     calls: AtomicUsize,
     lost: AtomicBool,
@@ -95,35 +95,35 @@ fn event() -> FakeEvent {
 }
 
 #[test]
-fn classes() {
-    let sizes: Vec<usize> = (0..=class_of(1 << 40).unwrap()).map(class_size).collect();
+fn size_classes_are_exact_and_increasing() {
+    let sizes: Vec<usize> = (0..=size_class(1 << 40).unwrap()).map(class_size).collect();
     assert_eq!(sizes[..10], [4096, 4608, 5120, 5632, 6144, 6656, 7168, 7680, 8192, 9216]);
     assert!(sizes.is_sorted_by(|a, b| a < b));
     for (class, size) in sizes.iter().enumerate() {
-        assert_eq!((class_of(*size), class_of(size + 1)), (Some(class), Some(class + 1)), "{size}");
+        assert_eq!((size_class(*size), size_class(size + 1)), (Some(class), Some(class + 1)), "{size}");
     }
-    assert_eq!((class_of(0), class_of(1)), (Some(0), Some(0)));
+    assert_eq!((size_class(0), size_class(1)), (Some(0), Some(0)));
     let largest = 1usize << (usize::BITS - 2);
-    assert_eq!(class_of(largest).map(class_size), Some(largest));
-    assert_eq!((class_of(largest + 1), class_of(usize::MAX)), (None, None));
+    assert_eq!(size_class(largest).map(class_size), Some(largest));
+    assert_eq!((size_class(largest + 1), size_class(usize::MAX)), (None, None));
 }
 
-/// What a lost device keeps pinned still counts: other devices may not pin as much again.
+/// Memory that a lost device keeps pinned still counts: other devices may not pin that much again.
 #[test]
-fn a_lost_source_gives_nothing_back() {
-    let (source, budget) = (Fake::default(), Budget::new(3 * PAGE));
+fn a_lost_source_releases_nothing() {
+    let (source, budget) = (Fake::default(), Budget::new(3 * PAGE_BYTES));
     let pool = |source: &Fake| PinnedPool::new(source.clone(), 0, Arc::clone(&budget));
     let (lost, other) = (pool(&source), pool(&Fake::default()));
-    drop([lost.alloc(PAGE), lost.alloc(PAGE)].map(Option::unwrap));
+    drop([lost.alloc(PAGE_BYTES), lost.alloc(PAGE_BYTES)].map(Option::unwrap));
     source.0.lost.store(true, Relaxed);
     lost.empty_cache();
-    assert_eq!((lost.stats().allocated_bytes.current, lost.stats().num_host_free), (2 * PAGE as u64, 0));
-    assert!(other.alloc(2 * PAGE).is_none() && other.alloc(PAGE).is_some());
+    assert_eq!((lost.stats().allocated_bytes.current, lost.stats().num_host_free), (2 * PAGE_BYTES as u64, 0));
+    assert!(other.alloc(2 * PAGE_BYTES).is_none() && other.alloc(PAGE_BYTES).is_some());
     source.0.lost.store(false, Relaxed);
     lost.empty_cache();
     assert_eq!((lost.stats().allocated_bytes.current, lost.stats().num_host_free), (0, 2));
     other.empty_cache();
-    assert!(other.alloc(2 * PAGE).is_some());
+    assert!(other.alloc(2 * PAGE_BYTES).is_some());
 }
 
 #[test]
@@ -152,10 +152,10 @@ fn a_block_is_reused_within_its_class() {
     assert_eq!(pool.stats(), PinnedStats::default());
 }
 
-/// A block whose transfer is late holds up none of its class, and leaves the active bytes with its own size. (In
-/// PyTorch 2.11 it adds one byte to them instead.)
+/// A block with a late transfer does not delay other blocks of its class. It is subtracted from the active bytes with
+/// its own size. (PyTorch 2.11 adds one byte to them instead.)
 #[test]
-fn a_late_transfer_holds_up_nobody() {
+fn a_late_transfer_does_not_delay_other_blocks() {
     let source = Fake::default();
     let pool = pool(&source);
     let (late, early) = (event(), event());
@@ -164,7 +164,7 @@ fn a_late_transfer_holds_up_nobody() {
     a.release_after(Arc::clone(&late));
     b.release_after(Arc::clone(&early));
     assert_eq!(pool.stats().active_bytes.current, 2 << 20);
-    assert!(pool.poll());
+    assert!(pool.free_finished());
     early.store(true, Relaxed);
     let c = pool.alloc(1 << 20).unwrap();
     assert_eq!(id(&c), b_id, "the second in the queue, whose transfer is done");
@@ -172,9 +172,9 @@ fn a_late_transfer_holds_up_nobody() {
     let d = pool.alloc(1 << 20).unwrap();
     assert_eq!(id(&d), 2, "nothing is done: a new one");
     pool.empty_cache();
-    assert_eq!(source.live(), 3 << 20, "flying blocks are not released");
+    assert_eq!(source.live(), 3 << 20, "in_flight blocks are not released");
     late.store(true, Relaxed);
-    assert!(!pool.poll());
+    assert!(!pool.free_finished());
     assert_eq!(pool.stats().active_bytes.current, 2 << 20);
     assert_eq!(id(&pool.alloc(1 << 20).unwrap()), a_id);
     drop((c, d));
@@ -201,7 +201,7 @@ fn the_budget_is_shared_and_kept() {
 }
 
 #[test]
-fn a_source_that_refuses_is_not_asked_again_and_again() {
+fn a_refusing_source_is_not_asked_at_every_request() {
     let source = Fake::with_room(1 << 20);
     let pool = pool(&source);
     drop(pool.alloc(600 << 10).unwrap());
@@ -220,7 +220,7 @@ fn a_source_that_refuses_is_not_asked_again_and_again() {
 fn a_source_that_refused_is_asked_again_later() {
     let source = Fake::default();
     let pool = pool(&source);
-    source.0.refuses.store(2, Relaxed); // the request and its repetition without what is cached
+    source.0.refuses.store(2, Relaxed); // the request, and its retry without cached blocks
     assert!(pool.alloc(1 << 20).is_none());
     assert_eq!(pool.stats(), PinnedStats::default(), "a refusal counts nowhere");
     let skipped = (0..1000).take_while(|_| pool.alloc(1 << 20).is_none()).count();
@@ -236,7 +236,7 @@ fn a_source_that_refused_is_asked_again_later() {
 }
 
 #[test]
-fn the_reserve_is_cut_up_and_never_released() {
+fn the_reserve_is_divided_and_never_released() {
     let source = Fake::default();
     let pool = PinnedPool::new(source.clone(), 64 << 10, Budget::new(1 << 20));
     let blocks: Vec<_> = (0..5).map(|_| pool.alloc(13_000).unwrap()).collect();
@@ -256,11 +256,11 @@ fn the_reserve_is_cut_up_and_never_released() {
     assert!(poor.alloc(1).is_none());
 }
 
-/// A reserve that was refused once is had later, and meanwhile blocks are had without it.
+/// A reserve that was refused once is created later; meanwhile blocks are allocated without it.
 #[test]
-fn a_reserve_that_was_refused_is_asked_for_again() {
+fn a_refused_reserve_is_requested_again() {
     let source = Fake::default();
-    source.0.refuses.store(2, Relaxed); // the request and its repetition without what is cached
+    source.0.refuses.store(2, Relaxed); // the request, and its retry without cached blocks
     let pool = PinnedPool::new(source.clone(), 64 << 10, Budget::new(1 << 20));
     assert_eq!(source.live(), 0);
     assert_eq!(pool.alloc(5000).unwrap().bytes(), 5120);
@@ -271,7 +271,7 @@ fn a_reserve_that_was_refused_is_asked_for_again() {
     assert_eq!(source.live(), 64 << 10);
     assert_eq!(pool.stats().allocated_bytes.current, 64 << 10);
 
-    // One that never fits keeps no block from being made.
+    // A reserve that never fits does not keep blocks from being created.
     let small = PinnedPool::new(Fake::with_room(60_000), 64 << 10, Budget::new(1 << 20));
     let blocks: Vec<_> = (0..10).map(|_| small.alloc(4096).unwrap()).collect();
     assert_eq!(small.stats().allocated_bytes.current, 10 * blocks[0].bytes() as u64);
@@ -322,7 +322,7 @@ fn threads_never_share_a_block() {
             });
         }
     });
-    assert!(!pool.poll());
+    assert!(!pool.free_finished());
     let stats = pool.stats();
     assert_eq!(stats.active_requests.allocated, (threads * rounds) as u64);
     assert_eq!((stats.active_requests.current, stats.active_bytes.current), (0, 0));
@@ -332,9 +332,9 @@ fn threads_never_share_a_block() {
 #[derive(Debug, Clone)]
 enum Op {
     Alloc(usize),
-    /// Gives back one of the live blocks, now or with an event.
+    /// Returns one of the live blocks, now or with an event.
     Free(usize, bool),
-    /// One of the events happens.
+    /// One of the events completes.
     Done(usize),
     EmptyCache,
 }
@@ -350,49 +350,49 @@ fn op() -> impl Strategy<Value = Op> {
 
 proptest! {
     #[test]
-    fn a_block_wastes_at_most_an_eighth(bytes in PAGE..1usize << 50) {
-        let size = class_size(class_of(bytes).unwrap());
+    fn a_block_wastes_at_most_an_eighth(bytes in PAGE_BYTES..1usize << 50) {
+        let size = class_size(size_class(bytes).unwrap());
         prop_assert!(size >= bytes && size - bytes <= bytes / 8);
     }
 
-    /// Against a model that knows which memory is in use and how much of everything there must be.
+    /// Compares with a model that knows which memory is in use and the value of every statistic.
     #[test]
     fn counts_are_right_after_every_operation(ops in prop::collection::vec(op(), 1..300)) {
         let source = Fake::default();
         let pool = PinnedPool::new(source.clone(), 0, Budget::new(4 << 20));
         let mut live: Vec<Pinned<'_, Fake>> = Vec::new();
-        let mut flying: Vec<(FakeEvent, usize, usize)> = Vec::new();
+        let mut in_flight: Vec<(FakeEvent, usize, usize)> = Vec::new();
         for op in ops {
             match op {
                 Op::Alloc(bytes) => match pool.alloc(bytes) {
                     Some(block) => {
                         prop_assert!(block.bytes() >= bytes);
                         prop_assert!(live.iter().all(|b| id(b) != id(&block)));
-                        prop_assert!(flying.iter().all(|f| f.1 != id(&block)));
+                        prop_assert!(in_flight.iter().all(|f| f.1 != id(&block)));
                         live.push(block);
                     }
                     None => {
-                        let used: usize = live.iter().map(Pinned::bytes).chain(flying.iter().map(|f| f.2)).sum();
-                        prop_assert!(used + bytes * 9 / 8 + PAGE > 4 << 20, "there was room");
+                        let used: usize = live.iter().map(Pinned::bytes).chain(in_flight.iter().map(|f| f.2)).sum();
+                        prop_assert!(used + bytes * 9 / 8 + PAGE_BYTES > 4 << 20, "there was room");
                     }
                 },
                 Op::Free(which, later) if !live.is_empty() => {
                     let block = live.swap_remove(which % live.len());
                     if later {
                         let event = event();
-                        flying.push((Arc::clone(&event), id(&block), block.bytes()));
+                        in_flight.push((Arc::clone(&event), id(&block), block.bytes()));
                         block.release_after(event);
                     }
                 }
-                Op::Done(which) if !flying.is_empty() => {
-                    flying.swap_remove(which % flying.len()).0.store(true, Relaxed);
+                Op::Done(which) if !in_flight.is_empty() => {
+                    in_flight.swap_remove(which % in_flight.len()).0.store(true, Relaxed);
                 }
                 Op::EmptyCache => pool.empty_cache(),
                 _ => {}
             }
-            pool.poll();
+            pool.free_finished();
             let sizes: HashMap<usize, usize> = (live.iter().map(|b| (id(b), b.bytes())))
-                .chain(flying.iter().map(|f| (f.1, f.2)))
+                .chain(in_flight.iter().map(|f| (f.1, f.2)))
                 .collect();
             let stats = pool.stats();
             prop_assert_eq!(stats.active_requests.current, sizes.len() as u64);

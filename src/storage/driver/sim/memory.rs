@@ -1,4 +1,4 @@
-//! The simulated device's memory: what is committed, and its tags.
+//! The simulated device's memory: the committed pages and the tags.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +15,6 @@ pub(crate) struct SimMemory {
 }
 
 impl SimMemory {
-    /// Whether `from..to` are whole pages of it.
     pub(super) fn check_pages(&self, op: &'static str, page: usize, from: usize, to: usize) -> Result<()> {
         let whole = |at: usize| at == self.size || at.checked_rem(page) == Some(0);
         if from <= to && to <= self.size && whole(from) && whole(to) {
@@ -36,8 +35,8 @@ impl Drop for SimMemory {
 }
 
 impl Sim {
-    /// New memory, nothing of it committed.
-    pub(super) fn make(&self, s: &mut State, size: usize, reserved: bool) -> Memory {
+    /// Creates memory, none of it committed.
+    pub(super) fn make_memory(&self, s: &mut State, size: usize, reserved: bool) -> Memory {
         let SimOptions { page, contents, alignment, .. } = self.0.options;
         let page = if reserved { page } else { size.max(1) };
         let tags = if contents { size.div_ceil(alignment) } else { 0 };
@@ -45,14 +44,13 @@ impl Sim {
         Memory(MemoryKind::Sim(SimMemory { id: s.pieces.add(piece), size, sim: self.clone() }))
     }
 
-    /// Commits bytes, unless it is to fail.
-    pub(super) fn find(&self, s: &mut State, m: &SimMemory, from: usize, to: usize) -> Result<(), Failure> {
-        let room = self.room(s);
+    pub(super) fn commit_range(&self, s: &mut State, m: &SimMemory, from: usize, to: usize) -> Result<(), Failure> {
+        let room = self.commit_limit(s);
         s.failures.commit.pop_front().map_or_else(|| s.pieces.commit(m.id, &(from..to), room), Err)
     }
 }
 
-/// All memory there is, by number.
+/// All segments, by number.
 #[derive(Default)]
 pub(super) struct Pieces {
     pieces: HashMap<u64, Piece>,
@@ -61,35 +59,32 @@ pub(super) struct Pieces {
     late_commits: u64,
 }
 
-/// A segment is one page; reserved memory has many.
+/// A segment. It consists of one page, or of many if it was reserved.
 struct Piece {
     size: usize,
     page: usize,
-    /// Whether it is reserved: nothing commits it but an extension.
+    /// True if the segment was reserved: only an extension commits its pages.
     reserved: bool,
-    /// Of each page, up to the last one that ever was.
+    /// Whether each page is committed, up to the last page that ever was.
     committed: Vec<bool>,
-    /// One a granule; none where contents are not kept.
+    /// One tag per granule; empty if contents are not kept.
     tags: Vec<u32>,
 }
 
 impl Piece {
-    /// The pages that a range of bytes is on.
     fn pages(&self, range: &Range<usize>) -> Range<usize> {
         let end = if range.is_empty() { 0 } else { range.end.min(self.size).div_ceil(self.page) };
         (range.start / self.page).min(end)..end
     }
 
-    /// Bytes of these pages.
     fn bytes(&self, pages: &Range<usize>) -> u64 {
         ((pages.end * self.page).min(self.size) - (pages.start * self.page).min(self.size)) as u64
     }
 
-    /// Bytes of those of these pages that are committed.
     fn committed_bytes(&self, pages: &Range<usize>) -> u64 {
         let known = pages.start.min(self.committed.len())..pages.end.min(self.committed.len());
         let committed = self.committed[known].iter().filter(|&&committed| committed).count() * self.page;
-        let last = self.size / self.page; // it may be short
+        let last = self.size / self.page; // the last page may be short
         let short = pages.contains(&last) && self.committed.get(last) == Some(&true);
         (committed - if short { self.page - self.size % self.page } else { 0 }) as u64
     }
@@ -123,14 +118,13 @@ impl Pieces {
         self.pieces[&id].reserved
     }
 
-    /// Bytes of the range's pages that are not committed.
     pub(super) fn missing(&self, id: u64, range: &Range<usize>) -> u64 {
         let piece = &self.pieces[&id];
         let pages = piece.pages(range);
         piece.bytes(&pages) - piece.committed_bytes(&pages)
     }
 
-    /// Commits the range's pages if no more than `room` bytes are then committed in all.
+    /// Commits the range's pages, if at most `room` bytes are then committed in total.
     fn commit(&mut self, id: u64, range: &Range<usize>, room: u64) -> Result<(), Failure> {
         let missing = self.missing(id, range);
         if missing > 0 && self.committed + missing > room {
@@ -144,13 +138,13 @@ impl Pieces {
         Ok(())
     }
 
-    /// As `commit`, because work was enqueued.
     pub(super) fn commit_late(&mut self, id: u64, range: &Range<usize>, room: u64) -> Result<(), Failure> {
         self.commit(id, range, room)?;
         self.late_commits += 1;
         Ok(())
     }
 
+    /// Decommits the range's pages and clears their tags.
     pub(super) fn decommit(&mut self, id: u64, range: &Range<usize>, granule: usize) {
         let Some(piece) = self.pieces.get_mut(&id) else { return };
         let pages = piece.pages(range);
@@ -161,7 +155,7 @@ impl Pieces {
         piece.tags[first.min(end)..end].fill(0);
     }
 
-    /// The tags of a span; none where contents are not kept.
+    /// Returns the tags of a span; empty if contents are not kept.
     pub(super) fn tags(&self, span: Span) -> &[u32] {
         let tags = &self.pieces[&span.piece].tags;
         &tags[span.first.min(tags.len())..span.end.min(tags.len())]
@@ -178,7 +172,7 @@ impl Pieces {
             let mut done = bytes.len().min(4);
             bytes[..done].copy_from_slice(&tag.to_le_bytes()[..done]);
             while done < bytes.len() {
-                let more = done.min(bytes.len() - done); // doubled: byte by byte takes seconds for large blocks
+                let more = done.min(bytes.len() - done); // doubles the copied part: copying byte by byte takes seconds for large blocks
                 bytes.copy_within(..more, done);
                 done += more;
             }
@@ -187,7 +181,7 @@ impl Pieces {
 
     pub(super) fn write(&mut self, span: Span, granule: usize, from: &[u8]) {
         for (bytes, tag) in from.chunks(granule).zip(self.tags_mut(span)) {
-            let mut le = tag.to_le_bytes(); // a granule cut short keeps what is not written
+            let mut le = tag.to_le_bytes(); // a partial granule keeps the bytes that are not written
             le.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
             *tag = u32::from_le_bytes(le);
         }

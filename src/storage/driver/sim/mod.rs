@@ -1,9 +1,10 @@
-//! A simulated device: lazy, with a capacity, streams that run when they are told to, contents that are checked,
-//! failures on demand and a record of every call.
+//! A simulated device for testing allocators. It is lazy, has a capacity, runs streams on demand, checks contents,
+//! fails on demand and records every call.
 //!
-//! Its memory is counted and, with [`SimOptions::contents`], carries one number (a *tag*) per granule of
-//! [`SimOptions::alignment`] bytes. Work is writing a block's tag and checking it: bytes that were reused too early, moved
-//! without their contents or handed out twice show as a [violation](Sim::violations) when the check runs.
+//! Memory is only counted. With [`SimOptions::contents`] it also carries one number (a *tag*) per granule of
+//! [`SimOptions::alignment`] bytes. Work consists of writing and checking blocks' tags. Bytes that were reused too
+//! early, moved without their contents or handed out twice are reported as [violations](Sim::violations) when the check
+//! runs.
 
 mod failures;
 mod memory;
@@ -29,7 +30,7 @@ use order::Order;
 pub(crate) use queue::SimMarker;
 use queue::{Command, Span};
 
-/// A call of an allocator, with the bytes it is about.
+/// A driver call, with the number of bytes it concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Call {
@@ -49,7 +50,7 @@ pub enum Call {
     Write(usize),
 }
 
-/// What a simulated device is like.
+/// Settings of a simulated device.
 ///
 /// ```
 /// use claystone::storage::{Sim, SimOptions};
@@ -58,28 +59,28 @@ pub enum Call {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SimOptions {
-    /// Bytes it has.
+    /// The device's memory in bytes.
     pub capacity: u64,
-    /// The largest segment it makes, in bytes.
+    /// The largest segment the device creates, in bytes.
     pub largest_segment: usize,
-    /// Blocks begin at multiples of this many bytes, a power of two.
+    /// The alignment of blocks in bytes, a power of two.
     pub alignment: usize,
-    /// Whether commands wait in their streams until [`Sim::step`] and its kin run them, or something waits for them.
-    /// Otherwise each is done when its call returns.
+    /// Whether commands wait in their streams until [`Sim::step`] and the like run them, or until something waits for
+    /// them. Otherwise each command is done when its call returns.
     pub asynchronous: bool,
-    /// Whether memory has tags: takes four bytes of the host's memory for each granule.
+    /// Whether memory has tags, which take four bytes of host memory per granule.
     pub contents: bool,
-    /// Bytes of the pages that reserved memory is committed in; 0 for a device that cannot reserve.
+    /// Bytes of the pages in which reserved memory is committed; 0 for a device that cannot reserve.
     pub page: usize,
-    /// Whether uses of the same bytes by streams that nothing has ordered are [violations](Sim::violations), in whatever
+    /// Whether unordered uses of the same bytes by different streams are [violations](Sim::violations), in whatever
     /// order they run.
     pub check_order: bool,
-    /// Whether to keep every call for [`Sim::calls`].
+    /// Whether to record every call for [`Sim::calls`].
     pub record_calls: bool,
 }
 
 impl Default for SimOptions {
-    /// A device that is never full and always idle.
+    /// Returns the settings of a device that is never full and always idle.
     fn default() -> SimOptions {
         SimOptions {
             capacity: 1 << 50,
@@ -94,22 +95,24 @@ impl Default for SimOptions {
     }
 }
 
-/// A device whose memory is counted only, or carries tags. Cloning makes another handle on it.
+/// A device whose memory is only counted, or carries tags. Cloning makes another handle on it.
 #[derive(Clone)]
 pub struct Sim(Arc<Shared>);
 
+/// The shared state behind all handles.
 struct Shared {
     options: SimOptions,
     count: AtomicU64,
     state: Mutex<State>,
 }
 
+/// The device's state, under the lock.
 #[derive(Default)]
 struct State {
     pieces: Pieces,
     streams: BTreeMap<StreamId, VecDeque<Command>>,
     order: Order,
-    others: u64,
+    other_process_bytes: u64,
     calls: Vec<Call>,
     violations: Vec<String>,
     stalls: u64,
@@ -126,97 +129,97 @@ impl fmt::Debug for Sim {
 }
 
 impl Sim {
-    /// A device like this.
+    /// Makes a simulated device.
     pub fn new(options: SimOptions) -> Sim {
         let mut state = State::default();
         state.order.checks = options.check_order;
         Sim(Arc::new(Shared { options, count: AtomicU64::new(0), state: Mutex::new(state) }))
     }
 
-    /// How often the driver was called: everything in [`Call`].
+    /// Returns the number of driver calls: every kind in [`Call`].
     pub fn call_count(&self) -> u64 {
         self.0.count.load(Relaxed)
     }
 
-    /// Every call so far, if they are recorded.
+    /// Returns every call so far, if calls are recorded.
     pub fn calls(&self) -> Vec<Call> {
         self.with(|s| s.calls.clone())
     }
 
-    /// Bytes committed now.
+    /// Returns the bytes that are committed.
     pub fn committed(&self) -> u64 {
         self.with(|s| s.pieces.committed())
     }
 
-    /// How often work had to commit the memory it touched, because nobody had: at such a point a full device fails
-    /// where no allocator can help.
+    /// Returns how often work had to commit the memory it touched because no allocator had committed it. At that point
+    /// running out of memory could no longer be handled.
     pub fn late_commits(&self) -> u64 {
         self.with(|s| s.pieces.late_commits())
     }
 
-    /// Segments made or reserved and not yet released.
+    /// Returns the number of segments created or reserved and not yet released.
     pub fn live_segments(&self) -> usize {
         self.with(|s| s.pieces.len())
     }
 
-    /// How often memory was given back while queued work still needed it: the call had to run that work first, as a
-    /// real device stalls.
+    /// Returns how often memory was released while queued work still needed it. The call had to run that work first, as
+    /// a real device stalls.
     pub fn stalls(&self) -> u64 {
         self.with(|s| s.stalls)
     }
 
-    /// Bytes copied on the device or read to the host so far.
+    /// Returns the bytes copied on the device or read to the host so far.
     pub fn bytes_copied(&self) -> u64 {
         self.with(|s| s.copied)
     }
 
-    /// What work found that should not be: a sentence each, oldest first. Empty for a correct allocator.
+    /// Returns the errors that work found, a sentence each, oldest first. Empty for a correct allocator.
     pub fn violations(&self) -> Vec<String> {
         self.with(|s| s.violations.clone())
     }
 
-    /// Bytes that other processes hold: `capacity` does not tell.
+    /// Sets the bytes that other processes hold; `capacity` does not include them.
     pub fn set_others(&self, bytes: u64) {
-        self.with(|s| s.others = bytes);
+        self.with(|s| s.other_process_bytes = bytes);
     }
 
-    /// What happens while the allocator next waits for the device.
+    /// Runs `hook` while the allocator next waits for the device.
     pub fn at_synchronize(&self, hook: impl FnOnce() + Send + 'static) {
         self.with(|s| s.at_synchronize.push(Box::new(hook)));
     }
 
-    /// The name of a stream; 0 is the default one. Streams of this device need no making.
+    /// Returns the id of a stream; 0 is the default stream. Streams of this device need not be created.
     pub fn stream(&self, index: u32) -> StreamId {
         StreamId(index)
     }
 
-    /// As [`write_tag`](Sim::write_tag), of `bytes` bytes anywhere.
+    /// Like [`write_tag`](Sim::write_tag), for `bytes` bytes anywhere.
     pub fn write_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Write(span, tag))
     }
 
-    /// As [`check_tag`](Sim::check_tag), of `bytes` bytes anywhere.
+    /// Like [`check_tag`](Sim::check_tag), for `bytes` bytes anywhere.
     pub fn check_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Check(span, tag))
     }
 
-    /// Runs the next command of a stream; false where there is none, or it waits for another stream.
+    /// Runs the next command of a stream. Returns false if there is none, or if it waits for another stream.
     pub fn step(&self, stream: StreamId) -> bool {
         self.with(|s| s.step(stream))
     }
 
-    /// Runs up to `n` commands of a stream, and says how many ran.
+    /// Runs up to `n` commands of a stream. Returns the number of commands run.
     pub fn run(&self, stream: StreamId, n: usize) -> usize {
         self.with(|s| (0..n).take_while(|_| s.step(stream)).count())
     }
 
-    /// Runs a few commands (up to 16) of streams taken at random, and says how many ran. The same seed in the same
-    /// state does the same.
+    /// Runs up to 16 commands of randomly chosen streams. Returns the number of commands run. The same seed in the same
+    /// state runs the same commands.
     pub fn run_some(&self, seed: u64) -> usize {
         self.with(|s| s.run_some(seed))
     }
 
-    /// Commands that have not run, on all streams.
+    /// Returns the number of commands that have not run, on all streams.
     pub fn queued(&self) -> usize {
         self.with(|s| s.streams.values().map(VecDeque::len).sum())
     }
@@ -225,7 +228,7 @@ impl Sim {
         f(&mut lock(&self.0.state))
     }
 
-    /// Notes a call, and does it.
+    /// Records a driver call, and executes it.
     fn call<R>(&self, call: Call, f: impl FnOnce(&mut State) -> R) -> R {
         self.0.count.fetch_add(1, Relaxed);
         self.with(|s| {
@@ -240,22 +243,21 @@ impl Sim {
         self.0.options.alignment
     }
 
-    /// Bytes that may be committed in all.
-    fn room(&self, s: &State) -> u64 {
-        self.0.options.capacity.saturating_sub(s.others)
+    fn commit_limit(&self, s: &State) -> u64 {
+        self.0.options.capacity.saturating_sub(s.other_process_bytes)
     }
 
-    /// The driver's memory as this device's own; that of a driver which hands it out wrapped, too.
-    fn own<'a>(&self, memory: &'a Memory) -> Result<&'a SimMemory> {
+    /// Returns a segment as this device's own memory, also if a driver that wraps this one handed it out.
+    fn own_memory<'a>(&self, memory: &'a Memory) -> Result<&'a SimMemory> {
         match &memory.get().unwrap_or(memory).0 {
             MemoryKind::Sim(m) if Arc::ptr_eq(&m.sim.0, &self.0) => Ok(m),
             _ => Err(Error::invalid("driver", format!("{memory:?} is not this simulated device's memory"))),
         }
     }
 
-    /// `bytes` bytes of a segment, in granules; bytes beyond a whole granule take all of it.
+    /// Returns the granules of `bytes` bytes of a segment. A partial granule counts as a whole one.
     fn span(&self, (memory, offset): At<'_>, bytes: usize) -> Result<Span> {
-        let memory = self.own(memory)?;
+        let memory = self.own_memory(memory)?;
         if offset.checked_add(bytes).is_none_or(|end| end > memory.size) || !offset.is_multiple_of(self.granule()) {
             let (all, granule) = (memory.size, self.granule());
             let reason = format!("{bytes} bytes at {offset} are not granules of {granule} in a segment of {all}");
@@ -265,19 +267,18 @@ impl Sim {
         Ok(Span { piece: memory.id, first, end: first + bytes.div_ceil(self.granule()) })
     }
 
-    /// Enqueues work on `bytes` bytes.
     fn launch(&self, stream: StreamId, at: At<'_>, bytes: usize, work: impl FnOnce(Span) -> Command) -> Result<()> {
         let span = self.span(at, bytes)?;
         self.with(|s| {
-            self.touch(s, span)?;
+            self.commit_touched(s, span)?;
             self.submit(s, stream, work(span));
             Ok(())
         })
     }
 
-    /// What a lazy device does when work on these bytes is enqueued: it finds the memory if nobody has made it.
-    fn touch(&self, s: &mut State, span: Span) -> Result<()> {
-        let (granule, room) = (self.granule(), self.room(s));
+    /// Commits these bytes if no allocator did, as a lazy device does when work on them is enqueued.
+    fn commit_touched(&self, s: &mut State, span: Span) -> Result<()> {
+        let (granule, room) = (self.granule(), self.commit_limit(s));
         let range = span.first * granule..span.end * granule;
         if s.pieces.missing(span.piece, &range) == 0 {
             return Ok(());
@@ -301,7 +302,7 @@ impl Sim {
     }
 }
 
-// SAFETY: segments are of the size asked for and nobody else's; they have tags instead of bytes.
+// SAFETY: segments have the requested size and are used by no other code; they have tags instead of bytes.
 unsafe impl Driver for Sim {
     fn device(&self) -> Device {
         Device::OpenCL(99)
@@ -331,7 +332,7 @@ unsafe impl Driver for Sim {
             if bytes > self.0.options.largest_segment {
                 return Err(Failure::TooBig);
             }
-            Ok(self.make(s, bytes, false))
+            Ok(self.make_memory(s, bytes, false))
         })
     }
 
@@ -340,8 +341,8 @@ unsafe impl Driver for Sim {
     }
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        let m = self.own(&memory).map_err(Failure::Other)?;
-        self.attempt(Call::Commit(m.size), |s| self.find(s, m, 0, m.size))?;
+        let m = self.own_memory(&memory).map_err(Failure::Other)?;
+        self.attempt(Call::Commit(m.size), |s| self.commit_range(s, m, 0, m.size))?;
         Ok(memory)
     }
 
@@ -350,17 +351,17 @@ unsafe impl Driver for Sim {
     }
 
     fn reserve(&self, bytes: usize) -> Option<Memory> {
-        (self.0.options.page > 0).then(|| self.call(Call::Reserve(bytes), |s| self.make(s, bytes, true)))
+        (self.0.options.page > 0).then(|| self.call(Call::Reserve(bytes), |s| self.make_memory(s, bytes, true)))
     }
 
     fn extend(&self, memory: &Memory, from: usize, to: usize) -> Result<(), Failure> {
-        let m = self.own(memory).map_err(Failure::Other)?;
+        let m = self.own_memory(memory).map_err(Failure::Other)?;
         m.check_pages("extend", self.0.options.page, from, to).map_err(Failure::Other)?;
-        self.attempt(Call::Extend(to - from), |s| self.find(s, m, from, to))
+        self.attempt(Call::Extend(to - from), |s| self.commit_range(s, m, from, to))
     }
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-        let Ok(m) = self.own(memory) else { return };
+        let Ok(m) = self.own_memory(memory) else { return };
         self.call(Call::Shrink(to.saturating_sub(from)), |s| {
             match m.check_pages("shrink", self.0.options.page, from, to) {
                 Err(error) => s.violations.push(error.to_string()),
@@ -381,8 +382,8 @@ unsafe impl Driver for Sim {
         hooks.into_iter().for_each(|hook| hook()); // without the lock: a hook may use the allocator
         let failed = self.with(|s| {
             s.finish_all();
-            s.order.know_all();
-            s.failures.met.take()
+            s.order.mark_all_known();
+            s.failures.pending_failure.take()
         });
         failed.map_or(Ok(()), |failure| Err(self.error("clFinish", failure)))
     }
@@ -392,7 +393,7 @@ unsafe impl Driver for Sim {
             if !self.0.options.asynchronous {
                 return Ok(Marker(MarkerKind::Done));
             }
-            let marker = SimMarker::new(stream, s.order.now(stream));
+            let marker = SimMarker::new(stream, s.order.clock_after(stream));
             self.submit(s, stream, Command::Mark(marker.clone()));
             Ok(Marker(MarkerKind::Sim(marker)))
         })
@@ -402,7 +403,7 @@ unsafe impl Driver for Sim {
         match &marker.0 {
             MarkerKind::Sim(marker) => self.try_call(Call::Query, "clGetEventInfo", |s| {
                 if marker.is_done() {
-                    s.order.know(marker.before());
+                    s.order.mark_known(marker.before());
                 }
                 Ok(marker.is_done())
             }),
@@ -414,7 +415,7 @@ unsafe impl Driver for Sim {
         self.try_call(Call::Query, "clGetEventInfo", |s| Ok(s.order.progress(stream).is_finished()))
     }
 
-    /// It knows at once what is done.
+    /// The simulated device knows at once which commands are done.
     fn progress(&self, stream: StreamId) -> Progress {
         self.with(|s| s.order.progress(stream))
     }
@@ -423,7 +424,7 @@ unsafe impl Driver for Sim {
         match &marker.0 {
             MarkerKind::Sim(marker) => self.try_call(Call::Wait, "clWaitForEvents", |s| {
                 s.finish(marker.clone());
-                s.order.know(marker.before());
+                s.order.mark_known(marker.before());
                 Ok(())
             }),
             _ => Ok(()),
@@ -446,19 +447,19 @@ unsafe impl Driver for Sim {
             if from.overlaps(&to) {
                 return Err(Error::invalid("copy", format!("{bytes} bytes of {from:?} overlap {to:?}")));
             }
-            self.touch(s, from)?;
-            self.touch(s, to)?;
+            self.commit_touched(s, from)?;
+            self.commit_touched(s, to)?;
             s.copied += bytes as u64;
             self.submit(s, stream, Command::Copy(from, to));
             Ok(())
         })
     }
 
-    /// The bytes of a granule are its tag, over and over: written elsewhere they are the same tag.
+    /// The bytes of a granule are its tag, repeated. Written to another granule they give the same tag.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let span = self.span(from, to.len())?;
         self.try_call(Call::Read(to.len()), "clEnqueueReadBuffer", |s| {
-            self.touch(s, span)?;
+            self.commit_touched(s, span)?;
             s.copied += to.len() as u64;
             s.finish_default(span, false);
             s.pieces.read(span, self.granule(), to);
@@ -469,7 +470,7 @@ unsafe impl Driver for Sim {
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let span = self.span(to, from.len())?;
         self.try_call(Call::Write(from.len()), "clEnqueueWriteBuffer", |s| {
-            self.touch(s, span)?;
+            self.commit_touched(s, span)?;
             s.finish_default(span, true);
             s.pieces.write(span, self.granule(), from);
             Ok(())

@@ -1,6 +1,8 @@
-//! What is ordered behind what: by streams themselves, by their waits for each other's markers, and by what the host knows
-//! to be done. Two uses of the same bytes, one of which writes, that nothing orders are a violation in whatever order they
-//! happen to run: a real device may run them in the other.
+//! The order of work on the simulated device, and a check for unordered uses of the same bytes.
+//!
+//! Work is ordered by its stream, by streams' waits for each other's markers, and by the work that the host knows to be
+//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation. They are even if they
+//! happen to run in the right order, because a real device may run them in the other order.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +10,7 @@ use super::Progress;
 use super::queue::{Command, Span};
 use crate::device::StreamId;
 
-/// Work of several streams: of each all up to a count.
+/// Work of several streams: for each stream, all commands up to a count.
 pub(super) type Clock = BTreeMap<StreamId, u64>;
 
 fn raise(clock: &mut Clock, stream: StreamId, to: u64) {
@@ -16,67 +18,69 @@ fn raise(clock: &mut Clock, stream: StreamId, to: u64) {
     *at = to.max(*at);
 }
 
-fn includes(clock: &Clock, used: &Used) -> bool {
+fn includes(clock: &Clock, used: &MemoryUse) -> bool {
     clock.get(&used.stream).is_some_and(|&at| used.at <= at)
 }
 
-/// A use of memory that something may still have to be ordered behind.
-struct Used {
+/// A use of memory that later uses may have to be ordered after.
+struct MemoryUse {
     span: Span,
     writes: bool,
     stream: StreamId,
     at: u64,
 }
 
+/// The order of all submitted commands.
 #[derive(Default)]
 pub(super) struct Order {
-    /// Whether uses are noted and looked at.
+    /// Whether uses are recorded and checked.
     pub(super) checks: bool,
     progress: BTreeMap<StreamId, Progress>,
-    /// What is before whatever is submitted next to each stream.
+    /// For each stream, the work that is done before the next submitted command runs.
     before: BTreeMap<StreamId, Clock>,
-    /// What the host knows to be done.
+    /// The work that the host knows to be done.
     known: Clock,
-    uses: Vec<Used>,
+    uses: Vec<MemoryUse>,
 }
 
 impl Order {
-    /// How far a stream is: the host knows from now on.
+    /// Returns a stream's progress, which the host knows from now on.
     pub(super) fn progress(&mut self, stream: StreamId) -> Progress {
         let progress = self.progress.get(&stream).copied().unwrap_or_default();
         raise(&mut self.known, stream, progress.finished);
         if progress.is_finished()
             && let Some(before) = self.before.get(&stream)
         {
-            // Its waits are over as well.
+            // The work that the stream waited for is done as well.
             before.iter().for_each(|(&other, &at)| raise(&mut self.known, other, at));
         }
         progress
     }
 
-    /// What is done when a marker is that is recorded now.
-    pub(super) fn now(&self, stream: StreamId) -> Clock {
+    /// Returns the work that is done when a marker recorded now is done.
+    pub(super) fn clock_after(&self, stream: StreamId) -> Clock {
         let mut clock = self.before.get(&stream).cloned().unwrap_or_default();
         raise(&mut clock, stream, self.progress.get(&stream).map_or(0, |progress| progress.submitted));
         clock
     }
 
-    pub(super) fn know(&mut self, done: &Clock) {
+    pub(super) fn mark_known(&mut self, done: &Clock) {
         done.iter().for_each(|(&stream, &at)| raise(&mut self.known, stream, at));
     }
 
-    pub(super) fn know_all(&mut self) {
+    /// Records that the host knows all finished work to be done, after a wait for the device.
+    pub(super) fn mark_all_known(&mut self) {
         self.progress.iter().for_each(|(&stream, progress)| raise(&mut self.known, stream, progress.finished));
         self.uses.clear();
     }
 
-    pub(super) fn ran(&mut self, stream: StreamId, command: &Command) {
+    pub(super) fn count_finished(&mut self, stream: StreamId, command: &Command) {
         if !matches!(command, Command::Mark(_)) {
             self.progress.entry(stream).or_default().finished += 1;
         }
     }
 
-    /// Notes a command; says what it should have been ordered behind and is not.
+    /// Records a command. Returns a description of a conflicting use that the command is not ordered after, if any.
     pub(super) fn submit(&mut self, stream: StreamId, command: &Command) -> Option<String> {
         let mut unordered = None;
         if !matches!(command, Command::Mark(_)) {
@@ -85,8 +89,8 @@ impl Order {
             let at = progress.submitted;
             let (reads, writes) = command.spans();
             for (span, writes) in reads.map(|span| (span, false)).into_iter().chain(writes.map(|span| (span, true))) {
-                unordered = unordered.or(self.use_by(Some(stream), span, writes));
-                self.uses.extend(self.checks.then_some(Used { span, writes, stream, at }));
+                unordered = unordered.or(self.check_use(Some(stream), span, writes));
+                self.uses.extend(self.checks.then_some(MemoryUse { span, writes, stream, at }));
             }
         }
         if let Command::Wait(marker) = command {
@@ -96,33 +100,34 @@ impl Order {
         unordered
     }
 
-    /// The host uses these bytes, when the default stream is done.
+    /// Records a use of these bytes by the host, after the work of the default stream.
     pub(super) fn use_by_host(&mut self, span: Span, writes: bool) -> Option<String> {
-        let done = self.now(StreamId::DEFAULT);
-        self.know(&done);
-        self.use_by(None, span, writes)
+        let done = self.clock_after(StreamId::DEFAULT);
+        self.mark_known(&done);
+        self.check_use(None, span, writes)
     }
 
-    fn use_by(&mut self, stream: Option<StreamId>, span: Span, writes: bool) -> Option<String> {
+    /// Checks a use by a stream, or by the host, against earlier uses. Returns a description of a conflict, if any.
+    fn check_use(&mut self, stream: Option<StreamId>, span: Span, writes: bool) -> Option<String> {
         let Order { before, known, uses, .. } = self;
         uses.retain(|used| !includes(known, used));
         let before = stream.and_then(|stream| before.get(&stream));
         let is_before =
-            |used: &Used| Some(used.stream) == stream || before.is_some_and(|before| includes(before, used));
-        let conflicts = |used: &&Used| (used.writes || writes) && used.span.overlaps(&span);
+            |used: &MemoryUse| Some(used.stream) == stream || before.is_some_and(|before| includes(before, used));
+        let conflicts = |used: &&MemoryUse| (used.writes || writes) && used.span.overlaps(&span);
         let late = uses.iter().filter(conflicts).find(|used| !is_before(used));
         let unordered = late.map(|used| {
             let who = stream.map_or("the host".into(), |stream| format!("stream {}", stream.index()));
             format!("{who} uses {span:?} and waits for no use by stream {} of {:?}", used.stream.index(), used.span)
         });
         if writes {
-            // Whoever is ordered behind this use is ordered behind those as well.
+            // Work ordered after this use is also ordered after the earlier uses that this use covers.
             uses.retain(|used| !(span.covers(&used.span) && is_before(used)));
         }
         unordered
     }
 
-    /// These bytes are given back: what used them does not matter to who gets them next.
+    /// Forgets the uses of released bytes, which do not matter to their next owner.
     pub(super) fn forget(&mut self, gone: Span) {
         let (apart, cut): (Vec<_>, Vec<_>) = self.uses.drain(..).partition(|used| !used.span.overlaps(&gone));
         self.uses = apart;
@@ -130,7 +135,7 @@ impl Order {
             let (before, behind) = (used.span.first..gone.first, gone.end..used.span.end);
             let parts = [before, behind].into_iter().filter(|part| !part.is_empty());
             self.uses.extend(
-                parts.map(|part| Used { span: Span { first: part.start, end: part.end, ..used.span }, ..used }),
+                parts.map(|part| MemoryUse { span: Span { first: part.start, end: part.end, ..used.span }, ..used }),
             );
         }
     }

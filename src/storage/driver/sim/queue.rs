@@ -1,4 +1,5 @@
-//! The simulated device's streams: queues of commands, run in order each, and in any order between them.
+//! The simulated device's streams. Each is a queue of commands that run in order; commands of different streams run in
+//! any order.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -9,7 +10,7 @@ use super::State;
 use super::order::Clock;
 use crate::device::StreamId;
 
-/// Granules `first..end` of a piece of memory.
+/// Granules `first..end` of a segment.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
     pub(super) piece: u64,
@@ -22,7 +23,6 @@ impl Span {
         self.piece == other.piece && self.first < other.end && other.first < self.end
     }
 
-    /// Whether all of the other is in it.
     pub(super) fn covers(&self, other: &Span) -> bool {
         self.piece == other.piece && self.first <= other.first && other.end <= self.end
     }
@@ -34,7 +34,7 @@ impl fmt::Debug for Span {
     }
 }
 
-/// A point in a stream. The device's lock orders all that is done with it.
+/// A point in a stream. Accesses are ordered by the device's lock.
 #[derive(Clone)]
 pub(crate) struct SimMarker {
     stream: StreamId,
@@ -47,7 +47,7 @@ impl SimMarker {
         SimMarker { stream, done: Arc::default(), before: Arc::new(before) }
     }
 
-    /// The work of all streams that is done when it is.
+    /// Returns the work of all streams that is done when this marker is done.
     pub(super) fn before(&self) -> &Clock {
         &self.before
     }
@@ -57,7 +57,7 @@ impl SimMarker {
     }
 }
 
-/// What a stream does next.
+/// A command in a stream.
 pub(super) enum Command {
     Write(Span, u32),
     Check(Span, u32),
@@ -67,7 +67,6 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// The bytes it reads and those it writes.
     pub(super) fn spans(&self) -> (Option<Span>, Option<Span>) {
         match self {
             Command::Write(at, _) => (None, Some(*at)),
@@ -100,11 +99,11 @@ impl State {
                 self.pieces.tags_mut(to).copy_from_slice(&tags);
             }
             Command::Mark(marker) => marker.done.store(true, Relaxed),
-            Command::Wait(_) => {} // `step` has seen to it
+            Command::Wait(_) => {} // `step` has checked the marker
         }
     }
 
-    /// The marker that the stream's next command waits for.
+    /// Returns the marker that the stream's next command waits for.
     fn blocked_on(&self, stream: StreamId) -> Option<&SimMarker> {
         match self.streams.get(&stream)?.front()? {
             Command::Wait(marker) if !marker.is_done() => Some(marker),
@@ -112,14 +111,14 @@ impl State {
         }
     }
 
-    /// Runs a stream's next command; false where there is none, or it waits.
+    /// Runs a stream's next command. Returns false if there is none, or if it waits for another stream.
     pub(super) fn step(&mut self, stream: StreamId) -> bool {
         if self.blocked_on(stream).is_some() {
             return false;
         }
         match self.streams.get_mut(&stream).and_then(|queue| queue.pop_front()) {
             Some(command) => {
-                self.order.ran(stream, &command);
+                self.order.count_finished(stream, &command);
                 self.execute(stream, command);
             }
             None => return false,
@@ -127,7 +126,7 @@ impl State {
         true
     }
 
-    /// Runs a stream's next command, and first what it waits for.
+    /// Runs a stream's next command, after the commands it waits for.
     fn force(&mut self, stream: StreamId) -> bool {
         if let Some(marker) = self.blocked_on(stream) {
             let marker = marker.clone();
@@ -139,7 +138,7 @@ impl State {
     /// Runs everything before the marker.
     ///
     /// # Panics
-    /// If streams wait for each other in a circle, or for a marker of another device.
+    /// If streams wait for each other in a cycle, or for a marker of another device.
     pub(super) fn finish(&mut self, marker: SimMarker) {
         let mut needed = vec![marker];
         while let Some(marker) = needed.last() {
@@ -160,25 +159,23 @@ impl State {
         }
     }
 
-    /// Runs a stream to its end.
     pub(super) fn finish_stream(&mut self, stream: StreamId) {
         while self.force(stream) {}
     }
 
-    /// Runs the default stream to its end, for the host to read or write these bytes.
+    /// Runs all commands of the default stream, so that the host can read or write these bytes.
     pub(super) fn finish_default(&mut self, span: Span, writes: bool) {
         self.finish_stream(StreamId::DEFAULT);
         let unordered = self.order.use_by_host(span, writes);
         self.violations.extend(unordered);
     }
 
-    /// Runs everything, stream by stream.
     pub(super) fn finish_all(&mut self) {
         let streams: Vec<StreamId> = self.streams.keys().copied().collect();
         streams.into_iter().for_each(|stream| self.finish_stream(stream));
     }
 
-    /// Runs what is queued up to the last use of these bytes; a stall if there is any.
+    /// Runs the queued commands up to the last use of these bytes. Counts a stall if there are any.
     pub(super) fn finish_uses(&mut self, span: Span) {
         let uses = |queue: &VecDeque<Command>| queue.iter().rev().any(|command| command.uses(&span));
         let streams: Vec<StreamId> =

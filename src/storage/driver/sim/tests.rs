@@ -1,4 +1,4 @@
-//! The simulated device does what a real one would, and notices what a real one would not.
+//! The simulated device behaves as a real one, and reports errors that a real one would not.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ fn committed(sim: &Sim, bytes: usize) -> Memory {
 }
 
 #[test]
-fn memory_is_lazy_counted_and_given_back() {
+fn memory_is_lazy_counted_and_released() {
     let sim = Sim::new(SimOptions { capacity: 10 << 10, largest_segment: 8 << 10, ..SimOptions::default() });
     let a = sim.create(8 << 10).unwrap();
     assert_eq!((sim.committed(), sim.live_segments()), (0, 1));
     let a = sim.commit(a).unwrap();
-    let a = sim.commit(a).unwrap(); // twice is once
+    let a = sim.commit(a).unwrap(); // committing twice counts once
     assert_eq!(sim.committed(), 8 << 10);
-    let make = || sim.create(4 << 10).unwrap(); // promises nothing
+    let make = || sim.create(4 << 10).unwrap(); // creating promises nothing
     assert!(matches!(sim.commit(make()), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.create((8 << 10) + 1), Err(Failure::TooBig)));
     drop(a);
@@ -39,7 +39,7 @@ fn memory_is_lazy_counted_and_given_back() {
 }
 
 #[test]
-fn work_on_memory_that_was_not_committed_fails_where_nobody_can_help() {
+fn work_on_uncommitted_memory_fails_at_enqueue() {
     let sim = asynchronous();
     let (a, b) = (sim.create(1 << 20).unwrap(), sim.create(GRANULE).unwrap());
     sim.fail_next_enqueue(Failure::Resources);
@@ -89,7 +89,7 @@ fn streams_run_in_order_each_and_independently_of_each_other() {
 }
 
 #[test]
-fn a_wait_runs_what_is_needed_and_no_more() {
+fn a_wait_runs_only_the_commands_it_needs() {
     let sim = asynchronous();
     let a = committed(&sim, GRANULE);
     let streams: Vec<StreamId> = (0..4).map(|i| sim.stream(i)).collect();
@@ -110,7 +110,7 @@ fn a_wait_runs_what_is_needed_and_no_more() {
 
 #[test]
 #[should_panic(expected = "deadlock: nothing on stream 2")]
-fn waiting_for_what_never_comes_is_a_panic() {
+fn waiting_for_an_unreachable_marker_panics() {
     let (sim, other) = (asynchronous(), asynchronous());
     let foreign = other.record(other.stream(2)).unwrap();
     sim.stream_waits(StreamId::DEFAULT, &foreign).unwrap();
@@ -140,7 +140,7 @@ fn copies_move_tags_in_the_order_of_their_stream() {
     let s = sim.stream(1);
     sim.write_tag_at(s, (&a, 0), GRANULE, 1).unwrap();
     sim.write_tag_at(s, (&a, GRANULE), GRANULE, 2).unwrap();
-    sim.copy(s, (&a, 0), (&a, 4 * GRANULE), GRANULE + 1).unwrap(); // a part of a granule takes all of it
+    sim.copy(s, (&a, 0), (&a, 4 * GRANULE), GRANULE + 1).unwrap(); // a partial granule counts as a whole one
     sim.write_tag_at(s, (&a, 0), 2 * GRANULE, 3).unwrap();
     sim.check_tag_at(s, (&a, 4 * GRANULE), GRANULE, 1).unwrap();
     sim.check_tag_at(s, (&a, 5 * GRANULE), GRANULE, 2).unwrap();
@@ -150,11 +150,11 @@ fn copies_move_tags_in_the_order_of_their_stream() {
     assert!(sim.copy(s, (&a, 0), (&a, GRANULE), 2 * GRANULE).is_err()); // overlap
     assert!(sim.copy(s, (&a, 0), (&a, 7 * GRANULE), 2 * GRANULE).is_err()); // outside
     assert!(sim.copy(s, (&a, 1), (&a, 4 * GRANULE), 1).is_err()); // between granules
-    assert!(asynchronous().copy(s, (&a, 0), (&a, 4 * GRANULE), 1).is_err()); // another device's
+    assert!(asynchronous().copy(s, (&a, 0), (&a, 4 * GRANULE), 1).is_err()); // another device's memory
 }
 
 #[test]
-fn tags_survive_the_way_over_the_host() {
+fn tags_survive_a_copy_through_the_host() {
     let sim = asynchronous();
     let (a, b) = (committed(&sim, 3 * GRANULE), committed(&sim, 4 * GRANULE));
     for (i, tag) in [0xDEAD_BEEF, 2, 3].into_iter().enumerate() {
@@ -180,7 +180,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     let a = sim.reserve(9 * page + GRANULE).unwrap(); // more than the device has
     assert_eq!(sim.committed(), 0);
     sim.extend(&a, 0, 2 * page).unwrap();
-    sim.extend(&a, page, 3 * page).unwrap(); // what is there already is not counted twice
+    sim.extend(&a, page, 3 * page).unwrap(); // pages already committed are not counted twice
     assert_eq!(sim.committed(), 3 * page as u64);
     assert!(matches!(sim.extend(&a, 3 * page, 5 * page), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.extend(&a, 1, page), Err(Failure::Other(_))));
@@ -196,8 +196,8 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     sim.shrink(&a, 0, 2 * page);
     assert_eq!(sim.committed(), page as u64 + GRANULE as u64);
     sim.extend(&a, page, 2 * page).unwrap();
-    check(page, 0); // what was given back is lost
-    check(2 * page, 5); // the rest is not
+    check(page, 0); // released pages lose their contents
+    check(2 * page, 5); // the other pages do not
     assert_eq!(sim.violations(), [""; 0]);
     assert!(tag(0).is_err()); // a fault, not a late commit
     assert_eq!((sim.violations().len(), sim.late_commits()), (1, 0));
@@ -208,7 +208,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
 }
 
 #[test]
-fn memory_given_back_while_work_needs_it_stalls() {
+fn releasing_memory_in_use_stalls() {
     let sim = asynchronous();
     let (a, b) = (committed(&sim, GRANULE), committed(&sim, GRANULE));
     let (s0, s1) = (sim.stream(0), sim.stream(1));
@@ -277,7 +277,7 @@ fn calls_are_counted_and_recorded_when_asked_for() {
 }
 
 #[test]
-fn what_happens_during_a_wait_may_use_the_device() {
+fn a_hook_during_a_wait_may_use_the_device() {
     let sim = asynchronous();
     let marker = sim.record(StreamId::DEFAULT).unwrap();
     let inside = sim.clone();

@@ -1,4 +1,4 @@
-//! On every OpenCL device there is, those that would not be staged for included.
+//! Tests on every OpenCL device, including those whose transfers are not normally staged.
 
 use super::transfer::chunks_of;
 use super::*;
@@ -9,16 +9,17 @@ fn devices() -> Vec<&'static ClDevice> {
     (0..opencl::count()).map(|i| opencl::open(i).unwrap()).collect()
 }
 
-/// A pool of its own, so that its counts are those of one test.
-fn new_pool(device: &'static ClDevice, cap: usize) -> &'static Pool {
-    Box::leak(Box::new(PinnedPool::new(Source(device), 0, Budget::new(cap))))
+/// Makes a separate pool, so that its counts belong to one test.
+fn new_pool(device: &'static ClDevice, cap: usize) -> &'static DevicePinnedPool {
+    Box::leak(Box::new(PinnedPool::new(PinnedDevice(device), 0, Budget::new(cap))))
 }
 
+/// The number of slices.
 const RING: usize = 6;
 
-/// A transfer through slices of so many bytes, of which threads copy a third at a time.
-fn ring(pool: &'static Pool, device: &'static ClDevice, slice: usize, total: usize) -> Ring {
-    let cut = Cut { block: slice, slice, slices: RING, piece: slice.div_ceil(3) };
+/// Makes a transfer through slices of `slice` bytes, of which threads copy a third at a time.
+fn ring(pool: &'static DevicePinnedPool, device: &'static ClDevice, slice: usize, total: usize) -> Ring {
+    let cut = StagingSizes { block: slice, slice, slices: RING, piece: slice.div_ceil(3) };
     Ring::new(pool, device, cut, total).expect("there is pinned memory")
 }
 
@@ -34,7 +35,7 @@ fn holding(device: Device, data: &[u8]) -> Storage {
     s
 }
 
-/// Every length around the slices' boundaries and the ring's end, at odd offsets, against plain transfers.
+/// Compares with plain transfers at every length around the slices' boundaries and the ring's end, at odd offsets.
 #[test]
 fn staged_and_plain_transfers_agree() {
     const SLICE: usize = 4096;
@@ -86,7 +87,7 @@ fn chunks_cover_a_transfer_and_are_small_at_both_ends() {
 }
 
 #[test]
-fn slices_large_enough_for_many_threads_to_copy() {
+fn large_slices_are_copied_by_many_threads() {
     for device in devices() {
         let pool = new_pool(device, 16 << 20);
         let (slice, n) = ((1 << 20) + 512, (9 << 20) + 77);
@@ -143,7 +144,7 @@ fn faults_are_reported_by_a_staged_read() {
 }
 
 #[test]
-fn a_range_beyond_the_buffer_is_an_error_and_gives_the_slices_back() {
+fn a_range_beyond_the_buffer_is_an_error_and_returns_the_slices() {
     for device in devices() {
         let pool = new_pool(device, 1 << 20);
         let buffer = device.create_buffer(20_000).unwrap();
@@ -153,23 +154,28 @@ fn a_range_beyond_the_buffer_is_an_error_and_gives_the_slices_back() {
         let error = ring(pool, device, 4096, 20_000).write(&bytes, (&buffer, 1)).unwrap_err();
         assert!(matches!(error, Error::Invalid { op: "write", .. }), "{error}");
         device.finish().unwrap();
-        assert!(!pool.poll(), "their transfers are done");
+        assert!(!pool.free_finished(), "their transfers are done");
         assert_eq!(pool.stats().active_bytes.current, 0);
     }
 }
 
 #[test]
-fn without_pinned_memory_the_plain_way_is_taken() {
+fn without_pinned_memory_transfers_are_not_staged() {
     for device in devices() {
         let ring = |cap: usize, total: usize| {
-            Ring::new(new_pool(device, cap), device, Cut { block: 4096, slice: 4096, slices: RING, piece: 4096 }, total)
+            Ring::new(
+                new_pool(device, cap),
+                device,
+                StagingSizes { block: 4096, slice: 4096, slices: RING, piece: 4096 },
+                total,
+            )
         };
         assert!(ring(4096, 8192).is_none(), "one slice is no ring");
         assert!(ring(4096, 4000).is_some(), "unless one is enough");
         assert!(ring(0, 4000).is_none());
         let info = device.info();
         let staged = !info.unified_memory && info.kind != DeviceKind::Cpu;
-        for (bytes, large) in [(STAGED - 1, false), (STAGED, true), (1 << 30, true)] {
+        for (bytes, large) in [(MIN_STAGED_BYTES - 1, false), (MIN_STAGED_BYTES, true), (1 << 30, true)] {
             assert_eq!(is_staged(device, bytes), staged && large);
         }
     }
@@ -182,7 +188,7 @@ fn pinned_bytes_belong_to_a_transfer_until_it_is_over() {
         let pinned = PinnedBytes::new(pool, opened, 10_000).unwrap();
         let start = pinned.start().as_ptr();
         assert!(pinned.is_for(device) && !pinned.is_for(Device::OpenCL(opencl::count())));
-        let refused = || [false, true].map(|written| pinned.check(written).is_err());
+        let refused = || [false, true].map(|written| pinned.wait_and_check(written).is_err());
         for (written, kept) in [(false, [false, true]), (true, [true, true])] {
             let lent = || pinned.lend(opened, start, 10_000, written).unwrap();
             let (first, mut second) = (lent(), lent());
@@ -193,7 +199,7 @@ fn pinned_bytes_belong_to_a_transfer_until_it_is_over() {
             assert_eq!(refused(), [false, false]);
         }
         mem::forget(pinned.lend(opened, start.wrapping_add(9_999), 1, true).unwrap());
-        let error = pinned.check(false).unwrap_err();
+        let error = pinned.wait_and_check(false).unwrap_err();
         assert!(matches!(error, Error::DeviceLost { device: of, .. } if of == device), "{error}");
         assert_eq!(pool.stats().active_requests.current, 1);
         drop(pinned);
@@ -202,22 +208,32 @@ fn pinned_bytes_belong_to_a_transfer_until_it_is_over() {
     }
 }
 
-/// In halves, on both sides of the sizes where that begins and ends.
+/// Transfers in halves, on both sides of the sizes where halving begins and ends.
 #[test]
-fn small_transfers_through_the_blocks_of_large_ones() {
+fn small_transfers_use_the_blocks_of_large_ones() {
     for device in devices() {
         let pool = new_pool(device, 32 << 20);
-        for total in [1, 2, 3, STAGED - 1, STAGED + 13, 2 * STAGED + 1, SMALL - 1, SMALL, SMALL + 1] {
+        for total in [
+            1,
+            2,
+            3,
+            MIN_STAGED_BYTES - 1,
+            MIN_STAGED_BYTES + 13,
+            2 * MIN_STAGED_BYTES + 1,
+            SMALL_TRANSFER_BYTES - 1,
+            SMALL_TRANSFER_BYTES,
+            SMALL_TRANSFER_BYTES + 1,
+        ] {
             let data = pattern(total, 9);
             let s = holding(device.device(), &vec![7; total + 2]);
             let place = s.cl().unwrap();
-            for cut in [UP.of(total), DOWN.of(total)] {
+            for cut in [UPLOAD_SIZES.for_transfer(total), DOWNLOAD_SIZES.for_transfer(total)] {
                 assert!(cut.slice <= cut.block && cut.piece <= cut.block, "{cut:?}");
             }
-            let up = Ring::new(pool, device, UP.of(total), total).unwrap();
+            let up = Ring::new(pool, device, UPLOAD_SIZES.for_transfer(total), total).unwrap();
             up.write(&data, place.at(1)).unwrap();
             let mut got = vec![0; total];
-            let down = Ring::new(pool, device, DOWN.of(total), total).unwrap();
+            let down = Ring::new(pool, device, DOWNLOAD_SIZES.for_transfer(total), total).unwrap();
             down.read(place.at(1), &mut got).unwrap();
             assert!(got == data, "{total} bytes on {}", device.device());
         }
@@ -247,7 +263,7 @@ fn tensors_in_pinned_memory_hold_their_values() {
 }
 
 #[test]
-fn statistics_of_devices_that_need_no_pinned_memory() {
+fn devices_without_pinned_memory_report_zero_statistics() {
     assert_eq!(Device::Cpu.pinned_memory_stats().unwrap(), PinnedStats::default());
     let nowhere = Device::OpenCL(opencl::count() + 3);
     assert!(matches!(nowhere.pinned_memory_stats(), Err(Error::NoDevice { .. })));
@@ -262,14 +278,17 @@ fn statistics_of_devices_that_need_no_pinned_memory() {
     }
 }
 
-/// Large copies within one segment and from one to another, at odd offsets; and ranges that overlap, which go another way.
+/// Large copies within one segment and between segments, at odd offsets; and overlapping ranges, which take another
+/// code path.
 #[test]
-fn copies_that_wait_are_whole_and_apart() {
+fn blocking_copies_are_complete_and_touch_nothing_else() {
     for device in devices() {
-        let n = MAPPED + 4099;
+        let n = MIN_MAPPED_BYTES + 4099;
         let data = pattern(2 * n, 5);
         let (here, there) = (holding(device.device(), &data), holding(device.device(), &vec![7; n]));
-        for (from, to, bytes) in [(0, 3, MAPPED - 1), (1, 0, n), (n, 1, n - 1), (n - 5, 4098, MAPPED)] {
+        for (from, to, bytes) in
+            [(0, 3, MIN_MAPPED_BYTES - 1), (1, 0, n), (n, 1, n - 1), (n - 5, 4098, MIN_MAPPED_BYTES)]
+        {
             there.fill(0, n, &[7]).unwrap();
             there.copy_from(to, &here, from, bytes, true).unwrap();
             let mut got = vec![0; n];
@@ -278,7 +297,9 @@ fn copies_that_wait_are_whole_and_apart() {
             assert!(got[..to].iter().chain(&got[to + bytes..]).all(|&b| b == 7), "nothing else is written");
         }
         let mut want = data.clone();
-        for (from, to, bytes) in [(n, 0, n), (9, n, MAPPED), (100, 0, MAPPED + 1), (0, 4096, MAPPED)] {
+        for (from, to, bytes) in
+            [(n, 0, n), (9, n, MIN_MAPPED_BYTES), (100, 0, MIN_MAPPED_BYTES + 1), (0, 4096, MIN_MAPPED_BYTES)]
+        {
             here.copy_from(to, &here, from, bytes, true).unwrap();
             want.copy_within(from..from + bytes, to);
             let mut got = vec![0; 2 * n];

@@ -1,4 +1,4 @@
-//! A transfer in pieces that all threads of the team take in turn.
+//! A transfer split into pieces that all threads of the team take in turn.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -10,26 +10,26 @@ use crate::device::cpu::parallel;
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// How often a thread looks whether another is through before it lets others run.
-const SPINS: u32 = 20_000;
+/// How often a thread polls a flag of another thread before it yields the processor.
+const SPINS_BEFORE_YIELD: u32 = 20_000;
 
-/// A part of a transfer that goes through a slice at a time.
+/// A part of a transfer that goes through one slice at once.
 pub(super) struct Chunk {
     pub(super) range: Range<usize>,
-    /// Pieces of it that are not copied yet.
+    /// The number of pieces not copied yet.
     left: AtomicUsize,
-    /// Whether the slice is there to be copied to or from.
+    /// True if the slice is free to be copied to or from.
     ready: AtomicBool,
-    /// Whether the device's part was submitted.
+    /// True if the device's transfer of the chunk was submitted.
     pub(super) begun: AtomicBool,
 }
 
-/// A transfer under way. All threads take pieces in order, and none sleeps before the end: who finds a slice in use waits
-/// for the device, who copies the last piece of a chunk hands it on.
+/// A transfer in progress. All threads take pieces in order, and none sleeps before the end. A thread that needs a
+/// slice in use waits for the device. The thread that copies the last piece of a chunk hands the slice on.
 pub(super) struct Transfer<'a> {
     ring: &'a Ring,
     pub(super) chunks: Vec<Chunk>,
-    /// The pieces: of which chunk, and which bytes.
+    /// The pieces: the index of the chunk, and the bytes of the transfer.
     pieces: Vec<(usize, Range<usize>)>,
     failed: AtomicBool,
     error: Mutex<Option<Error>>,
@@ -50,9 +50,10 @@ impl<'a> Transfer<'a> {
         Transfer { ring, chunks, pieces, failed: AtomicBool::new(false), error: Mutex::new(None) }
     }
 
-    /// Has the team's threads copy every piece. `acquire` gets the slice of a chunk, `copy` is given a piece's place in it and
-    /// its bytes of the whole, `finish` comes after the last piece of a chunk; those two say whether to go on.
-    pub(super) fn run(
+    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk. `copy` gets a piece's
+    /// address in the slice and its range of the transfer. `finish` runs after the last piece of a chunk. `acquire` and
+    /// `finish` return whether to go on.
+    pub(super) fn copy_pieces(
         &self,
         acquire: impl Fn(usize) -> bool + Sync,
         copy: impl Fn(*mut u8, Range<usize>) + Sync,
@@ -61,7 +62,8 @@ impl<'a> Transfer<'a> {
         parallel::for_each_in_order(self.pieces.len(), 1, |i| {
             let (at, piece) = &self.pieces[i];
             let chunk = &self.chunks[*at];
-            // Pieces are begun in order: who waits for another thread's waits for one that is under way.
+            // Pieces are begun in order, so a thread only waits for another thread that is already working on an
+            // earlier piece.
             let usable = if piece.start == chunk.range.start {
                 let usable = acquire(*at);
                 chunk.ready.store(usable, Release);
@@ -84,11 +86,12 @@ impl<'a> Transfer<'a> {
         }
     }
 
+    /// Waits until the device's transfer of the chunk was submitted.
     pub(super) fn await_begun(&self, chunk: usize) -> bool {
         self.await_flag(&self.chunks[chunk].begun)
     }
 
-    /// Waits for what another thread is about to do; false where the transfer has failed.
+    /// Waits for a flag that another thread is about to set. Returns false if the transfer has failed.
     fn await_flag(&self, flag: &AtomicBool) -> bool {
         let mut turns = 0u32;
         while !flag.load(Acquire) {
@@ -96,13 +99,13 @@ impl<'a> Transfer<'a> {
                 return false;
             }
             turns += 1;
-            if turns < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if turns < SPINS_BEFORE_YIELD { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
         true
     }
 
-    /// Keeps the first error. Whether there is none.
-    pub(super) fn note(&self, result: Result<()>) -> bool {
+    /// Keeps the first error. Returns true if `result` is not an error.
+    pub(super) fn keep_error(&self, result: Result<()>) -> bool {
         let Err(error) = result else { return true };
         lock(&self.error).get_or_insert(error);
         self.failed.store(true, Relaxed);
@@ -110,8 +113,8 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// The chunks of a transfer: at most `slice` bytes, less at both ends, where the device waits for the first one, and the
-/// host for the last.
+/// Splits a transfer into chunks of at most `slice` bytes. Chunks are smaller at both ends, where the device waits for
+/// the first chunk and the host for the last.
 pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     let least = slice.div_ceil(4);
     let (mut ranges, mut at, mut next) = (Vec::new(), 0, least);
@@ -124,26 +127,26 @@ pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Has `copy` copy `n` bytes.
+/// Passes `n` bytes at both addresses to `copy`.
 ///
 /// # Safety
-/// Both places have them, and nobody writes them meanwhile, nor reads those at `to`.
-pub(super) unsafe fn bytes(from: *const u8, to: *mut u8, n: usize, copy: impl FnOnce(&mut [u8], &[u8])) {
-    // SAFETY: the caller's promise.
+/// Both addresses have `n` bytes. Nothing else writes them meanwhile, or reads those at `to`.
+pub(super) unsafe fn copy_raw(from: *const u8, to: *mut u8, n: usize, copy: impl FnOnce(&mut [u8], &[u8])) {
+    // SAFETY: promised by the caller.
     let (from, to) = unsafe { (std::slice::from_raw_parts(from, n), std::slice::from_raw_parts_mut(to, n)) };
     copy(to, from);
 }
 
-/// Where bytes begin that threads share out among themselves.
+/// The address of the first byte of a range that threads divide among themselves.
 #[derive(Clone, Copy)]
-pub(super) struct Start(pub(super) *mut u8);
+pub(super) struct StartPtr(pub(super) *mut u8);
 
-// SAFETY: a place; who reads or writes there says why it may.
-unsafe impl Send for Start {}
+// SAFETY: only an address; the code that reads or writes there justifies the access.
+unsafe impl Send for StartPtr {}
 // SAFETY: as above.
-unsafe impl Sync for Start {}
+unsafe impl Sync for StartPtr {}
 
-impl Start {
+impl StartPtr {
     pub(super) fn at(self, offset: usize) -> *mut u8 {
         self.0.wrapping_add(offset)
     }

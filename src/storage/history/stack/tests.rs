@@ -1,6 +1,6 @@
 use super::*;
 
-/// The stack of a caller so many calls deep, each with a frame of a size that depends on `wide`.
+/// Captures a stack `depth` calls deeper, with frames whose size depends on `wide`.
 #[inline(never)]
 fn deeper(depth: usize, wide: bool) -> Stack {
     let stack = match depth {
@@ -17,14 +17,14 @@ fn wider(depth: usize) -> Stack {
     black_box(deeper(room[1] - 1, true))
 }
 
-/// Whether it is this function's of this file. Line tables tell names without their paths.
+/// True if the frame is this function of this file. Line tables have names without their paths.
 fn is(frame: &Frame, name: &str) -> bool {
     frame.filename.ends_with("stack/tests.rs") && frame.name.rsplit("::").next() == Some(name)
 }
 
-/// Captured again, a stack is that which unwinding finds, whichever were met in between.
+/// Captured again, a stack equals the one that unwinding finds, whatever stacks were captured in between.
 #[test]
-fn stacks_are_those_of_unwinding() {
+fn captured_stacks_agree_with_unwinding() {
     let depths = if cfg!(miri) { 3 } else { 30 };
     let capture = |depth: usize| deeper(depth, depth.is_multiple_of(3));
     let rounds: Vec<Vec<Stack>> = (0..4).map(|_| (0..depths).map(capture).collect()).collect();
@@ -42,7 +42,7 @@ fn every_thread_has_its_stack() {
     let there = std::thread::spawn(move || deeper(2, false)).join().map(Stack::frames).unwrap();
     assert!(here[..3].iter().chain(&there[..3]).all(|frame| is(frame, "deeper")), "{here:?} {there:?}");
     assert!(is(&here[3], "every_thread_has_its_stack"), "{here:?}");
-    // The other thread's begins with the closure.
+    // The other thread's stack begins with the closure.
     assert!(here.iter().chain(&there).all(|frame| frame.filename.ends_with("stack/tests.rs")), "{here:?} {there:?}");
     assert!(!there.iter().any(|frame| is(frame, "every_thread_has_its_stack")), "{there:?}");
 }
@@ -54,7 +54,7 @@ fn the_table_is_bounded() {
     let here = &raw const *black_box(&here) as usize;
     let known = stacks.capture(here);
     assert_ne!(known, Stack::NONE);
-    assert_eq!(stacks.id([1, 2].into()), Stack(2));
+    assert_eq!(stacks.intern([1, 2].into()), Stack(2));
     assert_eq!((stacks.capture(here + 1), stacks.lost), (Stack::NONE, 1), "another stack, as its start differs");
     assert_eq!(stacks.kept.len(), 2);
     assert_eq!(stacks.addresses(Stack(2)).as_deref(), Some(&[1, 2][..]));
@@ -62,16 +62,16 @@ fn the_table_is_bounded() {
 }
 
 #[test]
-fn frames_that_vary_are_not_walked() {
+fn frames_of_varying_size_are_not_walked() {
     let words = [0_usize; 64];
     let low = black_box(&words).as_ptr() as usize;
     let memory = StackMemory::above(low).filter(|_| cfg!(all(target_os = "linux", target_arch = "x86_64")));
     let Some(memory) = memory else { return };
-    let mut sizes = Sizes::default();
+    let mut sizes = FrameSizes::default();
     sizes.learn(memory, &[(0, low + 16), (0, low + 48)]);
     assert_eq!(sizes.0[&START], VARIES, "the same address with two distances");
     assert_eq!(sizes.walk(memory, &mut [0; MAX_DEPTH]), None);
-    let mut sizes = Sizes::default();
+    let mut sizes = FrameSizes::default();
     sizes.learn(memory, &[(7, low + 16)]);
     assert_eq!((sizes.0[&START], sizes.0[&7]), (VARIES, OUTERMOST), "there is no such return address");
     assert!(memory.return_address(memory.end + 8).is_none() && memory.return_address(low).is_none());

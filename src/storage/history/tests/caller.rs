@@ -1,4 +1,4 @@
-//! The lines of the program that events carry without stacks.
+//! The program's lines that events carry without stacks.
 
 use std::panic::{Location, catch_unwind};
 
@@ -31,15 +31,15 @@ fn a_line_lasts_as_long_as_its_method() -> Result<()> {
     let history = recorded(HistoryOptions::default())?;
     let alone = || _ = history.record(TraceAction::Alloc, 2, 512, 0);
     alone();
-    let line = allocate(&history, || inside(alone)); // a function of the crate inside: the line around it stays
-    // Blocks are often freed long after their last use, so that the line of a free would say nothing.
+    let line = allocate(&history, || inside(alone)); // a function of the crate inside: the outer line stays
+    // A free gets no line: blocks are often freed long after their last use.
     assert_eq!(lines(&history), [0, line, line, line, 0, 0]);
     history.clear();
     inside(alone);
     alone();
     assert_eq!(lines(&history), [0, 0], "no line of the program's");
 
-    // A method that a callback of the program calls inside of another.
+    // A method that the program calls in a callback inside another method.
     history.clear();
     let mut inner = 0;
     let outer = allocate(&history, || {
@@ -76,7 +76,7 @@ fn a_line_is_added_where_debug_information_has_none() {
     let location = Location::caller();
     let frame = |filename: &str, line, name: &str| Frame { filename: filename.into(), line, name: name.into() };
     let with_line = |mut frames: Vec<Frame>| {
-        super::super::caller::add_to(&mut frames, location);
+        super::super::caller::add_caller_line(&mut frames, location);
         frames
     };
     let (file, line) = (location.file(), location.line());

@@ -1,4 +1,4 @@
-//! Consistent snapshots pass; breaking each rule once is noticed.
+//! Consistent snapshots pass; breaking each rule once is reported.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::*;
 
 proptest! {
     #[test]
-    fn consistent_ones_pass(
+    fn consistent_snapshots_pass(
         steps in prop::collection::vec((any::<u8>(), any::<u32>()), 0..if cfg!(miri) { 40 } else { 400 }),
         max_entries in 1_usize..500,
     ) {
@@ -16,13 +16,13 @@ proptest! {
         prop_assert_eq!(&Snapshot::from_pickle(&snapshot.to_pickle()?)?, &snapshot);
         prop_assert_eq!(&Snapshot::from_json(&snapshot.to_json()?)?, &snapshot);
         let text = snapshot.to_string();
-        // At most 20 of them are the tables of ages and of the largest blocks.
+        // At most 20 of the lines are the tables of ages and of the largest blocks.
         prop_assert!(text.lines().count() >= 2 && text.lines().count() <= 24 + 20 + snapshot.segments.len());
     }
 
-    /// Whichever of the pair is lost, the other gives it away.
+    /// Whichever entry of the pair is missing, the other one reveals it.
     #[test]
-    fn half_a_free_is_noticed(steps in prop::collection::vec((0_u8..6, any::<u32>()), 20..80), n in any::<usize>()) {
+    fn a_missing_half_of_a_free_is_reported(steps in prop::collection::vec((0_u8..6, any::<u32>()), 20..80), n in any::<usize>()) {
         let snapshot = Toy::after(1000, &steps)?.snapshot();
         let frees = |e: &TraceEntry| matches!(e.action, TraceAction::FreeRequested | TraceAction::FreeCompleted);
         let indices: Vec<usize> = (0..snapshot.device_traces[0].len()).filter(|&i| frees(&snapshot.device_traces[0][i])).collect();
@@ -33,7 +33,7 @@ proptest! {
     }
 }
 
-/// Two segments with blocks in every state, a reservation, a released segment, and their whole trace.
+/// Two segments with blocks in every state, a reservation, a released segment, and their complete trace.
 fn whole() -> Result<Snapshot> {
     let mut toy = Toy::new(1000)?;
     toy.alloc(1000, 0);
@@ -51,7 +51,7 @@ fn whole() -> Result<Snapshot> {
     Ok(snapshot)
 }
 
-/// The entry of the trace with the first such action.
+/// Returns the first entry of the trace with this action.
 fn entry(s: &mut Snapshot, action: TraceAction) -> &mut TraceEntry {
     s.device_traces[0].iter_mut().find(|e| e.action == action).expect("there is one")
 }
@@ -62,11 +62,11 @@ fn extra(s: &mut Snapshot, action: TraceAction, addr: u64, size: u64) {
 }
 
 #[test]
-fn each_fault_is_noticed() -> Result<()> {
+fn each_fault_is_reported() -> Result<()> {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc, SegmentFree, SegmentMap, SegmentUnmap};
     type Fault = (&'static str, fn(&mut Snapshot));
     let faults: &[Fault] = &[
-        // Of the segments and their blocks.
+        // Faults of segments and their blocks.
         ("not where the one before ends", |s| s.segments[0].blocks[1].address += 512),
         ("not where the one before ends", |s| s.segments[0].blocks.swap(0, 1)),
         ("not where the one before ends", |s| s.segments[0].blocks[0].size += 512),
@@ -89,10 +89,10 @@ fn each_fault_is_noticed() -> Result<()> {
             inner.blocks = vec![BlockInfo { address: inner.address, size: 512, ..inner.blocks[2].clone() }];
             s.segments.push(inner);
         }),
-        // Of the trace and where it ends.
+        // Faults of the trace and its end.
         ("in use after it", |s| s.segments[0].blocks[1].state = BlockState::ActiveAllocated),
         ("neither pending at the end nor freed", |s| s.segments[0].blocks[1].state = BlockState::Inactive),
-        ("given back, but by no entry", |s| s.segments[0].blocks[0].state = BlockState::ActivePendingFree),
+        ("pending at the end, but no later entry", |s| s.segments[0].blocks[0].state = BlockState::ActivePendingFree),
         ("no such block is live", |s| s.segments[0].blocks[0].state = BlockState::Inactive),
         ("no such block is live", |s| extra(s, Alloc, 512, 512)),
         ("no such block is live", |s| {
@@ -132,7 +132,7 @@ fn each_fault_is_noticed() -> Result<()> {
 
 #[test]
 fn pages_merge_and_split() -> Result<()> {
-    // Mapped in three pieces, of which the middle one goes: two segments stay.
+    // Mapped in three parts, of which the middle one is unmapped: two segments stay.
     let page = |address: u64| BlockInfo {
         address,
         size: 4096,
@@ -158,14 +158,14 @@ fn pages_merge_and_split() -> Result<()> {
         snapshot.device_traces[0].push(TraceEntry { action, addr: (1 << 20) + offset, size, ..model.clone() });
     }
     snapshot.check()?;
-    // Pieces of different streams are not one: a map over both has no segment around it.
+    // Parts of different streams are not merged: a map over both has no segment around it.
     snapshot.segments[1].stream = 9;
     assert!(snapshot.check().is_err());
     Ok(())
 }
 
 #[test]
-fn figures() -> Result<()> {
+fn fragmentation_figures_are_exact() -> Result<()> {
     let snapshot = whole()?;
     let fragmentation = snapshot.fragmentation();
     // Small: 2 MiB with 1000 and 2000 bytes in 1024 and 2048, and the reservation's page; large: 6 MiB with 5 MiB.

@@ -1,4 +1,4 @@
-//! Who holds what, of a snapshot written by hand.
+//! Live and peak memory of a snapshot written by hand.
 
 use super::*;
 
@@ -26,7 +26,7 @@ fn live_blocks_have_context_and_age() -> Result<()> {
         block(4 * MIB + 2560, 1536, "inactive", 0),
     ];
     let trace = [
-        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block that was there before
+        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block from before the trace
         entry("alloc", 0, 3 * MIB, 1_000_000, "train/cache"),
         entry("free_requested", 3 * MIB, 100, 1_000_000, ""),
         entry("free_completed", 3 * MIB, 100, 1_000_000, ""),
@@ -78,7 +78,7 @@ the largest blocks in use:
       512 B  unknown  unknown
 ";
     assert!(printed.contains(expected), "{printed}");
-    // A block freed in the history alone was there before; at the peak it and what followed were.
+    // A block that is only freed in the history existed before; at the peak it and the later blocks were in use.
     let mut earlier = snapshot.clone();
     let entries = |text: &[String]| serde_json::from_str::<Vec<TraceEntry>>(&format!("[{}]", text.join(", "))).unwrap();
     let at = |line| -> Arc<[Frame]> { [Frame { filename: "peak.rs".into(), line, name: String::new() }].into() };
@@ -103,7 +103,7 @@ the largest blocks in use:
     let head = "at the peak of device 0's history, 1.5 s before its end, 9.00 MiB in use, by source line:\n";
     let (_, table) = printed.split_once(head).unwrap_or_else(|| panic!("{printed}"));
     assert!(table.lines().nth(1).is_some_and(|line| line.ends_with("5.00 MiB        1  peak.rs:1")), "{table}");
-    // Of a snapshot without a history there is nothing to say.
+    // Without a history there is no age or context.
     let bare = Snapshot { device_traces: vec![vec![]], ..snapshot };
     assert!(!bare.to_string().contains("by age") && !bare.to_string().contains("by context"), "{bare}");
     Ok(())

@@ -1,4 +1,4 @@
-//! Snapshots of a made-up allocator, checked against other readers and by breaking each rule once.
+//! Snapshots of a toy allocator, checked against other readers and by breaking each rule once.
 
 mod caller;
 mod check;
@@ -63,7 +63,7 @@ fn recording_never_grows_the_ring() -> Result<()> {
 }
 
 #[test]
-fn state_and_clear_are_pytorchs() -> Result<()> {
+fn state_and_clear_behave_as_in_pytorch() -> Result<()> {
     let history = History::new();
     let options = HistoryOptions { enabled: Recording::State, ..Default::default() };
     history.record_memory_history(options)?;
@@ -77,7 +77,7 @@ fn state_and_clear_are_pytorchs() -> Result<()> {
 }
 
 #[test]
-fn context_by_level() -> Result<()> {
+fn contexts_follow_the_level() -> Result<()> {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree};
     for (level, in_blocks, in_allocations, in_all) in [
         (ContextLevel::Never, false, false, false),
@@ -150,7 +150,7 @@ fn annotations_nest() -> Result<()> {
 }
 
 #[test]
-fn threads() -> Result<()> {
+fn concurrent_threads_record_complete_entries_in_order() -> Result<()> {
     let max_entries = if cfg!(miri) { 20 } else { 1000 };
     let history = Arc::new(History::new());
     history.record_memory_history(HistoryOptions { max_entries, ..Default::default() })?;
@@ -179,7 +179,7 @@ fn threads() -> Result<()> {
     Ok(())
 }
 
-/// A writer whose bytes can be looked at after it was given away.
+/// A writer whose bytes can be read after it was given away.
 #[derive(Clone, Default)]
 pub(in crate::storage) struct Shared(pub(in crate::storage) Arc<Mutex<Vec<u8>>>);
 
@@ -194,7 +194,7 @@ impl Write for Shared {
 }
 
 #[test]
-fn csv_there_and_back() -> Result<()> {
+fn csv_logs_round_trip() -> Result<()> {
     let file = Shared::default();
     let log = CsvLog::new(file.clone())?;
     log.log(CsvAction::Allocate, 0x7f00_1234_5600, 1 << 40, 3)?;
@@ -215,7 +215,7 @@ fn csv_there_and_back() -> Result<()> {
 }
 
 #[test]
-fn csv_of_rmm() -> Result<()> {
+fn reads_rmm_logs() -> Result<()> {
     // As spdlog and glibc print them; older versions had a colon before the microseconds.
     let text = "Thread,Time,Action,Pointer,Size,Stream\r\n\
         2146,12:41:22.000123,allocate,0x7f5c3e000000,256,0\r\n\

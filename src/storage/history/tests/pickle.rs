@@ -1,4 +1,4 @@
-//! What is written, read back by others: a small unpickler of the instructions that PyTorch's viewer knows, and Python.
+//! Pickles read by other readers: a small unpickler of the instructions that PyTorch's viewer supports, and Python.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::*;
-use crate::storage::history::pickle::{LOOKED_AT, read};
+use crate::storage::history::pickle::{ITEMS_EXAMINED, read};
 
-/// Reads a pickle as PyTorch's `MemoryViz.js` does, which fails on every other instruction, on integers of more than 8
-/// bytes, and on lists appended to in batches larger than the arguments a call may have.
+/// Reads a pickle as PyTorch's `MemoryViz.js` does. It fails on every other instruction, on integers of more than 8
+/// bytes, and on batches larger than the arguments that a call may have.
 fn unpickle(mut bytes: &[u8]) -> Value {
     fn take<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
         let (head, tail) = bytes.split_at(n);
@@ -74,7 +74,8 @@ fn unpickle(mut bytes: &[u8]) -> Value {
     stack.pop().unwrap()
 }
 
-/// More than two batches of entries, names in several scripts, addresses past 2^31, all fields filled.
+/// A snapshot with more than two batches of entries, names in several scripts, addresses above 2^31, and all fields
+/// filled.
 fn rich() -> Result<Snapshot> {
     let rounds = if cfg!(miri) { 20 } else { 1500 };
     let toy = with_context("προς τα εμπρός", || {
@@ -98,12 +99,12 @@ fn keys(value: &Value) -> Vec<&str> {
 }
 
 #[test]
-fn is_what_the_viewer_reads() -> Result<()> {
+fn pickles_are_readable_by_the_viewer() -> Result<()> {
     let snapshot = rich()?;
     let value = unpickle(&snapshot.to_pickle()?);
     assert_eq!(value, serde_json::from_str::<Value>(&snapshot.to_json()?).unwrap());
 
-    // The names and types of PyTorch, written out once more.
+    // PyTorch's names and types, listed independently.
     assert_eq!(keys(&value), ["allocator_settings", "device_traces", "external_annotations", "segments"]);
     for segment in value["segments"].as_array().unwrap() {
         let ints = ["active_size", "address", "allocated_size", "device", "requested_size", "stream", "total_size"];
@@ -149,7 +150,7 @@ fn too_large_is_an_error() -> Result<()> {
 }
 
 #[test]
-fn files() -> Result<()> {
+fn files_round_trip_and_agree_with_python() -> Result<()> {
     let (dir, snapshot) = (tempfile::tempdir().unwrap(), rich()?);
     for name in ["a.pickle", "a.pkl", "a.json"] {
         snapshot.save(dir.path().join(name))?;
@@ -163,9 +164,9 @@ fn files() -> Result<()> {
     assert!(Snapshot::load(dir.path().join("bad.json")).is_err());
 
     if cfg!(miri) {
-        return Ok(()); // which starts no programs
+        return Ok(()); // Miri starts no programs
     }
-    // Python's own pickle and json agree on them, where there is a Python.
+    // Python's own pickle and json agree, if Python is installed.
     let script = "import json, pickle, sys\n\
         a = pickle.load(open(sys.argv[1] + '/a.pickle', 'rb'))\n\
         assert all(type(s['segment_pool_id']) is tuple and len(s['segment_pool_id']) == 2 for s in a['segments'])\n\
@@ -178,7 +179,7 @@ fn files() -> Result<()> {
 
 /// A stack of many frames that is used many times is looked at once.
 #[test]
-fn a_shared_stack_costs_no_more_for_being_long() {
+fn a_shared_stack_is_decoded_once() {
     #[derive(serde::Deserialize)]
     #[serde(transparent)]
     struct Event {
@@ -193,17 +194,17 @@ fn a_shared_stack_costs_no_more_for_being_long() {
     let again = [b'h', 1].repeat(FRAMES - 1);
     let stack = [&b"]("[..], &frame, &again, b"eq\x00"].concat();
     let pickle = [&b"\x80\x04]("[..], &stack, &[b'h', 0].repeat(USES - 1), b"e."].concat();
-    let before = LOOKED_AT.get();
+    let before = ITEMS_EXAMINED.get();
     let events: Vec<Event> = read(&pickle).unwrap();
     assert_eq!((events.len(), events[0].frames.len(), events[0].frames[0].line), (USES, FRAMES, 7));
     assert!(events.iter().all(|event| Arc::ptr_eq(&event.frames, &events[0].frames)));
-    assert_eq!(LOOKED_AT.get() - before, FRAMES);
+    assert_eq!(ITEMS_EXAMINED.get() - before, FRAMES);
 }
 
-/// A snapshot that Python's pickle wrote (protocol 4: memo, short strings, integers of 5 to 7 bytes) with what PyTorch
-/// has and claystone has not, and without what old versions of it lack.
+/// A snapshot written by Python's pickle (protocol 4: memo, short strings, integers of 5 to 7 bytes). It has fields of
+/// PyTorch that claystone lacks, and lacks fields that old versions of PyTorch lack.
 #[test]
-fn reads_pytorchs() -> Result<()> {
+fn reads_pytorch_pickles() -> Result<()> {
     let snapshot = Snapshot::from_pickle(include_bytes!("pytorch.pickle"))?;
     snapshot.check()?;
     let [segment] = &snapshot.segments[..] else { panic!("{snapshot:?}") };
@@ -224,7 +225,7 @@ fn reads_pytorchs() -> Result<()> {
 proptest::proptest! {
     /// Damaged files are errors, or other snapshots: never a panic.
     #[test]
-    fn damage_is_survived(at in 0_usize..1000, byte: u8, cut in 0_usize..1100) {
+    fn damaged_files_never_panic(at in 0_usize..1000, byte: u8, cut in 0_usize..1100) {
         let mut bytes = include_bytes!("pytorch.pickle").to_vec();
         let at = at % bytes.len();
         bytes[at] = byte;

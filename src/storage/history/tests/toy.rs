@@ -1,10 +1,10 @@
-//! A made-up allocator, as simple as can be, that does everything a trace can show.
+//! A toy allocator that produces every kind of trace entry.
 
 use super::*;
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 2 * MIB;
-/// Where the reservation begins: far past 2^31.
+/// The start of the reservation: far above 2^31.
 const RESERVATION: u64 = 1 << 45;
 
 pub struct Toy {
@@ -16,19 +16,19 @@ pub struct Toy {
 impl Toy {
     pub fn new(max_entries: usize) -> Result<Toy> {
         let history = History::new();
-        // Stacks take their time under Miri.
+        // Stacks are slow under Miri.
         history.record_memory_history(HistoryOptions { max_entries, stacks: !cfg!(miri), ..Default::default() })?;
         Ok(Toy { history, segments: Vec::new(), next_address: 0x7f00_0000_0000 })
     }
 
-    /// After these steps.
+    /// Makes a toy allocator and performs these steps.
     pub fn after(max_entries: usize, steps: &[(u8, u32)]) -> Result<Toy> {
         let mut toy = Toy::new(max_entries)?;
         steps.iter().for_each(|&step| toy.step(step));
         Ok(toy)
     }
 
-    /// Does one of the things that allocators do; `value` says to what, and how much.
+    /// Performs one action of an allocator; `value` selects its target and size.
     pub fn step(&mut self, (kind, value): (u8, u32)) {
         let value = u64::from(value);
         match kind % 9 {
@@ -69,7 +69,7 @@ impl Toy {
         }
     }
 
-    /// The `n`th block in that state, counted round.
+    /// Returns the `n`th block in that state, modulo their number.
     fn find(&mut self, state: BlockState, n: usize) -> Option<(usize, usize)> {
         let all = self.segments.iter().enumerate();
         let all = all.flat_map(|(s, segment)| segment.blocks.iter().enumerate().map(move |(b, block)| (s, b, block)));

@@ -1,6 +1,6 @@
-//! Thousands of random operations on a simulated device, with everything that must hold checked between them.
+//! Thousands of random operations on a simulated device, with all invariants checked in between.
 //!
-//! A run that fails is shrunk to the few operations that matter and printed; proptest keeps its seed for the next run.
+//! A failing run is shrunk to the relevant operations and printed. Proptest stores its seed for the next run.
 
 mod model;
 mod ops;
@@ -18,20 +18,20 @@ pub(super) use model::binned;
 use ops::Op;
 pub(super) use ops::Random;
 
-/// One kind of device and allocator.
+/// A device and allocator configuration.
 #[derive(Debug, Clone, Copy)]
 struct Setup {
     config: &'static str,
     capacity: u64,
     asynchronous: bool,
     page: usize,
-    /// Operations between checks: looking at statistics empties the threads' caches.
+    /// Operations between checks. Checks empty the thread caches, because they query the statistics.
     every: usize,
     /// Whether live blocks are moved together before an allocation fails.
     compacts: bool,
-    /// Whether the history records.
+    /// Whether the memory history is recorded.
     history: bool,
-    /// Whether the device's driver is one that the crate does not know.
+    /// Whether the driver is of a type unknown to the crate.
     unknown: bool,
 }
 
@@ -46,10 +46,10 @@ const SETUP: Setup = Setup {
     unknown: false,
 };
 
-/// How often everything happened, by name.
+/// How often each event happened, by name.
 type Tally = BTreeMap<String, u64>;
 
-/// What has to happen for the runs to show anything: every operation, every rung of the ladder, and what they lead to.
+/// Events that must happen for the runs to be meaningful: every operation, every recovery step, and their outcomes.
 #[cfg(not(miri))]
 const EXPECTED: [&str; 58] = [
     "Allocate",
@@ -112,9 +112,10 @@ const EXPECTED: [&str; 58] = [
     "rung Compact",
 ];
 
+/// Operations per run.
 const OPERATIONS: usize = if cfg!(miri) { 30 } else { 10_000 };
 
-fn run(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
+fn run_operations(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
     let result = catch_unwind(AssertUnwindSafe(|| {
         let mut world = World::new(setup);
         let every = if cfg!(miri) { setup.every.max(12) } else { setup.every };
@@ -132,28 +133,30 @@ fn run(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
     })
 }
 
-/// A reason without the numbers in it: shrinking is not to wander off to another failure.
-fn kind(why: &str) -> String {
+/// Strips the numbers from a failure's reason, so that shrinking does not drift to a different failure.
+fn failure_kind(why: &str) -> String {
     let what = why.split_once(": ").map_or(why, |(_, what)| what);
     what.chars().filter(|c| !c.is_ascii_digit()).take(40).collect()
 }
 
-/// Runs a case, or `PROPTEST_CASES`; panics with the shortest list of operations that fails.
+/// Runs one case, or `PROPTEST_CASES`. Panics with the shortest failing list of operations.
 #[track_caller]
-fn holds(setup: Setup) {
+fn check_random_operations(setup: Setup) {
     let persistence = FileFailurePersistence::WithSource("regressions");
     let config = Cases {
         cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(1),
-        max_shrink_iters: 0, // seeds do not shrink: operations do, below
+        max_shrink_iters: 0, // operations are shrunk below instead of seeds
         source_file: Some(file!()),
         failure_persistence: if cfg!(miri) { None } else { Some(Box::new(persistence)) },
         ..Cases::default()
     };
     let result = TestRunner::new(config).run(&any::<u64>(), |seed| {
         let ops = ops::generate(seed, OPERATIONS, setup.capacity);
-        let Err(why) = run(setup, &ops) else { return Ok(()) };
-        let ops = ops::shrink(ops, 600, |ops| run(setup, ops).is_err_and(|other| kind(&other) == kind(&why)));
-        let shortest = run(setup, &ops).err().unwrap_or_default();
+        let Err(why) = run_operations(setup, &ops) else { return Ok(()) };
+        let ops = ops::shrink(ops, 600, |ops| {
+            run_operations(setup, ops).is_err_and(|other| failure_kind(&other) == failure_kind(&why))
+        });
+        let shortest = run_operations(setup, &ops).err().unwrap_or_default();
         let list: String = ops.iter().map(|op| format!("    {op:?}\n")).collect();
         Err(TestCaseError::fail(format!(
             "{why}\nshrunk to {} operations: {shortest}\n{setup:?}, seed {seed}\n{list}",
@@ -167,48 +170,54 @@ fn holds(setup: Setup) {
 
 #[test]
 fn with_defaults() {
-    holds(SETUP);
+    check_random_operations(SETUP);
 }
 
 #[test]
 fn on_a_device_that_is_always_idle() {
-    holds(Setup { asynchronous: false, capacity: 256 << 20, ..SETUP });
+    check_random_operations(Setup { asynchronous: false, capacity: 256 << 20, ..SETUP });
 }
 
 #[test]
 fn with_thread_caches_seldom_disturbed() {
-    holds(Setup { every: 97, config: "thread_cache_kb:4096", ..SETUP });
+    check_random_operations(Setup { every: 97, config: "thread_cache_kb:4096", ..SETUP });
 }
 
 #[test]
 fn with_segments_as_pytorch_makes_them() {
-    holds(Setup { config: "segments:pytorch", capacity: 128 << 20, ..SETUP });
+    check_random_operations(Setup { config: "segments:pytorch", capacity: 128 << 20, ..SETUP });
 }
 
 #[test]
 fn with_history() {
-    holds(Setup { history: true, every: 2, ..SETUP });
-    holds(Setup { history: true, every: 50, config: "segments:pytorch", capacity: 256 << 20, ..SETUP });
+    check_random_operations(Setup { history: true, every: 2, ..SETUP });
+    check_random_operations(Setup {
+        history: true,
+        every: 50,
+        config: "segments:pytorch",
+        capacity: 256 << 20,
+        ..SETUP
+    });
 }
 
 #[test]
 fn without_reuse_across_streams() {
-    holds(Setup { config: "cross_stream_reuse:False", ..SETUP });
+    check_random_operations(Setup { config: "cross_stream_reuse:False", ..SETUP });
 }
 
 #[test]
 fn with_segments_that_grow_in_place() {
     let grows = Setup { config: "expandable_segments:True", page: 512, ..SETUP };
-    holds(grows);
-    holds(Setup { page: 64 << 10, every: 7, history: true, ..grows });
+    check_random_operations(grows);
+    check_random_operations(Setup { page: 64 << 10, every: 7, history: true, ..grows });
     let config = "expandable_segments:True,segments:pytorch,compaction:False,per_process_memory_fraction:0.75,\
                   garbage_collection_threshold:0.6";
-    holds(Setup { config, page: 4096, capacity: 160 << 20, compacts: false, ..grows });
+    check_random_operations(Setup { config, page: 4096, capacity: 160 << 20, compacts: false, ..grows });
 }
 
 #[test]
 fn without_compaction() {
-    holds(Setup { config: "compaction:False", compacts: false, ..SETUP });
+    check_random_operations(Setup { config: "compaction:False", compacts: false, ..SETUP });
 }
 
 const COLLECTING: Setup = Setup {
@@ -220,18 +229,18 @@ const COLLECTING: Setup = Setup {
 
 #[test]
 fn with_garbage_collection_of_a_fraction_and_blocks_that_are_not_split() {
-    holds(COLLECTING);
+    check_random_operations(COLLECTING);
 }
 
-/// A mix in which something never comes up shows nothing about it.
+/// Without these events, the random runs would prove nothing about them.
 #[cfg(not(miri))]
 #[test]
-fn whatever_is_to_be_survived_happens() {
+fn random_runs_reach_every_expected_event() {
     let caches = Setup { every: 97, config: "thread_cache_kb:4096", ..SETUP };
     let unsplit = Setup { config: "max_split_size_mb:20", capacity: 96 << 20, ..SETUP };
     let mut sums: Tally = EXPECTED.map(|name| (name.into(), 0)).into();
     for (seed, setup) in (1..).zip([SETUP, caches, unsplit, COLLECTING]) {
-        let tally = run(setup, &ops::generate(seed, OPERATIONS, setup.capacity)).unwrap();
+        let tally = run_operations(setup, &ops::generate(seed, OPERATIONS, setup.capacity)).unwrap();
         tally.into_iter().for_each(|(name, n)| *sums.entry(name).or_default() += n);
     }
     let never: Vec<_> = sums.iter().filter(|(_, n)| **n == 0).collect();

@@ -1,6 +1,6 @@
-//! What must be so, whatever happened: a shadow of the allocator that knows only what was asked of it.
+//! Invariants of the allocator, checked against a shadow model that knows only the requests made.
 
-/// Fails the run with a sentence unless the condition holds.
+/// Returns an error with this message unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($message:tt)+) => {
         if !$condition {
@@ -22,48 +22,49 @@ use super::ops::Op;
 use super::unknown::Unknown;
 use super::{Setup, Tally};
 use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
-use failures::{ASKING, failure, insist};
+use failures::{ASKING, failure, retry_until_ok};
 use pools::Pool;
 
-/// A block in use.
+/// A live block.
 struct Live {
     block: Block,
     requested: usize,
     stream: u32,
-    /// The private pool that its segment is in; 0 is none.
+    /// The private pool of the block's segment; 0 if none.
     pool: u32,
     tag: u32,
-    /// Streams that have waited for its own.
+    /// Streams that have waited for the block's own stream.
     users: Vec<u32>,
 }
 
-/// An allocator, its device, and what they should be like.
+/// An allocator, its device, and the state that both should have.
 pub(super) struct World {
     setup: Setup,
     sim: Sim,
     allocator: Arc<CachingAllocator>,
     live: Vec<Live>,
-    /// More live blocks, which a callback gives back when memory runs short.
+    /// More live blocks, which a callback frees when memory runs short.
     hoard: Arc<Mutex<Vec<Live>>>,
     _callback: Registration,
     pools: Vec<Pool>,
     next_tag: u32,
-    /// The most to hold by the fraction, and with the limit.
+    /// The most bytes to reserve: by the fraction alone, and by the fraction and the limit.
     fraction: u64,
     limit: u64,
     others: u64,
-    /// The greatest allocation count, allocated and requested bytes since the last reset, as the user sees them.
+    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, as the user counts
+    /// them.
     peaks: [u64; 3],
-    /// What was current when the sums were last set to zero.
+    /// Current values when the sums were last reset.
     bases: Vec<u64>,
-    /// As last looked at.
+    /// The statistics as last queried.
     stats: DeviceStats,
-    /// Failures lined up for creation, commit, enqueueing and other calls.
+    /// Failures injected for creation, commit, enqueueing and other calls, in order.
     failures: [VecDeque<i32>; 4],
     tally: Tally,
 }
 
-/// The nine quantities of each pool, and of both.
+/// The nine quantities, each in total and for both size kinds.
 fn quantities(s: &DeviceStats) -> Vec<(&'static str, [Stat; 3])> {
     let of = |f: fn(&crate::storage::PoolStats) -> Stat| [f(&s.total), f(&s.small_pool), f(&s.large_pool)];
     vec![
@@ -112,10 +113,10 @@ impl World {
                 any
             }))
         };
-        ladder::SERVED.take(); // what another run on this thread did
+        ladder::SERVED_BY_STEP.take(); // discards the counts of another run on this thread
         let stats = allocator.stats();
         if setup.history {
-            // Few enough that the ring is written over many times.
+            // A small ring, so that it is overwritten many times.
             let options = HistoryOptions { max_entries: 500, ..HistoryOptions::default() };
             allocator.record_memory_history(options).unwrap();
         }
@@ -139,7 +140,7 @@ impl World {
         }
     }
 
-    /// Lets an operation happen.
+    /// Applies an operation to the allocator and the model.
     pub(super) fn apply(&mut self, op: Op) -> Result<(), String> {
         self.note(op.name());
         let say = |error: Error| format!("{op:?} reported: {error}");
@@ -159,15 +160,17 @@ impl World {
                 }
             }
             Op::Run { seed } => _ = self.sim.run_some(seed),
-            Op::Synchronize => insist(|| self.sim.synchronize()),
+            Op::Synchronize => retry_until_ok(|| self.sim.synchronize()),
             Op::EmptyCache => {
-                if self.told(|world| world.allocator.empty_cache())?.is_some() {
+                if self.allow_injected_failure(|world| world.allocator.empty_cache())?.is_some() {
                     ensure!(self.unused_segments() == 0, "an emptied cache holds unused segments");
                 }
             }
             Op::Trim { keep } => {
                 let before = self.sim.committed();
-                let Some(freed) = self.told(|world| world.allocator.trim(keep))? else { return self.note_failures() };
+                let Some(freed) = self.allow_injected_failure(|world| world.allocator.trim(keep))? else {
+                    return self.note_failures();
+                };
                 let after = self.sim.committed();
                 ensure!(before == after + freed, "trim says {freed} bytes, but {before} became {after}");
                 ensure!(after >= keep.min(before), "trimmed to {after}, below what was to be kept");
@@ -178,7 +181,7 @@ impl World {
                 self.allocator.set_memory_limit(bytes).map_err(say)?;
             }
             Op::Others { bytes } => {
-                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // what is taken stays ours
+                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // memory that is already reserved stays reserved
                 self.sim.set_others(self.others);
             }
             Op::FailCreate { code } => {
@@ -255,7 +258,7 @@ impl World {
             }
             Err(Error::OutOfMemory { requested, .. }) => {
                 ensure!(requested == bytes, "an error says {requested} for {bytes} bytes");
-                // After a failure that was made up, the next call may well succeed.
+                // After an injected failure, the next call may succeed.
                 if failures != self.sim.failures_left() {
                     return Ok(());
                 }
@@ -270,7 +273,7 @@ impl World {
         }
     }
 
-    /// A block that was just handed out is used.
+    /// Adds a newly allocated block, and writes to it.
     fn add(&mut self, block: Block, stream: u32, pool: u32) -> Result<(), String> {
         let tag = self.next_tag;
         self.next_tag += 1;
@@ -287,9 +290,9 @@ impl World {
         };
         let (own, other) = (self.sim.stream(live.stream), self.sim.stream(stream));
         if !live.users.contains(&stream) {
-            // Once is enough: should the block move, that is for the allocator to order.
-            let marker = insist(|| self.sim.record(own));
-            insist(|| self.sim.stream_waits(other, &marker));
+            // One wait is enough: if the block moves later, the allocator must order the move.
+            let marker = retry_until_ok(|| self.sim.record(own));
+            retry_until_ok(|| self.sim.stream_waits(other, &marker));
             live.users.push(stream);
             *self.tally.entry("shared".into()).or_default() += 1;
         }
@@ -299,7 +302,7 @@ impl World {
 
     fn compact(&mut self, budget: u64) -> Result<(), String> {
         let (before, copied) = (self.sim.committed(), self.sim.bytes_copied());
-        let Some(freed) = self.told(|world| world.allocator.compact(budget))? else { return Ok(()) };
+        let Some(freed) = self.allow_injected_failure(|world| world.allocator.compact(budget))? else { return Ok(()) };
         let after = self.sim.committed();
         ensure!(before == after + freed, "compact says {freed} bytes, but {before} became {after}");
         let copied = self.sim.bytes_copied() - copied;
@@ -310,7 +313,7 @@ impl World {
         Ok(())
     }
 
-    /// Allocation count, allocated bytes and requested bytes.
+    /// Returns the allocation count, allocated bytes and requested bytes.
     fn totals(&self) -> [u64; 3] {
         self.totals_of(|_| true)
     }
@@ -326,7 +329,7 @@ impl World {
         core.heap.unused_segments(0).len()
     }
 
-    /// An allocation failed though nothing was made to fail: then nothing would have served it.
+    /// Checks an allocation that failed without an injected failure: no free memory may have been able to serve it.
     fn check_out_of_memory(&self, bytes: usize, pool: u32) -> Result<(), String> {
         let rules = &self.allocator.rules;
         let size = rules.round_size(bytes).unwrap_or(usize::MAX);
@@ -342,13 +345,13 @@ impl World {
             let fitting = heap.table.iter().find(fits);
             ensure!(fitting.is_none(), "no memory for {size} bytes, and there is {:?}", fitting);
             let private = heap.segments.iter().flatten().filter(|held| held.pool > 0);
-            let growing = (0..heap.segments.len() as u32).filter(|&at| heap.grows(at)).count() as u64;
+            let growing = (0..heap.segments.len() as u32).filter(|&at| heap.is_expandable(at)).count() as u64;
             (private.map(|held| held.committed() as u64).sum::<u64>(), growing)
         };
         ensure!(self.unused_segments() == 0, "no memory for {size} bytes, and there are unused segments");
         let room = self.limit.min(self.setup.capacity - self.others);
         let [_, allocated, _] = self.totals_of(|live| live.pool == 0);
-        // Segments that grow hold whole pages, and so would a new one.
+        // Expandable segments reserve whole pages, as would a new one.
         let slack = (growing + 1) * (self.setup.page as u64).saturating_sub(512);
         if self.setup.compacts && private + allocated + size as u64 + slack <= room {
             let held = format!("{allocated} allocated and {private} private of {room}");
@@ -357,7 +360,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything that must be so between two operations.
+    /// Checks all invariants.
     pub(super) fn check(&mut self) -> Result<(), String> {
         let violations = self.sim.violations();
         ensure!(violations.is_empty(), "{violations:?}");
@@ -393,7 +396,8 @@ impl World {
         self.check_snapshot()
     }
 
-    /// The snapshot is consistent with its trace, and its sums are those of the statistics and of what is live.
+    /// Checks that the snapshot is consistent with its trace, and that its sums match the statistics and the live
+    /// blocks.
     fn check_snapshot(&self) -> Result<(), String> {
         let snapshot = self.allocator.snapshot();
         snapshot.check().map_err(|error| error.to_string())?;
@@ -409,7 +413,7 @@ impl World {
             .collect();
         let hoard = self.hoard.lock().unwrap();
         let live = self.live.iter().chain(&*hoard).map(|live| {
-            let place = live.block.place();
+            let place = live.block.location();
             (place.segment().address() + place.offset() as u64, live.block.size() as u64, live.requested as u64)
         });
         ensure!(shown == live.collect(), "a snapshot shows other blocks than are live");
@@ -418,11 +422,11 @@ impl World {
         self.check_pools_of(&snapshot)
     }
 
-    /// No two blocks share a byte, and each is inside its segment.
+    /// Checks that no two blocks overlap, and that each is inside its segment.
     fn check_places(&self) -> Result<(), String> {
         let mut ends: BTreeMap<(u64, usize), usize> = BTreeMap::new();
         for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
-            let place = live.block.place();
+            let place = live.block.location();
             let (segment, start, size) = (place.segment(), place.offset(), live.block.size());
             ensure!(start.is_multiple_of(512) && start + size <= segment.bytes(), "{:?} is outside", live.block);
             ensure!(ends.insert((segment.id(), start), start + size).is_none(), "two blocks at {:?}", live.block);
@@ -437,14 +441,15 @@ impl World {
         *self.tally.entry(what.into()).or_default() += 1;
     }
 
-    /// Counts the moments at which blocks were pending, and those at which a later one could go before an earlier one.
+    /// Counts the checks at which blocks were pending, and the checks at which a later marker was reached before an
+    /// earlier one.
     fn note_events(&mut self) {
-        let heads = self.allocator.lock().pending.heads();
+        let heads = self.allocator.lock().pending.oldest_markers();
         if !heads.is_empty() {
             self.note("pending");
         }
         if !self.failures[3].is_empty() {
-            return; // the question would be the one that fails
+            return; // the query itself would fail
         }
         let done = |marker| self.sim.is_done(marker).unwrap();
         if heads.iter().any(|a| !done(&a.1) && heads.iter().any(|b| b.2 > a.2 && done(&b.1))) {
@@ -452,7 +457,7 @@ impl World {
         }
     }
 
-    /// Gives everything back: nothing is left. Says how often everything happened.
+    /// Frees everything, and checks that nothing is left. Returns how often each event happened.
     pub(super) fn finish(mut self) -> Result<Tally, String> {
         self.sim.clear_failures();
         self.failures = Default::default();
@@ -468,7 +473,7 @@ impl World {
         ensure!(left.0 == 0 && left.1 == 0 && left.2.iter().all(|&n| n == 0), "left over: {left:?}");
         let entries = self.allocator.lock().heap.table.iter().filter(|e| e.usage() != Use::Vacant).count();
         ensure!(entries == 0, "{entries} blocks are left in the table");
-        self.tally.extend(ladder::SERVED.take().into_iter().map(|(rung, n)| (format!("rung {rung}"), n)));
+        self.tally.extend(ladder::SERVED_BY_STEP.take().into_iter().map(|(rung, n)| (format!("rung {rung}"), n)));
         Ok(self.tally)
     }
 }
@@ -477,11 +482,11 @@ fn currents(s: &DeviceStats) -> Vec<u64> {
     quantities(s).into_iter().flat_map(|(_, stats)| stats.map(|stat| stat.current)).collect()
 }
 
-/// The blocks in all bins, with their arena and whether they are among the whole segments.
+/// The blocks in all bins, each with its arena and whether it is in the bins of whole segments.
 pub(in super::super) fn binned(heap: &heap::Heap) -> HashSet<(u32, bool, u32)> {
     let mut all = HashSet::new();
     for (arena, bins) in heap.arenas.iter().enumerate() {
-        for (whole, bins) in [(false, &bins.partial), (true, &bins.whole)] {
+        for (whole, bins) in [(false, &bins.partial), (true, &bins.whole_segments)] {
             for id in bins.blocks(&heap.table) {
                 assert!(all.insert((arena as u32, whole, id)), "block {id} is in bins twice");
             }

@@ -1,27 +1,28 @@
-//! What a program may do to an allocator and its device, at random.
+//! Random operations of a program on an allocator and its device.
 
-/// One thing that happens. Blocks are named by a number modulo those alive, so that any list of operations makes sense.
+/// One operation. Blocks are given by a number modulo the number of live blocks, so that any list of operations is
+/// valid.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Op {
     Allocate {
         bytes: usize,
         stream: u32,
-        /// 0 is no private pool.
+        /// 0 means no private pool.
         pool: usize,
     },
     Free {
         block: usize,
     },
-    /// A stream other than the block's own reads it.
+    /// A stream other than the block's own reads the block.
     Share {
         block: usize,
         stream: u32,
     },
-    /// The block's own stream reads it.
+    /// The block's own stream reads the block.
     Check {
         block: usize,
     },
-    /// The device runs some of what is queued.
+    /// The device runs some of the queued work.
     Run {
         seed: u64,
     },
@@ -49,7 +50,7 @@ pub(super) enum Op {
     FailEnqueue {
         code: i32,
     },
-    /// The device makes no marker, or cannot say how far it is, or does not wait.
+    /// A call to record, query or wait for a marker, or to synchronize, fails.
     FailCall {
         kind: usize,
         code: i32,
@@ -60,37 +61,37 @@ pub(super) enum Op {
         no_split: bool,
         use_on_oom: bool,
     },
-    /// With whatever lives in it.
+    /// Drops the pool, with any live blocks in it.
     DropPool {
         pool: usize,
     },
     EmptyPool {
         pool: usize,
     },
-    /// Where the blocks of a pool are now: what `Restore` goes back to.
+    /// Records the locations of a pool's blocks, for `Restore`.
     Checkpoint {
         pool: usize,
     },
-    /// Some of the blocks that are still in their places stay, the others of the pool are given back.
+    /// Keeps some of the blocks that match the checkpoint, and frees the others of the pool.
     Restore {
         pool: usize,
         seed: u64,
     },
-    /// A block becomes one that a free-memory callback gives back when memory runs short.
+    /// Marks a block to be freed by a free-memory callback when memory runs short.
     Hoard {
         block: usize,
     },
 }
 
 impl Op {
-    /// Its name, without what it is about.
+    /// The operation's name, without its arguments.
     pub(super) fn name(self) -> String {
         let text = format!("{self:?}");
         text.split(' ').next().unwrap_or_default().into()
     }
 }
 
-/// Random numbers from a seed: splitmix64.
+/// A splitmix64 random number generator.
 #[derive(Debug, Clone)]
 pub(in super::super) struct Random(pub(in super::super) u64);
 
@@ -106,15 +107,15 @@ impl Random {
         self.next() % n
     }
 
-    /// Log-uniform from 1 to `most`.
+    /// A log-uniform number from 1 to `most`.
     pub(in super::super) fn size(&mut self, most: usize) -> usize {
         let unit = (self.next() >> 11) as f64 / (1_u64 << 53) as f64;
         ((most as f64).powf(unit) as usize).clamp(1, most)
     }
 }
 
-/// `n` operations on a device of `capacity` bytes: spells of mostly allocating and of mostly freeing, so that the device
-/// runs full and empty many times.
+/// Generates `n` operations for a device of `capacity` bytes. Phases of mostly allocating and mostly freeing
+/// alternate, so that the device runs full and empty many times.
 pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
     let mut random = Random(seed);
     let favourites: Vec<usize> = (0..8).map(|_| random.size(1 << 18)).collect();
@@ -161,7 +162,7 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
         .collect()
 }
 
-/// The fewest of these operations for which `fails` still holds, found by leaving out ever smaller parts.
+/// Shrinks the operations to the fewest for which `fails` still holds, by leaving out ever smaller parts.
 pub(super) fn shrink(mut ops: Vec<Op>, mut attempts: usize, fails: impl Fn(&[Op]) -> bool) -> Vec<Op> {
     let mut part = ops.len() / 2;
     while part > 0 {
@@ -185,7 +186,7 @@ pub(super) fn shrink(mut ops: Vec<Op>, mut attempts: usize, fails: impl Fn(&[Op]
 }
 
 #[test]
-fn shrinking_keeps_what_matters() {
+fn shrinking_keeps_the_needed_operations() {
     let ops: Vec<Op> = (0..1000).map(|block| Op::Free { block }).collect();
     let needed = [Op::Free { block: 17 }, Op::Free { block: 18 }, Op::Free { block: 700 }];
     let found = shrink(ops, 1000, |ops| needed.iter().all(|op| ops.contains(op)));

@@ -7,9 +7,8 @@ use super::super::*;
 use super::ops::Random;
 use crate::storage::Driver;
 
-/// Each thread allocates (now and then in a private pool), uses, shares between streams and frees blocks of its own, on
-/// a device that is often full and
-/// runs at random; none ever finds another's contents in its blocks.
+/// Each thread allocates (sometimes in a private pool), uses, shares between streams and frees its own blocks. The
+/// device is often full and runs queued work at random. No thread may read another's contents in its blocks.
 fn threads(config: &str) {
     let (threads, rounds) = if cfg!(miri) { (2, 30) } else { (4, 6000) };
     let options = SimOptions {
@@ -60,7 +59,7 @@ fn threads(config: &str) {
                 }
                 17 if random.below(20) == 0 => {
                     let options = MemPoolOptions { no_split: round % 2 == 0, use_on_oom: true };
-                    pool = pool.is_none().then(|| MemPool::new(&allocator, options)); // or drops it, with what lives in it
+                    pool = pool.is_none().then(|| MemPool::new(&allocator, options)); // or drops the pool with its live blocks
                 }
                 17 if random.below(50) == 0 => allocator.empty_cache().unwrap(),
                 18 if random.below(20) == 0 => _ = allocator.compact(8 << 20).unwrap(),
@@ -89,6 +88,6 @@ fn threads_that_share_an_allocator_keep_their_contents() {
 }
 
 #[test]
-fn likewise_without_reuse_across_streams() {
+fn threads_keep_their_contents_without_reuse_across_streams() {
     threads("cross_stream_reuse:False,thread_cache_kb:4096");
 }

@@ -1,11 +1,11 @@
-//! The same on a driver that the crate does not know.
+//! The same properties with a driver of a type unknown to the crate.
 
 use super::super::*;
-use super::{COLLECTING, SETUP, Setup, holds};
+use super::{COLLECTING, SETUP, Setup, check_random_operations};
 use crate::Device;
 use crate::storage::{At, Driver, Marker, Memory, Progress};
 
-/// Hands everything to a simulated device, in memory and markers of its own.
+/// Forwards everything to a simulated device, with its own types of memory and markers.
 #[derive(Debug)]
 pub(super) struct Unknown(pub(super) Sim);
 
@@ -21,7 +21,7 @@ fn marker(marker: &Marker) -> &Marker {
     marker.get().expect("a marker of this driver")
 }
 
-// SAFETY: the simulated device keeps what is promised.
+// SAFETY: the simulated device upholds the driver's contract.
 unsafe impl Driver for Unknown {
     fn device(&self) -> Device {
         self.0.device()
@@ -60,7 +60,7 @@ unsafe impl Driver for Unknown {
     }
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-        // SAFETY: the caller's promise; likewise below.
+        // SAFETY: the caller upholds the contract; likewise below.
         unsafe { Driver::shrink(&self.0, inside(memory), from, to) }
     }
 
@@ -112,15 +112,15 @@ const UNKNOWN: Setup = Setup { unknown: true, ..SETUP };
 
 #[test]
 fn with_defaults() {
-    holds(UNKNOWN);
+    check_random_operations(UNKNOWN);
 }
 
 #[test]
 fn with_segments_that_grow_in_place() {
-    holds(Setup { config: "expandable_segments:True", page: 512, ..UNKNOWN });
+    check_random_operations(Setup { config: "expandable_segments:True", page: 512, ..UNKNOWN });
 }
 
 #[test]
 fn with_garbage_collection() {
-    holds(Setup { unknown: true, ..COLLECTING });
+    check_random_operations(Setup { unknown: true, ..COLLECTING });
 }

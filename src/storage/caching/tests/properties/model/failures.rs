@@ -1,12 +1,12 @@
-//! Failures that were made up: what becomes of them.
+//! Injected failures and their effects.
 
 use super::*;
 
-/// Calls by which an allocator learns how far streams are.
+/// Calls that query or order streams.
 pub(super) const ASKING: [Call; 5] = [Call::Record, Call::Query, Call::Wait, Call::StreamWaits, Call::Synchronize];
 
-/// What is not the allocator's does not fail: it is tried again.
-pub(super) fn insist<T>(call: impl Fn() -> Result<T>) -> T {
+/// Repeats a call that does not belong to the allocator until it succeeds.
+pub(super) fn retry_until_ok<T>(call: impl Fn() -> Result<T>) -> T {
     (0..).find_map(|_| call().ok()).expect("failures come to an end")
 }
 
@@ -19,8 +19,12 @@ pub(super) fn failure(code: i32) -> Failure {
 }
 
 impl World {
-    /// What an operation gives; none where it reports an error, which it may only after a failure that was made up.
-    pub(super) fn told<T>(&mut self, operation: impl FnOnce(&World) -> Result<T>) -> Result<Option<T>, String> {
+    /// Runs an operation and returns its result. Returns `None` if the operation fails, which is allowed only after
+    /// an injected failure.
+    pub(super) fn allow_injected_failure<T>(
+        &mut self,
+        operation: impl FnOnce(&World) -> Result<T>,
+    ) -> Result<Option<T>, String> {
         let failures = self.sim.failures_left();
         match operation(self) {
             Ok(value) => Ok(Some(value)),
@@ -32,8 +36,8 @@ impl World {
         }
     }
 
-    /// After a failure that was made up: blocks that could not be ordered were handed out and taken back at once, and
-    /// statistics have seen them.
+    /// Accepts higher peaks after an injected failure: the statistics include blocks that were allocated and freed at
+    /// once, because their streams could not be ordered.
     pub(super) fn accept_peaks(&mut self) -> Result<(), String> {
         let s = self.allocator.stats();
         let peaks = [s.allocation.peak, s.allocated_bytes.peak, s.requested_bytes.peak];
@@ -43,7 +47,8 @@ impl World {
         Ok(())
     }
 
-    /// Counts the failures that have happened by now. None is met when work is enqueued: memory was committed before.
+    /// Counts the injected failures that have occurred. None may occur on enqueueing, because memory is committed
+    /// earlier.
     pub(super) fn note_failures(&mut self) -> Result<(), String> {
         let left = self.sim.failures_lined_up();
         for (at, name) in ["creation", "commit", "enqueueing", "asking"].into_iter().enumerate() {

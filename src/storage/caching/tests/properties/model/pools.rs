@@ -1,4 +1,4 @@
-//! Private pools: what is in them, and what they go back to.
+//! Private pools: their contents and checkpoints.
 
 use std::ops::Range;
 
@@ -6,10 +6,10 @@ use super::super::ops::Random;
 use super::*;
 use crate::storage::Snapshot;
 
-/// The most pools at a time: what they hold nobody else has.
+/// The most pools at a time, because memory in a pool is unavailable outside it.
 const POOLS: usize = 3;
 
-/// A private pool and a moment to go back to.
+/// A private pool and one of its checkpoints.
 #[derive(Clone)]
 pub(super) struct Pool {
     pub(super) handle: MemPool,
@@ -17,7 +17,7 @@ pub(super) struct Pool {
     checkpoint: Option<(PoolCheckpoint, Places)>,
 }
 
-/// The size, requested bytes and stream of blocks, by the number of their segment and their offset.
+/// Size, requested bytes and stream of each block, by segment id and offset.
 type Places = BTreeMap<(u64, usize), (usize, usize, u32)>;
 
 impl World {
@@ -33,7 +33,7 @@ impl World {
         self.pools.get_mut(pool % n)
     }
 
-    /// The last handle of a pool goes: its blocks are nobody's in particular.
+    /// Drops the last handle of a pool. Its live blocks then belong to the default pool.
     pub(super) fn drop_pool(&mut self, pool: usize) {
         let Some(id) = self.pick(pool).map(|pool| pool.handle.id()) else { return };
         self.unhoard(|live| live.pool == id);
@@ -50,7 +50,7 @@ impl World {
 
     pub(super) fn empty_pool(&mut self, pool: usize) -> Result<(), String> {
         let Some(handle) = self.pick(pool).map(|pool| pool.handle.clone()) else { return Ok(()) };
-        if self.told(|_| handle.empty_cache())?.is_none() {
+        if self.allow_injected_failure(|_| handle.empty_cache())?.is_none() {
             return Ok(());
         }
         let id = handle.id();
@@ -71,7 +71,7 @@ impl World {
         Ok(())
     }
 
-    /// Back to a checkpoint: fails exactly where memory that is needed has gone back, and then changes nothing.
+    /// Restores a checkpoint. This must fail exactly if needed memory was released, and then change nothing.
     pub(super) fn restore(&mut self, pool: usize, seed: u64) -> Result<(), String> {
         let Some(Pool { handle, checkpoint: Some((checkpoint, mut missing)), .. }) = self.pick(pool).cloned() else {
             return Ok(());
@@ -95,7 +95,7 @@ impl World {
                 leaving.push(move |block| Live { block, requested, stream, pool, tag, users });
             }
         }
-        // Segments, and the parts of them that have memory.
+        // The committed ranges of each segment.
         let segments: BTreeMap<u64, Vec<Range<usize>>> = {
             let core = self.allocator.lock();
             let held = (0..).zip(&core.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
@@ -121,7 +121,7 @@ impl World {
                 self.note(if missing.is_empty() { "restored nothing" } else { "restored" });
             }
             Err(_) if failures != self.sim.failures_left() => {
-                // Before anything has changed, or after all was given back.
+                // Either nothing has changed yet, or all blocks were freed.
                 ensure!(blocks.is_empty() || blocks.len() == leaving.len(), "some blocks went, and others not");
                 self.live.extend(leaving.into_iter().zip(blocks).map(|(live, block)| live(block)));
                 self.accept_peaks()?;
@@ -129,7 +129,7 @@ impl World {
             }
             Err(error) => {
                 let error = error.to_string();
-                let why = error.contains("has gone back") || error.contains("has shrunk");
+                let why = error.contains("was released") || error.contains("has shrunk");
                 ensure!(!possible && why, "restoring {missing:?} reported: {error}");
                 ensure!(blocks.len() == leaving.len(), "blocks went in a restoration that failed");
                 self.live.extend(leaving.into_iter().zip(blocks).map(|(live, block)| live(block)));
@@ -139,7 +139,7 @@ impl World {
         Ok(())
     }
 
-    /// Some of what was for a callback to give back are ordinary blocks again.
+    /// Makes some of the blocks that a callback would free ordinary blocks again.
     pub(super) fn unhoard(&mut self, which: impl Fn(&Live) -> bool) {
         let mut hoard = self.hoard.lock().unwrap();
         let (back, stays) = std::mem::take(&mut *hoard).into_iter().partition::<Vec<_>, _>(which);
@@ -147,22 +147,23 @@ impl World {
         self.live.extend(back);
     }
 
-    /// The private pool that a block's segment is in; 0 for none.
+    /// The private pool of a block's segment; 0 if none.
     pub(super) fn pool_of(&self, block: &Block) -> u32 {
-        self.allocator.lock().heap.held(block.id()).pool
+        self.allocator.lock().heap.segment_of(block.id()).pool
     }
 
-    /// Whether there is such a pool and it serves requests from outside before they fail.
+    /// True if the pool exists and has `use_on_oom`.
     pub(super) fn lends(&self, id: u32) -> bool {
         self.pools.iter().any(|pool| pool.handle.id() == id && pool.options.use_on_oom)
     }
 
-    /// Blocks are of the pools and streams they were handed out for, and the pools count them.
+    /// Checks that blocks belong to the pools and streams they were allocated for, and that the pools' statistics
+    /// match.
     pub(super) fn check_pools(&self) -> Result<(), String> {
         for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
             let core = self.allocator.lock();
             let arena = &core.heap.arenas[core.heap.table[live.block.id() as usize].arena() as usize];
-            let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.held(live.block.id()).pool);
+            let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.segment_of(live.block.id()).pool);
             let (block, told) = (&live.block, (live.pool, live.stream));
             ensure!((pool, stream) == told && held == pool, "{block:?} of {told:?} is in pool {pool}, stream {stream}");
         }
@@ -178,7 +179,7 @@ impl World {
                 let split = core.heap.table.iter().enumerate().find(|(_, entry)| {
                     entry.usage() != Use::Vacant
                         && core.heap.arenas[entry.arena() as usize].pool == id
-                        && !entry.is_whole()
+                        && !entry.covers_segment()
                 });
                 ensure!(split.is_none(), "a block of a pool without splitting is not a segment: {split:?}");
             }
@@ -186,7 +187,7 @@ impl World {
         Ok(())
     }
 
-    /// A snapshot's segments are of pools that there are, and add up to what those say.
+    /// Checks that a snapshot's segments belong to existing pools, and add up to the pools' statistics.
     pub(super) fn check_pools_of(&self, snapshot: &Snapshot) -> Result<(), String> {
         let mut pools = BTreeMap::from([(0, None)]);
         pools.extend(self.pools.iter().map(|pool| (i64::from(pool.handle.id()), Some(pool.handle.stats()))));
@@ -196,7 +197,7 @@ impl World {
         for (id, stats) in pools.into_iter().filter_map(|(id, stats)| Some((id, stats?))) {
             let of_pool = || snapshot.segments.iter().filter(|segment| segment.segment_pool_id == (0, id));
             let sum = |f: fn(&SegmentInfo) -> u64| of_pool().map(f).sum::<u64>();
-            // A segment that grows is shown as the parts between its holes.
+            // An expandable segment is shown as the parts between its holes.
             let grows = of_pool().any(|segment| segment.is_expandable);
             let shown = of_pool().count() as u64;
             let segments = if grows && shown > stats.segments { stats.segments } else { shown };
@@ -211,7 +212,7 @@ impl World {
 }
 
 impl Live {
-    /// Its segment and offset, with its size, requested bytes and stream.
+    /// The block's segment and offset, with its size, requested bytes and stream.
     fn place(&self) -> ((u64, usize), (usize, usize, u32)) {
         (place(&self.block), (self.block.size(), self.requested, self.stream))
     }

@@ -1,11 +1,11 @@
-//! Stands in for `alone.rs` on processors without kernels of this crate: [`Alone`] has no value, so convolutions use products.
+//! Replaces `serial.rs` on processors without kernels of this crate: [`SerialGemm`] has no value, so convolutions use other products.
 
 use crate::device::cpu::blocks::Block;
 use crate::device::cpu::gemm::Floats;
 
-/// Kernels that do not exist.
+/// A type without values: there are no kernels.
 #[derive(Clone, Copy)]
-pub(crate) enum Alone {}
+pub(crate) enum SerialGemm {}
 
 /// The left matrix of a product.
 #[allow(dead_code)] // read by kernels only
@@ -24,40 +24,40 @@ pub(crate) struct Right<'a> {
     pub(crate) jump: usize,
 }
 
-impl Alone {
-    pub(crate) fn get() -> Option<Alone> {
+impl SerialGemm {
+    pub(crate) fn for_f32() -> Option<SerialGemm> {
         None
     }
 
-    pub(crate) fn of_pairs(_k: usize) -> Option<Alone> {
+    pub(crate) fn for_pairs(_k: usize) -> Option<SerialGemm> {
         None
     }
 
-    pub(crate) fn of_step(self) -> usize {
+    pub(crate) fn elements_per_step(self) -> usize {
         match self {}
     }
 
-    pub(crate) fn whole_steps(self, _most: usize) -> usize {
+    pub(crate) fn round_steps(self, _most: usize) -> usize {
         match self {}
     }
 
-    pub(crate) fn panel(self, _rows: usize, _steps: usize) -> [usize; 2] {
+    pub(crate) fn panel_strides(self, _rows: usize, _steps: usize) -> [usize; 2] {
         match self {}
     }
 
-    pub(crate) fn rows(self, _m: usize) -> usize {
+    pub(crate) fn panel_rows(self, _m: usize) -> usize {
         match self {}
     }
 
-    pub(crate) fn columns(self) -> usize {
+    pub(crate) fn tile_columns(self) -> usize {
         match self {}
     }
 
-    pub(crate) fn whole(self, _n: usize) -> usize {
+    pub(crate) fn padded_width(self, _n: usize) -> usize {
         match self {}
     }
 
-    pub(crate) fn room(self, _n: usize, _count: usize) -> usize {
+    pub(crate) fn packed_len(self, _n: usize, _count: usize) -> usize {
         match self {}
     }
 
@@ -65,7 +65,7 @@ impl Alone {
         match self {}
     }
 
-    pub(crate) fn lay_out(self, _: Floats, _: (usize, usize), _: (usize, usize), _to: &mut [f32]) {
+    pub(crate) fn pack_columns(self, _: Floats, _: (usize, usize), _: (usize, usize), _to: &mut [f32]) {
         match self {}
     }
 }

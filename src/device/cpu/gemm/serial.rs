@@ -1,37 +1,37 @@
-//! Products on the thread that asks for one, of matrices that lie ready for the kernels: for operations that share out work of
-//! which a product is a part.
+//! Single-threaded products of matrices that are laid out for the kernels: for operations that split their work over threads
+//! themselves, and use products as a part.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::blocks::even;
+use super::blocks::even_len;
 use super::kernel::{Kernels, Tile};
-use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
+use super::pack::{LastPair, PANEL_SLACK, Pairs, PanelCopies, PanelSource, pack};
 use super::{Floats, amx};
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::Finish;
+use crate::device::cpu::gemm::KernelEpilogue;
 
-/// Kernels for this processor: of f32, or of pairs of bf16. A step of the latter is a pair, in the bits of an f32.
+/// The kernels for this processor: of f32, or of pairs of bf16. In the latter a step is a pair, in the bits of an f32.
 #[derive(Clone, Copy)]
-pub(crate) struct Alone {
+pub(crate) struct SerialGemm {
     kernels: &'static Kernels,
-    /// Of the steps that are too few for AMX.
+    /// The kernels for remaining steps that are too few for AMX.
     rest: &'static Kernels,
 }
 
 /// The left matrix of a product.
 #[derive(Clone, Copy)]
 pub(crate) enum Left<'a> {
-    /// [`Alone::rows`] at a time, fewer in the last panel, as [`Alone::panel`] says.
+    /// Panels of [`SerialGemm::panel_rows`] rows, fewer in the last, with the layout of [`SerialGemm::panel_strides`].
     Panels(&'a [f32]),
-    /// Row `i` from element `i * stride` on.
+    /// Rows: row `i` starts at element `i * stride`.
     Rows { data: &'a [f32], stride: usize },
-    /// The same, of bf16, whose pairs are neighbours.
+    /// Rows of bf16: row `i` starts at element `i * stride`, and pairs are adjacent elements.
     Halves { data: &'a [u16], stride: usize },
 }
 
-/// The right matrix: step `i` of `k`, the `t`th time, from element `t * jump + i * stride` on, up to whole vectors.
+/// The right matrix: step `i` of `k` in repetition `t` starts at element `t * jump + i * stride`, and is readable up to whole vectors.
 #[derive(Clone, Copy)]
 pub(crate) struct Right<'a> {
     pub(crate) data: &'a [f32],
@@ -40,57 +40,58 @@ pub(crate) struct Right<'a> {
     pub(crate) jump: usize,
 }
 
-impl Alone {
-    /// Those for products of f32.
-    pub(crate) fn get() -> Option<Alone> {
-        Kernels::get(false).map(|kernels| Alone { kernels, rest: kernels })
+impl SerialGemm {
+    /// Returns the kernels for products of f32, if the processor has them.
+    pub(crate) fn for_f32() -> Option<SerialGemm> {
+        Kernels::get(false).map(|kernels| SerialGemm { kernels, rest: kernels })
     }
 
-    /// Those for products of two matrices of bf16, of `k` elements or more, where pairs are the faster way.
-    pub(crate) fn of_pairs(k: usize) -> Option<Alone> {
-        const AMX: usize = 2 * amx::STEP;
-        Some(Alone { kernels: Kernels::of_pairs(k / AMX * AMX)?, rest: Kernels::get(true)? })
+    /// Returns the kernels for products of two bf16 matrices of at least `k` steps, if pairs are faster than f32 on this processor.
+    pub(crate) fn for_pairs(k: usize) -> Option<SerialGemm> {
+        const AMX: usize = 2 * amx::PAIRS_PER_ROW;
+        Some(SerialGemm { kernels: Kernels::for_pairs(k / AMX * AMX)?, rest: Kernels::get(true)? })
     }
 
-    /// Elements of a step.
-    pub(crate) fn of_step(self) -> usize {
+    /// Returns the number of elements of a step.
+    pub(crate) fn elements_per_step(self) -> usize {
         if self.kernels.pairs { 2 } else { 1 }
     }
 
-    /// Steps that are best done at a time, of up to `most`.
-    pub(crate) fn whole_steps(self, most: usize) -> usize {
+    /// Returns the best number of steps to compute at a time, at most `most`.
+    pub(crate) fn round_steps(self, most: usize) -> usize {
         if most < self.kernels.step { most } else { most / self.kernels.step * self.kernels.step }
     }
 
-    /// How far rows, and steps, of a left matrix's panel are apart: of `rows` rows and `steps` steps.
-    pub(crate) fn panel(self, rows: usize, steps: usize) -> [usize; 2] {
+    /// Returns the distances of rows and of steps in a panel of `rows` rows and `steps` steps of the left matrix, in elements.
+    pub(crate) fn panel_strides(self, rows: usize, steps: usize) -> [usize; 2] {
         if self.kernels.step > 1 { [steps, 1] } else { [1, rows] }
     }
 
-    /// Rows of a panel of an `m` row matrix.
-    pub(crate) fn rows(self, m: usize) -> usize {
-        even(m, self.kernels.rows, 1)
+    /// Returns the number of rows of a panel for a matrix of `m` rows.
+    pub(crate) fn panel_rows(self, m: usize) -> usize {
+        even_len(m, self.kernels.rows, 1)
     }
 
-    /// Columns of a tile: a right matrix in panels has so many in each.
-    pub(crate) fn columns(self) -> usize {
+    /// Returns the number of columns of a tile, and so of a panel of the right matrix.
+    pub(crate) fn tile_columns(self) -> usize {
         2 * self.kernels.lanes
     }
 
-    /// The elements that a row of `n` takes, up to whole vectors.
-    pub(crate) fn whole(self, n: usize) -> usize {
+    /// Returns `n` rounded up to whole vectors: the room of a row of `n` elements.
+    pub(crate) fn padded_width(self, n: usize) -> usize {
         n.next_multiple_of(self.kernels.lanes)
     }
 
-    /// What [`Alone::lay_out`] writes to, for `count` elements of each of `n` columns.
-    pub(crate) fn room(self, n: usize, count: usize) -> usize {
-        self.whole(n) * count.div_ceil(self.of_step()) + SLACK
+    /// Returns the room that [`SerialGemm::pack_columns`] needs for `count` elements of each of `n` columns, in elements.
+    pub(crate) fn packed_len(self, n: usize, count: usize) -> usize {
+        self.padded_width(n) * count.div_ceil(self.elements_per_step()) + PANEL_SLACK
     }
 
-    /// `out = left right` of `m` rows, `n` columns and `k` steps, as often as the right matrix says, or that added to it.
+    /// Computes `out = left right` of `m` rows, `n` columns and `k` steps, summed over the right matrix's repetitions. With `add`, the
+    /// product is added to `out`.
     ///
     /// # Panics
-    /// Where a matrix reaches out of its slice.
+    /// If a matrix exceeds its slice.
     pub(crate) fn multiply(
         self,
         (m, n, k): (usize, usize, usize),
@@ -99,9 +100,9 @@ impl Alone {
         out: &mut Block<f32>,
         add: bool,
     ) {
-        let (rows, columns, times) = (self.rows(m), self.columns(), right.times);
+        let (rows, columns, times) = (self.panel_rows(m), self.tile_columns(), right.times);
         assert!(m > 0 && n > 0 && k > 0 && times > 0, "an empty product");
-        assert!((times - 1) * right.jump + (k - 1) * right.stride + self.whole(n) <= right.data.len());
+        assert!((times - 1) * right.jump + (k - 1) * right.stride + self.padded_width(n) <= right.data.len());
         assert!(n <= out.width() && m <= out.rows());
         let (a, a_row) = match left {
             Left::Panels(data) => {
@@ -120,12 +121,12 @@ impl Alone {
         let (out, stride) = out.start();
         let whole = k / self.kernels.step * self.kernels.step;
         let bytes = |elements: usize| (elements * size_of::<f32>()) as isize;
-        // `steps` steps from `first` on, of some times.
+        // Computes a tile: `steps` steps from `first` on, of a range of repetitions.
         let tile =
             |kernels: &Kernels, [i, high, j, wide]: [usize; 4], times: Range<usize>, first: usize, steps: usize| {
                 let kernel = kernels.tile(high, wide.div_ceil(kernels.lanes), a_row.is_some());
-                // SAFETY: the tile's rows and columns are below m and n, whose matrices lie in their slices, up to whole
-                // vectors of the right one, or in the block, which is borrowed exclusively. The processor has the kernels' instructions.
+                // SAFETY: the tile's rows and columns are below m and n, whose matrices are in their slices, up to whole vectors
+                // of the right matrix, or in the block, which is borrowed exclusively. The processor has the kernels' instructions.
                 unsafe {
                     kernel(&Tile {
                         k: steps,
@@ -142,11 +143,11 @@ impl Alone {
                         col: 1,
                         columns: wide,
                         accumulate: add || first > 0 || times.start > 0,
-                        finish: Finish::Nothing,
+                        finish: KernelEpilogue::Nothing,
                     });
                 }
             };
-        // The columns of a tile stay in the first-level cache, panels pass by.
+        // A tile's columns stay in the L1 cache, while panels of rows are read once.
         for j in (0..n).step_by(columns) {
             let wide = columns.min(n - j);
             for i in (0..m).step_by(rows) {
@@ -164,12 +165,12 @@ impl Alone {
         }
     }
 
-    /// Lays out columns of a right matrix: `n` of them, column `j` the `count` elements from `first + j * stride` on, those up to
-    /// whole vectors 0, and so the second one of the last pair of an odd number.
+    /// Packs columns of a right matrix: `n` columns, where column `j` has the `count` elements from `first + j * stride` on. Columns up
+    /// to whole vectors are zeros, and so is the second element of the last pair if `count` is odd.
     ///
     /// # Panics
-    /// Where they reach out of their slice, or `to` is smaller than [`Alone::room`] says.
-    pub(crate) fn lay_out(
+    /// If the columns exceed their slice, or `to` is smaller than [`SerialGemm::packed_len`].
+    pub(crate) fn pack_columns(
         self,
         from: Floats,
         (first, stride): (usize, usize),
@@ -177,12 +178,12 @@ impl Alone {
         to: &mut [f32],
     ) {
         assert!(n > 0 && count > 0 && first + (n - 1) * stride + count <= from.len());
-        assert!(self.room(n, count) <= to.len());
-        let width = self.whole(n);
+        assert!(self.packed_len(n, count) <= to.len());
+        let width = self.padded_width(n);
         macro_rules! pack {
             ($T:ty, $data:expr, $steps:expr, $done:expr) => {{
-                let from = From { start: $data[first + 2 * $done..].as_ptr(), across: stride as isize, along: 1 };
-                let copies = Copies { panels: 1, stride: 0, steps: $steps };
+                let from = PanelSource { start: $data[first + 2 * $done..].as_ptr(), across: stride as isize, along: 1 };
+                let copies = PanelCopies { panels: 1, stride: 0, steps: $steps };
                 // SAFETY: the columns are in their slice, and `to` has room, both as asserted; the width is a multiple of 8.
                 // Processors with kernels have AVX2 and F16C.
                 unsafe { pack::<$T>(from, to[$done * width..].as_mut_ptr(), copies, n, width) }
@@ -194,7 +195,7 @@ impl Alone {
             Floats::BF16(data) if self.kernels.pairs => {
                 pack!(Pairs, data, count / 2, 0);
                 if count % 2 > 0 {
-                    pack!(Half, data, 1, count / 2);
+                    pack!(LastPair, data, 1, count / 2);
                 }
             }
             Floats::BF16(data) => pack!(bf16, data, count, 0),
