@@ -73,8 +73,7 @@ impl Rule {
 
     /// The rule's name in the list of exceptions.
     pub fn name(self) -> &'static str {
-        ["downwards", "device-kind", "opencl-types", "unsafe", "backends", "published", "versions"]
-            [self as usize]
+        ["downwards", "device-kind", "opencl-types", "unsafe", "backends", "published", "versions"][self as usize]
     }
 
     /// The rule, and how to fix a violation.

@@ -138,6 +138,7 @@ impl ClDevice {
     /// # Errors
     /// [`Error::Build`] with the compiler's log, under the name `name`.
     pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
+        let source = &without_comment_lines(source);
         // PoCL has its own disk cache. Getting a binary from PoCL compiles work-group functions of any size, which no launch runs,
         // and loading it takes as long as loading from PoCL's cache.
         let cache = Cache::of_process().filter(|_| !self.is_pocl());
@@ -344,7 +345,11 @@ impl ClDevice {
         if by == Author::User || !self.is_pocl() {
             return self.compile_text(name, source, options);
         }
-        let short = self.compile_text(name, &[BUILTINS, source].concat(), &[options, WITHOUT_HEADER].concat());
+        let short = self.compile_text(
+            name,
+            &[&without_comment_lines(BUILTINS), source].concat(),
+            &[options, WITHOUT_HEADER].concat(),
+        );
         let Err(Error::Build { log, .. }) = short else { return short };
         let whole = self.compile_text(name, source, options)?;
         self.programs.with_header.fetch_add(1, Relaxed);
@@ -438,6 +443,12 @@ fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
     let (to, size) = (starts.as_mut_ptr().cast(), size_of_val(&starts[..]));
     call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size, to, ptr::null_mut()))?;
     Ok(binaries.into_iter().max_by_key(Vec::len).unwrap_or_default())
+}
+
+/// Returns the source without lines that are comments, because drivers and caches identify a program by its text: a changed comment
+/// must not compile all kernels again.
+fn without_comment_lines(source: &str) -> String {
+    source.lines().filter(|line| !line.trim_start().starts_with("//")).flat_map(|line| [line, "\n"]).collect()
 }
 
 /// Removes the comment marks in front of hidden instructions, and sets the target `sm_90a`.
