@@ -123,7 +123,7 @@ fn random_offset_allocator(live: usize) -> f64 {
     })
 }
 
-/// Times the loop of [`random`] alone: choosing handles, moving these, and the cache misses of both.
+/// Times the loop of [`random`] without its allocator calls: the choice and moves of handles, and their cache misses.
 fn random_loop(live: usize) -> f64 {
     let mut sizes = Sizes(1);
     let mut blocks: Vec<[usize; 3]> = (0..live).map(|_| [sizes.size(), 0, 0]).collect(); // as large as a Block

@@ -13,7 +13,7 @@ use serde_json::json;
 type Outcome<T> = Result<T, Box<dyn Error>>;
 type Op<'a> = Box<dyn Fn() -> claystone::Result<Tensor> + 'a>;
 
-const MI: usize = 1 << 20;
+const MIB: usize = 1 << 20;
 const LARGE_LEN: usize = 1 << 28;
 
 struct Bench {
@@ -263,7 +263,7 @@ fn main() -> Outcome<()> {
         bench.transposed(side, DType::F16)?;
     }
     if bench.device != Device::Cpu {
-        [MI, 2 * MI, 3 * MI, 16 * MI, 64 * MI, 256 * MI]
+        [MIB, 2 * MIB, 3 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
             .into_iter()
             .filter(|&n| n / 4 <= most)
             .try_for_each(|n| bench.transfers(n))?;

@@ -1,8 +1,7 @@
-//! Each distinct convolution of ResNet-50, and each distinct depthwise convolution of MobileNetV2, forward and with both gradients, with
-//! channels-last and row-major images and weights:
-//! `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format] [--precision P]`. Prints a JSON line for each
-//! with the microseconds of a call, the median of seven runs of ten. P is an argument of `set_float32_matmul_precision`.
-//! `benches/convolutions_torch.py` compares PyTorch in the same formats.
+//! Times each distinct convolution of ResNet-50 and each distinct depthwise convolution of MobileNetV2, forward and with both gradients, with
+//! channels-last and row-major images and weights: `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format] [--precision
+//! P]`. Prints a JSON line for each case with the microseconds of a call, the median of seven runs of ten. P is an argument of
+//! `set_float32_matmul_precision`. `benches/convolutions_torch.py` compares PyTorch in the same formats.
 
 use std::error::Error;
 use std::time::Instant;

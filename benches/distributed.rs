@@ -27,9 +27,9 @@ fn main() -> Outcome {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
-        ["rank", "mpi"] => rank_of_mpi(),
-        ["rank", device] => rank_of_claystone(device.parse()?),
-        ["rank", "overlap", device] => rank_with_overlap(device.parse()?),
+        ["rank", "mpi"] => run_mpi_rank(),
+        ["rank", device] => run_claystone_rank(device.parse()?),
+        ["rank", "overlap", device] => run_overlap_rank(device.parse()?),
         ["all_reduce"] => all_reduce(),
         ["overlap"] => overlap(),
         [] => all_reduce().and_then(|()| overlap()),
@@ -97,7 +97,7 @@ fn all_reduce() -> Outcome {
 }
 
 /// Times `MPI_Allreduce` on plain memory.
-fn rank_of_mpi() -> Outcome {
+fn run_mpi_rank() -> Outcome {
     let universe = mpi::initialize().ok_or("MPI has been started already")?;
     let world = universe.world();
     for bytes in SIZES {
@@ -115,7 +115,7 @@ fn rank_of_mpi() -> Outcome {
     Ok(())
 }
 
-fn rank_of_claystone(device: Device) -> Outcome {
+fn run_claystone_rank(device: Device) -> Outcome {
     let group = Group::world()?;
     for bytes in SIZES {
         let x = Tensor::ones(bytes / 4, device)?;
@@ -144,7 +144,7 @@ fn overlap() -> Outcome {
 
 const BATCHES: [usize; 3] = [64, 256, 1024];
 
-fn rank_with_overlap(device: Device) -> Outcome {
+fn run_overlap_rank(device: Device) -> Outcome {
     let group = Group::world()?;
     let mut net = Sequential::new();
     for _ in 0..10 {

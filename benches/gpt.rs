@@ -1,5 +1,5 @@
-//! Training steps of the GPT of `examples/char_transformer` on random tokens, of which larger numbers are rarer. Prints ms per step, after
-//! ten untimed steps. `--save FILE` saves weights, tokens and losses for `benches/gpt_torch.py`, which starts from the same weights.
+//! Times training steps of the GPT of `examples/char_transformer` on random tokens, with small numbers more frequent than large ones. Prints ms per
+//! step, after ten untimed steps. `--save FILE` saves weights, tokens and losses for `benches/gpt_torch.py`, which starts from the same weights.
 
 #[allow(dead_code)]
 #[path = "../examples/char_transformer/model.rs"]

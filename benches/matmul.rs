@@ -1,4 +1,4 @@
-//! Times products of square matrices, after checking some elements against f64. Prints a JSON line each, like `matmul_torch.py` in this
+//! Times products of square matrices, after checking some elements against f64. Prints a JSON line for each product, like `matmul_torch.py` in this
 //! folder. `cargo bench --bench matmul -- --help`.
 //!
 //! With `--halves` it times products in f32, bf16 and f16 in turns: products of few rows, square products, and batches of small products.
@@ -109,13 +109,13 @@ const HALVES: [Case; 10] = [
 ];
 
 /// Times products of one case in f32, bf16 and f16 in turns.
-fn halves((batch, [m, k, n], turned): Case, device: Device) -> Result<()> {
+fn halves((batch, [m, k, n], transposed): Case, device: Device) -> Result<()> {
     const TURNS: usize = 31;
     manual_seed(1);
-    let right = if turned { [batch, n, k] } else { [batch, k, n] };
+    let right = if transposed { [batch, n, k] } else { [batch, k, n] };
     let operands = [DType::F32, DType::BF16, DType::F16].map(|dtype| -> Result<(Tensor, Tensor)> {
         let (a, b) = (Tensor::randn(&[batch, m, k], device)?, Tensor::randn(&right, device)?);
-        Ok((a.to_dtype(dtype)?, if turned { b.to_dtype(dtype)?.transpose(1, 2)? } else { b.to_dtype(dtype)? }))
+        Ok((a.to_dtype(dtype)?, if transposed { b.to_dtype(dtype)?.transpose(1, 2)? } else { b.to_dtype(dtype)? }))
     });
     let operands = operands.into_iter().collect::<Result<Vec<_>>>()?;
     let turn = |(a, b): &(Tensor, Tensor), count: usize| -> Result<f64> {
@@ -136,7 +136,7 @@ fn halves((batch, [m, k, n], turned): Case, device: Device) -> Result<()> {
         (values[TURNS / 2] * 1000.0).round() / 1000.0
     };
     let [us, bf16, f16] = [median(&|t| t[0] * 1e6), median(&|t| t[1] / t[0]), median(&|t| t[2] / t[0])];
-    let b = if turned { "[n, k]" } else { "[k, n]" };
+    let b = if transposed { "[n, k]" } else { "[k, n]" };
     println!(
         "{}",
         json!({ "peer": "claystone", "device": device.to_string(), "case": "halves", "batch": batch, "m": m, "k": k, "n": n,

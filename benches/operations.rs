@@ -1,4 +1,4 @@
-//! Times operations that no other bench measures, small and large: `operations [--device D] [--only TEXT]`. Prints a JSON line each with
+//! Times operations that no other bench measures, small and large: `operations [--device D] [--only TEXT]`. For each case, prints a JSON line with
 //! the median of many calls in microseconds. `benches/operations_torch.py` compares PyTorch.
 //!
 //! With `--level L` each case is first tuned at that level. Calls without and with the choices are then timed in turns. The
@@ -83,7 +83,7 @@ impl Suite {
         let (took, chosen) = (from.elapsed().as_secs_f64(), tune::choices(device)?.len() - known);
         let mut turns = [Vec::new(), Vec::new()];
         for turn in 0..2 * TURNS {
-            // The order alternates between pairs of turns.
+            // The order of the two settings is swapped after every pair of turns.
             let on = (turn + turn / 2) % 2;
             tune::use_choices(device, on == 1)?;
             call()?;

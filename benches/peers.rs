@@ -183,8 +183,8 @@ impl Suite {
         }
     }
 
-    /// Allocations, copies on the device, and transfers from and to ordinary host memory: `d2h` to memory of the library's own,
-    /// viewed as a slice (PyTorch's `cpu().numpy()`), and `d2h_vec` to a vector.
+    /// Allocations, copies on the device, and transfers from and to ordinary host memory: `d2h` to the library's own memory, viewed as a slice
+    /// (PyTorch's `cpu().numpy()`), and `d2h_vec` to a vector.
     fn memory(&self) -> Outcome {
         for n in ALLOCATIONS {
             let allocate = || Tensor::empty([n / 4], self.device);

@@ -1,5 +1,5 @@
-//! Training steps of ResNet-50 on random images, with channels-last images and weights. Prints ms per step, after ten untimed steps.
-//! `--save FILE` saves weights, images, labels and losses for `benches/resnet50_torch.py`, which starts from the same weights.
+//! Times training steps of ResNet-50 on random images, with channels-last images and weights. Prints ms per step, after ten untimed steps. `--save
+//! FILE` saves weights, images, labels and losses for `benches/resnet50_torch.py`, which starts from the same weights.
 
 mod steps;
 
@@ -73,8 +73,7 @@ impl Module for Bottleneck {
     }
 }
 
-/// Builds the network of "Deep Residual Learning for Image Recognition" (2015), with the strides in the 3 x 3
-/// convolutions as in torchvision.
+/// Builds the network of "Deep Residual Learning for Image Recognition" (2015), with the strides in the 3 x 3 convolutions as in torchvision.
 fn resnet50(device: Device) -> Result<Sequential> {
     let options = MaxPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..MaxPoolOptions::default() };
     let pool = MaxPool2d { options, ..MaxPool2d::new([3, 3]) };

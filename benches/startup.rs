@@ -1,8 +1,8 @@
 //! Measures the cost of a process's first use of a device: `startup [--device D]`.
 //!
-//! The program repeatedly starts itself as two small processes, and prints medians in milliseconds. One process opens the device, adds two
-//! tensors and reads the sum, with a warm program cache. The other makes only the driver calls that this takes: the context, a queue,
-//! buffers, the same programs from the same cache, a write and a read. The difference is claystone's own cost.
+//! The program repeatedly starts itself as two small processes, and prints medians in milliseconds. One process opens the device, adds two tensors
+//! and reads the sum, with a warm program cache. The other makes only the driver calls that this needs: the context, a queue, buffers, the same
+//! programs from the same cache, a write and a read. The difference is claystone's own cost.
 //!
 //! `startup --blob [--device D]` compares the first training step of two kinds of processes, in turns. The first kind starts with warm
 //! caches of claystone and PoCL. The second starts with both caches empty and imports a file of `export_cache`.
@@ -144,9 +144,9 @@ fn run_process<const N: usize>(device: Device, caches: &Path, options: &[&str]) 
     std::fs::create_dir_all(&pocl)?;
     let out = child.env("CLAYSTONE_CACHE_DIR", ours).env("POCL_CACHE_DIR", pocl).output()?;
     let whole = milliseconds(from);
-    let said: Vec<f64> = String::from_utf8(out.stdout)?.split_whitespace().filter_map(|v| v.parse().ok()).collect();
-    match <[f64; N]>::try_from(said) {
-        Ok(said) if out.status.success() => Ok((said, whole)),
+    let printed: Vec<f64> = String::from_utf8(out.stdout)?.split_whitespace().filter_map(|v| v.parse().ok()).collect();
+    match <[f64; N]>::try_from(printed) {
+        Ok(printed) if out.status.success() => Ok((printed, whole)),
         _ => Err(String::from_utf8_lossy(&out.stderr).into_owned().into()),
     }
 }
@@ -196,7 +196,7 @@ fn compare_blob(device: Device) -> Outcome<()> {
     Ok(())
 }
 
-fn fail(what: &'static str) -> impl Fn(cl_int) -> String {
+fn driver_error(what: &'static str) -> impl Fn(cl_int) -> String {
     move |code| format!("{what}: {code}")
 }
 
@@ -216,27 +216,30 @@ fn driver_calls(name: &str, cache: &Path) -> Outcome<()> {
     }
     let id = chosen.ok_or("no such device")?;
     let known = milliseconds(from);
-    let context = cl3::context::create_context(&[id], ptr::null(), None, ptr::null_mut()).map_err(fail("context"))?;
+    let context =
+        cl3::context::create_context(&[id], ptr::null(), None, ptr::null_mut()).map_err(driver_error("context"))?;
     // SAFETY: plain calls with live objects; every pointer is to memory of the size that is passed beside it.
     unsafe {
-        let queue = cl3::command_queue::create_command_queue(context, id, 0).map_err(fail("queue"))?;
-        let buffer = cl3::memory::create_buffer(context, 1, 2 * N * 4, ptr::null_mut()).map_err(fail("buffer"))?;
+        let queue = cl3::command_queue::create_command_queue(context, id, 0).map_err(driver_error("queue"))?;
+        let buffer =
+            cl3::memory::create_buffer(context, 1, 2 * N * 4, ptr::null_mut()).map_err(driver_error("buffer"))?;
         let mut values = vec![1f32; N];
         let at = values.as_mut_ptr().cast();
         cl3::command_queue::enqueue_write_buffer(queue, buffer, 1, 0, N * 4, at, 0, ptr::null())
-            .map_err(fail("write"))?;
+            .map_err(driver_error("write"))?;
         let there = milliseconds(from);
         for file in std::fs::read_dir(cache)? {
             let bytes = std::fs::read(file?.path())?;
             if let Some(binary) = bytes.get(HEADER..) {
                 let program = cl3::program::create_program_with_binary(context, &[id], &[binary]);
-                let program = program.map_err(fail("program"))?;
-                cl3::program::build_program(program, &[id], c"", None, ptr::null_mut()).map_err(fail("build"))?;
+                let program = program.map_err(driver_error("program"))?;
+                cl3::program::build_program(program, &[id], c"", None, ptr::null_mut())
+                    .map_err(driver_error("build"))?;
             }
         }
         cl3::command_queue::enqueue_read_buffer(queue, buffer, 1, 0, N * 4, at, 0, ptr::null())
-            .map_err(fail("read"))?;
-        cl3::command_queue::finish(queue).map_err(fail("finish"))?;
+            .map_err(driver_error("read"))?;
+        cl3::command_queue::finish(queue).map_err(driver_error("finish"))?;
         println!("{known} {there} {}", milliseconds(from));
     }
     Ok(())
@@ -250,8 +253,8 @@ fn medians(args: &[&str], cache: &Path) -> Outcome<[f64; 4]> {
         let out = Command::new(env::current_exe()?).args(args).env("CLAYSTONE_CACHE_DIR", cache).output()?;
         let whole = milliseconds(from);
         let text = String::from_utf8(out.stdout)?;
-        let said: Vec<f64> = text.split_whitespace().filter_map(|v| v.parse().ok()).collect();
-        match said[..] {
+        let printed: Vec<f64> = text.split_whitespace().filter_map(|v| v.parse().ok()).collect();
+        match printed[..] {
             [known, there, done] if out.status.success() => rows.push([known, there, done, whole]),
             _ => return Err(format!("{args:?}: {}", String::from_utf8_lossy(&out.stderr)).into()),
         }

@@ -33,7 +33,7 @@ pub enum Error {
     /// An index does not exist in a dimension of this size.
     #[error("{op}: index {index} is out of range for a dimension of size {size}")]
     IndexOutOfRange { op: &'static str, index: i64, size: usize },
-    /// Two operands have different dtypes, and the operation does not promote dtypes. (Elementwise operations and `cat` do.)
+    /// Two operands have different dtypes. Elementwise operations and `cat` promote dtypes; this operation does not.
     #[error("{op}: dtypes {lhs} and {rhs} differ: convert one with .to_dtype()")]
     DTypeMismatch { op: &'static str, lhs: DType, rhs: DType },
     /// The operation is not defined for this dtype.
@@ -79,7 +79,7 @@ pub enum Error {
 
 /// Advice at the end of every out-of-memory error: how to use less memory, and the tool that estimates the need.
 const OOM_ADVICE: &str = "Smaller batches, bf16 (autocast, Module::to_dtype) and autograd::checkpoint need less; `claystone \
-                         replay --min-capacity` tells how much a program needs of a snapshot with a history \
+                         replay --min-capacity` computes how much memory a program needs, from a snapshot with a history \
                          (Device::record_memory_history)";
 
 impl fmt::Debug for Error {
@@ -101,7 +101,7 @@ impl Error {
         Error::Invalid { op, reason: shorten_reason(reason.into()) }
     }
 
-    /// Replaces the operation's name by that of the public operation that the user called.
+    /// Replaces the operation's name by the name of the public operation that the user called.
     pub(crate) fn with_op(mut self, name: &'static str) -> Error {
         use Error::*;
         if let ShapeMismatch { op, .. }
@@ -184,8 +184,7 @@ pub fn for_each_part<T>(
         .try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.into_partial(op) } else { e }))
 }
 
-/// Text from a file or a user, shortened for error messages: control characters are escaped, and at most 80 characters
-/// are printed.
+/// Text from a file or a user, shortened for error messages: control characters are escaped, and at most 80 characters are printed.
 ///
 /// ```
 /// use claystone::Excerpt;
@@ -213,8 +212,7 @@ impl Display for Excerpt<'_> {
     }
 }
 
-/// Prints a size for people, `19.07 MiB`, and with `{:#}` also the exact number, `19.07 MiB (20000000 bytes)`. The default
-/// precision is two decimals.
+/// Displays a size with two decimals by default, `19.07 MiB`, and with `{:#}` also exactly, `19.07 MiB (20000000 bytes)`.
 #[derive(Clone, Copy)]
 pub(crate) struct Size(pub(crate) u64);
 
@@ -233,7 +231,7 @@ impl Display for Size {
 /// Reasons longer than this number of bytes are shortened: a parser's error message may quote a whole file.
 const MAX_REASON_BYTES: usize = 2000;
 
-/// Leaves out the middle of a reason that is too long.
+/// Leaves out the middle of a reason longer than [`MAX_REASON_BYTES`].
 fn shorten_reason(reason: String) -> String {
     if reason.len() <= MAX_REASON_BYTES {
         return reason;
@@ -244,7 +242,7 @@ fn shorten_reason(reason: String) -> String {
     format!("{} ... ({} bytes left out) ... {}", &reason[..head], tail - head, &reason[tail..])
 }
 
-/// `usize::MAX` stands for a size that overflowed.
+/// Formats a size in bytes; `usize::MAX` stands for a size that overflowed.
 fn requested_bytes(bytes: usize) -> String {
     if bytes == usize::MAX { "more than usize::MAX bytes".into() } else { format!("{:#}", Size(bytes as u64)) }
 }

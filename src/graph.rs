@@ -127,11 +127,10 @@ impl Graph {
     /// Submits all recorded commands in order, and returns without waiting for them.
     ///
     /// # Errors
-    /// [`Error::Invalid`] inside a capture, or if parameters that the graph updates in one launch have since had different numbers of
-    /// optimiser steps (capture again). An error of a hook of [`on_replay`](Self::on_replay), errors of the driver, and
-    /// [`Error::DeviceLost`]. [`Error::Partial`] if the driver refuses a command after earlier commands were submitted:
-    /// set the tensors that
-    /// the graph writes to again. After any other error nothing was submitted.
+    /// [`Error::Invalid`] inside a capture, or if parameters that the graph updates in one launch have since had different numbers of optimiser
+    /// steps (capture again). An error of a hook of [`on_replay`](Self::on_replay), errors of the driver, and [`Error::DeviceLost`].
+    /// [`Error::Partial`] if the driver refuses a command after earlier commands were submitted: set the tensors that the graph writes to a
+    /// known state. After any other error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
         let device = self.device();
         capture::refuse_while_capturing(
@@ -165,11 +164,10 @@ impl Graph {
         CapturedMemory::run_outside_pool(f)
     }
 
-    /// Adds hooks to the graph that this thread is capturing on the device. Each replay calls `before` ahead of its commands, on
-    /// the graph's stream, and `after` once they are submitted. Use hooks for values that the host computes for each step:
-    /// `before` passes these values on with `fill_` or [`Tensor::map_into`](crate::Tensor::map_into), to tensors that the
-    /// commands read and that were made before the capture or with [`outside`](Self::outside). Do not write values from the host
-    /// there: that waits for the previous replay.
+    /// Adds hooks to the graph that this thread is capturing on the device. Each replay calls `before` ahead of its commands, on the graph's stream,
+    /// and `after` once they are submitted. Use hooks for values that the host computes for each step: `before` passes these values on with `fill_`
+    /// or [`Tensor::map_into`](crate::Tensor::map_into), to tensors that the commands read and that were made before the capture or with
+    /// [`outside`](Self::outside). Do not write values from the host in `before`: such a write waits for the previous replay.
     ///
     /// ```
     /// use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -208,9 +206,9 @@ impl Graph {
         Ok(())
     }
 
-    /// How [`replay`](Self::replay) submits the commands: in command buffers that the driver keeps if the device supports them,
-    /// otherwise from the host. If the driver rejects the command buffers, the mode is [`ReplayMode::Host`] from the first replay on.
-    /// While a profile is recorded every replay uses `Host`, because profiles time single commands.
+    /// Returns how [`replay`](Self::replay) submits the commands: in command buffers that the driver keeps if the device supports them, otherwise
+    /// from the host. If the driver rejects the command buffers, the mode is [`ReplayMode::Host`] from the first replay on. While a profile is
+    /// recorded every replay uses `Host`, because profiles time single commands.
     ///
     /// ```
     /// use claystone::device::ReplayMode;
@@ -242,8 +240,8 @@ impl Graph {
         capture::is_capturing(device)
     }
 
-    /// Returns a number that identifies the current capture among those of this thread, or `None` if this thread captures no graph of the
-    /// device (as the id of CUDA's `cudaStreamGetCaptureInfo`). Captures of two threads may have the same number.
+    /// Returns a number that identifies this thread's current capture, or `None` if this thread captures no graph of the device (like the id of
+    /// CUDA's `cudaStreamGetCaptureInfo`). Captures of two threads may have the same number.
     pub fn capture_id(device: Device) -> Option<u64> {
         Graph::is_capturing(device).then(capture::capture_id)
     }

@@ -32,8 +32,7 @@
 //! - [`device`]: OpenCL devices and the CPU. Discovery, streams and events, the program cache.
 //! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): atomic replacement of files.
 //! - [`tune`]: measures which kernel parameters suit a device.
-//!
-//! - [`profiler`]: where the time goes, as a trace and as a table.
+//! - [`profiler`]: times of operations, kernels and copies, as a trace and as a table.
 //!
 //! `docs/architecture.md` describes the private layers between them.
 //!

@@ -1,17 +1,15 @@
 //! Tuning of kernel parameters for a device: `claystone tune`.
 //!
-//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter.
-//! Before a choice is timed, its results must match the CPU's at sizes around its block boundaries, and exactly for whole
-//! numbers. A choice replaces the current value if it is at least 3 % faster. The results are saved beside the cached programs,
-//! where later processes load them.
+//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter. Before a choice is timed,
+//! its results must match the CPU's at sizes around its block boundaries, and exactly for whole numbers. A choice replaces the current value if it is
+//! at least 3 % faster. The results are saved beside the cached programs, where later processes load them.
 //!
-//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or
-//! the environment variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well. A class is a kernel with a range of sizes: all
-//! numbers of work-items with the same integer logarithm to base 2. The first launches of a class try other work-group sizes, or other
-//! values of the kernel's parameter. Each launch computes its result once, with one candidate, and is timed alone. These launches
-//! wait, and their sums of floats may be rounded differently from later ones. A candidate is chosen if it is at least 3 % faster
-//! than the default, in the median of 15 launches that alternate with the default's. The device should be otherwise idle.
-//! [`ahead`] runs these trials for usual sizes.
+//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or the environment
+//! variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well. A class is a kernel with a range of sizes: all numbers of work-items with the
+//! same integer logarithm to base 2. The first launches of a class try other work-group sizes, or other values of the kernel's parameter. Each launch
+//! computes its result once, with one candidate, and is timed alone. These launches wait, and their sums of floats may be rounded differently from
+//! later ones. A candidate is chosen if it is at least 3 % faster than the default, in the median of 15 launches that alternate with the default's.
+//! The device should be otherwise idle. [`ahead`] runs these trials for usual sizes.
 //!
 //! Choices are kept in the same file, are part of [`Device::export_cache`], and are used at every level until [`tune`] or
 //! [`forget`]. A class that has a choice is not measured again. The driver's own work-group size is not a candidate, because
@@ -53,9 +51,8 @@ pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
     Ok(backend::of_device(device).tuning(device)?.parameters())
 }
 
-/// Measures the choices of every parameter, sets the best, and saves them for later processes. Returns the file, or `None` if there is
-/// no cache of programs. Calls `each` after every parameter. Takes one to two minutes, mostly for building kernels. The device
-/// should be otherwise idle.
+/// Measures the choices of every parameter, sets the best, and saves them for later processes. Returns the file, or `None` if there is no cache of
+/// programs. Calls `each` after every parameter. Takes one to two minutes, mostly for building kernels. The device should be otherwise idle.
 ///
 /// # Errors
 /// Errors of [`parameters`]. If a choice gives a wrong result, nothing is saved and all parameters get their previous values back.
@@ -128,8 +125,8 @@ pub fn choices(device: Device) -> Result<Vec<Choice>> {
     Ok(backend::of_device(device).tuning(device)?.choices())
 }
 
-/// The number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call:
-/// a step is fully tuned once this number is 0 both before and after it.
+/// Returns the number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call, so a step is
+/// fully tuned once this number is 0 both before and after the step.
 ///
 /// # Errors
 /// Errors of [`parameters`].
@@ -137,11 +134,11 @@ pub fn on_trial(device: Device) -> Result<usize> {
     Ok(backend::of_device(device).tuning(device)?.on_trial())
 }
 
-/// Enables or disables [`choices`] for this process, to compare times with and without them. While choices are disabled the
-/// defaults are used and nothing is tried.
+/// Enables or disables [`choices`] for this process, to compare times with and without them. While choices are disabled, the defaults are used and no
+/// trials run.
 ///
+/// # Errors
 /// Errors of [`parameters`].
-/// As [`parameters`].
 pub fn use_choices(device: Device, on: bool) -> Result<()> {
     backend::of_device(device).tuning(device)?.use_choices(on);
     Ok(())
@@ -165,7 +162,7 @@ pub fn forget(device: Device) -> Result<()> {
 pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Result<()> {
     let tuning = backend::of_device(device).tuning(device)?;
     let before = tuning.level();
-    let done = tuning.ordinary().into_iter().try_for_each(|workload| {
+    let done = tuning.usual_workloads().into_iter().try_for_each(|workload| {
         tuning.set_level(level); // also abandons trials that the previous workload left open
         let operands = workload.operands(device)?;
         for _ in 0..MAX_CALLS {
@@ -205,10 +202,10 @@ impl Drop for ChoicesDisabled<'_> {
     }
 }
 
-/// Sets a parameter, and fails where the device does not compute what the CPU does around the edges that this makes.
+/// Sets a parameter. Fails if the device's results differ from the CPU's at sizes around the block boundaries of `choice`.
 fn check_choice(tuning: &dyn Tuning, device: Device, i: usize, name: &str, choice: usize) -> Result<()> {
     tuning.set(i, choice);
-    tuning.edges(i).into_iter().try_for_each(|workload| workload.check(device, name, choice))
+    tuning.edge_workloads(i).into_iter().try_for_each(|workload| workload.check(device, name, choice))
 }
 
 fn measure_parameter(tuning: &dyn Tuning, device: Device, i: usize) -> Result<Measured> {
@@ -234,7 +231,7 @@ fn measure_parameter(tuning: &dyn Tuning, device: Device, i: usize) -> Result<Me
     Ok(Measured { parameter: Parameter { value, ..p }, times })
 }
 
-/// Microseconds of a call among several in a row.
+/// Returns the time of a call in microseconds, averaged over consecutive calls.
 fn time_call(device: Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let timed = |calls: usize| -> Result<f64> {
         let from = Instant::now();
@@ -250,7 +247,7 @@ fn time_call(device: Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
 
 impl Workload {
     fn operands(self, device: Device) -> Result<[Tensor; 2]> {
-        // Small whole numbers, made on the CPU: no sum of them is rounded.
+        // Small whole numbers made on the CPU, because their sums are exact.
         let make = |dims: &[usize], seed: usize, dtype: DType| -> Result<Tensor> {
             let values = (0..dims.iter().product()).map(|i: usize| ((i * i + i / 7 + seed) % 7) as f32 - 3.0);
             Tensor::from_vec(values.collect::<Vec<f32>>(), dims, Device::default())?.to_dtype(dtype)?.to_device(device)
@@ -288,7 +285,7 @@ impl Workload {
     }
 
     fn run(self, [a, b]: &[Tensor; 2]) -> Result<Tensor> {
-        // Always in mode Auto, whatever mode the process has: choices apply to this mode.
+        // Runs in mode Auto whatever the process's mode, because choices apply to this mode.
         with_memory_mode(MemoryMode::Auto, || match self {
             Workload::Add(_) | Workload::AddUnaligned(_) | Workload::AddImages(_) => a.add(b),
             Workload::CopyTransposed(..) => a.contiguous(),
@@ -301,12 +298,12 @@ impl Workload {
         })
     }
 
-    /// How far results may be from the CPU's: whole numbers are the same, averages with rounded weights are not.
+    /// The largest accepted difference from the CPU's results: 0 for whole numbers, more for averages with rounded weights.
     fn tolerance(self) -> f32 {
         if matches!(self, Workload::Attention(_)) { 1e-5 } else { 0.0 }
     }
 
-    /// Fails where the device does not compute what the CPU does.
+    /// Fails if the device's results differ from the CPU's.
     fn check(self, device: Device, name: &str, choice: usize) -> Result<()> {
         let cpu = Device::default();
         let values = |device: Device| -> Result<Vec<f32>> {

@@ -1,10 +1,9 @@
 //! Trains a small GPT on text, character by character, and generates text.
 //!
-//! `cargo run --release --example char_transformer` reads this crate's own sources. On two CPU cores (PoCL) the default 300 steps
-//! take two or three minutes. The loss on held-out text falls below 2.2 nats a character (2.12), from 4.8 for the uniform
-//! distribution. `--dtype bf16` trains in mixed precision. Other text:
-//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`. With `--graph` each step is one replay of a
-//! captured graph on an OpenCL device. Built with `--features mpi`,
+//! `cargo run --release --example char_transformer` reads this crate's own sources. On two CPU cores (PoCL) the default 300 steps take two
+//! or three minutes. The loss on held-out text falls below 2.2 nats a character (2.12), from 4.8 for the uniform distribution.
+//! `--dtype bf16` trains in mixed precision. Other text: `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`.
+//! With `--graph` each step is one replay of a captured graph on an OpenCL device. Built with `--features mpi`,
 //! `mpirun -n 2 target/release/examples/char_transformer --distributed` trains on two devices or processes.
 
 #[path = "../common/mod.rs"]

@@ -1,5 +1,4 @@
-//! A small GPT: token and position embeddings, pre-norm blocks of causal attention and an MLP, and a projection onto the
-//! vocabulary.
+//! A small GPT: token and position embeddings, pre-norm blocks of causal attention and an MLP, and a projection onto the vocabulary.
 
 use claystone::nn::{Activation, Dropout, Embedding, LayerNorm, Linear, Module, init};
 use claystone::ops::Attention;

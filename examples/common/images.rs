@@ -41,7 +41,6 @@ impl Set {
         Ok(Set { images: self.images.narrow(0, from, len)?, labels: self.labels.narrow(0, from, len)? })
     }
 
-    /// Copies the set to a device.
     pub fn to_device(&self, device: Device) -> claystone::Result<Set> {
         Ok(Set { images: self.images.to_device(device)?, labels: self.labels.to_device(device)? })
     }

@@ -127,7 +127,6 @@ impl Run {
 }
 
 impl Recording<'_> {
-    /// Saves the recordings.
     pub fn finish(self) -> claystone::Result<()> {
         if let Some((device, file)) = self.snapshot {
             device.memory_snapshot()?.save(file)?;

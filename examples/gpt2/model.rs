@@ -99,7 +99,7 @@ impl Module for Mlp {
     }
 }
 
-/// Attention and an MLP, each with a residual connection and a norm before.
+/// Attention and an MLP, each after a norm and with a residual connection.
 struct Block {
     ln_1: LayerNorm,
     attn: SelfAttention,

@@ -34,7 +34,6 @@ impl Driver {
         Ok(Driver { queue, context })
     }
 
-    /// Creates a buffer in device memory.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer<u8>> {
         // SAFETY: no host pointer is passed.
         Ok(unsafe { Buffer::create(&self.context, CL_MEM_READ_WRITE, bytes, null_mut())? })
@@ -90,10 +89,9 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Returns the bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: `mapping` is where the driver mapped the buffer's `bytes` bytes, which stay mapped until the buffer is
-        // released on drop; `&mut self` keeps anyone else from them.
+        // SAFETY: `mapping` points to the driver's mapping of the buffer's `bytes` bytes, which stay mapped until the buffer is
+        // released on drop; `&mut self` excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(self.mapping, self.bytes) }
     }
 }

@@ -43,7 +43,7 @@ fn find<'a>(lines: &'a [(usize, Line)], peer: &str, case: &str, size: usize) -> 
     lines.iter().find(found).map(|(_, line)| line)
 }
 
-/// Returns the rate of a clone divided by that of clEnqueueCopyBuffer and clFinish on two existing buffers.
+/// Returns the rate of a clone divided by the rate of clEnqueueCopyBuffer and clFinish on two existing buffers.
 fn ratio(lines: &[(usize, Line)], size: usize) -> Option<f64> {
     Some(find(lines, "claystone", "clone", size)?.rate() / find(lines, "driver", "clone_raw", size)?.rate())
 }

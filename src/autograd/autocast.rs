@@ -15,7 +15,6 @@ thread_local! {
     static SCOPE_DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A parameter cast to a dtype.
 #[derive(PartialEq, Eq, Hash)]
 struct CastKey {
     node: u64,
@@ -65,8 +64,7 @@ pub fn autocast<R>(dtype: impl Into<Option<DType>>, f: impl FnOnce() -> R) -> R 
     f()
 }
 
-/// Returns the dtype of this thread's [`autocast`] scope (PyTorch's `torch.get_autocast_dtype`); None outside any
-/// scope.
+/// Returns the dtype of this thread's [`autocast`] scope (PyTorch's `torch.get_autocast_dtype`); None outside any scope.
 #[inline]
 pub fn autocast_dtype() -> Option<DType> {
     AUTOCAST_DTYPE.get()

@@ -19,20 +19,19 @@ thread_local! {
     static CALLBACKS: RefCell<Option<Vec<Callback>>> = const { RefCell::new(None) };
 }
 
-/// A callback queued by [`queue_callback`].
 type Callback = Box<dyn FnOnce() -> Result<()>>;
 
 /// A backward pass in progress, possibly inside another one.
-struct Callbacks {
+struct CallbackScope {
     is_outermost: bool,
 }
 
-impl Callbacks {
-    fn begin() -> Callbacks {
+impl CallbackScope {
+    fn begin() -> CallbackScope {
         CALLBACKS.with_borrow_mut(|callbacks| {
             let is_outermost = callbacks.is_none();
             callbacks.get_or_insert_default();
-            Callbacks { is_outermost }
+            CallbackScope { is_outermost }
         })
     }
 
@@ -46,7 +45,7 @@ impl Callbacks {
     }
 }
 
-impl Drop for Callbacks {
+impl Drop for CallbackScope {
     fn drop(&mut self) {
         if self.is_outermost {
             CALLBACKS.take();
@@ -86,8 +85,7 @@ pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
     })
 }
 
-/// A node in the heap, which pops the highest `order` first. The order is the node's number, which is the order of age,
-/// or the maximum for a leaf whose gradient is complete.
+/// A node in the heap, which pops the highest `order` first: the node's number (its age), or the maximum for a leaf with a complete gradient.
 struct QueuedNode {
     order: u64,
     node: Arc<Node>,
@@ -119,9 +117,8 @@ impl Ord for QueuedNode {
     }
 }
 
-/// Counts, for each leaf with post-accumulate hooks, the gradients that operations reachable from the roots will add.
-/// Leaves are older than those operations and would be visited last; the count shows earlier that a gradient is
-/// complete.
+/// Counts, for each leaf with post-accumulate hooks, the gradients that operations reachable from the roots will add. Leaves are older
+/// than those operations and would be visited last; the count shows earlier that a gradient is complete.
 fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
     let mut leaves = HashMap::new();
     if !hooks::has_post_accumulate_hooks() {
@@ -153,14 +150,11 @@ pub(super) struct Engine {
     pub(super) create_graph: bool,
     /// The nodes whose gradients are returned; with None, leaves accumulate theirs instead.
     pub(super) wanted: Option<WantedNodes>,
-    /// Whether this pass is part of another backward pass. The outer pass continues from the returned gradients and
-    /// calls their hooks.
+    /// Whether this pass is part of another backward pass, which continues from the returned gradients and calls their hooks.
     pub(super) is_nested: bool,
-    /// Gradient slots of wanted leaves, by node, that the outer pass has lent to the operation whose backward is this
-    /// pass.
-    pub(super) lent: RefCell<HashMap<u64, Tensor>>,
-    /// Whether a leaf has accumulated a gradient. A later failure leaves some leaves with their gradients and others
-    /// without.
+    /// Gradient slots of wanted leaves, by node, that the outer pass has lent to the operation whose backward is this pass.
+    pub(super) lent_slots: RefCell<HashMap<u64, Tensor>>,
+    /// Whether a leaf has accumulated a gradient. A later failure leaves some leaves with their gradients and others without.
     pub(super) has_accumulated: Cell<bool>,
 }
 
@@ -180,9 +174,8 @@ impl Engine {
             true => enable_grad(|| self.traverse(seeds)),
             false => no_grad(|| self.traverse(seeds)),
         };
-        // Without autocast, so that backward uses the dtypes of forward. With buffers, because each operand is read
-        // only once and converting it to an image would not pay off.
-        let outermost = Callbacks::begin();
+        // Without autocast, so that backward uses forward's dtypes. With buffers: each operand is read once, so an image would not pay off.
+        let outermost = CallbackScope::begin();
         let returned = with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
         let ended = returned.and_then(|returned| outermost.run_queued().map(|()| returned));
         ended.map_err(|e| if self.has_accumulated.get() { e.into_partial("backward") } else { e })
@@ -196,9 +189,9 @@ impl Engine {
             None => count_expected_gradients(seeds.iter().map(|(root, _)| root)),
             Some(_) => HashMap::new(),
         };
-        // A slot is not lent if a seed gradient uses its memory. Only addresses are kept: handles would make the seeds
-        // look shared.
-        let given: SmallVec<[usize; 1]> = seeds.iter().filter_map(|(_, gradient)| gradient.address()).collect();
+        // A slot is not lent if a seed gradient uses its memory. Only addresses are kept: handles would make the seeds look shared.
+        let seed_addresses: SmallVec<[usize; 1]> =
+            seeds.iter().filter_map(|(_, gradient)| gradient.address()).collect();
         for (root, gradient) in seeds {
             let gradient = match gradients.remove(&root.seq) {
                 Some(first) => first.add(gradient.tensor()?)?,
@@ -220,7 +213,7 @@ impl Engine {
             }
             let Some(operation) = self.take_operation(&node, &mut grad)? else { continue };
             let slots: Gradients =
-                (0..node.inputs.len()).map(|i| self.lend_slot(&node, i, &gradients, &given)).collect();
+                (0..node.inputs.len()).map(|i| self.lend_slot(&node, i, &gradients, &seed_addresses)).collect();
             let offered: Gradients = slots.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
             let factor = operation.factor.filter(|_| !grad.multiplied());
             let multiplied = SmallVec::from_elem(false, node.inputs.len());
@@ -252,8 +245,7 @@ impl Engine {
                     let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
                     return Err(Error::Autograd { op: node.op, reason });
                 }
-                // Copied into the slot now: leaves are visited last, so until then all gradients would be in memory
-                // twice.
+                // Copied into the slot now: leaves are visited last, so until then all gradients would be in memory twice.
                 if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
                     slot.copy_(&result)?;
                     (result, in_slot) = (slot, true);
@@ -327,20 +319,25 @@ impl Engine {
         Ok(Some(operation))
     }
 
-    /// Lends the gradient slot of input `i`, if that is a leaf with a slot and no gradient, whose slot was not lent
-    /// already.
-    fn lend_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>, given: &[usize]) -> Option<Tensor> {
+    /// Lends the gradient slot of input `i`, if the input is a leaf without a gradient whose slot is not lent already.
+    fn lend_slot(
+        &self,
+        node: &Node,
+        i: usize,
+        gradients: &HashMap<u64, Gradient>,
+        seed_addresses: &[usize],
+    ) -> Option<Tensor> {
         let input = node.inputs[i].as_ref()?;
         let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);
         if self.is_nested && !taken {
-            return self.lent.borrow_mut().remove(&input.seq);
+            return self.lent_slots.borrow_mut().remove(&input.seq);
         }
         if self.create_graph || self.wanted.is_some() || input.hooks().is_some() {
             return None;
         }
         match &mut *input.state() {
             State::Leaf(leaf) if !taken && !leaf.lent && leaf.grad.is_none() => {
-                let slot = leaf.slot.as_ref().filter(|slot| !given.contains(&address(slot)));
+                let slot = leaf.slot.as_ref().filter(|slot| !seed_addresses.contains(&address(slot)));
                 leaf.lent = slot.is_some();
                 slot.map(Tensor::shallow_clone)
             }

@@ -45,7 +45,7 @@ pub fn checkpoint(
     let (out, seeds) = record_draws(|| dependencies_only(|| f(&given)));
     let out = out?;
     let Some(root) = out.node() else { return Ok(out) };
-    let outside = outside(&root, first);
+    let outside = input_nodes_before(&root, first);
     if outside.iter().any(|node| node.seq == root.seq) {
         return Ok(out); // `f` returned an input
     }
@@ -73,7 +73,7 @@ where
 }
 
 /// Returns, for each path from `root`, the newest node older than `first`; each node once.
-fn outside(root: &Arc<Node>, first: u64) -> Vec<Arc<Node>> {
+fn input_nodes_before(root: &Arc<Node>, first: u64) -> Vec<Arc<Node>> {
     let mut seen = std::collections::HashSet::new();
     let (mut open, mut outside) = (vec![root], Vec::new());
     while let Some(node) = open.pop() {

@@ -35,8 +35,7 @@ impl Context<'_> {
         self.grad.tensor()
     }
 
-    /// Returns the gradient, or None if it is the implicit 1 that `backward()` starts from, so that a multiplication
-    /// can be skipped.
+    /// Returns the gradient; None if it is the implicit 1 that `backward()` starts from, so that a multiplication can be skipped.
     pub(crate) fn grad_unless_one(&self) -> Option<Tensor> {
         match &self.grad {
             Gradient::One { .. } => None,
@@ -44,8 +43,8 @@ impl Context<'_> {
         }
     }
 
-    /// True if the closure's operations are recorded. It may then use recorded operations only, and there are no slots
-    /// and no input factors. Only closures recorded with [`record_differentiable`](super::record_differentiable) can get true.
+    /// True if the closure's operations are recorded. The closure may then use recorded operations only, and there are no slots and no input
+    /// factors. Only closures recorded with [`record_differentiable`](super::record_differentiable) can get true.
     pub(crate) fn create_graph(&self) -> bool {
         self.engine.create_graph
     }
@@ -85,7 +84,7 @@ impl Context<'_> {
             create_graph,
             wanted: Some(wanted),
             is_nested: true,
-            lent: RefCell::new(lent),
+            lent_slots: RefCell::new(lent),
             ..Default::default()
         };
         let mut found = engine.run_pass(vec![(root, grad.into())])?;
@@ -100,7 +99,6 @@ impl Context<'_> {
         self.node.inputs.len()
     }
 
-    /// True if the gradient of input `i` is wanted.
     pub(crate) fn needs_gradient(&self, i: usize) -> bool {
         self.node.inputs[i].as_ref().is_some_and(|input| self.engine.leads_to_wanted(input))
     }
@@ -121,8 +119,7 @@ impl Context<'_> {
         factor
     }
 
-    /// Returns memory in which to compute the gradient of input `i` (a view of an optimiser's flat buffer); using it is
-    /// optional.
+    /// Returns memory in which the gradient of input `i` may be computed: a view of an optimiser's flat buffer.
     pub(crate) fn slot(&mut self, i: usize) -> Option<Tensor> {
         self.slots[i].take()
     }
@@ -174,13 +171,13 @@ impl Gradient {
         matches!(self, Gradient::Tensor { multiplied: true, .. })
     }
 
-    /// Adds two gradients. In place if one of them has no other user and is in no graph.
+    /// Adds two gradients, in place if one of them has no other user and is in no graph.
     pub(super) fn add(self, other: Tensor) -> Result<Gradient> {
         let owned = |t: &Tensor| !t.requires_grad() && t.storage.is_unique() && t.layout.is_dense();
         let untracked = !other.requires_grad();
         let (tensor, in_slot) = match self {
             Gradient::Tensor { tensor, in_slot, multiplied } => {
-                debug_assert!(!multiplied, "a factor is told to the only user");
+                debug_assert!(!multiplied, "only the node's single user takes its factor");
                 (tensor, in_slot)
             }
             one => (one.tensor()?, false),

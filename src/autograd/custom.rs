@@ -49,8 +49,7 @@ pub trait CustomOp: Send + Sync + 'static {
     /// Any errors, which [`Tensor::apply_op`] returns.
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// Computes the gradient of each input from the gradient of the result; None if an input has no gradient. Called
-    /// once in every backward pass.
+    /// Computes each input's gradient, or None if there is none, from the gradient of the result. Called once in every backward pass.
     ///
     /// # Errors
     /// Any errors, which the backward pass returns.
@@ -65,8 +64,8 @@ pub trait CustomOp: Send + Sync + 'static {
 
 /// Data passed from forward to backward.
 #[derive(Default)]
-/// Saved tensors, and whether each is the operation's result.
 pub struct OpContext {
+    /// Saved tensors, and whether each is the operation's result.
     saved: Vec<(Saved, bool)>,
     needs: SmallVec<[bool; 3]>,
     slots: Gradients,

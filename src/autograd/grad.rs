@@ -59,8 +59,7 @@ pub struct BackwardOptions<'a> {
     /// The gradient of the final value with respect to the tensor, of its shape, dtype and device. `None` stands for 1,
     /// and requires a tensor of one element.
     pub gradient: Option<&'a Tensor>,
-    /// Whether to keep the graph, and the tensors it saved, for another backward pass. Otherwise memory is freed on the
-    /// way.
+    /// Whether to keep the graph, and the tensors it saved, for another backward pass. Otherwise their memory is freed on the way.
     pub retain_graph: bool,
     /// Whether to record the backward pass itself, so that gradients have gradients; also keeps the graph. The leaves'
     /// [`Tensor::grad`] and the graph then keep each other alive: call [`Tensor::zero_grad`], or use
@@ -71,8 +70,7 @@ pub struct BackwardOptions<'a> {
 /// Options of [`grad_with_options`].
 #[derive(Clone, Copy, Default)]
 pub struct GradOptions<'a> {
-    /// The gradient of the final value with respect to each output. Empty for gradients of 1, if all outputs have one
-    /// element.
+    /// The gradient of the final value with respect to each output. Empty for gradients of 1, if all outputs have one element.
     pub grad_outputs: &'a [&'a Tensor],
     /// As in [`BackwardOptions`].
     pub retain_graph: bool,
@@ -96,8 +94,7 @@ pub struct GradOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// As for [`Tensor::backward`]; [`Error::Autograd`] for an input that requires no gradient or that no output depends
-/// on.
+/// As for [`Tensor::backward`]; [`Error::Autograd`] for an input that requires no gradient or that no output depends on.
 #[track_caller]
 pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let gradients = grad_with_options(outputs, inputs, GradOptions::default())?;
@@ -212,8 +209,7 @@ impl Tensor {
         self.run_backward("backward_with", BackwardOptions { gradient: Some(gradient), ..Default::default() })
     }
 
-    /// Like [`Tensor::backward`], with all options of PyTorch's: the initial gradient, keeping the graph, and recording
-    /// the pass.
+    /// Like [`Tensor::backward`], with all options of PyTorch's: the initial gradient, keeping the graph, and recording the pass.
     ///
     /// ```
     /// use claystone::{Device, Tensor, autograd::BackwardOptions};

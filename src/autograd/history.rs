@@ -1,9 +1,8 @@
 //! The current node of a tensor whose storage was changed in place by recorded operations.
 //!
-//! A handle holds the node it was created with. A recorded in-place change gives new nodes to the tensor and all its
-//! views, whose handles may be anywhere. So the storage keeps the node of the changed tensor. Whenever the node of an
-//! older handle is needed, it is derived from that node, as the node of a view. Storages without such changes need no
-//! lookup.
+//! A handle holds the node it was created with. A recorded in-place change gives new nodes to the tensor and all its views, whose handles
+//! may be anywhere. So the storage keeps the node of the changed tensor, from which the nodes of older handles are derived, as nodes of
+//! views, when they are needed. Storages without such changes need no lookup.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,8 +14,7 @@ use crate::storage::Storage;
 use crate::tensor::{Layout, window};
 use crate::{DType, Tensor};
 
-/// Identifies the handles on a storage that an in-place change makes part of a graph together: a tensor outside the
-/// graph and its views. A detached handle gets another group.
+/// Identifies the handles that an in-place change adds to a graph together: an untracked tensor and its views. A detached handle gets a new group.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct DetachedGroup(u32);
 
@@ -47,7 +45,6 @@ struct StorageChanges {
     tensors: Vec<ChangedTensor>,
 }
 
-/// A tensor that was changed in place.
 struct ChangedTensor {
     /// Set if the tensor was outside the graph before the change.
     group: Option<(DetachedGroup, DType)>,
@@ -79,8 +76,7 @@ impl ChangedTensor {
     }
 }
 
-/// Records a change of `target`. From now on the tensor that `target` is a view of, which had the node `base`, if any,
-/// has the node `node` and this layout.
+/// Records a change of `target`. The tensor that `target` is a view of, whose node was `base`, now has the node `node` and this layout.
 pub(super) fn record_change(target: &Tensor, base: Option<&Arc<Node>>, node: Arc<Node>, layout: Layout) {
     let history = target.storage.attachment_or_default::<History>();
     let mut changed = lock(&history.0);

@@ -86,8 +86,7 @@ impl HookHandle {
     }
 }
 
-/// Whether a post-accumulate hook was ever registered in this process. Otherwise no graph is searched for leaves with
-/// hooks.
+/// Whether a post-accumulate hook was ever registered in this process. Otherwise no graph is searched for leaves with hooks.
 static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn has_post_accumulate_hooks() -> bool {

@@ -23,16 +23,16 @@ pub(crate) struct InPlace<'t> {
     target: &'t Tensor,
     /// The target's node before the change.
     before: Option<Arc<Node>>,
-    /// The node of the tensor that the target is a view of, if any.
+    /// The node of the target's base tensor: the target itself, or the tensor that the target is a view of. None if the target is not tracked.
     base: Option<Arc<Node>>,
-    /// The layout of that tensor.
+    /// The layout of the base tensor; if there is none, of all elements of the storage.
     layout: Layout,
-    /// The order of that tensor's dims in memory.
-    order: Dims<usize>,
+    /// The dims of `layout` in the order of their strides, the largest first.
+    dims_by_stride: Dims<usize>,
 }
 
-/// Starts recording an operation that changes `target` in place and reads `sources`. Returns None if nothing is tracked
-/// or recording is off. Call it before the elements change.
+/// Starts recording an operation that changes `target` in place and reads `sources`; call it before the elements change. Returns None if
+/// nothing is tracked or recording is off.
 ///
 /// # Errors
 /// The same as PyTorch's: for a leaf that requires a gradient, a view of such a leaf, and a view made inside `no_grad`.
@@ -54,8 +54,8 @@ pub(crate) fn check_unrecorded(op: &'static str, target: &Tensor, sources: &[&Te
     if !is_grad_enabled() || !target.requires_grad() && !sources.iter().any(|t| t.requires_grad()) {
         return Ok(());
     }
-    let reason = "a tensor is part of a graph, and what this operation computes in place is not recorded: \
-                  wrap it in no_grad, or use an operation that is";
+    let reason = "a tensor is part of a graph, but this operation cannot record an in-place change: \
+                  wrap it in no_grad, or use an operation that can";
     Err(Error::Autograd { op, reason: reason.into() })
 }
 
@@ -70,7 +70,7 @@ impl<'t> InPlace<'t> {
             }
             None if target.group == DetachedGroup::UNRECORDED_VIEW => {
                 return refused(
-                    "the tensor is a view that was made inside no_grad, and the change could not be recorded for what it is a view of: make the view outside no_grad, or change it inside",
+                    "the tensor is a view that was made inside no_grad, so a change could not be recorded for its base tensor: make the view outside no_grad, or change it inside",
                 );
             }
             None => (None, Layout::contiguous(Shape::from(target.storage.nbytes() / target.dtype.size()))),
@@ -89,12 +89,12 @@ impl<'t> InPlace<'t> {
             (Some((low, high)), Some((first, last))) => first <= low && high <= last,
             _ => true,
         };
-        let Some(order) = order_in_memory(&layout).filter(|_| inside) else {
+        let Some(dims_by_stride) = order_in_memory(&layout).filter(|_| inside) else {
             return refused(
                 "the tensor is a view of an operation's result whose elements are not contiguous in any order of dims, so the change cannot be recorded: change a clone()",
             );
         };
-        Ok(InPlace { op, target, before, base, layout, order })
+        Ok(InPlace { op, target, before, base, layout, dims_by_stride })
     }
 
     /// Copies the target's current elements to new memory, with the target's node.
@@ -102,8 +102,7 @@ impl<'t> InPlace<'t> {
         Ok(Tensor { made_by: self.before.clone(), ..self.target.deep_copy(false)? })
     }
 
-    /// Records the change. The target is from now on the tensor that `record` returns for the changed elements: the
-    /// operation's result, with its own node.
+    /// Records the change. `target` now is the tensor that `record` returns for the changed elements: the operation's result, with its own node.
     pub(crate) fn finish(self, record: impl FnOnce(Tensor) -> Tensor) {
         let node = record(self.target.detach()).made_by.expect("the operation is recorded");
         let target = self.target;
@@ -126,17 +125,17 @@ impl<'t> InPlace<'t> {
         self.finish(|out| record_differentiable(op, out, &[], |_| Ok(Gradients::new())));
     }
 
-    /// Returns the new node of the base, of which the target is a part with the node `node`.
+    /// Returns the base's new node. `node` is the node of the target, a part of the base.
     fn base_node(&self, node: Arc<Node>) -> Arc<Node> {
-        let &InPlace { op, target, ref base, ref layout, ref order, .. } = self;
+        let &InPlace { op, target, ref base, ref layout, ref dims_by_stride, .. } = self;
         let part = Layout { offset: target.layout.offset - layout.offset, ..target.layout.clone() };
-        let mut back: Dims<isize> = SmallVec::from_elem(0, order.len());
-        order.iter().enumerate().for_each(|(i, &d)| back[d] = i as isize);
-        let order: Dims<isize> = order.iter().map(|&d| d as isize).collect();
+        let mut back: Dims<isize> = SmallVec::from_elem(0, dims_by_stride.len());
+        dims_by_stride.iter().enumerate().for_each(|(i, &d)| back[d] = i as isize);
+        let dims_by_stride: Dims<isize> = dims_by_stride.iter().map(|&d| d as isize).collect();
         let pick = move |whole: &Layout| Ok(Layout { offset: whole.offset + part.offset, ..part.clone() });
         let nodes = [base.clone(), Some(node)].into_iter().collect();
         operation_node(self.op, nodes, move |ctx: &mut Context| {
-            let grad = ctx.grad()?.permute(&order)?.contiguous()?;
+            let grad = ctx.grad()?.permute(&dims_by_stride)?.contiguous()?;
             let rest = ctx.needs_gradient(0).then(|| {
                 let zero = Tensor::zeros((), &grad)?;
                 grad.assigned_copy(op, &zero, true, pick.clone())?.permute(&back)
@@ -149,7 +148,7 @@ impl<'t> InPlace<'t> {
 
 /// Returns the dims of a layout in the order that makes its elements contiguous, if there is one.
 fn order_in_memory(layout: &Layout) -> Option<Dims<usize>> {
-    let mut order: Dims<usize> = (0..layout.shape.rank()).collect();
-    order.sort_by_key(|&d| Reverse(layout.strides[d]));
-    layout.permute(&order).is_contiguous().then_some(order)
+    let mut dims_by_stride: Dims<usize> = (0..layout.shape.rank()).collect();
+    dims_by_stride.sort_by_key(|&d| Reverse(layout.strides[d]));
+    layout.permute(&dims_by_stride).is_contiguous().then_some(dims_by_stride)
 }

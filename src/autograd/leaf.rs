@@ -113,8 +113,7 @@ impl Tensor {
         self.with_leaf_state(op, |leaf| leaf.grad = Some(grad.detach()))
     }
 
-    /// Returns the memory in which backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] was called;
-    /// optimisers call it.
+    /// Returns the memory that [`Tensor::set_grad_slot`] chose for this leaf's gradient, if any, for optimisers.
     pub fn grad_slot(&self) -> Option<Tensor> {
         match &*self.node_or_frozen()?.state() {
             State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),

@@ -56,13 +56,11 @@ pub(crate) use record::{
     Saved, is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
 };
 
-/// The gradients of an operation's inputs, in order. `None` for an input without a gradient, or whose gradient is not
-/// wanted.
+/// The gradients of an operation's inputs, in order. `None` for an input without a gradient, or whose gradient is not wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
 
 impl Tensor {
-    /// Makes this tensor a leaf that accumulates its gradient (`true`), or takes it out of the graph (`false`). Shares
-    /// the storage.
+    /// Makes this tensor a leaf that accumulates its gradient (`true`), or takes it out of the graph (`false`). Shares the storage.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Autograd`] for the result of a tracked operation.

@@ -18,8 +18,7 @@ pub fn is_grad_enabled() -> bool {
     GRAD_ENABLED.get()
 }
 
-/// Runs `f` without recording operations on this thread (PyTorch's `torch.no_grad`). Tracked leaves may be changed in
-/// place inside, as optimisers do.
+/// Runs `f` without recording operations on this thread (PyTorch's `torch.no_grad`). Inside, tracked leaves may be changed in place.
 ///
 /// ```
 /// use claystone::{Device, Tensor, no_grad};
@@ -78,8 +77,7 @@ pub(super) fn is_dependencies_only() -> bool {
     DEPENDENCIES_ONLY.get()
 }
 
-/// Runs `f`, which calls one operation only for its gradients. The operation need not compute a result that its
-/// gradients do not depend on.
+/// Runs `f`, which calls an operation only for its gradients; a result that the gradients do not depend on need not be computed.
 pub(crate) fn gradients_only<R>(f: impl FnOnce() -> R) -> R {
     with_flag(&GRADIENTS_ONLY, true, f)
 }

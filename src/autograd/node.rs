@@ -24,8 +24,7 @@ pub(crate) struct Node {
     pub(super) inputs: Inputs,
     /// The number of operations that have this node as an input.
     uses: AtomicU32,
-    /// Whether this is a leaf that accumulates no gradient. Its tensors are outside the graph until it is trained
-    /// again.
+    /// Whether this leaf accumulates no gradient. Its tensors are outside the graph until it is trained again.
     frozen: AtomicBool,
     state: Mutex<State>,
     /// Hooks on the gradient that arrives here; most nodes have none.
@@ -53,16 +52,14 @@ pub(super) struct Operation {
     pub(super) is_differentiable: bool,
 }
 
-/// A factor that a result's gradient is multiplied by before anything else. The operation that computes the gradient
-/// may multiply in the same launch.
+/// A factor that a result's gradient is multiplied by first. The operation that computes the gradient may multiply in the same launch.
 pub(crate) struct Factor {
     /// The product, as an expression of the gradient (input 0) and the tensor (input 1).
     pub(crate) product: Expr,
-    /// The tensor, of the result's shape.
+    /// The factor's tensor, of the result's shape.
     pub(crate) tensor: Saved,
 }
 
-/// The state of a leaf.
 #[derive(Default)]
 pub(super) struct Leaf {
     pub(super) grad: Option<Tensor>,
@@ -106,8 +103,7 @@ impl Node {
         self.frozen.store(frozen, Ordering::Relaxed);
     }
 
-    /// Returns the node and the layout of the tensor that this is a view of, followed through all views. If this is not
-    /// a view, returns the node itself and `layout`, which is its own.
+    /// Returns the node and the layout of the base tensor, followed through all views; the node itself and its `layout` if this is no view.
     pub(super) fn base<'a>(self: &'a Arc<Node>, layout: &'a Layout) -> (&'a Arc<Node>, &'a Layout) {
         let (mut node, mut layout) = (self, layout);
         while let (Some(of), Some(Some(input))) = (&node.view_of, node.inputs.first()) {
@@ -116,8 +112,7 @@ impl Node {
         (node, layout)
     }
 
-    /// Returns the id that the tensor keeps through all in-place changes, and the number of the storage's change that
-    /// made this node.
+    /// Returns the id that the tensor keeps through all in-place changes, and the number of the storage's change that made this node.
     pub(super) fn change_id(&self) -> (u64, u32) {
         self.changed.get().copied().unwrap_or((self.seq, 0))
     }
@@ -146,8 +141,7 @@ impl Node {
         self.hooks.get_or_init(Box::default)
     }
 
-    /// Returns the factor that the gradient is multiplied by. None if the calling operation is not the only one that
-    /// contributes to the gradient, or if there are hooks.
+    /// Returns the factor of the gradient. None if other operations than the caller contribute to the gradient, or if there are hooks.
     pub(super) fn factor(&self) -> Option<Arc<Factor>> {
         match &*self.state() {
             State::Operation(operation) if self.uses.load(Ordering::Relaxed) == 1 && self.hooks().is_none() => {

@@ -42,8 +42,8 @@ pub(crate) fn record_differentiable(
     with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, is_differentiable: true })
 }
 
-/// Like [`record_differentiable`], for an operation that first multiplies its gradient by a factor, unless [`Context::take_factor`]
-/// reports that this was done.
+/// Like [`record_differentiable`], for an operation that first multiplies its gradient by a factor, unless [`Context::take_factor`] reports
+/// that this was done.
 pub(crate) fn record_with_factor(
     op: &'static str,
     out: Tensor,
@@ -59,8 +59,8 @@ pub(crate) fn record_with_factor(
     )
 }
 
-/// Like [`record_differentiable`], for an operation with one input, recorded if that is tracked. `backward` maps the result's
-/// gradient to the input's, as the inverse of a view does.
+/// Like [`record_differentiable`], for an operation with one input, recorded if the input is tracked. `backward` maps the result's gradient
+/// to the input's, as the inverse of a view does.
 pub(crate) fn record_unary_differentiable(
     op: &'static str,
     out: Tensor,
@@ -139,8 +139,7 @@ pub(super) fn view_node(
 pub(crate) struct Saved {
     tensor: Tensor,
     version: u64,
-    /// The storage's replay count. None for a tensor saved in a graph capture: backward after a replay needs the values
-    /// that the replay has written.
+    /// The storage's replay count. None for a tensor saved in a graph capture: backward after a replay needs the values written by the replay.
     replays: Option<u64>,
 }
 

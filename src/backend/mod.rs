@@ -1,7 +1,7 @@
-//! How operations are computed.
+//! The interface between operations and devices.
 //!
 //! An operation checks its operands, allocates its results and describes the work as a problem (see [`problem`]). A [`Backend`] decides how to
-//! tile, vectorise, cache and launch that problem. Outside the rooms that own devices and memory, only this file matches on the kind of a device.
+//! tile, vectorise, cache and launch that problem. Apart from the modules of devices and storage, only this file matches on a device's kind.
 
 /// Defines trait methods whose body is one function call.
 macro_rules! methods {
@@ -21,8 +21,8 @@ mod reference;
 
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning, Views,
-    Windows,
+    NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
+    Tuning, Windows,
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
@@ -32,8 +32,7 @@ use crate::storage::Image;
 use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor};
 
 /// Computes problems on one kind of device. All tensors of a problem are on the same device, and its results are not empty.
-///
-/// Methods that return `Option` or `bool` may decline: the caller then composes the operation of others.
+/// A method that returns `Option` or `bool` may decline; the caller then composes the result from other methods.
 pub(crate) trait Backend: Sync {
     /// Evaluates formulas elementwise over tensors of any strides, with broadcasting.
     fn map(&self, formulas: &Formulas) -> Result<()>;
@@ -41,7 +40,7 @@ pub(crate) trait Backend: Sync {
     fn sequence(&self, _values: Sequence, _out: &Tensor) -> Result<bool> {
         Ok(false)
     }
-    /// Concatenates tensors along dim `d` of `out`; returns false if one copy a tensor is as fast.
+    /// Concatenates tensors along dim `d` of `out`; returns false if copying tensor by tensor is as fast.
     fn join(&self, _out: &Tensor, _tensors: &[&Tensor], _d: usize) -> Result<bool> {
         Ok(false)
     }
@@ -103,12 +102,12 @@ pub(crate) trait Backend: Sync {
     fn cross_entropy(&self, entropy: &LabelEntropy) -> Result<Tensor>;
     /// Normalises rows, forward or backward.
     fn norm(&self, rows: &Normalisation) -> Result<()>;
-    /// Normalises rows of tensors in their original shapes. `numbers` is the launch-cache key; `views` builds the row views on demand.
+    /// Like [`norm`](Self::norm), for tensors not yet viewed as rows. `numbers` is the launch-cache key; `views` builds the row views on demand.
     fn norm_forward(
         &self,
         given: &Normalisation,
         _numbers: &[u64; 4],
-        views: &dyn Fn() -> Result<Views>,
+        views: &dyn Fn() -> Result<NormViews>,
     ) -> Result<()> {
         self.norm(&given.with_views(&views()?))
     }
@@ -224,7 +223,7 @@ pub(crate) fn launch<'t, R>(
     launched
 }
 
-/// [`launch`] for new `outputs`, which no other tensor can have saved: their version counters need not be incremented.
+/// Like [`launch`], for new `outputs`: autograd cannot have saved them yet, so their version counters stay unchanged.
 #[inline]
 pub(crate) fn fill<'t, R>(
     outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
@@ -286,7 +285,7 @@ pub(crate) fn primitive_fast_path<'a>(
 ) -> Option<impl FnOnce(&Tensor) -> Result<()> + 'a> {
     match inputs.first()?.device() {
         Device::Cpu => {
-            let primitive = cpu::flat::Primitive::try_new(inputs, scalars, program, dtype)?;
+            let primitive = cpu::flat::SmallPrimitive::try_new(inputs, scalars, program, dtype)?;
             Some(move |out: &Tensor| {
                 let _recorded = profiler::operation(|| describe(op, inputs.iter().copied().chain([out])));
                 cpu::counted(primitive.fill(out))

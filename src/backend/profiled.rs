@@ -1,4 +1,4 @@
-//! A backend that records every operation for the profiler: the one that [`of_device`](super::of_device) returns while profiling is on.
+//! A backend that records every operation for the profiler; [`of_device`](super::of_device) returns this backend while a profiler is on.
 
 use smallvec::SmallVec;
 
@@ -6,8 +6,8 @@ use crate::backend::Backend;
 use crate::backend::problem::softmax::RowOp;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning, Views,
-    Windows,
+    NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
+    Tuning, Windows,
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
@@ -195,7 +195,7 @@ impl Backend for Profiled {
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> =
             describe("cross_entropy", [entropy.logits, entropy.labels].into_iter().chain(entropy.grad));
         norm(rows: &Normalisation) -> Result<()> = describe_norm(rows);
-        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
+        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<NormViews>) -> Result<()> =
             describe_norm(given);
         read_image(image: &Image, out: &Tensor) -> Result<()> = describe("from_image", [out]);
         im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);

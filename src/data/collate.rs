@@ -3,7 +3,7 @@
 use crate::{Device, Element, Error, Result, Tensor};
 
 /// Makes a batch of items (PyTorch's `default_collate`): tensors are stacked, numbers become a tensor, and pairs, triples and
-/// vectors are collated part by part. Implement it for an item type of your own, or pass a function to
+/// vectors are collated part by part. Implement this trait for an item type of your own, or pass a function to
 /// [`DataLoader::with_collate`](super::DataLoader::with_collate).
 ///
 /// ```
@@ -18,7 +18,7 @@ pub trait Collate: Sized {
     /// The type of a batch.
     type Batch;
 
-    /// Makes the batch of these items; there is at least one.
+    /// Makes the batch of `items`, which are at least one.
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`] for tensors of different shapes, [`Error::Invalid`] for vectors of different lengths.

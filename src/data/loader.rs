@@ -70,7 +70,7 @@ pub struct DataLoader<B> {
     sampler: Option<Arc<dyn Sampler>>,
     load: LoadFn<B>,
     config: DataLoaderConfig,
-    route: Option<Arc<DeviceTransfer<B>>>,
+    device_transfer: Option<Arc<DeviceTransfer<B>>>,
 }
 
 /// Makes the batch of the given indices.
@@ -129,7 +129,7 @@ impl<B: Send + 'static> DataLoader<B> {
             })
         };
         let load = move |indices: &[usize]| collate(indices.iter().map(&item).collect::<Result<_>>()?);
-        Ok(DataLoader { items, sampler: None, load: Arc::new(load), config, route: None })
+        Ok(DataLoader { items, sampler: None, load: Arc::new(load), config, device_transfer: None })
     }
 
     /// Makes passes over the items that a sampler selects (PyTorch's `sampler`), instead of all items.
@@ -148,8 +148,7 @@ impl<B: Send + 'static> DataLoader<B> {
     }
 
     /// Makes workers copy batches to `device`, through pinned memory and on a separate stream, while the device computes
-    /// (`pin_memory=True` and `.to(device, non_blocking=True)` in PyTorch). When a batch is taken, the current stream waits for
-    /// the copy; the host does not wait.
+    /// (`pin_memory=True` and `.to(device, non_blocking=True)` in PyTorch). Taking a batch makes the current stream wait, not the host.
     ///
     /// # Errors
     /// As [`Stream::new`].
@@ -157,7 +156,7 @@ impl<B: Send + 'static> DataLoader<B> {
     where
         B: Transfer,
     {
-        self.route = Some(Arc::new(DeviceTransfer { stream: Stream::new(device)?, send, receive }));
+        self.device_transfer = Some(Arc::new(DeviceTransfer { stream: Stream::new(device)?, send, receive }));
         Ok(self)
     }
 
@@ -167,12 +166,12 @@ impl<B: Send + 'static> DataLoader<B> {
             Ok(source) => (source, self.len()),
             Err(e) => (BatchSource::Failed(Some(e)), 1),
         };
-        Batches { source, next: 0, end, route: self.route.clone() }
+        Batches { source, next: 0, end, device_transfer: self.device_transfer.clone() }
     }
 
     /// Draws the order and the random key of a pass, and starts the workers, if any.
     fn start_pass(&self) -> Result<BatchSource<B>> {
-        let (load, route) = (self.load.clone(), self.route.clone());
+        let (load, device_transfer) = (self.load.clone(), self.device_transfer.clone());
         let DataLoaderConfig { batch_size, num_workers, prefetch_factor, .. } = self.config;
         let generator = self.config.generator.clone().unwrap_or_else(Generator::current);
         let order = self.order(&generator)?;
@@ -185,8 +184,10 @@ impl<B: Send + 'static> DataLoader<B> {
             let from = batch * batch_size;
             let indices = &order[from..order.len().min(from.saturating_add(batch_size))];
             let made = with_generator(&generator, || load(indices))?;
-            Ok(match &route {
-                Some(route) => (route.send)(made, &route.stream).map(|(made, event)| (made, Some(event)))?,
+            Ok(match &device_transfer {
+                Some(device_transfer) => {
+                    (device_transfer.send)(made, &device_transfer.stream).map(|(made, event)| (made, Some(event)))?
+                }
                 None => (made, None),
             })
         });
@@ -196,7 +197,6 @@ impl<B: Send + 'static> DataLoader<B> {
         })
     }
 
-    /// Returns the order of the items in a pass.
     fn order(&self, generator: &Generator) -> Result<Vec<usize>> {
         let Some(sampler) = &self.sampler else {
             return if self.config.shuffle {
@@ -247,7 +247,7 @@ pub struct Batches<B> {
     source: BatchSource<B>,
     next: usize,
     end: usize,
-    route: Option<Arc<DeviceTransfer<B>>>,
+    device_transfer: Option<Arc<DeviceTransfer<B>>>,
 }
 
 /// The source of a pass's batches.
@@ -271,8 +271,10 @@ impl<B: Send + 'static> Iterator for Batches<B> {
             BatchSource::Workers(workers) => workers.next(),
         };
         self.next += 1;
-        Some(sent.and_then(|(batch, sent)| match (&self.route, sent) {
-            (Some(route), Some(sent)) => (route.receive)(batch, &sent, route.stream.device()),
+        Some(sent.and_then(|(batch, sent)| match (&self.device_transfer, sent) {
+            (Some(device_transfer), Some(sent)) => {
+                (device_transfer.receive)(batch, &sent, device_transfer.stream.device())
+            }
             _ => Ok(batch),
         }))
     }

@@ -57,7 +57,7 @@ pub trait Dataset: Send + Sync {
     /// Returns the item of an index below [`Dataset::len`].
     ///
     /// # Errors
-    /// Any failure, for example [`Error::invalid`] with the file that cannot be read. A [`DataLoader`] returns it to its caller.
+    /// Any failure, for example [`Error::invalid`] with the file that cannot be read. A [`DataLoader`] returns the error to its caller.
     fn get(&self, index: usize) -> Result<Self::Item>;
 
     /// True if there are no items.
@@ -161,8 +161,7 @@ impl<D: Dataset> Dataset for std::sync::Arc<D> {
     }
 }
 
-/// Divides a data set randomly into parts of these lengths, which must add up to its length (PyTorch's `random_split`). The same
-/// state of the generator gives the same parts.
+/// Divides a data set randomly into parts of these lengths (PyTorch's `random_split`), the same for the same state of the generator.
 ///
 /// ```
 /// use claystone::data::{Dataset, TensorDataset, random_split};

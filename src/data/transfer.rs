@@ -3,8 +3,7 @@
 use crate::device::Event;
 use crate::{Device, Result, Stream, Tensor, with_stream};
 
-/// A batch whose tensors can be copied to a device. Implemented for tensors, and for pairs, triples, vectors and options of them;
-/// for a type of your own call `map_tensors` of its fields.
+/// A batch whose tensors can be copied to a device. For a type of your own, call `map_tensors` of the fields.
 pub trait Transfer: Sized {
     /// Replaces each tensor by the result of `f`.
     ///

@@ -30,11 +30,10 @@ struct Shared<T> {
 struct Queue<T> {
     /// The next number that a worker will claim.
     next: usize,
-    /// The total number of results.
     end: usize,
     /// The number of the result that is returned next.
-    wanted: usize,
-    /// How many results may be in progress or stored ahead of `wanted`.
+    next_result: usize,
+    /// How many results may be in progress or stored ahead of `next_result`.
     ahead: usize,
     made: BTreeMap<usize, Result<T>>,
 }
@@ -46,7 +45,7 @@ impl<T> Shared<T> {
 
     /// Claims the next number to compute, waiting until it may be computed; `None` at the end.
     fn claim(&self) -> Option<usize> {
-        let is_full = |q: &mut Queue<T>| q.next < q.end && q.next >= q.wanted.saturating_add(q.ahead);
+        let is_full = |q: &mut Queue<T>| q.next < q.end && q.next >= q.next_result.saturating_add(q.ahead);
         let mut queue = self.taken.wait_while(self.lock(), is_full).unwrap_or_else(PoisonError::into_inner);
         let number = queue.next;
         (number < queue.end).then(|| {
@@ -60,7 +59,7 @@ impl<T: Send + 'static> Workers<T> {
     /// Starts `count` threads that compute `end` results with `make`, up to `ahead` in advance for each thread.
     pub(super) fn start(count: usize, ahead: usize, end: usize, make: &MakeFn<T>) -> Result<Workers<T>> {
         let ahead = count.saturating_mul(ahead.max(1));
-        let queue = Mutex::new(Queue { next: 0, end, wanted: 0, ahead, made: BTreeMap::new() });
+        let queue = Mutex::new(Queue { next: 0, end, next_result: 0, ahead, made: BTreeMap::new() });
         let shared = Arc::new(Shared { queue, made: Condvar::new(), taken: Condvar::new() });
         let mut workers = Workers { shared, threads: Vec::new() };
         for i in 0..count.min(end) {
@@ -80,15 +79,15 @@ impl<T: Send + 'static> Workers<T> {
         Ok(workers)
     }
 
-    /// Returns the next result; waits for it.
+    /// Waits for the next result and returns it.
     pub(super) fn next(&mut self) -> Result<T> {
-        let is_missing = |q: &mut Queue<T>| !q.made.contains_key(&q.wanted);
+        let is_missing = |q: &mut Queue<T>| !q.made.contains_key(&q.next_result);
         let mut queue =
             self.shared.made.wait_while(self.shared.lock(), is_missing).unwrap_or_else(PoisonError::into_inner);
-        let wanted = queue.wanted;
-        queue.wanted += 1;
+        let next_result = queue.next_result;
+        queue.next_result += 1;
         self.shared.taken.notify_all();
-        queue.made.remove(&wanted).expect("it was waited for")
+        queue.made.remove(&next_result).expect("it was waited for")
     }
 }
 

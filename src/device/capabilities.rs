@@ -3,8 +3,7 @@
 use std::fs;
 
 /// The result of [`Device::capabilities`](super::Device::capabilities): more detail than [`DeviceInfo`](super::DeviceInfo).
-/// A property that the driver does not answer is `None`, and a list is empty: the driver has an older version of OpenCL, or
-/// lacks the feature.
+/// A property that the driver does not report is `None` or an empty list: the driver is too old, or lacks the feature.
 ///
 /// ```
 /// let capabilities = claystone::Device::best().capabilities()?;
@@ -25,16 +24,16 @@ pub struct Capabilities {
     pub opencl_c: Option<String>,
     /// `FULL_PROFILE` or `EMBEDDED_PROFILE`.
     pub profile: Option<String>,
-    /// The greatest clock rate in MHz.
+    /// The maximum clock rate in MHz.
     pub clock_mhz: Option<u64>,
     /// The number of bits of an address.
     pub address_bits: Option<u64>,
     /// The size of the cache of global memory, in bytes; on the CPU, the size of the largest cache.
     pub cache: Option<u64>,
-    /// The size of a line of that cache, in bytes.
+    /// The size of a cache line, in bytes.
     pub cache_line: Option<u64>,
-    /// The number of work-items that run in lockstep (a warp, a wavefront), which work-group sizes should be a multiple of.
-    /// Known from OpenCL 3, or from NVIDIA's and AMD's extensions.
+    /// The number of work-items that run in lockstep (a warp, a wavefront); work-group sizes should be multiples of this number.
+    /// Reported by OpenCL 3, or by NVIDIA's and AMD's extensions.
     pub wave_size: Option<u64>,
     /// The largest work-group in each dimension, in work-items.
     pub work_item_sizes: Vec<u64>,
@@ -134,26 +133,25 @@ pub struct ImageLimits {
     pub write_arguments: Option<u64>,
 }
 
-/// An OpenCL platform: a driver. A property that the driver does not answer is `None`.
+/// An OpenCL platform, which is a driver. A property that the driver does not report is `None`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Platform {
     /// The platform's name.
     pub name: Option<String>,
-    /// The platform's maker.
+    /// The platform's vendor.
     pub vendor: Option<String>,
     /// The version of OpenCL, followed by the platform's own version.
     pub version: Option<String>,
     /// `FULL_PROFILE` or `EMBEDDED_PROFILE`.
     pub profile: Option<String>,
-    /// The extensions that all of its devices have.
+    /// The extensions that all of the platform's devices have.
     pub extensions: Vec<String>,
     /// The number of devices, usable or not.
     pub devices: Option<usize>,
 }
 
-/// Returns the capabilities of the host's processor.
 pub(super) fn cpu() -> Capabilities {
     // IEEE 754 arithmetic, which Rust guarantees.
     let ieee =
@@ -171,13 +169,12 @@ pub(super) fn cpu() -> Capabilities {
     }
 }
 
-/// Reads a number from a file of sysfs.
 fn read_number(path: &str) -> Option<u64> {
-    number(&fs::read_to_string(path).ok()?)
+    parse_number(&fs::read_to_string(path).ok()?)
 }
 
 /// Parses `64`, or `32768K` with a binary unit.
-fn number(text: &str) -> Option<u64> {
+fn parse_number(text: &str) -> Option<u64> {
     let text = text.trim();
     match text.strip_suffix('K') {
         Some(kib) => kib.parse::<u64>().ok()?.checked_mul(1024),
@@ -185,7 +182,7 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// Returns the size of the first processor's largest cache and of its line, in bytes, where Linux reports them.
+/// Returns the sizes of the first processor's largest cache and of its lines, in bytes, if Linux reports them.
 fn largest_cache() -> (Option<u64>, Option<u64>) {
     let read = |index, what| read_number(&format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{what}"));
     let caches = (0..8).filter_map(|index| Some((read(index, "size")?, read(index, "coherency_line_size"))));
@@ -199,7 +196,10 @@ mod tests {
 
     #[test]
     fn cache_sizes_are_parsed() {
-        assert_eq!((number("64\n"), number("512K\n"), number("x"), number("")), (Some(64), Some(524_288), None, None));
+        assert_eq!(
+            (parse_number("64\n"), parse_number("512K\n"), parse_number("x"), parse_number("")),
+            (Some(64), Some(524_288), None, None)
+        );
     }
 
     #[test]

@@ -72,7 +72,7 @@ impl FromStr for ReplayMode {
     }
 }
 
-/// Callbacks that each replay runs on the host: before its commands, and after they were submitted.
+/// Callbacks that each replay runs on the host: before its commands are submitted, and after.
 pub(crate) struct ReplayHook {
     pub(crate) before: Box<dyn Fn() -> Result<()> + Send + Sync>,
     pub(crate) after: Box<dyn Fn() + Send + Sync>,
@@ -85,11 +85,9 @@ thread_local! {
     static CAPTURE_COUNT: Cell<u64> = const { Cell::new(0) };
     /// The number of commands that the current capture has recorded.
     static COMMAND_COUNT: Cell<usize> = const { Cell::new(0) };
-    /// The hooks of the current capture.
     static HOOKS: RefCell<Vec<ReplayHook>> = const { RefCell::new(Vec::new()) };
 }
 
-/// True if this thread captures a graph of the device.
 #[inline]
 pub(crate) fn is_capturing(device: Device) -> bool {
     CAPTURING.get() == Some(device)
@@ -109,7 +107,6 @@ pub(super) fn begin(device: Device) -> Result<()> {
     Ok(())
 }
 
-/// Counts a recorded command.
 pub(super) fn count_command() {
     COMMAND_COUNT.set(COMMAND_COUNT.get() + 1);
 }

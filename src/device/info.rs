@@ -44,9 +44,9 @@ impl fmt::Display for DeviceKind {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// The model.
+    /// The model's name.
     pub name: String,
-    /// The maker.
+    /// The vendor's name.
     pub vendor: String,
     /// The driver's version.
     pub driver: String,
@@ -90,7 +90,6 @@ impl fmt::Display for DeviceInfo {
     }
 }
 
-/// Returns the description of the host's processor.
 pub(super) fn cpu() -> &'static DeviceInfo {
     static INFO: OnceLock<DeviceInfo> = OnceLock::new();
     INFO.get_or_init(|| {

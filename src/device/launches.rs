@@ -3,7 +3,6 @@
 use std::cell::Cell;
 
 thread_local! {
-    /// The number of launches by this thread.
     static LAUNCHES: Cell<u64> = const { Cell::new(0) };
 }
 

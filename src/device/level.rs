@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// A candidate replaces the default if its time is less than this fraction of the default's time.
 pub(crate) const MAX_TIME_RATIO: f64 = 0.97;
 
-/// How many candidates are timed for each kernel and size class, from none to the most. These are MNN's levels.
+/// How many candidates are timed for each kernel and size class. The levels are MNN's.
 ///
 /// | level | sizes of work-groups | parameters of kernels |
 /// |---|---|---|
@@ -18,7 +18,7 @@ pub(crate) const MAX_TIME_RATIO: f64 = 0.97;
 /// | `wide` | powers of two from 8 on, and halfway between them | every choice |
 /// | `heavy` | all that `wide` tries, and every multiple of 32 | every choice |
 ///
-/// Work-groups have at most 1024 work-items. Earlier results are used at every level, also at `none`.
+/// Work-groups have at most 1024 work-items. Stored results are used at every level, also at `none`.
 ///
 /// ```
 /// use claystone::tune::Level;

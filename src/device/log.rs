@@ -15,7 +15,6 @@ struct DeferredMessages {
 }
 
 thread_local! {
-    /// This thread's deferred messages.
     static DEFERRED_MESSAGES: RefCell<DeferredMessages> = RefCell::default();
 }
 

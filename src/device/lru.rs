@@ -33,7 +33,7 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
         Some(&entry.value)
     }
 
-    /// Returns the value of a key, made if absent, and the evicted values, which the caller should drop outside its lock.
+    /// Returns the value of a key, made if absent, and the evicted values, which the caller should drop after releasing its lock.
     pub(crate) fn get_or_insert(&mut self, key: K, make: impl FnOnce() -> V) -> (&mut V, Vec<V>) {
         let full = self.entries.len() >= self.capacity && !self.entries.contains_key(&key);
         let evicted = if full { self.evict() } else { Vec::new() };
@@ -76,7 +76,7 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
     }
 }
 
-/// The hash function of [`Lru`]'s keys, as in rustc's FxHasher.
+/// The hash function of rustc's FxHasher.
 #[derive(Default)]
 struct KeyHasher(u64);
 

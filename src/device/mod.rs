@@ -92,7 +92,7 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`] if there is no such device, [`Error::OpenCl`] if its driver fails to answer; a later call asks again.
     pub fn info(&self) -> Result<DeviceInfo> {
-        self.known().cloned()
+        self.cached_info().cloned()
     }
 
     /// Returns the device's capabilities in detail, queried anew at each call. Does not open the device.
@@ -153,7 +153,7 @@ impl Device {
         }
     }
 
-    /// Returns the `cl_context` of an OpenCL device, for other code that makes buffers for
+    /// Returns the `cl_context` of an OpenCL device, in which other code can make buffers for
     /// [`Storage::import_cl`](crate::storage::Storage::import_cl). The context lives until the process ends.
     ///
     /// # Errors
@@ -162,7 +162,7 @@ impl Device {
         Ok(self.opencl("cl_context")?.context())
     }
 
-    /// Adds a device in an OpenCL context of other code, with a queue of that code as the default stream. The new device becomes
+    /// Adds a device whose OpenCL context and queue belong to other code; the queue becomes the default stream. The new device is
     /// the last OpenCL device of [`Device::all`]. Compare ArrayFire's `afcl_add_device_context` and OpenCV's `attachContext`.
     /// Buffers of the context become tensors by [`Storage::import_cl`](crate::storage::Storage::import_cl),
     /// and kernels of the other code read tensors' buffers by [`Storage::export_cl`](crate::storage::Storage::export_cl).
@@ -207,14 +207,14 @@ impl Device {
     }
 
     /// Returns a reference to the cached [`info`](Self::info).
-    pub(crate) fn known(self) -> Result<&'static DeviceInfo> {
+    pub(crate) fn cached_info(self) -> Result<&'static DeviceInfo> {
         match self {
             Device::Cpu => Ok(info::cpu()),
             Device::OpenCL(i) => opencl::info(i),
         }
     }
 
-    /// Measures the rate of copies within the device's memory: bytes read plus bytes written, a second. None if there is no
+    /// Measures the rate of copies within the device's memory: bytes read plus bytes written, per second. None if there is no
     /// memory for the buffers, or the driver refuses.
     pub(crate) fn copy_rate(self) -> Option<f64> {
         match self {
@@ -254,12 +254,11 @@ pub(crate) fn drain_all() {
     opened().for_each(|device| _ = device.drain());
 }
 
-/// Returns the open OpenCL devices.
 fn opened() -> impl Iterator<Item = &'static opencl::ClDevice> {
     (0..opencl::count()).filter_map(opencl::opened)
 }
 
-/// Lists the OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` selects.
+/// Lists the OpenCL drivers that the loader knows, independently of the devices that `CLAYSTONE_DEVICES` selects.
 ///
 /// ```
 /// match claystone::device::platforms() {

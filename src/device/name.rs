@@ -35,7 +35,6 @@ impl Device {
         }
     }
 
-    /// True for the CPU device.
     pub(crate) fn is_cpu(self) -> bool {
         self == Device::Cpu
     }

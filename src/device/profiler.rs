@@ -1,4 +1,4 @@
-//! The recorder behind [`crate::profiler`]: records what the program does into a bounded ring.
+//! The recorder behind [`crate::profiler`]: records events of the program into a bounded ring.
 //!
 //! The recorder is below the profiler in the module order because queues, allocators and operations all record into it.
 //! While profiling is off, recording costs one relaxed load.
@@ -17,16 +17,13 @@ use crate::{DType, Device};
 use ring::Ring;
 pub(crate) use ring::{MemoryBefore, MemoryChange, MemoryRecord};
 
-/// True while profiling.
 static ON: AtomicBool = AtomicBool::new(false);
 
-/// True while profiling.
 #[inline(always)]
 pub(crate) fn is_on() -> bool {
     ON.load(Relaxed)
 }
 
-/// The kind of event that a record describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RecordKind {
     /// An operation: on the host while submitting, or on the CPU device while computing.
@@ -69,7 +66,7 @@ pub(crate) struct Operation {
 /// The record name of transfers through mapped memory.
 pub(crate) const MAPPED: &str = "clEnqueueMapBuffer";
 
-/// One event. Times are in nanoseconds.
+/// An event. Times are in nanoseconds.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
     pub kind: RecordKind,
@@ -79,7 +76,7 @@ pub(crate) struct Record {
     /// The number of the stream; 0 is the default stream.
     pub stream: u32,
     pub thread: u32,
-    /// The number of the annotation in force.
+    /// The number of the current annotation.
     pub annotation: u32,
     /// The times of [`now`] at which the host began and ended.
     pub host: [u64; 2],
@@ -90,7 +87,6 @@ pub(crate) struct Record {
     pub operation: Option<Execution>,
 }
 
-/// One execution of an operation.
 #[derive(Debug, Clone)]
 pub(crate) struct Execution {
     /// A number that identifies the execution.
@@ -101,7 +97,6 @@ pub(crate) struct Execution {
 /// The current recording, if any.
 static RING: Mutex<Option<Ring>> = Mutex::new(None);
 
-/// The result of a recording.
 #[derive(Default)]
 pub(crate) struct Recorded {
     pub records: Vec<Record>,
@@ -168,13 +163,11 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 thread_local! {
     /// The generation of the recording that knows this thread's name, and the thread's number.
     static THREAD: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
-    /// The number of the annotation in force.
+    /// The number of the current annotation.
     static ANNOTATION: Cell<u32> = const { Cell::new(0) };
-    /// True inside [`without_recording`].
     static UNRECORDED: Cell<bool> = const { Cell::new(false) };
     /// True if this thread has called a driver for a segment since it last recorded a change of memory.
     static CHANGED_SEGMENTS: Cell<bool> = const { Cell::new(false) };
-    /// The operation that this thread executes.
     static OPERATION: RefCell<Option<Execution>> = const { RefCell::new(None) };
 }
 
@@ -243,7 +236,6 @@ impl Record {
         self
     }
 
-    /// Sets the end on the host to now.
     pub(crate) fn ended(mut self) -> Record {
         self.host[1] = now();
         self
@@ -282,7 +274,7 @@ impl Span {
 }
 
 impl Span {
-    /// Discards the record, because the event turned out to be another one.
+    /// Discards the record, because another event happened instead.
     pub(crate) fn forget(mut self) {
         self.0 = None;
     }
@@ -351,8 +343,8 @@ pub(crate) fn segment_span(name: &'static str, device: Option<Device>, bytes: us
     span(RecordKind::Segment, name, device, 0, bytes)
 }
 
-/// Records that the bytes allocated on a device grew by `bytes`, which may be negative. `now` asks the allocator for the
-/// bytes allocated and reserved: for the device's first record, and after a change of segments.
+/// Records that the bytes allocated on a device grew by `bytes`, which may be negative. `now` returns the allocator's allocated and
+/// reserved bytes; it is called for the device's first record, and after a change of segments.
 #[cold]
 pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2]) {
     if is_unrecorded() {
@@ -385,17 +377,16 @@ pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u
 /// Returns the names of an annotation by its number, the innermost first.
 type NamesOf = fn(u32) -> Vec<String>;
 
-/// The function that looks up the names of annotations.
 static NAMES: OnceLock<NamesOf> = OnceLock::new();
 
-/// Makes the annotation of this number the one in force on this thread, and returns the previous number. `names_of` must be
-/// the same function in every call.
+/// Makes this number the thread's current annotation, and returns the previous number. `names_of` must be the same function in
+/// every call.
 pub(crate) fn set_annotation(number: u32, names_of: NamesOf) -> u32 {
     NAMES.get_or_init(|| names_of);
     ANNOTATION.try_with(|current| current.replace(number)).unwrap_or(0)
 }
 
-/// Returns the number of the annotation in force on this thread; 0 for none.
+/// Returns the number of this thread's current annotation; 0 for none.
 pub(crate) fn annotation() -> u32 {
     ANNOTATION.try_with(Cell::get).unwrap_or(0)
 }

@@ -25,7 +25,7 @@ impl StreamId {
     /// The default stream, which every device has.
     pub const DEFAULT: StreamId = StreamId(0);
 
-    /// Returns the stream of this number, for memory of a user-defined [`Driver`](crate::storage::Driver).
+    /// Returns the stream with this number, for memory of a user-defined [`Driver`](crate::storage::Driver).
     pub fn new(index: u32) -> StreamId {
         StreamId(index)
     }
@@ -36,7 +36,7 @@ impl StreamId {
     }
 }
 
-/// Allocates stream ids. The id released last is reused first, so that memory cached for its stream is reused soon.
+/// Allocates stream ids. The id released last is reused first, so that memory cached for the stream is reused soon.
 #[derive(Debug)]
 pub(super) struct StreamIds {
     next: u32,
@@ -71,13 +71,11 @@ impl StreamIds {
         Ok(id)
     }
 
-    /// Releases an id for reuse.
     pub(super) fn release(&mut self, id: StreamId, hints: StreamHints) {
         self.idle.push((id, hints));
     }
 }
 
-/// Allocates the ids of the CPU's streams.
 static CPU_STREAM_IDS: Mutex<StreamIds> = Mutex::new(StreamIds::from(1));
 
 /// A queue of work on a device: submitted work runs in order. PyTorch's `torch.cuda.Stream`.
@@ -265,7 +263,6 @@ impl Stream {
     }
 }
 
-/// The reason why a graph cannot contain events.
 const NO_EVENTS_REASON: &str = "a graph records the commands of one stream";
 
 /// Opens the device; `None` for the CPU.
@@ -351,16 +348,15 @@ impl Event {
 }
 
 thread_local! {
-    /// This thread's current streams: at the bottom those of [`set_stream`], above them those of enclosing [`with_stream`]s.
+    /// This thread's current streams: streams of [`set_stream`] at the bottom, streams of enclosing [`with_stream`]s above.
     static CURRENT_STREAMS: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the device's topmost stream in the stack.
 fn topmost_stream(stack: &[Stream], device: Device) -> Option<&Stream> {
     stack.iter().rev().find(|stream| stream.device() == device)
 }
 
-/// Returns the id of this thread's current stream on the device. Takes a few ns, because every allocation calls it.
+/// Returns the id of this thread's current stream on the device. Every allocation calls this function, which takes a few ns.
 pub(crate) fn current_id(device: Device) -> StreamId {
     let mine = CURRENT_STREAMS.try_with(|stack| topmost_stream(&stack.borrow(), device).map(Stream::id)).ok().flatten();
     mine.unwrap_or(StreamId::DEFAULT)

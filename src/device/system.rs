@@ -36,7 +36,7 @@ pub(crate) fn opencl_libraries(os: &str) -> &'static [&'static str] {
     }
 }
 
-/// Returns a hint how to install a driver.
+/// Returns a hint on how to install a driver.
 pub(crate) fn install_hint(os: &str) -> &'static str {
     match os {
         "windows" => {

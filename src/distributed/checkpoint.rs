@@ -11,36 +11,36 @@ use crate::{DType, Device, Error, Excerpt, Result, Tensor};
 
 /// The elements of a sharded tensor that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
-    /// Their range in the flattened tensor.
+pub(super) struct ShardRange {
+    /// The range of these elements in the flattened tensor.
     pub elements: Range<usize>,
     /// The shape of the full tensor.
     pub shape: Vec<usize>,
 }
 
-impl Piece {
+impl ShardRange {
     /// Returns the name under which these elements of the tensor `name` are saved, such as `exp_avg[0..5 of 4x3]`.
     pub fn name(&self, name: &str) -> String {
         let dims: Vec<String> = self.shape.iter().map(usize::to_string).collect();
         format!("{name}[{}..{} of {}]", self.elements.start, self.elements.end, dims.join("x"))
     }
 
-    /// Parses what [`name`](Self::name) returned into the tensor's name and the elements.
-    fn parse(name: &str) -> Option<(&str, Piece)> {
+    /// Parses a name returned by [`name`](Self::name) into the tensor's name and the elements.
+    fn parse(name: &str) -> Option<(&str, ShardRange)> {
         let (name, piece) = name.strip_suffix(']')?.rsplit_once('[')?;
         let (elements, shape) = piece.split_once(" of ")?;
         let (start, end) = elements.split_once("..")?;
         let elements = start.parse().ok()?..end.parse().ok()?;
         let dims = shape.split('x').filter(|d| !d.is_empty()).map(|d| d.parse().ok());
-        Some((name, Piece { elements, shape: dims.collect::<Option<_>>()? }))
+        Some((name, ShardRange { elements, shape: dims.collect::<Option<_>>()? }))
     }
 
     /// Returns the name of the tensor that an entry of a state belongs to.
     pub fn tensor(name: &str) -> &str {
-        Piece::parse(name).map_or(name, |(tensor, _)| tensor)
+        ShardRange::parse(name).map_or(name, |(tensor, _)| tensor)
     }
 
-    /// Returns these elements, flat, from a state that has the full tensor or this piece; `None` if it has neither.
+    /// Returns these elements, flat, from a state that has the full tensor or this piece; `None` if the state has neither.
     pub fn slice_from(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
         let Some(whole) = state.get(name) else {
             let none = || Tensor::zeros(0, Device::Cpu); // empty pieces are not saved
@@ -58,9 +58,9 @@ impl Piece {
 
 /// Concatenates the pieces in a state to full tensors.
 fn unshard(state: StateDict) -> Result<StateDict> {
-    let (mut whole, mut pieces) = (StateDict::new(), BTreeMap::<String, Vec<(Piece, Tensor)>>::new());
+    let (mut whole, mut pieces) = (StateDict::new(), BTreeMap::<String, Vec<(ShardRange, Tensor)>>::new());
     for (name, tensor) in state {
-        match Piece::parse(&name) {
+        match ShardRange::parse(&name) {
             Some((of, piece)) => pieces.entry(of.into()).or_default().push((piece, tensor)),
             None => whole.insert(name, tensor),
         }
@@ -83,7 +83,7 @@ fn unshard(state: StateDict) -> Result<StateDict> {
     Ok(whole)
 }
 
-/// Waits until all ranks have called it. Returns an error on every rank if `done` is an error on any rank.
+/// Waits until all ranks have made this call. Returns an error on every rank if `done` is an error on any rank.
 fn agree_on_success<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
     let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::Cpu)?;
     let all = group.all_gather(&failed)?.to_vec::<u8>()?;
@@ -100,7 +100,7 @@ fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> 
 
 /// Saves a checkpoint of a job in one file, which rank 0 writes like [`io::save_checkpoint`]. The parts of a
 /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, from which a single process can
-/// also resume. Other state is saved from rank 0. All ranks must call it; it returns when the file is complete.
+/// also resume. Other state is saved from rank 0. Must be called on all ranks; returns when the file is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -118,7 +118,7 @@ fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> 
 /// ```
 ///
 /// # Errors
-/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
+/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the other ranks.
 pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let op = "save_checkpoint";
     let state = agree_on_success(op, group, StateDict::from_parts(parts))?;
@@ -127,11 +127,11 @@ pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &d
     agree_on_success(op, group, saved)
 }
 
-/// Returns rank 0's state with the pieces of all other ranks on rank 0, and `None` on the others.
+/// Returns rank 0's state with the pieces of all other ranks on rank 0, and `None` on the other ranks.
 fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
     let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::Cpu);
     if group.rank() > 0 {
-        let pieces: StateDict = state.into_iter().filter(|(name, _)| Piece::parse(name).is_some()).collect();
+        let pieces: StateDict = state.into_iter().filter(|(name, _)| ShardRange::parse(name).is_some()).collect();
         let list: Vec<(&str, String)> = pieces.iter().map(|(name, t)| (name, t.dtype().to_string())).collect();
         let list = serde_json::to_vec(&list).expect("names");
         group.send(&count(list.len())?, 0)?;
@@ -147,7 +147,7 @@ fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateD
         let wrong = |e| Error::invalid("save_checkpoint", format!("rank {rank} sent an invalid list of names: {e}"));
         let list: Vec<(String, String)> = serde_json::from_slice(&list.to_vec::<u8>()?).map_err(wrong)?;
         for (name, dtype) in list {
-            let elements = Piece::parse(&name).map_or(0, |(_, piece)| piece.elements.len());
+            let elements = ShardRange::parse(&name).map_or(0, |(_, piece)| piece.elements.len());
             let piece = Tensor::zeros(elements, (dtype.parse::<DType>()?, Device::Cpu))?;
             group.recv(&piece, rank)?;
             state.insert(name, piece);
@@ -157,7 +157,7 @@ fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateD
     state.into_iter().map(on_host).collect::<Result<_>>().map(Some)
 }
 
-/// The file with the current generation of a folder's checkpoints. It is replaced last, which commits a checkpoint.
+/// The file with the current generation of a folder's checkpoints. A checkpoint is committed by replacing this file last.
 const INDEX: &str = "index.safetensors";
 
 /// The contents of [`INDEX`], which determine the names of the ranks' files.
@@ -211,8 +211,8 @@ fn is_shard_file(name: &str) -> bool {
 }
 
 /// Saves a checkpoint of a job in a folder on a file system that all ranks share. Every rank writes a file with its part of each
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer); rank 0 also writes all state that is not sharded. All ranks must
-/// call it. The previous checkpoint stays valid until every file of this checkpoint is complete.
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer); rank 0 also writes all state that is not sharded. Must be called
+/// on all ranks. The previous checkpoint stays valid until every file of this checkpoint is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group, ZeroRedundancyOptimizer};
@@ -231,7 +231,7 @@ fn is_shard_file(name: &str) -> bool {
 /// ```
 ///
 /// # Errors
-/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
+/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the other ranks.
 pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let (op, folder) = ("save_sharded_checkpoint", folder.as_ref());
     let begun = || {
@@ -242,7 +242,7 @@ pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &
     let (state, generation) = agree_on_success(op, group, begun())?;
     group.broadcast(&generation, 0)?;
     let index = Index { generation: generation.item::<i64>()? as u64, ranks: group.size() };
-    let is_own = |name: &str| group.rank() == 0 || Piece::parse(name).is_some();
+    let is_own = |name: &str| group.rank() == 0 || ShardRange::parse(name).is_some();
     let own: StateDict = state.into_iter().filter(|(name, _)| is_own(name)).collect();
     agree_on_success(op, group, io::save(folder.join(index.file(group.rank())), &own))?;
     let committed = || {

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::plan::{self, ALIGN_BYTES, PIECE_BYTES, Phase, Plan};
 use super::reduce::ReduceOp;
-use super::staging::{Buffers, SliceSteps, Staging};
+use super::staging::{SlicePipeline, SliceSteps, Staging};
 use super::transport::{Call, Transport};
 use crate::{DType, Device, Error, Result, Stream, Tensor};
 
@@ -26,14 +26,14 @@ pub(super) struct Membership {
     pub stream: Stream,
     /// Whether calls are compared with the calls of other ranks.
     pub debug: bool,
-    buffers: Buffers,
+    buffers: SlicePipeline,
     /// The memory of scratch blocks, kept from one collective to the next.
     scratch: Mutex<Vec<u64>>,
 }
 
 impl Membership {
     pub(super) fn new(rank: usize, ranks: Vec<usize>, context: u32, device: Device, debug: bool) -> Result<Membership> {
-        let (stream, buffers, scratch) = (Stream::new(device)?, Buffers::default(), Mutex::default());
+        let (stream, buffers, scratch) = (Stream::new(device)?, SlicePipeline::default(), Mutex::default());
         Ok(Membership { rank, ranks, context, device, stream, debug, buffers, scratch })
     }
 
@@ -85,9 +85,8 @@ impl Member<'_> {
         (self.membership.ranks[p], block)
     }
 
-    /// Reads, exchanges and writes each slice of tensors on a device, through staging buffers of `buffer` bytes. `blocks` returns the
-    /// ranges of the plan's blocks in the buffer for a slice, in ascending order.
-    fn in_slices<R, W>(
+    /// Reads, exchanges and writes each slice, through staging buffers of `buffer` bytes. `blocks` returns the ascending ranges of the blocks.
+    fn run_in_slices<R, W>(
         &mut self,
         device: Device,
         buffer: usize,
@@ -129,7 +128,7 @@ impl Member<'_> {
             };
             exchanged.map_err(|fault| fault.into_error(call.op))
         };
-        membership.buffers.in_slices(device, buffer, slices, SliceSteps { read, exchange, write })
+        membership.buffers.run_in_slices(device, buffer, slices, SliceSteps { read, exchange, write })
     }
 
     /// Gathers a few bytes from every rank, in the order of the ranks.
@@ -144,7 +143,7 @@ impl Member<'_> {
         Ok(all)
     }
 
-    /// Returns an error unless all ranks make this call.
+    /// Returns an error unless all ranks make the same call.
     fn compare(&mut self, call: &str) -> Result<()> {
         let mut text = [0; 120];
         for (to, from) in text.iter_mut().zip(call.bytes()) {
@@ -162,9 +161,8 @@ impl Member<'_> {
     }
 }
 
-/// Splits a group. Returns the ranks (numbers in the job) of this rank's new group and the context of its messages, or `None`
-/// without a color. New contexts are greater than all contexts of the old group's ranks, so that groups that share a rank have
-/// different contexts.
+/// Splits a group. Returns the ranks (numbers in the job) of this rank's new group and the context of its messages, or `None` without a
+/// color. New contexts are greater than all contexts of the old group's ranks, so that groups that share a rank have different contexts.
 pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
     let next = *m.transport.next_context();
     let mut own = [0; 20];
@@ -242,8 +240,8 @@ fn shallow_clones(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(Tensor::shallow_clone).collect()
 }
 
-/// Every rank reduces its part of a slice, in the order of the ranks, and sends the result to all ranks. For each byte of a slice,
-/// a rank sends and receives fewer than two bytes, for any number of ranks. All ranks get the same bits.
+/// Every rank reduces its part of a slice and sends the result to all ranks, which all get the same bits. A rank sends and receives fewer
+/// than two bytes for each byte of a slice, for any number of ranks.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let n = m.size();
     let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
@@ -251,7 +249,7 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
     let (from, to) = (shallow_clones(tensors), shallow_clones(tensors));
     let read = move |staging: &mut Staging, slice| staging.read_all(&from, slice);
     let write = move |staging: &mut Staging, slice| staging.write_all(&to, slice);
-    m.in_slices(tensors[0].device(), buffer, slices, &plan, |slice| rank_ranges(slice.len(), n), (read, write))
+    m.run_in_slices(tensors[0].device(), buffer, slices, &plan, |slice| rank_ranges(slice.len(), n), (read, write))
 }
 
 /// Broadcasts along a binomial tree.
@@ -269,7 +267,14 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
     let (from, to) = (shallow_clones(tensors), shallow_clones(tensors));
     let read = move |staging: &mut Staging, slice| if rank == 0 { staging.read_all(&from, slice) } else { Ok(()) };
     let write = move |staging: &mut Staging, slice| if rank != 0 { staging.write_all(&to, slice) } else { Ok(()) };
-    m.in_slices(tensors[0].device(), buffer, slices, &Plan { phases, own: 0 }, equal_blocks(buffer, 1), (read, write))
+    m.run_in_slices(
+        tensors[0].device(),
+        buffer,
+        slices,
+        &Plan { phases, own: 0 },
+        equal_blocks(buffer, 1),
+        (read, write),
+    )
 }
 
 /// Concatenates the `own` tensors of all ranks in `to`, in the order of the ranks.
@@ -282,7 +287,7 @@ pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()
     let write = move |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.write(p * block, &to, part_range(p, bytes, &slice)))
     };
-    m.in_slices(own.device(), n * block, slices, &plan, equal_blocks(block, n), (read, write))
+    m.run_in_slices(own.device(), n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
 /// Reduces the `from` tensors of all ranks and writes this rank's part of the result to `to`.
@@ -295,7 +300,7 @@ pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: 
         (0..n).try_for_each(|p| staging.read(p * block, &from, part_range(p, bytes, &slice)))
     };
     let write = move |staging: &mut Staging, slice| staging.write(rank * block, &to, slice);
-    m.in_slices(device, n * block, slices, &plan, equal_blocks(block, n), (read, write))
+    m.run_in_slices(device, n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
 /// Sends part p of `from` to rank p, and receives part p of `to` from rank p.
@@ -315,7 +320,7 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
         (0..n).try_for_each(|p| staging.write(at(p) * block, &to, part_range(p, bytes, &slice)))
     };
     let plan = Plan { phases: vec![phase], own: rank };
-    m.in_slices(device, 2 * n * block, slices, &plan, equal_blocks(block, 2 * n), (read, write))
+    m.run_in_slices(device, 2 * n * block, slices, &plan, equal_blocks(block, 2 * n), (read, write))
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
@@ -324,7 +329,7 @@ pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
     let from = bytes.shallow_clone();
     let read = move |staging: &mut Staging, slice| staging.read(0, &from, slice);
     let write = |_: &mut Staging, _| Ok(());
-    m.in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
+    m.run_in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
@@ -333,5 +338,5 @@ pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
     let to = bytes.shallow_clone();
     let read = |_: &mut Staging, _| Ok(());
     let write = move |staging: &mut Staging, slice| staging.write(0, &to, slice);
-    m.in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
+    m.run_in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
 }

@@ -15,8 +15,8 @@ pub struct DataParallelOptions {
     /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
     /// collective as soon as backward has computed all of them.
     pub bucket_bytes: usize,
-    /// Whether a backward pass may leave out parameters; it must still reach at least one parameter on every rank. Gradients are then
-    /// reduced only after backward, with one more small collective. If false, such a pass is an error that names the parameters.
+    /// Whether a backward pass may leave out parameters, but not all parameters of a rank. Gradients are then reduced only after
+    /// backward, with one more small collective. If false, such a pass is an error that names the parameters.
     pub find_unused_parameters: bool,
     /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
     pub broadcast_buffers: bool,
@@ -64,7 +64,7 @@ pub struct DataParallel<M> {
 }
 
 impl<M: Module> DataParallel<M> {
-    /// Wraps a module that has the same structure on every rank. All ranks must call it.
+    /// Wraps a module that has the same structure on every rank. Must be called on all ranks.
     ///
     /// # Errors
     /// [`Error::Invalid`] if no parameter requires a gradient; the errors of [`Group::broadcast`].
@@ -75,7 +75,7 @@ impl<M: Module> DataParallel<M> {
         broadcast(group, &tensors, options.bucket_bytes)?;
         let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
         let parameters: Vec<(String, Tensor)> =
-            parameters.map(|(name, p)| Ok((name, without_memory(p)?))).collect::<Result<_>>()?;
+            parameters.map(|(name, p)| Ok((name, placeholder_leaf(p)?))).collect::<Result<_>>()?;
         if parameters.is_empty() {
             return Err(Error::invalid(
                 op,
@@ -116,7 +116,6 @@ impl<M: Module> DataParallel<M> {
         f()
     }
 
-    /// Returns the module and its reducer.
     pub(super) fn parts_mut(&mut self) -> (&mut M, &Reducer) {
         (&mut self.module, &self.reducer)
     }
@@ -173,7 +172,6 @@ impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for DataParallel<M> {
     }
 }
 
-/// Broadcasts rank 0's tensors in buckets.
 fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<()> {
     let tensors: Vec<&Tensor> = tensors.iter().collect();
     let send = |bucket: Vec<usize>| {
@@ -184,8 +182,7 @@ fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<(
     work.into_iter().try_for_each(Work::wait)
 }
 
-/// Returns the indices of the tensors of each bucket, from the last tensor to the first. A bucket has one dtype and device, and at
-/// most `most` bytes unless it is a single tensor.
+/// Divides tensors, from the last to the first, into buckets of one dtype and device and of at most `most` bytes or a single tensor.
 fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let mut bytes = 0; // in the last bucket
@@ -206,9 +203,8 @@ fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     buckets
 }
 
-/// Returns a handle on a leaf that does not share its storage. An optimiser moves a parameter into its buffer only if no other
-/// tensor shares the parameter's storage.
-fn without_memory(p: &Tensor) -> Result<Tensor> {
+/// Returns a handle on a leaf without sharing its storage, because an optimiser moves only parameters whose storage is not shared.
+fn placeholder_leaf(p: &Tensor) -> Result<Tensor> {
     p.with_data(Tensor::zeros(1, (p.dtype(), p.device()))?.expand(p.shape())?)
 }
 
@@ -216,7 +212,7 @@ fn without_memory(p: &Tensor) -> Result<Tensor> {
 pub(super) struct Reducer {
     pub group: Group,
     options: DataParallelOptions,
-    /// The names of the parameters, and handles on their leaves [without memory](without_memory).
+    /// The names of the parameters, and handles on their leaves that [share no storage](placeholder_leaf).
     pub parameters: Vec<(String, Tensor)>,
     /// The indices of each bucket's parameters, in the order in which every rank reduces the buckets: the last parameters first.
     pub buckets: Vec<Vec<usize>>,
@@ -227,7 +223,7 @@ pub(super) struct Reducer {
     shards: Mutex<Weak<Shards>>,
 }
 
-/// One backward pass.
+/// The state of one backward pass.
 #[derive(Default)]
 struct BackwardPass {
     /// The gradients that have been computed.
@@ -237,7 +233,7 @@ struct BackwardPass {
 }
 
 impl BackwardPass {
-    /// Makes room for the gradients at the first call of a pass. Returns whether this is the first call.
+    /// Makes room for the gradients at the first call of a pass, and returns whether this is the first call.
     fn begin(&mut self, parameters: usize) -> bool {
         let begins = self.gradients.is_empty();
         self.gradients.resize_with(parameters, || None);
@@ -323,12 +319,12 @@ impl Reducer {
         // Gradients that are adjacent in an optimiser's buffer are sent as one tensor, if contiguous: memory formats may differ by rank.
         let joined = join_adjacent_views(gradients.iter().rev().map(Tensor::shallow_clone), Tensor::is_contiguous)?;
         let gradients = if joined.is_empty() { gradients } else { joined }; // no gradient has elements
-        let travel = match dtype {
+        let to_send = match dtype {
             Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,
             None => gradients.iter().map(Tensor::shallow_clone).collect(),
         };
-        let work = self.group.all_reduce_coalesced_async(&travel.iter().collect::<Vec<_>>(), ReduceOp::Mean)?;
-        let converted = if dtype.is_some() { gradients.into_iter().zip(travel).collect() } else { Vec::new() };
+        let work = self.group.all_reduce_coalesced_async(&to_send.iter().collect::<Vec<_>>(), ReduceOp::Mean)?;
+        let converted = if dtype.is_some() { gradients.into_iter().zip(to_send).collect() } else { Vec::new() };
         Ok(BucketWork::AllReduce { work, converted })
     }
 
@@ -345,28 +341,28 @@ impl Reducer {
             );
             return Err(Error::Autograd { op: "DataParallel", reason });
         }
-        let mut without = Vec::new();
+        let mut unreached = Vec::new();
         for i in missing {
             let parameter = &self.parameters[i].1;
             // An earlier backward in `no_sync` may have computed the gradient.
             pass.gradients[i] = Some(match parameter.grad() {
                 Some(grad) => grad.detach(),
                 None => {
-                    without.push(i);
+                    unreached.push(i);
                     Tensor::zeros_like(parameter)?.detach()
                 }
             });
         }
         self.send_complete(&mut pass)?;
         let reached = match self.options.find_unused_parameters {
-            true => self.reached_by_any(&without)?,
+            true => self.reached_by_any(&unreached)?,
             false => vec![true; self.parameters.len()],
         };
         for (bucket, sent) in pass.sent.into_iter().enumerate() {
             match sent {
                 BucketWork::AllReduce { work, converted } => {
                     work.wait()?;
-                    converted.iter().try_for_each(|(grad, travelled)| grad.copy_(travelled).map(|_| ()))?;
+                    converted.iter().try_for_each(|(grad, reduced)| grad.copy_(reduced).map(|_| ()))?;
                 }
                 BucketWork::ReduceScatter(work) => {
                     let mean = work.wait()?;
@@ -379,15 +375,15 @@ impl Reducer {
             return Ok(());
         }
         // A parameter that only other ranks reached gets the mean gradient here, too. A parameter that no rank reached gets none.
-        without.into_iter().filter(|&i| reached[i]).try_for_each(|i| {
+        unreached.into_iter().filter(|&i| reached[i]).try_for_each(|i| {
             let gradient = pass.gradients[i].as_ref().expect("zeros, summed with the others'");
             self.parameters[i].1.set_grad(gradient.shallow_clone())
         })
     }
 
-    /// Returns for each parameter whether any rank has a gradient; this rank lacks the gradients of `without`.
-    fn reached_by_any(&self, without: &[usize]) -> Result<Vec<bool>> {
-        let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!without.contains(&i))).collect();
+    /// Returns for each parameter whether any rank has a gradient; this rank lacks the gradients of `unreached`.
+    fn reached_by_any(&self, unreached: &[usize]) -> Result<Vec<bool>> {
+        let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!unreached.contains(&i))).collect();
         let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;
         self.group.all_reduce(&reached, ReduceOp::Max)?;
         Ok(reached.to_vec::<u8>()?.into_iter().map(|any| any == 1).collect())

@@ -29,10 +29,10 @@ pub(super) fn recv_spinning<T>(from: &Receiver<T>) -> std::result::Result<T, Rec
     from.recv()
 }
 
-/// Work for the thread, which gets the transport.
+/// A job of the thread, which is called with the transport.
 type Job = Box<dyn FnOnce(&mut dyn Transport) + Send>;
 
-/// A handle on the thread. The thread ends when the last handle is dropped.
+/// A handle on the thread of a rank's collectives. The thread ends when the last handle is dropped.
 pub(super) struct Engine {
     /// `None` after the thread was told to end.
     jobs: Mutex<Option<Sender<Job>>>,
@@ -44,7 +44,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts the thread, which calls `make` for its transport; see [`leave`](Self::leave).
+    /// Starts the thread, which calls `make` for its transport; `leave` is kept as [`leave`](Self::leave).
     pub(super) fn start<T: Transport>(
         op: &'static str,
         make: impl FnOnce() -> Result<T> + Send + 'static,
@@ -106,14 +106,13 @@ impl Drop for Engine {
 }
 
 /// A running collective (PyTorch's `Work`). Dropping it does not cancel the collective.
-#[must_use = "wait for it: before, its tensors hold neither the old values nor the new ones"]
+#[must_use = "call wait(): until then the tensors hold neither the old values nor the new values"]
 pub struct Work<R = ()> {
     op: &'static str,
     result: Receiver<Result<R>>,
 }
 
 impl<R> Work<R> {
-    /// Returns completed work.
     pub(super) fn done(op: &'static str, value: R) -> Work<R> {
         let (done, result) = channel();
         let _ = done.send(Ok(value)); // cannot fail: the receiver exists

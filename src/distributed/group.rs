@@ -71,7 +71,7 @@ impl Group {
     /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU without any.
     ///
     /// This initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the job ends with a message
-    /// on standard error. Ranks in threads get an [`Error`] instead, which MPI does not allow: its pending messages cannot be cancelled.
+    /// on standard error. Only ranks in threads get an [`Error`] instead, because MPI cannot cancel pending messages.
     ///
     /// # Errors
     /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was finalised.
@@ -112,7 +112,7 @@ impl Group {
     }
 
     /// Splits the ranks into one group for each color, ordered by key and then by old rank (MPI's `MPI_Comm_split`, PyTorch's
-    /// `new_group`). Returns `None` on a rank without a color. All ranks must call it.
+    /// `new_group`). Returns `None` on a rank without a color. Must be called on all ranks.
     ///
     /// # Errors
     /// The errors of collectives.
@@ -127,7 +127,7 @@ impl Group {
         Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
     }
 
-    /// Waits until every rank has called it (PyTorch's `barrier`).
+    /// Waits until every rank has made this call (PyTorch's `barrier`).
     ///
     /// # Errors
     /// The errors of collectives.
@@ -136,12 +136,10 @@ impl Group {
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
-    /// Copies the root's tensor to the tensors of all other ranks (PyTorch's `broadcast`). Any dtype and strides; shape and dtype must
-    /// be the same on all ranks.
+    /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; same shape and dtype on all ranks.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a root that is not a rank; [`Error::Rank`] if another rank fails or does not make the call; errors
-    /// of transfers.
+    /// [`Error::Invalid`] for a root that is not a rank; [`Error::Rank`] if another rank fails or makes no call; errors of transfers.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
         self.broadcast_async(tensor, root)?.wait()
     }
@@ -154,8 +152,7 @@ impl Group {
         self.submit_broadcast(&[tensor], tensor.shape(), root)
     }
 
-    /// [`broadcast`](Self::broadcast) of several tensors of one dtype and device in one collective (PyTorch's
-    /// `_broadcast_coalesced`).
+    /// [`broadcast`](Self::broadcast) of several tensors of one dtype and device in one collective (PyTorch's `_broadcast_coalesced`).
     pub(super) fn broadcast_coalesced_async(&self, tensors: &[&Tensor], root: usize) -> Result<Work> {
         self.submit_broadcast(tensors, &flat_shape(tensors), root)
     }
@@ -288,9 +285,8 @@ impl Group {
         self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
     }
 
-    /// Sends a tensor to another rank, which [receives](Self::recv) it into a tensor of the same shape and dtype (PyTorch's `send`).
-    /// Two ranks that both send to each other first may deadlock: let one of them receive first, or call
-    /// [`all_to_all`](Self::all_to_all).
+    /// Sends a tensor to another rank, which [receives](Self::recv) it into a tensor of the same shape and dtype (PyTorch's `send`). Two
+    /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
     ///
     /// # Errors
     /// [`Error::Invalid`] for this rank itself and for a number that is not a rank; [`Error::Rank`]; errors of transfers.
@@ -367,7 +363,7 @@ impl Group {
         self.submit_in_place_unchecked(op, Some(call), tensors, f)
     }
 
-    /// [`submit_in_place`](Self::submit_in_place) without a description to compare. Tensors that are not contiguous are written through a copy.
+    /// [`submit_in_place`](Self::submit_in_place) without a call to compare. Tensors that are not contiguous are written through a copy.
     fn submit_in_place_unchecked(
         &self,
         op: &'static str,
@@ -396,8 +392,8 @@ impl Group {
         })
     }
 
-    /// Returns contiguous tensors with the targets' elements, and views of them in the shapes of the targets. On an OpenCL device,
-    /// several targets are concatenated first, because separate transfers would take longer than that launch.
+    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the shapes of the targets. On an OpenCL device,
+    /// several targets are concatenated, because separate transfers would take longer than the launch.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         if targets.len() == 1 || targets[0].device().is_cpu() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
@@ -430,7 +426,7 @@ impl Group {
     }
 
     /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, after the commands that the calling thread
-    /// has enqueued there. All copies are complete when the work is done.
+    /// has enqueued on the device. All copies are complete when the work is done.
     fn submit<R: Send + 'static>(
         &self,
         op: &'static str,

@@ -35,15 +35,13 @@ const LEAVE_TAG: i32 = 0;
 /// How long all threads of a rank poll. Then only the engine's thread polls, and checks for ranks that have left.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
-/// How long the engine's thread polls before it sleeps between polls. With one core it sleeps after [`SPIN_TIME`], because other
-/// threads need the core.
+/// How long the engine's thread polls before it sleeps between polls; [`SPIN_TIME`] if other threads need the only core.
 const POLL_TIME: Duration = Duration::from_millis(2);
 
 /// Duration of the sleep between polls.
 const SLEEP_TIME: Duration = Duration::from_micros(50);
 
-/// Maximum number of lanes, which is the number of threads per rank that exchange messages: the ranks of a machine share its
-/// cores.
+/// Maximum number of lanes, which is the number of threads per rank that exchange messages: the ranks of a machine share its cores.
 const MAX_LANES: usize = 8;
 
 /// Locks a mutex even if it is poisoned: only a lane can panic while it holds a lock, and that ends the engine.
@@ -69,7 +67,7 @@ impl Shutdown {
 /// The engine of the process. It lives until the process exits, because MPI cannot be initialised a second time.
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
-/// Returns the engine of the process; the first call initialises MPI and starts it.
+/// Returns the engine of the process; the first call initialises MPI and starts the engine.
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
     let mut engine = lock_ignoring_poison(&ENGINE);
     if let Some(engine) = &*engine {
@@ -102,8 +100,8 @@ pub(super) fn local_rank() -> usize {
     LOCAL_RANK.get().copied().unwrap_or_default()
 }
 
-/// The ranks on this machine.
-struct Node {
+/// The ranks of the job on this machine, and the rings between them.
+struct LocalNode {
     rings: Rings,
     /// Maps ranks of the job to local ranks.
     local_ranks: HashMap<usize, usize>,
@@ -120,7 +118,7 @@ struct Mpi {
     shutdown: Shutdown,
     /// Ranks that have left, and the reasons.
     left: HashMap<usize, String>,
-    node: Option<Rc<Node>>,
+    node: Option<Rc<LocalNode>>,
     /// Finalises MPI when dropped, after the communicator.
     _universe: Universe,
 }
@@ -171,8 +169,7 @@ impl Mpi {
         (since.elapsed() > self.timeout).then(|| Fault { rank, reason: timeout_reason(self.timeout) })
     }
 
-    /// Yields or sleeps between two polls, and regularly checks for ranks that have left. `moved` tells whether the last poll
-    /// made progress; `pending` returns the ranks with incomplete messages.
+    /// Yields or sleeps after a poll, which made progress if `moved`. Regularly checks whether one of the `pending` ranks has left the job.
     fn wait(&mut self, call: Call, waiting: &mut Waiting, moved: bool, pending: impl Fn() -> Vec<usize>) {
         // Messages that a rank sent before it left still arrive, so the fault counts only after nothing more arrives.
         if let Some(Fault { rank, reason }) = waiting.fault.take().filter(|f| !moved && pending().contains(&f.rank)) {
@@ -202,16 +199,16 @@ impl Mpi {
         waiting.fault = self.check_fault(&ranks, waiting.since);
     }
 
-    /// Exits the process, because MPI may still write to buffers of pending messages; `mpirun` then ends the other ranks. It avoids
-    /// `MPI_Abort`, which may hang if several ranks call it, and exit handlers, which may wait.
+    /// Exits the process, because MPI may still write to buffers of pending messages; `mpirun` then ends the other ranks. `MPI_Abort` may
+    /// hang if several ranks call it, and exit handlers may wait.
     fn exit_process(&self, sentence: &str) -> ! {
         eprintln!("claystone: rank {} of {}: {sentence}", self.rank, self.size);
         signal_hook::low_level::exit(if self.shutdown.terminated.load(Relaxed) { 143 } else { 1 })
     }
 }
 
-/// Creates the rings between the ranks of this machine; `None` if they cannot share memory. All ranks must call it.
-fn connect_machine(world: &SimpleCommunicator) -> Option<Node> {
+/// Creates the rings between the ranks of this machine; `None` if the ranks cannot share memory. Must be called on all ranks.
+fn connect_machine(world: &SimpleCommunicator) -> Option<LocalNode> {
     let machine = world.split_shared(world.rank());
     let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
     let _ = LOCAL_RANK.set(rank); // cannot fail: MPI is initialised once
@@ -245,7 +242,7 @@ fn connect_machine(world: &SimpleCommunicator) -> Option<Node> {
     }
     let local_ranks = local_ranks.into_iter().enumerate().map(|(number, rank)| (rank as usize, number)).collect();
     let memory = memory.filter(|_| all == 1)?;
-    Some(Node { rings: Rings::new(memory, ranks, rank, lanes), local_ranks })
+    Some(LocalNode { rings: Rings::new(memory, ranks, rank, lanes), local_ranks })
 }
 
 /// An incomplete message.
@@ -399,11 +396,10 @@ impl Lanes for Mpi {
         self.node.as_ref().map_or(1, |local_node| local_node.rings.lanes)
     }
 
-    /// Runs lanes on this thread and the threads of the pool. A lane without progress returns after [`SPIN_TIME`], so that this
-    /// thread can check for ranks that have left.
+    /// Runs lanes on the thread pool. A lane without progress returns after [`SPIN_TIME`], so that this thread can check for lost ranks.
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault> {
         let Some(local_node) = self.node.clone() else { return Ok(()) };
-        let Node { rings, local_ranks } = &*local_node;
+        let LocalNode { rings, local_ranks } = &*local_node;
         let plan = &plan.map_ranks(|rank| local_ranks[&rank]);
         let rank_of = |number: usize| local_ranks.iter().find(|(_, n)| **n == number).map_or(number, |(rank, _)| *rank);
         let mut lanes: Vec<Mutex<RunningLane>> =

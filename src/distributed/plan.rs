@@ -38,7 +38,7 @@ impl Plan {
 pub(super) struct Phase {
     pub sends: Vec<(usize, usize)>,
     pub receives: Vec<(usize, usize)>,
-    /// The reduction that follows: all ranks' values of the own block, in the order of the ranks.
+    /// The reduction after the messages: combines all ranks' values of the own block, in the order of the ranks.
     pub reduces: Option<(DType, ReduceOp)>,
 }
 

@@ -105,8 +105,7 @@ impl ReduceOp {
         Err(Error::UnsupportedDType { op, dtype, expected })
     }
 
-    /// Reduces the values of the ranks before this one, its own values and the values of the ranks after it into `own`. All slices
-    /// have the same number of bytes, which are elements of this dtype.
+    /// Reduces equally long slices of `dtype`: the values of the lower ranks (`before`), of this rank and of the higher ranks, into `own`.
     pub(super) fn reduce(self, dtype: DType, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
         match dtype {
             DType::F32 => self.reduce_as::<f32>(before, own, after),

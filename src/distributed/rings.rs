@@ -30,8 +30,7 @@ pub(super) struct Rings {
 }
 
 impl Rings {
-    /// Returns the number of lanes for `ranks` ranks, at most `most`, and the words of shared memory for all rings. Returns `None` if
-    /// there are too many ranks for rings of the minimum length.
+    /// Returns the number of lanes, at most `most`, and the words of all rings; `None` if there are too many ranks for rings of the minimum length.
     pub(super) fn lanes(ranks: usize, most: usize) -> Option<(usize, usize)> {
         let pairs = ranks * ranks;
         let lanes = (TOTAL_WORDS / pairs / RING_WORDS.start()).min(most);

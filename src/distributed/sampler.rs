@@ -24,9 +24,8 @@ impl Default for DistributedSamplerConfig {
     }
 }
 
-/// Gives each rank an equal part of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's
-/// order, which is the same on all ranks. If the batch size is divided by the number of ranks, step i of an epoch trains on the
-/// same items for any number of ranks.
+/// Gives each rank an equal part of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's order,
+/// which is the same on all ranks. With batches of 1/n of the size on n ranks, each step trains on the same items as one rank.
 ///
 /// Clones share the epoch: give one clone to the loader, and call [`set_epoch`](Self::set_epoch) on another.
 ///
@@ -63,7 +62,7 @@ impl DistributedSampler {
         DistributedSampler { items, rank: group.rank(), ranks: group.size(), config, epoch: Arc::default() }
     }
 
-    /// Sets the epoch, which determines the order; must be the same on all ranks. Without this call all epochs have the same order.
+    /// Sets the epoch, which determines the order; must be the same on all ranks. Without this call every epoch has the same order.
     pub fn set_epoch(&self, epoch: u64) {
         self.epoch.store(epoch, Relaxed);
     }

@@ -61,8 +61,7 @@ impl Staging {
     }
 }
 
-/// Cuts a range of the concatenation of tensors at the boundaries of the tensors. Calls `f` for each part with its offset in the
-/// range, the tensor, and its range in the tensor.
+/// Cuts a range of concatenated tensors at their boundaries. Calls `f` with each part's offset in the range, its tensor, and its range there.
 fn each_part(
     tensors: &[Tensor],
     range: Range<usize>,
@@ -134,10 +133,9 @@ impl Copiers {
     }
 }
 
-/// The staging buffers and copying threads of a group. They are kept between collectives, because pinning memory and starting
-/// threads is slow.
+/// The staging buffers and copying threads of a group, kept between collectives because pinning memory and starting threads is slow.
 #[derive(Default)]
-pub(super) struct Buffers {
+pub(super) struct SlicePipeline {
     pool: Arc<Pool>,
     copiers: Mutex<Option<Copiers>>,
 }
@@ -171,10 +169,10 @@ impl Pool {
     }
 }
 
-impl Buffers {
-    /// Runs the steps of a collective slice by slice, through staging buffers of `buffer` bytes. On an OpenCL device a slice is
-    /// exchanged while the next slice is read and the previous slice is written, on two streams.
-    pub(super) fn in_slices<R, E, W>(
+impl SlicePipeline {
+    /// Runs the steps of a collective slice by slice, through staging buffers of `buffer` bytes. On an OpenCL device, reading, exchanging and
+    /// writing of three consecutive slices overlap, on two streams.
+    pub(super) fn run_in_slices<R, E, W>(
         &self,
         device: Device,
         buffer: usize,
@@ -203,7 +201,7 @@ impl Buffers {
             None => copiers.insert(Copiers::start(device)?),
         };
         let (reading, writing) = (Stream::current(device)?, writing.clone());
-        // Commands that were enqueued before may still read the tensors that are written here.
+        // Commands that were enqueued before may still read the tensors that this collective writes.
         let submitted = reading.record_event()?;
         let (return_buffer, free) = channel();
         for _ in 0..SLICES_IN_FLIGHT {

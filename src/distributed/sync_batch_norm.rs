@@ -10,10 +10,9 @@ use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape,
 
 /// [`BatchNorm`] that in training uses the mean and variance of all ranks' batches together (PyTorch's
 /// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Parameters have the same names as in
-/// [`BatchNorm`], so both can load the same checkpoints. Evaluation is the same.
+/// [`BatchNorm`], so both can load the same checkpoints. Evaluation is the same as in [`BatchNorm`].
 ///
-/// Forward and backward are collectives of a few numbers for each channel, so all ranks must run the same layers in the same
-/// order. Second derivatives are not supported.
+/// Forward and backward exchange a few numbers per channel, so all ranks must run the same layers in order. No second derivatives.
 ///
 /// ```
 /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -57,8 +56,8 @@ impl SyncBatchNorm {
     }
 
     /// Makes every [`BatchNorm`] of a module use the statistics of all ranks, and returns the number of converted layers. Converts
-    /// the layers that [`Module::named_modules`] lists, and the module itself. It works before and after
-    /// [`DataParallel`](super::DataParallel) wraps the module.
+    /// the layers that [`Module::named_modules`] lists, and the module itself. The module may be converted before or after
+    /// [`DataParallel`](super::DataParallel) wraps it.
     ///
     /// ```
     /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -74,7 +73,7 @@ impl SyncBatchNorm {
         let normalise = Arc::new(move |x: &Tensor, options: BatchNormOptions| batch_norm(&group, x, options));
         let inside = module.named_modules("").into_iter().filter_map(|(_, m)| m.as_batch_norm());
         let found: Vec<&BatchNorm> = module.as_batch_norm().into_iter().chain(inside).collect();
-        found.iter().for_each(|norm| norm.train_by(normalise.clone()));
+        found.iter().for_each(|norm| norm.set_training_forward(normalise.clone()));
         found.len()
     }
 }

@@ -43,7 +43,6 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// Creates the transports of `size` ranks.
     pub(super) fn new(size: usize, timeout: Duration) -> Vec<Threads> {
         let shared = Arc::new(Shared::default());
         (0..size).map(|rank| Threads { rank, size, shared: Arc::clone(&shared), next_context: 1, timeout }).collect()
@@ -96,7 +95,7 @@ pub(super) const SAME_CALLS_ADVICE: &str =
 
 pub(super) fn timeout_reason(timeout: Duration) -> String {
     format!(
-        "did not come within {} seconds: {SAME_CALLS_ADVICE} (CLAYSTONE_DISTRIBUTED_DEBUG=1 tells which)",
+        "did not make the call within {} seconds: {SAME_CALLS_ADVICE} (CLAYSTONE_DISTRIBUTED_DEBUG=1 tells which)",
         timeout.as_secs()
     )
 }

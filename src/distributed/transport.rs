@@ -4,13 +4,13 @@ use super::plan::{Lane, Plan};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
-/// Point-to-point messages. Ranks are those of the job; the `context` of a [`Call`] identifies the group that a message belongs to.
+/// Point-to-point messages. Ranks are numbered in the job; the `context` of a [`Call`] identifies the group of a message.
 pub(super) trait Transport {
     fn rank(&self) -> usize;
 
     fn size(&self) -> usize;
 
-    /// Returns the bytes of a slice, into which collectives cut tensors: the same on every rank.
+    /// Returns the number of bytes of the slices that collectives cut tensors into: the same on every rank.
     fn slice_bytes(&self) -> usize;
 
     /// Returns the smallest context that no group of this rank has used.
@@ -37,8 +37,7 @@ pub(super) trait Transport {
     fn leave(&mut self, why: &str);
 }
 
-/// Parallel paths between the ranks of one machine (NCCL's channels). Each lane is served by one thread of a rank at a time.
-/// Messages between two ranks on one lane arrive in the order of sending.
+/// Parallel ordered paths between the ranks of one machine (NCCL's channels), each served by one thread of a rank at a time.
 pub(super) trait Lanes {
     /// Returns the number of lanes, the same on every rank.
     fn count(&self) -> usize;

@@ -3,11 +3,11 @@
 //!
 //! The parameters of a bucket of [`DataParallel`] are views of one buffer, and their gradients are views of another. Each rank owns
 //! an equal part of both. Backward gives a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser
-//! updates its part of the parameters, and `all_gather` sends the new parameters to all ranks. An `all_reduce` sends as many bytes.
+//! updates its part of the parameters, and `all_gather` sends the new parameters to all ranks: as many bytes as an `all_reduce`.
 
 use std::sync::Arc;
 
-use super::checkpoint::Piece;
+use super::checkpoint::ShardRange;
 use super::data_parallel::Reducer;
 use super::{DataParallel, Group, ReduceOp, Work};
 use crate::io::{StateDict, Stateful};
@@ -19,8 +19,7 @@ const OP: &str = "ZeroRedundancyOptimizer";
 
 /// An optimiser whose state is sharded among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`). Each rank updates
 /// `1 / group.size()` of the parameters' elements and stores their state, including the f32 master weights of f16 and bf16. The
-/// updates equal those of an unsharded optimiser on every rank, and the number of bytes sent is the same. Gradients are sent while
-/// backward computes the rest.
+/// updates equal those of an unsharded optimiser on every rank, and the number of bytes sent is the same. Sending overlaps backward.
 ///
 /// Any elementwise optimiser can be sharded. It gets this rank's parts of the parameters: tensors with the rank of the
 /// parameters and shape `[1, .., 1, n]`, where `n` may be 0.
@@ -63,18 +62,18 @@ pub struct ZeroRedundancyOptimizer<O> {
     inner: O,
     shards: Arc<Shards>,
     /// For each parameter of `inner`, its range of elements in a parameter of the model.
-    pieces: Vec<Piece>,
+    pieces: Vec<ShardRange>,
     /// For each bucket, the [`Shard::version`] at which this rank's part was last copied.
     versions: Vec<u64>,
 }
 
-/// The buckets, with this rank's part of each.
+/// The shards of all buckets of a model.
 pub(super) struct Shards {
     group: Group,
     buckets: Vec<Shard>,
 }
 
-/// The parameters of a bucket, and this rank's part of them.
+/// The parameters of a bucket, and this rank's part of the parameters.
 struct Shard {
     /// The indices of the parameters in the model, in ascending order.
     indices: Vec<usize>,
@@ -89,7 +88,7 @@ struct Shard {
     /// For each parameter this rank's elements, as a leaf in `own_values`, and their gradient in `own_gradients`.
     leaves: Vec<Tensor>,
     slots: Vec<Tensor>,
-    pieces: Vec<Piece>,
+    pieces: Vec<ShardRange>,
 }
 
 /// A flat buffer, and a view of it for each parameter, in order.
@@ -117,7 +116,7 @@ fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
 }
 
 impl Shard {
-    /// Copies the parameters' values. The parameters themselves are changed only by [`take_over`](Self::take_over).
+    /// Copies the parameters' values. The parameters themselves are changed only by [`move_into_buffer`](Self::move_into_buffer).
     fn new(group: &Group, indices: Vec<usize>, parameters: &[&Tensor]) -> Result<Shard> {
         let elements: usize = parameters.iter().map(|p| p.numel()).sum();
         let share = elements.div_ceil(group.size());
@@ -140,15 +139,15 @@ impl Shard {
             leaves.push(leaf);
             slots.push(slot);
             let elements = if from == to { 0..0 } else { from - start..to - start };
-            pieces.push(Piece { elements, shape: p.shape().dims().to_vec() });
+            pieces.push(ShardRange { elements, shape: p.shape().dims().to_vec() });
             start += p.numel();
         }
         let parameters = Vec::new();
         Ok(Shard { indices, parameters, values, gradients, own_values, own_gradients, leaves, slots, pieces })
     }
 
-    /// Moves parameters into the buffer. Parameters whose storage other tensors share are not moved, so that those see every step.
-    fn take_over(&mut self, parameters: Vec<&mut Tensor>) -> Result<()> {
+    /// Moves parameters into the buffer. A parameter whose storage other tensors share is not moved, so that those tensors see every step.
+    fn move_into_buffer(&mut self, parameters: Vec<&mut Tensor>) -> Result<()> {
         for ((p, view), slot) in parameters.into_iter().zip(&self.values.views).zip(&self.gradients.views) {
             if p.storage().is_unique() {
                 *p = p.with_data(view.shallow_clone())?;
@@ -162,7 +161,7 @@ impl Shard {
     }
 
     /// Returns the parameters that kept their own storage, with their views of the buffer.
-    fn outside_buffer(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
+    fn unmoved_parameters(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
         self.parameters.iter().zip(&self.values.views).filter(|(p, view)| !is_same_view(p, view))
     }
 
@@ -173,7 +172,7 @@ impl Shard {
 
     /// Copies the parameters to this rank's part.
     fn refresh(&self, rank: usize) -> Result<()> {
-        self.outside_buffer().try_for_each(|(p, view)| view.copy_(p).map(|_| ()))?;
+        self.unmoved_parameters().try_for_each(|(p, view)| view.copy_(p).map(|_| ()))?;
         let share = self.own_values.numel();
         self.own_values.copy_(&self.values.buffer.narrow(0, rank * share, share)?).map(|_| ())
     }
@@ -186,11 +185,11 @@ impl Shards {
         for (view, grad) in all.views.iter().zip(gradients.iter().rev()).filter(|(v, g)| !is_same_view(v, g)) {
             view.copy_(grad)?;
         }
-        let travel = dtype.map_or(Ok(all.buffer.shallow_clone()), |dtype| all.buffer.to_dtype(dtype))?;
-        self.group.reduce_scatter_async(&travel, ReduceOp::Mean)
+        let to_send = dtype.map_or(Ok(all.buffer.shallow_clone()), |dtype| all.buffer.to_dtype(dtype))?;
+        self.group.reduce_scatter_async(&to_send, ReduceOp::Mean)
     }
 
-    /// Adds the mean of a bucket's part to the gradients that this rank has accumulated. Parameters that no rank reached get none.
+    /// Adds the mean of a bucket's part to the gradients that this rank has accumulated. Parameters that no rank reached get no gradient.
     pub fn receive(&self, bucket: usize, mean: &Tensor, reached: &[bool]) -> Result<()> {
         let Shard { indices, parameters, own_gradients, leaves, slots, .. } = &self.buckets[bucket];
         match leaves.iter().all(|leaf| leaf.grad().is_none()) {
@@ -210,8 +209,8 @@ impl Shards {
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// Creates an optimiser of all parameters of a model that require a gradient. `make` gets this rank's parts of them under the
-    /// parameters' names, and returns an optimiser, such as `AdamW::grouped(parameters, |_, _| config)`. All ranks must call it.
+    /// Creates an optimiser of all parameters of a model that require a gradient. `make` gets this rank's parts of the parameters with
+    /// their names, and returns an optimiser, such as `AdamW::grouped(parameters, |_, _| config)`. Must be called on all ranks.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that already has such an optimiser;
@@ -248,7 +247,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         let ascending = || shards.iter().rev();
         let mut leaves: Vec<Tensor> = ascending().flat_map(|s| &s.leaves).map(Tensor::shallow_clone).collect();
         let inner = make(names.into_iter().zip(&mut leaves).collect())?;
-        let all: Vec<(&Tensor, &Piece)> = ascending().flat_map(|s| s.leaves.iter().zip(&s.pieces)).collect();
+        let all: Vec<(&Tensor, &ShardRange)> = ascending().flat_map(|s| s.leaves.iter().zip(&s.pieces)).collect();
         let piece = |p: &&Tensor| {
             let own = all.iter().find(|(leaf, _)| leaf.leaf_id() == p.leaf_id() && is_same_view(leaf, p));
             let reason = "the optimiser has moved the parameters it was given, or has other parameters";
@@ -257,7 +256,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         let pieces = inner.parameters().iter().map(piece).collect::<Result<_>>()?;
         for shard in &mut shards {
             let of_bucket = shard.indices.iter().filter_map(|&i| parameters[i].take()).collect();
-            shard.take_over(of_bucket)?;
+            shard.move_into_buffer(of_bucket)?;
         }
         let versions = shards.iter().map(Shard::version).collect();
         let shards = Arc::new(Shards { group: group.clone(), buckets: shards });
@@ -270,9 +269,8 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         &self.inner
     }
 
-    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) with the norm over the parts of all ranks: scales gradients so that
-    /// their total norm is at most `max_norm`, and returns the norm before scaling as a scalar. All ranks must call it, and wait for
-    /// each other.
+    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) with the norm over the parts of all ranks: scales gradients so
+    /// that their total norm is at most `max_norm`, and returns the norm before scaling as a scalar. Must be called on all ranks.
     ///
     /// # Errors
     /// The errors of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
@@ -304,7 +302,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     }
 
     /// Returns the piece of a parameter that an entry of the optimiser's state belongs to; `None` for other entries, such as `step`.
-    fn piece(&self, name: &str, entry: &Tensor) -> Option<&Piece> {
+    fn piece(&self, name: &str, entry: &Tensor) -> Option<&ShardRange> {
         let i: usize = name.strip_prefix("state.")?.split('.').next()?.parse().ok()?;
         let shape = self.inner.parameters().get(i)?.shape().clone();
         self.pieces.get(i).filter(|_| *entry.shape() == shape)
@@ -312,7 +310,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
 }
 
 impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
-    /// All ranks must call it.
+    /// Must be called on all ranks.
     #[track_caller]
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
         no_grad(|| {
@@ -322,7 +320,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
             let work = self.shards.buckets.iter().map(gather).collect::<Result<Vec<_>>>()?;
             for ((shard, version), work) in self.shards.buckets.iter().zip(&mut self.versions).zip(work) {
                 work.wait()?;
-                shard.outside_buffer().try_for_each(|(p, view)| p.copy_(view).map(|_| ()))?;
+                shard.unmoved_parameters().try_for_each(|(p, view)| p.copy_(view).map(|_| ()))?;
                 *version = shard.version();
             }
             Ok(())
@@ -347,7 +345,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         self.inner.set_learning_rates(rates)
     }
 
-    /// True if the gradients of all ranks are finite. All ranks must call it.
+    /// True if the gradients of all ranks are finite. Must be called on all ranks.
     fn gradients_are_finite(&self) -> Result<bool> {
         let own = u8::from(self.inner.gradients_are_finite()?);
         let all = Tensor::from_slice(&[own], 1, Device::Cpu)?;
@@ -380,13 +378,13 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
             let reason = || format!("the state lacks {name} of this optimiser, or has another rank's part of it");
             own.insert(name.clone(), loaded.ok_or_else(|| Error::invalid(OP, reason()))?);
         }
-        if let Some(name) = state.names().find(|name| own.get(Piece::tensor(name)).is_none()) {
+        if let Some(name) = state.names().find(|name| own.get(ShardRange::tensor(name)).is_none()) {
             return Err(Error::invalid(
                 OP,
                 format!("the state has {name}, which this optimiser lacks: make the same optimiser"),
             ));
         }
-        // Before master weights are loaded: a later refresh would replace them by rounded weights.
+        // Refresh first: a refresh after the load would replace the loaded master weights by rounded weights.
         no_grad(|| self.refresh())?;
         self.inner.load_state_dict(&own)
     }

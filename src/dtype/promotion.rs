@@ -37,7 +37,6 @@ pub(crate) enum Category {
     Float,
 }
 
-/// The category of a dtype.
 pub(crate) fn category(dtype: DType) -> Category {
     match dtype {
         DType::Bool => Category::Bool,

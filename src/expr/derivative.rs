@@ -1,8 +1,6 @@
-//! Symbolic derivatives: every gradient is derived from its formula.
-//!
-//! Forward differentiation over the numbered graph, so that a shared node is differentiated once. A derivative that is zero everywhere is not
-//! built at all. The conventions at kinks are PyTorch's: `abs'(0) = 0`, ties of `max` and `min` split the gradient in half, and `select` passes
-//! the gradient to the branch taken. Rounding and comparisons have no gradient.
+//! Symbolic derivatives, by forward differentiation over the numbered graph: a shared node is differentiated once, and a derivative that is
+//! zero everywhere is not built. The conventions at kinks are PyTorch's: `abs'(0) = 0`, ties of `max` and `min` split the gradient in half, and
+//! `select` passes the gradient to the branch taken. Rounding and comparisons have no gradient.
 
 use crate::expr::{Binary, Dag, Expr, Leaf, Op, Unary};
 

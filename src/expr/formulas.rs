@@ -115,17 +115,17 @@ impl Expr {
         self.eq(0.0)
     }
 
-    /// 1 where both are true, else 0.
+    /// 1 where both operands are true, else 0.
     pub fn and(&self, other: impl Into<Expr>) -> Expr {
         self.ne(0.0) * other.into().ne(0.0)
     }
 
-    /// 1 where either is true, else 0.
+    /// 1 where either operand is true, else 0.
     pub fn or(&self, other: impl Into<Expr>) -> Expr {
         self.ne(0.0).max(other.into().ne(0.0))
     }
 
-    /// 1 where exactly one is true, else 0.
+    /// 1 where exactly one operand is true, else 0.
     pub fn xor(&self, other: impl Into<Expr>) -> Expr {
         self.not().ne(other.into().not())
     }

@@ -1,6 +1,6 @@
 //! Formulas as values: the computation of an elementwise operation.
 //!
-//! An [`Expr`] is an immutable graph of leaves (tensor elements, run-time scalars, constants, random numbers) and about thirty
+//! An [`Expr`] is an immutable graph of leaves (tensor elements, run-time scalars, constants, random numbers) and about forty
 //! primitives. Formulas are written with ordinary operators and methods, and compared by structure. A formula has three uses: the CPU
 //! interprets it in tiles, the OpenCL backend prints it as OpenCL C, and autograd differentiates it.
 //!
@@ -46,7 +46,7 @@ struct Node {
     op: Op,
     args: Args<Expr>,
     /// The hash of the formula with its numbers left out: see [`is_argument`].
-    shape: u64,
+    shape_hash: u64,
     /// The cached program of this formula. None in formulas that a program owns, which would otherwise keep that program alive.
     program: OnceLock<Option<Arc<Program>>>,
 }
@@ -102,16 +102,16 @@ impl Expr {
         };
         let own = hash_step(u64::from(tag) + 1, payload);
         let hash = args.iter().fold(own, |h, a| hash_step(h, a.0.hash));
-        let shape = match op {
+        let shape_hash = match op {
             Op::Leaf(Leaf::Const(c)) if is_argument(c) => hash_step(0, is_integer(c).into()),
             Op::Leaf(Leaf::Number { whole, .. }) => hash_step(0, whole.into()),
-            _ => args.iter().fold(own, |h, a| hash_step(h, a.0.shape)),
+            _ => args.iter().fold(own, |h, a| hash_step(h, a.0.shape_hash)),
         };
         let reads = match op {
             Op::Leaf(Leaf::Input(i)) => read_bit(i),
             _ => args.iter().fold(0, |reads, a| reads | a.0.reads),
         };
-        Expr(Arc::new(Node { hash, shape, reads, op, args, program: OnceLock::new() }))
+        Expr(Arc::new(Node { hash, shape_hash, reads, op, args, program: OnceLock::new() }))
     }
 
     /// The `index`-th number argument of a program.
@@ -126,8 +126,8 @@ impl Expr {
 
     /// Copies the root node, with this program or none attached.
     pub(crate) fn with_program(&self, program: Option<Arc<Program>>) -> Expr {
-        let Node { hash, shape, reads, op, ref args, .. } = *self.0;
-        Expr(Arc::new(Node { hash, shape, reads, op, args: args.clone(), program: OnceLock::from(program) }))
+        let Node { hash, shape_hash, reads, op, ref args, .. } = *self.0;
+        Expr(Arc::new(Node { hash, shape_hash, reads, op, args: args.clone(), program: OnceLock::from(program) }))
     }
 }
 
@@ -136,7 +136,7 @@ fn read_bit(i: usize) -> u64 {
     1 << i.min(63)
 }
 
-/// Mixes x into the hash h with splitmix64's finaliser. Depends on nothing else, so hashes are the same in every process.
+/// Mixes x into the hash h with splitmix64's finaliser. Hashes are the same in every process.
 fn hash_step(h: u64, x: u64) -> u64 {
     let z = h.rotate_left(17).wrapping_add(x).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -144,9 +144,8 @@ fn hash_step(h: u64, x: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Construction, with simplifications that change no value: constant folding in f64, `x + 0`, `x * 1`, `x - 0`, `x / 1`, `-(-x)`, `pow` by
-/// 0, 1, 2, 3 and 1/2, and a selection between equal branches. `x * 0` is kept, because NaN and infinity must propagate.
-/// (`x + 0` keeps the sign of a negative zero.)
+/// Construction, with simplifications that change no value, except that `-0 + 0` stays -0: constant folding in f64, `x + 0`, `x * 1`, `x - 0`,
+/// `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and selections between equal branches. `x * 0` is kept: NaN and infinity must propagate.
 impl Expr {
     pub(crate) fn unary(op: Unary, x: Expr) -> Expr {
         if let Some(c) = x.as_const() {
@@ -192,10 +191,10 @@ impl Expr {
 
     /// The hash of the formula with its numbers left out.
     pub(crate) fn shape_hash(&self) -> u64 {
-        self.0.shape
+        self.0.shape_hash
     }
 
-    /// True if both are the same object.
+    /// True if both formulas are the same object.
     pub(crate) fn is_same(&self, other: &Expr) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -238,9 +237,8 @@ impl Expr {
     }
 }
 
-/// Formulas as one numbered list of distinct nodes, operands before users. Equal nodes share a number.
-///
-/// Built in time linear in the number of node objects, and without recursion, however deep or shared the formulas are.
+/// Formulas as one numbered list of distinct nodes, operands before users. Equal nodes share a number. Built without recursion, in time
+/// linear in the number of node objects.
 pub(crate) struct Dag {
     pub(crate) nodes: Vec<DagNode>,
     pub(crate) roots: Vec<usize>,

@@ -3,8 +3,8 @@
 //! An element's number is a function of the seed and the element's index alone, so any number of threads on any device produces the same
 //! tensor. Element `e` takes word `e % 4` of the block with counter `e / 4` in the seed's stream.
 //!
-//! Normal numbers come in pairs, from two words, by the Box-Muller transform in f32. It uses only integer operations and additions,
-//! subtractions and multiplications, which every device rounds correctly, unlike division, square root and library functions. So the bits
+//! Normal numbers come in pairs, from two words, by the Box-Muller transform in f32. The transform uses only integer operations, additions,
+//! subtractions and multiplications, which every device rounds correctly, unlike division, square roots and library functions. So the bits
 //! are the same on every device; `kernels/prelude.cl` repeats the computation step by step.
 
 use std::marker::PhantomData;

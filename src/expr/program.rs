@@ -29,7 +29,7 @@ pub(crate) struct Program {
     exprs: Box<[Expr]>,
     inputs: usize,
     scalars: usize,
-    given: usize,
+    caller_scalars: usize,
     seeds: usize,
     needs_float: bool,
     uses_bits: bool,
@@ -52,7 +52,7 @@ impl Program {
                 Leaf::Scalar(i) | Leaf::Number { index: i, .. } => Some(i),
                 _ => None,
             }),
-            given: count(|l| if let Leaf::Scalar(i) = l { Some(i) } else { None }),
+            caller_scalars: count(|l| if let Leaf::Scalar(i) = l { Some(i) } else { None }),
             seeds: count(|l| match l {
                 Leaf::Uniform(i) | Leaf::Normal(i) | Leaf::Bits(i) => Some(i),
                 _ => None,
@@ -74,7 +74,7 @@ impl Program {
         }
     }
 
-    /// False if the program only copies operands, scalars or constants.
+    /// True unless the program only copies operands, scalars or constants.
     pub(crate) fn computes(&self) -> bool {
         let leaf = |e: &Expr| {
             matches!(e.op(), Op::Leaf(Leaf::Input(_) | Leaf::Scalar(_) | Leaf::Const(_) | Leaf::Number { .. }))
@@ -175,7 +175,8 @@ impl Program {
     /// True if a node equals the program's own node, or is a number for an argument that is unset or already has this value.
     fn matches_node(&self, op: Op, own: Op, numbers: &mut Numbers) -> bool {
         let (Op::Leaf(Leaf::Const(c)), Op::Leaf(Leaf::Number { index, whole })) = (op, own) else { return op == own };
-        let Some(place) = index.checked_sub(self.given).filter(|_| is_argument(c) && is_integer(c) == whole) else {
+        let Some(place) = index.checked_sub(self.caller_scalars).filter(|_| is_argument(c) && is_integer(c) == whole)
+        else {
             return false;
         };
         if place == numbers.len() {
@@ -187,7 +188,7 @@ impl Program {
     /// Calls `f` with all scalar arguments of the program: the caller's scalars, then the numbers of `exprs`.
     #[inline(always)]
     pub(crate) fn with_arguments<R>(&self, exprs: &[Expr], given: &[Scalar], f: impl FnOnce(&[Scalar]) -> R) -> R {
-        match self.scalars == self.given {
+        match self.scalars == self.caller_scalars {
             true => f(given),
             false => f(&self.arguments(exprs, given)),
         }
@@ -197,7 +198,7 @@ impl Program {
     fn arguments(&self, exprs: &[Expr], given: &[Scalar]) -> SmallVec<[Scalar; 12]> {
         let numbers = self.numbers_of(exprs).unwrap_or_default();
         // Formulas that already take their numbers as arguments find them among the caller's scalars.
-        let given = if numbers.is_empty() { given } else { &given[..self.given] };
+        let given = if numbers.is_empty() { given } else { &given[..self.caller_scalars] };
         let mut arguments = SmallVec::new();
         given.iter().for_each(|&s| arguments.push(s));
         numbers.iter().for_each(|&c| arguments.push(Scalar::Float(c)));
@@ -211,12 +212,11 @@ impl Program {
         compiled.downcast_ref().expect("a process has one interpreter of formulas")
     }
 
-    /// The formulas, with arguments for numbers. All uses of one program share these objects, so comparing them is free.
+    /// The formulas, with arguments for numbers. All uses of one program share these objects, so a comparison only compares pointers.
     pub(crate) fn exprs(&self) -> &[Expr] {
         &self.exprs
     }
 
-    /// The number of operands.
     pub(crate) fn inputs(&self) -> usize {
         self.inputs
     }
@@ -225,10 +225,9 @@ impl Program {
         self.scalars
     }
     /// The number of scalars that the caller passes, without the arguments for numbers.
-    pub(crate) fn given(&self) -> usize {
-        self.given
+    pub(crate) fn caller_scalars(&self) -> usize {
+        self.caller_scalars
     }
-    /// The number of seeds.
     pub(crate) fn seeds(&self) -> usize {
         self.seeds
     }
@@ -236,7 +235,6 @@ impl Program {
     pub(crate) fn is_identity(&self) -> bool {
         matches!(&self.exprs[..], [e] if e.op() == Op::Leaf(Leaf::Input(0)))
     }
-    /// The number of results.
     pub(crate) fn outputs(&self) -> usize {
         self.exprs.len()
     }
@@ -314,15 +312,15 @@ mod tests {
         for (formula, numbers) in formulas {
             let first = [formula(0.1, 7.25)];
             let program = Program::shared(&first);
-            assert_eq!((program.scalars() - program.given(), program.needs_float()), (numbers, true));
+            assert_eq!((program.scalars() - program.caller_scalars(), program.needs_float()), (numbers, true));
             for (a, b) in [(1e-9, 4.5), (1e300, 0.3), (-2.5, 1.0 / 3.0)] {
                 let (other, literal) = ([formula(a, b)], Program::new(&[formula(a, b)]));
                 assert!(Arc::ptr_eq(&program, &Program::shared(&other)), "{other:?}");
                 program.with_arguments(&other, &[Scalar::Int(9); 2], |scalars| {
-                    let numbers: Vec<f64> = scalars[program.given()..].iter().map(|s| s.to_f64()).collect();
+                    let numbers: Vec<f64> = scalars[program.caller_scalars()..].iter().map(|s| s.to_f64()).collect();
                     // Substituting the numbers gives the original formula.
                     let back = with_leaves(program.exprs(), |leaf| match leaf {
-                        Leaf::Number { index, .. } => Some(Expr::constant(numbers[index - program.given()])),
+                        Leaf::Number { index, .. } => Some(Expr::constant(numbers[index - program.caller_scalars()])),
                         _ => None,
                     });
                     assert_eq!((&back[..], scalars.len()), (literal.exprs(), program.scalars()));

@@ -126,7 +126,7 @@ impl Expr {
         (self - self).eq(0.0).select(self, self.is_nan().select(nan, beyond))
     }
 
-    /// 1 where the two differ by at most `atol + |rtol * other|` or are equal, else 0. NaN is close to NaN if `equal_nan` is not 0.
+    /// 1 where x and `other` differ by at most `atol + |rtol * other|` or are equal, else 0. NaN is close to NaN if `equal_nan` is not 0.
     pub fn is_close(
         &self,
         other: impl Into<Expr>,
@@ -155,11 +155,8 @@ macro_rules! primitives {
 /// Functions of integers. Crate-private, because floats have none of them.
 impl Expr {
     primitives! {
-        /// Bitwise and.
         bit_and => And;
-        /// Bitwise or.
         bit_or => Or;
-        /// Bitwise exclusive or.
         bit_xor => Xor;
         /// `x * 2^other`; 0 for a shift outside 0..64.
         shift_left => Shl;

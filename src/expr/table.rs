@@ -40,9 +40,9 @@ pub enum Accepts {
 pub(crate) enum Role {
     /// An element of the result.
     Element,
-    /// A lower bound: the result for elements below it.
+    /// A lower bound: the result for all elements below the bound.
     Lower,
-    /// An upper bound: the result for elements above it.
+    /// An upper bound: the result for all elements above the bound.
     Upper,
     /// A factor.
     Factor,
@@ -87,7 +87,7 @@ pub struct Row {
     pub operands: &'static [&'static str],
     /// The operands that are masks: of any dtype, and ignored when the result's dtype is derived.
     pub masks: &'static [usize],
-    /// A value for each of its scalar arguments, for tests.
+    /// A value for each scalar argument, for tests.
     pub samples: &'static [f64],
     /// The names of the scalar arguments, and the defaults for calls by name that omit them.
     pub scalars: &'static [(&'static str, Option<f64>)],

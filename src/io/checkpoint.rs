@@ -165,7 +165,7 @@ fn single_tensor(state: &StateDict) -> Result<&Tensor> {
     state.get("").ok_or_else(wrong)
 }
 
-/// Returns the values of such a tensor, converted from any dtype.
+/// Returns the values of a state's only tensor, converted from any dtype.
 fn values<T: Element>(state: &StateDict) -> Result<Vec<T>> {
     single_tensor(state)?.to_dtype(T::DTYPE)?.to_vec()
 }

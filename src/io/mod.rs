@@ -3,13 +3,13 @@
 //! [`save`] and [`load`] choose the format by the file's extension, and use a [`StateDict`] for the contents, such as a model's
 //! [`state_dict`](crate::nn::Module::state_dict), whose names are PyTorch's. [`save_checkpoint`] and [`load_checkpoint`] save
 //! and load the complete state of a training run. Elements are transferred between file and device in pieces, so that no tensor
-//! is in host memory as a whole, and views are written by their strides. Dtypes are kept. npy has no bf16, and stores its bits
-//! like ml_dtypes (`<V2`). Elements of a dtype that claystone lacks (i8, u16, f8, complex numbers, text) are read as bytes: u8
+//! is in host memory as a whole, and views are written by their strides. Dtypes are kept. npy lacks bf16: its bits are stored as
+//! by ml_dtypes (`<V2`). Elements of a dtype that claystone lacks (i8, u16, f8, complex numbers, text) are read as bytes: u8
 //! with one more dim, `[.., bytes of an element]`, or `[bytes]` if an element is not a whole number of bytes.
 //!
 //! An error names the file, the tensor and the fault. Sizes in a file are trusted only as far as the file has the bytes: reading
 //! takes little more memory than the tensors in the file, and a damaged file takes little more than its own size. An archive
-//! that claims far more than its size is refused by default. [`read_npz_limited`] accepts it after decompressing it once to check
+//! that claims far more than its size is refused by default; [`read_npz_limited`] first decompresses such an archive once to check
 //! the sizes, before its tensors are allocated.
 
 mod checkpoint;
@@ -99,7 +99,6 @@ fn file_error(op: &'static str, path: &Path, cause: impl Display) -> Error {
     Error::invalid(op, format!("{}: {cause}", path.display()))
 }
 
-/// Returns the error of one tensor in a file.
 fn tensor_error(op: &'static str, path: &Path, tensor: &str, cause: impl Display) -> Error {
     Error::invalid(op, format!("{}: tensor {}: {cause}", path.display(), Excerpt(tensor)))
 }
@@ -155,7 +154,7 @@ fn checked_shape(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape> {
     sizes.filter(fits).ok_or_else(|| content_error("its sizes are too large"))
 }
 
-/// Creates a tensor from the next bytes of `from`, reversing each group of `swapped` bytes. `available` is the number of bytes in
+/// Creates a tensor from the next bytes of `from`, reversing each group of `swap_unit` bytes. `available` is the number of bytes in
 /// the file, if known: a file that is shorter than the shape requires is an error before memory is allocated.
 fn read_elements(
     from: &mut dyn Read,
@@ -163,19 +162,19 @@ fn read_elements(
     shape: Shape,
     dtype: DType,
     device: Device,
-    swapped: usize,
+    swap_unit: usize,
 ) -> Result<Tensor> {
     let bytes = (shape.numel() * dtype.size()) as u64;
     let Some(available) = available else {
         // The size of a pipe is unknown, so its bytes are collected first, and memory is allocated only for bytes that arrive.
         let mut piped = Vec::new();
         from.take(bytes).read_to_end(&mut piped).map_err(read_error)?;
-        return read_elements(&mut &piped[..], Some(piped.len() as u64), shape, dtype, device, swapped);
+        return read_elements(&mut &piped[..], Some(piped.len() as u64), shape, dtype, device, swap_unit);
     };
     if bytes > available {
         return Err(read_error(io::ErrorKind::UnexpectedEof.into()));
     }
-    match swapped {
+    match swap_unit {
         0 | 1 => Tensor::read_from(from, shape, (dtype, device)),
         size => Tensor::read_from(&mut ByteSwapper { from, size }, shape, (dtype, device)),
     }

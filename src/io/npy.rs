@@ -7,8 +7,7 @@ use super::{checked_shape, content_error, create, finish, open, read_elements, r
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 
-/// Reads the tensor in an npy file to `device` (NumPy's `load`). Big-endian files are supported. An array in Fortran order gives
-/// a tensor with such strides.
+/// Reads the tensor in an npy file to `device` (NumPy's `load`). Big-endian order and Fortran order (as strides) are supported.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, io};
@@ -34,7 +33,7 @@ pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
 /// Writes the tensor as an npy file (NumPy's `save`).
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name if it cannot be written.
+/// [`crate::Error::Invalid`] with the file's name if writing fails.
 pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     let (op, path) = ("write_npy", path.as_ref());
     let mut file = create(op, path)?;
@@ -47,7 +46,7 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     let (text, length) = header_text(&mut from)?;
     let available = available.map(|available| available.saturating_sub(length));
     let Header { descr, fortran, mut sizes } = Header::parse(&text)?;
-    let Some(ElementFormat { dtype, bytes, swapped }) = ElementFormat::parse(descr) else {
+    let Some(ElementFormat { dtype, bytes, swap_unit }) = ElementFormat::parse(descr) else {
         // Objects are pickled, and records have fields, so the raw bytes are returned.
         let all = available.ok_or_else(|| unsupported_dtype(descr))?;
         return read_elements(&mut from, available, checked_shape([all].into_iter())?, DType::U8, device, 0);
@@ -57,7 +56,7 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     }
     let rank = sizes.len() as isize;
     sizes.extend(bytes);
-    let read = read_elements(&mut from, available, checked_shape(sizes.into_iter())?, dtype, device, swapped)?;
+    let read = read_elements(&mut from, available, checked_shape(sizes.into_iter())?, dtype, device, swap_unit)?;
     if !fortran {
         return Ok(read);
     }
@@ -65,7 +64,7 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     read.permute(&dims)
 }
 
-/// Maximum header length in bytes: that of version 1 of the format. Later versions need no more for a dtype and a shape.
+/// Maximum header length in bytes, from version 1 of the format. Later versions need no more for a dtype and a shape.
 const MAX_HEADER_BYTES: u32 = u16::MAX as u32;
 
 /// Reads the Python literal before the elements. Also returns the offset of the elements.
@@ -109,7 +108,7 @@ struct ElementFormat {
     /// The bytes of an element if claystone lacks the dtype; they become one more dim.
     bytes: Option<u64>,
     /// The number of bytes to reverse together, for big-endian elements; else 0.
-    swapped: usize,
+    swap_unit: usize,
 }
 
 impl ElementFormat {
@@ -117,9 +116,9 @@ impl ElementFormat {
     fn parse(descr: &str) -> Option<ElementFormat> {
         let (order, element) =
             descr.split_at_checked(1).filter(|(order, _)| matches!(*order, "<" | ">" | "|" | "="))?;
-        let swapped = |unit: usize| if order == ">" { unit } else { 0 };
+        let swap_unit = |unit: usize| if order == ">" { unit } else { 0 };
         if let Some(&(dtype, _)) = DTYPE_NAMES.iter().find(|(_, name)| *name == element) {
-            return Some(ElementFormat { dtype, bytes: None, swapped: swapped(dtype.size()) });
+            return Some(ElementFormat { dtype, bytes: None, swap_unit: swap_unit(dtype.size()) });
         }
         let (kind, size) = element.split_at_checked(1)?;
         let size: u64 = size.split('[').next()?.parse().ok()?; // dates have their unit in brackets
@@ -129,9 +128,9 @@ impl ElementFormat {
             "i" | "u" | "f" | "M" | "m" => (size, size),
             _ => (size, 0),
         };
-        let unit = swapped(usize::try_from(unit).ok().filter(|&unit| unit <= 16)?);
+        let unit = swap_unit(usize::try_from(unit).ok().filter(|&unit| unit <= 16)?);
         let fits = unit == 0 || unit.is_power_of_two(); // so that no element spans two pieces of a stream
-        fits.then_some(ElementFormat { dtype: DType::U8, bytes: Some(bytes), swapped: unit })
+        fits.then_some(ElementFormat { dtype: DType::U8, bytes: Some(bytes), swap_unit: unit })
     }
 }
 

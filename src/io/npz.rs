@@ -13,7 +13,7 @@ use super::{StateDict, create, file_error, finish, open, tensor_error, with_loca
 use crate::storage::Caller;
 use crate::{Device, Result};
 
-/// Reads the tensors of an npz file to `device`, in the archive's order, also compressed ones (NumPy's `load`). Archives that
+/// Reads the tensors of an npz file, compressed or not, to `device`, in the archive's order (NumPy's `load`). Archives that
 /// unpack to more than 8 times their size and 32 MiB are refused, because a few bytes can claim any amount of memory;
 /// use [`read_npz_limited`] for trusted archives.
 ///
@@ -45,8 +45,7 @@ pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) 
     read("read_npz_limited", path.as_ref(), device, Some(max_bytes))
 }
 
-/// By default an archive may unpack to this multiple of its size plus [`UNCHECKED_BYTES`] bytes. Arrays of numbers are seldom
-/// compressed further.
+/// By default an archive may unpack to this multiple of its size plus [`UNCHECKED_BYTES`] bytes; arrays of numbers seldom exceed it.
 const MAX_UNPACK_RATIO: u64 = 8;
 
 /// Reads all arrays of an archive. Entries that overlap, or that unpack to too many bytes, are an error.
@@ -109,7 +108,7 @@ fn check_sizes(archive: &mut ZipArchive<impl Read + Seek>) -> Result<(), String>
 /// Writes tensors as an uncompressed npz file (NumPy's `savez`).
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name if it cannot be written.
+/// [`crate::Error::Invalid`] with the file's name if writing fails.
 pub fn write_npz(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_npz", path.as_ref());
     let mut archive = ZipWriter::new(create(op, path)?);

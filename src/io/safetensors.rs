@@ -37,7 +37,7 @@ pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateD
     let mut header = Vec::new();
     file.by_ref().take(length).read_to_end(&mut header).map_err(|e| file_error(op, path, e))?;
     let header = parse_header(&header, size - 8 - length).map_err(|e| file_error(op, path, e))?;
-    // In the order of their offsets, tensors have no gaps between them: the header was checked for that.
+    // `parse_header` has checked that tensors in the order of their offsets have no gaps between them.
     let read = |name: String| {
         let info = header.info(&name).expect("a name of its own");
         let tensor = readable_type(info)
@@ -133,7 +133,7 @@ impl<'de> Deserialize<'de> for HeaderEntries {
 /// Writes tensors as a safetensors file. Wider dtypes come first, so that all elements are aligned.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name if it cannot be written.
+/// [`crate::Error::Invalid`] with the file's name if writing fails.
 pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_safetensors", path.as_ref());
     let mut order: Vec<(&str, &Tensor)> = tensors.iter().collect();

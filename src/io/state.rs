@@ -4,8 +4,8 @@ use indexmap::IndexMap;
 
 use crate::{DType, Error, Excerpt, Result, Tensor};
 
-/// Tensors by name, in order. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return it; its
-/// tensors then share memory with the module or optimiser. A clone has its own memory, and does not change with them.
+/// Tensors by name, in order. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return a state dict
+/// whose tensors share memory with the module or optimiser. A clone has its own memory.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::StateDict};
@@ -35,7 +35,7 @@ impl StateDict {
         self.entries.get(name)
     }
 
-    /// Removes and returns the entry of this name (PyTorch's `state.pop(name, None)`); the others keep their order.
+    /// Removes and returns the entry of this name (PyTorch's `state.pop(name, None)`); the remaining entries keep their order.
     pub fn remove(&mut self, name: &str) -> Option<Tensor> {
         self.entries.shift_remove(name)
     }
@@ -60,14 +60,12 @@ impl StateDict {
         self.entries.is_empty()
     }
 
-    /// Puts `prefix` and a dot before each name: `weight` becomes `encoder.weight`. An entry without a name gets the prefix
-    /// alone.
+    /// Puts `prefix` and a dot before each name: `weight` becomes `encoder.weight`. An entry without a name gets the prefix alone.
     pub fn with_prefix(self, prefix: &str) -> StateDict {
         self.into_iter().map(|(name, t)| (join_names(prefix, &name), t)).collect()
     }
 
-    /// Removes `prefix` and its dot from the names that begin with it; the others are not changed (PyTorch's
-    /// `consume_prefix_in_state_dict_if_present`).
+    /// Removes `prefix` and its dot from names. Other names are kept (PyTorch's `consume_prefix_in_state_dict_if_present`).
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -122,7 +120,7 @@ impl StateDict {
         self.entries.extend(other.entries);
     }
 
-    /// Splits off the entries below `prefix`, and removes it from their names: for example a backbone and its head.
+    /// Splits off the entries below `prefix` and removes the prefix from their names: for example a backbone and its head.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::StateDict};
@@ -188,7 +186,7 @@ pub fn join_names(prefix: &str, name: &str) -> String {
     format!("{prefix}{dot}{name}")
 }
 
-/// Removes the prefix from a name made by [`join_names`]; `None` if the name does not begin with it.
+/// Removes the prefix from a name made by [`join_names`]; `None` if the name does not begin with the prefix.
 pub(super) fn strip_name_prefix<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
     let rest = name.strip_prefix(prefix)?;
     if prefix.is_empty() || rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }

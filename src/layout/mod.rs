@@ -45,8 +45,8 @@ impl Layout {
         self.shape.numel()
     }
 
-    /// True if shape and strides are equal, and the offsets are equal modulo `aligned`. Several of these run in every launch.
-    /// Lists this short are compared faster number by number than with a call to `memcmp`.
+    /// True if shape and strides are equal, and the offsets are equal modulo `aligned`. Compares number by number, which is faster than
+    /// `memcmp` for such short lists: every launch makes several of these comparisons.
     #[inline]
     pub(crate) fn same_layout(&self, other: &Layout, aligned: usize) -> bool {
         fn equal<T: PartialEq>(a: &[T], b: &[T]) -> bool {
@@ -221,7 +221,6 @@ impl Layout {
         Ok(self.slice_dim(dim, start.max(0) as usize, step, len))
     }
 
-    /// Reverses dimension `dim`.
     pub(crate) fn flip(&self, dim: usize) -> Layout {
         let size = self.shape.dims()[dim];
         self.slice_dim(dim, size.saturating_sub(1), -1, size)

@@ -47,7 +47,6 @@ impl Shape {
         &self.0
     }
 
-    /// Swaps two dimensions.
     pub(crate) fn swap(&mut self, a: usize, b: usize) {
         self.0.swap(a, b);
     }

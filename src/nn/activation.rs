@@ -5,8 +5,8 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor, ops::Expr};
 
-/// An elementwise activation. Layers such as [`Linear`](super::Linear) apply it inside their own launch. On its own it is a
-/// layer of one launch: PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on.
+/// An elementwise activation, which layers such as [`Linear`](super::Linear) apply inside their own launch. Used as a layer, an
+/// activation is one launch (PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Activation, Module}};
@@ -53,8 +53,8 @@ impl Activation {
         }
     }
 
-    /// Returns the gain: the factor for the standard deviation of weights that keeps the standard deviation of activations equal
-    /// from layer to layer (PyTorch's `nn.init.calculate_gain`). It is 1 for activations that PyTorch does not list.
+    /// Returns the factor for the standard deviation of weights that keeps the standard deviation of activations constant from
+    /// layer to layer (PyTorch's `nn.init.calculate_gain`); 1 for activations that PyTorch does not list.
     ///
     /// ```
     /// use claystone::nn::Activation;

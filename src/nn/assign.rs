@@ -30,8 +30,8 @@ pub(super) fn copy_values(op: &'static str, own: &StateDict, state: &StateDict) 
     })
 }
 
-/// Replaces the tensors of `own` that have no memory by tensors of `state`, and copies values into the others. `visit` calls
-/// a function with each tensor of the module. All fallible conversions are done before the first tensor is replaced.
+/// Replaces the tensors of `own` that have no memory by tensors of `state`, and copies values into the other tensors. `visit`
+/// calls a function with each tensor of the module. All fallible conversions are done before the first tensor is replaced.
 pub(super) fn assign_values(
     op: &'static str,
     own: StateDict,
@@ -61,7 +61,7 @@ pub(super) fn assign_values(
     result.map(|()| keys)
 }
 
-/// Replaces a tensor without memory by its value, or by the new tensor of a tied one: the same view of the same storage.
+/// Replaces a tensor without memory by `value`, or by the replacement of a tied tensor (the same view of the same storage).
 fn assign_tensor(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]>) -> Result<()> {
     let view = |t: &Tensor| (t.shape().clone(), t.strides().to_vec(), t.offset());
     let tied = assigned.iter().find(|[old, _]| old.shares_storage(t) && view(old) == view(t));
@@ -80,8 +80,8 @@ fn into_unique(value: Tensor, t: &Tensor) -> Result<Tensor> {
     no_grad(|| {
         let converted = value.detach().to_dtype(t.dtype())?.to_device(t.device())?;
         drop(value);
-        let whole = converted.numel() * t.dtype().size() == converted.storage().nbytes();
-        match whole && converted.is_contiguous() && converted.storage().is_unique() {
+        let fills_storage = converted.numel() * t.dtype().size() == converted.storage().nbytes();
+        match fills_storage && converted.is_contiguous() && converted.storage().is_unique() {
             true => Ok(converted),
             false => converted.contiguous()?.try_clone(),
         }

@@ -6,9 +6,8 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{DType, Error, Result, Tensor};
 
-/// Multi-head attention with input and output projections (PyTorch's `nn.MultiheadAttention` with `batch_first=True`), from
-/// `[.., L, E]` to `[.., L, E]`. The parameters are PyTorch's: `in_proj_weight` `[3 E, E]`, `in_proj_bias` `[3 E]`,
-/// `out_proj.weight`, `out_proj.bias`.
+/// Multi-head attention with input and output projections (PyTorch's `nn.MultiheadAttention` with `batch_first=True`), from `[.., L, E]`
+/// to `[.., L, E]`. The parameters are PyTorch's: `in_proj_weight` `[3 E, E]`, `in_proj_bias` `[3 E]`, `out_proj.weight`, `out_proj.bias`.
 ///
 /// As a [`Module`] it computes self-attention in five launches; [`MultiheadAttention::attend`] takes queries, keys and values.
 ///
@@ -116,8 +115,7 @@ impl MultiheadAttention {
         x.unflatten(-1, [self.heads, width / self.heads])?.transpose(-2, -3)
     }
 
-    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns the result `[.., L, E]` and, if
-    /// requested, the attention weights.
+    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns `[.., L, E]` and, if requested, the weights.
     ///
     /// # Errors
     /// As [`Tensor::scaled_dot_product_attention`].
@@ -181,12 +179,12 @@ impl MultiheadAttention {
             DType::Bool => Tensor::zeros((), (q.dtype(), q.device()))?.masked_fill(m, f64::NEG_INFINITY),
             _ => Ok(m.shallow_clone()),
         };
-        let one = match (padding, pairs) {
+        let combined = match (padding, pairs) {
             (Some(a), Some(b)) if a.dtype() == DType::Bool && b.dtype() == DType::Bool => Some(a.logical_or(&b)?),
             (Some(a), Some(b)) => Some(added(&a)?.add(&added(&b)?)?),
             (a, b) => a.or(b),
         };
-        one.map(|m| if m.dtype() == DType::Bool { m.logical_not() } else { Ok(m) }).transpose()
+        combined.map(|m| if m.dtype() == DType::Bool { m.logical_not() } else { Ok(m) }).transpose()
     }
 }
 

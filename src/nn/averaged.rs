@@ -32,7 +32,7 @@ pub struct AveragedModel<M> {
 impl<M: Module> AveragedModel<M> {
     /// Creates an exponential moving average: each update computes `decay * average + (1 - decay) * parameter` (PyTorch's
     /// `get_ema_multi_avg_fn(decay)`, default 0.999). `module` has the architecture of the trained module and holds the average.
-    /// It may be on another device. If the trained module is in half precision, keep the average in f32, or small changes are lost.
+    /// The module may be on another device. If the trained module is in half precision, keep the average in f32, or small changes are lost.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a decay outside `0.0..=1.0`; [`Error::OutOfMemory`].
@@ -45,7 +45,7 @@ impl<M: Module> AveragedModel<M> {
     }
 
     /// Creates the mean of the weights at all updates: stochastic weight averaging (Izmailov et al., "Averaging Weights Leads to
-    /// Wider Optima and Better Generalization"). For `module` see [`AveragedModel::ema`].
+    /// Wider Optima and Better Generalization"). `module` is as for [`AveragedModel::ema`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -66,8 +66,8 @@ impl<M: Module> AveragedModel<M> {
         &self.module
     }
 
-    /// Updates the average with the parameters of `model`, and copies its buffers. The first update copies the parameters. One
-    /// launch per parameter; does not wait for the device.
+    /// Updates the average with the parameters of `model`, and copies its buffers. The first update copies the parameters. Each
+    /// parameter takes one launch, and the host does not wait for the device.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a tensor that only one of the modules has, or whose shapes differ; [`Error::Partial`] if the device
@@ -99,7 +99,7 @@ impl<M: Module> AveragedModel<M> {
         })
     }
 
-    /// Updates one parameter. The number of updates stays on the device, so the formula itself detects the first update.
+    /// Updates one parameter. The update count stays on the device, so the formula itself detects the first update.
     fn update_average(&self, average: &Tensor, other: &Tensor) -> Result<()> {
         let n = self.n_averaged.0.to_device(average.device())?;
         let weight: &[Scalar] = &[Scalar::Float(1.0 - self.decay.unwrap_or(0.0))];

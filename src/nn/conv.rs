@@ -16,7 +16,7 @@ macro_rules! conv_layers {
 
         impl $name {
             /// Creates a layer from `inputs` to `outputs` channels with a bias. Weight and bias are uniform in
-            /// ±1/√(elements of a window), as in PyTorch.
+            /// ±1/√(elements of a filter), as in PyTorch.
             ///
             /// # Errors
             /// [`crate::Error::Invalid`] if the groups do not divide both channel counts; [`crate::Error::UnsupportedDType`] for
@@ -96,7 +96,6 @@ conv_layers! {
     ConvTranspose1d, 1, ConvTransposeOptions, conv_transpose1d, true;
     /// [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` (PyTorch's `nn.ConvTranspose2d`).
     ConvTranspose2d, 2, ConvTransposeOptions, conv_transpose2d, true;
-    /// [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` (PyTorch's
-    /// `nn.ConvTranspose3d`).
+    /// [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` (PyTorch's `nn.ConvTranspose3d`).
     ConvTranspose3d, 3, ConvTransposeOptions, conv_transpose3d, true;
 }

@@ -1,4 +1,4 @@
-//! In-place initialisation of parameters (PyTorch's `torch.nn.init`). Autograd does not record it.
+//! In-place initialisation of parameters (PyTorch's `torch.nn.init`), not recorded by autograd.
 
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Scalar, Tensor, in_steps, no_grad};
@@ -13,7 +13,6 @@ pub enum Fan {
     Out,
 }
 
-/// Returns fan-in and fan-out of a weight.
 fn fan_in_and_out(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
     match t.shape().dims() {
         [outputs, inputs, kernel @ ..] => {
@@ -54,7 +53,7 @@ pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
     fill_from(t, Tensor::randn(t.shape(), t), std, mean)
 }
 
-/// Draws from the normal distribution, repeated for elements outside `low..=high` (`trunc_normal_`).
+/// Draws from the normal distribution, and draws again for elements outside `low..=high` (`trunc_normal_`).
 ///
 /// # Errors
 /// As [`uniform_`]; [`Error::Invalid`] for bounds that contain less than a thousandth of the distribution; [`Error::Partial`]
@@ -66,7 +65,7 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     if probability_inside.is_nan() || probability_inside < 1e-3 {
         return Err(Error::invalid(op, format!("{low}..={high} contains almost none of this distribution")));
     }
-    // Enough rounds that about one of 1e12 elements is still outside and gets clamped.
+    // After these rounds, about 1 element in 1e12 is still outside and gets clamped.
     let rounds = ((1e-12f64).ln() / (1.0 - probability_inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);
     let draws = || {
@@ -83,8 +82,8 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     no_grad(|| in_steps(op, || t.storage().version(), draws))
 }
 
-/// Draws from the uniform distribution whose variance keeps that of activations under a leaky ReLU of slope `a`, 0 for a ReLU
-/// (He et al.; `kaiming_uniform_`).
+/// Draws from the uniform distribution whose variance keeps the variance of activations constant through a leaky ReLU of slope
+/// `a`, or a ReLU if `a` is 0 (He et al.; `kaiming_uniform_`).
 ///
 /// # Errors
 /// As [`uniform_`]; [`Error::Invalid`] for fewer than two dims.
@@ -158,7 +157,7 @@ pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     for i in 0..vectors.len() {
         let (before, after) = vectors.split_at_mut(i);
         let v = &mut after[0];
-        // Gram-Schmidt is applied twice, because nearly dependent vectors are not orthogonal to rounding error after one pass.
+        // Gram-Schmidt is applied twice: after one pass, nearly dependent vectors are not orthogonal to rounding error.
         for u in before.iter().chain(before.iter()) {
             let along = dot(u, v);
             v.iter_mut().zip(u).for_each(|(v, u)| *v -= along * u);

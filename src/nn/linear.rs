@@ -5,8 +5,7 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// Computes `activation(x @ weight^T + bias)` with weight `[out, in]` and bias `[out]` (PyTorch's `nn.Linear`). One launch
-/// forward.
+/// Computes `activation(x @ weight^T + bias)` in one launch, with weight `[out, in]` and bias `[out]` (PyTorch's `nn.Linear`).
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, nn::{Linear, Module}};

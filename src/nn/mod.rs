@@ -1,9 +1,8 @@
 //! Layers and losses: short compositions of operations.
 //!
-//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the trait. A module lists
-//! its fields once, with [`parts!`](crate::parts). From this list come its parameters, their names (the same as in PyTorch),
-//! saving and loading, and the switch between training and evaluation. Losses are methods of [`Tensor`]
-//! ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
+//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the trait. A module lists its fields
+//! once, with [`parts!`](crate::parts). From this list come its parameters, their names (the same as in PyTorch), saving and loading, and
+//! the switch between training and evaluation. Losses are methods of [`Tensor`] ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
 mod activation;
 mod assign;
@@ -103,7 +102,7 @@ pub trait Module: BoxedHandle + Send + Sync {
     ///
     /// # Errors
     /// Errors of the operations inside: incompatible shapes, dtypes or devices, and memory. [`crate::Error::Invalid`]
-    /// for a module that is not a function of one tensor.
+    /// if the module is not a function of one tensor.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _ = x;
         let reason = "the module is not a function of one tensor: use Forward::call, or the module's own method";
@@ -175,8 +174,7 @@ pub trait Module: BoxedHandle + Send + Sync {
         out
     }
 
-    /// Returns the parameters with PyTorch's dotted names, after `prefix` if it is not empty. A tied parameter is returned once,
-    /// under its first name.
+    /// Returns the parameters with PyTorch's dotted names after `prefix`. A tied parameter is returned once, under its first name.
     fn named_parameters(&self, prefix: &str) -> Vec<(String, &Tensor)> {
         let (mut out, mut seen) = (Vec::new(), HashSet::new());
         self.visit(prefix, &mut |name, role, t| out.extend(is_new_parameter(role, t, &mut seen).then_some((name, t))));
@@ -190,8 +188,7 @@ pub trait Module: BoxedHandle + Send + Sync {
         out
     }
 
-    /// Returns the submodules with their names, each before its own submodules (PyTorch's `named_modules`, without the module
-    /// itself).
+    /// Returns the submodules with their names, each before its own submodules (PyTorch's `named_modules`, without the module itself).
     fn named_modules(&self, prefix: &str) -> Vec<(String, &dyn Module)> {
         let mut out = Vec::new();
         self.visit_modules(prefix, &mut |name, module| out.push((name, module)));
@@ -310,9 +307,8 @@ pub trait Module: BoxedHandle + Send + Sync {
         checkpoint(move |x| module.forward(&x[0]), &[x])
     }
 
-    /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. If `strict`, missing
-    /// and unknown names are an error; otherwise they are returned, and all other tensors are loaded. Everything is checked
-    /// before the first change.
+    /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. If `strict`, missing and unknown
+    /// names are an error; otherwise they are returned, and all other tensors are loaded. Everything is checked before the first change.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] for a tensor of another shape, and, if strict, for names that differ; [`crate::Error::Partial`]
@@ -354,24 +350,20 @@ pub trait Module: BoxedHandle + Send + Sync {
         })
     }
 
-    /// Moves all tensors and their gradients to a device. An optimiser of the parameters follows, and moves its state at its next
-    /// step.
+    /// Moves all tensors and their gradients to a device. An optimiser of the parameters follows, and moves its state at its next step.
     ///
     /// # Errors
-    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: tensors that were already moved stay on the new device, and
-    /// another call moves the rest.
+    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: moved tensors stay there, and another call moves the rest.
     #[track_caller]
     fn to_device(&mut self, device: Device) -> Result<()> {
         let _caller = Caller::enter();
         convert_tensors(self, true, |t| t.to_device(device))
     }
 
-    /// Converts all float tensors and their gradients. An optimiser of the parameters follows, and converts its state at its next
-    /// step.
+    /// Converts all float tensors and their gradients. An optimiser of the parameters follows, and converts its state at its next step.
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`], as for
-    /// [`Module::to_device`].
+    /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`], as for [`Module::to_device`].
     #[track_caller]
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
         let _caller = Caller::enter();

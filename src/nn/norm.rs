@@ -36,11 +36,11 @@ pub struct BatchNorm {
     mode: Mode,
     momentum: f64,
     eps: f64,
-    /// Replaces [`Tensor::batch_norm`] in training if set.
-    trained_by: Arc<Mutex<Option<Arc<BatchNormFn>>>>,
+    /// The replacement for [`Tensor::batch_norm`] in training, if set.
+    training_forward: Arc<Mutex<Option<Arc<BatchNormFn>>>>,
 }
 
-/// The signature of a replacement for [`Tensor::batch_norm`] in training.
+/// The type of replacements for [`Tensor::batch_norm`] in training.
 pub(crate) type BatchNormFn = dyn Fn(&Tensor, BatchNormOptions) -> Result<Tensor> + Send + Sync;
 
 /// [`BatchNorm`] under PyTorch's name for `[N, C]` and `[N, C, L]`.
@@ -68,13 +68,13 @@ impl BatchNorm {
             mode: Mode::default(),
             momentum: 0.1,
             eps: 1e-5,
-            trained_by: Arc::default(),
+            training_forward: Arc::default(),
         })
     }
 
     /// Sets the function that replaces [`Tensor::batch_norm`] in training, such as one that reduces statistics over ranks.
-    pub(crate) fn train_by(&self, f: Arc<BatchNormFn>) {
-        *self.trained_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(f);
+    pub(crate) fn set_training_forward(&self, f: Arc<BatchNormFn>) {
+        *self.training_forward.lock().unwrap_or_else(PoisonError::into_inner) = Some(f);
     }
 
     /// Returns the weight, `[channels]`.
@@ -109,7 +109,7 @@ impl BatchNorm {
 }
 
 impl Module for BatchNorm {
-    crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode; trained_by);
+    crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode; training_forward);
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -126,9 +126,9 @@ impl Module for BatchNorm {
             momentum: self.momentum,
             eps: self.eps,
         };
-        let trained_by = self.trained_by.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let training_forward = self.training_forward.lock().unwrap_or_else(PoisonError::into_inner).clone();
         in_steps("BatchNorm::forward", version, || {
-            let out = match trained_by.filter(|_| training) {
+            let out = match training_forward.filter(|_| training) {
                 Some(f) => f(x, options)?,
                 None => x.batch_norm(options)?,
             };
@@ -204,8 +204,8 @@ impl InstanceNorm {
         Ok(InstanceNorm { weight: Some(weight), bias: Some(bias), ..self })
     }
 
-    /// Adds running statistics: training updates them with the means over the batch, and evaluation normalises with them
-    /// (PyTorch's `track_running_stats`).
+    /// Adds running statistics: training updates the statistics with means over the batch, and evaluation normalises with the
+    /// statistics (PyTorch's `track_running_stats`).
     ///
     /// # Errors
     /// As [`BatchNorm::new`].

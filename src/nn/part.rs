@@ -114,7 +114,7 @@ macro_rules! parts {
     };
 }
 
-/// Returns the name of a field after `prefix`; `renamed` has the name that [`parts!`](crate::parts) was given, if any.
+/// Returns the name of a field after `prefix`; `renamed` has the `as` name given to [`parts!`](crate::parts), if any.
 #[doc(hidden)]
 pub fn field_name(prefix: &str, field: &str, renamed: &[&str]) -> String {
     let own = field.strip_prefix("r#").unwrap_or(field);

@@ -85,8 +85,7 @@ adaptive_pool_layers! {
     AdaptiveMaxPool3d [usize; 3], adaptive_max_pool3d;
 }
 
-/// [`Tensor::flatten`] of a range of dims, both ends included; by default all dims but the batch (PyTorch's
-/// `nn.Flatten`).
+/// [`Tensor::flatten`] of a range of dims, both ends included; by default all dims but the batch (PyTorch's `nn.Flatten`).
 #[derive(Debug, Clone, Copy)]
 pub struct Flatten(
     /// The first dim.

@@ -3,20 +3,20 @@
 use super::{Module, Role};
 use crate::{Result, Tensor};
 
-/// Converts each tensor with `f`, outside the graph. If `whole`, an optimiser's flat buffer is converted in one piece.
+/// Converts each tensor with `f`, outside the graph. If `keep_flat_buffers`, an optimiser's flat buffer is converted in one piece.
 pub(super) fn convert_tensors<M: Module + ?Sized>(
     module: &mut M,
-    whole: bool,
+    keep_flat_buffers: bool,
     f: impl Fn(&Tensor) -> Result<Tensor>,
 ) -> Result<()> {
     let mut buffers = Vec::new();
     for_each_tensor(module, |_, t| {
-        *t = convert_tensor(t, whole, &f, &mut buffers)?;
+        *t = convert_tensor(t, keep_flat_buffers, &f, &mut buffers)?;
         Ok(())
     })
 }
 
-/// Replaces each tensor by the result of `f`. Tied tensors stay tied: `f` is called once for them.
+/// Replaces each tensor by the result of `f`. Tied tensors stay tied, because `f` is called once for all of them.
 pub(super) fn replace_each<M: Module + ?Sized>(
     module: &mut M,
     f: impl Fn(Role, &Tensor) -> Result<Tensor>,
@@ -48,11 +48,11 @@ fn for_each_tensor<M: Module + ?Sized>(
     result
 }
 
-/// Converts one tensor with `f`. For a parameter, the result is the leaf that replaces it, with a converted gradient. `buffers`
-/// has the flat buffers of optimisers before and after conversion: if `whole`, views of one buffer stay views of one buffer.
+/// Converts one tensor with `f`. For a parameter, the result is the leaf that replaces the parameter, with a converted gradient.
+/// If `keep_flat_buffers`, views of one flat buffer stay views of one buffer; `buffers` has these buffers before and after conversion.
 fn convert_tensor(
     t: &Tensor,
-    whole: bool,
+    keep_flat_buffers: bool,
     f: &impl Fn(&Tensor) -> Result<Tensor>,
     buffers: &mut Vec<(Tensor, Tensor)>,
 ) -> Result<Tensor> {
@@ -71,7 +71,7 @@ fn convert_tensor(
         )?;
         buffers[at].1.as_strided(part.shape(), part.strides(), part.offset())
     };
-    let slot = if whole { t.grad_slot() } else { None };
+    let slot = if keep_flat_buffers { t.grad_slot() } else { None };
     // If parameter and gradient have the same position in buffers of the same size, both buffers belong to an optimiser.
     let alike = |slot: &Tensor| slot.offset() == t.offset() && slot.storage().nbytes() == t.storage().nbytes();
     let data = if slot.as_ref().is_some_and(alike) { in_buffer(&t)? } else { f(&t.detach())? };

@@ -64,7 +64,7 @@ impl Module for Sequential {
 }
 
 /// A layer that keeps only its input for backward, which computes the layer again: see [`Module::forward_checkpointed`].
-/// Names of parameters are those of the layer inside.
+/// Parameters have the names of the layer inside.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Activation, Checkpoint, Linear, Module, Sequential}};

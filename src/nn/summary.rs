@@ -5,7 +5,7 @@ use std::fmt;
 use super::Module;
 use crate::Shape;
 
-/// A line for each submodule, and totals. Displayed as a table.
+/// A table with a line for each submodule, and totals.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
     /// The module itself, followed by its submodules in order.
@@ -27,11 +27,11 @@ pub struct LayerSummary {
     pub name: String,
     /// Name of the type, such as `Linear`.
     pub type_name: &'static str,
-    /// Nesting depth: the number of modules around it.
+    /// Number of enclosing modules.
     pub depth: usize,
-    /// Names and shapes of its own parameters, without those of submodules.
+    /// Names and shapes of the layer's own parameters, without submodules.
     pub shapes: Vec<(String, Shape)>,
-    /// Number of elements of its parameters, including submodules.
+    /// Number of elements of the layer's parameters, including submodules.
     pub parameters: usize,
 }
 
@@ -84,12 +84,12 @@ pub fn summary(module: &dyn Module) -> Summary {
     }
 }
 
-/// Returns the submodules, without fields that have an empty name: their layers count as layers of the module around.
+/// Returns the submodules, without fields that have an empty name: their layers count as layers of the enclosing module.
 fn named_modules(module: &dyn Module) -> impl Iterator<Item = (String, &dyn Module)> {
     module.named_modules("").into_iter().filter(|(name, _)| !name.is_empty())
 }
 
-/// True if `name` is the name of something inside the module called `module`.
+/// True if `name` names something inside the module called `module`.
 fn is_inside(name: &str, module: &str) -> bool {
     module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
 }
@@ -124,7 +124,6 @@ impl fmt::Display for Summary {
     }
 }
 
-/// Formats a number with thousands separators.
 fn with_thousands_separators(n: usize) -> String {
     let digits = n.to_string();
     let comma = |(i, digit): (usize, char)| {

@@ -5,8 +5,7 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// Options of [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`], with PyTorch's names and
-/// defaults.
+/// Options of [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`], with PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TransformerOptions {
     /// The number of features between the two linear layers.
@@ -58,7 +57,7 @@ impl TransformerOptions {
     }
 }
 
-/// Applies a sublayer with its residual connection and its norm, before or after.
+/// Applies a sublayer with a residual connection, and a layer norm before the sublayer or after the sum.
 fn residual(
     x: &Tensor,
     norm: &LayerNorm,

@@ -45,8 +45,7 @@ impl Module for PixelUnshuffle {
     }
 }
 
-/// [`Tensor::interpolate`] of `[N, C, ..]` to spatial sizes multiplied by a factor (PyTorch's `nn.Upsample` with
-/// `scale_factor`).
+/// [`Tensor::interpolate`] of `[N, C, ..]` to spatial sizes multiplied by a factor (PyTorch's `nn.Upsample` with `scale_factor`).
 ///
 /// ```
 /// use claystone::{Device, Interpolation, Tensor, nn::{Module, Upsample}};

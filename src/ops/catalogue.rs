@@ -112,7 +112,6 @@ pub fn operations() -> &'static [Operation] {
     })
 }
 
-/// Returns the built-in operation named `name`.
 pub(crate) fn find_operation(name: &str) -> Option<&'static Operation> {
     static BY_NAME: OnceLock<HashMap<&'static str, &'static Operation>> = OnceLock::new();
     BY_NAME.get_or_init(|| operations().iter().map(|op| (op.name, op)).collect()).get(name).copied()
@@ -149,8 +148,8 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
 /// Calls the operation `name`, built in or registered with [`register`], with tensors and arguments by position, in the order of
 /// its [`signature`]. [`operations`] lists the built-in operations.
 ///
-/// `None` leaves out a tensor and [`Argument::None`] an argument; trailing ones may also be omitted. Parameters that are left out
-/// have their defaults. An operation without tensors is called as `call::<&Tensor>`.
+/// `None` leaves out a tensor and [`Argument::None`] an argument; trailing tensors and arguments may also be omitted. Parameters that are
+/// left out have their defaults. An operation without tensors is called as `call::<&Tensor>`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -286,8 +285,8 @@ const CONVOLUTIONS: [&str; 6] =
 /// Computes the gradients of a [`call`] from the gradients of its first results. Entry `i` is the gradient of tensor `i`, or `None` if
 /// `wanted[i]` is false.
 ///
-/// The operation runs once more for this, unless it is elementwise or a convolution, whose gradients do not depend on the result.
-/// An operation that uses random numbers draws them again. No gradient shares storage with another tensor.
+/// Runs the operation again, unless it is elementwise or a convolution, whose gradients do not depend on the result. A random operation
+/// draws new numbers. No gradient shares storage with another tensor.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};

@@ -63,8 +63,7 @@ adam! {
 }
 
 adam! {
-    /// Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; PyTorch's
-    /// `torch.optim.AdamW`).
+    /// Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; PyTorch's `torch.optim.AdamW`).
     ///
     /// ```
     /// use claystone::{Device, Tensor, optim::{AdamW, AdamWConfig, Optimizer}};

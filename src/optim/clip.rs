@@ -30,9 +30,8 @@ fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a `max_norm` below 0 or a `norm_type` that is not above 0;
-/// [`crate::Error::DeviceMismatch`] if gradients are on several devices; [`crate::Error::Partial`] if the device fails
-/// after some gradients were scaled.
+/// [`crate::Error::Invalid`] for a `max_norm` below 0 or a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`]
+/// if gradients are on several devices; [`crate::Error::Partial`] if the device fails after some gradients were scaled.
 pub fn clip_grad_norm_<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
@@ -57,8 +56,7 @@ pub fn clip_grad_norm_<'a>(
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors on several
-/// devices.
+/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors on several devices.
 pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64) -> Result<Tensor> {
     let op = "get_total_norm";
     if norm_type.is_nan() || norm_type <= 0.0 {
@@ -80,7 +78,7 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
     .map_err(|e| e.with_op(op))
 }
 
-/// Scales the gradients of `parameters` down by the factor that reduces `total_norm`, a scalar on their device, to at most
+/// Scales the gradients of `parameters` down by the factor that reduces `total_norm`, a scalar on the gradients' device, to at most
 /// `max_norm` (PyTorch's `clip_grads_with_norm_`): the second half of [`clip_grad_norm_`], after [`get_total_norm`].
 ///
 /// # Errors
@@ -111,8 +109,7 @@ pub(super) fn all_finite<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -
     })
 }
 
-/// Clamps each element of the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch for all
-/// parameters of an optimiser.
+/// Clamps the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`): one launch for all of an optimiser.
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] for a `value` below 0; [`crate::Error::Partial`] as for [`clip_grad_norm_`].

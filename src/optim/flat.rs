@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::storage::Storage;
 use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
-/// The parameters of a group, moved into one flat buffer, and their gradients, moved into another. Parameters whose storage has
+/// The parameters of a group, moved into one flat buffer, and their gradients, moved into a second. Parameters whose storage has
 /// other handles (another optimiser, a state dict, a tied layer) are not moved, so that those handles see the updates.
 pub(super) struct FlatParameters {
     dtype: DType,
@@ -28,20 +28,20 @@ struct Parameter {
     leaf: Tensor,
     /// The tensor that backward writes the gradient into.
     slot: Tensor,
-    /// Its range in the flat buffers of the optimiser's state.
+    /// The parameter's range in the flat buffers of the optimiser's state.
     elements: Range<usize>,
-    /// Whether the parameter and its gradient directly follow those of the previous parameter in memory.
+    /// Whether parameter and gradient directly follow the previous parameter and gradient in memory.
     is_adjacent: bool,
 }
 
 impl Parameter {
-    /// True if the parameter and its gradient are dense in the same memory format, which its state then has, too.
+    /// True if parameter and gradient are dense in the same memory format, which the state then has, too.
     fn is_flat(&self) -> bool {
         let format = self.leaf.memory_format();
         self.leaf.is_contiguous_in(format) && self.slot.is_contiguous_in(format)
     }
 
-    /// Returns the memory format of its range in flat state buffers.
+    /// Returns the memory format of the parameter's range in flat state buffers.
     fn format(&self) -> MemoryFormat {
         if self.is_flat() { self.leaf.memory_format() } else { MemoryFormat::Contiguous }
     }
@@ -50,9 +50,8 @@ impl Parameter {
 /// Consecutive parameters that one launch updates.
 #[derive(Clone, PartialEq)]
 pub(super) struct Run {
-    /// The indices of the parameters.
     pub(super) parameters: Range<usize>,
-    /// Their range in the flat buffers of the optimiser's state.
+    /// The parameters' range in the flat buffers of the optimiser's state.
     elements: Range<usize>,
 }
 
@@ -65,7 +64,7 @@ pub(super) struct StepTensors {
     pub(super) rounded: Option<Tensor>,
 }
 
-/// A buffer that is handed out from its beginning.
+/// A flat buffer that is handed out part by part, from its beginning.
 struct FlatBuffer {
     buffer: Tensor,
     used: usize,
@@ -121,8 +120,7 @@ fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
         && t.offset() + t.numel() == next.offset()
 }
 
-/// Returns the elements of tensors in as few views as possible, in the order in memory. Adjacent tensors of one storage are
-/// joined if `is_flat`, which must imply density, accepts both.
+/// Returns tensors in as few views as possible: adjacent dense tensors of one storage that `is_flat` accepts are joined to a flat view.
 pub(crate) fn join_adjacent_views(
     tensors: impl IntoIterator<Item = Tensor>,
     is_flat: impl Fn(&Tensor) -> bool,
@@ -141,12 +139,12 @@ pub(crate) fn join_adjacent_views(
     Ok(views)
 }
 
-/// Replaces handles from before a conversion of their module by handles of the new leaves.
+/// Replaces handles on leaves that a conversion of the module has replaced by handles on the new leaves.
 pub(super) fn follow_conversions(parameters: &mut [&mut Tensor]) {
     parameters.iter_mut().for_each(|p| p.successor().into_iter().for_each(|new| **p = new));
 }
 
-/// True if both are the same elements of the same storage, for tensors of one shape.
+/// True if two tensors of one shape view the same elements of one storage.
 fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
@@ -230,17 +228,14 @@ impl FlatParameters {
         Ok(flat)
     }
 
-    /// Returns the number of parameters.
     pub(super) fn count(&self) -> usize {
         self.parameters.len()
     }
 
-    /// Returns the parameters in order.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
         self.parameters.iter().map(|p| &p.leaf)
     }
 
-    /// Returns the total number of elements.
     fn numel(&self) -> usize {
         self.parameters.last().map_or(0, |p| p.elements.end)
     }
@@ -255,18 +250,17 @@ impl FlatParameters {
         self.master.as_ref().map_or(self.dtype, Tensor::dtype)
     }
 
-    /// Returns the f32 master weights of half-precision parameters.
     pub(super) fn master(&self) -> Option<&Tensor> {
         self.master.as_ref()
     }
 
-    /// Returns the part of a flat state buffer that belongs to parameter i, in its shape.
+    /// Returns the part of a flat state buffer that belongs to parameter i, in the parameter's shape.
     pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
         let parameter @ Parameter { leaf, elements, .. } = &self.parameters[i];
         view_in_format(&flat.detach().narrow(0, elements.start, elements.len())?, leaf.shape(), parameter.format())
     }
 
-    /// Converts a flat state buffer of `other`, which had the same parameters, to this one's dtype, device and memory formats.
+    /// Converts a flat state buffer of `other`, the same parameters before a conversion, to the dtype, device and memory formats of `self`.
     pub(super) fn convert_state(&self, other: &FlatParameters, state: &Tensor) -> Result<Tensor> {
         let converted = state.to(self.state_dtype(), self.device())?;
         let format = |p: &Parameter| p.format();
@@ -323,7 +317,7 @@ impl FlatParameters {
         Ok(())
     }
 
-    /// Takes over master weights of `other`, which had the same parameters, wherever they round to the current parameters.
+    /// Takes over the master weights of `other`, the same parameters before a conversion, where they round to the current parameters.
     pub(super) fn adopt_master(&self, other: &FlatParameters) -> Result<()> {
         let (Some(own), Some(others)) = (&self.master, &other.master) else { return Ok(()) };
         let others = self.convert_state(other, others)?;
@@ -331,9 +325,8 @@ impl FlatParameters {
         own.copy_(&is_same.where_cond(&others, own)?).map(drop)
     }
 
-    /// Splits the parameters that have a gradient into the longest runs that one launch can update. It is a single run if backward
-    /// reached all parameters. `same_step(i - 1, i)` tells whether two neighbours need the same numbers. Returns `None` if the
-    /// module was converted and the parameters have successors.
+    /// Splits the parameters that have a gradient into the longest runs that one launch can update: a single run if backward reached all
+    /// parameters. `same_step(i - 1, i)` tells whether two neighbours need the same numbers. Returns `None` if the module was converted.
     pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
@@ -354,7 +347,7 @@ impl FlatParameters {
         Ok(Some(runs))
     }
 
-    /// Returns the elements of `t` for a run, beginning at `offset`: flat, or in the parameter's shape if it is not flat.
+    /// Returns the elements of `t` for a run, beginning at `offset`: flat, or in the parameter's shape if the parameter is not flat.
     fn slice(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
         let first = &self.parameters[run.parameters.start];
         let flat = flat_view(t, offset, run.elements.len())?;
@@ -400,7 +393,7 @@ impl CapturedStep {
         CapturedStep { flat: Arc::clone(flat), before, was_stale }
     }
 
-    /// Marks the master as up to date after the capture, if it was before.
+    /// Marks the master as up to date after the capture, unless it was stale before.
     pub(super) fn captured(&self) {
         if !self.was_stale {
             self.flat.note_update();

@@ -1,5 +1,5 @@
-//! Single optimiser steps on tensors of the caller, who keeps the state and counts the steps on the device. PyTorch's
-//! optimisers call them with `fused=True`. No step waits for the device.
+//! Single optimiser steps on tensors of the caller, who keeps the state and counts the steps on the device, like the steps of
+//! PyTorch's optimisers with `fused=True`. No step waits for the device.
 
 use smallvec::SmallVec;
 
@@ -75,7 +75,7 @@ const CORRECTION_INDEX: usize = 5;
 /// Index of the weight decay.
 const DECAY_INDEX: usize = 7;
 
-/// The step that Adam and AdamW share. `decoupled` tells that the rule applies the weight decay to the weights, not to the gradient.
+/// The step of Adam and AdamW. If `decoupled`, the rule applies the weight decay to the weights instead of the gradient.
 fn adam(
     step: &FusedStep,
     state: &FusedAdamState,
@@ -103,7 +103,7 @@ fn adam(
     })
 }
 
-/// Computes numbers that depend on each parameter's step on the device, by a formula of the step, the learning rate and `others`.
+/// Evaluates `formula` of each parameter's step count, the learning rate and `others` on the device.
 fn step_numbers<const N: usize>(
     op: &'static str,
     step: &FusedStep,
@@ -208,8 +208,8 @@ impl RuleStep<'_> {
         self.launch_at(rule, 1, numbers)
     }
 
-    /// Launches the rule's formula with its numbers of step `at`. `override_numbers` replaces numbers by values from tensors: it gets the numbers
-    /// of the parameter, followed by the learning rate if that is a tensor.
+    /// Launches the rule's formula with its numbers of step `at`. `override_numbers` replaces numbers by values from tensors: the
+    /// parameter's `numbers`, followed by the learning rate if it is a tensor.
     fn launch_at<R: Rule>(&self, rule: &R, at: i32, override_numbers: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
         let FusedStep { parameters, gradients, lr, grad_scale, found_inf, maximize } = *self.step;
         let count = parameters.len();
@@ -267,8 +267,8 @@ impl RuleStep<'_> {
 /// Number of one-element tensors that one launch of [`unscale_`] reads.
 const NORMS_PER_LAUNCH: usize = 24;
 
-/// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 if a gradient is infinite or NaN. Both are tensors of
-/// one element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
+/// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 if a gradient is infinite or NaN. `inv_scale` and
+/// `found_inf` are tensors of one element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::unscale_};
@@ -288,8 +288,8 @@ pub fn unscale_(gradients: &[&Tensor], found_inf: &Tensor, inv_scale: &Tensor) -
     no_grad(|| {
         let wide = gradients.iter().any(|g| g.dtype() == DType::F64);
         let dtype = if wide { DType::F64 } else { DType::F32 };
-        let some = gradients.iter().filter(|g| g.numel() > 0);
-        let greatest = some.map(|g| g.vector_norm(f64::INFINITY, (), false)?.to_dtype(dtype));
+        let non_empty = gradients.iter().filter(|g| g.numel() > 0);
+        let greatest = non_empty.map(|g| g.vector_norm(f64::INFINITY, (), false)?.to_dtype(dtype));
         // A formula over several norms is one launch; stacking them would take a copy of each.
         for some in greatest.collect::<Result<Vec<_>>>()?.chunks(NORMS_PER_LAUNCH) {
             let inputs: Vec<&Tensor> = std::iter::once(found_inf).chain(some).collect();

@@ -20,7 +20,7 @@ pub struct Fused<R> {
 /// A parameter group: parameters with their own hyperparameters.
 struct Group<R> {
     flat: Arc<FlatParameters>,
-    /// Handles on parameters that were frozen when the group was made, and therefore are not in it.
+    /// Handles on parameters that were frozen when the group was made, and therefore do not belong to the group.
     skipped: Vec<Tensor>,
     /// One flat buffer for each state of the rule.
     state: Vec<Tensor>,
@@ -47,7 +47,7 @@ struct Progress<R> {
 }
 
 impl<R: Rule> Progress<R> {
-    /// Appends the rule's numbers for a run's update after `ahead` more updates, without the factor of its gradients.
+    /// Appends the rule's numbers for a run's update after `ahead` more updates, without the gradients' factor.
     fn numbers_to(&self, run: &Run, ahead: i32, to: &mut Vec<f64>) {
         self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(ahead).saturating_add(1), to);
     }
@@ -81,11 +81,10 @@ struct PreparedLaunch {
 }
 
 impl<R: Rule> Fused<R> {
-    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of one flat
-    /// buffer and keep their values and gradients. Frozen parameters are skipped. If such a parameter is unfrozen later, steps are
-    /// errors until [`with_group`](Self::with_group) adds it. A parameter whose storage has another handle (another
-    /// optimiser, a state dict, a tied layer) is not moved, so that every handle sees the updates; such parameters take a launch
-    /// each unless they are adjacent.
+    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of one flat buffer
+    /// and keep their values and gradients. Frozen parameters are skipped. If such a parameter is unfrozen later, steps are errors
+    /// until [`with_group`](Self::with_group) adds it. A parameter whose storage has another handle (another optimiser, a state dict, a
+    /// tied layer) is not moved, so that every handle sees the updates; such parameters take a launch each unless they are adjacent.
     ///
     /// # Errors
     /// [`Error::Autograd`] for a parameter that is the result of an operation, [`Error::Invalid`] if there is no parameter to train
@@ -96,8 +95,7 @@ impl<R: Rule> Fused<R> {
         Ok(Fused { groups: vec![Group::new(parameters, rule)?] })
     }
 
-    /// Adds a parameter group with its own hyperparameters, dtype and device (PyTorch's `add_param_group`). A step is then one
-    /// launch for each group.
+    /// Adds a parameter group with its own hyperparameters, dtype, device and launch per step (PyTorch's `add_param_group`).
     ///
     /// ```
     /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
@@ -128,10 +126,9 @@ impl<R: Rule> Fused<R> {
         Ok(self)
     }
 
-    /// Makes groups from named parameters, such as those of
-    /// [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut). The closure `rule` returns the hyperparameters of
-    /// each parameter; parameters with equal hyperparameters, dtype and device form a group. Parameters that the caller filters out
-    /// beforehand, such as those of a frozen layer, are not changed.
+    /// Makes groups from named parameters, such as those of [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut).
+    /// The closure `rule` returns the hyperparameters of each parameter; parameters with equal hyperparameters, dtype and device form
+    /// a group. Parameters that the caller filters out beforehand, such as those of a frozen layer, are not changed.
     ///
     /// ```
     /// use claystone::Device;
@@ -248,7 +245,7 @@ impl<R: Rule> Group<R> {
         }
     }
 
-    /// Switches to the parameters that replaced these when the module was converted, and converts the state.
+    /// Switches to the leaves that a conversion of the module has made, and converts the state.
     fn follow_conversion(&mut self) -> Result<()> {
         let mut now: Vec<Tensor> = self.flat.parameters().map(Tensor::shallow_clone).collect();
         let flat = FlatParameters::new(R::NAME, now.iter_mut().collect()).map_err(|e| match e {
@@ -291,14 +288,14 @@ impl<R: Rule> Group<R> {
         Ok(())
     }
 
-    /// Captures a run's update with its numbers on the device; before each replay the numbers of that step are copied there.
+    /// Captures a run's update, which reads its numbers on the device. Before each replay the numbers of that step are copied to the device.
     fn capture(&mut self, run: Run, factor: f64) -> Result<()> {
         let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
         let rule = self.progress().rule.clone();
         let count = rule.numbers(1).len() + 1;
         let empty = |_| Tensor::empty((), (dtype, device));
         let on_device = Graph::outside(|| (0..count).map(empty).collect::<Result<Vec<_>>>())?;
-        let bring = MapInto::new(R::NAME, Vec::new(), count, shallow_clones(&on_device), |_, s| s.to_vec())?;
+        let copy_numbers = MapInto::new(R::NAME, Vec::new(), count, shallow_clones(&on_device), |_, s| s.to_vec())?;
         let captured = CapturedStep::new(&self.flat);
         self.update(&rule, &run, factor != 1.0, NumberSource::OnDevice(&on_device))?.launch(&[])?;
         captured.captured();
@@ -316,7 +313,7 @@ impl<R: Rule> Group<R> {
                     progress.numbers_to(&run, ahead, &mut numbers);
                     drop(progress);
                     numbers.push(factor);
-                    launch(&bring, &numbers)
+                    launch(&copy_numbers, &numbers)
                 })
             }
         };
@@ -326,7 +323,6 @@ impl<R: Rule> Group<R> {
         })
     }
 
-    /// Prepares the launch that updates a run.
     fn update(&self, rule: &R, run: &Run, scaled: bool, numbers: NumberSource) -> Result<MapInto> {
         let StepTensors { weights, grads, rounded } = self.flat.step_tensors(run)?;
         let state = self.state.iter().map(|s| self.flat.state_slice(run, s)).collect::<Result<Vec<_>>>()?;
@@ -368,7 +364,7 @@ fn current_handle(p: &Tensor) -> Tensor {
     p.successor().unwrap_or_else(|| p.shallow_clone())
 }
 
-/// Returns the error for a group without trainable parameters, `frozen` of which were given.
+/// Returns the error for a group without trainable parameters; `frozen` is the number of frozen parameters given.
 fn no_trainable_parameters(op: &'static str, frozen: usize) -> Error {
     match frozen {
         0 => Error::invalid(op, "there are no parameters"),

@@ -5,10 +5,9 @@
 //! then one expression over flat buffers. Half-precision parameters get master weights and state in f32; a step updates
 //! the master and rounds it into the parameters in the same launch.
 //!
-//! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements all the rest,
-//! for rules of other crates as well. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`]
-//! changes it when a metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of
-//! f16 gradients.
+//! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements all the rest, for
+//! rules of other crates as well. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`] changes it
+//! when a metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of f16 gradients.
 //!
 //! [`fused_adamw_`] and similar functions are single steps for callers that keep the state themselves.
 
@@ -46,8 +45,7 @@ pub use sgd::{Sgd, SgdConfig};
 
 /// The interface of all optimisers.
 pub trait Optimizer {
-    /// Updates every parameter that has a gradient, in place. Takes one launch for each group if all parameters have gradients, and
-    /// makes no allocations.
+    /// Updates every parameter that has a gradient, in place and without allocations: one launch for each group if all have gradients.
     ///
     /// # Errors
     /// Device failures, after which parameters are unchanged. After [`Error::Partial`](crate::Error::Partial) some groups, or some
@@ -86,8 +84,7 @@ pub trait Optimizer {
     /// Device failures.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Restores a state of [`Optimizer::state_dict`]. Load the model's parameters first. Everything is checked before the first
-    /// change.
+    /// Restores a state of [`Optimizer::state_dict`]. Load the model's parameters first. Everything is checked before the first change.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] for a missing or unknown name and for a tensor of another shape;

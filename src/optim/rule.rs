@@ -83,8 +83,7 @@ pub(super) fn collect_numbers(rule: &impl Rule, step: i32) -> Vec<f64> {
     numbers
 }
 
-/// Adds an L2 penalty to the gradient: `by * w`, where the number `by` equals `decay`. If `decay` is 0, nothing is added, as in
-/// PyTorch, so that an infinite weight does not give NaN.
+/// Adds the L2 penalty `by * w` to the gradient, where `by` equals `decay`; nothing if `decay` is 0, so that an infinite weight is not NaN.
 pub(super) fn add_weight_decay(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
     if decay == 0.0 { g.clone() } else { g + by * w }
 }
@@ -103,11 +102,11 @@ pub(super) const NON_NEGATIVE: Range<f64> = 0.0..f64::INFINITY;
 pub(super) const DECAY_RANGE: Range<f64> = 0.0..1.0;
 
 /// Defines an optimiser: the struct of its hyperparameters with defaults and ranges, and the rule with the given `state`,
-/// `numbers_to` and `update`. A function after `=>` makes checks beyond ranges.
+/// `numbers_to` and `update`. The function named after `=>` makes further checks.
 macro_rules! optimizer {
     (
         $(#[$doc:meta])* $name:ident; $(#[$config_doc:meta])*
-        $config:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(, $range:expr)?;)* $(=> $also:ident)? }
+        $config:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(, $range:expr)?;)* $(=> $extra_check:ident)? }
         $($rule:tt)*
     ) => {
         $(#[$config_doc])*
@@ -130,7 +129,7 @@ macro_rules! optimizer {
 
             fn check(&self) -> $crate::Result<()> {
                 $($($crate::optim::rule::check_range(Self::NAME, stringify!($field), self.$field, $range)?;)?)*
-                $($also(self)?;)?
+                $($extra_check(self)?;)?
                 Ok(())
             }
 

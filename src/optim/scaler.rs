@@ -46,7 +46,7 @@ pub struct GradScaler {
     config: GradScalerConfig,
     scale: f64,
     good_steps: usize,
-    /// `Some` if the gradients of the next step are already unscaled; then whether they are finite.
+    /// Whether the gradients are finite, if the gradients of the next step are already unscaled.
     unscaled: Option<bool>,
     /// Whether a step was skipped since the last update.
     overflowed: bool,

@@ -169,8 +169,7 @@ fn cosine_interpolate(start: f64, end: f64, part: f64) -> f64 {
     end + (start - end) * (1.0 + (PI * part).cos()) / 2.0
 }
 
-/// Changes the factor of the rate linearly from `start_factor` to `end_factor` in `total_iters` steps; then it is constant
-/// (PyTorch's `LinearLR`). Used as warm-up.
+/// Changes the factor of the rate linearly from `start_factor` to `end_factor` in `total_iters` steps (PyTorch's `LinearLR`), as warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearLr {
     /// Factor of step 0.

@@ -37,15 +37,15 @@ optimizer! {
 
     fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
         // The momentum buffer starts as the full first gradient.
-        let taken = if step == 1 { 1.0 } else { 1.0 - self.dampening };
-        to.extend([self.lr, self.weight_decay, self.momentum, taken]);
+        let damped = if step == 1 { 1.0 } else { 1.0 - self.dampening };
+        to.extend([self.lr, self.weight_decay, self.momentum, damped]);
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
         let grad = add_weight_decay(g, w, self.weight_decay, &s[1]);
         let Some(v) = state.first() else { return (w - &s[0] * grad, vec![]) };
-        let taken = if self.dampening == 0.0 { grad.clone() } else { &s[3] * &grad };
-        let v = &s[2] * v + taken;
+        let damped = if self.dampening == 0.0 { grad.clone() } else { &s[3] * &grad };
+        let v = &s[2] * v + damped;
         let direction = if self.nesterov { grad + &s[2] * &v } else { v.clone() };
         (w - &s[0] * direction, vec![v])
     }

@@ -41,7 +41,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
     of_kernels
         .filter_map(|record| record.operation.as_ref())
         .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
-    // If records were dropped, the oldest kernel's operation may have had more kernels: count one more, so that it is not the only one.
+    // If records were dropped, the oldest kernel may not be its operation's only kernel: count one more for the operation.
     let oldest = recorded.records.iter().find(|record| record.kind == RecordKind::Kernel);
     if let (Some(execution), true) = (oldest.and_then(|record| record.operation.as_ref()), recorded.dropped > 0) {
         *kernels.entry(execution.number).or_default() += 1;
@@ -106,7 +106,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
         profile.events.push(Event { category: Category::Launch, launch: launches, ..host });
         profile.events.push(command);
     }
-    // Events that contain others come before them.
+    // Enclosing events come before the events that they contain.
     profile.events.sort_by(|a, b| a.start_us.total_cmp(&b.start_us).then(b.duration_us.total_cmp(&a.duration_us)));
     profile.memory.sort_by(|a, b| a.time_us.total_cmp(&b.time_us));
     devices.sort_by_key(|device| (device.is_cpu(), device.to_string()));

@@ -8,7 +8,6 @@ use crate::device::lock;
 /// Measured rates, in bytes read and written a second.
 static RATES: Mutex<Vec<(Device, f64)>> = Mutex::new(Vec::new());
 
-/// Returns the rate if it was measured before.
 pub(super) fn measured_rate(device: Device) -> Option<f64> {
     lock(&RATES).iter().find(|(of, _)| *of == device).map(|&(_, rate)| rate)
 }

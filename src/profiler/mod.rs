@@ -177,7 +177,7 @@ pub struct MemorySample {
 pub struct ProfiledDevice {
     /// The device.
     pub device: Device,
-    /// The driver's name for it.
+    /// The driver's name for the device.
     pub name: String,
     /// The rate at which the device copies within its memory, in bytes read and written a second. Rates of kernels are compared with
     /// this rate. `None` if it was not measured.
@@ -241,8 +241,8 @@ pub struct ProfilerOptions {
     /// The number of the latest commands and spans that are kept, about 150 bytes each, and of memory samples, 40 bytes each.
     /// 1,000,000 by default. Each command of an OpenCL device becomes two events of about 200 bytes: its launch and the command.
     pub max_events: usize,
-    /// Whether [`Profiler::stop`] measures how fast the devices copy. True by default. Each device is measured once a process, which
-    /// takes some tens of milliseconds and device memory for two buffers.
+    /// Whether [`Profiler::stop`] measures how fast the devices copy. True by default. A process measures each device once, which takes some tens of
+    /// milliseconds and device memory for two buffers.
     pub copy_rate: bool,
 }
 
@@ -273,13 +273,14 @@ pub struct Profiler {
 
 impl Profiler {
     /// Begins to record. Waits for all devices to finish their work, because their queues are replaced by queues with profiling.
+    ///
     /// # Errors
     /// [`Error::Invalid`] if a profile is already being recorded, because a profiler records the whole process. Errors of the driver.
     pub fn start() -> Result<Profiler> {
         Profiler::start_with(ProfilerOptions::default())
     }
 
-    /// Begins to record, as [`start`](Self::start), with options.
+    /// Begins to record like [`start`](Self::start), with options.
     ///
     /// # Errors
     /// Errors of [`start`](Self::start).
@@ -339,8 +340,8 @@ pub fn is_profiling() -> bool {
     recorder::is_on()
 }
 
-/// Runs `f`, and returns its result with a profile of everything that the process did meanwhile. Waits for the devices at the
-/// end, as [`Profiler::stop`]. The [module docs](self) have an example.
+/// Runs `f`, and returns its result with a profile of everything that the process did meanwhile. Waits for the devices at the end, like
+/// [`Profiler::stop`]. The [module docs](self) have an example.
 ///
 /// # Errors
 /// Errors of [`Profiler::start`].

@@ -28,7 +28,7 @@ pub struct Gaps {
 
 impl Gaps {
     /// Returns an empty record that starts with event `first`, which is then [added](Self::add).
-    fn before(device: Device, first: &Event) -> Gaps {
+    fn starting_at(device: Device, first: &Event) -> Gaps {
         let from_us = first.start_us;
         Gaps { device, from_us, span_us: 0.0, busy_us: 0.0, idle_us: 0.0, count: 0, longest_us: 0.0 }
     }
@@ -53,13 +53,13 @@ impl Profile {
         let mut by_device: BTreeMap<String, Gaps> = BTreeMap::new();
         for event in self.events.iter().filter(|event| is_work(event)) {
             let Some(device) = event.device else { continue };
-            let gaps = by_device.entry(device.to_string()).or_insert_with(|| Gaps::before(device, event));
+            let gaps = by_device.entry(device.to_string()).or_insert_with(|| Gaps::starting_at(device, event));
             gaps.add(event);
         }
         by_device.into_values().collect()
     }
 
-    /// Returns the times of every command, to be printed as MNN's OpenCL backend prints them: see [`Timings`].
+    /// Returns the times of every command, in the format that MNN's OpenCL backend prints: see [`Timings`].
     pub fn timings(&self) -> Timings<'_> {
         Timings(self)
     }
@@ -70,9 +70,8 @@ fn is_work(event: &Event) -> bool {
     event.category.is_command() || event.category == Category::Operation && event.device.is_some_and(Device::is_cpu)
 }
 
-/// Prints the times of every command of a device, in microseconds: how long the command was queued before it was submitted to
-/// the device, how long it waited to start, and how long it ran. The last line has the total time of the devices, with overlapping
-/// commands of a device counted once.
+/// Prints the times of every command of a device, in microseconds: how long the command was queued before it was submitted to the device, how long it
+/// waited to start, and how long it ran. The last line has the total time of the devices, with overlapping commands of a device counted once.
 #[derive(Debug, Clone, Copy)]
 pub struct Timings<'a>(&'a Profile);
 
@@ -120,7 +119,7 @@ pub(super) fn summary_text(profile: &Profile) -> String {
     for (number, name) in &profile.threads {
         let mut events = profile.events.iter().filter(|event| event.lane == Lane::Thread(*number)).peekable();
         let Some(first) = events.peek() else { continue };
-        let mut thread = Gaps::before(Device::Cpu, first);
+        let mut thread = Gaps::starting_at(Device::Cpu, first);
         events.for_each(|event| thread.add(event));
         let (inside, between) = (format_micros(thread.busy_us), format_micros(thread.idle_us));
         let _ = writeln!(text, "thread {name}: {inside} in recorded events, {between} between them");

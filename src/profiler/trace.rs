@@ -136,8 +136,8 @@ impl Profile {
         }
     }
 
-    /// Reads a trace that [`save`](Self::save) wrote, or a trace in this format of another program, such as PyTorch's profiler. Of
-    /// another program's trace only events with a start and a duration are kept.
+    /// Reads a trace that [`save`](Self::save) wrote, or a trace in this format of another program, such as PyTorch's profiler. From another
+    /// program's trace, only events with a start and a duration are kept.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the file's name if the file cannot be read or is not such a trace.
@@ -148,7 +148,7 @@ impl Profile {
         Profile::from_bytes(&bytes).map_err(|e| unread(&e))
     }
 
-    /// Reads a trace from the bytes of a file, as [`load`](Self::load).
+    /// Reads a trace from the bytes of a file, like [`load`](Self::load).
     ///
     /// # Errors
     /// [`Error::Invalid`] if the bytes are not a trace.

@@ -7,7 +7,7 @@ use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
 use super::allocation::{Allocation, Backing, Storage};
-use super::block::Borrows;
+use super::block::ReaderCount;
 use super::caching::innermost_caching_allocator;
 use super::driver::MemoryKind;
 use super::driver::opencl::ClBlockLocation;
@@ -31,13 +31,13 @@ const WRITE_DURING_CAPTURE: &str =
 
 /// A lock that is held while slices of an allocation exist, or while a transfer of its bytes is enqueued.
 enum HeldLock<'a> {
-    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, Borrows>),
-    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, Borrows>),
+    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, ReaderCount>),
+    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ReaderCount>),
 }
 
 /// Locks bytes for writing. Fails while a closure of [`Storage::with_elements`] reads them.
 #[inline]
-fn lock_for_writing(lock: &RwLock<Borrows>) -> Result<RwLockWriteGuard<'_, Borrows>> {
+fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, ReaderCount>> {
     let guard = lock.write().unwrap_or_else(PoisonError::into_inner);
     match guard.has_readers() {
         false => Ok(guard),
@@ -45,19 +45,16 @@ fn lock_for_writing(lock: &RwLock<Borrows>) -> Result<RwLockWriteGuard<'_, Borro
     }
 }
 
-/// Calls `f` with the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
+/// Calls `f` with exactly the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
 ///
-/// Each slice is exactly its storage's bytes. Each allocation is locked once, in the order of addresses, so that
-/// concurrent calls cannot deadlock; `f` must not lock storages itself. Empty storages are never locked.
-///
-/// A storage may appear several times in `reads`. [`Error::Invalid`] if a storage is in both lists, or twice in
-/// `writes`.
+/// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
+/// A storage may appear several times in `reads`. [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
 pub(crate) fn with_host<R>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> Result<R> {
-    // Pushed one by one: `extend` and `collect` are not inlined, which small operations would notice.
+    // Pushed one by one, because `extend` and `collect` are not inlined, which slows small operations down.
     let mut order: SmallVec<[(&Allocation, bool); 8]> = SmallVec::new();
     reads.iter().for_each(|s| order.push((s.allocation(), false)));
     writes.iter().for_each(|s| order.push((s.allocation(), true)));
@@ -128,7 +125,7 @@ pub(crate) fn with_host_few<const N: usize, R>(
     if from[0] > from[N - 1] {
         order.reverse();
     }
-    let mut reading: [Option<RwLockReadGuard<Borrows>>; N] = [const { None }; N];
+    let mut reading: [Option<RwLockReadGuard<ReaderCount>>; N] = [const { None }; N];
     let mut read = |before: bool| {
         for (k, &i) in order.iter().enumerate().filter(|&(_, &i)| (from[i] < to) == before) {
             let again = k > 0 && from[order[0]] == from[i];
@@ -157,16 +154,15 @@ fn cpu_span(kind: RecordKind, name: &'static str, bytes: usize) -> Option<Span> 
 }
 
 impl Storage {
-    /// Returns the buffer and the offset to enqueue work on. Fails for empty storages, for which callers launch
-    /// nothing.
+    /// Returns the buffer and the offset to enqueue work on. Fails for empty storages, for which callers launch nothing.
     #[inline(always)] // part of every launch, see `Tensor::device_view`
     pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
             if capture::is_capturing(self.device()) {
                 captured::note_use(self, lease);
             }
-            if let Some(place) = driver.location(&lease.block) {
-                return Ok(place);
+            if let Some(location) = driver.location(&lease.block) {
+                return Ok(location);
             }
         }
         self.restore_spilled_or_fail()
@@ -232,8 +228,7 @@ impl Storage {
         staging::read_into(from.device, from.at(offset), values)
     }
 
-    /// Copies spilled bytes from the host, reporting device faults as every read does. Returns false if the bytes are
-    /// not spilled.
+    /// Copies spilled bytes from the host and reports device faults, as every read does. Returns false if no bytes are spilled.
     fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
         let Backing::OpenCl(driver, lease) = &self.allocation().backing else { return Ok(false) };
         if !lease.is_spilled() {
@@ -241,9 +236,9 @@ impl Storage {
         }
         capture::refuse_while_capturing(self.device(), "read", READ_DURING_CAPTURE)?;
         driver.device.report_faults()?;
-        let place = lease.block.location();
-        let MemoryKind::Spilled(bytes) = &place.segment().memory().0 else { return Ok(false) };
-        copy(dst, &bytes[place.offset()..][range]);
+        let location = lease.block.location();
+        let MemoryKind::Spilled(bytes) = &location.segment().memory().0 else { return Ok(false) };
+        copy(dst, &bytes[location.offset()..][range]);
         Ok(true)
     }
 
@@ -253,8 +248,7 @@ impl Storage {
         self.cl()
     }
 
-    /// Copies `src` from the host to bytes `offset..offset + src.len()`. The caller may reuse `src` when the call
-    /// returns.
+    /// Copies `src` from the host to bytes `offset..offset + src.len()`. The caller may reuse `src` when the call returns.
     pub(crate) fn write(&self, offset: usize, src: &[u8]) -> Result<()> {
         self.write_with_pinned(offset, src, None)
     }
@@ -276,9 +270,8 @@ impl Storage {
         written
     }
 
-    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`. `src` may be this storage, and the ranges may
-    /// overlap. A copy within one device is direct and waits only if `blocking`; a copy between devices goes through
-    /// the host and always waits.
+    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`; if `src` is this storage, the ranges may overlap. A copy within one device
+    /// waits only if `blocking`; a copy between devices goes through the host and always waits.
     pub(crate) fn copy_from(
         &self,
         offset: usize,
@@ -342,14 +335,14 @@ impl Storage {
             true => capture::refuse_while_capturing(there.device(), "read", READ_DURING_CAPTURE)?,
             false => capture::refuse_while_capturing(there.device(), "write", WRITE_DURING_CAPTURE)?,
         }
-        let place = there.cl()?;
+        let location = there.cl()?;
         let _locked = match written {
             true => HeldLock::Write(lock_for_writing(lock)?),
             false => HeldLock::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
         };
         // SAFETY: inside the storage's bytes, as checked above.
         let start = unsafe { host.0.host_range().0.add(at) };
-        let begun = pinned.enqueue(start, bytes, place.at(from), written);
+        let begun = pinned.enqueue(start, bytes, location.at(from), written);
         self.0.derived.invalidate();
         begun.map(|()| true)
     }
@@ -368,8 +361,7 @@ impl Storage {
         begun
     }
 
-    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over bytes `offset..offset + bytes`. Both numbers are multiples of
-    /// the pattern's length.
+    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over `bytes` bytes from `offset`. Both numbers are multiples of the pattern's length.
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
         let range = self.checked_range("fill", offset, bytes)?;
         let n = pattern.len();

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, RwLock};
 
 use super::allocator::Allocator;
 use super::attachment::{self, Attachment};
-use super::block::{ALIGNMENT, Block, Borrows};
+use super::block::{ALIGNMENT, Block, ReaderCount};
 use super::derived::DerivedData;
 use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
@@ -61,14 +61,13 @@ impl Drop for Storage {
     }
 }
 
-/// [`Arc::get_mut`] at the price of one load: there are no [`Weak`](std::sync::Weak) handles, so the lock that
-/// `get_mut` takes twice a storage is not needed.
+/// [`Arc::get_mut`] without its lock, which is needed only if there are [`Weak`](std::sync::Weak) handles.
 #[inline]
 pub(super) fn get_mut_if_unique(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
     if Arc::strong_count(shared) != 1 {
         return None;
     }
-    fence(Ordering::Acquire); // see everything other threads did with handles that are dropped by now
+    fence(Ordering::Acquire); // makes visible what other threads did before they dropped their handles
     // SAFETY: the crate makes no weak handles, so this is the only handle, and it is borrowed exclusively.
     Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
 }
@@ -131,8 +130,7 @@ impl Storage {
         Ok(())
     }
 
-    /// Returns the `cl_mem` that holds the bytes, and the byte offset of the first one, for work enqueued by other
-    /// code. From now on the storage never moves.
+    /// Returns the `cl_mem` that holds the bytes, and the offset of the first byte, for work of other code. From now on the storage never moves.
     ///
     /// The `cl_mem` is not retained for the caller: keep the storage alive as long as anything enqueued elsewhere uses
     /// the bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. Its context is the
@@ -145,15 +143,14 @@ impl Storage {
     /// # Errors
     /// [`Error::Invalid`] if there is no such buffer: on the CPU, and for zero bytes.
     pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
-        let place = self.cl()?;
+        let location = self.cl()?;
         if let Some(block) = self.0.block() {
             block.export();
         }
-        Ok((place.buffer().mem(), place.offset()))
+        Ok((location.buffer().mem(), location.offset()))
     }
 
-    /// Allocates `bytes` bytes, filled with the configured byte, or with unspecified contents if none is
-    /// configured.
+    /// Allocates `bytes` bytes, filled with the configured byte; the contents are unspecified if none is configured.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
@@ -185,8 +182,7 @@ impl Storage {
         Ok(Storage::new(device, bytes, backing))
     }
 
-    /// Makes a storage on the CPU device that owns the vector's elements without a copy. The allocator does not count
-    /// them.
+    /// Makes a storage on the CPU device that takes over the vector without a copy. No allocator counts its bytes.
     pub(crate) fn adopt<T: Element>(v: Vec<T>) -> Storage {
         let bytes = size_of_val(v.as_slice());
         let backing = match bytes {
@@ -196,8 +192,8 @@ impl Storage {
         Storage::new(Device::Cpu, bytes, backing)
     }
 
-    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. `None`
-    /// for the CPU device, for zero bytes, and if no pinned memory is left.
+    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. `None` for the CPU device, for
+    /// zero bytes, and if no pinned memory is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
         let backing = |memory| Backing::Adopted(Adopted::new(HostBytes::Pinned(memory)));
         Ok(staging::alloc_pinned(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
@@ -211,7 +207,7 @@ impl Storage {
     pub(super) fn new(device: Device, size: usize, backing: Backing) -> Storage {
         let spare = SPARE_ALLOCATIONS.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
         let mut shared = spare.unwrap_or_else(empty_allocation);
-        let allocation = get_mut_if_unique(&mut shared).expect("nobody else has a handle");
+        let allocation = get_mut_if_unique(&mut shared).expect("the handle is unique");
         (allocation.device, allocation.size, allocation.version) = (device, size, AtomicU64::new(0));
         // The old backing is `Empty`, so there is nothing to drop.
         std::mem::forget(std::mem::replace(&mut allocation.backing, backing));
@@ -228,8 +224,7 @@ impl Storage {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Returns how often the contents have been changed in place (PyTorch's `_version`). All views share the counter;
-    /// autograd compares it.
+    /// Returns how often the contents have been changed in place (PyTorch's `_version`), which autograd checks. All views share the counter.
     ///
     /// ```
     /// let x = claystone::Tensor::ones(4, claystone::Device::Cpu)?;
@@ -291,13 +286,13 @@ pub(super) enum Backing {
 
 /// Host bytes that no allocator handed out. The lock is held while slices of the bytes exist.
 pub(super) struct Adopted {
-    lock: RwLock<Borrows>,
+    lock: RwLock<ReaderCount>,
     memory: HostBytes,
 }
 
 impl Adopted {
     pub(super) fn new(memory: HostBytes) -> Box<Adopted> {
-        Box::new(Adopted { lock: RwLock::new(Borrows::none()), memory })
+        Box::new(Adopted { lock: RwLock::new(ReaderCount::none()), memory })
     }
 }
 
@@ -359,8 +354,7 @@ impl Allocation {
         }
     }
 
-    /// Returns the pinned memory that holds the bytes, if any. The caller must [check](PinnedBytes::wait_and_check) it under the
-    /// lock.
+    /// Returns the pinned memory that holds the bytes. The caller must [check](PinnedBytes::wait_and_check) it under the lock.
     pub(super) fn pinned(&self) -> Option<&PinnedBytes> {
         match &self.backing {
             Backing::Adopted(adopted) => match &adopted.memory {
@@ -372,7 +366,7 @@ impl Allocation {
     }
 
     /// Returns the lock that is held while slices of the bytes exist. `None` if no bytes are in host memory.
-    pub(super) fn host_lock(&self) -> Option<&RwLock<Borrows>> {
+    pub(super) fn host_lock(&self) -> Option<&RwLock<ReaderCount>> {
         match &self.backing {
             Backing::Host(lease) => Some(&lease.block.slot().lock),
             Backing::Adopted(adopted) => Some(&adopted.lock),
@@ -381,7 +375,7 @@ impl Allocation {
     }
 
     /// Like [`host_lock`](Self::host_lock), but `None` for pinned memory, which has to be checked under its lock.
-    pub(super) fn unpinned_lock(&self) -> Option<&RwLock<Borrows>> {
+    pub(super) fn unpinned_lock(&self) -> Option<&RwLock<ReaderCount>> {
         self.host_lock().filter(|_| self.pinned().is_none())
     }
 
@@ -404,8 +398,8 @@ impl Allocation {
 impl fmt::Debug for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes on {}", self.size, self.device)?;
-        let Some(place) = self.block().map(Block::location) else { return Ok(()) };
-        write!(f, " at segment {} + {}", place.segment().id(), place.offset())
+        let Some(location) = self.block().map(Block::location) else { return Ok(()) };
+        write!(f, " at segment {} + {}", location.segment().id(), location.offset())
     }
 }
 
@@ -416,20 +410,20 @@ struct Aligned;
 /// A block that is returned to its allocator on drop.
 pub(super) struct Lease {
     pub(super) block: ManuallyDrop<Block>,
-    pub(super) owner: Owner,
+    pub(super) owner: AllocatorRef,
 }
 
 /// The allocator that handed out a block: the device's own, or the one in scope when the block was allocated.
-pub(super) enum Owner {
+pub(super) enum AllocatorRef {
     Device(&'static dyn Allocator),
     Scope(Arc<dyn Allocator>),
 }
 
-impl Owner {
+impl AllocatorRef {
     fn allocator(&self) -> &dyn Allocator {
         match self {
-            Owner::Device(allocator) => *allocator,
-            Owner::Scope(allocator) => &**allocator,
+            AllocatorRef::Device(allocator) => *allocator,
+            AllocatorRef::Scope(allocator) => &**allocator,
         }
     }
 }
@@ -438,8 +432,8 @@ impl Lease {
     #[inline(always)]
     fn new(device: Device, bytes: usize, current: &'static DeviceEntry) -> Result<Lease> {
         let (owner, is_built_in) = match scope::allocator(device) {
-            Some(allocator) => (Owner::Scope(allocator), false),
-            None => (Owner::Device(&*current.allocator), current.is_built_in),
+            Some(allocator) => (AllocatorRef::Scope(allocator), false),
+            None => (AllocatorRef::Device(&*current.allocator), current.is_built_in),
         };
         let allocator = owner.allocator();
         let block = allocator.allocate(bytes, scope::home_stream(device))?;
@@ -483,15 +477,14 @@ fn reject_block(allocator: &dyn Allocator, block: Block, device: Device, bytes: 
     Error::invalid("allocate", reason)
 }
 
-/// True if the block satisfies a request for `bytes` bytes on this device. Kernels write the last 16 bytes whole, so
-/// the size has to cover the next multiple of 16.
+/// True if the block satisfies a request for `bytes` bytes on this device. The size has to cover the last 16 bytes, which kernels write whole.
 fn satisfies_request(block: &Block, device: Device, bytes: usize) -> bool {
-    let place = block.location();
+    let location = block.location();
     block.requested() >= bytes
         && block.size() >= bytes.next_multiple_of(16)
-        && place.offset().is_multiple_of(ALIGNMENT)
+        && location.offset().is_multiple_of(ALIGNMENT)
         && matches!(
-            (device, &place.segment().memory().0),
+            (device, &location.segment().memory().0),
             (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
         )
 }

@@ -12,8 +12,7 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Calls the inner allocator, or evaluates `$otherwise` if there is none. Every default method of [`Allocator`] uses
-/// this.
+/// Calls the inner allocator, or evaluates `$otherwise` if there is none. Every default method of [`Allocator`] uses this.
 macro_rules! ask_inner {
     ($self:ident.$method:ident($($argument:ident),*), $otherwise:expr) => {
         match $self.inner() {
@@ -48,7 +47,6 @@ macro_rules! forward_to_inner {
 }
 pub(super) use forward_to_inner;
 
-/// Checks a fraction of a device's memory.
 pub(super) fn check_fraction(fraction: f64) -> Result<f64> {
     let invalid = || Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1"));
     if (0.0..=1.0).contains(&fraction) { Ok(fraction) } else { Err(invalid()) }
@@ -57,10 +55,8 @@ pub(super) fn check_fraction(fraction: f64) -> Result<f64> {
 /// Allocates blocks of one device's memory.
 ///
 /// The crate provides [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
-/// [`DirectAllocator`](super::DirectAllocator). A user's own allocator is installed with
-/// [`set_allocator`](super::set_allocator). An allocator that wraps another, to count, limit or log, needs no unsafe
-/// code. It returns the wrapped allocator from [`inner`](Allocator::inner), and the default methods call that
-/// allocator.
+/// [`DirectAllocator`](super::DirectAllocator). A user's own allocator is installed with [`set_allocator`](super::set_allocator). A wrapper that
+/// counts, limits or logs needs no unsafe code: the default methods call the allocator that [`inner`](Allocator::inner) returns.
 pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// The device whose memory this allocator hands out.
     fn device(&self) -> Device;
@@ -130,19 +126,19 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Invalid`] if neither the allocator nor an inner one supports callbacks.
     fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        let nobody = || Error::invalid("add_free_memory_callback", format!("{self:?} has no free-memory callbacks"));
-        ask_inner!(self.add_free_memory_callback(free), Err(nobody()))
+        let unsupported =
+            || Error::invalid("add_free_memory_callback", format!("{self:?} has no free-memory callbacks"));
+        ask_inner!(self.add_free_memory_callback(free), Err(unsupported()))
     }
 
-    /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
-    /// (PyTorch's `attachOutOfMemoryObserver`). See
-    /// [`CachingAllocator::add_oom_observer`](super::CachingAllocator::add_oom_observer).
+    /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned (PyTorch's
+    /// `attachOutOfMemoryObserver`). See [`CachingAllocator::add_oom_observer`](super::CachingAllocator::add_oom_observer).
     ///
     /// # Errors
     /// [`Error::Invalid`] if neither the allocator nor an inner one supports observers.
     fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        let nobody = || Error::invalid("add_oom_observer", format!("{self:?} has no out-of-memory observers"));
-        ask_inner!(self.add_oom_observer(observe), Err(nobody()))
+        let unsupported = || Error::invalid("add_oom_observer", format!("{self:?} has no out-of-memory observers"));
+        ask_inner!(self.add_oom_observer(observe), Err(unsupported()))
     }
 
     /// Releases unused memory and calls the free-memory callbacks, because `bytes` bytes of the device are needed for
@@ -168,8 +164,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         ask_inner!(self.trim(keep), Ok(0))
     }
 
-    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory this frees. Returns the
-    /// bytes released.
+    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory this frees. Returns the bytes released.
     fn compact(&self, budget: u64) -> Result<u64> {
         ask_inner!(self.compact(budget), Ok(0))
     }
@@ -180,8 +175,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         ask_inner!(self.snapshot(), Snapshot::default())
     }
 
-    /// Starts or stops recording the memory history for [`snapshot`](Allocator::snapshot)
-    /// (`torch.cuda.memory._record_memory_history`).
+    /// Starts or stops recording the memory history for [`snapshot`](Allocator::snapshot) (`torch.cuda.memory._record_memory_history`).
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is no memory for that many entries, or the allocator does not support recording.

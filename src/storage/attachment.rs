@@ -11,8 +11,7 @@ use super::allocation::{Allocation, Storage};
 use super::captured::{self, Replays};
 use crate::device::lock;
 
-/// An attached value.
-type Value = Arc<dyn Any + Send + Sync>;
+type AttachedValue = Arc<dyn Any + Send + Sync>;
 
 /// The attached value of a storage, if any, and the storage's counters for graph capture.
 #[derive(Default)]
@@ -20,8 +19,8 @@ pub(super) struct Attachment {
     present: AtomicBool,
     /// The number of handles counted by [`Storage::add_saved_handle`].
     saved: AtomicUsize,
-    value: Mutex<Option<Value>>,
-    /// The number by which graph captures know the storage; 0 if none was assigned.
+    value: Mutex<Option<AttachedValue>>,
+    /// The storage's number in graph captures; 0 if none was assigned.
     number: AtomicU64,
     /// The replay counter of the graph that allocated the storage.
     replays: OnceLock<Replays>,
@@ -53,7 +52,7 @@ impl Attachment {
         self.replays.get_or_init(|| Arc::clone(replays));
     }
 
-    /// Returns the number by which captures know the storage, unique in the process.
+    /// Returns the storage's number in captures, assigned at the first call and unique in the process.
     pub(super) fn capture_number(&self) -> u64 {
         static LAST: AtomicU64 = AtomicU64::new(0);
         match self.number.load(Ordering::Relaxed) {
@@ -66,15 +65,14 @@ impl Attachment {
         }
     }
 
-    fn take(&self) -> Option<Value> {
+    fn take(&self) -> Option<AttachedValue> {
         let mut value = lock(&self.value);
         self.present.store(false, Ordering::Release);
         value.take()
     }
 }
 
-/// Drops a handle. Returns the handle undropped if it is the last one. The attachment is dropped with the last handle
-/// that is not a saved one.
+/// Drops a handle, or returns the last handle undropped. The last handle that is not a saved one drops the attachment.
 #[inline]
 pub(super) fn release_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
     if shared.attachment.is_present() { drop_attached_handle(shared) } else { Some(shared) }
@@ -86,8 +84,7 @@ fn drop_attached_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
     let others = Arc::strong_count(&shared) - 1;
     let only_saved = others <= shared.attachment.saved.load(Ordering::Acquire);
     let gone = if only_saved { shared.attachment.take() } else { None };
-    // A handle dropped while the attachment was being made does not take the lock, so this handle may be the last one
-    // by now.
+    // A handle dropped while the attachment was being made takes no lock, so this handle may be the last one by now.
     let (last, allocation) = if others == 0 { (Some(shared), None) } else { (None, Arc::into_inner(shared)) };
     drop(drops);
     drop((gone, allocation)); // dropped after the lock: these may hold the last handles on other storages
@@ -108,8 +105,7 @@ impl Storage {
         lock(&self.0.attachment.value).clone()?.downcast().ok()
     }
 
-    /// Returns the attached value, or attaches a default one. The value lives as long as any handle that is not a saved
-    /// one.
+    /// Returns the attached value, or attaches a default one. The value lives as long as any handle that is not a saved one.
     pub(crate) fn attachment_or_default<T: Any + Send + Sync + Default>(&self) -> Arc<T> {
         let mut value = lock(&self.0.attachment.value);
         let attached = value.get_or_insert_with(|| Arc::<T>::default()).clone();

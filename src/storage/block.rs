@@ -14,11 +14,11 @@ use crate::{Error, Result};
 /// Counts the closures that read host bytes without holding the lock this counter is in. A thread that gets the lock
 /// for writing must leave the bytes alone unless the count is 0.
 #[derive(Debug, Default)]
-pub(crate) struct Borrows(AtomicU32);
+pub(crate) struct ReaderCount(AtomicU32);
 
-impl Borrows {
-    pub(crate) const fn none() -> Borrows {
-        Borrows(AtomicU32::new(0))
+impl ReaderCount {
+    pub(crate) const fn none() -> ReaderCount {
+        ReaderCount(AtomicU32::new(0))
     }
 
     /// Adds a reader. Call it under the lock, which orders the call before the next writer.
@@ -26,8 +26,7 @@ impl Borrows {
         self.0.fetch_add(1, Relaxed);
     }
 
-    /// Removes a reader. `Release` makes the reader's last use of the bytes happen before a writer reads the lower
-    /// count.
+    /// Removes a reader. `Release` orders the reader's last use of the bytes before a writer that reads the lower count.
     pub(super) fn remove_reader(&self) {
         self.0.fetch_sub(1, Ordering::Release);
     }
@@ -41,7 +40,7 @@ impl Borrows {
 /// block or to write host bytes.
 #[repr(align(64))] // one cache line each: the next slot belongs to another thread's block
 pub(crate) struct Slot {
-    pub(crate) lock: RwLock<Borrows>,
+    pub(crate) lock: RwLock<ReaderCount>,
     segment: AtomicPtr<Segment>,
     offset: AtomicUsize,
     size: AtomicUsize,
@@ -54,7 +53,7 @@ pub(crate) struct Slot {
 impl Slot {
     pub(crate) const fn vacant() -> Slot {
         Slot {
-            lock: RwLock::new(Borrows::none()),
+            lock: RwLock::new(ReaderCount::none()),
             segment: AtomicPtr::new(std::ptr::null_mut()),
             offset: AtomicUsize::new(0),
             size: AtomicUsize::new(0),
@@ -94,7 +93,7 @@ impl Slot {
     }
 
     /// Locks the block for moving, or returns `None` if it is in use at this moment.
-    pub(crate) fn try_lock_for_move(&self) -> Option<RwLockWriteGuard<'_, Borrows>> {
+    pub(crate) fn try_lock_for_move(&self) -> Option<RwLockWriteGuard<'_, ReaderCount>> {
         let guard = match self.lock.try_write() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poison)) => poison.into_inner(),
@@ -117,8 +116,7 @@ pub(super) fn next_owner_number() -> u32 {
 #[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
 pub struct Block {
     slot: NonNull<Slot>,
-    /// A copy of the slot's value, so that returning a block does not load the slot, which is no longer in the
-    /// processor's cache.
+    /// A copy of the slot's value: returning a block then need not load the slot, which is no longer in the processor's cache.
     requested: usize,
     /// The number of the allocator that made the block (see [`next_owner_number`]).
     pub(crate) owner: u32,
@@ -126,11 +124,11 @@ pub struct Block {
     entry_and_flags: u32,
 }
 
-/// Flag in a block's number: threads' caches may keep the block. Its size is then its request rounded up.
+/// Flag in `Block::entry_and_flags`: threads' caches may keep the block. Its size is then its request rounded up.
 pub(super) const CACHEABLE_FLAG: u32 = 1 << 31;
-/// Flag in a block's number: the slot belongs to an [`OwnedSlot`], not to an allocator's table.
+/// Flag in `Block::entry_and_flags`: the slot belongs to an [`OwnedSlot`], not to an allocator's table.
 const OWN_SLOT_FLAG: u32 = 1 << 30;
-/// The number of entries an allocator's table may have: numbers below the flags.
+/// Limit on the entries of an allocator's table: larger numbers would collide with the flags.
 pub(super) const MAX_TABLE_ENTRIES: usize = OWN_SLOT_FLAG as usize;
 
 /// A slot together with the owner of the block's bytes, for blocks that are in no allocator's table.
@@ -186,8 +184,8 @@ impl Block {
         (self.entry_and_flags & OWN_SLOT_FLAG != 0).then(|| unsafe { self.slot.cast::<OwnedSlot>().as_ref() })
     }
 
-    /// Makes a block of `size` bytes of this block, for allocators that wrap others. The new block owns this one, which
-    /// from now on does not move; [`into_parent_block`](Block::into_parent_block) takes it out again.
+    /// Makes a block of `size` bytes of this block, for allocators that wrap others. The new block owns this block, which no longer moves;
+    /// [`into_parent_block`](Block::into_parent_block) returns this block.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the range is not inside this block, which then stays allocated.
@@ -217,8 +215,7 @@ impl Block {
         if block.entry_and_flags & OWN_SLOT_FLAG == 0 {
             return None;
         }
-        // SAFETY: the flag says that this is the OwnedSlot that `with_own_slot` leaked. The block, whose drop would free it, is in
-        // ManuallyDrop.
+        // SAFETY: the flag says that `with_own_slot` leaked this OwnedSlot. ManuallyDrop keeps the block's drop from freeing it too.
         match unsafe { Box::from_raw(block.slot.cast::<OwnedSlot>().as_ptr()) }.holder {
             BytesOwner::ParentBlock(whole) => Some(whole),
             BytesOwner::Segment(_) => None,
@@ -228,8 +225,7 @@ impl Block {
     /// Makes a block whose slot is in an allocator's table.
     ///
     /// # Safety
-    /// The slot, and the segment it points to, live until the block is returned or for the rest of the process. No
-    /// other block has the slot.
+    /// The slot, and the segment it points to, live until the block is returned or the process ends. No other block has the slot.
     #[inline]
     pub(crate) unsafe fn with_table_slot(
         slot: NonNull<Slot>,
@@ -267,8 +263,8 @@ impl Block {
 
     /// Returns the block's location. The block does not move as long as the returned [`BlockLocation`] lives.
     ///
-    /// A thread must hold at most one [`BlockLocation`] of a block. A second one would wait behind a thread that wants to write
-    /// to the block, and that thread waits for the first. Printing a block with `{:?}` locks its location, too.
+    /// A thread must hold at most one [`BlockLocation`] of a block: a second one would wait behind a thread that wants to write to the block,
+    /// and that thread waits for the first. Printing a block with `{:?}` locks its location, too.
     #[inline]
     pub fn location(&self) -> BlockLocation<'_> {
         let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
@@ -280,14 +276,13 @@ impl Block {
         self.pin();
     }
 
-    /// Keeps the block from moving until [`unpin`](Block::unpin). Returns whether the block could move before, which
-    /// `unpin` needs.
+    /// Keeps the block from moving until [`unpin`](Block::unpin), which takes the result: whether the block could move before.
     pub(super) fn pin(&self) -> bool {
         let _still = self.location(); // wait for a move in progress
         !self.slot().exported.swap(true, Relaxed)
     }
 
-    /// Ends [`pin`](Block::pin). The lock makes writes that were done without it visible before the block moves.
+    /// Ends [`pin`](Block::pin). Taking the lock makes earlier writes without the lock visible before the block moves.
     pub(super) fn unpin(&self, could_move: bool) {
         let _still = self.location();
         if could_move {
@@ -295,8 +290,7 @@ impl Block {
         }
     }
 
-    /// True if the block does not belong to the allocator with this number. Then it also logs an error: the allocator
-    /// that made the block still counts it, so no other allocator may touch it.
+    /// True, after an error is logged, if another allocator made the block. That allocator still counts the block, so no other may touch it.
     #[inline]
     pub(super) fn is_foreign(&self, allocator: &dyn fmt::Debug, number: u32) -> bool {
         let foreign = self.owner != number;
@@ -318,7 +312,7 @@ impl Block {
         // The pointer from the Arc itself: a pointer derived from a reference may not access the Arc's count.
         let segment = self.slot().segment.load(Relaxed).cast_const();
         // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block lives;
-        // `_held` keeps the block there meanwhile. The new Arc is the one counted here.
+        // `_held` keeps the block from moving meanwhile. The new Arc takes over the count added here.
         unsafe {
             Arc::increment_strong_count(segment);
             Arc::from_raw(segment)
@@ -338,8 +332,7 @@ impl Block {
 
     /// Returns the segment. Valid while the slot's lock is held, or while nothing moves blocks.
     pub(crate) fn segment(&self) -> &Segment {
-        // SAFETY: `set_location` was called before the block was made; its caller promised that the segment outlives the
-        // block.
+        // SAFETY: `set_location` was called before the block was made; its caller promised that the segment outlives the block.
         unsafe { &*self.slot().segment.load(Relaxed) }
     }
 
@@ -361,8 +354,8 @@ impl Drop for Block {
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = self.location();
-        write!(f, "{} bytes at segment {} + {}", self.size(), place.segment.id(), place.offset)
+        let location = self.location();
+        write!(f, "{} bytes at segment {} + {}", self.size(), location.segment.id(), location.offset)
     }
 }
 
@@ -370,7 +363,7 @@ impl fmt::Debug for Block {
 pub struct BlockLocation<'a> {
     segment: &'a Segment,
     offset: usize,
-    _guard: RwLockReadGuard<'a, Borrows>,
+    _guard: RwLockReadGuard<'a, ReaderCount>,
 }
 
 impl BlockLocation<'_> {
@@ -385,6 +378,5 @@ impl BlockLocation<'_> {
     }
 }
 
-/// Alignment of tensors' blocks, in bytes. Kernels turn byte offsets into element and vector indices of every dtype by
-/// dividing.
+/// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
 pub(crate) const ALIGNMENT: usize = 512;

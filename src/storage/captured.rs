@@ -17,8 +17,7 @@ use crate::device::capture;
 
 /// The memory of a graph: its own pool, and the storages from before the capture that it uses.
 pub(crate) struct CapturedMemory {
-    /// The segments that commands name. Dropped before the storages: a storage may own the host memory that a buffer
-    /// uses.
+    /// The segments that commands use. Dropped before the storages: a storage may own the host memory that a buffer uses.
     segments: Vec<Arc<Segment>>,
     /// Storages from before the capture.
     outside: Vec<OutsideStorage>,
@@ -36,7 +35,7 @@ pub(super) type Replays = Arc<AtomicU64>;
 /// The storages that each command of a capture uses.
 #[derive(Default)]
 pub(crate) struct StorageUses {
-    /// In the order of the commands. A storage appears once for each time that a command asked for its buffer.
+    /// In the order of the commands: one entry for each time that a command asked for a storage's buffer.
     pub(crate) uses: Vec<StorageUse>,
     /// The numbers of storages whose last handle was dropped.
     pub(crate) dropped: HashSet<u64>,
@@ -46,7 +45,6 @@ pub(crate) struct StorageUses {
 pub(crate) struct StorageUse {
     /// The number of commands recorded before this use.
     pub(crate) command: usize,
-    /// The [number](CapturedStorage::number) of the storage.
     pub(crate) number: u64,
     pub(crate) bytes: SegmentRange,
 }
@@ -91,7 +89,7 @@ impl CapturedStorage {
         Some(CapturedStorage { driver: *driver, segment, offset, size, requested, number })
     }
 
-    /// Returns the storage's number, which no other storage has, even if it has used or will use the same memory.
+    /// Returns the storage's number, unique even among storages that use the same memory at different times.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }
@@ -100,16 +98,16 @@ impl CapturedStorage {
         SegmentRange { segment: Arc::as_ptr(&self.segment).addr(), range: self.offset..self.offset + self.size }
     }
 
-    /// Makes a handle on the memory, to record commands with.
+    /// Makes a handle on the memory, with which commands can be recorded.
     pub(crate) fn new_handle(&self) -> Result<Storage> {
-        // SAFETY: the memory belongs to the graph. The user of the handle records commands that replace others on the
-        // same bytes, with the same order of reads and writes, and then drops the handle.
+        // SAFETY: the memory belongs to the graph. The user of the handle records commands that replace others on the same bytes,
+        // with the same order of reads and writes, and then drops the handle.
         let block = unsafe { Block::new(&self.segment, self.offset, self.size, self.requested)? };
         Ok(storage_of_external_block(self.driver, block, None))
     }
 }
 
-/// A storage from before the capture, and how often the capture counted the storage as changed.
+/// A storage from before the capture, with the number of changes that the capture counted.
 struct OutsideStorage {
     storage: Storage,
     changes: u64,
@@ -121,8 +119,7 @@ thread_local! {
 }
 
 impl CapturedMemory {
-    /// Runs `f`. This thread's allocations on the pool's device come from the pool, and the storages it uses no longer
-    /// move.
+    /// Runs `f` with this thread's allocations on the pool's device taken from the pool. The storages that `f` uses no longer move.
     ///
     /// # Errors
     /// Errors of `f`, after which no storage counts as changed.
@@ -161,7 +158,7 @@ impl CapturedMemory {
         self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.update_version(|n| n.wrapping_add(1)));
     }
 
-    /// Runs `f` without the graph's pool, if a capture is in progress: this thread's allocations are not the graph's.
+    /// Runs `f` with this thread's allocations outside the graph's pool, if a capture is in progress.
     pub(crate) fn run_outside_pool<R>(f: impl FnOnce() -> R) -> R {
         match CURRENT_CAPTURE.with_borrow(|captured| captured.as_ref().map(|captured| captured.pool.clone())) {
             Some(pool) => pool.run_outside(f),
@@ -184,8 +181,7 @@ impl OutsideStorage {
     }
 }
 
-/// Records that a capture on this thread uses a storage. The storage will not move, and is kept alive unless the
-/// capture allocated it.
+/// Records that a capture on this thread uses a storage, which will not move and is kept alive unless the capture allocated it.
 pub(super) fn note_use(storage: &Storage, lease: &Lease) {
     CURRENT_CAPTURE.with_borrow_mut(|captured| {
         let Some(captured) = captured else { return };

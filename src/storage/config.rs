@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 pub use keys::ConfigKey;
-use keys::{UNSUPPORTED_PYTORCH_KEYS, forms::*, split_list};
+use keys::{UNSUPPORTED_PYTORCH_KEYS, formats::*, split_list};
 
 use super::memory_mode::MemoryMode;
 use crate::error::Excerpt;
@@ -49,18 +49,16 @@ pub enum SegmentSizes {
     /// By the requests so far: few bytes are wasted and few segments are created.
     #[default]
     Adaptive,
-    /// As PyTorch: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, and above that the
-    /// request rounded up to 2 MiB.
+    /// As PyTorch: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, and above that the request rounded up to 2 MiB.
     PyTorch,
 }
 
 keys::config! {
     /// Configuration of a device's allocator, parsed from text or written as a struct.
     ///
-    /// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`. Whitespace is dropped, booleans are
-    /// exactly `True` or `False`, and sizes are whole numbers in the unit that the key's name ends in.
-    /// [`Config::KEYS`] lists the keys. Display prints the keys that differ from the default, in a form that parses
-    /// back to the same value. The fields hold sizes in bytes, and `usize::MAX` means no limit.
+    /// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`. Whitespace is dropped, booleans are exactly `True` or `False`, and
+    /// sizes are whole numbers in the unit that the key's name ends in. [`Config::KEYS`] lists the keys. Display prints the keys that differ from the
+    /// default, in a form that parses back to the same value. The fields hold sizes in bytes, and `usize::MAX` means no limit.
     ///
     /// ```
     /// use claystone::storage::{Backend, Config};
@@ -110,13 +108,11 @@ keys::config! {
     expandable_segments: bool = false,
         "expandable_segments", BOOLEAN,
         "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error";
-    /// Whether a background thread polls transfers from pinned memory for completion (PyTorch's
-    /// `pinned_use_background_threads`).
+    /// Whether a background thread polls transfers from pinned memory for completion (PyTorch's `pinned_use_background_threads`).
     pinned_use_background_threads: bool = false,
         "pinned_use_background_threads", BOOLEAN,
         "a background thread polls transfers from pinned memory for completion";
-    /// Bytes of pinned memory that are reserved once and never released; 0 is none (PyTorch's
-    /// `pinned_reserve_segment_size_mb`).
+    /// Bytes of pinned memory that are reserved once and never released; 0 is none (PyTorch's `pinned_reserve_segment_size_mb`).
     pinned_reserve_segment_size: usize = 0,
         "pinned_reserve_segment_size_mb", MIB_FROM_1, "pinned memory that is reserved once and never released";
     /// The most bytes that segments may take, whatever the fraction allows.
@@ -154,8 +150,7 @@ keys::config! {
     /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
     pool_overfit: f64 = 2.0,
         "pool_overfit", FACTOR, "the pool backend reuses a buffer of at most this many times the request";
-    /// Whether kernels that support both read buffers or images (`BackendConfig::MemoryMode` of MNN's OpenCL
-    /// backend).
+    /// Whether kernels that support both read buffers or images (`BackendConfig::MemoryMode` of MNN's OpenCL backend).
     memory: MemoryMode = MemoryMode::Auto,
         "memory", MEMORY_MODES, "whether convolution, pooling, matrix product and elementwise kernels on OpenCL read buffers or images";
     /// Whether large segments of the CPU device prefer the NUMA node of the requesting thread, on Linux.
@@ -180,7 +175,6 @@ impl Config {
         CONFIG.get_or_init(Config::from_env).as_ref().map_err(Error::clone)
     }
 
-    /// Parses the values of the two environment variables.
     fn from_vars(conf: Option<&str>, no_caching: Option<&str>) -> Result<Config> {
         let mut config: Config = conf.unwrap_or_default().parse()?;
         match no_caching {
@@ -200,8 +194,8 @@ impl Config {
     /// [`Error::Invalid`], which names the key, the value and the allowed values.
     pub fn check(&self) -> Result<()> {
         Config::KEYS.iter().filter(|key| key.value(self) != key.default_value()).try_for_each(|key| {
-            let mut read = self.clone();
-            key.set(&mut read, &key.value(self))
+            let mut parsed = self.clone();
+            key.set(&mut parsed, &key.value(self))
         })
     }
 
@@ -220,10 +214,9 @@ impl Config {
         }
     }
 
-    /// Returns the size in bytes of the block that serves a request: at least `alignment` (a power of two) and a
-    /// multiple of it. If [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power
-    /// of two, the size is also a whole number of those parts. `None` if the size exceeds `usize`. PyTorch's
-    /// `round_size`.
+    /// Returns the size in bytes of the block that serves a request: at least `alignment` (a power of two) and a multiple of it. If
+    /// [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power of two, the size is also a whole number of those
+    /// parts. `None` if the size exceeds `usize`. PyTorch's `round_size`.
     ///
     /// ```
     /// use claystone::storage::Config;

@@ -1,8 +1,8 @@
 //! An allocator's statistics, updated in a few instructions per allocation and free.
 //!
-//! Only quantities that cannot be derived are kept; [`DeviceStats`] are computed when requested. The current value is
-//! the sum allocated less the sum freed. Active means allocated or pending. The total is the sum of the small and the
-//! large pool, except for peaks, which are tracked separately.
+//! Only quantities that cannot be derived are kept; [`DeviceStats`] are computed when requested. The current value is the sum allocated
+//! minus the sum freed. Active means allocated or pending. The total is the sum of the small and the large pool, except for peaks, which
+//! are tracked separately.
 //!
 //! A block in a thread's cache counts as allocated here, so the caches' contents are subtracted from the reported
 //! values and from the peaks. A peak accounts for the calling thread's cache at every moment, and for other threads'
@@ -16,8 +16,7 @@ use super::stats::{DeviceStats, PoolStats, Split, Stat};
 /// Number of blocks, their bytes, and the bytes requested.
 pub(super) type BlockAmounts = [i64; 3];
 
-/// Changes that a thread's cache made to the allocated amounts without the allocator: the net change, its highest value
-/// on the way, and the sum of increases.
+/// Changes by a thread's cache to the allocated amounts, without the allocator: the net change, its highest value, and the sum of increases.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ThreadCacheDeltas {
     pub(super) change: BlockAmounts,
@@ -52,7 +51,7 @@ impl FlowCounter {
         self.freed += up - by;
     }
 
-    /// Adds the small and the large pool; the peak of the sum is given.
+    /// Adds the small and the large pool. The peak of the sum is passed in, because it is not the sum of the peaks.
     fn total(kinds: [&FlowCounter; 2], peak: i64) -> FlowCounter {
         let [a, b] = kinds;
         let base = [a.base[0] + b.base[0], a.base[1] + b.base[1]];
@@ -111,7 +110,6 @@ impl PendingCounter {
     }
 }
 
-/// The counters of the small or the large pool.
 #[derive(Debug, Clone, Copy, Default)]
 struct PoolCounters {
     /// Allocated blocks: their number, bytes and requested bytes.
@@ -235,8 +233,8 @@ impl Counters {
         self.pools.iter().map(|pool| pool.segment[1].current()).sum::<i64>() as u64
     }
 
-    /// Raises the peaks of allocated amounts, of the pool with `pool_delta` added and of the total with `total_delta` added.
-    /// The additions are the changes by this thread's cache.
+    /// Raises the peaks of the allocated amounts: the pool's with `pool_delta` added, the total's with `total_delta` added. The deltas are the
+    /// changes by this thread's cache.
     #[inline(always)]
     fn raise_live(&mut self, kind: SizeKind, pool_delta: &BlockAmounts, total_delta: &BlockAmounts) {
         let (at, other) = (kind as usize, kind.opposite() as usize);
@@ -303,8 +301,7 @@ impl Counters {
         }
     }
 
-    /// Records that no stream uses a returned block any more, and the change it makes to the free parts of split
-    /// segments.
+    /// Records that no stream uses a returned block any more, and how this changes the free parts of split segments.
     pub(super) fn record_settled(&mut self, kind: SizeKind, size: usize, split: Split) {
         self.end_pending(kind, size);
         self.record_split_change(kind, split);
@@ -369,8 +366,7 @@ impl Counters {
         }
     }
 
-    /// Applies the total `change` by this thread's cache. `highest` is given if the cache's peak may have grown since
-    /// the last call.
+    /// Applies the total `change` by this thread's cache. `highest` is given if the cache's peak may have grown since the last call.
     #[inline(always)]
     pub(super) fn apply_thread_cache_deltas(&mut self, (change, highest): (BlockAmounts, Option<BlockAmounts>)) {
         if let Some(highest) = highest {

@@ -1,5 +1,5 @@
-//! Facts about a storage's bytes that hold until the bytes change. These are the images made of them, so that constant
-//! weights are converted once, and whether the indices among them have been checked to be in range.
+//! Data derived from a storage's bytes, valid until the bytes change: images, so that constant weights are converted once, and the result
+//! of checking that the indices among the bytes are in range.
 
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,15 +19,13 @@ pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 #[derive(Default)]
 pub(super) struct DerivedData {
     /// The images, if the storage ever had any.
-    images: OnceLock<Arc<Images>>,
+    images: OnceLock<Arc<ImageCache>>,
     /// The last [`Storage::set_index_check`], or 0.
     checked: AtomicU64,
 }
 
-/// The images of a storage.
-type Images = Mutex<Vec<CachedImage>>;
+type ImageCache = Mutex<Vec<CachedImage>>;
 
-/// An image made of a storage's bytes.
 struct CachedImage {
     key: ImageKey,
     /// The version of the storage that the image was made of.
@@ -35,12 +33,12 @@ struct CachedImage {
     image: Image,
 }
 
-/// A storage's images together may have this many times the storage's bytes, because channels are padded to multiples
-/// of 4. A storage that exceeds the limit has images of many views, and is not a constant.
+/// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of 4. A
+/// constant weight stays below the limit; a storage with images of many views loses its oldest ones.
 const MAX_IMAGE_BYTES_RATIO: usize = 4;
 
 /// The images of all storages, by device, so that they can be dropped when memory runs short.
-static ALL_IMAGES: Mutex<Vec<(Device, Weak<Images>)>> = Mutex::new(Vec::new());
+static ALL_IMAGES: Mutex<Vec<(Device, Weak<ImageCache>)>> = Mutex::new(Vec::new());
 
 /// Drops all images of a device's storages. They are made again on demand.
 pub(super) fn drop_images_of_device(device: Device) {
@@ -54,7 +52,7 @@ pub(super) fn drop_images_of_device(device: Device) {
     kept.into_iter().for_each(|images| drop_images(&images));
 }
 
-fn drop_images(images: &Images) {
+fn drop_images(images: &ImageCache) {
     let gone = mem::take(&mut *lock(images));
     drop(gone); // after the lock is released
 }
@@ -67,8 +65,7 @@ impl DerivedData {
         *self.checked.get_mut() = 0;
     }
 
-    /// Drops everything derived from the bytes, because the bytes (or some of them, after a failed transfer) have
-    /// changed.
+    /// Drops everything derived from the bytes, because some of them have changed, or may have in a failed transfer.
     pub(super) fn invalidate(&self) {
         self.checked.store(0, Ordering::Release);
         if let Some(images) = self.images.get() {
@@ -78,24 +75,21 @@ impl DerivedData {
 }
 
 impl Storage {
-    /// Returns the number of the last [`set_index_check`](Self::set_index_check). 0 if there was none, or if other code may
-    /// change the bytes unnoticed.
+    /// Returns the number of the last [`set_index_check`](Self::set_index_check): 0 if none, or if other code may change the bytes unnoticed.
     pub(crate) fn index_check(&self) -> u64 {
         let allocation: &Allocation = self.allocation();
         if allocation.is_shared_outside() { 0 } else { allocation.derived.checked.load(Ordering::Acquire) }
     }
 
-    /// Keeps a number that identifies the kernel that checked the indices among the bytes. The caller includes the
-    /// version.
+    /// Stores a number for the kernel that checked the indices among the bytes. The caller makes the storage's version a part of the number.
     pub(crate) fn set_index_check(&self, number: u64) {
         self.allocation().derived.checked.store(number, Ordering::Release);
     }
 
-    /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of
-    /// `make`.
+    /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of `make`.
     ///
-    /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too
-    /// large. Nothing is cached if other code may change the bytes unnoticed.
+    /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too large. Nothing is cached
+    /// if other code may change the bytes unnoticed.
     pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
         let allocation: &Allocation = self.allocation();
         if allocation.is_shared_outside() {

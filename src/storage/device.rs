@@ -24,10 +24,9 @@ impl Device {
         Ok(image_pool::with_images(&**registry::device_allocator(*self)?))
     }
 
-    /// Returns the part of [`memory_stats`](Self::memory_stats) that belongs to images; all zeros for a device without
-    /// images.
+    /// Returns the part of [`memory_stats`](Self::memory_stats) that belongs to images; all zeros for a device without images.
     pub fn image_memory_stats(&self) -> Result<DeviceStats> {
-        self.known()?;
+        self.cached_info()?;
         Ok(self.existing_image_pool().map(|images| images.stats()).unwrap_or_default())
     }
 
@@ -42,16 +41,14 @@ impl Device {
         Ok(())
     }
 
-    /// Sets the sums of increases and decreases and the counts of events to zero
-    /// (`torch.cuda.reset_accumulated_memory_stats`).
+    /// Sets the sums of increases and decreases and the counts of events to zero (`torch.cuda.reset_accumulated_memory_stats`).
     pub fn reset_accumulated_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_accumulated_stats();
         self.existing_image_pool().inspect(|images| images.reset_accumulated_stats());
         Ok(())
     }
 
-    /// Returns how many blocks were found overwritten at their edges by the `guard_bytes` checks; 0 without
-    /// `guard_bytes`.
+    /// Returns how many blocks the `guard_bytes` checks found overwritten at their edges; 0 without `guard_bytes`.
     pub fn guard_violations(&self) -> Result<u64> {
         Ok(registry::device_allocator(*self)?.guard_violations())
     }
@@ -177,8 +174,7 @@ impl Device {
     /// Registers an observer of allocations that fail for want of memory (PyTorch's `attachOutOfMemoryObserver`). It is
     /// called before the error is returned, until the returned value is dropped.
     ///
-    /// The allocating thread calls `observe`, with no lock of the allocator held; `observe` may read statistics, take a
-    /// snapshot, or allocate.
+    /// The allocating thread calls `observe` without a lock of the allocator; `observe` may read statistics, take a snapshot, or allocate.
     ///
     /// ```
     /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -219,8 +215,7 @@ impl Device {
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_limit(bytes))
     }
 
-    /// Returns the pool of images, created now if the device supports images, so that limits and recording apply from
-    /// its first use.
+    /// Returns the pool of images, created now if the device supports images, so that limits and recording apply from its first use.
     fn image_pool(&self) -> Result<Option<Arc<PoolAllocator>>> {
         image_pool::pool(*self)
     }
@@ -256,15 +251,14 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the pinned memory that no transfer uses to the driver, except the reserve set by
-    /// `pinned_reserve_segment_size_mb`.
+    /// Releases to the driver the pinned memory that no transfer uses, except the reserve set by `pinned_reserve_segment_size_mb`.
     pub fn empty_pinned_cache(&self) -> Result<()> {
         self.pinned_pool()?.inspect(|pool| pool.empty_cache());
         Ok(())
     }
 
     fn pinned_pool(&self) -> Result<Option<&'static DevicePinnedPool>> {
-        self.known()?;
+        self.cached_info()?;
         Ok(staging::existing_pool(*self))
     }
 }

@@ -13,13 +13,11 @@ use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
 
-/// Allocates every block from the driver and releases it when it is freed (PyTorch under
-/// `PYTORCH_NO_CUDA_MEMORY_CACHING`). Slow, but useful for finding out which code holds memory, or for sharing a
-/// device.
+/// Allocates every block from the driver and releases it when it is freed (PyTorch under `PYTORCH_NO_CUDA_MEMORY_CACHING`). Slow, but useful for
+/// finding out which code holds memory, or for sharing a device.
 ///
-/// Reserved bytes equal allocated bytes, and there is no cache to empty. Streams need no tracking, because a driver
-/// keeps a released buffer until the work that uses it is done. For the same reason, a full device is waited for once
-/// before an error: released buffers may be gone only then.
+/// Reserved bytes equal allocated bytes, and there is no cache to empty. Streams need no tracking, because a driver keeps a released buffer until the
+/// work that uses it is done. For the same reason, an allocation that finds no room waits for the device once, and retries, before it fails.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -39,7 +39,7 @@ impl Storage {
     ) -> Result<versioned::Dlpack> {
         let fail = |reason: String| Err(Error::invalid("to_dlpack", reason));
         if self.device() != Device::Cpu {
-            return fail(format!("it is on {}: call to_device(Device::Cpu) first", self.device()));
+            return fail(format!("the tensor is on {}: call to_device(Device::Cpu) first", self.device()));
         }
         let Some((_, described)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
             return fail(format!("DLPack has no {dtype}"));
@@ -145,8 +145,7 @@ impl DlpackMemory {
         let storage = match dlpack.flags().contains(DlpackFlags::READ_ONLY) {
             true => {
                 let copy = Storage::alloc(Device::Cpu, bytes)?;
-                // SAFETY: the bytes from the first element to the last, which the caller promises exist and do not
-                // change.
+                // SAFETY: the caller promises that the bytes from the first element to the last exist and do not change.
                 copy.write(0, unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })?;
                 copy
             }
@@ -159,8 +158,7 @@ impl DlpackMemory {
     }
 }
 
-/// Returns how many elements of a non-empty tensor's memory are before its first element, and how many there are in
-/// total. Both include gaps between elements.
+/// Returns how many elements precede a non-empty tensor's first element in memory, and how many there are in all, gaps included.
 ///
 /// # Errors
 /// The reason, if elements overlap or are too far apart.

@@ -1,7 +1,6 @@
 //! Host memory with a single owner, who reads and writes it without a lock.
 //!
-//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped while the owner has
-//! access.
+//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped while the owner has access.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -23,8 +22,7 @@ pub(crate) struct ExclusiveHost<T> {
     count: usize,
 }
 
-// SAFETY: `ExclusiveHost` owns its elements as a `Box<[T]>` does: its storage handle is the only one, and is never
-// lent.
+// SAFETY: `ExclusiveHost` owns its elements as a `Box<[T]>` does: its storage handle is the only one, and is never lent.
 unsafe impl<T: Send> Send for ExclusiveHost<T> {}
 // SAFETY: as above. A shared `ExclusiveHost` gives out only shared references to elements.
 unsafe impl<T: Sync> Sync for ExclusiveHost<T> {}
@@ -33,9 +31,8 @@ impl<T: Element> ExclusiveHost<T> {
     /// Takes exclusive access to `count` elements from byte `offset` on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or it has another
-    /// handle. [`Error::DeviceLost`] if a transfer may still be using the bytes. If the memory must be mapped, also
-    /// kernel faults and errors that the driver reports.
+    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or it has another handle. [`Error::DeviceLost`] if a
+    /// transfer may still be using the bytes. If the memory must be mapped, also kernel faults and errors that the driver reports.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
         storage.check_memory()?;
         let is_host_buffer = storage.is_host_buffer();

@@ -15,7 +15,6 @@ use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// The value of guard bytes.
 const GUARD_BYTE: u8 = 0xFD;
 /// Block sizes are rounded up to this many bytes, because the crate's own stores may fill a block up to there.
 const GUARD_START_ALIGNMENT: usize = 16;
@@ -86,8 +85,7 @@ impl GuardAllocator {
     fn fill(&self, memory: &Memory, range: Range<usize>, byte: u8) -> Result<()> {
         let bytes = vec![byte; range.len().min(WRITE_CHUNK_BYTES)];
         let mut pieces = range.clone().step_by(WRITE_CHUNK_BYTES);
-        // SAFETY: the range belongs to a block that this allocator got from the inner one, and no user accesses the
-        // range.
+        // SAFETY: the range belongs to a block that this allocator got from the inner one, and no user accesses the range.
         pieces.try_for_each(|at| unsafe {
             self.driver.write(&bytes[..WRITE_CHUNK_BYTES.min(range.end - at)], (memory, at))
         })

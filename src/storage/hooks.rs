@@ -22,8 +22,7 @@ pub struct OutOfMemoryEvent {
     pub requested: usize,
     /// Bytes of segments that the allocator may hold in total: the device's memory, or the limit.
     pub allowed: u64,
-    /// Bytes of the device's memory that this allocator does not hold. Other programs may hold some of them; OpenCL
-    /// cannot tell.
+    /// Bytes of the device's memory that this allocator does not hold. Other programs may hold some of them, which OpenCL cannot tell.
     pub device_free: u64,
 }
 
@@ -83,7 +82,7 @@ pub(super) struct Hooks {
 // True while this thread is inside a callback.
 thread_local!(static IS_IN_CALLBACK: Cell<bool> = const { Cell::new(false) });
 
-/// Runs `f`, unless this thread is already inside a callback: an allocation that fails within a callback calls none.
+/// Runs `f`, unless this thread is already inside a callback: allocations that fail within a callback call no callbacks.
 fn run_unless_nested<R>(f: impl FnOnce() -> R) -> Option<R> {
     struct Reset;
     impl Drop for Reset {

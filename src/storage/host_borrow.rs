@@ -4,7 +4,7 @@ use std::slice;
 use std::sync::{PoisonError, RwLock};
 
 use super::allocation::Storage;
-use super::block::Borrows;
+use super::block::ReaderCount;
 use crate::{Element, Error, Result, elements};
 
 #[cold]
@@ -14,23 +14,23 @@ pub(super) fn write_during_read_error() -> Error {
 }
 
 /// While the borrow lives, the bytes that the lock guards are neither written nor moved.
-struct HostBorrow<'a>(&'a RwLock<Borrows>);
+struct HostBorrow<'a>(&'a RwLock<ReaderCount>);
 
 impl<'a> HostBorrow<'a> {
-    fn new(lock: &'a RwLock<Borrows>) -> HostBorrow<'a> {
+    fn new(lock: &'a RwLock<ReaderCount>) -> HostBorrow<'a> {
         let borrow = HostBorrow(lock);
-        borrow.update_count(Borrows::add_reader);
+        borrow.update_count(ReaderCount::add_reader);
         borrow
     }
 
-    fn update_count(&self, change: impl FnOnce(&Borrows)) {
+    fn update_count(&self, change: impl FnOnce(&ReaderCount)) {
         change(&self.0.read().unwrap_or_else(PoisonError::into_inner));
     }
 }
 
 impl Drop for HostBorrow<'_> {
     fn drop(&mut self) {
-        self.update_count(Borrows::remove_reader);
+        self.update_count(ReaderCount::remove_reader);
     }
 }
 

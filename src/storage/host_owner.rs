@@ -17,10 +17,8 @@ use crate::{Device, Element, Result};
 /// Size, in bytes, of the vectors that kernels read and write.
 const VECTOR_BYTES: usize = 16;
 
-/// An owner of memory, boxed so that the memory does not move if it is inside the owner. The owner is never accessed
-/// again, only dropped.
+/// An owner of memory, boxed so that memory inside the owner does not move. The owner is never accessed again, only dropped.
 pub(super) struct HostOwner {
-    /// The boxed owner.
     owner: NonNull<dyn Send>,
     /// Whether to leave the owner, and the memory, alive for ever.
     leaked: AtomicBool,
@@ -65,8 +63,7 @@ impl<T: Element> HostElements<T> {
     pub(crate) fn new<M: AsMut<[T]> + Send + 'static>(memory: M) -> HostElements<T> {
         let memory = NonNull::from(Box::leak(Box::new(memory)));
         let owner = HostOwner { owner: memory, leaked: AtomicBool::new(false) };
-        // SAFETY: no other code has a pointer to the memory. The elements are borrowed from `memory` exclusively, and
-        // `memory` is not accessed again as long as it lives.
+        // SAFETY: no other code has a pointer to `memory`, which is not accessed again while it lives; the elements are borrowed exclusively.
         let elements = unsafe { (*memory.as_ptr()).as_mut() };
         HostElements { start: NonNull::from(&mut *elements).cast(), count: elements.len(), owner }
     }

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
 
-use super::allocation::{Backing, Lease, Owner, Storage};
+use super::allocation::{AllocatorRef, Backing, Lease, Storage};
 use super::driver::opencl::OpenCl;
 use super::driver::{ImageDesc, driver};
 use super::history::Caller;
@@ -73,7 +73,7 @@ impl Image {
         }
         let block = pool.allocate_image(desc, scope::home_stream(device), kind);
         let block = block.inspect_err(|error| notify_observers(device, &pool, desc.bytes(), error))?;
-        let lease = Lease { block: ManuallyDrop::new(block), owner: Owner::Scope(pool) };
+        let lease = Lease { block: ManuallyDrop::new(block), owner: AllocatorRef::Scope(pool) };
         Ok(Image { storage: Storage::new(device, desc.bytes(), Backing::OpenCl(opened, lease)), desc })
     }
 
@@ -87,7 +87,7 @@ impl Image {
         self.storage.device()
     }
 
-    /// Returns the storage that holds the pixels. No tensor can be made of it.
+    /// Returns the storage that holds the pixels. No tensor can be a view of the storage.
     pub fn storage(&self) -> &Storage {
         &self.storage
     }

@@ -74,7 +74,7 @@ impl OtherMemoryHolder for PoolAsHolder {
     }
 }
 
-/// An OpenCL device as the image pool's driver. For this driver, the memory held elsewhere is that of buffers.
+/// An OpenCL device as the image pool's driver. Memory held elsewhere is the memory of the device's buffers.
 #[derive(Debug)]
 struct ImageDriver(OpenCl);
 
@@ -147,8 +147,7 @@ unsafe impl Driver for ImageDriver {
         self.0.stream_waits(stream, marker)
     }
 
-    // Only kernels move the bytes of images: the driver below refuses the following calls, because images are not
-    // buffers.
+    // Only kernels move the bytes of images: the driver below refuses these calls, because images are not buffers.
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         // SAFETY: promised by the caller.

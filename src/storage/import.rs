@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::allocation::{Adopted, Backing, HostBytes, Lease, Owner, Storage};
+use super::allocation::{Adopted, AllocatorRef, Backing, HostBytes, Lease, Storage};
 use super::allocator::Allocator;
 use super::block::Block;
 use super::driver::opencl::OpenCl;
@@ -16,8 +16,7 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Bytes that kernels access at once at the end of a storage: they write the last 16 bytes whole, and read vectors of
-/// 16 bytes.
+/// Bytes that kernels access at once at the end of a storage: kernels write the last 16 bytes whole, and read vectors of 16 bytes.
 const TAIL_VECTOR_BYTES: usize = 16;
 
 /// Alignment, in bytes, of host memory that other programs fill.
@@ -111,7 +110,7 @@ impl Storage {
     /// no other code reads or writes them until then.
     pub unsafe fn from_host_memory(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Storage> {
         if !start.addr().get().is_multiple_of(8) {
-            let reason = format!("the address {start:p} is no multiple of 8: copy with Tensor::from_slice instead");
+            let reason = format!("the address {start:p} is not a multiple of 8: copy with Tensor::from_slice instead");
             return Err(Error::invalid("from_host_memory", reason));
         }
         let backing = match bytes {
@@ -197,7 +196,7 @@ impl ForeignHostMemory {
 /// Makes a storage of a block that no allocator handed out.
 pub(super) fn storage_of_external_block(driver: OpenCl, block: Block, host: Option<HostOwner>) -> Storage {
     let (device, bytes) = (driver.device.device(), block.requested());
-    let owner = Owner::Scope(Arc::new(ImportedBuffers { driver, host }));
+    let owner = AllocatorRef::Scope(Arc::new(ImportedBuffers { driver, host }));
     Storage::new(device, bytes, Backing::OpenCl(driver, Lease { block: ManuallyDrop::new(block), owner }))
 }
 

@@ -14,7 +14,6 @@ use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Device, Error, Result};
 
-/// The log file.
 type Log = CsvLog<Box<dyn Write + Send>>;
 
 /// Wraps another allocator and logs every allocation, free and failure as a line in RMM's format
@@ -58,8 +57,8 @@ impl LoggingAllocator {
         std::mem::replace(&mut state.failed, Ok(())).and(flushed)
     }
 
-    /// Writes a line. The stream of a free is the stream of its allocation.
-    fn note(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
+    /// Writes a line. For a free, the stream is that of the allocation.
+    fn log_line(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
         let name = block.map_or(0, |block| block.slot_ptr().as_ptr().addr() as u64);
         let mut state = lock(&self.state);
         let stream = match action {
@@ -88,8 +87,8 @@ impl Allocator for LoggingAllocator {
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let made = self.inner.allocate(bytes, stream);
         match &made {
-            Ok(block) => self.note(CsvAction::Allocate, Some(block), bytes, stream),
-            Err(Error::OutOfMemory { .. }) => self.note(CsvAction::AllocateFailure, None, bytes, stream),
+            Ok(block) => self.log_line(CsvAction::Allocate, Some(block), bytes, stream),
+            Err(Error::OutOfMemory { .. }) => self.log_line(CsvAction::AllocateFailure, None, bytes, stream),
             Err(_) => {} // not for want of memory
         }
         made
@@ -97,7 +96,7 @@ impl Allocator for LoggingAllocator {
 
     fn deallocate(&self, block: Block) {
         // Logged first: another thread may get the block as soon as it is returned.
-        self.note(CsvAction::Free, Some(&block), block.requested(), StreamId::DEFAULT);
+        self.log_line(CsvAction::Free, Some(&block), block.requested(), StreamId::DEFAULT);
         self.inner.deallocate(block);
     }
 
@@ -123,7 +122,9 @@ impl AllocationLog {
 
 impl Drop for AllocationLog {
     fn drop(&mut self) {
-        if let Err(error) = registry::replace(self.0.device(), &*self.0, &self.0.inner).and_then(|()| self.0.finish()) {
+        if let Err(error) =
+            registry::replace_allocator(self.0.device(), &*self.0, &self.0.inner).and_then(|()| self.0.finish())
+        {
             tracing::error!(%error, "the log of allocations could not be finished");
         }
     }
@@ -157,14 +158,14 @@ impl Device {
 mod tests {
     use std::collections::HashMap;
 
-    use super::super::history::tests::Shared;
+    use super::super::history::tests::SharedWriter;
     use super::super::{Config, CsvEvent, Sim, SimOptions, build_allocator};
     use super::*;
 
     #[test]
     fn every_allocation_free_and_failure_is_a_line() {
         let sim = Sim::new(SimOptions { capacity: 1 << 20, ..SimOptions::default() });
-        let text = Shared::default();
+        let text = SharedWriter::default();
         let inner = build_allocator(Arc::new(sim), Config::default()).unwrap();
         let logging = LoggingAllocator::new(inner, text.clone()).unwrap();
         let blocks: Vec<Block> = (1..=20).map(|n| logging.allocate(n * 100, StreamId(n as u32 % 2)).unwrap()).collect();

@@ -1,5 +1,4 @@
-//! The pool allocator: reuses whole buffers by size. Based on MNN's `BufferPool`, with limits and stream safety
-//! added.
+//! The pool allocator: reuses whole buffers by size. Based on MNN's `BufferPool`, with limits and stream safety added.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -17,8 +16,7 @@ use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
 
-/// The expected lifetime of a buffer, which decides which free buffers may serve a request (MNN's
-/// `Backend::StorageType`).
+/// The expected lifetime of a buffer, which decides which free buffers may serve a request (MNN's `Backend::StorageType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StorageType {
@@ -32,16 +30,14 @@ pub enum StorageType {
     DynamicSeparate,
 }
 
-/// Keeps freed buffers and reuses them whole: each allocation takes the smallest free buffer that is large enough.
-/// Buffers are never split. A program whose sizes vary therefore reserves more than with the caching allocator; a
-/// program whose sizes repeat has one buffer for each.
+/// Keeps freed buffers and reuses them whole: each allocation takes the smallest free buffer that is large enough. Buffers are never split. A program
+/// whose sizes vary therefore reserves more than with the caching allocator; a program whose sizes repeat has one buffer for each.
 ///
 /// The policy is that of MNN's OpenCL `BufferPool` with its storage types ([`StorageType`]). In addition:
 /// - A free buffer of more than `pool_overfit` times the request is left for larger requests.
 /// - When the device or the limit has no room, the pool releases the smallest sufficient unused buffer, then all
 ///   unused buffers, then waits for the device. It searches again after every step.
-/// - A buffer freed on one stream serves another stream behind a device-side wait, unless `cross_stream_reuse` is
-///   off.
+/// - A buffer freed on one stream serves another stream behind a device-side wait, unless `cross_stream_reuse` is off.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -95,7 +91,6 @@ type Streams = SmallVec<[StreamId; 2]>;
 #[derive(Default)]
 struct FreeList(BTreeMap<StreamId, BTreeMap<(usize, u64), Buffer>>);
 
-/// One allocation request.
 struct Request {
     bytes: usize,
     size: usize,
@@ -112,7 +107,7 @@ enum ReleaseStep {
     /// Release all unused buffers.
     ReleaseAll,
     /// Ask other allocators of the device to release unused memory.
-    Elsewhere,
+    OtherAllocators,
     /// Wait for all streams, because drivers keep released memory until the work that uses it is done.
     Wait,
 }
@@ -120,15 +115,14 @@ enum ReleaseStep {
 const RELEASE_STEPS: [ReleaseStep; 6] = [
     ReleaseStep::ReleaseSmallest,
     ReleaseStep::ReleaseAll,
-    ReleaseStep::Elsewhere,
+    ReleaseStep::OtherAllocators,
     ReleaseStep::Wait,
     ReleaseStep::ReleaseAll,
-    ReleaseStep::Elsewhere,
+    ReleaseStep::OtherAllocators,
 ];
 
 impl PoolAllocator {
-    /// Creates an allocator over `driver`'s memory. Uses the configuration's limits, `pool_overfit` and
-    /// `cross_stream_reuse`.
+    /// Creates an allocator over `driver`'s memory. Uses the configuration's limits, `pool_overfit` and `cross_stream_reuse`.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
@@ -154,8 +148,7 @@ impl PoolAllocator {
     /// Like [`allocate`](Allocator::allocate), for a given storage type.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if there is no room after releasing all unused memory;
-    /// errors that the driver reports.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if there is no room after releasing all unused memory; errors that the driver reports.
     pub fn allocate_kind(&self, bytes: usize, stream: StreamId, kind: StorageType) -> Result<Block> {
         self.allocate_or_release(&Request {
             bytes,
@@ -166,10 +159,9 @@ impl PoolAllocator {
         })
     }
 
-    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, the one with
-    /// the least excess, or creates one. Follows MNN's `ImagePool`, except that formats are compared and that a
-    /// static image is at most `pool_overfit` times too large, because static images live long. The returned block
-    /// can neither be split nor be used as a buffer.
+    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, the one with the least excess, or creates
+    /// one. Follows MNN's `ImagePool`, except that formats are compared and that a static image is at most `pool_overfit` times too large, because
+    /// static images live long. The returned block can neither be split nor be used as a buffer.
     ///
     /// # Errors
     /// As [`allocate_kind`](Self::allocate_kind).
@@ -203,8 +195,8 @@ impl PoolAllocator {
             let gone = match step {
                 ReleaseStep::ReleaseSmallest => lock(&self.state).remove_one(request.size),
                 ReleaseStep::ReleaseAll => lock(&self.state).remove_all(),
-                ReleaseStep::Elsewhere if self.driver.make_room_elsewhere(request.size)? => Vec::new(),
-                ReleaseStep::Elsewhere => continue,
+                ReleaseStep::OtherAllocators if self.driver.make_room_elsewhere(request.size)? => Vec::new(),
+                ReleaseStep::OtherAllocators => continue,
                 ReleaseStep::Wait => {
                     self.driver.synchronize()?;
                     let stats = &mut lock(&self.state).ledger.stats;
@@ -293,8 +285,7 @@ impl PoolAllocator {
         Ok(Some(block))
     }
 
-    /// Removes a block's buffer from the live buffers. Returns it with the lock, or `None` for a block of another
-    /// allocator.
+    /// Removes a block's buffer from the live buffers. Returns it with the lock, or `None` for a block of another allocator.
     fn remove_live_buffer(&self, block: Block) -> Option<(MutexGuard<'_, State>, Buffer)> {
         if block.is_foreign(self, self.number) {
             return None;
@@ -346,8 +337,7 @@ impl Allocator for PoolAllocator {
         Ok(())
     }
 
-    /// Releases the oldest buffers first. Buffers that work may still use stay, because a driver would wait for that
-    /// work.
+    /// Releases the oldest buffers first. Buffers that work may still use stay, because a driver would wait for that work.
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
             let state = lock(&self.state);
@@ -458,8 +448,7 @@ impl Buffer {
         self.segment.bytes()
     }
 
-    /// True if the buffer, which must be large enough, matches the request's kind: buffer, or image of the same
-    /// format.
+    /// True if the buffer, which must be large enough, matches the request's kind: buffer, or image of the same format.
     fn serves(&self, request: &Request) -> bool {
         match (&self.image, &request.image) {
             (Some(own), Some(wanted)) => own.serves(wanted),

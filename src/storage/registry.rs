@@ -39,8 +39,7 @@ impl DeviceEntry {
 /// Lock-free table of the first 16 devices' allocators, because every allocation looks one up.
 static FIRST_DEVICES: [AtomicPtr<DeviceEntry>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
-/// The allocators of all devices in use. They live as long as the process, because blocks keep plain references to
-/// them.
+/// The allocators of all devices in use. They live as long as the process, because blocks keep plain references to them.
 static DEVICE_TABLE: RwLock<Vec<(Device, &'static DeviceEntry)>> = RwLock::new(Vec::new());
 
 /// Returns the device's slot in [`FIRST_DEVICES`].
@@ -48,7 +47,7 @@ fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
     FIRST_DEVICES.get(device_number(device) as usize)
 }
 
-/// Inserts an allocator into the table. If the device already has one, it is replaced only if `replace`.
+/// Inserts an allocator into the table. An existing allocator of the device is kept unless `replace`.
 fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
     let mut table = DEVICE_TABLE.write().unwrap_or_else(PoisonError::into_inner);
     let known = table.iter().position(|(of, _)| *of == device);
@@ -60,14 +59,13 @@ fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEn
         Some(at) => table[at].1 = current,
         None => table.push((device, current)),
     }
-    if let Some(place) = lock_free_slot(device) {
-        place.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
+    if let Some(slot) = lock_free_slot(device) {
+        slot.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
     }
     current
 }
 
-/// Builds the allocator that a configuration's `backend` names, over any driver's memory. With `guard_bytes` it is
-/// wrapped in a [`GuardAllocator`].
+/// Builds the allocator named by the configuration's `backend` over a driver's memory, inside a [`GuardAllocator`] if `guard_bytes` is set.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -134,7 +132,7 @@ pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()
 }
 
 /// Replaces `old` by `new`, if `old` still is the device's allocator.
-pub(super) fn replace(device: Device, old: &dyn Allocator, new: &Arc<dyn Allocator>) -> Result<()> {
+pub(super) fn replace_allocator(device: Device, old: &dyn Allocator, new: &Arc<dyn Allocator>) -> Result<()> {
     let is_old = |now: &Arc<dyn Allocator>| std::ptr::addr_eq(Arc::as_ptr(now), old);
     if device_allocator(device).is_ok_and(is_old) { set_allocator(device, Arc::clone(new)) } else { Ok(()) }
 }
@@ -146,7 +144,7 @@ pub(super) fn device_allocator(device: Device) -> Result<&'static Arc<dyn Alloca
 /// Like [`device_allocator`], with the properties of the allocator.
 #[inline]
 pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
-    let known = lock_free_slot(device).map_or(std::ptr::null_mut(), |place| place.load(Ordering::Acquire));
+    let known = lock_free_slot(device).map_or(std::ptr::null_mut(), |slot| slot.load(Ordering::Acquire));
     // SAFETY: null, or the address of a reference that `insert` put into the table, which lives as long as the process.
     match unsafe { known.as_ref() } {
         Some(current) => Ok(current),

@@ -12,8 +12,7 @@ thread_local! {
     static SCOPES: RefCell<Vec<(Device, Arc<dyn Allocator>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the innermost allocator in scope on this thread for the device. Takes a few ns without a scope, because
-/// every allocation calls it.
+/// Returns the innermost allocator in scope on this thread for the device. Takes a few ns without a scope: every allocation calls it.
 pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
     let find = |scopes: &RefCell<Vec<(Device, Arc<dyn Allocator>)>>| {
         scopes.borrow().iter().rev().find(|(of, _)| *of == device).map(|(_, allocator)| Arc::clone(allocator))
@@ -21,13 +20,13 @@ pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
     SCOPES.try_with(find).ok().flatten() // none while the thread ends
 }
 
-/// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages. They are returned to
-/// `allocator` whenever and wherever they are dropped. The scope also ends if `f` panics.
+/// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, which are returned to `allocator` whenever and
+/// wherever they are dropped. The scope also ends if `f` panics.
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
     struct Leave;
     impl Drop for Leave {
         fn drop(&mut self) {
-            // Dropped when the list is no longer borrowed.
+            // Dropped after the borrow of the list ends.
             let _last = SCOPES.try_with(|scopes| scopes.borrow_mut().pop());
         }
     }
@@ -36,8 +35,7 @@ pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f
     f()
 }
 
-/// Returns the stream that new storages of this thread belong to. Host memory has no stream, because work on the CPU is
-/// done when its call returns.
+/// Returns the stream of new storages of this thread. Host memory has no stream, because work on the CPU is done when its call returns.
 pub(super) fn home_stream(device: Device) -> StreamId {
     if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) }
 }

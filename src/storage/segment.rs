@@ -18,10 +18,8 @@ pub struct Segment {
 
 /// Alignment of segments' addresses (see [`Segment::address`]), in bytes.
 const ADDRESS_STEP: u64 = 2 << 20;
-/// The next unused address.
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(1 << 32);
-/// Addresses of dropped reserved segments, with their spans in bytes. They are reused, because the spans are too long
-/// to be used only once.
+/// Spans, in bytes, and addresses of dropped reserved segments. They are reused, because the spans are too long to be used only once.
 static VACANT_SPANS: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 
 fn next_id() -> u64 {
@@ -68,8 +66,7 @@ impl Segment {
         self.id
     }
 
-    /// Returns the address that snapshots report. It is made up, because OpenCL buffers have no address. Segments never
-    /// overlap.
+    /// Returns the address for snapshots. The address is made up, because OpenCL buffers have none. Segments never overlap.
     pub fn address(&self) -> u64 {
         self.address
     }

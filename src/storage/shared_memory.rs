@@ -44,27 +44,25 @@ impl SharedMemory {
 
     pub(crate) fn words(&self) -> &[AtomicU64] {
         let words = self.map.len() / size_of::<u64>();
-        // SAFETY: a mapping begins at a page, has this many words, all of them valid, and lives as long as `self`.
-        // Other processes change words only through the functions here. Only this user may open the file, its name is
-        // removed once all ranks have opened it, and no process shortens it.
+        // SAFETY: a mapping begins at a page, has this many words, all of them valid, and lives as long as `self`. Other processes change words
+        // only through the functions here. Only this user may open the file, its name is removed once all ranks have opened it, and no process
+        // shortens it.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().cast::<AtomicU64>(), words) }
     }
 
-    /// Copies bytes to the words starting at `at`, which this process must own. Other processes may read the words
-    /// after another word, stored later with `Release`, says so.
+    /// Copies bytes to the words starting at `at`, which this process must own. Other processes may read the words after
+    /// another word, stored later with `Release`, says so.
     ///
     /// # Panics
     /// If the words are out of range.
     pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
         let to = &self.words()[at..at + bytes.len().div_ceil(size_of::<u64>())];
-        // SAFETY: the words exist, as checked above; they may change under a shared reference, and no other process
-        // uses them meanwhile: see above. If the caller does not own them after all, the bytes are some mixture, each
-        // of them valid.
+        // SAFETY: the words exist, as checked above; they may change under a shared reference, and no other process uses them meanwhile: see
+        // above. If the caller does not own them after all, the bytes are some mixture, each of them valid.
         unsafe { bytes.as_ptr().copy_to_nonoverlapping(to.as_ptr().cast_mut().cast(), bytes.len()) }
     }
 
-    /// Copies bytes from the words starting at `at`, which no process may write meanwhile. A word loaded with `Acquire`
-    /// before must have said so.
+    /// Copies bytes from the words starting at `at`, which no process may write meanwhile, as a word loaded before with `Acquire` must have said.
     ///
     /// # Panics
     /// If the words are out of range.

@@ -27,7 +27,7 @@ fn sizes() -> impl Iterator<Item = usize> {
     SIZES.into_iter().filter(|&n| !cfg!(miri) || n < 1 << 16)
 }
 
-fn holding(device: Device, data: &[u8]) -> Storage {
+fn storage_with(device: Device, data: &[u8]) -> Storage {
     let s = Storage::alloc(device, data.len()).unwrap();
     s.write(0, data).unwrap();
     s
@@ -58,7 +58,7 @@ fn copies_reach_every_device_from_every_device() {
         for to in devices() {
             for n in sizes() {
                 let (data, before) = (bytes(n, 2), bytes(n + 7, 3));
-                let (src, dst) = (holding(from, &data), holding(to, &before));
+                let (src, dst) = (storage_with(from, &data), storage_with(to, &before));
                 let (at, start, len) = (5, n / 4, n - n / 4);
                 dst.copy_from(at, &src, start, len, n % 2 == 0).unwrap();
                 let mut want = before;
@@ -73,7 +73,7 @@ fn copies_reach_every_device_from_every_device() {
 fn a_copy_within_a_storage_may_overlap() {
     for device in devices() {
         let mut want = bytes(5000, 4);
-        let s = holding(device, &want);
+        let s = storage_with(device, &want);
         for (to, from, n) in
             [(0, 1, 4999), (1, 0, 4999), (2000, 100, 2500), (100, 2000, 2500), (7, 7, 9), (0, 4000, 1000)]
         {
@@ -88,7 +88,7 @@ fn a_copy_within_a_storage_may_overlap() {
 fn fills_write_exactly_their_range() {
     for device in devices() {
         let mut want = bytes(4099, 5);
-        let (s, neighbour) = (holding(device, &want), holding(device, &bytes(512, 6)));
+        let (s, neighbour) = (storage_with(device, &want), storage_with(device, &bytes(512, 6)));
         for pattern in [&[7][..], &[1, 2], &[1, 2, 3, 4], &[0, 0, 128, 63], &[9; 8], &bytes(16, 7)] {
             let n = pattern.len();
             for (offset, bytes) in [(0, 0), (0, n), (16 * n, 33 * n), (n, 96), (0, 4099 / n * n), (4096 - n, n)] {
@@ -113,7 +113,7 @@ fn fills_write_exactly_their_range() {
 fn ranges_outside_are_errors_and_change_nothing() {
     for device in devices() {
         let data = bytes(100, 8);
-        let (s, other) = (holding(device, &data), holding(Device::Cpu, &data));
+        let (s, other) = (storage_with(device, &data), storage_with(Device::Cpu, &data));
         for (offset, n) in [(0, 101), (100, 1), (101, 0), (usize::MAX, 1), (1, usize::MAX), (usize::MAX, usize::MAX)] {
             let mut host = vec![0; n.min(200)];
             if n <= 200 {
@@ -144,7 +144,7 @@ fn empty_storages_take_no_memory() {
 fn too_large_an_allocation_is_an_error_and_leaves_others_intact() {
     for device in devices() {
         let data = bytes(1000, 9);
-        let s = holding(device, &data);
+        let s = storage_with(device, &data);
         for n in [usize::MAX, usize::MAX - 4096, isize::MAX as usize, 1 << 60, 1 << 45] {
             let error = Storage::alloc(device, n).unwrap_err();
             assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == n), "{error}");
@@ -170,9 +170,9 @@ fn buffer_locations_are_for_opencl_and_slices_for_the_host() {
             Device::Cpu => assert!(s.cl().is_err() && with_host(&[&s], &[], |_, _| ()).is_ok()),
             _ => {
                 assert!(with_host(&[&s], &[], |_, _| ()).is_err());
-                let place = s.cl().unwrap();
-                assert_eq!((place.device.device(), place.offset()), (device, s.allocation().offset()));
-                assert!(place.offset() + 10 <= place.buffer().bytes());
+                let location = s.cl().unwrap();
+                assert_eq!((location.device.device(), location.offset()), (device, s.allocation().offset()));
+                assert!(location.offset() + 10 <= location.buffer().bytes());
             }
         }
         assert!(format!("{s:?}").starts_with(&format!("10 bytes on {device} at segment ")), "{s:?}");
@@ -191,11 +191,11 @@ fn changes_are_counted_for_all_handles() {
 fn an_adopted_vector_does_not_move() {
     let mut v: Vec<f32> = Vec::with_capacity(100);
     v.extend([1.0, 2.0, 3.0]);
-    let place = v.as_ptr().addr();
+    let location = v.as_ptr().addr();
     let s = Storage::adopt(v);
     assert_eq!((s.nbytes(), s.device(), s.allocation().segment()), (12, Device::Cpu, None));
     with_host(&[&s], &[], |r, _| {
-        assert_eq!(r[0].as_ptr().addr(), place);
+        assert_eq!(r[0].as_ptr().addr(), location);
         assert_eq!(bytemuck::cast_slice::<u8, f32>(r[0]), [1.0, 2.0, 3.0]);
     })
     .unwrap();
@@ -282,7 +282,7 @@ fn threads_never_see_each_others_bytes() {
                     for round in 0..if cfg!(miri) { 6 } else { 40 } {
                         let n = 1 + (t * 7919 + round * 104_729) % if cfg!(miri) { 900 } else { 70_000 };
                         let data = bytes(n, t * 64 + round);
-                        held.push((holding(device, &data), data));
+                        held.push((storage_with(device, &data), data));
                         if held.len() > 4 {
                             let (s, data) = held.remove(round % 4);
                             let copy = Storage::alloc(device, s.nbytes()).unwrap();

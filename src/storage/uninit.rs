@@ -7,7 +7,6 @@ use super::allocation::{Allocation, Backing, Storage};
 use super::registry;
 use crate::{Device, Error, Excerpt, Result};
 
-// True while this thread is inside [`uninit`].
 thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 
 /// Runs `f`, in which this thread's new tensors have a shape, a dtype and a device, but no memory (PyTorch's `with
@@ -47,8 +46,7 @@ pub(crate) fn is_uninit_scope() -> bool {
 }
 
 impl Storage {
-    /// Makes a storage of `bytes` bytes without memory, any access to which is an error. `None` outside
-    /// [`uninit`](fn@uninit).
+    /// Makes a storage of `bytes` bytes without memory; any access to the bytes is an error. `None` outside [`uninit`](fn@uninit).
     #[inline]
     pub(crate) fn uninit(device: Device, bytes: usize) -> Result<Option<Storage>> {
         if !is_uninit_scope() || bytes == 0 {

@@ -58,7 +58,7 @@ pub(super) struct SegmentLedger {
     device: Device,
     capacity: u64,
     pub(super) stats: Counters,
-    /// Limit of the bytes of segments: as a number, and as a part of the capacity.
+    /// Limits on the bytes of segments: as a number, and as a part of the capacity.
     limit_bytes: u64,
     fraction_bytes: u64,
     /// Bytes of segments that are being created outside the lock.
@@ -108,8 +108,7 @@ impl SegmentLedger {
         Ok(())
     }
 
-    /// Reserves room under the limit for a new segment, while `elsewhere` bytes are held in other pools. Returns
-    /// the reason if there is no room.
+    /// Reserves room under the limit for a new segment while other pools hold `elsewhere` bytes. Returns the reason if there is no room.
     pub(super) fn reserve_room(&mut self, size: usize, elsewhere: u64) -> Option<String> {
         let held = self.stats.reserved() + self.bytes_in_creation;
         if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
@@ -173,8 +172,7 @@ impl SegmentLedger {
         (device, segments, self.history.copy(), self.config.clone())
     }
 
-    /// Makes the error for a request that could not be served. `why` is the reason; `unused` is the memory that was
-    /// released in vain.
+    /// Makes the error for a request that could not be served. `why` is the reason; `unused` is the memory that was released in vain.
     pub(super) fn out_of_memory(
         &mut self,
         requested: usize,
@@ -249,8 +247,7 @@ pub(super) fn segment_size(driver: &dyn Driver, bytes: usize) -> Result<usize> {
         .ok_or_else(|| too_large_error(driver, bytes, driver.largest_segment() as u64))
 }
 
-/// Makes the error for a buffer that the device cannot hold or its driver does not create. `promised` is the size in
-/// bytes that the driver guarantees.
+/// Makes the error for a buffer that the device cannot hold or its driver does not create. The driver guarantees `promised` bytes.
 pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u64) -> Error {
     let mut detail = format!("the device has {:#}", Size(driver.capacity()));
     if promised < driver.capacity() {
@@ -259,7 +256,7 @@ pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }
 
-/// Creates and commits a segment, a buffer or an `image`. `Ok(Err)` names what ran out. Never call it under a lock.
+/// Creates and commits a segment: a buffer, or `image`. `Ok(Err)` names the exhausted resource. Never call this function under a lock.
 pub(super) fn create_segment(
     driver: &dyn Driver,
     size: usize,

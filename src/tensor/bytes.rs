@@ -35,8 +35,7 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// Reads the next elements of `from` into a new tensor (NumPy's `fromfile`). Device memory is allocated after the first 4 MiB
-    /// have been read.
+    /// Reads the next elements of `from` into a new tensor (NumPy's `fromfile`). Device memory is allocated after reading 4 MiB.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -47,8 +46,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1; [`Error::NoDevice`],
-    /// [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1; [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn read_from(
         from: &mut dyn Read,
@@ -74,7 +72,7 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// Copies the bytes of the elements to `out`, which must have exactly their size. Waits for the device.
+    /// Copies the bytes of the elements to `out`, which must have exactly the size of all elements. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -125,7 +123,7 @@ fn write_piece(op: &'static str, storage: &Storage, at: usize, bytes: &[u8], dty
     storage.write(at, bytes)
 }
 
-/// Checks that these are the bytes of elements of this shape and dtype.
+/// Checks that `bytes` are the elements of a tensor of this shape and dtype.
 pub(crate) fn check_bytes(op: &'static str, bytes: &[u8], shape: &Shape, dtype: DType) -> Result<()> {
     check_length(op, bytes.len(), shape, dtype)?;
     check_bools(op, bytes, dtype)

@@ -50,7 +50,7 @@ impl Tensor {
     /// Copies the elements to the host, in row-major order.
     fn read_elements<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
         self.check_element::<T>(op)?;
-        // Before the vector is allocated: if an expanded tensor does not fit in memory, this is an error instead of a panic.
+        // Copied before the vector is allocated: if an expanded tensor does not fit in memory, this is an error instead of a panic.
         let source = self.detach().contiguous()?;
         let bits: Vec<T::Bits> = source.storage.read_vec(source.layout.offset * self.dtype.size(), source.numel())?;
         // If every bit pattern is valid, `Bits` is `T` itself, and the vector is returned without a copy.
@@ -68,7 +68,7 @@ impl Tensor {
         }
     }
 
-    /// Returns this tensor on `device`: the same storage if it is already there, otherwise a copy of exactly its elements in its
+    /// Returns this tensor on `device`: the same storage if the tensor is already there, otherwise a copy of exactly its elements in its
     /// [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient is copied back.
     ///
     /// # Errors

@@ -91,8 +91,7 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Returns a matrix with ones on the diagonal and zeros elsewhere (PyTorch's `eye`). The shape is `n` for a square matrix or
-    /// `[rows, columns]`.
+    /// Returns a matrix with ones on the diagonal and zeros elsewhere (PyTorch's `eye`). The shape is `n` or `[rows, columns]`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -195,7 +194,7 @@ impl Tensor {
     }
 }
 
-/// Tensors from values of the host. The dtype is that of the elements.
+/// Tensors from values of the host, whose type determines the dtype.
 impl Tensor {
     /// Copies `values`, in row-major order.
     ///

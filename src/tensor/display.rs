@@ -1,7 +1,7 @@
 //! Prints tensors like PyTorch (`torch/_tensor_str.py`): the same columns, line breaks and notation.
 //!
-//! A tensor of more than 1000 elements is summarised by the first and last three indexes of each dimension. Only these are
-//! read from the device: they form one strided view ([`Layout::edges`](super::Layout::edges)), gathered in one launch.
+//! A tensor of more than 1000 elements is summarised by the first and last three indexes of each dimension. Only these elements
+//! are read from the device: they form one strided view ([`Layout::edges`](super::Layout::edges)), gathered in one launch.
 
 use std::fmt::{self, Write};
 
@@ -59,7 +59,7 @@ impl fmt::Debug for Tensor {
 }
 
 impl Tensor {
-    /// Returns what follows the elements, as in PyTorch: device, shape of an empty tensor, dtype and gradient.
+    /// Returns the texts after the elements, as in PyTorch: device, shape of an empty tensor, dtype and gradient.
     fn suffixes(&self) -> Vec<String> {
         let mut all = Vec::new();
         if !self.device().is_cpu() {
@@ -82,7 +82,6 @@ impl Tensor {
         all
     }
 
-    /// Formats the elements with their brackets.
     fn format_elements(&self, precision: usize) -> Result<String> {
         if self.numel() == 0 {
             return Ok("[]".into());
@@ -104,14 +103,13 @@ impl Tensor {
     }
 }
 
-/// The number format that all elements of one tensor share.
+/// The number format of all elements of a tensor.
 struct Format {
     notation: Notation,
     precision: usize,
     width: usize,
 }
 
-/// The notation of all numbers of a tensor.
 #[derive(Clone, Copy, PartialEq)]
 enum Notation {
     Bool,
@@ -125,7 +123,7 @@ enum Notation {
 }
 
 impl Format {
-    /// Chooses PyTorch's notation for these values, and the width of the widest one.
+    /// Chooses PyTorch's notation for these values, and the width of the widest value.
     fn choose(values: &[Scalar], dtype: DType, precision: usize) -> Format {
         let finite = || values.iter().map(|v| v.to_f64()).filter(|x| x.is_finite() && *x != 0.0);
         let notation = match dtype {
@@ -146,7 +144,7 @@ impl Format {
         let mut format = Format { notation, precision, width: 1 };
         let length = |v: &Scalar| {
             let x = v.to_f64();
-            // Zeros and non-finite values do not count for the width, as in PyTorch; longer ones overflow their column.
+            // Zeros and non-finite values do not count for the width, as in PyTorch; longer values overflow their column.
             if dtype.is_float() && (x == 0.0 || !x.is_finite()) { 0 } else { format.format_cell(*v).len() }
         };
         format.width = values.iter().map(length).max().unwrap_or(0).max(1);

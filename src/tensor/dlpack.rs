@@ -8,9 +8,8 @@ use crate::storage::DlpackMemory;
 use crate::{Error, Result, Tensor};
 
 impl Tensor {
-    /// Exports this tensor without a copy as [DLPack](https://dmlc.github.io/dlpack/latest/)
-    /// (PyTorch's `torch.utils.dlpack.to_dlpack`). The types are those of the crate [`dlpark`]. The storage lives as long as the
-    /// other library uses it.
+    /// Exports this tensor without a copy as [DLPack](https://dmlc.github.io/dlpack/latest/) (PyTorch's `torch.utils.dlpack.to_dlpack`).
+    /// The types are those of the crate [`dlpark`]. The storage lives as long as the other library uses it.
     ///
     /// Writes on either side are visible on the other side, without a lock: the caller has to prevent a write during another
     /// access. Autograd does not notice writes of other libraries ([`Storage::version`](crate::storage::Storage::version)).

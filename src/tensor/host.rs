@@ -11,9 +11,9 @@ use crate::{Device, Element, Error, Result, Tensor};
 
 /// A tensor's values in host memory that no tensor shares: a slice, and an ndarray view, without a copy.
 ///
-/// [`Tensor::to_host`] and [`Tensor::into_host`] return it (PyTorch's `t.cpu().numpy()`), and [`HostArray::into_tensor`]
-/// turns it back into a tensor. Copies are in memory of the CPU's allocator, which is cached and reused after the array is
-/// dropped; the memory of a [`Vec`] goes back to the system each time. Compaction does not move a live array.
+/// [`Tensor::to_host`] and [`Tensor::into_host`] return such an array (PyTorch's `t.cpu().numpy()`), and
+/// [`HostArray::into_tensor`] turns the array back into a tensor. Copies are in memory of the CPU's allocator, which is reused after
+/// the array is dropped; the memory of a [`Vec`] goes back to the system each time. Compaction does not move a live array.
 ///
 /// ```
 /// use claystone::{Device, Tensor};

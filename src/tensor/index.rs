@@ -8,7 +8,7 @@ use super::Layout;
 use crate::layout::shape::impl_from;
 use crate::{Error, Result, Tensor};
 
-/// One item of the argument of [`Tensor::i`]. Integers and ranges convert to it.
+/// One item of the argument of [`Tensor::i`]. Integers and ranges convert to an `Index`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Index {
     /// Selects one index and removes the dimension. Negative indexes count from the end.
@@ -20,8 +20,7 @@ pub enum Index {
         /// One past the last index.
         end: Option<isize>,
     },
-    /// Selects every `step`-th index of `start..end`, beginning with the first. A negative step begins with the last index and
-    /// goes backwards. Made by [`Index::step`].
+    /// Selects every `step`-th index of `start..end`, backwards from the last if the step is negative. Made by [`Index::step`].
     Step {
         /// The first index.
         start: isize,
@@ -106,7 +105,7 @@ fn saturating_index<T: TryInto<isize>>(i: T) -> isize {
     i.try_into().unwrap_or(isize::MAX)
 }
 
-/// Converts an inclusive end to an exclusive end. None after the last element (-1).
+/// Converts an inclusive end to an exclusive end: `None` for -1, the last element.
 fn exclusive_end(end: isize) -> Option<isize> {
     if end == -1 { None } else { Some(end.saturating_add(1)) }
 }

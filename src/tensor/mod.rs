@@ -1,9 +1,8 @@
 //! Tensors: shape, strides and an offset over a [`Storage`] that views share.
 //!
-//! A [`Tensor`] is a small handle of a storage, a layout (shape, strides and offset in elements), a dtype and, while a graph
-//! is recorded, the autograd node that produced the tensor. Views ([`Tensor::transpose`], [`Tensor::narrow`],
-//! [`Tensor::i`], ...) create a new handle on the same storage without any device work. [`Clone`] copies the elements;
-//! [`Tensor::shallow_clone`] copies the handle.
+//! A [`Tensor`] is a small handle of a storage, a layout (shape, strides and offset in elements), a dtype and, while a graph is
+//! recorded, the autograd node that produced the tensor. Views ([`Tensor::transpose`], [`Tensor::narrow`], [`Tensor::i`], ...) create a
+//! new handle on the same storage without any device work. [`Clone`] copies the elements; [`Tensor::shallow_clone`] copies the handle.
 //!
 //! `create` makes tensors. `view`, `index`, `pieces` and `window` make views. `convert` copies to other devices and to
 //! ndarray, `bytes` to and from byte streams. `host` gives the host access without a copy, `display` prints.
@@ -75,7 +74,7 @@ impl Tensor {
         }
     }
 
-    /// True if writes to this tensor are ignored: it has no memory, and the thread is within `nn::uninit`.
+    /// True if writes to this tensor are ignored, because it has no memory and the thread is within `nn::uninit`.
     #[inline]
     pub(crate) fn skips_writes(&self) -> bool {
         is_uninit_scope() && self.storage.is_uninit()
@@ -93,7 +92,7 @@ impl Tensor {
         Tensor { storage, layout, dtype, made_by: None, group: DetachedGroup::default() }
     }
 
-    /// Returns another handle on the same storage and the same autograd node (tch's word). Copies no elements.
+    /// Returns another handle on the same storage and the same autograd node (named as in tch). Copies no elements.
     pub fn shallow_clone(&self) -> Tensor {
         let (made_by, group) = (self.made_by.clone(), self.group);
         Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by, group }
@@ -205,8 +204,7 @@ impl Tensor {
         self.storage.record_stream(stream)
     }
 
-    /// True if both tensors are views of the same allocation, so that changes of one may be visible in the other.
-    /// Empty tensors share nothing.
+    /// True if both tensors are views of the same allocation, so that changes may be shared. Empty tensors share nothing.
     pub fn shares_storage(&self, other: &Tensor) -> bool {
         self.storage.ptr_eq(&other.storage)
     }

@@ -18,7 +18,7 @@ fn unwrap_or_panic<T>(result: Result<T>) -> T {
     }
 }
 
-/// The left operand.
+/// The left operand of an operator.
 enum LeftOperand<'a> {
     Borrowed(&'a Tensor),
     Owned(Tensor),
@@ -36,8 +36,7 @@ impl From<Tensor> for LeftOperand<'_> {
     }
 }
 
-/// Computes the result for `left` and an optional `right`: with `in_place` if `left` is owned and no other handle shares
-/// its storage, otherwise with `out_of_place`.
+/// Computes the result for `left` and an optional `right`: with `in_place` if `left` owns its storage alone, otherwise with `out_of_place`.
 #[track_caller]
 fn compute_maybe_in_place(
     left: LeftOperand,

@@ -74,7 +74,7 @@ impl Tensor {
         self.split(whole.div_ceil(chunks).max(1), dim)
     }
 
-    /// Splits dimension `dim` into exactly `sections` pieces; the first ones are larger by one if the sizes cannot be equal
+    /// Splits dimension `dim` into exactly `sections` pieces; the first pieces are larger by one if the sizes cannot be equal
     /// (PyTorch's `tensor_split`).
     ///
     /// # Errors
@@ -89,8 +89,7 @@ impl Tensor {
         self.split_with_sizes(&sizes, dim)
     }
 
-    /// Splits dimension `dim` at these indexes, which are clamped like those of a slice (PyTorch's `tensor_split` with
-    /// indices).
+    /// Splits dimension `dim` at these indexes, which are clamped like the ends of a slice (PyTorch's `tensor_split` with indices).
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`].
@@ -108,7 +107,7 @@ impl Tensor {
     /// Turns a scalar into `[1]` (PyTorch's `atleast_1d`).
     ///
     /// # Errors
-    /// None: it is a view.
+    /// None: the result is a view.
     pub fn atleast_1d(&self) -> Result<Tensor> {
         if self.rank() == 0 { self.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
@@ -116,7 +115,7 @@ impl Tensor {
     /// Adds leading dimensions up to two: a vector becomes a row (PyTorch's `atleast_2d`).
     ///
     /// # Errors
-    /// None: it is a view.
+    /// None: the result is a view.
     pub fn atleast_2d(&self) -> Result<Tensor> {
         if self.rank() < 2 { self.atleast_1d()?.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
@@ -124,13 +123,13 @@ impl Tensor {
     /// Adds dimensions up to three: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[1, n, 1]` (PyTorch's `atleast_3d`).
     ///
     /// # Errors
-    /// None: it is a view.
+    /// None: the result is a view.
     pub fn atleast_3d(&self) -> Result<Tensor> {
         if self.rank() < 3 { self.atleast_2d()?.unsqueeze(-1) } else { Ok(self.shallow_clone()) }
     }
 
-    /// Rotates by `k` times 90 degrees from dimension `a` towards dimension `b` (PyTorch's `rot90`, where they default to 0
-    /// and 1). The result is a view.
+    /// Returns the view rotated by `k` times 90 degrees from dimension `a` towards dimension `b` (PyTorch's `rot90`, where the
+    /// dimensions default to 0 and 1).
     ///
     /// ```
     /// use claystone::{Device, Tensor};

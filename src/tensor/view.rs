@@ -30,7 +30,7 @@ fn distinct_dims(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> 
 }
 
 impl Tensor {
-    /// Records a view that has every element once. `back` maps its gradient to this tensor's shape.
+    /// Records a view that has every element once. `back` maps the view's gradient to this tensor's shape.
     fn record_full_view(
         &self,
         op: &'static str,
@@ -89,26 +89,26 @@ impl Tensor {
         Ok(view)
     }
 
-    /// Records the view that `pick` makes of this layout, with each element at most once. Elements outside get a zero gradient.
+    /// Records the view that `view_layout` makes of this tensor's layout, with each element at most once. Other elements get a zero gradient.
     pub(crate) fn select_view(
         &self,
         op: &'static str,
-        pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
+        view_layout: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        let (layout, shape) = (pick(&self.layout)?, self.shape().clone());
-        Ok(record_view(op, layout, self, move |grad| grad.scatter_into_zeros(op, &shape, pick.clone())))
+        let (layout, shape) = (view_layout(&self.layout)?, self.shape().clone());
+        Ok(record_view(op, layout, self, move |grad| grad.scatter_into_zeros(op, &shape, view_layout.clone())))
     }
 
-    /// Returns zeros of `shape` with this tensor copied to the view that `pick` makes: the gradient of [`select_view`](Tensor::select_view).
+    /// The gradient of [`select_view`](Tensor::select_view): zeros of `shape`, with this tensor copied to the view of `view_layout`.
     pub(crate) fn scatter_into_zeros(
         &self,
         op: &'static str,
         shape: &Shape,
-        pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
+        view_layout: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let zeros = Tensor::zeros(shape, self)?;
-        zeros.with_layout(pick(&zeros.layout)?).copy_(&self.detach())?;
-        Ok(record_unary_differentiable(op, zeros, self, move |grad| grad.select_view(op, pick.clone())))
+        zeros.with_layout(view_layout(&zeros.layout)?).copy_(&self.detach())?;
+        Ok(record_unary_differentiable(op, zeros, self, move |grad| grad.select_view(op, view_layout.clone())))
     }
 
     /// Returns the elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1 and is then
@@ -209,7 +209,7 @@ impl Tensor {
         Ok(self.record_full_view(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
     }
 
-    /// Moves dimensions `source` to positions `destination`; the others keep their order (PyTorch's `movedim`).
+    /// Moves dimensions `source` to positions `destination`; the other dimensions keep their order (PyTorch's `movedim`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -256,8 +256,8 @@ impl Tensor {
         self.select_view(op, move |l| l.narrow(op, dim, start, len))
     }
 
-    /// Python's `[start:end:step]` in dimension `dim`. Negative ends count from the end, ends out of range are clamped, `None` is
-    /// the first or last element, and a negative step reverses the order.
+    /// Selects Python's `[start:end:step]` in dimension `dim`. Negative ends count from the end, ends out of range are clamped, `None`
+    /// is the first or last element, and a negative step reverses the order.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

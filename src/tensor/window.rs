@@ -48,12 +48,11 @@ impl Tensor {
         let size = self.shape().dims()[self.rank() - 1];
         let is_half = matches!(self.dtype, DType::F16 | DType::BF16) && size > step;
         let sum = Tensor::zeros(shape, (if is_half { DType::F32 } else { self.dtype }, self.device()))?;
-        // Sections of the windows that are no wider than the step do not overlap, so each section is added in one launch without
-        // conflicts. There are ceil(size / step) launches, the largest number of windows that share an element.
+        // Sections no wider than the step do not overlap, so each of the ceil(size / step) sections is added in one launch without conflicts.
         for first in (0..size).step_by(step) {
             let width = step.min(size - first);
             let rest = sum.layout.narrow(op, d, first, shape.dims()[d] - first)?;
-            // A section of `width` may fit one time more often than a whole window.
+            // There may be one more section of `width` than there are whole windows.
             let windows = rest.unfold(d, width, step).narrow(op, d, 0, self.shape().dims()[d])?;
             let (to, from) = (sum.with_layout(windows), self.detach().narrow(-1, first, width)?);
             Tensor::map_into(&[&to, &from], &[], &[&to], |e, _| vec![&e[0] + &e[1]])?;
@@ -163,8 +162,7 @@ pub(crate) fn strided_gradient_fn(
     }
 }
 
-/// Maps the gradient of a view with layout `new` to the gradient of a tensor with layout `old` of the same storage. Elements
-/// that are not in `old` are dropped.
+/// Maps the gradient of a view `new` to the gradient of a tensor `old` of the same storage, and drops elements that are not in `old`.
 fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
         return Tensor::zeros(&old.shape, grad);

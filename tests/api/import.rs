@@ -104,7 +104,7 @@ fn addresses_and_sizes_of_host_memory_are_checked() {
     let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>()).unwrap();
     // SAFETY: the misaligned address is refused.
     let odd = unsafe { Storage::from_host_memory(start.add(4), 8, ()) };
-    assert!(error_message(odd).contains("no multiple of 8"));
+    assert!(error_message(odd).contains("not a multiple of 8"));
     // SAFETY: the vector has 32 bytes.
     let storage = unsafe { Storage::from_host_memory(start, 32, bytes).unwrap() };
     let few = Tensor::from_storage(storage.clone(), 9, DType::F32).unwrap_err().to_string();

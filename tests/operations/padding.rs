@@ -110,7 +110,7 @@ fn errors_of_padding_name_the_problem() {
     let behind = [(0, 2), (0, 0)].into();
     says("half", x.avg_pool2d([2, 2], AvgPoolOptions { padding: behind, ..Default::default() }));
     let all = ConvTransposeOptions { padding: [(2, 3), (0, 0)].into(), ..Default::default() };
-    says("leaves nothing", x.conv_transpose2d(&w, None, all));
+    says("removes all 5 elements", x.conv_transpose2d(&w, None, all));
     says("2^30", x.conv2d(&w, None, ConvOptions { padding: [(0, 0), (0, 1 << 40)].into(), ..Default::default() }));
     let call = |padding: Argument| ops::call("conv2d", &[&x, &w], &[Argument::None, padding]).map(|mut y| y.remove(0));
     assert_eq!(call(Argument::from(&[0, 1, 2, 0])).unwrap().shape().dims(), [1, 1, 4, 5]);

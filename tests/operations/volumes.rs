@@ -308,7 +308,7 @@ fn errors_of_3d_operations_name_the_mismatch() {
     says("[O, C / groups, ..]", x.conv3d(&zeros(&[2, 3, 2, 2, 2]), None, ConvOptions::default()));
     says("does not fit", x.conv3d(&zeros(&[2, 2, 4, 1, 1]), None, ConvOptions::default()));
     says("above 0", x.conv3d(&w, None, ConvOptions { stride: [0, 1, 1], ..ConvOptions::default() }));
-    says("channels", zeros(&[3, 3, 3]).conv3d(&w, None, ConvOptions::default()));
+    says("before its kernel dims", zeros(&[3, 3, 3]).conv3d(&w, None, ConvOptions::default()));
     says("output_padding", x.conv_transpose3d(&w, None, ConvTransposeOptions { output_padding: [1, 0, 0], ..Default::default() }));
     says("[N, C, D, H, W]", zeros(&[3, 3, 3]).max_pool3d([1; 3], MaxPoolOptions::default()));
     says("half", x.max_pool3d([1, 2, 2], MaxPoolOptions { padding: [(0, 0), (0, 2), (0, 0)].into(), ..MaxPoolOptions::default() }));

@@ -243,9 +243,12 @@ fn mismatched_tensors_are_errors() {
         let message = done.unwrap_err().to_string();
         assert!(message.contains(part), "{message}");
     };
-    fails(ops::foreach_into("matmul", &[&[&x]], &[], &[&x]), "no elementwise operation");
+    fails(ops::foreach_into("matmul", &[&[&x]], &[], &[&x]), "is not an elementwise operation");
     fails(ops::foreach_into("add", &[&[&x]], &[], &[&x]), "add takes 2 lists");
-    fails(ops::foreach_into("add", &[&[&x, &x, &x], &[&x, &x]], &[], &[&x]), "as many tensors");
+    fails(
+        ops::foreach_into("add", &[&[&x, &x, &x], &[&x, &x]], &[], &[&x]),
+        "each with one tensor or one for each output",
+    );
     let sets = [TensorSet::default(), TensorSet { inputs: [&x].into_iter().collect(), ..Default::default() }];
     fails(map_each("shrink", &sets, &[], &[], |x, _| x.to_vec()), "shrink");
     let step = FusedStep { parameters: &[&x], ..Default::default() };

@@ -652,7 +652,8 @@ ClaystoneStatus claystone_stream_wait_stream(const ClaystoneStream *stream,
 ClaystoneStatus claystone_stream_record_event(const ClaystoneStream *stream, ClaystoneEvent **event);
 
 // Like `claystone_stream_record_event`, but the event also stores its completion time for `claystone_event_elapsed_time`.
-ClaystoneStatus claystone_stream_record_timed_event(const ClaystoneStream *stream, ClaystoneEvent **event);
+ClaystoneStatus claystone_stream_record_timed_event(const ClaystoneStream *stream,
+                                                    ClaystoneEvent **event);
 
 // Makes work submitted to `stream` from now on wait for an event. The host waits only if the event is on another device.
 ClaystoneStatus claystone_stream_wait_event(const ClaystoneStream *stream,

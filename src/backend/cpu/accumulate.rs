@@ -156,8 +156,30 @@ macro_rules! in_vectors {
     };
 }
 
-in_vectors!(fold_f32, map_f32, lanes_f32, above_f32, f32, as_simd_f32s, splat_f32s, f32s, sub_f32s, mul_add_f32s);
-in_vectors!(fold_f64, map_f64, lanes_f64, above_f64, f64, as_simd_f64s, splat_f64s, f64s, sub_f64s, mul_add_f64s);
+in_vectors!(
+    fold_f32,
+    map_f32,
+    lanes_f32,
+    sum_deviations_f32,
+    f32,
+    as_simd_f32s,
+    splat_f32s,
+    f32s,
+    sub_f32s,
+    mul_add_f32s
+);
+in_vectors!(
+    fold_f64,
+    map_f64,
+    lanes_f64,
+    sum_deviations_f64,
+    f64,
+    as_simd_f64s,
+    splat_f64s,
+    f64s,
+    sub_f64s,
+    mul_add_f64s
+);
 
 /// Folds all elements. A sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes if vectors have four lanes,
 /// and by less if they are wider. Must be called where code is compiled for `V`.
@@ -192,8 +214,8 @@ pub(crate) fn sum_deviations<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [
     // A loop and no closure, because a closure that is not inlined is compiled without the vectors of `V`.
     for x in x.chunks(PART_LEN) {
         let part: [C; 2] = match C::COMPUTE {
-            Compute::F64 => bytemuck::cast(above_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
-            Compute::F32 => bytemuck::cast(above_f32(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
+            Compute::F64 => bytemuck::cast(sum_deviations_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
+            Compute::F32 => bytemuck::cast(sum_deviations_f32(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
             Compute::I64 => unreachable!("integers are not normalised"),
         };
         totals = [totals[0].add(part[0]), totals[1].add(part[1])];

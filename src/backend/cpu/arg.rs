@@ -10,7 +10,7 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 
 impl<S: Number> ReductionInput<'_, S> {
-    /// Computes for every result the index of its first greatest (or least) element, or of its first NaN if there is one.
+    /// Computes the index of each result's first NaN or, without NaN, of its first greatest (or least) element.
     pub(super) fn arg_reduce<K: CombineOp>(&self, dtype: DType, out: &mut [u8]) {
         let plan = self.plan;
         let slices = plan.n.div_ceil(SLICE_LEN);

@@ -20,7 +20,7 @@ use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::blocks::{Block, BlockPartition, for_each_block};
 use crate::device::cpu::gemm::Floats;
-use crate::device::cpu::gemm::serial::{Left, Right, SerialGemm};
+use crate::device::cpu::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
@@ -47,13 +47,13 @@ const LARGE_WEIGHT: usize = 1 << 18;
 const MIN_WINDOWS_OF_LARGE_WEIGHT: usize = 1 << 10;
 /// The fewest windows for a large weight if the processor multiplies pairs of bf16.
 const MIN_WINDOWS_OF_LARGE_PAIRED_WEIGHT: usize = 1 << 8;
-/// The number of elements behind the last slab that kernels may read: up to one vector.
+/// The number of elements that kernels may read past the last slab: at most one vector.
 pub(crate) const READ_SLACK: usize = 32;
 
 /// A convolution of images `[N, groups * inner, image]` to windows `[N, groups * outer, grid]`, with a weight `[groups * outer, inner, kernel]`.
 #[derive(Clone)]
 pub(crate) struct Conv {
-    pub(crate) alone: SerialGemm,
+    pub(crate) serial_gemm: SerialGemm,
     pub(crate) w: Windows,
     pub(crate) n: usize,
     pub(crate) groups: usize,
@@ -89,19 +89,17 @@ impl Conv {
         {
             return None;
         }
-        let alone = pairs.or_else(SerialGemm::for_f32)?;
-        let conv = Conv { alone, w, n, groups, inner, outer: outer / groups };
+        let serial_gemm = pairs.or_else(SerialGemm::for_f32)?;
+        let conv = Conv { serial_gemm, w, n, groups, inner, outer: outer / groups };
         let pieces = conv.window_count().div_ceil(MIN_JOB_WINDOWS);
         let pieces = if w.grid[0] == 1 { pieces } else { pieces.min(w.grid[0]) };
         (conv.is_serial() || n * groups * pieces >= threads()).then_some(conv)
     }
 
-    /// The number of elements in a kernel.
     pub(crate) fn kernel_len(&self) -> usize {
         self.w.kernel[0] * self.w.kernel[1]
     }
 
-    /// The number of windows in an image.
     pub(crate) fn window_count(&self) -> usize {
         self.w.grid[0] * self.w.grid[1]
     }
@@ -133,39 +131,43 @@ impl Conv {
         }
         let pieces = plane.div_ceil(most).max(pieces.min(plane.div_ceil(MIN_JOB_WINDOWS)));
         match rows {
-            1 => JobWindows { images, rows, columns: self.alone.padded_width(columns.div_ceil(pieces)).min(columns) },
+            1 => JobWindows {
+                images,
+                rows,
+                columns: self.serial_gemm.padded_width(columns.div_ceil(pieces)).min(columns),
+            },
             _ => JobWindows { images, rows: rows.div_ceil(pieces), columns },
         }
     }
 
     /// The windows in piece `piece` of the images from `image` on.
-    pub(crate) fn window_part(&self, share: JobWindows, image: usize, piece: usize) -> WindowPart {
+    pub(crate) fn window_part(&self, job_windows: JobWindows, image: usize, piece: usize) -> WindowPart {
         let [rows, columns] = self.w.grid;
         let (row, column) = match rows {
-            1 => (0, piece * share.columns),
-            _ => (piece * share.rows, 0),
+            1 => (0, piece * job_windows.columns),
+            _ => (piece * job_windows.rows, 0),
         };
         WindowPart {
-            images: image..self.n.min(image + share.images),
-            rows: row..rows.min(row + share.rows),
-            columns: column..columns.min(column + share.columns),
+            images: image..self.n.min(image + job_windows.images),
+            rows: row..rows.min(row + job_windows.rows),
+            columns: column..columns.min(column + job_windows.columns),
         }
     }
 
     /// The number of pieces that an image is divided into.
-    pub(crate) fn piece_count(&self, share: JobWindows) -> usize {
-        self.w.grid[0].div_ceil(share.rows) * self.w.grid[1].div_ceil(share.columns)
+    pub(crate) fn piece_count(&self, job_windows: JobWindows) -> usize {
+        self.w.grid[0].div_ceil(job_windows.rows) * self.w.grid[1].div_ceil(job_windows.columns)
     }
 
     /// The number of channels, up to `most`, whose slabs stay in the cache together.
-    pub(crate) fn slab_channels<T>(&self, share: JobWindows, most: usize) -> usize {
-        let slabs = self.w.kernel[1] * slab::slab_stride::<T>(&self.w, &self.window_part(share, 0, 0));
+    pub(crate) fn slab_channels<T>(&self, job_windows: JobWindows, most: usize) -> usize {
+        let slabs = self.w.kernel[1] * slab::slab_stride::<T>(&self.w, &self.window_part(job_windows, 0, 0));
         even_size(most, SLAB_ELEMENTS * size_of::<f32>() / (slabs * size_of::<T>()))
     }
 
     /// The number of kernel steps for this many channels.
     fn steps(&self, channels: usize) -> usize {
-        channels.div_ceil(self.alone.elements_per_step())
+        channels.div_ceil(self.serial_gemm.elements_per_step())
     }
 
     /// Loads steps from the elements at `start`, `stride` apart, of one channel and, for pairs, of the next channel at `next`.
@@ -177,7 +179,7 @@ impl Conv {
         stride: isize,
         to: &mut [f32],
     ) {
-        match self.alone.elements_per_step() {
+        match self.serial_gemm.elements_per_step() {
             1 => load_tile(x.dtype, bytes, start, stride, to),
             _ => load_pairs(bytemuck::cast_slice(bytes), start, next, stride, to),
         }
@@ -185,7 +187,7 @@ impl Conv {
 
     /// Loads the channels of a group, for a part of the windows, as rows of steps.
     fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &WindowPart, to: &mut [f32], stride: usize) {
-        let (of_image, of_step) = (part.windows_per_image(), self.alone.elements_per_step());
+        let (of_image, of_step) = (part.windows_per_image(), self.serial_gemm.elements_per_step());
         for (step, o) in (0..self.outer).step_by(of_step).enumerate() {
             for (j, image) in part.images.clone().enumerate() {
                 let channel = (image * self.groups + group) * self.outer + o;
@@ -206,7 +208,7 @@ impl Conv {
         (pieces, stride): (usize, usize),
         lay_out: impl Fn(&[f32], usize, &mut [f32]) + Sync,
     ) -> Vec<f32> {
-        let from = match self.alone.elements_per_step() {
+        let from = match self.serial_gemm.elements_per_step() {
             1 => contiguous_floats(weight, bytes),
             _ => pair_rows(&contiguous_floats(weight, bytes), rows).into(),
         };
@@ -220,29 +222,28 @@ impl Conv {
 }
 
 impl Convolution for Conv {
-    /// Computes the convolution: multiplies every window by the weight, sums, and adds the bias.
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.kernel_len());
         let [rows, columns] = self.w.grid;
         let out = Tensor::empty_with_shape([self.n, self.groups * self.outer, rows, columns], dtype, x.device())?;
         let jobs = (JOBS_PER_THREAD * threads()).div_ceil(self.groups);
         let images = if self.groups == 1 { self.images_per_job() } else { 1 };
-        let share =
+        let job_windows =
             self.divide_windows(images, (PRODUCT_ELEMENTS / self.outer).max(MIN_JOB_WINDOWS), jobs.div_ceil(self.n));
         let inner = self.steps(self.inner);
-        let channels = self.alone.round_steps(self.slab_channels::<f32>(share, inner));
+        let channels = self.serial_gemm.round_steps(self.slab_channels::<f32>(job_windows, inner));
         let chunks = inner.div_ceil(channels);
         let stride = self.outer * channels * taps;
         // The steps of a chunk are ordered by row of taps, then channel (or pair of channels), then column of taps.
         let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
             let (group, first) = (piece / chunks, piece % chunks * channels);
             let (count, kw) = (channels.min(inner - first), self.w.kernel[1]);
-            let high = self.alone.panel_rows(self.outer);
+            let high = self.serial_gemm.panel_rows(self.outer);
             for i in 0..self.outer {
                 let (panel, lane) = (i / high * high, i % high);
                 let width = high.min(self.outer - panel);
                 let panel = &mut to[panel * count * taps..][..width * count * taps];
-                let [across, along] = self.alone.panel_strides(width, count * taps);
+                let [across, along] = self.serial_gemm.panel_strides(width, count * taps);
                 let from = &weight[((group * self.outer + i) * inner + first) * taps..][..count * taps];
                 for (c, from) in from.chunks_exact(taps).enumerate() {
                     for (row, from) in from.chunks_exact(kw).enumerate() {
@@ -259,19 +260,19 @@ impl Convolution for Conv {
             let weight =
                 self.pack_weight((weight, reads[1]), (self.inner, taps), (self.groups * chunks, stride), lay_out);
             let bias = bias.map(|bias| contiguous_floats(bias, reads[2]));
-            let (band, width) = (share.images * self.outer, share.rows * share.columns * size);
+            let (band, width) = (job_windows.images * self.outer, job_windows.rows * job_windows.columns * size);
             let cut = BlockPartition { columns: self.window_count() * size, band, height: band, width };
             for_each_block(
                 &mut writes[0][..out.numel() * size],
                 cut,
                 self.is_serial(),
                 |[band, _, piece], mut block| {
-                    let (group, first) = (band % self.groups, band / self.groups * share.images);
-                    let part = self.window_part(share, first, piece);
+                    let (group, first) = (band % self.groups, band / self.groups * job_windows.images);
+                    let part = self.window_part(job_windows, first, piece);
                     let (count, of_image) = (part.count(), part.windows_per_image());
-                    let (wide, room) = (self.alone.padded_width(count), slab::line_buffer_len(&self.w, &part));
+                    let (wide, room) = (self.serial_gemm.padded_width(count), slab::line_buffer_len(&self.w, &part));
                     let slabs = self.w.kernel[1] * channels * slab::slab_stride::<f32>(&self.w, &part) + READ_SLACK;
-                    // Written in place; or to scratch first, if values are converted or the images are not adjacent.
+                    // True if products are written to the result without scratch memory: one image, and no conversion.
                     let direct = dtype == DType::F32 && part.images.len() == 1;
                     let of_product = if direct { 0 } else { self.outer * wide };
                     with_scratch([slabs, of_product, room], |[slabs, product, lines], table| {
@@ -284,7 +285,7 @@ impl Convolution for Conv {
                         for chunk in 0..chunks {
                             let channels = chunk * channels..inner.min((chunk + 1) * channels);
                             let k = channels.len() * self.w.kernel[1];
-                            let (end, of_step) = ((group + 1) * self.inner, self.alone.elements_per_step());
+                            let (end, of_step) = ((group + 1) * self.inner, self.serial_gemm.elements_per_step());
                             from.fill(
                                 &images,
                                 channels.map(|step| group * self.inner + step * of_step),
@@ -294,17 +295,25 @@ impl Convolution for Conv {
                                     self.load_steps((x, images.bytes), start, next, x.strides()[3], to);
                                 },
                             );
-                            let left = Left::Panels(&weight[(group * chunks + chunk) * stride..]);
-                            let right =
-                                Right { data: slabs, stride: from.stride, times: self.w.kernel[0], jump: from.jump };
+                            let left = LeftMatrix::Panels(&weight[(group * chunks + chunk) * stride..]);
+                            let right = RightMatrix {
+                                data: slabs,
+                                stride: from.stride,
+                                times: self.w.kernel[0],
+                                jump: from.jump,
+                            };
                             let size = (self.outer, count, k);
                             match direct {
-                                true => {
-                                    self.alone.multiply(size, left, right, &mut block.floats(), chunk > 0 || biased)
-                                }
+                                true => self.serial_gemm.multiply(
+                                    size,
+                                    left,
+                                    right,
+                                    &mut block.floats(),
+                                    chunk > 0 || biased,
+                                ),
                                 false => {
                                     let to = &mut Block::new(product, self.outer, count, wide);
-                                    self.alone.multiply(size, left, right, to, chunk > 0);
+                                    self.serial_gemm.multiply(size, left, right, to, chunk > 0);
                                 }
                             }
                         }
@@ -327,7 +336,6 @@ impl Convolution for Conv {
         Ok(out)
     }
 
-    /// Computes the transposed convolution: multiplies every window's outputs by the weight, adds the products up in images, and adds the bias.
     fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let x = &y.detach().contiguous()?;
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.kernel_len());
@@ -336,14 +344,14 @@ impl Convolution for Conv {
         let outer = self.steps(self.outer);
         let most = (SLAB_ELEMENTS / outer).min(PRODUCT_ELEMENTS / taps).max(1);
         let images = if self.groups == 1 { self.images_per_job() } else { 1 };
-        let share = self.divide_windows(images, most, 1);
-        let pieces = self.piece_count(share);
-        let parts = (JOBS_PER_THREAD * threads()).div_ceil(self.n.div_ceil(share.images) * self.groups);
-        let height = if share.images > 1 { self.inner } else { self.inner.div_ceil(parts) };
-        let of_image = share.images * self.image_len();
+        let job_windows = self.divide_windows(images, most, 1);
+        let pieces = self.piece_count(job_windows);
+        let parts = (JOBS_PER_THREAD * threads()).div_ceil(self.n.div_ceil(job_windows.images) * self.groups);
+        let height = if job_windows.images > 1 { self.inner } else { self.inner.div_ceil(parts) };
+        let of_image = job_windows.images * self.image_len();
         let channels = even_size(
             height,
-            (PRODUCT_ELEMENTS / (taps * self.window_part(share, 0, 0).count())).min(MAX_SUM_ELEMENTS / of_image),
+            (PRODUCT_ELEMENTS / (taps * self.window_part(job_windows, 0, 0).count())).min(MAX_SUM_ELEMENTS / of_image),
         );
         let height = height.next_multiple_of(channels);
         let blocks = self.inner.div_ceil(channels);
@@ -351,11 +359,11 @@ impl Convolution for Conv {
         let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
             let (group, first) = (piece / blocks, piece % blocks * channels);
             let m = channels.min(self.inner - first) * taps;
-            let high = self.alone.panel_rows(m);
+            let high = self.serial_gemm.panel_rows(m);
             for o in 0..outer {
                 let from = &weight[((group * outer + o) * self.inner + first) * taps..][..m];
                 for (panel, from) in from.chunks(high).enumerate() {
-                    let [across, along] = self.alone.panel_strides(from.len(), outer);
+                    let [across, along] = self.serial_gemm.panel_strides(from.len(), outer);
                     let to = to[panel * high * outer + o * along..].iter_mut().step_by(across);
                     to.zip(from).for_each(|(to, x)| *to = *x);
                 }
@@ -368,8 +376,8 @@ impl Convolution for Conv {
             let bias = bias.map(|bias| contiguous_floats(bias, reads[2]));
             let cut = BlockPartition {
                 columns: self.image_len() * size,
-                band: share.images * self.inner,
-                height: share.images * height,
+                band: job_windows.images * self.inner,
+                height: job_windows.images * height,
                 width: self.image_len() * size,
             };
             for_each_block(
@@ -377,10 +385,10 @@ impl Convolution for Conv {
                 cut,
                 self.is_serial(),
                 |[band, down, _], mut block| {
-                    let (group, first) = (band % self.groups, band / self.groups * share.images);
-                    let part = self.window_part(share, first, 0);
+                    let (group, first) = (band % self.groups, band / self.groups * job_windows.images);
+                    let part = self.window_part(job_windows, first, 0);
                     let (count, image) = (part.count(), self.image_len());
-                    let (wide, of_channel) = (self.alone.padded_width(count), part.images.len() * image);
+                    let (wide, of_channel) = (self.serial_gemm.padded_width(count), part.images.len() * image);
                     let rooms = [outer * wide + READ_SLACK, channels * taps * wide, channels * of_channel];
                     with_scratch(rooms, |[windows, product, sums], _| {
                         let last = self.inner.min((down + 1) * height);
@@ -388,15 +396,15 @@ impl Convolution for Conv {
                             let some = channels.min(last - from);
                             sums[..some * of_channel].fill(0.0);
                             for piece in 0..pieces {
-                                let part = self.window_part(share, first, piece);
+                                let part = self.window_part(job_windows, first, piece);
                                 let count = part.count();
                                 if pieces > 1 || from == down * height {
                                     self.load(x, reads[0], group, &part, &mut windows[..], wide);
                                 }
-                                let left = Left::Panels(&weight[(group * blocks + from / channels) * stride..]);
-                                let right = Right { data: windows, stride: wide, times: 1, jump: 0 };
+                                let left = LeftMatrix::Panels(&weight[(group * blocks + from / channels) * stride..]);
+                                let right = RightMatrix { data: windows, stride: wide, times: 1, jump: 0 };
                                 let to = &mut Block::new(product, some * taps, count, wide);
-                                self.alone.multiply((some * taps, count, outer), left, right, to, false);
+                                self.serial_gemm.multiply((some * taps, count, outer), left, right, to, false);
                                 for (c, sums) in sums.chunks_exact_mut(of_channel).take(some).enumerate() {
                                     add_columns(&self.w, &part, &mut product[c * taps * wide..], wide, sums);
                                 }

@@ -28,7 +28,6 @@ pub(crate) fn is_copy(launch: &Launch) -> bool {
     launch.program.is_identity() && input.dtype == output.dtype && !input.shares_storage(output)
 }
 
-/// Runs a copy, given the bytes of both storages.
 pub(crate) fn run_copy(launch: &Launch, from: &[u8], to: &mut [u8]) {
     match launch.inputs[0].dtype.size() {
         1 => copy::<u8>(launch, from, to),

@@ -1,10 +1,9 @@
 //! Convolutions on the CPU with one or a few channels in each group, computed a part of a plane (one channel of one image) at a time.
 //!
-//! A part is copied together with its padding and stays in the cache. For a stride above 1, the copy is split into phases: each phase holds
-//! every `stride`th element. Then every tap reads a contiguous slice of the copy, and a part of the result is a weighted sum of such slices,
-//! with rows as long as the copy's ([`vectors::correlate`]). The elements between its rows are skipped when the result is stored. The gradient
-//! of the image is the same sum over the result's gradient, for each phase. The gradient of the weight consists of dot products of both
-//! ([`vectors::dots`]), added up in an order that depends only on the shapes.
+//! A part is copied with its padding into the cache. For a stride above 1, the copy is split into phases, each with every `stride`th element.
+//! Then every tap reads a contiguous slice of the copy, and a part of the result is a weighted sum of such slices ([`vectors::correlate`]). The
+//! sum has the row length of the copy; the superfluous elements are not stored. The image's gradient is the same sum over the result's gradient,
+//! for each phase. The weight's gradient is dot products of both ([`vectors::dots`]), added in an order that depends only on the shapes.
 
 mod jobs;
 mod planes;
@@ -36,7 +35,7 @@ const MAX_COPY_ELEMENTS: usize = 1 << 20;
 const MAX_PHASES: usize = 64;
 /// The number of windows of a group whose products with their gradients are summed separately.
 const SLICE_WINDOWS: usize = 1 << 16;
-/// The number of elements behind a copy that may be read: no vector is longer.
+/// The number of elements that loops may read past a copy: no vector is longer.
 const READ_SLACK: usize = 64;
 
 /// The geometry of windows along one dim.
@@ -74,7 +73,7 @@ impl WindowAxis {
 /// Each of the three can be computed from the other two.
 pub(crate) struct Depthwise {
     w: Windows,
-    along: [WindowAxis; 2],
+    axes: [WindowAxis; 2],
     n: usize,
     groups: usize,
     inner: usize,
@@ -116,8 +115,8 @@ impl Depthwise {
         {
             return None;
         }
-        let along = [0, 1].map(|d| WindowAxis::new(&w, d));
-        let made = Depthwise { w, along, n, groups, inner, outer: outer / groups };
+        let axes = [0, 1].map(|d| WindowAxis::new(&w, d));
+        let made = Depthwise { w, axes, n, groups, inner, outer: outer / groups };
         let copied = |size: [usize; 2], channels: usize| {
             let [high, wide] = made.phase_size(size);
             high.saturating_mul(wide).saturating_mul(channels)
@@ -127,12 +126,10 @@ impl Depthwise {
         (most <= MAX_COPY_ELEMENTS).then_some(made)
     }
 
-    /// The number of phases.
     fn phases(&self) -> usize {
-        self.along[0].phases.len() * self.along[1].phases.len()
+        self.axes[0].phases.len() * self.axes[1].phases.len()
     }
 
-    /// The number of elements in a kernel.
     fn taps(&self) -> usize {
         self.w.kernel[0] * self.w.kernel[1]
     }
@@ -145,8 +142,8 @@ impl Depthwise {
     /// Divides a range of elements of all planes into parts.
     fn parts(&self, dims: [usize; 2], range: Range<usize>) -> PlaneParts {
         let elements = (PART_ELEMENTS / (self.inner * self.phases() + self.outer)).max(1 << 10);
-        // Enough rows that the extra rows which a part reads are comparatively few.
-        let rows = (elements / dims[1]).max(2 * self.along[0].reach + 1).min(dims[0]);
+        // Enough rows that the `reach` extra rows of a part are few in comparison.
+        let rows = (elements / dims[1]).max(2 * self.axes[0].reach + 1).min(dims[0]);
         PlaneParts::new(dims, [rows, dims[1].min(2 * elements)], range)
     }
 
@@ -173,12 +170,12 @@ impl Depthwise {
         is_new: bool,
         to: &mut Vec<C>,
     ) {
-        let ([high, wide], [rows, columns]) = (self.phase_size(part.size), &self.along);
+        let ([high, wide], [rows, columns]) = (self.phase_size(part.size), &self.axes);
         if is_new {
             to.clear();
             to.resize(self.inner * self.phases() * high * wide + READ_SLACK, C::from_i32(0));
         }
-        let place = |d: usize| (part.first[d] * self.along[d].stride) as isize - self.along[d].padding as isize;
+        let place = |d: usize| (part.first[d] * self.axes[d].stride) as isize - self.axes[d].padding as isize;
         let channels = group * self.inner..(group + 1) * self.inner;
         for (channel, to) in channels.zip(to.chunks_exact_mut(self.phases() * high * wide)) {
             for (&top, to) in rows.phases.iter().zip(to.chunks_exact_mut(columns.phases.len() * high * wide)) {
@@ -198,18 +195,18 @@ impl Depthwise {
 
     /// The rows and columns of each phase that windows of a part with this size read.
     fn phase_size(&self, size: [usize; 2]) -> [usize; 2] {
-        [0, 1].map(|d| size[d] + self.along[d].reach)
+        [0, 1].map(|d| size[d] + self.axes[d].reach)
     }
 
     /// The offset at which each tap of each channel reads in the copy that [`load_phases`](Self::load_phases) makes for a part of this size.
     fn offsets(&self, size: [usize; 2], offsets: &mut Vec<usize>) {
         let [high, wide] = self.phase_size(size);
-        let phases = self.along[1].phases.len();
+        let phases = self.axes[1].phases.len();
         offsets.clear();
         for channel in 0..self.inner {
             offsets.extend(self.each_tap().map(|[row, column]| {
-                let ((top, down), (left, right)) = (self.along[0].taps[row], self.along[1].taps[column]);
-                ((channel * self.along[0].phases.len() + top) * phases + left) * high * wide + down * wide + right
+                let ((top, down), (left, right)) = (self.axes[0].taps[row], self.axes[1].taps[column]);
+                ((channel * self.axes[0].phases.len() + top) * phases + left) * high * wide + down * wide + right
             }));
         }
     }
@@ -252,11 +249,11 @@ impl Depthwise {
 
     fn images_as<C: VectorFloat>(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (weight, starts) = (read_elements::<C>(weight)?, self.initial_sums(bias, self.inner)?);
-        let (taps, lefts) = (self.taps(), self.along[1].phases.len());
+        let (taps, lefts) = (self.taps(), self.axes[1].phases.len());
         let group = self.outer * self.inner * taps;
         let phase = |phase: usize| {
             let is_in =
-                |&[row, column]: &[usize; 2]| self.along[0].taps[row].0 * lefts + self.along[1].taps[column].0 == phase;
+                |&[row, column]: &[usize; 2]| self.axes[0].taps[row].0 * lefts + self.axes[1].taps[column].0 == phase;
             let taps_in: Vec<[usize; 2]> = self.each_tap().filter(is_in).collect();
             let mut weights = Vec::new();
             for weight in weight.chunks_exact(group) {
@@ -265,7 +262,7 @@ impl Depthwise {
                     weight[(i / taps_in.len() * self.inner + channel) * taps + row * self.w.kernel[1] + column]
                 });
             }
-            let shift = |[row, column]: [usize; 2]| [self.along[0].taps[row].1, self.along[1].taps[column].1];
+            let shift = |[row, column]: [usize; 2]| [self.axes[0].taps[row].1, self.axes[1].taps[column].1];
             Phase { shifts: taps_in.into_iter().map(shift).collect(), weights }
         };
         let phases: Vec<Phase<C>> = (0..self.phases()).map(phase).collect();

@@ -31,7 +31,7 @@ const MAX_REVERSED_BYTES: usize = 8 << 20;
 /// The number of pieces of a result that is computed from its end to its start. Few pieces leave the first one in the L1 cache.
 const REVERSED_PIECES: usize = 3;
 
-/// Runs the launch and returns true if it is of this kind. Shapes are not checked: a mismatch returns false.
+/// Runs the launch if it needs no plan, and returns whether it did. Shapes are not checked: a mismatch returns false.
 pub(crate) fn try_run(
     op: &'static str,
     program: &Program,
@@ -94,23 +94,23 @@ fn compute_alternating<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) 
 }
 
 /// One primitive of one or two tensors with the result's layout, or of a tensor and a number. All are f32 or all f64, and small enough for
-/// one thread. Most operations on small tensors are of this kind, and a more general check would take longer than the operation.
-pub(crate) struct Primitive<'a> {
+/// one thread. For such tensors the more general check of [`try_run`] would take longer than the operation.
+pub(crate) struct SmallPrimitive<'a> {
     action: Action,
     args: &'a [Value],
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
 }
 
-impl<'a> Primitive<'a> {
-    /// Returns the primitive if the launch is of this kind. The result has dtype `dtype` and the first operand's shape.
+impl<'a> SmallPrimitive<'a> {
+    /// Returns the primitive if the launch is that simple. The result has dtype `dtype` and the first operand's shape.
     #[inline]
     pub(crate) fn try_new(
         inputs: &'a [&'a Tensor],
         scalars: &'a [Scalar],
         program: &'a Program,
         dtype: DType,
-    ) -> Option<Primitive<'a>> {
+    ) -> Option<SmallPrimitive<'a>> {
         let first = *inputs.first()?;
         let fits = |t: &&Tensor| t.dtype == dtype && t.device() == first.device();
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
@@ -127,7 +127,7 @@ impl<'a> Primitive<'a> {
             && (1..=map::job_len(0)).contains(&count)
             && inputs[1..].iter().all(|t| t.layout.same_layout(&first.layout, 1))
             && first.is_contiguous())
-        .then_some(Primitive { action, args: &step.args, inputs, scalars })
+        .then_some(SmallPrimitive { action, args: &step.args, inputs, scalars })
     }
 
     /// Computes the elements of `out`, a new contiguous tensor.
@@ -428,7 +428,8 @@ mod tests {
                 let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
                 let scalars = [Scalar::Float(2.5)];
                 let program = Program::new(std::slice::from_ref(&expr));
-                let alike = Primitive::try_new(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
+                let alike =
+                    SmallPrimitive::try_new(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
                 for _ in 0..2 {
                     // in either direction
                     let out = a.zeros_like().unwrap();
@@ -457,7 +458,7 @@ mod tests {
         for (inputs, expr, dtype) in &refused {
             let program = Program::new(std::slice::from_ref(expr));
             assert!(
-                Primitive::try_new(inputs, &[], &program, *dtype).is_none(),
+                SmallPrimitive::try_new(inputs, &[], &program, *dtype).is_none(),
                 "{expr:?} of {} {dtype}",
                 inputs[0].shape()
             );

@@ -14,11 +14,8 @@ use crate::expr::{Args, Binary, DagNode, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Un
 /// A formula that is computed in one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FusedFunction {
-    /// [`Expr::gelu`](crate::ops::Expr::gelu) of the operand.
     Gelu,
-    /// [`Expr::gelu_tanh`](crate::ops::Expr::gelu_tanh) of the operand.
     GeluTanh,
-    /// [`Expr::silu`](crate::ops::Expr::silu) of the operand.
     Silu,
     /// [`Expr::clamp`](crate::ops::Expr::clamp) of the first operand between two numbers.
     Clamp,
@@ -113,7 +110,7 @@ fn match_clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
     (fits && number(low) && number(high)).then_some([x, low, high])
 }
 
-/// Fills `dst`, or returns the value that all elements have.
+/// Fills `dst`, or returns one value for all elements instead.
 pub(crate) fn run_fused<'a, C: Number>(
     arch: Arch,
     fused: FusedFunction,

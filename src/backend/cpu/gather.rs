@@ -135,7 +135,6 @@ fn gather_line<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -
     good
 }
 
-/// Gathers elements through an index.
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
@@ -231,7 +230,6 @@ pub(crate) fn linear_index(
     })?
 }
 
-/// Writes 1 at each row's class and 0 elsewhere.
 pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
         check_range(op, t, reads[0], &t.layout, classes, false)?;

@@ -23,7 +23,6 @@ pub(crate) struct Epilogue<'a> {
     program: Arc<Program>,
     extras: SmallVec<[ExtraOperand<'a>; 2]>,
     scalars: &'a [Scalar],
-    /// The dtype of the results.
     dtype: DType,
     /// Whether the result is the product without a formula, only rounded.
     plain: bool,
@@ -43,9 +42,8 @@ fn computes_in_f32(dtype: DType) -> bool {
 }
 
 impl Epilogue<'_> {
-    /// Computes a product of f32, f16 or bf16 with its epilogue if it is of this kind, and returns whether it was. Requires a single matrix
-    /// and contiguous results of one dtype. Extras must be indexed as the results are, be one row or one number; only a row or a number
-    /// may be f16 or bf16.
+    /// Computes a product of f32, f16 or bf16 with its epilogue, and returns true, if there is a single matrix, all results are contiguous and
+    /// have one dtype, and each extra is indexed like the results, or is one row or one number. Only a row or a number may be f16 or bf16.
     pub(crate) fn try_run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
         let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
@@ -78,7 +76,7 @@ impl Epilogue<'_> {
         Ok(true)
     }
 
-    /// Returns the finish to apply in registers, if the product kernels have the formula: a bias, a bias with relu, or the gradient of relu.
+    /// Returns the kernels' epilogue in registers, if the formula is a bias, a bias with relu, or the gradient of relu.
     fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<KernelEpilogue<&[f32]>> {
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {

@@ -26,7 +26,7 @@ enum IndexedOperand<'a> {
     Scalar(f32),
 }
 
-/// Runs the launch if it is of this kind, and returns whether it was. The operands have the result's dtype, and `kinds` says how they are indexed.
+/// Runs the launch if its step is one cheap binary primitive, and returns whether it did. Operands have the result's dtype; `kinds` index them.
 pub(crate) fn try_run(
     program: &Program,
     inputs: &[&Tensor],
@@ -41,7 +41,7 @@ pub(crate) fn try_run(
         Some(_) => true,
         None => false,
     };
-    if !is_cheap(op) || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
+    if !has_half_loop(op) || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
         return Ok(false);
     }
     let reads: SmallVec<[&Storage; 2]> = inputs.iter().map(|t| &t.storage).collect();
@@ -94,11 +94,10 @@ fn compute_range(op: Binary, dtype: DType, a: IndexedOperand, b: IndexedOperand,
 }
 
 /// True for the primitives that are computed in one loop.
-fn is_cheap(op: Binary) -> bool {
+fn has_half_loop(op: Binary) -> bool {
     matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Max | Binary::Min)
 }
 
-/// Applies the primitive to two operands.
 fn compute(op: Binary, dtype: DType, a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
     macro_rules! each {
         ($method:ident) => {{
@@ -122,7 +121,7 @@ fn compute(op: Binary, dtype: DType, a: HalfOperand, b: HalfOperand, to: &mut [u
         Binary::Div => each!(div),
         Binary::Max => each!(max),
         Binary::Min => each!(min),
-        _ => unreachable!("the caller has asked `is_cheap`"),
+        _ => unreachable!("the caller has asked `has_half_loop`"),
     }
 }
 

@@ -127,9 +127,8 @@ impl Program {
         }
     }
 
-    /// Runs the program over a tile. `outs[j]`, of length `len`, receives the `j`-th result.
-    ///
-    /// Returns whether an integer was divided by zero; such elements are 0. The program must not need floats if `C` is i64.
+    /// Runs the program over a tile. `outs[j]`, of length `len`, receives the `j`-th result. Returns whether an integer was divided by zero;
+    /// such elements are 0. The program must not need floats if `C` is i64.
     pub(crate) fn eval_tile<C: Number>(
         &self,
         tile: &Tile<'_, C>,
@@ -222,7 +221,7 @@ fn contains_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     }
 }
 
-// Each of the following functions fills `dst`, or returns the value that all elements have.
+// Each of the following functions fills `dst`, or returns one value for all elements instead.
 
 fn copy<C: Number>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
@@ -233,7 +232,6 @@ fn copy<C: Number>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     None
 }
 
-/// Draws random numbers.
 fn random<C: Number>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
     match leaf {
         Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(first, dst, C::from_f32),
@@ -270,7 +268,6 @@ pub(crate) fn run_loop<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst:
 }
 
 #[inline(always)]
-/// Applies a unary function.
 fn map_unary<C: Number, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(a) => run_loop::<C, _, F>(arch, dst, a.iter().copied()),
@@ -280,7 +277,6 @@ fn map_unary<C: Number, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &m
 }
 
 #[inline(always)]
-/// Applies a binary function.
 fn map_binary<C: Number, F: Function<(C, C), C>>(
     arch: Arch,
     a: TileIn<'_, C>,
@@ -343,7 +339,6 @@ impl<C: Number> WithSimd for VectorFunctionLoop<'_, C> {
     }
 }
 
-/// Applies a function that has its own vector loop.
 pub(crate) fn apply_vector_function<C: Number>(
     arch: Arch,
     function: VectorFunction,
@@ -364,7 +359,6 @@ pub(crate) fn apply_vector_function<C: Number>(
     }
 }
 
-/// Applies a unary primitive.
 pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
@@ -410,7 +404,6 @@ fn fix_large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C],
     made
 }
 
-/// Applies a binary primitive.
 pub(crate) fn binary<C: Number>(
     arch: Arch,
     op: Binary,
@@ -457,7 +450,6 @@ pub(crate) fn binary<C: Number>(
     }
 }
 
-/// Selects between two operands by a condition.
 fn select<C: Number>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
     function!(F, (c, x, y): (C, C, C) => if c.is_true() { x } else { y });

@@ -10,8 +10,8 @@ use crate::device::cpu::{copy, parallel};
 use crate::storage::{Storage, with_host};
 use crate::{Result, Tensor};
 
-/// Concatenates the tensors along dim `d` into `out`, which is new and contiguous. Returns whether it did: every tensor must have
-/// contiguous, evenly spaced rows, where a row is all dims from `d` on.
+/// Concatenates the tensors along dim `d` into `out`, which is new and contiguous. Returns false unless every tensor has contiguous, evenly
+/// spaced rows, where a row is all dims from `d` on.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
     let outer: usize = out.shape().dims()[..d].iter().product();
     let size = out.dtype.size();

@@ -46,7 +46,7 @@ pub(crate) fn for_each_line<C: Number>(
             // Short lines of a contiguous tensor are loaded and stored many at a time.
             let tile = if x.is_contiguous() && stretch <= TILE_LEN { TILE_LEN / stretch * stretch } else { n };
             let (mut loaded, mut made, mut found) = (vec![zero; tile], vec![zero; tile], vec![0i64; tile]);
-            let mut alone = (vec![zero; n], vec![zero; n], vec![0i64; n]);
+            let mut line_buffers = (vec![zero; n], vec![zero; n], vec![0i64; n]);
             for at in (0..count).step_by(tile) {
                 let len = tile.min(count - at);
                 if tile == n && stretch != n {
@@ -70,7 +70,7 @@ pub(crate) fn for_each_line<C: Number>(
                         f(loaded, made, found);
                         continue;
                     }
-                    let (line, values, indices) = &mut alone;
+                    let (line, values, indices) = &mut line_buffers;
                     for j in 0..inner {
                         line.iter_mut().zip(loaded[j..].iter().step_by(inner)).for_each(|(to, from)| *to = *from);
                         f(line, values, indices);

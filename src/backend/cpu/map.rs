@@ -35,7 +35,7 @@ enum InputSource {
     Storage(usize),
     /// The output that shares the input's storage and layout, because the launch is in place.
     Output(usize),
-    /// None: the program does not read this input.
+    /// The program does not read this input.
     Unused,
 }
 
@@ -172,7 +172,6 @@ impl MapJob<'_> {
         }
     }
 
-    /// True if an output overwrites an input.
     fn is_in_place(&self) -> bool {
         self.sources.iter().any(|source| matches!(source, InputSource::Output(_)))
     }

@@ -8,7 +8,7 @@ use crate::expr::program::Program;
 use crate::storage::with_host_few;
 use crate::{DType, Result, Tensor};
 
-/// Runs the launch if it computes a bool result from one or two bool tensors with the result's layout; returns whether it did.
+/// Runs the launch if it computes a bool result from one or two bool tensors with the result's layout, and returns whether it did.
 pub(crate) fn try_run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<bool> {
     let [out] = outputs else { return Ok(false) };
     let alike = |t: &&Tensor| {

@@ -153,7 +153,6 @@ struct Counted<C> {
 }
 
 impl<C> Counted<C> {
-    /// Describes one launch for the profiler.
     fn operation(&self, name: &'static str, images: &Tensor, weight: &Tensor) -> Operation {
         let flops = 2 * images.shape().dims()[0] * self.grid * weight.numel();
         describe_flops(name, [images, weight], flops)

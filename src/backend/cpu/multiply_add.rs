@@ -13,9 +13,7 @@ use crate::expr::Binary;
 /// The combination of the product `a * b` with `c`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ProductSum {
-    /// `a * b + c`.
     Add,
-    /// `a * b - c`.
     Sub,
     /// `c - a * b`.
     SubFrom,
@@ -41,7 +39,7 @@ impl<C: Number, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIR
     }
 }
 
-/// Fills `dst`, or returns the value that all elements have. At most one operand is [`TileIn::Output`], the old contents of `dst`.
+/// Fills `dst`, or returns one value for all elements instead. At most one operand is [`TileIn::Output`], the old contents of `dst`.
 pub(crate) fn multiply_add<C: Number>(
     arch: Arch,
     sum: ProductSum,

@@ -1,5 +1,5 @@
-//! Binary primitives that store their results past the cache. A cheap formula is limited by memory bandwidth, and a buffer would cost
-//! it a quarter of the time.
+//! Binary primitives that store their results past the cache. Cheap formulas are limited by memory bandwidth, and a buffer before the store
+//! would cost a quarter of the time.
 
 use std::marker::PhantomData;
 
@@ -18,9 +18,9 @@ trait ElementSource<C> {
     fn next_line(&mut self) -> Option<[C; LINE]>;
 }
 
-/// One element for each element of the result.
+/// A slice as long as the result.
 struct SliceSource<'a, C>(&'a [C]);
-/// One value for all elements.
+/// One value, repeated.
 struct ScalarSource<C>([C; LINE]);
 /// A repeating row, and the rest of its current repetition.
 struct RowSource<'a, C>(&'a [C], &'a [C]);
@@ -120,7 +120,7 @@ fn compute_elements<C: Number, A: ElementSource<C>, B: ElementSource<C>, F: Func
     }
 }
 
-/// Fills `dst` with stores past the cache, or returns the value that all elements have.
+/// Fills `dst` with stores past the cache, or returns one value for all elements instead.
 pub(crate) fn binary<C: Number>(
     arch: Arch,
     op: Binary,

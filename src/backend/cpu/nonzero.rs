@@ -5,7 +5,7 @@ use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
-/// The number of mask elements in a job of a thread.
+/// The number of mask elements in a job.
 const BLOCK_LEN: usize = 1 << 14;
 /// The number of indices that are collected before they are written.
 const INDEX_BUFFER_LEN: usize = 256;
@@ -41,7 +41,6 @@ pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Counts the true elements.
 fn count_true(mask: &[u8]) -> usize {
     // At most 128 at a time, so that the count fits in a byte.
     mask.chunks(128).map(|some| usize::from(some.iter().map(|&b| u8::from(b != 0)).sum::<u8>())).sum()

@@ -23,7 +23,6 @@ use crate::{Compute, Result, Scalar, Tensor};
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
 
-/// Computes a normalisation, forward or backward.
 pub(crate) fn normalise(rows: &Normalisation) -> Result<()> {
     match (rows.x.dtype.compute(), rows.y.is_contiguous()) {
         (Compute::F64, true) => normalise_contiguous::<f64>(rows),
@@ -36,7 +35,7 @@ pub(crate) fn normalise(rows: &Normalisation) -> Result<()> {
 /// The weight or the bias of a row.
 #[derive(Clone, Copy)]
 enum RowFactor<'a, C> {
-    Nothing,
+    Absent,
     /// One number for each of equally long runs, which together make up the row. A single number applies to the whole row.
     Runs(&'a [C]),
     /// One number for each element.
@@ -100,9 +99,8 @@ impl<'a, C: Number> RowOperand<'a, C> {
     }
 }
 
-/// Returns the weight or bias for row `r`, if the operand exists.
 fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -> RowFactor<'b, C> {
-    operand.as_mut().map_or(RowFactor::Nothing, |operand| operand.factor(r))
+    operand.as_mut().map_or(RowFactor::Absent, |operand| operand.factor(r))
 }
 
 /// The statistics of one row; see [`Normalisation::statistics`].
@@ -186,8 +184,8 @@ pub(crate) fn alloc_column_sums(x: &Tensor, count: usize, n: usize) -> Result<Te
     Tensor::empty_with_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
 }
 
-/// Computes one row of the gradient. Returns the sums over the row of g times the weight, and of that times the normalised z. With a single
-/// weight for the row, the sums exclude the weight.
+/// Computes one row of the gradient. Returns two sums over the row: of g times the weight, and of g times the weight times the normalised z.
+/// If the row has a single weight, the sums exclude the weight.
 struct Backward<'a, C> {
     g: &'a [C],
     z: &'a [C],
@@ -195,7 +193,7 @@ struct Backward<'a, C> {
     /// Scratch memory: g times the weight, if the weight varies along the row.
     weighted: &'a mut Vec<C>,
     weight: RowFactor<'a, C>,
-    /// The column sums; empty if not needed.
+    /// Receives the column sums; empty if no sums are needed.
     columns: &'a mut [C],
     mean: C,
     scale: C,
@@ -215,7 +213,7 @@ impl<C: Number> WithSimd for Backward<'_, C> {
             *product = product.add(z.sub(mean).mul(scale).mul(*g));
         }
         let g = match weight {
-            RowFactor::Nothing | RowFactor::Runs([_]) => g,
+            RowFactor::Absent | RowFactor::Runs([_]) => g,
             RowFactor::Each(w) => {
                 weighted.resize(g.len(), C::from_i32(0));
                 weighted.iter_mut().zip(g.iter().zip(w)).for_each(|(to, (g, w))| *to = g.mul(*w));
@@ -351,13 +349,13 @@ fn normalise_strided<C: Number>(rows: &Normalisation) -> Result<()> {
         let Some(z) = rows.z else {
             return compute_row_numbers(&mut *writes[0], rows.len(), |r| {
                 let mut x = RowOperand::<C>::new(rows.x, reads[0]);
-                normalise_row(x.row(r), &mut [], RowFactor::Nothing, RowFactor::Nothing, eps, rms)
+                normalise_row(x.row(r), &mut [], RowFactor::Absent, RowFactor::Absent, eps, rms)
             });
         };
         let (means, scales) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
         compute_row_numbers(&mut *writes[0], rows.len(), |r| {
             let (mut x, mut z) = (RowOperand::new(rows.x, reads[0]), RowOperand::new(z, reads[1]));
-            let (weight, weighted, columns, dz) = (RowFactor::Nothing, &mut Vec::new(), &mut [][..], &mut [][..]);
+            let (weight, weighted, columns, dz) = (RowFactor::Absent, &mut Vec::new(), &mut [][..], &mut [][..]);
             let (mean, scale) = (means[r], scales[r]);
             Arch::new().dispatch(Backward { g: x.row(r), z: z.row(r), dz, weighted, weight, columns, mean, scale, rms })
         });

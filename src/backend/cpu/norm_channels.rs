@@ -6,7 +6,7 @@ use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
-use crate::backend::problem::norm::{Channels, View, broadcast_view};
+use crate::backend::problem::norm::{Channels, RowGrouping, broadcast_view};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, should_stream};
 use crate::storage::with_host;
@@ -43,7 +43,7 @@ pub(crate) fn normalise_batch(x: &Tensor, numbers: Channels, eps: f64) -> Result
     if !x.is_contiguous() || x.numel() == 0 {
         return Ok(None);
     }
-    let view = View::Batch;
+    let view = RowGrouping::Batch;
     let from = view.as_rows(&x.detach())?;
     let own = |t: Option<&Tensor>| t.map(|t| broadcast_view(&t.detach(), from.shape(), view.weight_dims())).transpose();
     let [mean, var, weight, bias] = numbers;
@@ -64,11 +64,11 @@ pub(crate) fn normalise_into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64
 
 fn normalise_into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
     let [_, channels, batch, n] = *x.shape().dims() else { unreachable!("views of four dims") };
-    let lies = |t: &Tensor| {
+    let has_batch_layout = |t: &Tensor| {
         let (s, same) = (t.strides(), |count: usize, s: isize, step: usize| count == 1 || s == step as isize);
         t.dtype == C::COMPUTE.dtype() && same(channels, s[1], n) && same(batch, s[2], channels * n) && same(n, s[3], 1)
     };
-    if n < MIN_RUN_LEN || !lies(x) || !lies(y) {
+    if n < MIN_RUN_LEN || !has_batch_layout(x) || !has_batch_layout(y) {
         return Ok(false);
     }
     let mut read: SmallVec<[_; 5]> = SmallVec::from_slice(&[&x.storage]);

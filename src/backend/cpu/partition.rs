@@ -22,9 +22,9 @@ pub(crate) fn job_len(count: usize) -> usize {
 /// The part of each result that a job receives.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Partition {
-    /// A slice with exactly its elements.
+    /// A slice of exactly the job's elements.
     Elements,
-    /// The bytes from its first to its last element, gaps included.
+    /// The bytes from the job's first to its last element, gaps included.
     Rows,
     /// The whole storage.
     Storage,
@@ -62,7 +62,7 @@ pub(crate) fn partition(
     let count = outputs[0].numel();
     let step = job_len(count);
     let results = inputs.len()..inputs.len() + outputs.len();
-    // For each result: the number of elements from one unit's start to the next, and from the first element of all units to the last.
+    // For each result, in elements: the pitch between units, and the extent of all units together.
     let mut cuts: SmallVec<[(usize, usize); 2]> = SmallVec::new();
     let (partition, unit) = if results.clone().all(|k| strided.is_contiguous(k)) {
         results.for_each(|_| cuts.push((1, count)));

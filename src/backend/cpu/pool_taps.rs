@@ -72,8 +72,7 @@ pub(crate) fn update_max<C: Number>(best: &mut C, at: &mut i64, x: C, place: i64
 
 vectorised! {
     /// Computes the maxima of windows and their positions. `best` starts at the lowest value, and `at` at the first element of each window.
-    ///
-    /// `gathered` is scratch memory with one element for each window in a row.
+    /// `gathered` is scratch memory for a row of windows.
     pub(crate) fn max_pool_plane<'a, C: Number>(
         _simd: S, taps: &'a Taps<'a>, plane: &'a [C], gathered: &'a mut [C], best: &'a mut [C], at: &'a mut [i64]
     ) {
@@ -91,9 +90,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Adds the means of windows to `result`.
-    ///
-    /// `gathered` is scratch memory with one element for each window in a row.
+    /// Adds the means of windows to `result`. `gathered` is scratch memory for a row of windows.
     pub(crate) fn avg_pool_plane<'a, C: Number>(
         _simd: S, taps: &'a Taps<'a>, plane: &'a [C], gathered: &'a mut [C], divisors: &'a [C], result: &'a mut [C]
     ) {
@@ -110,9 +107,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Adds the gradients of means to the elements of `result` that each window covers.
-    ///
-    /// `scaled` is scratch memory with one element for each window.
+    /// Adds the gradients of means to the elements of `result` that each window covers. `scaled` is scratch memory for all windows.
     pub(crate) fn avg_pool_gradient<'a, C: Number>(
         _simd: S, taps: &'a Taps<'a>, grads: &'a [C], divisors: &'a [C], scaled: &'a mut [C], result: &'a mut [C]
     ) {

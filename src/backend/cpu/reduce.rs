@@ -38,7 +38,6 @@ const JOB_ELEMENTS: usize = 1 << 15;
 /// The only formula that is applied while elements are accumulated, without a tile in between.
 static SQUARE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0).square());
 
-/// Computes a reduction.
 pub(crate) fn run_reduction(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x: t, out, number, .. } = *reduction;
     let plan = &reduction.plan();
@@ -131,7 +130,7 @@ impl ReductionJob<'_> {
         let [most, least] =
             [range.max_sum, if squares { range.min_square_sum } else { -range.max_sum }].map(S::from_f64);
         let mut made = Vec::new();
-        // Without an early end the loop has vectors.
+        // A loop without an early exit is vectorised.
         if sums.iter().fold(true, |all, sum| all & (*sum <= most) & (*sum >= least)) {
             return made;
         }
@@ -311,11 +310,11 @@ impl<S: Number> ReductionInput<'_, S> {
     /// Combines `rows` for results whose first elements begin at `start`, `stride` apart.
     fn reduce_across<K: CombineOp>(&self, start: isize, stride: isize, rows: Range<usize>, total: &mut [S]) {
         total.fill(K::identity());
-        let (width, alone) = (total.len(), rows.len() <= GROUP_LEN);
-        let mut kept: SmallVec<[S; 64]> = SmallVec::from_elem(K::identity(), if alone { 0 } else { width });
+        let (width, single_group) = (total.len(), rows.len() <= GROUP_LEN);
+        let mut kept: SmallVec<[S; 64]> = SmallVec::from_elem(K::identity(), if single_group { 0 } else { width });
         for top in rows.clone().step_by(GROUP_LEN) {
             let starts = (top..rows.end.min(top + GROUP_LEN)).map(|r| start + self.plan.reduced.locate(r, 1).0);
-            let sums = if alone { &mut *total } else { &mut kept[..] };
+            let sums = if single_group { &mut *total } else { &mut kept[..] };
             sums.fill(K::identity());
             if stride == 1 && !self.elements.is_empty() {
                 combine_rows::<K, S>(
@@ -331,7 +330,7 @@ impl<S: Number> ReductionInput<'_, S> {
                     combine_all::<K, S>(sums, &tile);
                 }
             }
-            if !alone {
+            if !single_group {
                 combine_all::<K, S>(total, &kept);
             }
         }

@@ -1,6 +1,5 @@
-//! Cumulative sums and products on the CPU. Several lines are computed at a time, because each step along a line waits for the previous one.
-//! Lines along another dim than the last are computed side by side. Long lines are cut into pieces, whose totals are computed first, if
-//! the order of additions cannot affect the result.
+//! Cumulative sums and products on the CPU. Several lines are computed at a time, because each step along a line waits for the previous step;
+//! lines along another dim than the last, side by side. Long lines are cut into pieces, whose totals come first, if the order cannot matter.
 
 use crate::backend::cpu::accumulate::{CombineOp, combine_all, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};

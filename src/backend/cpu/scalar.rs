@@ -20,10 +20,8 @@ pub(crate) enum VectorFunction {
     Silu,
 }
 
-/// A type that formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
-///
-/// Float functions are never called on integers (see [`needs_float`](crate::expr::program::Program::needs_float)), and bit functions never on
-/// floats. Their default implementations return the operand.
+/// A type that formulas are evaluated in: f32, f64, or i64 for integers, which wrap. Default implementations return the operand: float functions
+/// are never called on integers ([`needs_float`](crate::expr::program::Program::needs_float)), nor bit functions on floats.
 #[rustfmt::skip]
 pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
     const COMPUTE: Compute;

@@ -7,7 +7,6 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::scan::Scan;
 use crate::{Compute, DType, Result, Tensor};
 
-/// Computes a scan along dim `d`.
 pub(crate) fn run_scan(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
     match x.dtype.compute() {
         Compute::I64 => run_as::<i64>(kind, x, d, values, indices),

@@ -19,10 +19,9 @@ const MAX_BAND_WIDTH: usize = 128;
 const PARTS_PER_THREAD: usize = 4;
 /// With fewer columns, rows are not divided among threads: skipping an index would cost as much as writing its row.
 const MIN_ROW_LEN: usize = 16;
-/// The most elements in a cache line, for element sizes at which shared lines matter.
+/// The number of 4-byte elements in a cache line: bands of whole lines avoid false sharing.
 const LINE_ELEMENTS: usize = 16;
 
-/// Writes elements through an index into `target`.
 pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout) -> Result<()> {
     with_host(&[&g.x.storage, &g.index.storage], &[&target.storage], |reads, writes| {
         check_range(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps)?;

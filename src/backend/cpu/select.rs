@@ -47,7 +47,7 @@ impl<C: SortElement> FirstK<C> {
                 _ => None,
             };
         }
-        scan(self, elements, first);
+        scan_blocks(self, elements, first);
     }
 
     #[inline(always)]
@@ -80,8 +80,8 @@ impl<C: SortElement> FirstK<C> {
 }
 
 vectorised! {
-    /// [`FirstK::scan`] after the limit has been estimated, if possible.
-    fn scan<'a, C: SortElement>(_simd: S, first: &'a mut FirstK<C>, elements: &'a [C], at: usize) {
+    /// The loop of [`FirstK::scan`]: compares blocks of elements with the limit before any key is made.
+    fn scan_blocks<'a, C: SortElement>(_simd: S, first: &'a mut FirstK<C>, elements: &'a [C], at: usize) {
         let (blocks, rest) = elements.as_chunks::<COMPARED_LEN>();
         for (b, block) in blocks.iter().enumerate() {
             let mut bits = match first.limit {
@@ -113,8 +113,8 @@ fn bits_where<C: SortElement>(block: &[C; COMPARED_LEN], is: impl Fn(C) -> bool)
     block.iter().enumerate().fold(0, |bits, (i, v)| bits | u32::from(is(*v)) << i)
 }
 
-/// Estimates a limit: at least `k` elements have keys up to it, and only few keys exceed that number. The elements are divided into `LANES`
-/// lanes, more than k, and the limit is the `k`-th of the lanes' first elements.
+/// Estimates a limit such that at least `k` elements, and few more, have keys up to the limit. Divides the elements into `LANES` lanes,
+/// more than `k`; the limit is the `k`-th of the lanes' first elements in sorted order.
 fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, descending: bool) -> Option<C::Key> {
     struct Lanes<'a, C, const LANES: usize>(&'a [[C; LANES]], C, bool);
     impl<C: SortElement, const LANES: usize> WithSimd for Lanes<'_, C, LANES> {
@@ -139,7 +139,7 @@ fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, 
     let none = C::from_f64(if descending { f64::NEG_INFINITY } else { f64::INFINITY });
     let best = Arch::new().dispatch(Lanes(rows, none, descending));
     let mut keys = best.map(|v| v.last_key(descending));
-    // A lane of NaN only still holds the start value, which no element need equal.
+    // A lane that holds only NaN keeps the start value, which may equal no element.
     Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
 }
 
@@ -153,7 +153,7 @@ pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> 
     select_indices(x, d, 1, |out| kth_into(x, d, nth, out))
 }
 
-/// Allocates the indices and fills them, unless there are none.
+/// Allocates the indices, and calls `choose` to fill them unless they are empty.
 fn select_indices(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Selected> {
     let out = Tensor::empty_with_shape(dims_with(x, d, k), DType::I64, x.device())?;
     if out.numel() > 0 {
@@ -162,7 +162,6 @@ fn select_indices(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -
     Ok(out.into())
 }
 
-/// Writes the indices of the first `k` elements of each line of `x` along d to `out`.
 fn topk_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     match compared_in(x, x.shape().dims()[d]) {
         Compute::F32 => topk_as::<f32>(x, d, k, descending, out),
@@ -174,12 +173,13 @@ fn topk_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> 
 fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
     // The indices of each line, contiguous, if lines are interleaved in the result.
-    let beside = Tensor::empty_with_shape(if lines.inner > 1 { out.numel() } else { 0 }, DType::I64, x.device())?;
-    with_host(&[&x.storage], &[&out.storage, &beside.storage], |reads, writes| {
-        let [out, beside] = writes else { unreachable!("two are written") };
+    let contiguous_indices =
+        Tensor::empty_with_shape(if lines.inner > 1 { out.numel() } else { 0 }, DType::I64, x.device())?;
+    with_host(&[&x.storage], &[&out.storage, &contiguous_indices.storage], |reads, writes| {
+        let [out, contiguous_indices] = writes else { unreachable!("two are written") };
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(out)[..lines.count * k];
-        let beside: &mut [i64] =
-            &mut bytemuck::cast_slice_mut(beside)[..if lines.inner > 1 { lines.count * k } else { 0 }];
+        let contiguous_indices: &mut [i64] =
+            &mut bytemuck::cast_slice_mut(contiguous_indices)[..if lines.inner > 1 { lines.count * k } else { 0 }];
         let scan = |kept: &mut FirstK<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
             let start = x.layout.offset as isize + lines.strided.offsets(line)[0];
             if lines.step == 1 && x.dtype == C::COMPUTE.dtype() {
@@ -207,7 +207,7 @@ fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out
             }
             return;
         }
-        let found: &mut [i64] = if lines.inner > 1 { &mut *beside } else { &mut *out };
+        let found: &mut [i64] = if lines.inner > 1 { &mut *contiguous_indices } else { &mut *out };
         let group = JOB_ELEMENTS.div_ceil(lines.n);
         let part = |job: usize, found: &mut [i64]| {
             let (mut kept, mut buffer) = (FirstK::<C>::new(k, descending), Vec::new());
@@ -221,14 +221,13 @@ fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out
             true => part(0, found),
             false => parallel::for_each_chunk(found, group * k, part),
         }
-        for (line, found) in beside.chunks(k).enumerate() {
+        for (line, found) in contiguous_indices.chunks(k).enumerate() {
             let to = line / lines.inner * lines.inner * k + line % lines.inner;
             out[to..].iter_mut().step_by(lines.inner).zip(found).for_each(|(to, &index)| *to = index);
         }
     })
 }
 
-/// Writes the index of the element with one rank in ascending order, for each line of `x` along d.
 fn kth_into(x: &Tensor, d: usize, nth: RankQuery<'_>, out: &Tensor) -> Result<()> {
     match x.dtype.compute() {
         Compute::F32 => kth_as::<f32>(x, d, nth, out),

@@ -112,8 +112,7 @@ fn max_of_rows<C: Number>(columns: &[Column<C>]) -> Column<C> {
 
 vectorised! {
     /// Computes the [`RowOp`] for a block and writes the result to its columns; a result with one element a row goes to the first column.
-    ///
-    /// `others` is the second operand; without one it is scratch memory.
+    /// `others` is the second operand, or scratch memory if there is none.
     pub(crate) fn compute_block<'a, C: Number>(
         _simd: S, kind: RowOp, columns: &'a mut [Column<C>], others: &'a mut [Column<C>]
     ) {
@@ -184,18 +183,18 @@ vectorised! {
         }
         let top = max_of_rows(columns);
         zip_all_with(columns, &top, C::sub);
-        let mut picked = [zero; BLOCK_ROWS];
+        let mut label_logits = [zero; BLOCK_ROWS];
         for (j, column) in columns.iter().enumerate() {
             let j = C::from_i32(j as i32);
             for i in 0..BLOCK_ROWS {
-                picked[i] = picked[i].add(if labels[i] == j { column[i] } else { zero });
+                label_logits[i] = label_logits[i].add(if labels[i] == j { column[i] } else { zero });
             }
         }
         C::exp_in_place(columns.as_flattened_mut(), |x| x);
         let sum = fold(columns, zero, C::add);
         let mut loss = [zero; BLOCK_ROWS];
         for i in 0..BLOCK_ROWS {
-            let x = sum[i].log().sub(picked[i]);
+            let x = sum[i].log().sub(label_logits[i]);
             loss[i] = if labels[i] == none { zero } else { x };
         }
         losses.copy_from_slice(&loss[..targets.len()]);

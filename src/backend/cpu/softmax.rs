@@ -27,7 +27,7 @@ const EXP_TILE: usize = 256;
 /// The number of rows whose losses are added up first. Fixed, so that the sum is the same on every machine.
 const LOSS_SUM_ROWS: usize = 64;
 
-/// Computes a row operation on every row.
+/// Computes the [`RowOp`] for every row.
 pub(crate) fn run_softmax(softmax: &Softmax) -> Result<()> {
     let (rows, &Softmax { kind, x, z, out, d, .. }) = (&softmax.rows(), softmax);
     with_host(&[&x.storage, &z.storage], &[&out.storage], |reads, writes| {
@@ -57,7 +57,7 @@ pub(crate) struct SoftmaxJob<'a> {
     pub(crate) bytes: [&'a [u8]; 2],
     pub(crate) out: &'a Tensor,
     pub(crate) rows: &'a SoftmaxRows,
-    /// The number of elements after the row's dim: that many rows share a slice of the output.
+    /// The product of the sizes after the row's dim: this many rows share a slice of the output.
     pub(crate) inner: usize,
 }
 
@@ -277,7 +277,6 @@ vectorised! {
     }
 }
 
-/// Computes the cross-entropy loss and, if asked, the gradient of the logits.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, .. } = *entropy;
     let shape = if options.reduction == LossReduction::None { labels.shape().clone() } else { ().into() };

@@ -111,26 +111,31 @@ pub(crate) fn compared_in(x: &Tensor, n: usize) -> Compute {
     }
 }
 
-/// Sorts every line along dim `d`.
 pub(crate) fn run_sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     let n = x.shape().dims()[d];
     if n > MAX_KEYED_LINE_LEN {
         return match x.dtype.compute() {
-            Compute::F32 => long_lines::<f32>(x, d, descending, values, indices),
-            Compute::F64 => long_lines::<f64>(x, d, descending, values, indices),
-            Compute::I64 => long_lines::<i64>(x, d, descending, values, indices),
+            Compute::F32 => sort_long_lines::<f32>(x, d, descending, values, indices),
+            Compute::F64 => sort_long_lines::<f64>(x, d, descending, values, indices),
+            Compute::I64 => sort_long_lines::<i64>(x, d, descending, values, indices),
         };
     }
     match x.dtype.compute() {
-        Compute::F32 => run_as::<f32>(x, d, descending, values, indices),
-        Compute::F64 => run_as::<f64>(x, d, descending, values, indices),
-        Compute::I64 => run_as::<i64>(x, d, descending, values, indices),
+        Compute::F32 => sort_short_lines::<f32>(x, d, descending, values, indices),
+        Compute::F64 => sort_short_lines::<f64>(x, d, descending, values, indices),
+        Compute::I64 => sort_short_lines::<i64>(x, d, descending, values, indices),
     }
 }
 
 /// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit, in a tensor, so that the allocator accounts for
 /// all temporary memory.
-fn long_lines<C: SortElement>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+fn sort_long_lines<C: SortElement>(
+    x: &Tensor,
+    d: usize,
+    descending: bool,
+    values: &Tensor,
+    indices: &Tensor,
+) -> Result<()> {
     let lines = Lines::new(x, d);
     let (n, size, inner) = (lines.n, x.dtype.size(), lines.inner);
     // A key of 32 bits and an index of 32 bits are sorted as one number.
@@ -227,7 +232,13 @@ impl Line<'_> {
     }
 }
 
-fn run_as<C: SortElement>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+fn sort_short_lines<C: SortElement>(
+    x: &Tensor,
+    d: usize,
+    descending: bool,
+    values: &Tensor,
+    indices: &Tensor,
+) -> Result<()> {
     for_each_line::<C>(x, d, values, Some(indices), |line, values, indices| {
         let mut keys: Vec<C::Key> = line.iter().enumerate().map(|(i, &v)| v.key(i, descending)).collect();
         // The index in each key makes all keys different, so the sort is stable.
@@ -239,7 +250,6 @@ fn run_as<C: SortElement>(x: &Tensor, d: usize, descending: bool, values: &Tenso
     })
 }
 
-/// Finds the insertion index of each value of `v` in its sorted line, or for a bool `out`, whether the line contains the value.
 pub(crate) fn searchsorted(
     x: &Tensor,
     lines: &Layout,

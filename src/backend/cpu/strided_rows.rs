@@ -1,6 +1,6 @@
 //! Softmax of rows along another dim than the last. Neighbouring rows are contiguous: element i of all of them forms a line in memory.
-//! First, pieces of several lines are folded; then the result's lines are computed in memory order. So all threads have work, however few
-//! the rows are. The division into pieces does not depend on the number of threads.
+//! First, pieces of several lines are folded; then the result's lines are computed in memory order. So all threads have work even for few
+//! rows. The division into pieces does not depend on the number of threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Number;
@@ -29,8 +29,8 @@ impl SoftmaxJob<'_> {
         if n * inner <= PIECE_ELEMENTS {
             let per_job = (PIECE_ELEMENTS / 4).div_ceil(n * inner);
             return parallel::for_each_chunk(out, per_job * length * inner * size, |i, out| {
-                let (mut tiles, mut facts) = (Tiles::new(inner), vec![zero; 2 * inner]);
-                let (top, sum) = facts.split_at_mut(inner);
+                let (mut tiles, mut row_statistics) = (Tiles::new(inner), vec![zero; 2 * inner]);
+                let (top, sum) = row_statistics.split_at_mut(inner);
                 for (o, out) in out.chunks_mut(length * inner * size).enumerate() {
                     let first = (i * per_job + o) * inner;
                     self.fold_piece(first, 0..n, &mut tiles, top, sum);
@@ -56,15 +56,15 @@ impl SoftmaxJob<'_> {
             let first = slice * inner + column;
             self.fold_piece(first, line..end, &mut Tiles::new(width), &mut top[..width], &mut sum[..width]);
         });
-        let mut facts = vec![zero; slices * across * 2 * width];
-        parallel::for_each_chunk(&mut facts, 2 * width, |i, facts| {
-            let (top, sum) = facts.split_at_mut(width);
+        let mut row_statistics = vec![zero; slices * across * 2 * width];
+        parallel::for_each_chunk(&mut row_statistics, 2 * width, |i, row_statistics| {
+            let (top, sum) = row_statistics.split_at_mut(width);
             let pieces = &pieces[i * along * 2 * width..][..along * 2 * width];
             merge_pieces(self.kind, top, sum, pieces, width);
         });
-        let facts_of = |slice: usize, column: usize| {
-            let facts = &facts[(slice * across + column / width) * 2 * width..][..2 * width];
-            let (top, sum) = facts.split_at(width);
+        let statistics_of = |slice: usize, column: usize| {
+            let row_statistics = &row_statistics[(slice * across + column / width) * 2 * width..][..2 * width];
+            let (top, sum) = row_statistics.split_at(width);
             let width = width.min(inner - column);
             (&top[..width], &sum[..width])
         };
@@ -79,7 +79,7 @@ impl SoftmaxJob<'_> {
                 let (now, later) = rest.split_at_mut(count * inner * size);
                 (at, rest) = (at + count, later);
                 for column in (0..inner).step_by(width) {
-                    let (top, sum) = facts_of(slice, column);
+                    let (top, sum) = statistics_of(slice, column);
                     match folded {
                         true => store_tile(self.out.dtype, top, now, column, 1),
                         false if across == 1 => self.store_results(slice * inner, line, &mut tiles, top, sum, now),
@@ -93,7 +93,6 @@ impl SoftmaxJob<'_> {
         });
     }
 
-    /// True if the operation has a second operand.
     fn has_second_operand(&self) -> bool {
         matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad)
     }

@@ -17,7 +17,7 @@ const BLOCK_SIDE: usize = 64;
 /// Copies with fewer elements stay in the cache in any order.
 const MIN_ELEMENTS: usize = 1 << 12;
 
-/// From this stride and this number of elements on, every element read along a row is in another cache line.
+/// Operands with at least this stride and this many rows are copied first: each element read along a row is in another cache line.
 const FAR_STRIDE: usize = 8;
 
 /// Copies the transposed operands of a launch into its order. Returns the new operands and iteration; None if no operand is transposed.
@@ -25,8 +25,8 @@ pub(crate) fn copy_transposed_operands(launch: &Launch) -> Result<Option<(SmallV
     let Launch { inputs, outputs, strided, program, .. } = launch;
     let transpose = |k: usize| {
         let is_read = program.exprs().iter().any(|e| e.uses_input(k)) && !program.is_identity();
-        let alone = is_read && !outputs.iter().any(|out| out.shares_storage(&inputs[k]));
-        Transpose::try_new(launch, k).filter(|t| alone && t.is_faster_copied())
+        let can_copy = is_read && !outputs.iter().any(|out| out.shares_storage(&inputs[k]));
+        Transpose::try_new(launch, k).filter(|t| can_copy && t.is_faster_copied())
     };
     if (0..inputs.len()).all(|k| transpose(k).is_none()) {
         return Ok(None);
@@ -53,7 +53,6 @@ pub(crate) fn copy_transposed_operands(launch: &Launch) -> Result<Option<(SmallV
 /// A copy of elements without conversion, whose source has its smallest stride along another dim than the last.
 pub(crate) struct Transpose<'a> {
     strided: &'a StridedDims,
-    /// The source's strides.
     strides: &'a [isize],
     /// The dim with the smallest stride in the source.
     inner_dim: usize,

@@ -32,8 +32,8 @@ macro_rules! vectorised {
 }
 pub(crate) use vectorised;
 
-/// A function of one element of each operand. A type, not a closure: its method is certain to be inlined into the loop that is compiled
-/// for the vector units. Code that is not inlined does not use them.
+/// A function of one element of each operand. A type instead of a closure, because its method is always inlined into the vectorised loop;
+/// code that is not inlined is compiled without vectors.
 pub(crate) trait Function<X, C> {
     fn call(x: X) -> C;
 }

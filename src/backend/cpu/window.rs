@@ -17,7 +17,6 @@ const JOB_ELEMENTS: usize = 1 << 14;
 /// Planes with more elements than this are pooled in parts.
 const MAX_PLANE_ELEMENTS: usize = 1 << 17;
 
-/// Gathers the elements of each window into columns: im2col.
 pub(crate) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
@@ -83,7 +82,6 @@ fn for_each_plane<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [
     }
 }
 
-/// Adds columns up in images: col2im.
 pub(crate) fn col2im(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     with_host(&[&columns.storage], &[&out.storage], |reads, writes| match out.dtype.compute() {
         Compute::F32 => col2im_as::<f32>(w, columns, reads[0], writes[0]),
@@ -124,7 +122,6 @@ fn col2im_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [
     for_each_plane(&mut out[..dims[0] * dims[1] * rows * width * size], rows * width * size, one);
 }
 
-/// Computes pooling or its gradient.
 pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     if !out.is_contiguous() {
         return pool_channels_last(w, task, x, index, out);
@@ -200,11 +197,10 @@ impl PoolJob<'_> {
     fn windows_at_once(&self) -> usize {
         let (w, windows) = (self.w, self.w.grid[0] * self.w.grid[1]);
         let parts = windows.max(w.image[0] * w.image[1]).div_ceil(MAX_PLANE_ELEMENTS);
-        let step = if WindowRows::dim(w) == 0 { w.grid[1] } else { 1 };
+        let step = if WindowRows::split_dim(w) == 0 { w.grid[1] } else { 1 };
         if parts <= 1 { windows } else { windows.div_ceil(parts).next_multiple_of(step).min(windows) }
     }
 
-    /// Computes max pooling with indices.
     fn max_pool<C: Number>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
         let (w, dims, dtype) = (self.w, self.x.shape().dims(), self.x.dtype);
         let (planes, count, at_once) = (dims[0] * dims[1], w.grid[0] * w.grid[1], self.windows_at_once());
@@ -212,7 +208,7 @@ impl PoolJob<'_> {
             |o: usize| (w.input_range(0, o / w.grid[1]).0 * w.image[1] + w.input_range(1, o % w.grid[1]).0) as i64;
         let of_whole: Vec<i64> = if at_once == count { (0..count).map(first).collect() } else { Vec::new() };
         // Computes the windows from `o` on of planes from `plane` on. There are several planes if all windows are computed at a time.
-        let several = |plane: usize, o: usize, chunks: &mut [&mut [u8]]| {
+        let compute_planes = |plane: usize, o: usize, chunks: &mut [&mut [u8]]| {
             let [values, indices] = chunks else { unreachable!("two were given") };
             let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
             let made = indices.len().min(at_once);
@@ -243,7 +239,7 @@ impl PoolJob<'_> {
         if at_once < count {
             let planes = values.chunks_mut(count * sizes[0]).zip(indices.chunks_mut(count * sizes[1]));
             return planes.enumerate().for_each(|(plane, (values, indices))| {
-                let each = |i: usize, chunks: &mut [&mut [u8]]| several(plane, i * at_once, chunks);
+                let each = |i: usize, chunks: &mut [&mut [u8]]| compute_planes(plane, i * at_once, chunks);
                 parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| at_once * size), each);
             });
         }
@@ -251,7 +247,7 @@ impl PoolJob<'_> {
             true => planes,
             false => (JOB_ELEMENTS / 4).div_ceil(w.image[0] * w.image[1]),
         };
-        let each = |i: usize, chunks: &mut [&mut [u8]]| several(i * per_job, 0, chunks);
+        let each = |i: usize, chunks: &mut [&mut [u8]]| compute_planes(i * per_job, 0, chunks);
         parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| per_job * count * size), each);
     }
 
@@ -291,7 +287,7 @@ impl PoolJob<'_> {
         let of_whole = if at_once == windows { divisors(0, windows) } else { Vec::new() };
         let (zero, size) = (C::from_i32(0), DType::size(self.x.dtype));
         // Computes the windows from `o` on of planes from `plane` on. There are several planes if all windows are computed at a time.
-        let several = |plane: usize, o: usize, out: &mut [u8]| {
+        let compute_planes = |plane: usize, o: usize, out: &mut [u8]| {
             let count = if at_once == windows { windows } else { out.len() / size };
             let part = match self.task {
                 PoolTask::Mean(_) => WindowRows::new(w, o, count),
@@ -299,7 +295,7 @@ impl PoolJob<'_> {
             };
             let made = if at_once == windows { made } else { count };
             let of_part = if at_once == windows { Vec::new() } else { divisors(o, count) };
-            let shares = if at_once == windows { &of_whole } else { &of_part };
+            let part_divisors = if at_once == windows { &of_whole } else { &of_part };
             let (taps, skipped) = (Taps::new(&part.windows), part.first[0] * w.image[1] + part.first[1]);
             let (mut buffer, mut result) = (Vec::new(), vec![zero; made]);
             let mut gathered = vec![zero; part.windows.grid[1]];
@@ -310,17 +306,23 @@ impl PoolJob<'_> {
                 result.fill(zero);
                 let result = &mut result[..];
                 match self.task {
-                    PoolTask::Mean(_) if !w.adaptive => avg_pool_plane(&taps, plane, &mut gathered, shares, result),
-                    PoolTask::MeanBackward(_) if !w.adaptive => {
-                        avg_pool_gradient(&taps, plane, shares, &mut scaled, result);
+                    PoolTask::Mean(_) if !w.adaptive => {
+                        avg_pool_plane(&taps, plane, &mut gathered, part_divisors, result)
                     }
-                    PoolTask::Mean(_) => result.iter_mut().zip(shares).enumerate().for_each(|(i, (y, share))| {
-                        *y = inside(o + i).fold(*y, |sum, at| sum.add(plane[at - skipped])).div(*share);
-                    }),
-                    PoolTask::MeanBackward(_) => plane.iter().zip(shares).enumerate().for_each(|(o, (g, share))| {
-                        let g = g.div(*share);
-                        inside(o).for_each(|at| result[at] = result[at].add(g));
-                    }),
+                    PoolTask::MeanBackward(_) if !w.adaptive => {
+                        avg_pool_gradient(&taps, plane, part_divisors, &mut scaled, result);
+                    }
+                    PoolTask::Mean(_) => {
+                        result.iter_mut().zip(part_divisors).enumerate().for_each(|(i, (y, divisor))| {
+                            *y = inside(o + i).fold(*y, |sum, at| sum.add(plane[at - skipped])).div(*divisor);
+                        })
+                    }
+                    PoolTask::MeanBackward(_) => {
+                        plane.iter().zip(part_divisors).enumerate().for_each(|(o, (g, divisor))| {
+                            let g = g.div(*divisor);
+                            inside(o).for_each(|at| result[at] = result[at].add(g));
+                        })
+                    }
                     PoolTask::MaxBackward => plane.iter().zip(&indices[plane_i * windows..]).for_each(|(g, &at)| {
                         result[at as usize] = result[at as usize].add(*g);
                     }),
@@ -332,13 +334,13 @@ impl PoolJob<'_> {
         let out = &mut out[..dims[0] * dims[1] * made * size];
         if at_once < windows {
             return out.chunks_mut(windows * size).enumerate().for_each(|(plane, out)| {
-                parallel::for_each_chunk(out, at_once * size, |i, out| several(plane, i * at_once, out));
+                parallel::for_each_chunk(out, at_once * size, |i, out| compute_planes(plane, i * at_once, out));
             });
         }
         let per_job = (JOB_ELEMENTS / 4).div_ceil(elements.max(windows));
         match dims[0] * dims[1] * elements.max(windows) <= JOB_ELEMENTS {
-            true => several(0, 0, out),
-            false => parallel::for_each_chunk(out, per_job * made * size, |i, out| several(i * per_job, 0, out)),
+            true => compute_planes(0, 0, out),
+            false => parallel::for_each_chunk(out, per_job * made * size, |i, out| compute_planes(i * per_job, 0, out)),
         }
     }
 }
@@ -353,12 +355,12 @@ struct WindowRows {
 
 impl WindowRows {
     /// The dim along which a plane is divided.
-    fn dim(w: &Windows) -> usize {
+    fn split_dim(w: &Windows) -> usize {
         usize::from(w.image[0] == 1 && w.grid[0] == 1)
     }
 
     fn new(w: &Windows, first: usize, count: usize) -> WindowRows {
-        let d = WindowRows::dim(w);
+        let d = WindowRows::split_dim(w);
         let step = if d == 0 { w.grid[1] } else { 1 };
         let (from, to) = (first / step, (first + count) / step);
         let start =

@@ -31,7 +31,7 @@ const MMA: &str = concat!(
     include_str!("../../../kernels/attention_mma.cl")
 );
 
-/// The minimum number of keys of a group when several groups share the keys of one tile of queries.
+/// The minimum number of keys of a group when several groups divide the keys of a tile of queries among them.
 const MIN_KEYS_PER_PART: usize = 256;
 
 /// True if these kernels compute the call. Attention by blocked matrix products is faster on CPUs, and for halves on devices with tensor
@@ -81,8 +81,7 @@ pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
     let tensors = [q, k, v, mask, out, logsumexp];
     launch_attention(OpKind::Attention, a, &tensors, |device| {
         let mut shape = AttentionLaunches::new(device, a, &tensors[..5]);
-        // If there are fewer tiles of queries than compute units, groups share the keys of a tile. Not on tensor cores,
-        // which get many queries.
+        // If there are fewer tiles of queries than compute units, several groups divide the keys, except on tensor cores, which get many queries.
         let (units, mut parts) = (device.info().compute_units.max(1), 1);
         let groups = |shape: &AttentionLaunches| {
             shape.groups(AttentionKernel::Forward, shape.tiles(AttentionKernel::Forward)[0])
@@ -127,7 +126,7 @@ pub(crate) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Te
             let groups = shape.groups(entry, tile);
             let mut launch = KernelLaunch::new(kernel, groups * tile.group_size(), tile.group_size());
             operands.iter().for_each(|&i| shape.push_operand(&mut launch, i));
-            // The log-sum-exp, and delta, which the first launch writes for the second.
+            // The log-sum-exp, and the scratch tensor `delta`, which the first launch writes for the second.
             (9..11).for_each(|i| launch.push_tensor(i));
             shape.push_sizes(&mut launch, 1);
             shape.push_scalars(&mut launch);
@@ -149,12 +148,11 @@ fn staged_operands<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a T
 struct AttentionLaunches<'a> {
     device: &'static ClDevice,
     a: &'a FusedAttention<'a>,
-    /// Tensors `[batch.., heads, rows, columns]`: queries, keys, values, mask and result; for the backward pass also the result's gradient
-    /// and the gradients of queries, keys and values.
+    /// Tensors `[batch.., heads, rows, columns]`: q, k, v, mask and result; in the backward pass also the gradients of result, q, k and v.
     operands: &'a [&'a Tensor],
     /// The dims before the heads.
     batch: StridedDims,
-    /// On tensor cores, the number of bytes that are copied to local memory at once.
+    /// The bytes of one asynchronous copy to local memory on tensor cores; None without tensor cores.
     copy: Option<usize>,
     /// The number of elements that a work-item stores at once on tensor cores, or loads at once elsewhere.
     width: usize,

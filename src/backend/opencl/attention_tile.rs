@@ -5,10 +5,10 @@ use crate::backend::problem::attention::FusedAttention;
 use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A, TuningParameter};
 use crate::{DType, Tensor};
 
-/// The maximum head width. Of wider heads only a few rows would fit in local memory.
+/// The maximum head width. Only a few rows of wider heads would fit in local memory.
 pub(crate) const MAX_HEAD_WIDTH: usize = 256;
 
-/// The maximum head width on tensor cores, whose gradients stay in registers.
+/// The maximum head width on tensor cores, where the gradients stay in registers.
 const MAX_MMA_HEAD_WIDTH: usize = 128;
 
 /// Up to this number of queries tensor cores are not used, because most of their fragments would be empty.
@@ -29,7 +29,7 @@ pub(crate) enum AttentionKernel {
 pub(crate) enum Tile {
     /// Work-items along rows and columns, and the scores of each work-item along both.
     Plain { columns: usize, rows: usize, mi: usize, ni: usize },
-    /// Tiles on tensor cores: the number of warps, and of fragments of 16 rows in each warp. With `wgmma` four warps multiply together.
+    /// Tiles on tensor cores: `warps` of `fragments` times 16 rows, against `other` rows. With `wgmma`, four warps multiply together.
     Mma { warps: usize, fragments: usize, other: usize, wgmma: bool },
 }
 
@@ -54,7 +54,7 @@ const fn mma(fragments: usize, other: usize) -> Tile {
     Tile::Mma { warps: 4, fragments, other, wgmma: false }
 }
 
-/// The maximum registers of a work-item for f32 on tensor cores with heads of up to 64, so that three groups share a compute unit.
+/// Register limit of a work-item for f32 heads of up to 64 on tensor cores, so that three groups fit on a compute unit.
 const F32_MAX_REGISTERS: usize = 168;
 
 const WGMMA_TILE: Tile = Tile::Mma { warps: 4, fragments: 1, other: 64, wgmma: true };
@@ -64,9 +64,8 @@ pub(crate) fn suits_tensor_cores(device: &ClDevice, a: &FusedAttention) -> bool 
     a.q.dtype.size() <= 4 && a.sizes()[1] > MAX_QUERIES_WITHOUT_MMA && device.tensor_cores().local > 0
 }
 
-/// Returns the number of bytes that tensor-core kernels copy at once from the rows of these tensors. None if tensor cores cannot be used:
-/// rows are not contiguous or not aligned, heads are too wide, or the scale is not positive in f32. With such a scale the greatest
-/// product need not have the greatest weight.
+/// Returns the bytes of one asynchronous copy from the rows of these tensors. None if tensor cores cannot be used: rows are strided or unaligned,
+/// heads are too wide, or the scale is not positive in f32, so that the greatest product need not have the greatest weight.
 pub(crate) fn async_copy_bytes(device: &ClDevice, a: &FusedAttention, tensors: &[&Tensor]) -> Option<usize> {
     let [.., width, value_width] = a.sizes();
     let last = |t: &Tensor| t.rank() - 1;

@@ -1,6 +1,5 @@
-//! Remembers indices that are known to be in range, to skip checks of the same indices. A kernel checks its indices and records the first
-//! that is out of range; the next wait must read that record from the device. If the indices passed the same check before and have
-//! not changed since, this read is skipped.
+//! Remembers indices that passed a range check. A kernel records the first index that is out of range, and the next wait must read that record from
+//! the device. The read is skipped if the same indices passed the same check before and have not changed since.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,7 +13,7 @@ pub(crate) fn new_check_id() -> u64 {
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// Returns a number for the check that these values identify, for kernels without a cached plan.
+/// Hashes the values that identify a check into its number, for kernels without a cached plan.
 pub(crate) fn hash_check(parts: impl IntoIterator<Item = u64>) -> u64 {
     let mix = |hash: u64, part: u64| (hash.rotate_left(29) ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     parts.into_iter().fold(1, mix)
@@ -25,15 +24,15 @@ pub(crate) fn hash_check(parts: impl IntoIterator<Item = u64>) -> u64 {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PendingCheck(Option<u64>);
 
-/// Returns None if the indices are known to pass check number `check`. During a capture they are never known, because each replay checks
-/// its indices.
+/// Returns None if the indices are known to pass check number `check`. During a capture the result is never None, because each replay checks its
+/// indices.
 pub(crate) fn begin_check(device: &ClDevice, index: &Tensor, check: u64) -> Option<PendingCheck> {
     if is_capturing(index.device()) {
         return Some(PendingCheck(None));
     }
     let (reads, known) = (device.fault_reads(), index.storage.index_check());
     let hash = hash_indices(index, check, reads);
-    // The indices are known if a read that found no faults began after the launch. The low bits are compared modulo 2^16.
+    // The indices are known if the check's hash matches and a read without faults began after the launch. Counts of reads are compared modulo 2^16.
     let is_known = known & !BEGUN_READS_MASK == hash && (reads.clean.wrapping_sub(known) as u16 as i16) > 0;
     (!is_known).then_some(PendingCheck(Some(hash)))
 }
@@ -48,7 +47,7 @@ pub(crate) fn note_launch(device: &ClDevice, index: &Tensor, unknown: PendingChe
 /// The bits that hold the number of reads that had begun when the kernel was launched.
 const BEGUN_READS_MASK: u64 = u16::MAX as u64;
 
-/// Returns the other bits: a hash of everything that the result of the check depends on.
+/// Returns the bits outside [`BEGUN_READS_MASK`]: a hash of everything that the result of the check depends on.
 fn hash_indices(index: &Tensor, check: u64, reads: FaultReads) -> u64 {
     let (version, offset, dtype) = (index.storage.version(), index.layout.offset as u64, index.dtype as u64);
     let hash = hash_check([check, version, offset, dtype, reads.slot, reads.found]);

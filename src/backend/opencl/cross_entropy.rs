@@ -8,7 +8,7 @@ use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::softmax::{ROWS, TEMPLATE, defines};
+use crate::backend::opencl::softmax::{ROWS, TEMPLATE, row_defines};
 use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
@@ -17,11 +17,10 @@ use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
-/// The maximum number of labels for which every group counts the labels that are not ignored. Up to this size that is faster than a
-/// separate launch.
+/// Up to this number of labels, every group counts the labels that are not ignored, which is faster than a separate launch.
 const MAX_LABELS_COUNTED_PER_GROUP: usize = 1 << 16;
 
-/// How the kernels get the number of labels that are not ignored. The values are those in `kernels/cross_entropy.cl`.
+/// How the kernels get the number of labels that are not ignored. The discriminants are the codes in `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy)]
 enum LabelCount {
     /// Every group counts all labels.
@@ -99,7 +98,7 @@ impl CrossEntropySchedule {
         let slices = if whole || rows >= 2 * units || slices == 1 { 0 } else { slices };
         let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
         let rounds = rows.div_ceil(group / sharing);
-        // Gives each group the same number of rows, and the device runs all groups at once.
+        // All groups get the same number of rows, and run on the device at the same time.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let last_group_sums = !each && groups > 1 && device.has_fence();
         CrossEntropySchedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
@@ -128,7 +127,7 @@ impl CrossEntropySchedule {
     }
 }
 
-/// Computes the loss, or one partial sum for each group if the last group does not add them up.
+/// Computes the loss, or a partial sum for each group unless the last group adds up the sums.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, count } = *entropy;
     let device = x.cl_device()?;
@@ -172,7 +171,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         let kernel = get_or_build_kernel(device, KernelKey::new("cross_entropy", &params), "row", || {
             let gradient = if with_grad { "#define WITH_GRAD\n" } else { "" };
             let (b, t) = (loss.dtype, labels.dtype);
-            let common = defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
+            let common = row_defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
             match cpu {
                 true => format!("{common}#define CROSS_ENTROPY\n{STRIDED_DIMS}{ROWS}{TEMPLATE}"),
                 false => common + &schedule.defines(x.dtype, stage) + STRIDED_DIMS + ROW_BLOCKS + GPU_TEMPLATE,

@@ -33,14 +33,13 @@ pub(crate) struct Depthwise {
     /// The number of channels of the image.
     inner: usize,
     /// The number of outputs of a row that a work-item computes when rows are not loaded as vectors.
-    per: usize,
+    per_item: usize,
 }
 
-/// The outputs of a row that a work-item computes, the width of its loads and stores, and the number of elements that the
-/// first load skips.
+/// How a work-item accesses a row: its number of outputs, the elements of a load or store, and the elements that the first load skips.
 #[derive(Debug, Clone, Copy)]
 struct RowAccess {
-    per: usize,
+    per_item: usize,
     at_once: usize,
     skip: usize,
 }
@@ -58,7 +57,7 @@ impl Depthwise {
     /// Returns None for groups of several channels, for filters too large for a work-item's registers, and for empty tensors.
     pub(crate) fn new(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize) -> Option<Depthwise> {
         let [_, of_group, kh, kw] = sizes_4d(weight);
-        let line = |per: usize| (per - 1) * windows.stride[1] + (kw - 1) * windows.dilation[1] + 1;
+        let line = |per_item: usize| (per_item - 1) * windows.stride[1] + (kw - 1) * windows.dilation[1] + 1;
         if of_group != 1
             || groups == 1
             || kh * kw > MAX_TAPS
@@ -68,8 +67,8 @@ impl Depthwise {
             return None;
         }
         let wanted = x.cl_device().ok()?.tuned(TuningParameter::DepthwiseColumns);
-        let per = [wanted, 1].into_iter().find(|&per| line(per) <= MAX_LINE_ELEMENTS)?;
-        Some(Depthwise { windows, inner: groups, per })
+        let per_item = [wanted, 1].into_iter().find(|&per_item| line(per_item) <= MAX_LINE_ELEMENTS)?;
+        Some(Depthwise { windows, inner: groups, per_item })
     }
 
     /// Chooses how rows are accessed. f16 and bf16 are loaded in vectors of eight or four if the rows of all tensors are
@@ -78,22 +77,22 @@ impl Depthwise {
         let Windows { image, grid, kernel: [_, kw], stride: [_, sw], padding: [_, pad], dilation: [_, dw], .. } =
             self.windows;
         let of_images = matches!(made, DepthwiseOutput::Images);
-        let fits = |&per: &usize| {
+        let fits = |&per_item: &usize| {
             let starts = from.iter().flat_map(|t| row_starts(t));
-            let line = (per - 1) * sw + (kw - 1) * dw + 1;
+            let line = (per_item - 1) * sw + (kw - 1) * dw + 1;
             line <= MAX_LINE_ELEMENTS
                 && (sw == 1 || !of_images)
-                && image[1].is_multiple_of(per)
-                && grid[1].is_multiple_of(per)
+                && image[1].is_multiple_of(per_item)
+                && grid[1].is_multiple_of(per_item)
                 && from.iter().all(|t| t.dtype.size() == 2 && t.strides()[3] == 1)
-                && starts.map(isize::unsigned_abs).all(|start| start.is_multiple_of(per))
+                && starts.map(isize::unsigned_abs).all(|start| start.is_multiple_of(per_item))
         };
         match [8, 4].into_iter().filter(|_| device.info().kind != DeviceKind::Cpu).find(fits) {
             Some(at_once) => {
                 let before = if of_images { pad as isize - ((kw - 1) * dw) as isize } else { -(pad as isize) };
-                RowAccess { per: at_once, at_once, skip: before.rem_euclid(at_once as isize) as usize }
+                RowAccess { per_item: at_once, at_once, skip: before.rem_euclid(at_once as isize) as usize }
             }
-            None => RowAccess { per: self.per, at_once: 1, skip: 0 },
+            None => RowAccess { per_item: self.per_item, at_once: 1, skip: 0 },
         }
     }
 
@@ -112,13 +111,13 @@ impl Depthwise {
             DepthwiseOutput::Weight { group } => ("WEIGHT", group),
             DepthwiseOutput::Sum => ("SUM", 0),
         };
-        let RowAccess { per, at_once, skip } = row;
-        let sizes = [kh, kw, sh, sw, dh, dw, per, at_once, skip, group].map(|n| n as u64);
+        let RowAccess { per_item, at_once, skip } = row;
+        let sizes = [kh, kw, sh, sw, dh, dw, per_item, at_once, skip, group].map(|n| n as u64);
         let params: SmallVec<[u64; 12]> = sizes.into_iter().chain([t.dtype as u64, wide.into()]).collect();
         get_or_build_kernel(device, KernelKey::new(name, &params), "depthwise", || {
             format!(
                 "#define {name}\n#define GROUP {group}\n#define KH {kh}\n#define KW {kw}\n#define SH {sh}\n#define SW {sw}\n\
-                 #define DH {dh}\n#define DW {dw}\n#define PER {per}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
+                 #define DH {dh}\n#define DW {dw}\n#define PER {per_item}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
                 if at_once > 1 { format!("#define SKIP {skip}\n") } else { String::new() },
                 vector_defines(t.dtype, at_once),
                 type_defines(t.dtype, wide)
@@ -145,7 +144,7 @@ impl Depthwise {
     ) -> Result<()> {
         let (device, [n, channels, rows, columns]) = (out.cl_device()?, sizes_4d(out));
         let row = self.choose_row_access(device, made, &[from]);
-        let count = n * channels * rows * columns.div_ceil(row.per);
+        let count = n * channels * rows * columns.div_ceil(row.per_item);
         let kernel = self.kernel(device, made, row, from, needs_64_bit([out.numel(), count]))?;
         let words = self.words(sizes_4d(weight)[0], from, from, weight);
         let (x, w, y) = (from.device_view()?, weight.device_view()?, out.device_view()?);
@@ -167,7 +166,7 @@ impl Depthwise {
         let (from, to) = (sums.device_view()?, out.device_view()?);
         let args = tensor_args(&[&from, &to], [Arg::U64(out.numel() as u64), Arg::U64(parts as u64)]);
         let kernel =
-            self.kernel(device, DepthwiseOutput::Sum, RowAccess { per: 1, at_once: 1, skip: 0 }, out, false)?;
+            self.kernel(device, DepthwiseOutput::Sum, RowAccess { per_item: 1, at_once: 1, skip: 0 }, out, false)?;
         launch_tuned(device, &kernel, &args, out.numel())
     }
 
@@ -223,7 +222,7 @@ impl Convolution for Depthwise {
         // On a CPU a single work-item computes a part of a channel's sums.
         let group = if device.info().kind == DeviceKind::Cpu { 1 } else { default_group_size(device) };
         let row = self.choose_row_access(device, DepthwiseOutput::Weight { group }, &[x, y]);
-        let count = n * rows * columns.div_ceil(row.per);
+        let count = n * rows * columns.div_ceil(row.per_item);
         let units = device.info().compute_units.max(1);
         let enough = if group == 1 { 8 * units } else { units * ITEMS_PER_UNIT / group };
         let parts = enough.div_ceil(channels).min(count.div_ceil(8 * group)).max(1);

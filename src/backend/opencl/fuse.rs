@@ -9,9 +9,9 @@
 //! - both draw random numbers from the same generator, if both draw any, and the first is not a constant;
 //! - the first records no faults, and the fused formula is not too large ([`MAX_OPERANDS`], [`MAX_NODES`]).
 //!
-//! Fusion saves a launch, a store and a load. It keeps the same bits, because floating-point contraction is off. A formula is removed
-//! if nothing can read any of its results. For other commands only their storages are known, and each command is assumed to read and
-//! write all of its storages.
+//! Fusion saves a launch, a store and a load, and keeps the bits of the results, because floating-point contraction is off. A formula is removed if
+//! nothing can read any of its results. For other commands only their storages are known, and each command is assumed to read and write all of its
+//! storages.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
@@ -39,9 +39,8 @@ const MAX_NODES: usize = 96;
 /// The changes that fusion makes to a recording.
 #[derive(Default)]
 pub(super) struct Changes {
-    /// The commands to remove.
     pub(super) removed_commands: Vec<usize>,
-    /// Commands to replace, with the fused launches that replace them.
+    /// Commands, with the fused launches that replace them.
     pub(super) replaced_commands: Vec<(usize, Command)>,
 }
 
@@ -119,7 +118,7 @@ impl Drop for FormulaRecorder {
 pub(super) fn record_formulas(formulas: &Formulas, launch: impl FnOnce() -> Result<()>) -> Result<()> {
     let command = capture::command_count();
     launch()?;
-    // If operands had to be copied there are several commands. Their formula is not recorded.
+    // If operands had to be copied, the launch took several commands, and its formula is not recorded.
     if capture::command_count() == command + 1
         && let Some(formula) = Formula::from_launch(formulas, command)
     {
@@ -267,7 +266,7 @@ impl CapturedCommands<'_> {
         formulas.iter().enumerate().for_each(|(i, formula)| command_kinds[formula.command] = CommandKind::Formula(i));
         let (mut others, mut users): (Vec<Vec<SegmentRange>>, HashMap<u64, BTreeSet<usize>>) = Default::default();
         let mut rest = uses.uses.iter().peekable();
-        // A storage noted before a formula that is not one of its operands belongs to the next command that is not a formula.
+        // If a storage noted before a formula is not an operand of the formula, it belongs to the next command that is not a formula.
         let (mut first, mut pending) = (0, Vec::new());
         for command in 0..commands {
             while let Some(used) = rest.next_if(|used| used.command == command) {

@@ -100,9 +100,8 @@ fn fits_32_bits(strided: &StridedDims, others: &[isize]) -> bool {
     !needs_64_bit(strides.chain(strided.dims.iter().copied()))
 }
 
-/// Combines contiguous elements into units, and returns the unit, a power of two of at most `most` elements. The innermost size and
-/// the strides are divided by the unit. The unit divides all strides and `starts`; it is 1 unless the innermost stride of all `operands`
-/// is 1.
+/// Divides the innermost size and the outer strides of `operands` by the returned unit, so that contiguous elements move together. The unit is a
+/// power of two of at most `most` elements that divides all strides and `starts`, and 1 unless the innermost stride of all `operands` is 1.
 pub(crate) fn combine_into_units(
     strided: &mut StridedDims,
     operands: &[usize],

@@ -7,7 +7,7 @@ pub(crate) mod tests;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::gemm::source::{SourceOptions, source};
+use crate::backend::opencl::gemm::source::{SourceOptions, gemm_source};
 use crate::backend::opencl::gemm_mma::{BufferMatrix, Mma, SplitK, WindowsOperand};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
@@ -143,8 +143,8 @@ fn launch_without_copies(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<boo
     Ok(sums.is_some() && entry.plan.uses_tensor(tensors.len() - 1))
 }
 
-/// Makes the launch plan. Its tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is the same
-/// tensor if the launch may write to it. `planes` is the number of bf16 values into which an f32 is split.
+/// Makes the launch plan. Its tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is `g.sums` if the launch
+/// may write to that tensor. `planes` is the number of bf16 values into which an f32 is split.
 fn make_plan(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>, planes: usize) -> Result<LaunchPlan> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
@@ -221,11 +221,11 @@ impl ChosenKernel<'_> {
             let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
             let extent =
                 SourceOptions { batch: plan.batch.len(), outs, sums: sums.is_some(), parts: partial.is_some(), wide };
-            source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
+            gemm_source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
         })?;
 
         let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.group_size(), variant.group_size());
-        // An empty matrix has no buffer and is not read, so that the result's buffer can stand in for it.
+        // An empty matrix has no buffer and is not read, so the result's buffer stands in for the matrix.
         let [of_a, of_b] = [left, right].map(|k| launch.push_buffer(if operands[k].numel() == 0 { 2 } else { k }));
         let mut numbers = StructWords::default();
         numbers.extend([plan.m, plan.n, plan.k]);
@@ -343,7 +343,7 @@ fn choose_thin(
     Some((plan, GemmKernel::Thin(thin), flip))
 }
 
-/// Transposes the plan if only the columns of the result are contiguous, so that stores are coalesced. Also returns whether it did.
+/// Transposes the plan if only the columns of the result are contiguous, so that stores are coalesced. Also returns whether the plan was transposed.
 fn transpose_for_coalesced_stores(plan: GemmPlan) -> (GemmPlan, bool) {
     let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
     (if flip { plan.transposed() } else { plan }, flip)
@@ -376,7 +376,7 @@ fn choose_cpu_kernel(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (Ge
     let class = size_class(&plan, compute);
     let has_full_vectors = |n: usize| n >= width * device.tuned_for(TuningParameter::PanelVectors, class);
     let panel = |plan: GemmPlan, flipped: bool, unit: bool| {
-        let panel = Panel::of(device, class, plan.m);
+        let panel = Panel::tuned(device, class, plan.m);
         let height = panel.height(&plan, width, device.info().compute_units);
         (plan, GemmKernel::Panel { panel, width, unit: unit && compute != Compute::I64, height }, flipped)
     };
@@ -397,8 +397,7 @@ fn choose_cpu_kernel(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (Ge
     }
 }
 
-/// Returns the number of contiguous results that a work-item of a GPU stores at once: 16 bytes if aligned, else 4 elements if aligned,
-/// else 1.
+/// Returns the number of contiguous results that a work-item of a GPU stores at once: 16 bytes if aligned, else 4 elements if aligned, else 1.
 fn results_per_store(variant: GemmKernel, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let most = match variant {
         // Adjacent columns of these results are not always contiguous, or are padding.

@@ -70,7 +70,7 @@ const FEW_ROWS_TILES: [&[Tile]; 3] = [
         mma_tile(64, 64, 32, (2, 2), 4),
     ],
 ];
-/// Tiles for f32 split into planes, in the same order. Local memory holds the bf16 planes beside the slices.
+/// Tiles for f32 split into planes, in the order of [`HALF_TILES`]. Local memory holds the bf16 planes beside the slices.
 const F32_TILES: [Tile; 5] = [
     wgmma_tile(128, 32, 3),
     wgmma_tile(64, 32, 4),
@@ -79,8 +79,7 @@ const F32_TILES: [Tile; 5] = [
     mma_tile(64, 64, 16, (2, 2), 4),
 ];
 
-/// Tiles for f32 as TF32: those for halves, with slices of the same number of bytes. wgmma multiplies TF32 only if both matrices are
-/// contiguous along k.
+/// Tiles for f32 as TF32: [`HALF_TILES`] with slices of as many bytes. wgmma multiplies TF32 only if both matrices are contiguous along k.
 const TF32: [Tile; 6] = {
     let mut tiles = HALF_TILES;
     let mut i = 0;
@@ -95,7 +94,7 @@ const TF32: [Tile; 6] = {
 const MAX_TIME_RATIO: f64 = 1.3;
 /// The columns of the narrowest tiles.
 const MIN_TILE_COLUMNS: usize = 64;
-/// The largest k for which products with windows on the left are limited by memory bandwidth, and their tile. Two work-groups fit on
+/// The largest k for which products with windows on the left are limited by memory bandwidth, and the tile for these products. Two work-groups fit on
 /// a multiprocessor, so one writes while the other reads.
 const SHALLOW_K_AND_TILE: (usize, Tile) = (256, wgmma_tile(128, 32, 4));
 
@@ -145,8 +144,7 @@ struct MatrixAccess {
     copy: usize,
 }
 
-/// Split-k: the division of a product's depth among work-groups. The last group to finish a tile adds up the parts, always in the same
-/// order.
+/// Split-k: the division of a product's depth among work-groups. The last group to finish a tile adds up the parts, always in the same order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SplitK {
     pub(crate) count: usize,
@@ -224,7 +222,7 @@ impl Mma {
 
     /// Chooses the kernel for windows. `along_k` says whether the other matrix is contiguous along k. Lines of both matrices
     /// must be multiples of 16 bytes.
-    pub(crate) fn of_windows(
+    pub(crate) fn choose_for_windows(
         plan: &GemmPlan,
         (dtype, planes): (DType, usize),
         (windows, along_k): (WindowsOperand, bool),
@@ -286,8 +284,7 @@ impl Mma {
         SplitK { count: plan.k.div_ceil(depth), depth }
     }
 
-    /// Returns the number of parts that takes the least time, and that time in us. The constants were measured on an H200; only
-    /// their ratios matter.
+    /// Returns the number of parts that takes the least time, and that time in us. The constants were measured on an H200; only their ratios matter.
     fn best_split(&self, plan: &GemmPlan, units: usize) -> (usize, f64) {
         let Tile { m, n, k, wgmma, .. } = self.tile;
         let tiles = self.tile_count(plan);
@@ -315,8 +312,7 @@ impl Mma {
         shared.fold((1, time(1)), |best, other| if other.1 < best.1 { other } else { best })
     }
 
-    /// True if the kernel can add up the rows of the left matrix, which needs a work-item that splits elements of only a
-    /// few rows into planes.
+    /// True if the kernel can add up the rows of the left matrix, which needs a work-item that splits elements of only a few rows into planes.
     pub(crate) fn can_sum_rows(&self) -> bool {
         self.planes > 1 && !self.a.along_k
     }
@@ -336,7 +332,6 @@ impl Mma {
         32 * self.tile.warps.0 * self.tile.warps.1
     }
 
-    /// Returns the number of bytes of local memory.
     fn local_memory(self) -> usize {
         let Tile { m, n, k, stages, .. } = self.tile;
         let cut = if self.planes > 1 { 2 * self.planes * 2 } else { 0 };
@@ -370,10 +365,10 @@ impl Mma {
             _ => "bf16",
         };
         let tf32 = define_if(self.is_tf32(), "TF32");
-        // The tile rows in a band, whose work-groups run together; measured.
+        // The number of tile rows in a band, whose work-groups run together. Measured.
         let band = if dtype == DType::F32 { 4 } else { 8 };
-        // With wgmma and without planes, the multiplication of a slice begins before that of the previous slice ends,
-        // which occupies one more slot.
+        // With wgmma and without planes, the multiplication of a slice begins before that of the previous slice ends, which needs one more stage of
+        // local memory.
         let ahead = stages - if wgmma && planes == 1 { 3 } else { 2 };
         format!(
             "{}{tf32}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\

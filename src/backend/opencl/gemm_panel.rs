@@ -14,7 +14,7 @@ pub(crate) struct Panel {
 
 impl Panel {
     /// Returns the sizes that are tuned for the device and products of this class. Products of one row get one row.
-    pub(crate) fn of(device: &ClDevice, class: SizeClass, m: usize) -> Panel {
+    pub(crate) fn tuned(device: &ClDevice, class: SizeClass, m: usize) -> Panel {
         let tuned = |knob| device.tuned_for(knob, class);
         let rows = if m == 1 { 1 } else { tuned(TuningParameter::PanelRows) };
         let (vectors, depth) = (tuned(TuningParameter::PanelVectors), tuned(TuningParameter::PanelDepth));

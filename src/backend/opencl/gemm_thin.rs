@@ -18,7 +18,7 @@ const SHARED_MAX_THREADS: usize = 256;
 const MAX_THREADS: usize = 1024;
 /// The number of work-items whose loads are coalesced.
 const COALESCED_ITEMS: usize = 32;
-/// The number of loads that a work-item has in flight. Another work-item along k is added only if each still has that many.
+/// The number of loads that a work-item has in flight. Work-items along k are added only while each still has this many loads.
 const LOADS_IN_FLIGHT: usize = 8;
 /// The number of work-items that occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
@@ -165,7 +165,7 @@ mod tests {
     use crate::tensor::Layout;
     use crate::{DType, Shape};
 
-    fn chosen([m, n, k]: [usize; 3], transposed: bool, dtype: DType, fence: bool) -> Option<Thin> {
+    fn choose_thin([m, n, k]: [usize; 3], transposed: bool, dtype: DType, fence: bool) -> Option<Thin> {
         let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
         let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
         let b = if transposed { b.transpose(0, 1) } else { b };
@@ -178,7 +178,7 @@ mod tests {
         let sizes = [[1, 1, 1], [1, 10, 1 << 20], [7, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0], [1, 8, 64], [1, 1, 999]];
         for (sizes, transposed) in sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]) {
             for (dtype, fence) in [DType::F32, DType::F16, DType::U8].map(|t| [(t, false), (t, true)]).concat() {
-                let thin = chosen(sizes, transposed, dtype, fence).unwrap();
+                let thin = choose_thin(sizes, transposed, dtype, fence).unwrap();
                 let (threads, SplitK { count, depth }) = (thin.threads(), thin.parts);
                 assert!((MIN_THREADS..=MAX_THREADS).contains(&threads) && threads.is_power_of_two(), "{thin:?}");
                 assert!(thin.rows == sizes[0], "{thin:?}");
@@ -189,7 +189,7 @@ mod tests {
             }
         }
         let spread = |sizes, transposed, dtype, fence| {
-            let thin = chosen(sizes, transposed, dtype, fence).unwrap();
+            let thin = choose_thin(sizes, transposed, dtype, fence).unwrap();
             (thin.lanes, thin.columns, thin.reads.width, thin.parts.count)
         };
         assert_eq!(spread([1, 4096, 8192], false, DType::F32, true), (8, 32, 4, 16));
@@ -199,6 +199,6 @@ mod tests {
         assert_eq!(spread([1, 16_384, 4096], true, DType::F32, true), (32, 8, 4, 1));
         assert_eq!(spread([1, 10, 1 << 20], true, DType::F32, true), (256, 1, 4, 43));
         assert_eq!(spread([1, 10, 1 << 20], true, DType::F32, false), (1024, 1, 4, 1));
-        assert_eq!(chosen([8, 64, 64], false, DType::F32, true), None);
+        assert_eq!(choose_thin([8, 64, 64], false, DType::F32, true), None);
     }
 }

@@ -20,8 +20,7 @@ pub(crate) const ROW_BLOCKS: &str = include_str!("../../../kernels/row_blocks.cl
 /// The default work-group size of kernels whose work-items are independent.
 pub(crate) const DEFAULT_GROUP_SIZE: usize = 64;
 
-/// Returns a work-group size of at most `local` that the driver allows for this kernel. A size that the kernel was compiled for is
-/// always allowed.
+/// Returns a work-group size of at most `local` that the driver allows for this kernel. A size that the kernel was compiled for is always allowed.
 pub(crate) fn clamp_group_size(kernel: &ClKernel, local: usize) -> usize {
     local.min(kernel.max_work_group())
 }
@@ -48,8 +47,7 @@ pub(crate) fn max_group_size(device: &ClDevice) -> usize {
     1 << device.info().max_work_group.max(1).ilog2()
 }
 
-/// Returns the number of bytes of local memory that a kernel may declare. Some drivers report more than 48 KiB, but refuse kernels that
-/// declare more.
+/// Returns the number of bytes of local memory that a kernel may declare. Some drivers report more than 48 KiB, but refuse kernels that declare more.
 pub(crate) fn declarable_local_memory(device: &ClDevice) -> usize {
     device.info().local_memory.min(48 << 10)
 }
@@ -114,9 +112,8 @@ pub(crate) fn vectors_per_item(n: usize, at_once: usize) -> usize {
     }
 }
 
-/// Splits each of `rows` rows of n elements into slices, and returns the number of slices in a row and the elements of a slice (a
-/// multiple of `block`). There are enough slices to give every compute unit four groups, but at most as many in a row as a group has
-/// work-items, because one group combines them.
+/// Splits `rows` rows of n elements into slices, about four for each compute unit. Returns the slices of a row and the elements of a slice, a
+/// multiple of `block`. A row has at most as many slices as a group has work-items, because one group combines them.
 pub(crate) fn slice_rows(device: &ClDevice, rows: usize, n: usize, block: usize) -> (usize, usize) {
     let wanted = n * rows / (block * 4 * device.info().compute_units.max(1));
     let chunk = block * wanted.max(n.div_ceil(block * default_group_size(device))).max(1);
@@ -138,7 +135,7 @@ pub(crate) fn define_if(on: bool, name: &str) -> String {
     if on { format!("#define {name}\n") } else { String::new() }
 }
 
-/// Defines the types in which a kernel reads, accumulates and computes indices.
+/// Defines a kernel's element type, accumulator type and index type.
 pub(crate) fn type_defines(dtype: DType, wide: bool) -> String {
     let (acc, idx) = (dtype.compute(), index_type(wide));
     format!("#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n", acc.cl_name())

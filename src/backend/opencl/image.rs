@@ -64,7 +64,7 @@ pub(crate) struct Tensor4 {
 
 impl Tensor4 {
     /// Converts up to four dims. One dim is the channels, two are batch and channels, three are channels, rows and columns.
-    pub(crate) fn of(layout: &Layout) -> Option<Tensor4> {
+    pub(crate) fn new(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
         let axes: &[usize] = match dims.len() {
             0 => &[],
@@ -117,7 +117,7 @@ fn limits(cl: &ClDevice) -> [usize; 2] {
 }
 
 /// Returns the conversion kernel `name` for elements of `dtype`.
-fn conversion(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
+fn conversion_kernel(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
     get_or_build_kernel(cl, KernelKey::new(name, &[dtype as u64, filter.into()]), "image", || {
         format!("#define {name}\n#define A {dtype}\n{}{TEMPLATE}", define_if(filter, "FILTER"))
     })
@@ -131,8 +131,7 @@ fn none_if_out_of_memory<T>(made: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Returns an image as a kernel argument.
-fn arg(image: &Image) -> Result<Arg<'_>> {
+fn image_arg(image: &Image) -> Result<Arg<'_>> {
     let block = image.storage().allocation().block();
     let of_no_pool = || Error::invalid("image", format!("{image:?} has no memory"));
     block.and_then(OpenCl::image_of_block).map(Arg::Image).ok_or_else(of_no_pool)
@@ -143,9 +142,9 @@ fn make_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, ki
     let format = exact_format(x.dtype).expect("the caller has checked it");
     let [width, height] = t.size(blocks);
     let image = Image::new(x.device(), ImageDesc { width, height, format }, kind)?;
-    let kernel = conversion(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
+    let kernel = conversion_kernel(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
     let (words, from) = (t.words(), x.device_view()?);
-    let args = [from.buffer(), from.offset(), arg(&image)?, Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = [from.buffer(), from.offset(), image_arg(&image)?, Arg::Bytes(bytemuck::cast_slice(&words))];
     cl.launch_uncounted(&kernel, &args, &[width * height], &[clamp_group_size(&kernel, DEFAULT_GROUP_SIZE)])?;
     Ok(image)
 }
@@ -160,11 +159,11 @@ fn cached_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) 
 
 /// Makes an image of a tensor for one use. The tensor must fit in an image.
 fn single_use_image(cl: &'static ClDevice, x: &Tensor) -> Result<Image> {
-    let four = Tensor4::of(&x.layout).expect("the caller has checked it");
+    let four = Tensor4::new(&x.layout).expect("the caller has checked it");
     make_image(cl, x, &four, Blocks::Across, StorageType::Dynamic)
 }
 
-/// Returns how many items of a batch `[n, c, h, w]` fit in an image, or `None` if not even one fits.
+/// Returns the number of items of a batch `[n, c, h, w]` that fit in an image, or `None` if not even one item fits.
 fn items_per_image(cl: &ClDevice, x: &Tensor) -> Option<usize> {
     let [n, c, h, w] = sizes_4d(x);
     let most = limits(cl)[1].checked_div(h)?.min(n);
@@ -177,11 +176,10 @@ fn slice(t: &Tensor, from: usize, count: usize) -> Result<Tensor> {
     Ok(t.with_layout(t.layout.narrow("image", 0, from, count)?))
 }
 
-/// Returns the image of a tensor in NC4HW4, or `None` if the tensor does not fit in an image; see
-/// [`Tensor::to_image`](crate::Tensor::to_image).
+/// Returns the image of a tensor in NC4HW4, or `None` if the tensor does not fit in an image; see [`Tensor::to_image`](crate::Tensor::to_image).
 pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
     let cl = x.cl_device()?;
-    let four = Tensor4::of(&x.layout).filter(|four| exact_format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
+    let four = Tensor4::new(&x.layout).filter(|four| exact_format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
     four.map(|_| single_use_image(cl, x)).transpose()
 }
 
@@ -193,11 +191,11 @@ pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
         "a graph does not keep the image for its replays: convert it outside the capture",
     )?;
     let cl = out.cl_device()?;
-    let four = Tensor4::of(&out.layout).expect("an image is of a tensor of at most four dims");
-    let kernel = conversion(cl, "FROM_IMAGE", out.dtype, false)?;
+    let four = Tensor4::new(&out.layout).expect("an image is of a tensor of at most four dims");
+    let kernel = conversion_kernel(cl, "FROM_IMAGE", out.dtype, false)?;
     let [width, height] = four.size(Blocks::Across);
     let (words, to) = (four.words(), out.device_view()?);
-    let args = [arg(image)?, to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = [image_arg(image)?, to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
     launch_tuned(cl, &kernel, &args, width * height)
 }
 

@@ -1,6 +1,5 @@
-//! Implicit GEMM: convolutions on tensor cores as products of the weight and a matrix of windows that is never stored.
-//! `kernels/gemm_mma.cl` reads the elements of windows from channels-last images, or from channels-last copies of images. Both
-//! gradients are computed as such products as well.
+//! Implicit GEMM: convolutions on tensor cores as products of the weight and a matrix of windows that is never stored. `kernels/gemm_mma.cl` reads
+//! the elements of windows from channels-last images, or from channels-last copies of images. Both gradients are computed as such products as well.
 //!
 //! Results are channels-last if the images or the weight are. In that case windows are rows of the left matrix, otherwise columns of the
 //! right matrix.
@@ -38,7 +37,7 @@ pub(crate) const WINDOW_PARAMETERS: usize = 22;
 /// The maximum rows and columns of taps for which the kernel handles padding. For larger kernels images are copied with their padding.
 const MAX_TAPS_WITH_PADDING: usize = 16;
 
-/// The number of bytes that are copied at once. Channels are padded to a multiple of it.
+/// The number of bytes that are copied at once. Channels are padded to a multiple of this size.
 const PIECE_BYTES: usize = 16;
 
 /// The maximum factor by which padding may multiply the number of channels. Beyond it, im2col takes less memory.
@@ -60,8 +59,8 @@ pub(crate) struct ImplicitGemm {
     /// The output channels of a group.
     outer: usize,
     whole_rows: Option<WholeRows>,
-    /// Whether images or the weight are channels-last, and whether the weight is.
-    last: [bool; 2],
+    /// Whether images or the weight are channels-last, and whether the weight alone is channels-last.
+    nhwc: [bool; 2],
     dtype: DType,
     /// The number of planes of an element when the convolution was created.
     planes: usize,
@@ -113,16 +112,15 @@ fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPla
 }
 
 impl ImplicitGemm {
-    /// Returns None if other kernels or im2col are better, or if there are no tensor cores. `single` means that windows are
-    /// single adjacent pixels.
+    /// Returns None if other kernels or im2col are better, or if there are no tensor cores. `single` means that windows are single adjacent pixels.
     pub(crate) fn new(w: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool) -> Option<ImplicitGemm> {
         let ([n, ..], [outer, inner, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
         let (dtype, size) = (x.dtype, x.dtype.size());
-        let last = [is_channels_last(x) || is_channels_last(weight), is_channels_last(weight)];
+        let nhwc = [is_channels_last(x) || is_channels_last(weight), is_channels_last(weight)];
         // Row-major images of single pixels are their own im2col matrix, without a copy if they are aligned for asynchronous copies.
         let is_aligned = (w.image[0] * w.image[1] * size).is_multiple_of(4);
         if x.numel() * weight.numel() == 0
-            || single && is_aligned && !last[0]
+            || single && is_aligned && !nhwc[0]
             || !matches!(size, 2 | 4)
             || !window::fits_32_bits(&w)
         {
@@ -140,7 +138,7 @@ impl ImplicitGemm {
         }
         let device = x.cl_device().ok()?;
         let planes = planes(dtype);
-        let made = ImplicitGemm { windows: w, groups, n, inner, outer, whole_rows, last, dtype, planes, device };
+        let made = ImplicitGemm { windows: w, groups, n, inner, outer, whole_rows, nhwc, dtype, planes, device };
         let windows = n * w.grid[0] * w.grid[1];
         made.choose([outer, windows, k], WindowsOperand::Columns, true)?;
         made.choose([outer, k, windows], WindowsOperand::Rows, false)?;
@@ -154,7 +152,7 @@ impl ImplicitGemm {
         let plan = plan(sizes, self.groups, [[0; 3]; 3]);
         let device = (self.device.info().compute_units, self.device.tuned(TuningParameter::MmaColumns));
         // If the current precision setting needs longer sums than this product has, the setting of the forward pass is used.
-        let of = |planes| Mma::of_windows(&plan, (self.dtype, planes), (windows, along_k), device, cores);
+        let of = |planes| Mma::choose_for_windows(&plan, (self.dtype, planes), (windows, along_k), device, cores);
         of(planes(self.dtype)).or_else(|| of(self.planes))
     }
 
@@ -207,8 +205,7 @@ impl ImplicitGemm {
         (reached, whole)
     }
 
-    /// Returns the weight as a matrix for channels-last (`last`) or row-major results. For channels-last results its rows
-    /// may be contiguous.
+    /// Returns the weight as a matrix for channels-last (`last`) or row-major results. For channels-last results its rows may be contiguous.
     fn matrix(&self, weight: &Tensor, view: Strided, last: bool) -> Result<Matrix> {
         // TF32 is fastest along k.
         matrix(weight, view, last && (self.dtype != DType::F32 || planes(self.dtype) > 1))
@@ -270,8 +267,8 @@ fn unsupported_error() -> Error {
     Error::invalid("conv2d", "no tensor-core kernel fits this convolution any more")
 }
 
-/// Launches the product of `tensors`: the left matrix, the right matrix, the result and optionally a bias. `strides` are the strides of
-/// the result and of the weight's taps, from AFTER on in `kernels/windows_mma.cl`.
+/// Launches the product of `tensors`: the left matrix, the right matrix, the result and optionally a bias. `strides` are the strides of the result
+/// and of the weight's taps: the parameters AFTER and following of `kernels/windows_mma.cl`.
 fn launch(
     mma: Mma,
     plan: GemmPlan,
@@ -320,7 +317,7 @@ impl Convolution for ImplicitGemm {
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe_convolution("conv2d", &self.windows, x, weight));
         let ([n, ..], [o, ..], [rows, columns]) = (sizes_4d(x), sizes_4d(weight), self.windows.grid);
-        let last = self.last[0] || is_channels_last(x);
+        let last = self.nhwc[0] || is_channels_last(x);
         let out = empty_result([n, o, rows, columns], last, false, x)?;
         let matrix = match self.whole_rows {
             Some(rows) => rows.matrix(weight)?,
@@ -334,7 +331,7 @@ impl Convolution for ImplicitGemm {
     /// slower than im2col.
     fn has_transposed(&self, biased: bool) -> bool {
         let Windows { kernel, stride, .. } = self.windows;
-        let (count, last) = (stride[0] * stride[1], self.last[0]);
+        let (count, last) = (stride[0] * stride[1], self.nhwc[0]);
         let filled = self.outer.next_multiple_of(PIECE_BYTES / self.dtype.size());
         if count > MAX_PHASES || !last && count > 1 && kernel[0] * kernel[1] < MIN_TAPS_PER_PHASE * count {
             return false;
@@ -347,12 +344,12 @@ impl Convolution for ImplicitGemm {
         (whole || last && !biased) && phases.iter().all(has_kernel)
     }
 
-    /// Computes each phase as a convolution with adjacent windows. Its padding brings every element to the windows that contain
-    /// it, and its taps are the taps that the element has there.
+    /// Computes each phase as a convolution with adjacent windows. The padding brings each image element to the windows that contain the element, and
+    /// the taps are the taps of the element in these windows.
     fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe_convolution("conv_transpose2d", &self.windows, y, weight));
         let ([n, ..], [h, w], stride) = (sizes_4d(y), self.windows.image, self.windows.stride);
-        let (channels, last) = (self.groups * self.inner, self.last[0] || is_channels_last(y));
+        let (channels, last) = (self.groups * self.inner, self.nhwc[0] || is_channels_last(y));
         let (phases, whole) = self.phases_with_taps();
         let out = empty_result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();
@@ -386,7 +383,7 @@ impl Convolution for ImplicitGemm {
     fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
         let Some(blocks) = self.blocks() else { return self.transposed(y, weight, None) };
         let _recorded = operation(|| describe_convolution("conv_transpose2d", &self.windows, y, weight));
-        let ([n, ..], last) = (sizes_4d(y), self.last[0] || is_channels_last(y));
+        let ([n, ..], last) = (sizes_4d(y), self.nhwc[0] || is_channels_last(y));
         let (windows, matrix) = (images_for_taps(y, Strided::images(y, 1), blocks.steps())?, blocks.matrix(weight)?);
         let [rows, columns] = windows.1.grid;
         let out = empty_result([n, blocks.sizes(n, self.inner, 1)[1], rows, columns], true, false, y)?;
@@ -411,7 +408,7 @@ impl Convolution for ImplicitGemm {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], groups, inner, outer) = (sizes_4d(y), self.groups, self.inner, self.outer);
         let [kh, kw] = self.windows.kernel;
-        let last = slot.as_ref().map_or(self.last[1], is_channels_last);
+        let last = slot.as_ref().map_or(self.nhwc[1], is_channels_last);
         let out = match slot {
             Some(slot) => slot,
             None => empty_result([o, inner, kh, kw], last, false, x)?,
@@ -425,9 +422,9 @@ impl Convolution for ImplicitGemm {
         // The elements of a pixel, and the number of columns of taps that are padding.
         let (pixel, filler) =
             self.whole_rows.map_or((images.channels, 0), |rows| (rows.pixel, rows.row / rows.pixel - kw));
-        let lie = [[1, left.pixel, left.channels], [0, 0, images.channels], [row, 1, outer * row]];
+        let operand_strides = [[1, left.pixel, left.channels], [0, 0, images.channels], [row, 1, outer * row]];
         let sizes = [outer, steps.kernel[0] * steps.kernel[1] * images.channels, depth];
-        let plan = plan(sizes, groups, lie.map(|steps| steps.map(|step| step as isize)));
+        let plan = plan(sizes, groups, operand_strides.map(|steps| steps.map(|step| step as isize)));
         let mma = self.choose(sizes, if in_order { WindowsOperand::Rows } else { WindowsOperand::RowsApart }, false);
         let mma = mma.ok_or_else(unsupported_error)?;
         let strides = [channel, inner, tap, pixel, filler].map(|step| step as isize);

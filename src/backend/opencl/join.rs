@@ -14,9 +14,9 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/join.cl");
 
-/// The number of tensors that a launch reads. A kernel can have that many arguments on every device.
+/// The maximum number of tensors that a launch reads. Every device allows a kernel this many tensors.
 const MAX_INPUTS: usize = 24;
-/// The maximum units of a result for each tensor. Beyond it a copy of each tensor is faster. Measured on an H200.
+/// The maximum units of a result per input tensor. For more units, one copy per tensor is faster. Measured on an H200.
 const MAX_UNITS_PER_TENSOR: usize = 1 << 19;
 
 /// A tensor as contiguous rows: the step from one row to the next, and the column of the result where the rows start. Both in elements.

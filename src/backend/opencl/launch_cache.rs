@@ -1,7 +1,7 @@
-//! A per-thread cache of launch plans: repeating an operation on operands of the same layouts looks its plan up instead of planning again.
+//! A per-thread cache of launch plans: a repeated operation on operands of the same layouts reuses its plan.
 //!
-//! The [`Key`] holds everything that a plan depends on, such as the tensors' dtypes and layouts. Of a tensor's offset it holds only the
-//! alignment. The cache keeps no tensor alive.
+//! The [`Key`] holds everything that a plan depends on, such as the tensors' dtypes, shapes, strides and the alignment of their offsets. The cache
+//! keeps no tensor alive.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -170,7 +170,7 @@ impl VacantSlot {
     }
 }
 
-/// Launches the cached plan of `key`. If there is none, makes a plan with `prepare`, launches it and caches it.
+/// Launches the cached plan of `key`. If there is none, makes, launches and caches the plan of `prepare`.
 pub(crate) fn launch_cached(
     key: &Key,
     params: Params,

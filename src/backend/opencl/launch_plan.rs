@@ -1,8 +1,7 @@
 //! Launch plans: everything about an operation's launches except its buffers and scalars.
 //!
 //! An operation chooses its kernel, sizes and arguments once for each combination of operand layouts, and the
-//! [`launch_cache`](crate::backend::opencl::launch_cache) keeps the plan. A plan refers to a tensor by its index in the list that every
-//! call passes.
+//! [`launch_cache`](crate::backend::opencl::launch_cache) keeps the plan. A plan refers to a tensor by its index in the list that every call passes.
 
 use std::sync::Arc;
 
@@ -61,7 +60,7 @@ enum Argument {
     Faults,
     /// The buffer that counts finished work-groups.
     Arrivals,
-    /// The index of the current stream's first counter in that buffer.
+    /// The index of the current stream's first counter in the buffer of [`Arrivals`](Self::Arrivals).
     FirstArrival,
 }
 
@@ -75,7 +74,6 @@ pub(crate) enum DeferredWord {
 }
 
 impl LaunchPlan {
-    /// Makes a plan of one launch.
     pub(crate) fn single(device: &'static ClDevice, launch: KernelLaunch) -> LaunchPlan {
         LaunchPlan::new(device, None, [launch])
     }
@@ -136,7 +134,7 @@ impl KernelLaunch {
         self.buffers.len() - 1
     }
 
-    /// Adds the buffer of tensor `k` and the tensor's offset in it.
+    /// Adds the buffer of tensor `k` and the tensor's offset in the buffer.
     pub(crate) fn push_tensor(&mut self, k: usize) {
         self.push_tensor_at(k, 0, 1);
     }
@@ -184,7 +182,7 @@ impl KernelLaunch {
         self.arguments.push(Argument::Arrivals);
     }
 
-    /// Adds the index of the current stream's first counter in that buffer.
+    /// Adds the index of the current stream's first counter of finished work-groups.
     pub(crate) fn push_first_arrival(&mut self) {
         self.arguments.push(Argument::FirstArrival);
     }

@@ -27,7 +27,6 @@ pub(crate) const RANDOM_BLOCK_LEN: usize = 64;
 /// How a work-item accesses an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MemoryAccess {
-    /// Element by element.
     Element,
     /// As a vector of contiguous elements.
     Vector,
@@ -129,8 +128,7 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     let gpu = device.info().kind != DeviceKind::Cpu;
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
     let inputs = launch.inputs.len();
-    // Dims are reordered to match the results' strides. Random numbers depend on row-major positions, so formulas with
-    // seeds keep their order.
+    // Dims are reordered to match the results' strides. Random numbers depend on row-major positions, so formulas with seeds keep their order.
     let reordered = if gpu && launch.program.seeds() == 0 { launch.strided.reordered_for(inputs) } else { None };
     let strided = reordered.as_ref().unwrap_or(&launch.strided);
     let mut operands: MapOperands = (0..tensors.len())

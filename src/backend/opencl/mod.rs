@@ -47,8 +47,9 @@ use crate::backend::opencl::depthwise::Depthwise;
 use crate::backend::opencl::implicit_gemm::ImplicitGemm;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
-    AttentionBackward, Blocking, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, Normalisation,
-    PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning, Views, Windows,
+    AttentionBackward, Blocking, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, NormViews,
+    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning,
+    Windows,
 };
 use crate::device::opencl;
 use crate::layout::Layout;
@@ -93,9 +94,9 @@ impl Backend for OpenCl {
         softmax(softmax: &Softmax) -> Result<()> = softmax::launch_softmax(softmax);
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = cross_entropy::cross_entropy(entropy).map(mark_written);
         norm(rows: &Normalisation) -> Result<()> = norm::launch_norm(rows);
-        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
+        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<NormViews>) -> Result<()> =
             norm::forward(given, numbers, views);
-        alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::column_parts(x, rows, n);
+        alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::alloc_sums(x, rows, n);
         has_variance() -> bool = true;
         variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
             norm::variance(rows, out, freedom, root);

@@ -12,7 +12,7 @@ use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::norm_channels;
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{Normalisation, Views};
+use crate::backend::problem::norm::{NormViews, Normalisation};
 use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
@@ -33,13 +33,13 @@ const MAX_REGISTERS_PER_GROUP: usize = 32 << 10;
 const MAX_ROWS_PER_ITEM: usize = 64;
 
 pub(crate) fn launch_norm(rows: &Normalisation) -> Result<()> {
-    let (tensors, numbers) = (rows.tensors(), [switches(rows), rows.eps.to_bits()]);
+    let (tensors, numbers) = (rows.tensors(), [switch_bits(rows), rows.eps.to_bits()]);
     let key = Key { kind: OpKind::NormRows, device: rows.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), || make_plan(rows)).map(drop)
 }
 
-/// Launches the cached plan of a forward pass over tensors like these, or makes a plan from their views.
-pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> {
+/// Launches the cached plan of a forward pass over tensors of these layouts, or makes a plan from their views.
+pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<NormViews>) -> Result<()> {
     let tensors = given.tensors();
     let key = Key { kind: OpKind::Norm, device: given.x.device(), numbers, exprs: &[], tensors: &tensors };
     let slot = match launch_cache::find_plan(&key) {
@@ -58,7 +58,7 @@ pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn(
 }
 
 /// Returns the properties, besides types and sizes, for which a kernel is compiled, one bit each.
-pub(super) fn switches(rows: &Normalisation) -> u64 {
+pub(super) fn switch_bits(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
     let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms];
     given.into_iter().chain(numbers).fold(0, |bits, on| bits << 1 | u64::from(on))
@@ -161,9 +161,9 @@ fn load_width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     (width, each && width > 1)
 }
 
-/// Allocates the partial sums of the columns of `count` rows of `n`, as [`cpu::columns`](crate::backend::cpu::norm::columns).
-/// The launch of the gradient adds up a part of the columns for each group of rows.
-pub(crate) fn column_parts(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
+/// Allocates the partial sums of the columns of `count` rows of `n` elements, like [`cpu::columns`](crate::backend::cpu::norm::columns). The
+/// gradient's launch writes one partial sum per column for each group of rows. Returns None on CPUs and for rows too long for registers.
+pub(crate) fn alloc_sums(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
     let device = x.cl_device()?;
     let width = vector_width(device, x.dtype, [n as isize].into_iter());
     if device.info().kind == DeviceKind::Cpu {
@@ -216,11 +216,11 @@ fn kernel_launch(
 ) -> Result<KernelLaunch> {
     let tensors = rows.tensors();
     let (count, n) = (rows.count(), rows.len());
-    // Positions past the end of a row are counted, too.
+    // Kernels also compute positions past the end of a row.
     let beyond = schedule.map_or(0, |schedule| schedule.lanes * schedule.kept * schedule.width);
     let (wide, flat) = (needs_64_bit([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
     let dtype = rows.x.dtype;
-    let switched = [wide, flat].iter().fold(switches(rows), |bits, &on| bits << 1 | u64::from(on));
+    let switched = [wide, flat].iter().fold(switch_bits(rows), |bits, &on| bits << 1 | u64::from(on));
     let spread = schedule
         .map_or(0, |schedule| schedule.kept << 40 | schedule.group << 28 | schedule.lanes << 16 | schedule.width << 8);
     let spread =
@@ -263,8 +263,8 @@ fn kernel_launch(
     Ok(launch)
 }
 
-/// Computes the sums of squared deviations divided by `freedom`, or the square roots of these, for the rows of x. x has four dims, of which
-/// the last two form a row; `out` has one contiguous element for each row. Returns false on CPUs, which these kernels do not serve.
+/// Computes the sum of squared deviations divided by `freedom`, or with `root` its square root, of each row of `x`. The last two of four dims form a
+/// row; `out` has one contiguous element for each row. Returns false on CPUs, for which there is no such kernel.
 pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> {
     if x.cl_device()?.info().kind == DeviceKind::Cpu {
         return Ok(false);
@@ -273,7 +273,7 @@ pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Re
     let shape = [dims[0], dims[1], 1, 1].into();
     let y = out.with_layout(Layout { offset: out.layout.offset, ..Layout::contiguous(shape) });
     let (z, weight, bias, sums, columns) = Default::default();
-    // The kernel writes no statistics.
+    // `y` stands in for the statistics, which the kernel does not write.
     let (statistics, eps, variance, rms) = (&y, freedom, Some(root), false);
     let rows = Normalisation { x, y: &y, z, weight, bias, statistics, sums, columns, eps, rms, variance };
     launch_norm(&rows)?;

@@ -5,7 +5,7 @@ use crate::backend::opencl::geometry::{
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::norm::{ARGUMENTS, operand_macros, switches};
+use crate::backend::opencl::norm::{ARGUMENTS, operand_macros, switch_bits};
 use crate::backend::problem::norm::Normalisation;
 use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
@@ -14,14 +14,13 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 
-/// The maximum number of work-items of a group, and the number for each compute unit: a GPU holds that many with 64 registers each. Fewer
-/// groups leave fewer parts to combine.
+/// The maximum work-items of a group. A compute unit holds this many with 64 registers each, and fewer groups leave fewer parts to combine.
 const MAX_GROUP_ITEMS: usize = 1024;
-/// The maximum bytes of a row that a group reads side by side: a cache line.
+/// The maximum bytes of a row that a group reads at once: a cache line.
 const MAX_ROW_BYTES: usize = 128;
 /// The maximum number of slices, because every group combines the results of all slices.
 const MAX_SLICES: usize = 256;
-/// Up to this number of rows for each work-item, a second launch does not pay off.
+/// Up to this number of rows for each work-item, one launch is faster than two.
 const MIN_ROWS_PER_ITEM_FOR_SLICES: usize = 8;
 
 /// A batch with innermost channels, and its distribution over work-items.
@@ -74,8 +73,7 @@ impl ChannelSchedule {
         let offsets = [Some(norm.x), Some(norm.y), norm.z].into_iter().flatten().map(|t| t.layout.offset as isize);
         let width = vector_width(device, dtype, offsets.chain(steps).chain([channels as isize]));
         let lanes = (MAX_ROW_BYTES / dtype.size() / width).min(channels.div_ceil(width).next_power_of_two());
-        // A work-item's local memory: a sum for each of its channels, one for the block's channels, and less than that
-        // for the final values.
+        // A work-item's local memory: a sum for each of its channels, one for the block's channels, and at most one more for the final values.
         let local = (width + 2) * dtype.compute().dtype().size();
         let room = declarable_local_memory(device) / local;
         let group = 1 << device.info().max_work_group.min(room).clamp(1, MAX_GROUP_ITEMS).ilog2();
@@ -112,11 +110,11 @@ impl ChannelSchedule {
         let ChannelSchedule { rows, channels, width, lanes, group, at_once, slices, chunk } = *self;
         let tensors = norm.tensors();
         let global = channels.div_ceil(width * lanes) * slices * group;
-        // Rows past the end are counted, too.
+        // Kernels also compute rows past the end.
         let wide = needs_64_bit([rows + group * at_once, channels, global]);
         let (dtype, weights) = (norm.x.dtype, norm.weight.or(norm.bias).unwrap_or(norm.x).dtype);
         let own = [wide, part == "PARTS", part == "APPLY"];
-        let switches = own.into_iter().fold(switches(norm), |bits, on| bits << 1 | u64::from(on));
+        let switches = own.into_iter().fold(switch_bits(norm), |bits, on| bits << 1 | u64::from(on));
         let sizes = (width << 32 | lanes << 16 | group) as u64;
         let params = [dtype as u64, weights as u64, switches, sizes];
         let kernel = get_or_build_kernel(device, KernelKey::new("norm_channels", &params), "norm", || {

@@ -20,7 +20,7 @@ const MIN_SLICE_LEN: usize = 1 << 12;
 /// The number of slices for each compute unit. With several, the last unit to finish has little left to do.
 const SLICES_PER_UNIT: usize = 4;
 
-/// The kernel of a launch.
+/// The kernel of a launch: count digits, narrow the search to one digit, or collect the selected elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RadixStage {
     Count,
@@ -56,7 +56,7 @@ pub(crate) fn kth(x: &Tensor, lines: &Lines, nth: RankQuery<'_>, to: &Selected) 
 
 /// Selects the first `k` elements of each line, in the order of their indices: `[lines, k]`.
 pub(crate) fn topk(x: &Tensor, lines: &Lines, k: usize, descending: bool) -> Result<Selected> {
-    let to = Selected::empty(x, crate::tensor::Dims::from_slice(&[lines.count, k]))?;
+    let to = Selected::allocate(x, crate::tensor::Dims::from_slice(&[lines.count, k]))?;
     launch_select(x, lines, true, k, 0, None, descending, &to)?;
     Ok(to)
 }
@@ -139,7 +139,7 @@ impl RadixSelect<'_> {
         let words = dims_words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.to.values().device_view()?, self.to.indices.device_view()?);
         let (ranks, counts, state) = (self.ranks.device_view()?, self.counts.device_view()?, self.state.device_view()?);
-        // In descending order keys of bytes must not get bits above their digits either.
+        // Only the bits of the dtype are flipped, because no key may have bits above its digits.
         let flip = if self.descending { u64::MAX >> (64 - key_bits(self.x.dtype)[1]) } else { 0 };
         let args = tensor_args(
             &[&x, &y, &indices, &ranks, &counts, &state],

@@ -10,7 +10,7 @@ use crate::device::opencl::{self, ClDevice};
 use crate::storage::StorageUses;
 use crate::{Device, Result};
 
-/// A device with the work that is being recorded, or with its recording.
+/// A device, with its recorders during a capture and its replayer afterwards.
 struct DeviceRecording<T> {
     device: &'static ClDevice,
     work: T,

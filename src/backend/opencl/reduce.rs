@@ -83,7 +83,7 @@ fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number
     };
     let stage = if arg { ReduceStage::Second } else { ReduceStage::Whole };
     let second = ReductionKernel { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
-    // Pairs of value and index have 16 bytes, so they are read one by one.
+    // Pairs of value and index have 16 bytes, so they are not read as vectors.
     let width = if arg { 1 } else { load_width(device, arg, acc.dtype(), &rest) };
     let schedule = ReduceSchedule { slices: 1, chunk: rest.n, ..ReduceSchedule::choose(device, &rest, width) };
     let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, number)?;
@@ -137,7 +137,7 @@ impl ReduceSchedule {
             let wanted = if items >= 2 * units || n <= enough { 1 } else { (4 * units).div_ceil(items) };
             let (slices, chunk) = cut_into_slices(n, wanted, enough / 4, 32);
             let global = items * slices;
-            // Thousands of groups have a cost of their own, while few work-items are distributed best in groups of one.
+            // Many work-items form larger groups, because each group costs time. Few work-items are balanced best in groups of one.
             let local = if global >= 64 * 8 * units { DEFAULT_GROUP_SIZE } else { 1 };
             return ReduceSchedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
         }
@@ -164,17 +164,15 @@ impl ReduceSchedule {
         ReduceSchedule { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 
-    /// True if the last work-group of a result combines its slices. This needs a memory fence, which only compilers that
-    /// accept PTX provide,
-    /// and a counter for each group. The fence is tested last, because that may build a kernel.
+    /// True if the last work-group of a result combines its slices. This needs a counter for each group, and a memory fence, which only compilers
+    /// that accept PTX provide. The test for the fence may build a kernel, so it comes last.
     fn combines_in_last_group(&self, device: &ClDevice) -> bool {
         let groups = self.global / self.local / self.slices;
         device.info().kind != DeviceKind::Cpu && groups <= ARRIVAL_COUNTERS && device.has_fence()
     }
 }
 
-/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and their
-/// length.
+/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and their length.
 fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     if wanted <= 1 {
         return (1, n);
@@ -193,9 +191,8 @@ struct ReductionKernel<'a> {
 }
 
 impl ReductionKernel<'_> {
-    /// Makes the launch that reads tensor `x` of the list from offset `start` and writes tensor `y`. In stage LastGroup
-    /// tensor `y + 1` holds
-    /// the partial results. `number` is [`Reduction::number`].
+    /// Makes the launch that reads tensor `x` of the list from offset `start` and writes tensor `y`. In stage LastGroup tensor `y + 1` holds the
+    /// partial results. `number` is [`Reduction::number`].
     fn kernel_launch(
         &self,
         device: &'static ClDevice,
@@ -232,7 +229,7 @@ impl ReductionKernel<'_> {
         let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
         let kernel = get_or_build_kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
         let number = scalar_arg(self.acc, Scalar::Float(number));
-        // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
+        // A pair of value and index takes two elements of an i64 tensor.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
         let cpu = device.info().kind == DeviceKind::Cpu;
         let local = match cpu {

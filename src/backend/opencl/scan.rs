@@ -47,7 +47,7 @@ pub(crate) fn launch_scan(kind: Scan, x: &Tensor, d: usize, values: &Tensor, ind
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let cpu = device.info().kind == DeviceKind::Cpu;
-    // On a CPU one running sum covers a long slice, and accumulating in f64 is free.
+    // On a CPU, one running sum covers a long slice, so f64 is more precise, and takes no more time.
     let acc = match x.dtype.compute() {
         Compute::F32 if cpu && device.info().fp64 => Compute::F64,
         acc => acc,
@@ -115,7 +115,7 @@ impl ScanLaunches<'_> {
         let words = dims_words(&lines.strided);
         let (x, y) = (self.x.device_view()?, self.values.device_view()?);
         let (indices, totals) = (self.indices.device_view()?, self.totals.device_view()?);
-        // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
+        // A pair of value and index takes two elements of an i64 tensor.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
         let args = tensor_args(
             &[&x, &y, &indices],

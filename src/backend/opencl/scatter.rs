@@ -18,19 +18,19 @@ use crate::{Result, Shape, Tensor};
 const WRITES: &str = include_str!("../../../kernels/scatter.cl");
 
 /// The minimum number of contiguous elements with one index that are written as rows.
-const MIN_ROW: usize = 8;
+const MIN_ROW_LEN: usize = 8;
 /// The maximum number of destination rows of a group. The kernel's lists have 64 entries.
 const MAX_ROWS_PER_GROUP: usize = 32;
 /// The number of adjacent columns of a group, in the kernel that writes element by element.
 const COLUMNS_PER_GROUP: usize = 4;
-/// The number of indices that a work-item of that kernel reads at a time.
-const PER: usize = 4;
-/// The maximum number of entries of that kernel's table in local memory, which detects conflicting indices.
-const TAGS: usize = 1 << 12;
+/// The number of indices that a work-item reads at a time, in the kernel that writes element by element.
+const READ_LEN: usize = 4;
+/// The maximum number of entries of the table in local memory that detects conflicting indices.
+const MAX_TABLE_ENTRIES: usize = 1 << 12;
 /// The maximum number of destination parts that are held in local memory; the group of each part reads all indices.
 const MAX_HELD_PARTS: usize = 8;
 /// The number of rounds of conflict resolution, after which one work-item writes the remaining elements.
-const ROUNDS: usize = 16;
+const CONFLICT_ROUNDS: usize = 16;
 
 /// The operands and sizes of a scatter.
 struct ScatterLaunch<'a> {
@@ -41,7 +41,7 @@ struct ScatterLaunch<'a> {
     layout: &'a Layout,
     /// The sizes of all dims except the indexed dim.
     shape: Shape,
-    /// The strides of source, index and target along these dims.
+    /// The strides of source, index and target along the dims of `shape`.
     strides: [SmallVec<[isize; 6]>; 3],
     /// The number of indices of a column.
     count: usize,
@@ -71,7 +71,7 @@ pub(crate) fn prepare(
         steps: [g.x_layout.strides[d], g.index_layout.strides[d]],
         group: default_group_size(device),
     };
-    // Kernels store the number of an index in 26 bits of a word.
+    // Kernels store the position of an index in its column in 26 bits of a word.
     if job.count >= 1 << 26 || needs_64_bit([job.shape.numel()]) {
         return Ok(None);
     }
@@ -107,7 +107,7 @@ impl Tiling {
     /// Estimates the time in picoseconds: a block of indices takes 3 us, and a compute unit runs four groups at a time.
     fn estimate_picoseconds(&self, job: &ScatterLaunch) -> usize {
         let rounds = (self.tiles * self.parts).div_ceil(4 * job.units());
-        rounds.saturating_mul((job.count * self.side).div_ceil(PER * job.group)).saturating_mul(3_000_000)
+        rounds.saturating_mul((job.count * self.side).div_ceil(READ_LEN * job.group)).saturating_mul(3_000_000)
     }
 }
 
@@ -149,7 +149,7 @@ impl ScatterLaunch<'_> {
         let (g, units) = (self.g, self.units());
         let mut strided = StridedDims::new(&self.shape, [&self.strides[0][..], &self.strides[2]]);
         let one = self.strides[1].iter().all(|&s| s == 0) && strided.strides.iter().all(|s| s.last() == Some(&1));
-        if !one || strided.dims.last().is_some_and(|&n| n < MIN_ROW) {
+        if !one || strided.dims.last().is_some_and(|&n| n < MIN_ROW_LEN) {
             return Ok(None);
         }
         let starts = [self.steps[0], g.step, g.x_layout.offset as isize, self.layout.offset as isize];
@@ -161,7 +161,7 @@ impl ScatterLaunch<'_> {
         let span = (g.size / (4 * units)).clamp(1, MAX_ROWS_PER_GROUP);
         let parts = g.size.div_ceil(span);
         let slabs = columns.div_ceil(lanes).min((2 * units).div_ceil(parts));
-        // Each group reads all indices from the cache, 2 ps each.
+        // Each group reads all indices from the cache, which takes 2 ps for each index.
         if (parts * slabs).saturating_mul(2 * self.count) > most {
             return Ok(None);
         }
@@ -186,8 +186,9 @@ impl ScatterLaunch<'_> {
         let contiguous_across = |k: usize| strided.strides[k].last() == Some(&1) && self.steps[k] != 1;
         let side = if contiguous_across(0) || contiguous_across(1) { COLUMNS_PER_GROUP } else { 1 };
         let tiles = self.shape.numel().div_ceil(side);
-        let capacity = info.local_memory.saturating_sub(2 * PER * self.group + 64) / (4 + self.target.dtype.size());
-        let most = TAGS.min(1 << capacity.max(side).ilog2());
+        let capacity =
+            info.local_memory.saturating_sub(2 * READ_LEN * self.group + 64) / (4 + self.target.dtype.size());
+        let most = MAX_TABLE_ENTRIES.min(1 << capacity.max(side).ilog2());
         // The destination is held in local memory if that takes few parts and there are indices for much of it.
         let parts = (size * side).div_ceil(most);
         let held = parts <= MAX_HELD_PARTS && self.count * 4 >= size;
@@ -201,11 +202,11 @@ impl ScatterLaunch<'_> {
     fn plan_tiles(&self, tiling: &Tiling) -> Result<LaunchPlan> {
         let (g, &Tiling { ref strided, side, tiles, parts, span, tags, held }) = (self.g, tiling);
         let (columns, rank) = (self.shape.numel(), strided.dims.len().max(1));
-        let wide = needs_64_bit([g.size, self.count + PER * self.group, tiles * parts]);
+        let wide = needs_64_bit([g.size, self.count + READ_LEN * self.group, tiles * parts]);
         let (idx, how) = (index_type(wide), if held { "#define HELD\n" } else { "" });
         let numbers = [rank, wide.into(), side, tags, held.into()];
         let defines = format!(
-            "#define TILES\n{how}#define SIDE {side}\n#define TAGS {tags}\n#define PER {PER}\n#define ROUNDS {ROUNDS}\n\
+            "#define TILES\n{how}#define SIDE {side}\n#define TAGS {tags}\n#define PER {READ_LEN}\n#define ROUNDS {CONFLICT_ROUNDS}\n\
              #define NK {rank}\n#define IDX {idx}\n"
         );
         let mut launch = self.kernel_launch("scatter_tiles", &numbers, &defines, tiles * parts)?;

@@ -19,11 +19,11 @@ const SERIAL_TEMPLATE: &str = include_str!("../../../kernels/select_serial.cl");
 
 /// Lines shorter than this are sorted, several by one work-group.
 const MIN_SELECT_LEN: usize = 64;
-/// For the first k: the number of elements that a work-item keeps in registers at a time.
+/// The number of elements that a work-item of top-k keeps in registers at a time.
 const TOPK_ELEMENTS_PER_ITEM: usize = 16;
-/// For one rank: the maximum number of elements of a work-item if a line is read only once and kept in registers.
+/// The maximum elements of a work-item with which the k-th value reads a line only once and keeps it in registers.
 const MAX_RESIDENT_PER_ITEM: usize = 32;
-/// For one rank of longer lines: the number of elements that a work-item reads at a time.
+/// The number of elements of longer lines that a work-item of the k-th value reads at a time.
 const READS_PER_ITEM: usize = 8;
 /// The largest k that is kept in local memory.
 const MAX_LOCAL_K: usize = 512;
@@ -49,7 +49,7 @@ pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<O
     if !is_suitable(device, &lines) || k == 0 || (k > most && (lines.n < MIN_LARGE_K_LEN || k > lines.n / 4)) {
         return Ok(None);
     }
-    let made = Selected::empty(x, dims_with(x, d, k))?;
+    let made = Selected::allocate(x, dims_with(x, d, k))?;
     if k > most {
         let found = radix_select::topk(x, &lines, k, descending)?;
         let (lines, values) = (Lines { inner, ..Lines::new(&found.indices, 1) }, found.values());
@@ -72,7 +72,7 @@ pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<O
             launch(device, &query, x, from, &lines, inner, 1, &made)?;
             return Ok(Some(made));
         }
-        let part = Selected::empty(x, Dims::from_slice(&[lines.count, slices * k]))?;
+        let part = Selected::allocate(x, Dims::from_slice(&[lines.count, slices * k]))?;
         launch(device, &query, x, from, &lines, 1, slices, &part)?;
         lines = Lines::new(&part.indices, 1);
         of = Some(part);
@@ -86,7 +86,7 @@ pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Sel
     if !is_suitable(device, &lines) {
         return Ok(None);
     }
-    let made = Selected::empty(x, dims_with(x, d, 1))?;
+    let made = Selected::allocate(x, dims_with(x, d, 1))?;
     // One group reads a line several times, which is too slow for few long lines.
     match is_serial(device) || (lines.n > 1 << 16 && lines.count < 16) {
         true => radix_select::kth(x, &lines, nth, &made)?,

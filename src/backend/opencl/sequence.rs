@@ -12,14 +12,14 @@ const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 /// The number of elements that a work-item of a GPU computes.
 const PER_ITEM: usize = 8;
 
-/// Writes the sequence to a new vector. Returns false if this needs doubles and the device has none.
+/// Writes the sequence to a new vector. Returns false if the sequence needs doubles and the device has none.
 pub(crate) fn write_sequence(values: Sequence, out: &Tensor) -> Result<bool> {
     let (device, count) = (out.cl_device()?, out.numel());
     let float = matches!(values, Sequence::Float { .. });
     if (out.dtype == DType::F64 || float) && !device.info().fp64 {
         return Ok(false);
     }
-    // Compilers for CPUs vectorise across work-items, not within one.
+    // Compilers for CPUs vectorise across work-items, not within a work-item.
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
     let params = [out.dtype as u64, float.into(), per_item as u64];
     let kernel = get_or_build_kernel(device, KernelKey::new("sequence", &params), "sequence", || {
@@ -46,7 +46,7 @@ mod tests {
     const DTYPES: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
-    /// Devices compute the same bits as the host, at sizes around those of groups.
+    /// Devices compute the same bits as the host, at sizes around multiples of the group size.
     #[test]
     fn sequences_have_the_hosts_bits() {
         let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];

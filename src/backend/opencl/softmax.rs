@@ -17,7 +17,7 @@ pub(crate) const ROWS: &str = include_str!("../../../kernels/rows.cl");
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/softmax.cl");
 const SLICES: &str = include_str!("../../../kernels/softmax_slices.cl");
 
-pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
+pub(crate) fn row_defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     let acc = t.dtype.compute();
     let (name, index) = (acc.cl_name(), index_type(wide));
     let a = t.dtype;
@@ -29,9 +29,9 @@ pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> Stri
 /// The maximum number of registers in which a work-item keeps values of a row.
 const MAX_REGISTERS_PER_ITEM: usize = 64;
 
-/// The maximum number of work-items that share a row of f32; FOLD combines that number.
+/// The maximum number of work-items that share a row of f32, and that the macro FOLD can combine.
 const MAX_LANES: usize = 1024;
-/// The maximum number of registers in which a group keeps values: half of those of an NVIDIA compute unit.
+/// The maximum number of registers in which a group keeps values: half the registers of an NVIDIA compute unit.
 const MAX_REGISTERS_PER_GROUP: usize = 32 << 10;
 
 /// How rows are distributed over a GPU.
@@ -164,7 +164,7 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
                 RowOp::MaskedSoftmax => format!("#define MASK {}\n#define Z {}\n", rows.mask.kind as u8, z.dtype),
                 _ => String::new(),
             };
-            let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype) + &mask;
+            let defines = row_defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype) + &mask;
             format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{TEMPLATE}", operation_macro(kind))
         })?;
         let local = if cpu { tuned_group_size(device, &kernel, global, local) } else { local };
@@ -209,7 +209,7 @@ fn plan_slices(
         let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, width as u64, is_first_launch as u64];
         let kernel = get_or_build_kernel(device, KernelKey::new("softmax_slices", &params), "row", || {
             let spread = format!("#define LANES {group}\n#define CACHED {kept}\n") + &vector_defines(x.dtype, width);
-            let defines = defines(x, rank, wide, group) + &spread + &define_if(is_first_launch, "SLICES");
+            let defines = row_defines(x, rank, wide, group) + &spread + &define_if(is_first_launch, "SLICES");
             format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{ROW_BLOCKS}{SLICES}", operation_macro(kind))
         })?;
         let mut launch = KernelLaunch::new(kernel, groups * group, group);

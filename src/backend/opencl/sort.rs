@@ -21,8 +21,8 @@ const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
 /// The number of elements that a work-item of a CPU sorts. A power of four, so that an even number of passes ends in the first buffer.
 const CPU_BLOCK_LEN: usize = 1 << 12;
-/// The number of elements that a group sorts in local memory by comparisons. With 64-bit keys and 32-bit indices they take 12 KiB.
-const TILE: usize = 1 << 10;
+/// The number of elements that a group sorts in local memory by comparisons. With 64-bit keys and 32-bit indices, these elements take 12 KiB.
+const COMPARISON_TILE_LEN: usize = 1 << 10;
 /// The maximum number of tiles of a line that are merged. For longer lines the radix sort is faster.
 const MAX_MERGED_TILES: usize = 4;
 
@@ -77,7 +77,8 @@ pub(crate) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indi
     sort_lines(x, &Lines::new(x, d), None, descending, values, indices)
 }
 
-/// Sorts lines of `x`, whose elements have the indices `from` if these are given. Elements of a result are `lines.inner` apart.
+/// Sorts lines of `x`. `from` holds the elements' indices, if these are not their positions in the line. Elements of a result are `lines.inner`
+/// apart.
 pub(crate) fn sort_lines(
     x: &Tensor,
     lines: &Lines,
@@ -92,12 +93,12 @@ pub(crate) fn sort_lines(
     let index_dtype = if needs_64_bit([n]) { DType::I64 } else { DType::U32 };
     let most = radix_tile(device, x.dtype).min(n.next_power_of_two());
     // On a CPU, work-items move whole tiles of long lines by their digits, a few tiles for each compute unit.
-    let radix = if cpu { n > MAX_MERGED_TILES * CPU_BLOCK_LEN } else { most > TILE };
+    let radix = if cpu { n > MAX_MERGED_TILES * CPU_BLOCK_LEN } else { most > COMPARISON_TILE_LEN };
     let tile = match (radix, cpu) {
         (true, true) => n.div_ceil(4 * device.info().compute_units).next_power_of_two().max(CPU_BLOCK_LEN),
         (true, false) => most,
         (false, true) => CPU_BLOCK_LEN,
-        (false, false) => TILE * 4 / index_dtype.size(),
+        (false, false) => COMPARISON_TILE_LEN * 4 / index_dtype.size(),
     };
     let block = if radix && cpu { tile } else { n.next_power_of_two().clamp(2, tile) };
     let group = default_group_size(device).min(tile / 2);
@@ -241,7 +242,7 @@ fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let capacity = declarable_local_memory(device);
     let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 256 * key.max(8) + 128 <= capacity;
     std::iter::successors(Some(group * device.tuned(TuningParameter::SortItems)), |tile| Some(tile / 2))
-        .find(|tile| *tile <= TILE || fits(tile))
+        .find(|tile| *tile <= COMPARISON_TILE_LEN || fits(tile))
         .unwrap_or(0)
 }
 
@@ -250,7 +251,7 @@ fn has_32_bit_keys(dtype: DType) -> bool {
     dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
 }
 
-/// Returns the definitions of an element type that `kernels/key.cl` and the files after it need.
+/// Returns the definitions of an element type that `kernels/key.cl` and the templates after it need.
 pub(crate) fn key_defines(dtype: DType) -> String {
     let compute = dtype.compute();
     let kind =
@@ -262,9 +263,8 @@ pub(crate) fn key_defines(dtype: DType) -> String {
     )
 }
 
-/// Searches each value of `v` in its line of `x` by bisection. `lines` is the layout of the lines broadcast to the
-/// values' shape, and `step`
-/// the stride along a line.
+/// Searches each value of `v` in its line of `x` by bisection. `lines` is the layout of the lines broadcast to the values' shape, and `step` the
+/// stride along a line.
 pub(crate) fn searchsorted(
     x: &Tensor,
     lines: &Layout,
@@ -287,7 +287,7 @@ pub(crate) fn searchsorted(
     })?;
     let words = dims_words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);
-    // An empty tensor has no buffer and is not read, so `out` can stand in for it.
+    // An empty `x` has no buffer and is not read, so `out` stands in for `x`.
     let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];

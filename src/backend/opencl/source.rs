@@ -22,8 +22,7 @@ impl Program {
         self.emit_with(compute, name, seeds.chain(index), |kind, i| format!("random_{kind}(key{i}, stream{i}, index)"))
     }
 
-    /// Like [`Program::emit`], for a function whose random numbers are arguments: `const {type} {kind}{seed}` for each of
-    /// [`Program::draws`].
+    /// Like [`Program::emit`], for a function whose random numbers are arguments: `const {type} {kind}{seed}` for each of [`Program::draws`].
     pub(crate) fn emit_with_drawn_numbers(&self, compute: Compute, name: &str) -> String {
         let numbers = self.draws().into_iter().map(|(kind, i)| format!("const {} {kind}{i}", draw_type(kind)));
         self.emit_with(compute, name, numbers, |kind, i| format!("{kind}{i}"))

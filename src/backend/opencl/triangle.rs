@@ -9,8 +9,8 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/triangle.cl");
 
-/// Copies matrices, with zeros where column - row is in `from..to`. The matrices must not be empty. Takes one launch, and another for a
-/// contiguous copy of `x` if it is not contiguous.
+/// Copies matrices, with zeros where column - row is in `from..to`. The matrices must not be empty. Takes one launch, and another to copy a strided
+/// `x`.
 pub(crate) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let (device, x) = (x.cl_device()?, x.detach().contiguous()?);
     let [.., rows, columns] = *x.shape().dims() else { unreachable!("two dimensions at least") };

@@ -8,7 +8,6 @@ use crate::backend::opencl::geometry::default_group_size;
 use crate::backend::problem::tuning::{Choice, Level, Parameter, Tuning, Workload};
 use crate::device::opencl::{ClDevice, PARAMETERS, ParameterRow, TuningParameter};
 
-/// Returns the parameters of the device's family.
 fn family_parameters(cl: &ClDevice) -> impl Iterator<Item = &'static ParameterRow> {
     let family = cl.family();
     PARAMETERS.iter().filter(move |row| row.families.contains(&family))
@@ -35,7 +34,7 @@ impl Tuning for &'static ClDevice {
         timing_workload(parameter_knob(self, parameter))
     }
 
-    fn edges(&self, parameter: usize) -> Vec<Workload> {
+    fn edge_workloads(&self, parameter: usize) -> Vec<Workload> {
         edge_workloads(self, parameter_knob(self, parameter))
     }
 
@@ -63,7 +62,7 @@ impl Tuning for &'static ClDevice {
         ClDevice::on_trial(self)
     }
 
-    fn ordinary(&self) -> Vec<Workload> {
+    fn usual_workloads(&self) -> Vec<Workload> {
         let counts = || (10..=24).step_by(2).map(|log| 1usize << log);
         let sides = || [64, 256, 1024, 4096];
         let squares = || [64, 128, 256, 512, 1024];

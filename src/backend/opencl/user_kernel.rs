@@ -10,12 +10,12 @@ pub use crate::device::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 impl<'a> KernelCall<'a> {
     /// Adds a tensor that the kernel reads.
     pub fn arg(self, tensor: &'a Tensor) -> Self {
-        self.with(KernelArgument::Tensor { tensor, written: false })
+        self.with_argument(KernelArgument::Tensor { tensor, written: false })
     }
 
     /// Adds a tensor that the kernel writes, or reads and writes.
     pub fn out(self, tensor: &'a Tensor) -> Self {
-        self.with(KernelArgument::Tensor { tensor, written: true })
+        self.with_argument(KernelArgument::Tensor { tensor, written: true })
     }
 }
 

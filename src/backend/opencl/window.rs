@@ -19,7 +19,7 @@ const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 /// The number of work-items that occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
 
-/// True if all positions in images and windows, and the products that kernels compute of them, fit in 31 bits.
+/// True if kernels can compute all positions in images and windows, and their products, in 32 bits.
 pub(crate) fn fits_32_bits(w: &Windows) -> bool {
     let along = |d: usize| {
         let parts =

@@ -5,8 +5,7 @@ use crate::expr::philox::Seed;
 use crate::layout::shape::Shape;
 
 /// `softmax(q kᵀ * scale + mask) v`. Shapes: queries `[batch.., heads, L, E]`, keys `[batch.., 1, S, E]`, values `[batch.., 1, S, V]`.
-/// All have one dtype and any strides, and none is empty. All heads of queries attend to the same keys and values.
-/// A query that attends to no key yields zeros.
+/// All have one dtype and any strides; none is empty. All heads of queries attend to the same keys and values. A query without keys yields zeros.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FusedAttention<'a> {
     pub(crate) q: &'a Tensor,

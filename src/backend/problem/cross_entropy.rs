@@ -8,7 +8,7 @@ pub enum LossReduction {
     /// The mean over rows that are not ignored.
     #[default]
     Mean,
-    /// The sum.
+    /// The sum of all rows' losses.
     Sum,
     /// The sum divided by the batch size, the first dim: the mean of [`Tensor::kl_div`] in the mathematical sense (PyTorch's `batchmean`).
     BatchMean,

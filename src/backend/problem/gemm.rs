@@ -65,7 +65,7 @@ impl GemmPlan {
         let (b_batch, [b_row, b_col]) = split_matrix_dims(&b.strides);
 
         if a_batch.iter().all(|&s| s == 0) && b_batch.iter().any(|&s| s != 0) {
-            // The whole batch uses the same left matrix. In the transposed product it is the right one, which is handled below.
+            // All batches use the same left matrix. In the transposed product that matrix is on the right, as handled below.
             let flip = |t: &Layout| t.transpose(t.shape.rank() - 2, t.shape.rank() - 1);
             let others: SmallVec<[Layout; 4]> = others.iter().map(|t| flip(t)).collect();
             let others: SmallVec<[&Layout; 4]> = others.iter().collect();

@@ -40,7 +40,7 @@ impl Samples {
 
     /// True if all coordinates, in multiples of `1 / unit`, fit in 31 bits.
     pub(crate) fn fits_32_bits(&self) -> bool {
-        // Follows from the bound in `new`.
+        // All intermediate values are at most twice this product: see `new`.
         (self.from as u128 + 1) * (self.to as u128 + 1) < 1 << 29
     }
 

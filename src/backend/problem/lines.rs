@@ -45,7 +45,7 @@ impl Lines {
     }
 }
 
-/// Returns the stride between rows, if a row is all dims from `d` on and is contiguous; 0 if there is only one row.
+/// Takes all dims from `d` on as a row. Returns the stride between rows if rows are contiguous and evenly spaced; 0 if there is only one row.
 pub(crate) fn row_stride(t: &Tensor, d: usize) -> Option<isize> {
     let steps = t.shape().dims().iter().zip(t.strides()).enumerate().rev().filter(|(_, (size, _))| **size != 1);
     let mut within = 1;

@@ -78,7 +78,7 @@ pub(crate) struct Formulas<'a> {
 
 impl Formulas<'_> {
     /// Checks devices and shapes, and calls `launch` unless the outputs are empty. An input that overlaps an output is copied first;
-    /// the second argument of `launch` is true if any was. With `by_parts`, disjoint ranges of one storage do not overlap.
+    /// the second argument of `launch` is true if any input was copied. Without `by_parts`, all ranges of one storage count as overlapping.
     pub(crate) fn checked(&self, by_parts: bool, launch: impl FnOnce(&Launch, bool) -> Result<()>) -> Result<()> {
         let Formulas { op, inputs, params: Params { scalars, seeds, base }, program, outputs } = *self;
         let (shape, device) = (outputs[0].shape(), outputs[0].device());

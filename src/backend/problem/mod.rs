@@ -27,7 +27,7 @@ pub(crate) use gemm::Gemm;
 pub(crate) use index::{Combine, Indexed};
 pub(crate) use interpolation::Resize;
 pub(crate) use map::Formulas;
-pub(crate) use norm::{Channels, Normalisation, Views};
+pub(crate) use norm::{Channels, NormViews, Normalisation};
 pub(crate) use recording::Recorder;
 pub(crate) use reduction::Reduction;
 pub(crate) use scan::Scan;

@@ -22,7 +22,7 @@ pub(crate) struct Normalisation<'a> {
     pub(crate) columns: Option<&'a Tensor>,
     pub(crate) eps: f64,
     pub(crate) rms: bool,
-    /// If set, only the variance over eps is computed, or its square root if true. OpenCL only.
+    /// If set, computes only the sum of squared deviations divided by `eps`, or its square root if true. OpenCL only.
     pub(crate) variance: Option<bool>,
 }
 
@@ -36,8 +36,8 @@ impl Normalisation<'_> {
         all
     }
 
-    /// The same normalisation with these views as x, y, weight and bias.
-    pub(crate) fn with_views<'a>(&'a self, (x, y, weight, bias): &'a Views) -> Normalisation<'a> {
+    /// Replaces x, y, weight and bias by views.
+    pub(crate) fn with_views<'a>(&'a self, (x, y, weight, bias): &'a NormViews) -> Normalisation<'a> {
         Normalisation { x, y, weight: weight.as_ref(), bias: bias.as_ref(), ..*self }
     }
 
@@ -51,7 +51,7 @@ impl Normalisation<'_> {
 }
 
 /// Four-dim views of x, y, weight and bias.
-pub(crate) type Views = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
+pub(crate) type NormViews = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
 
 /// Selects the first `PARTS` indices along dim 0 of a tensor `[parts, rows]` (PyTorch's `unbind`).
 pub(crate) fn unbind<const PARTS: usize>(op: &'static str, t: &Tensor) -> Result<[Tensor; PARTS]> {
@@ -72,7 +72,7 @@ pub(crate) type Channels<'a> = [Option<&'a Tensor>; 4];
 
 /// How a norm groups elements into rows; stored for backward.
 #[derive(Clone)]
-pub(crate) enum View {
+pub(crate) enum RowGrouping {
     /// A row is the last dims: `[rows, 1, 1, n]`.
     Last(usize),
     /// A row is a group of channels: `[N, groups, C / groups, rest]`.

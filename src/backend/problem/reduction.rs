@@ -96,7 +96,7 @@ impl ReductionPlan {
         ReductionPlan { start: start as usize, kept, reduced, outs, n }
     }
 
-    /// True if the same element of neighbouring results is closer in memory than neighbouring elements of one result.
+    /// True if the inputs of neighbouring results are closer in memory than successive inputs of one result.
     pub(crate) fn by_column(&self) -> bool {
         let ((columns, across), (n, along)) = (self.kept.inner(), self.reduced.inner());
         columns > 1 && n > 1 && across != 0 && across.unsigned_abs() < along.unsigned_abs()
@@ -119,7 +119,6 @@ pub(crate) struct Reduction<'a> {
 }
 
 impl Reduction<'_> {
-    /// Plans the loop nest.
     pub(crate) fn plan(&self) -> ReductionPlan {
         ReductionPlan::new(&self.x.layout, self.mask, self.rule.combination.is_arg())
     }
@@ -218,7 +217,7 @@ pub(crate) enum Rescaled {
 }
 
 impl Rescaled {
-    /// True if elements are squared, so that a small sum may have lost some to underflow.
+    /// True if elements are squared, so that a small sum may have lost terms to underflow.
     pub(crate) fn squares(self) -> bool {
         self != Rescaled::Mean
     }

@@ -10,7 +10,7 @@ pub(crate) struct Selected {
 }
 
 impl Selected {
-    /// The values of a selection that [`empty`](Selected::empty) made.
+    /// The values. Only for selections from [`allocate`](Selected::allocate), which have values.
     pub(crate) fn values(&self) -> &Tensor {
         self.values.as_ref().unwrap_or(&self.indices)
     }

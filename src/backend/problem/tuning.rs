@@ -68,7 +68,7 @@ pub(crate) trait Tuning {
     /// The workload that times the choices of a parameter.
     fn workload(&self, parameter: usize) -> Workload;
     /// Workloads for tests, with sizes around the multiples of a parameter's current value.
-    fn edges(&self, parameter: usize) -> Vec<Workload>;
+    fn edge_workloads(&self, parameter: usize) -> Vec<Workload>;
     /// How much the device tunes during ordinary work.
     fn level(&self) -> Level;
     /// Sets the tuning level for this process.
@@ -79,10 +79,10 @@ pub(crate) trait Tuning {
     fn use_choices(&self, on: bool) -> bool;
     /// Discards all choices in this process.
     fn forget_choices(&self);
-    /// The number of choices that are still being measured.
+    /// The number of choices that are still under trial.
     fn on_trial(&self) -> usize;
-    /// Workloads of many sizes that cover the kernels with parameters.
-    fn ordinary(&self) -> Vec<Workload>;
+    /// Workloads of usual sizes, for tuning ahead of time.
+    fn usual_workloads(&self) -> Vec<Workload>;
     /// Saves all values for other processes and returns the file; None if there is no program cache.
     fn save(&self) -> io::Result<Option<PathBuf>>;
 }

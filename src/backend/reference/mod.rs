@@ -1,8 +1,7 @@
 //! The definition of every problem: plain loops over indices and strides, in f64, or in i64 for integers.
 //!
-//! It is compiled in tests only, for tensors on the CPU, and is the oracle for both backends. Tensors are read value by value ([`values`]),
-//! and results are rounded once, when they are written. The reference declines no problem, so that problems which a backend leaves to
-//! composition are defined as well. [`suite`] compares the backends with the reference.
+//! Compiled in tests only, for tensors on the CPU. Tensors are read value by value ([`values`]), and results are rounded once, when they are
+//! written. The reference declines no problem. [`suite`] compares both backends with the reference.
 
 mod attention;
 mod formula;
@@ -51,7 +50,7 @@ impl Backend for Reference {
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = rows::cross_entropy(entropy);
         norm(rows: &Normalisation) -> Result<()> = rows::norm(rows);
         norm_forward(
-            given: &Normalisation, _: &[u64; 4], views: &dyn Fn() -> Result<Views>
+            given: &Normalisation, _: &[u64; 4], views: &dyn Fn() -> Result<NormViews>
         ) -> Result<()> =
             rows::norm(&given.with_views(&views()?));
         alloc_column_sums(x: &Tensor, _: usize, n: usize) -> Result<Option<Tensor>> =

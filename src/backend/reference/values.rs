@@ -76,7 +76,6 @@ pub(super) fn write<V: Into<Scalar>>(t: &Tensor, values: impl IntoIterator<Item 
     memory.write_to(t)
 }
 
-/// Creates a tensor with these values.
 pub(super) fn new_tensor<V: Copy + Into<Scalar>>(values: &ArrayD<V>, dtype: DType) -> Result<Tensor> {
     let out = Tensor::empty_with_shape(values.shape(), dtype, Device::Cpu)?;
     write(&out, values.iter().copied())?;

@@ -16,7 +16,7 @@ pub struct Args {
     clear: bool,
 }
 
-/// Prints the state of the cache; returns false if the folder cannot be used, after reporting it.
+/// Prints the state of the cache; returns false if the folder cannot be used, after reporting the error.
 ///
 /// # Errors
 /// Errors of writing to `out`.

@@ -37,7 +37,6 @@ const PAGE_ALIGNMENTS: usize = 8;
 const TIMING_BUDGET: Duration = Duration::from_millis(30);
 const MAX_TIMED_PASSES: usize = 1000;
 
-/// Replays `passes` passes and returns the figures.
 pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, String> {
     let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
     run.run_passes(passes).map_err(|failed| failed.to_string())?;
@@ -61,11 +60,16 @@ pub fn ns_per_pair(setup: &Setup, trace: &Trace, passes: u32) -> Result<Option<f
     Ok(run.ns_per_pair())
 }
 
-/// Returns the bytes reserved after `passes` passes on a simulated device of this capacity; `None` if it runs out of memory.
+/// Returns the bytes reserved after `passes` passes on a simulated device of this capacity; `None` if the device runs out of memory.
 ///
 /// # Errors
 /// Every failure other than out of memory.
-pub fn survives(setup: &Setup, trace: &Trace, passes: u32, capacity: Option<u64>) -> Result<Option<u64>, String> {
+pub fn peak_with_capacity(
+    setup: &Setup,
+    trace: &Trace,
+    passes: u32,
+    capacity: Option<u64>,
+) -> Result<Option<u64>, String> {
     let setup = Setup { config: setup.config.clone(), capacity, ..*setup };
     let mut run = Replay::new(&setup, trace).map_err(|error| error.to_string())?;
     match run.run_passes(passes) {
@@ -105,7 +109,6 @@ pub fn record_snapshot(setup: &Setup, trace: &Trace) -> Result<Snapshot, String>
 /// An allocator on a device, and the trace to replay through it.
 struct Replay<'a> {
     trace: &'a Trace,
-    /// The live blocks.
     blocks: Vec<Option<Block>>,
     streams: Vec<StreamId>,
     /// Keeps the streams of a real device alive.
@@ -163,7 +166,7 @@ impl<'a> Replay<'a> {
         (0..passes).try_for_each(|pass| self.run_pass().map_err(|(block, error)| Failed { pass, block, error }))
     }
 
-    /// Records one pass and serves `passes` further passes from its plan. Memory of the first pass is released before.
+    /// Records one pass and serves `passes` further passes from its plan. The memory of the first pass is released in between.
     fn run_planned_passes(&mut self, passes: u32) -> Result<(), Failed> {
         let failed = |pass| move |(block, error)| Failed { pass, block, error };
         let (first, allocator) = (self.streams[0], Arc::clone(&self.allocator));

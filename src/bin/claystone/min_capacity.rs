@@ -1,6 +1,6 @@
 //! The smallest device on which a trace runs.
 
-use crate::measure::{Setup, survives};
+use crate::measure::{Setup, peak_with_capacity};
 use crate::trace::Trace;
 
 /// Number of larger capacities that are tested before an answer is accepted.
@@ -9,10 +9,10 @@ const PROBES: u64 = 16;
 /// Returns the smallest capacity of a simulated device that survives `passes` passes, to within 0.1 % of the requested peak.
 ///
 /// Binary search assumes that more memory never hurts, which no allocator guarantees. Therefore capacities between the answer
-/// and the reservation of an unlimited run are tested as well. If one fails, the search continues above it.
+/// and the reservation of an unlimited run are tested as well. If such a capacity fails, the search continues above it.
 pub fn min_capacity(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
-    let survives = |capacity| Ok::<bool, String>(survives(setup, trace, passes, Some(capacity))?.is_some());
-    let enough = crate::measure::survives(setup, trace, passes, None)?.ok_or("no device is large enough")?;
+    let survives = |capacity| Ok::<bool, String>(peak_with_capacity(setup, trace, passes, Some(capacity))?.is_some());
+    let enough = crate::measure::peak_with_capacity(setup, trace, passes, None)?.ok_or("no device is large enough")?;
     search(trace.peak_requested, enough, survives)
 }
 
@@ -22,10 +22,10 @@ fn search(least: u64, enough: u64, mut survives: impl FnMut(u64) -> Result<bool,
     while !survives(most)? {
         most = most.checked_mul(2).ok_or("no device is large enough")?;
     }
-    let close = (least / 1000).max(1);
+    let tolerance = (least / 1000).max(1);
     let (mut fails, mut answer) = (least.saturating_sub(1), most);
     loop {
-        while answer - fails > close && answer > least {
+        while answer - fails > tolerance && answer > least {
             // Test the peak itself first, so that the answer is exact if no more is needed.
             let middle = if fails < least { least } else { fails + (answer - fails) / 2 };
             match survives(middle)? {

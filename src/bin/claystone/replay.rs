@@ -243,7 +243,6 @@ impl Args {
         Ok(Row::new(trace, backend, &measured, planned, min_capacity))
     }
 
-    /// Adds the time to a row.
     fn with_time(&self, trace: &Trace, backend: Backend, mut row: Row) -> Result<Row, String> {
         row.ns_per_pair = ns_per_pair(&self.setup(trace, backend), trace, self.passes.unwrap_or(1))?;
         Ok(row)

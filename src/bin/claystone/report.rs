@@ -35,7 +35,6 @@ pub struct Planned {
     pub served: u64,
 }
 
-/// Returns the name of a backend in the configuration.
 pub fn backend_name(backend: Backend) -> &'static str {
     match backend {
         Backend::Caching => "caching",
@@ -68,11 +67,11 @@ impl Row {
         }
     }
 
-    fn used_of_plan(&self) -> Option<f64> {
+    fn plan_utilisation(&self) -> Option<f64> {
         self.planned.map(|arena| self.peak_requested as f64 / arena as f64)
     }
 
-    fn of_requested(&self) -> Option<f64> {
+    fn capacity_ratio(&self) -> Option<f64> {
         self.min_capacity.map(|capacity| capacity as f64 / self.peak_requested as f64)
     }
 
@@ -89,10 +88,10 @@ impl Row {
             self.driver_calls.to_string(),
             self.ns_per_pair.map_or("-".to_owned(), |ns| format!("{ns:.0}")),
             self.planned.map(mib).unwrap_or_default(),
-            self.used_of_plan().map(percent).unwrap_or_default(),
+            self.plan_utilisation().map(percent).unwrap_or_default(),
             self.served.map(mib).unwrap_or_default(),
             self.min_capacity.map(mib).unwrap_or_default(),
-            self.of_requested().map(|times| format!("{times:.3}x")).unwrap_or_default(),
+            self.capacity_ratio().map(|times| format!("{times:.3}x")).unwrap_or_default(),
         ]
     }
 }
@@ -155,7 +154,7 @@ fn means(rows: &[Row], backend: &str) -> Option<Vec<String>> {
     cells[0] = "mean".to_owned();
     cells[1] = backend.to_owned();
     cells[4] = mean(&|row| Some(row.utilisation)).map(percent).unwrap_or_default();
-    cells[9] = mean(&Row::used_of_plan).map(percent).unwrap_or_default();
-    cells[12] = mean(&Row::of_requested).map(|times| format!("{times:.3}x")).unwrap_or_default();
+    cells[9] = mean(&Row::plan_utilisation).map(percent).unwrap_or_default();
+    cells[12] = mean(&Row::capacity_ratio).map(|times| format!("{times:.3}x")).unwrap_or_default();
     Some(cells)
 }

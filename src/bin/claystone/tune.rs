@@ -26,7 +26,7 @@ pub struct Args {
     check: bool,
 }
 
-/// Prints the results; returns false after an error, which it reports on standard error.
+/// Prints the results; returns false after an error, which is reported on standard error.
 ///
 /// # Errors
 /// Errors of writing to `out`.
@@ -44,7 +44,6 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     Ok(done.is_ok())
 }
 
-/// Does what the options ask for: shows, checks or tunes.
 fn run_tuning(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
     let device = args.device;
     if args.show {

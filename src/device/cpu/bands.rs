@@ -38,7 +38,6 @@ pub(crate) fn for_each_band<T: Send>(
     width: usize,
     f: impl Fn(usize, Band<T>) + Sync,
 ) {
-    /// The matrix's first element, shared with other threads.
     struct SharedPtr<T>(*mut T);
     // SAFETY: each thread makes references to elements that no other thread accesses.
     unsafe impl<T: Send> Sync for SharedPtr<T> {}

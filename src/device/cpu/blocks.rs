@@ -19,7 +19,7 @@ pub(crate) struct Block<'a, T> {
     rows: usize,
     width: usize,
     stride: usize,
-    lives: PhantomData<&'a mut [T]>,
+    borrowed: PhantomData<&'a mut [T]>,
 }
 
 impl<'a, T> Block<'a, T> {
@@ -29,7 +29,7 @@ impl<'a, T> Block<'a, T> {
     /// If the slice is too short, or rows overlap.
     pub(crate) fn new(data: &'a mut [T], rows: usize, width: usize, stride: usize) -> Block<'a, T> {
         assert!(width <= stride && (rows == 0 || (rows - 1) * stride + width <= data.len()));
-        Block { first: data.as_mut_ptr(), rows, width, stride, lives: PhantomData }
+        Block { first: data.as_mut_ptr(), rows, width, stride, borrowed: PhantomData }
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -40,13 +40,11 @@ impl<'a, T> Block<'a, T> {
         self.width
     }
 
-    /// Returns the first element and the distance of rows in elements. No other code accesses the block during this borrow.
+    /// Returns the first element and the row stride in elements. No other code accesses the block during this borrow.
     pub(crate) fn start(&mut self) -> (*mut T, usize) {
         (self.first, self.stride)
     }
 
-    /// Returns a row.
-    ///
     /// # Panics
     /// If the block has no such row.
     pub(crate) fn row(&mut self, i: usize) -> &mut [T] {
@@ -65,22 +63,21 @@ impl Block<'_, u8> {
         const SIZE: usize = size_of::<f32>();
         let first = self.first.cast::<f32>();
         assert!(first.is_aligned() && self.width.is_multiple_of(SIZE) && self.stride.is_multiple_of(SIZE));
-        Block { first, rows: self.rows, width: self.width / SIZE, stride: self.stride / SIZE, lives: PhantomData }
+        Block { first, rows: self.rows, width: self.width / SIZE, stride: self.stride / SIZE, borrowed: PhantomData }
     }
 }
 
 /// Calls `f` with each block and its indices: the band, and the block's row and column in the band. The calls run on this thread
-/// and on its team, or only on this thread if `alone`.
+/// and on its team, or only on this thread if `single_threaded`.
 ///
 /// # Panics
 /// As [`parallel::for_each_index`]; if a number of the partition is 0.
 pub(crate) fn for_each_block<T: Send>(
     data: &mut [T],
     cut: BlockPartition,
-    alone: bool,
+    single_threaded: bool,
     f: impl Fn([usize; 3], Block<T>) + Sync,
 ) {
-    /// The matrix's first element, shared with other threads.
     struct SharedPtr<T>(*mut T);
     // SAFETY: each thread makes references to elements that no other thread accesses.
     unsafe impl<T: Send> Sync for SharedPtr<T> {}
@@ -97,29 +94,29 @@ pub(crate) fn for_each_block<T: Send>(
             // SAFETY: an element of the slice: its row is below `rows`, its column below `columns`.
             let first = unsafe { start.0.add(top * columns + left) };
             let (rows, width) = (bottom - top, width.min(columns - left));
-            f([at / down, at % down, j], Block { first, rows, width, stride: columns, lives: PhantomData });
+            f([at / down, at % down, j], Block { first, rows, width, stride: columns, borrowed: PhantomData });
         }
     };
     let count = rows.div_ceil(band) * down * across;
-    if alone { (0..count).for_each(piece) } else { parallel::for_each_index(count, piece) }
+    if single_threaded { (0..count).for_each(piece) } else { parallel::for_each_index(count, piece) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Every element is in exactly one block, also if the sizes do not divide each other.
+    /// Every element is in exactly one block, even if the sizes do not divide each other.
     #[test]
     fn blocks_cover_a_matrix() {
         for (rows, columns, band, height, width) in
             [(7, 5, 3, 2, 2), (6, 4, 6, 4, 4), (1, 1, 1, 1, 1), (9, 8, 2, 5, 3), (4, 1, 10, 1, 7), (0, 3, 1, 1, 1)]
         {
-            for alone in [true, false] {
+            for single_threaded in [true, false] {
                 let mut data = vec![0u32; rows * columns];
                 for_each_block(
                     &mut data,
                     BlockPartition { columns, band, height, width },
-                    alone,
+                    single_threaded,
                     |[b, d, a], mut block| {
                         for i in 0..block.rows() {
                             let row = b * band + d * height + i;

@@ -1,4 +1,4 @@
-//! Copies and fills of any size. Large ones are shared by all threads of the team.
+//! Copies and fills of any size. All threads of the team share large copies and fills.
 
 use std::hint::black_box;
 use std::mem::MaybeUninit;
@@ -12,7 +12,7 @@ use super::{copy as small, parallel};
 
 /// The size of the pieces into which large copies and fills are split, in bytes.
 const PIECE_BYTES: usize = 1 << 17;
-/// The number of bytes from which on copies and fills are split over threads.
+/// The minimum size of copies and fills that are split over threads, in bytes.
 const PARALLEL_MIN_BYTES: usize = 4 * PIECE_BYTES;
 
 /// Copies between slices of equal length; large copies use all threads of the team.

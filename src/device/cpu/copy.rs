@@ -1,8 +1,8 @@
 //! Copies of a few KiB. C libraries often use a single instruction with a slow start (`rep movsb`): a plain loop over vectors takes
 //! half as long.
 
-/// The sizes that are copied by the loop, in bytes. Smaller copies take equally long either way. Larger ones, source and copy
-/// together, exceed the L1 cache, and there the instruction is faster.
+/// The sizes that are copied by the loop, in bytes. Smaller copies take equally long either way. The source and destination of
+/// larger copies exceed the L1 cache, and there `rep movsb` is faster.
 #[cfg(target_arch = "x86_64")]
 const VECTOR_COPY_BYTES: std::ops::RangeInclusive<usize> = 1 << 10..=16 << 10;
 
@@ -23,7 +23,7 @@ pub(crate) fn copy(to: &mut [u8], from: &[u8]) {
     to.copy_from_slice(from);
 }
 
-/// Defines a function that copies four vectors at a time; the last four may overlap those before.
+/// Defines a function that copies four vectors at a time; the last four vectors may overlap the previous four.
 #[cfg(target_arch = "x86_64")]
 macro_rules! by_vectors {
     ($name:ident, $feature:literal, $vector:ident, $load:ident, $store:ident) => {

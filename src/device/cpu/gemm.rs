@@ -50,7 +50,7 @@ fn is_serial((m, n, k): (usize, usize, usize)) -> bool {
     m.saturating_mul(n).saturating_mul(k) <= SERIAL_MAX_PRODUCTS
 }
 
-/// The boundaries of pieces are multiples of this number of rows or columns, so that few tiles and vectors are cut.
+/// The boundaries of pieces are multiples of this number of rows or columns, so that few tiles and vectors are incomplete.
 const PIECE_STEP: usize = 8;
 
 /// The layout of a matrix in a slice: element (i, j) is at `offset + i * row + j * col`.
@@ -62,7 +62,6 @@ pub(crate) struct MatrixLayout {
 }
 
 impl MatrixLayout {
-    /// Returns the index of element `(i, j)`.
     fn index_of(self, i: usize, j: usize) -> usize {
         self.offset.wrapping_add_signed(i as isize * self.row + j as isize * self.col)
     }
@@ -84,7 +83,6 @@ impl MatrixLayout {
         bounds().unwrap_or(false)
     }
 
-    /// True if no two elements have the same index.
     fn is_injective(self, rows: usize, cols: usize) -> bool {
         let (r, c) = (self.row.unsigned_abs(), self.col.unsigned_abs());
         let steps_over = |long: usize, short: usize, n: usize| short > 0 && long > short.saturating_mul(n - 1);
@@ -111,9 +109,8 @@ impl Real for f64 {
     const ONE: f64 = 1.0;
 }
 
-/// Returns the numbers of rows and columns of pieces, one piece per thread, that minimise the reads of the operands. Per step of k,
-/// each column of pieces reads all rows of `a`, which costs `a` elements. Each row of pieces reads all columns of `b`, which costs
-/// `b(rows)` elements with `rows` rows of pieces.
+/// Returns the grid of pieces (rows, columns), one piece per thread, that minimises the reads of the operands. Per step of k, each
+/// column of the grid reads `a` elements of the left matrix, and each row of a grid with `rows` rows reads `b(rows)` elements of the right.
 fn partition(size: (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
     if is_serial(size) { (1, 1) } else { partition_for(super::threads(), (size.0, size.1), a, b) }
 }
@@ -158,8 +155,7 @@ struct SharedPtr<T>(*mut T);
 // SAFETY: the threads of a product read the inputs and write pieces of the result that have no element in common.
 unsafe impl<T: Send + Sync> Sync for SharedPtr<T> {}
 
-/// Returns the kernels for products of this size and these types, if the processor has them. Products of a few rows have
-/// other kernels, in [`few`].
+/// Returns the kernels for products of this size and these types, if any. Products of a few rows have other kernels, in [`few`].
 #[cfg(target_arch = "x86_64")]
 fn select_kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
     const MIN_SIZE: usize = 8;
@@ -170,71 +166,70 @@ fn select_kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Opt
     for_pairs.or_else(|| Kernels::get(false)).filter(|_| m.min(n).min(k) >= MIN_SIZE)
 }
 
-/// Computes one product after another; `places` has the layouts of a, b and the result of each. Errors are those of [`gemm`].
+/// Computes a product for each layout of a, b and the result in `layouts`. Errors are those of [`gemm`].
 pub(crate) fn gemm_f32(
     size: (usize, usize, usize),
     out: &mut [f32],
     a: Floats,
     b: Floats,
-    places: impl Iterator<Item = [MatrixLayout; 3]>,
+    layouts: impl Iterator<Item = [MatrixLayout; 3]>,
 ) -> Result<()> {
-    let mut places = places.peekable();
+    let mut layouts = layouts.peekable();
     #[cfg(target_arch = "x86_64")]
     let mut rows = Vec::new();
     #[cfg(target_arch = "x86_64")]
-    while let Some([place_a, place_b, place]) = places.peek().copied()
-        && let Some(transposed) = few::should_transpose(size, place_a, place_b)
+    while let Some([layout_a, layout_b, layout]) = layouts.peek().copied()
+        && let Some(transposed) = few::should_transpose(size, layout_a, layout_b)
     {
-        check_layouts(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-        let start = out.as_mut_ptr().wrapping_add(place.offset);
-        let to = matrix::Matrix { start, row: place.row, col: place.col };
+        check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
+        let start = out.as_mut_ptr().wrapping_add(layout.offset);
+        let to = matrix::Matrix { start, row: layout.row, col: layout.col };
         // SAFETY: as below.
-        unsafe { few::product(size, transposed, to, a.matrix(place_a), b.matrix(place_b), &mut rows) };
-        places.next();
+        unsafe { few::product(size, transposed, to, a.matrix(layout_a), b.matrix(layout_b), &mut rows) };
+        layouts.next();
     }
-    if places.peek().is_none() {
+    if layouts.peek().is_none() {
         return Ok(());
     }
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = select_kernels(size, a, b) {
-        for [place_a, place_b, place] in places {
-            check_layouts(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-            let start = out.as_mut_ptr().wrapping_add(place.offset); // other elements may come before this one
-            let to = matrix::Matrix { start, row: place.row, col: place.col };
+        for [layout_a, layout_b, layout] in layouts {
+            check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
+            let start = out.as_mut_ptr().wrapping_add(layout.offset); // other elements may come before this one
+            let to = matrix::Matrix { start, row: layout.row, col: layout.col };
             let to = blocks::Destination::Memory(to, KernelEpilogue::Nothing);
             // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and live
             // through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct.
-            unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
+            unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
         }
         return Ok(());
     }
-    places
-        .into_iter()
-        .try_for_each(|[place_a, place_b, place]| floats::gemm_widened(size, (out, place), (a, place_a), (b, place_b)))
+    layouts.into_iter().try_for_each(|[layout_a, layout_b, layout]| {
+        floats::gemm_widened(size, (out, layout), (a, layout_a), (b, layout_b))
+    })
 }
 
 /// Computes one product like [`gemm_f32`], and in the same pass the sums of the rows of `a`, into `out` from `sums` on. Returns
-/// whether the sums were computed: only if the result is contiguous, the kernels pack `a`, and the sums do not overlap the
-/// result.
+/// false without sums unless the result is contiguous, the kernels pack `a`, and the sums do not overlap the result.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(crate) fn gemm_with_row_sums(
     size: (usize, usize, usize),
     out: &mut [f32],
     (a, b): (Floats, Floats),
-    places: [MatrixLayout; 3],
+    layouts: [MatrixLayout; 3],
     sums: usize,
 ) -> Result<bool> {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = select_kernels(size, a, b) {
-        let ([place_a, place_b, place], (m, n, _)) = (places, size);
-        check_layouts(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-        let beside = sums + m <= place.offset || place.offset + m * n <= sums;
-        if (place.row, place.col) == (n as isize, 1) && beside && sums + m <= out.len() {
+        let ([layout_a, layout_b, layout], (m, n, _)) = (layouts, size);
+        check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
+        let beside = sums + m <= layout.offset || layout.offset + m * n <= sums;
+        if (layout.row, layout.col) == (n as isize, 1) && beside && sums + m <= out.len() {
             let start = out.as_mut_ptr();
             // SAFETY: as in `gemm_f32`; the sums are in `out`, and none of them is an element of the result.
             return Ok(unsafe {
-                let to = matrix::Matrix { start: start.add(place.offset), row: place.row, col: 1 };
-                let (a, b) = (a.matrix(place_a), b.matrix(place_b));
+                let to = matrix::Matrix { start: start.add(layout.offset), row: layout.row, col: 1 };
+                let (a, b) = (a.matrix(layout_a), b.matrix(layout_b));
                 blocks::product(
                     kernels,
                     size,
@@ -246,7 +241,7 @@ pub(crate) fn gemm_with_row_sums(
             });
         }
     }
-    gemm_f32(size, out, a, b, std::iter::once(places))?;
+    gemm_f32(size, out, a, b, std::iter::once(layouts))?;
     Ok(false)
 }
 
@@ -260,13 +255,13 @@ pub(crate) enum KernelEpilogue<S> {
     Add(S),
     /// Adds a row of `n` elements to every row, then applies ReLU.
     AddRelu(S),
-    /// Multiplies by the gradient of ReLU at the corresponding of `m * n` elements: by 0 where the element is at most 0, else by 1.
+    /// Multiplies by ReLU's gradient at the operand of `m * n` elements: by 0 where its element is at most 0, else by 1.
     ReluGrad(S),
 }
 
 impl<S> KernelEpilogue<S> {
     #[cfg(target_arch = "x86_64")]
-    /// Converts the operand, by `row` if it is a row, by `elements` if it has the result's size.
+    /// Converts the operand: a row by `row`, an operand of the result's size by `elements`.
     fn map<T>(self, row: impl FnOnce(S) -> T, elements: impl FnOnce(S) -> T) -> KernelEpilogue<T> {
         match self {
             KernelEpilogue::Nothing => KernelEpilogue::Nothing,
@@ -277,8 +272,8 @@ impl<S> KernelEpilogue<S> {
     }
 }
 
-/// Computes one contiguous product like [`gemm_f32`], with an epilogue in the kernels' registers: the result is written once, and
-/// the epilogue's cost is hidden behind the next sums. Returns false if there are no kernels for the product.
+/// Computes one contiguous product like [`gemm_f32`], and applies an epilogue in registers, so that the result is written once.
+/// Returns false if there are no kernels for the product.
 ///
 /// # Errors
 /// The errors of [`gemm`], and an epilogue operand of another size.
@@ -286,8 +281,8 @@ impl<S> KernelEpilogue<S> {
 pub(crate) fn gemm_with_epilogue(
     size: (usize, usize, usize),
     out: &mut [f32],
-    (a, place_a): (Floats, MatrixLayout),
-    (b, place_b): (Floats, MatrixLayout),
+    (a, layout_a): (Floats, MatrixLayout),
+    (b, layout_b): (Floats, MatrixLayout),
     finish: KernelEpilogue<&[f32]>,
 ) -> Result<bool> {
     #[cfg(target_arch = "x86_64")]
@@ -296,8 +291,8 @@ pub(crate) fn gemm_with_epilogue(
         check_layouts(
             size,
             (out.len(), MatrixLayout { offset: 0, row: n as isize, col: 1 }),
-            (a.len(), place_a),
-            (b.len(), place_b),
+            (a.len(), layout_a),
+            (b.len(), layout_b),
         )?;
         let fits = match finish {
             KernelEpilogue::Nothing => true,
@@ -310,7 +305,7 @@ pub(crate) fn gemm_with_epilogue(
         let to = matrix::Matrix { start: out.as_mut_ptr(), row: n as isize, col: 1 };
         let to = blocks::Destination::Memory(to, finish.map(<[f32]>::as_ptr, <[f32]>::as_ptr));
         // SAFETY: as in `gemm_f32`; the epilogue's operand is borrowed and has the size that the kernels read (checked above).
-        unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
+        unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
         return Ok(true);
     }
     Ok(false)
@@ -325,9 +320,8 @@ pub(crate) fn supports_pieces(size: (usize, usize, usize)) -> bool {
     false
 }
 
-/// Computes a product of f32 or halves whose elements `each` converts into one or several results, all `m` x `n` and contiguous.
-/// `each` is called with the index of an element, a cached run of the product's elements from that index on, and the same
-/// elements of each result, to be written.
+/// Computes a product of f32 or halves, and passes its elements to `each`, which writes one or several contiguous `m` x `n` results.
+/// `each(first, product, outs)` gets cached elements of the product from index `first` on, and the same elements of each result.
 ///
 /// # Errors
 /// The errors of [`gemm`], and sizes for which [`supports_pieces`] is false.
@@ -335,8 +329,8 @@ pub(crate) fn supports_pieces(size: (usize, usize, usize)) -> bool {
 pub(crate) fn gemm_into<T: Send + Sync>(
     size: (usize, usize, usize),
     outs: &mut [&mut [T]],
-    (a, place_a): (Floats, MatrixLayout),
-    (b, place_b): (Floats, MatrixLayout),
+    (a, layout_a): (Floats, MatrixLayout),
+    (b, layout_b): (Floats, MatrixLayout),
     each: impl Fn(usize, &[f32], &mut [&mut [T]]) + Sync,
 ) -> Result<()> {
     let n = size.1;
@@ -345,7 +339,7 @@ pub(crate) fn gemm_into<T: Send + Sync>(
     };
     let contiguous = MatrixLayout { offset: 0, row: n as isize, col: 1 };
     for out in outs.iter() {
-        check_layouts(size, (out.len(), contiguous), (a.len(), place_a), (b.len(), place_b))?;
+        check_layouts(size, (out.len(), contiguous), (a.len(), layout_a), (b.len(), layout_b))?;
     }
     let starts: SmallVec<[SharedPtr<T>; 2]> = outs.iter_mut().map(|out| SharedPtr(out.as_mut_ptr())).collect();
     let pass_on = |first: usize, product: &[f32]| {
@@ -364,11 +358,11 @@ pub(crate) fn gemm_into<T: Send + Sync>(
     let to = blocks::Destination::Pieces(&hand_over);
     // SAFETY: none of the sizes is 0. Both matrices are in their slices (`check_layouts`), which are initialised and live through
     // the call.
-    unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
+    unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
     Ok(())
 }
 
-/// There are no kernels for other processors, so [`supports_pieces`] is false.
+/// Other processors have no kernels, so [`supports_pieces`] is false.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn gemm_into<T>(
     _: (usize, usize, usize),

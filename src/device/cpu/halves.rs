@@ -7,7 +7,6 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::convert::bf16_bits;
 
-/// A function of two numbers.
 pub(crate) trait BinaryFunction {
     fn call(x: f32, y: f32) -> f32;
 }
@@ -88,12 +87,12 @@ fn map_f16_form<F: BinaryFunction, const FORM: u8>(a: &[u16], b: &[u16], number:
     if crate::device::cpu::has_avx512() {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: the processor has the instructions.
-        unsafe { x86::of_16::<F, FORM>(a, b, number, to) };
+        unsafe { x86::map_16::<F, FORM>(a, b, number, to) };
         return map_f16_scalar::<F, FORM>(a_rest, b_rest, number, to_rest);
     } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: likewise.
-        unsafe { x86::of_8::<F, FORM>(a, b, number, to) };
+        unsafe { x86::map_8::<F, FORM>(a, b, number, to) };
         return map_f16_scalar::<F, FORM>(a_rest, b_rest, number, to_rest);
     }
     map_f16_scalar::<F, FORM>(a, b, number, to);
@@ -150,7 +149,7 @@ mod x86 {
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
 
     by_vectors!(
-        of_16,
+        map_16,
         "avx512f",
         __m512 = [f32; 16],
         _mm256_loadu_si256,
@@ -159,7 +158,7 @@ mod x86 {
         _mm256_storeu_si256
     );
     by_vectors!(
-        of_8,
+        map_8,
         "avx,f16c",
         __m256 = [f32; 8],
         _mm_loadu_si128,
@@ -233,8 +232,8 @@ mod tests {
             let (mut x, mut y) = (vec![0; a.len()], vec![1; a.len()]);
             // SAFETY: the processor has the instructions.
             unsafe {
-                x86::of_16::<Less, BOTH>(a.as_chunks().0, b.as_chunks().0, 0.0, x.as_chunks_mut().0);
-                x86::of_8::<Less, BOTH>(a.as_chunks().0, b.as_chunks().0, 0.0, y.as_chunks_mut().0);
+                x86::map_16::<Less, BOTH>(a.as_chunks().0, b.as_chunks().0, 0.0, x.as_chunks_mut().0);
+                x86::map_8::<Less, BOTH>(a.as_chunks().0, b.as_chunks().0, 0.0, y.as_chunks_mut().0);
             }
             assert!(x.iter().zip(&y).all(|(&x, &y)| same(x, y, |x| f16::from_bits(x).is_nan())));
         }

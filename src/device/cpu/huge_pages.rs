@@ -1,4 +1,4 @@
-//! Huge pages: one page fault at the first access instead of 512. The kernel may decline.
+//! Huge pages: one page fault at the first access instead of 512. The operating system may decline.
 
 #[cfg(all(target_os = "linux", not(miri)))]
 pub(crate) use linux::{HUGE_PAGE_BYTES, advise_huge, page_bytes};

@@ -151,7 +151,7 @@ pub(crate) fn log1p(x: f32) -> f32 {
     if x < f32::INFINITY { y } else { x }
 }
 
-/// The bound on the argument of [`sin`] and [`cos`]; beyond it, the reduction needs more digits of pi: use f64's functions.
+/// The bound on the argument of [`sin`] and [`cos`]. Beyond the bound, use f64's functions, because the reduction needs more digits of pi.
 pub(crate) const TRIG_LIMIT: f32 = 1e6;
 
 /// Splits x = q pi/2 + r with |r| <= pi/4. Returns the sine and cosine of r, and q. Computed in f64, so that r is exact enough.
@@ -198,7 +198,6 @@ pub(crate) fn cos(x: f32) -> f32 {
     f32::from_bits(y.to_bits() ^ ((q.wrapping_add(1) as u32 & 2) << 30))
 }
 
-/// The arc tangent.
 #[inline(always)]
 pub(crate) fn atan(x: f32) -> f32 {
     const C: [f32; 9] = [
@@ -283,7 +282,6 @@ mod tests {
         special.into_iter().chain((0..u32::MAX / 4001).map(|i| f32::from_bits(i * 4001)))
     }
 
-    /// Returns evenly spaced numbers.
     pub(super) fn dense(low: f32, high: f32) -> impl Iterator<Item = f32> {
         (0..=400_000).map(move |i| low + (high - low) * (i as f32 / 400_000.0))
     }

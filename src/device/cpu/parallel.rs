@@ -33,19 +33,19 @@ const NESTED_MIN_POLL: Duration = Duration::from_micros(50);
 struct Team {
     mailboxes: Box<[Mailbox]>,
     /// The order of creation: 0 for the global pool's team.
-    age: usize,
+    creation_index: usize,
 }
 
 thread_local! {
-    /// The team of a thread of a pool. Rayon does not say to which pool a thread belongs, so helpers learn the team from the job with
-    /// which they enter. If threads of one pool have made several teams at the same time, the oldest replaces the others.
+    /// The team of this thread's pool. Rayon does not say to which pool a thread belongs, so a helper gets the team from the job that
+    /// starts it. If threads of one pool have made several teams at the same time, the oldest team replaces the others.
     static TEAM: RefCell<Option<Arc<Team>>> = const { RefCell::new(None) };
 }
 
 impl Team {
-    /// Makes a team for this thread's pool, without helpers yet; a lower `age` is older.
-    fn new(age: usize) -> Arc<Team> {
-        Arc::new(Team { mailboxes: (1..threads()).map(|_| Mailbox::new()).collect(), age })
+    /// Makes a team for this thread's pool, without helpers yet.
+    fn new(creation_index: usize) -> Arc<Team> {
+        Arc::new(Team { mailboxes: (1..threads()).map(|_| Mailbox::new()).collect(), creation_index })
     }
 
     /// Returns the team of this thread's pool, or of the global pool for other threads. None for a thread that is ending.
@@ -61,11 +61,11 @@ impl Team {
         TEAM.try_with(own).ok()
     }
 
-    /// Makes this thread of a pool a member of the team, unless it belongs to an older one.
+    /// Makes this thread of a pool a member of the team, unless the thread belongs to an older team.
     fn adopt_team(self: &Arc<Team>) {
         let _ = TEAM.try_with(|team| {
             let mut team = team.borrow_mut();
-            if team.as_ref().is_none_or(|own| self.age < own.age) {
+            if team.as_ref().is_none_or(|own| self.creation_index < own.creation_index) {
                 *team = Some(Arc::clone(self));
             }
         });
@@ -92,22 +92,22 @@ impl Team {
 /// # Panics
 /// With the panic of a piece; the other pieces may then not have been done.
 pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
-    share(count, threads().min(count), false, &piece);
+    share_pieces(count, threads().min(count), false, &piece);
 }
 
 /// Calls pieces like [`for_each_index`], in `parts` parts of equal length. The pieces of a part are started in order, so that a piece
 /// may wait for earlier pieces of its part.
 pub(crate) fn for_each_in_order(count: usize, parts: usize, piece: impl Fn(usize) + Sync) {
-    share(count, parts, false, &piece);
+    share_pieces(count, parts, false, &piece);
 }
 
-/// Shares `count` pieces with the team, split into `parts` where threads start; with `reverse`, from the end of each part.
-fn share(count: usize, parts: usize, reverse: bool, piece: &(dyn Fn(usize) + Sync)) {
+/// Shares `count` pieces with the team. Each thread starts with its own of `parts` parts, from the part's end if `reverse`.
+fn share_pieces(count: usize, parts: usize, reverse: bool, piece: &(dyn Fn(usize) + Sync)) {
     let team = if count <= 1 || threads() == 1 { None } else { Team::current() };
     let Some(team) = team else {
         return (0..count).for_each(|i| piece(if reverse { count - 1 - i } else { i }));
     };
-    hand_over::share(&team.mailboxes, |i| Arc::clone(&team).spawn_helper(i), count, parts, reverse, piece);
+    hand_over::share_pieces(&team.mailboxes, |i| Arc::clone(&team).spawn_helper(i), count, parts, reverse, piece);
 }
 
 /// Calls `f` with every item and its index, on this thread and on its team.
@@ -126,7 +126,7 @@ pub(crate) fn for_each<T: Send>(items: &mut [T], f: impl Fn(usize, &mut T) + Syn
     });
 }
 
-/// Calls `f` with every chunk of `size` elements and its index, the last one shorter, on this thread and on its team.
+/// Calls `f` with every chunk of `size` elements and its index, on this thread and on its team. The last chunk may be shorter.
 ///
 /// # Panics
 /// As [`for_each_index`]; if `size` is 0.
@@ -134,14 +134,14 @@ pub(crate) fn for_each_chunk<T: Send>(data: &mut [T], size: usize, f: impl Fn(us
     for_each_chunks(&mut [data], &[size], |i, chunks| f(i, chunks[0]));
 }
 
-/// Returns whether this thread's next operation should start at the end, which alternates: the data that the last operation touched
-/// last are then in the caches.
+/// Returns whether this thread's next operation should start at the end. The answer alternates, so that an operation starts with the
+/// data that the last operation left in the caches.
 pub(crate) fn alternate_direction() -> bool {
     thread_local!(static REVERSE: Cell<bool> = const { Cell::new(true) });
     REVERSE.try_with(|reverse| reverse.replace(!reverse.get())).unwrap_or(false) // false in a thread that is ending
 }
 
-/// Calls `f` like [`for_each_chunk`], from the end with `reverse`: see [`alternate_direction`].
+/// Calls `f` like [`for_each_chunk`], from the last chunk on if `reverse`: see [`alternate_direction`].
 ///
 /// # Panics
 /// As [`for_each_chunk`].
@@ -193,10 +193,10 @@ fn split_chunks<T: Send>(
         };
         f(i, &mut starts.iter().map(chunk).collect::<SmallVec<[&mut [T]; 2]>>());
     };
-    share(count, threads().min(count), reverse, &piece);
+    share_pieces(count, threads().min(count), reverse, &piece);
 }
 
-/// Returns `f` of every number below `count`, in order; a thread computes at least `group` of them at a time.
+/// Returns the results of `f` for every number below `count`, in order; a thread computes `group` results at a time.
 ///
 /// # Panics
 /// As [`for_each_index`].

@@ -1,15 +1,14 @@
-//! Nontemporal stores, which bypass the cache. A result larger than the cache will not be read from the cache. An ordinary store
-//! would read each line before overwriting it, which is a third to a half of all memory traffic.
+//! Nontemporal stores, which bypass the cache, for results larger than the cache. An ordinary store would read each line before
+//! overwriting it, which is a third to a half of all memory traffic.
 
 use std::mem::MaybeUninit;
 
 use bytemuck::Pod;
 
-/// The number of bytes from which on results are streamed: more than the last-level cache of most processors.
+/// The minimum size of results that are streamed, in bytes: more than the last-level cache of most processors.
 pub(crate) const STREAMING_MIN_BYTES: usize = 24 << 20;
 
-/// True if a result of `result` bytes should be streamed because the caches cannot hold the data. The result and its operands have
-/// `all` bytes together.
+/// True if a result of `result` bytes should be streamed because the caches cannot hold the `all` bytes of result and operands.
 pub(crate) fn should_stream(result: usize, all: usize) -> bool {
     result >= STREAMING_MIN_BYTES || (result >= STREAMING_MIN_BYTES / 2 && all >= 2 * STREAMING_MIN_BYTES)
 }

@@ -1,4 +1,4 @@
-//! Adopted devices: contexts that other code opened, with a queue of that code as the default stream.
+//! Adopted devices, whose context and queue belong to other code; the queue is the default stream.
 
 use std::ptr;
 use std::sync::Mutex;
@@ -18,13 +18,12 @@ use super::exit;
 use crate::device::{lock, log};
 use crate::{Device, Error, Result};
 
-/// The operation that errors name.
 const OP: &str = "Device::adopt";
 
 /// The addresses of context, device and queue of each adopted device. Locked during an adoption.
 static HANDLES: Mutex<Vec<[usize; 3]>> = Mutex::new(Vec::new());
 
-/// Returns the device of this context whose default stream is this queue, adding it on the first call.
+/// Returns the device with this context and this queue as the default stream; the first call adds the device.
 ///
 /// # Errors
 /// [`Error::Invalid`] for handles that do not belong together, an out-of-order queue, a device that cannot run kernels,
@@ -47,15 +46,15 @@ pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_que
     }
     let (_under_way, _opening) = (exit::delay_exit(), exit::keep_handler_last());
     let device = Device::OpenCL(own + known.len());
-    let told = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
-    check(context, id, queue).map_err(told)?.map_err(|reason| Error::invalid(OP, reason))?;
-    let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(told)?;
+    let to_error = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
+    check_handles(context, id, queue).map_err(to_error)?.map_err(|reason| Error::invalid(OP, reason))?;
+    let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(to_error)?;
     let entry = Entry::for_adopted(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
         Ok(why) => Error::invalid(OP, format!("the device {why}")),
-        Err(e) => told(e),
+        Err(e) => to_error(e),
     })?;
     let entry: &'static Entry = Box::leak(Box::new(entry));
-    let opened = ClDevice::adopt(device, entry.found(device)?, context, queue).map_err(told)?;
+    let opened = ClDevice::adopt(device, entry.found(device)?, context, queue).map_err(to_error)?;
     let opened: &'static ClDevice = Box::leak(Box::new(opened));
     _ = entry.opened.set(opened);
     discovery::add_adopted(entry);
@@ -64,8 +63,12 @@ pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_que
     Ok(device)
 }
 
-/// Returns why the three handles cannot be used together, if so.
-fn check(context: cl_context, id: cl_device_id, queue: cl_command_queue) -> Result<Result<(), &'static str>, ClError> {
+/// Checks that the three handles belong together; the inner error says why not.
+fn check_handles(
+    context: cl_context,
+    id: cl_device_id,
+    queue: cl_command_queue,
+) -> Result<Result<(), &'static str>, ClError> {
     let devices = info!(clGetContextInfo(context, CL_CONTEXT_DEVICES))?;
     let of_queue = |what| value!(clGetCommandQueueInfo(queue, what) as usize);
     let properties = value!(clGetCommandQueueInfo(queue, CL_QUEUE_PROPERTIES) as u64)?;

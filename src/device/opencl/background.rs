@@ -17,7 +17,7 @@ use crate::device::profiler::RecordKind;
 const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
 
 impl ClDevice {
-    /// Starts to read `bytes` bytes of a buffer to the host on a stream. The bytes are there when the event is done. Faults of
+    /// Starts to read `bytes` bytes of a buffer to the host on a stream. The read is complete when the event is done. Faults of
     /// kernels are not reported: see [`report_faults`](Self::report_faults).
     ///
     /// # Safety
@@ -38,7 +38,7 @@ impl ClDevice {
         })
     }
 
-    /// Starts to write `bytes` bytes from the host to a buffer on a stream. The host may change them when the event is done.
+    /// Starts to write `bytes` bytes from the host to a buffer on a stream. The host may change its bytes when the event is done.
     ///
     /// # Safety
     /// Until the event is done, `from..from + bytes` stays valid for reads and no code writes to it.
@@ -58,7 +58,7 @@ impl ClDevice {
         })
     }
 
-    /// Makes the next wait for the stream report the transfer if it failed: for transfers whose event is not waited for.
+    /// Makes the next wait for the stream report the transfer if it failed, because no caller waits for the transfer's event.
     pub(crate) fn report_at_next_wait(&self, stream: StreamId, call: &'static str, transfer: &Arc<ClEvent>) {
         let mut queue = self.lock_for_waits(stream);
         queue.collect_transfers();

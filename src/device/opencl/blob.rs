@@ -10,29 +10,24 @@ use sha2::{Digest, Sha256};
 
 use crate::error::Excerpt;
 
-/// The start of a file.
 const MAGIC: &[u8; 16] = b"claystone cache\n";
 
 /// Entries, keyed by the file names of the disk cache.
 pub(super) type Entries = BTreeMap<String, Vec<u8>>;
 
-/// The entries imported into a device.
 #[derive(Default)]
 pub(super) struct ImportedEntries(RwLock<Entries>);
 
 impl ImportedEntries {
-    /// Returns the contents of the entry with this name.
     pub(super) fn get(&self, name: &str) -> Option<Vec<u8>> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
     }
 
-    /// Adds entries.
     pub(super) fn extend(&self, entries: Entries) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).extend(entries);
     }
 }
 
-/// Formats a file.
 pub(super) fn write(identity: &str, entries: &Entries) -> Vec<u8> {
     let mut rest = Vec::new();
     let mut put = |bytes: &[u8]| {
@@ -47,7 +42,7 @@ pub(super) fn write(identity: &str, entries: &Entries) -> Vec<u8> {
     [&MAGIC[..], &Sha256::digest(&rest), &rest].concat()
 }
 
-/// Parses a file and returns its entries. The error says if the file is damaged, or of another identity.
+/// Parses a file and returns its entries. The error says that the file is damaged, or was exported by another device.
 pub(super) fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
     let damaged = || "it is damaged: export it again".to_owned();
     let rest = blob.strip_prefix(MAGIC).ok_or("it is not a file that export_cache wrote")?;

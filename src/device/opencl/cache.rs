@@ -29,7 +29,7 @@ pub(super) type Key = [u8; 32];
 
 /// The default bound on the size of the folder, in bytes: the same as CUDA's cache.
 const MAX_SIZE: u64 = 256 << 20;
-/// The folder is scanned after every 1/16 of the bound that is written, and shrunk to 15/16 of the bound. So one process
+/// The folder is scanned each time 1/16 of the bound has been written, and shrunk to 15/16 of the bound. So a single process
 /// stays within the bound without a scan after every file.
 const SHRINK_DIVISOR: u64 = 16;
 /// A temporary file not written to for this long was left by a killed process.
@@ -108,11 +108,10 @@ impl Cache {
             });
             MAX_SIZE
         });
-        (max_size > 0).then(|| Cache::at(folder, max_size))
+        (max_size > 0).then(|| Cache::new(folder, max_size))
     }
 
-    /// Makes a cache in a folder, bounded to `max_size` bytes.
-    pub(super) fn at(folder: impl Into<PathBuf>, max_size: u64) -> Cache {
+    pub(super) fn new(folder: impl Into<PathBuf>, max_size: u64) -> Cache {
         let (folder, written) = (folder.into(), AtomicU64::new(max_size));
         Cache { folder, max_size, written, warned: Once::new() }
     }
@@ -123,7 +122,7 @@ impl Cache {
     /// `NotFound`; `PermissionDenied` if others have access to the folder or the file, `InvalidData` for a damaged file.
     pub(super) fn load(&self, name: &str) -> io::Result<Vec<u8>> {
         let folder = self.open_folder()?;
-        let mut file = open(&folder.at.join(name))?;
+        let mut file = open_private_file(&folder.at.join(name))?;
         let mut bytes = Vec::new();
         (&mut file).take(self.max_size).read_to_end(&mut bytes)?;
         let contents = unseal(name, bytes).ok_or_else(|| {
@@ -161,15 +160,14 @@ impl Cache {
         Ok(self.folder.join(name))
     }
 
-    /// Deletes a file that turned out to be unusable.
     pub(super) fn remove(&self, name: &str) {
         let (folder, file) = (self.folder.clone(), name.to_owned());
         log::emit(move || tracing::debug!(?folder, file, "cached file refused"));
         let _ = self.open_folder().and_then(|folder| fs::remove_file(folder.at.join(name)));
     }
 
-    /// Deletes temporary files of killed processes, then the least recently used files beyond the bound. Another process may do
-    /// the same at the same time, so a file that is gone already counts as deleted.
+    /// Deletes temporary files of killed processes, then the least recently used files beyond the bound. A missing file counts as
+    /// deleted, because another process may shrink the folder at the same time.
     fn shrink(&self, folder: &Folder) -> io::Result<()> {
         let mut files = folder.files()?;
         files.retain(|file| {
@@ -191,7 +189,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Opens the folder. Fails if it is missing, or if other users may have put files in, which is logged once.
+    /// Opens the folder. Fails if the folder is missing, or if other users have access to it, which is logged once.
     fn open_folder(&self) -> io::Result<Folder> {
         let checked = Folder::open(&self.folder);
         if let Err(error) = &checked
@@ -207,7 +205,6 @@ impl Cache {
     }
 }
 
-/// A file in the folder.
 struct CachedFile {
     /// None for a temporary file.
     kind: Option<FileKind>,
@@ -258,7 +255,7 @@ fn make_folder(folder: &Path) -> io::Result<()> {
 
 /// Opens a file for reading if it is a regular file of this user that no other user can write to. Does not follow links or
 /// wait for pipes.
-fn open(path: &Path) -> io::Result<File> {
+fn open_private_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
     #[cfg(unix)]
@@ -327,7 +324,6 @@ impl Folder {
     }
 }
 
-/// Returns an error of kind `PermissionDenied`.
 fn denied(why: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, why.into())
 }
@@ -338,15 +334,15 @@ mod unix {
     use std::io;
     use std::os::unix::fs::MetadataExt;
 
-    /// Fails if another user owns the file, or if the mode has any of the bits in `never`.
-    pub(super) fn check_owner(metadata: &Metadata, never: u32) -> io::Result<()> {
+    /// Fails if another user owns the file, or if the mode has any of the bits in `forbidden_bits`.
+    pub(super) fn check_owner(metadata: &Metadata, forbidden_bits: u32) -> io::Result<()> {
         // SAFETY: a call without arguments that cannot fail.
         let user = unsafe { libc::geteuid() };
         let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
         if owner != user {
             return Err(super::denied(format!("it belongs to user {owner}, and this process runs as user {user}")));
         }
-        if mode & never != 0 {
+        if mode & forbidden_bits != 0 {
             return Err(super::denied(format!("its mode is {mode:04o}, so that others have access")));
         }
         Ok(())
@@ -409,7 +405,6 @@ impl ProgramCache {
 }
 
 impl Cache {
-    /// Returns the folder, if it exists.
     fn existing_folder(&self) -> Result<Option<Folder>> {
         match self.open_folder() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -423,8 +418,8 @@ impl Cache {
     }
 }
 
-/// Reads a file as the library reads its tuning files: checks the seal, and parses the sealed contents. A file without a valid
-/// seal is parsed as it stands. For tests and fuzzing.
+/// Reads a file like a tuning file: checks the seal, and parses the sealed contents. A file without a valid seal is parsed
+/// unchanged. For tests and fuzzing.
 #[doc(hidden)]
 pub fn read_cache_file(path: &Path) -> Result<()> {
     let error = |error: &dyn std::fmt::Display| Error::invalid("read_cache_file", error.to_string());
@@ -432,7 +427,7 @@ pub fn read_cache_file(path: &Path) -> Result<()> {
         return Err(error(&"it is not a file"));
     };
     let bytes = fs::read(path).map_err(|e| error(&e))?;
-    let contents = Cache::at(folder, MAX_SIZE).load(name).unwrap_or(bytes);
+    let contents = Cache::new(folder, MAX_SIZE).load(name).unwrap_or(bytes);
     super::tuning::check(&String::from_utf8_lossy(&contents)).map_err(|e| error(&e))
 }
 

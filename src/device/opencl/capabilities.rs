@@ -66,7 +66,6 @@ pub(crate) fn capabilities(index: usize) -> Result<Capabilities> {
     })
 }
 
-/// Returns the description of every platform.
 pub(crate) fn platforms() -> Result<Vec<Platform>> {
     let describe = |id| {
         let text = |what| info!(clGetPlatformInfo(id, what)).ok().map(|bytes| text(&bytes));
@@ -93,12 +92,12 @@ const WAVEFRONT_WIDTH_AMD: u32 = 0x4043;
 /// `CL_DEVICE_HALF_FP_CONFIG` of the extension `cl_khr_fp16`.
 const HALF_FP_CONFIG: u32 = 0x1033;
 
-/// Returns the number that a query gives, whatever its width; none if the query is refused or empty.
+/// Returns the number that a query returns, of any width; none if the query is refused or empty.
 fn device_number(id: cl_device_id, what: u32) -> Option<u64> {
     info!(clGetDeviceInfo(id, what)).ok().filter(|bytes| !bytes.is_empty()).map(|bytes| decode_number(&bytes))
 }
 
-/// Returns the list of `size_t` that a query gives.
+/// Returns the list of `size_t` that a query returns.
 fn numbers(id: cl_device_id, what: u32) -> Vec<u64> {
     let bytes = info!(clGetDeviceInfo(id, what)).unwrap_or_default();
     bytes.chunks_exact(size_of::<usize>()).map(decode_number).collect()
@@ -115,7 +114,6 @@ fn floats(bits: u64) -> Option<FloatSupport> {
     })
 }
 
-/// Queries the limits of images.
 fn images(id: cl_device_id) -> ImageLimits {
     let number = |what| device_number(id, what);
     let sizes = |what: [u32; 3]| Some([number(what[0])?, number(what[1])?, number(what[2])?]);

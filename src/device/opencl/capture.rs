@@ -49,11 +49,10 @@ impl Command {
 }
 
 thread_local! {
-    /// The recording in progress on this thread.
     static RECORDER: RefCell<Option<Recording>> = const { RefCell::new(None) };
 }
 
-/// Keeps this thread recording until the drop.
+/// Records this thread's commands until dropped.
 pub(crate) struct Recorder(());
 
 impl Recorder {
@@ -68,7 +67,7 @@ impl Recorder {
         Ok(Recorder(()))
     }
 
-    /// Runs `f` and removes its commands from the recording. Returns the command if it is a single one.
+    /// Runs `f` and removes its commands from the recording. Returns the command if `f` made exactly one.
     pub(crate) fn capture_single(&self, f: impl FnOnce() -> Result<()>) -> Option<Command> {
         let (before, launches) = RECORDER.with_borrow(|r| r.as_ref().map(|r| (r.commands.len(), r.launches)))?;
         let made = f();
@@ -81,7 +80,6 @@ impl Recorder {
         })
     }
 
-    /// Ends the recording and returns it.
     pub(crate) fn finish(self) -> Recording {
         RECORDER.take().expect("there as long as the recorder is")
     }
@@ -95,7 +93,7 @@ impl Drop for Recorder {
 }
 
 impl Recording {
-    /// Removes the launches at the indices `left_out`, and replaces other launches.
+    /// Removes the launches at the indices `left_out`, and replaces the launches at the indices in `others`.
     pub(crate) fn replace(&mut self, left_out: &[usize], others: Vec<(usize, Command)>) {
         let mut commands: Vec<Option<Command>> = std::mem::take(&mut self.commands).into_iter().map(Some).collect();
         left_out.iter().for_each(|&at| commands[at] = None);
@@ -105,7 +103,7 @@ impl Recording {
     }
 }
 
-/// Counts a recorded launch, which then counts at every replay; false if this thread is not recording.
+/// Makes every replay count one more launch; false if this thread is not recording.
 pub(super) fn count_launch(device: Device) -> bool {
     let recording = capture::is_capturing(device);
     if recording {
@@ -115,7 +113,6 @@ pub(super) fn count_launch(device: Device) -> bool {
 }
 
 impl ClDevice {
-    /// Adds a command to this thread's recording.
     fn record_command(&self, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
         RECORDER.with_borrow_mut(|recorder| {
             let recording = recorder.as_mut().expect("asked before");

@@ -27,7 +27,7 @@ impl ClDevice {
         Ok(programs)
     }
 
-    /// Loads a file of [`export_cache`](Self::export_cache), all of it or nothing. Returns the number of programs.
+    /// Loads a complete file of [`export_cache`](Self::export_cache), or nothing. Returns the number of programs.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a file that cannot be read, is damaged, or is of another device, driver or version.
@@ -48,6 +48,6 @@ impl ClDevice {
 
     /// Returns the identity of the device and the driver for which the programs are valid.
     fn cache_identity(&self) -> String {
-        format!("{}, {}, {}", self.identity(), self.info().vendor, self.found.platform_version)
+        format!("{}, {}, {}", self.identity(), self.info().vendor, self.description.platform_version)
     }
 }

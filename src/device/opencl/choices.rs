@@ -1,8 +1,8 @@
 //! Tuned values for a kernel and a size class, found while the kernel does its ordinary work.
 //!
 //! A choice without a value is on trial: every launch that depends on the choice uses the next candidate, and is timed from
-//! an idle stream to an idle stream. No launch is repeated, so trials are safe for every kernel, in place or not. At most one
-//! choice is on trial in a launch. After [`TRIAL_ROUNDS`] turns, the best candidate is compared with the default for [`FINAL_LAUNCHES`] more
+//! an idle stream to an idle stream. No launch is repeated, so trials are safe for every kernel, in place or not. A launch has
+//! at most one choice on trial. After [`TRIAL_ROUNDS`] rounds, the best candidate and the default run [`FINAL_LAUNCHES`] more
 //! launches each. The best candidate wins if its time is below [`MAX_TIME_RATIO`] times the default's time.
 
 use std::cell::Cell;
@@ -18,17 +18,14 @@ use crate::device::lru::Lru;
 use crate::device::{lock, log};
 use crate::error::Excerpt;
 
-/// The number of timed launches of each candidate, in turns. The first launch of a candidate is not counted, because drivers
-/// compile for it.
+/// The number of timed launches of each candidate. A candidate's first launch does not count, because drivers may compile then.
 const TRIAL_ROUNDS: usize = 4;
 /// The number of timed launches of the best candidate and of the default in the final comparison.
 const FINAL_LAUNCHES: usize = 15;
-/// The largest work-group that is tried, in work-items: kernels that count in 32 bits reserve this many positions past the end.
+/// The largest work-group that is tried, in work-items: kernels with 32-bit indices reserve this number of indices past the end.
 pub(crate) const MAX_TUNED_GROUP_ITEMS: usize = 1024;
-/// The maximum number of sizes in a class.
 const MAX_CLASS_SIZES: usize = 8;
 
-/// The subject of a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Subject {
     /// A parameter, by its row in the table.
@@ -50,7 +47,6 @@ impl SizeClass {
         SizeClass(class)
     }
 
-    /// Returns the rounded logarithms of the sizes.
     pub(super) fn logarithms(self) -> Vec<u32> {
         self.0.iter().map(|&log| u32::from(log)).collect()
     }
@@ -59,18 +55,16 @@ impl SizeClass {
 /// The values chosen, by subject and size class.
 pub(super) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
-/// The choices of a device.
 #[derive(Default)]
 pub(super) struct Choices {
     level: AtomicU8,
-    /// True if a launch has to look up choices: some are made, or may be tried.
+    /// True if launches look up choices, because choices were made or may be tried.
     is_on: AtomicBool,
     /// True while a comparison with the defaults is in progress: all choices are ignored.
     is_ignored: AtomicBool,
     table: Mutex<Table>,
 }
 
-/// The choices made, and the trials in progress.
 struct Table {
     chosen: Lru<(Subject, SizeClass), usize>,
     trials: Lru<(Subject, SizeClass), Trial>,
@@ -78,7 +72,6 @@ struct Table {
 
 /// The maximum number of choices kept. Every formula has its own kernel, and the number of formulas is unbounded.
 const MAX_CHOSEN: usize = 8192;
-/// The maximum number of trials in progress.
 const MAX_TRIALS: usize = 1024;
 
 impl Default for Table {
@@ -97,7 +90,7 @@ struct Trial {
 /// A launch with a candidate.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct TrialLaunch {
-    of: (Subject, SizeClass),
+    key: (Subject, SizeClass),
     value: usize,
     /// True if the launch is timed. A launch recorded by a graph is not timed: it uses the default, and the trial goes on later.
     pub(super) is_timed: bool,
@@ -116,8 +109,8 @@ thread_local! {
     static LAUNCH_PREPARATION: Cell<LaunchPreparation> = const { Cell::new(LaunchPreparation::Nothing) };
 }
 
-/// Prepares a launch, which may put one choice on trial. With a trial, the launch must be timed if the trial says so, and the
-/// prepared launch must not be cached.
+/// Prepares a launch, which may put one choice on trial. A launch on trial must not be cached, and must be timed if
+/// [`TrialLaunch::is_timed`].
 pub(super) fn prepare_with_trials<T>(prepare: impl FnOnce() -> T) -> (T, Option<TrialLaunch>) {
     struct Restored(LaunchPreparation);
     impl Drop for Restored {
@@ -134,10 +127,9 @@ pub(super) fn prepare_with_trials<T>(prepare: impl FnOnce() -> T) -> (T, Option<
 }
 
 impl Table {
-    /// Sets a choice, and ends its trial.
-    fn choose(&mut self, of: (Subject, SizeClass), value: usize) {
-        self.trials.remove(&of);
-        *self.chosen.get_or_insert(of, || value).0 = value;
+    fn choose(&mut self, key: (Subject, SizeClass), value: usize) {
+        self.trials.remove(&key);
+        *self.chosen.get_or_insert(key, || value).0 = value;
     }
 }
 
@@ -195,7 +187,7 @@ impl Choices {
     /// default.
     pub(super) fn choice(
         &self,
-        of: (Subject, SizeClass),
+        key: (Subject, SizeClass),
         default: usize,
         may_try: impl FnOnce() -> bool,
         candidates: impl FnOnce(Level) -> Vec<usize>,
@@ -204,39 +196,39 @@ impl Choices {
             return default;
         }
         let mut table = lock(&self.table);
-        if let Some(&chosen) = table.chosen.get(&of) {
+        if let Some(&chosen) = table.chosen.get(&key) {
             return chosen;
         }
         match (self.level(), LAUNCH_PREPARATION.get()) {
-            (_, LaunchPreparation::Trial(trial)) if trial.of == of => trial.value,
+            (_, LaunchPreparation::Trial(trial)) if trial.key == key => trial.value,
             (Level::None, _) | (_, LaunchPreparation::Nothing | LaunchPreparation::Trial(_)) => default,
             (level, LaunchPreparation::Launch) if may_try() => {
-                let (trial, _) = table.trials.get_or_insert(of, || Trial::new(default, candidates(level)));
+                let (trial, _) = table.trials.get_or_insert(key, || Trial::new(default, candidates(level)));
                 if let [_] = trial.candidates[..] {
-                    table.choose(of, default);
+                    table.choose(key, default);
                     return default;
                 }
                 let value = trial.next();
-                LAUNCH_PREPARATION.set(LaunchPreparation::Trial(TrialLaunch { of, value, is_timed: true }));
+                LAUNCH_PREPARATION.set(LaunchPreparation::Trial(TrialLaunch { key, value, is_timed: true }));
                 value
             }
             (_, LaunchPreparation::Launch) => {
-                LAUNCH_PREPARATION.set(LaunchPreparation::Trial(TrialLaunch { of, value: default, is_timed: false }));
+                LAUNCH_PREPARATION.set(LaunchPreparation::Trial(TrialLaunch { key, value: default, is_timed: false }));
                 default
             }
         }
     }
 
-    /// Adds the time of a launch on trial; true if that decides the choice. Times are dropped while choices are ignored, because the
-    /// launch then runs with other parameters.
-    pub(super) fn record_time(&self, TrialLaunch { of, value, .. }: TrialLaunch, micros: f64) -> bool {
+    /// Adds the time of a launch on trial; true if that decides the choice. While choices are ignored, times are dropped: launches
+    /// then run with other parameters.
+    pub(super) fn record_time(&self, TrialLaunch { key, value, .. }: TrialLaunch, micros: f64) -> bool {
         if self.is_ignored.load(Relaxed) {
             return false;
         }
         let mut table = lock(&self.table);
-        let chosen = table.trials.get_mut(&of).and_then(|trial| trial.record_time(value, micros));
+        let chosen = table.trials.get_mut(&key).and_then(|trial| trial.record_time(value, micros));
         if let Some(chosen) = chosen {
-            table.choose(of, chosen);
+            table.choose(key, chosen);
         }
         chosen.is_some()
     }
@@ -245,7 +237,6 @@ impl Choices {
         Level::ALL[usize::from(self.level.load(Relaxed))]
     }
 
-    /// Sets the level and ends all trials.
     pub(super) fn set_level(&self, level: Level) {
         self.level.store(level as u8, Relaxed);
         lock(&self.table).trials = Table::default().trials;
@@ -256,31 +247,27 @@ impl Choices {
         !self.is_ignored.swap(!on, Relaxed)
     }
 
-    /// Returns the number of trials in progress.
     pub(super) fn on_trial(&self) -> usize {
         lock(&self.table).trials.iter().count()
     }
 
-    /// Returns all choices that were made.
     pub(super) fn chosen(&self) -> Chosen {
-        lock(&self.table).chosen.iter().map(|(&of, &value)| (of, value)).collect()
+        lock(&self.table).chosen.iter().map(|(&key, &value)| (key, value)).collect()
     }
 
-    /// Adds choices.
     pub(super) fn extend(&self, chosen: Chosen) {
         let mut table = lock(&self.table);
-        chosen.into_iter().for_each(|(of, value)| table.choose(of, value));
+        chosen.into_iter().for_each(|(key, value)| table.choose(key, value));
         drop(table);
         self.update_is_on();
     }
 
-    /// Deletes all choices and trials.
     pub(super) fn clear(&self) {
         *lock(&self.table) = Table::default();
         self.update_is_on();
     }
 
-    /// Updates the flag that launches check before looking up choices.
+    /// Updates [`is_on`](Self::is_on), which launches check first.
     pub(super) fn update_is_on(&self) {
         let any = self.level.load(Relaxed) != 0 || lock(&self.table).chosen.iter().next().is_some();
         self.is_on.store(any && !self.is_ignored.load(Relaxed), Relaxed);
@@ -317,7 +304,7 @@ pub(super) fn level_from_environment() -> Level {
 const GROUP: &str = "group_";
 
 impl Subject {
-    /// Returns the name in files.
+    /// Returns the subject's name in tuning files.
     pub(super) fn name(self) -> String {
         match self {
             Subject::TuningParameter(knob) => PARAMETERS[knob].name.to_owned(),
@@ -325,7 +312,7 @@ impl Subject {
         }
     }
 
-    /// Parses a name of a file, for parameters that `has` accepts.
+    /// Parses [`name`](Self::name); a parameter must be accepted by `has`.
     fn from_name(name: &str, has: impl Fn(&ParameterRow) -> bool) -> Option<Subject> {
         match name.strip_prefix(GROUP) {
             Some(id) => hex(id).map(Subject::Group),
@@ -358,7 +345,7 @@ pub(super) fn write(chosen: &Chosen) -> String {
     text
 }
 
-/// Parses a line of a file.
+/// Parses a line of [`write`].
 fn read_line(line: &str, family: Family) -> Option<((Subject, SizeClass), usize)> {
     let mut words = line.split(' ');
     let subject = Subject::from_name(words.next()?, |row| row.families.contains(&family))?;
@@ -374,9 +361,9 @@ pub(super) fn read<'a>(mut lines: impl Iterator<Item = &'a str>, family: Family)
     let count = count.ok_or_else(|| format!("\"{}\" is not a number of choices", Excerpt(first)))?;
     let mut chosen = Chosen::new();
     for line in lines.by_ref().take(count) {
-        let choice = read_line(line, family).filter(|(of, _)| !chosen.contains_key(of));
-        let (of, value) = choice.ok_or_else(|| format!("\"{}\" is not a valid choice", Excerpt(line)))?;
-        chosen.insert(of, value);
+        let choice = read_line(line, family).filter(|(key, _)| !chosen.contains_key(key));
+        let (key, value) = choice.ok_or_else(|| format!("\"{}\" is not a valid choice", Excerpt(line)))?;
+        chosen.insert(key, value);
     }
     if chosen.len() < count {
         return Err(format!("it has {} choices, not {count}", chosen.len()));

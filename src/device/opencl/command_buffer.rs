@@ -1,4 +1,4 @@
-//! `cl_khr_command_buffer`: recorded commands that the driver prepares, and that are enqueued together.
+//! `cl_khr_command_buffer`: commands that the driver prepares once and enqueues together.
 //!
 //! The extension is experimental and has changed. Version 0.9.5 added an argument to every function that records a command. Up
 //! to 0.9.7, a command buffer may be enqueued again before it is done only if it was created for simultaneous use; since 0.9.8
@@ -23,10 +23,9 @@ use super::driver::{call, call_unlocked, create, info, value};
 use super::errors::ClError;
 use super::extension::extension_function;
 
-/// The extension's name.
 const NAME: &str = "cl_khr_command_buffer";
 
-/// The last arguments of every function that records a command: sync points to wait for and the command's own. None are used.
+/// The last arguments of every function that records a command: sync points and a handle, all unused.
 type SyncArguments = (u32, *const cl_sync_point_khr, *mut cl_sync_point_khr, *mut cl_mutable_command_khr);
 const NO_SYNC: SyncArguments = (0, ptr::null(), ptr::null_mut(), ptr::null_mut());
 
@@ -80,14 +79,12 @@ struct Signatures095 {
     clCommandFillBufferKHR: clCommandFillBufferKHR_t,
 }
 
-/// The functions that record transfers, for the device's version.
 #[derive(Clone, Copy)]
 enum Transfers {
     Signatures090(Signatures090),
     Signatures095(Signatures095),
 }
 
-/// The extension's functions on a device.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 pub(super) struct CommandBuffers {
@@ -97,7 +94,6 @@ pub(super) struct CommandBuffers {
     clFinalizeCommandBufferKHR: clFinalizeCommandBufferKHR_t,
     clEnqueueCommandBufferKHR: clEnqueueCommandBufferKHR_t,
     clReleaseCommandBufferKHR: clReleaseCommandBufferKHR_t,
-    /// The properties with which command buffers are created.
     properties: Option<[u64; 3]>,
     /// True if a command buffer may be enqueued while it is on the queue already.
     may_be_pending: bool,
@@ -112,8 +108,7 @@ struct VersionTraits {
     in_order_is_enough: bool,
 }
 
-/// Returns the version of an extension in the bytes of `CL_DEVICE_EXTENSIONS_WITH_VERSION`: for each extension a version in bits
-/// and a name of 64 bytes.
+/// Finds an extension's version in the bytes of `CL_DEVICE_EXTENSIONS_WITH_VERSION`: each entry is a packed version and 64 bytes of name.
 fn version_of(bytes: &[u8], name: &str) -> Option<(u32, u32, u32)> {
     let entry = bytes.chunks_exact(68).find(|entry| entry[4..].split(|&b| b == 0).next() == Some(name.as_bytes()))?;
     let version = u32::from_ne_bytes(entry[..4].try_into().ok()?);
@@ -134,7 +129,7 @@ impl CommandBuffers {
     /// # Errors
     /// The driver's errors.
     pub(super) fn for_device(device: &ClDevice) -> Result<Option<CommandBuffers>, ClError> {
-        let (id, platform) = (device.id(), device.found.platform);
+        let (id, platform) = (device.id(), device.description.platform);
         // A driver that reports no versions has no known version.
         let versions = info!(clGetDeviceInfo(id, CL_DEVICE_EXTENSIONS_WITH_VERSION)).unwrap_or_default();
         let Some(version_traits) = version_of(&versions, NAME).and_then(version_traits) else { return Ok(None) };
@@ -226,7 +221,7 @@ impl CommandBuffer {
         }
     }
 
-    /// Enqueues the command buffer. The event, unless null, is that of the last command. Call under the queues' lock.
+    /// Enqueues the command buffer. `event`, unless null, gets the event of the last command. Call under the queues' lock.
     pub(super) fn enqueue(&self, mut queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
         call!(in self.functions, clEnqueueCommandBufferKHR(1, &mut queue, self.raw, 0, ptr::null(), event))
     }

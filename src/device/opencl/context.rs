@@ -28,7 +28,7 @@ use crate::device::stream::MAX_STREAMS;
 use crate::device::{Device, DeviceInfo, DeviceKind, StreamId, log};
 use crate::{Error, Result};
 
-/// The number of counters per stream that [`ClDevice::arrival_counters`] gives to kernels.
+/// The number of counters per stream in [`ClDevice::arrival_counters`].
 pub(crate) const ARRIVAL_COUNTERS: usize = 256;
 
 /// The part of an error message that says that commands may never end.
@@ -38,7 +38,7 @@ const UNFINISHED: &str =
 /// An open OpenCL device: one context, and one in-order queue per stream. Lives until the process ends.
 pub(crate) struct ClDevice {
     device: Device,
-    pub(super) found: &'static DeviceDescription,
+    pub(super) description: &'static DeviceDescription,
     pub(super) context: cl_context,
     pub(super) queues: Queues,
     pub(super) programs: Programs,
@@ -46,13 +46,10 @@ pub(crate) struct ClDevice {
     pub(super) faults: FaultSlots,
     pub(super) tensor_cores: Probed<TensorCores>,
     pub(super) tuning: OnceLock<Tuning>,
-    /// See [`image_limits`](Self::image_limits).
     pub(super) image_limits: OnceLock<Option<[usize; 2]>>,
-    /// See [`arrival_counters`](Self::arrival_counters).
     arrival_counters: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, then both with [wide offsets](Self::has_wide_offsets).
     pub(super) memory_kernels: [Probed<Option<ClKernel>>; 4],
-    /// True if a buffer was made that needs 64-bit offsets; see [`has_wide_offsets`](Self::has_wide_offsets).
     pub(super) wide_offsets: AtomicBool,
     lost: OnceLock<String>,
 }
@@ -85,7 +82,6 @@ impl DriverText {
         lock(&self.messages)
     }
 
-    /// Stores a message of the driver.
     fn push(&self, text: String) {
         let mut messages = self.messages();
         if messages.unlogged.len() < Self::MAX_UNLOGGED {
@@ -103,7 +99,6 @@ impl DriverText {
         }
     }
 
-    /// Logs the pending messages and takes the last message.
     fn take(&self) -> String {
         self.log();
         mem::take(&mut self.messages().last)
@@ -124,49 +119,49 @@ extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut
 impl ClDevice {
     /// Creates the context, the first queues and the first fault slot. After a failure, the created objects are released, and
     /// the creation is retried a few times.
-    pub(super) fn open(index: usize, found: &'static DeviceDescription) -> Result<ClDevice> {
+    pub(super) fn open(index: usize, description: &'static DeviceDescription) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
-        let opened = retry(|| ClDevice::create(device, found)).map_err(|e| Error::OpenCl {
+        let opened = retry(|| ClDevice::create(device, description)).map_err(|e| Error::OpenCl {
             device,
             call: e.call,
             code: e.name(),
-            detail: detail(&e, &found.driver_text) + ": the device could not be opened; the next use tries again",
+            detail: detail(&e, &description.driver_text) + ": the device could not be opened; the next use tries again",
         })?;
-        log::emit(move || tracing::debug!(%device, name = found.info.name, "opened"));
+        log::emit(move || tracing::debug!(%device, name = description.info.name, "opened"));
         Ok(opened)
     }
 
-    /// Creates the context, and the device in it.
-    fn create(device: Device, found: &'static DeviceDescription) -> Result<ClDevice, ClError> {
-        let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, found.platform as isize, 0];
-        let user = ptr::from_ref(&found.driver_text).cast_mut().cast();
-        let context = create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user))?;
-        ClDevice::in_context(device, found, context, None)
+    fn create(device: Device, description: &'static DeviceDescription) -> Result<ClDevice, ClError> {
+        let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, description.platform as isize, 0];
+        let user = ptr::from_ref(&description.driver_text).cast_mut().cast();
+        let context = create!(clCreateContext(properties.as_ptr(), 1, &description.id, Some(notify), user))?;
+        ClDevice::in_context(device, description, context, None)
     }
 
-    /// Opens a device in a context of other code, with `queue`, which is in-order, as the default stream.
+    /// Opens a device in a context of other code, with the in-order `queue` as the default stream.
     pub(super) fn adopt(
         device: Device,
-        found: &'static DeviceDescription,
+        description: &'static DeviceDescription,
         context: cl_context,
         queue: cl_command_queue,
     ) -> Result<ClDevice, ClError> {
         call!(clRetainContext(context))?;
-        ClDevice::in_context(device, found, context, Some(queue))
+        ClDevice::in_context(device, description, context, Some(queue))
     }
 
     /// Opens the device in a context, and takes ownership of the context.
     fn in_context(
         device: Device,
-        found: &'static DeviceDescription,
+        description: &'static DeviceDescription,
         context: cl_context,
         queue: Option<cl_command_queue>,
     ) -> Result<ClDevice, ClError> {
-        let parts = Queues::new(context, found.id, queue).and_then(|queues| Ok((queues, FaultSlots::new(context)?)));
+        let parts =
+            Queues::new(context, description.id, queue).and_then(|queues| Ok((queues, FaultSlots::new(context)?)));
         let (queues, faults) = parts.inspect_err(|_| _ = call!(clReleaseContext(context)))?;
         Ok(ClDevice {
             device,
-            found,
+            description,
             context,
             queues,
             programs: Programs::default(),
@@ -182,21 +177,19 @@ impl ClDevice {
         })
     }
 
-    /// Returns the device's public name.
     pub(crate) fn device(&self) -> Device {
         self.device
     }
 
-    /// Returns the driver's description of the device.
     pub(crate) fn info(&self) -> &DeviceInfo {
-        &self.found.info
+        &self.description.info
     }
 
     pub(super) fn id(&self) -> cl_device_id {
-        self.found.id
+        self.description.id
     }
 
-    /// Makes the driver allocate the buffer's memory now, so that lack of memory shows here. The buffer's contents become
+    /// Makes the driver allocate the buffer's memory now, so that a lack of memory is an error here. The buffer's contents become
     /// unspecified.
     pub(crate) fn commit(&self, buffer: &ClBuffer) -> Result<(), ClError> {
         self.check_alive("clEnqueueMigrateMemObjects")?;
@@ -238,7 +231,7 @@ impl ClDevice {
         exit::call(create).map(|mem| ClImage(ClBuffer::new(mem, bytes))).map_err(|e| self.detect_loss(e))
     }
 
-    /// Makes the driver allocate an image's memory now, as [`commit`](Self::commit).
+    /// Calls [`commit`](Self::commit) for an image.
     pub(crate) fn commit_image(&self, image: &ClImage) -> Result<(), ClError> {
         self.commit(&image.0)
     }
@@ -257,8 +250,8 @@ impl ClDevice {
         })
     }
 
-    /// Returns a buffer with [`ARRIVAL_COUNTERS`] counters for each stream, which are zero while no kernel runs there. A kernel counts its
-    /// finished work-groups in a counter to find the last one, and resets the counter.
+    /// Returns a buffer with [`ARRIVAL_COUNTERS`] counters per stream, zero while no kernel runs on the stream. A kernel counts its
+    /// finished work-groups in a counter to detect the last work-group, and resets the counter.
     pub(crate) fn arrival_counters(&self) -> Result<&ClBuffer> {
         if let Some(buffer) = self.arrival_counters.get() {
             return Ok(buffer);
@@ -294,7 +287,7 @@ impl ClDevice {
                 if !slots.iter().any(|slot| slot.is_pending()) {
                     return Ok((readings, memory));
                 }
-                // A blocking read under the lock is allowed only if it does not wait for long.
+                // A blocking read under the lock is allowed only if the wait is short.
                 let ready = || {
                     self.queues.is_only_submission(stream)
                         && slots.iter().all(|slot| slot.is_pending_on_no_other(stream))
@@ -325,7 +318,6 @@ impl ClDevice {
         log::emit(move || tracing::error!(%device, cause, "device given up"));
     }
 
-    /// Marks the device as lost without a log message.
     pub(super) fn mark_lost_silently(&self, cause: &str) {
         self.lost.get_or_init(|| cause.to_owned());
     }
@@ -333,14 +325,19 @@ impl ClDevice {
     /// Converts a driver error into the public error, with the code's name and the driver's last message.
     pub(crate) fn error(&self, e: ClError) -> Error {
         if e.classify() == Class::Lost {
-            let cause =
-                self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, &self.found.driver_text)));
+            let cause = self
+                .lost
+                .get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, &self.description.driver_text)));
             return Error::DeviceLost { device: self.device, cause: cause.clone() };
         }
-        Error::OpenCl { device: self.device, call: e.call, code: e.name(), detail: detail(&e, &self.found.driver_text) }
+        Error::OpenCl {
+            device: self.device,
+            call: e.call,
+            code: e.name(),
+            detail: detail(&e, &self.description.driver_text),
+        }
     }
 
-    /// Returns an error if the device is lost.
     pub(crate) fn check_lost(&self) -> Result<()> {
         match self.lost.get() {
             None => Ok(()),
@@ -357,7 +354,8 @@ impl ClDevice {
     pub(super) fn detect_loss(&self, mut e: ClError) -> ClError {
         e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.responds();
         if e.lost {
-            let (kept, detail) = (if e.unfinished { UNFINISHED } else { "" }, detail(&e, &self.found.driver_text));
+            let (kept, detail) =
+                (if e.unfinished { UNFINISHED } else { "" }, detail(&e, &self.description.driver_text));
             self.lost.get_or_init(|| format!("{}: {}{detail}{kept}", e.call, e.name()));
             let device = self.device;
             log::emit(move || tracing::error!(%device, call = e.call, code = e.name(), "device lost"));
@@ -366,7 +364,7 @@ impl ClDevice {
     }
 
     /// True if sixteen bytes can still be read, by a read command or by mapping. A device that only ran out of a resource recovers
-    /// sooner or later; a dead device never does.
+    /// within the pauses; a dead device does not.
     fn responds(&self) -> bool {
         self.test_read()
             || PAUSES.iter().any(|&pause| {
@@ -375,9 +373,8 @@ impl ClDevice {
             })
     }
 
-    /// Tries the read command, then the mapping, once.
     fn test_read(&self) -> bool {
-        let (mut queue, to) = (self.lock_for_waits(SERVICE_STREAM), self.faults.unread());
+        let (mut queue, to) = (self.lock_for_waits(SERVICE_STREAM), self.faults.discard_memory());
         let (buffer, n, none) = (self.faults.shared().buffer(), size_of::<FaultWords>(), ptr::null_mut());
         let mem = buffer.mem();
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
@@ -399,7 +396,7 @@ pub(super) fn create_buffer(context: cl_context, bytes: usize) -> Result<ClBuffe
     Ok(ClBuffer::new(mem, bytes))
 }
 
-/// Returns the end of an error message: the number of a code without a name, and the driver's last message.
+/// Returns the end of an error message: the number of an unnamed code, and the driver's last message.
 fn detail(e: &ClError, text: &DriverText) -> String {
     let text = text.take();
     let mut detail = String::new();

@@ -1,8 +1,8 @@
 //! The list of OpenCL devices and their order.
 //!
 //! Every platform is queried at first use. A failed query is repeated a few times. Devices get their indices only once all
-//! properties that decide the order are known, so that the indices are equal in every process; until then each use queries
-//! again. If `CLAYSTONE_DEVICES` consists of `platform:index` entries only, failures of other devices are ignored.
+//! properties that decide the order are known, so that the indices are equal in every process. Until then, each use repeats
+//! the queries. If `CLAYSTONE_DEVICES` has only `platform:index` entries, failures of other devices are ignored.
 //!
 //! Discrete GPUs come first, then integrated GPUs, other accelerators and CPUs. Within a kind, devices with more compute units
 //! come first, equals in the drivers' order. `CLAYSTONE_DEVICES` sets its own selection and order. `CLAYSTONE_KERNELS=gpu`
@@ -40,7 +40,6 @@ const MIN_GROUP_ITEMS: u64 = 32;
 /// The minimum size of local memory that kernels need, in bytes.
 const MIN_LOCAL_BYTES: u64 = 16 << 10;
 
-/// The driver's description of a device.
 pub(super) struct DeviceDescription {
     pub id: cl_device_id,
     pub platform: cl_platform_id,
@@ -49,7 +48,7 @@ pub(super) struct DeviceDescription {
     /// The major and minor version of OpenCL C that the compiler accepts.
     pub opencl_c: (u32, u32),
     /// True if the device reports the version of NVIDIA's instruction set, as every device that accepts PTX does.
-    pub tells_capability: bool,
+    pub reports_compute_capability: bool,
     pub large_buffers: LargeBuffers,
     pub info: DeviceInfo,
     /// The driver's messages from the callback of the device's context.
@@ -60,9 +59,9 @@ pub(super) struct DeviceDescription {
 pub(super) struct Entry {
     id: cl_device_id,
     /// `platform:index`, as in CLAYSTONE_DEVICES.
-    place: (usize, usize),
+    platform_index: (usize, usize),
     platform: cl_platform_id,
-    /// The kind and the number of compute units, which decide the device's index.
+    /// The kind and the number of compute units, which decide the index.
     rank_properties: (DeviceKind, usize),
     /// The rest of the description, once the driver has answered.
     found: OnceLock<DeviceDescription>,
@@ -114,17 +113,17 @@ impl Entry {
 
     fn new(
         id: cl_device_id,
-        place: (usize, usize),
+        platform_index: (usize, usize),
         platform: cl_platform_id,
         rank_properties: (DeviceKind, usize),
     ) -> Entry {
         let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
-        Entry { id, place, platform, rank_properties, found, opened, opening }
+        Entry { id, platform_index, platform, rank_properties, found, opened, opening }
     }
 
     #[cfg(test)]
-    pub(super) fn place(&self) -> (usize, usize) {
-        self.place
+    pub(super) fn platform_index(&self) -> (usize, usize) {
+        self.platform_index
     }
 
     #[cfg(test)]
@@ -137,12 +136,12 @@ impl Entry {
         if let Some(found) = self.found.get() {
             return Ok(found);
         }
-        let found = describe(self).map_err(|e| failed(device, &e))?;
+        let found = describe(self).map_err(|e| query_error(device, &e))?;
         Ok(self.found.get_or_init(|| found))
     }
 }
 
-/// The devices in order, and the reason for errors if there are none.
+/// The devices in order. `why_none` is the reason in errors if there are none.
 pub(super) struct Discovery {
     pub devices: Vec<Entry>,
     why_none: String,
@@ -191,10 +190,8 @@ pub(super) fn known_entries() -> impl Iterator<Item = &'static Entry> {
 /// exit handler reads them as well.
 static ADOPTED: [OnceLock<&'static Entry>; MAX_ADOPTED] = [const { OnceLock::new() }; MAX_ADOPTED];
 
-/// The maximum number of devices that a process adopts.
 pub(super) const MAX_ADOPTED: usize = 64;
 
-/// Returns the adopted devices.
 pub(super) fn adopted() -> impl Iterator<Item = &'static Entry> {
     ADOPTED.iter().map_while(OnceLock::get).copied()
 }
@@ -209,15 +206,14 @@ pub(super) fn count() -> Option<usize> {
     discovery().ok().map(|known| known.devices.len() + adopted().count())
 }
 
-/// Returns the number of devices without adopted devices.
 pub(super) fn count_without_adopted() -> Result<usize> {
-    Ok(discovery().map_err(|e| failed(Device::OpenCL(0), &e))?.devices.len())
+    Ok(discovery().map_err(|e| query_error(Device::OpenCL(0), &e))?.devices.len())
 }
 
 /// Returns the device of this index, or an error that lists the existing devices.
 pub(super) fn entry(index: usize) -> Result<&'static Entry> {
     let device = Device::OpenCL(index);
-    let all = discovery().map_err(|e| failed(device, &e))?;
+    let all = discovery().map_err(|e| query_error(device, &e))?;
     if let Some(entry) = all.devices.get(index).or_else(|| adopted().nth(index - all.devices.len())) {
         return Ok(entry);
     }
@@ -229,13 +225,12 @@ pub(super) fn entry(index: usize) -> Result<&'static Entry> {
     Err(Error::NoDevice { device, reason })
 }
 
-/// Returns the description of the device of this index.
 pub(super) fn description(index: usize) -> Result<&'static DeviceDescription> {
     entry(index)?.found(Device::OpenCL(index))
 }
 
 /// Converts the error of a driver that fails to list its devices or to describe this one.
-fn failed(device: Device, e: &ClError) -> Error {
+fn query_error(device: Device, e: &ClError) -> Error {
     let detail = " in several attempts to list the driver's devices: the next use tries again; if that fails too, see the \
                   output of `clinfo`, or select other devices by index, as CLAYSTONE_DEVICES=0:0 (none: only the CPU)";
     Error::OpenCl { device, call: e.call, code: e.name(), detail: detail.into() }
@@ -312,9 +307,9 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
 
 /// Sorts the devices, and returns their `platform:index` and their names for [`Choice::select`].
 fn sort(devices: &mut [Entry]) -> Vec<((usize, usize), String)> {
-    devices.sort_by_key(|d| (rank(d.rank_properties.0), Reverse(d.rank_properties.1), d.place));
+    devices.sort_by_key(|d| (rank(d.rank_properties.0), Reverse(d.rank_properties.1), d.platform_index));
     let name = |f: &DeviceDescription| format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name);
-    devices.iter().map(|d| (d.place, d.found.get().map(name).unwrap_or_default())).collect()
+    devices.iter().map(|d| (d.platform_index, d.found.get().map(name).unwrap_or_default())).collect()
 }
 
 fn no_library(cause: &str, dylib_path: Option<&str>) -> String {
@@ -354,12 +349,12 @@ fn drivers(choice: &str) -> Result<Result<Vec<cl_platform_id>, String>, ClError>
     }
 }
 
-/// Returns all platforms, whichever of their devices `CLAYSTONE_DEVICES` selects.
+/// Returns all platforms, independently of the devices that `CLAYSTONE_DEVICES` selects.
 pub(super) fn all_platforms() -> Result<Vec<cl_platform_id>> {
     _ = discovery(); // loads the library, with its exit handler
     let device = Device::OpenCL(0);
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
-    drivers(&choice).map_err(|e| failed(device, &e))?.map_err(|reason| Error::NoDevice { device, reason })
+    drivers(&choice).map_err(|e| query_error(device, &e))?.map_err(|reason| Error::NoDevice { device, reason })
 }
 
 fn platforms() -> Result<Vec<cl_platform_id>, ClError> {
@@ -414,7 +409,7 @@ fn rank_properties(id: cl_device_id) -> Result<(DeviceKind, usize), QueryFailure
     Ok((kind, number(cl::CL_DEVICE_MAX_COMPUTE_UNITS)? as usize))
 }
 
-/// Returns the reason why this work-group size or this much local memory is too small, if it is.
+/// Returns the reason if this work-group size or this size of local memory is too small for kernels.
 fn unusable_reason(group: u64, local: u64) -> Option<String> {
     match () {
         _ if group < MIN_GROUP_ITEMS => {
@@ -431,7 +426,7 @@ fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
     true_if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
 }
 
-/// True if the answer is not zero; false if a driver of an earlier version does not know the query.
+/// True if the answer is not zero; false if an older driver does not know the query.
 fn true_if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
     match answer {
         Err(e) if e.is_transient() => Err(e),
@@ -472,14 +467,14 @@ fn describe(entry: &Entry) -> Result<DeviceDescription, ClError> {
         platform_name: platform_text(opencl3::platform::platform::CL_PLATFORM_NAME)?,
         platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION)?,
         opencl_c,
-        tells_capability: has("cl_nv_device_attribute_query"),
+        reports_compute_capability: has("cl_nv_device_attribute_query"),
         large_buffers: LargeBuffers::for_device(&info, &extensions),
         info,
         driver_text: DriverText::default(),
     })
 }
 
-/// Returns the number that a query gives, whatever its width.
+/// Returns the number that a query returns, of any width.
 fn device_number(id: cl_device_id, what: u32) -> Result<u64, ClError> {
     Ok(decode_number(&info!(clGetDeviceInfo(id, what))?))
 }
@@ -492,12 +487,11 @@ pub(super) fn decode_number(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(wide)
 }
 
-/// Converts a driver's string, without its terminator and the blanks with which some drivers pad it.
+/// Converts a driver's string, without the terminator and the blanks with which some drivers pad strings.
 pub(super) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
 }
 
-/// Parses the major and minor version at the start of a text.
 fn version(s: &str) -> Option<(u32, u32)> {
     let (major, rest) = s.split_once('.')?;
     let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();

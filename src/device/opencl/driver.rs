@@ -15,7 +15,7 @@ use super::exit;
 use super::functions::{self, Functions};
 use crate::device::profiler;
 
-/// Returns the loaded library; error -2000 if there is none, and an error once the process ends.
+/// Returns the loaded library; error -2000 if no library was loaded, and an error once the process ends.
 pub(super) fn library() -> Result<&'static Functions, ClError> {
     exit::check()?;
     functions::load().as_ref().map_err(|_| ClError::new("dlopen", -2000))
@@ -73,7 +73,7 @@ macro_rules! create {
     };
 }
 
-/// [`call!`] outside the queues' lock.
+/// Does [`call!`] outside the queues' lock, counted by [`exit::call`].
 macro_rules! call_unlocked {
     ($($call:tt)*) => { $crate::device::opencl::exit::call(|| $crate::device::opencl::driver::call!($($call)*)) };
 }
@@ -111,12 +111,10 @@ pub(crate) struct ClBuffer {
 pub(crate) type ClAt<'a> = (&'a ClBuffer, usize);
 
 impl ClBuffer {
-    /// Takes ownership of `mem`.
     pub(super) fn new(mem: cl_mem, bytes: usize) -> ClBuffer {
         ClBuffer { mem, bytes }
     }
 
-    /// The size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -150,7 +148,7 @@ pub(crate) struct ClKernel {
     /// Released after the kernel.
     program: Arc<Program>,
     name: &'static str,
-    /// For each argument, the bits of the number to which it was last set, else [`NOT_SET`]. Changed under the queue lock.
+    /// For each argument, the bits of the number to which the argument was last set, else [`NOT_SET`]. Changed under the queue lock.
     numbers: Box<[AtomicU64]>,
     max_work_group: usize,
     /// True if the kernel was compiled for one group size.
@@ -158,7 +156,7 @@ pub(crate) struct ClKernel {
     id: u64,
 }
 
-/// The bits of an argument that has no known number. A number with these bits is set every time.
+/// Marks an argument without a known number. A number with these bits is set at every launch.
 const NOT_SET: u64 = u64::MAX;
 
 impl ClKernel {
@@ -166,7 +164,6 @@ impl ClKernel {
         ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0, has_fixed_group: false, id: 0 }
     }
 
-    /// Adds the number of arguments and the maximum work-group size.
     pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
         self.numbers = (0..args).map(|_| AtomicU64::new(NOT_SET)).collect();
         self.max_work_group = max_work_group;
@@ -179,7 +176,6 @@ impl ClKernel {
         self
     }
 
-    /// Returns the kernel's id, which is the same in every process.
     pub(super) fn id(&self) -> u64 {
         self.id
     }
@@ -201,12 +197,10 @@ impl ClKernel {
         }
     }
 
-    /// Returns the kernel's name in messages.
     pub(crate) fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Returns the number of arguments.
     pub(crate) fn arg_count(&self) -> usize {
         self.numbers.len()
     }
@@ -220,7 +214,6 @@ impl ClKernel {
         self.kernel
     }
 
-    /// Returns the program that contains the kernel.
     pub(super) fn program(&self) -> &Arc<Program> {
         &self.program
     }
@@ -232,7 +225,6 @@ impl Drop for ClKernel {
     }
 }
 
-/// A built program.
 #[derive(Debug)]
 pub(super) struct Program(pub cl_program);
 
@@ -242,7 +234,7 @@ impl Drop for Program {
     }
 }
 
-/// The number of failures in a row after which a command's status counts as unknown.
+/// The number of consecutive failures after which a command's status counts as unknown.
 pub(super) const ATTEMPTS: u32 = 3;
 
 /// Calls `f` until it succeeds, at most [`ATTEMPTS`] times without a pause.
@@ -255,8 +247,8 @@ pub(super) fn retry_now<T>(f: impl Fn() -> Result<T, ClError>) -> Result<T, ClEr
 pub(crate) struct ClEvent(pub(super) cl_event);
 
 impl ClEvent {
-    /// Blocks until the command is over; the command must have been flushed. The error is the command's own failure, or, marked as
-    /// [`unfinished`](ClError::unfinished), says that the driver does not report the command's status.
+    /// Blocks until the command is over; the command must have been flushed. The error is the command's own failure, or
+    /// [`unfinished`](ClError::unfinished) if the driver does not report the command's status.
     pub(super) fn wait(&self) -> Result<(), ClError> {
         let Err(failed) = call_unlocked!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
         if failed.is_fatal() {
@@ -276,13 +268,13 @@ impl ClEvent {
         Err(ClError { unfinished: true, ..failed })
     }
 
-    /// Waits like [`wait`](Self::wait), and asks how the command ended: NVIDIA's wait also succeeds for failed commands.
+    /// Waits like [`wait`](Self::wait), then queries the command's outcome: NVIDIA's wait also succeeds for failed commands.
     pub(super) fn wait_for_success(&self) -> Result<(), ClError> {
         self.wait().and_then(|()| self.outcome())
     }
 
-    /// Returns an error if the command failed, marked as [`unfinished`](ClError::unfinished) if the driver does not say. Call after
-    /// a wait.
+    /// Returns an error if the command failed, or an [`unfinished`](ClError::unfinished) error if the driver does not report the
+    /// status. Call after a wait.
     pub(super) fn outcome(&self) -> Result<(), ClError> {
         let code = self.failure().map_err(|e| ClError { unfinished: true, ..e })?;
         code.map_or(Ok(()), |code| Err(ClError::new("clWaitForEvents", code)))
@@ -301,7 +293,7 @@ impl ClEvent {
         }
     }
 
-    /// True if the command is over: done or failed. An error if the driver does not say.
+    /// True if the command is over: done or failed. An error if the driver does not report the status.
     pub(crate) fn is_over(&self) -> Result<bool, ClError> {
         self.status().map(|status| status <= CL_COMPLETE)
     }

@@ -38,7 +38,6 @@ impl ClError {
         ClError { call, code, lost: false, unfinished: false }
     }
 
-    /// Returns the code's name.
     pub(crate) fn name(&self) -> &'static str {
         match self.code {
             NVIDIA_ILLEGAL_ACCESS => "NVIDIA_ILLEGAL_MEMORY_ACCESS (-9999)",
@@ -46,7 +45,7 @@ impl ClError {
         }
     }
 
-    /// Classifies the code. `CL_OUT_OF_RESOURCES` (-5) counts as out of memory, unless the device was found to be lost since.
+    /// Classifies the code. `CL_OUT_OF_RESOURCES` (-5) counts as out of memory, unless the device is known to be lost.
     pub(crate) fn classify(&self) -> Class {
         match self.code {
             _ if self.lost || self.unfinished || self.is_fatal() => Class::Lost,
@@ -67,9 +66,8 @@ impl ClError {
         matches!(self.code, -1108 | -1121 | NVIDIA_ILLEGAL_ACCESS)
     }
 
-    /// True for codes that can follow from a fault, but also from something harmless, so that the device must be tested. -5 is
-    /// also the code of a kernel that needs too much local memory, and -14 of an event that failed. -36 and -34 say that a queue
-    /// or context that worked before is gone, or that only this call was refused.
+    /// True for codes that a fault can cause, but also a harmless failure, so that the device must be tested: -5 also means too
+    /// much local memory, and -14 a failed event. -36 and -34 mean that a queue or context is gone, or only that this call was refused.
     pub(super) fn is_suspicious(&self) -> bool {
         matches!(self.code, -5 | -14 | -34 | -36) || opencl3::error_codes::error_text(self.code) == "UNKNOWN_ERROR"
     }

@@ -11,9 +11,9 @@
 //! * The main thread, whose end is that of the process, waits before any exit handler runs, in a destructor of the thread
 //!   ([`main_thread_ends`]), until no work is in progress. Then it registers the handler again, after all others.
 //! * Other threads may call `exit` as well. For them the handler is registered again whenever the driver may have registered
-//!   destructors, and every tenth of a millisecond while the driver is loaded or compiles ([`keep_handler_last`]). If `exit` comes
-//!   in between, the driver goes on with destroyed objects. If the driver crashes then, the process still ends with the
-//!   status given to `exit` ([`glibc::end_if_the_driver_crashes`]).
+//!   destructors, and every 0.1 ms while the driver is loaded or compiles ([`keep_handler_last`]). If `exit` runs between two
+//!   registrations, the driver continues with destroyed objects and may crash; the process then still ends with the status
+//!   given to `exit` ([`glibc::end_if_the_driver_crashes`]).
 
 use std::sync::atomic::{
     AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
@@ -27,7 +27,7 @@ use super::errors::ClError;
 
 /// True once the driver must not be called any more.
 static DRIVER_CLOSED: AtomicBool = AtomicBool::new(false);
-/// True once the main thread has ended: no work may begin that the driver's exit handlers would interrupt.
+/// True once the main thread has ended. New work must then wait, because the driver's exit handlers would interrupt it.
 static MAIN_THREAD_ENDED: AtomicBool = AtomicBool::new(false);
 /// The number of driver calls in progress in [`call`].
 static CALLS_IN_PROGRESS: AtomicU32 = AtomicU32::new(0);
@@ -35,21 +35,20 @@ static CALLS_IN_PROGRESS: AtomicU32 = AtomicU32::new(0);
 static WORK_IN_PROGRESS: RwLock<()> = RwLock::new(());
 /// The number of threads that load a driver, open a device, or build a program.
 static REGISTERING: AtomicU32 = AtomicU32::new(0);
-/// True if a program was built since the handler was last registered: the program's first launch may compile once more.
+/// True if a program was built since the last registration of the handler: the program's first launch may compile again.
 static BUILT_SINCE_REGISTRATION: AtomicBool = AtomicBool::new(false);
-/// The id of the process that registered the handler, 0 before. A forked child must not call the driver, because the driver's
-/// threads do not exist in the child.
+/// The id of the process that registered the handler, or 0. A forked child must not call the driver, because it lacks the
+/// driver's threads.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// The interval of registrations while the driver is loaded or compiles. Each registration allocates a few bytes for good, so
-/// the interval grows with every [`REGISTRATIONS_PER_SLOWDOWN`] registrations.
+/// The interval of registrations while the driver is loaded or compiles. Each registration leaks a few bytes, so the interval
+/// grows with every [`REGISTRATIONS_PER_SLOWDOWN`] registrations.
 const INTERVAL: Duration = Duration::from_micros(100);
 /// The number of registrations after which the interval has doubled.
 const REGISTRATIONS_PER_SLOWDOWN: u32 = 2000;
 /// The maximum wait for the start of the thread that registers the handler.
 const START_TIMEOUT: Duration = Duration::from_millis(100);
-/// The time without new work after the main thread has ended. The process is gone by then, unless it goes on without its main
-/// thread.
+/// The time without new work after the main thread has ended. By then the process has ended, unless it runs on without a main thread.
 const STANDSTILL: Duration = Duration::from_secs(2);
 /// The maximum wait for driver calls at the end of the process. Calls are short, unless the device never answers.
 const LAST_CALLS_TIMEOUT: Duration = Duration::from_secs(1);
@@ -59,7 +58,7 @@ pub(super) fn check() -> Result<(), ClError> {
     if DRIVER_CLOSED.load(SeqCst) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
 }
 
-/// Calls the driver outside the queues' lock. The end of the process takes that lock, so it must wait for these calls separately.
+/// Calls the driver outside the queues' lock. The exit handler takes the lock to wait for other calls, and counts these separately.
 pub(super) fn call<T>(f: impl FnOnce() -> Result<T, ClError>) -> Result<T, ClError> {
     struct UnderWay;
     impl Drop for UnderWay {
@@ -72,7 +71,7 @@ pub(super) fn call<T>(f: impl FnOnce() -> Result<T, ClError>) -> Result<T, ClErr
     f() // checks whether the process has ended, so it must run after the count
 }
 
-/// Delays the end of the process until the result is dropped. A thread must not hold two of these.
+/// Delays the end of the process until the result is dropped. A thread must not hold two results.
 pub(super) fn delay_exit() -> impl Sized {
     loop {
         let guard = WORK_IN_PROGRESS.read().unwrap_or_else(PoisonError::into_inner);
@@ -100,9 +99,8 @@ pub(super) fn keep_handler_last() -> impl Sized {
     Registering
 }
 
-/// Starts the thread that registers the handler repeatedly, unless it runs, and waits until the thread works. A starting thread
-/// needs the dynamic linker's lock, which is held while a driver is loaded. Even without the thread, the process almost
-/// always ends well.
+/// Starts the thread that registers the handler repeatedly, unless it runs, and waits until the thread works: a starting thread
+/// needs the dynamic linker's lock, which is held while a driver is loaded. Without the thread, exits almost always succeed too.
 fn keep_registering() {
     static RUNNING: AtomicBool = AtomicBool::new(false);
     static TIMES: AtomicU32 = AtomicU32::new(0);
@@ -125,13 +123,11 @@ fn keep_registering() {
     }
 }
 
-/// Records that a program was built.
 pub(super) fn note_build() {
     register();
     BUILT_SINCE_REGISTRATION.store(true, SeqCst);
 }
 
-/// Records that submitted work is done.
 pub(super) fn note_wait() {
     if BUILT_SINCE_REGISTRATION.load(Relaxed) && BUILT_SINCE_REGISTRATION.swap(false, SeqCst) {
         register();
@@ -156,7 +152,7 @@ fn driver_may_register() -> bool {
     REGISTERING.load(SeqCst) > 0 || BUILT_SINCE_REGISTRATION.load(SeqCst)
 }
 
-/// The exit handler: waits for builds and calls, finishes all queues, and stops further calls of the driver.
+/// The exit handler: waits for builds and calls, finishes all queues, and makes later driver calls fail.
 extern "C" fn at_exit() {
     static BEGUN: AtomicBool = AtomicBool::new(false);
     if PROCESS.load(Relaxed) != process::id() || BEGUN.swap(true, AcqRel) {
@@ -184,7 +180,7 @@ fn main_thread_ends() {
     MAIN_THREAD_ENDED.store(true, Release);
     drop(under_way);
     if BUILT_SINCE_REGISTRATION.load(Relaxed) {
-        // The first launches compile; their failures are reported to the threads that ask for the results.
+        // First launches compile. Failures are reported to the threads that wait for the results.
         discovery::known_entries().filter_map(|entry| entry.opened.get()).for_each(|device| _ = device.drain());
     }
     register();
@@ -234,24 +230,21 @@ mod glibc {
         super::main_thread_ends();
     }
 
-    /// Set while the handler is registered, and while the process forks. `on_exit` takes the C library's lock of exit handlers.
-    /// A child forked meanwhile would inherit a lock held by a thread that the child lacks, and would deadlock when it registers a
-    /// handler, as C++ does for static objects.
-    static REGISTERS: AtomicBool = AtomicBool::new(false);
+    /// A spin lock, taken to register the handler and to fork. `on_exit` takes the C library's lock of exit handlers. A child forked
+    /// meanwhile would inherit the lock without its owner, and deadlock when it registers a handler, as C++ does for static objects.
+    static REGISTRATION_LOCK: AtomicBool = AtomicBool::new(false);
 
-    /// Takes the spin lock `REGISTERS`.
     extern "C" fn lock_registration() {
-        while REGISTERS.swap(true, SeqCst) {
+        while REGISTRATION_LOCK.swap(true, SeqCst) {
             thread::yield_now();
         }
     }
 
-    /// Releases the spin lock `REGISTERS`.
     extern "C" fn unlock_registration() {
-        REGISTERS.store(false, SeqCst);
+        REGISTRATION_LOCK.store(false, SeqCst);
     }
 
-    /// Registers the exit handler with the C library, not during a fork.
+    /// Registers the exit handler with the C library; waits for forks in progress.
     pub(super) fn register() {
         static FORKS: Once = Once::new();
         // SAFETY: the handlers have the type that C expects, and do not unwind. The only failure is lack of memory; then a fork
@@ -272,7 +265,6 @@ mod glibc {
         super::at_exit();
     }
 
-    /// The status given to `exit`.
     static STATUS: AtomicI32 = AtomicI32::new(0);
 
     /// Makes crash signals end the process at once, with the status given to `exit`. Exit handlers registered before the driver was
@@ -285,7 +277,6 @@ mod glibc {
         }
     }
 
-    /// The handler of crash signals: ends the process with the stored status.
     extern "C" fn crashed(_: c_int) {
         // SAFETY: `_exit` is safe in a signal handler, and does not return.
         unsafe { libc::_exit(STATUS.load(SeqCst)) };

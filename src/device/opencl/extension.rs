@@ -8,7 +8,7 @@ use opencl3::types::cl_platform_id;
 use super::driver::library;
 use super::errors::ClError;
 
-/// Returns the function of an extension, from the platform, else from the library's exports; `None` if neither has the function.
+/// Returns an extension's function from the platform, or else from the library's exports; `None` if both lack the function.
 ///
 /// # Safety
 /// `T` is an `Option` of a function, and the function of this name has this type.

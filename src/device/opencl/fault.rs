@@ -1,9 +1,9 @@
 //! Errors found by kernels: an index out of range, an integer division by zero.
 //!
 //! A kernel cannot return an error, and a check after every launch would make each launch wait. So a kernel records its
-//! first fault in four words of device memory. A thread that waits for the device anyway also reads its words, if a kernel
-//! that uses them was launched; the read is ordered behind that kernel, whatever its stream. Every thread has its own
-//! words, so one thread's bad index never fails another thread's read, unless [`report_faults_to_any_thread`] was called.
+//! first fault in four words of device memory. If such a kernel was launched, a thread that waits for the device also reads
+//! the words, behind that kernel on any stream. Every thread has its own words, so one thread's bad index never fails
+//! another thread's read, unless [`report_faults_to_any_thread`] was called.
 //!
 //! A fault is reported once. If the read of the words fails, the next read reports the fault ([`Reading`]). Reported words
 //! are reset to zero before the next kernel uses them ([`ClDevice::clear`]).
@@ -42,11 +42,11 @@ pub(crate) enum Fault {
 /// The fault words: code, index (low and high word), size of the dimension.
 pub(super) type FaultWords = [i32; 4];
 
-/// The value of the words without a fault. A static, so that any command may read it at any time.
+/// The words without a fault. A static, so that commands may read the words at any time.
 pub(super) static NO_FAULT: FaultWords = [0; 4];
 
-/// The first word before a read has reached it: no fault has this code. A read that fails after it was accepted leaves this
-/// value, which is the only sign of the failure.
+/// The first word of a read that has not arrived; no fault has this code. If a read fails after the driver accepted it, this value
+/// is the only sign of the failure.
 const UNREAD: i32 = -1;
 
 /// Returns the names of the operations whose kernels record an index, in order of their first launch.
@@ -55,7 +55,7 @@ fn index_operations() -> MutexGuard<'static, Vec<&'static str>> {
     lock(&NAMES)
 }
 
-/// Returns the code that a kernel records for an index out of range: [`Fault::Index`], with the operation's number above.
+/// Returns the code that a kernel records for an index out of range: [`Fault::Index`], and the operation's number in the bits above.
 pub(crate) fn index_fault(op: &'static str) -> u32 {
     let mut names = index_operations();
     let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
@@ -67,14 +67,12 @@ pub(crate) fn index_fault(op: &'static str) -> u32 {
 
 /// The words in which the kernels of one thread record a fault.
 pub(super) struct FaultSlot {
-    /// The fault words on the device.
     buffer: ClBuffer,
     pending: Mutex<Pending>,
-    /// True if there are words to read, or a read is in progress: every wait checks this.
+    /// True if there are words to read, or a read is in progress. Every wait checks this flag.
     is_pending: AtomicBool,
     /// True if the words must be reset to zero before use: they are new, or their fault was reported.
     stale: AtomicBool,
-    /// Serialises the resets of the words.
     clearing: Mutex<()>,
     /// The number of reads that have begun.
     begun: AtomicU64,
@@ -84,32 +82,27 @@ pub(super) struct FaultSlot {
     found: AtomicU64,
 }
 
-/// Unread launches of a slot.
 #[derive(Default)]
 struct Pending {
     /// The streams on which a kernel that may record a fault was launched since the last read of the words.
     writers: Vec<StreamId>,
-    /// True while a thread reads the words; no other thread reads them meanwhile.
+    /// True while a thread reads the words. Other threads then do not read.
     reading: bool,
 }
 
-/// A read of a slot's words. If no result was reported, the drop leaves the words to the next read.
+/// A read of a slot's words. If the words were not examined, the drop leaves them to the next read.
 struct Reading {
-    /// The slot that is read.
     slot: &'static FaultSlot,
     words: FaultWords,
     /// The streams that were pending when the read began.
     writers: Vec<StreamId>,
-    /// True if the words were examined.
     was_examined: bool,
-    /// The number of this read among the slot's reads.
     number: u64,
 }
 
 /// The progress of the reads of a thread's slot: see [`ClDevice::fault_reads`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FaultReads {
-    /// The identity of the slot.
     pub(crate) slot: u64,
     /// The number of reads that have begun.
     pub(crate) begun: u64,
@@ -131,7 +124,7 @@ impl Drop for Reading {
 }
 
 impl Pending {
-    /// Adds a stream, once.
+    /// Adds a stream unless present.
     fn add(&mut self, stream: StreamId) {
         if !self.writers.contains(&stream) {
             self.writers.push(stream);
@@ -139,7 +132,7 @@ impl Pending {
     }
 }
 
-/// Reads of several slots. The reads own this memory until they are over.
+/// The reads of several slots; commands write into this memory until the reads are over.
 #[derive(Default)]
 pub(super) struct Readings(Vec<Reading>);
 
@@ -167,20 +160,18 @@ impl Readings {
 /// The slots of ended threads.
 type IdleSlots = Mutex<Vec<&'static FaultSlot>>;
 
-/// The number of idle slots from which on a thread reads and reuses an idle slot, rather than making a slot.
+/// The number of idle slots at which a thread reads and reuses an idle slot instead of making a slot.
 const MAX_UNREAD_SLOTS: usize = 16;
 
-/// The fault slots of one device.
 pub(super) struct FaultSlots {
     /// The slot for threads that cannot have their own.
     shared: &'static FaultSlot,
-    /// The slots of threads that have ended.
     idle: &'static IdleSlots,
     /// The destination of reads whose result is not used.
-    unread: &'static UnsafeCell<FaultWords>,
+    discard_memory: &'static UnsafeCell<FaultWords>,
 }
 
-/// A thread's ownership of a slot; its drop, when the thread ends, makes the slot idle.
+/// A thread's ownership of a slot. The end of the thread drops this value, which makes the slot idle.
 struct OwnedSlot {
     idle: &'static IdleSlots,
     slot: &'static FaultSlot,
@@ -195,7 +186,6 @@ impl Drop for OwnedSlot {
 thread_local! {
     /// This thread's slots, one per device.
     static OWNED_SLOTS: RefCell<Vec<OwnedSlot>> = const { RefCell::new(Vec::new()) };
-    /// The number of faults that were errors of this thread's calls.
     static REPORTED_FAULTS: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -233,11 +223,10 @@ impl FaultSlots {
         Ok(FaultSlots {
             shared: FaultSlot::new(context)?,
             idle: Box::leak(Box::default()),
-            unread: Box::leak(Box::default()),
+            discard_memory: Box::leak(Box::default()),
         })
     }
 
-    /// Returns this thread's slot, or the shared slot.
     fn current(&self) -> &'static FaultSlot {
         if ANY_THREAD.load(Relaxed) {
             return self.shared;
@@ -247,7 +236,7 @@ impl FaultSlots {
         OWNED_SLOTS.try_with(find).ok().flatten().unwrap_or(self.shared)
     }
 
-    /// Returns this thread's slot, made or taken from an ended thread at the first call. Not to be called under the queues' lock.
+    /// Returns this thread's slot, which the first call makes or takes from an ended thread. Not to be called under the queues' lock.
     fn claim(&self, device: &ClDevice) -> &'static FaultSlot {
         let current = self.current();
         if !ptr::eq(current, self.shared) || ANY_THREAD.load(Relaxed) {
@@ -264,13 +253,13 @@ impl FaultSlots {
         lock(self.idle)
     }
 
-    /// Takes an idle slot without unread launches. With unread launches, a slot may hold a fault that its thread never read.
+    /// Takes an idle slot without unread launches. A slot with unread launches may hold a fault that its thread never read.
     fn take_clean(&self) -> Option<&'static FaultSlot> {
         let mut idle = self.idle();
         idle.iter().position(|slot| !slot.is_pending()).map(|at| idle.swap_remove(at))
     }
 
-    /// Takes an idle slot by reading it, if many slots are idle; none if that slot holds a fault.
+    /// If many slots are idle, reads one of them and takes it, unless it holds a fault.
     fn take_by_reading(&self, device: &ClDevice) -> Option<&'static FaultSlot> {
         let slot = {
             let mut idle = self.idle();
@@ -303,9 +292,9 @@ impl FaultSlots {
         self.shared
     }
 
-    /// Returns a destination for words that are not used, which is never released.
-    pub(super) fn unread(&self) -> *mut c_void {
-        self.unread.get().cast()
+    /// Returns memory for words that no code uses. The memory is never released.
+    pub(super) fn discard_memory(&self) -> *mut c_void {
+        self.discard_memory.get().cast()
     }
 }
 
@@ -332,7 +321,6 @@ impl FaultSlot {
         lock(&self.pending)
     }
 
-    /// True if there may be words to read.
     pub(super) fn is_pending(&self) -> bool {
         self.is_pending.load(Acquire)
     }
@@ -375,7 +363,6 @@ impl FaultSlot {
     }
 }
 
-/// Returns the error that the words record, if any.
 fn decode(words: FaultWords) -> Option<Error> {
     let index = i64::from(words[2]) << 32 | i64::from(words[1] as u32);
     let size = words[3] as u32 as usize;
@@ -397,7 +384,7 @@ impl ClDevice {
         Arg::Faults(&self.faults.claim(self).buffer)
     }
 
-    /// Returns [`faults`](Self::faults) for a kernel known to record no fault, so that no wait has to read the words.
+    /// Returns [`faults`](Self::faults) for a kernel that records no fault, so that no wait reads the words.
     pub(crate) fn no_faults(&self) -> Arg<'_> {
         Arg::Buffer(&self.faults.claim(self).buffer)
     }
@@ -408,8 +395,8 @@ impl ClDevice {
         if slot.is_pending() { self.wait_and_report(stream, &[slot]) } else { self.take_failed(stream) }
     }
 
-    /// Returns the progress of the reads of this thread's faults. A kernel launched when `begun` reads had begun recorded no fault
-    /// if a later read found none and no read found one in between.
+    /// Returns the progress of this thread's fault reads. A kernel launched after `begun` reads recorded no fault if a later read was
+    /// clean and `found` did not grow.
     pub(crate) fn fault_reads(&self) -> FaultReads {
         let slot = self.faults.claim(self);
         let load = |count: &AtomicU64| count.load(Acquire);
@@ -431,7 +418,7 @@ impl ClDevice {
         self.faults.idle().iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
     }
 
-    /// Reports the first fault among the reads. Later slots, and words that a read did not reach, are left to the next read.
+    /// Reports the first fault among the reads. Later slots, and words that have not arrived, are left to the next read.
     pub(super) fn report(&self, readings: Readings) -> Result<()> {
         for mut reading in readings.0 {
             if reading.words[0] == UNREAD {
@@ -441,7 +428,7 @@ impl ClDevice {
             if let Some(fault) = decode(reading.words) {
                 reading.slot.found.fetch_add(1, AcqRel);
                 reading.slot.stale.store(true, Release);
-                // If this fails, it is repeated before the next kernel that can record a fault.
+                // A failed reset is repeated before the next kernel that can record a fault.
                 let _ = self.clear(reading.slot);
                 REPORTED_FAULTS.set(REPORTED_FAULTS.get() + 1);
                 return Err(fault);

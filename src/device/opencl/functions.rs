@@ -1,7 +1,7 @@
 //! The functions of libOpenCL.
 //!
-//! cl3 has such a table as well, but declares the functions as Rust functions (`fn` instead of `unsafe extern "C" fn`). A call
-//! through the wrong function type is undefined behaviour. This table has the types of OpenCL's headers.
+//! The crate cl3 has such a table as well, but with the type `fn` instead of `unsafe extern "C" fn`. A call through the wrong
+//! function type is undefined behaviour. This table has the types of OpenCL's headers.
 
 use std::env;
 use std::ffi::{CStr, c_void};
@@ -94,8 +94,8 @@ impl Functions {
     }
 }
 
-/// Loads the library at the first call. The library is the first of the paths in `OPENCL_DYLIB_PATH` (separated by semicolons) that
-/// loads, else the first of the [system's libraries](opencl_libraries). The error is that of the system's first library.
+/// Loads the library at the first call: the first path in `OPENCL_DYLIB_PATH` (separated by semicolons) that loads, else the first of
+/// the [system's libraries](opencl_libraries). Returns the error of the system's first library.
 pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
     static LOADED: OnceLock<Result<Functions, dlopen2::Error>> = OnceLock::new();
     LOADED.get_or_init(|| {

@@ -31,13 +31,12 @@ pub(super) fn supported(device: Device, wanted: StreamHints) -> StreamHints {
     supported
 }
 
-/// Logs that a device does not support all hints.
 pub(super) fn log_ignored(device: Device, wanted: StreamHints, taken: StreamHints) {
     log::emit(move || tracing::trace!(%device, ?wanted, ?taken, "hints of a stream are ignored"));
 }
 
-/// Returns the properties of a queue with these hints for `clCreateCommandQueueWithProperties`; none without hints, because the
-/// older function, which OpenCL 1.2 drivers have too, then suffices.
+/// Returns the properties of a queue with these hints for `clCreateCommandQueueWithProperties`. None without hints: OpenCL 1.2's
+/// `clCreateCommandQueue` then suffices.
 pub(super) fn properties(hints: StreamHints, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
     if hints == StreamHints::default() {
         return None;

@@ -1,8 +1,8 @@
 //! Host memory that commands read and write.
 //!
-//! A driver uses the memory until the command is over. After a failed call, that may be long after the caller got the error. So
-//! no command gets memory that it does not own: borrowed bytes are copied to or from an owned buffer, which can be leaked if it
-//! never becomes known that the command is over.
+//! A driver uses the memory until the command is over, which after a failed call may be long after the caller got the error. So
+//! commands never use borrowed memory: borrowed bytes are copied to or from an owned buffer, which is leaked if the driver never
+//! reports that the command is over.
 
 use std::cell::Cell;
 use std::mem;

@@ -20,7 +20,6 @@ use crate::{Error, Result};
 const VECTOR_BYTES: usize = 16;
 
 impl ClDevice {
-    /// Returns the context of the device's buffers.
     pub(crate) fn context(&self) -> *mut c_void {
         self.context
     }
@@ -31,22 +30,22 @@ impl ClDevice {
     /// [`Error::Invalid`] for any other memory object, the driver's errors, and a lost device.
     pub(crate) fn import_buffer(&self, op: &'static str, mem: *mut c_void) -> Result<ClBuffer> {
         self.check_lost()?;
-        let told = |e| self.error(self.detect_loss(e));
+        let to_error = |e| self.error(self.detect_loss(e));
         let fail = |reason: String| Err(Error::invalid(op, reason));
-        let kind = value!(clGetMemObjectInfo(mem, CL_MEM_TYPE) as u32).map_err(told)?;
+        let kind = value!(clGetMemObjectInfo(mem, CL_MEM_TYPE) as u32).map_err(to_error)?;
         if kind != CL_MEM_OBJECT_BUFFER {
             return fail(format!(
                 "the memory object is of type {kind:#x}: give a buffer, type {CL_MEM_OBJECT_BUFFER:#x}"
             ));
         }
-        let context = value!(clGetMemObjectInfo(mem, CL_MEM_CONTEXT) as usize).map_err(told)?;
+        let context = value!(clGetMemObjectInfo(mem, CL_MEM_CONTEXT) as usize).map_err(to_error)?;
         if context != self.context.addr() {
             return fail(format!(
                 "the buffer is of another context: create it in that of {}.cl_context()",
                 self.device()
             ));
         }
-        let flags = value!(clGetMemObjectInfo(mem, CL_MEM_FLAGS) as u64).map_err(told)?;
+        let flags = value!(clGetMemObjectInfo(mem, CL_MEM_FLAGS) as u64).map_err(to_error)?;
         let partly = [
             (CL_MEM_READ_ONLY, "CL_MEM_READ_ONLY"),
             (CL_MEM_WRITE_ONLY, "CL_MEM_WRITE_ONLY"),
@@ -60,15 +59,15 @@ impl ClDevice {
             ));
         }
         if flags & CL_MEM_USE_HOST_PTR != 0 {
-            let start = value!(clGetMemObjectInfo(mem, CL_MEM_HOST_PTR) as usize).map_err(told)?;
+            let start = value!(clGetMemObjectInfo(mem, CL_MEM_HOST_PTR) as usize).map_err(to_error)?;
             if !start.is_multiple_of(VECTOR_BYTES) {
                 return fail(format!(
                     "the buffer's host memory begins at {start:#x}, which is not a multiple of {VECTOR_BYTES}"
                 ));
             }
         }
-        let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(told)?;
-        call!(clRetainMemObject(mem)).map_err(told)?;
+        let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(to_error)?;
+        call!(clRetainMemObject(mem)).map_err(to_error)?;
         self.note_buffer(bytes, false);
         Ok(ClBuffer::new(mem, bytes))
     }
@@ -77,7 +76,7 @@ impl ClDevice {
 /// A mapped buffer over host memory: until the drop, the host reads and writes that memory, and no command may.
 pub(crate) struct MappedBuffer {
     device: &'static ClDevice,
-    /// Its own retained handle.
+    /// A handle that is retained for this mapping.
     buffer: ClBuffer,
     at: NonNull<u8>,
 }
@@ -88,7 +87,6 @@ unsafe impl Send for MappedBuffer {}
 unsafe impl Sync for MappedBuffer {}
 
 impl MappedBuffer {
-    /// Returns the address of the first byte.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.at
     }
@@ -108,7 +106,7 @@ impl Drop for MappedBuffer {
 }
 
 impl ClDevice {
-    /// Unmaps all mapped ranges, and waits for all work: then the host memory of a buffer may be released.
+    /// Unmaps all mapped ranges, and waits for all work, so that the host memory of a buffer may be released.
     ///
     /// # Errors
     /// A range that cannot be unmapped; a lost device.

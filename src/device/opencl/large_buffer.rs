@@ -1,7 +1,7 @@
 //! Buffers larger than the driver's promised maximum (`CL_DEVICE_MAX_MEM_ALLOC_SIZE`).
 //!
-//! Larger buffers are always requested, because the promise need not be the limit: NVIDIA's driver promises a quarter of the
-//! memory and grants all of it. Intel's and Qualcomm's drivers need a special flag or property.
+//! Larger buffers are requested all the same: NVIDIA's driver promises a quarter of the memory and grants all of it. Intel's and
+//! Qualcomm's drivers need a special flag or property.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -15,7 +15,6 @@ use super::driver::{ClBuffer, create};
 use super::errors::{ClError, Class};
 use super::{ClDevice, exit, tuning};
 
-/// Intel's flag for buffers of any size.
 const CL_MEM_ALLOW_UNRESTRICTED_SIZE_INTEL: cl_mem_flags = 1 << 23;
 /// Makes Intel's compiler compute offsets in 64 bits, as required for programs that use a buffer of more than 4 GiB.
 const WIDE_OFFSETS: &str = "-cl-intel-greater-than-4GB-buffer-required ";
@@ -35,7 +34,7 @@ impl ClDevice {
     /// Creates a buffer with these flags, over `host` unless null.
     pub(super) fn new_buffer(&self, flags: cl_mem_flags, bytes: usize, host: *mut c_void) -> Result<ClBuffer, ClError> {
         self.check_alive("clCreateBuffer")?;
-        let (promised, how) = (self.info().largest_buffer, self.found.large_buffers);
+        let (promised, how) = (self.info().largest_buffer, self.description.large_buffers);
         let is_beyond = promised > 0 && bytes as u64 > promised;
         let plain = |flags| exit::call(|| create!(clCreateBuffer(self.context, flags, bytes, host)));
         let asked = match how {
@@ -47,7 +46,7 @@ impl ClDevice {
             _ => plain(flags),
         };
         let mem = match asked {
-            // Another driver for the same device may lack both.
+            // Another driver for the same device may lack the flag and the property.
             Err(e) if is_beyond && how != LargeBuffers::Plain && e.classify() == Class::Other => plain(flags),
             asked => asked,
         }?;
@@ -57,7 +56,7 @@ impl ClDevice {
 
     /// Makes later builds of programs use 64-bit offsets if a buffer of this size requires them.
     pub(super) fn note_buffer(&self, bytes: usize, is_beyond: bool) {
-        let is_wide = self.found.large_buffers == LargeBuffers::Intel && (is_beyond || bytes as u64 > FOUR_GIB);
+        let is_wide = self.description.large_buffers == LargeBuffers::Intel && (is_beyond || bytes as u64 > FOUR_GIB);
         if is_wide && !self.wide_offsets.swap(true, Relaxed) {
             tuning::kernels_changed();
         }

@@ -37,8 +37,8 @@ const MAX_UNFLUSHED_LAUNCHES: u32 = 16;
 const LAUNCHES_PER_CHECKPOINT: u32 = 1024;
 
 impl ClDevice {
-    /// Submits a kernel over at least `global` work-items on this thread's current stream, and returns. `global` is rounded up to
-    /// whole groups of `local`; the kernel checks bounds. If `global` contains a zero, nothing runs and nothing is counted.
+    /// Submits a kernel to this thread's current stream, and returns. `global`, the number of work-items, is rounded up to whole groups
+    /// of `local`; the kernel checks bounds. If `global` contains a zero, no kernel runs or is counted.
     ///
     /// # Errors
     /// A wrong number of arguments, a group larger than the kernel's maximum, and the driver's errors. After an error the
@@ -51,7 +51,7 @@ impl ClDevice {
         Ok(())
     }
 
-    /// Launches like [`launch`](Self::launch) without counting: for kernels that belong to no operation of the user.
+    /// Launches like [`launch`](Self::launch), for kernels that do not count as launches.
     ///
     /// # Errors
     /// The errors of [`launch`](Self::launch).
@@ -68,7 +68,7 @@ impl ClDevice {
         if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0) {
             return bug(format!("cannot launch over {global:?} in groups of {local:?}"));
         }
-        // With fewer arguments, the kernel would run with those of the last launch.
+        // With fewer arguments, the kernel would run with arguments of the last launch.
         if args.len() != kernel.arg_count() {
             return bug(format!("the kernel takes {} arguments, not {}", kernel.arg_count(), args.len()));
         }
@@ -103,8 +103,8 @@ impl ClDevice {
         Ok(())
     }
 
-    /// Waits for `behind`, the earlier launch that [`enqueue_kernel`] returns if the queue is too long. If that launch failed, or
-    /// the driver does not say, the next wait on the stream reports the error. The launch just submitted runs in any case.
+    /// Waits for `behind`, the earlier launch that [`enqueue_kernel`] returns if the queue is too long. If that launch failed, or the
+    /// driver does not report its status, the next wait on the stream returns the error. The launch just submitted runs in any case.
     pub(super) fn wait_for_checkpoint(&self, stream: StreamId, behind: Option<ClEvent>) {
         let _waiting = behind.as_ref().and_then(|_| self.waiting("clWaitForEvents", stream));
         if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
@@ -118,7 +118,7 @@ pub(super) fn records_faults(args: &[Arg<'_>]) -> bool {
     args.iter().any(|arg| matches!(arg, Arg::Faults(_)))
 }
 
-/// Sets the arguments and enqueues the kernel as one step under the lock. Returns the launch to wait for if the queue is too long.
+/// Sets the arguments and enqueues the kernel. Returns the launch to wait for if the queue is too long.
 fn enqueue(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -132,8 +132,8 @@ fn enqueue(
     enqueue_kernel(queue, kernel, global, local)
 }
 
-/// Enqueues a kernel whose arguments are set; the result is that of [`enqueue`]. The kernel runs unless this returns an error:
-/// a failed flush is repeated with the next launch, and every wait flushes as well.
+/// Enqueues a kernel whose arguments are set, and returns like [`enqueue`]. Without an error the kernel runs: a failed flush is
+/// repeated with the next launch, and every wait flushes as well.
 pub(super) fn enqueue_kernel(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -149,7 +149,7 @@ pub(super) fn enqueue_kernel(
     Ok(flush_if_due(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
 }
 
-/// Counts the launches enqueued next. True if the last of them needs an event, as the next checkpoint.
+/// Counts launches about to be enqueued. True if the last launch needs an event, as the next checkpoint.
 pub(super) fn is_checkpoint(queue: &mut Queue, launches: u32) -> bool {
     queue.since_checkpoint += launches;
     queue.since_checkpoint >= LAUNCHES_PER_CHECKPOINT
@@ -169,7 +169,7 @@ pub(super) fn flush_if_due(queue: &mut Queue, launches: u32, checkpoint: Option<
     queue.checkpoint.replace(checkpoint)
 }
 
-/// Sets an argument, unless it is a number equal to that of an earlier launch. Call under the queues' lock.
+/// Sets an argument, unless it is a number that is already set. Call under the queues' lock.
 pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
     fn value<T>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
         call!(clSetKernelArg(kernel.raw(), index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))

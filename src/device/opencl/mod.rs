@@ -8,8 +8,8 @@
 //! records launches instead, for [`replay`] by the host, by a [`command_buffer`] or by a [`recordable_queue`]. [`probe`]
 //! finds out which features kernels can use.
 //!
-//! Tuning: [`parameters`] are the numbers compiled into kernels, [`tuning`] has a device's values, [`choices`] has faster
-//! values for some size classes, found by [`trials`].
+//! Tuning: [`parameters`] are the numbers compiled into kernels, [`tuning`] has a device's values, [`choices`] has values per
+//! kernel and size class, found by [`trials`].
 //!
 //! Memory: [`transfer`] copies bytes, through [`pinned`] memory for speed. [`host_memory`] keeps the host's side of a transfer
 //! alive until the transfer is over. [`driver`] is the only file that owns raw handles. [`exit`] stops all work before the
@@ -130,7 +130,6 @@ pub(crate) fn info(index: usize) -> Result<&'static DeviceInfo> {
     Ok(&discovery::description(index)?.info)
 }
 
-/// True if the device exists and has not been lost.
 pub(crate) fn is_available(index: usize) -> bool {
     discovery::entry(index).is_ok_and(|entry| match entry.opened.get() {
         Some(device) => !device.is_lost(),
@@ -138,7 +137,6 @@ pub(crate) fn is_available(index: usize) -> bool {
     })
 }
 
-/// Returns the device if it is open.
 pub(crate) fn opened(index: usize) -> Option<&'static ClDevice> {
     discovery::known_entries().nth(index)?.opened.get().copied()
 }

@@ -9,24 +9,18 @@ pub(crate) enum Family {
     Gpu,
 }
 
-/// The families of processors.
 const PROCESSORS: &[Family] = &[Family::Processor, Family::WideProcessor];
-/// The families of GPUs.
 const GPUS: &[Family] = &[Family::Gpu];
-/// All families.
 pub(super) const ALL: &[Family] = &[Family::Processor, Family::WideProcessor, Family::Gpu];
 
-/// A row of the table.
 #[derive(Debug)]
 pub(crate) struct ParameterRow {
     pub(crate) knob: TuningParameter,
     pub(crate) name: &'static str,
     pub(crate) doc: &'static str,
-    /// The families whose kernels use the parameter.
     pub(crate) families: &'static [Family],
     /// The allowed values. All are correct on every device, and differ only in speed.
     pub(crate) choices: &'static [usize],
-    /// The default for each [`Family`].
     defaults: [usize; 3],
 }
 
@@ -84,13 +78,11 @@ parameters! {
 pub(super) type Values = [usize; PARAMETERS.len()];
 
 impl ParameterRow {
-    /// Returns the default value for a family.
     pub(crate) fn default(&self, family: Family) -> usize {
         self.defaults[family as usize]
     }
 }
 
-/// Returns the default values of all rows.
 pub(super) fn defaults(family: Family) -> Values {
     std::array::from_fn(|i| PARAMETERS[i].default(family))
 }

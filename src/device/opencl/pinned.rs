@@ -10,8 +10,8 @@ use super::driver::{ClBuffer, call, create, retry_now};
 use super::queues::SERVICE_STREAM;
 use super::{ClDevice, ClError, exit};
 
-/// Pinned host memory: a buffer that the driver allocates in host memory, mapped while the value lives. As the host's side of a
-/// read or write, pinned memory avoids the driver's staging copy.
+/// Pinned host memory: a buffer that the driver allocates in host memory, mapped until the drop. Reads and writes of pinned memory
+/// avoid the driver's staging copy.
 pub(crate) struct ClPinned {
     device: &'static ClDevice,
     /// Dropped after the unmap.
@@ -54,14 +54,13 @@ impl ClPinned {
         self.start
     }
 
-    /// Returns the size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.buffer.bytes()
     }
 }
 
 /// Unmaps and releases the buffer, which no transfer may use any more. On a lost device, transfers may use the memory forever,
-/// so it is leaked. The driver frees the buffer once it is unmapped.
+/// so the memory is leaked.
 impl Drop for ClPinned {
     fn drop(&mut self) {
         if self.device.is_lost() {

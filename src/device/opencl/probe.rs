@@ -1,5 +1,5 @@
-//! Probes of device features beyond OpenCL C that no query reports: builds a small kernel and checks its result. Each device is
-//! probed once, at first need; the result is cached on disk with the programs.
+//! Probes for device features that no query reports: builds a small kernel and checks its result. Each device is probed once, at
+//! first need, and the result is cached on disk with the programs.
 
 use std::ptr;
 
@@ -13,7 +13,6 @@ use super::{ClDevice, ClError};
 use crate::device::DeviceKind;
 use crate::{Error, Result};
 
-/// The source of the probe kernel.
 const PROBE: &str = include_str!("../../../kernels/probe.cl");
 
 /// The tensor core features that inline PTX can use on a device.
@@ -21,7 +20,6 @@ const PROBE: &str = include_str!("../../../kernels/probe.cl");
 pub(crate) struct TensorCores {
     /// The local memory that kernels with `mma.sync`, `ldmatrix` and `cp.async` may use, in bytes; 0 without tensor cores.
     pub(crate) local: usize,
-    /// True if `wgmma` works as well.
     pub(crate) wgmma: bool,
 }
 
@@ -39,8 +37,8 @@ impl ClDevice {
         self.tensor_cores.get(|| self.probe()).copied().unwrap_or_default()
     }
 
-    /// True if kernels may use FENCE, with which the last work-group of a launch can read the results of the others. True on devices
-    /// that accept PTX, and on processors that imitate such a device in tests.
+    /// True if kernels may use FENCE, with which a launch's last work-group can read the results of the other work-groups. True on
+    /// devices that accept PTX, and on processors that imitate such a device in tests.
     pub(crate) fn has_fence(&self) -> bool {
         self.imitates_fence_device() || self.tensor_cores().local > 0
     }
@@ -51,10 +49,10 @@ impl ClDevice {
         self.info().kind == DeviceKind::Accelerator && kernels()
     }
 
-    /// Returns the best level that works; `None` if a failure leaves the result open.
+    /// Returns the best level that works; `None` if failed calls leave the result unknown.
     fn probe(&self) -> Option<TensorCores> {
         // Other devices cannot build the kernels, so they are not probed.
-        if self.info().kind == DeviceKind::Cpu || !self.found.tells_capability {
+        if self.info().kind == DeviceKind::Cpu || !self.description.reports_compute_capability {
             return Some(TensorCores::default());
         }
         let (mut failed, mut level) = (false, None);
@@ -104,7 +102,7 @@ impl ClDevice {
         };
         let out = vec![0u8; results * size_of::<f32>()];
         let buffers = [filled(a)?, filled(b)?, filled(&out)?];
-        // Not counted as a launch, and without fault reports, because the probe is no operation of this thread.
+        // Not counted as a launch, and without fault reports, because the probe is not an operation of this thread.
         let out = self.submit_and_wait(SERVICE_STREAM, out, |q, out, event| {
             for (i, buffer) in buffers.iter().enumerate() {
                 let mem = buffer.mem();

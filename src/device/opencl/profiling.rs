@@ -8,12 +8,11 @@ use crate::device::{log, profiler};
 use crate::{Error, Result};
 
 impl ClDevice {
-    /// Switches the timing of all streams' commands on or off, as the profiler is. The profiler's state is read under the queues'
-    /// lock, so that of concurrent calls the last one sees the current state. Waits for the submitted work. A lost device has no
-    /// commands to time.
+    /// Switches the timing of all streams' commands to the profiler's state, which is read under the queues' lock, so that the last of
+    /// concurrent calls uses the current state. Waits for the submitted work. Does nothing on a lost device.
     ///
     /// # Errors
-    /// The driver's errors; some streams' commands are then timed and others' are not.
+    /// The driver's errors; the commands of only some streams are then timed.
     pub(crate) fn set_profiling(&self) -> Result<()> {
         if self.is_lost() {
             return Ok(());
@@ -50,11 +49,10 @@ impl ClDevice {
 
 /// The maximum size of the buffers of the copy measurement, in bytes.
 const MAX_COPIED_BYTES: usize = 256 << 20;
-/// The number of copies in the measurement.
 const COPIES: u32 = 8;
 
 impl ClDevice {
-    /// Measures the rate of copies between two buffers of the device: bytes read plus bytes written, a second. The copies are not
+    /// Measures the rate of copies between two buffers of the device: bytes read plus bytes written, per second. The copies are not
     /// captured by a graph of this thread, and earlier faults of kernels are not reported here.
     ///
     /// # Errors

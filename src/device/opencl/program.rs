@@ -27,22 +27,21 @@ use crate::device::profiler;
 use crate::device::{DeviceKind, log};
 use crate::{Error, Result};
 
-/// A source that contains this line has instructions for NVIDIA's `sm_90a` in inline assembly, with every line commented out by
-/// [`HIDDEN_MARK`], because drivers build for `sm_90`, which lacks the instructions. The comment marks are removed from the PTX that
-/// is the program's binary.
+/// A source with this line has inline assembly for NVIDIA's `sm_90a`, commented out by [`HIDDEN_MARK`], because drivers build for
+/// `sm_90`, which lacks these instructions. The comment marks are removed from the PTX that is the program's binary.
 pub(crate) const SM_90A: &str = "#define SM_90A\n";
 /// The comment mark in front of instructions for `sm_90a`.
 const HIDDEN_MARK: &str = "//@ ";
 
-/// A line of a source that ends with the maximum number of registers per work-item, for NVIDIA's compiler. By default the
-/// compiler optimises the speed of a single work-item, whose many registers can leave room for few work-items on a compute unit.
+/// A source line that ends with the maximum number of registers per work-item, for NVIDIA's compiler. By default the compiler
+/// gives each work-item many registers, so that a compute unit may hold only few work-items.
 pub(crate) const MOST_REGISTERS: &str = "#define MOST_REGISTERS ";
 
 /// Rounds f32 division and square roots correctly; NVIDIA's are otherwise off by one unit in the last place.
 const CORRECT_DIVISION: &str = "-cl-fp32-correctly-rounded-divide-sqrt ";
 /// Kernels that keep fast division: softmax and attention divide sums of exponentials, whose own errors are larger.
 const FAST_KERNELS: [&str; 4] = ["attention", "row", "softmax_slices", "cross_entropy"];
-/// A line of a source that keeps fast division. Rounding to f16 or bf16 hides the last place of f32, and correct division would
+/// A source line that keeps fast division. Rounding to f16 or bf16 hides the last place of f32, and correct division would
 /// take 1.4 times as long.
 pub(crate) const FAST_DIVISION: &str = "#define FAST_DIVISION\n";
 
@@ -55,18 +54,15 @@ const WITHOUT_HEADER: &str = "-D_OPENCL_H_ ";
 /// A program, or none yet. The lock is held during a build, so that a second thread waits for the first thread's program.
 type ProgramSlot = Arc<Mutex<Option<Arc<Program>>>>;
 
-/// The programs of one device.
 #[derive(Default)]
 pub(super) struct Programs {
-    /// Programs of this crate. A kernel keeps its program alive, so these serve only kernels that are made again.
+    /// Programs of this crate, kept for kernels that are made again. A kernel itself keeps its program alive.
     own: Loaded<MAX_OWN>,
     /// Programs from users' sources. A `Kernel` needs two or more.
     of_users: Loaded<MAX_OF_USERS>,
     /// Results of probes of the device, by file name.
     pub(super) probe_results: Mutex<Entries>,
-    /// The number of programs built from source.
     from_source: AtomicU64,
-    /// The number of programs loaded from disk.
     from_disk: AtomicU64,
     /// The number of the crate's programs that failed to build [`WITHOUT_HEADER`] and were built with the header.
     with_header: AtomicU64,
@@ -74,9 +70,8 @@ pub(super) struct Programs {
     slow_binaries: AtomicU32,
 }
 
-/// If getting a binary takes longer than this, the driver compiles for the request: for work-groups of any size, which no
-/// launch runs. Such a driver (PoCL) caches the programs of launches itself, so no binary is requested after
-/// [`SLOW_BINARIES`] of them.
+/// If getting a binary takes longer, the driver compiles for the request, for work-groups of any size, which no launch runs. Such a
+/// driver (PoCL) caches the programs of launches itself, so no binary is requested after [`SLOW_BINARIES`] slow requests.
 const SLOW_BINARY_TIME: Duration = Duration::from_millis(20);
 /// The number of slow binaries after which no binary is requested any more.
 const SLOW_BINARIES: u32 = 2;
@@ -98,7 +93,6 @@ impl<const CAPACITY: usize> Default for Loaded<CAPACITY> {
     }
 }
 
-/// The author of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Author {
     Crate,
@@ -106,7 +100,6 @@ pub(super) enum Author {
 }
 
 impl Programs {
-    /// Returns the slot of a program, adding it if absent.
     fn slot(&self, key: Key, by: Author) -> ProgramSlot {
         let mut loaded = lock(match by {
             Author::Crate => &self.own.0,
@@ -225,13 +218,12 @@ impl ClDevice {
     }
 
     fn is_pocl(&self) -> bool {
-        self.found.platform_version.to_lowercase().contains("pocl")
+        self.description.platform_version.to_lowercase().contains("pocl")
     }
 
-    /// Returns the compiler options of all programs of the device.
     fn build_options(&self) -> String {
         let mut options = String::new();
-        if self.found.opencl_c >= (1, 2) {
+        if self.description.opencl_c >= (1, 2) {
             options += "-cl-std=CL1.2 ";
         }
         if self.info().fp64 {
@@ -254,7 +246,7 @@ impl ClDevice {
             &info.name,
             &info.vendor,
             &info.driver,
-            &self.found.platform_version,
+            &self.description.platform_version,
             options,
             source,
         ];
@@ -385,7 +377,6 @@ impl ClDevice {
         call!(clBuildProgram(program.0, 1, &self.id(), options.as_ptr(), None, ptr::null_mut()))
     }
 
-    /// Returns the compiler's log.
     fn log(&self, program: &Program) -> String {
         let bytes = info!(clGetProgramBuildInfo(program.0, self.id(), CL_PROGRAM_BUILD_LOG)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
@@ -408,7 +399,7 @@ impl ClDevice {
         (status == 0 && self.build_program(&program, options).is_ok()).then_some(program)
     }
 
-    /// Returns the program with its hidden instructions, if the binary is PTX for `sm_90` with hidden instructions that the driver accepts.
+    /// Returns the program with its hidden instructions enabled; none unless the binary is PTX for `sm_90` and the driver accepts the result.
     fn with_hidden_instructions(&self, program: &Program, options: &str) -> Option<Program> {
         let bytes = binary(program).ok()?;
         self.load_binary(enable_hidden_instructions(&bytes)?.as_bytes(), options)
@@ -434,7 +425,7 @@ impl ClDevice {
     }
 }
 
-/// Returns the binary of a program built for one device: in an adopted context, binaries of other devices are empty.
+/// Returns the binary of a program built for one device. In an adopted context, the binaries of other devices are empty.
 fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
     let sizes = info!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES))?;
     let sizes = sizes.chunks_exact(size_of::<usize>()).map(|size| decode_number(size) as usize);

@@ -1,6 +1,6 @@
 //! One in-order queue: flushes, markers, barriers, and whether enqueued commands are over.
 //!
-//! A queue measures the times of commands only if it was created for that. So while profiling, each stream uses a second
+//! A queue measures the times of commands only if created with profiling. So while profiling, each stream uses a second
 //! queue. Neither queue is released, because threads wait for queues outside the lock. Events are released in batches once
 //! their commands are over: drivers slow down with thousands of live events.
 
@@ -33,7 +33,7 @@ pub(super) const FIRST_FLUSH_LAUNCHES: u32 = 2;
 /// The name of the call in errors of failed launches.
 pub(super) const EARLIER_LAUNCH: &str = "an earlier clEnqueueNDRangeKernel";
 
-/// The pause between two attempts to find out whether commands are over.
+/// The pause between two attempts to wait until commands are over.
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 /// A queue, and the counts that the lock protects.
@@ -53,10 +53,10 @@ pub(super) struct Queue {
     pub transfers: VecDeque<(&'static str, Arc<ClEvent>)>,
     /// The error of a command that failed after submission; the next wait by a user reports it.
     pub failed: Option<ClError>,
-    /// The marker of the last `is_idle`, with the count of submissions at that time.
-    pub(super) probe: Option<(u64, ClEvent)>,
+    /// The marker of the last [`is_idle`](super::ClDevice::is_idle), and the count of submissions before it.
+    pub(super) idle_marker: Option<(u64, ClEvent)>,
     pub(super) hints: StreamHints,
-    /// The second queue, not in use: the one that measures times, or the one that does not.
+    /// The queue that is not in use: with profiling, or without.
     pub(super) second: Option<cl_command_queue>,
     /// The commands whose times are pending, while profiling.
     pub(super) profiled: Option<Profiled>,
@@ -75,7 +75,6 @@ impl Drop for Queue {
 }
 
 impl Queue {
-    /// Creates a queue of a device.
     pub(super) fn create(context: cl_context, id: cl_device_id, hints: StreamHints) -> Result<Queue, ClError> {
         let (raw, hints) = Queue::create_raw(context, id, 0, hints)?;
         Ok(Queue::new(raw, hints, false))
@@ -98,7 +97,7 @@ impl Queue {
             checkpoint: None,
             transfers: VecDeque::new(),
             failed: None,
-            probe: None,
+            idle_marker: None,
             second: None,
             profiled: None,
         }
@@ -121,8 +120,8 @@ impl Queue {
         created.map(|raw| (raw, StreamHints::default()))
     }
 
-    /// Takes the error of a command that failed after submission. A wait for the queue can succeed although a command failed;
-    /// only the events of the checkpoint and of transfers say how their commands ended.
+    /// Takes the error of a command that failed after submission. A wait for the queue can succeed although a command failed: only
+    /// the events of the checkpoint and of transfers report the failure.
     pub(super) fn take_failed(&mut self) -> Option<ClError> {
         if let Some(launch) = self.checkpoint.take_if(|launch| launch.is_over().unwrap_or(false)) {
             self.since_checkpoint = 0;
@@ -159,8 +158,8 @@ impl Queue {
         call!(clFinish(self.raw)).or_else(|failed| self.wait_until_over(None, failed))
     }
 
-    /// Unmaps bytes of a buffer and waits, under the lock. A refused unmap is retried a few times. If the driver accepted the
-    /// command and does not say how it ended, the unmap counts as done, because a second unmap would be an error.
+    /// Unmaps bytes of a buffer and waits, under the lock. A refused unmap is retried a few times. If the driver accepted the unmap
+    /// and does not report its status, the unmap counts as done, because a second unmap would be an error.
     pub(super) fn try_unmap(&mut self, mem: cl_mem, at: *mut c_void) -> Result<(), ClError> {
         let mut tried = Ok(());
         for _ in 0..ATTEMPTS {
@@ -181,14 +180,14 @@ impl Queue {
         tried
     }
 
-    /// After a failed call, waits under the lock until all commands on the queue are over, and returns how the command of `event`
-    /// ended. Each wait is retried a few times; if none succeeds, the error is marked as [`unfinished`](ClError::unfinished).
+    /// After a failed call, waits under the lock until all commands on the queue are over, and returns the outcome of `event`.
+    /// Failed waits are retried a few times; if none succeeds, the error is [`unfinished`](ClError::unfinished).
     pub(super) fn wait_until_over(&mut self, event: Option<&ClEvent>, failed: ClError) -> Result<(), ClError> {
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
                 thread::sleep(RETRY_PAUSE);
             }
-            // A marker that fails does not say that the commands before it are over.
+            // A failed marker does not mean that the commands before the marker are over.
             if call!(clFinish(self.raw)).or_else(|_| self.mark()?.wait_for_success()).is_err() {
                 continue;
             }
@@ -206,7 +205,7 @@ impl Queue {
         marker(self.raw, event)
     }
 
-    /// Enqueues a marker and flushes, so that another queue can wait for the marker. Without the flush that wait might never end.
+    /// Enqueues a marker and flushes: without the flush, another queue's wait for the marker might never end.
     pub(super) fn mark(&mut self) -> Result<ClEvent, ClError> {
         let mut raw = ptr::null_mut();
         self.marker(&mut raw)?;
@@ -215,13 +214,12 @@ impl Queue {
         Ok(event)
     }
 
-    /// Makes commands enqueued later wait for the event.
     pub(super) fn barrier(&self, event: &ClEvent) -> Result<(), ClError> {
         barrier(self.raw, event)
     }
 
-    /// Enqueues a marker whose event has a time. The marker is on the queue that measures times, behind a barrier that waits for a
-    /// marker on this queue.
+    /// Enqueues a marker whose event has a time. Unless this queue is known to measure times, the marker is on the second queue,
+    /// behind a barrier that waits for a marker on this queue.
     pub(super) fn mark_timed(&mut self, context: cl_context, id: cl_device_id) -> Result<ClEvent, ClError> {
         let here = self.mark()?;
         if self.profiled.is_some() && !self.is_adopted {
@@ -236,7 +234,7 @@ impl Queue {
         Ok(event)
     }
 
-    /// Returns the second queue, created if necessary; `times` says whether it measures times.
+    /// Returns the second queue, created if necessary, with profiling if `times`.
     fn second_queue(
         &mut self,
         times: bool,
@@ -303,8 +301,8 @@ impl Queue {
         })
     }
 
-    /// Switches to the queue that measures times, or back. An adopted queue is never replaced, and measures times only if it was
-    /// created for that. Waits for all submitted commands.
+    /// Switches to the queue with profiling, or back. An adopted queue is never replaced, and has times only if created with
+    /// profiling. Waits for all submitted commands.
     pub(super) fn set_profiling(
         &mut self,
         on: bool,
@@ -325,7 +323,6 @@ impl Queue {
         Ok(())
     }
 
-    /// Records the commands that are over.
     pub(super) fn collect_profiled(&mut self) {
         self.profiled.iter_mut().for_each(Profiled::collect);
     }
@@ -353,7 +350,6 @@ impl Profiled {
     }
 }
 
-/// Enqueues a marker.
 fn marker(queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
     match call!(clEnqueueMarkerWithWaitList(queue, 0, ptr::null(), event)) {
         Err(e) if e.is_missing() => call!(clEnqueueMarker(queue, event)),
@@ -361,7 +357,6 @@ fn marker(queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> 
     }
 }
 
-/// Makes commands enqueued later wait for the event.
 fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
     match call!(clEnqueueBarrierWithWaitList(queue, 1, &event.0, ptr::null_mut())) {
         Err(e) if e.is_missing() => {

@@ -3,10 +3,9 @@
 //! One lock covers all queues of a device, because kernel objects are shared, and setting arguments and enqueueing must be
 //! one step. Queues live as long as their device: a dropped stream leaves its queue to the next stream.
 //!
-//! A failed call says little about the commands it concerned: they may be done, or may still use the host's memory. So a
-//! function that submits commands and waits takes ownership of that memory, and returns it once the commands are over. A
-//! failed wait is followed by other waits ([`Queue::wait_until_over`]). If no wait succeeds, the device is lost, the memory is never
-//! released, and every later call is an error.
+//! After a failed call, commands may be done, or may still use the host's memory. So a function that submits commands and waits
+//! takes ownership of that memory, and returns the memory once the commands are over. A failed wait is followed by other waits
+//! ([`Queue::wait_until_over`]). If no wait succeeds, the device is lost, the memory is never released, and later calls fail.
 
 use std::ffi::c_void;
 use std::mem;
@@ -29,11 +28,10 @@ use crate::device::profiler::{self, RecordKind};
 use crate::device::stream::{self, MAX_STREAMS, StreamId, StreamIds};
 use crate::device::{DeviceKind, capture};
 
-/// The queue for commands that the host waits for and that order nothing, such as committing memory. It belongs to no stream,
-/// so that it never waits behind a stream's work.
+/// The queue for internal commands that the host waits for, such as committing memory. The queue belongs to no user's stream, so its
+/// commands never wait behind a stream's work.
 pub(super) const SERVICE_STREAM: StreamId = StreamId(1);
 
-/// The reason why a graph cannot contain waits.
 const NO_WAITS_REASON: &str = "the captured commands run only when the graph is replayed";
 
 /// The progress of a stream. Written under the lock, read without it.
@@ -47,7 +45,7 @@ struct Progress {
 
 /// A mapped range of a buffer that the driver has refused to unmap.
 struct StillMapped {
-    /// Its own retained handle, because the buffer's owner may release the original.
+    /// A handle retained for the unmap, because the buffer's owner may release the original.
     buffer: ClBuffer,
     at: *mut c_void,
 }
@@ -55,11 +53,9 @@ struct StillMapped {
 // SAFETY: OpenCL's objects belong to the process, and `at` is only handed back to the driver.
 unsafe impl Send for StillMapped {}
 
-/// The data that the lock protects.
 pub(super) struct LockedData {
-    /// The queues, indexed by stream.
     queues: Vec<Queue>,
-    /// To be unmapped before a command uses any buffer, because commands on a mapped buffer are undefined.
+    /// Ranges to unmap before a command uses any buffer, because commands on a mapped buffer are undefined.
     mapped: Vec<StillMapped>,
 }
 
@@ -105,7 +101,7 @@ impl DerefMut for LockedQueue<'_> {
 }
 
 impl LockedQueue<'_> {
-    /// Orders commands enqueued later behind everything on these streams so far.
+    /// Orders commands enqueued later behind all commands enqueued to these streams so far.
     pub(super) fn order_behind(&mut self, streams: &[StreamId]) -> Result<(), ClError> {
         for other in streams.iter().map(|s| s.index()).filter(|&other| other != self.at) {
             let event = self.queues[other].mark()?;
@@ -114,11 +110,11 @@ impl LockedQueue<'_> {
         Ok(())
     }
 
-    /// Unmaps bytes of a buffer and waits. If the driver refuses, the unmap is repeated before the next command that uses a buffer,
-    /// so callers see no difference.
+    /// Unmaps bytes of a buffer and waits. If the driver refuses, the unmap is repeated before the next command that uses a buffer, and
+    /// this call succeeds.
     ///
     /// # Errors
-    /// The driver does not say whether the queue's commands are over, or refuses to retain the buffer for later.
+    /// The driver does not report whether the queue's commands are over, or refuses to retain the buffer for later.
     pub(super) fn unmap(&mut self, buffer: &ClBuffer, at: *mut c_void) -> Result<(), ClError> {
         match self.try_unmap(buffer.mem(), at) {
             Err(e) if !e.unfinished => {
@@ -132,7 +128,7 @@ impl LockedQueue<'_> {
         }
     }
 
-    /// Unmaps all ranges that are still mapped: before a command that uses a user's buffer.
+    /// Unmaps all ranges that are still mapped. Call before a command that uses a user's buffer.
     pub(super) fn unmap_rest(&mut self) -> Result<(), ClError> {
         while let Some(rest) = self.queues.mapped.pop() {
             if let Err(e) = self.try_unmap(rest.buffer.mem(), rest.at) {
@@ -158,7 +154,6 @@ impl Queues {
         Ok(Queues { all: Mutex::new(all), ids: Mutex::new(StreamIds::from(SERVICE_STREAM.0 + 1)), progress })
     }
 
-    /// Locks the queues. A poisoned lock is used all the same, because a panic leaves no data half updated.
     pub(super) fn lock(&self) -> MutexGuard<'_, LockedData> {
         lock(&self.all)
     }
@@ -181,7 +176,7 @@ impl Queues {
         progress.finished.load(Acquire) == progress.submitted.load(Acquire)
     }
 
-    /// True if all earlier work is known to be done. Call under the lock taken to submit to the stream.
+    /// True if all work before the current submission is known to be done. Call under the lock taken to submit to the stream.
     pub(super) fn is_only_submission(&self, stream: StreamId) -> bool {
         let progress = self.progress(stream);
         progress.finished.load(Acquire) + 1 == progress.submitted.load(Acquire)
@@ -194,13 +189,12 @@ impl Queues {
 }
 
 impl ClDevice {
-    /// Returns this thread's current stream.
     pub(crate) fn current_stream(&self) -> StreamId {
         stream::current_id(self.device())
     }
 
-    /// Returns a counter that grows with everything enqueued to the stream except markers. An event of
-    /// [`record`](Self::record) covers everything counted at its call. Reads an atomic.
+    /// Returns a counter that grows with everything enqueued to the stream except markers. An event of [`record`](Self::record) covers
+    /// everything counted when it is recorded. Reads an atomic.
     pub(crate) fn submitted(&self, stream: StreamId) -> u64 {
         self.queues.progress(stream).submitted.load(Acquire)
     }
@@ -212,7 +206,6 @@ impl ClDevice {
         of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // in this order, because neither shrinks
     }
 
-    /// True if the device has this stream.
     pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
         stream.index() < self.queues.lock().len()
     }
@@ -227,7 +220,7 @@ impl ClDevice {
         Ok(queue)
     }
 
-    /// Locks the queue of a stream for commands that use no user's buffer, or for a caller of [`unmap_rest`](LockedQueue::unmap_rest).
+    /// Locks the queue of a stream for commands that use no user's buffer; otherwise call [`unmap_rest`](LockedQueue::unmap_rest) first.
     pub(super) fn lock_for_waits(&self, stream: StreamId) -> LockedQueue<'_> {
         let queues = self.queues.lock();
         let submitted = &self.queues.progress(stream).submitted;
@@ -249,11 +242,11 @@ impl ClDevice {
         move |q, (), event| if finishes { Ok(()) } else { q.marker(event) }
     }
 
-    /// Submits commands to a stream under the lock, and waits outside the lock until they are done. The queue is in order, so the
-    /// event is that of the last command. `submit` may leave the event null if waits call clFinish. Otherwise the event's status is
-    /// read, because an accepted command may fail later, and neither clFinish nor NVIDIA's clWaitForEvents reports that.
+    /// Submits commands to a stream under the lock, and waits outside the lock until the commands are done. `submit` sets the event to
+    /// that of its last command, or leaves the event null if waits call clFinish. The event's status is read after the wait, because
+    /// neither clFinish nor NVIDIA's clWaitForEvents reports an accepted command that failed later.
     ///
-    /// `memory` owns the host memory that the commands use, and is returned when they are done. After an error, `memory` is
+    /// `memory` owns the host memory that the commands use, and is returned when the commands are done. After an error, `memory` is
     /// dropped if the commands are over, and leaked otherwise.
     pub(super) fn submit_and_wait<M>(
         &self,
@@ -297,7 +290,7 @@ impl ClDevice {
             return Err(self.detect_loss(e));
         }
         exit::note_wait();
-        self.found.driver_text.log();
+        self.description.driver_text.log();
         self.queues.note_finished(stream, count);
         Ok(memory)
     }
@@ -312,14 +305,14 @@ impl ClDevice {
         self.queues.lock()[stream.index()].note_failed(EARLIER_LAUNCH, Some(code));
     }
 
-    /// Returns the error of a command that failed after submission, if the driver says so. Call once the stream's commands are over.
+    /// Returns the error of a command that failed after submission, if any. Call once the stream's commands are over.
     pub(super) fn take_failed(&self, stream: StreamId) -> Result<()> {
         let failed = self.queues.lock()[stream.index()].take_failed();
         failed.map_or(Ok(()), |failed| Err(self.error(self.detect_loss(failed))))
     }
 
     /// Calls `f` with the queue of a stream while the device is idle and no thread can submit to it, then waits for the commands
-    /// of `f`. Running work is waited for before the lock is taken, so other threads are delayed for little more than `f`.
+    /// of `f`. Most running work is waited for before the lock is taken, so that other threads are delayed for little more than `f`.
     /// `memory` is as in [`submit_and_wait`](Self::submit_and_wait).
     pub(super) fn while_idle<M>(
         &self,
@@ -400,8 +393,7 @@ impl ClDevice {
         reported.and(reached).and_then(|()| (0..streams).try_for_each(|stream| self.take_failed(StreamId(stream))))
     }
 
-    /// Waits like [`finish`](Self::finish) for internal reasons: faults are not reported, so that the user's next wait reports
-    /// them.
+    /// Waits like [`finish`](Self::finish), but leaves faults to the user's next wait.
     pub(crate) fn drain(&self) -> Result<()> {
         let streams = self.queues.lock().len() as u32;
         (0..streams).try_for_each(|stream| self.drain_stream(StreamId(stream)))
@@ -417,7 +409,7 @@ impl ClDevice {
         self.check_lost()
     }
 
-    /// Waits for all commands and marks the device as lost, at the end of the process. The result keeps other threads from submitting.
+    /// Waits for all commands and marks the device as lost, at the end of the process. The result is the lock: no thread can submit.
     pub(super) fn close(&self) -> impl Sized + use<'_> {
         let mut queues = self.queues.lock();
         if !self.is_lost() {
@@ -430,7 +422,7 @@ impl ClDevice {
         queues
     }
 
-    /// Enqueues a marker on every stream that may be busy, except one.
+    /// Enqueues a marker on every stream that may be busy, except `except`.
     fn mark_busy(&self, except: StreamId) -> Result<Vec<(StreamId, u64, ClEvent)>> {
         self.check_lost()?;
         let marks: Result<Vec<_>, ClError> = {
@@ -474,10 +466,10 @@ impl ClDevice {
         let asked = {
             let (queue, submitted) = (&mut self.queues.lock()[stream.index()], self.submitted(stream));
             // The marker is kept until the next submission, because a new marker would hardly ever be done at once.
-            let known = queue.probe.take().filter(|(at, _)| *at == submitted);
+            let known = queue.idle_marker.take().filter(|(at, _)| *at == submitted);
             known.map_or_else(|| queue.mark(), |(_, event)| Ok(event)).and_then(|event| {
                 let done = event.query()?;
-                queue.probe = Some((submitted, event)).filter(|_| !done);
+                queue.idle_marker = Some((submitted, event)).filter(|_| !done);
                 Ok((done, submitted))
             })
         };

@@ -14,11 +14,8 @@ use super::driver::{call, call_unlocked, create, info, value};
 use super::errors::ClError;
 use super::extension::extension_function;
 
-/// The extension's name.
 const NAME: &str = "cl_qcom_recordable_queues";
-/// A property of queues.
 const CL_QUEUE_RECORDABLE_QCOM: u64 = 1 << 30;
-/// The query for the maximum number of kernels in a recording.
 const CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE: u32 = 0x41DE;
 /// The error for a command that a recording cannot contain.
 const CL_INVALID_OPERATION: i32 = -59;
@@ -46,7 +43,6 @@ type EnqueueRecording = Option<
     ) -> i32,
 >;
 
-/// The extension's functions on a device.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 pub(super) struct RecordableQueues {
@@ -54,7 +50,6 @@ pub(super) struct RecordableQueues {
     clEndRecordingQCOM: Status,
     clReleaseRecordingQCOM: Status,
     clEnqueueRecordingQCOM: EnqueueRecording,
-    /// The maximum number of kernels in a recording.
     pub(super) max_kernels: usize,
 }
 
@@ -64,7 +59,7 @@ impl RecordableQueues {
     /// # Errors
     /// The driver's errors.
     pub(super) fn for_device(device: &ClDevice) -> Result<Option<RecordableQueues>, ClError> {
-        let (id, platform) = (device.id(), device.found.platform);
+        let (id, platform) = (device.id(), device.description.platform);
         let extensions = info!(clGetDeviceInfo(id, opencl3::device::CL_DEVICE_EXTENSIONS))?;
         if !extensions.split(|&b| b == b' ' || b == 0).any(|name| name == NAME.as_bytes()) {
             return Ok(None);
@@ -119,7 +114,7 @@ unsafe impl Send for QueueRecording {}
 unsafe impl Sync for QueueRecording {}
 
 impl QueueRecording {
-    /// Enqueues the recording unchanged. The event, unless null, is that of the whole recording. Call under the queues' lock.
+    /// Enqueues the recording. `event`, unless null, gets the event of the whole recording. Call under the queues' lock.
     pub(super) fn enqueue(&self, queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
         let none = ptr::null();
         call!(in self.functions, clEnqueueRecordingQCOM(

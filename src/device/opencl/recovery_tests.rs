@@ -18,7 +18,7 @@ fn install(test: &str) -> Option<Faults> {
 /// Returns the index, `platform:index` and name of each device.
 fn listed(devices: &[Entry]) -> Vec<(usize, (usize, usize), String)> {
     let name = |i, entry: &Entry| entry.found(Device::OpenCL(i)).unwrap().info.name.clone();
-    devices.iter().enumerate().map(|(i, entry)| (i, entry.place(), name(i, entry))).collect()
+    devices.iter().enumerate().map(|(i, entry)| (i, entry.platform_index(), name(i, entry))).collect()
 }
 
 fn discovered() -> Vec<(usize, (usize, usize), String)> {
@@ -69,7 +69,7 @@ fn a_device_that_does_not_answer_keeps_its_index() {
                 refused += 1;
             }
             Ok(discovery::Discovery { devices: found, .. }) => {
-                let places: Vec<_> = found.iter().map(Entry::place).collect();
+                let places: Vec<_> = found.iter().map(Entry::platform_index).collect();
                 assert_eq!(places, devices.iter().map(|d| d.1).collect::<Vec<_>>());
                 let silent: Vec<usize> = (0..found.len()).filter(|&i| !found[i].is_described()).collect();
                 let &[i] = &silent[..] else { panic!("call {nth}: {silent:?} are not described") };

@@ -33,13 +33,11 @@ enum ReplayStrategy {
     Queues(RecordableQueues),
 }
 
-/// A recording and its replay strategy.
 pub(crate) struct Replayer {
     replay_strategy: ReplayStrategy,
-    /// Made by the first replay; empty if the host enqueues every command. Dropped before the kernels and their arguments, which
-    /// the driver may use as long as it holds the parts.
+    /// Made by the first replay; empty if the host enqueues every command. Dropped before the kernels in `recording`, which the
+    /// driver may use as long as the parts exist.
     parts: OnceLock<Vec<Part>>,
-    /// True if the driver has refused to enqueue a part.
     refused: AtomicBool,
     recording: Recording,
 }
@@ -49,7 +47,7 @@ struct Part {
     commands: Range<usize>,
     launches: u32,
     prepared: PreparedCommands,
-    /// The event of the last replay, if that must be over before the next.
+    /// The event of the last replay, if the next replay must wait for it.
     last: Mutex<Option<ClEvent>>,
 }
 
@@ -79,14 +77,14 @@ impl PreparedCommands {
 /// A replay in progress, under the queues' lock.
 struct Submission<'a> {
     queue: &'a mut Queue,
-    /// The launch to wait for because the queue is too long.
+    /// The launch to wait for if the queue is too long.
     behind: Option<ClEvent>,
     /// True if a command was submitted, or may have been.
     begun: bool,
 }
 
 impl Submission<'_> {
-    /// Records a submission. A replay of thousands of launches waits here for earlier launches, which bounds the queue.
+    /// Records a submission. To bound the queue, a replay of thousands of launches waits here for earlier launches.
     fn note_submitted(&mut self, launch: Option<ClEvent>) {
         self.begun = true;
         if let Some(launch) = launch
@@ -96,7 +94,6 @@ impl Submission<'_> {
         }
     }
 
-    /// Enqueues commands one by one.
     fn commands(&mut self, commands: &[Command]) -> Result<(), ClError> {
         commands.iter().try_for_each(|command| {
             let launch = match command {
@@ -116,7 +113,7 @@ impl Submission<'_> {
         })
     }
 
-    /// Enqueues a part; false if the driver refuses the part, this time or for good, and nothing was enqueued.
+    /// Enqueues a part; false if the driver refuses the part now or always, and nothing was enqueued.
     fn part(&mut self, part: &Part, refused: &AtomicBool) -> Result<bool, ClError> {
         let once = !part.prepared.may_be_pending();
         let mut last = lock(&part.last);
@@ -150,13 +147,12 @@ impl Submission<'_> {
     }
 }
 
-/// True for codes that say that nothing was enqueued: the command buffer is pending (-59) or no longer valid (-1138), the queue
-/// is of another kind (-1140), or the function is missing.
+/// True for codes after which nothing was enqueued: the command buffer is pending (-59) or invalid (-1138), the queue is of another
+/// kind (-1140), or the function is missing.
 fn is_refusal(e: &ClError) -> bool {
     e.is_missing() || matches!(e.code, -1138 | -1140)
 }
 
-/// Logs that the host replays the graph.
 fn log_host_replay(e: ClError) {
     log::emit(move || {
         tracing::debug!(
@@ -206,7 +202,6 @@ impl Replayer {
         Replayer { replay_strategy, parts: OnceLock::new(), refused: AtomicBool::new(false), recording }
     }
 
-    /// Returns the number of commands.
     pub(crate) fn len(&self) -> usize {
         self.recording.commands.len()
     }
@@ -255,8 +250,8 @@ impl Replayer {
         })
     }
 
-    /// Submits the recording to its stream, and returns once it is submitted. With thousands of launches, the last are submitted when
-    /// the first have run, which bounds the queue.
+    /// Submits the recording to its stream, and returns. To bound the queue, a replay of thousands of launches submits the last launches
+    /// only when the first have run.
     ///
     /// # Errors
     /// The driver's errors, as [`Error::Partial`] if commands were submitted before or may have been, or a lost device.

@@ -1,4 +1,4 @@
-//! Retries of calls that may succeed a moment later, at once or after some requests.
+//! Retries of calls that may succeed later: after a pause, or after a number of skipped requests.
 
 use std::fmt::Debug;
 use std::sync::OnceLock;
@@ -17,7 +17,7 @@ const FIRST_SKIPPED_REQUESTS: u32 = 16;
 /// The maximum number of requests that are skipped after a refusal.
 const MAX_SKIPPED_REQUESTS: u32 = 4096;
 
-/// Calls `f` until it succeeds or fails for good, at most four times.
+/// Calls `f` until it succeeds or fails with a final error, at most four times.
 pub(super) fn retry<T>(f: impl FnMut() -> Result<T, ClError>) -> Result<T, ClError> {
     retry_if(ClError::is_transient, f)
 }
@@ -39,13 +39,13 @@ pub(super) fn retry_if<T, E: Debug + 'static>(
     f()
 }
 
-/// Decides when to repeat a refused request: after a number of skipped requests, which doubles with every refusal. To ask the
-/// driver for every request would cost more than to do without.
+/// Decides when to repeat a refused request: after a number of skipped requests, which doubles with every refusal. Asking the
+/// driver at every request would cost more than the result gains.
 #[derive(Debug, Default)]
 pub(crate) struct Backoff {
-    /// The number of requests still to be skipped.
+    /// The number of requests that are still skipped.
     rest: AtomicU32,
-    /// The number of requests to skip after the last refusal.
+    /// The number of requests that the last refusal skips.
     last: AtomicU32,
 }
 
@@ -55,7 +55,6 @@ impl Backoff {
         self.rest.load(Relaxed) == 0 || self.rest.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1)).is_err()
     }
 
-    /// Records that the request was refused.
     pub(crate) fn refused(&self) {
         let rest = (2 * self.last.load(Relaxed)).clamp(FIRST_SKIPPED_REQUESTS, MAX_SKIPPED_REQUESTS);
         self.last.store(rest, Relaxed);
@@ -83,7 +82,7 @@ impl<T> Default for Probed<T> {
 }
 
 impl<T> Probed<T> {
-    /// Returns the result of `probe` in this call or an earlier one; `None` if it is not known yet.
+    /// Returns the result of `probe` in this call or an earlier call; `None` if no probe has succeeded yet.
     pub(super) fn get(&self, probe: impl FnOnce() -> Option<T>) -> Option<&T> {
         if self.known.get().is_none() && self.backoff.is_due() {
             match probe() {

@@ -1,4 +1,4 @@
-//! The parameters that a kernel declares, for kernels of users.
+//! The parameters that a user's kernel declares.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -13,7 +13,6 @@ use super::ClDevice;
 use super::driver::{ClKernel, call};
 use super::errors::ClError;
 
-/// The address space of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AddressSpace {
     Global,
@@ -23,7 +22,6 @@ pub(crate) enum AddressSpace {
     Private,
 }
 
-/// A kernel's parameter.
 #[derive(Debug)]
 pub(crate) struct Parameter {
     pub(crate) name: String,
@@ -51,7 +49,6 @@ impl ClDevice {
     }
 }
 
-/// Queries a parameter.
 fn parameter(kernel: &ClKernel, i: u32) -> Result<Parameter, ClError> {
     let space = match number::<u32>(kernel, i, CL_KERNEL_ARG_ADDRESS_QUALIFIER)? {
         CL_KERNEL_ARG_ADDRESS_GLOBAL => AddressSpace::Global,

@@ -353,7 +353,7 @@ fn a_fault_of_an_ended_thread_is_reported() {
             launch();
             both.wait();
         };
-        // Joined explicitly: a scope does not wait until threads have returned their slots.
+        // Joined explicitly, because a scope does not wait until threads have returned their slots.
         std::thread::scope(|s| [s.spawn(launch_at_once), s.spawn(launch_at_once)].map(|t| t.join().unwrap()));
         assert_eq!(contents(device, &x), 99i32.to_ne_bytes(), "a read is not disturbed");
         for _ in 0..2 {

@@ -18,26 +18,25 @@ use crate::device::{DeviceKind, StreamId};
 use crate::error::for_each_part;
 use crate::{Error, Result};
 
-/// The index of the kernel `fill` of `kernels/memory.cl`.
+/// The kernels of `kernels/memory.cl`, by their index in [`ClDevice::memory_kernels`].
 const FILL_KERNEL: usize = 0;
-/// The index of the kernel `copy` of `kernels/memory.cl`.
 const COPY_KERNEL: usize = 1;
-/// The number of bytes from which on GPUs fill by kernel: NVIDIA's driver writes at three quarters of the memory's bandwidth.
+/// The minimum size of a fill by kernel on GPUs, in bytes: NVIDIA's fill command reaches three quarters of the memory's bandwidth.
 const FILL_KERNEL_MIN_BYTES: usize = 128 << 10;
 /// The maximum number of bytes of a fill command: NVIDIA's driver has hung at 2 GiB.
 const MAX_FILL_BYTES: usize = 1 << 30;
 /// The maximum size of the temporary buffer of an overlapping copy, in bytes.
 const MAX_OVERLAP_BYTES: usize = 16 << 20;
 
-/// A range that [`ClDevice::with_mapped`] maps: to be overwritten, or to be read.
+/// A range that [`ClDevice::with_mapped`] maps, to be overwritten or to be read.
 pub(crate) struct MapRegion<'a> {
     pub(crate) at: ClAt<'a>,
     pub(crate) overwrite: bool,
 }
 
 impl ClDevice {
-    /// Copies bytes from one buffer to another, or within a buffer; the ranges may overlap.
-    /// Returns when the copy is submitted, or with `blocking` when it is done.
+    /// Copies bytes from one buffer to another, or within a buffer; the ranges may overlap. Returns when the copy is submitted, or with
+    /// `blocking` when the copy is done.
     ///
     /// # Errors
     /// A range beyond its buffer; with `blocking`, also a fault recorded by a kernel of this thread.
@@ -83,7 +82,7 @@ impl ClDevice {
     }
 
     /// Copies overlapping ranges in pieces, ordered so that no piece overwrites bytes that a later piece reads. A piece is as long as
-    /// the distance of the ranges; if that is short, larger pieces go through a temporary buffer.
+    /// the distance of the ranges; if the distance is short, larger pieces pass through a temporary buffer.
     fn copy_overlapping(&self, stream: StreamId, (buffer, src): ClAt<'_>, dst: usize, bytes: usize) -> Result<()> {
         let distance = src.abs_diff(dst);
         let direct = distance >= MAX_OVERLAP_BYTES || bytes / distance <= 2;
@@ -94,7 +93,6 @@ impl ClDevice {
             let mut queue = self.lock(stream).map_err(|e| self.error(self.detect_loss(e)))?;
             (0..bytes).step_by(piece).try_for_each(|from| {
                 let n = piece.min(bytes - from);
-                // If bytes move up, start at the end.
                 let at = if dst > src { bytes - from - n } else { from };
                 match &temporary {
                     None => copy(&mut queue, (buffer, src + at), (buffer, dst + at), n, ptr::null_mut())?,
@@ -110,7 +108,7 @@ impl ClDevice {
         copied.map_err(|e| self.partial_error("copy", done, e))
     }
 
-    /// Converts the error of a refused command after earlier commands have done `done` bytes of the operation.
+    /// Converts the error of a refused command; [`Error::Partial`] if earlier commands have done `done` > 0 bytes of the operation.
     fn partial_error(&self, op: &'static str, done: usize, e: ClError) -> Error {
         let error = self.error(self.detect_loss(e));
         if done > 0 { error.into_partial(op) } else { error }
@@ -157,7 +155,6 @@ impl ClDevice {
         self.read_bounced(StreamId::DEFAULT, &[], src, dst)
     }
 
-    /// Reads into borrowed memory through bounce buffers.
     fn read_bounced(
         &self,
         stream: StreamId,
@@ -202,7 +199,7 @@ impl ClDevice {
         })
     }
 
-    /// Calls `f` with the address of `bytes` mapped bytes of a buffer, to read or to overwrite all of them. Meanwhile the device is
+    /// Maps `bytes` bytes of a buffer and calls `f` with their address, to read or to overwrite all of them. Meanwhile the device is
     /// idle, and no thread can submit to it. For devices that share the host's memory.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use crate::device::capture::is_capturing;
 use crate::device::level::Level;
 
 impl ClDevice {
-    /// Returns the value of a parameter for this size class: the choice for the class, else the device's value.
+    /// Returns the value of a parameter for this size class: the choice for the class, or else the device's value.
     pub(crate) fn tuned_for(&self, knob: TuningParameter, class: SizeClass) -> usize {
         let default = self.tuned(knob);
         self.choice(Subject::TuningParameter(knob as usize), class, default, |level| {
@@ -24,7 +24,7 @@ impl ClDevice {
         })
     }
 
-    /// Returns the work-group size for a launch over `items` work-items: the choice for that size class, else `default`. For kernels
+    /// Returns the work-group size for a launch over `items` work-items: the choice for the size class, or else `default`. For kernels
     /// that run in groups of any size and check bounds.
     pub(crate) fn group_for(&self, kernel: &ClKernel, items: usize, default: usize) -> usize {
         let most = kernel.max_work_group().min(MAX_TUNED_GROUP_ITEMS);
@@ -80,7 +80,6 @@ impl ClDevice {
         Ok((launched.or_else(|_| run(prepare()))?, false))
     }
 
-    /// Returns the tuning level.
     pub(crate) fn level(&self) -> Level {
         self.tuning().choices.level()
     }
@@ -104,7 +103,6 @@ impl ClDevice {
         all.map(|((subject, class), value)| (subject.name(), class.logarithms(), value)).collect()
     }
 
-    /// Returns the number of choices on trial.
     pub(crate) fn on_trial(&self) -> usize {
         self.tuning().choices.on_trial()
     }

@@ -1,6 +1,6 @@
-//! The values of a device's [`parameters`](super::parameters). [`tune`](crate::tune) times the choices and stores the fastest in
-//! the disk cache, one file per device, for every process that opens the device later. A file that is damaged, or made with
-//! another driver, is not used. These are the device's values; [`choices`](super::choices) has values per kernel and size class.
+//! The values of a device's [`parameters`](super::parameters); [`choices`](super::choices) has values per kernel and size class.
+//! [`tune`](crate::tune) times the values and stores the fastest in the disk cache, one file per device, for later processes. A
+//! file that is damaged, or made with another driver, is not used.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,10 +15,9 @@ use super::parameters::{ALL, Family, PARAMETERS, TuningParameter, Values, defaul
 use crate::device::{DeviceKind, log};
 use crate::error::Excerpt;
 
-/// The number of changes of parameters, on all devices.
 static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);
 
-/// Returns a number that grows with every change of a parameter, after which earlier decisions must not be reused.
+/// Returns a number that grows with every change of a parameter on any device. Earlier decisions must then not be reused.
 #[inline]
 pub(crate) fn times_tuned() -> u64 {
     TIMES_TUNED.load(Acquire)
@@ -29,16 +28,13 @@ pub(super) fn kernels_changed() {
     TIMES_TUNED.fetch_add(1, Release);
 }
 
-/// The value of every row of the table.
 pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
     /// True if the values were set or loaded for this device, even if they equal the defaults.
     is_chosen: AtomicBool,
-    /// Values for kernels and size classes.
     pub(super) choices: Choices,
 }
 
-/// The contents of a tuning file.
 pub(super) type Stored = (Values, Chosen);
 
 impl Tuning {
@@ -50,7 +46,6 @@ impl Tuning {
 }
 
 impl ClDevice {
-    /// Returns the device's family, which selects the default values.
     pub(crate) fn family(&self) -> Family {
         match self.info().kind {
             DeviceKind::Cpu if has_32_wide_registers() => Family::WideProcessor,
@@ -59,12 +54,10 @@ impl ClDevice {
         }
     }
 
-    /// Returns the value of a parameter on this device.
     pub(crate) fn tuned(&self, knob: TuningParameter) -> usize {
         self.tuning().values[knob as usize].load(Relaxed)
     }
 
-    /// Sets a parameter in this process.
     pub(crate) fn set_tuned(&self, knob: TuningParameter, value: usize) {
         self.tuning().values[knob as usize].store(value, Relaxed);
         self.tuning().is_chosen.store(true, Relaxed);
@@ -81,7 +74,6 @@ impl ClDevice {
         self.tuning().invalidate_launches();
     }
 
-    /// Deletes the choices for kernels and size classes in this process.
     pub(crate) fn forget_choices(&self) {
         self.tuning().choices.clear();
         self.tuning().invalidate_launches();
@@ -105,7 +97,6 @@ impl ClDevice {
         }
     }
 
-    /// True if the values were set or loaded for this device, even if they equal the defaults.
     pub(super) fn is_tuned(&self) -> bool {
         self.tuning().is_chosen.load(Relaxed)
     }
@@ -119,7 +110,7 @@ impl ClDevice {
         std::array::from_fn(|i| self.tuning().values[i].load(Relaxed))
     }
 
-    /// Parses [`tuning_text`](Self::tuning_text). The error says if the text is of another device, driver or version, or invalid.
+    /// Parses [`tuning_text`](Self::tuning_text). The error says that the text is invalid, or of another device, driver or version.
     pub(super) fn read_tuning(&self, text: &str) -> Result<Stored, String> {
         read(text, &self.identity(), self.family())
     }
@@ -145,7 +136,7 @@ impl ClDevice {
         read.inspect_err(|why| tracing::warn!(why, "stored tuning not used: run `claystone tune` again")).ok()
     }
 
-    /// Returns the file's name, which depends on the device but not on the driver, so that a change of the driver can be reported.
+    /// Returns the name of the tuning file. The name does not depend on the driver, so that a changed driver can be reported.
     pub(super) fn tuning_file(&self) -> String {
         let device = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
         FileKind::Tuning.name(&Sha256::digest(device).into())
@@ -221,7 +212,7 @@ mod tests {
         for family in ALL.iter().copied() {
             let mut values = defaults(family);
             rows(family).for_each(|(i, p)| values[i] = p.choices[p.choices.len() - 1]);
-            let chosen = choices::tests::some(family);
+            let chosen = choices::tests::sample_choices(family);
             let text = write("here, driver 1", family, &values, &chosen);
             assert_eq!(read(&text, "here, driver 1", family), Ok((values, chosen)));
             assert!(read(&text, "here, driver 2", family).unwrap_err().contains("driver 1"), "of another driver");
@@ -245,7 +236,7 @@ mod tests {
             let whole = [0, 1].map(|i| {
                 let mut values = defaults(family);
                 rows(family).for_each(|(row, p)| values[row] = p.choices[i % p.choices.len()]);
-                let chosen = if i == 0 { choices::tests::some(family) } else { Chosen::new() };
+                let chosen = if i == 0 { choices::tests::sample_choices(family) } else { Chosen::new() };
                 write("here, driver 1", family, &values, &chosen).into_bytes()
             });
             let mut random = Random(0);
@@ -265,13 +256,13 @@ mod tests {
     #[test]
     fn missing_or_foreign_tuning_files_are_not_used() {
         let dir = tempfile::tempdir().unwrap();
-        let cache = Cache::at(dir.path(), 1 << 20);
+        let cache = Cache::new(dir.path(), 1 << 20);
         for device in devices() {
             let file = device.tuning_file();
             assert_eq!(device.stored_tuning(&cache), None);
             let mut values = defaults(device.family());
             rows(device.family()).for_each(|(i, p)| values[i] = p.choices[0]);
-            let chosen = choices::tests::some(device.family());
+            let chosen = choices::tests::sample_choices(device.family());
             let text = write(&device.identity(), device.family(), &values, &chosen);
             let path = cache.store(&file, text.as_bytes()).unwrap();
             assert_eq!(device.stored_tuning(&cache), Some((values, chosen)));

@@ -1,4 +1,4 @@
-//! Kernels of users: OpenCL C on tensors, which this module knows only through [`KernelTensor`].
+//! Users' kernels in OpenCL C. Tensors are known to this module only through [`KernelTensor`].
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
@@ -39,24 +39,22 @@ pub struct Kernel {
     name: &'static str,
     source: String,
     options: String,
-    /// The signature of the user's kernel, by device.
-    entries: Mutex<HashMap<Device, Arc<KernelSignature>>>,
+    signatures: Mutex<HashMap<Device, Arc<KernelSignature>>>,
     /// The compiled kernels that call the user's kernel, by device and argument types.
-    built: Mutex<CompiledKernels>,
+    compiled: Mutex<CompiledKernels>,
 }
 
-/// Keyed by device, by [wide offsets](ClDevice::has_wide_offsets) or not, and by argument types.
+/// Compiled kernels by device, [wide offsets](ClDevice::has_wide_offsets), and argument types.
 type CompiledKernels = Lru<(Device, bool, Vec<ArgumentKind>), Arc<ClKernel>>;
 
 /// The maximum number of compiled kernels of one source, over devices and argument types.
-const MAX_BUILT: usize = 64;
+const MAX_COMPILED: usize = 64;
 
-/// The signature of the user's kernel.
 struct KernelSignature {
     count: usize,
     /// None if the driver does not report the parameters.
     parameters: Option<Vec<Parameter>>,
-    /// The size in `reqd_work_group_size`, or zeros.
+    /// The size in the attribute `reqd_work_group_size`, or zeros.
     group: [usize; 3],
 }
 
@@ -79,8 +77,8 @@ impl Kernel {
         if name.is_empty() || !name.chars().all(letter) || name.starts_with(|c: char| c.is_ascii_digit()) {
             return Err(Error::invalid("Kernel::from_source", format!("\"{name}\" is not a valid kernel name")));
         }
-        let built = Mutex::new(Lru::new(MAX_BUILT));
-        Ok(Kernel { name, source: source.into(), options: options.into(), entries: Mutex::default(), built })
+        let compiled = Mutex::new(Lru::new(MAX_COMPILED));
+        Ok(Kernel { name, source: source.into(), options: options.into(), signatures: Mutex::default(), compiled })
     }
 
     /// Returns the kernel's name.
@@ -100,7 +98,7 @@ impl Kernel {
 
     /// Returns the kernel's signature on the device; compiles the user's source if necessary.
     fn entry(&self, device: &'static ClDevice) -> Result<Arc<KernelSignature>> {
-        if let Some(entry) = lock(&self.entries).get(&device.device()) {
+        if let Some(entry) = lock(&self.signatures).get(&device.device()) {
             return Ok(entry.clone());
         }
         let kernel = device.build_with(self.name, &self.source, &self.build_options(), self.name)?;
@@ -109,18 +107,18 @@ impl Kernel {
             parameters: device.parameters(&kernel),
             group: device.required_group(&kernel),
         });
-        Ok(lock(&self.entries).entry(device.device()).or_insert(entry).clone())
+        Ok(lock(&self.signatures).entry(device.device()).or_insert(entry).clone())
     }
 
-    /// Returns the generated kernel that is launched: it adds each tensor's offset to the buffer's pointer, and calls the user's kernel.
-    fn built(
+    /// Returns the generated kernel, which adds each tensor's offset to the buffer's pointer and calls the user's kernel.
+    fn compiled(
         &self,
         device: &'static ClDevice,
         entry: &KernelSignature,
         kinds: Vec<ArgumentKind>,
     ) -> Result<Arc<ClKernel>> {
         let key = (device.device(), device.has_wide_offsets(), kinds);
-        if let Some(kernel) = lock(&self.built).get(&key) {
+        if let Some(kernel) = lock(&self.compiled).get(&key) {
             return Ok(kernel.clone());
         }
         let (mut parameters, mut arguments) = (Vec::new(), Vec::new());
@@ -149,10 +147,10 @@ impl Kernel {
         };
         let _ = write!(source, "\n{group}__kernel void claystone_call({parameters}) {{ {name}({arguments}); }}\n");
         let kernel = Arc::new(device.build_with(self.name, &source, &self.build_options(), "claystone_call")?);
-        let mut built = lock(&self.built);
-        let (kernel, evicted) = built.get_or_insert(key, || kernel);
+        let mut compiled = lock(&self.compiled);
+        let (kernel, evicted) = compiled.get_or_insert(key, || kernel);
         let kernel = Arc::clone(kernel);
-        drop(built);
+        drop(compiled);
         drop(evicted);
         Ok(kernel)
     }
@@ -197,7 +195,6 @@ pub(crate) trait KernelTensor {
     fn check(&self, op: &'static str, written: bool) -> Result<()>;
     /// Returns the tensor's buffer, which does not move while the view lives.
     fn view(&self) -> Result<Box<dyn KernelBuffer + '_>>;
-    /// Records that the kernel wrote to the tensor.
     fn written(&self);
 }
 
@@ -207,7 +204,6 @@ pub(crate) trait KernelBuffer {
     fn first_byte(&self) -> u64;
 }
 
-/// An argument of a call.
 pub(crate) enum Argument<'a> {
     Tensor { tensor: &'a dyn KernelTensor, written: bool },
     Scalar { kind: &'static str, bytes: [u8; 8], size: usize },
@@ -228,16 +224,15 @@ impl<'a> KernelCall<'a> {
     pub fn scalar<T: KernelScalar>(self, value: T) -> Self {
         let (mut bytes, size) = ([0; 8], size_of::<T>());
         bytes[..size].copy_from_slice(bytemuck::bytes_of(&value));
-        self.with(Argument::Scalar { kind: T::TYPE, bytes, size })
+        self.with_argument(Argument::Scalar { kind: T::TYPE, bytes, size })
     }
 
     /// Adds `bytes` bytes of local memory, for a `__local` pointer.
     pub fn local_memory(self, bytes: usize) -> Self {
-        self.with(Argument::Local(bytes))
+        self.with_argument(Argument::Local(bytes))
     }
 
-    /// Adds an argument.
-    pub(crate) fn with(mut self, argument: Argument<'a>) -> Self {
+    pub(crate) fn with_argument(mut self, argument: Argument<'a>) -> Self {
         self.arguments.push(argument);
         self
     }
@@ -299,7 +294,7 @@ impl<'a> KernelCall<'a> {
         let entry = self.kernel.entry(device)?;
         self.check_arguments(&entry)?;
         let local = self.group(&entry)?;
-        let kernel = self.kernel.built(device, &entry, self.arguments.iter().map(Argument::kind).collect())?;
+        let kernel = self.kernel.compiled(device, &entry, self.arguments.iter().map(Argument::kind).collect())?;
         // Views come last, because a tensor with a view cannot be moved to make room.
         let views = tensors.iter().map(|(t, _)| t.view()).collect::<Result<Vec<_>>>()?;
         let mut views = views.iter();

@@ -13,7 +13,6 @@ pub(crate) struct MemoryRecord {
     pub device: Device,
     pub change: MemoryChange,
 }
-/// The change in a [`MemoryRecord`].
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum MemoryChange {
@@ -23,20 +22,17 @@ pub(crate) enum MemoryChange {
     Reserved(u64),
 }
 
-/// The latest records, and the latest changes of memory.
 #[derive(Default)]
 pub(super) struct Ring {
     pub(super) records: VecDeque<Record>,
     pub(super) memory: VecDeque<MemoryRecord>,
     pub(super) capacity: usize,
-    /// The number of records dropped because the ring was full.
     pub(super) dropped: u64,
     /// The start of the recording: records that began earlier are discarded.
     pub(super) began: u64,
     pub(super) threads: Vec<(u32, String)>,
     pub(super) devices: Vec<MemoryBefore>,
-    /// Operations by hash, shared by the records of repeated steps: most of the cost of recording is touching new pages of
-    /// memory.
+    /// Operations by hash, shared by the records of repeated steps, because most of the cost of recording is touching new pages.
     pub(super) operations: Vec<Option<Arc<Operation>>>,
 }
 
@@ -50,7 +46,6 @@ pub(crate) struct MemoryBefore {
     pub(super) changes: u32,
 }
 
-/// The number of hash slots for shared operations.
 const SHARED_OPERATIONS: usize = 1024;
 
 impl Ring {
@@ -92,7 +87,7 @@ impl Ring {
         changes.map(|change| if let MemoryChange::Allocated(bytes) = change { bytes } else { 0 }).sum()
     }
 
-    /// Returns a shared copy of the operation: that of an equal earlier operation unless another one has replaced it in its slot.
+    /// Returns a shared copy of the operation: an equal earlier operation, unless its hash slot was overwritten.
     pub(super) fn share(&mut self, operation: Operation) -> Arc<Operation> {
         if self.operations.is_empty() {
             self.operations.resize(SHARED_OPERATIONS, None);

@@ -162,8 +162,7 @@ layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Lstm CellKind::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], last => (last.remove(0), last.remove(0));
-    /// The gated recurrent unit (PyTorch's `nn.GRU`): `[L, N, I]` or `[L, I]` to hidden states. Gates are in PyTorch's order, and
-    /// parameters have PyTorch's names.
+    /// The gated recurrent unit (PyTorch's `nn.GRU`): `[L, N, I]` or `[L, I]` to hidden states. Order of gates and names as in PyTorch.
     Gru CellKind::Gru, Tensor, state => [state], last => last.remove(0);
 }
 

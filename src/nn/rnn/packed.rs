@@ -5,10 +5,9 @@ use std::borrow::Borrow;
 use crate::storage::Caller;
 use crate::{Device, Error, Result, Scalar, Tensor};
 
-/// Sequences of different lengths for [`Rnn`](super::Rnn), [`Lstm`](super::Lstm) and [`Gru`](super::Gru), without padding
-/// (PyTorch's `nn.utils.rnn.PackedSequence`). Sequences are sorted by length, the longest first. The data has the first step of
-/// all sequences, then the second step of the sequences that have one, and so on. Made by [`pack_padded_sequence`] and
-/// [`pack_sequence`].
+/// Sequences of different lengths for [`Rnn`](super::Rnn), [`Lstm`](super::Lstm) and [`Gru`](super::Gru), without padding (PyTorch's
+/// `nn.utils.rnn.PackedSequence`). Sequences are sorted by length, the longest first. The data has the first step of all sequences,
+/// then the second step of the sequences that have one, and so on. Made by [`pack_padded_sequence`] and [`pack_sequence`].
 ///
 /// ```
 /// use claystone::nn::{Lstm, RnnOptions, pack_padded_sequence, pad_packed_sequence};
@@ -95,14 +94,12 @@ impl PackedSequence {
         &self.batch_sizes
     }
 
-    /// Returns, for each sequence from the longest on, its index in the order of packing: i64 on the data's device, or `None` if
-    /// the sequences were already sorted.
+    /// Returns each sequence's index in the order of packing, the longest first: i64 on the data's device, or `None` if already sorted.
     pub fn sorted_indices(&self) -> Option<&Tensor> {
         self.order.as_ref().map(|order| &order.sorted)
     }
 
-    /// Returns, for each sequence in the order of packing, its index in sorted order: i64 on the data's device, or `None` if the
-    /// sequences were already sorted.
+    /// Returns each sequence's index in sorted order, in the order of packing: i64 on the data's device, or `None` if already sorted.
     pub fn unsorted_indices(&self) -> Option<&Tensor> {
         self.order.as_ref().map(|order| &order.unsorted)
     }
@@ -280,8 +277,7 @@ pub fn pack_padded_sequence(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`; as
-/// [`Tensor::cat`].
+/// [`Error::Invalid`] for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`; as [`Tensor::cat`].
 #[track_caller]
 pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -> Result<PackedSequence> {
     let _caller = Caller::enter();
@@ -308,8 +304,7 @@ fn start_rows(lengths: &[usize]) -> Vec<usize> {
     lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length))).collect()
 }
 
-/// Creates a tensor whose first dimensions are `n` and `steps`, swapped unless `batch_first`: it has `rows` at the flat
-/// indices `at`, and `padding` elsewhere.
+/// Creates `[n, steps, ..]` if `batch_first`, else `[steps, n, ..]`, with `rows` at the flat indices `at` and `padding` elsewhere.
 fn scatter_padded(
     rows: &Tensor,
     at: &[usize],
@@ -414,8 +409,7 @@ pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Resul
     lengths.iter().enumerate().map(sequence).collect()
 }
 
-/// Returns packed sequences as tensors `[L, ..]`, in the order of packing (PyTorch's `unpack_sequence`); see
-/// [`pack_sequence`].
+/// Returns packed sequences as tensors `[L, ..]`, in the order of packing (PyTorch's `unpack_sequence`); see [`pack_sequence`].
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].

@@ -15,12 +15,12 @@ use crate::{Error, Expr, Result, Tensor, is_grad_enabled};
 pub(super) struct LayerPass {
     pub(super) step: CellKind,
     pub(super) schedule: RowSchedule,
-    /// Whether the hidden state's product has its own bias, which only GRU does not add to the input's bias.
-    biased: bool,
+    /// Whether the hidden state's product has its own bias: GRU's cannot be added to the input's bias.
+    has_hidden_bias: bool,
     projected: bool,
 }
 
-/// The inputs of a pass, or their gradients.
+/// The tensors that a pass takes, or their gradients.
 struct Inputs<T> {
     gates: T,
     weight_hh: T,
@@ -66,7 +66,7 @@ impl LayerPass {
         };
         let bias_hh = cell.bias_hh.as_ref().filter(|_| step == CellKind::Gru).map(cast).transpose()?;
         let weight_hr = cell.weight_hr.as_ref().map(cast).transpose()?;
-        let (biased, projected) = (bias_hh.is_some(), weight_hr.is_some());
+        let (has_hidden_bias, projected) = (bias_hh.is_some(), weight_hr.is_some());
         let states = start.iter().map(cast).collect::<Result<Vec<_>>>()?;
         let weight_hh = cast(&cell.weight_hh)?;
         let output = weight_hh.shape().dims()[1];
@@ -82,7 +82,7 @@ impl LayerPass {
         if schedule.sequences() == 0 {
             return run_composed(step, cell, gates, &schedule, start.iter().map(Tensor::shallow_clone).collect());
         }
-        let pass = LayerPass { step, schedule: schedule.clone(), biased, projected };
+        let pass = LayerPass { step, schedule: schedule.clone(), has_hidden_bias, projected };
         let all = Tensor::apply_op(pass, &inputs.iter().collect::<Vec<_>>())?;
         if step != CellKind::Lstm {
             let last = schedule.final_states(&all)?;
@@ -99,7 +99,7 @@ impl LayerPass {
     /// Sorts the recorded inputs by their roles: gates, recurrent weight, states, then the optional bias and projection.
     fn unpack_inputs(&self, list: &[Tensor]) -> Inputs<Tensor> {
         let (states, rest) = list[2..].split_at(self.step.states());
-        let (biases, rest) = rest.split_at(usize::from(self.biased));
+        let (biases, rest) = rest.split_at(usize::from(self.has_hidden_bias));
         Inputs {
             gates: list[0].shallow_clone(),
             weight_hh: list[1].shallow_clone(),
@@ -185,7 +185,7 @@ impl LayerPass {
         Ok(states)
     }
 
-    /// Returns the states before a time step from those of all rows; `before` is the first row of the previous step.
+    /// Returns the states before a time step, given the states of all rows; `before` is the first row of the previous step.
     fn previous(&self, states: &Tensor, at: TimeStep, before: usize) -> Result<Tensor> {
         let (initial, first) = (self.schedule.initial_start(), self.schedule.states_start());
         let begun = states.narrow(0, initial + at.continued, at.rows - at.continued);
@@ -203,21 +203,22 @@ impl LayerPass {
         let schedule = &self.schedule;
         let own = |t: &Tensor| t.narrow(0, schedule.states_start(), schedule.total_rows());
         let hidden = own(&states.hidden)?;
-        let of = |inputs: &[&Tensor], count: usize, f: &dyn Fn(&[Expr], usize) -> Expr| -> Result<Tensor> {
-            let [rows, size] = [inputs[0].shape().dims()[0], inputs[0].shape().dims()[1]];
-            // Each factor is written to contiguous memory, because writing rows with gaps is slower.
-            let all = Tensor::empty([count, rows, size], inputs[0])?;
-            for k in 0..count {
-                Tensor::map_into(inputs, &[], &[&all.select(0, k as isize)?], |e, _| vec![f(e, k)])?;
-            }
-            all.transpose(0, 1)
-        };
+        let compute_factors =
+            |inputs: &[&Tensor], count: usize, f: &dyn Fn(&[Expr], usize) -> Expr| -> Result<Tensor> {
+                let [rows, size] = [inputs[0].shape().dims()[0], inputs[0].shape().dims()[1]];
+                // Each factor is written to contiguous memory, because writing rows with gaps is slower.
+                let all = Tensor::empty([count, rows, size], inputs[0])?;
+                for k in 0..count {
+                    Tensor::map_into(inputs, &[], &[&all.select(0, k as isize)?], |e, _| vec![f(e, k)])?;
+                }
+                all.transpose(0, 1)
+            };
         let one = || Expr::constant(1.0);
         let sigmoid = |y: &Expr| y * (one() - y);
         let tanh = |y: &Expr| one() - y * y;
         match (&states.gates[..], &states.cell) {
             ([i, f, g, o], Some(cell)) => {
-                of(&[i, f, g, o, &schedule.previous(cell)?, &own(cell)?], 6, &|e, k| match k {
+                compute_factors(&[i, f, g, o, &schedule.previous(cell)?, &own(cell)?], 6, &|e, k| match k {
                     0 => &e[2] * sigmoid(&e[0]),
                     1 => &e[4] * sigmoid(&e[1]),
                     2 => &e[0] * tanh(&e[2]),
@@ -227,7 +228,7 @@ impl LayerPass {
                 })
             }
             ([reset, update, new, part], None) => {
-                of(&[reset, update, new, part, &schedule.previous(&states.hidden)?], 5, &|e, k| {
+                compute_factors(&[reset, update, new, part, &schedule.previous(&states.hidden)?], 5, &|e, k| {
                     let new = (one() - &e[1]) * tanh(&e[2]);
                     match k {
                         0 => new * &e[3] * sigmoid(&e[0]),
@@ -238,12 +239,11 @@ impl LayerPass {
                     }
                 })
             }
-            _ if self.step == CellKind::Relu => of(&[&hidden], 1, &|e, _| e[0].gt(0.0)),
-            _ => of(&[&hidden], 1, &|e, _| tanh(&e[0])),
+            _ if self.step == CellKind::Relu => compute_factors(&[&hidden], 1, &|e, _| e[0].gt(0.0)),
+            _ => compute_factors(&[&hidden], 1, &|e, _| tanh(&e[0])),
         }
     }
 
-    /// Computes the gradients of the inputs.
     fn gradients(
         &self,
         inputs: &Inputs<Tensor>,
@@ -259,17 +259,17 @@ impl LayerPass {
         let count = if is_lstm { count - 1 } else { count };
         let gates = step.gates();
         let sums = Tensor::empty([total, count, size], grad)?;
-        let of_sums = |rows: &Tensor| rows.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize]);
+        let flat_gate_sums = |rows: &Tensor| rows.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize]);
         // The gradient of the projected hidden state, which the gradient of the projection's weight needs.
         let projected = inputs.weight_hr.as_ref().map(|_| Tensor::empty(grad.shape(), grad)).transpose()?;
-        // LSTM's last gate (output) gets the gradient of the hidden state, the other gates get that of the cell state.
+        // LSTM's last gate (output) gets the gradient of the hidden state, the other gates get the gradient of the cell state.
         let selected = is_lstm.then(|| Tensor::zeros([count, 1], grad)).transpose()?;
         if let Some(selected) = &selected {
             selected.narrow(0, 3, 1)?.fill_(1)?;
         }
-        // `after`: gradients of the states after a step, from later steps. `begun`: gradients of initial states.
+        // `after`: gradients of the states after a step, from later steps. `initial_grads`: gradients of initial states.
         let mut after: Vec<Tensor> = Vec::new();
-        let mut begun: Vec<Vec<Tensor>> = vec![Vec::new(); step.states()];
+        let mut initial_grads: Vec<Vec<Tensor>> = vec![Vec::new(); step.states()];
         for at in schedule.steps().rev() {
             // Sequences that end at this step get no gradient from later steps.
             let have = after.first().map_or(0, |t| t.shape().dims()[0]);
@@ -304,21 +304,21 @@ impl LayerPass {
                 _ => Tensor::map_into(&[&factor, &own, &h], &[], &[&out], |e, _| vec![&e[0] * (&e[1] + &e[2])])?,
             }
             let direct = out.select(1, count as isize - 1)?;
-            let through = of_sums(&out)?;
+            let through = flat_gate_sums(&out)?;
             let mut before = match step {
                 CellKind::Lstm => vec![through.mm(&inputs.weight_hh)?, direct],
                 CellKind::Gru => vec![direct.addmm(&through, &inputs.weight_hh, 1, 1)?],
                 _ => vec![through.mm(&inputs.weight_hh)?],
             };
             if at.continued < at.rows {
-                for (t, begun) in before.iter_mut().zip(&mut begun) {
-                    begun.push(t.narrow(0, at.continued, at.rows - at.continued)?);
+                for (t, initial_grads) in before.iter_mut().zip(&mut initial_grads) {
+                    initial_grads.push(t.narrow(0, at.continued, at.rows - at.continued)?);
                     *t = t.narrow(0, 0, at.continued)?;
                 }
             }
             after = before;
         }
-        let through = of_sums(&sums)?;
+        let through = flat_gate_sums(&sums)?;
         let weight_hh = through.t()?.mm(&schedule.previous(&states.hidden)?)?;
         let input_gates = match step {
             CellKind::Gru => {
@@ -327,11 +327,11 @@ impl LayerPass {
             }
             _ => through.shallow_clone(),
         };
-        let whole = |mut parts: Vec<Tensor>| -> Result<Tensor> {
+        let join_steps = |mut parts: Vec<Tensor>| -> Result<Tensor> {
             parts.reverse();
             if parts.len() == 1 { Ok(parts.remove(0)) } else { Tensor::cat(&parts, 0) }
         };
-        debug_assert!(begun.iter().all(|parts| parts.iter().map(|t| t.shape().dims()[0]).sum::<usize>() == n));
+        debug_assert!(initial_grads.iter().all(|parts| parts.iter().map(|t| t.shape().dims()[0]).sum::<usize>() == n));
         let weight_hr = match (&projected, &states.gates[..], &states.cell) {
             (Some(all), [_, _, _, o], Some(cell)) => {
                 let cell = cell.narrow(0, schedule.states_start(), total)?;
@@ -342,7 +342,7 @@ impl LayerPass {
         Ok(Inputs {
             gates: input_gates,
             weight_hh,
-            states: begun.into_iter().map(whole).collect::<Result<_>>()?,
+            states: initial_grads.into_iter().map(join_steps).collect::<Result<_>>()?,
             bias_hh: inputs.bias_hh.as_ref().map(|_| through.sum(0, false)).transpose()?,
             weight_hr,
         })
@@ -389,7 +389,7 @@ impl CustomOp for LayerPass {
 
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let saved = ctx.saved_tensors()?;
-        let count = 2 + self.step.states() + usize::from(self.biased) + usize::from(self.projected);
+        let count = 2 + self.step.states() + usize::from(self.has_hidden_bias) + usize::from(self.projected);
         let (given, kept) = saved.split_at(count);
         if is_grad_enabled() {
             return self.recorded_gradients(given, grad);

@@ -3,7 +3,7 @@
 use super::packed::index_tensor;
 use crate::{Result, Tensor};
 
-/// The time steps of one direction of a layer. Step t has `batch_sizes[t]` rows, those of the longest sequences.
+/// The time steps of one direction of a layer. Step t has `batch_sizes[t]` rows, one for each of the longest sequences.
 #[derive(Debug, Clone)]
 pub(super) struct RowSchedule {
     pub(super) batch_sizes: Vec<usize>,
@@ -32,12 +32,10 @@ impl RowSchedule {
         RowSchedule { batch_sizes: batch_sizes.to_vec(), reverse, starts }
     }
 
-    /// Returns the number of rows of all steps.
     pub(super) fn total_rows(&self) -> usize {
         self.starts[self.batch_sizes.len()]
     }
 
-    /// Returns the number of sequences.
     pub(super) fn sequences(&self) -> usize {
         self.batch_sizes[0]
     }
@@ -68,12 +66,12 @@ impl RowSchedule {
         if self.reverse { self.total_rows() } else { 0 }
     }
 
-    /// Returns the first row of the states of all rows in that tensor.
+    /// Returns the first row of the states of all rows, in a tensor that also has the initial states.
     pub(super) fn states_start(&self) -> usize {
         if self.reverse { 0 } else { self.sequences() }
     }
 
-    /// Returns the previous step's state for each row, from a tensor that has initial states and the states of all rows.
+    /// Returns the previous step's state for each row, from a tensor that also has the initial states.
     pub(super) fn previous(&self, states: &Tensor) -> Result<Tensor> {
         if self.is_dense() {
             let start = if self.reverse { self.sequences() } else { 0 };

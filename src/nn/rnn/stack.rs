@@ -38,13 +38,11 @@ impl Stack {
         Stack::with_cells(step, sizes, options, cell)
     }
 
-    /// Returns another handle on the parameters.
     pub(super) fn clone_handle(&self) -> Stack {
         let layers = self.layers.iter().map(|cells| cells.iter().map(Cell::clone_handle).collect()).collect();
         Stack { layers, mode: self.mode.clone_handle(), ..*self }
     }
 
-    /// Creates a stack of existing parameters.
     pub(super) fn from_parameters(
         op: &'static str,
         step: CellKind,

@@ -4,7 +4,7 @@ use crate::nn::{Part, Role, init, join_names};
 use crate::tensor::TensorOptions;
 use crate::{Error, Expr, Result, Tensor};
 
-/// The kind of cell.
+/// The recurrent cell: a plain RNN with tanh or ReLU, LSTM, or GRU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum CellKind {
     Tanh,
@@ -62,7 +62,7 @@ pub(super) fn lstm_cell([input, forget, new]: &[Expr; 3], cell: &Expr) -> Expr {
     forget * cell + input * new
 }
 
-/// Returns GRU's next state and its reset, update and new gates, from the input's and the hidden state's three parts and the state.
+/// Returns GRU's next state and its reset, update and new gates. `e` has three parts of the input, three of the hidden state, and the state.
 pub(super) fn gru_formulas(e: &[Expr]) -> [Expr; 4] {
     let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
     let new = (&e[2] + &reset * &e[5]).tanh();
@@ -127,7 +127,6 @@ impl Cell {
         self.weight_hr.visit_field(&name("weight_hr"), visitor);
     }
 
-    /// Returns another handle on the parameters.
     pub(super) fn clone_handle(&self) -> Cell {
         Cell {
             weight_ih: self.weight_ih.clone_handle(),
@@ -138,7 +137,6 @@ impl Cell {
         }
     }
 
-    /// Mutable version of [`visit`](Cell::visit).
     pub(super) fn visit_mut<'a>(
         &'a mut self,
         prefix: &str,

@@ -25,18 +25,16 @@ impl<'a> Args<'a> {
         self.arguments.get(i).unwrap_or(&Argument::None)
     }
 
-    /// Returns the error for an argument `i` that has another type than `wanted`.
+    /// Returns the error for an invalid argument `i`. `wanted` describes the valid values.
     pub(crate) fn argument_error<T>(&self, i: usize, wanted: &str) -> Result<T> {
         let name = self.signature.arguments().nth(i).map_or("an argument", |p| p.name);
         Err(self.signature.call_error(format!("{name} is {} and should be {wanted}", self.argument(i))))
     }
 
-    /// The name of the called operation.
     pub(crate) fn name(&self) -> &'static str {
         self.signature.name
     }
 
-    /// Returns tensor `i`.
     pub(crate) fn tensor(&self, i: usize) -> Result<&'a Tensor> {
         self.optional_tensor(i).ok_or_else(|| self.signature.call_error(format!("tensor {i} is missing")))
     }
@@ -46,7 +44,6 @@ impl<'a> Args<'a> {
         self.tensors.get(i).copied().flatten()
     }
 
-    /// Returns all tensors that were given.
     pub(crate) fn given_tensors(&self) -> Vec<&'a Tensor> {
         self.tensors.iter().copied().flatten().collect()
     }
@@ -56,7 +53,6 @@ impl<'a> Args<'a> {
         if *self.argument(i) == Argument::None { Ok(None) } else { read(self, i).map(Some) }
     }
 
-    /// Returns all arguments as scalars.
     pub(crate) fn scalars(&self) -> Result<Vec<Scalar>> {
         (0..self.arguments.len()).map(|i| self.scalar(i)).collect()
     }

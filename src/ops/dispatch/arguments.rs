@@ -118,7 +118,6 @@ macro_rules! parameter_kinds {
         impl ParameterKind {
             $(pub(crate) const $name: ParameterKind = ParameterKind::$kind;)*
 
-            /// Every kind.
             pub(crate) const ALL: &[ParameterKind] = &[$(ParameterKind::$kind),*];
 
             /// The name of this kind in signatures.

@@ -20,7 +20,6 @@ pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> 
     }
 }
 
-/// Returns [`Error::ShapeMismatch`] for the shapes of `a` and `b`.
 pub(crate) fn shape_mismatch(op: &'static str, a: &Tensor, b: &Tensor, hint: &'static str) -> Error {
     Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint }
 }

@@ -204,7 +204,7 @@ impl Operation {
         }
     }
 
-    /// Computes the operation directly into `out`. Returns false, and does nothing, if that needs a copy.
+    /// Computes the operation directly into `out`. Returns false, without computing, if the result would have to be copied to `out`.
     pub(crate) fn call_method_into(
         &self,
         tensors: &[Option<&Tensor>],
@@ -221,7 +221,7 @@ impl Operation {
 /// Generates the `operations()` of a family, its part of the catalogue. A row describes a method of `Tensor` and its in-place form:
 ///
 /// ```text
-/// method / method_ (what it takes, self first) "PyTorch's name": kind, dtypes it takes -> dtype it gives, differentiable;
+/// method / method_ (parameters, self first) "PyTorch's name": kind, accepted dtypes -> result dtype, differentiable;
 /// ```
 ///
 /// - Parameters have PyTorch's names. `input: x` is a tensor, `bias: x?` an optional tensor, and `tensors: xs` a list of tensors.
@@ -229,7 +229,7 @@ impl Operation {
 ///   `&sizes` passes the value by reference and `int?` as an `Option`. `text @f` converts the value with `f(args, i)`.
 ///   `options` stands for a dtype and a device.
 /// - PyTorch's name may be left out if it equals the method's name. `functional` means `nn.functional.method`, and `linalg` likewise.
-/// - If the method takes other parameters or another order, the call follows: `=> |args| ..`.
+/// - A method whose parameters differ from the listed ones is called by the closure that follows: `=> |args| ..`.
 macro_rules! operations {
     ($(
         $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:

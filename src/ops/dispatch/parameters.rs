@@ -110,7 +110,7 @@ pub(crate) type Slots<'a> = SmallVec<[Option<&'a Tensor>; 6]>;
 pub struct Signature<'a> {
     /// The operation's name.
     pub name: &'static str,
-    /// Its parameters.
+    /// The operation's parameters.
     pub parameters: &'a [Parameter],
 }
 
@@ -143,7 +143,7 @@ impl<'a> Signature<'a> {
         self.tensors().filter(|p| p.kind == ParameterKind::Tensor).count()
     }
 
-    /// Returns the tensors and arguments of all parameters by position, with defaults filled in.
+    /// Checks the numbers of tensors and arguments, and fills in defaults, so that every parameter has a tensor or an argument.
     pub(crate) fn with_defaults<'t>(
         self,
         tensors: &[Option<&'t Tensor>],

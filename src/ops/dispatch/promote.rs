@@ -41,7 +41,7 @@ pub(crate) fn promoted_dtype(operands: impl Iterator<Item = (DType, bool)>, scal
 }
 
 /// Returns an error if a result of this dtype cannot be stored in `target`.
-pub(crate) fn check_in_place(op: &'static str, result: DType, target: &Tensor) -> Result<()> {
+pub(crate) fn check_in_place_dtype(op: &'static str, result: DType, target: &Tensor) -> Result<()> {
     if can_cast(result, target.dtype) {
         return Ok(());
     }

@@ -23,7 +23,7 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// Calls `run` with detached leaf copies of the tensors. `wanted[i]` says whether the gradient of tensor `i` will be requested.
+    /// Calls `run` with detached leaves that share the tensors' memory. `wanted[i]` says whether the gradient of tensor `i` will be requested.
     ///
     /// # Errors
     /// The errors of `run`, and [`Error::Autograd`](crate::Error::Autograd) if a gradient of an integer tensor is wanted.
@@ -49,7 +49,7 @@ impl Recorded {
 
     /// Computes the gradients of the tensors from the gradients of the first results. Can be called any number of times.
     ///
-    /// An entry is `None` if the gradient was not wanted or does not flow. No gradient shares storage with another tensor.
+    /// An entry is `None` if the gradient was not wanted or no gradient flows to the tensor. No gradient shares storage with another tensor.
     ///
     /// # Errors
     /// Same as [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
@@ -66,7 +66,7 @@ impl Recorded {
     ) -> Result<Vec<Option<Tensor>>> {
         invalid!(op if grad_outputs.len() > self.results.len(),
             "{} gradients are given for {} results", grad_outputs.len(), self.results.len());
-        // Results that depend on no wanted tensor have no graph to walk back.
+        // Results that depend on no wanted tensor have no graph.
         let pairs = self.results.iter().zip(grad_outputs).filter(|(result, _)| result.requires_grad());
         let (outputs, grad_outputs): (Vec<&Tensor>, Vec<&Tensor>) =
             pairs.filter_map(|(result, gradient)| gradient.map(|gradient| (result, gradient))).unzip();

@@ -86,14 +86,13 @@ impl Implementation {
     }
 }
 
-/// Returns the tensors that are not left out.
 fn present_tensors<'a>(tensors: &[Option<&'a Tensor>]) -> SmallVec<[&'a Tensor; 6]> {
     tensors.iter().copied().flatten().collect()
 }
 
 /// Keeps an implementation registered until this handle is dropped.
 #[derive(Debug)]
-#[must_use = "dropped, it takes the implementation away again"]
+#[must_use = "dropping the Registration unregisters the implementation"]
 pub struct Registration {
     name: &'static str,
     backend: Backend,

@@ -1,4 +1,4 @@
-//! Conversions between the return values of methods and the lists of tensors of calls by name and replacements.
+//! Converts return values of methods to and from lists of tensors, which calls by name and registered replacements return.
 
 use crate::{Error, Result, Tensor};
 
@@ -7,7 +7,7 @@ pub(crate) trait IntoResults {
     fn into_results(self) -> Vec<Tensor>;
 }
 
-/// Converts the list of tensors that a replacement returned, never empty, to the return value of a method.
+/// Converts the tensors that a replacement returned, at least one, to the return value of a method.
 pub(crate) trait FromResults: Sized {
     fn from_results(results: Vec<Tensor>) -> Result<Self>;
 }

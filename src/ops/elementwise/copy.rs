@@ -1,4 +1,4 @@
-//! Copies between layouts, dtypes and tensors. A strided or converting copy is a launch of the formula `x`.
+//! Copies between layouts, dtypes and tensors. A copy that changes strides or dtype launches the identity formula, `x`.
 
 use std::slice;
 use std::sync::LazyLock;
@@ -56,7 +56,7 @@ impl Tensor {
         }
     }
 
-    /// Returns a deep copy outside the graph. Without `blocking`, the copy is only enqueued, which later operations on the device respect.
+    /// Returns a deep copy outside the graph. Without `blocking`, the copy is only enqueued; later operations on the device run after the copy.
     pub(crate) fn deep_copy(&self, blocking: bool) -> Result<Tensor> {
         // During graph capture nothing runs, so there is nothing to wait for.
         let blocking = blocking && !is_capturing(self.device());
@@ -191,9 +191,9 @@ impl Tensor {
     /// `copy_(src, non_blocking=True)`).
     ///
     /// This needs a copy between a device and memory that is pinned for that device ([`Tensor::pin_memory`]), with equal shape, dtype
-    /// and memory format. All other copies wait as in `copy_`. The next access to the pinned tensor waits for the copy, and its memory
-    /// is not reused before. Foreign code that reads the address has to wait first ([`crate::Stream::synchronize`], an event).
-    /// The next wait on the stream reports failures of the device.
+    /// and memory format. All other copies wait as in `copy_`. The next access to the pinned tensor waits for the copy, and its memory is not
+    /// reused until the copy is done. Foreign code that reads the address must wait first ([`crate::Stream::synchronize`], an event). The next
+    /// wait on the stream reports failures of the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -6,7 +6,7 @@ use crate::expr::table::ROWS;
 use crate::ops::dispatch::prelude::*;
 use crate::{Error, Expr, Result, Scalar, Shape, Tensor, for_each_part};
 
-/// The maximum number of operands of one launch. Every device's kernels accept that many, without being slower than separate launches.
+/// The maximum number of operands of one launch. Every device accepts this number, at no more time than separate launches.
 const MAX_LAUNCH_OPERANDS: usize = 32;
 
 /// The inputs and outputs of one evaluation in [`map_each`]. All sets of a call have the same number of inputs and of outputs.

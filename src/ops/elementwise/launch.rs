@@ -68,8 +68,8 @@ pub(crate) fn apply_one(
     })
 }
 
-/// Computes `expr` into `made`, a new tensor that the operands are broadcast to. Returning `made` itself avoids a move, which would
-/// cost as much as comparing several shapes.
+/// Computes `expr` into `made`, a new tensor that the operands broadcast to. Returns `made` itself, because moving a tensor costs as much
+/// time as comparing several shapes.
 #[inline]
 pub(crate) fn fill_result(
     made: Result<Tensor>,
@@ -142,7 +142,7 @@ pub(crate) fn apply_into(
     with_program(exprs, params, |program, params| launch_program_into(op, inputs, params, program, outputs))
 }
 
-/// Same as [`apply_into`], for a program with all of its parameters.
+/// Same as [`apply_into`], for a compiled program.
 #[inline]
 pub(super) fn launch_program_into(
     op: &'static str,
@@ -160,7 +160,6 @@ fn broadcasts_to(shape: &Shape, to: &Shape) -> bool {
     shape.rank() <= to.len() && dims.zip(to).all(|(&d, &n)| d == 1 || d == n)
 }
 
-/// Returns the common shape of broadcast operands.
 pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
     let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
     let mut shape = first.shape().clone();

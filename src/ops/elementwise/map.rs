@@ -19,7 +19,7 @@ fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -
     let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
     let expr = f(&leaves);
     let program = Program::shared(slice::from_ref(&expr));
-    if program.inputs() > inputs.len() || program.given() > 0 || program.seeds() > 0 {
+    if program.inputs() > inputs.len() || program.caller_scalars() > 0 || program.seeds() > 0 {
         let reason = format!(
             "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
             inputs.len()
@@ -43,7 +43,7 @@ fn build_formulas(
     let exprs = f(&leaves, &numbers);
     invalid!(op if exprs.len() != outputs, "{} formulas for {outputs} outputs", exprs.len());
     let program = Program::shared(&exprs).into_owned();
-    invalid!(op if program.inputs() > inputs || program.given() > scalars || program.seeds() > 0,
+    invalid!(op if program.inputs() > inputs || program.caller_scalars() > scalars || program.seeds() > 0,
         "a formula reads more than the inputs and scalars given");
     Ok(CompiledFormulas { exprs, program })
 }

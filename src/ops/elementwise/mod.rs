@@ -67,7 +67,7 @@ fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Opti
         mask if is_mask(i) => mask,
         // A 0-d tensor must not make the launch compute in a wider type than its result.
         wide if wide.compute() > common.compute() => common,
-        // Integers compared with a fraction: neither operands nor result would make the launch compute in floats.
+        // Integers compared with a fraction: all operands are integers and the result is bool, so the launch would compute in integers.
         _ if row.output == Output::Bool && common.is_float() && integers() => common,
         dtype => dtype,
     };
@@ -96,7 +96,6 @@ impl Row {
         apply_row(self, inputs, scalars)
     }
 
-    /// The in-place form of [`Row::apply`].
     pub(crate) fn apply_(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
         self.check_counts(inputs, scalars)?;
         apply_row_(self, inputs, scalars)
@@ -122,7 +121,7 @@ impl Row {
     /// -inf, such a power has the sign or NaN that `sqrt` gives.
     fn specialise<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> RowFormulas<'a> {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
-        let as_row = |row, scalars| RowFormulas { formulas: ComputedBy::Row(row), scalars };
+        let as_row = |row, scalars| RowFormulas { formulas: FormulaSource::Row(row), scalars };
         if !std::ptr::eq(self, &pow_scalar) {
             return as_row(self, scalars);
         }
@@ -148,12 +147,12 @@ impl Row {
 
 /// The formula of a row and its derivatives, for given scalars.
 struct RowFormulas<'a> {
-    formulas: ComputedBy,
+    formulas: FormulaSource,
     scalars: &'a [Scalar],
 }
 
-/// Where the formulas of a computed row come from.
-enum ComputedBy {
+/// The source of the formulas of a row.
+enum FormulaSource {
     Row(&'static Row),
     PowerFormula(&'static PowerFormula),
 }
@@ -161,15 +160,15 @@ enum ComputedBy {
 impl RowFormulas<'_> {
     fn expr(&self) -> &'static Expr {
         match self.formulas {
-            ComputedBy::Row(row) => row.expr(),
-            ComputedBy::PowerFormula(power) => &power.expr,
+            FormulaSource::Row(row) => row.expr(),
+            FormulaSource::PowerFormula(power) => &power.expr,
         }
     }
 
     fn derivatives(&self) -> &'static [Expr] {
         match self.formulas {
-            ComputedBy::Row(row) => row.derivatives(),
-            ComputedBy::PowerFormula(power) => slice::from_ref(&power.derivative),
+            FormulaSource::Row(row) => row.derivatives(),
+            FormulaSource::PowerFormula(power) => slice::from_ref(&power.derivative),
         }
     }
 }
@@ -187,7 +186,7 @@ impl PowerFormula {
     }
 
     fn formulas(&'static self) -> RowFormulas<'static> {
-        RowFormulas { formulas: ComputedBy::PowerFormula(self), scalars: &[] }
+        RowFormulas { formulas: FormulaSource::PowerFormula(self), scalars: &[] }
     }
 }
 
@@ -267,7 +266,7 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     let mut held = SmallVec::new();
     let scalars = row.scalars_in(scalars, common, &mut held)?;
     if row.output == Output::Same {
-        promote::check_in_place(row.name, common, target)?;
+        promote::check_in_place_dtype(row.name, common, target)?;
     }
     if let Some(change) = autograd::begin_in_place(row.name, target, others)? {
         return apply_row_recorded(row, change, inputs, scalars, common);
@@ -407,7 +406,7 @@ pub(crate) fn apply_tracked(
     Ok(record_formula(op, out, inputs, params, derivative))
 }
 
-/// Records `out` as a formula of `inputs`. A function of its own, so that untracked results are not moved once more.
+/// Records `out` as a formula of `inputs`. Never inlined, so that untracked results are not moved an extra time.
 #[inline(never)]
 pub(crate) fn record_formula(
     op: &'static str,
@@ -430,7 +429,7 @@ pub(crate) fn record_formula(
         let grad = ctx.grad()?;
         let saved =
             saved.iter().map(|s| s.as_ref().map(|s| s.get(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
-        // The gradient is the last operand. It also takes the positions of inputs that no derivative reads.
+        // The gradient is the last operand, and also fills the positions of inputs that no derivative reads.
         let operands: SmallVec<[&Tensor; 4]> =
             saved.iter().map(|s| s.unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
         let upstream = Expr::input(layouts.len());

@@ -150,7 +150,6 @@ impl Tensor {
 
 macro_rules! aliases {
     ($($alias:ident $(($other:ident))? => $name:ident;)*) => {
-        /// Aliases of other methods.
         impl Tensor { $(
             #[doc = concat!("Same as [`", stringify!($name), "`](Self::", stringify!($name), "), by PyTorch's other name.")]
             ///
@@ -162,7 +161,7 @@ macro_rules! aliases {
             }
         )* }
 
-        /// Pairs of an alias and the name of its row.
+        /// Pairs of an alias and the name of the row that it stands for.
         pub(crate) static ALIASES: &[(&str, &str)] = &[$((stringify!($alias), stringify!($name))),*];
     };
 }

@@ -1,7 +1,7 @@
 //! Indexing with several index tensors at once, as in NumPy's and PyTorch's `x[i, :, j]`.
 //!
-//! Several indices are first combined into one i64 tensor of linear offsets in memory. This is an index into a dim of stride 1, so that
-//! reads and writes use the same two kernels as with a single index, for tensors of any strides.
+//! Several indices are first combined into one i64 tensor of linear offsets in memory. The combined tensor indexes a dim of stride 1, so
+//! that reads and writes use the same two kernels as with a single index, for tensors of any strides.
 
 use smallvec::SmallVec;
 
@@ -10,7 +10,7 @@ use crate::backend::problem::index::{Combine, Indexed};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::index::gather::{check_index, read_gradient};
+use crate::ops::index::gather::{check_index, gradient_of_read};
 use crate::ops::index::scatter::copy_if_shared;
 use crate::ops::record_gradients;
 use crate::tensor::{Dims, Layout};
@@ -21,11 +21,10 @@ struct AdvancedIndex {
     op: &'static str,
     /// The indexed dims with their indices.
     given: SmallVec<[(usize, Tensor); 3]>,
-    /// The dims that are not indexed.
     kept: Dims,
     /// The shape that the indices broadcast to.
     index_shape: Shape,
-    /// The shape of the result: the index shape replaces the indexed dims if these are adjacent, otherwise it comes first.
+    /// The shape of the result: the index shape replaces the indexed dims if these are adjacent, otherwise the index shape comes first.
     shape: Shape,
     /// The dim of the result at which the index shape begins.
     first: usize,
@@ -41,7 +40,7 @@ fn expand_masks(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Re
                 same_device(op, &[t, mask])?;
                 let rest = t.shape().dims().get(single.len()..).unwrap_or(&[]);
                 mismatch!(op if mask.rank() == 0 || !rest.starts_with(mask.shape().dims()),
-                    t, mask, "a mask has the sizes of the dims that it stands for");
+                    t, mask, "a mask must have the sizes of the dims that it indexes");
                 let true_indices = mask.detach().nonzero()?;
                 for d in 0..mask.rank() {
                     single.push(Some(Saved::new(&true_indices.select(1, d as isize)?)));
@@ -154,7 +153,7 @@ impl AdvancedIndex {
     }
 }
 
-/// An index into a dim of `size` elements that are `step` apart and start at `offset`.
+/// An index into a dim of `size` elements, `step` apart and starting at `offset`. With `wraps`, negative indices count from the end.
 struct LinearIndex {
     index: Tensor,
     size: usize,
@@ -256,7 +255,7 @@ impl Tensor {
         let out = AdvancedIndex::new(op, self, &indices)?.read(self)?;
         Ok(record_gradients(op, out, &[self], move |_, grad| {
             let indices = indices.get(op)?;
-            read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
+            gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
                 true => zeros.index_put_(&indices, grad, true).map(Tensor::detach),
                 false => zeros.index_put(&indices, grad, true),
             })
@@ -350,7 +349,7 @@ impl Tensor {
         same_dtype(op, &[self, values])?;
         let selection = AdvancedIndex::new(op, self, indices)?;
         if selection.shape.broadcast(op, values.shape())? != selection.shape {
-            let hint = "the values broadcast to the shape of what the indices name";
+            let hint = "the values must broadcast to the shape of the indexed elements";
             let (lhs, rhs) = (selection.shape, values.shape().clone());
             return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
         }
@@ -456,7 +455,7 @@ impl Tensor {
     }
 }
 
-/// Flattens both to vectors of the same size.
+/// Flattens index and source to vectors of one size.
 fn flatten_pair(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
     mismatch!(op if index.numel() != source.numel(),
         index, source, "there is one element of the source for each index");

@@ -35,13 +35,13 @@ pub(crate) fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
 }
 
 /// Returns the layout of a vector of indices along dim `d`, broadcast to `shape`.
-pub(crate) fn broadcast_vector(index: &Tensor, d: usize, shape: &Shape) -> Layout {
+pub(crate) fn broadcast_index(index: &Tensor, d: usize, shape: &Shape) -> Layout {
     let mut strides: Dims<isize> = SmallVec::from_elem(0, shape.rank());
     strides[d] = index.strides().first().copied().unwrap_or(0);
     Layout { shape: shape.clone(), strides, offset: index.layout.offset }
 }
 
-pub(crate) fn with_size(shape: &Shape, d: usize, size: usize) -> Shape {
+pub(crate) fn with_dim_size(shape: &Shape, d: usize, size: usize) -> Shape {
     let mut dims = Dims::from_slice(shape.dims());
     dims[d] = size;
     dims.into()
@@ -64,7 +64,7 @@ impl Indexed<'_> {
 
 /// Computes the gradient of reading from a tensor of `shape`. `add(zeros, grad, in_place)` adds the gradient of the read elements to
 /// zeros, which are f32 for f16 and bf16 gradients.
-pub(crate) fn read_gradient(
+pub(crate) fn gradient_of_read(
     grad: &Tensor,
     shape: &Shape,
     add: impl FnOnce(&Tensor, &Tensor, bool) -> Result<Tensor>,
@@ -93,7 +93,7 @@ fn record_gather_as(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index
     let (index, shape) = (Saved::new(index), x.shape().clone());
     record_gradients(op, out, &[x], move |_, grad| {
         let index = index.get(op)?;
-        read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
+        gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
             true => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
             false => zeros.scatter_add(dim, index, grad),
         })
@@ -124,10 +124,10 @@ impl Tensor {
 
     fn index_select_by(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
-        self.check_vector(op, index)?;
-        let shape = with_size(self.shape(), d, index.numel());
+        self.check_index_vector(op, index)?;
+        let shape = with_dim_size(self.shape(), d, index.numel());
         let (x_layout, step) = without_stride(self, d, &shape);
-        let (index_layout, size) = (broadcast_vector(index, d, &shape), self.shape().dims()[d]);
+        let (index_layout, size) = (broadcast_index(index, d, &shape), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
@@ -135,14 +135,14 @@ impl Tensor {
         let (index, shape) = (Saved::new(index), self.shape().clone());
         Ok(record_gradients(op, out, &[self], move |_, grad| {
             let index = index.get(op)?;
-            read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
+            gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
                 true => zeros.index_add_(dim, index, grad).map(Tensor::detach),
                 false => zeros.index_add(dim, index, grad),
             })
         }))
     }
 
-    pub(crate) fn check_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
+    pub(crate) fn check_index_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
         check_index(op, index)?;
         same_device(op, &[self, index])?;
         match index.rank() {
@@ -196,8 +196,8 @@ impl Tensor {
         };
         let d = self.shape().dim(op, dim)?;
         mismatch!(op if index.rank() != self.rank(), self, index, "the index has the tensor's rank");
-        let outside = with_size(self.shape(), d, 1).broadcast(op, &with_size(index.shape(), d, 1))?;
-        let expanded = |t: &Tensor| t.expand(with_size(&outside, d, t.shape().dims()[d]));
+        let outside = with_dim_size(self.shape(), d, 1).broadcast(op, &with_dim_size(index.shape(), d, 1))?;
+        let expanded = |t: &Tensor| t.expand(with_dim_size(&outside, d, t.shape().dims()[d]));
         expanded(self)?.gather_by(op, dim, &expanded(index)?)
     }
 
@@ -272,6 +272,6 @@ pub(crate) fn check_index_shape(op: &'static str, index: &Shape, of: &Shape, d: 
     if index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(fits) {
         return Ok(());
     }
-    let hint = "the index has the tensor's rank and is nowhere larger outside the dim";
+    let hint = "the index must have the tensor's rank and may be larger only along the dim";
     Err(Error::ShapeMismatch { op, lhs: of.clone(), rhs: index.clone(), hint })
 }

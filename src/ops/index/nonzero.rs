@@ -1,5 +1,5 @@
-//! Operations whose result's shape depends on the elements: `unique`, `nonzero`, `masked_select`, `bincount` and similar. Each reads
-//! the size of its result from the device, and so waits for it.
+//! Operations whose result shape depends on the elements: `unique`, `nonzero`, `masked_select`, `bincount` and similar. Each operation
+//! waits for the device to read the size of its result.
 //!
 //! The indices of nonzero elements are counted and written in two passes. All other operations are composed of sorts, scans and
 //! searches.
@@ -37,7 +37,7 @@ fn nonzero_mask(t: &Tensor) -> Result<Tensor> {
     if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
 }
 
-/// Returns the indices of the nonzero elements in row-major order, one row for each, for a tensor with the sizes `dims`.
+/// Returns the indices of the nonzero elements, one row for each, in row-major order, as coordinates in a tensor with the sizes `dims`.
 fn nonzero_indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     match t.device() {
         _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
@@ -60,7 +60,7 @@ fn split_into_runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     Ok((values, running, starts))
 }
 
-/// The minimum number of elements counted at a time. Their sorted order takes 8 bytes for each element.
+/// The minimum number of elements counted at a time. The sort needs 8 bytes of memory for each element.
 const MIN_BLOCK_LEN: usize = 1 << 20;
 
 /// Counts a vector in blocks with `count`, which returns `results` numbers, and adds up the counts.
@@ -112,8 +112,8 @@ impl Tensor {
         Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
     }
 
-    /// Returns [`Tensor::unique`], and for each element of this tensor, in its shape, the index of its value there (PyTorch's `unique`
-    /// with `return_inverse`). Waits for the device.
+    /// Returns [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector (PyTorch's `unique` with
+    /// `return_inverse`). Waits for the device.
     ///
     /// # Errors
     /// The errors of [`Tensor::unique`].
@@ -137,8 +137,8 @@ impl Tensor {
         Ok((values, starts.diff(1, 0)?))
     }
 
-    /// Returns the distinct elements, the index of each element's value among these in this tensor's shape, and the number of occurrences
-    /// of each value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
+    /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
+    /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
     ///
     /// With a dim, the slices along that dim are compared instead of elements. Returns the distinct slices in lexicographic order, and
     /// vectors of indices and counts.
@@ -178,8 +178,8 @@ impl Tensor {
         }
     }
 
-    /// Collapses each run of equal elements in row-major order. Returns the value of each run, the number of each element's run in this
-    /// tensor's shape, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
+    /// Collapses each run of equal elements in row-major order. Returns the value of each run, a tensor of this shape with the index of each
+    /// element's run, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

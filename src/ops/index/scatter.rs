@@ -4,13 +4,13 @@
 use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::ops::dispatch::prelude::*;
-use crate::ops::index::gather::{broadcast_vector, check_index, check_index_shape, with_size, without_stride};
+use crate::ops::index::gather::{broadcast_index, check_index, check_index_shape, with_dim_size, without_stride};
 use crate::ops::record_gradients;
 use crate::tensor::Layout;
 use crate::{DType, Result, Scalar, Shape, Tensor, autograd, backend};
 
 impl Indexed<'_> {
-    /// Writes `x` to `target`, whose elements have `layout`, with stride 0 along dim `d`.
+    /// Writes `x` to `target` through the index. `layout` addresses `target`, with stride 0 along the indexed dim `d`.
     pub(crate) fn write(&self, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
         if self.x_layout.numel() == 0 {
             return Ok(());
@@ -25,23 +25,23 @@ impl Indexed<'_> {
     }
 }
 
-/// An index as a view of the shape of the source that is written through it.
+/// An index viewed in the shape of the source. With `wraps`, negative indices count from the end.
 pub(crate) struct ScatterIndex {
     index: Tensor,
     wraps: bool,
 }
 
 impl ScatterIndex {
-    pub(crate) fn of_elements(index: &Tensor) -> ScatterIndex {
+    pub(crate) fn for_elements(index: &Tensor) -> ScatterIndex {
         ScatterIndex { index: index.detach(), wraps: false }
     }
 
-    fn of_slices(index: &Tensor, d: usize, shape: &Shape) -> ScatterIndex {
-        ScatterIndex { index: index.with_layout(broadcast_vector(index, d, shape)), wraps: false }
+    fn for_slices(index: &Tensor, d: usize, shape: &Shape) -> ScatterIndex {
+        ScatterIndex { index: index.with_layout(broadcast_index(index, d, shape)), wraps: false }
     }
 }
 
-/// Returns `t`, or a copy if it shares storage with `target`. The CPU locks a storage either for reading or for writing.
+/// Returns `t`, or a copy if `t` shares storage with `target`, because the CPU cannot lock one storage for both reading and writing.
 pub(crate) fn copy_if_shared(t: &Tensor, target: &Tensor) -> Result<Tensor> {
     if t.shares_storage(target) { t.cast(t.dtype) } else { Ok(t.detach()) }
 }
@@ -113,11 +113,11 @@ impl ScatterUpdate<'_> {
         let (d, source, index) = match self.slices {
             true => {
                 let d = target.check_slices(op, dim, index, source)?;
-                (d, source.shallow_clone(), ScatterIndex::of_slices(index, d, source.shape()))
+                (d, source.shallow_clone(), ScatterIndex::for_slices(index, d, source.shape()))
             }
             false => {
                 let (d, source) = target.check_scatter(op, dim, index, source)?;
-                (d, source, ScatterIndex::of_elements(index))
+                (d, source, ScatterIndex::for_elements(index))
             }
         };
         scatter(op, combine, target, d, &index, &source)?;
@@ -166,7 +166,7 @@ fn record_constant_slices(op: &'static str, out: Tensor, x: &Tensor, dim: isize,
 }
 
 /// Generates a method that writes `source` to a copy of the tensor, and its in-place form.
-macro_rules! updates {
+macro_rules! scatter_methods {
     ($($(#[doc = $doc:literal])+ $name:ident / $in_place:ident: $combine:ident, $slices:literal;)*) => {
         impl Tensor { $(
             $(#[doc = $doc])+
@@ -190,7 +190,7 @@ macro_rules! updates {
     };
 }
 
-updates! {
+scatter_methods! {
     /// Returns a copy of this tensor in which `source[i][j]` replaces `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
     /// `scatter`). For an index that occurs several times, the last value is kept, and its gradient goes to all of these values.
     /// Differentiable in both.
@@ -326,16 +326,16 @@ impl Tensor {
             Combine::Set,
             self,
             d,
-            &ScatterIndex::of_elements(index),
+            &ScatterIndex::for_elements(index),
             &expand_number(op, value, index.shape(), self)?,
         )
     }
 
     fn fill_slices(&self, op: &'static str, dim: isize, index: &Tensor, value: Scalar) -> Result<()> {
         let d = self.shape().dim(op, dim)?;
-        self.check_vector(op, index)?;
-        let shape = with_size(self.shape(), d, index.numel());
-        let index = ScatterIndex { wraps: true, ..ScatterIndex::of_slices(index, d, &shape) };
+        self.check_index_vector(op, index)?;
+        let shape = with_dim_size(self.shape(), d, index.numel());
+        let index = ScatterIndex { wraps: true, ..ScatterIndex::for_slices(index, d, &shape) };
         scatter(op, Combine::Set, self, d, &index, &expand_number(op, value, &shape, self)?)
     }
 
@@ -360,7 +360,7 @@ impl Tensor {
         same_dtype(op, &[self, source])?;
         let (indices, elements) = (index.shape().dims(), source.shape().dims());
         mismatch!(op if indices.len() != elements.len() || indices.iter().zip(elements).any(|(i, s)| i > s),
-            index, source, "the index is nowhere larger than the source");
+            index, source, "the index must not be larger than the source in any dim");
         let mut part = source.shallow_clone();
         for (i, &n) in indices.iter().enumerate().filter(|&(i, &n)| elements[i] != n) {
             part = part.narrow(i as isize, 0, n)?;
@@ -370,10 +370,10 @@ impl Tensor {
 
     pub(crate) fn check_slices(&self, op: &'static str, dim: isize, index: &Tensor, source: &Tensor) -> Result<usize> {
         let d = self.shape().dim(op, dim)?;
-        self.check_vector(op, index)?;
+        self.check_index_vector(op, index)?;
         same_device(op, &[self, source])?;
         same_dtype(op, &[self, source])?;
-        mismatch!(op if source.shape() != &with_size(self.shape(), d, index.numel()),
+        mismatch!(op if source.shape() != &with_dim_size(self.shape(), d, index.numel()),
             self, source, "the source has a slice for each index and this tensor's shape otherwise");
         Ok(d)
     }

@@ -5,7 +5,7 @@ use crate::backend::problem::index::Combine;
 use crate::error::{Excerpt, in_steps};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::index::gather::broadcast_vector;
+use crate::ops::index::gather::broadcast_index;
 use crate::ops::index::scatter::{ScatterIndex, expand_number, scatter};
 use crate::ops::record_gradients_with_result;
 use crate::{DType, Result, Scalar, Tensor, autograd, no_grad};
@@ -26,7 +26,6 @@ pub enum ScatterReduce {
 }
 
 impl ScatterReduce {
-    /// The neutral element of the reduction.
     fn neutral_element(self, dtype: DType) -> Scalar {
         let (low, high) = match dtype {
             DType::I64 => (i64::MIN, i64::MAX),
@@ -94,7 +93,7 @@ fn reduce_into(
         target.detach().copy_(&wide)?;
         return Ok(());
     }
-    // The number of values for each element is used last, but computed before the target is written, because it can fail.
+    // The counts of a mean are computed before the target is written, because their computation can fail.
     let count = match reduce {
         ScatterReduce::Mean => {
             let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
@@ -124,14 +123,14 @@ fn reduce_into(
     )
 }
 
-fn reduction(args: &Args, i: usize) -> Result<ScatterReduce> {
+fn read_reduction(args: &Args, i: usize) -> Result<ScatterReduce> {
     args.text(i)?.parse()
 }
 
 operations! {
-    scatter_reduce / scatter_reduce_ (input: x, dim: int, index: x, src: x, reduce: text @reduction, include_self: bool = true):
+    scatter_reduce / scatter_reduce_ (input: x, dim: int, index: x, src: x, reduce: text @read_reduction, include_self: bool = true):
         Indexing, Numbers -> Same, differentiable;
-    index_reduce(input: x, dim: int, index: x, source: x, reduce: text @reduction, include_self: bool = true):
+    index_reduce(input: x, dim: int, index: x, source: x, reduce: text @read_reduction, include_self: bool = true):
         Indexing, Numbers -> Same, differentiable;
 }
 
@@ -181,7 +180,7 @@ impl Tensor {
             let reduced = change.copy()?.scatter_reduced(op, dim, index, source, (reduce, include_self))?;
             return self.copy_(&reduced);
         }
-        reduce_into(op, self, d, &ScatterIndex::of_elements(index), &from, (reduce, include_self))?;
+        reduce_into(op, self, d, &ScatterIndex::for_elements(index), &from, (reduce, include_self))?;
         Ok(self)
     }
 
@@ -195,7 +194,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let (d, source) = self.check_scatter(op, dim, index, source)?;
         let out = self.cast(self.dtype)?;
-        reduce_into(op, &out, d, &ScatterIndex::of_elements(index), &source, reduction_and_include_self)?;
+        reduce_into(op, &out, d, &ScatterIndex::for_elements(index), &source, reduction_and_include_self)?;
         let saved = [self, &source, index].map(Saved::new);
         Ok(record_gradients_with_result(op, out, &[self, &source], move |i, grad, out| {
             let [x, source, index] = &saved;
@@ -232,7 +231,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         return_replacement!(op = "index_reduce", [self, index, source], dim, reduce.name(), include_self);
         let d = self.check_slices(op, dim, index, source)?;
-        let index = index.with_layout(broadcast_vector(index, d, source.shape()));
+        let index = index.with_layout(broadcast_index(index, d, source.shape()));
         self.scatter_reduced(op, dim, &index, source, (reduce, include_self))
     }
 }
@@ -248,7 +247,7 @@ struct ReductionGradient<'a> {
 }
 
 impl ReductionGradient<'_> {
-    /// Computes the gradient of input `i`, 0 for x and 1 for the source, as if x took part.
+    /// Computes the gradient of input `i`: 0 is x, whose indexed elements the caller zeroes without `include_self`, and 1 is the source.
     fn gradient(&self, i: usize, reduce: ScatterReduce, grad: &Tensor) -> Result<Tensor> {
         let at_source = |t: &Tensor| t.gather(self.dim, self.index);
         match reduce {
@@ -272,8 +271,8 @@ impl ReductionGradient<'_> {
         }
     }
 
-    /// Computes the gradient of a product: each element's gradient is the product of all other elements. This is the result divided by the
-    /// element, or for the only zero among them the product without the zero.
+    /// Computes the gradient of a product. The gradient of an element is the product of all others: the result divided by the element, or,
+    /// if the element is the only zero, the product computed without it.
     fn product_gradient(&self, i: usize, grad: &Tensor) -> Result<Tensor> {
         let (dim, index, include) = (self.dim, self.index, self.include_self);
         let product = |x: &Tensor, source: &Tensor| x.scatter_reduce(dim, index, source, ScatterReduce::Prod, include);

@@ -4,7 +4,7 @@ use crate::autograd::Saved;
 use crate::backend::problem::gemm::Gemm;
 use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::linalg::products::product_into;
+use crate::ops::linalg::products::scaled_product_into;
 use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
@@ -215,6 +215,6 @@ fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
             _ => (y, x, weights.transpose(-1, -2)?),
         };
         let mine = own.mul(&weights.sum(-1, true)?)?;
-        product_into(op, None, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
+        scaled_product_into(op, None, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
     }))
 }

@@ -115,8 +115,8 @@ fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &
     Ok(NamedTensor { t, names })
 }
 
-/// Returns the names that become the rows (or columns) of an operand: `own` dims that merge into one stride, in the order of the
-/// result if possible. Adds all other names to the batch.
+/// Returns the names of `own` that merge into one dim without a copy, the rows or columns of the operand, in the order of the result if
+/// possible. Adds the remaining names to `batch`.
 fn outer_dims(t: &NamedTensor, own: Vec<DimName>, output: &[DimName], batch: &mut Vec<DimName>) -> Vec<DimName> {
     let wanted = sort_as_output(own, output);
     if t.mergeable_count(&wanted) == wanted.len() {

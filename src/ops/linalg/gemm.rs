@@ -29,7 +29,7 @@ impl<'a> Gemm<'a> {
         Gemm { op, a, b, epilogue, extras: &[], scalars: &[], out: None, dtypes, sums: None }
     }
 
-    /// Computes the results, in one launch, or none if they are empty. The sums take another launch if the kernel does not compute them.
+    /// Computes the results in one launch, without a launch if they are empty. If the kernel does not compute the sums, another launch does.
     pub(crate) fn compute_all(self) -> Result<SmallVec<[Tensor; 2]>> {
         let shape = self.shape()?;
         let outs =
@@ -96,7 +96,7 @@ impl<'a> Gemm<'a> {
     /// Calls `f` with this product, in which the constants of the epilogue have become arguments.
     fn with_program<R>(&self, f: impl FnOnce(&Gemm) -> R) -> R {
         let program = Program::shared(self.epilogue);
-        if program.scalars() == program.given() {
+        if program.scalars() == program.caller_scalars() {
             return f(self);
         }
         program.with_arguments(self.epilogue, self.scalars, |scalars| {

@@ -143,7 +143,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let formula = [f(&Expr::input(0))];
         let plain = Program::shared(&formula);
-        invalid!("linear_map" if plain.inputs() > 1 || plain.given() > 0 || plain.seeds() > 0,
+        invalid!("linear_map" if plain.inputs() > 1 || plain.caller_scalars() > 0 || plain.seeds() > 0,
             "the formula reads more than its argument");
         let needs_float = plain.needs_float() && !self.dtype.is_float();
         unsupported!("linear_map" if needs_float, self.dtype, "floats for this formula");
@@ -233,7 +233,7 @@ fn linear_layer(
         let saved_x = saved_x.as_ref().filter(|_| ctx.needs_gradient(1)).map(of_x).transpose()?;
         let saved_w = saved_w.as_ref().filter(|_| ctx.needs_gradient(0)).map(|w| w.get(op)).transpose()?;
         let (weight_grad, bias_grad) = match (saved_x, bias_slot) {
-            // Both are sums over the rows of the gradient.
+            // The gradients of weight and bias are both sums over the rows of `grad`, so one launch can compute both.
             (Some(x), Some(slot)) if grad.rank() == 2 => {
                 let sums = match slot {
                     Some(slot) => slot,
@@ -291,7 +291,7 @@ fn layer_gradients(
         let params = Params::default();
         grad = elementwise::apply_tracked("linear", &[&grad, &z], params, product, grad.dtype, &|i| product.diff(i))?;
     }
-    // Views vectors and batches as matrices.
+    // Views a vector or a batch as a matrix.
     let matrix = |t: &Tensor| match t.shape().dims() {
         [outer @ .., last] => t.reshape([outer.iter().product(), *last]),
         [] => t.reshape([1, 1]),

@@ -22,7 +22,7 @@ static ALPHA_BETA_EPILOGUE: LazyLock<Expr> =
 ///
 /// `input` broadcasts to the product's shape, and is not read if beta is 0. Both matrices have at least two dims; the dims before the
 /// last two broadcast together.
-pub(crate) fn product(
+pub(crate) fn scaled_product(
     op: &'static str,
     input: Option<(&Tensor, Scalar)>,
     a: &Tensor,
@@ -30,18 +30,18 @@ pub(crate) fn product(
     alpha: Scalar,
 ) -> Result<Tensor> {
     let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
-    cast_first!(autocast_inputs(op, &inputs)?, |x| product(
+    cast_first!(autocast_inputs(op, &inputs)?, |x| scaled_product(
         op,
         x.get(2).zip(input).map(|(t, (_, beta))| (t, beta)),
         &x[0],
         &x[1],
         alpha
     ));
-    product_into(op, None, input, a, b, alpha)
+    scaled_product_into(op, None, input, a, b, alpha)
 }
 
-/// Same as [`product`], but writes to `out`, which has the product's shape and shares no memory with the operands.
-pub(crate) fn product_into(
+/// Same as [`scaled_product`], without autocast, and written to `out` if possible. `out` shares no memory with the operands.
+pub(crate) fn scaled_product_into(
     op: &'static str,
     out: Option<Tensor>,
     input: Option<(&Tensor, Scalar)>,
@@ -78,8 +78,8 @@ pub(crate) fn product_into(
     Ok(record_gradients(op, out, &inputs, move |i, grad| {
         let [a, b] = [saved[0].get(op)?, saved[1].get(op)?];
         match (i, &added) {
-            (0, _) => product_into(op, None, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
-            (1, _) => product_into(op, None, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
+            (0, _) => scaled_product_into(op, None, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
+            (1, _) => scaled_product_into(op, None, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
             (_, Some((shape, beta))) => grad.mul_scalar(*beta)?.sum_to(shape),
             _ => unreachable!("two matrices, and what is added"),
         }
@@ -124,7 +124,6 @@ operations! {
     cross(input: x, other: x, dim: int = -1) linalg: LinearAlgebra, Numbers -> Same, differentiable;
 }
 
-/// Products by PyTorch's names.
 impl Tensor {
     /// The product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable.
     ///
@@ -220,7 +219,7 @@ impl Tensor {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
         return_replacement!(op, [self, a, b], beta, alpha);
         check_ranks(op, (a, 2), (b, 2), MATRICES)?;
-        product(op, Some((self, beta)), a, b, alpha)
+        scaled_product(op, Some((self, beta)), a, b, alpha)
     }
 
     /// Computes `beta * self + alpha * (a x)` of a matrix a and a vector x (PyTorch's `addmv`); see [`Tensor::addmm`].
@@ -233,7 +232,7 @@ impl Tensor {
         return_replacement!(op, [self, a, x], beta, alpha);
         check_ranks(op, (a, 2), (x, 1), MATRIX_AND_VECTOR)?;
         let input = self.unsqueeze(-1)?;
-        product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
+        scaled_product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
     }
 
     /// Computes `beta * self + alpha * (x ⊗ y)` with the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
@@ -245,7 +244,7 @@ impl Tensor {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
         return_replacement!(op, [self, x, y], beta, alpha);
         check_ranks(op, (x, 1), (y, 1), VECTORS)?;
-        product(op, Some((self, beta)), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha)
+        scaled_product(op, Some((self, beta)), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha)
     }
 
     /// Computes `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
@@ -257,7 +256,7 @@ impl Tensor {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
         return_replacement!(op, [self, a, b], beta, alpha);
         check_batches(op, a, b)?;
-        product(op, Some((self, beta)), a, b, alpha)
+        scaled_product(op, Some((self, beta)), a, b, alpha)
     }
 
     /// Computes `beta * self + alpha * sum(a b)` with the sum over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part
@@ -273,7 +272,7 @@ impl Tensor {
         let ([_, m, k], [batch, _, n]) = (dims(a), dims(b));
         let rows = a.transpose(0, 1)?.reshape([m, batch * k])?;
         mismatch!(op if k != b.shape().dims()[1], a, b, BATCHES);
-        product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
+        scaled_product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
     }
 
     /// Multiplies several matrices in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`). The first may be a

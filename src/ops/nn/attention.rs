@@ -21,8 +21,8 @@ use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
-use crate::ops::linalg::products::{product, product_into};
-use crate::ops::nn::attention::blocks::Blocks;
+use crate::ops::linalg::products::{scaled_product, scaled_product_into};
+use crate::ops::nn::attention::blocks::BlockedAttention;
 use crate::ops::nn::attention::fused::Fused;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::ops::record_gradients;
@@ -199,10 +199,10 @@ impl Tensor {
             let [to_q, to_k, to_v] = slots;
             let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
             let one = Scalar::Int(1);
-            let dv = product_into(op, to_v, None, &transposed(&weights)?, &grad, one)?;
-            let ds = softmax_derivative(&weights, &product_into(op, None, None, &grad, &transposed(&v)?, one)?)?;
-            let dq = product_into(op, to_q, None, &ds, &k, scale.into())?;
-            let dk = product_into(op, to_k, None, &transposed(&ds)?, &q, scale.into())?;
+            let dv = scaled_product_into(op, to_v, None, &transposed(&weights)?, &grad, one)?;
+            let ds = softmax_derivative(&weights, &scaled_product_into(op, None, None, &grad, &transposed(&v)?, one)?)?;
+            let dq = scaled_product_into(op, to_q, None, &ds, &k, scale.into())?;
+            let dk = scaled_product_into(op, to_k, None, &transposed(&ds)?, &q, scale.into())?;
             match whole {
                 Some(whole) => Ok(whole),
                 None => {
@@ -252,7 +252,7 @@ impl PackedProjection {
         })
     }
 
-    /// Records `out`, computed from `all` by [`Recomputed::forward`]. The gradients of the three parts share one tensor, too.
+    /// Records `out`, computed from `all` by [`Recomputed::forward`]. The gradients of the three parts are views of one tensor.
     fn record(
         self,
         op: &'static str,
@@ -386,7 +386,7 @@ fn check_mask(op: &'static str, given: &Tensor, mask: Option<&Tensor>, scores: &
 /// An attention whose scores are not kept. The backward pass computes them again.
 enum Recomputed {
     Fused(Box<Fused>),
-    Blocks(Blocks),
+    Blocked(BlockedAttention),
 }
 
 impl Recomputed {
@@ -402,8 +402,8 @@ impl Recomputed {
         if let Some((out, fused)) = Fused::forward(op, inputs, options)? {
             return Ok(Some((out, Recomputed::Fused(Box::new(fused)))));
         }
-        let Some(blocks) = Blocks::new(inputs, options, backward) else { return Ok(None) };
-        Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocks(blocks))))
+        let Some(blocks) = BlockedAttention::new(inputs, options, backward) else { return Ok(None) };
+        Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocked(blocks))))
     }
 
     /// Computes the gradients of the wanted inputs, into `slots` where given.
@@ -418,7 +418,7 @@ impl Recomputed {
     ) -> Result<[Option<Tensor>; 3]> {
         match self {
             Recomputed::Fused(fused) => fused.backward(op, inputs, mask, grad, slots, wanted),
-            Recomputed::Blocks(blocks) => blocks.backward(op, inputs, mask, grad, slots, wanted),
+            Recomputed::Blocked(blocks) => blocks.backward(op, inputs, mask, grad, slots, wanted),
         }
     }
 
@@ -426,7 +426,7 @@ impl Recomputed {
     fn attend_recorded(&self, op: &'static str, inputs: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
         let seeds = match self {
             Recomputed::Fused(fused) => fused.seeds(),
-            Recomputed::Blocks(_) => SmallVec::new(),
+            Recomputed::Blocked(_) => SmallVec::new(),
         };
         Ok(replay_draws(&seeds, || attend_unblocked(op, inputs, options))?.0)
     }
@@ -457,14 +457,14 @@ impl SavedOptions {
 /// `options.scale` is set, and heads are not grouped.
 fn attend_unblocked(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
     let scale = Scalar::Float(options.scale.unwrap_or(1.0));
-    let scores = product(op, None, q, &k.transpose(-1, -2)?, scale)?;
+    let scores = scaled_product(op, None, q, &k.transpose(-1, -2)?, scale)?;
     let mut weights = masked_softmax(op, &scores, options.attn_mask, options.is_causal.then_some(0))?;
     drop(scores);
     if options.dropout_p != 0.0 {
         weights = weights.dropout(options.dropout_p).with_op(op)?;
     }
     let slot = allocate_heads_inside(&product_shape(op, &weights, v)?, &weights)?;
-    let out = product_into(op, slot, None, &weights, v, Scalar::Int(1))?;
+    let out = scaled_product_into(op, slot, None, &weights, v, Scalar::Int(1))?;
     Ok((out, weights))
 }
 
@@ -481,7 +481,7 @@ fn allocate_heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>>
     Ok(Some(out.with_layout(out.layout.permute(&order))))
 }
 
-/// Attention with grouped query heads, where each group shares one head of keys and values.
+/// Computes attention in which each group of query heads shares one head of keys and values.
 fn attend_grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
     let heads = |t: &Tensor| t.rank().checked_sub(3).map(|d| t.shape().dims()[d]);
     let groups = match [q, k, v].map(heads) {

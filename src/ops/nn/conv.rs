@@ -27,8 +27,8 @@ use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
-use crate::ops::nn::conv::columns::{Im2colConvolution, product};
-use crate::ops::nn::window::{as_2d, as_images, last_sizes, restore_rank, sizes_5d};
+use crate::ops::nn::conv::columns::{Im2colConvolution, multiply_columns};
+use crate::ops::nn::window::{as_images, last_sizes, restore_rank, sizes_5d, weight_as_2d};
 use crate::ops::reduce;
 use crate::tensor::Dims;
 use crate::{Result, Shape, Tensor, autograd};
@@ -110,7 +110,7 @@ impl Tensor {
         bias: Option<&Tensor>,
         options: ConvTransposeOptions<1>,
     ) -> Result<Tensor> {
-        transposed("conv_transpose1d", self, weight, bias, options)
+        transposed_convolution("conv_transpose1d", self, weight, bias, options)
     }
 
     /// Transposed convolution, the gradient of [`Tensor::conv2d`] (PyTorch's `conv_transpose2d`): multiplies each element by the
@@ -137,7 +137,7 @@ impl Tensor {
         bias: Option<&Tensor>,
         options: ConvTransposeOptions<2>,
     ) -> Result<Tensor> {
-        transposed("conv_transpose2d", self, weight, bias, options)
+        transposed_convolution("conv_transpose2d", self, weight, bias, options)
     }
 
     /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the
@@ -164,7 +164,7 @@ impl Tensor {
         bias: Option<&Tensor>,
         options: ConvTransposeOptions<3>,
     ) -> Result<Tensor> {
-        transposed("conv_transpose3d", self, weight, bias, options)
+        transposed_convolution("conv_transpose3d", self, weight, bias, options)
     }
 }
 
@@ -216,7 +216,7 @@ fn convolution<const D: usize>(
     let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
     let windows = Windows::new(op, last_sizes(&x), kernel, [stride, before, behind, dilation])?;
     let problem = ConvProblem { op, windows: windows.last_two_dims(), groups, transposed: false };
-    let weight = as_2d::<D>(weight)?;
+    let weight = weight_as_2d::<D>(weight)?;
     let out = if D < 3 {
         problem.convolve(&x, &weight, bias)?
     } else {
@@ -231,7 +231,7 @@ fn convolution<const D: usize>(
 }
 
 #[track_caller]
-fn transposed<const D: usize>(
+fn transposed_convolution<const D: usize>(
     op: &'static str,
     original: &Tensor,
     weight: &Tensor,
@@ -240,7 +240,7 @@ fn transposed<const D: usize>(
 ) -> Result<Tensor> {
     let _caller = Caller::enter();
     let inputs: Dims<&Tensor> = [original, weight].into_iter().chain(bias).collect();
-    cast_first!(autocast_inputs(op, &inputs)?, |x| transposed(op, &x[0], &x[1], x.get(2), options));
+    cast_first!(autocast_inputs(op, &inputs)?, |x| transposed_convolution(op, &x[0], &x[1], x.get(2), options));
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
     let arguments =
         || vec![(&stride).into(), padding.into(), (&output_padding).into(), groups.into(), (&dilation).into()];
@@ -266,7 +266,7 @@ fn transposed<const D: usize>(
     // No window covers the elements that `output_padding` adds.
     let windows = Windows { grid, ..Windows::new(op, image, kernel, [stride, before, behind, dilation])? };
     let problem = ConvProblem { op, windows: windows.last_two_dims(), groups, transposed: true };
-    let weight = as_2d::<D>(weight)?;
+    let weight = weight_as_2d::<D>(weight)?;
     let out = if D < 3 {
         problem.transposed(&x, &weight, bias)?
     } else {
@@ -302,7 +302,7 @@ impl ConvProblem {
             Ok(self.record(out, Box::new(Im2colConvolution(self)), x, weight, bias))
         } else if single {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
-            product(op, &columns, weight, bias, false)?.reshape([n, weight.shape().dims()[0], h, w])
+            multiply_columns(op, &columns, weight, bias, false)?.reshape([n, weight.shape().dims()[0], h, w])
         } else {
             self.compute_with(Box::new(Im2colConvolution(self)), x, weight, bias)
         }
@@ -319,7 +319,7 @@ impl ConvProblem {
         let ConvProblem { op, windows, groups, transposed } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
         if transposed {
-            let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
+            let columns = multiply_columns(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
             let images = windows.col2im(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
             return match bias {
                 Some(bias) => images.add(&bias.reshape([b * groups, 1, 1])?),
@@ -328,12 +328,11 @@ impl ConvProblem {
         }
         let [oh, ow] = windows.grid;
         let columns = windows.im2col(op, x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
-        let out = product(op, &columns, weight, bias, false)?;
+        let out = multiply_columns(op, &columns, weight, bias, false)?;
         out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
     }
 
-    /// Returns the backend's own convolution, if it has one that is faster than products alone. `single` says that images are their
-    /// own columns.
+    /// Returns the backend's own convolution, if there is one faster than products. `single` says that each image equals its im2col columns.
     fn backend_convolution(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Convolution>> {
         backend::of_device(x.device()).convolution(self.windows, x, weight, self.groups, single)
     }
@@ -375,7 +374,7 @@ impl ConvProblem {
         Tensor::empty_with_shape([n, channels, h, w], x.dtype, x.device())
     }
 
-    /// Computes the forward pass with the backend's own kernel, if it has one.
+    /// Computes the forward pass with the backend's own kernel, if there is one.
     fn forward_by_backend(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
         backend::of_device(x.device()).forward_convolution(&self.windows, x, weight, bias, self.groups)
     }

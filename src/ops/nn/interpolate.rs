@@ -79,7 +79,7 @@ impl Tensor {
             "all sizes must be above 0: {} cannot be resized to {size:?}", self.shape());
         let dims = self.shape().dims();
         let samples = |d: usize| Samples::new(op, mode, dims[2 + d], size[d]);
-        // Resizes the last two dims together and then each other dim. Linear modes compute at least in f32 and round once.
+        // Resizes the last two dims together and then the other dims one by one. Linear modes compute at least in f32 and round once.
         let last = size.len() - 1;
         let first = last.saturating_sub(1);
         let wide = match mode {

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{Normalisation, View, broadcast_view, unbind};
+use crate::backend::problem::norm::{Normalisation, RowGrouping, broadcast_view, unbind};
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
@@ -47,10 +47,10 @@ impl Default for BatchNormOptions<'_> {
 /// A norm over the last two dims of a 4-D view of the input.
 struct Norm<'a> {
     op: &'static str,
-    view: &'a View,
+    view: &'a RowGrouping,
     weight: Option<&'a Tensor>,
     bias: Option<&'a Tensor>,
-    /// Which of the four dims weight and bias have. Both are broadcast along the other dims.
+    /// True for each of the four dims that weight and bias have. Both are broadcast along the other dims.
     dims: [bool; 4],
     eps: f64,
     rms: bool,
@@ -86,16 +86,15 @@ impl Norm<'_> {
     /// The parameters other than tensors, as the key of the launch cache.
     fn cache_key(&self) -> [u64; 4] {
         let (view, number) = match *self.view {
-            View::Last(n) => (0, n),
-            View::Groups(groups) => (1, groups),
-            View::Batch => (2, 0),
+            RowGrouping::Last(n) => (0, n),
+            RowGrouping::Groups(groups) => (1, groups),
+            RowGrouping::Batch => (2, 0),
         };
         let switches = self.dims.into_iter().chain([self.rms, self.weight.is_some(), self.bias.is_some()]);
         let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
         [view, number as u64, switches, self.eps.to_bits()]
     }
 
-    /// Computes the gradients of x, weight and bias.
     fn backward(
         &self,
         x: &Tensor,
@@ -123,7 +122,7 @@ impl Norm<'_> {
         let Norm { eps, rms, .. } = *self;
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
         let columns = match self.view {
-            View::Last(n) if needs[1] || needs[2] => {
+            RowGrouping::Last(n) if needs[1] || needs[2] => {
                 backend::of_device(x.device()).alloc_column_sums(x, x.numel() / n, *n)?
             }
             _ => None,
@@ -167,47 +166,46 @@ impl Norm<'_> {
     }
 }
 
-impl View {
-    /// Returns the sizes of the four dims, before those of a batch are permuted.
+impl RowGrouping {
+    /// Returns the sizes of the four dims, before the dims of a batch norm are permuted.
     fn shape(&self, t: &Tensor) -> [usize; 4] {
         let dims = t.shape().dims();
         let rest = |from: usize| dims[from..].iter().product::<usize>();
         match *self {
-            View::Last(n) => [t.numel() / n.max(1), 1, 1, n],
-            View::Groups(groups) => [dims[0], groups, dims[1] / groups, rest(2)],
-            View::Batch => [dims[0], dims[1], rest(2), 1],
+            RowGrouping::Last(n) => [t.numel() / n.max(1), 1, 1, n],
+            RowGrouping::Groups(groups) => [dims[0], groups, dims[1] / groups, rest(2)],
+            RowGrouping::Batch => [dims[0], dims[1], rest(2), 1],
         }
     }
 
     /// Returns the number of rows, as two dims.
     fn row_counts(&self, t: &Tensor) -> [usize; 2] {
         let [first, second, ..] = self.shape(t);
-        if let View::Batch = self { [1, second] } else { [first, second] }
+        if let RowGrouping::Batch = self { [1, second] } else { [first, second] }
     }
 
     /// Allocates the norm of x: batch norm keeps the memory format, and all other norms are row-major.
     fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            View::Batch => x.empty_like(),
-            View::Last(_) | View::Groups(_) => Tensor::empty_with_shape(x.shape(), x.dtype, x.device()),
+            RowGrouping::Batch => x.empty_like(),
+            RowGrouping::Last(_) | RowGrouping::Groups(_) => Tensor::empty_with_shape(x.shape(), x.dtype, x.device()),
         }
     }
 
     /// The shape of the [`Normalisation::statistics`] of x.
-    fn shape_of_statistics(&self, x: &Tensor) -> [usize; 5] {
+    fn statistics_shape(&self, x: &Tensor) -> [usize; 5] {
         let [r1, r2] = self.row_counts(x);
         [3, r1, r2, 1, 1]
     }
 
-    /// Allocates the statistics of x.
     fn allocate_statistics(&self, x: &Tensor) -> Result<Tensor> {
-        Tensor::empty_with_shape(self.shape_of_statistics(x), x.dtype.compute().dtype(), x.device())
+        Tensor::empty_with_shape(self.statistics_shape(x), x.dtype.compute().dtype(), x.device())
     }
 
-    /// Which dims a weight of the norm of x has. With one channel in each group, the weight of a channel covers a whole row.
+    /// Same as [`RowGrouping::weight_dims`], for the norm of x: with one channel in each group, the weight of a channel covers a whole row.
     fn weight_dims_for(&self, x: &Tensor) -> [bool; 4] {
         match *self {
-            View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
+            RowGrouping::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
             _ => self.weight_dims(),
         }
     }
@@ -216,7 +214,7 @@ impl View {
     pub(crate) fn as_rows(&self, t: &Tensor) -> Result<Tensor> {
         let t = reshape_detached(t, &Shape::from(self.shape(t)))?;
         match self {
-            View::Batch => Ok(t.with_layout(t.layout.permute(&[3, 1, 0, 2]))),
+            RowGrouping::Batch => Ok(t.with_layout(t.layout.permute(&[3, 1, 0, 2]))),
             _ => Ok(t),
         }
     }
@@ -232,33 +230,33 @@ impl View {
         rms: bool,
     ) -> Result<Tensor> {
         let rows = x.to_dtype(x.dtype.compute().dtype())?.reshape(self.shape(x))?;
-        let rows = if let View::Batch = self { rows.permute(&[3, 1, 0, 2])? } else { rows };
+        let rows = if let RowGrouping::Batch = self { rows.permute(&[3, 1, 0, 2])? } else { rows };
         let own: Shape = rows.shape().dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
         let centred = if rms { rows } else { rows.sub(&rows.mean([2, 3], true)?)? };
         let scale = centred.square()?.mean([2, 3], true)?.add_scalar(eps)?.rsqrt()?;
         let scaled = weight.map_or(Ok(scale.shallow_clone()), |w| w.reshape(&own)?.mul(&scale))?;
         let out = centred.mul(&scaled)?;
         let out = bias.map_or(Ok(out.shallow_clone()), |b| out.add(&b.reshape(&own)?))?;
-        let out = if let View::Batch = self { out.permute(&[2, 1, 3, 0])? } else { out };
+        let out = if let RowGrouping::Batch = self { out.permute(&[2, 1, 3, 0])? } else { out };
         out.reshape(x.shape())?.to_dtype(x.dtype)
     }
 
-    /// Which of the four dims a weight has.
+    /// Returns true for each of the four dims that a weight has.
     pub(crate) fn weight_dims(&self) -> [bool; 4] {
         match self {
-            View::Last(_) => [false, false, false, true],
-            View::Groups(1) => [false, false, true, false],
-            View::Groups(_) => [false, true, true, false],
-            View::Batch => [false, true, false, false],
+            RowGrouping::Last(_) => [false, false, false, true],
+            RowGrouping::Groups(1) => [false, false, true, false],
+            RowGrouping::Groups(_) => [false, true, true, false],
+            RowGrouping::Batch => [false, true, false, false],
         }
     }
 }
 
-/// Computes and records a norm, and writes `statistics`, as [allocated by its view](View::allocate_statistics).
+/// Computes and records a norm, and writes `statistics`, which [`RowGrouping::allocate_statistics`] allocated.
 fn normalise(
     op: &'static str,
     (x, statistics): (&Tensor, &Tensor),
-    view: View,
+    view: RowGrouping,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     eps: f64,

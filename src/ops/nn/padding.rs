@@ -11,8 +11,8 @@ use crate::{Error, Result};
 /// Convolutions pad with zeros, and maximum pools with a value that never is the maximum. For a transposed convolution, the padding
 /// is removed from the result.
 ///
-/// A single number applies to both sides of all dims. One number for each dim applies to both of its sides. One pair for each dim
-/// gives the elements before and after the image. By name ([`ops::call`](crate::ops::call)), a padding is one integer, one or two integers for
+/// A single number applies to both sides of all dims, and one number for each dim to both sides of that dim. One pair for each dim gives
+/// the elements before and after the image. By name ([`ops::call`](crate::ops::call)), a padding is one integer, one or two integers for
 /// each dim, `"valid"` or `"same"`.
 ///
 /// ```

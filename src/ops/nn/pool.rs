@@ -153,7 +153,7 @@ fn avg_pool<const D: usize>(
     restore_rank(&windows(op, &x, kernel, steps, padding, ceil_mode)?.mean(op, &x, divisor)?, original, D)
 }
 
-/// Creates windows that divide the images of x evenly.
+/// Creates the windows of an adaptive pool over x.
 fn adaptive_windows<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows<D>> {
     invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
     Ok(Windows::adaptive(last_sizes(x), size))
@@ -374,7 +374,7 @@ fn adaptive_mean<const D: usize>(op: &'static str, original: &Tensor, size: [usi
     return_replacement!(op, [original], &size);
     let x = as_images(op, original, D)?;
     let windows = adaptive_windows(op, &x, size)?;
-    // Reductions distribute the work of a single window better.
+    // A reduction divides a single window among work-items, and a pool does not.
     let dims: Dims<isize> = (2..x.rank() as isize).collect();
     let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::InsideImage)? };
     restore_rank(&out, original, D)
@@ -432,19 +432,19 @@ impl<const D: usize> AvgPoolOptions<D> {
 }
 
 /// Reads the size of a window or of a result with one dim.
-fn size_1d(a: &Args, i: usize) -> Result<usize> {
+fn read_size_1d(a: &Args, i: usize) -> Result<usize> {
     a.spatial_sizes(i).map(|[n]| n)
 }
 
 /// Reads the sizes of a window or of a result with several dims.
-fn sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
+fn read_sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
     a.spatial_sizes(i)
 }
 
 operations! {
     max_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool1d(size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
+        => |a| a.tensor(0)?.max_pool1d(read_size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
     max_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
         => |a| a.tensor(0)?.max_pool2d(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
@@ -453,7 +453,7 @@ operations! {
         => |a| a.tensor(0)?.max_pool3d(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
     max_pool1d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool1d_with_indices(size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
+        => |a| a.tensor(0)?.max_pool1d_with_indices(read_size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
     max_pool2d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
         functional: NeuralNetwork, Numbers -> Same, differentiable
         => |a| a.tensor(0)?.max_pool2d_with_indices(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
@@ -462,20 +462,20 @@ operations! {
         => |a| a.tensor(0)?.max_pool3d_with_indices(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
     avg_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
         ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::from_args(a)?);
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool1d(read_size_1d(a, 0)?, AvgPoolOptions::from_args(a)?);
     avg_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
         ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
         NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool2d(a.spatial_sizes(0)?, AvgPoolOptions::from_args(a)?);
     avg_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
         ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
         NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool3d(a.spatial_sizes(0)?, AvgPoolOptions::from_args(a)?);
-    adaptive_avg_pool1d(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool2d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool3d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_max_pool1d(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool2d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool3d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool1d_with_indices(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool2d_with_indices(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool3d_with_indices(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_avg_pool1d(input: x, output_size: sizes @read_size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool2d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool3d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_max_pool1d(input: x, output_size: sizes @read_size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool2d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool3d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool1d_with_indices(input: x, output_size: sizes @read_size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool2d_with_indices(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool3d_with_indices(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
 }

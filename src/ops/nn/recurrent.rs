@@ -98,9 +98,9 @@ impl Tensor {
                 let [i, f, g, o] = [&e[0], &e[1], &e[2], &e[3]];
                 let h = grad_hy.map_or(Expr::constant(0.0), |_| e[6].clone());
                 let c = grad_cy.map_or(Expr::constant(0.0), |_| e[5 + given.len()].clone());
-                let bent = e[5].tanh();
-                let c = c + &h * o * tanh(&bent);
-                vec![&c * g * sigmoid(i), &c * &e[4] * sigmoid(f), &c * i * tanh(g), &h * &bent * sigmoid(o), &c * f]
+                let tanh_c = e[5].tanh();
+                let c = c + &h * o * tanh(&tanh_c);
+                vec![&c * g * sigmoid(i), &c * &e[4] * sigmoid(f), &c * i * tanh(g), &h * &tanh_c * sigmoid(o), &c * f]
             })
             .with_op(op)?;
             Ok((Tensor::cat(&made[..4], 1)?, made[4].shallow_clone()))

@@ -209,7 +209,7 @@ impl Windows {
         })
     }
 
-    /// [`Windows::max`] of x, `[N, C, image]`, with indices.
+    /// Computes the maximum and its index for each window of planes `[N, C, image]`.
     fn max_of_planes(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let format = x.memory_format();
         let index =
@@ -231,7 +231,7 @@ impl Windows {
         Ok((out, index))
     }
 
-    /// [`Windows::mean`] of x, `[N, C, image]`.
+    /// Computes the mean of each window of planes `[N, C, image]`.
     fn mean_of_planes(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         let (shape, format) = (x.shape().clone(), x.memory_format());
         let out = self.run_task(PoolTask::Mean(divisor), x, x, self.pooled_shape(x), format)?;
@@ -257,7 +257,7 @@ impl Windows {
         Shape::from([dims[0], dims[1], self.grid[0], self.grid[1]])
     }
 
-    /// Runs a pooling task. The result has x's dtype and the given shape and format. `index`, in the same format, is used for maxima only.
+    /// Runs a pooling task. The result has x's dtype and the given shape and format. Only maxima use `index`, which has the same format.
     fn run_task(
         &self,
         task: PoolTask,
@@ -281,7 +281,7 @@ impl Windows {
 }
 
 /// Views a weight `[A, B, kernel]` of one to three spatial dims as 2-D. The slices of a 3-D kernel become part of dim B.
-pub(crate) fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
+pub(crate) fn weight_as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
     match weight.shape().dims() {
         &[a, b, kd, kh, kw] => weight.reshape([a, b * kd, kh, kw]),
         _ if D == 1 => weight.unsqueeze(2),
@@ -310,12 +310,10 @@ pub(crate) fn restore_rank(out: &Tensor, x: &Tensor, directions: usize) -> Resul
     if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
 }
 
-/// Returns the sizes of a 5-D tensor.
 pub(crate) fn sizes_5d(t: &Tensor) -> [usize; 5] {
     last_sizes(t)
 }
 
-/// Returns the sizes of the last `D` dims.
 pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
     let dims = t.shape().dims();
     std::array::from_fn(|d| dims[dims.len() - D + d])

@@ -1,7 +1,7 @@
 //! Random numbers in captured graphs.
 //!
-//! A captured draw counts streams from a base in device memory. Each replay first sets the base to the current state of the generator,
-//! so that a replay draws the numbers that the captured calls would draw.
+//! The stream of a captured draw is an offset from a base in device memory. Each replay first sets the base to the current state of the
+//! generator, so that a replay draws the numbers that the captured calls would draw.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -24,11 +24,11 @@ struct CapturedDraws {
 }
 
 thread_local! {
-    /// The number of the current capture, and its draws from each generator.
+    /// The id of the last capture, and its draws from each generator.
     static DRAWS: RefCell<(u64, Vec<CapturedDraws>)> = const { RefCell::new((0, Vec::new())) };
 }
 
-/// Makes the next draw in the capture that this thread is recording.
+/// Returns the source of the next draw in the capture that this thread is recording.
 pub(super) fn next_draw(generator: &Generator, device: Device) -> Result<RandomSource> {
     DRAWS.with_borrow_mut(|(capture, all)| {
         if *capture != capture::capture_id() {

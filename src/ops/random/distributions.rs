@@ -253,7 +253,7 @@ fn to_host_f64(x: &Tensor) -> Result<Vec<f64>> {
 /// Returns cumulative sums of the weights, scaled to integers with a total of about 2^61. Integer sums are exact in any order, and need no
 /// doubles.
 fn cumulative_weights(weights: &Tensor, greatest: &Tensor, n: usize) -> Result<Tensor> {
-    /// The number of weights up to which one scaling leaves a small weight enough digits.
+    /// The maximum number of weights for which a single scaling keeps enough digits of a small weight.
     const SHORT_LEN: usize = 1 << 18;
     let (op, total) = ("multinomial", 2f64.powi(61));
     let scalars = [Scalar::Float(total / n.next_power_of_two() as f64)];

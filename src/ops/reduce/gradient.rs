@@ -46,7 +46,7 @@ pub(crate) fn apply_reduction(
     apply_reduction_to(row, x, dims, keepdim, row.output(x.dtype)?)
 }
 
-/// Same as [`apply_reduction`], with a result of another dtype.
+/// Same as [`apply_reduction`], with a result of the given dtype and without autocast.
 pub(crate) fn apply_reduction_to(
     row: &'static ReductionRow,
     x: &Tensor,
@@ -74,6 +74,7 @@ pub(crate) fn apply_reduction_to(
     })
 }
 
+/// The data of a reduction that its backward pass needs.
 struct ReductionBackward {
     row: &'static ReductionRow,
     shape: Shape,
@@ -101,7 +102,7 @@ impl ReductionBackward {
                 return Ok(SmallVec::from_iter([Some(self.expand(&self.unexpanded_gradient(n, ctx)?))]));
             }
             let grad = self.expand(&ctx.grad()?);
-            // The gradient takes the position of inputs that the formula does not read.
+            // The gradient fills the positions of inputs that the formula does not read.
             let x = match &saved_x {
                 Some(x) => x.get(op)?.shallow_clone(),
                 None => grad.shallow_clone(),

@@ -1,9 +1,9 @@
 //! The rows of the table of reductions. A row is
 //!
 //! ```text
-//! /// What the reduction computes.
+//! /// The documentation of the method.
 //! name "PyTorch's name": dtypes it takes -> dtype it gives,
-//!     combination  formula of each element before => formula of the combined value and the number of elements after,
+//!     combination  formula of each element => formula of the combined value and the number of elements,
 //!     nothing the result for no elements, gradient its rule, is the same in f64, on the range of test values;
 //! ```
 //!

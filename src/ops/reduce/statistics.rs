@@ -161,8 +161,8 @@ static MOMENT_RULES: LazyLock<[Rule; 2]> = LazyLock::new(|| {
     })
 });
 
-/// Sums squares over the dims of `mask`, which are kept, divided by `freedom`; with `root`, the square root of that. NaN for no elements.
-/// Not recorded.
+/// Sums squares over the dims of `mask`, kept with size 1, and divides by `freedom`. With `root`, returns the square root. NaN for no
+/// elements. Not recorded.
 pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedom: f64, root: bool) -> Result<Tensor> {
     let out = Tensor::empty_with_shape(super::reduced_shape(x.shape(), mask, true), x.dtype, x.device())?;
     if x.numel() == 0 {

@@ -154,7 +154,6 @@ macro_rules! define_reductions {
             nothing $nothing:expr, gradient $gradient:ident $(($derivative:expr))?, is $reference:expr,
             on $low:literal..$high:literal;
     )*) => {
-        /// All rows by name.
         #[allow(non_upper_case_globals)]
         pub(crate) mod rows {
             use std::sync::OnceLock;

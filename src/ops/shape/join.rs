@@ -43,7 +43,7 @@ impl Tensor {
         let first = tensors.first().map(Borrow::borrow).ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
         return_replacement!(op, borrow_all(tensors), dim);
         if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.shape() != first.shape()) {
-            return Err(shape_mismatch(op, first, t, "they must be equal"));
+            return Err(shape_mismatch(op, first, t, "all shapes must be equal"));
         }
         map_and_join(op, tensors, dim, |t| t.unsqueeze(dim))
     }
@@ -137,7 +137,6 @@ impl Tensor {
         self.repeat_by("tile", &all)
     }
 
-    /// Returns a recorded copy.
     pub(crate) fn recorded_copy(&self, op: &'static str) -> Result<Tensor> {
         Ok(record_unary_differentiable(op, self.deep_copy(false)?, self, Ok))
     }
@@ -251,9 +250,9 @@ impl Tensor {
     }
 }
 
-type Tensors<'a> = SmallVec<[&'a Tensor; 4]>;
+type TensorRefs<'a> = SmallVec<[&'a Tensor; 4]>;
 
-fn borrow_all<T: Borrow<Tensor>>(tensors: &[T]) -> Tensors<'_> {
+fn borrow_all<T: Borrow<Tensor>>(tensors: &[T]) -> TensorRefs<'_> {
     tensors.iter().map(Borrow::borrow).collect()
 }
 
@@ -276,7 +275,7 @@ fn map_and_join<T: Borrow<Tensor>>(
     each: impl FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let made: Result<SmallVec<[Tensor; 4]>> = tensors.iter().map(Borrow::borrow).map(each).collect();
-    join(op, &made.with_op(op)?.iter().collect::<Tensors>(), dim)
+    join(op, &made.with_op(op)?.iter().collect::<TensorRefs>(), dim)
 }
 
 fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
@@ -284,7 +283,7 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
     let Some(first) = all.iter().find(|t| !is_empty_vector(t)).or(all.first()).copied() else {
         return Err(Error::invalid(op, "there is no tensor"));
     };
-    let tensors: Tensors = all.iter().copied().filter(|t| first.rank() == 1 || !is_empty_vector(t)).collect();
+    let tensors: TensorRefs = all.iter().copied().filter(|t| first.rank() == 1 || !is_empty_vector(t)).collect();
     let d = first.shape().dim(op, dim)?;
     let mut dims = Dims::from_slice(first.shape().dims());
     let mut pieces = SmallVec::<[(usize, DType); 4]>::new();
@@ -312,7 +311,7 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
             let view = |t: &Tensor| t.with_layout(t.layout.with_channels_last(t.rank()));
             let (views, rank): (SmallVec<[Tensor; 4]>, _) = (tensors.iter().map(|t| view(t)).collect(), out.rank());
             let d = if d == 1 { rank - 1 } else { d.saturating_sub(1) };
-            backend::of_device(out.device()).join(&view(&out), &views.iter().collect::<Tensors>(), d)?
+            backend::of_device(out.device()).join(&view(&out), &views.iter().collect::<TensorRefs>(), d)?
         }
     };
     if !joined {

@@ -8,7 +8,6 @@ use crate::storage::{Caller, with_host};
 use crate::tensor::TensorOptions;
 use crate::{DType, Device, Error, Result, Scalar, Tensor, backend};
 
-/// Sequences.
 impl Tensor {
     /// The numbers `start`, `start + step`, ... up to but not including `end`, as a vector (PyTorch's `arange`, with f32 as the default
     /// dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three are integers.

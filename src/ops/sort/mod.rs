@@ -23,7 +23,7 @@ use crate::tensor::{Dims, Layout};
 use crate::{Compute, DType, Expr, Result, Tensor, backend};
 
 /// Returns the sorted values and their original indices, outside the graph.
-pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
+pub(crate) fn sort_detached(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
     let x = detach_at_least_1d(t);
     let d = x.shape().dim(op, dim)?;
     let values = Tensor::empty_with_shape(x.shape(), x.dtype, x.device())?;
@@ -37,7 +37,7 @@ pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool)
 }
 
 impl Selected {
-    pub(crate) fn empty(x: &Tensor, dims: Dims) -> Result<Selected> {
+    pub(crate) fn allocate(x: &Tensor, dims: Dims) -> Result<Selected> {
         let indices = Tensor::empty_with_shape(&dims[..], DType::I64, x.device())?;
         Ok(Selected { values: Some(Tensor::empty_with_shape(dims, x.dtype, x.device())?), indices })
     }
@@ -58,7 +58,7 @@ pub(crate) fn topk_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, de
     if let Some(found) = backend::fill_or_decline(t, |b| b.topk(t, d, k, descending))? {
         return Ok(found);
     }
-    Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
+    Ok(sort_detached(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
 }
 
 /// Returns the elements of these ranks from each line, keeping the dim with size 1. The tensor has at least one dim.
@@ -73,7 +73,7 @@ pub(crate) fn elements_of_ranks(
     if let Some(found) = ranks.iter().map(found).collect::<Option<Result<_>>>() {
         return found;
     }
-    let (order, last) = (sorted(op, t, dim, false)?.1, t.shape().dims()[d] as f64 - 1.0);
+    let (order, last) = (sort_detached(op, t, dim, false)?.1, t.shape().dims()[d] as f64 - 1.0);
     let at = |rank: Expr| {
         let positions = apply(op, &[&count_nans(op, t, d)?], Params::default(), &[rank], &[DType::I64])?.remove(0);
         order.gather(dim, &positions)
@@ -139,7 +139,7 @@ impl Tensor {
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "sort", [self], dim, descending);
-        let (values, indices) = sorted(op, self, dim, descending)?;
+        let (values, indices) = sort_detached(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
         let values = autograd::record_unary_differentiable(op, values, self, move |grad| match grad.rank() {
             0 => Ok(grad),
@@ -155,7 +155,7 @@ impl Tensor {
     #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
         return_replacement!("argsort", [self], dim, descending);
-        Ok(sorted("argsort", self, dim, descending)?.1)
+        Ok(sort_detached("argsort", self, dim, descending)?.1)
     }
 
     /// Sorts the elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
@@ -225,7 +225,7 @@ impl Tensor {
         }
         let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
         let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
-        let among = sorted(op, &among, 0, false)?.0;
+        let among = sort_detached(op, &among, 0, false)?.0;
         binary_search(op, &among, &x, false, DType::Bool)
     }
 }

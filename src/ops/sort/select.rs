@@ -1,11 +1,11 @@
-//! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements, which
-//! also gives the gradient. If only one or a few elements of a line are needed, backends select instead of sorting.
+//! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements; the gather
+//! defines the gradient. If only one or a few elements of a line are needed, backends select instead of sorting.
 
 use crate::backend::problem::map::Params;
 use crate::backend::problem::select::{RankQuery, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
-use crate::ops::sort::{count_nans, elements_of_ranks, sorted, topk_sorted};
+use crate::ops::sort::{count_nans, elements_of_ranks, sort_detached, topk_sorted};
 use crate::{DType, Expr, Result, Scalar, Tensor};
 
 operations! {
@@ -184,7 +184,7 @@ impl Tensor {
         return_replacement!(op = "mode", [self], dim, keepdim);
         select_elements(op, self, dim, keepdim, |x| {
             let n = dim_size(x, dim)?;
-            let (values, order) = sorted(op, x, dim, false)?;
+            let (values, order) = sort_detached(op, x, dim, false)?;
             let position = Tensor::arange(0, n as i64, 1, (DType::I64, x.device()))?;
             let behind = x.rank() - 1 - x.shape().dim(op, dim)?;
             let position =

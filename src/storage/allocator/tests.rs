@@ -8,9 +8,9 @@ use super::*;
 
 /// A user's wrapper that defines only the required methods.
 #[derive(Debug)]
-struct Least(Arc<dyn Allocator>);
+struct MinimalWrapper(Arc<dyn Allocator>);
 
-impl Allocator for Least {
+impl Allocator for MinimalWrapper {
     fn device(&self) -> Device {
         self.0.device()
     }
@@ -76,8 +76,8 @@ fn a_wrapper_behaves_like_the_wrapped_allocator() {
     const MIB: usize = 1 << 20;
     type Wrap = fn(Arc<dyn Allocator>, &Sim) -> Arc<dyn Allocator>;
     let wraps: [Wrap; 4] = [
-        |inner, _| Arc::new(Least(inner)),
-        |inner, _| Arc::new(Least(Arc::new(Least(inner)))),
+        |inner, _| Arc::new(MinimalWrapper(inner)),
+        |inner, _| Arc::new(MinimalWrapper(Arc::new(MinimalWrapper(inner)))),
         |inner, _| Arc::new(LoggingAllocator::new(inner, std::io::sink()).unwrap()),
         |inner, sim| Arc::new(GuardAllocator::new(inner, Arc::new(sim.clone()))),
     ];
@@ -133,7 +133,7 @@ fn a_wrapper_behaves_like_the_wrapped_allocator() {
 fn a_wrapper_reports_the_violations_of_an_inner_guard() {
     let sim = Sim::new(SimOptions { contents: true, ..SimOptions::default() });
     let caching = CachingAllocator::new(Arc::new(sim.clone()), "".parse().unwrap()).unwrap();
-    let guarded = Least(Arc::new(GuardAllocator::new(Arc::new(caching), Arc::new(sim.clone()))));
+    let guarded = MinimalWrapper(Arc::new(GuardAllocator::new(Arc::new(caching), Arc::new(sim.clone()))));
     let block = guarded.allocate(1000, StreamId::DEFAULT).unwrap();
     let place = block.location();
     let at = (place.segment().memory(), place.offset() + block.size());

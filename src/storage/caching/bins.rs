@@ -12,8 +12,7 @@ use super::entry::{Entry, NONE, UNIT};
 const CLASSES_PER_LEVEL_LOG2: u32 = 5;
 /// Size classes per power of two.
 const CLASSES_PER_LEVEL: usize = 1 << CLASSES_PER_LEVEL_LOG2;
-/// Powers of two from 2^5 units on; level 0 holds the exact sizes below. More levels than needed, so that indices
-/// need no check.
+/// Powers of two from 2^5 units on; level 0 holds the exact sizes below. More levels than needed, so that indices need no check.
 const LEVELS: usize = 32;
 /// Size classes in total.
 const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
@@ -35,11 +34,10 @@ pub(super) struct Bins {
 #[inline(always)]
 fn class(units: u32) -> usize {
     let shift = (units | CLASSES_PER_LEVEL as u32).ilog2() - CLASSES_PER_LEVEL_LOG2;
-    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // no change of value; shows the compiler the bound
+    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // `%` changes nothing, and proves the bound to the compiler
 }
 
 impl Bins {
-    /// Creates empty bins.
     pub(super) fn new() -> Bins {
         Bins { level_bits: 0, class_bits: [0; LEVELS + 1], heads: None }
     }
@@ -125,7 +123,6 @@ impl Bins {
         self.class_blocks(table, class).map(|id| table[id as usize].size()).max().unwrap_or(0)
     }
 
-    /// Iterates over the blocks of one class.
     fn class_blocks<'a>(&'a self, table: &'a [Entry], class: usize) -> impl Iterator<Item = u32> + 'a {
         let first = self.heads.as_ref().map(|heads| heads[class % CLASSES]).filter(|&id| id != NONE);
         std::iter::successors(first, |&id| Some(table[id as usize].bin_next).filter(|&next| next != NONE))
@@ -143,7 +140,6 @@ impl Bins {
     }
 }
 
-/// Allocates the heads of empty lists.
 #[cold]
 fn empty_lists() -> Box<[u32; CLASSES]> {
     Box::new([NONE; CLASSES])

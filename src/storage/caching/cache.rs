@@ -1,8 +1,7 @@
 //! Per-thread caches of recently freed small blocks, which serve requests without the allocator's lock.
 //!
-//! To the allocator a cached block is live: it is in no bin and is not merged. Before a request fails, all caches are
-//! emptied, so no cached block can cause an out-of-memory error. Threads share 64 caches by thread number, each
-//! behind a lock that is rarely contended.
+//! To the allocator a cached block is live: it is in no bin and is not merged. Before a request fails, all caches are emptied, so no cached block can
+//! cause an out-of-memory error. Threads share 64 caches by thread number, each behind a lock that is rarely contended.
 
 use std::array;
 use std::cell::Cell;
@@ -13,11 +12,9 @@ use super::super::block::Slot;
 use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
-/// Number of caches.
 const CACHE_COUNT: usize = if cfg!(loom) { 2 } else { 64 };
-/// Blocks per size.
 const BLOCKS_PER_SIZE: usize = if cfg!(loom) { 1 } else { 8 };
-/// Cached sizes: 1 to this many units of the alignment.
+/// Sizes of 1 to this many units of the alignment are cached.
 const CACHED_SIZE_COUNT: usize = BITMAP_WORDS * 64;
 /// `u64` words of the bitmap of cached sizes.
 const BITMAP_WORDS: usize = if cfg!(loom) { 1 } else { 2 };
@@ -26,20 +23,20 @@ const MAX_REFUSALS: usize = 64;
 
 /// A cached block: its slot and its table entry.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Cached {
+pub(super) struct CachedBlock {
     pub(super) slot: NonNull<Slot>,
     pub(super) id: u32,
 }
 
 // SAFETY: the pointee consists of atomics and a lock, and lives as long as the allocator.
-unsafe impl Send for Cached {}
+unsafe impl Send for CachedBlock {}
 
 /// The outcome of offering a freed block to a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PutOutcome {
     Kept,
     Refused,
-    /// There was no room, and has been none for long: the cache should be emptied.
+    /// Refused, as were [`MAX_REFUSALS`] blocks since a request was last served: the cache should be emptied.
     Stale,
 }
 
@@ -47,7 +44,7 @@ pub(super) enum PutOutcome {
 #[derive(Debug)]
 struct Contents {
     counts: [u8; CACHED_SIZE_COUNT],
-    blocks: [[Option<Cached>; BLOCKS_PER_SIZE]; CACHED_SIZE_COUNT],
+    blocks: [[Option<CachedBlock>; BLOCKS_PER_SIZE]; CACHED_SIZE_COUNT],
     bytes: usize,
     /// Blocks refused since a request was last served.
     refused: usize,
@@ -88,8 +85,7 @@ impl ThreadCache {
         })
     }
 
-    /// Returns the change since the cache was last emptied. Also returns the peak of the change since the last call,
-    /// if a block was taken since.
+    /// Returns the change since the cache was last emptied. Also returns the peak of the change since the last call, if a block was taken since.
     #[inline(always)]
     pub(super) fn read_deltas(&self) -> (BlockAmounts, Option<BlockAmounts>) {
         let change: BlockAmounts = array::from_fn(|i| self.change[i].load(Relaxed));
@@ -124,7 +120,7 @@ impl ThreadCache {
 /// The thread caches of one allocator.
 #[derive(Debug)]
 pub(super) struct ThreadCaches {
-    /// Each is created when one of its threads first frees a block.
+    /// A cache is created when one of its threads first frees a block.
     shards: [OnceLock<Box<ThreadCache>>; CACHE_COUNT],
     /// Bytes that one cache may hold, and the largest size it takes. 0 turns all caches off.
     capacity: AtomicUsize,
@@ -135,7 +131,7 @@ pub(super) struct ThreadCaches {
 
 /// Returns the number of this thread's cache.
 #[inline]
-fn index() -> usize {
+fn this_thread_index() -> usize {
     #[cfg(not(loom))]
     {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -181,14 +177,13 @@ impl ThreadCaches {
     /// This thread's cache, if it exists.
     #[inline(always)]
     pub(super) fn of_this_thread(&self) -> Option<&ThreadCache> {
-        self.shards[index()].get().map(|shard| &**shard)
+        self.shards[this_thread_index()].get().map(|shard| &**shard)
     }
 
     /// Takes a block of exactly `size` bytes from this thread's cache, now allocated for `requested` bytes.
     #[inline(always)]
-    pub(super) fn get(&self, shard: &ThreadCache, size: usize, requested: usize) -> Option<Cached> {
-        // One branch tests both whether the size is cacheable and whether a block is cached, because it is hard to
-        // predict.
+    pub(super) fn get(&self, shard: &ThreadCache, size: usize, requested: usize) -> Option<CachedBlock> {
+        // A single branch tests whether the size is cacheable and a block is cached, because such a branch is hard to predict.
         let at = ((size >> self.shift) - 1).min(CACHED_SIZE_COUNT);
         let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
         if word.load(Relaxed) & bit == 0 {
@@ -216,7 +211,7 @@ impl ThreadCaches {
 
     /// Caches a block of the default stream that was allocated for `requested` bytes, if there is room.
     #[inline(always)]
-    pub(super) fn put(&self, shard: &ThreadCache, cached: Cached, size: usize, requested: usize) -> PutOutcome {
+    pub(super) fn put(&self, shard: &ThreadCache, cached: CachedBlock, size: usize, requested: usize) -> PutOutcome {
         if size > self.largest() {
             return PutOutcome::Refused;
         }
@@ -242,7 +237,7 @@ impl ThreadCaches {
 
     /// Creates this thread's cache. Must not run concurrently with turning all caches off.
     pub(super) fn create_for_this_thread(&self) {
-        self.shards[index()].get_or_init(ThreadCache::new);
+        self.shards[this_thread_index()].get_or_init(ThreadCache::new);
     }
 
     /// Empties all caches. Returns their block numbers and deltas.
@@ -255,7 +250,7 @@ impl ThreadCaches {
     /// Empties this thread's cache. Returns its block numbers and deltas.
     pub(super) fn drain_this_thread(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
-        let deltas = self.shards[index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();
+        let deltas = self.shards[this_thread_index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();
         (ids, deltas)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// Measures milliseconds since the allocator was created. Tests can advance it.
+/// Measures milliseconds since the allocator was created. Tests can advance the clock.
 #[derive(Debug)]
 pub(super) struct Clock {
     started: Instant,

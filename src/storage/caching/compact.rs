@@ -1,13 +1,11 @@
 //! Compaction: moves live blocks together, so that free memory becomes contiguous.
 //!
-//! Handles are indirect, so a block may move while no thread holds its address. The block's slot is write-locked from
-//! the planning of the move until the table is updated. Blocks are copied on the device. If the old and the new
-//! segment do not fit side by side, the bytes go through the host. A block that is exported, pinned or currently in
-//! use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new
-//! location ([`copies`](super::copies)), or on the host ([`spill`](super::spill)).
+//! A block may move while no thread holds its address, because handles are indirect. Its slot is write-locked from the plan until the table is
+//! updated. Blocks are copied on the device, or through the host if the old and the new segment do not fit side by side. A block that is exported,
+//! pinned or currently in use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new location
+//! ([`copies`](super::copies)), or on the host ([`spill`](super::spill)).
 //!
-//! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the
-//! block in one buffer.
+//! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the block in one buffer.
 
 use std::sync::{Arc, PoisonError};
 
@@ -33,8 +31,7 @@ enum CopyRoute {
 }
 
 impl CachingAllocator {
-    /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to
-    /// compact.
+    /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to compact.
     pub(super) fn lock_compaction(&self) -> impl Sized + use<'_> {
         let messages = log::defer();
         (self.compacting.lock().unwrap_or_else(PoisonError::into_inner), messages) // dropped in this order
@@ -65,8 +62,7 @@ impl CachingAllocator {
             if let Some(block) = self.grow(request, true, recovery)? {
                 return Ok(Some(block));
             }
-            // Starts with the segment that has the most free bytes. The request may also fit by now, if other threads
-            // freed memory.
+            // Starts with the segment that has the most free bytes. Other threads may have freed enough memory meanwhile.
             let candidates = self.lock().compaction_candidates();
             let mut shrunk = false;
             for segment in candidates {
@@ -158,8 +154,7 @@ impl CachingAllocator {
         moved
     }
 
-    /// Moves the blocks of a segment together: to its start if it is expandable, else as
-    /// [`repack_into_new_segment`](Self::repack_into_new_segment).
+    /// Moves a segment's blocks to its start if the segment is expandable, and otherwise into a new segment.
     fn repack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let grows = {
             let core = self.lock();
@@ -168,8 +163,7 @@ impl CachingAllocator {
         if grows { self.pack_expandable(segment, budget) } else { self.repack_into_new_segment(&[segment], budget) }
     }
 
-    /// Moves the blocks of segments into a new segment of exactly their size: on the device if both fit, else through
-    /// the host.
+    /// Moves the blocks of segments into a new segment of exactly their size: on the device if both fit, else through the host.
     pub(super) fn repack_into_new_segment(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         if self.repack_on_device(segments, budget, CopyRoute::OnDevice)? {
             return Ok(true);
@@ -307,7 +301,7 @@ impl CachingAllocator {
         drop(gone);
     }
 
-    /// Cancels a plan. The blocks are in their old locations.
+    /// Cancels a plan whose blocks are in their old locations.
     fn cancel_repack(&self, plan: CompactionPlan<'_>, budget: &mut u64) {
         let bytes = plan.bytes() as u64;
         *budget = budget.saturating_add(bytes);

@@ -1,8 +1,7 @@
 //! Copying blocks to their new locations, so that no failure loses a block.
 //!
-//! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore
-//! grouped into waves. Within a wave no copy writes bytes that another one reads, so a failed wave can be repeated.
-//! The next wave starts when the device has finished the previous one.
+//! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore grouped into waves. Within a wave no
+//! copy writes bytes that another one reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +15,9 @@ use crate::{Device, Error, Result};
 /// How often a call that may fail temporarily is tried, and how long to wait between tries.
 pub(super) const MAX_TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
-/// Like [`MAX_TRIES`], where giving up would leave blocks on the host or lose one.
+/// Like [`MAX_TRIES`], for calls whose failure would leave blocks on the host or lose a block.
 pub(super) const MAX_TRIES_BEFORE_LOSS: u32 = 100;
-/// The most copies for one block that moves by less than its size. A block that needs more goes through the host.
+/// The most copies for one block that moves by less than its size. A block that needs more copies goes through the host.
 const MAX_COPIES_PER_BLOCK: usize = 64;
 
 /// The bytes `at..at + bytes` of the plan's block number `index`.
@@ -44,8 +43,7 @@ pub(super) struct Stranded<'a> {
     pub(super) bytes: Box<[u8]>,
 }
 
-/// Plans the steps that move blocks down within a segment. `moves` gives (source offset, destination offset, size) in
-/// ascending order of offsets.
+/// Plans the steps that move blocks down within a segment. `moves` gives (source offset, destination offset, size) in ascending order of offsets.
 fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     let (mut steps, mut wave, mut first_read) = (Vec::new(), Vec::new(), usize::MAX);
     let mut end_wave = |wave: &mut Vec<Piece>, then: Option<Step>| {
@@ -119,28 +117,27 @@ impl CachingAllocator {
         unsafe { self.driver.relocate(&moves) }
     }
 
-    /// Copies the blocks of a plan down within their segment. After a failure, the plan's destinations are the
-    /// blocks' actual locations. A block that is in neither its old nor its new location is removed from the plan and
-    /// returned.
+    /// Copies the blocks of a plan down within their segment. After a failure, the plan's destinations are the blocks' actual locations. A block that
+    /// is in neither its old nor its new location is removed from the plan and returned.
     pub(super) fn copy_down<'a>(
         &self,
         plan: &mut CompactionPlan<'a>,
         target: &Arc<Segment>,
     ) -> (Result<()>, Option<Stranded<'a>>) {
         let places = plan.moves.iter().map(|m| (m.from.1, m.to, m.size));
-        let (steps, mut there) = (steps(places), vec![0; plan.moves.len()]);
+        let (steps, mut copied_bytes) = (steps(places), vec![0; plan.moves.len()]);
         let mut on_host = None;
         let copied = self.wait_for_all().and_then(|()| {
             steps.iter().try_for_each(|step| match step {
                 Step::Wave(pieces) => {
                     self.copy_wave(&plan.moves, pieces, target)?;
-                    pieces.iter().for_each(|piece| there[piece.index] += piece.bytes);
+                    pieces.iter().for_each(|piece| copied_bytes[piece.index] += piece.bytes);
                     Ok(())
                 }
                 Step::ThroughHost(index) => {
                     let m = &plan.moves[*index];
                     let bytes = self.read_to_host(MAX_TRIES, m, 0, target)?;
-                    there[*index] = m.size;
+                    copied_bytes[*index] = m.size;
                     self.write_from_host(MAX_TRIES_BEFORE_LOSS, &bytes, target, m.to)
                         .inspect_err(|_| on_host = Some((*index, bytes)))
                 }
@@ -150,28 +147,34 @@ impl CachingAllocator {
             return (Ok(()), None);
         }
         // One block may have been copied partly over itself.
-        let is_torn = |(_, (m, there)): &(usize, (&Move<'_>, &usize))| **there > 0 && **there < m.size;
-        let torn = plan.moves.iter().zip(&there).enumerate().find(is_torn).map(|(index, (_, there))| (index, *there));
+        let is_torn =
+            |(_, (m, copied_bytes)): &(usize, (&Move<'_>, &usize))| **copied_bytes > 0 && **copied_bytes < m.size;
+        let torn = plan
+            .moves
+            .iter()
+            .zip(&copied_bytes)
+            .enumerate()
+            .find(is_torn)
+            .map(|(index, (_, copied_bytes))| (index, *copied_bytes));
         if let Some((index, done)) = torn {
             let m = &plan.moves[index];
             match self.read_to_host(MAX_TRIES_BEFORE_LOSS, m, done, target) {
                 Ok(bytes) if self.write_from_host(MAX_TRIES_BEFORE_LOSS, &bytes, target, m.to).is_err() => {
                     on_host = Some((index, bytes))
                 }
-                Ok(_) => there[index] = m.size,
+                Ok(_) => copied_bytes[index] = m.size,
                 // Marks the device lost before the blocks are unlocked, so that no thread reads the torn block.
                 Err(error) => self.driver.give_up(&format!("a block was half moved, and could not be read: {error}")),
             }
         }
-        for (m, there) in plan.moves.iter_mut().zip(there) {
-            m.to = if there == m.size { m.to } else { m.from.1 };
+        for (m, copied_bytes) in plan.moves.iter_mut().zip(copied_bytes) {
+            m.to = if copied_bytes == m.size { m.to } else { m.from.1 };
         }
         let stranded = on_host.map(|(index, bytes)| Stranded { block: plan.moves.remove(index), bytes });
         (copied.map_err(add_compaction_detail), stranded)
     }
 
-    /// Copies pieces, none of which writes bytes that another one reads. Waits, because other streams may use the
-    /// blocks next.
+    /// Copies pieces that do not overwrite each other's sources. Waits for the copies, because other streams may use the blocks next.
     fn copy_wave(&self, moves: &[Move<'_>], pieces: &[Piece], target: &Segment) -> Result<()> {
         let copy = |&Piece { index, at, bytes }: &Piece| {
             let m = &moves[index];
@@ -185,7 +188,7 @@ impl CachingAllocator {
 
     /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
     pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
-        let bytes = if self.driver.has_contents() { m.size } else { 0 }; // without contents the call is only counted
+        let bytes = if self.driver.has_contents() { m.size } else { 0 }; // a device without contents only counts the call
         let full = |()| Error::OutOfMemory {
             device: Device::Cpu,
             requested: m.size,
@@ -207,7 +210,7 @@ impl CachingAllocator {
 
     /// Writes host bytes to a location that no other block uses.
     pub(super) fn write_from_host(&self, tries: u32, bytes: &[u8], target: &Segment, at: usize) -> Result<()> {
-        // SAFETY: the location is in a new segment or held by a plan. The block that moves there is write-locked.
+        // SAFETY: the location is in a new segment or held by a plan, and its block is write-locked.
         self.retry(tries, || unsafe { self.driver.write(bytes, (target.memory(), at)) })
     }
 }

@@ -1,9 +1,8 @@
 //! Decay: segments that have been unused for a while are released to the driver.
 //!
-//! There is no background thread: the allocator checks the clock every [`SEARCHES_PER_CLOCK_CHECK`] searches. Decay keeps at least
-//! the peak of active bytes of the last two intervals reserved. If a segment has to be recreated soon after a
-//! release, decay waits longer before the next release. Nothing is released while any stream has work, because a
-//! driver may stall the whole device while it releases memory.
+//! There is no background thread: the allocator checks the clock every [`SEARCHES_PER_CLOCK_CHECK`] searches. Decay keeps at least the peak of active
+//! bytes of the last two intervals reserved. If a segment is created soon after a release, decay waits longer before the next release. Nothing is
+//! released while any stream has work, because a driver may stall the whole device while it releases memory.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -21,23 +20,22 @@ const SEARCHES_PER_CLOCK_CHECK: u64 = 64;
 const CHECKS_PER_INTERVAL: u64 = 4;
 /// Upper bound on `patience`, in intervals.
 const MAX_PATIENCE_INTERVALS: u64 = 64;
-/// How often to ask a stream whether it is idle: an idle device takes some microseconds to report it.
+/// Queries of a stream before it counts as busy: an idle device takes some microseconds to report that it is idle.
 const MAX_IDLE_QUERIES: usize = 64;
 
-/// The state of decay.
+/// Records past checks and peaks, and decides when unused segments are released.
 #[derive(Debug)]
 pub(super) struct Decay {
     /// Milliseconds for which an unused segment is kept, at least; 0 means forever.
     interval: u64,
-    /// Search count and milliseconds at past checks. A segment that was idle at a check and is idle now has been idle
-    /// since.
+    /// Search count and milliseconds at past checks. A segment that was idle at a check and is idle now has been idle since.
     checks: VecDeque<(u64, u64)>,
     /// The peaks of active bytes in this interval and the previous one, and when this interval started.
     peaks: [u64; 2],
     interval_start: u64,
-    /// For how many intervals unused segments are kept.
+    /// Number of intervals for which unused segments are kept.
     patience: u64,
-    /// When segments were last released, if nothing was recreated since.
+    /// Milliseconds at the last release, if no segment was created since.
     released: Option<u64>,
 }
 
@@ -46,7 +44,6 @@ impl Decay {
         Decay { interval, checks: VecDeque::new(), peaks: [0; 2], interval_start: 0, patience: 1, released: None }
     }
 
-    /// Records the number of active bytes.
     #[inline]
     pub(super) fn record_active(&mut self, active: u64) {
         self.peaks[0] = self.peaks[0].max(active);
@@ -142,8 +139,7 @@ impl CachingAllocator {
         streams.into_iter().all(is_idle)
     }
 
-    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the bytes
-    /// released.
+    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the bytes released.
     pub(super) fn trim_to(&self, keep: u64) -> Result<u64> {
         self.process_events(false)?;
         let streams = self.drain_caches().heap.streams();
@@ -174,7 +170,7 @@ impl Core {
         segments_unused_since
     }
 
-    /// Removes from the table each of the segments without which at least `keep` bytes stay reserved.
+    /// Removes each given segment from the table, unless fewer than `keep` bytes would stay reserved.
     fn remove_above(&mut self, segments: Vec<u32>, keep: u64) -> Vec<Arc<Segment>> {
         let mut freed = Vec::new();
         for at in segments {

@@ -7,8 +7,7 @@ pub(super) const NOWHERE: u32 = u32::MAX;
 /// The pool of blocks kept on the host. No request searches it.
 pub(super) const SPILLED_POOL: u32 = NOWHERE - 1;
 
-/// Block offsets and sizes are multiples of this many bytes. Entries store them in this unit, so that two entries fit
-/// in one cache line.
+/// The unit, in bytes, of the offsets and sizes in entries. With this unit, two entries fit in one cache line.
 pub(super) const UNIT: usize = 512;
 /// The largest segment, in bytes, that entries can describe: 2 TiB.
 pub(super) const MAX_SEGMENT_BYTES: u64 = (u32::MAX as u64) * UNIT as u64;
@@ -40,15 +39,14 @@ pub(super) struct Entry {
     pub(super) next: u32,
     pub(super) bin_prev: u32,
     pub(super) bin_next: u32,
-    /// The block's [`Use`] above the arena number.
+    /// The block's [`Use`] in the upper 3 bits, and its arena number in the lower 29.
     state: u32,
     start: u32,
     units: u32,
 }
 
-/// Bits of an arena number.
+/// Bits of the arena number in `Entry::state`.
 const ARENA_BITS: u32 = 29;
-/// Mask of the arena number in `Entry::state`.
 const ARENA_MASK: u32 = (1 << ARENA_BITS) - 1;
 
 impl Entry {
@@ -136,7 +134,7 @@ pub(super) fn split_entry(table: &mut [Entry], id: u32, size: usize, rest: u32) 
     table[rest as usize] = second;
 }
 
-/// Merges a block with the next one, whose entry becomes vacant. Returns the next block's size in bytes.
+/// Merges a block with its next neighbour, whose entry becomes vacant. Returns the next block's size in bytes.
 #[inline(always)]
 pub(super) fn merge_with_next(table: &mut [Entry], id: u32, gone: u32) -> usize {
     let after = &mut table[gone as usize];
@@ -149,7 +147,6 @@ pub(super) fn merge_with_next(table: &mut [Entry], id: u32, gone: u32) -> usize 
     size
 }
 
-/// Prefetches an entry's cache line.
 #[inline(always)]
 pub(super) fn prefetch(table: &[Entry], id: u32) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]

@@ -3,9 +3,8 @@
 //! A freed block that other streams have used stays pending until those streams finish the work they had then. Each
 //! stream has its own queue, so that a slow stream does not delay the blocks of others.
 //!
-//! If the driver cannot record a marker behind that work, or cannot query the marker, the block stays pending. A new
-//! marker, which is also behind that work, is recorded each time events are processed. On a lost device such a block
-//! is never reused.
+//! If the driver cannot record a marker behind that work, or cannot query the marker, the block stays pending. A new marker, which is also behind
+//! that work, is recorded each time events are processed. On a lost device such a block is never reused.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -21,8 +20,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Streams that used a block; rarely more than two.
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
-/// Streams that may still be using a block, each with a marker behind that work. The marker is `None` until the
-/// driver has recorded one.
+/// Streams that may still be using a block, each with a marker behind that work. The marker is `None` until the driver has recorded one.
 pub(super) type PendingUses = SmallVec<[(StreamId, Option<Marker>); 2]>;
 
 /// A block that waits for a stream. Tickets are unique, because one block may wait several times.
@@ -42,7 +40,6 @@ pub(super) struct Pending {
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
     /// By waiting stream and awaited stream: how much work the awaited stream had submitted at the last wait.
     waited: HashMap<(StreamId, StreamId), u64>,
-    /// The next ticket.
     next_ticket: u64,
     /// How many markers each pending block still waits for.
     waiting: HashMap<u32, usize>,
@@ -53,7 +50,6 @@ impl Pending {
         self.waiting.is_empty()
     }
 
-    /// Iterates over the pending blocks.
     pub(super) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
         self.waiting.keys().copied()
     }
@@ -63,7 +59,7 @@ impl Pending {
         self.used.get(&id).cloned().unwrap_or_default()
     }
 
-    /// Forgets the other streams of a live block, because they have finished.
+    /// Forgets the other streams of a live block, which have finished.
     pub(super) fn forget_users(&mut self, id: u32) {
         self.used.remove(&id);
     }
@@ -110,7 +106,7 @@ impl Pending {
     /// Ends the wait with this ticket. Returns the block if it has no other wait.
     fn pop(&mut self, stream: StreamId, ticket: u64) -> Option<u32> {
         let queue = self.queues.get_mut(&stream)?;
-        let at = queue.iter().position(|waiting| waiting.ticket == ticket)?; // almost always the first
+        let at = queue.iter().position(|waiting| waiting.ticket == ticket)?; // almost always at the front
         let id = queue.remove(at)?.id;
         if queue.is_empty() {
             self.queues.remove(&stream);
@@ -159,7 +155,7 @@ impl CachingAllocator {
         if !streams.contains(&stream) {
             streams.push(stream);
         }
-        self.recorded.store(true, Relaxed);
+        self.has_cross_stream_use.store(true, Relaxed);
         block.slot().used_by_other_stream.store(true, Relaxed);
     }
 
@@ -172,8 +168,7 @@ impl CachingAllocator {
         self.lock_with_stats().free_used_block(block.id(), requested, uses);
     }
 
-    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any
-    /// became free.
+    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any became free.
     ///
     /// # Errors
     /// With `wait`, the errors that the driver reports. Blocks whose streams could not be waited for stay pending.
@@ -211,7 +206,7 @@ impl CachingAllocator {
             self.lock().pending.assign_marker(stream, before, &marker);
             Ok(())
         };
-        streams.into_iter().map(mark).fold(Ok(()), Result::and) // all streams are asked
+        streams.into_iter().map(mark).fold(Ok(()), Result::and) // records on every stream, even after an error
     }
 
     /// Waits for the whole device. Frees all blocks that were pending before, even those without a marker.
@@ -223,9 +218,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Takes free blocks of other streams, or one pending block. The request's stream waits on the device until the
-    /// streams that may still use the memory have finished. If that wait cannot be enqueued, the block becomes
-    /// pending instead.
+    /// Takes free blocks of other streams, or one pending block. The request's stream waits on the device until the streams that may still use the
+    /// memory have finished. If that wait cannot be enqueued, the block becomes pending instead.
     pub(super) fn take_with_wait(&self, request: &Request) -> Option<Block> {
         let (block, mut uses) = {
             let mut core = self.lock_with_stats();
@@ -277,8 +271,7 @@ impl Core {
         self.heap.free_pending(id, requested);
     }
 
-    /// Allocates from adjacent free blocks, some of which belong to other streams. The result belongs to the
-    /// request's stream.
+    /// Allocates from adjacent free blocks, some of which belong to other streams. The result belongs to the request's stream.
     fn take_from_other_streams(&mut self, owner: u32, request: &Request) -> Option<(Block, PendingUses)> {
         let run = self.heap.find_run(request)?;
         let (id, mut streams) = self.heap.allocate_from_run(run, request);

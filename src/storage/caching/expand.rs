@@ -1,9 +1,8 @@
 //! Segments that grow in place (PyTorch's `expandable_segments`), for drivers that can reserve addresses.
 //!
-//! Each arena has one such segment: an address range larger than the device's memory, committed where blocks need it.
-//! A request that does not fit fills a hole or extends the end; adjacent free bytes count towards it. Free memory is
-//! released in whole pages, at the end or between live blocks. A release between blocks leaves a hole: addresses
-//! without memory. When no block is left, the addresses are released too.
+//! Each arena has one such segment: an address range larger than the device's memory, in which only used pages are committed. A request that does not
+//! fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole pages, which leaves a hole (addresses
+//! without memory) between live blocks. When no block is left, the addresses are released too.
 //!
 //! A dedicated lock lets one thread at a time commit or release pages. Blocks are allocated and freed meanwhile.
 
@@ -63,13 +62,11 @@ impl Expandable {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Rounds down to a multiple of the page size.
     pub(super) fn round_down_to_page(&self, bytes: usize) -> usize {
         bytes & !(self.page - 1)
     }
 }
 
-/// The outcome of growing an expandable segment.
 pub(super) enum ExpandOutcome {
     Block(Block),
     /// The limit or the device has no room.
@@ -86,8 +83,7 @@ enum ExtensionDecision {
 }
 
 impl CachingAllocator {
-    /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the
-    /// request needs.
+    /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the request needs.
     pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {
         let Some(expandable) = &self.expandable else { return Ok(ExpandOutcome::NeedsOwnSegment) };
         if request.size > expandable.bytes {
@@ -152,7 +148,7 @@ impl CachingAllocator {
             core.decay.record_segment_created(core.heap.now);
             // Another thread may have taken the free bytes that the extension relied on; if so, try again.
             if let Some(block) = core.search_best_fit(self.number, request, true) {
-                recovery.made = Some(("segment extended", bytes));
+                recovery.growth_message = Some(("segment extended", bytes));
                 return Ok(ExpandOutcome::Block(block));
             }
         }
@@ -177,8 +173,7 @@ impl CachingAllocator {
         self.expandable.as_ref().map(Expandable::lock)
     }
 
-    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved.
-    /// Returns the bytes released.
+    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved. Returns the bytes released.
     pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
         let _page_lock = expandable.lock();
@@ -190,8 +185,7 @@ impl CachingAllocator {
         self.decommit(unmapped)
     }
 
-    /// Like [`release_pages`](Self::release_pages), for the segment ends that were unused at all of decay's recent
-    /// checks.
+    /// Like [`release_pages`](Self::release_pages), for the segment ends that were unused at all of decay's recent checks.
     pub(super) fn release_unused_ends(&self, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
         let _page_lock = expandable.lock();
@@ -211,12 +205,10 @@ impl CachingAllocator {
         self.decommit(unmapped)
     }
 
-    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes
-    /// released.
+    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes released.
     fn decommit(&self, unmapped: Vec<UnmappedPages>) -> u64 {
         let decommit = |(segment, range): UnmappedPages| {
-            // SAFETY: the pages are in no block, and no block can be created on them before the page lock is
-            // released.
+            // SAFETY: the pages are in no block, and no block can be created on them before the page lock is released.
             unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
             range.len() as u64
         };
@@ -302,8 +294,7 @@ impl Core {
         ExtensionDecision::Extend(extension)
     }
 
-    /// Removes free pages from the table, so that the request's extension does not exceed the target of reserved
-    /// bytes.
+    /// Removes free pages from the table, so that the request's extension does not exceed the target of reserved bytes.
     fn recycle_pages(&mut self, expandable: &Expandable, request: &Request) -> Vec<UnmappedPages> {
         if !self.heap.rules.is_adaptive() {
             return Vec::new();
@@ -312,7 +303,7 @@ impl Core {
             return Vec::new();
         };
         let held = self.heap.stats.reserved() + self.bytes_being_created;
-        match self.growth.excess(held, extension.bytes()) {
+        match self.growth.bytes_to_release(held, extension.bytes()) {
             0 => Vec::new(),
             excess => {
                 let excess = excess.next_multiple_of(expandable.page as u64);

@@ -13,12 +13,11 @@ use crate::Result;
 
 /// The adaptive policy's estimate of how many bytes the program needs reserved.
 ///
-/// The target follows the peak of active bytes. If a new segment would push the reserved bytes over the target, unused
-/// segments are released first, so that they never raise the peak of reserved bytes. During warm-up, while the need still
-/// grows, an unused segment is not split for a much smaller request; it is released and a fitting one is created. The
-/// warm-up ends when no new peak came for as long as the program took to reach the last one. From then on any unused
-/// segment serves. Every miss that would release a segment raises the target a little, so a repetitive program soon makes
-/// no driver calls.
+/// The target follows the peak of active bytes. If a new segment would push the reserved bytes over the target, unused segments are released first,
+/// so that unused segments never raise the peak of reserved bytes. During warm-up, while the need still grows, an unused segment is not split for a
+/// much smaller request, but replaced by a fitting one. The warm-up ends when no new peak came for as many searches as led to the last peak. From
+/// then on any unused segment serves. Every miss that would release a segment raises the target a little, so a repetitive program soon makes no
+/// driver calls.
 #[derive(Debug)]
 pub(super) struct Growth {
     /// Bytes that may be reserved without releasing anything, and the factor by which the target exceeds the peak.
@@ -36,15 +35,14 @@ pub(super) struct Growth {
     steady: bool,
 }
 
-/// How much `slack` grows with each recycling miss in the steady state.
+/// Increase of `slack` at each miss, after the warm-up, that would release a segment.
 const SLACK_STEP: f64 = 0.02;
 /// The warm-up ends after this many recycled segments, even if the need still grows.
 const MAX_RECYCLED_SEGMENTS: u64 = 256;
 /// The warm-up ends after this many segments were recycled and recreated without a rise.
 const MAX_RECREATED_SEGMENTS: u64 = 4;
-/// Number of recycled sizes that are remembered.
 const RECYCLED_SIZE_COUNT: usize = 8;
-/// The warm-up ends after `WARM_UP_FACTOR * (searches until the last rise) + WARM_UP_MIN_SEARCHES` searches without a rise.
+/// The warm-up ends at search `WARM_UP_FACTOR * (searches until the last rise) + WARM_UP_MIN_SEARCHES`, if no rise came since.
 const WARM_UP_FACTOR: u64 = 2;
 const WARM_UP_MIN_SEARCHES: u64 = 64;
 
@@ -86,7 +84,6 @@ impl Growth {
         self.peak = self.peak.max(active);
     }
 
-    /// True if the warm-up is over.
     #[inline]
     pub(super) fn is_steady(&self) -> bool {
         self.steady
@@ -107,14 +104,13 @@ impl Growth {
         }
     }
 
-    /// Upper bound, in bytes, on an unused segment that may be split during warm-up. `segment` is the size of a new
-    /// segment for the request.
+    /// Upper bound, in bytes, on an unused segment that may be split during warm-up. `segment` is the size of a new segment for the request.
     pub(super) fn max_segment_to_split(segment: usize) -> usize {
         segment.saturating_add(segment / 2)
     }
 
     /// Returns how many bytes of unused segments to release before `bytes` more are reserved.
-    pub(super) fn excess(&mut self, reserved: u64, bytes: u64) -> u64 {
+    pub(super) fn bytes_to_release(&mut self, reserved: u64, bytes: u64) -> u64 {
         self.raise_target(self.implied_target());
         if reserved + bytes > self.target && self.steady {
             self.slack += SLACK_STEP;
@@ -123,12 +119,11 @@ impl Growth {
         (reserved + bytes).saturating_sub(self.target)
     }
 
-    /// The target in bytes that peak and slack imply.
+    /// The target in bytes: peak times slack.
     fn implied_target(&self) -> u64 {
         (self.slack * self.peak as f64) as u64
     }
 
-    /// Raises the target to at least `target` bytes.
     pub(super) fn raise_target(&mut self, target: u64) {
         self.target = self.target.max(target);
     }
@@ -172,7 +167,7 @@ impl CachingAllocator {
                 core.decay.record_segment_created(core.heap.now);
                 let id = core.heap.allocate_from(id, request.size, request.bytes);
                 let block = core.create_handle(self.number, id, request.bytes);
-                recovery.made = Some(("segment made", bytes as u64));
+                recovery.growth_message = Some(("segment made", bytes as u64));
                 Ok(Some(block))
             }
             // Not reported: a segment of exactly the requested size may still be possible.
@@ -248,7 +243,7 @@ impl Core {
             return Vec::new();
         }
         let reserved = self.heap.stats.reserved() + self.bytes_being_created;
-        let excess = self.growth.excess(reserved, size as u64);
+        let excess = self.growth.bytes_to_release(reserved, size as u64);
         if excess == 0 {
             return Vec::new();
         }

@@ -36,10 +36,9 @@ pub(super) enum Search {
 #[derive(Debug)]
 pub(super) struct SegmentRecord {
     pub(super) segment: Arc<Segment>,
-    /// The address that snapshots show. Does not change while the segment's blocks are being moved to another
-    /// segment.
+    /// The address that snapshots show, unchanged while the segment's blocks are being moved to another segment.
     pub(super) address: u64,
-    /// Call stack at which the segment was created.
+    /// Call stack of the segment's creation.
     pub(super) context: Context,
     /// Bytes covered by blocks: the whole segment, unless the segment grows in place.
     pub(super) size: usize,
@@ -79,7 +78,7 @@ pub(super) struct Heap {
     arena_of: HashMap<(u32, StreamId, SizeKind), u32>,
     pub(super) stats: Counters,
     pub(super) history: History,
-    /// Call stacks at which live blocks were allocated, while history is recorded.
+    /// Call stacks of live blocks' allocations, while history is recorded.
     pub(super) contexts: HashMap<u32, Context>,
     /// The block freed last, if it has not been merged yet. The table still lists it as live.
     last_freed: u32,
@@ -152,8 +151,7 @@ impl Heap {
         self.vacant_arenas.push(at);
     }
 
-    /// Finds a free block of the arena for `size` bytes, without taking it. Skips unused segments larger than
-    /// `max_segment_to_split()` bytes.
+    /// Finds a free block of the arena for `size` bytes, without taking it. Skips unused segments larger than `max_segment_to_split()` bytes.
     #[inline(always)]
     pub(super) fn find_free(
         &self,
@@ -250,7 +248,7 @@ impl Heap {
         (taken, streams)
     }
 
-    /// Splits a block that is in no bin after `size` bytes. Returns the second part.
+    /// Splits a block, which must be in no bin, after `size` bytes. Returns the second part.
     pub(super) fn split(&mut self, id: u32, size: usize) -> u32 {
         let rest = self.next_vacant_entry();
         self.vacant.pop();
@@ -268,9 +266,8 @@ impl Heap {
         self.free_and_count(id);
     }
 
-    /// Like [`free_block`](Self::free_block), but does not merge the block until the next call, because the next
-    /// request is most often for the same size. Until [`merge_last_freed`](Self::merge_last_freed), only `reuse_last_freed`
-    /// may read the table.
+    /// Like [`free_block`](Self::free_block), but does not merge the block until the next call, because the next request is most often for the same
+    /// size. Until [`merge_last_freed`](Self::merge_last_freed), only `reuse_last_freed` may read the table.
     #[inline(always)]
     pub(super) fn free_block_unmerged(&mut self, id: u32, requested: usize) {
         self.merge_last_freed();
@@ -287,7 +284,7 @@ impl Heap {
         }
     }
 
-    /// Frees the block held back by [`free_block_unmerged`](Self::free_block_unmerged), if it has not been reused.
+    /// Merges the block kept by [`free_block_unmerged`](Self::free_block_unmerged), if it has not been reused.
     #[inline]
     pub(super) fn merge_last_freed(&mut self) {
         if self.last_freed != NONE {
@@ -295,7 +292,7 @@ impl Heap {
         }
     }
 
-    /// Frees the last freed block, which must exist.
+    /// Merges the last freed block, which must exist, with its free neighbours.
     #[inline(never)]
     fn merge_last_freed_block(&mut self) {
         let id = std::mem::replace(&mut self.last_freed, NONE);
@@ -316,7 +313,7 @@ impl Heap {
         self.stats.record_split_change(kind, split);
     }
 
-    /// Reuses the last freed block if it has this arena and exactly this size. Otherwise frees that block.
+    /// Reuses the last freed block if it has this arena and exactly this size, and otherwise merges the block.
     #[inline(always)]
     pub(super) fn reuse_last_freed(&mut self, arena: u32, size: usize, requested: usize) -> Option<u32> {
         let id = std::mem::replace(&mut self.last_freed, NONE);
@@ -438,14 +435,13 @@ impl Heap {
         }
     }
 
-    /// Merges a block with the next one, whose entry becomes vacant.
+    /// Merges a block with its next neighbour, whose entry becomes vacant.
     pub(super) fn merge_next(&mut self, id: u32) {
         let gone = self.table[id as usize].next;
         merge_with_next(&mut self.table, id, gone);
         self.vacant.push(gone);
     }
 
-    /// Marks an entry as vacant.
     pub(super) fn vacate(&mut self, id: u32) {
         self.table[id as usize].set_usage(Use::Vacant);
         self.vacant.push(id);
@@ -472,7 +468,7 @@ impl Heap {
     #[cold]
     fn grow_table(&mut self) -> u32 {
         let first = self.table.len() as u32;
-        assert!(self.table.len() + TABLE_GROWTH_ENTRIES <= MAX_TABLE_ENTRIES, "fewer blocks than that fit in memory");
+        assert!(self.table.len() + TABLE_GROWTH_ENTRIES <= MAX_TABLE_ENTRIES, "the block table is full");
         self.table.resize(self.table.len() + TABLE_GROWTH_ENTRIES, Entry::VACANT);
         self.vacant.extend((first..first + TABLE_GROWTH_ENTRIES as u32).rev());
         first

@@ -1,5 +1,4 @@
-//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after
-//! each.
+//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after each.
 
 use super::super::block::Block;
 use super::super::driver::Failure;
@@ -18,15 +17,14 @@ enum RecoveryStep {
     ThreadCaches,
     /// Take another stream's free block, or a pending block, behind a device-side wait.
     OtherStreams,
-    /// Release unused segments older than the garbage collector's threshold, if `garbage_collection_threshold` is
-    /// set.
+    /// Release unused segments older than the garbage collector's threshold, if `garbage_collection_threshold` is set.
     Collect,
     /// Create a segment of the usual size, or extend an expandable one.
     Grow,
     /// Call the user's free-memory callbacks.
     Callbacks,
     /// Ask other allocators of the device to release unused memory, then try to grow again.
-    Elsewhere,
+    OtherAllocators,
     /// Release unused segments too large to be split, if `max_split_size_mb` is set, then try to grow again.
     Oversize,
     /// Wait for all streams, so that every pending block is free and may serve any stream.
@@ -36,12 +34,11 @@ enum RecoveryStep {
     /// Search the bins of the other size kind.
     OtherKind,
     /// Search the memory pools that have `use_on_oom`.
-    Lenders,
+    UseOnOomPools,
     /// Move live blocks together.
     Compact,
 }
 
-/// The recovery steps in the order in which they are tried.
 const RECOVERY_STEPS: [RecoveryStep; 13] = [
     RecoveryStep::Events,
     RecoveryStep::ThreadCaches,
@@ -49,16 +46,16 @@ const RECOVERY_STEPS: [RecoveryStep; 13] = [
     RecoveryStep::Collect,
     RecoveryStep::Grow,
     RecoveryStep::Callbacks,
-    RecoveryStep::Elsewhere,
+    RecoveryStep::OtherAllocators,
     RecoveryStep::Oversize,
     RecoveryStep::Wait,
     RecoveryStep::Release,
     RecoveryStep::OtherKind,
-    RecoveryStep::Lenders,
+    RecoveryStep::UseOnOomPools,
     RecoveryStep::Compact,
 ];
 
-// For tests: how often each step served a request of this thread, or collected a segment.
+// For tests: the number of this thread's requests that each step served, and of collections that released a segment.
 #[cfg(test)]
 thread_local!(pub(super) static SERVED_BY_STEP: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());
 
@@ -67,7 +64,7 @@ fn count_served(_step: RecoveryStep) {
     SERVED_BY_STEP.with_borrow_mut(|served| *served.entry(format!("{_step:?}")).or_default() += 1);
 }
 
-/// How often to wait for all streams while other threads keep freeing blocks.
+/// Waits for all streams before giving up, while other threads keep freeing blocks.
 const MAX_SYNC_ATTEMPTS: usize = 4;
 
 /// The outcome of the recovery steps so far.
@@ -76,13 +73,12 @@ pub(super) struct OomRecovery {
     /// Why the driver created no segment.
     pub(super) failure: Option<Failure>,
     /// The kind of memory created, for the log, and its size in bytes.
-    pub(super) made: Option<(&'static str, u64)>,
+    pub(super) growth_message: Option<(&'static str, u64)>,
 }
 
 impl CachingAllocator {
-    /// Registers `free`, which is called when the device or the limit has no room for an allocation. `free` may drop
-    /// memory it can spare, and returns whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches
-    /// again.
+    /// Registers `free`, which is called when the device or the limit has no room for an allocation. `free` may drop memory it can spare, and returns
+    /// whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches again.
     ///
     /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
@@ -92,8 +88,7 @@ impl CachingAllocator {
     /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
     /// (PyTorch's `attachOutOfMemoryObserver`).
     ///
-    /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a
-    /// snapshot, or allocate.
+    /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a snapshot, or allocate.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
         self.hooks.add_oom_observer(observe)
     }
@@ -106,7 +101,7 @@ impl CachingAllocator {
         self.free_spilled();
         let found = self.run_recovery_steps(request, &mut recovery);
         // Logged last: a subscriber may allocate, and some steps hold locks.
-        if let Some((what, bytes)) = recovery.made {
+        if let Some((what, bytes)) = recovery.growth_message {
             tracing::debug!(device = %self.driver.device(), bytes, "{what}");
         }
         found?.ok_or_else(|| self.out_of_memory(request, recovery.failure))
@@ -151,7 +146,7 @@ impl CachingAllocator {
                     drop(self.drain_caches());
                 }
             }
-            RecoveryStep::Elsewhere => {
+            RecoveryStep::OtherAllocators => {
                 if self.driver.make_room_elsewhere(request.size)? {
                     self.update_held_elsewhere();
                     return self.grow(request, false, recovery);
@@ -181,7 +176,7 @@ impl CachingAllocator {
                 let other = Request { kind: request.kind.opposite(), ..*request };
                 return Ok(self.lock_with_stats().search_best_fit(self.number, &other, true));
             }
-            RecoveryStep::Lenders => {
+            RecoveryStep::UseOnOomPools => {
                 let mut core = self.lock_with_stats();
                 for pool in core.pools_with_use_on_oom(request).collect::<Vec<_>>() {
                     for kind in [request.kind, request.kind.opposite()] {
@@ -225,8 +220,7 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// Searches an arena and takes a block. Unless `any`, an unused segment is taken only if the policy permits
-    /// splitting it.
+    /// Searches an arena and takes a block. Unless `any`, an unused segment is taken only if the policy permits splitting it.
     #[inline(always)]
     pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
         let only_similar = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
@@ -255,8 +249,7 @@ impl Core {
         self.heap.rules.segment_size(request.size, reserved).unwrap_or(request.size)
     }
 
-    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. All streams must have
-    /// been waited for.
+    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. All streams must have been waited for.
     pub(super) fn move_free_blocks_to_stream(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..self.heap.arenas.len() as u32)

@@ -18,7 +18,6 @@ impl Heap {
         self.stats.record_split_change(kind, split);
     }
 
-    /// Returns the unused blocks of a segment that [`freeze_block`](Self::freeze_block) took out of the bins.
     pub(super) fn frozen_blocks(&self, segment: u32) -> Vec<u32> {
         self.blocks_of(segment).filter(|&id| self.table[id as usize].usage() == Use::Frozen).collect()
     }
@@ -29,7 +28,7 @@ impl Heap {
         self.blocks_of(segment).filter(unused).collect()
     }
 
-    /// Puts a held block back into the bins, merged with its free neighbours.
+    /// Puts a frozen block back into the bins, merged with its free neighbours.
     pub(super) fn unfreeze_block(&mut self, id: u32) {
         let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
         let split = self.free_and_merge(id);

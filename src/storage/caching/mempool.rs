@@ -1,8 +1,6 @@
 //! Private memory pools: segments reserved for some allocations, which can be restored to an earlier state.
 //!
-//! Every arena and segment carries a pool number; 0 is the allocator's default pool. [`use_mem_pool`] selects the
-//! pool of a thread's allocations. When the last handle of a pool is dropped, its segments join the default pool and
-//! its live blocks stay valid.
+//! Every arena and segment carries a pool number; 0 is the allocator's default pool. [`use_mem_pool`] selects the pool of a thread's allocations.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -26,13 +24,11 @@ pub struct MemPoolOptions {
     pub no_split: bool,
 }
 
-/// A private pool of a [`CachingAllocator`]'s memory (`torch.cuda.MemPool`). A clone is another handle of the same
-/// pool.
+/// A private pool of a [`CachingAllocator`]'s memory (`torch.cuda.MemPool`). A clone is another handle of the same pool.
 ///
-/// Segments created inside [`use_mem_pool`] serve only allocations inside it. Related data stays together, and memory
-/// used by a captured graph does not move. The allocator's limits and statistics include the pool; garbage
-/// collection, decay and the allocator's `empty_cache` skip it. When the last handle is dropped, the pool's memory
-/// joins the default pool; live blocks stay valid.
+/// Segments created inside [`use_mem_pool`] serve only allocations inside it. Related data stays together, and memory used by a captured graph does
+/// not move. The allocator's limits and statistics include the pool; garbage collection, decay and the allocator's `empty_cache` skip it. When the
+/// last handle is dropped, the pool's memory joins the default pool; live blocks stay valid.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -152,9 +148,8 @@ pub(super) fn routed_pool(allocator: u32) -> u32 {
     ROUTES.try_with(find).ok().flatten().unwrap_or(0)
 }
 
-/// Runs `f`, during which this thread's allocations from the pool's allocator come from the pool
-/// (`torch.cuda.use_mem_pool`). Calls nest: the innermost pool of an allocator is used. Other threads and allocators
-/// are not affected.
+/// Runs `f`, during which this thread's allocations from the pool's allocator come from the pool (`torch.cuda.use_mem_pool`). Calls nest: the
+/// innermost pool of an allocator is used. Other threads and allocators are not affected.
 pub fn use_mem_pool<R>(pool: &MemPool, f: impl FnOnce() -> R) -> R {
     let _route = PoolRoute::enter(pool.0.allocator.number, pool.0.id);
     f()
@@ -193,8 +188,7 @@ impl MemPool {
         self.0.allocator.lock().heap.pool_stats(self.0.id)
     }
 
-    /// Releases the pool's unused segments to the driver (`torch.cuda.empty_cache` inside the pool). Waits for
-    /// streams that still use freed blocks.
+    /// Releases the pool's unused segments to the driver (`torch.cuda.empty_cache` inside the pool). Waits for streams that still use freed blocks.
     ///
     /// # Errors
     /// Errors that the driver reports while waiting.
@@ -323,7 +317,7 @@ impl Drop for Handle {
 }
 
 impl CachingAllocator {
-    /// Waits until the other streams that used these blocks are done.
+    /// Waits for the other streams that used these blocks.
     fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
         for block in
             blocks.iter().filter(|block| block.owner == self.number && block.slot().used_by_other_stream.load(Relaxed))
@@ -338,7 +332,6 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// Records the location of a live block.
     fn checkpoint_block(&mut self, id: u32) -> CheckpointBlock {
         let (entry, segment) = (self.heap.table[id as usize], self.heap.segment_of(id).segment.id());
         // SAFETY: slots of the table live as long as the allocator.
@@ -357,8 +350,7 @@ impl Core {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
         let pool = checkpoint.pool;
         if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.segment_of(b.id()).pool != pool) {
-            // Prints the size, not the location: reading the location may wait for a thread that moves the block and
-            // needs this lock.
+            // Prints the size, not the location: reading the location may wait for a thread that moves the block and needs this lock.
             return fail(format!("a block of {} bytes is not of pool {pool}", block.size()));
         }
         let leaving: HashSet<u32> = blocks.iter().map(|block| block.id()).collect();
@@ -413,7 +405,6 @@ impl Heap {
         blocks.filter(move |&id| self.table[id as usize].usage() == usage)
     }
 
-    /// Computes a pool's statistics.
     pub(super) fn pool_stats(&self, pool: u32) -> MemPoolStats {
         let mut stats = MemPoolStats { largest_free: self.largest_free(pool) as u64, ..MemPoolStats::default() };
         for held in self.segments.iter().flatten().filter(|held| held.pool == pool) {
@@ -429,7 +420,6 @@ impl Heap {
         stats
     }
 
-    /// Moves a pool's memory to the default pool.
     fn move_to_default_pool(&mut self, pool: u32) {
         let mut homes = HashMap::new();
         for at in 0..self.arenas.len() as u32 {

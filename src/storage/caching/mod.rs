@@ -5,9 +5,9 @@
 //! with three differences: the free-list search takes constant time ([`bins`]), segment sizes adapt to the program's
 //! need ([`policy`]), and out-of-memory recovery searches the bins again after every step ([`ladder`]).
 //!
-//! A block belongs to the stream it was allocated on. After it is freed, that stream may reuse it at once, even if
-//! queued work still uses it: work enqueued by the next owner runs later. Another stream gets the block behind a
-//! device-side wait ([`events`]), or once the work that uses it is known to be complete.
+//! A block belongs to the stream of its allocation. That stream may reuse a freed block at once, even if queued work still uses the block, because
+//! the next owner's work is enqueued later. Another stream gets the block behind a device-side wait ([`events`]), or once the queued work is
+//! complete.
 //!
 //! No driver call, wait or callback happens while the lock is held.
 
@@ -52,7 +52,7 @@ use super::hooks::{FreeMemory, Hooks, OomObserver, OutOfMemoryEvent, Registratio
 use super::stats::{DeviceStats, Split};
 use crate::device::{StreamId, log};
 use crate::{Device, Result};
-use cache::{Cached, PutOutcome, ThreadCache, ThreadCaches};
+use cache::{CachedBlock, PutOutcome, ThreadCache, ThreadCaches};
 use clock::Clock;
 use events::Pending;
 use expand::Expandable;
@@ -90,7 +90,7 @@ pub struct CachingAllocator {
     core: Mutex<Core>,
     caches: ThreadCaches,
     /// True once any block has been used by a stream other than its own.
-    recorded: AtomicBool,
+    has_cross_stream_use: AtomicBool,
     hooks: Hooks,
     /// Locked while compacting, so that one thread compacts at a time. Other threads allocate and free meanwhile.
     compacting: std::sync::Mutex<()>,
@@ -171,7 +171,7 @@ impl CachingAllocator {
             rules,
             core: Mutex::new(core),
             caches,
-            recorded: AtomicBool::new(false),
+            has_cross_stream_use: AtomicBool::new(false),
             hooks: Hooks::default(),
             compacting: std::sync::Mutex::new(()),
             expandable,
@@ -186,8 +186,7 @@ impl CachingAllocator {
         core
     }
 
-    /// Locks the allocator to change statistics. Adds this thread's cache deltas first, so that peaks reflect the
-    /// order of events.
+    /// Locks the allocator to change statistics. Adds this thread's cache deltas first, so that peaks reflect the order of events.
     fn lock_with_stats(&self) -> MutexGuard<'_, Core> {
         let mut core = self.lock_without_merge(self.caches.of_this_thread());
         core.heap.merge_last_freed();
@@ -233,7 +232,6 @@ impl CachingAllocator {
         self.decay(core)
     }
 
-    /// Milliseconds since the allocator was created.
     fn now(&self) -> u64 {
         self.clock.milliseconds()
     }
@@ -291,8 +289,7 @@ impl Core {
     fn create_handle_of(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
         let slot = self.slots.get_or_create(id);
         let (entry, held) = (&self.heap.table[id as usize], self.heap.segment_of(id));
-        // Thread caches keep small blocks of the default pool and stream. Branch-free, because no predictor guesses
-        // this.
+        // Thread caches keep small blocks of the default pool and stream. Branch-free, because the outcome is unpredictable.
         let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
         let tagged = id | (u32::from(keeps) * CACHEABLE_FLAG);
         // SAFETY: slots of the table live as long as the allocator, or forever. No live `Block` refers to this entry,
@@ -325,7 +322,7 @@ impl Allocator for CachingAllocator {
         if pool == 0
             && stream == StreamId::DEFAULT
             && let Some(shard) = own
-            && let Some(Cached { slot, id }) = self.caches.get(shard, size, bytes)
+            && let Some(CachedBlock { slot, id }) = self.caches.get(shard, size, bytes)
         {
             // SAFETY: the entry is live in the table, and its slot's location was set when it became live.
             return Ok(unsafe { Block::with_table_slot(slot, self.number, id | CACHEABLE_FLAG, size, bytes) });
@@ -355,14 +352,14 @@ impl Allocator for CachingAllocator {
         }
         let requested = block.requested();
         // Reads the block's slot only if some block has been used by another stream.
-        if self.recorded.load(Relaxed) && block.slot().used_by_other_stream.load(Relaxed) {
+        if self.has_cross_stream_use.load(Relaxed) && block.slot().used_by_other_stream.load(Relaxed) {
             return self.deallocate_used_by_others(block, requested);
         }
         let own = self.caches.of_this_thread();
         if block.is_cacheable()
             && let Some(size) = self.rules.round_size(requested)
         {
-            let cached = Cached { slot: block.slot_ptr(), id: block.id() };
+            let cached = CachedBlock { slot: block.slot_ptr(), id: block.id() };
             match own.map(|shard| self.caches.put(shard, cached, size, requested)) {
                 Some(PutOutcome::Kept) => return,
                 Some(PutOutcome::Refused) => {}

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
 
-use super::super::block::{Borrows, Slot};
+use super::super::block::{ReaderCount, Slot};
 use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
@@ -12,16 +12,15 @@ use super::events::PendingUses;
 use super::heap::{SegmentRecord, Use};
 use crate::device::StreamId;
 
-/// The action for a block of a plan when the plan is settled or abandoned.
+/// The action for a block when its plan is applied or cancelled.
 #[derive(Debug)]
 pub(super) enum AfterMove {
-    /// Nothing.
     Nothing,
-    /// Free it. The block was freed during the move; the value is its requested size in bytes.
+    /// Free the block, because its owner freed it during the move. The value is the requested size in bytes.
     FreeBlock(usize),
-    /// Like `FreeBlock`, for a block that streams may still be using.
+    /// Like `FreeBlock`, for a block that other streams may still be using.
     FreeUsedBlock(usize, PendingUses),
-    /// Free it. The block left a thread cache during the move.
+    /// Free the block, because it left a thread cache during the move.
     Uncache,
 }
 
@@ -34,7 +33,7 @@ pub(super) struct Move<'a> {
     pub(super) to: usize,
     pub(super) size: usize,
     pub(super) slot: &'a Slot,
-    _write_lock: RwLockWriteGuard<'a, Borrows>,
+    _write_lock: RwLockWriteGuard<'a, ReaderCount>,
 }
 
 impl<'a> Move<'a> {
@@ -44,9 +43,9 @@ impl<'a> Move<'a> {
         to: usize,
         size: usize,
         slot: &'a Slot,
-        still: RwLockWriteGuard<'a, Borrows>,
+        write_lock: RwLockWriteGuard<'a, ReaderCount>,
     ) -> Move<'a> {
-        Move { id, from, to, size, slot, _write_lock: still }
+        Move { id, from, to, size, slot, _write_lock: write_lock }
     }
 }
 
@@ -98,12 +97,10 @@ impl Core {
         self.heap.segments[segment as usize].as_ref().map_or(0, |held| held.size)
     }
 
-    /// The committed bytes of a segment.
     pub(super) fn committed_bytes(&self, segment: u32) -> usize {
         self.heap.segments[segment as usize].as_ref().map_or(0, |held| held.committed())
     }
 
-    /// The free bytes of a segment.
     pub(super) fn free_bytes(&self, segment: u32) -> usize {
         let entries = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]);
         entries.filter(|entry| entry.usage() == Use::Free).map(|entry| entry.size()).sum()
@@ -123,10 +120,9 @@ impl Core {
         self.segments_by_free_bytes().into_iter().map(|held| held.segment.id()).collect()
     }
 
-    /// Plans to move the blocks of these segments together, in order. Until the plan is settled or abandoned, no
-    /// request can allocate there, and blocks freed there stay held. Blocks that cannot move stay. With `around`, the
-    /// other blocks move down as far as the staying blocks allow. Returns `None` if a segment is gone or has a
-    /// pending block.
+    /// Plans to move the blocks of these segments together, in order. Until the plan is applied or cancelled, no request can allocate in the
+    /// segments, and their freed blocks stay live. Blocks that cannot move stay. With `around`, the other blocks move down as far as the staying
+    /// blocks allow. Returns `None` if a segment is gone or has a pending block.
     pub(super) fn plan_compaction<'a>(
         &mut self,
         segments: &[u64],
@@ -158,9 +154,9 @@ impl Core {
                 let slot: &'a Slot = unsafe { slot.as_ref() };
                 self.moving.insert(id, AfterMove::Nothing);
                 match slot.try_lock_for_move().filter(|_| !slot.is_exported()) {
-                    Some(still) => {
+                    Some(write_lock) => {
                         let from = (Arc::clone(&self.heap.segment_of(id).segment), entry.offset());
-                        plan.moves.push(Move::new(id, from, to, entry.size(), slot, still));
+                        plan.moves.push(Move::new(id, from, to, entry.size(), slot, write_lock));
                         to += entry.size();
                     }
                     None => {
@@ -182,7 +178,7 @@ impl Core {
         self.unlock_moved_blocks(moves, stay);
     }
 
-    /// Takes the old segments of a plan, which hold no needed data any more, out of the table.
+    /// Takes the old segments of a plan, whose contents have been copied, out of the table.
     pub(super) fn take_old_segments(&mut self, plan: &CompactionPlan<'_>) -> Vec<Arc<Segment>> {
         let mut gone = Vec::new();
         for &at in &plan.segments {
@@ -194,8 +190,7 @@ impl Core {
         gone
     }
 
-    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the unused
-    /// segments.
+    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the unused segments.
     pub(super) fn apply_moves(
         &mut self,
         plan: CompactionPlan<'_>,
@@ -206,8 +201,7 @@ impl Core {
         let mut layout: Vec<(u32, usize)> =
             moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
         layout.sort_unstable_by_key(|&(_, offset)| offset);
-        // The history records a move as a free and an allocation. A block that stays in place or was cached gets
-        // neither.
+        // The history records a move as a free and an allocation. A block that stays in place or was cached gets neither.
         let moves_away = |m: &&Move| {
             let cached = matches!(self.moving.get(&m.id), Some(AfterMove::Uncache));
             !cached && self.heap.address(m.id) != target.address() + m.to as u64
@@ -217,8 +211,7 @@ impl Core {
         let gone = self.heap.rebuild_segment(&segments, &layout, target, bytes, stream);
         moved.iter().for_each(|&(id, requested)| _ = self.heap.record(TraceAction::Alloc, id, requested));
         for m in &moves {
-            // SAFETY: the segment is held as long as one of its blocks is live. The slot is write-locked, and the
-            // bytes have been copied.
+            // SAFETY: the segment is held as long as one of its blocks is live. The slot is write-locked, and the bytes have been copied.
             unsafe { m.slot.set_location(target, m.to) };
         }
         self.unlock_moved_blocks(moves, stay);

@@ -1,7 +1,6 @@
 //! Page bookkeeping of expandable segments: which pages are committed, and which blocks are on them.
 //!
-//! Like [`heap`](super::heap), this module makes no driver calls. A hole is a block that no request can take. A hole
-//! at the end of a segment is removed, and the segment then ends before it.
+//! Like [`heap`](super::heap), this module makes no driver calls. A hole is a block that no request can take.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -15,16 +14,15 @@ use super::heap::{Entry, Heap, NONE, SegmentRecord, Use};
 
 /// The smallest hole between blocks, in bytes. Operating systems limit the number of mappings.
 const MIN_HOLE_BYTES: usize = 64 << 10;
-/// How many past ends are remembered: the recent checks of decay span one interval.
+/// Past ends of use that are kept: one per recent check of decay, together one interval.
 const REMEMBERED_ENDS: usize = 5;
 
-/// The end of an expandable segment.
+/// Bookkeeping of an expandable segment's end and holes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SegmentEnd {
     /// The last block or one of its predecessors, from which the search for the last block starts.
     hint: u32,
-    /// Offset up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment
-    /// last grew.
+    /// Offset up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
     used: [usize; REMEMBERED_ENDS],
     /// Bytes of uncommitted holes before the end.
     pub(super) holes: usize,
@@ -64,7 +62,6 @@ impl Extension {
 pub(super) type UnmappedPages = (Arc<Segment>, Range<usize>);
 
 impl Segment {
-    /// The history event for the creation of this segment.
     pub(super) fn creation_action(&self) -> TraceAction {
         if self.is_reserved() { TraceAction::SegmentMap } else { TraceAction::SegmentAlloc }
     }
@@ -78,7 +75,6 @@ impl SegmentEnd {
 }
 
 impl SegmentRecord {
-    /// Committed bytes.
     pub(super) fn committed(&self) -> usize {
         self.size - self.end.holes
     }
@@ -90,17 +86,14 @@ impl Heap {
         self.segments[at as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, segment))
     }
 
-    /// True if the segment is expandable.
     pub(super) fn is_expandable(&self, at: u32) -> bool {
         self.segments[at as usize].as_ref().is_some_and(|held| held.segment.is_reserved())
     }
 
-    /// True if the segment has uncommitted holes.
     pub(super) fn has_holes(&self, at: u32) -> bool {
         self.segments[at as usize].as_ref().is_some_and(|held| held.end.holes > 0)
     }
 
-    /// Returns the last block of a segment.
     pub(super) fn last_block(&mut self, at: u32) -> u32 {
         let Some(held) = &self.segments[at as usize] else { return NONE };
         let is_of = |id: &u32| {
@@ -117,8 +110,7 @@ impl Heap {
         last
     }
 
-    /// Returns the ways to commit memory for a request of `size` bytes: runs of holes and free blocks of the arena,
-    /// and the end of the segment.
+    /// Returns the ways to commit memory for a request of `size` bytes: runs of holes and free blocks of the arena, and the end of the segment.
     pub(super) fn possible_extensions(
         &mut self,
         at: u32,
@@ -235,8 +227,7 @@ impl Heap {
         }
     }
 
-    /// Returns a pool's free blocks of a page or more in expandable segments, except the `spared` ones, the largest
-    /// first.
+    /// Returns a pool's free blocks of a page or more in expandable segments, except the `spared` ones, the largest first.
     fn free_with_pages(&self, pool: u32, spared: &[u32], expandable: &Expandable) -> Vec<u32> {
         let arenas = self.arenas.iter().filter(|arena| arena.pool == pool);
         let free =

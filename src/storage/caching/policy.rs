@@ -5,8 +5,7 @@ use super::super::config::{Config, SegmentSizes};
 const MIB: usize = 1 << 20;
 /// Requests up to this many bytes are small.
 const SMALL_REQUEST_MAX_BYTES: usize = MIB;
-/// PyTorch's segment sizes in bytes: fixed sizes for shared segments, multiples of a step for the larger, dedicated
-/// ones.
+/// PyTorch's segment sizes in bytes: fixed sizes for shared segments, multiples of a step for the larger, dedicated ones.
 const SMALL_SEGMENT_BYTES: usize = 2 * MIB;
 const MIN_DEDICATED_SEGMENT_BYTES: usize = 10 * MIB;
 const SEGMENT_STEP_BYTES: usize = 2 * MIB;
@@ -14,8 +13,7 @@ const SEGMENT_STEP_BYTES: usize = 2 * MIB;
 /// then creates few segments, and never reserves much more than it needs.
 const GROWTH_DIVISOR: usize = 16;
 
-/// The size kind of a request. Small and large requests use separate segments, so that small, short-lived blocks do
-/// not pin large segments.
+/// The size kind of a request. Small and large requests use separate segments, so that small, short-lived blocks do not pin large segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::storage) enum SizeKind {
     Small,
@@ -23,7 +21,6 @@ pub(in crate::storage) enum SizeKind {
 }
 
 impl SizeKind {
-    /// Returns the kind of a rounded size.
     #[inline]
     pub(in crate::storage) fn of_size(size: usize) -> SizeKind {
         if size <= SMALL_REQUEST_MAX_BYTES { SizeKind::Small } else { SizeKind::Large }
@@ -83,8 +80,7 @@ impl Rules {
         self.config.round_size(bytes, self.alignment)
     }
 
-    /// True if a free block of `block` bytes may serve a request of `size` bytes. Blocks too large to be split are
-    /// kept for requests of similar size.
+    /// True if a free block of `block` bytes may serve a request of `size` bytes. Blocks too large to be split are kept for requests of similar size.
     #[inline(always)]
     pub(super) fn may_serve(&self, kind: SizeKind, block: usize, size: usize) -> bool {
         self.config.max_split_size == usize::MAX || self.may_serve_oversize(kind, block, size)
@@ -100,7 +96,6 @@ impl Rules {
         size >= max && block - size <= self.config.max_non_split_rounding
     }
 
-    /// The smallest remainder, in bytes, that is split off as a block of its own.
     pub(super) fn min_remainder(&self, kind: SizeKind) -> usize {
         self.min_remainder[kind as usize]
     }

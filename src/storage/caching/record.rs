@@ -47,7 +47,6 @@ impl Heap {
         }
     }
 
-    /// Records a failed allocation.
     pub(super) fn record_oom(&self, request: &Request, capacity: u64) {
         let free = capacity.saturating_sub(self.stats.reserved()).min(i64::MAX as u64); // the trace format stores an `i64`
         self.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
@@ -66,7 +65,6 @@ impl CachingAllocator {
         result
     }
 
-    /// Starts or stops recording the memory history.
     pub(super) fn record_history(&self, options: HistoryOptions) -> Result<()> {
         // As in PyTorch, turning recording off also clears the trace, which would otherwise miss later events.
         let ends = options.enabled == Recording::Off;
@@ -80,7 +78,6 @@ impl CachingAllocator {
         })
     }
 
-    /// Takes a snapshot of segments, blocks and the recorded history.
     pub(super) fn take_snapshot(&self) -> Snapshot {
         let device = device_number(self.driver.device());
         let (segments, history) = self.with_exact_state(|core| {
@@ -92,7 +89,6 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// Describes all segments for a snapshot.
     fn segments(&self, device: u32) -> Vec<SegmentWithContexts> {
         let held = (0..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
         held.flat_map(|(at, held)| self.mapped_parts(at, held, device)).collect()
@@ -103,7 +99,6 @@ impl Core {
         self.heap.mapped(at).into_iter().map(|part| self.segment(at, held, part, device)).collect()
     }
 
-    /// Describes one committed part of a segment.
     fn segment(&self, at: u32, held: &SegmentRecord, part: Range<usize>, device: u32) -> SegmentWithContexts {
         let inside = |id: &u32| part.contains(&self.heap.table[*id as usize].offset());
         let blocks = self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id));

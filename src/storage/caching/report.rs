@@ -123,15 +123,15 @@ impl fmt::Display for Report {
 }
 
 impl Report {
-    /// Reserved bytes that nothing uses. Deltas of other threads' caches may be missing.
+    /// Reserved bytes in no active block. Deltas of other threads' caches may be missing.
     fn unallocated(&self) -> u64 {
         self.stats.reserved_bytes.current.saturating_sub(self.stats.active_bytes.current)
     }
 
     /// Suggests only settings that could have made this allocation succeed.
     fn write_advice(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (id, stats, lends) in &self.pools {
-            if *id != self.pool && stats.largest_free >= self.size && !(*lends && *id > 0) {
+        for (id, stats, has_use_on_oom) in &self.pools {
+            if *id != self.pool && stats.largest_free >= self.size && !(*has_use_on_oom && *id > 0) {
                 let largest = Size(stats.largest_free);
                 match id {
                     0 => write!(f, ". The default pool has a free block of {largest:#}: empty_cache releases it")?,

@@ -1,9 +1,8 @@
 //! Adjacent free blocks that belong to different streams.
 //!
-//! These blocks are not merged, because only its own stream may reuse a block without a wait. A request that finds
-//! nothing else takes the bytes it needs from several adjacent blocks, behind a wait for each of their streams. A
-//! segment left with only such blocks counts as unused. Its blocks merge once all but one of their streams have
-//! finished.
+//! These blocks are not merged, because only its own stream may reuse a block without a wait. A request that finds nothing else takes the bytes it
+//! needs from several adjacent blocks, behind a wait for each of their streams. A segment left with only such blocks counts as unused. Its blocks
+//! merge once all but one of their streams have finished.
 
 use super::super::driver::Progress;
 use super::heap::{Arena, Heap, NONE, Use};
@@ -52,8 +51,7 @@ impl Heap {
         blocks.filter(is_first).map(|id| self.run_from(id)).filter(serves).min_by_key(|&(first, bytes)| (bytes, first))
     }
 
-    /// Allocates from a run the bytes that a request needs. Returns the block and the streams that its parts belonged
-    /// to.
+    /// Allocates from a run the bytes that a request needs. Returns the block and the streams that its parts belonged to.
     pub(super) fn allocate_from_run(&mut self, (first, bytes): FreeRun, request: &Request) -> (u32, Vec<StreamId>) {
         let arena = self.arena(request.pool, request.stream, request.kind);
         let begin = self.table[first as usize].offset();

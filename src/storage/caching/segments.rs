@@ -52,8 +52,7 @@ impl Heap {
         self.remove_segment(self.table[id as usize].segment)
     }
 
-    /// Removes every segment of a pool whose blocks are all free, even if unmerged because they belong to several
-    /// streams.
+    /// Removes every segment of a pool whose blocks are all free, even if unmerged because they belong to several streams.
     pub(super) fn remove_unused(&mut self, pool: u32) -> Vec<Arc<Segment>> {
         self.unused_segments(pool).into_iter().map(|at| self.remove_segment(at)).collect()
     }
@@ -67,21 +66,18 @@ impl Heap {
         (0..self.segments.len() as u32).filter(unused).collect()
     }
 
-    /// Returns the number of the segment with this id, if still in the table. Numbers are reused and ids are not, so
-    /// code that releases the lock keeps the id.
+    /// Returns the number of the segment with this id, if still in the table. Code that releases the lock keeps the id, because numbers are reused.
     pub(super) fn number_of(&self, id: u64) -> Option<u32> {
         let held = self.segments.iter().position(|held| held.as_ref().is_some_and(|held| held.segment.id() == id));
         held.map(|at| at as u32)
     }
 
-    /// Returns the segment of a block.
     #[inline(always)]
     pub(super) fn segment_of(&self, id: u32) -> &SegmentRecord {
         let segment = self.table[id as usize].segment;
         self.segments[segment as usize].as_ref().expect("a block's segment is held")
     }
 
-    /// Returns any free block of an arena.
     pub(super) fn any_free(&self, arena: u32) -> Option<u32> {
         let arena = &self.arenas[arena as usize];
         arena.partial.blocks(&self.table).chain(arena.whole_segments.blocks(&self.table)).next()

@@ -7,7 +7,6 @@ use super::super::block::Slot;
 /// Slots per allocated chunk.
 const SLOTS_PER_CHUNK: usize = 256;
 
-/// Slots, indexed by table entry.
 #[derive(Default)]
 pub(super) struct Slots {
     chunks: Vec<NonNull<[Slot; SLOTS_PER_CHUNK]>>,

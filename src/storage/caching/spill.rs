@@ -1,9 +1,8 @@
 //! Blocks kept on the host, because the device had no memory when they were to be copied back.
 //!
-//! Compaction may move blocks through the host to make room, and another thread may take that room. Each such block
-//! then gets a segment of its own in host memory, in a pool that no request searches. The block stays readable. It
-//! returns to the device when it is next used or the cache is emptied, as soon as there is memory. Statistics count
-//! it as reserved, so that a limit leaves room for it.
+//! Compaction may move blocks through the host to make room, and another thread may take that room. Such a block gets its own segment in host memory,
+//! in a pool that no request searches, and stays readable. The block returns to the device at its next use or when the cache is emptied, if there is
+//! memory. Statistics count the block as reserved, so that a limit leaves room for it.
 
 use std::sync::Arc;
 
@@ -27,7 +26,7 @@ struct ReservedRange {
     segment: Arc<Segment>,
     offset: usize,
     /// True if the segment was created for the block, and replaces the host copy in the statistics.
-    counts: bool,
+    has_own_segment: bool,
 }
 
 /// Returns the caching allocator that `allocator` is or wraps, if any.
@@ -63,8 +62,8 @@ impl CachingAllocator {
         })
     }
 
-    /// Copies every block kept on the host back to the device, as far as there is memory. Called by compaction. Also
-    /// frees the host copies of dropped tensors.
+    /// Copies every block kept on the host back to the device, as far as there is memory, and frees the host copies of dropped tensors. The
+    /// compaction lock must be held.
     pub(super) fn restore_all(&self) {
         self.free_spilled();
         let spilled = self.lock().spilled();
@@ -81,7 +80,6 @@ impl CachingAllocator {
         }
     }
 
-    /// Frees the host copies of blocks that were freed.
     pub(super) fn free_spilled(&self) {
         let unused: Vec<_> = {
             let heap = &mut self.lock_with_stats().heap;
@@ -111,7 +109,7 @@ impl CachingAllocator {
                 Err(error) => {
                     let mut core = self.lock();
                     core.heap.unfreeze_block(place.id);
-                    if place.counts {
+                    if place.has_own_segment {
                         core.count_spilled([id]);
                     }
                     Err(error)
@@ -148,7 +146,7 @@ impl CachingAllocator {
         let kind = core.heap.segment_of(id).kind;
         core.heap.stats.record_segment_free(kind, size);
         let made = core.heap.add_segment(Arc::new(Segment::new(memory, size)), size, home);
-        Ok(ReservedRange { counts: true, ..core.reserve_range(made, size) })
+        Ok(ReservedRange { has_own_segment: true, ..core.reserve_range(made, size) })
     }
 
     /// Moves blocks whose bytes are only on the host into host segments. The caller [counts](Core::count_spilled) them
@@ -159,7 +157,7 @@ impl CachingAllocator {
         stranded: impl IntoIterator<Item = Stranded<'a>>,
     ) -> Vec<u32> {
         let keep = |Stranded { block, bytes }: Stranded<'a>| {
-            self.recorded.store(true, Relaxed);
+            self.has_cross_stream_use.store(true, Relaxed);
             let id = block.id;
             core.spill(block, Arc::new(Segment::spilled(bytes)));
             id
@@ -180,8 +178,7 @@ impl Core {
         self.spilled().into_iter().map(|id| self.heap.table[id as usize].size() as u64).sum()
     }
 
-    /// Write-locks a block that is kept on the host. Returns `None` if it is not on the host, and `Err` with its size
-    /// in bytes if it is in use.
+    /// Write-locks a block that is kept on the host. Returns `None` if it is not on the host, and `Err` with its size in bytes if it is in use.
     fn lock_spilled<'a>(&mut self, id: u32) -> Result<Option<Move<'a>>, usize> {
         let entry = self.heap.table[id as usize];
         if entry.usage() != Use::Live || self.heap.segment_of(id).pool != SPILLED_POOL {
@@ -190,9 +187,9 @@ impl Core {
         let slot = self.slots.get_or_create(id);
         // SAFETY: slots live as long as the allocator, which outlives the call that uses this one.
         let slot = unsafe { slot.as_ref() };
-        let still = slot.try_lock_for_move().ok_or(entry.size())?;
+        let write_lock = slot.try_lock_for_move().ok_or(entry.size())?;
         self.moving.insert(id, AfterMove::Nothing);
-        Ok(Some(Move::new(id, (Arc::clone(&self.heap.segment_of(id).segment), 0), 0, entry.size(), slot, still)))
+        Ok(Some(Move::new(id, (Arc::clone(&self.heap.segment_of(id).segment), 0), 0, entry.size(), slot, write_lock)))
     }
 
     /// Moves a block of a plan into its own segment on the host.
@@ -206,8 +203,7 @@ impl Core {
         if !cached {
             self.heap.record(TraceAction::Alloc, id, block.slot.requested());
         }
-        // SAFETY: the segment is held as long as its block is live. The slot is write-locked, and the bytes are in
-        // the segment.
+        // SAFETY: the segment is held as long as its block is live. The slot is write-locked, and the bytes are in the segment.
         unsafe { block.slot.set_location(&segment, 0) };
         block.slot.used_by_other_stream.store(true, Relaxed); // keeps the block out of thread caches
         self.unlock_moved_blocks([block], []);
@@ -242,10 +238,10 @@ impl Core {
             self.heap.unfreeze_block(rest);
         }
         let (segment, offset) = (Arc::clone(&self.heap.segment_of(id).segment), self.heap.table[id as usize].offset());
-        ReservedRange { id, segment, offset, counts: false }
+        ReservedRange { id, segment, offset, has_own_segment: false }
     }
 
-    /// Updates the table after a block was written back to its reserved range. Returns the host segment.
+    /// Updates the table after a block was written to its reserved range. Returns the host segment.
     fn apply_restore(&mut self, block: Move<'_>, place: &ReservedRange) -> Arc<Segment> {
         let (id, requested) = (block.id, block.slot.requested());
         let (at, home) = (self.heap.table[id as usize].segment, self.home_arena(id));
@@ -256,7 +252,7 @@ impl Core {
         self.heap.vacate(place.id);
         let gone = self.heap.segments[at as usize].take().expect("a block's segment is held");
         self.heap.vacant_segments.push(at);
-        if !place.counts {
+        if !place.has_own_segment {
             self.heap.stats.record_segment_free(gone.kind, block.size);
         }
         self.heap.record(TraceAction::Alloc, id, requested);

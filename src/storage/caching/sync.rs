@@ -29,21 +29,19 @@ mod spin {
     use std::thread;
     use std::time::Duration;
 
-    /// Spins before yielding the processor.
-    const TURNS: u32 = 100;
-    /// Spins and yields before sleeping.
-    const YIELDS: u32 = 120;
-    /// How long a waiting thread sleeps between attempts.
-    const NAP: Duration = Duration::from_micros(50);
+    /// Attempts that spin, before a thread yields the processor.
+    const SPINS_BEFORE_YIELD: u32 = 100;
+    /// Attempts that spin or yield, before a thread sleeps.
+    const ATTEMPTS_BEFORE_SLEEP: u32 = 120;
+    const SLEEP_TIME: Duration = Duration::from_micros(50);
 
     /// A lock for short critical sections without driver calls, waits or large allocations. An uncontended lock and
     /// unlock need one atomic read-modify-write, half the cost of a lock that can wake waiters. Waiting threads poll.
     #[derive(Debug)]
     pub(in super::super) struct Spin(AtomicBool);
 
-    // SAFETY: `lock`, and a `try_lock` that returns true, return only after this thread changed the flag from false
-    // to true. Only `unlock`, which the owner calls, resets it, so there is one owner at a time. Acquire and Release
-    // order the owners' accesses.
+    // SAFETY: `lock`, and a `try_lock` that returns true, return only after this thread changed the flag from false to true. Only `unlock`, which the
+    // owner calls, resets it, so there is one owner at a time. Acquire and Release order the owners' accesses.
     unsafe impl lock_api::RawMutex for Spin {
         const INIT: Spin = Spin(AtomicBool::new(false));
         type GuardMarker = lock_api::GuardSend;
@@ -71,9 +69,9 @@ mod spin {
         fn wait(&self) {
             for turn in 0u32.. {
                 match turn {
-                    0..TURNS => hint::spin_loop(),
-                    TURNS..YIELDS => thread::yield_now(),
-                    _ => thread::sleep(NAP),
+                    0..SPINS_BEFORE_YIELD => hint::spin_loop(),
+                    SPINS_BEFORE_YIELD..ATTEMPTS_BEFORE_SLEEP => thread::yield_now(),
+                    _ => thread::sleep(SLEEP_TIME),
                 }
                 // Reading first keeps the cache line with the owner while the lock is held.
                 if !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire) {

@@ -22,8 +22,7 @@ pub struct ConfigKey {
     pub doc: &'static str,
     /// Parses a value into the configuration; false if the value is not allowed.
     pub(super) parse: fn(&mut Config, &str) -> bool,
-    /// Prints the value. Injective: a value that cannot be written as text is printed as something that does not
-    /// parse.
+    /// Prints the value. Injective: a value that cannot be written as text is printed in a form that does not parse.
     pub(super) print: fn(&Config) -> String,
 }
 
@@ -57,12 +56,12 @@ impl fmt::Display for ConfigKey {
 
 /// PyTorch's keys for features that OpenCL does not have, each with the reason.
 pub(super) const UNSUPPORTED_PYTORCH_KEYS: &[(&str, &str)] = &[
-    ("release_lock_on_cudamalloc", "no lock is ever held while the driver makes memory"),
-    ("release_lock_on_hipmalloc", "no lock is ever held while the driver makes memory"),
+    ("release_lock_on_cudamalloc", "no lock is ever held while the driver allocates memory"),
+    ("release_lock_on_hipmalloc", "no lock is ever held while the driver allocates memory"),
     ("graph_capture_record_stream_reuse", "OpenCL has no stream capture to record into"),
-    ("pinned_use_cuda_host_register", "OpenCL cannot pin memory that it did not make"),
-    ("pinned_use_hip_host_register", "OpenCL cannot pin memory that it did not make"),
-    ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not make"),
+    ("pinned_use_cuda_host_register", "OpenCL cannot pin memory that it did not allocate"),
+    ("pinned_use_hip_host_register", "OpenCL cannot pin memory that it did not allocate"),
+    ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not allocate"),
 ];
 
 /// How the values of a type of keys are parsed and printed.
@@ -114,7 +113,7 @@ macro_rules! config {
 pub(super) use config;
 
 /// One [`ValueFormat`] per type of value.
-pub(super) mod forms {
+pub(super) mod formats {
     use super::*;
 
     pub(crate) const BOOLEAN: ValueFormat<bool> = ValueFormat {
@@ -192,36 +191,33 @@ pub(super) fn split_list(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Looks up a value by its name.
 fn value_by_name<T: Copy>(names: &[(&str, T)], value: &str) -> Option<T> {
     names.iter().find(|(name, _)| *name == value).map(|(_, of)| *of)
 }
 
-/// Looks up the name of a value.
 fn name_of<T: PartialEq>(names: &[(&str, T)], value: &T) -> String {
     names.iter().find(|(_, of)| of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
 }
 
-/// Parses a number of digits only, without sign or fraction.
+/// Parses digits only: no sign and no fraction.
 fn parse_whole_number(value: &str) -> Option<u64> {
     value.bytes().all(|b| b.is_ascii_digit()).then(|| value.parse().ok()).flatten()
 }
 
-/// Parses a number within a range.
 fn parse_number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
     value.parse().ok().filter(|x| range.contains(x))
 }
 
 const UNLIMITED: &str = "unlimited";
 
-/// A size in whole units of `UNIT` bytes, at least `LEAST` units.
-const fn bytes<const UNIT: usize, const LEAST: usize>(allowed: &'static str) -> ValueFormat<usize> {
-    ValueFormat { allowed, parse: |text| parse_units(text, UNIT, LEAST), print: |bytes| print_units(*bytes, UNIT) }
+/// A size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
+const fn bytes<const UNIT: usize, const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
+    ValueFormat { allowed, parse: |text| parse_units(text, UNIT, MIN_UNITS), print: |bytes| print_units(*bytes, UNIT) }
 }
 
-/// A size in whole MiB, at least `LEAST`, or no limit.
-const fn limit<const LEAST: usize>(allowed: &'static str) -> ValueFormat<usize> {
-    let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { parse_units(text, MIB, LEAST) };
+/// A size in whole MiB, at least `MIN_UNITS`, or no limit.
+const fn limit<const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
+    let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { parse_units(text, MIB, MIN_UNITS) };
     ValueFormat { allowed, parse, print: |bytes| print_units(*bytes, MIB) }
 }
 

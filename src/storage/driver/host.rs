@@ -43,7 +43,7 @@ enum Origin {
     Custom(Box<dyn Any + Send + Sync>),
 }
 
-// SAFETY: it owns its bytes as a `Box<[u8]>` does and gives out no references to them.
+// SAFETY: the value owns its bytes as a `Box<[u8]>` does and gives out no references to them.
 unsafe impl Send for HostMemory {}
 // SAFETY: as above; code that makes references from `start()` names the lock that protects them.
 unsafe impl Sync for HostMemory {}
@@ -51,8 +51,7 @@ unsafe impl Sync for HostMemory {}
 impl HostMemory {
     /// Allocates zeroed memory aligned to [`ALIGNMENT`]. `None` if there is not enough memory.
     pub(crate) fn zeroed(bytes: usize) -> Option<HostMemory> {
-        // Ordinary alignment plus slack: the system returns such allocations already zeroed, page by page as they are
-        // touched.
+        // Ordinary alignment plus slack: the system returns such allocations already zeroed, page by page as they are touched.
         let layout = Layout::from_size_align(bytes.checked_add(ALIGNMENT)?, 16).ok()?;
         // SAFETY: the layout's size is at least ALIGNMENT, so not zero.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
@@ -188,8 +187,7 @@ unsafe impl Driver for Host {
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (bytes_at(from, bytes)?, bytes_at(to, bytes)?);
-        // SAFETY: both ranges are inside their memory and committed (checked), and the caller has them, as
-        // `Driver::copy` requires.
+        // SAFETY: both ranges are inside their memory and committed (checked), and the caller has them, as `Driver::copy` requires.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
     }

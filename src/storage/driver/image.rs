@@ -50,7 +50,6 @@ impl ImageDesc {
 /// A holder of a device's memory outside its driver of buffers, as counted by
 /// [`Driver::held_elsewhere`](super::Driver::held_elsewhere): the image pool.
 pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
-    /// Returns the bytes held.
     fn held(&self) -> u64;
     /// Releases unused memory. Returns true if any memory was released.
     fn make_room(&self) -> Result<bool>;

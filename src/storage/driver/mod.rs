@@ -54,7 +54,7 @@ pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
-/// Why a driver could not create or commit a segment, by OpenCL error code.
+/// The reason that a driver could not create or commit a segment, by OpenCL error code.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Failure {
@@ -95,7 +95,6 @@ impl fmt::Display for Failure {
 /// An owned range of a device's memory. Released on drop, ignoring errors.
 pub struct Memory(pub(crate) MemoryKind);
 
-/// The kind of memory, by driver.
 pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
@@ -167,11 +166,10 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// A point in a stream's work that can be queried and waited for. Cloning makes another handle on it.
+/// A handle on a point in a stream's work that can be queried and waited for.
 #[derive(Clone)]
 pub struct Marker(pub(crate) MarkerKind);
 
-/// The kind of marker, by driver.
 #[derive(Clone)]
 pub(crate) enum MarkerKind {
     /// The work is already done.
@@ -227,8 +225,7 @@ impl Progress {
 /// A location in memory: the memory, and an offset in bytes.
 pub type At<'a> = (&'a Memory, usize);
 
-/// A device's memory as allocators see it. The crate's own drivers are [`storage::driver`](crate::storage::driver())
-/// and [`Sim`].
+/// A device's memory as allocators see it. The crate's own drivers are [`storage::driver`](crate::storage::driver()) and [`Sim`].
 ///
 /// Implement the trait to put the crate's allocators over other memory ([`Memory::new`], [`Memory::of_host`]).
 /// [`build_allocator`](crate::storage::build_allocator) makes the allocator, and
@@ -252,8 +249,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn device(&self) -> Device;
     /// Returns the size of the device's memory in bytes.
     fn capacity(&self) -> u64;
-    /// Returns the largest segment the driver promises, in bytes. It may create larger ones: some drivers state a
-    /// quarter of the real limit.
+    /// Returns the largest segment the driver promises, in bytes. Larger ones may succeed: some drivers state a quarter of the real limit.
     fn largest_segment(&self) -> usize;
     /// Returns the alignment of blocks in bytes, a power of two.
     fn alignment(&self) -> usize {
@@ -267,8 +263,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
 
     /// Creates a segment. The device may allocate lazily: nothing is promised before [`commit`](Driver::commit).
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
-    /// Creates an image for the device's kernels to read, of at most [`bytes`](ImageDesc::bytes) bytes. Otherwise like
-    /// [`create`](Driver::create).
+    /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. Otherwise like [`create`](Driver::create).
     fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
         Err(Failure::TooBig)
     }
@@ -277,13 +272,11 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// released.
     fn commit(&self, memory: Memory) -> Result<Memory, Failure>;
 
-    /// Returns the page size in bytes, a power of two, in multiples of which reserved memory is committed and released.
-    /// 0 if the device cannot reserve.
+    /// Returns the page size in bytes, a power of two: the unit of committing and releasing reserved memory. 0 if the device cannot reserve.
     fn page(&self) -> usize {
         0
     }
-    /// Reserves addresses for a segment that grows in place, all of it uncommitted. `None` if the device cannot
-    /// reserve.
+    /// Reserves addresses for a segment that grows in place, all of it uncommitted. `None` if the device cannot reserve.
     fn reserve(&self, _bytes: usize) -> Option<Memory> {
         None
     }
@@ -302,8 +295,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn held_elsewhere(&self) -> u64 {
         0
     }
-    /// Releases unused memory outside the driver, because there is no room for `bytes` more bytes. Returns true if
-    /// there may be room now.
+    /// Releases unused memory outside the driver, because there is no room for `bytes` more bytes. Returns true if there may be room now.
     fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
         Ok(false)
     }
@@ -322,8 +314,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn record(&self, _stream: StreamId) -> Result<Marker> {
         Ok(Marker::done())
     }
-    /// True if the work before the marker is done, or has failed for good. An error if that cannot be known, as on a
-    /// lost device.
+    /// True if the work before the marker is done, or has failed for good. An error if that cannot be known, as on a lost device.
     fn is_done(&self, _marker: &Marker) -> Result<bool> {
         Ok(true)
     }
@@ -331,8 +322,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn is_idle(&self, _stream: StreamId) -> Result<bool> {
         Ok(true)
     }
-    /// Returns the stream's progress as far as it is known without querying the device. An allocator may call this
-    /// method under its lock.
+    /// Returns the stream's progress as known without querying the device. An allocator may call this method under its lock.
     fn progress(&self, _stream: StreamId) -> Progress {
         Progress::default()
     }

@@ -18,12 +18,11 @@ pub(crate) struct OpenCl {
     pub(crate) device: &'static ClDevice,
 }
 
-/// The location of a block's bytes in OpenCL memory. The block cannot move while the value lives; keep it until the
-/// work is enqueued.
+/// The location of a block's bytes in OpenCL memory. Keep the value until the work is enqueued: while it lives, the block cannot move.
 pub(crate) struct ClBlockLocation<'a> {
     pub(crate) device: &'static ClDevice,
     buffer: &'a ClBuffer,
-    place: BlockLocation<'a>,
+    location: BlockLocation<'a>,
 }
 
 impl ClBlockLocation<'_> {
@@ -34,18 +33,17 @@ impl ClBlockLocation<'_> {
 
     /// Returns the block's offset in the buffer, in bytes: a multiple of 512.
     pub(crate) fn offset(&self) -> usize {
-        self.place.offset()
+        self.location.offset()
     }
 
     /// Returns the location of a byte of the block.
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
-        (self.buffer, self.place.offset() + byte)
+        (self.buffer, self.location.offset() + byte)
     }
 }
 
 impl ClBlockLocation<'_> {
-    /// Maps the segment for the host. The segment is a buffer over host memory, and this block the only one in it.
-    /// Waits for the device.
+    /// Maps the segment, which is a buffer over host memory with this block as its only one, for the host. Waits for the device.
     ///
     /// # Errors
     /// Errors of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
@@ -82,9 +80,9 @@ impl OpenCl {
     /// Returns the location of a block; `None` if it is not in OpenCL memory.
     #[inline(always)] // part of every launch
     pub(crate) fn location(self, block: &Block) -> Option<ClBlockLocation<'_>> {
-        let place = block.location();
+        let location = block.location();
         match &block.segment().memory().0 {
-            MemoryKind::OpenCl(buffer) => Some(ClBlockLocation { device: self.device, buffer, place }),
+            MemoryKind::OpenCl(buffer) => Some(ClBlockLocation { device: self.device, buffer, location }),
             _ => None,
         }
     }
@@ -106,8 +104,7 @@ impl OpenCl {
         Ok((Memory(MemoryKind::OpenCl(buffer)), bytes))
     }
 
-    /// Creates a buffer over host memory. `None` if the device does not work on host memory in place, or if the driver
-    /// refuses.
+    /// Creates a buffer over host memory. `None` if the device does not work on host memory in place, or if the driver refuses.
     ///
     /// # Safety
     /// As for [`ClDevice::buffer_over`].
@@ -195,8 +192,7 @@ unsafe impl Driver for OpenCl {
     }
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
-        // A failed marker does not prove that earlier work is over: report the error, after which the caller records a
-        // new marker.
+        // A failed marker does not prove that earlier work is over: report the error, after which the caller records a new marker.
         marker_event(marker).map_or(Ok(true), |event| self.device.query(event))
     }
 

@@ -26,14 +26,13 @@ pub use stats::{DurationStat, PinnedStats};
 use super::Failure;
 use crate::device::lock;
 use crate::device::opencl::Backoff;
-use stats::Counters;
+use stats::PinnedCounters;
 
 /// The smallest class and the granularity of the reserve, in bytes: a page.
 const PAGE_BYTES: usize = 4096;
 /// The number of classes per power of two.
 const CLASSES_PER_DOUBLING: usize = 8;
 
-/// A source of pinned memory.
 pub(crate) trait PinnedSource: Send + Sync {
     /// A piece of pinned memory, released on drop.
     type Memory: Send + Sync;
@@ -73,21 +72,20 @@ impl Budget {
 /// The pinned memory of one device.
 pub(crate) struct PinnedPool<S: PinnedSource> {
     source: S,
-    classes: Box<[Mutex<Class<S>>]>,
+    classes: Box<[Mutex<SizeClass<S>>]>,
     /// Bytes of the reserve (0 for none), and the reserve once the source has created it.
     reserve_bytes: usize,
     reserve: OnceLock<Reserve<S::Memory>>,
-    /// When to ask for the reserve again. Separate, because a refused reserve, which is larger than any block, must not
-    /// delay blocks.
+    /// When to ask for the reserve again. Separate, because a refused reserve, which is larger than any block, must not delay blocks.
     reserve_backoff: Backoff,
     budget: Arc<Budget>,
     /// When to ask the source again after it has failed with nothing cached that could be released.
     source_backoff: Backoff,
-    counters: Counters,
+    counters: PinnedCounters,
 }
 
 /// The blocks of one size.
-struct Class<S: PinnedSource> {
+struct SizeClass<S: PinnedSource> {
     free: Vec<Piece<S::Memory>>,
     /// Blocks returned while a transfer still used them.
     in_flight: Vec<(S::Event, Piece<S::Memory>)>,
@@ -100,7 +98,7 @@ struct Piece<M> {
     reserved: bool,
 }
 
-/// Why no piece was created.
+/// The reason that no piece was created.
 enum Refusal {
     ByBudget,
     BySource,
@@ -133,7 +131,7 @@ impl<S: PinnedSource> PinnedPool<S> {
     /// at a later request if the source or the budget refuses it.
     pub(crate) fn new(source: S, reserve: usize, budget: Arc<Budget>) -> PinnedPool<S> {
         let last = size_class(budget.cap.max(PAGE_BYTES)).unwrap_or(0);
-        let class = |_| Mutex::new(Class { free: Vec::new(), in_flight: Vec::new() });
+        let class = |_| Mutex::new(SizeClass { free: Vec::new(), in_flight: Vec::new() });
         let pool = PinnedPool {
             source,
             classes: (0..=last).map(class).collect(),
@@ -142,7 +140,7 @@ impl<S: PinnedSource> PinnedPool<S> {
             reserve_backoff: Backoff::default(),
             budget,
             source_backoff: Backoff::default(),
-            counters: Counters::default(),
+            counters: PinnedCounters::default(),
         };
         pool.reserve_or_retry();
         pool
@@ -181,7 +179,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         self.counters.reset_accumulated();
     }
 
-    fn lock(&self, class: usize) -> MutexGuard<'_, Class<S>> {
+    fn lock(&self, class: usize) -> MutexGuard<'_, SizeClass<S>> {
         // Nothing that can panic runs under the lock.
         lock(&self.classes[class])
     }
@@ -302,7 +300,7 @@ impl<S: PinnedSource> Drop for PinnedPool<S> {
     }
 }
 
-/// A block of pinned memory. Dropping it frees it at once, so no transfer may be using it any more.
+/// A block of pinned memory. Dropping the value frees the block at once, so no transfer may be using the block any more.
 pub(crate) struct Pinned<'p, S: PinnedSource> {
     pool: &'p PinnedPool<S>,
     class: usize,

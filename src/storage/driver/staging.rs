@@ -1,9 +1,8 @@
 //! Large transfers between the host and a device with its own memory.
 //!
-//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the
-//! driver's own pinned memory. Here all threads of the CPU's thread team copy, past their caches, into a few pinned
-//! slices, while the device transfers other slices. As with a plain transfer, the call returns when all bytes have
-//! arrived.
+//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the driver's own pinned
+//! memory. Here all threads of the CPU's thread team copy to or from a few pinned slices, while the device transfers other slices. As
+//! with a plain transfer, the call returns when all bytes have arrived.
 //!
 //! On a CPU device there is nothing to transfer: all threads copy directly from or to the mapped buffer.
 
@@ -39,17 +38,14 @@ use crate::{Device, Error, Result};
 struct StagingSizes {
     /// Bytes of the pinned blocks that contain slices.
     block: usize,
-    /// Bytes of a slice.
     slice: usize,
-    /// The number of slices.
     slices: usize,
     /// Bytes that a thread copies at a time.
     piece: usize,
 }
 
 impl StagingSizes {
-    /// Adapts the sizes to a transfer of `total` bytes. A small transfer uses two halves, and pieces small enough that
-    /// all threads get some.
+    /// Adapts the sizes to `total` bytes. A small transfer uses two halves, and pieces small enough that all threads get some.
     fn for_transfer(self, total: usize) -> StagingSizes {
         match total < SMALL_TRANSFER_BYTES {
             true => StagingSizes { slice: (total / 2).clamp(1, self.block), piece: SMALL_PIECE_BYTES, ..self },
@@ -66,18 +62,17 @@ const DOWNLOAD_SIZES: StagingSizes = StagingSizes { block: 4 << 20, slice: 4 << 
 const MIN_STAGED_BYTES: usize = 1 << 20;
 /// Transfers of fewer bytes use two halves.
 const SMALL_TRANSFER_BYTES: usize = 4 << 20;
-/// Bytes that a thread copies at a time in such transfers.
+/// Bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
 const SMALL_PIECE_BYTES: usize = 64 << 10;
 /// The smallest copy, in bytes, from or to a CPU device's buffer that all threads share.
 const MIN_MAPPED_BYTES: usize = 4 << 20;
-/// The divisor of the machine's memory that gives the pinned memory allowed.
+/// The pinned memory allowed is the machine's memory divided by this number.
 const PINNED_MEMORY_DIVISOR: u64 = 8;
 /// The pinned memory allowed, in bytes, if the size of the machine's memory is unknown.
 const DEFAULT_PINNED_BYTES: u64 = 1 << 30;
 /// Interval at which the background thread polls (`pinned_use_background_threads`), as in PyTorch.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A device as a source of pinned memory.
 pub(in crate::storage) struct PinnedDevice(&'static ClDevice);
 
 impl PinnedSource for PinnedDevice {
@@ -99,7 +94,6 @@ impl PinnedSource for PinnedDevice {
     }
 }
 
-/// A device's pool of pinned memory.
 pub(in crate::storage) type DevicePinnedPool = PinnedPool<PinnedDevice>;
 
 /// The pools of all devices that have staged a transfer.
@@ -173,8 +167,7 @@ pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
     }
 }
 
-/// Reads through a mapping or pinned slices, so that no command refers to `dst`. `None` if the transfer is better left
-/// to the driver.
+/// Reads through a mapping or pinned slices, so that no command refers to `dst`. `None` if the driver's own transfer is better.
 fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
@@ -229,8 +222,7 @@ pub(in crate::storage) struct PinnedBytes {
     opened: &'static ClDevice,
     /// Enqueued transfers that were not waited for.
     enqueued_transfers: Mutex<Vec<EnqueuedTransfer>>,
-    /// The number of other transfers that read the bytes, and of those that write them. A transfer whose end is unknown
-    /// stays counted.
+    /// The numbers of other transfers that read and that write the bytes. A transfer whose end is unknown stays counted.
     readers: AtomicUsize,
     writers: AtomicUsize,
 }
@@ -240,7 +232,7 @@ pub(in crate::storage) struct PinnedBytes {
 struct LentBytes<'a> {
     start: *mut u8,
     bytes: usize,
-    users: &'a AtomicUsize,
+    transfer_count: &'a AtomicUsize,
 }
 
 // SAFETY: the bytes are borrowed, exclusively if they are written. After the borrow ends, no other code gets at them
@@ -253,7 +245,7 @@ unsafe impl HostMemory for LentBytes<'_> {
 
 impl Drop for LentBytes<'_> {
     fn drop(&mut self) {
-        self.users.fetch_sub(1, Release);
+        self.transfer_count.fetch_sub(1, Release);
     }
 }
 
@@ -281,17 +273,16 @@ impl PinnedBytes {
         }
         let offset = start.addr().wrapping_sub(self.start().addr().get());
         assert!(offset <= self.block.bytes() && bytes <= self.block.bytes() - offset, "bytes of other memory");
-        let users = if written { &self.writers } else { &self.readers };
-        users.fetch_add(1, Relaxed);
-        Some(LentBytes { start, bytes, users })
+        let transfer_count = if written { &self.writers } else { &self.readers };
+        transfer_count.fetch_add(1, Relaxed);
+        Some(LentBytes { start, bytes, transfer_count })
     }
 
     /// Waits for enqueued transfers before the bytes are read, or written if `written`. Call it under the tensor's
     /// lock. An error if a transfer of the lost device may still be using the bytes.
     pub(in crate::storage) fn wait_and_check(&self, written: bool) -> Result<()> {
         self.wait_for_enqueued(written)?;
-        // Transfers in progress hold the tensor's lock too, exclusively if they write the bytes. So a count above 0
-        // means a transfer whose end is unknown.
+        // Transfers in progress hold the tensor's lock too, exclusively if they write, so a count above 0 means a transfer whose end is unknown.
         if self.writers.load(Acquire) == 0 && (!written || self.readers.load(Acquire) == 0) {
             return Ok(());
         }
@@ -334,7 +325,7 @@ fn block_start(block: &Pinned<'static, PinnedDevice>) -> NonNull<u8> {
 struct Ring {
     device: &'static ClDevice,
     slices: Vec<SharedSlice>,
-    cut: StagingSizes,
+    sizes: StagingSizes,
 }
 
 impl Ring {
@@ -342,14 +333,14 @@ impl Ring {
     fn new(
         pool: &'static DevicePinnedPool,
         device: &'static ClDevice,
-        cut: StagingSizes,
+        sizes: StagingSizes,
         total: usize,
     ) -> Option<Ring> {
-        let wanted = total.div_ceil(cut.slice).min(cut.slices);
+        let wanted = total.div_ceil(sizes.slice).min(sizes.slices);
         let stream = device.current_stream(); // the current stream of this thread: threads of the team have none
         let slice = |block| SharedSlice::new(StagingSlice { device, stream, block: Some(block), event: None });
-        let slices: Vec<SharedSlice> = (0..wanted).map_while(|_| pool.alloc(cut.block)).map(slice).collect();
-        (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, cut })
+        let slices: Vec<SharedSlice> = (0..wanted).map_while(|_| pool.alloc(sizes.block)).map(slice).collect();
+        (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, sizes })
     }
 
     fn read(self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
@@ -385,8 +376,7 @@ impl Ring {
                 // SAFETY: the piece is inside `src`. No other thread has these bytes of the slice, nor does a transfer:
                 // the previous one is done, and the next one begins when all pieces of the chunk are copied.
                 unsafe {
-                    // Bypasses the cache, because the host does not read the bytes again and the device gets them
-                    // sooner.
+                    // Bypasses the cache: the host does not read the bytes again, and the device gets them sooner.
                     copy_raw(src.as_ptr().add(piece.start), to, piece.len(), |to, from| {
                         Streaming::new().copy(to, from)
                     });

@@ -11,11 +11,10 @@ thread_local! {
     static CALLER: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }
 
-/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods
-/// that return tensors begin with a `Caller`. It costs one relaxed load if no history is recording.
+/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods that return
+/// tensors begin with a `Caller`, which costs one relaxed load if no history is recording.
 ///
-/// A function that calls such methods, other than from closures, only needs `#[track_caller]` to pass on its caller's
-/// line.
+/// A function that calls such methods, other than from closures, only needs `#[track_caller]` to pass on its caller's line.
 ///
 /// ```
 /// use claystone::storage::{Caller, History, HistoryOptions, TraceAction};
@@ -76,8 +75,7 @@ pub(super) fn current_line() -> Option<&'static Location<'static>> {
     CALLER.try_with(Cell::get).ok().flatten()
 }
 
-/// Adds the line to the frames of a stack: to the innermost frame if debug information gave no line, or as the only
-/// frame.
+/// Adds the line to a stack's frames: to the innermost frame if debug information gave no line, or as the only frame.
 pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {
     let (filename, line) = (location.file().to_owned(), location.line());
     match frames.first_mut() {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::snapshot::{BlockInfo, BlockState, SegmentInfo, Snapshot, TraceAction, TraceEntry};
 use crate::{Error, Result};
 
-/// JavaScript's numbers are exact up to this one.
+/// The largest address: JavaScript's numbers are exact up to this integer.
 const MAX_ADDRESS: u64 = 1 << 53;
 
 impl Snapshot {
@@ -80,9 +80,8 @@ struct Segment {
     stream: u64,
 }
 
-/// A live block.
 struct Block {
-    /// The bytes it is known to cover: the requested bytes if the trace freed it.
+    /// The bytes that the block is known to cover: the requested bytes if the trace freed the block.
     size: u64,
     requested: u64,
     pending: bool,

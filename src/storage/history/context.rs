@@ -16,13 +16,13 @@ use crate::device::{lock, profiler};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Context {
     stack: Stack,
-    names: NameNode,
+    names: NamePath,
     caller: Option<&'static Location<'static>>,
 }
 
 /// The nested names a thread was inside of, as the index of a node in the tree of names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct NameNode(u32);
+struct NamePath(u32);
 
 /// All names ever used, as a tree: each name is a child of the enclosing name. Programs have few names, so none is
 /// removed. The first node is the root, which has no name.
@@ -33,21 +33,21 @@ static NAME_TREE: LazyLock<Mutex<Vec<Node>>> = LazyLock::new(|| Mutex::new(vec![
 struct Node {
     parent: u32,
     name: Arc<str>,
-    children: HashMap<Arc<str>, NameNode>,
+    children: HashMap<Arc<str>, NamePath>,
 }
 
 thread_local! {
     /// The names that this thread is inside of.
-    static CURRENT: Cell<NameNode> = const { Cell::new(NameNode::NONE) };
+    static CURRENT: Cell<NamePath> = const { Cell::new(NamePath::NONE) };
 }
 
 impl Context {
     /// No information: no stack, and outside any [`with_context`].
-    pub const NONE: Context = Context { stack: Stack::NONE, names: NameNode::NONE, caller: None };
+    pub const NONE: Context = Context { stack: Stack::NONE, names: NamePath::NONE, caller: None };
 
     /// Returns the calling thread's names.
     pub fn current() -> Context {
-        Context { names: NameNode::current(), ..Context::NONE }
+        Context { names: NamePath::current(), ..Context::NONE }
     }
 
     #[inline]
@@ -87,22 +87,22 @@ impl FrameCache {
     }
 }
 
-impl NameNode {
-    const NONE: NameNode = NameNode(0);
+impl NamePath {
+    const NONE: NamePath = NamePath(0);
 
-    fn current() -> NameNode {
+    fn current() -> NamePath {
         // A destructor of a thread-local may free a block after this thread-local is gone.
-        CURRENT.try_with(Cell::get).unwrap_or(NameNode::NONE)
+        CURRENT.try_with(Cell::get).unwrap_or(NamePath::NONE)
     }
 
     /// Returns the names, the innermost first.
     fn list(mut self) -> Vec<String> {
         let tree = lock(&NAME_TREE);
         let mut names = Vec::new();
-        while self != NameNode::NONE {
+        while self != NamePath::NONE {
             let node = &tree[self.0 as usize];
             names.push(node.name.to_string());
-            self = NameNode(node.parent);
+            self = NamePath(node.parent);
         }
         names
     }
@@ -115,21 +115,20 @@ impl NameNode {
     }
 
     /// Returns the node of `name` inside these names, added on first use.
-    fn child(self, name: &str) -> NameNode {
+    fn child(self, name: &str) -> NamePath {
         let mut tree = lock(&NAME_TREE);
         if let Some(&names) = tree[self.0 as usize].children.get(name) {
             return names;
         }
-        let (names, name): (_, Arc<str>) = (NameNode(tree.len() as u32), name.into());
+        let (names, name): (_, Arc<str>) = (NamePath(tree.len() as u32), name.into());
         tree[self.0 as usize].children.insert(Arc::clone(&name), names);
         tree.push(Node { parent: self.0, name, ..Node::default() });
         names
     }
 }
 
-/// Runs `f`. Every event recorded by this thread meanwhile carries `name`, as PyTorch's `compile_context` and as a
-/// frame around those of its stack. Nested names are joined by slashes. Each name is kept for the life of the process,
-/// so use few.
+/// Runs `f`. Every event recorded by this thread meanwhile carries `name`, as PyTorch's `compile_context` and as a frame outside the
+/// frames of its stack. Nested names are joined by slashes. Each name is kept for the life of the process, so use few.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction, with_context};
@@ -141,13 +140,13 @@ impl NameNode {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
-    let outer = NameNode::current();
+    let outer = NamePath::current();
     let inner = outer.child(name);
     CURRENT.set(inner);
     // During profiling, names of `annotate` may enclose this name.
     let annotation = match profiler::annotation() {
         around if around == outer.0 => inner,
-        around => NameNode(around).child(name),
+        around => NamePath(around).child(name),
     };
     let profiled = profiler::set_annotation(annotation.0, names_of);
     let _restore = OnDrop(|| {
@@ -159,7 +158,7 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
 
 /// Returns the names of a context by its number, the innermost first.
 fn names_of(number: u32) -> Vec<String> {
-    NameNode(number).list()
+    NamePath(number).list()
 }
 
 /// The number of histories that are recording. Spans and callers' lines are kept only while it is above 0.
@@ -198,16 +197,16 @@ pub(super) fn is_recording() -> bool {
 /// ```
 pub fn annotate<R>(name: &str, f: impl FnOnce() -> R) -> R {
     if profiler::is_on() {
-        return profiled(name, || in_history(name, f));
+        return run_in_profile(name, || run_in_history(name, f));
     }
-    in_history(name, f)
+    run_in_history(name, f)
 }
 
 /// Runs `f` as a span of the profile, whose records carry the name.
-fn profiled<R>(name: &str, f: impl FnOnce() -> R) -> R {
+fn run_in_profile<R>(name: &str, f: impl FnOnce() -> R) -> R {
     let mut record = profiler::Record::begin(profiler::RecordKind::Annotation(0), "", None);
     let outer = record.annotation;
-    let inner = NameNode(outer).child(name).0;
+    let inner = NamePath(outer).child(name).0;
     record.kind = profiler::RecordKind::Annotation(inner);
     profiler::set_annotation(inner, names_of);
     let _restore = OnDrop(|| _ = profiler::set_annotation(outer, names_of));
@@ -216,7 +215,7 @@ fn profiled<R>(name: &str, f: impl FnOnce() -> R) -> R {
 }
 
 /// Runs `f` as a span of the history, if one is recording.
-fn in_history<R>(name: &str, f: impl FnOnce() -> R) -> R {
+fn run_in_history<R>(name: &str, f: impl FnOnce() -> R) -> R {
     if !is_recording() {
         return f();
     }
@@ -244,7 +243,7 @@ pub fn annotations(device: u32) -> Vec<Annotation> {
     lock(&SPANS).iter().map(annotation).collect()
 }
 
-/// Runs its function when dropped, even if `f` panics.
+/// Calls a function when dropped, also during a panic.
 struct OnDrop<F: FnMut()>(F);
 
 impl<F: FnMut()> Drop for OnDrop<F> {

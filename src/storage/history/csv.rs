@@ -14,7 +14,6 @@ use crate::{Error, Result};
 
 /// The first line of a log.
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
-/// The number of columns.
 const COLUMNS: usize = 6;
 /// The longest line of a log, in bytes, so that a file without line breaks is rejected early.
 const MAX_LINE_BYTES: u64 = 1 << 16;
@@ -182,8 +181,7 @@ fn hexadecimal(text: &str) -> Option<u64> {
     }
 }
 
-/// Converts a time of day to microseconds. RMM separates the microseconds by a point or a colon, depending on its
-/// version.
+/// Converts a time of day to microseconds. RMM separates the microseconds by a point or a colon, depending on its version.
 fn microseconds(text: &str) -> Option<u64> {
     let parts: Vec<u64> = text.split([':', '.']).take(5).map(|part| part.parse().ok()).collect::<Option<_>>()?;
     match parts[..] {

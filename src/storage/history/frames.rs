@@ -9,8 +9,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::snapshot::Frame;
 
-/// The type name that marks frames for the reader of pickles, which has already made them, and for the writer.
-pub(super) const SHARED: &str = "claystone frames";
+/// The serde type name by which the reader and the writer of pickles recognise shared frames.
+pub(super) const SHARED_FRAMES: &str = "claystone frames";
 
 thread_local! {
     /// Passes frames from the reader of pickles to the visitor below, because serde can only pass plain data.
@@ -18,15 +18,15 @@ thread_local! {
 }
 
 pub(super) fn serialize<S: Serializer>(frames: &Arc<[Frame]>, serializer: S) -> Result<S::Ok, S::Error> {
-    Shared(frames).serialize(serializer)
+    SharedFrames(frames).serialize(serializer)
 }
 
 /// Frames in a form that serialises as shared.
-pub(super) struct Shared<'a>(pub(super) &'a [Frame]);
+pub(super) struct SharedFrames<'a>(pub(super) &'a [Frame]);
 
-impl Serialize for Shared<'_> {
+impl Serialize for SharedFrames<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_newtype_struct(SHARED, self.0)
+        serializer.serialize_newtype_struct(SHARED_FRAMES, self.0)
     }
 }
 
@@ -47,5 +47,5 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
             PENDING_FRAMES.take().ok_or_else(|| E::custom("there are no frames"))
         }
     }
-    deserializer.deserialize_newtype_struct(SHARED, Frames)
+    deserializer.deserialize_newtype_struct(SHARED_FRAMES, Frames)
 }

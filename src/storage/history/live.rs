@@ -31,8 +31,7 @@ pub struct LiveBlock {
     pub address: u64,
     /// Requested bytes.
     pub bytes: u64,
-    /// The stack that allocated the block, the innermost frame first, with the names given to
-    /// [`with_context`](super::with_context).
+    /// The stack that allocated the block, the innermost frame first, with the names given to [`with_context`](super::with_context).
     pub frames: Arc<[Frame]>,
     /// The names given to [`with_context`](super::with_context), joined by slashes, and the time from the allocation to
     /// the last entry of the device's trace. `None` if the trace does not contain the allocation.
@@ -148,8 +147,7 @@ impl Snapshot {
     }
 }
 
-/// Groups blocks, each given by the stack that allocated it and its bytes, by the innermost frame, the most bytes
-/// first.
+/// Groups blocks, each given by the stack that allocated it and its bytes, by the innermost frame, the most bytes first.
 pub(super) fn group_by_call_site<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
     let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
     for (frames, size) in blocks {
@@ -203,8 +201,7 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
     Ok(())
 }
 
-/// Writes a table of the bytes and blocks of groups. `key` returns a group's rank and name; groups are sorted by rank,
-/// then the most bytes first.
+/// Writes a table of the bytes and blocks of groups, sorted by rank, then the most bytes first. `key` returns a group's rank and name.
 fn fmt_groups(
     f: &mut fmt::Formatter<'_>,
     what: &str,
@@ -234,10 +231,8 @@ const UNTRACED_LABEL: &str = "not in the history";
 /// The age groups: name, and end in seconds.
 const AGE_GROUPS: [(&str, u64); 4] = [("1 second", 1), ("10 seconds", 10), ("1 minute", 60), ("10 minutes", 600)];
 
-/// The number of largest blocks to list.
 const MAX_LISTED_BLOCKS: usize = 10;
 
-/// The number of call sites to list.
 const MAX_LISTED_SITES: usize = 16;
 /// The number of callers to print per call site.
 const MAX_LISTED_CALLERS: usize = 3;

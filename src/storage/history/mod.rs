@@ -48,8 +48,7 @@ pub use summary::{Fragmentation, FreeSpace};
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// The amount of detail that an allocator's [`History`] keeps: the arguments of PyTorch's
-/// `torch.cuda.memory._record_memory_history`.
+/// The detail that an allocator's [`History`] keeps: the arguments of PyTorch's `torch.cuda.memory._record_memory_history`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HistoryOptions {
     /// Whether to record, and what.
@@ -209,8 +208,7 @@ impl History {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// Records an event, with `addr` and `bytes` as [`TraceEntry`] defines them for the action. Does nothing while
-    /// recording is off.
+    /// Records an event, with `addr` and `bytes` as [`TraceEntry`] defines them for the action. Does nothing while recording is off.
     ///
     /// For an event that creates a block or segment, returns the context to store with it ([`BlockInfo::frames`]).
     /// Returns [`Context::NONE`] for other events, and if the context level is lower.

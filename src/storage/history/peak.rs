@@ -9,8 +9,7 @@ use super::live::{LiveMemory, fmt_sites, group_by_call_site};
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction, TraceEntry};
 use super::summary::format_size;
 
-/// The largest number of bytes in use at once while a device's history was recorded, and the call sites that allocated
-/// them.
+/// The most bytes in use at once while a device's history was recorded, and the call sites that allocated them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeakMemory {
     /// The device's number: the index into [`Snapshot::device_traces`].
@@ -45,8 +44,7 @@ impl Snapshot {
 
     /// Computes the peak of one device by replaying its trace.
     fn peak_of(&self, device: u32, trace: &[TraceEntry]) -> PeakMemory {
-        // `before` are blocks allocated before the trace begins and freed in it; such blocks in use at its end are
-        // added below.
+        // `before` holds blocks allocated before the trace begins and freed in it; earlier blocks still in use at its end are added below.
         let (mut held, mut before) = (HashMap::new(), Vec::new());
         let (mut change, mut most, mut peak) = (0i128, 0i128, 0);
         for (i, entry) in trace.iter().enumerate() {

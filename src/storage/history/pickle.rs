@@ -1,10 +1,10 @@
 //! Reads pickles of plain data, as written by Python and PyTorch.
 //!
-//! serde-pickle's reader drops a shared value after the number of uses it counted, but each use of a shared list uses
-//! the values inside it once more. Snapshots, whose entries share their frames, then fail to load.
+//! serde-pickle's reader counts a shared value's uses in the file and drops the value after the last one. Each use of a shared list uses
+//! its items once more, which is not counted, so snapshots, whose entries share their frames, fail to load.
 //!
-//! With sharing, a short pickle can stand for any amount of data. Frames, which many events share, are made once; other
-//! values may be used about as often as the file has bytes.
+//! A short pickle can stand for any amount of data by sharing. Frames, which many events share, are therefore made once, and other values
+//! may be used about as often as the file has bytes.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use serde::de::value::{Error, MapDeserializer, SeqDeserializer};
 use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
-use super::frames::{PENDING_FRAMES, SHARED};
+use super::frames::{PENDING_FRAMES, SHARED_FRAMES};
 use super::snapshot::Frame;
 
 /// Returns the value in the pickle. Only the instructions that PyTorch's viewer supports are accepted.
@@ -51,8 +51,7 @@ const BYTES_PER_EXTRA_VALUE: usize = 2;
 const TEXT_BYTES_PER_VALUE: usize = 32;
 /// Base of the limit on the bytes of all different frames together.
 const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
-/// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames is a list of references
-/// of 2 to 5 bytes each.
+/// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
 
 /// A value: the value itself, or the index of the reader's list that holds its items.
@@ -86,10 +85,10 @@ impl<'a> Reader<'a> {
         loop {
             let opcode = self.take(1)?[0];
             let items = match opcode {
-                b'l' | b't' | b'd' | b'e' | b'u' => self.marked()?,
-                0x85..=0x87 => self.last(usize::from(opcode - 0x84))?,
-                b'a' => self.last(1)?,
-                b's' => self.last(2)?,
+                b'l' | b't' | b'd' | b'e' | b'u' => self.take_marked_items()?,
+                0x85..=0x87 => self.take_last(usize::from(opcode - 0x84))?,
+                b'a' => self.take_last(1)?,
+                b's' => self.take_last(2)?,
                 _ => Vec::new(),
             };
             let number = match opcode {
@@ -102,7 +101,7 @@ impl<'a> Reader<'a> {
                 0x80 => _ = self.take(1)?, // PROTO
                 0x95 => _ = self.take(8)?, // FRAME
                 b'(' => {
-                    self.count_values()?;
+                    self.count_value()?;
                     self.marks.push(self.stack.len());
                 }
                 b'N' => self.push(Item::Null)?,
@@ -154,13 +153,13 @@ impl<'a> Reader<'a> {
         self.push(Item::Text(text))
     }
 
-    fn count_values(&mut self) -> Result<(), String> {
+    fn count_value(&mut self) -> Result<(), String> {
         self.values = self.values.checked_sub(1).ok_or(TOO_MANY)?;
         Ok(())
     }
 
     fn push(&mut self, item: Item<'a>) -> Result<(), String> {
-        self.count_values()?;
+        self.count_value()?;
         self.stack.push(item);
         Ok(())
     }
@@ -175,13 +174,13 @@ impl<'a> Reader<'a> {
         self.stack.pop().ok_or_else(|| "an instruction finds nothing on the stack".into())
     }
 
-    fn last(&mut self, n: usize) -> Result<Vec<Item<'a>>, String> {
+    fn take_last(&mut self, n: usize) -> Result<Vec<Item<'a>>, String> {
         let rest = self.stack.len().checked_sub(n).ok_or("an instruction finds too little on the stack")?;
         Ok(self.stack.split_off(rest))
     }
 
     /// Takes the items above the last mark off the stack.
-    fn marked(&mut self) -> Result<Vec<Item<'a>>, String> {
+    fn take_marked_items(&mut self) -> Result<Vec<Item<'a>>, String> {
         let mark = self.marks.pop().filter(|m| *m <= self.stack.len()).ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
     }
@@ -196,14 +195,14 @@ impl<'a> Reader<'a> {
     }
 
     fn memoize(&mut self, key: u32) -> Result<(), String> {
-        self.count_values()?;
+        self.count_value()?;
         let top = *self.stack.last().ok_or("an instruction finds nothing on the stack")?;
         self.memo.insert(key, top);
         Ok(())
     }
 
     fn recall(&mut self, key: u32) -> Result<(), String> {
-        let item = *self.memo.get(&key).ok_or("a shared value is used before it is there")?;
+        let item = *self.memo.get(&key).ok_or("a shared value is used before it is stored")?;
         self.push(item)
     }
 }
@@ -254,7 +253,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
             Item::Float(bits) => f64::from_bits(bits).to_string(),
             Item::Bool(is) => is.to_string(),
             Item::Null => "null".to_owned(),
-            Item::List(_) | Item::Dict(_) => return Err(Error::custom("a dict has a key that is no text")),
+            Item::List(_) | Item::Dict(_) => return Err(Error::custom("a dict has a list or a dict as a key")),
         };
         count_values(&self.pickle.values, 1 + key.len() / TEXT_BYTES_PER_VALUE)?;
         Ok(key)
@@ -263,7 +262,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
     /// Returns the frames in a list, made on first use.
     fn stack(self) -> Result<Arc<[Frame]>, Error> {
         count_values(&self.pickle.values, 1)?;
-        let Item::List(id) = self.item else { return Err(Error::custom("frames are no list")) };
+        let Item::List(id) = self.item else { return Err(Error::custom("the frames are not a list")) };
         if let Some(known) = self.pickle.stacks.borrow().get(&id) {
             return Ok(Arc::clone(known));
         }
@@ -280,7 +279,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
         let is_frame =
             |item: &Item| matches!(item, Item::Dict(id) if self.pickle.lists[*id as usize].len() <= MAX_FRAME_ITEMS);
         if !items.iter().all(is_frame) {
-            return Err(Error::custom("a frame is no dict, or one of too many entries"));
+            return Err(Error::custom("a frame is not a dict, or has too many entries"));
         }
         if let Some(known) = self.pickle.frames.borrow().get(items) {
             return Ok(Arc::clone(known));
@@ -361,19 +360,19 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         count_values(&self.pickle.values, 1)?;
         match self.item {
             Item::Text(text) => visitor.visit_enum(text.into_deserializer()),
-            _ => Err(Error::custom("a name is no text")),
+            _ => Err(Error::custom("a name is not text")),
         }
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, Error> {
-        if name != SHARED {
+        if name != SHARED_FRAMES {
             return visitor.visit_newtype_struct(self);
         }
         PENDING_FRAMES.set(Some(self.stack()?));
         visitor.visit_unit()
     }
 
-    /// Skips a value that is not requested without looking at it.
+    /// Skips a value that no field requests, without examining it.
     fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         visitor.visit_unit()
     }

@@ -1,7 +1,6 @@
 //! Writes snapshots as pickles.
 //!
-//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number. serde-pickle would
-//! write the stack of each event in full.
+//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number; serde-pickle would repeat them.
 
 use std::collections::HashMap;
 
@@ -9,7 +8,7 @@ use serde::Serialize;
 use serde::de::value::Error;
 use serde::ser::{self, Error as _, Impossible, Serializer};
 
-use super::frames::SHARED;
+use super::frames::SHARED_FRAMES;
 
 /// Returns a value's Python pickle, protocol 3, using only instructions that PyTorch's viewer supports.
 pub(super) fn write(value: &impl Serialize) -> Result<Vec<u8>, Error> {
@@ -156,7 +155,7 @@ impl<'a> Serializer for &'a mut Pickler {
     }
 
     fn serialize_newtype_struct<T: ?Sized + Serialize>(self, name: &'static str, value: &T) -> Result<(), Error> {
-        if name == SHARED { self.write_shared(value) } else { value.serialize(self) }
+        if name == SHARED_FRAMES { self.write_shared(value) } else { value.serialize(self) }
     }
 
     fn serialize_newtype_variant<T: ?Sized + Serialize>(
@@ -210,8 +209,7 @@ impl<'a> Serializer for &'a mut Pickler {
     }
 }
 
-/// Writes the items of a list or dict in batches, each between a mark and the instruction `add`. A tuple has one batch,
-/// which creates it.
+/// Writes a list or dict in batches of items, each between a mark and the instruction `add`. A tuple is one batch, created by `add`.
 struct ItemWriter<'a> {
     pickler: &'a mut Pickler,
     add: u8,

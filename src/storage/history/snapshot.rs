@@ -1,7 +1,6 @@
 //! An allocator's state at one moment, in the schema of PyTorch's `torch.cuda.memory._snapshot()`.
 //!
-//! PyTorch's viewer supports few of pickle's instructions, and no integers of more than 8 bytes, so every integer here
-//! is written as an i64.
+//! Every integer is written as an i64: PyTorch's viewer supports few of pickle's instructions, and no integers of more than 8 bytes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::{Setting, frames, pickle, pickler};
 use crate::{Device, Error, Result};
 
-/// The segments and blocks of one or more allocators, and the events that led there.
+/// The segments and blocks of one or more allocators, and their recorded events.
 ///
 /// ```
 /// use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot};
@@ -126,7 +125,7 @@ impl Serialize for SegmentInfo {
         s.serialize_field("allocated_size", &Int(self.allocated_size()))?;
         s.serialize_field("active_size", &Int(self.active_size()))?;
         s.serialize_field("requested_size", &Int(self.requested_size()))?;
-        s.serialize_field("frames", &frames::Shared(&self.frames))?;
+        s.serialize_field("frames", &frames::SharedFrames(&self.frames))?;
         s.serialize_field("blocks", &self.blocks)?;
         s.end()
     }
@@ -181,11 +180,9 @@ pub enum BlockState {
 pub struct TraceEntry {
     /// The kind of event.
     pub action: TraceAction,
-    /// The address of the block or segment. 0 for a snapshot. For an [`Oom`](TraceAction::Oom), the number of bytes
-    /// that were free on the device.
+    /// The address of the block or segment; 0 for a snapshot; for an [`Oom`](TraceAction::Oom), the bytes that were free on the device.
     pub addr: u64,
-    /// Bytes. For blocks and an [`Oom`](TraceAction::Oom), the requested bytes; for segments, their size; for a
-    /// snapshot, the bytes in use.
+    /// Requested bytes for blocks and an [`Oom`](TraceAction::Oom), the size for segments, and the bytes in use for a snapshot.
     pub size: u64,
     /// The stream of the block or segment.
     pub stream: u64,
@@ -243,7 +240,7 @@ impl Serialize for TraceEntry {
         map.serialize_entry("size", &Int(self.size))?;
         map.serialize_entry("stream", &Int(self.stream))?;
         map.serialize_entry("time_us", &Int(self.time_us))?;
-        map.serialize_entry("frames", &frames::Shared(&self.frames))?;
+        map.serialize_entry("frames", &frames::SharedFrames(&self.frames))?;
         let context = if self.compile_context.is_empty() { NO_CONTEXT } else { &self.compile_context };
         map.serialize_entry("compile_context", context)?;
         map.end()
@@ -328,12 +325,10 @@ impl Snapshot {
         serde_json::to_string(self).map_err(|e| unwritable_error(&e))
     }
 
-    /// Reads a pickle written by [`to_pickle`](Snapshot::to_pickle) or PyTorch. Fields that claystone does not have are
-    /// ignored.
+    /// Reads a pickle written by [`to_pickle`](Snapshot::to_pickle) or PyTorch, ignoring fields that claystone does not have.
     ///
     /// # Errors
-    /// If the bytes are not a pickle of a snapshot, or if it uses shared values so often that they would take far more
-    /// memory than the file.
+    /// If the bytes are not a pickle of a snapshot, or use shared values so often that they would take far more memory than the file.
     pub fn from_pickle(bytes: &[u8]) -> Result<Snapshot> {
         pickle::read(bytes).map(Snapshot::complete).map_err(|e| unreadable_error("pickle", &e))
     }
@@ -362,8 +357,7 @@ impl Snapshot {
     /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, by the ending of its name.
     ///
     /// # Errors
-    /// If the name has another ending, or the file cannot be read, is not a snapshot, or is a pipe with more than 64
-    /// MiB.
+    /// If the name has another ending, or the file cannot be read, is not a snapshot, or is a pipe with more than 64 MiB.
     pub fn load(path: impl AsRef<Path>) -> Result<Snapshot> {
         let path = path.as_ref();
         let unread = |e: &dyn std::fmt::Display| Error::invalid("load", format!("{}: {e}", path.display()));

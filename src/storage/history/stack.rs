@@ -23,7 +23,7 @@ const MAX_DEPTH: usize = 64;
 /// The number of different stacks that are kept, at up to half a KiB each. Programs have some hundreds.
 const MAX_STACKS: usize = 1 << 16;
 
-/// The number of a call stack, or none.
+/// The number of a call stack in [`STACKS`]; 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Stack(u32);
 
@@ -110,8 +110,7 @@ fn unwind(here: usize) -> Vec<(usize, usize)> {
     let mut frames = Vec::with_capacity(MAX_DEPTH);
     backtrace::trace(|frame| {
         let (address, pointer) = (frame.ip() as usize, frame.sp() as usize);
-        // Frames below `here` belong to this module. If the platform reports no stack pointers, they stay, and are left
-        // out by their names.
+        // Frames below `here` belong to this module. Without stack pointers they stay in the list, and are left out by their names.
         if address != 0 && (pointer == 0 || pointer > here) {
             frames.push((address, pointer));
         }
@@ -181,8 +180,7 @@ thread_local! {
 }
 
 impl StackMemory {
-    /// Returns `None` if the thread runs on a stack other than its own, such as a coroutine's, or if walks are not
-    /// supported.
+    /// Returns `None` if the thread runs on a stack other than its own, such as a coroutine's, or if walks are not supported.
     fn above(low: usize) -> Option<StackMemory> {
         // A destructor of a thread-local may free a block.
         let bounds = BOUNDS.try_with(|bounds| {
@@ -219,8 +217,7 @@ fn read(memory: StackMemory, at: usize) -> usize {
 fn stack_bounds() -> (usize, usize) {
     let mut attributes = std::mem::MaybeUninit::<libc::pthread_attr_t>::uninit();
     let (mut start, mut size) = (std::ptr::null_mut(), 0);
-    // SAFETY: the attributes are read and destroyed only after the first call has written them; the other calls write
-    // to local variables.
+    // SAFETY: the attributes are read and destroyed only after the first call has written them; other calls write to local variables.
     let got = unsafe {
         libc::pthread_getattr_np(libc::pthread_self(), attributes.as_mut_ptr()) == 0 && {
             let got = libc::pthread_attr_getstack(attributes.as_ptr(), &mut start, &mut size) == 0;

@@ -31,8 +31,7 @@ pub struct FreeSpace {
 }
 
 impl FreeSpace {
-    /// Returns the external fragmentation: 1 - largest_free / total_free. 0 if the free memory is one block, or none is
-    /// free.
+    /// Returns the external fragmentation: 1 - largest_free / total_free. 0 if the free memory is one block, or none is free.
     pub fn index(&self) -> f64 {
         if self.total_free == 0 { 0.0 } else { 1.0 - self.largest_free as f64 / self.total_free as f64 }
     }

@@ -15,15 +15,13 @@ struct Symbol {
     owner: FunctionOwner,
 }
 
-/// The owner of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FunctionOwner {
     /// The program's.
     User,
     /// This crate, or code between it and the program: the standard library, rayon, smallvec, the test harness.
     Inner,
-    /// The function in which the standard library starts the program or a thread. Only the system's frames are around
-    /// it.
+    /// The function in which the standard library starts the program or a thread. Only the system's frames are around it.
     Start,
 }
 

@@ -1,12 +1,10 @@
 //! Backtracking search for offsets within a given capacity.
 //!
-//! The search places blocks from the bottom up, each resting on offset 0 or on another block, in order of offset and
-//! then rank. So each arrangement is generated once (Moffitt's canonical solutions, from MiniMalloc). Three rules prune
-//! the tree:
+//! The search places blocks from the bottom up, each resting on offset 0 or on another block, in order of offset and then rank. So each arrangement
+//! is generated once (Moffitt's canonical solutions, from MiniMalloc). Three rules prune the tree:
 //! - A section's lowest possible floor plus the units still to place there exceeds the capacity.
 //! - A gap below a block could still hold another block.
-//! - Time splits into parts that have no unplaced block in common. The parts are searched one after another instead
-//!   of nested.
+//! - Time splits into parts that have no unplaced block in common. The parts are searched one after another instead of nested.
 
 use super::search::Item;
 
@@ -56,7 +54,7 @@ struct Search<'a> {
     unplaced: Vec<u64>,
     /// Units not yet placed, by section.
     remaining: Vec<u64>,
-    /// Number of unplaced blocks that are alive both in a section and in the previous one.
+    /// Number of unplaced blocks alive both in a section and in the section before it.
     crossing: Vec<u32>,
     /// Scratch memory: the lowest offset of an unplaced block, by section.
     floor: Vec<u64>,
@@ -93,7 +91,6 @@ pub(super) fn place_within(blocks: &OverlapTable, capacity: u64, order: &[usize]
 }
 
 impl Search<'_> {
-    /// Marks a block as unplaced.
     fn mark_unplaced(&mut self, index: usize) {
         let item = &self.blocks.items[index];
         self.unplaced[index / 64] |= 1 << (index % 64);
@@ -101,7 +98,6 @@ impl Search<'_> {
         self.crossing[item.start + 1..item.end].iter_mut().for_each(|count| *count += 1);
     }
 
-    /// Marks a block as placed.
     fn mark_placed(&mut self, index: usize) {
         let item = &self.blocks.items[index];
         self.unplaced[index / 64] &= !(1 << (index % 64));
@@ -122,8 +118,7 @@ impl Search<'_> {
         })
     }
 
-    /// Places `blocks`, which are sorted by rank, at (`at`, `rank`) or after. Groups of blocks without common time
-    /// are placed independently.
+    /// Places `blocks`, which are sorted by rank, at (`at`, `rank`) or after. Groups of blocks without common time are placed independently.
     fn place_parts(&mut self, blocks: &[usize], at: u64, rank: usize) -> SearchOutcome {
         let items = self.blocks.items;
         let mut by_start = blocks.to_vec();
@@ -196,7 +191,7 @@ impl Search<'_> {
             }
             self.restore(mark);
             self.mark_unplaced(index);
-            // A block that overlaps no other in time is not why the others do not fit.
+            // Other offsets are pointless for a block that overlaps no unplaced block in time.
             if result == SearchOutcome::OutOfSteps || has_no_overlap {
                 return result;
             }

@@ -1,13 +1,11 @@
 //! Memory plans: offsets for the blocks of a recorded step, computed offline from the blocks' lifetimes.
 //!
-//! An allocator that serves requests one by one cannot know which block will be freed next to which. A step that
-//! repeats reveals the lifetimes of all its blocks. [`place`] assigns them offsets in one arena, as small as a search
-//! of under a second can make it. Often the arena is exactly the peak of live bytes. A [`Plan`] records a step,
-//! computes its offsets, and serves repetitions of the step.
+//! An allocator that serves requests one by one does not know how long each block will live. A step that repeats reveals the lifetimes of all its
+//! blocks. [`place`] assigns the blocks offsets in one arena, as small as a search of under a second can make the arena. Often the arena is exactly
+//! the peak of live bytes. A [`Plan`] records a step, computes its offsets, and serves repetitions of the step.
 //!
 //! PyTorch's only counterpart are the private pools of CUDA graphs. Recording and serving follow STAlloc ([arXiv
-//! 2507.16274](https://arxiv.org/abs/2507.16274)); the search follows MiniMalloc ([ASPLOS
-//! 2023](https://doi.org/10.1145/3623278.3624752)).
+//! 2507.16274](https://arxiv.org/abs/2507.16274)); the search follows MiniMalloc ([ASPLOS 2023](https://doi.org/10.1145/3623278.3624752)).
 
 mod exact;
 mod greedy;
@@ -29,23 +27,20 @@ pub use search::{Lifetime, Placement, place};
 use serve::{PlanServer, Schedule};
 
 /// Time limit of the search for offsets.
-const BUDGET: Duration = Duration::from_secs(1);
+const SEARCH_TIME_LIMIT: Duration = Duration::from_secs(1);
 
 /// A recorded step: the offset of each block in one arena, and statistics of its repetitions.
 ///
-/// A plan is for steps that request the same sizes in the same order, as training does after the first step. Record
-/// the second step or a later one, when optimiser state and gradients exist. The plan covers the blocks that the step
-/// allocates and frees on one stream. Blocks that outlive the step (its result) or are used by other streams come
-/// from the allocator.
+/// A plan is for steps that request the same sizes in the same order, as training does after the first step. Record the second step or a later one,
+/// when optimiser state and gradients exist. The plan covers the blocks that the step allocates and frees on one stream. Blocks that outlive the step
+/// (its result) or are used by other streams come from the allocator.
 ///
-/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next
-/// request that matches. A block that lives longer than in the recording keeps its memory. The step's results are the
-/// same in every case.
+/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next request that matches. A block that
+/// lives longer than in the recording keeps its memory. The step's results are the same in every case.
 ///
-/// The arena is one block of the underlying allocator. It is allocated at the first run, counted in the allocator's
-/// statistics, and freed after the plan and the last of its blocks are dropped. It never moves. Histories and
-/// snapshots show it as one block with the context `plan`; like the replay of a CUDA graph, a repetition records no
-/// events.
+/// The arena is one block of the underlying allocator, and counts in its statistics. The arena is allocated at the first run, never moves, and is
+/// freed after the plan and the last of its blocks are dropped. Histories and snapshots show the arena as one block with the context `plan`; like the
+/// replay of a CUDA graph, a repetition records no events.
 ///
 /// ```
 /// use claystone::{Device, Tensor, storage::plan::Plan};
@@ -89,8 +84,7 @@ impl Plan {
         Ok(Plan::record_on(allocator, scope::home_stream(device), planned))
     }
 
-    /// Like [`record`](Plan::record), for the requests on `stream` to the allocator that is passed to `step`, which
-    /// forwards them to `allocator`.
+    /// Like [`record`](Plan::record), for the requests on `stream` to the allocator that is passed to `step`, which forwards them to `allocator`.
     pub fn record_on<R>(
         allocator: Arc<dyn Allocator>,
         stream: StreamId,
@@ -99,21 +93,19 @@ impl Plan {
         let recorder = Arc::new(Recorder::new(Arc::clone(&allocator), stream));
         let result = step(&(Arc::clone(&recorder) as Arc<dyn Allocator>));
         let trace = recorder.finish();
-        let placement = place(&trace.lifetimes(), allocator.alignment() as u64, BUDGET);
+        let placement = place(&trace.lifetimes(), allocator.alignment() as u64, SEARCH_TIME_LIMIT);
         let schedule = Schedule::new(trace, &placement.offsets, placement.arena);
         let server = Arc::new(PlanServer::new(allocator, stream, schedule));
         (result, Plan { server, lower_bound: placement.lower_bound })
     }
 
-    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. Inside another
-    /// plan's run, the inner plan serves.
+    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. Inside another plan's run, the inner plan serves.
     pub fn run<R>(&mut self, step: impl FnOnce() -> R) -> R {
         let device = self.server.device();
         self.run_on(|server| scope::with_allocator(device, Arc::clone(server), step))
     }
 
-    /// Like [`run`](Plan::run), for the requests to the allocator that is passed to `step`. Blocks must be freed to
-    /// that allocator.
+    /// Like [`run`](Plan::run), for the requests to the allocator that is passed to `step`. Blocks must be freed to that allocator.
     pub fn run_on<R>(&mut self, step: impl FnOnce(&Arc<dyn Allocator>) -> R) -> R {
         struct End<'a>(&'a PlanServer);
         impl Drop for End<'_> {

@@ -4,8 +4,7 @@ use std::cmp::Reverse;
 
 use super::search::Item;
 
-/// Orders for the greedy pass: largest first, largest area (size times lifetime) first, longest-lived first, and by
-/// start.
+/// Orders for the greedy pass: largest first, largest area (size times lifetime) first, longest-lived first, and by start.
 pub(super) fn greedy_orders(items: &[Item]) -> [Vec<usize>; 4] {
     let length = |item: &Item| (item.end - item.start) as u64;
     let sorted = |key: &dyn Fn(&Item) -> (u64, u64)| {
@@ -39,8 +38,7 @@ impl Ranking {
         Ranking(items.iter().map(key).collect())
     }
 
-    /// Returns the blocks in descending order of their keys. Each block's keys are scaled by a random factor of 1 ±
-    /// `noise`.
+    /// Returns the blocks in descending order of their keys. Each block's keys are scaled by a random factor of 1 ± `noise`.
     pub fn order(&self, by: [usize; 3], noise: f64, random: &mut Random) -> Vec<usize> {
         let noisy = |key: &[f64; 3]| {
             let off = noise * random.next();

@@ -16,7 +16,7 @@ use crate::device::lock;
 pub(super) struct Trace {
     /// The requests, with sizes in bytes rounded up to the alignment.
     pub(super) requests: Vec<Request>,
-    /// The requests whose blocks were freed, in that order.
+    /// The requests whose blocks were freed, in the order of the frees.
     pub(super) frees: Vec<usize>,
 }
 
@@ -62,7 +62,7 @@ struct Recording {
     /// Maps the slots of live blocks to their requests.
     live: HashMap<NonNull<Slot>, usize>,
     /// Requests whose blocks other streams use.
-    shared: Vec<usize>,
+    used_by_other_streams: Vec<usize>,
 }
 
 // SAFETY: the pointers are only compared, never dereferenced.
@@ -75,9 +75,11 @@ impl Recorder {
 
     /// Ends the recording and returns the trace.
     pub(super) fn finish(&self) -> Trace {
-        let Some(Recording { mut trace, shared, .. }) = lock(&self.recording).take() else { return Trace::default() };
+        let Some(Recording { mut trace, used_by_other_streams, .. }) = lock(&self.recording).take() else {
+            return Trace::default();
+        };
         trace.frees.iter().for_each(|&request| trace.requests[request].planned = true);
-        shared.into_iter().for_each(|request| trace.requests[request].planned = false);
+        used_by_other_streams.into_iter().for_each(|request| trace.requests[request].planned = false);
         trace
     }
 }
@@ -119,7 +121,7 @@ impl Allocator for Recorder {
         if let Some(recording) = lock(&self.recording).as_mut().filter(|_| stream != self.stream)
             && let Some(&request) = recording.live.get(&block.slot_ptr())
         {
-            recording.shared.push(request);
+            recording.used_by_other_streams.push(request);
         }
         self.inner.record_stream(block, stream);
     }

@@ -41,12 +41,10 @@ pub(super) struct Item {
     pub size: u64,
 }
 
-/// Finds offsets, in multiples of `alignment` bytes, such that blocks alive at the same time never overlap. Minimises
-/// the arena within `budget`.
+/// Finds offsets, in multiples of `alignment` bytes, such that blocks alive at the same time never overlap. Minimises the arena within `budget`.
 ///
-/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget
-/// of a second the step limit comes first, so the result is the same every time. A budget of zero means one greedy
-/// pass.
+/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget of a second the step limit
+/// comes first, so the result is the same every time. A budget of zero means one greedy pass.
 ///
 /// ```
 /// use claystone::storage::plan::{Lifetime, place};
@@ -88,22 +86,19 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
     }
 }
 
-/// The most blocks of one part that are searched. The search's tables grow with the square of the count, and for more
-/// blocks one greedy pass already takes long.
+/// The most blocks of a part that gets more than the greedy passes: the search's tables grow with the square of the count.
 const MAX_SEARCHED_BLOCKS: usize = 2000;
-/// Backtracking steps for one part: under half a second with about 200 blocks. Ends a search whose time is not up.
+/// Backtracking steps for one part, even if time is left: under half a second with about 200 blocks.
 const MAX_STEPS: u64 = 250_000;
 /// Backtracking steps of the shortest try. Costs are heavy-tailed: many short tries find more than a few long ones.
 const MIN_STEPS_PER_TRY: u64 = 1500;
 /// Parts with fewer blocks are searched on one thread, because there is too little work for several.
 const MIN_PARALLEL_BLOCKS: usize = 64;
-/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then
-/// from easy to hard.
+/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then from easy to hard.
 const CAPACITY_EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
-/// Returns the best offsets for `items` found in the time that `left` returns. Stops at an arena of at most `goal`.
-/// Tries as many orders at once as there are threads, and evaluates them in sequence, so the result is the same as on
-/// one thread.
+/// Returns the best offsets for `items` found in the time that `left` returns. Stops at an arena of at most `goal`. Tries as many orders at once as
+/// there are threads, and evaluates them in sequence, so the result is the same as on one thread.
 fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
     let threads = rayon::current_num_threads();
@@ -117,7 +112,7 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
                 best = (arena, offsets);
             }
         }
-        // The next passes will take as long as this one.
+        // Stops unless the time left covers another pass as long as the last.
         let after = left();
         if best.0 <= goal || after <= before - after {
             return best.1;
@@ -173,7 +168,7 @@ fn map_orders<R: Send>(items: &[Item], orders: &[Vec<usize>], f: impl Fn(&Vec<us
     }
 }
 
-/// Groups the blocks, by time, into parts that have no section in common.
+/// Groups the blocks into parts that have no section of time in common.
 fn disjoint_parts(items: &[Item]) -> Vec<Vec<usize>> {
     let mut by_start: Vec<usize> = (0..items.len()).filter(|&index| items[index].size > 0).collect();
     by_start.sort_by_key(|&index| items[index].start);

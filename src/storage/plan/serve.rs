@@ -1,9 +1,8 @@
 //! Serving a step from its plan.
 //!
-//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has
-//! passed the point at which it was freed in the recording. While no block is overdue, every live block matches the
-//! plan, so the next request's range is free without a search. Otherwise the range is free unless an overdue block
-//! overlaps it.
+//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has passed the point at which it was
+//! freed in the recording. While no block is overdue, every live block matches the plan, so the next request's range is free without a search.
+//! Otherwise the range is free unless an overdue block overlaps it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
@@ -39,7 +38,7 @@ struct PlannedRequest {
 #[derive(Debug)]
 pub(super) struct Schedule {
     entries: Vec<PlannedRequest>,
-    /// The entries whose blocks were freed, in that order.
+    /// The entries whose blocks were freed, in the order of the frees.
     frees: Vec<usize>,
     pub(super) arena: usize,
     pub(super) planned: usize,
@@ -80,7 +79,7 @@ struct Arena {
 struct ServerState {
     running: bool,
     /// True once the plan was dropped: the arena is freed with the last of its blocks.
-    closed: bool,
+    is_plan_dropped: bool,
     /// The next request, the number of frees before it, and the number of requests missed since the last match.
     cursor: usize,
     freed: usize,
@@ -89,8 +88,8 @@ struct ServerState {
     live: usize,
     /// The ranges of overdue blocks: end by offset.
     overdue: BTreeMap<usize, usize>,
-    /// Live blocks that other streams use, and all streams that ever used a block.
-    shared: HashSet<u32>,
+    /// Live blocks that other streams use, and all other streams that ever used a block.
+    used_by_other_streams: HashSet<u32>,
     streams: BTreeSet<StreamId>,
     arena: Option<Arena>,
     stats: PlanStats,
@@ -105,7 +104,7 @@ pub(super) struct PlanServer {
     pub(super) schedule: Schedule,
     /// One slot per request. Allocated blocks point into this array.
     slots: ManuallyDrop<Box<[Slot]>>,
-    run: Mutex<ServerState>,
+    state: Mutex<ServerState>,
 }
 
 impl PlanServer {
@@ -113,14 +112,14 @@ impl PlanServer {
         let count = schedule.entries.len();
         let run = ServerState {
             running: false,
-            closed: false,
+            is_plan_dropped: false,
             cursor: 0,
             freed: 0,
             missed: 0,
             states: vec![State::Free; count],
             live: 0,
             overdue: BTreeMap::new(),
-            shared: HashSet::new(),
+            used_by_other_streams: HashSet::new(),
             streams: BTreeSet::new(),
             arena: None,
             stats: PlanStats::default(),
@@ -132,19 +131,19 @@ impl PlanServer {
             owner: next_owner_number(),
             schedule,
             slots: ManuallyDrop::new((0..count).map(|_| Slot::vacant()).collect()),
-            run: Mutex::new(run),
+            state: Mutex::new(run),
         }
     }
 
     pub(super) fn stats(&self) -> PlanStats {
-        lock(&self.run).stats
+        lock(&self.state).stats
     }
 
     /// Begins a run at the first request. Without memory for the arena, every request of the run misses.
     pub(super) fn begin(&self) {
-        let missing = self.schedule.arena > 0 && lock(&self.run).arena.is_none();
+        let missing = self.schedule.arena > 0 && lock(&self.state).arena.is_none();
         let made = if missing { self.allocate_arena() } else { None };
-        let mut run = lock(&self.run);
+        let mut run = lock(&self.state);
         run.arena = made.or(run.arena.take());
         (run.running, run.cursor, run.freed, run.missed) = (true, 0, 0, 0);
         run.stats.runs += 1;
@@ -157,8 +156,7 @@ impl PlanServer {
         let block = made.ok()?;
         let segment = block.export_segment();
         let offset = block.location().offset();
-        // Checked because a user's own allocator may violate its contract, and planned blocks rely on size and
-        // alignment.
+        // Checked because a user's own allocator may violate its contract, and planned blocks rely on size and alignment.
         if block.size() < self.schedule.arena || !offset.is_multiple_of(self.alignment) {
             self.inner.deallocate(block);
             return None;
@@ -168,21 +166,21 @@ impl PlanServer {
 
     /// Ends a run. Blocks that are still alive become overdue.
     pub(super) fn end(&self) {
-        let mut run = lock(&self.run);
+        let mut run = lock(&self.state);
         run.advance_frees(&self.schedule, self.schedule.frees.len());
         run.running = false;
     }
 
     /// Marks the plan as dropped, and frees the arena if no block is live.
     pub(super) fn mark_plan_dropped(&self) {
-        lock(&self.run).closed = true;
+        lock(&self.state).is_plan_dropped = true;
         self.free_unused_arena();
     }
 
     /// Frees the arena once the plan is dropped and no block is live.
     fn free_unused_arena(&self) {
-        let mut run = lock(&self.run);
-        if !run.closed || run.live > 0 {
+        let mut run = lock(&self.state);
+        if !run.is_plan_dropped || run.live > 0 {
             return;
         }
         let (arena, streams) = (run.arena.take(), std::mem::take(&mut run.streams));
@@ -198,7 +196,7 @@ impl PlanServer {
     fn serve(&self, bytes: usize) -> Option<Block> {
         // A request of 0 bytes has no range.
         let size = bytes.checked_next_multiple_of(self.alignment).filter(|&size| size > 0)?;
-        let mut run = lock(&self.run);
+        let mut run = lock(&self.state);
         if !run.running {
             return None;
         }
@@ -215,9 +213,8 @@ impl PlanServer {
             return None;
         };
         let slot = &self.slots[id];
-        // SAFETY: the arena's block, and with it the segment, stays allocated as long as a block of the plan is live.
-        // The entry's state is `Free`, so no block uses its slot. `PlanServer::drop` keeps the slots while a block is
-        // live.
+        // SAFETY: the arena's block, and with it the segment, stays allocated as long as a block of the plan is live. The entry's state is `Free`, so
+        // no block uses its slot. `PlanServer::drop` keeps the slots while a block is live.
         let block = unsafe {
             slot.set_location(&arena.segment, arena.offset + offset);
             Block::with_table_slot(NonNull::from(slot), self.owner, id as u32, size, bytes)
@@ -255,8 +252,7 @@ impl ServerState {
         self.freed = until;
     }
 
-    /// True if an overdue block overlaps this range. Overdue blocks are disjoint, so checking the last one that
-    /// begins before `to` suffices.
+    /// True if an overdue block overlaps this range. Overdue blocks are disjoint, so checking the last one that begins before `to` suffices.
     fn is_overdue(&self, from: usize, to: usize) -> bool {
         self.overdue.range(..to).next_back().is_some_and(|(_, &end)| end > from)
     }
@@ -281,11 +277,10 @@ impl Allocator for PlanServer {
             return self.inner.deallocate(block);
         }
         let id = block.id() as usize;
-        let mut run = lock(&self.run);
+        let mut run = lock(&self.state);
         let Some(offset) = self.schedule.entries[id].offset else { return };
-        if run.shared.remove(&block.id()) {
-            // The range is lost for good, because without a driver the server cannot tell when the other streams are
-            // done.
+        if run.used_by_other_streams.remove(&block.id()) {
+            // The range is lost for good, because without a driver the server cannot tell when the other streams are done.
             if run.states[id] == State::Live {
                 run.overdue.insert(offset, offset + self.schedule.entries[id].size);
             }
@@ -297,7 +292,7 @@ impl Allocator for PlanServer {
             run.states[id] = State::Free;
         }
         run.live -= 1;
-        let last = run.closed && run.live == 0;
+        let last = run.is_plan_dropped && run.live == 0;
         drop(run);
         if last {
             self.free_unused_arena();
@@ -309,8 +304,8 @@ impl Allocator for PlanServer {
             return self.inner.record_stream(block, stream);
         }
         if stream != self.stream {
-            let mut run = lock(&self.run);
-            run.shared.insert(block.id());
+            let mut run = lock(&self.state);
+            run.used_by_other_streams.insert(block.id());
             run.streams.insert(stream);
         }
     }
@@ -319,7 +314,7 @@ impl Allocator for PlanServer {
 impl Drop for PlanServer {
     fn drop(&mut self) {
         self.mark_plan_dropped();
-        let run = self.run.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let run = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         match run.arena.take() {
             // Live blocks still point to slots and the segment, so both are leaked.
             Some(arena) => std::mem::forget(arena),

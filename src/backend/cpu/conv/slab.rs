@@ -1,7 +1,7 @@
 //! The im2col and col2im steps of one job of a convolution, in the cache of its core.
 //!
 //! A slab holds the elements that one column of taps reads in one channel, for each row of windows in turn. If windows are one row apart, the
-//! rows of its taps are the same except for where they begin, and a slab holds each row once: for a 3 x 3 kernel a third of the columns.
+//! taps of a column read the same image rows, and a slab stores each row once: for a 3 x 3 kernel a third of the im2col matrix.
 //!
 //! The elements of slabs are f32, pairs of bf16 from neighbouring channels packed in 32 bits, or bf16.
 
@@ -14,7 +14,7 @@ use crate::Tensor;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 
-/// A range of images, and the windows in each: a range of rows, or a range of the only row. With several images, all windows of each.
+/// A range of images, and the windows in each: some rows, or a part of the only row. With several images, all windows.
 #[derive(Debug, Clone)]
 pub(crate) struct WindowPart {
     pub(crate) images: Range<usize>,
@@ -51,22 +51,21 @@ pub(crate) struct Slabs<'a, T> {
     w: &'a Windows,
     part: WindowPart,
     /// The rows of each image that the windows read.
-    seen: Range<usize>,
+    image_rows: Range<usize>,
     /// For each row of a slab, the offset of its source.
     from: &'a [isize],
-    /// The step from the windows of one row of taps to those of the next; `stride` is the step between slabs.
+    /// The step within a slab from one row of taps to the next; `stride` is the step between slabs.
     pub(crate) jump: usize,
     pub(crate) stride: usize,
     elements: PhantomData<T>,
 }
 
-/// True if rows of taps share the rows of a slab, because that takes fewer rows.
+/// True if a slab stores each image row once for all rows of taps, because that takes fewer rows.
 fn shares_rows(w: &Windows, part: &WindowPart) -> bool {
     let rows = part.rows.len();
     part.images.len() == 1 && w.stride[0] == 1 && (w.kernel[0] - 1) * w.dilation[0] + rows <= w.kernel[0] * rows
 }
 
-/// The number of rows in a slab.
 fn slab_rows(w: &Windows, part: &WindowPart) -> usize {
     match shares_rows(w, part) {
         true => (w.kernel[0] - 1) * w.dilation[0] + part.rows.len(),
@@ -95,12 +94,12 @@ impl<'a, T: Pod> Slabs<'a, T> {
         };
         let last = (part.rows.end - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
         let first = (part.rows.start * w.stride[0]).saturating_sub(w.padding[0]).min(w.image[0]);
-        let seen = first..last.saturating_sub(w.padding[0]).clamp(first, w.image[0]);
+        let image_rows = first..last.saturating_sub(w.padding[0]).clamp(first, w.image[0]);
         let in_place = in_place::<T>(x);
         let place = |image: usize, h: Option<usize>| match h {
             None => PADDING_ROW,
             Some(h) if in_place => (part.images.start + image) as isize * x.strides()[0] + h as isize * x.strides()[2],
-            Some(h) => ((image * seen.len() + h - seen.start) * w.image[1]) as isize,
+            Some(h) => ((image * image_rows.len() + h - image_rows.start) * w.image[1]) as isize,
         };
         table.clear();
         let shared = shares_rows(w, &part);
@@ -116,7 +115,7 @@ impl<'a, T: Pod> Slabs<'a, T> {
         }
         let jump = if shared { w.dilation[0] * width } else { part.images.len() * count * width };
         let stride = slab_stride::<T>(w, &part);
-        Slabs { w, part, seen, from: table, jump, stride, elements: PhantomData }
+        Slabs { w, part, image_rows, from: table, jump, stride, elements: PhantomData }
     }
 
     /// Fills one slab for each channel and column of taps; `lines` has [`line_buffer_len`] elements. Rows that are not plain copies are loaded into
@@ -134,8 +133,9 @@ impl<'a, T: Pod> Slabs<'a, T> {
             let first = x.t.layout.offset as isize + c as isize * s[1];
             if !in_place {
                 // Adjacent rows are loaded together.
-                let rows = if s[2] == w.image[1] as isize && s[3] == 1 { self.seen.len().max(1) } else { 1 };
-                let rows_seen = part.images.clone().flat_map(|n| self.seen.clone().step_by(rows).map(move |h| (n, h)));
+                let rows = if s[2] == w.image[1] as isize && s[3] == 1 { self.image_rows.len().max(1) } else { 1 };
+                let rows_seen =
+                    part.images.clone().flat_map(|n| self.image_rows.clone().step_by(rows).map(move |h| (n, h)));
                 for ((n, h), line) in rows_seen.zip(lines.chunks_exact_mut(rows * w.image[1])) {
                     let start = first + n as isize * s[0] + h as isize * s[2];
                     load(c, start as usize, line);
@@ -170,7 +170,7 @@ struct InsideColumns {
 }
 
 impl InsideColumns {
-    /// Writes zeros to the other columns of all rows.
+    /// Writes zeros to the columns outside the image, in all rows.
     #[inline(always)]
     fn clear<T: Pod>(self, rows: &mut [T]) {
         for column in (0..self.left).chain(self.right..self.width) {
@@ -216,7 +216,7 @@ vectorised! {
     }
 }
 
-/// Copies in vectors, the last two of which may overlap: a call of `memcpy` would take longer than a short row.
+/// Copies vectors, the last two of which may overlap. Faster than `memcpy` for short rows.
 #[inline(always)]
 fn copy_vectors<T: Pod>(to: &mut [T], from: &[T]) {
     const LANES: usize = 16;

@@ -5,17 +5,17 @@ use bytemuck::Pod;
 use crate::Tensor;
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::vectorised::vectorised;
-use crate::device::cpu::gemm::serial::Left;
+use crate::device::cpu::gemm::serial::LeftMatrix;
 use crate::device::cpu::parallel;
 
-/// Elements of rows in which neighbouring windows form a step: f32, or the bits of bf16.
+/// The element type of slabs in the weight gradient, where neighbouring windows form a step: f32, or the bits of bf16.
 pub(crate) trait StepElement: Pod {
     /// The number of elements in a step.
     const ELEMENTS_PER_STEP: usize;
-    /// A step with this element, padded with zero.
+    /// Returns a step of this element; a pair is completed with zero.
     fn step(self) -> f32;
     /// Views data as rows of a left operand.
-    fn rows(data: &[Self], stride: usize) -> Left<'_>;
+    fn rows(data: &[Self], stride: usize) -> LeftMatrix<'_>;
     /// Loads elements of a tensor from `start` on, `stride` apart.
     fn load(from: (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [Self]);
 }
@@ -27,8 +27,8 @@ impl StepElement for f32 {
         self
     }
 
-    fn rows(data: &[f32], stride: usize) -> Left<'_> {
-        Left::Rows { data, stride }
+    fn rows(data: &[f32], stride: usize) -> LeftMatrix<'_> {
+        LeftMatrix::Rows { data, stride }
     }
 
     fn load((x, bytes): (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [f32]) {
@@ -43,8 +43,8 @@ impl StepElement for u16 {
         pair(self, 0)
     }
 
-    fn rows(data: &[u16], stride: usize) -> Left<'_> {
-        Left::Halves { data, stride }
+    fn rows(data: &[u16], stride: usize) -> LeftMatrix<'_> {
+        LeftMatrix::Halves { data, stride }
     }
 
     fn load((_, bytes): (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [u16]) {
@@ -53,7 +53,7 @@ impl StepElement for u16 {
     }
 }
 
-/// The number of weight elements that are paired at a time.
+/// The number of elements that a job of [`pair_rows`] writes.
 const PAIR_JOB_LEN: usize = 1 << 12;
 
 /// Loads pairs of elements, from `start` and from `next` on, each `stride` apart; the second element is 0 if `next` is None.
@@ -61,7 +61,7 @@ pub(crate) fn load_pairs(from: &[u16], start: usize, next: Option<usize>, stride
     let n = to.len();
     match (stride, next) {
         (1, Some(next)) => interleave(&from[start..][..n], &from[next..][..n], to),
-        (1, None) => beside_zeros(&from[start..][..n], to),
+        (1, None) => pair_with_zeros(&from[start..][..n], to),
         _ => {
             for (i, to) in to.iter_mut().enumerate() {
                 let at = |start: usize| from[start.wrapping_add_signed(i as isize * stride)];
@@ -83,7 +83,7 @@ vectorised! {
 }
 
 vectorised! {
-    fn beside_zeros<'a>(_simd: S, first: &'a [u16], to: &'a mut [f32]) {
+    fn pair_with_zeros<'a>(_simd: S, first: &'a [u16], to: &'a mut [f32]) {
         to.iter_mut().zip(first).for_each(|(to, &first)| *to = pair(first, 0));
     }
 }

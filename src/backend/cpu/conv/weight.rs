@@ -10,7 +10,7 @@ use crate::backend::cpu::conv::{
 };
 use crate::backend::cpu::convert::store_tile;
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::serial::{Left, Right};
+use crate::device::cpu::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Result, Tensor};
@@ -29,7 +29,7 @@ impl Conv {
     /// Computes the gradient of the weight: every window's gradient times the image elements that the window reads, summed over all windows. Writes
     /// to `out` if given, which is contiguous. `windows` is contiguous.
     pub(crate) fn sum_weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-        match self.alone.elements_per_step() {
+        match self.serial_gemm.elements_per_step() {
             f32::ELEMENTS_PER_STEP => self.gradient_from::<f32>(x, windows, out),
             _ => self.gradient_from::<u16>(x, windows, out),
         }
@@ -47,16 +47,16 @@ impl Conv {
         let block = even_size(self.inner, SLAB_ELEMENTS / (taps * self.outer));
         let blocks = self.inner.div_ceil(block);
         let parts = (2 * threads()).div_ceil(self.groups * blocks);
-        let share = self.divide_windows(
+        let job_windows = self.divide_windows(
             self.images_per_job(),
             (PRODUCT_ELEMENTS / self.outer).max(MIN_JOB_WINDOWS),
             parts.div_ceil(self.n),
         );
-        let units = self.n.div_ceil(share.images) * self.piece_count(share);
+        let units = self.n.div_ceil(job_windows.images) * self.piece_count(job_windows);
         let parts = parts.min(units);
         let of_block = self.outer * block * taps;
-        let channels = self.slab_channels::<T>(share, block);
-        let panel = self.alone.tile_columns();
+        let channels = self.slab_channels::<T>(job_windows, block);
+        let panel = self.serial_gemm.tile_columns();
         with_host(&[&x.storage, &windows.storage], &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
             let from = as_floats(dtype, reads[1]);
@@ -67,19 +67,21 @@ impl Conv {
                 let last = self.inner.min(first + block);
                 let (begin, end) = (units * range / parts, units * (range + 1) / parts);
                 for unit in begin..end {
-                    let (image, piece) =
-                        (unit / self.piece_count(share) * share.images, unit % self.piece_count(share));
-                    let part = self.window_part(share, image, piece);
+                    let (image, piece) = (
+                        unit / self.piece_count(job_windows) * job_windows.images,
+                        unit % self.piece_count(job_windows),
+                    );
+                    let part = self.window_part(job_windows, image, piece);
                     let (count, of_image) = (part.count(), part.windows_per_image());
-                    let of_panel = self.alone.packed_len(panel, count);
+                    let of_panel = self.serial_gemm.packed_len(panel, count);
                     // If the last step of an image would include the first window of the next, the images are copied into one sequence.
-                    let apart = of_image % T::ELEMENTS_PER_STEP > 0 && part.images.len() > 1;
+                    let copies_images = of_image % T::ELEMENTS_PER_STEP > 0 && part.images.len() > 1;
                     let rooms = [
                         kw * channels * slab::slab_stride::<T>(&self.w, &part) + READ_SLACK,
                         self.outer.div_ceil(panel) * of_panel,
                         slab::line_buffer_len(&self.w, &part),
                         channels * kw,
-                        if apart { self.outer * count } else { 0 },
+                        if copies_images { self.outer * count } else { 0 },
                     ];
                     with_scratch(rooms, |[slabs, panels, lines, rests, copy], table| {
                         let [slabs, lines]: [&mut [T]; 2] = [slabs, lines].map(bytemuck::cast_slice_mut);
@@ -90,7 +92,7 @@ impl Conv {
                                 channel * self.window_count() + part.rows.start * self.w.grid[1] + part.columns.start;
                             windows.layout.offset + at
                         };
-                        if apart {
+                        if copies_images {
                             let (from, of) = (bytemuck::cast_slice(reads[1]), part.images.len());
                             for (i, to) in copy.chunks_exact_mut(of_image).take(self.outer * of).enumerate() {
                                 to.copy_from_slice(&from[place(part.images.start + i % of, i / of)..][..of_image]);
@@ -98,15 +100,15 @@ impl Conv {
                         }
                         for (p, panels) in panels.chunks_exact_mut(of_panel).enumerate() {
                             let n = panel.min(self.outer - p * panel);
-                            if apart {
+                            if copies_images {
                                 let copied = as_floats(dtype, bytemuck::cast_slice(copy));
-                                self.alone.pack_columns(copied, (p * panel * count, count), (n, count), panels);
+                                self.serial_gemm.pack_columns(copied, (p * panel * count, count), (n, count), panels);
                                 continue;
                             }
                             for (j, image) in part.images.clone().enumerate() {
-                                let to =
-                                    &mut panels[j * of_image / T::ELEMENTS_PER_STEP * self.alone.padded_width(n)..];
-                                self.alone.pack_columns(
+                                let to = &mut panels
+                                    [j * of_image / T::ELEMENTS_PER_STEP * self.serial_gemm.padded_width(n)..];
+                                self.serial_gemm.pack_columns(
                                     from,
                                     (place(image, p * panel), self.window_count()),
                                     (n, of_image),
@@ -123,14 +125,15 @@ impl Conv {
                             });
                             for (p, panels) in panels.chunks_exact(of_panel).enumerate() {
                                 let n = panel.min(self.outer - p * panel);
-                                let stride = self.alone.padded_width(n);
+                                let stride = self.serial_gemm.padded_width(n);
                                 // Multiplies at most `PANEL_STEPS` steps at a time, so that a panel stays in the L1 cache.
-                                let mut multiply = |row: usize, left: Left, begun: usize, steps: usize| {
-                                    let right = Right { data: &panels[begun * stride..], stride, times: 1, jump: 0 };
+                                let mut multiply = |row: usize, left: LeftMatrix, begun: usize, steps: usize| {
+                                    let right =
+                                        RightMatrix { data: &panels[begun * stride..], stride, times: 1, jump: 0 };
                                     let at = (row * block + c - first) * kw * self.outer + p * panel;
                                     let to = &mut Block::new(&mut sums[at..], some.len() * kw, n, self.outer);
                                     let size = (some.len() * kw, n, steps);
-                                    self.alone.multiply(size, left, right, to, unit > begin || begun > 0);
+                                    self.serial_gemm.multiply(size, left, right, to, unit > begin || begun > 0);
                                 };
                                 let whole = count / T::ELEMENTS_PER_STEP;
                                 for begun in (0..whole).step_by(PANEL_STEPS) {
@@ -144,11 +147,11 @@ impl Conv {
                                         );
                                     }
                                 }
-                                // A last window without a neighbour is multiplied alone: even a zero in its place could produce NaN.
+                                // A last window without a neighbour gets its own product: a zero as its neighbour could produce NaN.
                                 for row in 0..if count > whole * T::ELEMENTS_PER_STEP { kh } else { 0 } {
                                     let last = slabs[row * from.jump + count - 1..].iter().step_by(from.stride);
                                     rests.iter_mut().zip(last).for_each(|(to, x)| *to = x.step());
-                                    multiply(row, Left::Rows { data: rests, stride: 1 }, whole, 1);
+                                    multiply(row, LeftMatrix::Rows { data: rests, stride: 1 }, whole, 1);
                                 }
                             }
                         }

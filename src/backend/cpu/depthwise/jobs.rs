@@ -20,7 +20,7 @@ vectorised! {
             let is_new = last != [part.first, part.size];
             d.load_phases(&x, [n, group], &part, is_new, &mut phases);
             let [high, wide] = part.size;
-            let pitch = wide + d.along[1].reach;
+            let pitch = wide + d.axes[1].reach;
             let len = ((high - 1) * pitch + wide).next_multiple_of(lanes::<C, S>());
             if is_new {
                 last = [part.first, part.size];
@@ -61,11 +61,11 @@ pub(crate) struct ImagesJob<'a, C> {
 impl<C: VectorFloat> ImagesJob<'_, C> {
     /// The range of phase elements that a part covers: starts and sizes.
     fn span(&self, part: &PlanePart) -> [[usize; 2]; 2] {
-        let [rows, columns] = [0, 1].map(|d| self.d.along[d].span(part.first[d], part.size[d]));
+        let [rows, columns] = [0, 1].map(|d| self.d.axes[d].span(part.first[d], part.size[d]));
         [[rows.0, columns.0], [rows.1, columns.1]]
     }
 
-    /// Copies the windows that contribute to these elements: each channel of the group, preceded by as many elements as taps reach.
+    /// Copies the windows that contribute to these elements, for each channel of the group; each copy begins `reach` elements early.
     #[inline(always)]
     fn load_windows(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
         let (d, [high, pitch]) = (self.d, self.d.phase_size(size));
@@ -74,7 +74,7 @@ impl<C: VectorFloat> ImagesJob<'_, C> {
             to.resize(d.outer * high * pitch + READ_SLACK, C::from_i32(0));
         }
         for (channel, to) in (group * d.outer..(group + 1) * d.outer).zip(to.chunks_exact_mut(high * pitch)) {
-            let first = [0, 1].map(|i| first[i] as isize - d.along[i].reach as isize);
+            let first = [0, 1].map(|i| first[i] as isize - d.axes[i].reach as isize);
             self.y.copy([n, channel], first, [1, 1], (pitch, pitch), to);
         }
     }
@@ -105,8 +105,8 @@ impl<C: VectorFloat> ImagesJob<'_, C> {
                         let place = [at / pitch + first[0], at % pitch + first[1]];
                         let is_window = |i: usize| place[i] >= shift[i] && place[i] - shift[i] < d.w.grid[i];
                         if is_window(0) && is_window(1) {
-                            let row = at / pitch + d.along[0].reach - shift[0];
-                            let column = at % pitch + d.along[1].reach - shift[1];
+                            let row = at / pitch + d.axes[0].reach - shift[0];
+                            let column = at % pitch + d.axes[1].reach - shift[1];
                             let y = windows[(tap / phase.shifts.len() * high + row) * pitch + column];
                             *sum = sum.add(weights[channel * k + tap * many + i].mul(y));
                         }
@@ -124,7 +124,7 @@ impl<C: VectorFloat> WithSimd for ImagesJob<'_, C> {
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
         let (d, zero) = (self.d, C::from_i32(0));
-        let (inner, image, [rows, columns]) = (d.inner, d.w.image, &d.along);
+        let (inner, image, [rows, columns]) = (d.inner, d.w.image, &d.axes);
         let (mut windows, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut last, mut lines, mut skips) = ([[0; 2]; 2], Vec::new(), Vec::new());
         for part in d.parts(image, self.first..self.first + self.made.len() / inner) {
@@ -214,7 +214,7 @@ vectorised! {
                 let (n, is_new) = (part.plane, last != [part.first, part.size]);
                 d.load_phases(&x, [n, group], &part, is_new, &mut phases);
                 let [high, wide] = part.size;
-                let pitch = wide + d.along[1].reach;
+                let pitch = wide + d.axes[1].reach;
                 let len = (high * pitch).next_multiple_of(lanes);
                 if is_new {
                     last = [part.first, part.size];

@@ -85,7 +85,7 @@ impl<'a, C: VectorFloat> Planes<'a, C> {
         }
     }
 
-    /// The range of those among `count` elements, `step` apart from `first` on, that are inside the plane along dim `d`.
+    /// Takes `count` elements, `step` apart from `first` on; returns the range that is inside the plane along dim `d`.
     #[inline(always)]
     fn inside_range(&self, d: usize, first: isize, step: usize, count: usize) -> [usize; 2] {
         // Avoids a division, which takes as long as a short row.
@@ -117,7 +117,6 @@ impl<'a, C: VectorFloat> JobOutput<'a, C> {
         }
     }
 
-    /// The number of elements.
     pub(crate) fn len(&self) -> usize {
         match self {
             JobOutput::Elements(to) => to.len(),

@@ -236,7 +236,7 @@ fn copy_parts<C: Copy, const N: usize>(to: &mut [C], from: &[C]) {
     }
 }
 
-/// Copies every `step`th element of `from`, which may end with the last one copied.
+/// Copies every `step`th element of `from`, which may end with the last copied element.
 #[inline(always)]
 pub(crate) fn copy_strided<C: Copy>(to: &mut [C], from: &[C], step: usize) {
     match step {

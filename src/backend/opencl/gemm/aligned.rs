@@ -13,7 +13,7 @@ const MIN_MULTIPLICATIONS: usize = 1 << 28;
 
 /// The alignment in bytes that rows need, which is the size of the shortest asynchronous copy.
 const MIN_ROW_ALIGNMENT_BYTES: usize = 4;
-/// The alignment of rows in a copy in bytes, which is the size of the longest asynchronous copy.
+/// The alignment in bytes of the rows of a copy, which is the size of the longest asynchronous copy.
 const COPY_ALIGNMENT_BYTES: usize = 16;
 
 /// Returns the product's matrices, at least one of them copied. None if both can be loaded without a copy, or the product is too small.
@@ -69,7 +69,7 @@ fn copy_aligned(t: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::opencl::gemm::tests::{PRETEND_GPU, whole};
+    use crate::backend::opencl::gemm::tests::{PRETEND_GPU, small_ints};
     use crate::backend::problem::gemm::PRODUCT;
     use crate::device::opencl;
     use crate::{DType, Device};
@@ -103,7 +103,7 @@ mod tests {
             return;
         }
         let run = |device| {
-            let parts = |rows, cols| whole([rows + 1, cols], DType::BF16, device).narrow(0, 1, rows).unwrap();
+            let parts = |rows, cols| small_ints([rows + 1, cols], DType::BF16, device).narrow(0, 1, rows).unwrap();
             let (a, b) = (parts(1031, 517), parts(517, 519));
             let shared = parts(1031, 517).unsqueeze(0).unwrap().expand([2, 1031, 517]).unwrap();
             let pairs = [
@@ -131,7 +131,7 @@ mod tests {
         PRETEND_GPU.set(false);
         assert!(got == run(Device::Cpu));
         // This product is too small for copies.
-        let t = whole([65, 65], DType::BF16, Device::OpenCL(0));
+        let t = small_ints([65, 65], DType::BF16, Device::OpenCL(0));
         let small = Gemm::plain("test", &t, &t, std::slice::from_ref(&PRODUCT), &DType::F32);
         PRETEND_GPU.set(true);
         let copied = aligned_copies(&small, t.shape());

@@ -30,7 +30,7 @@ pub(super) struct SourceOptions {
 }
 
 /// Returns the kernel's source: definitions of types, sizes, and the epilogue with its operands, followed by the template.
-pub(super) fn source(
+pub(super) fn gemm_source(
     program: &Program,
     compute: Compute,
     variant: GemmKernel,

@@ -10,7 +10,7 @@ thread_local! {
     pub(crate) static PRETEND_GPU: Cell<bool> = const { Cell::new(false) };
 }
 
-pub(super) fn whole(shape: [usize; 2], dtype: DType, device: Device) -> Tensor {
+pub(super) fn small_ints(shape: [usize; 2], dtype: DType, device: Device) -> Tensor {
     let values: Vec<i64> = (0..shape[0] * shape[1]).map(|i| ((i * i + i) % 7) as i64 - 3).collect();
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
 }
@@ -24,7 +24,7 @@ fn the_tiled_kernel_equals_the_cpu() {
     }
     let device = Device::OpenCL(0);
     let sizes = [(1, 1, 1), (31, 33, 64), (20, 32, 65), (64, 65, 33), (70, 63, 1), (3, 99, 0)];
-    // The second and third store four adjacent results at once.
+    // For the second and third size, work-items store four adjacent results at once.
     let large = [(129, 130, 17), (128, 128, 16), (256, 128, 17)]; // a slow kernel to build on a CPU: two orientations
     let all = sizes.into_iter().flat_map(|size| (0..8).map(move |turns| (size, turns)));
     for (size, turns) in all.chain(large.into_iter().flat_map(|size| [(size, 0), (size, 7)])) {
@@ -63,11 +63,11 @@ fn the_thin_kernel_equals_the_cpu() {
 fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: u8) {
     let run = |device| {
         let matrix = |rows, cols, transposed: bool| match transposed {
-            true => whole([cols, rows], dtype, device).t().unwrap(),
-            false => whole([rows, cols], dtype, device),
+            true => small_ints([cols, rows], dtype, device).t().unwrap(),
+            false => small_ints([rows, cols], dtype, device),
         };
         let (a, b) = (matrix(m, k, turns & 1 > 0), matrix(k, n, turns & 2 > 0));
-        let (bias, slot) = (whole([1, n], dtype, device), matrix(m, n, turns & 4 > 0));
+        let (bias, slot) = (small_ints([1, n], dtype, device), matrix(m, n, turns & 4 > 0));
         let sum = Expr::input(0) + Expr::input(1);
         let outs = Gemm {
             op: "test",
@@ -100,7 +100,7 @@ fn products_into_part_of_a_tensor_keep_the_rest() {
         return;
     }
     let run = |device, dtype, (m, n, k), batch: usize| {
-        let (a, b) = (whole([batch * m, k], dtype, device), whole([k, n], dtype, device));
+        let (a, b) = (small_ints([batch * m, k], dtype, device), small_ints([k, n], dtype, device));
         let all = Tensor::full([batch, m + 1, n / 8 * 8 + 24], 7.0, device).unwrap().to_dtype(dtype).unwrap();
         let part = all.narrow(1, 1, m).unwrap().narrow(2, 8, n).unwrap();
         let a = a.reshape([batch, m, k]).unwrap();

@@ -41,7 +41,7 @@ fn few_output_channels_get_tiles_for_few_rows() {
         let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         let kind = (dtype, planes(dtype));
-        let mma = Mma::of_windows(&plan, kind, (WindowsOperand::Columns, true), (132, 256), || cores)?;
+        let mma = Mma::choose_for_windows(&plan, kind, (WindowsOperand::Columns, true), (132, 256), || cores)?;
         assert!(mma.local_memory() <= cores.local && mma.a.along_k && mma.b.along_k);
         Some((mma.tile.m, mma.tile.n, mma.tile.wgmma))
     };
@@ -61,7 +61,7 @@ fn windows_on_the_left_get_narrow_tiles() {
         let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         let kind = (dtype, planes(dtype));
-        let mma = Mma::of_windows(&plan, kind, (WindowsOperand::Left, false), (132, 256), || cores).unwrap();
+        let mma = Mma::choose_for_windows(&plan, kind, (WindowsOperand::Left, false), (132, 256), || cores).unwrap();
         assert!(mma.a.along_k && !mma.b.along_k);
         (mma.tile.m, mma.tile.n, mma.tile.k)
     };
@@ -80,7 +80,7 @@ fn weight_gradients_use_wgmma_and_split_k() {
     let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
     for dtype in [DType::F16, DType::F32] {
         let kind = (dtype, planes(dtype));
-        let mma = Mma::of_windows(&plan, kind, (WindowsOperand::Rows, false), (132, 256), || HOPPER).unwrap();
+        let mma = Mma::choose_for_windows(&plan, kind, (WindowsOperand::Rows, false), (132, 256), || HOPPER).unwrap();
         assert!(mma.tile.wgmma && mma.parts(&plan, 132).count > 1, "{:?}", mma.tile);
     }
 }

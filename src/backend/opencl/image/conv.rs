@@ -1,8 +1,8 @@
 //! Convolutions that read their input and filter as images.
 
 use super::{
-    Blocks, TEMPLATE, Tensor4, arg, cached_image, exact_format, image_device, items_per_image, none_if_out_of_memory,
-    single_use_image, slice,
+    Blocks, TEMPLATE, Tensor4, cached_image, exact_format, image_arg, image_device, items_per_image,
+    none_if_out_of_memory, single_use_image, slice,
 };
 use crate::backend::mark_written;
 use crate::backend::opencl::geometry::launch_tuned;
@@ -75,8 +75,8 @@ fn launch(
     let bias_or_any = bias.unwrap_or(out).device_view()?; // the kernel needs a buffer, even if it does not read the bias
     let to = out.device_view()?;
     let args = [
-        arg(x)?,
-        arg(filter)?,
+        image_arg(x)?,
+        image_arg(filter)?,
         bias_or_any.buffer(),
         bias_or_any.offset(),
         Arg::U32(bias.is_some().into()),

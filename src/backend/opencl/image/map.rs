@@ -4,7 +4,9 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, TEMPLATE, Tensor4, arg, exact_format, image_device, none_if_out_of_memory, single_use_image};
+use super::{
+    Blocks, TEMPLATE, Tensor4, exact_format, image_arg, image_device, none_if_out_of_memory, single_use_image,
+};
 use crate::backend::opencl::geometry::launch_tuned;
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::map::scalar_arg;
@@ -37,7 +39,7 @@ fn launch_on_images(launch: &Launch) -> Result<bool> {
         launch.inputs.iter().enumerate().filter(|(k, _)| program.exprs().iter().any(|e| e.uses_input(*k))).collect();
     let operands = || used.iter().map(|(_, t)| *t).chain([out]);
     let fits = |t: &Tensor| {
-        exact_format(t.dtype).is_some() && Tensor4::of(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
+        exact_format(t.dtype).is_some() && Tensor4::new(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
     };
     // Copies read buffers, so that NaNs keep their bits.
     let moves = program.exprs().iter().all(|expr| (0..launch.inputs.len()).any(|k| *expr == crate::Expr::input(k)));
@@ -51,9 +53,9 @@ fn launch_on_images(launch: &Launch) -> Result<bool> {
     params.extend(used.iter().map(|(k, _)| *k as u64));
     let key = KernelKey { template: "elementwise of images", params, exprs: SmallVec::from(program.exprs()) };
     let kernel = get_or_build_kernel(cl, key, "image", || source(program, &used, out))?;
-    let four = Tensor4::of(&out.layout).expect("it fits");
+    let four = Tensor4::new(&out.layout).expect("it fits");
     let (words, to, [width, height]) = (four.words(), out.device_view()?, four.size(Blocks::Across));
-    let mut args: SmallVec<[Arg; 12]> = images.iter().map(arg).collect::<Result<_>>()?;
+    let mut args: SmallVec<[Arg; 12]> = images.iter().map(image_arg).collect::<Result<_>>()?;
     args.extend([to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))]);
     args.extend((0..program.scalars()).map(|i| scalar_arg(launch.compute, launch.scalars[i])));
     launch_tuned(cl, &kernel, &args, width * height)?;

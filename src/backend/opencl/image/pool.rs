@@ -1,6 +1,6 @@
 //! Pooling that reads its input as an image.
 
-use super::{arg, exact_format, image_device, items_per_image, none_if_out_of_memory, single_use_image, slice};
+use super::{exact_format, image_arg, image_device, items_per_image, none_if_out_of_memory, single_use_image, slice};
 use crate::backend::opencl::geometry::{launch_tuned, needs_64_bit};
 use crate::backend::opencl::window::window_kernel;
 use crate::backend::problem::windows::{PoolTask, Windows, sizes_4d, words};
@@ -35,7 +35,7 @@ pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
         let words = words(w, &x, &[]);
         let (to, indices) = (out.device_view()?, index.device_view()?);
         let args = [
-            arg(&image)?,
+            image_arg(&image)?,
             to.buffer(),
             to.offset(),
             indices.buffer(),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, TEMPLATE, Tensor4, arg, cached_image, exact_format, image_device, none_if_out_of_memory};
+use super::{Blocks, TEMPLATE, Tensor4, cached_image, exact_format, image_arg, image_device, none_if_out_of_memory};
 use crate::backend::opencl::geometry::launch_tuned;
 use crate::backend::opencl::kernels::{BufferView, KernelKey, get_or_build_kernel};
 use crate::backend::opencl::map::scalar_arg;
@@ -14,9 +14,7 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, Result, Shape, Tensor};
 
-/// Computes `[.., k]` times a matrix `[k, n]`. The image of the matrix is cached until the matrix changes, which suits
-/// weights in inference.
-/// Returns false if buffers should be read.
+/// Computes `[.., k]` times a weight `[k, n]`, whose image is cached until the weight changes. Returns false if buffers should be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let Some(cl) = image_device(g.a, TuningParameter::ProductImages) else { return Ok(false) };
     let program = Program::shared(g.epilogue);
@@ -46,7 +44,7 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
     let (a, y) = (g.a.device_view()?, outs[0].device_view()?);
     let step = |s: isize| Arg::I64(s as i64);
     let mut args: SmallVec<[Arg; 24]> =
-        SmallVec::from_slice(&[a.buffer(), a.offset(), arg(&image)?, y.buffer(), y.offset()]);
+        SmallVec::from_slice(&[a.buffer(), a.offset(), image_arg(&image)?, y.buffer(), y.offset()]);
     args.extend([plan.m, n, k].map(|size| Arg::U32(size as u32)));
     args.extend([plan.a.row, plan.a.col, plan.others[0].row, plan.others[0].col].map(step));
     for (view, at) in views.iter().zip(&plan.others[1..]) {

@@ -11,7 +11,7 @@ thread_local! {
 }
 
 /// Returns the result of `f` and its number of launches, on a device whose images are at most this large.
-fn within(limits: [usize; 2], f: impl Fn() -> Result<Tensor>) -> (Vec<f32>, u64) {
+fn run_with_limits(limits: [usize; 2], f: impl Fn() -> Result<Tensor>) -> (Vec<f32>, u64) {
     IMAGE_LIMITS.set(Some(limits));
     let (made, launches) = count_launches(|| with_memory_mode(MemoryMode::Image, || f().unwrap()));
     IMAGE_LIMITS.set(None);
@@ -32,16 +32,15 @@ fn high_batches_are_divided_and_wide_ones_read_buffers() {
             [(&conv, true), (&most, true), (&mean, true), (&sum, false)];
         for (f, cuts) in operations {
             let want = with_memory_mode(MemoryMode::Buffer, || f().unwrap()).to_vec::<f32>().unwrap();
-            // The whole batch fits in an image of 10 x 20 pixels; the other limits divide the batch into 2 + 2 + 1
-            // items, and into single items.
+            // The whole batch fits in an image of 10 x 20 pixels; the other limits divide the batch into 2 + 2 + 1 items, and into single items.
             for (limits, launches) in [([10, 20], 1), ([10, 8], 3), ([10, 11], 3), ([64, 4], 5)] {
-                let (got, count) = within(limits, f);
+                let (got, count) = run_with_limits(limits, f);
                 assert_eq!(got, want);
                 assert!(count == launches || !cuts, "{count} launches within {limits:?}");
             }
             // Not even one item of the batch fits, in width or in height.
             for limits in [[9, 20], [10, 3], [0, 0]] {
-                assert_eq!(within(limits, f).0, want);
+                assert_eq!(run_with_limits(limits, f).0, want);
             }
         }
     }

@@ -28,7 +28,7 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Returns None for other images.
+    /// Returns None if images have too many channels or taps are dilated.
     pub(super) fn new(w: &Windows, channels: usize) -> Option<Blocks> {
         let &Windows { image, kernel, stride, padding, .. } = w;
         let most = (MAX_BLOCK_ELEMENTS / channels / stride[0] / stride[1]).isqrt();

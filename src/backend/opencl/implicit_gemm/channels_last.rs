@@ -19,7 +19,7 @@ const TILE_CHANNELS: usize = 64;
 /// The number of pixels in a tile of the copy, for large and for small images.
 const TILE_PIXELS: [usize; 2] = [64, 16];
 
-/// The bytes of the longest slice along k. If the channels are a multiple of it, every slice belongs to one tap.
+/// The bytes of the longest slice along k. If the channels of a tap are a multiple of this size, every slice belongs to one tap.
 const MAX_SLICE_BYTES: usize = 128;
 
 /// Kernels compute byte offsets in images with 31 bits.
@@ -96,8 +96,7 @@ pub(super) struct Matrix {
     pub(super) tensor: Tensor,
     /// The number of channels of a tap.
     pub(super) channels: usize,
-    /// The strides of channels, rows, groups, and of the rows and columns of taps. Either the channels of all taps or the
-    /// rows are contiguous.
+    /// The strides of channels, rows, groups, and of the rows and columns of taps. Either the channels of all taps or the rows are contiguous.
     pub(super) channel: isize,
     pub(super) row: isize,
     pub(super) group: isize,
@@ -242,8 +241,7 @@ pub(super) fn padded(
     Ok(tensor)
 }
 
-/// Returns a strided weight as a matrix, without a copy if products can read it. With `rows` its rows may be contiguous instead of its
-/// channels.
+/// Returns a strided weight as a matrix, without a copy if products can read it. With `rows` its rows may be contiguous instead of its channels.
 pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matrix> {
     let [.., each, _, kw] = view.dims;
     if let Some((channel, [row, group], taps)) = view.matrix_strides(weight, rows) {
@@ -264,8 +262,7 @@ fn copied_matrix(weight: &Tensor, view: Strided, columns: usize, channels: usize
     Ok(Matrix { tensor, channels, channel: 1, row, group, taps: [0, 0] })
 }
 
-/// Launches `kernels/channels_last.cl`, which copies with `padded` channels. `to` holds the strides of the copy: of
-/// images, groups and pixels.
+/// Launches `kernels/channels_last.cl`, which copies with `padded` channels. `to` holds the strides of the copy: of images, groups and pixels.
 fn launch_copy(
     t: &Tensor,
     view: Strided,

@@ -60,7 +60,7 @@ __kernel void gemm(const __global CAT(A, _t)* a, const __global CAT(B, _t)* b, c
 );
 
 /// Returns small whole numbers, whose sums of products are exact in every dtype.
-fn whole(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
+fn small_ints(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let value = |i: usize| ((i * 37 + i * i * 11 + seed) % 5) as i64 - 2;
     let values: Vec<i64> = (0..dims.iter().product()).map(value).collect();
     Tensor::from_vec(values, dims, device).unwrap().to_dtype(dtype).unwrap()
@@ -97,12 +97,12 @@ impl Case {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
         let made = |dims: [usize; 4], seed: usize, last: bool| {
             let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
-            whole(&dims, seed, dtype, device).to_memory_format(format).unwrap()
+            small_ints(&dims, seed, dtype, device).to_memory_format(format).unwrap()
         };
         let x = made([n, c, h, w], 1, last[0]).requires_grad_(true).unwrap();
         let (first, second) = if transposed { (c, o / options.groups) } else { (o, c / options.groups) };
         let weight = made([first, second, kh, kw], 2, last[1]).requires_grad_(true).unwrap();
-        let bias = whole(&[o], 3, dtype, device).requires_grad_(true).unwrap();
+        let bias = small_ints(&[o], 3, dtype, device).requires_grad_(true).unwrap();
         let y = match transposed {
             false => x.conv2d(&weight, Some(&bias), options),
             true => {
@@ -151,7 +151,7 @@ fn convolutions_and_their_gradients_equal_the_cpu() {
         Case::new(2, [16, 40], [9, 8], [3, 3]).with([2, 2], one, one, 1),
         Case::new(1, [24, 32], [11, 13], [4, 5]).with([2, 2], [1, 2], one, 1),
         Case::new(2, [16, 72], [10, 12], [3, 4]).with([1, 2], [3, 0], [2, 3], 2),
-        Case::new(2, [16, 64], [6, 7], [3, 3]).with(one, one, one, 1), // a weight that both passes read as it is
+        Case::new(2, [16, 64], [6, 7], [3, 3]).with(one, one, one, 1), // a weight that both passes read without a copy
         Case::new(2, [16, 64], [9, 8], [3, 3]).with([2, 2], one, one, 1),
         Case::new(1, [48, 128], [6, 5], [3, 2]).with([2, 1], one, [1, 2], 2),
         Case::new(2, [24, 64], [8, 8], [1, 1]).with(one, none, one, 1),
@@ -204,7 +204,7 @@ fn channels_last_tensors_are_not_copied() {
     let device = Device::OpenCL(0);
     let last = |dims: [usize; 4]| {
         let [n, c, h, w] = dims;
-        whole(&[n, h, w, c], 1, DType::F16, device).permute(&[0, 3, 1, 2]).unwrap()
+        small_ints(&[n, h, w, c], 1, DType::F16, device).permute(&[0, 3, 1, 2]).unwrap()
     };
     let (one, none) = ([1, 1], [0, 0]);
     // The launches of the forward pass, of the image gradient and of the weight gradient.
@@ -213,8 +213,8 @@ fn channels_last_tensors_are_not_copied() {
         (Case::new(2, [16, 64], [8, 8], [3, 3]).with([2, 2], one, one, 1), [1, 4, 1]),
         (Case::new(2, [32, 64], [8, 8], [1, 1]).with(one, none, one, 1), [1, 1, 1]),
         (Case::new(2, [32, 64], [8, 8], [1, 1]).with([2, 2], none, one, 1), [1, 1, 1]), // and zeros
-        (Case::new(2, [32, 24], [8, 8], [3, 3]).with(one, one, one, 1), [1, 2, 1]), // taps of the weight that are no whole slices
-        (Case::new(2, [12, 64], [9, 9], [3, 3]).with(one, one, one, 1), [3, 2, 2]), // channels that are filled up
+        (Case::new(2, [32, 24], [8, 8], [3, 3]).with(one, one, one, 1), [1, 2, 1]), // taps of the weight that are not whole slices
+        (Case::new(2, [12, 64], [9, 9], [3, 3]).with(one, one, one, 1), [3, 2, 2]), // channels that are padded
         (Case::new(2, [12, 64], [9, 9], [3, 3]).with([2, 2], one, one, 1), [3, 8, 2]),
     ];
     for (i, (case, want)) in cases.into_iter().enumerate() {
@@ -232,7 +232,7 @@ fn channels_last_tensors_are_not_copied() {
         .into_iter()
         .unzip();
         assert_eq!(launches, want, "case {i}");
-        // The weight gradient in given memory, of either order, is the same.
+        // The weight gradient is the same if written to a given tensor of either memory format.
         for slot in [weight.zeros_like().unwrap(), last([o, c, kh, kw])] {
             assert!(made.accepts(&slot));
             let (made, launches) = run(&|| made.weight_gradient(&x, &y, Some(slot.shallow_clone())));
@@ -253,10 +253,10 @@ fn infinities_reach_only_their_windows_in_whole_rows() {
         return;
     }
     let run = |device| {
-        let x = whole(&[2, 6, 12, 21], 1, DType::F16, device);
+        let x = small_ints(&[2, 6, 12, 21], 1, DType::F16, device);
         let hole = Tensor::full(&[1], f32::INFINITY, device).unwrap().to_dtype(DType::F16).unwrap();
         x.narrow(2, 5, 1).unwrap().narrow(3, 9, 1).unwrap().copy_(&hole.reshape([1, 1, 1, 1]).unwrap()).unwrap();
-        let weight = whole(&[16, 3, 5, 5], 4, DType::F16, device) + 3.0;
+        let weight = small_ints(&[16, 3, 5, 5], 4, DType::F16, device) + 3.0;
         let options = ConvOptions { stride: [1, 2], padding: [0, 1].into(), ..ConvOptions::default() };
         let odd = x.narrow(1, 1, 3).unwrap().narrow(3, 1, 19).unwrap();
         let views = [x.slice(1, 0, 6, 2).unwrap(), odd.flip(&[3]).unwrap(), odd.transpose(2, 3).unwrap(), odd];
@@ -280,9 +280,9 @@ fn infinities_reach_only_their_windows_in_blocks() {
         return;
     }
     let run = |device| {
-        let x = whole(&[1, 16, 8, 8], 1, DType::F16, device);
+        let x = small_ints(&[1, 16, 8, 8], 1, DType::F16, device);
         x.narrow(2, 3, 1).unwrap().narrow(3, 2, 1).unwrap().narrow(1, 0, 1).unwrap().fill_(f32::INFINITY).unwrap();
-        let weight = whole(&[16, 3, 4, 4], 4, DType::F16, device) + 3.0;
+        let weight = small_ints(&[16, 3, 4, 4], 4, DType::F16, device) + 3.0;
         let options = ConvTransposeOptions { stride: [2, 2], padding: [1, 1].into(), ..Default::default() };
         let y = x.conv_transpose2d(&weight, None, options).unwrap().to_dtype(DType::F32).unwrap();
         y.to_device(Device::Cpu).unwrap().to_vec::<f32>().unwrap()
@@ -301,7 +301,7 @@ fn copies_are_channels_last() {
     for (dtype, groups, each) in
         [(DType::F16, 1, 70), (DType::BF16, 2, 9), (DType::F32, 3, 4), (DType::F32, 1, 7), (DType::F32, 1, 130)]
     {
-        let x = whole(&[2, groups * each, 5, 14], 5, dtype, Device::OpenCL(0));
+        let x = small_ints(&[2, groups * each, 5, 14], 5, dtype, Device::OpenCL(0));
         let transposed = x.permute(&[3, 0, 2, 1]).unwrap().contiguous().unwrap().permute(&[1, 3, 2, 0]).unwrap();
         for x in [&x, &x.narrow(3, 1, 9).unwrap(), &transposed, &x.flip(&[2]).unwrap()] {
             let [n, _, h, w] = sizes_4d(x);
@@ -334,8 +334,8 @@ fn unsuitable_convolutions_are_left_to_im2col() {
         let single = case.kernel == [1, 1] && w.grid == w.image;
         let [kh, kw] = case.kernel;
         let (x, weight) = (
-            whole(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
-            whole(&[o, c / groups, kh, kw], 2, dtype, device),
+            small_ints(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
+            small_ints(&[o, c / groups, kh, kw], 2, dtype, device),
         );
         with_pretended_cores(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.has_image_gradient()))
     };
@@ -360,7 +360,8 @@ fn unsuitable_convolutions_are_left_to_im2col() {
     assert_eq!(of(plain([64, 64], [1, 1]), DType::F16), None);
     assert_eq!(of(Case { image: [7, 7], ..plain([64, 64], [1, 1]) }, DType::F16), Some(true));
     let device = Device::OpenCL(0);
-    let (x, weight) = (whole(&[2, 64, 8, 8], 1, DType::F16, device), whole(&[64, 64, 3, 3], 2, DType::F16, device));
+    let (x, weight) =
+        (small_ints(&[2, 64, 8, 8], 1, DType::F16, device), small_ints(&[64, 64, 3, 3], 2, DType::F16, device));
     let w = Windows::new("conv2d", [8, 8], [3, 3], [one, none, none, one]).unwrap();
     let without = device.info().unwrap().kind == DeviceKind::Cpu;
     assert_eq!(ImplicitGemm::new(w, &x, &weight, 1, false).is_none(), without);

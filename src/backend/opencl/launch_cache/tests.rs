@@ -22,7 +22,7 @@ fn lock_tests() -> MutexGuard<'static, ()> {
     TEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn sevenths(shape: impl Into<crate::Shape>, device: Device) -> Result<Tensor> {
+fn test_values(shape: impl Into<crate::Shape>, device: Device) -> Result<Tensor> {
     let shape = shape.into();
     let values: Vec<f32> = (0..shape.numel()).map(|i| (i * i % 23) as f32 / 7.0 - 1.0).collect();
     Tensor::from_vec(values, shape, device)
@@ -39,14 +39,14 @@ struct Operands {
 impl Operands {
     fn new(device: Device) -> Result<Operands> {
         Ok(Operands {
-            x: sevenths([40, 40], device)?,
-            y: sevenths([40, 40], device)?,
-            row: sevenths(40, device)?,
+            x: test_values([40, 40], device)?,
+            y: test_values([40, 40], device)?,
+            row: test_values(40, device)?,
             labels: Tensor::from_vec((0..40).map(|i| i * 3 % 40).collect::<Vec<i64>>(), 40, device)?,
         })
     }
 
-    fn from(&self, start: usize) -> Result<Tensor> {
+    fn square_from(&self, start: usize) -> Result<Tensor> {
         self.y.flatten(0, 1)?.narrow(0, start, 1024)?.reshape([32, 32])
     }
 }
@@ -62,8 +62,8 @@ const CASES: [Case; 26] = [
     ("add transposed", |o| o.x.add(&o.y.t()?)),
     ("add i64", |o| o.labels.add(&o.labels)),
     ("copy", |o| o.x.t()?.contiguous()),
-    ("relu of a part", |o| o.from(0)?.relu()),
-    ("relu of a part that is not aligned", |o| o.from(1)?.relu()),
+    ("relu of a part", |o| o.square_from(0)?.relu()),
+    ("relu of a part that is not aligned", |o| o.square_from(1)?.relu()),
     ("sum of rows", |o| o.x.sum(1, false)),
     ("sum of columns", |o| o.x.sum(0, false)),
     ("sum", |o| o.x.sum((), false)),
@@ -145,12 +145,12 @@ fn offsets_count_only_by_their_alignment() {
                     (20, false),
                 ] {
                     let before = cached_plans();
-                    let got = f(&operands.from(start).unwrap()).unwrap();
+                    let got = f(&operands.square_from(start).unwrap()).unwrap();
                     assert_eq!(cached_plans() > before, new, "{name} from {start} on, on {device}");
                     assert_close(
                         &format!("{name} from {start} on, on {device}"),
                         &got,
-                        &f(&right.from(start).unwrap()).unwrap(),
+                        &f(&right.square_from(start).unwrap()).unwrap(),
                     );
                 }
             }
@@ -158,13 +158,13 @@ fn offsets_count_only_by_their_alignment() {
     });
 }
 
-/// An in-place operation reads the storage that it writes, which has its own plan.
+/// An in-place operation has its own plan, because it reads the storage that it writes.
 #[test]
 fn in_place_launches_have_their_own_plan() {
     let _guard = lock_tests();
     with_buffers(|| {
         for device in devices() {
-            let (a, b) = (sevenths(100, device).unwrap(), sevenths(100, device).unwrap());
+            let (a, b) = (test_values(100, device).unwrap(), test_values(100, device).unwrap());
             let sum = a.add(&b).unwrap();
             let before = cached_plans();
             a.add_(&b).unwrap();
@@ -185,7 +185,7 @@ fn the_cache_of_a_thread_is_bounded() {
         let Some(device) = devices().next() else { return };
         let before = cached_plans();
         for n in 1..=2 * SETS * WAYS {
-            let x = sevenths(n, Device::Cpu).unwrap().to_device(device).unwrap();
+            let x = test_values(n, Device::Cpu).unwrap().to_device(device).unwrap();
             drop(x.neg().unwrap());
         }
         assert_eq!(cached_plans() - before, 2 * SETS * WAYS);
@@ -194,7 +194,7 @@ fn the_cache_of_a_thread_is_bounded() {
         assert_eq!(known.0, SETS * WAYS);
         assert!(known.1 > SETS * WAYS / 2, "slots are used: {known:?}");
         let again = cached_plans();
-        drop(sevenths(2 * SETS * WAYS, device).unwrap().neg().unwrap());
+        drop(test_values(2 * SETS * WAYS, device).unwrap().neg().unwrap());
         assert_eq!(cached_plans(), again, "the latest is known");
     });
 }
@@ -209,7 +209,7 @@ fn a_changed_tuning_parameter_drops_cached_plans() {
         let ((go, calls), (say, counts)) = (mpsc::channel::<()>(), mpsc::channel());
         let thread = std::thread::spawn(move || {
             with_buffers(|| {
-                let x = sevenths(64, device).unwrap();
+                let x = test_values(64, device).unwrap();
                 while calls.recv().is_ok() {
                     let before = cached_plans();
                     drop(x.relu().unwrap());

@@ -47,7 +47,7 @@ pub(crate) fn generate_source(
         names.join(", ")
     );
     let w = &mut s;
-    // Copies must keep the bits of NaNs, so they do not use it. The device is queried last, because that may build a kernel.
+    // Copies do not round with the instruction, because they must keep the bits of NaNs. The query may build a kernel, so it comes last.
     let rounds = |o: &MapOperand| o.dtype == DType::BF16 && o.access == MemoryAccess::Vector;
     if launch.program.computes()
         && launch.compute == Compute::F32
@@ -132,7 +132,7 @@ pub(crate) fn generate_source(
                 let _ = writeln!(w, "#define ELEMENT_LINE {line}");
             }
             let mut element = String::new();
-            for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && is_direct(o)) {
+            for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && is_global(o)) {
                 let _ = write!(
                     element,
                     "const ulong i{k} = at{k} + (long)(row + r) * STRIDE({k}, {dim}) \
@@ -146,7 +146,7 @@ pub(crate) fn generate_source(
                     let o = &operands[k];
                     match o.access {
                         MemoryAccess::Tile => format!("from_{}(tile{k}[c][r])", o.dtype),
-                        _ if is_direct(o) => format!("load_{}(p{k}, i{k})", o.dtype),
+                        _ if is_global(o) => format!("load_{}(p{k}, i{k})", o.dtype),
                         _ => format!("load_{}(p{k}, at{k})", o.dtype),
                     }
                 },
@@ -160,7 +160,7 @@ pub(crate) fn generate_source(
 }
 
 /// True if a tiled kernel accesses this operand in global memory by row and column.
-fn is_direct(o: &MapOperand) -> bool {
+fn is_global(o: &MapOperand) -> bool {
     o.access != MemoryAccess::Tile && o.kind != OperandKind::Scalar
 }
 
@@ -327,7 +327,7 @@ impl SourceWriter<'_> {
     /// Returns statements that compute row r of a tile and store it line by line.
     fn line_statements(&self, side: usize, dim: usize, inner: usize) -> String {
         let (mut s, inputs) = (String::new(), self.launch.inputs.len());
-        for (k, _) in self.used_operands().filter(|(_, o)| is_direct(o)) {
+        for (k, _) in self.used_operands().filter(|(_, o)| is_global(o)) {
             let _ = write!(
                 s,
                 "const ulong i{k} = at{k} + (long)(row + r) * STRIDE({k}, {dim}) \
@@ -343,7 +343,7 @@ impl SourceWriter<'_> {
             let o = &self.operands[k];
             match o.access {
                 MemoryAccess::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
-                _ if is_direct(o) => format!("load_{}(p{k}, i{k} + (long)k * STRIDE({k}, {inner}))", o.dtype),
+                _ if is_global(o) => format!("load_{}(p{k}, i{k} + (long)k * STRIDE({k}, {inner}))", o.dtype),
                 _ => format!("load_{}(p{k}, at{k})", o.dtype),
             }
         };

@@ -10,7 +10,7 @@ use crate::expr::program::Program;
 use crate::{DType, Result, Scalar, Tensor};
 
 /// Compares formulas over these inputs, with results in tensors laid out as `view`.
-fn computed(
+fn compare_formulas(
     suite: &mut Suite,
     (view, dims): (View, &[usize]),
     inputs: &[Tensor],
@@ -47,7 +47,7 @@ pub(super) fn map(suite: &mut Suite) -> Result<()> {
             for n in [0, 1, 2, 17, 511, 512, 513] {
                 let inputs =
                     [suite.tensor(view, &[3, 1, n], dtype, number)?, suite.tensor(view, &[2, n], dtype, number)?];
-                computed(suite, (view, &[3, 2, n]), &inputs, &formula, &[dtype], 2)?;
+                compare_formulas(suite, (view, &[3, 2, n]), &inputs, &formula, &[dtype], 2)?;
             }
         }
     }
@@ -56,24 +56,24 @@ pub(super) fn map(suite: &mut Suite) -> Result<()> {
     let functions = [(x.exp() / (1.0 + y.square())).tanh(), x.sigmoid() - y.is_nan().select(0.0, y.sin())];
     let inputs =
         [suite.tensor(View::Gapped, &[5, 131], F32, specials)?, suite.tensor(View::Odd, &[5, 131], F32, numbers)?];
-    computed(suite, (View::Odd, &[5, 131]), &inputs, &functions, &[F32, F16], 4)?;
+    compare_formulas(suite, (View::Odd, &[5, 131]), &inputs, &functions, &[F32, F16], 4)?;
     // Wrapping integers and bit operations.
     let (a, b) = (Expr::input(0), Expr::input(1));
     let bits = |op, a: &Expr, b: &Expr| Expr::binary(op, a.clone(), b.clone());
     let whole =
         [bits(Binary::Shl, &a, &b) - bits(Binary::Gcd, &a, &b), bits(Binary::Pow, &a, &bits(Binary::And, &a, &b))];
     let inputs = [suite.tensor(View::Odd, &[7, 37], I64, numbers)?, suite.tensor(View::Plain, &[37], U8, numbers)?];
-    computed(suite, (View::Gapped, &[7, 37]), &inputs, &whole, &[I64, U8], 0)?;
+    compare_formulas(suite, (View::Gapped, &[7, 37]), &inputs, &whole, &[I64, U8], 0)?;
     // Conversions.
     for (from, to) in [(F32, I32), (F32, U8), (F64, F16), (F32, BF16), (I64, F32), (F16, Bool), (U8, BF16)] {
         suite.runs_on_opencl = matches!(to, U8 | F16 | Bool);
         let x = [suite.tensor(View::Odd, &[3, 85], from, specials)?];
-        computed(suite, (View::Plain, &[3, 85]), &x, &[Expr::input(0)], &[to], 0)?;
+        compare_formulas(suite, (View::Plain, &[3, 85]), &x, &[Expr::input(0)], &[to], 0)?;
     }
     suite.runs_on_opencl = true;
     // Random numbers depend on the element's index; normal numbers are computed in f32.
     let random = [Expr::uniform(0), Expr::normal(1)];
-    computed(suite, (View::Odd, &[3, 43]), &[], &random, &[F32, F64], 0)?;
+    compare_formulas(suite, (View::Odd, &[3, 43]), &[], &random, &[F32, F64], 0)?;
     // In place, and with overwritten elements that are yet to be read.
     let whole = suite.tensor(View::Plain, &[200], F32, numbers)?;
     for shift in [0, 1, 3] {

@@ -7,7 +7,7 @@ use crate::expr::Expr;
 use crate::{DType, Result, Shape, Tensor};
 
 /// Compares `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each laid out as one of `views`. `follows` adds an epilogue with a factor and a bias.
-fn product(
+fn compare_product(
     suite: &mut Suite,
     (views, dtype): ([View; 2], DType),
     [batch, m, k, n]: [usize; 4],
@@ -49,7 +49,7 @@ pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
     for sizes in
         [[1, 1, 1, 1], [1, 1, 0, 3], [1, 17, 33, 7], [1, 64, 64, 64], [1, 65, 130, 31], [1, 3, 513, 2], [1, 129, 5, 1]]
     {
-        product(suite, (plain, F32), sizes, true, false)?;
+        compare_product(suite, (plain, F32), sizes, true, false)?;
     }
     for (views, dtype) in [
         ([View::Odd, View::Gapped], F32),
@@ -59,8 +59,8 @@ pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
         ([View::Odd; 2], I64),
     ] {
         suite.runs_on_opencl = matches!(dtype, F32 | F16);
-        product(suite, (views, dtype), [2, 13, 65, 37], false, false)?;
-        product(suite, (views, dtype), [3, 5, 7, 11], true, true)?;
+        compare_product(suite, (views, dtype), [2, 13, 65, 37], false, false)?;
+        compare_product(suite, (views, dtype), [3, 5, 7, 11], true, true)?;
     }
     suite.runs_on_opencl = true;
     // Row sums of the left matrix, if the kernel computes them.

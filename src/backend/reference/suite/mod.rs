@@ -102,7 +102,7 @@ const VIEWS: [View; 3] = [View::Plain, View::Gapped, View::Odd];
 struct Random(u64);
 
 impl Random {
-    fn below(&mut self, n: usize) -> usize {
+    fn next_below(&mut self, n: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -112,18 +112,18 @@ impl Random {
 
 /// Sixteenths in -9..9, which all float dtypes represent exactly. Some are equal.
 fn numbers(random: &mut Random) -> f64 {
-    random.below(288) as f64 / 16.0 - 9.0
+    random.next_below(288) as f64 / 16.0 - 9.0
 }
 
 /// Numbers greater than 0.5 and less than 2.
 fn factors(random: &mut Random) -> f64 {
-    (random.below(100) + 66) as f64 / 128.0
+    (random.next_below(100) + 66) as f64 / 128.0
 }
 
 /// [`numbers`], with every fourth replaced by NaN, an infinity, or a zero of either sign.
 fn specials(random: &mut Random) -> f64 {
     let special = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 0.0];
-    if random.below(4) == 0 { special[random.below(5)] } else { numbers(random) }
+    if random.next_below(4) == 0 { special[random.next_below(5)] } else { numbers(random) }
 }
 
 /// The cases of one method.

@@ -24,7 +24,7 @@ fn index(
     let (size, mut shape) = (dims[d], if each { dims.to_vec() } else { vec![1; dims.len()] });
     shape[d] = count;
     let below = if wraps { size as f64 } else { 0.0 };
-    let index = suite.tensor(view, &shape, dtype, |r| r.below(size + below as usize) as f64 - below)?;
+    let index = suite.tensor(view, &shape, dtype, |r| r.next_below(size + below as usize) as f64 - below)?;
     shape = dims.to_vec();
     shape[d] = count;
     Ok(index.with_layout(index.layout.broadcast_to(&shape.into())))
@@ -111,7 +111,7 @@ pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
 pub(super) fn linear_index(suite: &mut Suite) -> Result<()> {
     for view in VIEWS {
         let dims = [5, 13];
-        let index = suite.tensor(view, &dims, DType::I64, |r| r.below(14) as f64 - 7.0)?;
+        let index = suite.tensor(view, &dims, DType::I64, |r| r.next_below(14) as f64 - 7.0)?;
         for (step, base) in [(1, Some(0)), (-3, Some(18)), (65, None)] {
             suite.compare(format!("{view:?}, step {step}, {base:?}"), DType::I64, 0, |side| {
                 let (index, out) = (side.upload(&index)?, side.alloc_output(dims, DType::I64)?);
@@ -127,7 +127,7 @@ pub(super) fn linear_index(suite: &mut Suite) -> Result<()> {
 pub(super) fn one_hot(suite: &mut Suite) -> Result<()> {
     for view in VIEWS {
         for (dims, classes) in [(&[1][..], 1), (&[7, 9], 13), (&[2, 3, 5], 65)] {
-            let x = suite.tensor(view, dims, DType::I64, |r| r.below(classes) as f64)?;
+            let x = suite.tensor(view, dims, DType::I64, |r| r.next_below(classes) as f64)?;
             suite.compare(format!("{view:?} {dims:?}, {classes}"), DType::I64, 0, |side| {
                 let out = side.alloc_output([dims, &[classes]].concat(), DType::I64)?;
                 side.backend.one_hot("one_hot", &side.upload(&x)?, &out, classes)?;
@@ -144,7 +144,7 @@ const MASKS: [(&[usize], usize); 5] = [(&[1], 1), (&[3, 65], 3), (&[2, 9, 31], 5
 pub(super) fn nonzero(suite: &mut Suite) -> Result<()> {
     for (dims, rare) in MASKS {
         for (view, dtype) in [(View::Plain, DType::F32), (View::Odd, DType::Bool), (View::Gapped, DType::Bool)] {
-            let x = suite.tensor(view, dims, dtype, |r| f64::from(r.below(rare) == 0))?;
+            let x = suite.tensor(view, dims, dtype, |r| f64::from(r.next_below(rare) == 0))?;
             let mask = suite.tensor(View::Plain, dims, DType::Bool, |_| 0.0)?;
             super::write(&mask, super::read(&x)?)?;
             suite.compare(format!("{view:?} {dims:?}, one of {rare}"), dtype, 0, |side| {
@@ -159,7 +159,7 @@ pub(super) fn nonzero(suite: &mut Suite) -> Result<()> {
 pub(super) fn masked_select(suite: &mut Suite) -> Result<()> {
     for (dims, rare) in MASKS {
         for view in [View::Plain, View::Odd] {
-            let mask = suite.tensor(view, dims, DType::Bool, |r| f64::from(r.below(rare) == 0))?;
+            let mask = suite.tensor(view, dims, DType::Bool, |r| f64::from(r.next_below(rare) == 0))?;
             let x = suite.tensor(View::Gapped, dims, DType::F32, specials)?;
             suite.compare(format!("{view:?} {dims:?}, one of {rare}"), DType::F32, 0, |side| {
                 Ok(side.backend.masked_select(&side.upload(&x)?, &side.upload(&mask)?)?.map(|out| vec![out]))

@@ -36,8 +36,9 @@ pub(super) fn softmax(suite: &mut Suite) -> Result<()> {
             }
             let number = if matches!(kind, RowOp::Softmax | RowOp::LogSumExp) { specials } else { numbers };
             let x = suite.tensor(view, dims, dtype, number)?;
-            let z = suite
-                .tensor(view, dims, z_dtype, |r| if z_dtype == Bool { r.below(2) as f64 } else { numbers(r) / 8.0 })?;
+            let z = suite.tensor(view, dims, z_dtype, |r| {
+                if z_dtype == Bool { r.next_below(2) as f64 } else { numbers(r) / 8.0 }
+            })?;
             suite.compare(format!("{kind:?} of {view:?} {dims:?}, dim {d}, {mask:?}"), dtype, dims[d], |side| {
                 let (x, z) = (side.upload(&x)?, if two { side.upload(&z)? } else { side.upload(&x)? });
                 let mut result = dims.to_vec();
@@ -66,8 +67,9 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
             [(View::Plain, 1, 1), (View::Plain, 65, 10), (View::Gapped, 7, 513), (View::Odd, 129, 3)]
         {
             let logits = suite.tensor(view, &[n, classes], dtype, numbers)?;
-            let labels = suite
-                .tensor(view, &[n], DType::I64, |r| if r.below(5) == 0 { -100.0 } else { r.below(classes) as f64 })?;
+            let labels = suite.tensor(view, &[n], DType::I64, |r| {
+                if r.next_below(5) == 0 { -100.0 } else { r.next_below(classes) as f64 }
+            })?;
             let count = read(&labels)?.iter().filter(|label| label.to_i64() != -100).count() as i64;
             suite.compare(
                 format!("{reduction:?} of {view:?} [{n}, {classes}] in {loss_dtype}"),

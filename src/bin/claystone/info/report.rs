@@ -12,10 +12,10 @@ use serde::Serialize;
 use super::self_test::{self, Outcome};
 use crate::cache::program_cache;
 
-/// The whole report.
+/// All data of the report.
 #[derive(Serialize)]
 pub struct Report {
-    pub claystone: About,
+    pub claystone: BuildInfo,
     pub host: Host,
     pub opencl: OpenCl,
     pub devices: Vec<DeviceReport>,
@@ -23,16 +23,16 @@ pub struct Report {
     pub cache: Cache,
 }
 
-/// The program.
+/// The build of the program.
 #[derive(Serialize)]
-pub struct About {
+pub struct BuildInfo {
     pub version: &'static str,
     pub target: String,
     pub debug_assertions: bool,
     pub minimum_rust: &'static str,
 }
 
-/// The machine.
+/// The machine and its operating system.
 #[derive(Serialize)]
 pub struct Host {
     pub os: String,
@@ -53,7 +53,7 @@ pub struct OpenCl {
     pub platforms: Vec<Platform>,
     /// Why there are no platforms.
     pub error: Option<String>,
-    /// Whether the reason is a driver that fails.
+    /// Whether the error is a failing driver rather than a lack of OpenCL.
     #[serde(skip)]
     fails: bool,
 }
@@ -73,7 +73,7 @@ pub struct DeviceReport {
 #[derive(Serialize)]
 pub struct Configuration {
     pub environment: Vec<Variable>,
-    pub allocator: Vec<Key>,
+    pub allocator: Vec<ConfigEntry>,
     pub error: Option<String>,
 }
 
@@ -89,7 +89,7 @@ pub struct Variable {
 
 /// A key of `CLAYSTONE_ALLOC_CONF`.
 #[derive(Serialize)]
-pub struct Key {
+pub struct ConfigEntry {
     pub key: &'static str,
     pub value: String,
     pub source: ValueSource,
@@ -125,7 +125,7 @@ impl Report {
         // Devices first, because querying them loads the libraries that are reported.
         let devices: Vec<_> =
             Device::all().into_iter().map(|device| DeviceReport::gather(device, self_tests)).collect();
-        let (about, host) = (About::gather(), Host::gather());
+        let (about, host) = (BuildInfo::gather(), Host::gather());
         let (opencl, configuration, cache) = (OpenCl::gather(), Configuration::gather(), Cache::gather());
         Report { claystone: about, host, opencl, devices, configuration, cache }
     }
@@ -140,9 +140,9 @@ impl Report {
     }
 }
 
-impl About {
-    fn gather() -> About {
-        About {
+impl BuildInfo {
+    fn gather() -> BuildInfo {
+        BuildInfo {
             version: env!("CARGO_PKG_VERSION"),
             target: format!("{}-{}", env::consts::ARCH, env::consts::OS),
             debug_assertions: cfg!(debug_assertions),
@@ -151,7 +151,7 @@ impl About {
     }
 }
 
-/// Returns the value of `name=value` in a text of such lines.
+/// Returns the value of `name` in a text of lines `name=value`.
 fn find_assignment(text: &str, name: &str) -> Option<String> {
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='))?;
     Some(value.trim_matches('"').to_owned())
@@ -267,12 +267,12 @@ impl Configuration {
 }
 
 /// Returns the allocator's options, and whether the environment sets each of them.
-fn allocator_keys(config: &Config) -> Vec<Key> {
+fn allocator_keys(config: &Config) -> Vec<ConfigEntry> {
     let text: String = env::var("CLAYSTONE_ALLOC_CONF").unwrap_or_default().split_whitespace().collect();
     // A key is the text between the beginning or a comma and the next colon.
     let is_given = |key: &str| text.split(',').any(|item| item.split(':').next() == Some(key));
     let by_other = |key: &str| key == "backend" && env::var("CLAYSTONE_NO_CACHING").is_ok_and(|value| value == "1");
-    let key = |key: &claystone::storage::ConfigKey| Key {
+    let key = |key: &claystone::storage::ConfigKey| ConfigEntry {
         key: key.name,
         value: key.value(config),
         source: if is_given(key.name) || by_other(key.name) { ValueSource::Environment } else { ValueSource::Default },

@@ -29,7 +29,6 @@ pub enum Event {
 pub struct Trace {
     pub name: String,
     pub events: Vec<Event>,
-    /// Number of blocks that are allocated.
     pub blocks: usize,
     /// Maximum number of bytes that are live at a time.
     pub peak_requested: u64,
@@ -144,11 +143,10 @@ impl Display for BlockAddress {
     }
 }
 
-/// Builds a trace event by event. The file's name of a block may be reused after the block is freed.
+/// Builds a trace event by event. A file may reuse a block's name after the block is freed.
 #[derive(Default)]
 struct Builder {
     events: Vec<Event>,
-    /// The current state of each name.
     names: HashMap<u64, NameState>,
     streams: HashMap<u64, usize>,
     blocks: usize,

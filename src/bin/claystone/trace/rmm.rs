@@ -7,7 +7,7 @@ use super::{BlockAddress, Builder, Trace, TraceError};
 /// The header line of a log.
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
-/// True if a line is the header of such a log, or an event of a log without a header.
+/// True if a line is the header of a log, or an event of a log without a header.
 pub(super) fn is_log(line: &str) -> bool {
     line == HEADER || line.parse::<CsvEvent>().is_ok()
 }
@@ -22,10 +22,10 @@ pub(super) fn read(text: &str, name: &str) -> Result<Trace, TraceError> {
 
 /// Returns the events of a log with their line numbers; skips the header, blank lines and comments.
 pub(super) fn events(text: &str) -> impl Iterator<Item = (usize, Result<CsvEvent, String>)> {
-    let mut begun = false;
+    let mut past_header = false;
     text.lines().map(str::trim).zip(1..).filter_map(move |(line, number)| {
-        let skip = line.is_empty() || line.starts_with('#') || (!begun && line == HEADER);
-        begun |= !skip;
+        let skip = line.is_empty() || line.starts_with('#') || (!past_header && line == HEADER);
+        past_header |= !skip;
         (!skip).then(|| (number, line.parse()))
     })
 }

@@ -1,8 +1,8 @@
 //! Memory snapshots with history, in the format of PyTorch's `torch.cuda.memory._snapshot()` and claystone's `Snapshot`.
 //!
 //! A snapshot has the last events of each device, and the segments at the end. Blocks that were live before the first event have
-//! no allocation event: they are the blocks that are freed, or live in a segment, without an allocation event before. The trace
-//! begins by allocating them.
+//! no allocation event: an event frees such a block, or a segment has it, without an earlier allocation. The trace begins by
+//! allocating these blocks.
 
 use std::collections::{HashMap, HashSet};
 
@@ -32,7 +32,7 @@ pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, TraceE
     devices.iter().map(|&device| trace(snapshot, segments(device), device, name(device))).collect()
 }
 
-/// Converts the history of one device; blocks that existed before it are allocated first.
+/// Converts the history of one device; blocks that are older than the history are allocated first.
 fn trace(snapshot: &Snapshot, segments: &[&SegmentInfo], device: u32, name: String) -> Result<Trace, TraceError> {
     let steps = request_steps(snapshot.device_traces.get(device as usize).map_or(&[][..], Vec::as_slice));
     let mut trace = Builder::default();
@@ -74,7 +74,6 @@ fn live_before_history(segments: &[&SegmentInfo], steps: &[Step]) -> Vec<BlockRe
 
 /// A request of the program, as opposed to an action of the allocator.
 struct Step {
-    /// Index in the list of events.
     index: usize,
     frees: bool,
     request: BlockRequest,

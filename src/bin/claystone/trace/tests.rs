@@ -183,7 +183,7 @@ fn errors_of_unknown_files_list_the_formats() {
     assert!(what.starts_with("device_traces[0][1]: block 0x200 is allocated again"), "{what}");
 }
 
-/// Checks that blocks are allocated before they are freed and freed at most once, and that the peak is that of the events.
+/// Checks that blocks are allocated before they are freed and freed at most once, and that the peak matches the events.
 fn check(trace: &Trace) {
     let (mut live, mut sum, mut peak) = (vec![], 0, 0);
     for event in &trace.events {

@@ -1,5 +1,5 @@
-//! The data of a page, as columns in one block of bytes. A script reads a million events of it in a second. Because of base64,
-//! no name in a file can end the HTML element that holds the data.
+//! The data of a page, as columns in one block of bytes, from which a script reads a million events in a second. Because of
+//! base64, no name in a file can end the HTML element that holds the data.
 //!
 //! The block consists of the length of a JSON text (u32), that text, and the columns that the text lists. The text is padded to a
 //! multiple of 8 bytes, and each column begins at a multiple of 8 bytes after it. Little-endian, deflated, in base64.
@@ -49,7 +49,6 @@ impl Blob {
         self.meta.insert(key.to_owned(), value.into());
     }
 
-    /// Adds a column.
     pub fn column<T: Number>(&mut self, name: &str, values: impl IntoIterator<Item = T>) {
         self.body.resize(self.body.len().next_multiple_of(8), 0);
         let (from, mut count) = (self.body.len(), 0u64);
@@ -78,7 +77,6 @@ impl Blob {
     }
 }
 
-/// Returns the base64 of a few bytes.
 pub fn base64(bytes: &[u8]) -> String {
     STANDARD.encode(bytes)
 }
@@ -88,7 +86,7 @@ pub fn base64(bytes: &[u8]) -> String {
 pub struct TextTable(HashMap<String, u32>);
 
 impl TextTable {
-    /// Returns the number of a text.
+    /// Returns the number of a text, and adds the text if it is new.
     pub fn number(&mut self, text: &str) -> u32 {
         if let Some(&number) = self.0.get(text) {
             return number;
@@ -108,7 +106,6 @@ impl TextTable {
 
 #[cfg(test)]
 impl Blob {
-    /// Returns the numbers of a column.
     pub fn numbers(&self, name: &str) -> Vec<f64> {
         let place = &self.columns[name];
         let (from, count) = (place[1].as_u64().unwrap() as usize, place[2].as_u64().unwrap() as usize);
@@ -122,7 +119,6 @@ impl Blob {
         }
     }
 
-    /// Returns the metadata under a key.
     pub fn metadata(&self, key: &str) -> &Value {
         &self.meta[key]
     }

@@ -1,6 +1,6 @@
 // Shared code of both pages: the data, formatted numbers, elements, colours, and a canvas that can be zoomed and dragged.
 
-/** The metadata of the file, and its columns: `column(name)` returns a typed array. */
+/** Loads the file's metadata and its columns: `column(name)` returns a typed array. */
 async function load() {
     const text = atob(document.getElementById("data").textContent);
     const packed = new Uint8Array(text.length);
@@ -84,7 +84,7 @@ function search(from, to, test) {
 
 const $ = (id) => document.getElementById(id);
 
-/** Creates an element with properties (`data` and `aria-` ones as attributes) and children. Text never becomes markup. */
+/** Creates an element with properties (`data-` and `aria-` properties as attributes) and children. Text never becomes markup. */
 function element(tag, properties, ...children) {
     const made = document.createElement(tag);
     for (const [key, value] of Object.entries(properties || {})) {
@@ -190,7 +190,7 @@ function theme() {
     return { dark, names, text: of("--text"), faint: of("--faint"), line: of("--line"), accent: of("--accent"), plot: rgb("--plot") };
 }
 
-/** Returns the colour of a text, the same on every page. */
+/** Returns the number of a text's colour, the same on every page. */
 function hash(text) {
     let h = 2166136261;
     for (let i = 0; i < text.length; i++) h = Math.imul(h ^ text.charCodeAt(i), 16777619);
@@ -370,7 +370,7 @@ function startSearch(changed) {
     });
 }
 
-/** Reports that the page has been drawn, and after how many milliseconds. */
+/** Records after how many milliseconds the page was drawn. */
 function drawn() {
     requestAnimationFrame(() => (document.documentElement.dataset.drawn ??= performance.now()));
 }

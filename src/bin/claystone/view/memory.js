@@ -65,7 +65,7 @@ class Device {
         this.total();
     }
 
-    /** Bytes in use and reserved in each state, and the block that each event begins (index + 1) or ends (negative). */
+    /** Computes the bytes in use and reserved in each state, and the block that each event begins (index + 1) or ends (negative). */
     total() {
         const { events, start, done, size, extents } = this;
         this.used = new Float64Array(events + 1);

@@ -77,7 +77,7 @@ fn device_json(snapshot: &Snapshot, device: u32, trace: &[TraceEntry]) -> Value 
     })
 }
 
-/// The sites of allocations and frees: a context and a call stack. Each is stored once.
+/// The sites of allocations and frees: a context and a call stack. Each site is stored once.
 #[derive(Default)]
 struct Sites {
     texts: TextTable,
@@ -86,14 +86,14 @@ struct Sites {
     /// Site numbers by context and the numbers of the frames.
     sites: HashMap<(u32, Vec<u32>), u32>,
     /// Site numbers by context and the address of the stack, because events share stacks.
-    met: HashMap<(u32, *const Frame), u32>,
+    site_of_stack: HashMap<(u32, *const Frame), u32>,
 }
 
 impl Sites {
     /// Returns the number of the site with this context and stack, and adds the site if it is new.
     fn number(&mut self, context: &str, frames: &Arc<[Frame]>) -> u32 {
         let context = self.texts.number(context);
-        if let Some(&site) = self.met.get(&(context, frames.as_ptr())) {
+        if let Some(&site) = self.site_of_stack.get(&(context, frames.as_ptr())) {
             return site;
         }
         let mut numbers = Vec::with_capacity(frames.len());
@@ -106,7 +106,7 @@ impl Sites {
         let site = *self.sites.entry((context, numbers)).or_insert(next);
         // Empty stacks may share an address.
         if !frames.is_empty() {
-            self.met.insert((context, frames.as_ptr()), site);
+            self.site_of_stack.insert((context, frames.as_ptr()), site);
         }
         site
     }
@@ -174,13 +174,13 @@ struct Memory {
     held: BTreeMap<u64, Extent>,
     /// The number of events, which stands for "never".
     never: u32,
-    /// The site of unknown origin.
+    /// The site of allocations and frees of unknown origin.
     unknown_site: u32,
 }
 
 impl Memory {
-    /// Walks from the last event to the first. If an event undoes something that does not exist (the file is damaged, or has no
-    /// segments), the block or extent is assumed to have existed from that event to the end.
+    /// Walks from the last event to the first. A missing block or extent (the file is damaged, or has no segments) is assumed to have existed
+    /// from the event to the end.
     fn from_history(segments: &[&SegmentInfo], trace: &[TraceEntry], sites: &mut Sites) -> Memory {
         let (never, unknown_site) = (trace.len() as u32, sites.number("", &[].into()));
         let mut memory = Memory { never, unknown_site, ..Memory::default() };
@@ -213,7 +213,7 @@ impl Memory {
         Block { addr, size, stream, start: BEFORE_HISTORY, requested: never, done: never, site, freed: unknown_site }
     }
 
-    /// Takes back an event, so that the maps hold what existed before it.
+    /// Undoes an event, so that the maps hold the blocks and extents before the event.
     fn undo(&mut self, event: u32, entry: &TraceEntry, site: u32) {
         let TraceEntry { addr, size, stream, .. } = *entry;
         let known = self.unknown_block(addr, size, stream, site);
@@ -244,9 +244,9 @@ impl Memory {
     /// Undoes the creation of memory at `event`: extents in this range begin with the event.
     fn undo_creation(&mut self, event: u32, start: u64, size: u64, stream: u64, pages: bool) {
         let end = start.saturating_add(size);
-        let mut met = false;
+        let mut overlaps = false;
         while let Some((&addr, &extent)) = self.held.range(..end).next_back().filter(|(_, e)| e.end_addr() > start) {
-            met = true;
+            overlaps = true;
             self.held.remove(&addr);
             let mut rest = |from: u64, to: u64| {
                 if from < to {
@@ -258,7 +258,7 @@ impl Memory {
             let (from, to) = (addr.max(start), extent.end_addr().min(end));
             self.extents.push(Extent { addr: from, size: to - from, start: event as i32, ..extent });
         }
-        if !met {
+        if !overlaps {
             self.extents.push(Extent { addr: start, size, stream, start: event as i32, end: self.never, pages });
         }
     }

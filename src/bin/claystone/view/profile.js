@@ -157,7 +157,7 @@ const plot = {
     },
 };
 
-/** Counters, each with its series: a range of the samples. */
+/** Returns the counters, each with its series: ranges of the samples. */
 function charts(p) {
     const all = new Map();
     const { series, at, value } = p.sample;

@@ -55,7 +55,7 @@ fn text_of(raw: Option<&RawValue>) -> Cow<'_, str> {
     serde_json::from_str(raw).map_or(Cow::Borrowed(raw), Cow::Owned)
 }
 
-/// Parses a number, also one that was written as a string.
+/// Parses a number, also a number that was written as a string.
 fn number(raw: Option<&RawValue>) -> Option<f64> {
     raw?.get().trim_matches('"').parse().ok().filter(|number: &f64| number.is_finite())
 }
@@ -82,7 +82,7 @@ fn members(raw: Option<&RawValue>) -> Vec<(String, &RawValue)> {
     serde_json::Deserializer::from_str(raw.get()).deserialize_map(Members).unwrap_or_default()
 }
 
-/// The whole file: a list of events, or an object that contains one.
+/// The whole file: a list of events, or an object that contains the list.
 struct ProfileFile<'a>(&'a mut Reader);
 
 impl<'de> Visitor<'de> for ProfileFile<'_> {
@@ -168,7 +168,7 @@ struct Event {
     name: u32,
     category: u32,
     template: u32,
-    /// Index of its first argument among the numbers.
+    /// Index of the event's first numeric argument among the numbers of all events.
     numbers: u32,
 }
 
@@ -487,7 +487,6 @@ impl Reader {
         blob.column("arrow.to", to);
     }
 
-    /// Adds names and metadata.
     fn write_metadata(self, order: &[u32], blob: &mut Blob) {
         let mut tracks = vec![Value::Null; order.len()];
         for (track, &place) in self.tracks.iter().zip(order) {

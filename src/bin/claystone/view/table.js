@@ -19,7 +19,7 @@ const COLUMNS = [
 
 const table = { rows: [], sorted: "device", falling: true };
 
-/** Sums over all events, with a row for each name. An operation on the CPU device counts for both device and host. */
+/** Sums all events in a row for each name. An operation on the CPU device counts for both device and host. */
 function summarise(p) {
     const groups = new Map();
     const group = (name) => {

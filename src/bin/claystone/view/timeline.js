@@ -39,7 +39,7 @@ const plot = {
         return this.byTime ? page.device.times[event] : event;
     },
 
-    /** Returns the state at a position: the number of events that begin at or before it, or only before it. */
+    /** Returns the state at a position: the number of events that begin at or before the position, or only before it. */
     stateAt(at, before) {
         const d = page.device;
         if (this.byTime) return search(0, d.events, (e) => (before ? d.times[e] >= at : d.times[e] > at));

@@ -8,11 +8,10 @@ use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::OnceLock;
 
-use super::kernel::{Tile, V16, Vector, write};
+use super::kernel::{Tile, V16, Vector, write_row};
 
 /// The number of pairs in each row of a register.
 pub(super) const PAIRS_PER_ROW: usize = 16;
-/// The number of rows of a register.
 const REGISTER_ROWS: usize = 16;
 
 /// True if the processor has AMX for bf16 and the operating system lets this process use AMX.
@@ -27,7 +26,7 @@ pub(super) fn is_available() -> bool {
     })
 }
 
-/// Asks the kernel for permission to use AMX; true if granted.
+/// Asks the operating system for permission to use AMX; true if granted.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
@@ -36,7 +35,6 @@ fn is_permitted() -> bool {
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
 }
 
-/// Other systems are not supported.
 #[cfg(not(target_os = "linux"))]
 fn is_permitted() -> bool {
     false
@@ -50,7 +48,7 @@ struct TileConfig {
     reserved: [u8; 14],
     bytes: [u16; 16],
     rows: [u8; 16],
-    // The next fields are not part of the operand; the loops of `tile` read them: blocks of steps, and byte jumps between repetitions.
+    // The next fields are read by `compute_tile`, not by `ldtilecfg`: the number of blocks of steps, and byte jumps between repetitions.
     blocks: usize,
     a_jump: isize,
     b_jump: isize,
@@ -59,9 +57,10 @@ struct TileConfig {
 /// Computes a tile of `R` rows and `N` vectors.
 ///
 /// # Safety
-/// As [`TileKernel`](super::kernel::TileKernel), with rows of pairs in `a` and a multiple of [`PAIRS_PER_ROW`] steps; AMX [is available](is_available).
+/// As [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of [`PAIRS_PER_ROW`], and AMX
+/// [is available](is_available).
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
+pub(super) unsafe fn compute_tile<const R: usize, const N: usize>(t: &Tile) {
     debug_assert!(t.times > 0 && t.k > 0 && t.k.is_multiple_of(PAIRS_PER_ROW));
     let (first, second) = (R.min(REGISTER_ROWS), if R > REGISTER_ROWS { R - REGISTER_ROWS } else { R });
     let (blocks, a_jump, b_jump) = (t.k / PAIRS_PER_ROW, t.a_jump, t.b_jump);
@@ -135,7 +134,7 @@ pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
         );
         for (i, sums) in sums[..R].iter().enumerate() {
             let sums = std::array::from_fn(|j| V16::load(sums.as_ptr().add(j * V16::LANES)));
-            write::<V16, N>(t, i, sums);
+            write_row::<V16, N>(t, i, sums);
         }
     }
 }

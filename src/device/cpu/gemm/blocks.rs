@@ -20,12 +20,12 @@ use crate::device::cpu::huge_pages::advise_huge;
 /// The steps of k that a tile sums before the next tile, per vector lane. One panel of a group then stays in the L1 cache, and all
 /// of its panels stay in the L2 cache. Fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.
 const TILE_STEPS_PER_LANE: usize = 64;
-/// The maximum number of multiplications up to which every thread packs its own panels: to fetch panels from the cache of the core
-/// that packed them takes longer than to pack them twice.
+/// Up to this number of multiplications, every thread packs its own panels: fetching panels from the cache of another core takes
+/// longer than packing them twice.
 const OWN_PANELS_MAX_PRODUCTS: usize = 1 << 28;
-/// The number of elements of the left matrix that threads read in place in the time of packing one.
+/// The number of elements of the left matrix that a thread reads in place in the time it takes to pack one element.
 const IN_PLACE_READS_PER_PACKED: usize = 6;
-/// The maximum number of multiplications of a part that one thread computes without splitting the part into groups for others.
+/// Up to this number of multiplications, one thread computes a part alone, without splitting it into groups for other threads.
 const UNSPLIT_MAX_PRODUCTS: usize = 1 << 25;
 /// The maximum number of steps of k that are packed at a time.
 pub(super) const MAX_PACKED_STEPS: usize = 2048;
@@ -36,16 +36,15 @@ const MAX_PACKED_ELEMENTS: usize = 1 << 20;
 const MIN_GROUPS_PER_THREAD: usize = 12;
 /// The minimum of a group's number of tiles times their steps of k.
 const MIN_GROUP_STEPS: usize = 1024;
-/// The number of last groups, per thread, that are split into rows of tiles.
+/// The number of groups per thread, at the end of the work, that are split into rows of tiles.
 const SPLIT_GROUPS_PER_THREAD: usize = 2;
 /// The maximum numbers of row panels and column panels of a group: the row panels stay in the L2 cache.
 const MAX_GROUP_PANELS: [usize; 2] = [16, 32];
 /// The maximum number of elements of a group for [`Destination::Pieces`]: they stay in the L2 cache beside the panels.
 const MAX_PIECE_ELEMENTS: usize = 1 << 14;
-/// The number of f32 in a huge page: larger panels start at a huge page, so that few pages are in use.
+/// The number of f32 in a huge page. A buffer of at least this length starts at a huge page, so that few pages are in use.
 const HUGE_PAGE_ELEMENTS: usize = 1 << 19;
 
-/// The destination of the result.
 #[derive(Clone, Copy)]
 pub(super) enum Destination<'a> {
     /// A matrix in memory, after an epilogue. With an epilogue, columns must be one element apart.
@@ -62,8 +61,8 @@ pub(super) fn even_len(n: usize, most: usize, step: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
 }
 
-/// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix; no size may be 0. Kernels of pairs require two matrices of bf16. The
-/// sums of the rows of `a` are written to `sums`, `m` elements, if `a` is packed anyway; returns whether they were.
+/// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix; no size may be 0. Kernels of pairs require two matrices of bf16.
+/// If `a` is packed, the sums of its `m` rows are written to `sums`; returns whether the sums were written.
 ///
 /// # Safety
 /// All elements are in memory that lives through the call. No code writes to the operands, including the epilogue's operand, which is
@@ -147,7 +146,7 @@ pub(super) unsafe fn product(
                             sums,
                             packed_b,
                             packed_a,
-                            lay_out_b: i0 == 0,
+                            packs_b: i0 == 0,
                             last: k0 + deep >= k,
                         })
                     };
@@ -162,8 +161,7 @@ pub(super) unsafe fn product(
     sums.is_some()
 }
 
-/// Returns how threads share a product: the rows and columns of parts, each with its own panels, and the number of threads that
-/// start with each part.
+/// Returns the grid of parts (rows, columns), each with its own panels, and the number of threads that start with each part.
 fn partition_product(
     kernels: &Kernels,
     (m, n, k): (usize, usize, usize),
@@ -191,13 +189,13 @@ unsafe fn compute(regions: &[Region], threads: usize) {
         return parallel::for_each_index(regions.len(), |part| {
             let work = Work::new(&regions[part], 1);
             // SAFETY: as below.
-            (0..work.count).for_each(|i| unsafe { work.piece(i) });
+            (0..work.count).for_each(|i| unsafe { work.run_piece(i) });
         });
     }
     let works: SmallVec<[Work; 8]> = regions.iter().map(|region| Work::new(region, threads)).collect();
     let most = works.iter().map(|work| work.count).max().unwrap_or(0);
     // SAFETY: the caller's promise. Every piece is computed once, and the pieces of a region are started in order.
-    parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].piece(i % most) });
+    parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].run_piece(i % most) });
 }
 
 thread_local! {
@@ -227,8 +225,7 @@ struct Region<'a> {
     packed_a: *mut f32,
     packed_b: *mut f32,
     /// True if the panels of b are still to be packed.
-    lay_out_b: bool,
-    /// True if these are the last steps of k.
+    packs_b: bool,
     last: bool,
 }
 
@@ -246,13 +243,13 @@ struct Work<'a> {
     /// The number of pieces of both matrices to pack.
     pieces: usize,
     /// The number of pieces packed so far.
-    laid_out: Counter,
+    packed_pieces: Counter,
     /// The numbers of row panels and column panels of a group.
     group: (usize, usize),
     /// The number of groups beside each other.
     across: usize,
     /// The number of groups that are not split into rows of tiles.
-    whole: usize,
+    unsplit_groups: usize,
     /// An upper bound on the number of pieces of work.
     count: usize,
 }
@@ -265,7 +262,7 @@ impl<'a> Work<'a> {
     fn new(region: &'a Region, threads: usize) -> Work<'a> {
         let (of_a, of_b) = region.panels();
         let (a, b) = (region.panels_of_a(of_a), region.panels_of_b(of_b));
-        let pieces_b = if region.lay_out_b && region.b_in_place().is_none() { b.pieces() } else { 0 };
+        let pieces_b = if region.packs_b && region.b_in_place().is_none() { b.pieces() } else { 0 };
         let pieces = pieces_b + if region.a.left_in_place().is_some() { 0 } else { a.pieces() };
         let (groups, last) = if threads == 1 && region.is_small() {
             (1, 0)
@@ -278,17 +275,17 @@ impl<'a> Work<'a> {
         };
         let across = of_b.div_ceil(wide);
         let groups = of_a.div_ceil(high) * across;
-        let whole = groups.saturating_sub(last);
-        let count = pieces + whole + (groups - whole) * high;
-        let laid_out = Counter(AtomicUsize::new(0));
-        Work { region, a, b, pieces_b, pieces, laid_out, group: (high, wide), across, whole, count }
+        let unsplit_groups = groups.saturating_sub(last);
+        let count = pieces + unsplit_groups + (groups - unsplit_groups) * high;
+        let packed_pieces = Counter(AtomicUsize::new(0));
+        Work { region, a, b, pieces_b, pieces, packed_pieces, group: (high, wide), across, unsplit_groups, count }
     }
 
     /// Packs or computes piece `i`.
     ///
     /// # Safety
     /// As [`compute`]; every piece is started once, after all pieces with lower numbers have been started.
-    unsafe fn piece(&self, i: usize) {
+    unsafe fn run_piece(&self, i: usize) {
         // SAFETY: the caller's promise; groups are computed once all pieces are packed.
         unsafe {
             if i < self.pieces_b {
@@ -297,14 +294,18 @@ impl<'a> Work<'a> {
                 self.a.pack_piece(i - self.pieces_b);
             } else {
                 let mut looks = 0u32;
-                while self.laid_out.0.load(Ordering::Acquire) < self.pieces {
+                while self.packed_pieces.0.load(Ordering::Acquire) < self.pieces {
                     looks += 1;
                     if looks.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
                 }
                 let ((of_a, of_b), (high, wide)) = (self.region.panels(), self.group);
                 let (group, first, rows) = match i - self.pieces {
-                    group if group < self.whole => (group, 0, high),
-                    row => (self.whole + (row - self.whole) / high, (row - self.whole) % high, 1),
+                    group if group < self.unsplit_groups => (group, 0, high),
+                    row => (
+                        self.unsplit_groups + (row - self.unsplit_groups) / high,
+                        (row - self.unsplit_groups) % high,
+                        1,
+                    ),
                 };
                 let (top, left) = (group / self.across * high + first, group % self.across * wide);
                 if top < of_a {
@@ -313,17 +314,16 @@ impl<'a> Work<'a> {
                 return;
             }
         }
-        self.laid_out.0.fetch_add(1, Ordering::Release);
+        self.packed_pieces.0.fetch_add(1, Ordering::Release);
     }
 }
 
 impl Region<'_> {
-    /// True if a single thread computes the region in one go, if it has the region to itself.
+    /// True if one thread computes the region without splitting it into groups, unless several threads share the region.
     fn is_small(&self) -> bool {
         self.size.0 * self.size.1 * self.size.2 <= UNSPLIT_MAX_PRODUCTS
     }
 
-    /// Returns the numbers of panels of a and of b.
     fn panels(&self) -> (usize, usize) {
         (self.size.0.div_ceil(self.rows), self.size.1.div_ceil(2 * self.kernels.lanes))
     }
@@ -339,21 +339,19 @@ impl Region<'_> {
         (0..k.div_ceil(self.depth)).map(move |z| (z, z * self.depth, self.depth.min(k - z * self.depth)))
     }
 
-    /// Returns the packing of a into `panels` panels.
     fn panels_of_a(&self, panels: usize) -> Panels {
         let (size, first) = ((self.size.0, self.size.2), (self.first.0, self.first.2));
         let row_by_row = self.kernels.step > 1;
         Panels::new(self.a, size, first, self.packed_a, (self.rows, 1), (panels, self.depth), row_by_row)
     }
 
-    /// Returns the packing of b into `panels` panels.
     fn panels_of_b(&self, panels: usize) -> Panels {
         let (size, first) = ((self.size.1, self.size.2), (self.first.1, self.first.2));
         let lanes = self.kernels.lanes;
         Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth), false)
     }
 
-    /// Computes the group of some row panels and column panels, and hands the group over if there is a callback.
+    /// Computes the group of these row panels and column panels, and passes the group to the callback, if any.
     ///
     /// # Safety
     /// As [`compute`]; all panels are packed, and no other code accesses the tiles.
@@ -386,7 +384,7 @@ impl Region<'_> {
         }
     }
 
-    /// Computes the tiles of some row panels and column panels into `out`, which starts at the first tile.
+    /// Computes the tiles of these row panels and column panels into `out`, which starts at the first tile.
     ///
     /// # Safety
     /// As [`compute_group`](Region::compute_group); `out` has room for all tiles.
@@ -474,8 +472,8 @@ fn group_size(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usiz
     (even_len(of_a, high, 1), even_len(of_b, wide, 1))
 }
 
-/// Returns the size of a group like [`group_size`], for [`Destination::Pieces`]: as wide as possible, and of at most [`MAX_PIECE_ELEMENTS`] elements. A
-/// tile has `tile` elements.
+/// Returns the size of a group for [`Destination::Pieces`], like [`group_size`]: as wide as possible, and at most
+/// [`MAX_PIECE_ELEMENTS`] elements. A tile has `tile` elements.
 fn wide_group_size(of_a: usize, of_b: usize, tile: usize, groups: usize) -> (usize, usize) {
     let wide = even_len(of_b, MAX_GROUP_PANELS[1], 1);
     let high =

@@ -10,14 +10,14 @@ use half::{bf16, f16};
 use super::super::threads;
 use super::kernel::{V8, V16, Vector};
 use super::matrix::{ElementPtr, Matrix};
-use super::pack::Source;
+use super::pack::PanelElement;
 use super::{MatrixLayout, for_each_piece, is_serial};
 
 /// The maximum number of rows: with more rows, packing panels is faster.
 pub(super) const MAX_ROWS: usize = 7;
 /// The number of sums that stay in the L1 cache while rows of the right matrix are read.
 const CACHED_SUMS: usize = 4096;
-/// The number of rows of the right matrix that are added at a time, because each time the sums are loaded and stored.
+/// The number of rows of the right matrix that are added at a time: each pass loads and stores all sums.
 const ROWS_PER_PASS: usize = 8;
 
 /// A vector of f32 that is loaded from elements of another type.
@@ -25,7 +25,6 @@ const ROWS_PER_PASS: usize = 8;
 /// # Safety
 /// For its method: as [`Vector`], with [`LANES`](Vector::LANES) elements at the pointer.
 trait Widen<T>: Vector {
-    /// Loads and widens a vector of elements.
     unsafe fn widen(at: *const T) -> Self;
 }
 
@@ -84,11 +83,11 @@ impl<T> Operands<T> {
 // SAFETY: threads read the operands, and write disjoint elements of the result.
 unsafe impl<T> Sync for Operands<T> {}
 
-/// A kernel, which computes some columns of the result.
+/// A kernel that computes the given columns of the result.
 type ColumnsKernel<T> = unsafe fn(&Operands<T>, Range<usize>);
 
-/// Returns whether to transpose the product, if there are kernels for it: `a` has few rows, or `b` has few columns and the product is
-/// transposed; and the rows or the columns of the other matrix are contiguous.
+/// Returns whether to transpose the product, or `None` if it has no kernels here. A product has kernels if `a` has few rows or `b` has
+/// few columns (then the product is transposed), and the other matrix has contiguous rows or columns.
 pub(super) fn should_transpose(
     (m, n, k): (usize, usize, usize),
     a: MatrixLayout,
@@ -103,12 +102,11 @@ pub(super) fn should_transpose(
     }
 }
 
-/// True if a product is to be transposed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Transposed(bool);
 
-/// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is memory for the rows of `a`, which
-/// are widened there unless they are contiguous f32: a batch of small products reuses it.
+/// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is a buffer for the widened
+/// rows of `a`, which a batch of small products reuses. Contiguous f32 are not widened.
 ///
 /// # Safety
 /// All elements are in memory that lives through the call. No code writes to the operands, no other code accesses the result, and
@@ -131,16 +129,16 @@ pub(super) unsafe fn product(
             ElementPtr::F32(start) if a.col == 1 => (start, a.row),
             _ => (widened((m, k), a, rows), k as isize),
         };
-        macro_rules! of {
+        macro_rules! compute_with {
             ($start:ident) => {{
                 let operands = Operands { k, a, row, b: Matrix { start: $start, row: b.row, col: b.col }, out };
                 compute((m, n), &operands);
             }};
         }
         match b.start {
-            ElementPtr::F32(start) => of!(start),
-            ElementPtr::F16(start) => of!(start),
-            ElementPtr::BF16(start) | ElementPtr::Pairs(start, _) => of!(start),
+            ElementPtr::F32(start) => compute_with!(start),
+            ElementPtr::F16(start) => compute_with!(start),
+            ElementPtr::BF16(start) | ElementPtr::Pairs(start, _) => compute_with!(start),
         }
     }
 }
@@ -177,7 +175,7 @@ where
     V8: Widen<T>,
     V16: Widen<T>,
 {
-    let kernel = kernel::<T>(m, operands.b.col != 1);
+    let kernel = select_kernel::<T>(m, operands.b.col != 1);
     let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
     for_each_piece((m, n), (1, pieces), |_, columns| {
         // SAFETY: the columns are those of the right matrix and of the result, and each is written by one thread.
@@ -186,12 +184,12 @@ where
 }
 
 /// Returns the kernel for `m` rows, and a right matrix with contiguous columns (`by_columns`) or contiguous rows.
-fn kernel<T: Copy + Into<f32>>(m: usize, by_columns: bool) -> ColumnsKernel<T>
+fn select_kernel<T: Copy + Into<f32>>(m: usize, by_columns: bool) -> ColumnsKernel<T>
 where
     V8: Widen<T>,
     V16: Widen<T>,
 {
-    macro_rules! of {
+    macro_rules! kernel_table {
         ($($m:literal)*) => {
             match (m, by_columns, crate::device::cpu::has_avx512()) {
                 $(($m, true, true) => dots_16::<T, $m>,
@@ -202,7 +200,7 @@ where
             }
         };
     }
-    of!(1 2 3 4 5 6 7)
+    kernel_table!(1 2 3 4 5 6 7)
 }
 
 macro_rules! kernels {

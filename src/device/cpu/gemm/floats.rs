@@ -42,10 +42,10 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Returns a `rows` x `columns` part from element `first` on as f32: in place if it is f32, otherwise widened into `made`.
+    /// Returns a `rows` x `columns` tile from element `first` on as f32: in place if the operand is f32, else widened into `made`.
     fn tile<'b>(
         self,
-        place: MatrixLayout,
+        layout: MatrixLayout,
         first: (usize, usize),
         (rows, columns): (usize, usize),
         made: &'b mut Vec<f32>,
@@ -55,19 +55,19 @@ impl<'a> Floats<'a> {
     {
         fn load<S: Copy + Sync>(
             s: &[S],
-            place: MatrixLayout,
+            layout: MatrixLayout,
             width: usize,
             to: &mut [f32],
             widen: impl Fn(&[S], &mut [f32]) + Sync,
         ) {
-            // Contiguous rows are treated as one.
-            let whole = (place.row, place.col) == (width as isize, 1);
-            let (width, row) = if whole { (1 << 15, 1 << 15) } else { (width, place.row) };
+            // Contiguous rows are treated as one row.
+            let whole = (layout.row, layout.col) == (width as isize, 1);
+            let (width, row) = if whole { (1 << 15, 1 << 15) } else { (width, layout.row) };
             let rows = (1usize << 15).div_ceil(width);
             parallel::for_each_chunk(to, rows * width, |chunk, to| {
                 for (i, to) in to.chunks_mut(width).enumerate() {
-                    let start = MatrixLayout { row, ..place }.index_of(chunk * rows + i, 0);
-                    match place.col {
+                    let start = MatrixLayout { row, ..layout }.index_of(chunk * rows + i, 0);
+                    match layout.col {
                         1 => widen(&s[start..][..to.len()], to),
                         col => to.iter_mut().enumerate().for_each(|(j, to)| {
                             widen(&[s[start.wrapping_add_signed(j as isize * col)]], std::slice::from_mut(to));
@@ -76,48 +76,46 @@ impl<'a> Floats<'a> {
                 }
             });
         }
-        let place = MatrixLayout { offset: place.index_of(first.0, first.1), ..place };
+        let layout = MatrixLayout { offset: layout.index_of(first.0, first.1), ..layout };
         if let Floats::F32(s) = self {
-            return (s, place);
+            return (s, layout);
         }
         // Rows of `made` follow the smaller stride.
-        let transposed = place.row.unsigned_abs() < place.col.unsigned_abs();
-        let (from, width) = if transposed { (place.transposed(), rows) } else { (place, columns) };
+        let transposed = layout.row.unsigned_abs() < layout.col.unsigned_abs();
+        let (from, width) = if transposed { (layout.transposed(), rows) } else { (layout, columns) };
         made.resize(rows * columns, 0.0);
         match self {
             Floats::F32(_) => {}
             Floats::F16(s) => load(s, from, width, made, |s, to| s.convert_to_f32_slice(to)),
             Floats::BF16(s) => load(s, from, width, made, |s, to| s.convert_to_f32_slice(to)),
         }
-        let made_place = MatrixLayout { offset: 0, row: width as isize, col: 1 };
-        (made, if transposed { made_place.transposed() } else { made_place })
+        let made_layout = MatrixLayout { offset: 0, row: width as isize, col: 1 };
+        (made, if transposed { made_layout.transposed() } else { made_layout })
     }
 
-    /// Returns the address and strides of the operand.
     #[cfg(target_arch = "x86_64")]
-    pub(super) fn matrix(self, place: MatrixLayout) -> Matrix<ElementPtr> {
+    pub(super) fn matrix(self, layout: MatrixLayout) -> Matrix<ElementPtr> {
         // Offsets from the start of the whole slice: with negative strides, elements come before the first one.
         let start = match self {
-            Floats::F32(s) => ElementPtr::F32(s.as_ptr().wrapping_add(place.offset)),
-            Floats::F16(s) => ElementPtr::F16(s.as_ptr().wrapping_add(place.offset)),
-            Floats::BF16(s) => ElementPtr::BF16(s.as_ptr().wrapping_add(place.offset)),
+            Floats::F32(s) => ElementPtr::F32(s.as_ptr().wrapping_add(layout.offset)),
+            Floats::F16(s) => ElementPtr::F16(s.as_ptr().wrapping_add(layout.offset)),
+            Floats::BF16(s) => ElementPtr::BF16(s.as_ptr().wrapping_add(layout.offset)),
         };
-        Matrix { start, row: place.row, col: place.col }
+        Matrix { start, row: layout.row, col: layout.col }
     }
 }
 
 /// Computes a product with [`gemm`](super::gemm), widening halves a tile at a time.
 pub(super) fn gemm_widened(
     (m, n, k): (usize, usize, usize),
-    (out, place): (&mut [f32], MatrixLayout),
-    (a, place_a): (Floats, MatrixLayout),
-    (b, place_b): (Floats, MatrixLayout),
+    (out, layout): (&mut [f32], MatrixLayout),
+    (a, layout_a): (Floats, MatrixLayout),
+    (b, layout_b): (Floats, MatrixLayout),
 ) -> Result<()> {
-    /// The maximum number of elements of a widened tile.
     const TILE: usize = 1 << 18;
-    check_layouts((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+    check_layouts((m, n, k), (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
     if k == 0 {
-        return gemm_accumulate((m, n, k), (out, place), (&[], place_a), (&[], place_b), false);
+        return gemm_accumulate((m, n, k), (out, layout), (&[], layout_a), (&[], layout_b), false);
     }
     let (mut tile_a, mut tile_b) = (Vec::new(), Vec::new());
     let depth = k.min(TILE);
@@ -129,12 +127,12 @@ pub(super) fn gemm_widened(
     for left in (0..n).step_by(width) {
         for first in (0..k).step_by(if is_wide { k } else { depth }) {
             let (width, depth) = (width.min(n - left), if is_wide { k } else { depth.min(k - first) });
-            let (b, place_b) = b.tile(place_b, (first, left), (depth, width), &mut tile_b);
+            let (b, layout_b) = b.tile(layout_b, (first, left), (depth, width), &mut tile_b);
             for top in (0..m).step_by(height) {
                 let height = height.min(m - top);
-                let (a, place_a) = a.tile(place_a, (top, first), (height, depth), &mut tile_a);
-                let place = MatrixLayout { offset: place.index_of(top, left), ..place };
-                gemm_accumulate((height, width, depth), (&mut *out, place), (a, place_a), (b, place_b), first > 0)?;
+                let (a, layout_a) = a.tile(layout_a, (top, first), (height, depth), &mut tile_a);
+                let layout = MatrixLayout { offset: layout.index_of(top, left), ..layout };
+                gemm_accumulate((height, width, depth), (&mut *out, layout), (a, layout_a), (b, layout_b), first > 0)?;
             }
         }
     }

@@ -9,7 +9,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::{MatrixLayout, SharedPtr, check_layouts, for_each_piece, partition};
 use crate::Result;
 
-/// The maximum number of rows or columns of the result up to which an operand is read in place, because packing would cost more.
+/// Up to this number of rows or columns of the result, an operand is read in place, because packing would cost more.
 const IN_PLACE_MAX_ROWS: usize = 7;
 /// The number of steps of k that are packed at a time: the packed part stays in the L2 cache.
 const PACKED_STEPS: usize = 256;
@@ -76,7 +76,7 @@ macro_rules! results {
 }
 results! { u8: u32; i32: u32; u32: u32; i64: i64; }
 
-/// Adds four rows, each multiplied by its factor.
+/// Adds four rows to `to`, each multiplied by its factor.
 struct AddRows<'a, E, T> {
     to: &'a mut [T],
     factors: [T; 4],
@@ -98,7 +98,6 @@ impl<E: Widen<T>, T: Sum> WithSimd for AddRows<'_, E, T> {
     }
 }
 
-/// A dot product.
 struct Dot<'a, E, T> {
     x: &'a [E],
     y: &'a [T],
@@ -113,8 +112,7 @@ impl<E: Widen<T>, T: Sum> WithSimd for Dot<'_, E, T> {
     }
 }
 
-/// Computes `out = a b`, wrapping, for `m` x `k` and `k` x `n` matrices, one product after another; `places` has the layouts of a, b
-/// and the result of each.
+/// Computes `out = a b`, wrapping, for `m` x `k` and `k` x `n` matrices: a product for each layout of a, b and the result in `layouts`.
 ///
 /// # Errors
 /// The errors of [`gemm`](super::gemm).
@@ -123,21 +121,21 @@ pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
     out: &mut [D],
     a: &[E],
     b: &[E],
-    places: impl Iterator<Item = [MatrixLayout; 3]>,
+    layouts: impl Iterator<Item = [MatrixLayout; 3]>,
 ) -> Result<()> {
-    for [place_a, place_b, place] in places {
-        check_layouts((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+    for [layout_a, layout_b, layout] in layouts {
+        check_layouts((m, n, k), (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
         let to = SharedPtr(out.as_mut_ptr());
-        let product = |(m, n), a, b, place| {
+        let product = |(m, n), a, b, layout| {
             for_each_piece((m, n), partition((m, n, k), m, |_| n), |rows, columns| {
                 // SAFETY: the result is in its slice (`check_layouts`, above), which is borrowed exclusively through the call. Its
                 // elements are distinct, and pieces have none in common.
-                unsafe { piece((rows, columns), k, (&to, place), a, b) };
+                unsafe { multiply_piece((rows, columns), k, (&to, layout), a, b) };
             });
         };
         match n <= IN_PLACE_MAX_ROWS && n < m {
-            true => product((n, m), (b, place_b.transposed()), (a, place_a.transposed()), place.transposed()),
-            false => product((m, n), (a, place_a), (b, place_b), place),
+            true => product((n, m), (b, layout_b.transposed()), (a, layout_a.transposed()), layout.transposed()),
+            false => product((m, n), (a, layout_a), (b, layout_b), layout),
         }
     }
     Ok(())
@@ -157,28 +155,28 @@ fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
     }
 }
 
-/// Computes the elements of some rows and columns.
+/// Computes the elements of these rows and columns.
 ///
 /// # Safety
 /// The elements belong to the result, and no other thread accesses them.
-unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
+unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
     (rows, columns): (Range<usize>, Range<usize>),
     k: usize,
-    (out, place): (&SharedPtr<D>, MatrixLayout),
-    (a, place_a): (&[E], MatrixLayout),
-    (b, place_b): (&[E], MatrixLayout),
+    (out, layout): (&SharedPtr<D>, MatrixLayout),
+    (a, layout_a): (&[E], MatrixLayout),
+    (b, layout_b): (&[E], MatrixLayout),
 ) {
     let few = rows.len() <= IN_PLACE_MAX_ROWS;
-    let element = |i: usize, j: usize| out.0.wrapping_add(place.index_of(i, j));
-    if few && place_b.row == 1 && k >= DOT_MIN_STEPS {
+    let element = |i: usize, j: usize| out.0.wrapping_add(layout.index_of(i, j));
+    if few && layout_b.row == 1 && k >= DOT_MIN_STEPS {
         let mut left = vec![D::Sum::zeroed(); rows.len() * k.min(DOT_STEPS)];
         for first in (0..k).step_by(DOT_STEPS) {
             let depth = DOT_STEPS.min(k - first);
             let left = left[..rows.len() * depth].chunks_exact_mut(depth);
             for (row, i) in left.zip(rows.clone()) {
-                load(a, place_a.index_of(i, first), place_a.col, row);
+                load(a, layout_a.index_of(i, first), layout_a.col, row);
                 for j in columns.clone() {
-                    let x = &b[place_b.index_of(first, j)..][..depth];
+                    let x = &b[layout_b.index_of(first, j)..][..depth];
                     let sum = Arch::new().dispatch(Dot { x, y: &*row });
                     // SAFETY: the caller's promise.
                     unsafe {
@@ -190,7 +188,7 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
         }
         return;
     }
-    let in_place = few && place_b.col == 1;
+    let in_place = few && layout_b.col == 1;
     let width = PACKED_COLUMNS.min(columns.len());
     let mut right = vec![D::Sum::zeroed(); if in_place { 0 } else { k.min(PACKED_STEPS) * width }];
     let (mut left, mut sums) = (vec![D::Sum::zeroed(); k.min(PACKED_STEPS)], vec![D::Sum::zeroed(); width]);
@@ -200,11 +198,11 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
         for first in (0..k.max(1)).step_by(PACKED_STEPS) {
             let depth = PACKED_STEPS.min(k - first);
             if !in_place {
-                pack_widened(b, place_b, (first, start), (depth, width), &mut right);
+                pack_widened(b, layout_b, (first, start), (depth, width), &mut right);
             }
             for i in rows.clone() {
                 let left = &mut left[..depth];
-                load(a, place_a.index_of(i, first), place_a.col, left);
+                load(a, layout_a.index_of(i, first), layout_a.col, left);
                 // SAFETY: the caller's promise.
                 unsafe {
                     sums.iter_mut().enumerate().for_each(|(j, sum)| {
@@ -216,7 +214,7 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
                     four[..=last].copy_from_slice(factors);
                     let steps = [0, 1, 2, 3].map(|s: usize| 4 * step + s.min(last));
                     if in_place {
-                        let rows = steps.map(|s| &b[place_b.index_of(first + s, start)..][..width]);
+                        let rows = steps.map(|s| &b[layout_b.index_of(first + s, start)..][..width]);
                         Arch::new().dispatch(AddRows { to: &mut *sums, factors: four, rows });
                     } else {
                         let rows = steps.map(|s| &right[s * width..][..width]);
@@ -235,20 +233,20 @@ unsafe fn piece<E: Widen<D::Sum>, D: Integer>(
 /// Packs `size` elements from `first` on, row by row and widened.
 fn pack_widened<E: Widen<T>, T: Copy>(
     b: &[E],
-    place: MatrixLayout,
+    layout: MatrixLayout,
     first: (usize, usize),
     size: (usize, usize),
     to: &mut [T],
 ) {
     let ((top, left), (depth, width)) = (first, size);
-    if place.row.unsigned_abs() < place.col.unsigned_abs() {
+    if layout.row.unsigned_abs() < layout.col.unsigned_abs() {
         for j in 0..width {
             for p in 0..depth {
-                to[p * width + j] = b[place.index_of(top + p, left + j)].widen();
+                to[p * width + j] = b[layout.index_of(top + p, left + j)].widen();
             }
         }
     } else {
         let rows = to[..depth * width].chunks_exact_mut(width);
-        rows.enumerate().for_each(|(p, row)| load(b, place.index_of(top + p, left), place.col, row));
+        rows.enumerate().for_each(|(p, row)| load(b, layout.index_of(top + p, left), layout.col, row));
     }
 }

@@ -49,7 +49,7 @@ fn keep_where_positive(y: f32, x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { y }
 }
 
-/// A kernel, which computes a tile.
+/// A kernel that computes a tile.
 ///
 /// # Safety
 /// The panels, for the kernel's rows and vectors, and the epilogue's operand, for the tile's size, are in memory to which no code
@@ -107,7 +107,6 @@ impl Kernels {
 /// For all methods: the processor has the instructions, and there are [`LANES`](Vector::LANES) elements at the pointer, or one
 /// element for `splat`.
 pub(super) trait Vector: Copy {
-    /// The number of elements.
     const LANES: usize;
     unsafe fn zero() -> Self;
     unsafe fn load(at: *const f32) -> Self;
@@ -223,7 +222,7 @@ const SUM_STEPS: usize = 128;
 /// # Safety
 /// As [`TileKernel`].
 #[inline(always)]
-unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
+unsafe fn compute_tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
     const ELEMENT: isize = size_of::<f32>() as isize;
     let (row, step) = if DIRECT { (t.a_row, 1) } else { (ELEMENT, R) };
     // SAFETY: the caller's promise covers every element that is read and written below.
@@ -264,7 +263,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
         }
         let sums = add_sums(totals, sums);
         for (i, sums) in sums.into_iter().enumerate() {
-            write(t, i, sums);
+            write_row(t, i, sums);
         }
     }
 }
@@ -293,7 +292,7 @@ unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
 /// # Safety
 /// As [`TileKernel`].
 #[inline(always)]
-pub(super) unsafe fn write<V: Vector, const N: usize>(t: &Tile, i: usize, sums: [V; N]) {
+pub(super) unsafe fn write_row<V: Vector, const N: usize>(t: &Tile, i: usize, sums: [V; N]) {
     // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `MAX_TILE_COLUMNS` elements,
     // at least N vectors.
     unsafe {
@@ -346,7 +345,7 @@ macro_rules! kernels {
             #[target_feature(enable = $feature)]
             unsafe fn kernel<const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
                 // SAFETY: the caller's promise.
-                unsafe { tile::<$type, R, N, DIRECT>(t) }
+                unsafe { compute_tile::<$type, R, N, DIRECT>(t) }
             }
             Kernels {
                 rows: [$($rows),*].len(),
@@ -371,7 +370,7 @@ macro_rules! amx_kernels {
             lanes: V16::LANES,
             pairs: true,
             step: amx::PAIRS_PER_ROW,
-            tiles: &[$([[amx::tile::<$rows, 1>, amx::tile::<$rows, 2>], [amx::tile::<$rows, 1>, amx::tile::<$rows, 2>]]),*],
+            tiles: &[$([[amx::compute_tile::<$rows, 1>, amx::compute_tile::<$rows, 2>], [amx::compute_tile::<$rows, 1>, amx::compute_tile::<$rows, 2>]]),*],
         };
     };
 }

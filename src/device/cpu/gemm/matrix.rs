@@ -4,17 +4,15 @@ use half::{bf16, f16};
 
 use super::kernel::Kernels;
 
-/// The maximum number of rows of the result up to which contiguous rows of the right matrix are read in place: packing them costs
-/// more than it gains.
+/// Up to this number of rows of the result, contiguous rows of the right matrix are read in place: packing costs more than it gains.
 const IN_PLACE_MAX_ROWS: usize = 256;
-/// The maximum number of elements of the right matrix up to which it is read in place at any size: it stays in the L2 cache.
+/// A right matrix of up to this number of elements is read in place for any number of rows: the matrix stays in the L2 cache.
 const IN_PLACE_MAX_ELEMENTS: usize = 1 << 16;
-/// The row stride, in elements, from which on the right matrix is packed.
+/// The minimum row stride, in elements, at which the right matrix is packed.
 const IN_PLACE_MAX_STRIDE: usize = 4096;
 /// Row strides that are multiples of this are packed as well, because the rows would evict each other from the caches.
 const CACHE_ALIASING_STRIDE: usize = 1024;
 
-/// The first element of an operand, by type.
 #[derive(Clone, Copy)]
 pub(super) enum ElementPtr {
     F32(*const f32),
@@ -39,7 +37,7 @@ impl<T> Matrix<T> {
 }
 
 impl Matrix<ElementPtr> {
-    /// Returns the first element and the distance of rows in bytes, if kernels read rows of this left matrix in place.
+    /// Returns the first element and the row stride in bytes, if kernels read rows of this left matrix in place.
     pub(super) fn left_in_place(self) -> Option<(*const f32, isize)> {
         let rows = |element: usize| self.row * element as isize;
         match self.start {
@@ -49,7 +47,7 @@ impl Matrix<ElementPtr> {
         }
     }
 
-    /// Returns the first element and the distance of rows in bytes, if kernels read this right matrix of an `m` x `n` result in place.
+    /// Returns the first element and the row stride in bytes, if kernels read this right matrix of an `m` x `n` result in place.
     pub(super) fn right_in_place(
         self,
         kernels: &Kernels,
@@ -66,7 +64,6 @@ impl Matrix<ElementPtr> {
         }
     }
 
-    /// Returns the matrix with pairs of bf16 as steps.
     pub(super) fn in_pairs(self, k: usize) -> Matrix<ElementPtr> {
         match self.start {
             ElementPtr::BF16(start) => Matrix { start: ElementPtr::Pairs(start, k), ..self },

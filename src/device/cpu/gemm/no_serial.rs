@@ -3,21 +3,18 @@
 use crate::device::cpu::blocks::Block;
 use crate::device::cpu::gemm::Floats;
 
-/// A type without values: there are no kernels.
 #[derive(Clone, Copy)]
 pub(crate) enum SerialGemm {}
 
-/// The left matrix of a product.
 #[allow(dead_code)] // read by kernels only
-pub(crate) enum Left<'a> {
+pub(crate) enum LeftMatrix<'a> {
     Panels(&'a [f32]),
     Rows { data: &'a [f32], stride: usize },
     Halves { data: &'a [u16], stride: usize },
 }
 
-/// The right matrix of a product.
 #[allow(dead_code)] // read by kernels only
-pub(crate) struct Right<'a> {
+pub(crate) struct RightMatrix<'a> {
     pub(crate) data: &'a [f32],
     pub(crate) stride: usize,
     pub(crate) times: usize,
@@ -61,7 +58,14 @@ impl SerialGemm {
         match self {}
     }
 
-    pub(crate) fn multiply(self, _: (usize, usize, usize), _: Left, _: Right, _: &mut Block<f32>, _add: bool) {
+    pub(crate) fn multiply(
+        self,
+        _: (usize, usize, usize),
+        _: LeftMatrix,
+        _: RightMatrix,
+        _: &mut Block<f32>,
+        _add: bool,
+    ) {
         match self {}
     }
 

@@ -14,7 +14,7 @@ pub(super) struct PanelSource<S> {
     pub(super) along: isize,
 }
 
-/// The number of adjacent panels, their distance in elements, and the number of steps of each.
+/// The number of adjacent panels, their distance in elements, and the number of steps per panel.
 #[derive(Clone, Copy)]
 pub(super) struct PanelCopies {
     pub(super) panels: usize,
@@ -22,10 +22,10 @@ pub(super) struct PanelCopies {
     pub(super) steps: usize,
 }
 
-/// The elements after a panel that packing may write and [`sum_steps`] may read: a cache line, so that panels start at cache lines.
+/// The number of elements after a panel that packing may write and [`sum_steps`] may read: one cache line, so that panels stay aligned.
 pub(super) const PANEL_SLACK: usize = 16;
 
-/// The prefetch distance, in steps or in blocks of eight steps: the matrix was often written by another core just before.
+/// The prefetch distance in steps, or in blocks of eight steps: the matrix is often in the cache of another core that wrote it.
 const PREFETCH_STEPS: usize = 8;
 
 /// Packs panels of `width` lanes at `to`; lanes from `lanes` on are zeros.
@@ -35,7 +35,7 @@ const PREFETCH_STEPS: usize = 8;
 /// after them unless lanes are adjacent; no other code accesses this memory. `width` is `lanes` or a multiple of 8, and equals
 /// `lanes` if there is more than one panel. The processor has AVX2 and F16C.
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn pack<S: Source>(
+pub(super) unsafe fn pack<S: PanelElement>(
     from: PanelSource<S::Element>,
     to: *mut f32,
     copies: PanelCopies,
@@ -97,7 +97,13 @@ pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, ste
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_panel<S: Source>(from: PanelSource<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn pack_panel<S: PanelElement>(
+    from: PanelSource<S::Element>,
+    to: *mut f32,
+    steps: usize,
+    lanes: usize,
+    width: usize,
+) {
     let whole = if from.along == 1 { steps / 8 * 8 } else { 0 };
     // SAFETY: the caller's promise; blocks of 8 steps are packed first, then the remaining steps, which follow them.
     unsafe {
@@ -107,12 +113,12 @@ unsafe fn pack_panel<S: Source>(from: PanelSource<S::Element>, to: *mut f32, ste
     }
 }
 
-/// The conversion of elements into a panel's.
+/// The conversion of a matrix's elements into a panel's elements.
 ///
 /// # Safety
-/// For all methods: the elements that they read are at the pointers, those of the next step `along` further, and the processor
-/// has AVX2 and F16C.
-pub(super) trait Source {
+/// For all methods: the elements that the method reads are at the pointer, the next step's elements are `along` elements further, and
+/// the processor has AVX2 and F16C.
+pub(super) trait PanelElement {
     type Element: Copy;
     /// The number of the matrix's steps in a step of the panel.
     const STEPS: usize = 1;
@@ -142,7 +148,7 @@ pub(super) trait Source {
     }
 }
 
-impl Source for f32 {
+impl PanelElement for f32 {
     type Element = f32;
     #[inline(always)]
     unsafe fn one(at: *const f32, _: isize) -> f32 {
@@ -161,7 +167,7 @@ impl Source for f32 {
     }
 }
 
-impl Source for f16 {
+impl PanelElement for f16 {
     type Element = f16;
     #[inline(always)]
     unsafe fn one(at: *const f16, _: isize) -> f32 {
@@ -176,7 +182,7 @@ impl Source for f16 {
 }
 
 // A bf16 is the upper half of an f32.
-impl Source for bf16 {
+impl PanelElement for bf16 {
     type Element = bf16;
     #[inline(always)]
     unsafe fn one(at: *const bf16, _: isize) -> f32 {
@@ -193,7 +199,7 @@ impl Source for bf16 {
 /// Pairs of bf16 steps in the bits of an f32, the first step in the lower half.
 pub(super) struct Pairs;
 
-impl Source for Pairs {
+impl PanelElement for Pairs {
     type Element = bf16;
     const STEPS: usize = 2;
     #[inline(always)]
@@ -217,7 +223,7 @@ impl Source for Pairs {
 /// A pair whose second element is zero: the last pair of an odd number of steps.
 pub(super) struct LastPair;
 
-impl Source for LastPair {
+impl PanelElement for LastPair {
     type Element = bf16;
     #[inline(always)]
     unsafe fn one(at: *const bf16, _: isize) -> f32 {
@@ -236,7 +242,11 @@ impl Source for LastPair {
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_adjacent<S: Source, const W: usize>(from: PanelSource<S::Element>, to: *mut f32, copies: PanelCopies) {
+unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
+    from: PanelSource<S::Element>,
+    to: *mut f32,
+    copies: PanelCopies,
+) {
     for p in 0..copies.steps {
         for panel in 0..copies.panels {
             // SAFETY: the caller's promise.
@@ -288,7 +298,7 @@ pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize)
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_transposed<S: Source>(
+unsafe fn pack_transposed<S: PanelElement>(
     from: PanelSource<S::Element>,
     to: *mut f32,
     steps: usize,
@@ -315,7 +325,6 @@ unsafe fn pack_transposed<S: Source>(
     }
 }
 
-/// Transposes 8 x 8 elements.
 #[target_feature(enable = "avx2")]
 fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
     let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
@@ -343,7 +352,7 @@ fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_elements<S: Source>(
+unsafe fn pack_elements<S: PanelElement>(
     from: PanelSource<S::Element>,
     to: *mut f32,
     steps: usize,

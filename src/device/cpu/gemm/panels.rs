@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::matrix::{ElementPtr, Matrix};
 use super::pack::{LastPair, PANEL_SLACK, Pairs, PanelCopies, PanelSource, pack, pack_rows};
 
-/// The number of elements of a piece that justifies a separate task.
+/// The number of elements of a piece: enough to justify a separate task.
 const PIECE_ELEMENTS: usize = 1 << 14;
 /// The number of panels that are packed together if the matrix's rows are adjacent: each step then reads a long contiguous run.
 const PANELS_AT_ONCE: usize = 32;
@@ -19,11 +19,9 @@ pub(super) struct Panels {
     first: (usize, usize),
     /// The destination: for each `depth` steps all panels, one after another, each followed by [`PANEL_SLACK`].
     to: *mut f32,
-    /// The number of rows of a panel.
     rows: usize,
-    /// The last panel has its remaining rows, rounded up to a multiple of this.
+    /// The width of the last panel is its number of rows, rounded up to a multiple of `lanes`.
     lanes: usize,
-    /// The number of panels.
     panels: usize,
     /// The number of steps of a panel.
     depth: usize,
@@ -57,13 +55,12 @@ impl Panels {
         Panels { from, size, first, to, rows, lanes, panels, depth, piece, row_by_row }
     }
 
-    /// Returns the numbers of blocks of `depth` steps, and in each of groups of panels and of parts of the steps.
+    /// Returns the number of blocks of `depth` steps, and in each block the numbers of panel groups and of step ranges.
     fn grid(&self) -> (usize, usize, usize) {
         let blocks = self.size.1.div_ceil(self.depth);
         (blocks, self.panels.div_ceil(self.piece.0), self.depth.div_ceil(self.piece.1))
     }
 
-    /// Returns the number of pieces.
     pub(super) fn pieces(&self) -> usize {
         let (blocks, groups, parts) = self.grid();
         blocks * groups * parts

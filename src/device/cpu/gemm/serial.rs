@@ -12,17 +12,17 @@ use super::{Floats, amx};
 use crate::device::cpu::blocks::Block;
 use crate::device::cpu::gemm::KernelEpilogue;
 
-/// The kernels for this processor: of f32, or of pairs of bf16. In the latter a step is a pair, in the bits of an f32.
+/// The kernels for this processor: of f32, or of pairs of bf16. For bf16, a step is a pair in the bits of an f32.
 #[derive(Clone, Copy)]
 pub(crate) struct SerialGemm {
     kernels: &'static Kernels,
-    /// The kernels for remaining steps that are too few for AMX.
+    /// The kernels for the last steps, if they are too few for AMX.
     rest: &'static Kernels,
 }
 
 /// The left matrix of a product.
 #[derive(Clone, Copy)]
-pub(crate) enum Left<'a> {
+pub(crate) enum LeftMatrix<'a> {
     /// Panels of [`SerialGemm::panel_rows`] rows, fewer in the last, with the layout of [`SerialGemm::panel_strides`].
     Panels(&'a [f32]),
     /// Rows: row `i` starts at element `i * stride`.
@@ -33,7 +33,7 @@ pub(crate) enum Left<'a> {
 
 /// The right matrix: step `i` of `k` in repetition `t` starts at element `t * jump + i * stride`, and is readable up to whole vectors.
 #[derive(Clone, Copy)]
-pub(crate) struct Right<'a> {
+pub(crate) struct RightMatrix<'a> {
     pub(crate) data: &'a [f32],
     pub(crate) stride: usize,
     pub(crate) times: usize,
@@ -52,7 +52,6 @@ impl SerialGemm {
         Some(SerialGemm { kernels: Kernels::for_pairs(k / AMX * AMX)?, rest: Kernels::get(true)? })
     }
 
-    /// Returns the number of elements of a step.
     pub(crate) fn elements_per_step(self) -> usize {
         if self.kernels.pairs { 2 } else { 1 }
     }
@@ -95,8 +94,8 @@ impl SerialGemm {
     pub(crate) fn multiply(
         self,
         (m, n, k): (usize, usize, usize),
-        left: Left,
-        right: Right,
+        left: LeftMatrix,
+        right: RightMatrix,
         out: &mut Block<f32>,
         add: bool,
     ) {
@@ -105,15 +104,15 @@ impl SerialGemm {
         assert!((times - 1) * right.jump + (k - 1) * right.stride + self.padded_width(n) <= right.data.len());
         assert!(n <= out.width() && m <= out.rows());
         let (a, a_row) = match left {
-            Left::Panels(data) => {
+            LeftMatrix::Panels(data) => {
                 assert!(m * k * times <= data.len());
                 (data.as_ptr(), (self.kernels.step > 1).then_some(k * times * size_of::<f32>()))
             }
-            Left::Rows { data, stride } => {
+            LeftMatrix::Rows { data, stride } => {
                 assert!(times == 1 && (m - 1) * stride + k <= data.len());
                 (data.as_ptr(), Some(stride * size_of::<f32>()))
             }
-            Left::Halves { data, stride } => {
+            LeftMatrix::Halves { data, stride } => {
                 assert!(self.kernels.pairs && times == 1 && (m - 1) * stride + 2 * k <= data.len());
                 (data.as_ptr().cast(), Some(stride * size_of::<u16>()))
             }
@@ -147,7 +146,7 @@ impl SerialGemm {
                     });
                 }
             };
-        // A tile's columns stay in the L1 cache, while panels of rows are read once.
+        // The columns of a tile stay in the L1 cache while all rows are multiplied with them.
         for j in (0..n).step_by(columns) {
             let wide = columns.min(n - j);
             for i in (0..m).step_by(rows) {

@@ -292,12 +292,12 @@ fn an_empty_sum_is_zero() {
     assert_eq!(out, [0.0, 0.0, 7.0, 0.0, 0.0, 7.0]);
 }
 
-/// The products that operations compute inside their own tasks: rows of bf16 in place, and panels, around tiles, vectors and pairs.
+/// LeftMatrix matrices as rows of bf16 in place and as panels, at sizes around tiles, vectors and pairs.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn single_threaded_products_match_f64() {
     use crate::device::cpu::blocks::Block;
-    use serial::{Left, Right, SerialGemm};
+    use serial::{LeftMatrix, RightMatrix, SerialGemm};
 
     let kernels = [SerialGemm::for_f32(), SerialGemm::for_pairs(8), SerialGemm::for_pairs(64)];
     for kernels in kernels.into_iter().flatten() {
@@ -332,17 +332,17 @@ fn single_threaded_products_match_f64() {
                 kernels.pack_columns(Floats::BF16(&y), (panel * wide * count, count), (n, count), to);
             }
             for (left, add) in [
-                (Left::Panels(&panels[..]), false),
-                (Left::Rows { data: &in_rows, stride: k }, true),
-                (Left::Halves { data: bytemuck::cast_slice(&x), stride: count }, false),
+                (LeftMatrix::Panels(&panels[..]), false),
+                (LeftMatrix::Rows { data: &in_rows, stride: k }, true),
+                (LeftMatrix::Halves { data: bytemuck::cast_slice(&x), stride: count }, false),
             ] {
-                if matches!(left, Left::Halves { .. }) && (steps == 1 || count % 2 > 0) {
+                if matches!(left, LeftMatrix::Halves { .. }) && (steps == 1 || count % 2 > 0) {
                     continue;
                 }
                 let mut out = vec![0.5f32; m * n];
                 for (panel, data) in right.chunks_exact(of_panel).enumerate() {
                     let (first, wide) = (panel * wide, wide.min(n - panel * wide));
-                    let right = Right { data, stride: kernels.padded_width(wide), times: 1, jump: 0 };
+                    let right = RightMatrix { data, stride: kernels.padded_width(wide), times: 1, jump: 0 };
                     let to = &mut Block::new(&mut out[first..], m, wide, n);
                     kernels.multiply((m, wide, k), left, right, to, add);
                 }

@@ -6,7 +6,6 @@
 
 use super::{LN2_HI, LN2_LO, clamp_keeping_nan, poly, reduce_exp};
 
-/// A function computed in two stages.
 pub(crate) trait TwoStage {
     /// The type of argument and result: f32 or f64.
     type T: Copy + Default;
@@ -72,7 +71,6 @@ impl<H: TwoStage> FirstStage<H> {
         }
     }
 
-    /// Returns the results of the first stage.
     #[inline(always)]
     fn stages(&self) -> impl Iterator<Item = (H::N, H::T)> {
         self.ns.iter().zip(&self.rs).map(|(n, r)| (*n, *r))
@@ -163,14 +161,14 @@ const ONE: f32 = 12_582_912.0 + 127.0;
 /// Like [`ROUND`](super::ROUND), but adds 126: the biased exponent of 1/2.
 const HALF: f32 = 12_582_912.0 + 126.0;
 
-/// Splits q, an exponent of two from -125 to 127, into the nearest integer and the rest. The integer's bits include `scale`'s.
+/// Splits q, an exponent of two from -125 to 127, into the nearest integer and the rest. Returns the bits of integer + `scale`.
 #[inline(always)]
 fn split_exponent_of_two(q: f32, scale: f32) -> (u32, f32) {
     let t = q + scale;
     (t.to_bits(), q - (t - scale))
 }
 
-/// 2 to the power of q, times the power in the scale, from the result of [`whole`] for q.
+/// 2 to the power of q, times the power in the scale, from the result of [`split_exponent_of_two`] for q.
 #[inline(always)]
 fn exp2_end((n, r): (u32, f32)) -> f32 {
     const C: [f32; 5] = [0.693_147_004, 0.240_222_469, 0.055_507_104_8, 0.009_671_291_34, 0.001_326_977_28];

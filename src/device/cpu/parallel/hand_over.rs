@@ -50,13 +50,11 @@ const AWAITED: usize = 2;
 #[repr(align(128))] // two cache lines, which processors fetch together
 pub(super) struct Mailbox(AtomicPtr<Call>);
 
-/// Sets a tag in a call's address.
 fn tagged(call: *mut Call, tag: usize) -> *mut Call {
     call.map_addr(|address| address | tag)
 }
 
 impl Mailbox {
-    /// Creates a vacant mailbox.
     pub(super) fn new() -> Mailbox {
         Mailbox(AtomicPtr::new(ptr::null_mut()))
     }
@@ -169,13 +167,13 @@ struct Call {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     /// The calling thread, set before it parks.
     caller: OnceLock<Thread>,
-    /// The next piece of each thread's part. A thread starts with the same part in every call, so that it may find its own earlier
-    /// results in its cache; when its part is done, it helps with the others.
+    /// The next piece of each part. A thread starts with the same part in every call, because the part's data may still be in its
+    /// cache, and then helps with the other parts.
     parts: SmallVec<[Part; 8]>,
 }
 
 /// The index of a part's next piece.
-#[repr(align(64))] // each in its own thread's cache
+#[repr(align(64))] // one cache line each, because threads change them
 struct Part(AtomicUsize);
 
 impl Call {
@@ -218,12 +216,12 @@ unsafe impl Send for Work {}
 // SAFETY: as above.
 unsafe impl Sync for Work {}
 
-/// Does `count` pieces on this thread and its helpers, split into `parts` where threads start; with `reverse`, from the end of each
-/// part. `enter` starts a helper for the mailbox with an index, and must not panic.
+/// Does `count` pieces on this thread and its helpers. Each thread starts with its own of `parts` parts, from the part's end if
+/// `reverse`. `enter(i)` starts a helper for mailbox `i`, and must not panic.
 ///
 /// # Panics
 /// With the panic of a piece; the other pieces may then not have been done.
-pub(super) fn share(
+pub(super) fn share_pieces(
     mailboxes: &[Mailbox],
     enter: impl Fn(usize),
     count: usize,

@@ -4,7 +4,7 @@ use ::loom::cell::UnsafeCell;
 use ::loom::sync::Arc;
 use ::loom::{model::Builder, thread};
 
-use super::hand_over::{MAX_POLL_TIME, Mailbox, share};
+use super::hand_over::{MAX_POLL_TIME, Mailbox, share_pieces};
 
 /// The results of pieces. Loom reports if two threads access a result at the same time.
 struct Results([UnsafeCell<usize>; 2]);
@@ -23,7 +23,7 @@ fn call(mailboxes: &Arc<[Mailbox; 1]>, patient: bool) {
     let results = &results;
     // SAFETY: loom reports any other access.
     let piece = |i: usize| results.0[i].with_mut(|done| unsafe { *done += 1 });
-    share(&mailboxes[..], enter, 2, 2, false, &piece);
+    share_pieces(&mailboxes[..], enter, 2, 2, false, &piece);
     // SAFETY: as above.
     results.0.iter().for_each(|done| assert_eq!(done.with(|done| unsafe { *done }), 1));
 }

@@ -51,7 +51,7 @@ fn chunks_run_from_either_end() {
             for_each_chunk_from(&mut data, 4, reverse, |i, part| part.iter_mut().for_each(|x| *x += i + 1));
             assert!(data.iter().enumerate().all(|(at, &x)| x == at / 4 + 1), "{n}");
             let seen = Mutex::new(Vec::new());
-            share(n, 1, reverse, &|i| seen.lock().unwrap().push(i));
+            share_pieces(n, 1, reverse, &|i| seen.lock().unwrap().push(i));
             let mut seen = seen.into_inner().unwrap();
             assert!(threads() > 1 || seen.is_sorted_by(|a, b| (a < b) != reverse), "{n}");
             seen.sort_unstable();
@@ -71,7 +71,7 @@ fn parked_threads_are_woken() {
             thread::sleep(Duration::from_millis(1));
             ran.fetch_add(1, Relaxed);
         };
-        share(5, 2, false, &slow);
+        share_pieces(5, 2, false, &slow);
         assert_eq!(ran.into_inner(), 5);
     }
 }
@@ -86,7 +86,7 @@ fn concurrent_callers_do_only_their_own_pieces() {
                 for round in 0..all {
                     let count = 2 + round % 5;
                     let done: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
-                    share(count, threads().min(count), round % 2 == 0, &|i| {
+                    share_pieces(count, threads().min(count), round % 2 == 0, &|i| {
                         done[i].fetch_add(caller + 1, Relaxed);
                     });
                     assert!(done.iter().all(|done| done.load(Relaxed) == caller + 1), "{caller} {round}");
@@ -114,7 +114,7 @@ fn calls_are_done_while_helpers_come_and_go() {
                         helpers.lock().unwrap().push(helper);
                     };
                     let piece = |i: usize| *done[i].try_lock().unwrap() += i + caller;
-                    hand_over::share(&mailboxes[..], enter, 5, 2, round % 3 == 0, &piece);
+                    hand_over::share_pieces(&mailboxes[..], enter, 5, 2, round % 3 == 0, &piece);
                     assert_eq!(done.map(|x| x.into_inner().unwrap()), std::array::from_fn(|i| i + caller));
                 }
             });

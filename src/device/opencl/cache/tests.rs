@@ -11,7 +11,7 @@ use super::*;
 fn cache() -> (tempfile::TempDir, Cache) {
     let dir = tempfile::tempdir().unwrap();
     Folder::open(dir.path()).unwrap();
-    let cache = Cache::at(dir.path(), 1 << 20);
+    let cache = Cache::new(dir.path(), 1 << 20);
     (dir, cache)
 }
 
@@ -111,7 +111,7 @@ fn no_damaged_file_is_loaded() {
 #[test]
 fn least_recently_used_files_are_deleted_first() {
     let (dir, _) = cache();
-    let cache = Cache::at(dir.path(), 100_000);
+    let cache = Cache::new(dir.path(), 100_000);
     let tuning = FileKind::Tuning.name(&[9; 32]);
     fs::write(dir.path().join("notes.txt"), "another's").unwrap();
     age(&cache.store(&tuning, b"measured for minutes").unwrap(), 10_000);
@@ -156,7 +156,7 @@ fn caches_may_shrink_a_folder_concurrently() {
     let start = Barrier::new(8);
     thread::scope(|scope| {
         for process in 0..8u8 {
-            let (start, cache) = (&start, Cache::at(dir.path(), 50_000));
+            let (start, cache) = (&start, Cache::new(dir.path(), 50_000));
             scope.spawn(move || {
                 start.wait();
                 for round in 0..100u8 {
@@ -203,7 +203,7 @@ mod unix {
     fn folder_and_files_are_private() {
         let (dir, _) = cache();
         let folder = dir.path().join("a/b");
-        let path = Cache::at(&folder, 1 << 20).store(&name(1), b"contents").unwrap();
+        let path = Cache::new(&folder, 1 << 20).store(&name(1), b"contents").unwrap();
         assert_eq!([&folder, &path].map(|path| mode(path)), [0o700, 0o600]);
         assert_eq!(mode(&dir.path().join("a")), 0o700, "as XDG has it");
     }
@@ -281,7 +281,7 @@ mod unix {
         // The folder may be a link of this user, for example to a larger disk, but not another user's link.
         let link = elsewhere.path().join("link");
         symlink(dir.path(), &link).unwrap();
-        let linked = Cache::at(&link, 1 << 20);
+        let linked = Cache::new(&link, 1 << 20);
         assert_eq!(linked.load(&name(3)).unwrap(), b"three");
         if is_root(&precious) {
             std::os::unix::fs::lchown(&link, Some(OTHER), None).unwrap();
@@ -295,13 +295,13 @@ mod unix {
     fn a_folder_replaced_after_the_check_is_not_used() {
         let (dir, moved) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let path = dir.path().join("cache");
-        let cache = Cache::at(&path, 1 << 20);
+        let cache = Cache::new(&path, 1 << 20);
         cache.store(&name(1), b"ours").unwrap();
         let folder = cache.open_folder().unwrap();
         fs::rename(&path, moved.path().join("cache")).unwrap();
         fs::create_dir(&path).unwrap();
         fs::write(path.join(name(1)), seal(&name(1), b"theirs")).unwrap();
-        let mut file = open(&folder.at.join(name(1))).unwrap();
+        let mut file = open_private_file(&folder.at.join(name(1))).unwrap();
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).unwrap();
         assert_eq!(unseal(&name(1), bytes).unwrap(), b"ours");

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Returns choices that a device of this family allows.
-pub(in super::super) fn some(family: Family) -> Chosen {
+pub(in super::super) fn sample_choices(family: Family) -> Chosen {
     let rows = PARAMETERS.iter().enumerate().filter(|(_, row)| row.families.contains(&family));
     let knobs = rows.map(|(i, row)| (Subject::TuningParameter(i), SizeClass::from_sizes([i, 1 << 20]), row.choices[0]));
     let groups = [0, u64::MAX].map(|id| (Subject::Group(id), SizeClass::from_sizes([1000]), 96));
@@ -41,8 +41,8 @@ fn each_level_tries_more_candidates() {
     assert_eq!(Trial::new(64, group_candidates(Level::Fast, 64)).candidates.len(), 5);
 }
 
-/// Runs a trial to its end, with the given times of launches.
-fn run(default: usize, others: &[usize], micros: impl Fn(usize, usize) -> f64) -> (usize, usize) {
+/// Runs a trial to its end with given launch times. Returns the choice and the number of launches.
+fn run_trial(default: usize, others: &[usize], micros: impl Fn(usize, usize) -> f64) -> (usize, usize) {
     let mut trial = Trial::new(default, others.to_vec());
     for launch in 0.. {
         let value = trial.next();
@@ -55,17 +55,17 @@ fn run(default: usize, others: &[usize], micros: impl Fn(usize, usize) -> f64) -
 
 #[test]
 fn the_fastest_candidate_wins_if_clearly_faster() {
-    let (chosen, launches) = run(64, &[32, 128, 256], |value, _| if value == 128 { 90.0 } else { 100.0 });
+    let (chosen, launches) = run_trial(64, &[32, 128, 256], |value, _| if value == 128 { 90.0 } else { 100.0 });
     assert_eq!((chosen, launches), (128, 4 * (TRIAL_ROUNDS + 1) + 2 * (FINAL_LAUNCHES + 1)));
     // A gain of less than 3 % is not enough, and needs no final comparison.
-    let (chosen, launches) = run(64, &[32, 128], |value, _| if value == 128 { 98.0 } else { 100.0 });
+    let (chosen, launches) = run_trial(64, &[32, 128], |value, _| if value == 128 { 98.0 } else { 100.0 });
     assert_eq!((chosen, launches), (64, 3 * (TRIAL_ROUNDS + 1)));
     // The first launch of a candidate does not count, and single outliers do not matter.
     let slow = |value, launch| if launch < 2 || launch % 11 == 9 { 1e6 } else { [100.0, 80.0][value / 128] };
-    assert_eq!(run(64, &[128], slow).0, 128);
+    assert_eq!(run_trial(64, &[128], slow).0, 128);
     // A candidate that was fast by chance does not win the final comparison.
     let lucky = |value, launch| if value == 128 && launch < 2 * (TRIAL_ROUNDS + 1) { 50.0 } else { 100.0 };
-    assert_eq!(run(64, &[128], lucky).0, 64);
+    assert_eq!(run_trial(64, &[128], lucky).0, 64);
 }
 
 /// A launch recorded by a graph uses the default, is not timed and not cached, and the trial goes on later.
@@ -89,7 +89,7 @@ fn a_launch_without_trials_uses_the_default() {
 #[test]
 fn written_choices_read_back_and_others_fail() {
     for family in [Family::Processor, Family::Gpu] {
-        let (all, none) = (some(family), Chosen::new());
+        let (all, none) = (sample_choices(family), Chosen::new());
         for chosen in [&all, &none] {
             assert_eq!(read(write(chosen).lines(), family).as_ref(), Ok(chosen));
         }
@@ -119,5 +119,5 @@ fn written_choices_read_back_and_others_fail() {
 
 #[test]
 fn choices_of_another_family_are_refused() {
-    assert!(read(write(&some(Family::Gpu)).lines(), Family::Processor).is_err());
+    assert!(read(write(&sample_choices(Family::Gpu)).lines(), Family::Processor).is_err());
 }

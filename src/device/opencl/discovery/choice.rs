@@ -18,7 +18,7 @@ impl Choice<'_> {
         Choice { text, entries: text.split(',').map(str::trim).filter(|e| !e.is_empty()).collect() }
     }
 
-    /// True if an entry is part of a name.
+    /// True if an entry is part of a name rather than `platform:index`.
     pub(super) fn has_names(&self) -> bool {
         self.entries.iter().any(|entry| parse_index(entry).is_none())
     }
@@ -29,7 +29,7 @@ impl Choice<'_> {
         self.entries.is_empty() || self.entries.iter().any(|entry| parse_index(entry).is_none_or(is_named))
     }
 
-    /// Returns indices into `names` in the selected order, each once, and the entries that match nothing.
+    /// Returns the indices in `names` of the selected devices, in order and without duplicates, and the entries that match nothing.
     pub(super) fn select(&self, names: &[((usize, usize), String)]) -> (Vec<usize>, Vec<String>) {
         if self.entries.is_empty() {
             return ((0..names.len()).collect(), Vec::new());

@@ -2,7 +2,6 @@
 
 use crate::device::{DeviceInfo, DeviceKind};
 
-/// How a driver is asked for a buffer larger than its promised maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum LargeBuffers {
     /// Like any other buffer.

@@ -40,7 +40,7 @@ fn programs_are_loaded_from_disk() {
     for i in 0..count() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("made/on/demand");
-        let cache = Cache::at(&dir, 64 << 20);
+        let cache = Cache::new(&dir, 64 << 20);
         let source = format!("__kernel void answer(__global int* x) {{ x[0] = 42; }} // {i}");
         // A newly opened device has no programs, like a new process.
         let fresh = || ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
@@ -114,7 +114,7 @@ fn no_binaries_of_own_programs_are_requested_from_pocl() {
 fn swapped_cache_files_are_not_used() {
     for i in 0..count() {
         let dir = tempfile::tempdir().unwrap();
-        let cache = Cache::at(dir.path(), 64 << 20);
+        let cache = Cache::new(dir.path(), 64 << 20);
         // A newly opened device has no programs, like a new process.
         let answers = || {
             let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
@@ -164,7 +164,7 @@ fn programs_of_dropped_kernels_are_released() {
             "this one has a kernel"
         );
     }
-    // Many sources, some of them the crate's own.
+    // Many sources, including sources of the crate.
     let all = Programs::default();
     for n in 0..1000u32 {
         let key = |by: u8| std::array::from_fn(|i| if i < 4 { n.to_le_bytes()[i] } else { by });
@@ -179,7 +179,7 @@ fn an_unwritable_cache_does_not_stop_builds() {
     for device in devices() {
         let file = tempfile::NamedTempFile::new().unwrap();
         // A directory inside a file.
-        let cache = Cache::at(file.path().join("cache"), 64 << 20);
+        let cache = Cache::new(file.path().join("cache"), 64 << 20);
         device.build_cached(Author::Crate, "axb", &format!("{AXB} // no disk"), "", "axb", Some(&cache)).unwrap();
         device.build_cached(Author::Crate, "axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
     }

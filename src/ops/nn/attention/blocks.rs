@@ -9,7 +9,7 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use crate::backend::problem::attention::Blocking;
-use crate::ops::linalg::products::product_into;
+use crate::ops::linalg::products::scaled_product_into;
 use crate::ops::nn::attention::{Attention, allocate_heads_inside};
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::tensor::Dims;
@@ -21,16 +21,16 @@ use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd, backend};
 /// CPU such blocks fit in the caches of the threads. All other blocks only save memory.
 fn block_limits(device: Device, cheap: bool) -> Result<Blocking> {
     #[cfg(test)]
-    if let Some(limits) = crate::ops::nn::attention::tests::LIMITS.get() {
+    if let Some(limits) = crate::ops::nn::attention::tests::BLOCK_LIMITS.get() {
         return Ok(limits);
     }
-    let memory = usize::try_from(device.known()?.memory).unwrap_or(usize::MAX);
+    let memory = usize::try_from(device.cached_info()?.memory).unwrap_or(usize::MAX);
     Ok(backend::of_device(device).attention_blocking(memory, cheap))
 }
 
 /// The partition of an attention into blocks of queries.
 #[derive(Debug, Clone)]
-pub(crate) struct Blocks {
+pub(crate) struct BlockedAttention {
     /// The dims of the scores without the keys: `[batch.., L]`.
     sizes: Dims,
     /// The size of a block in each dim of `sizes`. The last blocks of a dim may be smaller.
@@ -42,17 +42,17 @@ pub(crate) struct Blocks {
 
 /// One block: a range in each dim, and its keys.
 struct Block {
-    /// The range in each dim of [`Blocks::sizes`].
+    /// The range in each dim of [`BlockedAttention::sizes`].
     ranges: Dims<Range<usize>>,
     /// The keys that queries of this block may attend to.
     keys: Range<usize>,
 }
 
-impl Blocks {
+impl BlockedAttention {
     /// Partitions an attention. `options.scale` is set; `backward` says whether gradients will be needed.
     ///
     /// Returns `None` if all scores should be computed at once, and for shapes that do not match, which the unblocked code reports.
-    pub(crate) fn new([q, k, v]: [&Tensor; 3], options: &Attention<'_>, backward: bool) -> Option<Blocks> {
+    pub(crate) fn new([q, k, v]: [&Tensor; 3], options: &Attention<'_>, backward: bool) -> Option<BlockedAttention> {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
         if dropout_p != 0.0 || mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
             return None;
@@ -62,7 +62,7 @@ impl Blocks {
         else {
             return None;
         };
-        // The scores are no larger than the keys.
+        // Then the scores need no more memory than the keys.
         if queries <= width {
             return None;
         }
@@ -90,7 +90,7 @@ impl Blocks {
         }
         block_size.reverse();
         let sizes = SmallVec::from_slice(&scores.dims()[..batch.rank() + 1]);
-        Some(Blocks { sizes, block_size, keys: *keys, causal, scale: Scalar::Float(scale.unwrap_or(1.0)) })
+        Some(BlockedAttention { sizes, block_size, keys: *keys, causal, scale: Scalar::Float(scale.unwrap_or(1.0)) })
     }
 
     fn for_each_block(&self, mut f: impl FnMut(&Block) -> Result<()>) -> Result<()> {
@@ -121,10 +121,9 @@ impl Blocks {
         t.shape().dims()[..t.rank() - 2] == *batch && (of_queries || all_keys)
     }
 
-    /// Computes the attention weights of a block.
     fn weights(&self, op: &'static str, block: &Block, [q, k]: [&Tensor; 2], mask: Option<&Tensor>) -> Result<Tensor> {
         let keys = block.keys(k)?.transpose(-1, -2)?;
-        let scores = product_into(op, None, None, &block.queries(q)?, &keys, self.scale)?;
+        let scores = scaled_product_into(op, None, None, &block.queries(q)?, &keys, self.scale)?;
         let mask = mask.map(|mask| block.scores(mask)).transpose()?;
         let first = block.ranges[block.ranges.len() - 1].start;
         masked_softmax(op, &scores, mask.as_ref(), self.causal.then_some(first))
@@ -141,7 +140,7 @@ impl Blocks {
         };
         self.for_each_block(|block| {
             let weights = self.weights(op, block, [&q, &k], mask.as_ref())?;
-            write(op, &block.queries(&out)?, &weights, &block.keys(&v)?, Scalar::Int(1))
+            write_product(op, &block.queries(&out)?, &weights, &block.keys(&v)?, Scalar::Int(1))
         })?;
         Ok(out)
     }
@@ -173,7 +172,7 @@ impl Blocks {
             if dq.is_none() && dk.is_none() {
                 return Ok(());
             }
-            let upstream = product_into(op, None, None, &grad, &transposed(&block.keys(&v)?)?, Scalar::Int(1))?;
+            let upstream = scaled_product_into(op, None, None, &grad, &transposed(&block.keys(&v)?)?, Scalar::Int(1))?;
             let ds = softmax_derivative(&weights, &upstream)?;
             if let Some(dq) = &dq {
                 dq.add(op, |t| block.queries(t), &ds, &block.keys(&k)?, self.scale)?;
@@ -204,7 +203,7 @@ impl Block {
         self.part(t, &self.ranges[self.ranges.len() - 1], Some(&self.keys))
     }
 
-    /// Narrows `t` to this block. Dims that are missing or broadcast are left alone.
+    /// Narrows `t` to this block. Missing dims are skipped, and dims of size 1 are kept.
     fn part(&self, t: &Tensor, rows: &Range<usize>, columns: Option<&Range<usize>>) -> Result<Tensor> {
         let batch = &self.ranges[..self.ranges.len() - 1];
         let ranges = columns.into_iter().map(Some).chain(columns.is_none().then_some(None)).chain([Some(rows)]);
@@ -218,9 +217,9 @@ impl Block {
     }
 }
 
-/// Computes `alpha a b` into `out`.
-fn write(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) -> Result<()> {
-    let made = product_into(op, Some(out.shallow_clone()), None, a, b, alpha)?;
+/// Computes `alpha a b` into `out`, which may have any strides.
+fn write_product(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) -> Result<()> {
+    let made = scaled_product_into(op, Some(out.shallow_clone()), None, a, b, alpha)?;
     // The product allocates its own result if it cannot write to `out`.
     if !made.shares_storage(out) {
         out.copy_(&made)?;
@@ -232,7 +231,7 @@ fn write(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) 
 struct GradientSum {
     /// The tensor that the caller wants the gradient in, if any.
     slot: Option<Tensor>,
-    /// The tensor that blocks write to, or, in the dtype of the sum, add to.
+    /// The tensor that blocks write to if `partitioned`, otherwise add to, in the dtype of the accumulator.
     total: Tensor,
     dtype: DType,
     /// Whether every element is written exactly once.
@@ -240,7 +239,6 @@ struct GradientSum {
 }
 
 impl GradientSum {
-    /// Creates a gradient of the shape and dtype of `like`.
     fn new(like: &Tensor, slot: Option<Tensor>, partitioned: bool) -> Result<GradientSum> {
         let dtype = like.dtype;
         let total = match (&slot, partitioned) {
@@ -262,9 +260,9 @@ impl GradientSum {
     ) -> Result<()> {
         let total = part(&self.total)?;
         match self.partitioned {
-            true => write(op, &total, a, b, alpha),
+            true => write_product(op, &total, a, b, alpha),
             false => {
-                total.add_(&product_into(op, None, None, a, b, alpha)?.sum_to(total.shape())?)?;
+                total.add_(&scaled_product_into(op, None, None, a, b, alpha)?.sum_to(total.shape())?)?;
                 Ok(())
             }
         }

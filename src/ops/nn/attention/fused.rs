@@ -1,4 +1,4 @@
-//! Attention in one kernel, on devices that have one. It stores the result and one number for each query, but no scores.
+//! Attention in one kernel, on devices with such a kernel. The kernel stores the result and one number for each query, but no scores.
 
 use smallvec::SmallVec;
 

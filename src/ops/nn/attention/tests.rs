@@ -10,14 +10,14 @@ use crate::{Device, Result};
 
 thread_local! {
     /// The limits of blocks in a test, instead of the device's.
-    pub(crate) static LIMITS: Cell<Option<Blocking>> = const { Cell::new(None) };
+    pub(crate) static BLOCK_LIMITS: Cell<Option<Blocking>> = const { Cell::new(None) };
 }
 
 /// Runs `f` with blocks whose scores take at most `bytes`, and at least one query.
 fn in_blocks<R>(bytes: usize, f: impl FnOnce() -> R) -> R {
-    LIMITS.set(Some(Blocking { unblocked_bytes: 0, block_bytes: bytes, min_queries: 1 }));
+    BLOCK_LIMITS.set(Some(Blocking { unblocked_bytes: 0, block_bytes: bytes, min_queries: 1 }));
     let result = f();
-    LIMITS.set(None);
+    BLOCK_LIMITS.set(None);
     result
 }
 
@@ -203,7 +203,7 @@ fn blocked_gradients_of_halves_match_f64() {
     });
 }
 
-/// Each block takes three launches, and so do all scores at once.
+/// All scores at once take three launches too.
 #[test]
 fn each_block_takes_three_launches() {
     each_device(|device| {
@@ -220,7 +220,6 @@ fn each_block_takes_three_launches() {
     });
 }
 
-/// Errors of mismatching shapes do not depend on blocks.
 #[test]
 fn shape_errors_do_not_depend_on_blocks() {
     let of = |shape: &[usize]| Tensor::ones(shape, Device::Cpu).unwrap();

@@ -16,13 +16,13 @@ use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
 use crate::{DType, Result, Shape, Tensor, autograd};
 
-/// The maximum size of the columns in memory at a time, in bytes. One row of windows may exceed it.
+/// The maximum size of the columns in memory at a time, in bytes. A single row of windows may be larger.
 const MAX_COLUMN_BLOCK_BYTES: usize = 16 << 20;
 
 /// A convolution and its gradients as products of columns, one block of columns at a time. Not recorded.
 pub(super) struct Im2colConvolution(pub(super) ConvProblem);
 
-/// The windows of consecutive images and consecutive rows of windows.
+/// A block of windows: consecutive rows of windows of consecutive images.
 struct Block {
     images: Range<usize>,
     rows: Range<usize>,
@@ -91,7 +91,7 @@ impl Convolution for Im2colConvolution {
         let (weight, bias) = (weight.detach(), bias.map(Tensor::detach));
         let (blocks, [n, ..], o) = (self.blocks(&x.detach())?, sizes_4d(x), weight.shape().dims()[0]);
         let made = |block: &Block| {
-            let made = product(op, &block.columns(op, groups)?.unsqueeze(0)?, &weight, bias.as_ref(), false)?;
+            let made = multiply_columns(op, &block.columns(op, groups)?.unsqueeze(0)?, &weight, bias.as_ref(), false)?;
             let shape = [o, block.images.len(), block.rows.len(), windows.grid[1]];
             made.reshape(shape)?.transpose(0, 1)
         };
@@ -165,7 +165,7 @@ impl Convolution for Im2colConvolution {
 ///
 /// The bias is `[groups * rows]`. The weight, `[A, B, KH, KW]`, is read as `[groups, A / groups, B KH KW]`, or as the transpose if
 /// `transposed`.
-pub(super) fn product(
+pub(super) fn multiply_columns(
     op: &'static str,
     columns: &Tensor,
     weight: &Tensor,
@@ -198,7 +198,8 @@ pub(super) fn product(
     Ok(autograd::record_differentiable(op, out, &inputs, move |ctx| {
         let (grad, weight) = (ctx.grad()?, saved_w.get(op)?);
         let mut gradients: Gradients = SmallVec::new();
-        gradients.push(ctx.needs_gradient(0).then(|| product(op, &grad, weight, None, !transposed)).transpose()?);
+        gradients
+            .push(ctx.needs_gradient(0).then(|| multiply_columns(op, &grad, weight, None, !transposed)).transpose()?);
         gradients.push(None);
         if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs_gradient(1)) {
             let (x, shape) = (x.get(op)?, weight.shape());

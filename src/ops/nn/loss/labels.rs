@@ -48,7 +48,7 @@ impl Tensor {
         self.dtype().check_float(op)?;
         let plain = !target.dtype().is_float() && options.weight.is_none() && options.label_smoothing == 0.0;
         let in_f32 = autocast_dtype().is_some() && matches!(self.dtype(), DType::F16 | DType::BF16);
-        // Losses of labels are computed in f32 from halves as well. An f32 copy would give the same with twice the memory.
+        // The kernel for labels reads f16 and bf16 logits and computes in f32, so autocast needs no f32 copy of the logits.
         if in_f32 && !plain {
             cast_first!(autocast_to_f32(&[self])?, |x| x[0].cross_entropy_with(target, options));
         }
@@ -108,7 +108,6 @@ impl Tensor {
         apply_to_rows(op, self, labels, |x, labels| label_losses(op, x, labels, options))
     }
 
-    /// Cross-entropy with a probability for each class.
     fn soft_cross_entropy(&self, op: &'static str, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         mismatch!(op if self.shape() != target.shape() || self.rank() == 0,
             self, target, "probabilities have the shape of the logits, [C] or [N, C, ..]");
@@ -179,7 +178,7 @@ fn label_losses(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossE
     let CrossEntropy { reduction, ignore_index, label_smoothing, weight } = options;
     let (dtype, classes) = (log.dtype(), log.shape().dims()[1]);
     let weight = weight.map(|w| class_weight(op, log, w, 1)).transpose()?;
-    // An ignored label may not be a valid class, so class 0 is read instead.
+    // An ignored label may be no valid class, so class 0 is read instead.
     let counted = labels.masked_fill(&labels.eq_scalar(ignore_index)?, 0)?;
     let label_values = log.gather(1, &counted.unsqueeze(1)?)?.squeeze(1)?;
     let label_weights = weight.as_ref().map(|w| w.flatten(0, 1)?.index_select(0, &counted)).transpose()?;

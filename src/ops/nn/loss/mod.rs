@@ -77,7 +77,7 @@ impl From<LossReduction> for Argument {
     }
 }
 
-fn reduction(a: &Args, i: usize) -> Result<LossReduction> {
+fn read_reduction(a: &Args, i: usize) -> Result<LossReduction> {
     match a.text(i)? {
         "mean" => Ok(LossReduction::Mean),
         "sum" => Ok(LossReduction::Sum),
@@ -88,43 +88,43 @@ fn reduction(a: &Args, i: usize) -> Result<LossReduction> {
 }
 
 operations! {
-    mse_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.mse_loss_with(a.tensor(1)?, reduction(a, 0)?);
-    l1_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.l1_loss_with(a.tensor(1)?, reduction(a, 0)?);
-    smooth_l1_loss(input: x, target: x, beta: float = 1, reduction: text @reduction = "mean") functional:
+    mse_loss(input: x, target: x, reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable
+        => |a| a.tensor(0)?.mse_loss_with(a.tensor(1)?, read_reduction(a, 0)?);
+    l1_loss(input: x, target: x, reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable
+        => |a| a.tensor(0)?.l1_loss_with(a.tensor(1)?, read_reduction(a, 0)?);
+    smooth_l1_loss(input: x, target: x, beta: float = 1, reduction: text @read_reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
-    huber_loss(input: x, target: x, delta: float = 1, reduction: text @reduction = "mean") functional:
+    huber_loss(input: x, target: x, delta: float = 1, reduction: text @read_reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
-    binary_cross_entropy(input: x, target: x, weight: x?, reduction: text @reduction = "mean") functional:
+    binary_cross_entropy(input: x, target: x, weight: x?, reduction: text @read_reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
-    binary_cross_entropy_with_logits(input: x, target: x, weight: x?, pos_weight: x?, reduction: text @reduction = "mean")
+    binary_cross_entropy_with_logits(input: x, target: x, weight: x?, pos_weight: x?, reduction: text @read_reduction = "mean")
         functional: Loss, Floats -> Same, differentiable;
-    kl_div(input: x, target: x, reduction: text @reduction = "mean", log_target: bool = false) functional:
+    kl_div(input: x, target: x, reduction: text @read_reduction = "mean", log_target: bool = false) functional:
         Loss, Floats -> Same, differentiable;
     poisson_nll_loss(input: x, target: x, log_input: bool = true, full: bool = false, eps: float = 1e-8,
-        reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable;
-    gaussian_nll_loss(input: x, target: x, var: x, full: bool = false, eps: float = 1e-6, reduction: text @reduction = "mean")
+        reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable;
+    gaussian_nll_loss(input: x, target: x, var: x, full: bool = false, eps: float = 1e-6, reduction: text @read_reduction = "mean")
         functional: Loss, Floats -> Same, differentiable;
-    soft_margin_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable;
-    hinge_embedding_loss(input: x, target: x, margin: float = 1, reduction: text @reduction = "mean") functional:
+    soft_margin_loss(input: x, target: x, reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable;
+    hinge_embedding_loss(input: x, target: x, margin: float = 1, reduction: text @read_reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
-    margin_ranking_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @reduction = "mean") functional:
+    margin_ranking_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @read_reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
-    cosine_embedding_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @reduction = "mean") functional:
+    cosine_embedding_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @read_reduction = "mean") functional:
         Loss, Floats -> Same, differentiable;
     triplet_margin_loss(anchor: x, positive: x, negative: x, margin: float = 1, p: float = 2, swap: bool = false,
-        reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable;
+        reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable;
     cross_entropy(input: x, target: x, weight: x?,
         reduction: text = "mean", ignore_index: int = -100, label_smoothing: float = 0) functional:
         Loss, Floats -> Same, differentiable => |a| {
-        let (reduction, ignore_index, label_smoothing) = (reduction(a, 0)?, a.int(1)? as i64, a.float(2)?);
+        let (reduction, ignore_index, label_smoothing) = (read_reduction(a, 0)?, a.int(1)? as i64, a.float(2)?);
         let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: a.optional_tensor(2) };
         a.tensor(0)?.cross_entropy_with(a.tensor(1)?, options)
     };
     nll_loss(input: x, target: x, weight: x?, reduction: text = "mean", ignore_index: int = -100) functional:
         Loss, Floats -> Same, differentiable => |a| {
-        let (reduction, ignore_index) = (reduction(a, 0)?, a.int(1)? as i64);
+        let (reduction, ignore_index) = (read_reduction(a, 0)?, a.int(1)? as i64);
         a.tensor(0)?
             .nll_loss(a.tensor(1)?, CrossEntropy { reduction, ignore_index, weight: a.optional_tensor(2), ..CrossEntropy::default() })
     };

@@ -7,7 +7,7 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{check_positive, losses, losses_of_equal_shapes, reduce_losses, same_shape};
 use crate::{Expr, LossReduction, Result, Tensor};
 
-/// Returns `log(x)`, but at least -100.
+/// Returns `log(x)`, clamped to at least -100.
 fn bounded_log(x: &Expr) -> Expr {
     let log = x.log();
     log.lt(-100.0).select(-100.0, log)

@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::is_tracked;
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{View, unbind};
+use crate::backend::problem::norm::{RowGrouping, unbind};
 use crate::ops::apply_formula;
 use crate::ops::dispatch::autocast::halves_to_f32;
 use crate::ops::dispatch::prelude::*;
@@ -36,7 +36,7 @@ fn weight_and_bias<'a>(
 
 /// Casts the inputs to f32, if needed, and returns the dtype of the result.
 ///
-/// Autocast needs this, and f16 or bf16 inputs with a weight or bias in f32, as in PyTorch's layers, whose result is rounded once.
+/// The cast is needed under autocast, and for f16 or bf16 inputs with an f32 weight or bias, as in PyTorch's layers, to round only once.
 fn cast_to_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
     let half = inputs[0].dtype;
     let mixed = half.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
@@ -67,7 +67,7 @@ pub(super) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &
     Ok(())
 }
 
-pub(super) fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
+pub(super) fn check_last_dims(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     if shape.is_empty() || !x.shape().dims().ends_with(shape) {
         let hint = "the normalised shape is that of the input's last dims";
@@ -142,10 +142,10 @@ impl Tensor {
             return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
         }
         return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
-        check_last(op, self, normalized_shape, &[weight, bias])?;
+        check_last_dims(op, self, normalized_shape, &[weight, bias])?;
         let n = normalized_shape.iter().product();
-        let statistics = View::Last(n).allocate_statistics(self)?;
-        normalise(op, (self, &statistics), View::Last(n), weight, bias, eps, false)
+        let statistics = RowGrouping::Last(n).allocate_statistics(self)?;
+        normalise(op, (self, &statistics), RowGrouping::Last(n), weight, bias, eps, false)
     }
 
     /// Computes `x / sqrt(mean(x²) + eps) * weight` over the last dims (PyTorch's `rms_norm`). The last dims and the weight have the
@@ -165,7 +165,7 @@ impl Tensor {
             eps
         ));
         return_replacement!(op, inputs, normalized_shape, eps);
-        check_last(op, self, normalized_shape, &[weight])?;
+        check_last_dims(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
         let least = match self.dtype {
             DType::F64 => f64::EPSILON,
@@ -173,8 +173,8 @@ impl Tensor {
             DType::BF16 => 2f64.powi(-7),
             _ => f32::EPSILON.into(),
         };
-        let statistics = View::Last(n).allocate_statistics(self)?;
-        normalise(op, (self, &statistics), View::Last(n), weight, None, eps.unwrap_or(least), true)
+        let statistics = RowGrouping::Last(n).allocate_statistics(self)?;
+        normalise(op, (self, &statistics), RowGrouping::Last(n), weight, None, eps.unwrap_or(least), true)
     }
 
     /// Normalises each group of channels of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
@@ -200,8 +200,8 @@ impl Tensor {
         return_replacement!(op, [Some(self), weight, bias], groups, eps);
         check_groups(op, self, groups, &[weight, bias])?;
         same_dtype(op, &inputs)?;
-        let statistics = View::Groups(groups).allocate_statistics(self)?;
-        normalise(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
+        let statistics = RowGrouping::Groups(groups).allocate_statistics(self)?;
+        normalise(op, (self, &statistics), RowGrouping::Groups(groups), weight, bias, eps, false)
     }
 
     /// Normalises each channel of each sample of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
@@ -257,8 +257,8 @@ impl Tensor {
         same_dtype(op, &inputs[usize::from(mixed)..])?;
         let channels = self.shape().dims()[1];
         if training {
-            let (n, statistics) = (channel_numel(op, self)?, View::Batch.allocate_statistics(self)?);
-            let out = normalise(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
+            let (n, statistics) = (channel_numel(op, self)?, RowGrouping::Batch.allocate_statistics(self)?);
+            let out = normalise(op, (self, &statistics), RowGrouping::Batch, weight, bias, eps, false)?;
             let [mean, _, var] = unbind(op, &statistics)?;
             update_running_statistics(op, options, n, [&mean.reshape([channels])?, &var.reshape([channels])?])?;
             return Ok(out);

@@ -1,14 +1,14 @@
-//! Norms that return their statistics, and gradients computed from these statistics. For callers such as PyTorch's autograd that
-//! keep them from forward to backward.
+//! Norms that return their statistics, and gradients computed from these statistics, for callers such as PyTorch's autograd that keep the
+//! statistics between forward and backward.
 
 use smallvec::SmallVec;
 
-use crate::backend::problem::norm::View;
+use crate::backend::problem::norm::RowGrouping;
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::norm::methods::{
-    channel_numel, check_channels, check_groups, check_last, given_tensors, update_running_statistics,
+    channel_numel, check_channels, check_groups, check_last_dims, given_tensors, update_running_statistics,
 };
 use crate::ops::nn::norm::{BatchNormOptions, Norm};
 use crate::tensor::Layout;
@@ -18,10 +18,10 @@ use crate::{DType, Result, Tensor, no_grad};
 type WithStatistics = (Tensor, Tensor, Tensor);
 
 /// Computes a norm. Returns the result with its statistics, which have the given shape, and the variances.
-fn forward(
+fn forward_with_statistics(
     op: &'static str,
     x: &Tensor,
-    view: View,
+    view: RowGrouping,
     [weight, bias]: [Option<&Tensor>; 2],
     eps: f64,
     shape: &[usize],
@@ -39,7 +39,7 @@ fn has_wider_weights(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>)
     x.dtype.size() == 2 && weight.or(bias).is_some_and(|w| w.dtype == DType::F32)
 }
 
-/// Returns mean and rstd as one tensor of `shape`: a view if they still are adjacent, as the forward pass left them, otherwise a copy.
+/// Returns mean and rstd as one tensor of `shape`: a view if they are adjacent in memory, as after the forward pass, otherwise a copy.
 fn join_statistics(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType) -> Result<Tensor> {
     let follows = rstd.layout.offset == mean.layout.offset + mean.numel();
     let plain = [mean, rstd].iter().all(|t| t.dtype == dtype && t.is_contiguous());
@@ -54,7 +54,7 @@ fn join_statistics(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType
 /// Computes the wanted gradients of x, weight and bias. If no bias is given, its gradient has the dtype of the weight, or else of x.
 fn gradients(
     op: &'static str,
-    view: View,
+    view: RowGrouping,
     [grad, x, mean, rstd]: [&Tensor; 4],
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
@@ -66,7 +66,7 @@ fn gradients(
         t.dtype.check_float(op)?;
     }
     mismatch!(op if grad.shape() != x.shape(), x, grad, "the gradient has the shape of the input");
-    let (compute, shape) = (x.dtype.compute().dtype(), view.shape_of_statistics(x));
+    let (compute, shape) = (x.dtype.compute().dtype(), view.statistics_shape(x));
     let rows = shape[1] * shape[2];
     let shape = [2, shape[1], shape[2], 1, 1];
     mismatch!(op if mean.numel() != rows || rstd.numel() != rows, mean, rstd, "there is one number for each row");
@@ -76,8 +76,10 @@ fn gradients(
         same_dtype(op, &[x, t])?;
     }
     let channels = || match view {
-        View::Last(_) => Ok(None),
-        View::Groups(_) | View::Batch => Tensor::empty(x.shape().dims()[1], (x.dtype, x.device())).map(Some),
+        RowGrouping::Last(_) => Ok(None),
+        RowGrouping::Groups(_) | RowGrouping::Batch => {
+            Tensor::empty(x.shape().dims()[1], (x.dtype, x.device())).map(Some)
+        }
     };
     let stand_in = if wanted[2] && weight.or(bias).is_none() { channels()? } else { None };
     let bias = bias.or(weight).or(stand_in.as_ref());
@@ -94,7 +96,7 @@ fn gradients(
 }
 
 /// Calls a registered implementation, if any, and assigns its results to the wanted gradients.
-fn replaced_gradients(
+fn call_gradient_replacement(
     op: &'static str,
     tensors: &[Option<&Tensor>],
     wanted: [bool; 3],
@@ -140,12 +142,12 @@ impl Tensor {
                     self.to_dtype(DType::F32)?.native_layer_norm(normalized_shape, weight, bias, eps)?;
                 return Ok((out.to_dtype(self.dtype)?, mean, rstd));
             }
-            check_last(op, self, normalized_shape, &[weight, bias])?;
-            let view = View::Last(normalized_shape.iter().product());
+            check_last_dims(op, self, normalized_shape, &[weight, bias])?;
+            let view = RowGrouping::Last(normalized_shape.iter().product());
             let mut shape = SmallVec::<[usize; 6]>::from_slice(self.shape().dims());
             let kept = shape.len() - normalized_shape.len();
             shape[kept..].fill(1);
-            Ok(forward(op, self, view, [weight, bias], eps, &shape)?.0)
+            Ok(forward_with_statistics(op, self, view, [weight, bias], eps, &shape)?.0)
         })
     }
 
@@ -169,17 +171,17 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "native_layer_norm_backward";
         let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight, bias];
-        if let Some(made) = replaced_gradients(op, &tensors, wanted, Some(normalized_shape.into()))? {
+        if let Some(made) = call_gradient_replacement(op, &tensors, wanted, Some(normalized_shape.into()))? {
             return Ok(made);
         }
-        check_last(op, input, normalized_shape, &[])?;
+        check_last_dims(op, input, normalized_shape, &[])?;
         // Weight and bias may have a wider dtype than the input, which `gradients` checks.
         for t in weight.into_iter().chain(bias) {
             same_device(op, &[input, t])?;
             let hint = "weight and bias have the normalised shape";
             mismatch!(op if t.shape().dims() != normalized_shape, input, t, hint);
         }
-        let view = View::Last(normalized_shape.iter().product());
+        let view = RowGrouping::Last(normalized_shape.iter().product());
         gradients(op, view, [self, input, mean, rstd], weight, bias, wanted)
     }
 
@@ -207,7 +209,7 @@ impl Tensor {
             same_dtype(op, &given_tensors(self, weight, bias))?;
             let n = channel_numel(op, self)?;
             let shape = &self.shape().dims()[1..2];
-            let (made, var) = forward(op, self, View::Batch, [weight, bias], eps, shape)?;
+            let (made, var) = forward_with_statistics(op, self, RowGrouping::Batch, [weight, bias], eps, shape)?;
             update_running_statistics(op, options, n, [&made.1, &var])?;
             Ok(made)
         })
@@ -230,11 +232,11 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "native_batch_norm_backward";
         let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight];
-        if let Some(made) = replaced_gradients(op, &tensors, wanted, None)? {
+        if let Some(made) = call_gradient_replacement(op, &tensors, wanted, None)? {
             return Ok(made);
         }
         check_channels(op, input, &[weight])?;
-        gradients(op, View::Batch, [self, input, mean, rstd], weight, None, wanted)
+        gradients(op, RowGrouping::Batch, [self, input, mean, rstd], weight, None, wanted)
     }
 
     /// Returns [`Tensor::group_norm`], and the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's
@@ -271,7 +273,7 @@ impl Tensor {
             }
             same_dtype(op, &given_tensors(self, weight, bias))?;
             let shape = [self.shape().dims()[0], groups];
-            Ok(forward(op, self, View::Groups(groups), [weight, bias], eps, &shape)?.0)
+            Ok(forward_with_statistics(op, self, RowGrouping::Groups(groups), [weight, bias], eps, &shape)?.0)
         })
     }
 
@@ -293,11 +295,11 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "native_group_norm_backward";
         let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight];
-        if let Some(made) = replaced_gradients(op, &tensors, wanted, Some(groups.into()))? {
+        if let Some(made) = call_gradient_replacement(op, &tensors, wanted, Some(groups.into()))? {
             return Ok(made);
         }
         check_groups(op, input, groups, &[weight])?;
-        gradients(op, View::Groups(groups), [self, input, mean, rstd], weight, None, wanted)
+        gradients(op, RowGrouping::Groups(groups), [self, input, mean, rstd], weight, None, wanted)
     }
 }
 

@@ -12,8 +12,7 @@ fn blocks_freed_during_a_move_wait_for_the_streams_that_use_them() {
     let (home, side) = (StreamId::DEFAULT, sim.stream(1));
     let [moves, stays] = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
     let segment = place(&moves).0;
-    // Work that compaction has not waited for: enqueued before one block is locked, and after the other was found in
-    // use.
+    // Work that compaction has not waited for: enqueued before one block is locked, and after the other was found in use.
     sim.write_tag(side, &moves, 7).unwrap();
     allocator.record_stream(&moves, side);
     let in_use = stays.location();

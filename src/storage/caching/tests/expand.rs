@@ -6,11 +6,11 @@ use crate::storage::{HistoryOptions, TraceAction};
 const PAGE: usize = 64 << 10;
 
 /// A device that reserves addresses, and an allocator with expandable segments.
-fn growing(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
-    growing_by(PAGE, capacity, config)
+fn expandable_device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
+    expandable_device_with_page(PAGE, capacity, config)
 }
 
-fn growing_by(page: usize, capacity: u64, config: &str) -> (Sim, CachingAllocator) {
+fn expandable_device_with_page(page: usize, capacity: u64, config: &str) -> (Sim, CachingAllocator) {
     let options = SimOptions { capacity, page, record_calls: true, ..SimOptions::default() };
     let sim = Sim::new(options);
     let config: Config = format!("expandable_segments:True,thread_cache_kb:0,{config}").parse().unwrap();
@@ -25,7 +25,7 @@ fn count(sim: &Sim, which: fn(&Call) -> bool) -> usize {
 #[test]
 fn an_expandable_segment_grows_in_place_and_no_other_is_created() {
     for config in ["", "segments:pytorch"] {
-        let (sim, allocator) = growing(1 << 30, config);
+        let (sim, allocator) = expandable_device(1 << 30, config);
         let blocks: Vec<Block> = (1..20).map(|i| take(&allocator, i * 2 * MIB)).collect();
         let mut end = 0;
         for block in &blocks {
@@ -50,7 +50,7 @@ fn an_expandable_segment_grows_in_place_and_no_other_is_created() {
 
 #[test]
 fn a_free_block_at_the_end_counts_towards_the_request() {
-    let (sim, allocator) = growing(1 << 30, "");
+    let (sim, allocator) = expandable_device(1 << 30, "");
     let [a, b] = [4 * MIB, 8 * MIB].map(|bytes| take(&allocator, bytes));
     allocator.deallocate(b);
     let before = sim.committed();
@@ -62,7 +62,7 @@ fn a_free_block_at_the_end_counts_towards_the_request() {
 
 #[test]
 fn segments_grow_in_pytorchs_steps() {
-    let (sim, allocator) = growing(1 << 30, "segments:pytorch");
+    let (sim, allocator) = expandable_device(1 << 30, "segments:pytorch");
     let extended = |sim: &Sim| -> Vec<usize> {
         let bytes = |call: &Call| if let Call::Extend(bytes) = call { Some(*bytes) } else { None };
         sim.calls().iter().filter_map(bytes).collect()
@@ -75,7 +75,7 @@ fn segments_grow_in_pytorchs_steps() {
 
 #[test]
 fn free_pages_are_released_anywhere_and_committed_again() {
-    let (sim, allocator) = growing(1 << 30, "");
+    let (sim, allocator) = expandable_device(1 << 30, "");
     let [a, b, c, d] = [3, 5, 7, 9].map(|mib| take(&allocator, mib * MIB));
     let segment = place(&a).0;
     free_all(&allocator, [b, d]);
@@ -88,8 +88,7 @@ fn free_pages_are_released_anywhere_and_committed_again() {
     let s = allocator.stats();
     assert_eq!((sim.committed(), s.reserved_bytes.current), (10 * MIB as u64, 10 * MIB as u64));
     assert_eq!((s.segment.current, s.segment.freed, s.inactive_split_bytes.current), (1, 0, 0));
-    // A request that fits fills the hole, and a larger one extends the end. The rest of a partly filled hole stays a
-    // hole.
+    // A request that fits fills the hole, and a larger one extends the end. The rest of a partly filled hole stays a hole.
     let [e, f] = [6, 2].map(|mib| take(&allocator, mib * MIB));
     assert_eq!((place(&e), place(&f)), ((segment, 15 * MIB), (segment, 3 * MIB)));
     assert_eq!(sim.committed(), 18 * MIB as u64);
@@ -112,7 +111,7 @@ fn free_pages_are_released_anywhere_and_committed_again() {
 
 #[test]
 fn free_blocks_of_several_streams_at_the_end_are_released() {
-    let (sim, allocator) = growing_by(4096, 1 << 30, "segments:pytorch");
+    let (sim, allocator) = expandable_device_with_page(4096, 1 << 30, "segments:pytorch");
     let stream = sim.stream(1);
     let blocks = [MIB, MIB - (48 << 10)].map(|bytes| take(&allocator, bytes));
     let other = allocator.allocate(32 << 10, stream).unwrap();
@@ -127,7 +126,7 @@ fn free_blocks_of_several_streams_at_the_end_are_released() {
 
 #[test]
 fn released_holes_make_room_for_a_larger_request_without_copies() {
-    let (sim, allocator) = growing(64 * MIB as u64, "compaction:False");
+    let (sim, allocator) = expandable_device(64 * MIB as u64, "compaction:False");
     let mut blocks: Vec<_> = (0..32).map(|_| Some(take(&allocator, 2 * MIB))).collect();
     (0..32).filter(|i| i % 2 == 0).for_each(|i| allocator.deallocate(blocks[i].take().unwrap()));
     let large = take(&allocator, 32 * MIB);
@@ -139,7 +138,7 @@ fn released_holes_make_room_for_a_larger_request_without_copies() {
 
 #[test]
 fn pages_are_recycled_so_that_reserved_bytes_follow_the_peak() {
-    let (sim, allocator) = growing(1 << 30, "");
+    let (sim, allocator) = expandable_device(1 << 30, "");
     let mut peak = 0;
     for round in 1..if cfg!(miri) { 5 } else { 20 } {
         let blocks: Vec<_> = (0..8).map(|i| take(&allocator, (round + i % 3) * 300_000)).collect();
@@ -157,7 +156,7 @@ fn pages_are_recycled_so_that_reserved_bytes_follow_the_peak() {
 
 #[test]
 fn a_segment_end_unused_for_long_is_released() {
-    let (sim, allocator) = growing(1 << 30, "decay_ms:1000");
+    let (sim, allocator) = expandable_device(1 << 30, "decay_ms:1000");
     let pass = |milliseconds: u64| {
         let step = if cfg!(miri) { 400 } else { 100 };
         for _ in 0..milliseconds.div_ceil(step) {
@@ -180,7 +179,7 @@ fn a_segment_end_unused_for_long_is_released() {
 
 #[test]
 fn lowering_the_limit_releases_the_end_of_a_segment() {
-    let (sim, allocator) = growing(1 << 30, "memory_limit_mb:64,compaction:False");
+    let (sim, allocator) = expandable_device(1 << 30, "memory_limit_mb:64,compaction:False");
     let [a, b] = [40 * MIB, 24 * MIB].map(|bytes| take(&allocator, bytes));
     assert!(matches!(allocator.allocate(2 * MIB, StreamId::DEFAULT), Err(Error::OutOfMemory { .. })));
     assert_eq!(sim.committed(), 64 * MIB as u64);
@@ -199,7 +198,7 @@ fn lowering_the_limit_releases_the_end_of_a_segment() {
 #[test]
 fn a_failed_extension_is_recovered_or_reported() {
     for failure in [Failure::DeviceMemory, Failure::Resources, Failure::HostMemory] {
-        let (sim, allocator) = growing(1 << 30, "");
+        let (sim, allocator) = expandable_device(1 << 30, "");
         let a = take(&allocator, 5 * MIB);
         sim.fail_next_commit(failure.clone());
         let b = take(&allocator, 7 * MIB); // retried with exactly the requested size
@@ -256,7 +255,7 @@ fn compaction_moves_blocks_down_and_releases_the_end() {
 
 #[test]
 fn streams_and_pools_have_segments_of_their_own() {
-    let (sim, allocator) = growing(1 << 30, "");
+    let (sim, allocator) = expandable_device(1 << 30, "");
     let allocator = Arc::new(allocator);
     let [pool, whole] = [false, true]
         .map(|no_split| MemPool::new(&allocator, MemPoolOptions { no_split, ..MemPoolOptions::default() }));
@@ -296,7 +295,7 @@ fn streams_and_pools_have_segments_of_their_own() {
 
 #[test]
 fn snapshots_and_the_history_show_committed_ranges() {
-    let (_, allocator) = growing(1 << 30, "");
+    let (_, allocator) = expandable_device(1 << 30, "");
     allocator.record_memory_history(HistoryOptions::default()).unwrap();
     let [a, b] = [3 * MIB, 5 * MIB].map(|bytes| take(&allocator, bytes));
     let c = take(&allocator, 2 * MIB);
@@ -327,7 +326,7 @@ fn snapshots_and_the_history_show_committed_ranges() {
 
 #[test]
 fn a_request_larger_than_the_reserved_addresses_gets_its_own_segment() {
-    let (sim, allocator) = growing(1 << 50, "compaction:False");
+    let (sim, allocator) = expandable_device(1 << 50, "compaction:False");
     let small = take(&allocator, 3 * MIB);
     let huge = take(&allocator, 3 << 39);
     assert_eq!((created(&sim), sim.live_segments()), (vec![3 << 39], 2));
@@ -368,7 +367,7 @@ fn expandable_segments_are_advised_only_if_possible() {
 
 #[test]
 fn threads_that_grow_one_segment_get_disjoint_blocks() {
-    let (sim, allocator) = growing(1 << 30, "");
+    let (sim, allocator) = expandable_device(1 << 30, "");
     let (threads, rounds) = if cfg!(miri) { (2, 20) } else { (4, 400) };
     std::thread::scope(|scope| {
         for thread in 0..threads {

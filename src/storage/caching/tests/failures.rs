@@ -6,7 +6,7 @@ use super::super::heap::SPILLED_POOL;
 use super::*;
 use crate::storage::driver::MemoryKind;
 
-/// A large granule, so that there are few tags.
+/// Bytes per tag: large, so that there are few tags.
 const GRANULE: usize = MIB;
 const ALWAYS: u64 = u64::MAX;
 
@@ -81,7 +81,7 @@ impl FullDevice {
         on_host
     }
 
-    fn end(self) {
+    fn free_all_and_check(self) {
         free_all(&self.allocator, self.live.into_iter().map(|(block, _)| block));
         self.allocator.empty_cache().unwrap();
         assert_eq!(self.sim.committed(), 0);
@@ -103,14 +103,14 @@ const CASES: [(&[Layout], usize); 3] = [(&[SLIDES], 29), (&[OVER_HOST], 30), (&[
 // Miri runs only a part of the next two tests, because all of the first takes more than 45 minutes under Miri.
 const ASYNCHRONOUS: &[bool] = if cfg!(miri) { &[true] } else { &[false, true] };
 const FIRST_CASE: usize = if cfg!(miri) { 2 } else { 0 };
-const EVERY: usize = if cfg!(miri) { 5 } else { 1 };
+const CASE_STEP: usize = if cfg!(miri) { 5 } else { 1 };
 
 #[test]
 fn a_failed_call_loses_neither_blocks_nor_the_device() {
     for &asynchronous in ASYNCHRONOUS {
         for &(segments, mib) in &CASES[FIRST_CASE..] {
-            for times in [1, 2, 5, ALWAYS].into_iter().step_by(EVERY) {
-                for pass in (0..).step_by(EVERY) {
+            for times in [1, 2, 5, ALWAYS].into_iter().step_by(CASE_STEP) {
+                for pass in (0..).step_by(CASE_STEP) {
                     let full = FullDevice::new(asynchronous, segments);
                     full.sim.fail_calls(pass, times, Failure::Resources);
                     let result = full.allocator.allocate(mib * MIB, StreamId::DEFAULT);
@@ -130,7 +130,7 @@ fn a_failed_call_loses_neither_blocks_nor_the_device() {
                     let block = full.allocator.allocate(mib * MIB, StreamId::DEFAULT).expect(&what);
                     full.check(&what);
                     free_all(&full.allocator, [block]);
-                    full.end();
+                    full.free_all_and_check();
                     if !reached {
                         assert!(pass > 5, "a compaction has more calls");
                         break;
@@ -145,13 +145,13 @@ fn a_failed_call_loses_neither_blocks_nor_the_device() {
 fn a_copy_that_fails_on_the_device_is_repeated() {
     for &asynchronous in ASYNCHRONOUS {
         for &(segments, mib) in &CASES[FIRST_CASE..] {
-            for failures in [1, 2, 5].into_iter().step_by(EVERY) {
+            for failures in [1, 2, 5].into_iter().step_by(CASE_STEP) {
                 let full = FullDevice::new(asynchronous, segments);
                 (0..failures).for_each(|_| full.sim.fail_next_copy(Failure::Resources));
                 let block = take(&full.allocator, mib * MIB);
                 full.check("copies failed");
                 free_all(&full.allocator, [block]);
-                full.end();
+                full.free_all_and_check();
             }
         }
     }
@@ -192,7 +192,7 @@ fn blocks_stay_on_the_host_until_the_device_has_memory() {
             full.live.push((block, tag));
         }
         assert_eq!(full.check("memory"), 0);
-        full.end();
+        full.free_all_and_check();
     }
 }
 
@@ -233,7 +233,7 @@ fn a_log_subscriber_may_allocate_during_a_compaction() {
     assert!(told.is_err() && messages.load(Relaxed) >= 2, "{told:?}, {messages:?}");
     full.sim.clear_failures();
     full.check("told");
-    full.end();
+    full.free_all_and_check();
 }
 
 #[test]
@@ -246,5 +246,5 @@ fn a_block_that_cannot_be_written_back_stays_on_the_host() {
     full.sim.fail_writes(false);
     full.allocator.restore(&full.live[0].0).unwrap();
     assert_eq!(full.check("writes"), 0);
-    full.end();
+    full.free_all_and_check();
 }

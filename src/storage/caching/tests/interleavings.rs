@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use ::loom::sync::Arc;
 use ::loom::{model, thread};
 
-use super::super::cache::{Cached, PutOutcome, ThreadCaches};
+use super::super::cache::{CachedBlock, PutOutcome, ThreadCaches};
 
 const SIZE: usize = 512;
 
@@ -22,7 +22,7 @@ fn caches() -> Arc<ThreadCaches> {
 /// Offers a block to the cache; true if the cache keeps the block. Only the block's number is used.
 fn put(caches: &ThreadCaches, id: u32) -> bool {
     let own = caches.of_this_thread().unwrap();
-    caches.put(own, Cached { slot: NonNull::dangling(), id }, SIZE, SIZE) == PutOutcome::Kept
+    caches.put(own, CachedBlock { slot: NonNull::dangling(), id }, SIZE, SIZE) == PutOutcome::Kept
 }
 
 fn get(caches: &ThreadCaches) -> Option<u32> {

@@ -86,8 +86,7 @@ fn absurd_sizes_never_reach_the_driver() {
         assert!(out_of_memory(&allocator, bytes).contains(&(GIB / 2).to_string()));
     }
     assert_eq!(sim.calls(), before);
-    // For sizes between the largest guaranteed buffer and the capacity, the driver decides. The cache, which could
-    // not help, is kept.
+    // For sizes between the largest guaranteed buffer and the capacity, the driver decides. The cache, which could not help, is kept.
     allocator.deallocate(take(&allocator, 12 * MIB));
     let held = sim.committed();
     assert!(out_of_memory(&allocator, GIB / 2 + 1).contains(&(GIB / 2).to_string()));

@@ -19,7 +19,6 @@ use super::*;
 use crate::Error;
 use crate::storage::{Call, Failure, Sim, SimOptions};
 
-/// Bytes per MiB.
 const MIB: usize = 1 << 20;
 
 fn device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {

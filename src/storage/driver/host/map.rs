@@ -21,7 +21,7 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps addresses with memory.
+    /// Maps `bytes` bytes of committed memory.
     pub(super) fn committed(bytes: usize, numa_local: bool) -> Option<Mapping> {
         let mapping = Mapping::map(bytes, PROT_READ | PROT_WRITE, 0, numa_local)?;
         mapping.advise(0, mapping.bytes);
@@ -49,8 +49,7 @@ impl Mapping {
         self.start
     }
 
-    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or the range is not
-    /// inside.
+    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or the range is not inside.
     pub(super) fn extend(&self, from: usize, to: usize) -> bool {
         let (from, to) = (from / page_bytes() * page_bytes(), to.next_multiple_of(page_bytes()));
         if from >= to || to > self.bytes {
@@ -93,8 +92,7 @@ impl Mapping {
     }
 
     fn protect(&self, from: usize, to: usize, access: i32) -> bool {
-        // SAFETY: whole pages inside this mapping. Pages that become inaccessible are in no block, as the allocator
-        // promises.
+        // SAFETY: whole pages inside this mapping. Pages that become inaccessible are in no block, as the allocator promises.
         unsafe { libc::mprotect(self.at(from), to - from, access) == 0 }
     }
 
@@ -105,7 +103,7 @@ impl Mapping {
             unsafe { libc::madvise(self.at(from), to - from, MADV_HUGEPAGE) };
         }
         if self.numa_local && several_nodes() {
-            self.prefer(here(), from, to);
+            self.prefer(current_numa_node(), from, to);
         }
     }
 
@@ -136,7 +134,7 @@ fn several_nodes() -> bool {
 }
 
 /// Returns the NUMA node of the processor that runs this thread.
-fn here() -> usize {
+fn current_numa_node() -> usize {
     let mut node = 0u32;
     let nothing = std::ptr::null_mut::<u32>();
     // SAFETY: writes one u32, to `node`; the other two pointers may be null.
@@ -210,7 +208,7 @@ mod tests {
     #[test]
     fn a_numa_node_can_be_preferred() {
         let mapping = Mapping::committed(4 * page_bytes(), false).unwrap();
-        if !mapping.prefer(here(), page_bytes(), 3 * page_bytes()) {
+        if !mapping.prefer(current_numa_node(), page_bytes(), 3 * page_bytes()) {
             let error = std::io::Error::last_os_error();
             // Containers may forbid the call, and kernels may lack it; then memory comes from any node.
             assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)), "{error}");

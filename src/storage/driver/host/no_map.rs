@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 /// The smallest mapped segment, in bytes: larger than any segment.
 pub(super) const HUGE_PAGE_BYTES: usize = usize::MAX;
 
-/// A mapping, of which there are none.
+/// A mapping. No value of this type exists.
 #[derive(Debug)]
 pub(super) struct Mapping(Infallible);
 

@@ -1,7 +1,6 @@
 //! Statistics of a pool of pinned memory: PyTorch's `HostStats`, with PyTorch's names.
 //!
-//! A block returned with an event stays active until the event is done, and is then subtracted with its own size. A
-//! single function subtracts it.
+//! A block returned with an event stays active until the event is done; a single function then subtracts the block with its own size.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -31,11 +30,11 @@ pub struct DurationStat {
 pub struct PinnedStats {
     /// Blocks in use, by a caller or by an unfinished transfer.
     pub active_requests: Stat,
-    /// Bytes of those blocks.
+    /// Bytes of the active blocks.
     pub active_bytes: Stat,
     /// Pieces of memory held from the driver, in use or not.
     pub allocations: Stat,
-    /// Bytes of those pieces.
+    /// Bytes of the pieces held from the driver.
     pub allocated_bytes: Stat,
     /// Time the driver took to create pieces.
     pub host_alloc_time: DurationStat,
@@ -70,7 +69,7 @@ impl fmt::Display for PinnedStats {
 
 /// The counters behind [`PinnedStats`], updated by all threads without a lock.
 #[derive(Default)]
-pub(super) struct Counters {
+pub(super) struct PinnedCounters {
     active_requests: Counter,
     active_bytes: Counter,
     allocations: Counter,
@@ -79,7 +78,7 @@ pub(super) struct Counters {
     host_free_time: Durations,
 }
 
-impl Counters {
+impl PinnedCounters {
     pub(super) fn record_allocation(&self, bytes: usize) {
         self.active_requests.increase(1);
         self.active_bytes.increase(bytes as u64);

@@ -38,7 +38,7 @@ impl Fake {
         Fake(Arc::new(FakeState { room: Some(room), ..FakeState::default() }))
     }
 
-    fn called(&self) {
+    fn record_call(&self) {
         self.0.calls.fetch_add(1, Relaxed);
         self.0.spy.get().inspect(|spy| spy());
     }
@@ -53,7 +53,7 @@ impl PinnedSource for Fake {
     type Event = FakeEvent;
 
     fn create(&self, bytes: usize) -> Result<FakeMemory, Failure> {
-        self.called();
+        self.record_call();
         if self.0.refuses.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1)).is_ok() {
             return Err(Failure::HostMemory);
         }
@@ -66,7 +66,7 @@ impl PinnedSource for Fake {
     }
 
     fn is_done(&self, event: &FakeEvent) -> bool {
-        self.called();
+        self.record_call();
         event.load(Relaxed)
     }
 
@@ -77,7 +77,7 @@ impl PinnedSource for Fake {
 
 impl Drop for FakeMemory {
     fn drop(&mut self) {
-        self.home.called();
+        self.home.record_call();
         self.home.0.live.fetch_sub(self.bytes, Relaxed);
     }
 }

@@ -18,9 +18,9 @@ pub(super) struct Failures {
     calls: Option<(u64, u64, Failure)>,
     /// Whether writing fails until further notice.
     writes: bool,
-    /// Failures of enqueued copies, when they run.
+    /// Failures that enqueued copies have when they run.
     copies: VecDeque<Failure>,
-    /// The failure that a command had since the last wait for the device.
+    /// A failure of a command since the last wait for the device.
     pub(super) pending_failure: Option<Failure>,
 }
 
@@ -116,7 +116,7 @@ impl Sim {
         self.with(|s| s.lost.clone())
     }
 
-    /// Records a call, and executes it unless it is to fail.
+    /// Records a call, and executes the call unless a requested failure applies.
     pub(super) fn attempt<R>(
         &self,
         call: Call,

@@ -40,7 +40,7 @@ impl Sim {
         let SimOptions { page, contents, alignment, .. } = self.0.options;
         let page = if reserved { page } else { size.max(1) };
         let tags = if contents { size.div_ceil(alignment) } else { 0 };
-        let piece = Piece { size, page, reserved, committed: Vec::new(), tags: vec![0; tags] };
+        let piece = SimSegment { size, page, reserved, committed: Vec::new(), tags: vec![0; tags] };
         Memory(MemoryKind::Sim(SimMemory { id: s.pieces.add(piece), size, sim: self.clone() }))
     }
 
@@ -52,15 +52,15 @@ impl Sim {
 
 /// All segments, by number.
 #[derive(Default)]
-pub(super) struct Pieces {
-    pieces: HashMap<u64, Piece>,
+pub(super) struct SimSegments {
+    pieces: HashMap<u64, SimSegment>,
     next: u64,
     committed: u64,
     late_commits: u64,
 }
 
 /// A segment. It consists of one page, or of many if it was reserved.
-struct Piece {
+struct SimSegment {
     size: usize,
     page: usize,
     /// True if the segment was reserved: only an extension commits its pages.
@@ -71,7 +71,7 @@ struct Piece {
     tags: Vec<u32>,
 }
 
-impl Piece {
+impl SimSegment {
     fn pages(&self, range: &Range<usize>) -> Range<usize> {
         let end = if range.is_empty() { 0 } else { range.end.min(self.size).div_ceil(self.page) };
         (range.start / self.page).min(end)..end
@@ -90,7 +90,7 @@ impl Piece {
     }
 }
 
-impl Pieces {
+impl SimSegments {
     pub(super) fn len(&self) -> usize {
         self.pieces.len()
     }
@@ -103,7 +103,7 @@ impl Pieces {
         self.late_commits
     }
 
-    fn add(&mut self, piece: Piece) -> u64 {
+    fn add(&mut self, piece: SimSegment) -> u64 {
         self.next += 1;
         self.pieces.insert(self.next, piece);
         self.next

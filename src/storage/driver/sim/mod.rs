@@ -24,8 +24,8 @@ use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Device, Error, Result};
 use failures::Failures;
-use memory::Pieces;
 pub(crate) use memory::SimMemory;
+use memory::SimSegments;
 use order::Order;
 pub(crate) use queue::SimMarker;
 use queue::{Command, Span};
@@ -72,8 +72,7 @@ pub struct SimOptions {
     pub contents: bool,
     /// Bytes of the pages in which reserved memory is committed; 0 for a device that cannot reserve.
     pub page: usize,
-    /// Whether unordered uses of the same bytes by different streams are [violations](Sim::violations), in whatever
-    /// order they run.
+    /// Whether unordered uses of the same bytes by different streams are [violations](Sim::violations), in whatever order they run.
     pub check_order: bool,
     /// Whether to record every call for [`Sim::calls`].
     pub record_calls: bool,
@@ -97,10 +96,10 @@ impl Default for SimOptions {
 
 /// A device whose memory is only counted, or carries tags. Cloning makes another handle on it.
 #[derive(Clone)]
-pub struct Sim(Arc<Shared>);
+pub struct Sim(Arc<SimShared>);
 
 /// The shared state behind all handles.
-struct Shared {
+struct SimShared {
     options: SimOptions,
     count: AtomicU64,
     state: Mutex<State>,
@@ -109,7 +108,7 @@ struct Shared {
 /// The device's state, under the lock.
 #[derive(Default)]
 struct State {
-    pieces: Pieces,
+    pieces: SimSegments,
     streams: BTreeMap<StreamId, VecDeque<Command>>,
     order: Order,
     other_process_bytes: u64,
@@ -133,7 +132,7 @@ impl Sim {
     pub fn new(options: SimOptions) -> Sim {
         let mut state = State::default();
         state.order.checks = options.check_order;
-        Sim(Arc::new(Shared { options, count: AtomicU64::new(0), state: Mutex::new(state) }))
+        Sim(Arc::new(SimShared { options, count: AtomicU64::new(0), state: Mutex::new(state) }))
     }
 
     /// Returns the number of driver calls: every kind in [`Call`].
@@ -162,8 +161,7 @@ impl Sim {
         self.with(|s| s.pieces.len())
     }
 
-    /// Returns how often memory was released while queued work still needed it. The call had to run that work first, as
-    /// a real device stalls.
+    /// Returns how often memory was released while queued work still needed it: the call had to run that work first, as a real device stalls.
     pub fn stalls(&self) -> u64 {
         self.with(|s| s.stalls)
     }

@@ -1,8 +1,8 @@
 //! The order of work on the simulated device, and a check for unordered uses of the same bytes.
 //!
 //! Work is ordered by its stream, by streams' waits for each other's markers, and by the work that the host knows to be
-//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation. They are even if they
-//! happen to run in the right order, because a real device may run them in the other order.
+//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation even if they happen to run in the right
+//! order, because a real device may run them in the other order.
 
 use std::collections::BTreeMap;
 
@@ -10,15 +10,15 @@ use super::Progress;
 use super::queue::{Command, Span};
 use crate::device::StreamId;
 
-/// Work of several streams: for each stream, all commands up to a count.
-pub(super) type Clock = BTreeMap<StreamId, u64>;
+/// A vector clock: for each stream, the number of its commands that are included.
+pub(super) type VectorClock = BTreeMap<StreamId, u64>;
 
-fn raise(clock: &mut Clock, stream: StreamId, to: u64) {
+fn raise(clock: &mut VectorClock, stream: StreamId, to: u64) {
     let at = clock.entry(stream).or_default();
     *at = to.max(*at);
 }
 
-fn includes(clock: &Clock, used: &MemoryUse) -> bool {
+fn includes(clock: &VectorClock, used: &MemoryUse) -> bool {
     clock.get(&used.stream).is_some_and(|&at| used.at <= at)
 }
 
@@ -37,9 +37,9 @@ pub(super) struct Order {
     pub(super) checks: bool,
     progress: BTreeMap<StreamId, Progress>,
     /// For each stream, the work that is done before the next submitted command runs.
-    before: BTreeMap<StreamId, Clock>,
+    before: BTreeMap<StreamId, VectorClock>,
     /// The work that the host knows to be done.
-    known: Clock,
+    known: VectorClock,
     uses: Vec<MemoryUse>,
 }
 
@@ -58,13 +58,13 @@ impl Order {
     }
 
     /// Returns the work that is done when a marker recorded now is done.
-    pub(super) fn clock_after(&self, stream: StreamId) -> Clock {
+    pub(super) fn clock_after(&self, stream: StreamId) -> VectorClock {
         let mut clock = self.before.get(&stream).cloned().unwrap_or_default();
         raise(&mut clock, stream, self.progress.get(&stream).map_or(0, |progress| progress.submitted));
         clock
     }
 
-    pub(super) fn mark_known(&mut self, done: &Clock) {
+    pub(super) fn mark_known(&mut self, done: &VectorClock) {
         done.iter().for_each(|(&stream, &at)| raise(&mut self.known, stream, at));
     }
 

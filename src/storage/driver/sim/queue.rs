@@ -1,5 +1,4 @@
-//! The simulated device's streams. Each is a queue of commands that run in order; commands of different streams run in
-//! any order.
+//! The simulated device's streams: queues of commands that run in order. Commands of different streams run in any order.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -7,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::State;
-use super::order::Clock;
+use super::order::VectorClock;
 use crate::device::StreamId;
 
 /// Granules `first..end` of a segment.
@@ -39,16 +38,16 @@ impl fmt::Debug for Span {
 pub(crate) struct SimMarker {
     stream: StreamId,
     done: Arc<AtomicBool>,
-    before: Arc<Clock>,
+    before: Arc<VectorClock>,
 }
 
 impl SimMarker {
-    pub(super) fn new(stream: StreamId, before: Clock) -> SimMarker {
+    pub(super) fn new(stream: StreamId, before: VectorClock) -> SimMarker {
         SimMarker { stream, done: Arc::default(), before: Arc::new(before) }
     }
 
     /// Returns the work of all streams that is done when this marker is done.
-    pub(super) fn before(&self) -> &Clock {
+    pub(super) fn before(&self) -> &VectorClock {
         &self.before
     }
 
@@ -57,7 +56,6 @@ impl SimMarker {
     }
 }
 
-/// A command in a stream.
 pub(super) enum Command {
     Write(Span, u32),
     Check(Span, u32),
@@ -127,7 +125,7 @@ impl State {
     }
 
     /// Runs a stream's next command, after the commands it waits for.
-    fn force(&mut self, stream: StreamId) -> bool {
+    fn step_unblocked(&mut self, stream: StreamId) -> bool {
         if let Some(marker) = self.blocked_on(stream) {
             let marker = marker.clone();
             self.finish(marker);
@@ -160,7 +158,7 @@ impl State {
     }
 
     pub(super) fn finish_stream(&mut self, stream: StreamId) {
-        while self.force(stream) {}
+        while self.step_unblocked(stream) {}
     }
 
     /// Runs all commands of the default stream, so that the host can read or write these bytes.
@@ -182,7 +180,7 @@ impl State {
             self.streams.iter().filter(|(_, queue)| uses(queue)).map(|(&stream, _)| stream).collect();
         self.stalls += u64::from(!streams.is_empty());
         for stream in streams {
-            while self.streams.get(&stream).is_some_and(uses) && self.force(stream) {}
+            while self.streams.get(&stream).is_some_and(uses) && self.step_unblocked(stream) {}
         }
         self.order.forget(span);
     }

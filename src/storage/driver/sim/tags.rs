@@ -9,11 +9,10 @@ impl Sim {
     /// Enqueues work that writes this tag to a block's bytes.
     ///
     /// # Errors
-    /// The error of the launch: the block is not of this device, or the device is lazy, the block was not committed,
-    /// and the memory is full.
+    /// Errors of the launch: the block is not of this device, or a lazy device is too full to commit the block's memory now.
     pub fn write_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
-        let place = block.location();
-        self.write_tag_at(stream, (place.segment().memory(), place.offset()), block.size(), tag)
+        let location = block.location();
+        self.write_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
     }
 
     /// Enqueues work that checks that a block's bytes have this tag.
@@ -21,7 +20,7 @@ impl Sim {
     /// # Errors
     /// As for [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
     pub fn check_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
-        let place = block.location();
-        self.check_tag_at(stream, (place.segment().memory(), place.offset()), block.size(), tag)
+        let location = block.location();
+        self.check_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
     }
 }

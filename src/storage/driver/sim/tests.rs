@@ -199,7 +199,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     check(page, 0); // released pages lose their contents
     check(2 * page, 5); // the other pages do not
     assert_eq!(sim.violations(), [""; 0]);
-    assert!(tag(0).is_err()); // a fault, not a late commit
+    assert!(tag(0).is_err()); // reserved memory is never committed late
     assert_eq!((sim.violations().len(), sim.late_commits()), (1, 0));
     sim.shrink(&a, 0, page + 1);
     assert_eq!(sim.violations().len(), 2);

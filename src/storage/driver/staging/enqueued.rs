@@ -11,8 +11,7 @@ use crate::device::cpu::bulk::copy;
 use crate::device::opencl::{ClAt, ClDevice, ClEvent};
 use crate::device::{StreamId, lock};
 
-/// The largest transfer from ordinary memory, in bytes, that is enqueued. Copying more to pinned memory first would
-/// take as long as waiting for the transfer.
+/// The largest transfer from ordinary memory, in bytes, that is enqueued. Copying more to pinned memory would take as long as the transfer.
 const MAX_ENQUEUED_COPY_BYTES: usize = 16 << 20;
 
 /// An enqueued transfer that uses bytes of a tensor in pinned memory.
@@ -78,8 +77,7 @@ impl PinnedBytes {
         Ok(())
     }
 
-    /// Waits for enqueued transfers that write the bytes and, if the bytes are to be `written`, for those that read
-    /// them.
+    /// Waits for enqueued transfers that write the bytes and, before the caller writes the bytes (`written`), for transfers that read them.
     pub(super) fn wait_for_enqueued(&self, written: bool) -> Result<()> {
         let conflicting = |transfer: &&EnqueuedTransfer| written || transfer.written;
         let events: Vec<_> =
@@ -93,9 +91,8 @@ impl PinnedBytes {
     }
 }
 
-/// Enqueues a write of bytes from the host on the current stream, through pinned memory. `src` may be reused when the
-/// call returns. A failure is reported at the stream's next wait. Returns false, with nothing done, if `src` is too
-/// large or there is too little pinned memory.
+/// Enqueues a write of bytes from the host on the current stream, through pinned memory. `src` may be reused when the call returns; the
+/// stream's next wait reports a failure. Returns false, with nothing done, if `src` is too large or there is too little pinned memory.
 pub(in crate::storage) fn start_write(device: &'static ClDevice, src: &[u8], dst: ClAt<'_>) -> Result<bool> {
     if src.len() > MAX_ENQUEUED_COPY_BYTES {
         return Ok(false);

@@ -19,19 +19,19 @@ const RING: usize = 6;
 
 /// Makes a transfer through slices of `slice` bytes, of which threads copy a third at a time.
 fn ring(pool: &'static DevicePinnedPool, device: &'static ClDevice, slice: usize, total: usize) -> Ring {
-    let cut = StagingSizes { block: slice, slice, slices: RING, piece: slice.div_ceil(3) };
-    Ring::new(pool, device, cut, total).expect("there is pinned memory")
+    let sizes = StagingSizes { block: slice, slice, slices: RING, piece: slice.div_ceil(3) };
+    Ring::new(pool, device, sizes, total).expect("there is pinned memory")
 }
 
 fn pattern(n: usize, seed: usize) -> Vec<u8> {
     (0..n).map(|i| (i.wrapping_mul(31) ^ (i >> 8).wrapping_mul(17) ^ seed) as u8).collect()
 }
 
-fn holding(device: Device, data: &[u8]) -> Storage {
+fn storage_with(device: Device, data: &[u8]) -> Storage {
     let s = Storage::alloc(device, data.len()).unwrap();
-    let place = s.cl().unwrap();
-    place.device.write(data, place.at(0)).unwrap();
-    drop(place);
+    let location = s.cl().unwrap();
+    location.device.write(data, location.at(0)).unwrap();
+    drop(location);
     s
 }
 
@@ -45,16 +45,16 @@ fn staged_and_plain_transfers_agree() {
             for (more, off) in [(1, 0), (SLICE - 1, 1), (SLICE, 511), (SLICE / 2 + 3, 4097)] {
                 let n = chunks * SLICE + more;
                 let whole = pattern(n + off + 5, chunks);
-                let storage = holding(device.device(), &whole);
-                let place = storage.cl().unwrap();
+                let storage = storage_with(device.device(), &whole);
+                let location = storage.cl().unwrap();
                 let mut read = vec![0xee; n];
-                ring(pool, device, SLICE, n).read(place.at(off), &mut read).unwrap();
+                ring(pool, device, SLICE, n).read(location.at(off), &mut read).unwrap();
                 assert_eq!(read, whole[off..off + n], "{n} bytes at {off} read");
 
                 let fresh = pattern(n, !chunks);
-                ring(pool, device, SLICE, n).write(&fresh, place.at(off)).unwrap();
+                ring(pool, device, SLICE, n).write(&fresh, location.at(off)).unwrap();
                 let mut after = vec![0; whole.len()];
-                device.read(place.at(0), &mut after).unwrap();
+                device.read(location.at(0), &mut after).unwrap();
                 assert_eq!(after[..off], whole[..off], "before the {n} bytes at {off}");
                 assert_eq!(after[off..off + n], fresh, "{n} bytes at {off} written");
                 assert_eq!(after[off + n..], whole[off + n..], "behind the {n} bytes at {off}");
@@ -93,10 +93,10 @@ fn large_slices_are_copied_by_many_threads() {
         let (slice, n) = ((1 << 20) + 512, (9 << 20) + 77);
         let data = pattern(n, 9);
         let storage = Storage::alloc(device.device(), n).unwrap();
-        let place = storage.cl().unwrap();
-        ring(pool, device, slice, n).write(&data, place.at(0)).unwrap();
+        let location = storage.cl().unwrap();
+        ring(pool, device, slice, n).write(&data, location.at(0)).unwrap();
         let mut read = vec![0; n];
-        ring(pool, device, slice, n).read(place.at(0), &mut read).unwrap();
+        ring(pool, device, slice, n).read(location.at(0), &mut read).unwrap();
         assert!(read == data);
     }
 }
@@ -112,10 +112,10 @@ fn threads_share_a_pool() {
                         let n = 10_000 * thread + 777 * round + 1;
                         let data = pattern(n, thread ^ round);
                         let storage = Storage::alloc(device.device(), n).unwrap();
-                        let place = storage.cl().unwrap();
-                        ring(pool, device, 8192, n).write(&data, place.at(0)).unwrap();
+                        let location = storage.cl().unwrap();
+                        ring(pool, device, 8192, n).write(&data, location.at(0)).unwrap();
                         let mut read = vec![0; n];
-                        ring(pool, device, 8192, n).read(place.at(0), &mut read).unwrap();
+                        ring(pool, device, 8192, n).read(location.at(0), &mut read).unwrap();
                         assert_eq!(read, data, "thread {thread}, round {round}");
                     }
                 });
@@ -133,9 +133,9 @@ fn faults_are_reported_by_a_staged_read() {
         let zeros = ones.sub(&ones).unwrap();
         let quotient = ones.div_trunc(&zeros).unwrap();
         let read = |tensor: &Tensor| {
-            let place = tensor.storage().cl().unwrap();
+            let location = tensor.storage().cl().unwrap();
             let mut bytes = vec![0; 12_000];
-            ring(pool, device, 4096, 12_000).read(place.at(0), &mut bytes).map(|()| bytes)
+            ring(pool, device, 4096, 12_000).read(location.at(0), &mut bytes).map(|()| bytes)
         };
         let error = read(&quotient).unwrap_err();
         assert!(matches!(error, Error::DivisionByZero { .. }), "{error}");
@@ -225,16 +225,16 @@ fn small_transfers_use_the_blocks_of_large_ones() {
             SMALL_TRANSFER_BYTES + 1,
         ] {
             let data = pattern(total, 9);
-            let s = holding(device.device(), &vec![7; total + 2]);
-            let place = s.cl().unwrap();
-            for cut in [UPLOAD_SIZES.for_transfer(total), DOWNLOAD_SIZES.for_transfer(total)] {
-                assert!(cut.slice <= cut.block && cut.piece <= cut.block, "{cut:?}");
+            let s = storage_with(device.device(), &vec![7; total + 2]);
+            let location = s.cl().unwrap();
+            for sizes in [UPLOAD_SIZES.for_transfer(total), DOWNLOAD_SIZES.for_transfer(total)] {
+                assert!(sizes.slice <= sizes.block && sizes.piece <= sizes.block, "{sizes:?}");
             }
             let up = Ring::new(pool, device, UPLOAD_SIZES.for_transfer(total), total).unwrap();
-            up.write(&data, place.at(1)).unwrap();
+            up.write(&data, location.at(1)).unwrap();
             let mut got = vec![0; total];
             let down = Ring::new(pool, device, DOWNLOAD_SIZES.for_transfer(total), total).unwrap();
-            down.read(place.at(1), &mut got).unwrap();
+            down.read(location.at(1), &mut got).unwrap();
             assert!(got == data, "{total} bytes on {}", device.device());
         }
     }
@@ -285,7 +285,7 @@ fn blocking_copies_are_complete_and_touch_nothing_else() {
     for device in devices() {
         let n = MIN_MAPPED_BYTES + 4099;
         let data = pattern(2 * n, 5);
-        let (here, there) = (holding(device.device(), &data), holding(device.device(), &vec![7; n]));
+        let (here, there) = (storage_with(device.device(), &data), storage_with(device.device(), &vec![7; n]));
         for (from, to, bytes) in
             [(0, 3, MIN_MAPPED_BYTES - 1), (1, 0, n), (n, 1, n - 1), (n - 5, 4098, MIN_MAPPED_BYTES)]
         {

@@ -38,9 +38,9 @@ pub(super) struct Transfer<'a> {
 impl<'a> Transfer<'a> {
     pub(super) fn new(ring: &'a Ring, total: usize) -> Transfer<'a> {
         let (mut chunks, mut pieces) = (Vec::new(), Vec::new());
-        for range in chunks_of(total, ring.cut.slice) {
-            let starts = range.clone().step_by(ring.cut.piece);
-            let of_chunk = starts.map(|at| (chunks.len(), at..range.end.min(at + ring.cut.piece)));
+        for range in chunks_of(total, ring.sizes.slice) {
+            let starts = range.clone().step_by(ring.sizes.piece);
+            let of_chunk = starts.map(|at| (chunks.len(), at..range.end.min(at + ring.sizes.piece)));
             let before = pieces.len();
             pieces.extend(of_chunk);
             let left = AtomicUsize::new(pieces.len() - before);
@@ -50,9 +50,8 @@ impl<'a> Transfer<'a> {
         Transfer { ring, chunks, pieces, failed: AtomicBool::new(false), error: Mutex::new(None) }
     }
 
-    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk. `copy` gets a piece's
-    /// address in the slice and its range of the transfer. `finish` runs after the last piece of a chunk. `acquire` and
-    /// `finish` return whether to go on.
+    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk, `copy` gets a piece's address in the slice and its
+    /// range of the transfer, and `finish` runs after a chunk's last piece. `acquire` and `finish` return whether to go on.
     pub(super) fn copy_pieces(
         &self,
         acquire: impl Fn(usize) -> bool + Sync,
@@ -62,8 +61,7 @@ impl<'a> Transfer<'a> {
         parallel::for_each_in_order(self.pieces.len(), 1, |i| {
             let (at, piece) = &self.pieces[i];
             let chunk = &self.chunks[*at];
-            // Pieces are begun in order, so a thread only waits for another thread that is already working on an
-            // earlier piece.
+            // Pieces are begun in order, so a thread waits only for a thread that is already working on an earlier piece.
             let usable = if piece.start == chunk.range.start {
                 let usable = acquire(*at);
                 chunk.ready.store(usable, Release);
@@ -113,8 +111,7 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Splits a transfer into chunks of at most `slice` bytes. Chunks are smaller at both ends, where the device waits for
-/// the first chunk and the host for the last.
+/// Splits a transfer into chunks of at most `slice` bytes, smaller at both ends: the device waits for the first, the host for the last.
 pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     let least = slice.div_ceil(4);
     let (mut ranges, mut at, mut next) = (Vec::new(), 0, least);

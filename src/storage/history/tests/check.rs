@@ -51,7 +51,6 @@ fn whole() -> Result<Snapshot> {
     Ok(snapshot)
 }
 
-/// Returns the first entry of the trace with this action.
 fn entry(s: &mut Snapshot, action: TraceAction) -> &mut TraceEntry {
     s.device_traces[0].iter_mut().find(|e| e.action == action).expect("there is one")
 }

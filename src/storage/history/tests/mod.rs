@@ -181,9 +181,9 @@ fn concurrent_threads_record_complete_entries_in_order() -> Result<()> {
 
 /// A writer whose bytes can be read after it was given away.
 #[derive(Clone, Default)]
-pub(in crate::storage) struct Shared(pub(in crate::storage) Arc<Mutex<Vec<u8>>>);
+pub(in crate::storage) struct SharedWriter(pub(in crate::storage) Arc<Mutex<Vec<u8>>>);
 
-impl Write for Shared {
+impl Write for SharedWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().unwrap().write(bytes)
     }
@@ -195,7 +195,7 @@ impl Write for Shared {
 
 #[test]
 fn csv_logs_round_trip() -> Result<()> {
-    let file = Shared::default();
+    let file = SharedWriter::default();
     let log = CsvLog::new(file.clone())?;
     log.log(CsvAction::Allocate, 0x7f00_1234_5600, 1 << 40, 3)?;
     thread::scope(|scope| scope.spawn(|| log.log(CsvAction::Free, 0x7f00_1234_5600, 1 << 40, 3)).join().unwrap())?;

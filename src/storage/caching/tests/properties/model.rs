@@ -44,7 +44,7 @@ pub(super) struct World {
     allocator: Arc<CachingAllocator>,
     live: Vec<Live>,
     /// More live blocks, which a callback frees when memory runs short.
-    hoard: Arc<Mutex<Vec<Live>>>,
+    spare_blocks: Arc<Mutex<Vec<Live>>>,
     _callback: Registration,
     pools: Vec<Pool>,
     next_tag: u32,
@@ -52,8 +52,7 @@ pub(super) struct World {
     fraction: u64,
     limit: u64,
     others: u64,
-    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, as the user counts
-    /// them.
+    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, as the user counts them.
     peaks: [u64; 3],
     /// Current values when the sums were last reset.
     bases: Vec<u64>,
@@ -98,11 +97,11 @@ impl World {
         let driver: Arc<dyn Driver> =
             if setup.unknown { Arc::new(Unknown(sim.clone())) } else { Arc::new(sim.clone()) };
         let allocator = Arc::new(CachingAllocator::new(driver, config).unwrap());
-        let hoard: Arc<Mutex<Vec<Live>>> = Arc::default();
+        let spare_blocks: Arc<Mutex<Vec<Live>>> = Arc::default();
         let callback = {
-            let (owner, sim, hoard) = (Arc::downgrade(&allocator), sim.clone(), Arc::clone(&hoard));
+            let (owner, sim, spare_blocks) = (Arc::downgrade(&allocator), sim.clone(), Arc::clone(&spare_blocks));
             allocator.add_free_memory_callback(Box::new(move || {
-                let (Some(owner), given) = (owner.upgrade(), std::mem::take(&mut *hoard.lock().unwrap())) else {
+                let (Some(owner), given) = (owner.upgrade(), std::mem::take(&mut *spare_blocks.lock().unwrap())) else {
                     return false;
                 };
                 let any = !given.is_empty();
@@ -125,7 +124,7 @@ impl World {
             sim,
             allocator,
             live: Vec::new(),
-            hoard,
+            spare_blocks,
             _callback: callback,
             pools: Vec::new(),
             next_tag: 1,
@@ -214,10 +213,10 @@ impl World {
             Op::EmptyPool { pool } => self.empty_pool(pool)?,
             Op::Checkpoint { pool } => self.checkpoint(pool)?,
             Op::Restore { pool, seed } => self.restore(pool, seed)?,
-            Op::Hoard { block } => {
+            Op::MarkSpare { block } => {
                 if !self.live.is_empty() {
                     let live = self.live.swap_remove(block % self.live.len());
-                    self.hoard.lock().unwrap().push(live);
+                    self.spare_blocks.lock().unwrap().push(live);
                 }
             }
         }
@@ -246,7 +245,7 @@ impl World {
                 ensure!(block.requested() == bytes && block.size() >= bytes, "{block:?} is not for {bytes} bytes");
                 ensure!(self.sim.committed() <= held.max(self.limit), "more is held than the limit {}", self.limit);
                 let from = self.pool_of(&block);
-                ensure!(from == pool || self.lends(from), "{block:?} of pool {from} was handed out in {pool}");
+                ensure!(from == pool || self.has_use_on_oom(from), "{block:?} of pool {from} was handed out in {pool}");
                 self.note(if from == pool && pool == 0 {
                     "allocated"
                 } else if from == pool {
@@ -319,8 +318,8 @@ impl World {
     }
 
     fn totals_of(&self, which: impl Fn(&Live) -> bool) -> [u64; 3] {
-        let hoard = self.hoard.lock().unwrap();
-        let live = self.live.iter().chain(&*hoard).filter(|live| which(live));
+        let spare_blocks = self.spare_blocks.lock().unwrap();
+        let live = self.live.iter().chain(&*spare_blocks).filter(|live| which(live));
         live.fold([0; 3], |[n, size, asked], l| [n + 1, size + l.block.size() as u64, asked + l.requested as u64])
     }
 
@@ -339,7 +338,8 @@ impl World {
             let fits = |entry: &&heap::Entry| {
                 matches!(entry.usage(), Use::Free | Use::Pending) && entry.size() >= size && {
                     let arena = &heap.arenas[entry.arena() as usize];
-                    (arena.pool == pool || self.lends(arena.pool)) && rules.may_serve(arena.kind, entry.size(), size)
+                    (arena.pool == pool || self.has_use_on_oom(arena.pool))
+                        && rules.may_serve(arena.kind, entry.size(), size)
                 }
             };
             let fitting = heap.table.iter().find(fits);
@@ -396,8 +396,7 @@ impl World {
         self.check_snapshot()
     }
 
-    /// Checks that the snapshot is consistent with its trace, and that its sums match the statistics and the live
-    /// blocks.
+    /// Checks that the snapshot is consistent with its trace, and that its sums match the statistics and the live blocks.
     fn check_snapshot(&self) -> Result<(), String> {
         let snapshot = self.allocator.snapshot();
         snapshot.check().map_err(|error| error.to_string())?;
@@ -411,8 +410,8 @@ impl World {
             .filter(|b| b.state == BlockState::ActiveAllocated)
             .map(|b| (b.address, b.size, b.requested_size))
             .collect();
-        let hoard = self.hoard.lock().unwrap();
-        let live = self.live.iter().chain(&*hoard).map(|live| {
+        let spare_blocks = self.spare_blocks.lock().unwrap();
+        let live = self.live.iter().chain(&*spare_blocks).map(|live| {
             let place = live.block.location();
             (place.segment().address() + place.offset() as u64, live.block.size() as u64, live.requested as u64)
         });
@@ -425,7 +424,7 @@ impl World {
     /// Checks that no two blocks overlap, and that each is inside its segment.
     fn check_places(&self) -> Result<(), String> {
         let mut ends: BTreeMap<(u64, usize), usize> = BTreeMap::new();
-        for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
+        for live in self.live.iter().chain(&*self.spare_blocks.lock().unwrap()) {
             let place = live.block.location();
             let (segment, start, size) = (place.segment(), place.offset(), live.block.size());
             ensure!(start.is_multiple_of(512) && start + size <= segment.bytes(), "{:?} is outside", live.block);
@@ -441,8 +440,7 @@ impl World {
         *self.tally.entry(what.into()).or_default() += 1;
     }
 
-    /// Counts the checks at which blocks were pending, and the checks at which a later marker was reached before an
-    /// earlier one.
+    /// Counts the checks at which blocks were pending, and the checks at which a later marker was reached before an earlier one.
     fn note_events(&mut self) {
         let heads = self.allocator.lock().pending.oldest_markers();
         if !heads.is_empty() {
@@ -461,7 +459,7 @@ impl World {
     pub(super) fn finish(mut self) -> Result<Tally, String> {
         self.sim.clear_failures();
         self.failures = Default::default();
-        self.unhoard(|_| true);
+        self.unmark_spare_blocks(|_| true);
         while !self.live.is_empty() {
             self.apply(Op::Free { block: 0 })?;
         }
@@ -473,7 +471,7 @@ impl World {
         ensure!(left.0 == 0 && left.1 == 0 && left.2.iter().all(|&n| n == 0), "left over: {left:?}");
         let entries = self.allocator.lock().heap.table.iter().filter(|e| e.usage() != Use::Vacant).count();
         ensure!(entries == 0, "{entries} blocks are left in the table");
-        self.tally.extend(ladder::SERVED_BY_STEP.take().into_iter().map(|(rung, n)| (format!("rung {rung}"), n)));
+        self.tally.extend(ladder::SERVED_BY_STEP.take().into_iter().map(|(rung, n)| (format!("step {rung}"), n)));
         Ok(self.tally)
     }
 }

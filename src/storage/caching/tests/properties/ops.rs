@@ -1,7 +1,6 @@
 //! Random operations of a program on an allocator and its device.
 
-/// One operation. Blocks are given by a number modulo the number of live blocks, so that any list of operations is
-/// valid.
+/// One operation. Blocks are given by a number modulo the number of live blocks, so that any list of operations is valid.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Op {
     Allocate {
@@ -78,7 +77,7 @@ pub(super) enum Op {
         seed: u64,
     },
     /// Marks a block to be freed by a free-memory callback when memory runs short.
-    Hoard {
+    MarkSpare {
         block: usize,
     },
 }
@@ -144,7 +143,7 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
                 893..900 => Op::EmptyPool { pool },
                 900..907 => Op::Checkpoint { pool },
                 907..917 => Op::Restore { pool, seed: random.next() },
-                917..940 => Op::Hoard { block },
+                917..940 => Op::MarkSpare { block },
                 940..943 => Op::Synchronize,
                 943..946 => Op::EmptyCache,
                 946..953 => Op::Trim { keep: random.below(capacity) },

@@ -19,8 +19,7 @@ pub(super) fn failure(code: i32) -> Failure {
 }
 
 impl World {
-    /// Runs an operation and returns its result. Returns `None` if the operation fails, which is allowed only after
-    /// an injected failure.
+    /// Runs an operation and returns its result. Returns `None` if the operation fails, which is allowed only after an injected failure.
     pub(super) fn allow_injected_failure<T>(
         &mut self,
         operation: impl FnOnce(&World) -> Result<T>,
@@ -47,8 +46,7 @@ impl World {
         Ok(())
     }
 
-    /// Counts the injected failures that have occurred. None may occur on enqueueing, because memory is committed
-    /// earlier.
+    /// Counts the injected failures that have occurred. None may occur on enqueueing, because memory is committed earlier.
     pub(super) fn note_failures(&mut self) -> Result<(), String> {
         let left = self.sim.failures_lined_up();
         for (at, name) in ["creation", "commit", "enqueueing", "asking"].into_iter().enumerate() {

@@ -6,7 +6,7 @@ use super::super::ops::Random;
 use super::*;
 use crate::storage::Snapshot;
 
-/// The most pools at a time, because memory in a pool is unavailable outside it.
+/// The most pools at a time: memory in a pool is unavailable outside it.
 const POOLS: usize = 3;
 
 /// A private pool and one of its checkpoints.
@@ -36,7 +36,7 @@ impl World {
     /// Drops the last handle of a pool. Its live blocks then belong to the default pool.
     pub(super) fn drop_pool(&mut self, pool: usize) {
         let Some(id) = self.pick(pool).map(|pool| pool.handle.id()) else { return };
-        self.unhoard(|live| live.pool == id);
+        self.unmark_spare_blocks(|live| live.pool == id);
         self.pools.retain(|pool| pool.handle.id() != id);
         let mut orphans = 0;
         for live in self.live.iter_mut().filter(|live| live.pool == id) {
@@ -61,7 +61,7 @@ impl World {
 
     pub(super) fn checkpoint(&mut self, pool: usize) -> Result<(), String> {
         let Some(id) = self.pick(pool).map(|pool| pool.handle.id()) else { return Ok(()) };
-        self.unhoard(|live| live.pool == id);
+        self.unmark_spare_blocks(|live| live.pool == id);
         let places: Places = self.live.iter().filter(|live| live.pool == id).map(Live::place).collect();
         let Some(pool) = self.pick(pool) else { return Ok(()) };
         let checkpoint = pool.handle.checkpoint();
@@ -76,7 +76,7 @@ impl World {
         let Some(Pool { handle, checkpoint: Some((checkpoint, mut missing)), .. }) = self.pick(pool).cloned() else {
             return Ok(());
         };
-        self.unhoard(|live| live.pool == handle.id());
+        self.unmark_spare_blocks(|live| live.pool == handle.id());
         let mut random = Random(seed);
         let (mut leaving, mut blocks) = (Vec::new(), Vec::new());
         for live in std::mem::take(&mut self.live) {
@@ -140,10 +140,10 @@ impl World {
     }
 
     /// Makes some of the blocks that a callback would free ordinary blocks again.
-    pub(super) fn unhoard(&mut self, which: impl Fn(&Live) -> bool) {
-        let mut hoard = self.hoard.lock().unwrap();
-        let (back, stays) = std::mem::take(&mut *hoard).into_iter().partition::<Vec<_>, _>(which);
-        *hoard = stays;
+    pub(super) fn unmark_spare_blocks(&mut self, which: impl Fn(&Live) -> bool) {
+        let mut spare_blocks = self.spare_blocks.lock().unwrap();
+        let (back, stays) = std::mem::take(&mut *spare_blocks).into_iter().partition::<Vec<_>, _>(which);
+        *spare_blocks = stays;
         self.live.extend(back);
     }
 
@@ -153,14 +153,13 @@ impl World {
     }
 
     /// True if the pool exists and has `use_on_oom`.
-    pub(super) fn lends(&self, id: u32) -> bool {
+    pub(super) fn has_use_on_oom(&self, id: u32) -> bool {
         self.pools.iter().any(|pool| pool.handle.id() == id && pool.options.use_on_oom)
     }
 
-    /// Checks that blocks belong to the pools and streams they were allocated for, and that the pools' statistics
-    /// match.
+    /// Checks that blocks belong to the pools and streams they were allocated for, and that the pools' statistics match.
     pub(super) fn check_pools(&self) -> Result<(), String> {
-        for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
+        for live in self.live.iter().chain(&*self.spare_blocks.lock().unwrap()) {
             let core = self.allocator.lock();
             let arena = &core.heap.arenas[core.heap.table[live.block.id() as usize].arena() as usize];
             let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.segment_of(live.block.id()).pool);
