@@ -127,7 +127,7 @@ fn arguments_are_checked() {
         says(full(call().arg(&x).out(&y).local_memory(4).scalar(32u32)), "local memory is given");
         says(full(call().arg(&x).out(&x).scalar(1f32).scalar(32u32)), "shares its storage");
         says(full(call().arg(&x).out(&leaf).scalar(1f32).scalar(32u32)), "no_grad");
-        says(full(call().arg(&x).out(&nothing).scalar(1f32).scalar(32u32)), "has no memory");
+        says(full(call().arg(&x).out(&nothing).scalar(1f32).scalar(32u32)), "has no elements and no buffer");
         says(full(call().scalar(1f32).scalar(1f32).scalar(1f32).scalar(32u32)), "no tensor is given");
         says(full(sums.call().arg(&x).out(&y).scalar(1f32).scalar(1f32)), "__local float* part`, a number");
         let host = Tensor::zeros(32, Device::Cpu).unwrap();

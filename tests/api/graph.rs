@@ -185,7 +185,7 @@ fn unsupported_captures_are_errors_and_change_nothing() {
             ("another stream", Box::new(|| with_stream(&other, || x.exp().map(drop)))),
             ("record_event", Box::new(|| Stream::current(device)?.record_event().map(drop))),
             ("already", Box::new(|| Graph::capture(device, || x.exp()).map(drop))),
-            ("graphs", Box::new(|| inside.replay())),
+            ("another graph", Box::new(|| inside.replay())),
         ];
         for (word, mut case) in cases {
             let captured = Graph::capture(device, || {

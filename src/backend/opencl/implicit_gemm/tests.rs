@@ -14,9 +14,11 @@ thread_local! {
 /// A kernel of the same parameters in OpenCL C, which computes one element after another.
 pub(crate) const STAND_IN: &str = concat!(
     "
-// Functions that no one calls here have PTX.
+// Functions that no one calls here have PTX, which only NVIDIA's compiler reads.
+#ifndef __NV_CL_C_VERSION
 #define asm
 #define volatile(...)
+#endif
 ",
     include_str!("../../../../kernels/windows_mma.cl"),
     "
