@@ -294,7 +294,7 @@ fn only_one_profiler_can_run() {
     let _guard = serial_guard();
     let first = Profiler::start().unwrap();
     let refused = Profiler::start().unwrap_err().to_string();
-    assert!(refused.contains("stop that first"), "{refused}");
+    assert!(refused.contains("stop it first"), "{refused}");
     drop(first);
     let recorded = Profiler::start().unwrap().stop();
     assert!(recorded.events().is_empty(), "{:?}", recorded.events());
