@@ -346,7 +346,9 @@ fn mismatched_optimizers_are_errors() {
             .unwrap();
     let (_net, mut adam) = sharded_model(group, DType::F32, Default::default(), AdamConfig::default()).unwrap();
     let states = [Optimizer::state_dict(&adam).unwrap(), Optimizer::state_dict(&amsgrad).unwrap()];
-    assert!(error_message(Optimizer::load_state_dict(&mut amsgrad, &states[0])).contains("lacks state.0.max_exp_avg_sq"));
+    assert!(
+        error_message(Optimizer::load_state_dict(&mut amsgrad, &states[0])).contains("lacks state.0.max_exp_avg_sq")
+    );
     assert!(error_message(Optimizer::load_state_dict(&mut adam, &states[1])).contains("has state.0.max_exp_avg_sq"));
     Optimizer::load_state_dict(&mut adam, &states[0]).unwrap();
     let moved = ZeroRedundancyOptimizer::new(&mut net, |named| {
