@@ -39,7 +39,9 @@ class Models(unittest.TestCase):
         pairs = [[losses(device, seed, make, inputs, loss) for device in ("cpu", "claystone")] for seed in range(3)]
         for step in range(3):
             differences = [abs(a[step] - b[step]) / max(1, abs(a[step])) for a, b in pairs]
-            self.assertLess(median(differences), 2e-5, f"losses on the CPU and on claystone for each seed: {pairs}")
+            # The first loss has no gradient behind it, so it has to agree with every seed.
+            typical = max if step == 0 else median
+            self.assertLess(typical(differences), 2e-5, f"losses on the CPU and on claystone for each seed: {pairs}")
         self.assertTrue(all(expected[0] != expected[-1] for expected, _ in pairs))
         self.assertEqual(claystone_torch.fallbacks(), {})
 

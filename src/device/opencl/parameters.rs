@@ -24,7 +24,7 @@ pub(crate) struct ParameterRow {
     defaults: [usize; 3],
 }
 
-/// Defines [`TuningParameter`] and [`PARAMETERS`] from rows of `TuningParameter "name" families choices defaults "what it is";`.
+/// Defines [`TuningParameter`] and [`PARAMETERS`] from rows of `TuningParameter "name" families choices defaults "description";`.
 macro_rules! parameters {
     ($($knob:ident $name:literal $families:ident $choices:tt $defaults:tt $doc:literal;)*) => {
         /// A tunable parameter: the row of the table.

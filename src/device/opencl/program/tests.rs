@@ -12,6 +12,14 @@ fn programs(of: &Programs) -> usize {
 }
 
 #[test]
+fn comment_lines_do_not_change_a_program() {
+    let code = "int a; // kept\n    asm(\"//@ wgmma\\n\");\n\nint b;\n";
+    let commented = "// first\nint a; // kept\n    // indented\n    asm(\"//@ wgmma\\n\");\n\n//\nint b;";
+    assert_eq!(without_comment_lines(commented), code);
+    assert_eq!(without_comment_lines(code), code);
+}
+
+#[test]
 fn hidden_instructions_are_enabled_only_for_sm_90() {
     let ptx = ".version 9.0\n.target sm_90, texmode_independent\n//@ a;\n//@ b;\n// c\n\0";
     let want = ".version 9.0\n.target sm_90a, texmode_independent\na;\nb;\n// c\n\0";
