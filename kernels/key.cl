@@ -8,13 +8,13 @@
 #ifdef KEY_F32
 typedef uint Key;
 static inline Key ascending(float v) {
-    const uint u = as_uint(v == 0 ? 0.0f : v);
-    return v != v ? UINT_MAX : u >> 31 ? ~u : u | 0x80000000u;
+    const uint u = as_uint(v + 0.0f); // -0 + 0 is 0
+    return v != v ? UINT_MAX : u ^ ((uint)(as_int(u) >> 31) | 0x80000000u);
 }
 #define KEY_T uint
 #ifdef IS_CPU
 static inline uint16 ascending16(float16 v) {
-    const uint16 u = as_uint16(v + 0.0f); // -0 + 0 is 0
+    const uint16 u = as_uint16(v + 0.0f);
     const uint16 all = as_uint16(as_int16(u) >> 31);
     return (u ^ (all | 0x80000000u)) | as_uint16(v != v);
 }
@@ -22,8 +22,8 @@ static inline uint16 ascending16(float16 v) {
 #elif defined(KEY_F64)
 typedef ulong Key;
 static inline Key ascending(double v) {
-    const ulong u = as_ulong(v == 0 ? 0.0 : v);
-    return v != v ? ULONG_MAX : u >> 63 ? ~u : u | 0x8000000000000000UL;
+    const ulong u = as_ulong(v + 0.0);
+    return v != v ? ULONG_MAX : u ^ ((ulong)(as_long(u) >> 63) | 0x8000000000000000UL);
 }
 #define KEY_T ulong
 #ifdef IS_CPU

@@ -35,6 +35,14 @@ typedef struct {
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 #define PLUS(a, b) ((a) + (b))
+// Folds of `pairs` alternate with those of `scratch`, except if no mean is computed.
+#ifdef RMS
+#define FOLD_PAIRS(s)                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    FOLD_IN(PLUS, s, pairs)
+#else
+#define FOLD_PAIRS(s) FOLD_IN(PLUS, s, pairs)
+#endif
 
 // Loads the factors of VEC adjacent elements, or the numbers that are added to them.
 static inline void factors(ACC *v, Weights w, ulong at) {
@@ -165,6 +173,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #define LEAST_OF_VARIANCE eps
 #endif
 #ifdef PARTS
+    #pragma unroll
     for (uint attempt = 0; attempt < 2; ++attempt) {
         ACC seen = 0;
         mean = low = squares = 0;
@@ -176,11 +185,11 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
             ACC middle = 0;
 #ifndef RMS
             middle = sum_of(v);
-            FOLD(PLUS, middle);
+            FOLD_IN(PLUS, middle, scratch);
             middle /= here;
 #endif
             Two s = sums_above(v, middle, first, stop);
-            FOLD_IN(PLUS, s, pairs);
+            FOLD_PAIRS(s);
 #ifdef RMS
             squares += s.y;
 #else
@@ -207,6 +216,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
     for (uint s = lane; s < slices; s += LANES)
         low += (parts[parts_at + (ulong)r * slices + s].x - mean) * ((ACC)min(chunk, n - s * chunk) / (ACC)n);
     FOLD(PLUS, low);
+    #pragma unroll
     for (uint attempt = 0; attempt < 2; ++attempt) {
         squares = 0;
         for (uint s = lane; s < slices; s += LANES) {
@@ -223,19 +233,22 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
     mean *= factor;
     low *= factor;
 #else
+#if LANES < GROUP
     __local uint again;
     if (lid == 0)
         again = 0;
+#endif
     FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+    #pragma unroll
     for (uint attempt = 0; attempt < 2; ++attempt) {
         mean = low = 0;
 #ifndef RMS
         mean = sum_of(v);
-        FOLD(PLUS, mean);
+        FOLD_IN(PLUS, mean, scratch);
         mean /= (ACC)n;
 #endif
         Two s = sums_above(v, mean, first, stop);
-        FOLD_IN(PLUS, s, pairs);
+        FOLD_PAIRS(s);
 #ifdef RMS
         squares = s.y;
 #else
@@ -245,12 +258,17 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
         if (attempt == 1)
             break;
         factor = factor_for(mean, squares, LEAST_OF_VARIANCE);
+#if LANES < GROUP
+        // Rows of a group continue together, because every work-item must reach every barrier.
         if (factor != 1)
             again = 1;
-        // Rows of a group continue together, because every work-item must reach every barrier.
         barrier(CLK_LOCAL_MEM_FENCE);
         if (!again)
             break;
+#else
+        if (factor == 1)
+            break;
+#endif
         times(v, factor);
     }
 #endif

@@ -95,6 +95,9 @@ static inline Acc combine(Acc a, Acc b) {
     const int stay = equal ? a.i <= b.i : a_nan | (!b_nan & BEATS(a.v, b.v));
     return stay ? a : b;
 }
+#ifdef EXCHANGE
+EXCHANGE Acc exchange(Acc a, uint mask) { return pair(exchange(a.v, mask), exchange(a.i, mask)); }
+#endif
 #else
 typedef ACC Acc;
 static inline Acc neutral(void) { return NEUTRAL; }

@@ -190,22 +190,31 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 // Processes all elements once, and with RESCALED again by each factor that a sum of the group needs: every work-item
 // reaches every barrier.
 #ifdef RESCALED
-// The first FOLD puts a barrier between the zeros of `needed` and the writes to it.
+// `wanted` has a bit for each attempt that an output of the group needs. The first FOLD puts a barrier between the zero in
+// `needed` and the writes to it. The attempts are unrolled, so that the factor of the first is the constant 1.
 #define FOR_EACH_FACTOR                                                                                                \
-    __local uint needed[3];                                                                                            \
-    if (lid < 3)                                                                                                       \
-        needed[lid] = 0;                                                                                               \
-    for (uint attempt = 0; attempt < 3; ++attempt) {                                                                   \
+    __local uint needed;                                                                                               \
+    uint wanted = 0;                                                                                                   \
+    if (lid == 0)                                                                                                      \
+        needed = 0;                                                                                                    \
+    __attribute__((opencl_unroll_hint(3))) for (uint attempt = 0; attempt < 3; ++attempt) {                            \
         const ACC factor = FACTOR_OF(attempt);                                                                         \
-        if (attempt == 0 || needed[attempt]) {
+        if (attempt == 0 || wanted >> attempt & 1) {
 #define KEEP(kept, its_attempt, total)                                                                                 \
     if (its_attempt == attempt) {                                                                                      \
         kept = total;                                                                                                  \
-        if (attempt == 0)                                                                                              \
-            needed[its_attempt = ATTEMPT_FOR(total)] = 1;                                                              \
+        if (attempt == 0) {                                                                                            \
+            its_attempt = ATTEMPT_FOR(total);                                                                          \
+            wanted |= 1 << its_attempt;                                                                                \
+        }                                                                                                              \
     }
 #define END_OF_FACTORS                                                                                                 \
-            barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
+            if (attempt == 0 && lanes < GROUP) {                                                                       \
+                if (wanted > 1)                                                                                        \
+                    atomic_or(&needed, wanted);                                                                        \
+                barrier(CLK_LOCAL_MEM_FENCE);                                                                          \
+                wanted = needed;                                                                                       \
+            }                                                                                                          \
         }                                                                                                              \
     }
 #else

@@ -118,6 +118,43 @@ static inline Acc line(__global const In *x, ulong x_at, long base, const Reduce
     }
 #endif
 
+#ifdef ROW
+// Contiguous rows of ROW elements, 2 to 4: a work-item has sixteen. `column` is a vector of the rows' elements j.
+__kernel void reduce(PARAMETERS, uint by_column) {
+    const IDX outs = (IDX)outs_, first = (IDX)get_global_id(0) * 16;
+    const ACC factor = 1;
+    if (first + 16 > outs) {
+        for (IDX o = first; o < outs; ++o)
+            PUT_MADE(o, run(x, x_at, (long)o * ROW, ROW, 1, 0, factor))
+        return;
+    }
+    ACC elements[16 * ROW];
+    #pragma unroll
+    for (int j = 0; j < ROW; ++j)
+        vstore16(GET16((long)first * ROW + 16 * j), j, elements);
+    Wide w = neutral16();
+    #pragma unroll
+    for (int j = 0; j < ROW; ++j) {
+        ACC column[16];
+        #pragma unroll
+        for (int k = 0; k < 16; ++k)
+            column[k] = elements[k * ROW + j];
+        w = combine16(w, vload16(0, column), j);
+    }
+    Acc totals[16];
+    lanes_of(w, 0, 1, 0, totals);
+    #pragma unroll
+    for (int k = 0; k < 16; ++k) {
+#ifdef RESCALED
+        if (ATTEMPT_FOR(totals[k]) > 0) {
+            PUT_MADE(first + k, run(x, x_at, (long)(first + k) * ROW, ROW, 1, 0, factor))
+            continue;
+        }
+#endif
+        PUT(first + k, totals[k], 0);
+    }
+}
+#else
 __kernel void reduce(PARAMETERS, uint by_column) {
     const IDX outs = (IDX)outs_, n = (IDX)n_, chunk = (IDX)chunk_;
     const IDX item = (IDX)get_global_id(0) / slices, slice = (IDX)get_global_id(0) % slices;
@@ -163,4 +200,5 @@ __kernel void reduce(PARAMETERS, uint by_column) {
     }
 #endif
 }
+#endif
 #endif

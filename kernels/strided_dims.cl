@@ -10,7 +10,7 @@ static inline IDX next_index(IDX *i, IDX n) {
 }
 
 // Dims with their strides: `at_NAME(d, i)` is the element offset of position i.
-#define STRIDED_DIMS(NAME, N)                                                                                           \
+#define STRIDED_DIMS(NAME, N)                                                                                          \
     typedef struct {                                                                                                   \
         ulong size[N];                                                                                                 \
         long stride[N];                                                                                                \
@@ -47,20 +47,23 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
 // values of the other lanes, then sixteen lanes combine those of the 256, and finally every lane combines these sixteen. The
 // loops are unrolled by hand, so that loads overlap, because a macro cannot contain a loop pragma. Every work-item of the group
 // must reach FOLD, with lid, lane and scratch[GROUP] in scope; GROUP is at most 1024.
+// FOLD_IN has another array than `scratch`, which no work-item may have read since its last barrier, as if two arrays alternate.
+// On NVIDIA's GPUs, whole warps of 32 adjacent lanes exchange values through registers first.
 #ifndef IS_CPU
 #define TAKE(OP, v, scratch, at, i)                                                                                    \
     if ((i) < lanes)                                                                                                   \
         v = OP(v, scratch[(at) + (i) * step]);
-#define TAKE_15(OP, v, s, at, by)                                                                                      \
-    TAKE(OP, v, s, at, by)                                                                                             \
-    TAKE(OP, v, s, at, 2 * by) TAKE(OP, v, s, at, 3 * by) TAKE(OP, v, s, at, 4 * by) TAKE(OP, v, s, at, 5 * by)        \
-    TAKE(OP, v, s, at, 6 * by) TAKE(OP, v, s, at, 7 * by) TAKE(OP, v, s, at, 8 * by) TAKE(OP, v, s, at, 9 * by)        \
-    TAKE(OP, v, s, at, 10 * by) TAKE(OP, v, s, at, 11 * by) TAKE(OP, v, s, at, 12 * by) TAKE(OP, v, s, at, 13 * by)    \
-    TAKE(OP, v, s, at, 14 * by) TAKE(OP, v, s, at, 15 * by)
-#define FOLD(OP, v) FOLD_IN(OP, v, scratch)
-// FOLD with an array of another name.
-#define FOLD_IN(OP, v, scratch)                                                                                        \
+#define TAKE_15(OP, v, s, at, from, by)                                                                                \
+    TAKE(OP, v, s, at, from + by)                                                                                      \
+    TAKE(OP, v, s, at, from + 2 * by) TAKE(OP, v, s, at, from + 3 * by) TAKE(OP, v, s, at, from + 4 * by)              \
+    TAKE(OP, v, s, at, from + 5 * by) TAKE(OP, v, s, at, from + 6 * by) TAKE(OP, v, s, at, from + 7 * by)              \
+    TAKE(OP, v, s, at, from + 8 * by) TAKE(OP, v, s, at, from + 9 * by) TAKE(OP, v, s, at, from + 10 * by)             \
+    TAKE(OP, v, s, at, from + 11 * by) TAKE(OP, v, s, at, from + 12 * by) TAKE(OP, v, s, at, from + 13 * by)           \
+    TAKE(OP, v, s, at, from + 14 * by) TAKE(OP, v, s, at, from + 15 * by)
+#define FOLD(OP, v)                                                                                                    \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    FOLD_IN(OP, v, scratch)
+#define FOLD_IN_MEMORY(OP, v, scratch)                                                                                 \
     scratch[lid] = v;                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     if (lanes > 256) {                                                                                                 \
@@ -72,11 +75,54 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     }                                                                                                                  \
     if (lanes > 16) {                                                                                                  \
         if (lane < 16) {                                                                                               \
-            TAKE_15(OP, v, scratch, lid, 16)                                                                           \
+            TAKE_15(OP, v, scratch, lid, 0, 16)                                                                        \
             scratch[lid] = v;                                                                                          \
         }                                                                                                              \
         barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
     }                                                                                                                  \
     v = scratch[lid - lane * step];                                                                                    \
-    TAKE_15(OP, v, scratch, lid - lane * step, 1)
+    TAKE_15(OP, v, scratch, lid - lane * step, 0, 1)
+#ifdef __NV_CL_C_VERSION
+// Returns the value of v in the lane of this warp whose number differs in the bits of `mask`.
+#define EXCHANGE static inline __attribute__((overloadable))
+EXCHANGE uint exchange(uint v, uint mask) {
+    uint other;
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(other) : "r"(v), "r"(mask));
+    return other;
+}
+EXCHANGE int exchange(int v, uint mask) { return as_int(exchange(as_uint(v), mask)); }
+EXCHANGE float exchange(float v, uint mask) { return as_float(exchange(as_uint(v), mask)); }
+EXCHANGE float2 exchange(float2 v, uint mask) { return (float2)(exchange(v.x, mask), exchange(v.y, mask)); }
+EXCHANGE ulong exchange(ulong v, uint mask) { return as_ulong(exchange(as_float2(v), mask)); }
+EXCHANGE long exchange(long v, uint mask) { return as_long(exchange(as_float2(v), mask)); }
+#ifdef cl_khr_fp64
+EXCHANGE double exchange(double v, uint mask) { return as_double(exchange(as_float2(v), mask)); }
+EXCHANGE double2 exchange(double2 v, uint mask) { return (double2)(exchange(v.x, mask), exchange(v.y, mask)); }
+#endif
+#define TAKE_EXCHANGED(OP, v, mask)                                                                                    \
+    {                                                                                                                  \
+        const __typeof__(v) other = exchange(v, mask);                                                                 \
+        v = OP(v, other);                                                                                              \
+    }
+#define FOLD_IN(OP, v, scratch)                                                                                        \
+    if (step == 1 && lanes % 32 == 0) {                                                                                \
+        TAKE_EXCHANGED(OP, v, 1u) TAKE_EXCHANGED(OP, v, 2u) TAKE_EXCHANGED(OP, v, 4u) TAKE_EXCHANGED(OP, v, 8u)        \
+        TAKE_EXCHANGED(OP, v, 16u)                                                                                     \
+        if (lanes > 32) {                                                                                              \
+            if (lid % 32 == 0)                                                                                         \
+                scratch[lid] = v;                                                                                      \
+            barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
+            v = scratch[lid - lane];                                                                                   \
+            TAKE_15(OP, v, scratch, lid - lane, 0, 32)                                                                 \
+            if (lanes > 512) {                                                                                         \
+                TAKE(OP, v, scratch, lid - lane, 512)                                                                  \
+                TAKE_15(OP, v, scratch, lid - lane, 512, 32)                                                           \
+            }                                                                                                          \
+        }                                                                                                              \
+    } else {                                                                                                           \
+        FOLD_IN_MEMORY(OP, v, scratch)                                                                                 \
+    }
+#else
+#define FOLD_IN(OP, v, scratch) FOLD_IN_MEMORY(OP, v, scratch)
+#endif
 #endif

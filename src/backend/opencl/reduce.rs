@@ -1,5 +1,7 @@
 //! Reductions on OpenCL in one launch or two: `kernels/reduce.cl`.
 
+use std::ops::RangeInclusive;
+
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
@@ -25,6 +27,11 @@ const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/reduce_groups.cl"),
     include_str!("../../../kernels/reduce_processor.cl"),
 );
+
+/// The lengths of rows of which a work-item of a CPU has sixteen: a kernel is compiled for each length.
+const SHORT_ROWS: RangeInclusive<usize> = 2..=4;
+/// The minimum number of such rows. For fewer rows, a kernel of their own would take longer to compile than it saves.
+const MIN_SHORT_ROWS: usize = 1 << 14;
 
 /// The stage of a reduction. First and Second are the two launches of argmax, which pass on pairs of value and index. Other reductions use
 /// Whole for both launches.
@@ -114,6 +121,8 @@ fn load_width(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) 
 struct ReduceSchedule {
     /// The number of elements that a work-item loads at once.
     width: usize,
+    /// The length of the rows on CPUs if a work-item has sixteen short contiguous rows, otherwise 0.
+    row: usize,
     by_column: bool,
     /// The number of work-items that share a result, on GPUs.
     lanes: usize,
@@ -129,6 +138,20 @@ impl ReduceSchedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
+            let contiguous = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1 && plan.kept.rank() == 1;
+            if contiguous && plan.kept.inner().1 == n as isize && SHORT_ROWS.contains(&n) && outs >= MIN_SHORT_ROWS {
+                let (global, local) = (outs.div_ceil(16), DEFAULT_GROUP_SIZE);
+                return ReduceSchedule {
+                    width: 1,
+                    row: n,
+                    by_column: false,
+                    lanes: 1,
+                    slices: 1,
+                    chunk: n,
+                    global,
+                    local,
+                };
+            }
             // A work-item computes sixteen adjacent columns if these are contiguous, otherwise one result.
             let (columns, across) = plan.kept.inner();
             let by_column = plan.by_column() && across == 1 && columns >= 16;
@@ -139,7 +162,7 @@ impl ReduceSchedule {
             let global = items * slices;
             // Many work-items form larger groups, because each group costs time. Few work-items are balanced best in groups of one.
             let local = if global >= 64 * 8 * units { DEFAULT_GROUP_SIZE } else { 1 };
-            return ReduceSchedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
+            return ReduceSchedule { width: 1, row: 0, by_column, lanes: 1, slices, chunk, global, local };
         }
         let group = default_group_size(device);
         let by_column = plan.by_column();
@@ -161,7 +184,7 @@ impl ReduceSchedule {
         let waves = if width > 1 { 4 } else { 8 };
         let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (waves * units).div_ceil(groups) };
         let (slices, chunk) = cut_into_slices(n, wanted, 16 * lanes, 4 * lanes * along);
-        ReduceSchedule { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
+        ReduceSchedule { width, row: 0, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 
     /// True if the last work-group of a result combines its slices. This needs a counter for each group, and a memory fence, which only compilers
@@ -222,7 +245,9 @@ impl ReductionKernel<'_> {
                 | self.rule.rescaled.map_or(0, |rescaled| 1 + rescaled as u64) << 8,
             plan.kept.rank() as u64,
             plan.reduced.rank() as u64,
-            schedule.width as u64 | u64::from(schedule.by_column && schedule.width > 1) << 8,
+            schedule.width as u64
+                | u64::from(schedule.by_column && schedule.width > 1) << 8
+                | (schedule.row as u64) << 16,
         ];
         let element = if let Element::Formula(e) = &self.rule.element { Some(e) } else { None };
         let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
@@ -280,6 +305,9 @@ impl ReductionKernel<'_> {
         );
         text += &vector_defines(self.input, schedule.width);
         text += &define_if(schedule.by_column && schedule.width > 1, "COLUMNS");
+        if schedule.row > 0 {
+            text += &format!("#define ROW {}\n", schedule.row);
+        }
         text += &define_if(integer, "INTEGERS");
         if let Some(rescaled) = self.rule.rescaled {
             let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };

@@ -141,16 +141,21 @@ fn launch(
         group as u64,
         per as u64,
         cap as u64,
-        u64::from(wide) | u64::from(from.is_some() && top) << 2 | u64::from(top) << 3 | u64::from(resident) << 4,
+        u64::from(wide)
+            | u64::from(descending) << 1
+            | u64::from(from.is_some() && top) << 2
+            | u64::from(top) << 3
+            | u64::from(resident) << 4,
     ];
     let kernel = get_or_build_kernel(device, KernelKey::new("choose", &params), "choose", || {
         format!(
             "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
-             {}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
+             #define DESCENDING {}\n{}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             sort::key_defines(x.dtype),
             index_type(index_dtype == DType::I64),
             lines.rank(),
             index_type(wide),
+            u8::from(descending),
             define_if(top, "TOP"),
             define_if(from.is_some() && top, "FROM"),
             define_if(resident, "RESIDENT"),
@@ -170,7 +175,6 @@ fn launch(
             Arg::U64(k as u64),
             Arg::U32(slices as u32),
             Arg::U32(rule),
-            Arg::U64(if descending { u64::MAX } else { 0 }),
         ],
     );
     device.launch(&kernel, &args, &[lines.count * slices * group], &[group])

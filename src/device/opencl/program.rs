@@ -40,7 +40,7 @@ pub(crate) const MOST_REGISTERS: &str = "#define MOST_REGISTERS ";
 /// Rounds f32 division and square roots correctly; NVIDIA's are otherwise off by one unit in the last place.
 const CORRECT_DIVISION: &str = "-cl-fp32-correctly-rounded-divide-sqrt ";
 /// Kernels that keep fast division: softmax and attention divide sums of exponentials, whose own errors are larger.
-const FAST_KERNELS: [&str; 4] = ["attention", "row", "softmax_slices", "cross_entropy"];
+const FAST_KERNELS: [&str; 5] = ["attention", "row", "softmax_slices", "cross_entropy", "interpolate"];
 /// A source line that keeps fast division. Rounding to f16 or bf16 hides the last place of f32, and correct division would
 /// take 1.4 times as long.
 pub(crate) const FAST_DIVISION: &str = "#define FAST_DIVISION\n";

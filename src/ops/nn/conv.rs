@@ -302,7 +302,7 @@ impl ConvProblem {
             Ok(self.record(out, Box::new(Im2colConvolution(self)), x, weight, bias))
         } else if single {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
-            multiply_columns(op, &columns, weight, bias, false)?.reshape([n, weight.shape().dims()[0], h, w])
+            multiply_columns(op, &columns, weight, bias, false, None)?.reshape([n, weight.shape().dims()[0], h, w])
         } else {
             self.compute_with(Box::new(Im2colConvolution(self)), x, weight, bias)
         }
@@ -319,7 +319,7 @@ impl ConvProblem {
         let ConvProblem { op, windows, groups, transposed } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
         if transposed {
-            let columns = multiply_columns(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
+            let columns = multiply_columns(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true, None)?;
             let images = windows.col2im(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
             return match bias {
                 Some(bias) => images.add(&bias.reshape([b * groups, 1, 1])?),
@@ -328,7 +328,7 @@ impl ConvProblem {
         }
         let [oh, ow] = windows.grid;
         let columns = windows.im2col(op, x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
-        let out = multiply_columns(op, &columns, weight, bias, false)?;
+        let out = multiply_columns(op, &columns, weight, bias, false, None)?;
         out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
     }
 

@@ -7,6 +7,7 @@ use crate::backend::opencl::map::{Form, MapOperand, MemoryAccess};
 use crate::backend::opencl::source::draw_type;
 use crate::backend::problem::map::Launch;
 use crate::backend::problem::operand::OperandKind;
+use crate::device::DeviceKind;
 use crate::device::opencl::{ClDevice, FAST_DIVISION};
 use crate::{Compute, DType};
 
@@ -17,6 +18,9 @@ const BF16_ROUNDING: &str = include_str!("../../../../kernels/rounded.cl");
 
 /// Computes the random numbers of [`RANDOM_BLOCK_LEN`](super::RANDOM_BLOCK_LEN) elements at once.
 const RANDOM_BLOCKS: &str = include_str!("../../../../kernels/random.cl");
+
+/// Functions that compilers for CPUs vectorise, unlike the built-in ones.
+const BRANCHLESS_FUNCTIONS: &str = include_str!("../../../../kernels/branchless.cl");
 
 /// Defines a non-temporal store if the compiler has one.
 const STORE_NONTEMPORAL: &str = "#ifdef __has_builtin
@@ -68,6 +72,11 @@ pub(crate) fn generate_source(
         true => launch.program.emit_with_drawn_numbers(launch.compute, "compute"),
         false => launch.program.emit(launch.compute, "compute"),
     };
+    let info = device.info();
+    let vectorised = info.kind == DeviceKind::Cpu && info.fp64 && launch.compute == Compute::F32;
+    if vectorised && ["pow(", "log1p("].iter().any(|call| formula.contains(call)) {
+        w.push_str(BRANCHLESS_FUNCTIONS);
+    }
     w.push_str(&formula);
     let are_halves = operands[launch.inputs.len()..].iter().all(|o| matches!(o.dtype, DType::F16 | DType::BF16));
     // A quotient that is rounded to an integer must be exact in its last place.

@@ -9,15 +9,24 @@ use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
 use crate::backend::problem::windows::{Windows, sizes_4d};
+use crate::device::DeviceKind;
 use crate::ops::linalg::matmul::matrix_transpose;
 use crate::ops::nn::conv::ConvProblem;
 use crate::ops::reduce;
 use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
-use crate::{DType, Result, Shape, Tensor, autograd};
+use crate::{DType, Device, Result, Shape, Tensor, autograd};
 
-/// The maximum size of the columns in memory at a time, in bytes. A single row of windows may be larger.
-const MAX_COLUMN_BLOCK_BYTES: usize = 16 << 20;
+/// Returns the maximum size of the columns in memory at a time, in bytes: on GPUs a 1,024th of the memory, between 16 and
+/// 256 MiB, because larger products use a GPU better. A single row of windows may be larger.
+fn max_column_block_bytes(device: Device) -> Result<usize> {
+    let info = device.info()?;
+    let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 10 };
+    Ok((part as usize).clamp(16 << 20, 256 << 20))
+}
+
+/// Images of fewer windows than this are columns of one product, which takes a copy of the result.
+const MIN_WINDOWS_OF_OWN_PRODUCT: usize = 1024;
 
 /// A convolution and its gradients as products of columns, one block of columns at a time. Not recorded.
 pub(super) struct Im2colConvolution(pub(super) ConvProblem);
@@ -32,6 +41,14 @@ struct Block {
 }
 
 impl Block {
+    /// Returns the columns of whole images, `[images, groups, C / groups * kernel, windows of an image]`.
+    fn columns_by_image(&self, op: &'static str, groups: usize) -> Result<Tensor> {
+        let columns = self.windows.im2col(op, &self.x, false)?;
+        let dims = columns.shape().dims();
+        let rows = dims[1..4].iter().product::<usize>() / groups;
+        columns.reshape([dims[0], groups, rows, dims[4] * dims[5]])
+    }
+
     /// Returns the columns of this block, `[groups, C / groups * kernel, windows]`.
     fn columns(&self, op: &'static str, groups: usize) -> Result<Tensor> {
         let count = self.images.len() * self.rows.len() * self.windows.grid[1];
@@ -57,8 +74,9 @@ impl Im2colConvolution {
         let reach = dilation[0] * (kernel[0] - 1);
         // Windows that are entirely padding have no rows of an image to read.
         let divisible = padding[0].max(padding_after[0]) <= reach;
-        let rows = if divisible { (MAX_COLUMN_BLOCK_BYTES / row_bytes).clamp(1, grid[0]) } else { grid[0] };
-        let images = if rows == grid[0] { (MAX_COLUMN_BLOCK_BYTES / (row_bytes * rows)).max(1) } else { 1 };
+        let most = max_column_block_bytes(x.device())?;
+        let rows = if divisible { (most / row_bytes).clamp(1, grid[0]) } else { grid[0] };
+        let images = if rows == grid[0] { (most / (row_bytes * rows)).max(1) } else { 1 };
         let mut blocks = Vec::new();
         for first in (0..n.max(1)).step_by(images) {
             for top in (0..grid[0]).step_by(rows) {
@@ -90,17 +108,19 @@ impl Convolution for Im2colConvolution {
         let ConvProblem { op, windows, groups, .. } = self.0;
         let (weight, bias) = (weight.detach(), bias.map(Tensor::detach));
         let (blocks, [n, ..], o) = (self.blocks(&x.detach())?, sizes_4d(x), weight.shape().dims()[0]);
-        let made = |block: &Block| {
-            let made = multiply_columns(op, &block.columns(op, groups)?.unsqueeze(0)?, &weight, bias.as_ref(), false)?;
-            let shape = [o, block.images.len(), block.rows.len(), windows.grid[1]];
-            made.reshape(shape)?.transpose(0, 1)
-        };
-        if let [block] = &blocks[..] {
-            return made(block)?.contiguous();
-        }
-        let out = Tensor::empty_with_shape([n, o, windows.grid[0], windows.grid[1]], x.dtype, x.device())?;
+        let [oh, ow] = windows.grid;
+        let out = Tensor::empty_with_shape([n, o, oh, ow], x.dtype, x.device())?;
         for block in &blocks {
-            block.select_outputs(&out)?.transpose(0, 1)?.copy_(&made(block)?)?;
+            let images = block.images.len();
+            if block.rows.len() == oh && oh * ow >= MIN_WINDOWS_OF_OWN_PRODUCT {
+                let part = out.narrow(0, block.images.start, images)?.reshape([images, groups, o / groups, oh * ow])?;
+                let columns = block.columns_by_image(op, groups)?;
+                multiply_columns(op, &columns, &weight, bias.as_ref(), false, Some(part))?;
+            } else {
+                let columns = block.columns(op, groups)?.unsqueeze(0)?;
+                let made = multiply_columns(op, &columns, &weight, bias.as_ref(), false, None)?;
+                block.select_outputs(&out)?.copy_(&made.reshape([o, images, block.rows.len(), ow])?)?;
+            }
         }
         Ok(out)
     }
@@ -113,8 +133,9 @@ impl Convolution for Im2colConvolution {
         };
         let ([n, ..], [_, channels, kh, kw], [h, w]) = (sizes_4d(&y), sizes_4d(&weight), windows.image);
         let channel_bytes = (groups * kh * kw * windows.grid.iter().product::<usize>() * y.dtype.size()).max(1);
-        let each = (MAX_COLUMN_BLOCK_BYTES / channel_bytes).clamp(1, channels.max(1));
-        let images = if each == channels { (MAX_COLUMN_BLOCK_BYTES / (channel_bytes * each)).max(1) } else { 1 };
+        let most = max_column_block_bytes(y.device())?;
+        let each = (most / channel_bytes).clamp(1, channels.max(1));
+        let images = if each == channels { (most / (channel_bytes * each)).max(1) } else { 1 };
         if images >= n && each >= channels {
             return by_product(&y, &weight, bias.as_ref());
         }
@@ -164,13 +185,14 @@ impl Convolution for Im2colConvolution {
 /// Multiplies each group's part of the weight by its columns and adds the bias: `[N, groups, rows, columns]`.
 ///
 /// The bias is `[groups * rows]`. The weight, `[A, B, KH, KW]`, is read as `[groups, A / groups, B KH KW]`, or as the transpose if
-/// `transposed`.
+/// `transposed`. `out` is memory for the result.
 pub(super) fn multiply_columns(
     op: &'static str,
     columns: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     transposed: bool,
+    out: Option<Tensor>,
 ) -> Result<Tensor> {
     let groups = columns.shape().dims()[1];
     let [a, b, kh, kw] = sizes_4d(weight);
@@ -180,7 +202,7 @@ pub(super) fn multiply_columns(
     let rows = matrices.shape().dims()[1];
     let bias_view = bias.map(|b| reshape_detached(b, &Shape::from([groups, rows, 1]))).transpose()?;
     let epilogue = if bias.is_some() { &*BIASED } else { &*PRODUCT };
-    let g = Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype);
+    let g = Gemm { out, ..Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype) };
     let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
     let out = match autograd::is_tracked(&inputs) && autograd::is_gradients_only() {
         true => Tensor::empty_with_shape(
@@ -198,8 +220,9 @@ pub(super) fn multiply_columns(
     Ok(autograd::record_differentiable(op, out, &inputs, move |ctx| {
         let (grad, weight) = (ctx.grad()?, saved_w.get(op)?);
         let mut gradients: Gradients = SmallVec::new();
-        gradients
-            .push(ctx.needs_gradient(0).then(|| multiply_columns(op, &grad, weight, None, !transposed)).transpose()?);
+        gradients.push(
+            ctx.needs_gradient(0).then(|| multiply_columns(op, &grad, weight, None, !transposed, None)).transpose()?,
+        );
         gradients.push(None);
         if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs_gradient(1)) {
             let (x, shape) = (x.get(op)?, weight.shape());
