@@ -135,8 +135,9 @@ scatter_tiles(__global const Element *x, ulong x_at, __global const CAT(T, _t) *
         ++turn;
     }
 #ifdef HELD
+    // Only what an index has changed is written, because the range of a column may contain elements of other columns.
     for (uint t = lid; t < all; t += GROUP)
-        if (mine)
+        if (mine && tag[t] > 0)
             y[ya + (low + t / SIDE) * ys] = held[t];
 #endif
 }

@@ -133,6 +133,27 @@ fn large_reductions_use_two_stages() {
     });
 }
 
+/// CPUs reduce sixteen of many short contiguous rows together; the last rows fill no sixteen.
+#[test]
+fn reductions_of_many_short_rows() {
+    each_device(|device| {
+        for (n, dtype) in [(2, DType::F32), (3, DType::F32), (4, DType::F32), (4, DType::F16), (3, DType::U8)] {
+            check(&numbers(&[16_391, n], dtype, device), &[1], "short rows");
+        }
+        let rows = 16_391;
+        let mut values = vec![1.0f32; 2 * rows];
+        values[2..8].copy_from_slice(&[3e30, 4e30, f32::NAN, 1.0, f32::INFINITY, 3e-23]);
+        values[2 * rows - 2..].copy_from_slice(&[-3e-23, 4e-23]);
+        let t = Tensor::from_vec(values, [rows, 2], device).unwrap();
+        let norms: Vec<f64> = groups(&t, &[1]).iter().map(|g| g[0].hypot(g[1])).collect();
+        let got = array(&t.norm(1, false).unwrap());
+        for (i, (got, want)) in got.iter().zip(&norms).enumerate() {
+            let same = got == want || got.is_nan() && i == 2 || (got - want).abs() <= 1e-6 * want;
+            assert!(same, "norm of row {i} on {device}: {got} instead of {want}");
+        }
+    });
+}
+
 #[test]
 fn reductions_support_any_strides() {
     each_device(|device| {

@@ -17,11 +17,11 @@ use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
 use crate::{DType, Device, Result, Shape, Tensor, autograd};
 
-/// Returns the maximum size of the columns in memory at a time, in bytes: on GPUs a 1,024th of the memory, between 16 and
+/// Returns the maximum size of the columns in memory at a time, in bytes: on GPUs a 512th of the memory, between 16 and
 /// 256 MiB, because larger products use a GPU better. A single row of windows may be larger.
 fn max_column_block_bytes(device: Device) -> Result<usize> {
     let info = device.info()?;
-    let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 10 };
+    let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 9 };
     Ok((part as usize).clamp(16 << 20, 256 << 20))
 }
 
