@@ -25,9 +25,9 @@ static inline float branchless_pow(float a, float b) {
     const double middle = 1.0 / 6 + r * (1.0 / 24 + r * (1.0 / 120 + r * upper));
     float y = (float)(HORNER_4(r, 1.0, 1.0, 0.5, middle) * scale);
     const bool integer = trunc(b) == b, odd = integer & (trunc(b * 0.5f) * 2 != b);
-    y = (as_uint(a) >> 31 != 0) & odd ? -y : y;
-    y = (a < 0) & !integer & (magnitude < INFINITY) ? NAN : y;
-    return (a == 1) | (b == 0) | ((magnitude == 1) & (fabs(b) == INFINITY)) ? 1 : y;
+    y = ((as_uint(a) >> 31 != 0) & odd) ? -y : y;
+    y = ((a < 0) & !integer & (magnitude < INFINITY)) ? NAN : y;
+    return ((a == 1) | (b == 0) | ((magnitude == 1) & (fabs(b) == INFINITY))) ? 1 : y;
 }
 
 // Computes log(1 + x). u = 2^e (1 + z) with 1 + z in [3/4, 3/2).
