@@ -70,7 +70,6 @@ impl MiniLm {
         let missing = model.assign_state_dict(state, false)?.missing_keys; // the file also has BERT's pooler
         if missing.is_empty() { Ok(model) } else { Err(format!("the file has no {missing:?}").into()) }
     }
-
     /// Encodes with WordPiece: cuts lower-case words into the longest pieces in the vocabulary. Accents are kept.
     pub fn tokens(&self, text: &str) -> Vec<i64> {
         let sign = |c: char| c.is_ascii_punctuation() || matches!(c, '\u{2010}'..='\u{2027}' | '\u{3000}'..='\u{9fff}');
@@ -90,7 +89,6 @@ impl MiniLm {
         }
         tokens.into_iter().take(255).chain([102]).collect() // [SEP]
     }
-
     /// Returns the embeddings of sentences, `[N, width]`: the mean of the last states, normalised to length 1.
     pub fn embed(&self, sentences: &[&str]) -> Result<Tensor> {
         let tokens: Vec<Vec<i64>> = sentences.iter().map(|text| self.tokens(text)).collect();
@@ -104,7 +102,6 @@ impl MiniLm {
         x.mul(&is_token.unsqueeze(-1)?.to_dtype(x.dtype())?)?.sum(1, false)?.normalize(2.0, -1, 1e-12)
     }
 }
-
 /// Prints the similarity of sentences to each other, from -1 to 1.
 #[derive(Parser)]
 pub struct Args {
@@ -114,7 +111,6 @@ pub struct Args {
     #[arg(default_values = ["A man is eating food.", "He eats bread.", "Cheetahs chase prey.", "A girl carries a baby."])]
     sentences: Vec<String>,
 }
-
 fn main() -> Result<(), Box<dyn Error>> {
     let (args, device) = (Args::parse(), Device::best());
     let model = MiniLm::load(&args.model.ok_or(MODEL_ADVICE)?, device)?;
