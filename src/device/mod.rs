@@ -32,7 +32,6 @@ pub(crate) mod cpu;
 mod hints;
 mod info;
 mod launches;
-pub(crate) mod level;
 mod lock;
 pub(crate) mod log;
 pub(crate) mod lru;

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::DType;
-pub use crate::device::level::Level;
+pub use crate::device::opencl::tuning::level::Level;
 
 /// A tuning parameter of a device's kernels.
 #[derive(Debug, Clone)]

@@ -2,13 +2,12 @@
 
 use std::time::Instant;
 
-use super::ClDevice;
 use super::choices::{MAX_TUNED_GROUP_ITEMS, SizeClass, Subject, group_candidates, prepare_with_trials};
-use super::driver::ClKernel;
+use super::level::Level;
 use super::parameters::{PARAMETERS, TuningParameter};
 use crate::Result;
 use crate::device::capture::is_capturing;
-use crate::device::level::Level;
+use crate::device::opencl::{ClDevice, ClKernel};
 
 impl ClDevice {
     /// Returns the value of a parameter for this size class: the choice for the class, or else the device's value.

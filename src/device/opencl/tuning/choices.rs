@@ -11,9 +11,9 @@ use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
+use super::level::{Level, MAX_TIME_RATIO};
 use super::parameters::{Family, PARAMETERS, ParameterRow};
 use crate::Error;
-use crate::device::level::{Level, MAX_TIME_RATIO};
 use crate::device::lru::Lru;
 use crate::device::{lock, log};
 use crate::error::Excerpt;

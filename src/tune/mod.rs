@@ -21,7 +21,7 @@ use std::time::Instant;
 
 pub use crate::backend::problem::tuning::{Choice, Level, Parameter};
 use crate::backend::problem::tuning::{Tuning, Workload};
-use crate::device::level::MAX_TIME_RATIO;
+use crate::device::opencl::tuning::level::MAX_TIME_RATIO;
 use crate::ops::Attention;
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor, backend};

@@ -1,6 +1,11 @@
-//! The values of a device's [`parameters`](super::parameters); [`choices`](super::choices) has values per kernel and size class.
+//! The values of a device's [`parameters`]; [`choices`] has values per kernel and size class.
 //! [`tune`](crate::tune) times the values and stores the fastest in the disk cache, one file per device, for later processes. A
 //! file that is damaged, or made with another driver, is not used.
+
+mod choices;
+pub(crate) mod level;
+mod parameters;
+mod trials;
 
 use std::io;
 use std::path::PathBuf;
@@ -10,10 +15,12 @@ use sha2::{Digest, Sha256};
 
 use super::ClDevice;
 use super::cache::{Cache, FileKind};
-use super::choices::{self, Choices, Chosen, level_from_environment};
-use super::parameters::{ALL, Family, PARAMETERS, TuningParameter, Values, defaults, rows};
 use crate::device::{DeviceKind, log};
 use crate::error::Excerpt;
+use choices::{Choices, Chosen, level_from_environment};
+pub(crate) use choices::{MAX_TUNED_GROUP_ITEMS, SizeClass};
+use parameters::{ALL, Family, Values, defaults, rows};
+pub(crate) use parameters::{PARAMETERS, ParameterRow, TuningParameter};
 
 static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);
 
@@ -32,7 +39,7 @@ pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
     /// True if the values were set or loaded for this device, even if they equal the defaults.
     is_chosen: AtomicBool,
-    pub(super) choices: Choices,
+    choices: Choices,
 }
 
 pub(super) type Stored = (Values, Chosen);
