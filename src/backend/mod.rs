@@ -22,7 +22,7 @@ mod reference;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
     NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
-    Tuning, Windows,
+    Windows,
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
@@ -184,10 +184,6 @@ pub(crate) trait Backend: Sync {
     fn record(&self, _device: Device) -> Result<Box<dyn Recorder>> {
         let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
         Err(Error::invalid("Graph::capture", reason))
-    }
-    /// Returns the tuning parameters of the device's kernels.
-    fn tuning(&self, _device: Device) -> Result<Box<dyn Tuning>> {
-        Err(Error::invalid("tune", "the CPU's loops have no parameters: name an OpenCL device"))
     }
 }
 

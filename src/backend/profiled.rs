@@ -7,7 +7,7 @@ use crate::backend::problem::softmax::RowOp;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
     NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
-    Tuning, Windows,
+    Windows,
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
@@ -235,6 +235,5 @@ impl Backend for Profiled {
             -> Option<Box<dyn Convolution>>;
         attention_blocking(memory: usize, cheap: bool) -> Blocking;
         record(device: Device) -> Result<Box<dyn Recorder>>;
-        tuning(device: Device) -> Result<Box<dyn Tuning>>;
     }
 }

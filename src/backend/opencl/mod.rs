@@ -34,7 +34,6 @@ pub(crate) mod softmax;
 pub(crate) mod sort;
 pub(crate) mod source;
 pub(crate) mod triangle;
-pub(crate) mod tuning;
 pub(crate) mod user_kernel;
 pub(crate) mod window;
 
@@ -48,10 +47,8 @@ use crate::backend::opencl::implicit_gemm::ImplicitGemm;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, NormViews,
-    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning,
-    Windows,
+    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Windows,
 };
-use crate::device::opencl;
 use crate::layout::Layout;
 use crate::storage::Image;
 use crate::{Device, Result, Shape, Tensor};
@@ -131,10 +128,6 @@ impl Backend for OpenCl {
 
     fn record(&self, device: Device) -> Result<Box<dyn Recorder>> {
         recording::start_recording(device)
-    }
-
-    fn tuning(&self, device: Device) -> Result<Box<dyn Tuning>> {
-        Ok(Box::new(opencl::open_device(device)?))
     }
 
     fn attention_blocking(&self, memory: usize, _: bool) -> Blocking {

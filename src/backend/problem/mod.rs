@@ -17,7 +17,6 @@ pub(crate) mod scan;
 pub(crate) mod select;
 pub(crate) mod sequence;
 pub(crate) mod softmax;
-pub(crate) mod tuning;
 pub(crate) mod windows;
 
 pub(crate) use attention::{AttentionBackward, Blocking, FusedAttention};
@@ -34,5 +33,4 @@ pub(crate) use scan::Scan;
 pub(crate) use select::{RankQuery, Selected};
 pub(crate) use sequence::Sequence;
 pub(crate) use softmax::Softmax;
-pub(crate) use tuning::Tuning;
 pub(crate) use windows::{PoolTask, Windows};

@@ -76,7 +76,7 @@ pub(crate) use program::{FAST_DIVISION, MOST_REGISTERS, SM_90A};
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{AddressSpace, Parameter};
 pub(crate) use transfer::MapRegion;
-pub(crate) use tuning::{MAX_TUNED_GROUP_ITEMS, PARAMETERS, ParameterRow, SizeClass, TuningParameter, times_tuned};
+pub(crate) use tuning::{MAX_TUNED_GROUP_ITEMS, SizeClass, TuningParameter, times_tuned};
 pub(crate) use user_kernel::{Argument as KernelArgument, KernelBuffer, KernelTensor};
 
 use crate::Result;

@@ -47,13 +47,13 @@ impl SizeClass {
         SizeClass(class)
     }
 
-    pub(super) fn logarithms(self) -> Vec<u32> {
+    pub(crate) fn logarithms(self) -> Vec<u32> {
         self.0.iter().map(|&log| u32::from(log)).collect()
     }
 }
 
 /// The values chosen, by subject and size class.
-pub(super) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
+pub(crate) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
 #[derive(Default)]
 pub(super) struct Choices {
@@ -305,7 +305,7 @@ const GROUP: &str = "group_";
 
 impl Subject {
     /// Returns the subject's name in tuning files.
-    pub(super) fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         match self {
             Subject::TuningParameter(knob) => PARAMETERS[knob].name.to_owned(),
             Subject::Group(id) => format!("{GROUP}{id:016x}"),
