@@ -21,8 +21,7 @@ mod reference;
 
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
-    Windows,
+    NormViews, Normalisation, PoolTask, RankQuery, Reduction, Resize, Scan, Selected, Sequence, Softmax, Windows,
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
@@ -179,12 +178,6 @@ pub(crate) trait Backend: Sync {
     }
     /// Returns the block sizes for attention's scores; `cheap` is true if blocks also save work.
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
-
-    /// Starts to record the commands that this thread submits to the device, instead of running them.
-    fn record(&self, _device: Device) -> Result<Box<dyn Recorder>> {
-        let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
-        Err(Error::invalid("Graph::capture", reason))
-    }
 }
 
 /// Returns the backend of a device, wrapped in [`Profiled`] while a profiler is on.

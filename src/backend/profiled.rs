@@ -6,8 +6,7 @@ use crate::backend::Backend;
 use crate::backend::problem::softmax::RowOp;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
-    Windows,
+    NormViews, Normalisation, PoolTask, RankQuery, Reduction, Resize, Scan, Selected, Sequence, Softmax, Windows,
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
@@ -234,6 +233,5 @@ impl Backend for Profiled {
         convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)
             -> Option<Box<dyn Convolution>>;
         attention_blocking(memory: usize, cheap: bool) -> Blocking;
-        record(device: Device) -> Result<Box<dyn Recorder>>;
     }
 }

@@ -35,6 +35,7 @@ const OPENCL: &[&str] = &[
     "src/device/opencl/",
     "src/storage/driver/",
     "src/backend/opencl/",
+    "src/graph/",                 // a graph holds the recorded commands of an OpenCL device
     "src/tune/",                  // the values that it measures are those of an OpenCL device
     "src/bin/claystone/cache.rs", // the command that shows the program cache
     "src/device/mod.rs",          // a `Device` gets its properties from its context

@@ -5,7 +5,6 @@ mod attention_tile;
 pub(crate) mod checked_indices;
 pub(crate) mod cross_entropy;
 mod depthwise;
-mod fuse;
 pub(crate) mod gather;
 pub(crate) mod gemm;
 pub(crate) mod gemm_mma;
@@ -24,7 +23,6 @@ pub(crate) mod nonzero;
 pub(crate) mod norm;
 mod norm_channels;
 mod radix_select;
-pub(crate) mod recording;
 pub(crate) mod reduce;
 pub(crate) mod scan;
 pub(crate) mod scatter;
@@ -47,11 +45,11 @@ use crate::backend::opencl::implicit_gemm::ImplicitGemm;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
     AttentionBackward, Blocking, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, NormViews,
-    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Windows,
+    Normalisation, PoolTask, RankQuery, Reduction, Resize, Scan, Selected, Sequence, Softmax, Windows,
 };
 use crate::layout::Layout;
 use crate::storage::Image;
-use crate::{Device, Result, Shape, Tensor};
+use crate::{Result, Shape, Tensor};
 
 /// The backend of all OpenCL devices.
 pub(crate) struct OpenCl;
@@ -124,10 +122,6 @@ impl Backend for OpenCl {
             attention::backward(a, of, results);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             interpolate::interpolate(resize, x, out, transposed);
-    }
-
-    fn record(&self, device: Device) -> Result<Box<dyn Recorder>> {
-        recording::start_recording(device)
     }
 
     fn attention_blocking(&self, memory: usize, _: bool) -> Blocking {

@@ -5,8 +5,7 @@
 //! and waited for outside the lock, so a waiting thread never stops another thread from submitting: see [`queues`].
 //!
 //! Kernels: [`program`] builds kernels, [`cache`] stores their binaries on disk, [`launch`] runs kernels. [`capture`]
-//! records launches instead, for [`replay`] by the host, by a [`command_buffer`] or by a [`recordable_queue`]. [`probe`]
-//! finds out which features kernels can use.
+//! records launches instead, and replays them. [`probe`] finds out which features kernels can use.
 //!
 //! Tuning: [`tuning`] has the numbers compiled into kernels, and values per kernel and size class.
 //!
@@ -21,7 +20,6 @@ mod cache;
 mod capabilities;
 pub(crate) mod capture;
 mod carry;
-mod command_buffer;
 mod context;
 mod discovery;
 mod driver;
@@ -44,10 +42,8 @@ mod profiling;
 mod program;
 mod queue;
 mod queues;
-mod recordable_queue;
 #[cfg(test)]
 mod recovery_tests;
-pub(crate) mod replay;
 mod retry;
 mod signature;
 #[cfg(test)]
