@@ -11,7 +11,7 @@ const ROOMS: &[&[&str]] = &[
     &["nn", "optim", "data"],
     &["io"],
     &["bin"],
-    &["graph", "tune"],
+    &["graph", "tune", "images"],
     &["ops"],
     &["backend"],
     &["autograd", "tensor"],
