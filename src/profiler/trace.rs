@@ -311,23 +311,8 @@ impl TraceReader {
 
 /// Returns the category for a name, including PyTorch's names.
 fn category_from_name(name: &str) -> Category {
-    let own = [
-        Category::Operation,
-        Category::Backward,
-        Category::Annotation,
-        Category::Launch,
-        Category::Wait,
-        Category::Open,
-        Category::Segment,
-        Category::Compile,
-        Category::Load,
-        Category::Kernel,
-        Category::Copy,
-        Category::Fill,
-        Category::Read,
-        Category::Write,
-    ];
-    own.into_iter().find(|category| category.name() == name).unwrap_or(match name {
+    let own = Category::NAMES.into_iter().find(|(_, own)| *own == name);
+    own.map(|(category, _)| category).unwrap_or(match name {
         "cpu_op" => Category::Operation,
         "user_annotation" => Category::Annotation,
         "cuda_runtime" | "cuda_driver" => Category::Launch,
