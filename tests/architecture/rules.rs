@@ -38,6 +38,7 @@ const OPENCL: &[&str] = &[
     "src/graph/",                 // a graph holds the recorded commands of an OpenCL device
     "src/tune/",                  // the values that it measures are those of an OpenCL device
     "src/bin/claystone/cache.rs", // the command that shows the program cache
+    "src/bin/claystone/tune.rs",  // the command that tunes a device
     "src/device/mod.rs",          // a `Device` gets its properties from its context
     "src/device/stream.rs",       // a `Stream` and an `Event` hold OpenCL objects
 ];
