@@ -132,7 +132,7 @@ pub fn check(device: Device) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn level(device: Device) -> Result<Level> {
-    Ok(open(device)?.tuning().level())
+    Ok(open(device)?.tuning().choices.level())
 }
 
 /// Sets how much tuning this process does during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
@@ -160,7 +160,7 @@ pub fn set_level(device: Device, level: Level) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn choices(device: Device) -> Result<Vec<Choice>> {
-    let chosen = open(device)?.tuning().chosen().into_iter();
+    let chosen = open(device)?.tuning().choices.chosen().into_iter();
     let choice = |((subject, class), value): ((Subject, SizeClass), usize)| Choice {
         name: subject.name(),
         sizes: class.logarithms(),
@@ -175,7 +175,7 @@ pub fn choices(device: Device) -> Result<Vec<Choice>> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn on_trial(device: Device) -> Result<usize> {
-    Ok(open(device)?.tuning().on_trial())
+    Ok(open(device)?.tuning().choices.on_trial())
 }
 
 /// Enables or disables [`choices`] for this process, to compare times with and without them. While choices are disabled, the defaults are used and no
@@ -205,18 +205,18 @@ pub fn forget(device: Device) -> Result<()> {
 /// Errors of [`parameters`] and of the operations.
 pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Result<()> {
     let tuning = open(device)?.tuning();
-    let before = tuning.level();
+    let before = tuning.choices.level();
     let done = usual_workloads().into_iter().try_for_each(|workload| {
         tuning.set_level(level); // also abandons trials that the previous workload left open
         let operands = workload.operands(device)?;
         for _ in 0..MAX_CALLS {
-            let begun = tuning.on_trial();
+            let begun = tuning.choices.on_trial();
             workload.run(&operands)?;
-            if begun + tuning.on_trial() == 0 {
+            if begun + tuning.choices.on_trial() == 0 {
                 break;
             }
         }
-        each(tuning.chosen().len());
+        each(tuning.choices.chosen().len());
         Ok(())
     });
     tuning.set_level(before);

@@ -56,7 +56,7 @@ impl SizeClass {
 pub(crate) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
 #[derive(Default)]
-pub(super) struct Choices {
+pub(crate) struct Choices {
     level: AtomicU8,
     /// True if launches look up choices, because choices were made or may be tried.
     is_on: AtomicBool,
@@ -233,7 +233,7 @@ impl Choices {
         chosen.is_some()
     }
 
-    pub(super) fn level(&self) -> Level {
+    pub(crate) fn level(&self) -> Level {
         Level::ALL[usize::from(self.level.load(Relaxed))]
     }
 
@@ -247,11 +247,12 @@ impl Choices {
         !self.is_ignored.swap(!on, Relaxed)
     }
 
-    pub(super) fn on_trial(&self) -> usize {
+    /// Returns the number of choices that are still on trial.
+    pub(crate) fn on_trial(&self) -> usize {
         lock(&self.table).trials.iter().count()
     }
 
-    pub(super) fn chosen(&self) -> Chosen {
+    pub(crate) fn chosen(&self) -> Chosen {
         lock(&self.table).chosen.iter().map(|(&key, &value)| (key, value)).collect()
     }
 

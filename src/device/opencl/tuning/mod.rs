@@ -44,7 +44,7 @@ pub(crate) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
     /// True if the values were set or loaded for this device, even if they equal the defaults.
     is_chosen: AtomicBool,
-    choices: Choices,
+    pub(crate) choices: Choices,
 }
 
 pub(super) type Stored = (Values, Chosen);
@@ -75,10 +75,6 @@ impl Tuning {
         self.is_chosen.load(Relaxed)
     }
 
-    pub(crate) fn level(&self) -> Level {
-        self.choices.level()
-    }
-
     /// Sets the tuning level of this process. Trials in progress start anew.
     pub(crate) fn set_level(&self, level: Level) {
         self.choices.set_level(level);
@@ -90,16 +86,6 @@ impl Tuning {
         let before = self.choices.set_enabled(on);
         self.invalidate_launches();
         before
-    }
-
-    /// Returns every choice that was made.
-    pub(crate) fn chosen(&self) -> Chosen {
-        self.choices.chosen()
-    }
-
-    /// Returns the number of choices that are still on trial.
-    pub(crate) fn on_trial(&self) -> usize {
-        self.choices.on_trial()
     }
 
     pub(crate) fn forget_choices(&self) {
