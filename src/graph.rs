@@ -118,7 +118,7 @@ impl Graph {
         let Some(_capturing) = pool.begin_capture() else {
             return fail("another thread is capturing a graph into the pool: capture one graph at a time".into());
         };
-        let recorder = backend::of_device(device).record(device)?;
+        let recorder = backend::record(device)?;
         let (mut memory, result) = CapturedMemory::capture(pool.clone(), f)?;
         let (uses, hooks) = (memory.take_uses(), capture::take_hooks());
         Ok((Graph { stream, recording: recorder.finish(uses), memory, hooks, replay_lock: Mutex::new(()) }, result))

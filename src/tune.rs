@@ -48,7 +48,7 @@ pub struct Measured {
 /// # Errors
 /// [`Error::NoDevice`] if the device does not exist; [`Error::Invalid`] for the CPU, whose loops have no parameters.
 pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
-    Ok(backend::of_device(device).tuning(device)?.parameters())
+    Ok(backend::tuning(device)?.parameters())
 }
 
 /// Measures the choices of every parameter, sets the best, and saves them for later processes. Returns the file, or `None` if there is no cache of
@@ -57,7 +57,7 @@ pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
 /// # Errors
 /// Errors of [`parameters`]. If a choice gives a wrong result, nothing is saved and all parameters get their previous values back.
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
-    let tuning = backend::of_device(device).tuning(device)?;
+    let tuning = backend::tuning(device)?;
     let before = tuning.parameters();
     let _guard = ChoicesDisabled::new(&*tuning);
     before.iter().enumerate().for_each(|(i, p)| tuning.set(i, p.default));
@@ -79,7 +79,7 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
 /// # Errors
 /// Errors of [`tune`].
 pub fn check(device: Device) -> Result<()> {
-    let tuning = backend::of_device(device).tuning(device)?;
+    let tuning = backend::tuning(device)?;
     let _guard = ChoicesDisabled::new(&*tuning);
     for (i, p) in tuning.parameters().iter().enumerate() {
         let checked = p.choices.iter().try_for_each(|&choice| check_choice(&*tuning, device, i, p.name, choice));
@@ -94,7 +94,7 @@ pub fn check(device: Device) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn level(device: Device) -> Result<Level> {
-    Ok(backend::of_device(device).tuning(device)?.level())
+    Ok(backend::tuning(device)?.level())
 }
 
 /// Sets how much tuning this process does during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
@@ -113,7 +113,7 @@ pub fn level(device: Device) -> Result<Level> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn set_level(device: Device, level: Level) -> Result<()> {
-    backend::of_device(device).tuning(device)?.set_level(level);
+    backend::tuning(device)?.set_level(level);
     Ok(())
 }
 
@@ -122,7 +122,7 @@ pub fn set_level(device: Device, level: Level) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn choices(device: Device) -> Result<Vec<Choice>> {
-    Ok(backend::of_device(device).tuning(device)?.choices())
+    Ok(backend::tuning(device)?.choices())
 }
 
 /// Returns the number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call, so a step is
@@ -131,7 +131,7 @@ pub fn choices(device: Device) -> Result<Vec<Choice>> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn on_trial(device: Device) -> Result<usize> {
-    Ok(backend::of_device(device).tuning(device)?.on_trial())
+    Ok(backend::tuning(device)?.on_trial())
 }
 
 /// Enables or disables [`choices`] for this process, to compare times with and without them. While choices are disabled, the defaults are used and no
@@ -140,7 +140,7 @@ pub fn on_trial(device: Device) -> Result<usize> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn use_choices(device: Device, on: bool) -> Result<()> {
-    backend::of_device(device).tuning(device)?.use_choices(on);
+    backend::tuning(device)?.use_choices(on);
     Ok(())
 }
 
@@ -149,7 +149,7 @@ pub fn use_choices(device: Device, on: bool) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`], and an error if the file cannot be written.
 pub fn forget(device: Device) -> Result<()> {
-    let tuning = backend::of_device(device).tuning(device)?;
+    let tuning = backend::tuning(device)?;
     tuning.forget_choices();
     tuning.save().map(drop).map_err(|error| save_error(&error))
 }
@@ -160,7 +160,7 @@ pub fn forget(device: Device) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`] and of the operations.
 pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Result<()> {
-    let tuning = backend::of_device(device).tuning(device)?;
+    let tuning = backend::tuning(device)?;
     let before = tuning.level();
     let done = tuning.usual_workloads().into_iter().try_for_each(|workload| {
         tuning.set_level(level); // also abandons trials that the previous workload left open

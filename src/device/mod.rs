@@ -36,7 +36,7 @@ pub(crate) mod level;
 mod lock;
 pub(crate) mod log;
 pub(crate) mod lru;
-mod name;
+pub(crate) mod name;
 pub(crate) mod opencl;
 pub(crate) mod profiler;
 pub(crate) mod stream;
