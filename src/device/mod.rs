@@ -35,7 +35,7 @@ mod launches;
 mod lock;
 pub(crate) mod log;
 pub(crate) mod lru;
-mod name;
+pub(crate) mod name;
 pub(crate) mod opencl;
 pub(crate) mod profiler;
 pub(crate) mod stream;

@@ -76,7 +76,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
             operation,
             launch: 0,
         };
-        let on_opencl = record.device.filter(|device| !device.is_cpu() && category.is_command());
+        let on_opencl = record.device.filter(|device| device.has_queues() && category.is_command());
         let Some(device) = on_opencl else {
             profile.events.push(host);
             continue;
@@ -111,7 +111,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
     // Enclosing events come before the events that they contain.
     profile.events.sort_by(|a, b| a.start_us.total_cmp(&b.start_us).then(b.duration_us.total_cmp(&a.duration_us)));
     profile.memory.sort_by(|a, b| a.time_us.total_cmp(&b.time_us));
-    devices.sort_by_key(|device| (device.is_cpu(), device.to_string()));
+    devices.sort_by_key(|device| (!device.has_queues(), device.to_string()));
     let described = devices.into_iter().map(|device| ProfiledDevice {
         device,
         name: device.info().map(|info| info.name).unwrap_or_default(),
