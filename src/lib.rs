@@ -50,6 +50,7 @@ mod error;
 pub mod expr;
 pub mod file;
 mod graph;
+mod images;
 pub mod io;
 mod layout;
 pub mod nn;

@@ -19,15 +19,10 @@ pub(crate) mod profiled;
 #[cfg(test)]
 mod reference;
 
-use crate::backend::problem::{
-    AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
-    Tuning, Windows,
-};
+use crate::backend::problem::*;
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
 use crate::expr::program::Program;
-use crate::layout::Layout;
 use crate::storage::Image;
 use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor};
 
@@ -36,65 +31,36 @@ use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor};
 pub(crate) trait Backend: Sync {
     /// Evaluates formulas elementwise over tensors of any strides, with broadcasting.
     fn map(&self, formulas: &Formulas) -> Result<()>;
-    /// Fills the vector `out` with `start + i * step`; returns false if the host has to compute the elements.
-    fn sequence(&self, _values: Sequence, _out: &Tensor) -> Result<bool> {
-        Ok(false)
-    }
-    /// Concatenates tensors along dim `d` of `out`; returns false if copying tensor by tensor is as fast.
-    fn join(&self, _out: &Tensor, _tensors: &[&Tensor], _d: usize) -> Result<bool> {
-        Ok(false)
-    }
+    /// Fills the vector `out` with `start + i * step`; declines if the host has to compute the elements.
+    fn sequence(&self, values: Sequence, out: &Tensor) -> Result<bool>;
+    /// Concatenates tensors along dim `d` of `out`; declines if copying tensor by tensor is as fast.
+    fn join(&self, out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool>;
     /// Copies a batch of matrices, with zeros where column - row is in `from..to` (`tril` and `triu`).
-    fn tril_triu(&self, _x: &Tensor, _from: isize, _to: isize) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
+    fn tril_triu(&self, x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>>;
 
     /// Computes a matrix product with an epilogue; returns true if it also computed the row sums that [`Gemm::sums`] asks for.
-    fn gemm(&self, product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>;
-    /// Reduces any dims.
+    fn gemm(&self, product: &Gemm, outs: &[Tensor]) -> Result<bool>;
     fn reduce(&self, reduction: &Reduction) -> Result<()>;
-    /// Computes a running reduction along dim `d`; `indices` receives the indices of running maxima or minima.
-    fn scan(&self, scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()>;
+    fn scan(&self, scan: &RunningReduction) -> Result<()>;
 
-    /// Sorts stably along dim `d`; `indices` receives each element's index before the sort.
-    fn sort(&self, x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()>;
-    /// Finds the insertion index of each value of `v` in lines sorted along their last dim, whose elements are `step` apart.
-    /// If `out` is bool, stores whether the line contains the value instead.
-    fn searchsorted(
-        &self,
-        x: &Tensor,
-        lines: &Layout,
-        step: isize,
-        v: &Tensor,
-        right: bool,
-        out: &Tensor,
-    ) -> Result<()>;
-    /// Returns the first `k` elements along dim `d` in sorted order; None if a full sort is the better method.
-    fn topk(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>>;
-    /// Returns the element of one rank from each line along dim `d`; None if a full sort is the better method.
-    fn kth(&self, x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>>;
+    fn sort(&self, sorting: &Sorting) -> Result<()>;
+    fn searchsorted(&self, search: &Search) -> Result<()>;
+    /// Declines if a full sort is the better method.
+    fn topk(&self, first: TopK) -> Result<Option<Selected>>;
+    /// Declines if a full sort is the better method.
+    fn kth(&self, ranked: RankedElement) -> Result<Option<Selected>>;
 
     /// Reads elements through an index.
     fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;
-    /// Writes elements through an index into `target`, which is viewed with `layout` and indexed along dim `d`.
-    fn scatter(&self, g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()>;
-    /// Adds `index * step` to the linear indices in `out`, for an axis `(size, step)`. With a `base`, overwrites them with `base + index * step`.
-    fn linear_index(
-        &self,
-        op: &'static str,
-        index: &Tensor,
-        out: &Tensor,
-        axis: (usize, isize),
-        base: Option<i64>,
-    ) -> Result<()>;
-    /// Writes 1 at each row's class and 0 elsewhere.
-    fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()>;
+    /// Writes elements through an index.
+    fn scatter(&self, scatter: &Scatter) -> Result<()>;
+    fn linear_index(&self, term: &IndexTerm) -> Result<()>;
+    /// Writes 1 at each row's class and 0 elsewhere. The last dim of `out` is the classes.
+    fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor) -> Result<()>;
     /// Returns the indices of nonzero elements of x, in a tensor with the sizes `dims`. `mask` converts x to a contiguous bool tensor.
     fn nonzero(&self, x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor>;
     /// Returns the elements of x at which the mask, a tensor of the same shape, is true.
-    fn masked_select(&self, _x: &Tensor, _mask: &Tensor) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
+    fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>>;
 
     /// Computes softmax, log-softmax, logsumexp or a gradient over rows along a dim.
     fn softmax(&self, softmax: &Softmax) -> Result<()>;
@@ -102,93 +68,36 @@ pub(crate) trait Backend: Sync {
     fn cross_entropy(&self, entropy: &LabelEntropy) -> Result<Tensor>;
     /// Normalises rows, forward or backward.
     fn norm(&self, rows: &Normalisation) -> Result<()>;
-    /// Like [`norm`](Self::norm), for tensors not yet viewed as rows. `numbers` is the launch-cache key; `views` builds the row views on demand.
-    fn norm_forward(
-        &self,
-        given: &Normalisation,
-        _numbers: &[u64; 4],
-        views: &dyn Fn() -> Result<NormViews>,
-    ) -> Result<()> {
-        self.norm(&given.with_views(&views()?))
-    }
+    fn norm_forward(&self, norm: &NormForward) -> Result<()>;
     /// Allocates the partial sums of the weight's and bias's gradients, for rows of n elements; None if the device does not accumulate them.
     fn alloc_column_sums(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
     /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift a channel.
-    fn normalise_channels(&self, _x: &Tensor, _numbers: Channels, _eps: f64) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
+    fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>>;
     /// True if [`variance`](Self::variance) may be called.
-    fn has_variance(&self) -> bool {
-        false
-    }
-    /// Computes the variance of each row of a 4-D tensor, or its square root; returns false if the caller has to compose it.
-    fn variance(&self, _rows: &Tensor, _out: &Tensor, _freedom: f64, _root: bool) -> Result<bool> {
-        Ok(false)
-    }
+    fn has_variance(&self) -> bool;
+    fn variance(&self, variance: &Variance) -> Result<bool>;
 
     /// Returns a convolution, forward and gradients, that needs no im2col matrix; None if im2col and a product are faster.
-    /// `single` is true if the im2col matrix is the image itself.
-    fn convolution(
-        &self,
-        _windows: Windows,
-        _x: &Tensor,
-        _weight: &Tensor,
-        _groups: usize,
-        _single: bool,
-    ) -> Option<Box<dyn Convolution>> {
-        None
-    }
+    fn convolution(&self, conv: &Conv2d) -> Option<Box<dyn Convolution>>;
     /// Computes the forward pass in one launch where that is faster than im2col and a product. The gradients still use products.
-    fn forward_convolution(
-        &self,
-        _windows: &Windows,
-        _x: &Tensor,
-        _weight: &Tensor,
-        _bias: Option<&Tensor>,
-        _groups: usize,
-    ) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
+    fn forward_convolution(&self, conv: &Conv2d) -> Result<Option<Tensor>>;
     /// Copies a tensor into an image object; None if the device has no images, or none of this size and format.
-    fn to_image(&self, _x: &Tensor) -> Result<Option<Image>> {
-        Ok(None)
-    }
+    fn to_image(&self, x: &Tensor) -> Result<Option<Image>>;
     /// Fills a tensor from its image object.
-    fn read_image(&self, image: &Image, _out: &Tensor) -> Result<()> {
-        Err(Error::invalid("from_image", format!("{image:?} belongs to another device")))
-    }
-    /// Gathers the elements of each window into columns: im2col.
-    fn im2col(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()>;
+    fn read_image(&self, image: &Image, out: &Tensor) -> Result<()>;
+    fn im2col(&self, im2col: &Im2col) -> Result<()>;
     /// Adds the elements of columns to the image elements that they were gathered from: col2im.
     fn col2im(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()>;
-    /// Computes pooling over windows, or its gradient.
-    fn pool(&self, windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()>;
-    /// Resizes images; if `transposed`, applies the transposed linear map, which is the gradient.
-    fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()>;
+    fn pool(&self, pooling: &Pooling) -> Result<()>;
+    fn interpolate(&self, problem: &Interpolate) -> Result<()>;
+
     /// True if [`attention`](Self::attention) and its gradients can be computed without storing the scores in memory.
-    fn has_attention(&self, _a: &FusedAttention) -> Result<bool> {
-        Ok(false)
-    }
+    fn has_attention(&self, a: &FusedAttention) -> Result<bool>;
     /// Computes the result and the log-sum-exp of each row of scores (see [`AttentionBackward`]). Requires [`has_attention`](Self::has_attention).
-    fn attention(&self, a: &FusedAttention, _out: &Tensor, _logsumexp: &Tensor) -> Result<()> {
-        Err(Error::invalid("scaled_dot_product_attention", format!("{} has no fused attention kernel", a.q.device())))
-    }
-    /// Computes the gradients of queries, keys and values, each with the shape of its operand.
-    fn attention_backward(&self, a: &FusedAttention, _of: &AttentionBackward, _results: [&Tensor; 3]) -> Result<()> {
-        Err(Error::invalid("scaled_dot_product_attention", format!("{} has no fused attention kernel", a.q.device())))
-    }
+    fn attention(&self, a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()>;
+    fn attention_backward(&self, a: &FusedAttention, of: &AttentionBackward) -> Result<()>;
     /// Returns the block sizes for attention's scores; `cheap` is true if blocks also save work.
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
-
-    /// Starts to record the commands that this thread submits to the device, instead of running them.
-    fn record(&self, _device: Device) -> Result<Box<dyn Recorder>> {
-        let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
-        Err(Error::invalid("Graph::capture", reason))
-    }
-    /// Returns the tuning parameters of the device's kernels.
-    fn tuning(&self, _device: Device) -> Result<Box<dyn Tuning>> {
-        Err(Error::invalid("tune", "the CPU's loops have no parameters: name an OpenCL device"))
-    }
 }
 
 /// Returns the backend of a device, wrapped in [`Profiled`] while a profiler is on.

@@ -3,16 +3,13 @@
 use smallvec::SmallVec;
 
 use crate::backend::Backend;
+use crate::backend::problem::scan::Scan;
 use crate::backend::problem::softmax::RowOp;
-use crate::backend::problem::{
-    AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    NormViews, Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax,
-    Tuning, Windows,
-};
+use crate::backend::problem::windows::PoolTask;
+use crate::backend::problem::*;
 use crate::device::profiler::{Operation, operation};
-use crate::layout::Layout;
 use crate::storage::Image;
-use crate::{Device, Result, Shape, Tensor};
+use crate::{Device, Result, Tensor};
 
 /// Records each operation, then calls the wrapped backend.
 pub(crate) struct Profiled(pub(super) &'static dyn Backend);
@@ -44,10 +41,10 @@ pub(crate) fn describe_flops<'t>(
 }
 
 /// Describes a matrix product; its last operand dim is the depth of each sum.
-fn describe_gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Operation {
+fn describe_gemm(product: &Gemm, outs: &[Tensor]) -> Operation {
     let depth = product.a.shape().dims().last().copied().unwrap_or(0);
     let tensors = [product.a, product.b].into_iter().chain(product.extras.iter().copied()).chain(outs);
-    describe_flops(product.op, tensors, 2 * shape.numel() * depth)
+    describe_flops(product.op, tensors, 2 * outs[0].numel() * depth)
 }
 
 /// Describes attention that computes `products` matrix products of the size of all scores.
@@ -174,67 +171,57 @@ impl Backend for Profiled {
     recorded! {
         map(formulas: &Formulas) -> Result<()> =
             describe(formulas.op, formulas.inputs.iter().chain(formulas.outputs).copied());
-        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = describe_gemm(product, shape, outs);
+        gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = describe_gemm(product, outs);
         reduce(reduction: &Reduction) -> Result<()> = describe(reduction.op, [reduction.x, reduction.out]);
-        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
-            describe(scan_name(scan), [x, values].into_iter().chain(indices));
-        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
-            describe("sort", [x, values, indices]);
-        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
-            describe("searchsorted", [x, v, out]);
+        scan(s: &RunningReduction) -> Result<()> =
+            describe(scan_name(s.scan), [s.x, s.values].into_iter().chain(s.indices));
+        sort(s: &Sorting) -> Result<()> = describe("sort", [s.x, s.values, s.indices]);
+        searchsorted(s: &Search) -> Result<()> = describe("searchsorted", [s.sorted, s.values, s.out]);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = describe_gather(g, out);
-        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
-            describe(g.op, [g.x, g.index, target]);
-        linear_index(
-            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
-        ) -> Result<()> = describe(op, [index, out]);
-        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> = describe(op, [x, out]);
+        scatter(s: &Scatter) -> Result<()> = describe(s.moved.op, [s.moved.x, s.moved.index, s.target]);
+        linear_index(t: &IndexTerm) -> Result<()> = describe(t.op, [t.index, t.out]);
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> = describe(op, [x, out]);
         nonzero(x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
             describe("nonzero", [x]);
         softmax(softmax: &Softmax) -> Result<()> = describe_softmax(softmax);
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> =
             describe("cross_entropy", [entropy.logits, entropy.labels].into_iter().chain(entropy.grad));
         norm(rows: &Normalisation) -> Result<()> = describe_norm(rows);
-        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<NormViews>) -> Result<()> =
-            describe_norm(given);
+        norm_forward(norm: &NormForward) -> Result<()> = describe_norm(&norm.given);
         read_image(image: &Image, out: &Tensor) -> Result<()> = describe("from_image", [out]);
-        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
+        im2col(i: &Im2col) -> Result<()> = describe("im2col", [i.x, i.out]);
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
-        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
-            describe(pool_name(task), [x, index, out]);
+        pool(p: &Pooling) -> Result<()> = describe(pool_name(p.task), [p.x, p.index, p.out]);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             describe_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
-        attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
-            describe_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(results), 5);
-        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
-            describe(if transposed { "interpolate backward" } else { "interpolate" }, [x, out]);
+        attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = describe_attention(
+            "scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(of.results), 5
+        );
+        interpolate(i: &Interpolate) -> Result<()> =
+            describe(if i.transposed { "interpolate backward" } else { "interpolate" }, [i.x, i.out]);
     }
 
     recorded_unless_declined! {
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
-        forward_convolution(windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize)
-            -> Result<Option<Tensor>> = describe_convolution("conv2d", windows, x, weight);
+        forward_convolution(c: &Conv2d) -> Result<Option<Tensor>> =
+            describe_convolution("conv2d", &c.windows, c.x, c.weight);
         to_image(x: &Tensor) -> Result<Option<Image>> = describe("to_image", [x]);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             describe("cat", tensors.iter().copied().chain([out]));
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
-        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> = describe("topk", [x]);
-        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> = describe("kthvalue", [x]);
+        topk(first: TopK) -> Result<Option<Selected>> = describe("topk", [first.x]);
+        kth(ranked: RankedElement) -> Result<Option<Selected>> = describe("kthvalue", [ranked.x]);
         masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             describe("batch_norm", [x, x]);
-        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
-            describe(if root { "std" } else { "var" }, [rows, out]);
+        variance(v: &Variance) -> Result<bool> = describe(if v.root { "std" } else { "var" }, [v.x, v.out]);
     }
 
     forwarded! {
         has_attention(a: &FusedAttention) -> Result<bool>;
         alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
         has_variance() -> bool;
-        convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)
-            -> Option<Box<dyn Convolution>>;
+        convolution(conv: &Conv2d) -> Option<Box<dyn Convolution>>;
         attention_blocking(memory: usize, cheap: bool) -> Blocking;
-        record(device: Device) -> Result<Box<dyn Recorder>>;
-        tuning(device: Device) -> Result<Box<dyn Tuning>>;
     }
 }

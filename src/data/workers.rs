@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -96,7 +97,7 @@ impl<T> Drop for Workers<T> {
         // After this no number can be claimed, so each thread ends after its current result.
         self.shared.lock().end = 0;
         self.shared.taken.notify_all();
-        self.threads.drain(..).for_each(|thread| _ = thread.join());
+        mem::take(&mut self.threads).into_iter().for_each(|thread| _ = thread.join());
     }
 }
 

@@ -78,19 +78,25 @@ pub(crate) struct ReplayHook {
     pub(crate) after: Box<dyn Fn() + Send + Sync>,
 }
 
-thread_local! {
+/// The capture of a thread.
+#[derive(Clone, Copy)]
+struct Capture {
     /// The device whose commands this thread captures.
-    static CAPTURING: Cell<Option<Device>> = const { Cell::new(None) };
+    device: Option<Device>,
     /// The number of captures that this thread has begun.
-    static CAPTURE_COUNT: Cell<u64> = const { Cell::new(0) };
+    begun: u64,
     /// The number of commands that the current capture has recorded.
-    static COMMAND_COUNT: Cell<usize> = const { Cell::new(0) };
+    commands: usize,
+}
+
+thread_local! {
+    static CAPTURE: Cell<Capture> = const { Cell::new(Capture { device: None, begun: 0, commands: 0 }) };
     static HOOKS: RefCell<Vec<ReplayHook>> = const { RefCell::new(Vec::new()) };
 }
 
 #[inline]
 pub(crate) fn is_capturing(device: Device) -> bool {
-    CAPTURING.get() == Some(device)
+    CAPTURE.get().device == Some(device)
 }
 
 /// Starts to capture the commands that this thread submits to the device.
@@ -98,27 +104,27 @@ pub(crate) fn is_capturing(device: Device) -> bool {
 /// # Errors
 /// [`Error::Invalid`] if this thread already captures a graph.
 pub(super) fn begin(device: Device) -> Result<()> {
-    if CAPTURING.get().is_some() {
+    let before = CAPTURE.get();
+    if before.device.is_some() {
         return Err(Error::invalid("Graph::capture", "this thread is capturing a graph already"));
     }
-    CAPTURING.set(Some(device));
-    CAPTURE_COUNT.set(CAPTURE_COUNT.get() + 1);
-    COMMAND_COUNT.set(0);
+    CAPTURE.set(Capture { device: Some(device), begun: before.begun + 1, commands: 0 });
     Ok(())
 }
 
 pub(super) fn count_command() {
-    COMMAND_COUNT.set(COMMAND_COUNT.get() + 1);
+    let now = CAPTURE.get();
+    CAPTURE.set(Capture { commands: now.commands + 1, ..now });
 }
 
 /// Returns the number of commands that this thread's capture has recorded so far.
 pub(crate) fn command_count() -> usize {
-    COMMAND_COUNT.get()
+    CAPTURE.get().commands
 }
 
 /// Returns a number, from 1 on, that identifies the capture among this thread's captures.
 pub(crate) fn capture_id() -> u64 {
-    CAPTURE_COUNT.get()
+    CAPTURE.get().begun
 }
 
 /// Registers callbacks with the graph that this thread captures; each replay runs them.
@@ -134,7 +140,7 @@ pub(crate) fn take_hooks() -> Vec<ReplayHook> {
 /// Ends the capture that [`begin`] started.
 pub(super) fn end() {
     drop(take_hooks()); // left over from a failed capture; a hook's destructor may call `is_capturing`
-    CAPTURING.set(None);
+    CAPTURE.set(Capture { device: None, ..CAPTURE.get() });
 }
 
 /// Refuses an operation that cannot be part of a graph.

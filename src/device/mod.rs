@@ -32,11 +32,10 @@ pub(crate) mod cpu;
 mod hints;
 mod info;
 mod launches;
-pub(crate) mod level;
 mod lock;
 pub(crate) mod log;
 pub(crate) mod lru;
-mod name;
+pub(crate) mod name;
 pub(crate) mod opencl;
 pub(crate) mod profiler;
 pub(crate) mod stream;
@@ -57,6 +56,8 @@ pub use name::Device;
 pub use opencl::read_cache_file;
 pub use opencl::{ProgramCache, report_faults_to_any_thread, reported_faults};
 pub use stream::{Event, Stream, StreamId, set_stream, with_stream};
+
+const NO_PROGRAMS: &str = "the CPU device has no compiled programs and no context: name an OpenCL device";
 
 impl Device {
     /// Returns every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
@@ -127,7 +128,7 @@ impl Device {
     /// [`Error::Invalid`] for the CPU device, which has no programs, and for a file that cannot be written;
     /// [`Error::NoDevice`], and the driver's errors.
     pub fn export_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
-        self.opencl("export_cache")?.export_cache(path.as_ref())
+        self.opencl("export_cache", NO_PROGRAMS)?.export_cache(path.as_ref())
     }
 
     /// Loads a file that [`export_cache`](Self::export_cache) wrote, for this process. Programs are then taken from the file
@@ -139,16 +140,13 @@ impl Device {
     /// [`Error::Invalid`] for the CPU device, and for a file that cannot be read, is damaged, or was made by another device,
     /// driver or version of claystone: nothing of the file is used then. [`Error::NoDevice`], and the driver's errors.
     pub fn import_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
-        self.opencl("import_cache")?.import_cache(path.as_ref())
+        self.opencl("import_cache", NO_PROGRAMS)?.import_cache(path.as_ref())
     }
 
-    /// Opens the OpenCL device, or fails with an error that names `op` on the CPU device.
-    fn opencl(self, op: &'static str) -> Result<&'static opencl::ClDevice> {
+    /// Opens the OpenCL device, or fails on the CPU device, for the given reason.
+    pub(crate) fn opencl(self, op: &'static str, reason: &str) -> Result<&'static opencl::ClDevice> {
         match self {
-            Device::Cpu => {
-                let reason = "the CPU device has no compiled programs and no context: name an OpenCL device";
-                Err(Error::invalid(op, reason))
-            }
+            Device::Cpu => Err(Error::invalid(op, reason)),
             Device::OpenCL(index) => opencl::open(index),
         }
     }
@@ -159,7 +157,7 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`] for the CPU device, [`Error::NoDevice`] if there is no such device, and the driver's errors.
     pub fn cl_context(&self) -> Result<*mut std::ffi::c_void> {
-        Ok(self.opencl("cl_context")?.context())
+        Ok(self.opencl("cl_context", NO_PROGRAMS)?.context())
     }
 
     /// Adds a device whose OpenCL context and queue belong to other code; the queue becomes the default stream. The new device is

@@ -35,8 +35,35 @@ impl Device {
         }
     }
 
+    /// True for the CPU. Rooms above the backends ask for a property instead.
     pub(crate) fn is_cpu(self) -> bool {
         self == Device::Cpu
+    }
+
+    /// True if the device's memory is the host's, so that the host reads and writes values in place.
+    pub(crate) fn is_host(self) -> bool {
+        self == Device::HOST
+    }
+
+    /// True if work is submitted to queues, and runs while the host continues.
+    pub(crate) fn has_queues(self) -> bool {
+        self != Device::Cpu
+    }
+}
+
+/// The kind of device that an [`Implementation`](crate::ops::Implementation) runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Backend {
+    /// [`Device::Cpu`].
+    Cpu,
+    /// Every [`Device::OpenCL`].
+    OpenCL,
+}
+
+impl From<Device> for Backend {
+    fn from(device: Device) -> Backend {
+        if device.is_cpu() { Backend::Cpu } else { Backend::OpenCL }
     }
 }
 

@@ -80,9 +80,9 @@ impl Group {
         let op = "Group::world";
         let engine = super::mpi::engine(op, timeout_from_env(op)?)?;
         let local = super::mpi::local_rank();
-        let devices: Vec<Device> = Device::all().into_iter().filter(|d| *d != Device::Cpu).collect();
-        let device = devices.get(local % devices.len().max(1)).copied().unwrap_or(Device::Cpu);
-        if engine.size > 1 && !device.is_cpu() && threads() == 1 {
+        let devices: Vec<Device> = Device::all().into_iter().filter(|d| d.has_queues()).collect();
+        let device = devices.get(local % devices.len().max(1)).copied().unwrap_or_default();
+        if engine.size > 1 && device.has_queues() && threads() == 1 {
             tracing::warn!(
                 "a rank with {device} has one core, so backward and communication take turns: use mpirun --bind-to none"
             );
@@ -395,7 +395,7 @@ impl Group {
     /// Returns contiguous tensors with the targets' elements, and views of these tensors in the shapes of the targets. On an OpenCL device,
     /// several targets are concatenated, because separate transfers would take longer than the launch.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
-        if targets.len() == 1 || targets[0].device().is_cpu() {
+        if targets.len() == 1 || !targets[0].device().has_queues() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
             let own = dense.iter().map(Tensor::shallow_clone).collect();
             return Ok((dense, own));

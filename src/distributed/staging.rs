@@ -21,7 +21,7 @@ pub(super) struct Staging {
 impl Staging {
     fn new(bytes: usize, device: Device) -> Result<Staging> {
         let host = Tensor::zeros(bytes, (DType::U8, Device::Cpu))?;
-        let host = if device.is_cpu() { host } else { host.pin_memory(device)? };
+        let host = if device.is_host() { host } else { host.pin_memory(device)? };
         Ok(Staging { host: Some(host.into_host()?), device })
     }
 
@@ -185,7 +185,7 @@ impl SlicePipeline {
         W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
     {
         let SliceSteps { read, mut exchange, write } = steps;
-        if device.is_cpu() || slices.len() < 2 {
+        if !device.has_queues() || slices.len() < 2 {
             let mut staging = self.pool.take(buffer, device)?;
             for slice in slices {
                 read(&mut staging, slice.clone())?;

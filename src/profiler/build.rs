@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
 use crate::Device;
-use crate::device::profiler::{self as recorder, MAPPED, MemoryChange, Operation, Record, RecordKind, Recorded};
+use crate::device::profiler::{self as recorder, MAPPED, MemoryChange, Operation, Record, Recorded};
 
 /// Builds the profile of the events recorded between two times of the host's clock.
 pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
@@ -37,12 +37,12 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
     let mut devices: Vec<Device> = Vec::new();
     let mut launches = 0;
     let mut kernels: HashMap<u32, u32> = HashMap::new();
-    let of_kernels = recorded.records.iter().filter(|record| record.kind == RecordKind::Kernel);
+    let of_kernels = recorded.records.iter().filter(|record| record.kind == Category::Kernel);
     of_kernels
         .filter_map(|record| record.operation.as_ref())
         .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
     // If records were dropped, the oldest kernel may not be its operation's only kernel: count one more for the operation.
-    let oldest = recorded.records.iter().find(|record| record.kind == RecordKind::Kernel);
+    let oldest = recorded.records.iter().find(|record| record.kind == Category::Kernel);
     if let (Some(execution), true) = (oldest.and_then(|record| record.operation.as_ref()), recorded.dropped > 0) {
         *kernels.entry(execution.number).or_default() += 1;
     }
@@ -51,14 +51,16 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
         if let Some(device) = record.device.filter(|device| !devices.contains(device)) {
             devices.push(device);
         }
-        let category = category_of_kind(record.kind);
+        let category = record.kind;
+        let annotation = shared.annotation(record.annotation);
+        let (name, annotation) = match category {
+            Category::Annotation => (Some(Arc::clone(&annotation.innermost)), Arc::clone(&annotation.outer)),
+            _ => (None, Arc::clone(&annotation.path)),
+        };
         let operation = record.operation.as_ref().map(|execution| shared.intern_operation(&execution.operation));
         let host = Event {
             category,
-            name: match record.kind {
-                RecordKind::Annotation(number) => shared.annotation(number).innermost.clone(),
-                _ => shared.intern_text(record.name),
-            },
+            name: name.unwrap_or_else(|| shared.intern_text(record.name)),
             device: record.device,
             lane: Lane::Thread(record.thread),
             start_us: start,
@@ -70,11 +72,11 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
                 .as_ref()
                 .filter(|_| category == Category::Operation)
                 .map_or(0, |o| o.operation.flops),
-            annotation: shared.annotation(record.annotation).path.clone(),
+            annotation,
             operation,
             launch: 0,
         };
-        let on_opencl = record.device.filter(|device| !device.is_cpu() && category.is_command());
+        let on_opencl = record.device.filter(|device| device.has_queues() && category.is_command());
         let Some(device) = on_opencl else {
             profile.events.push(host);
             continue;
@@ -109,7 +111,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
     // Enclosing events come before the events that they contain.
     profile.events.sort_by(|a, b| a.start_us.total_cmp(&b.start_us).then(b.duration_us.total_cmp(&a.duration_us)));
     profile.memory.sort_by(|a, b| a.time_us.total_cmp(&b.time_us));
-    devices.sort_by_key(|device| (device.is_cpu(), device.to_string()));
+    devices.sort_by_key(|device| (!device.has_queues(), device.to_string()));
     let described = devices.into_iter().map(|device| ProfiledDevice {
         device,
         name: device.info().map(|info| info.name).unwrap_or_default(),
@@ -117,24 +119,6 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
     });
     profile.devices = described.collect();
     profile
-}
-
-fn category_of_kind(kind: RecordKind) -> Category {
-    match kind {
-        RecordKind::Operation => Category::Operation,
-        RecordKind::Backward => Category::Backward,
-        RecordKind::Annotation(_) => Category::Annotation,
-        RecordKind::Kernel => Category::Kernel,
-        RecordKind::Copy => Category::Copy,
-        RecordKind::Fill => Category::Fill,
-        RecordKind::Read => Category::Read,
-        RecordKind::Write => Category::Write,
-        RecordKind::Wait => Category::Wait,
-        RecordKind::Open => Category::Open,
-        RecordKind::Segment => Category::Segment,
-        RecordKind::Compile => Category::Compile,
-        RecordKind::Load => Category::Load,
-    }
 }
 
 /// Returns for each device the offset that converts its times to the host's clock. A command is queued while the host enqueues it,
@@ -164,6 +148,8 @@ struct Annotation {
     innermost: Arc<str>,
     /// The names of all active annotations, outermost first, joined by slashes.
     path: Arc<str>,
+    /// The path without the innermost name.
+    outer: Arc<str>,
 }
 
 /// Interns the texts and operations that several events share.
@@ -189,9 +175,13 @@ impl Interner {
     fn annotation(&mut self, number: u32) -> &Annotation {
         self.annotations.entry(number).or_insert_with(|| {
             let mut names = recorder::annotation_names(number);
-            let innermost = names.first().map_or("", |name| name).into();
             names.reverse();
-            Annotation { innermost, path: names.join("/").into() }
+            let (outer, innermost) = names.split_at(names.len().saturating_sub(1));
+            Annotation {
+                innermost: innermost.concat().into(),
+                path: names.join("/").into(),
+                outer: outer.join("/").into(),
+            }
         })
     }
 

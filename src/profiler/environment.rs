@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::{env, process};
 
-use super::{build, copy_rate};
+use super::{build, measure_rate, measured_rate};
 use crate::Device;
 use crate::device::profiler as recorder;
 use crate::device::set_profiling;
@@ -39,7 +39,7 @@ pub(crate) fn begin_from_environment() -> bool {
 /// Measures the device's copy rate for the profile. Called before the device's first memory is allocated.
 pub(crate) fn measure_at_first_use(device: Device) {
     if begin_from_environment() {
-        recorder::without_recording(|| copy_rate::measure_rate(device)); // now, because no driver may be called at exit
+        recorder::without_recording(|| measure_rate(device)); // now, because no driver may be called at exit
     }
 }
 
@@ -55,7 +55,7 @@ extern "C" fn write_profile() {
     let _ = set_profiling(); // records the last commands, unless the devices' exit handler has already done so
     let mut profile = build::build_profile(recorder::take(), wanted.began, recorder::now());
     for device in &mut profile.devices {
-        device.copy_bytes_per_s = copy_rate::measured_rate(device.device);
+        device.copy_bytes_per_s = measured_rate(device.device);
     }
     if let Err(error) = profile.save(&wanted.file) {
         eprintln!("claystone: CLAYSTONE_PROFILE was not written: {error}");

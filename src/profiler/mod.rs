@@ -26,84 +26,20 @@
 
 mod averages;
 mod build;
-mod copy_rate;
 mod environment;
 mod report;
 mod trace;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
+pub use crate::device::profiler::RecordKind as Category;
 use crate::device::profiler::{self as recorder, Recorded};
-use crate::device::{drain_all, set_profiling};
+use crate::device::{drain_all, lock, set_profiling};
 use crate::{DType, Device, Error, Result};
 
 pub use averages::{Average, Averages, SortBy};
 pub(crate) use environment::{begin_from_environment, measure_at_first_use};
 pub use report::{Gaps, Timings};
-
-/// The kind of an [`Event`], its category in a trace.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum Category {
-    /// An operation on the host: its submission to an OpenCL device, or its computation by the CPU device.
-    Operation,
-    /// The computation of an operation's gradient, on the host.
-    Backward,
-    /// A span named by [`annotate`](crate::storage::annotate).
-    Annotation,
-    /// A driver call that submits a command.
-    Launch,
-    /// The host waits for a device.
-    Wait,
-    /// The first use of a device: the driver creates a context and a queue.
-    Open,
-    /// The driver allocates or releases memory.
-    Segment,
-    /// The compilation of a program.
-    Compile,
-    /// The load of a compiled program from the cache.
-    Load,
-    /// A kernel that runs on a device.
-    Kernel,
-    /// A copy within a device.
-    Copy,
-    /// A fill on a device.
-    Fill,
-    /// A transfer from a device to the host.
-    Read,
-    /// A transfer from the host to a device.
-    Write,
-    /// Any other category in a trace of another program.
-    Other,
-}
-
-impl Category {
-    /// The name in a trace.
-    pub fn name(self) -> &'static str {
-        match self {
-            Category::Operation => "operation",
-            Category::Backward => "backward",
-            Category::Annotation => "annotation",
-            Category::Launch => "launch",
-            Category::Wait => "wait",
-            Category::Open => "open",
-            Category::Segment => "segment",
-            Category::Compile => "compile",
-            Category::Load => "load",
-            Category::Kernel => "kernel",
-            Category::Copy => "copy",
-            Category::Fill => "fill",
-            Category::Read => "read",
-            Category::Write => "write",
-            Category::Other => "other",
-        }
-    }
-
-    /// True for work of a device, false for work of the host.
-    pub fn is_command(self) -> bool {
-        matches!(self, Category::Kernel | Category::Copy | Category::Fill | Category::Read | Category::Write)
-    }
-}
 
 /// The row of the timeline on which an [`Event`] is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -301,8 +237,8 @@ impl Profiler {
         let (recorded, ended) = self.end_recording();
         let mut profile = build::build_profile(recorded, self.began, ended);
         for device in &mut profile.devices {
-            device.copy_bytes_per_s = copy_rate::measured_rate(device.device)
-                .or_else(|| if self.options.copy_rate { copy_rate::measure_rate(device.device) } else { None });
+            device.copy_bytes_per_s = measured_rate(device.device)
+                .or_else(|| if self.options.copy_rate { measure_rate(device.device) } else { None });
         }
         profile
     }
@@ -349,4 +285,16 @@ pub fn profile<R>(f: impl FnOnce() -> R) -> Result<(R, Profile)> {
     let profiler = Profiler::start()?;
     let result = f();
     Ok((result, profiler.stop()))
+}
+
+/// The measured rates at which devices copy within their memory, in bytes read and written a second.
+static RATES: Mutex<Vec<(Device, f64)>> = Mutex::new(Vec::new());
+
+fn measured_rate(device: Device) -> Option<f64> {
+    lock(&RATES).iter().find(|(of, _)| *of == device).map(|&(_, rate)| rate)
+}
+
+/// Measures the rate. Returns `None` if there is not enough memory or the driver refuses.
+fn measure_rate(device: Device) -> Option<f64> {
+    device.copy_rate().inspect(|&rate| lock(&RATES).push((device, rate)))
 }

@@ -104,7 +104,7 @@ impl Profile {
         let name = |what: &str, pid: u64, tid: u64, name: &str| json!({ "ph": "M", "name": what, "pid": pid, "tid": tid, "args": { "name": name } });
         let mut names = vec![name("process_name", 0, 0, "host")];
         names.extend(self.threads.iter().map(|(number, of)| name("thread_name", 0, u64::from(*number), of)));
-        for of in self.devices.iter().filter(|of| !of.device.is_cpu()) {
+        for of in self.devices.iter().filter(|of| of.device.has_queues()) {
             let pid = self.process_number(of.device);
             names.push(name("process_name", pid, 0, &format!("{} {}", of.device, of.name)));
             let mut streams: Vec<u32> = self
@@ -124,7 +124,7 @@ impl Profile {
 
     /// The process number of a device in the trace: 0 for the CPU.
     fn process_number(&self, device: Device) -> u64 {
-        let opencl = self.devices.iter().filter(|of| !of.device.is_cpu());
+        let opencl = self.devices.iter().filter(|of| of.device.has_queues());
         opencl.zip(1..).find(|(of, _)| of.device == device).map_or(0, |(_, number)| number)
     }
 
@@ -219,7 +219,7 @@ impl TraceReader {
                 name,
                 copy_bytes_per_s: of["copy_bytes_per_s"].as_f64(),
             });
-            self.processes.extend(of["pid"].as_u64().filter(|_| !device.is_cpu()).map(|pid| (pid, device)));
+            self.processes.extend(of["pid"].as_u64().filter(|_| device.has_queues()).map(|pid| (pid, device)));
         }
     }
 
@@ -311,23 +311,8 @@ impl TraceReader {
 
 /// Returns the category for a name, including PyTorch's names.
 fn category_from_name(name: &str) -> Category {
-    let own = [
-        Category::Operation,
-        Category::Backward,
-        Category::Annotation,
-        Category::Launch,
-        Category::Wait,
-        Category::Open,
-        Category::Segment,
-        Category::Compile,
-        Category::Load,
-        Category::Kernel,
-        Category::Copy,
-        Category::Fill,
-        Category::Read,
-        Category::Write,
-    ];
-    own.into_iter().find(|category| category.name() == name).unwrap_or(match name {
+    let own = Category::NAMES.into_iter().find(|(_, own)| *own == name);
+    own.map(|(category, _)| category).unwrap_or(match name {
         "cpu_op" => Category::Operation,
         "user_annotation" => Category::Annotation,
         "cuda_runtime" | "cuda_driver" => Category::Launch,

@@ -19,7 +19,7 @@ use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
 use super::import::{ForeignHostMemory, ImportedBuffers};
 use super::registry::{self, DeviceEntry};
-use super::{captured, image_pool, scope};
+use super::{captured, images, scope};
 use crate::device::{Stream, capture, profiler};
 use crate::{Device, Element, Error, Result};
 
@@ -464,7 +464,7 @@ fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     }
     let device = allocator.device();
     profiler::record_memory(device, bytes, || {
-        let stats = image_pool::with_images(allocator);
+        let stats = images::pool::with_images(allocator);
         [stats.allocated_bytes.current, stats.reserved_bytes.current]
     });
 }

@@ -1,76 +1,31 @@
-//! Data derived from a storage's bytes, valid until the bytes change: images, so that constant weights are converted once, and the result
-//! of checking that the indices among the bytes are in range.
+//! Data derived from a storage's bytes, valid until the bytes change: images, and the result of checking that the indices among the
+//! bytes are in range.
 
-use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
-
-use smallvec::SmallVec;
 
 use super::allocation::{Allocation, Storage};
-use super::image::Image;
-use crate::device::lock;
-use crate::{Device, Result};
-
-/// Identifies how the bytes were read to make an image.
-pub(crate) type ImageKey = SmallVec<[i64; 12]>;
+use super::images::cache::CachedImages;
 
 /// The images and the check result derived from a storage's bytes.
 #[derive(Default)]
 pub(super) struct DerivedData {
-    /// The images, if the storage ever had any.
-    images: OnceLock<Arc<ImageCache>>,
+    pub(super) images: CachedImages,
     /// The last [`Storage::set_index_check`], or 0.
     checked: AtomicU64,
-}
-
-type ImageCache = Mutex<Vec<CachedImage>>;
-
-struct CachedImage {
-    key: ImageKey,
-    /// The version of the storage that the image was made of.
-    version: u64,
-    image: Image,
-}
-
-/// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of 4. A
-/// constant weight stays below the limit; a storage with images of many views loses its oldest ones.
-const MAX_IMAGE_BYTES_RATIO: usize = 4;
-
-/// The images of all storages, by device, so that they can be dropped when memory runs short.
-static ALL_IMAGES: Mutex<Vec<(Device, Weak<ImageCache>)>> = Mutex::new(Vec::new());
-
-/// Drops all images of a device's storages. They are made again on demand.
-pub(super) fn drop_images_of_device(device: Device) {
-    let mut kept = Vec::new();
-    lock(&ALL_IMAGES).retain(|(of, images)| {
-        let images = images.upgrade();
-        let is_there = images.is_some();
-        kept.extend(images.filter(|_| *of == device));
-        is_there
-    });
-    kept.into_iter().for_each(|images| drop_images(&images));
-}
-
-fn drop_images(images: &ImageCache) {
-    let gone = mem::take(&mut *lock(images));
-    drop(gone); // after the lock is released
 }
 
 impl DerivedData {
     /// Resets everything when the storage is dropped.
     #[inline]
     pub(super) fn clear(&mut self) {
-        drop(self.images.take());
+        self.images.clear();
         *self.checked.get_mut() = 0;
     }
 
     /// Drops everything derived from the bytes, because some of them have changed, or may have in a failed transfer.
     pub(super) fn invalidate(&self) {
         self.checked.store(0, Ordering::Release);
-        if let Some(images) = self.images.get() {
-            drop_images(images);
-        }
+        self.images.invalidate();
     }
 }
 
@@ -84,43 +39,5 @@ impl Storage {
     /// Stores a number for the kernel that checked the indices among the bytes. The caller makes the storage's version a part of the number.
     pub(crate) fn set_index_check(&self, number: u64) {
         self.allocation().derived.checked.store(number, Ordering::Release);
-    }
-
-    /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of `make`.
-    ///
-    /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too large. Nothing is cached
-    /// if other code may change the bytes unnoticed.
-    pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
-        let allocation: &Allocation = self.allocation();
-        if allocation.is_shared_outside() {
-            return make();
-        }
-        let images = allocation.derived.images.get_or_init(|| {
-            let (images, mut all) = (Arc::default(), lock(&ALL_IMAGES));
-            if all.len().is_power_of_two() {
-                all.retain(|(_, images)| images.strong_count() > 0);
-            }
-            all.push((self.device(), Arc::downgrade(&images)));
-            images
-        });
-        let version = self.version();
-        let known =
-            lock(images).iter().find(|made| made.key == key && made.version == version).map(|m| m.image.clone());
-        if let Some(image) = known {
-            return Ok(image);
-        }
-        let image = make()?;
-        let mut gone = Vec::new(); // dropped after the lock
-        let mut all = lock(images);
-        gone.extend(all.extract_if(.., |made| made.version != version || made.key == key));
-        let mut bytes: usize = all.iter().map(|made| made.image.storage().nbytes()).sum();
-        while bytes + image.storage().nbytes() > MAX_IMAGE_BYTES_RATIO * self.nbytes() && !all.is_empty() {
-            let oldest = all.remove(0);
-            bytes -= oldest.image.storage().nbytes();
-            gone.push(oldest);
-        }
-        all.push(CachedImage { key, version, image: image.clone() });
-        drop(all);
-        Ok(image)
     }
 }

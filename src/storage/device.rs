@@ -7,7 +7,7 @@ use super::driver::pinned::PinnedStats;
 use super::driver::staging::{self, DevicePinnedPool};
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
-use super::image_pool;
+use super::images::pool as image_pool;
 use super::pool::PoolAllocator;
 use super::registry;
 use super::stats::DeviceStats;

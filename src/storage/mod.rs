@@ -33,8 +33,7 @@ mod history;
 mod hooks;
 mod host_borrow;
 mod host_owner;
-mod image;
-mod image_pool;
+mod images;
 mod import;
 mod logging;
 mod mapped;
@@ -59,7 +58,6 @@ pub use block::{Block, BlockLocation};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
-pub(crate) use derived::ImageKey;
 pub use direct::DirectAllocator;
 #[cfg(feature = "dlpack")]
 pub use dlpack::DlpackMemory;
@@ -77,7 +75,8 @@ pub use history::{
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub(crate) use host_owner::HostElements;
-pub use image::Image;
+pub use images::Image;
+pub(crate) use images::ImageKey;
 pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
 pub(crate) use memory_mode::memory_mode;

@@ -222,7 +222,7 @@ impl Tensor {
     /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
-        if !device.is_cpu() {
+        if !device.is_host() {
             return Tensor::from_slice(&values, shape, device);
         }
         let layout = Layout::contiguous(check_len("from_vec", values.len(), shape.into())?);
@@ -273,7 +273,7 @@ impl Tensor {
     /// ```
     #[track_caller]
     pub fn from_ndarray<T: Element, D: Dimension>(array: Array<T, D>, device: Device) -> Result<Tensor> {
-        if !device.is_cpu() || array.is_empty() {
+        if !device.is_host() || array.is_empty() {
             return Tensor::from_ndarray_view(&array, device);
         }
         let (shape, strides) = (Shape::from(array.shape()), array.strides().iter().copied().collect());

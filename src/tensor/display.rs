@@ -5,7 +5,7 @@
 
 use std::fmt::{self, Write};
 
-use crate::{DType, Result, Scalar, Tensor};
+use crate::{DType, Device, Result, Scalar, Tensor};
 
 /// Tensors with more elements are summarised.
 const SUMMARY_THRESHOLD: usize = 1000;
@@ -62,7 +62,7 @@ impl Tensor {
     /// Returns the texts after the elements, as in PyTorch: device, shape of an empty tensor, dtype and gradient.
     fn suffixes(&self) -> Vec<String> {
         let mut all = Vec::new();
-        if !self.device().is_cpu() {
+        if self.device() != Device::default() {
             all.push(format!("device={}", self.device()));
         }
         let empty = self.numel() == 0;

@@ -73,7 +73,7 @@ impl Tensor {
         let op = "into_host";
         self.check_element::<T>(op)?;
         self.detach_(); // the node that produced this tensor may hold another handle
-        let is_on_host = self.device().is_cpu() || self.storage.is_host_buffer();
+        let is_on_host = self.device().is_host() || self.storage.is_host_buffer();
         let is_exclusive = is_on_host && self.is_contiguous() && self.storage.is_unique();
         HostArray::new(op, if is_exclusive { self } else { self.host_copy()? })
     }
@@ -102,7 +102,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "with_host";
         self.check_element::<T>(op)?;
-        if self.device().is_cpu() && self.is_contiguous() {
+        if self.device().is_host() && self.is_contiguous() {
             return self.storage.with_elements(op, self.layout.offset * size_of::<T>(), self.numel(), f);
         }
         Ok(f(&HostArray::new(op, self.host_copy()?)?))
@@ -111,7 +111,7 @@ impl Tensor {
     /// Returns a contiguous copy on the CPU, outside the graph, with no other handle on its storage.
     fn host_copy(&self) -> Result<Tensor> {
         let rows = self.detach().contiguous()?;
-        match self.device().is_cpu() {
+        match self.device().is_host() {
             true if self.is_contiguous() => rows.deep_copy(true),
             true => Ok(rows),
             false => rows.to_device(Device::default()),

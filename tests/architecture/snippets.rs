@@ -111,6 +111,8 @@ fn uses_of_device_kinds_are_found() {
     kind("Device::Cpu", "use crate::Device; mod inner { use super::*; fn f() { Device::Cpu } }");
     kind("Device::*", "use crate::device::Device::*;");
     kind("Device::Cpu", "use crate::Device; impl Device { fn f(self) { Self::Cpu } }");
+    breaks(Rule::DeviceKind, "is_cpu", "ops/mod.rs", "use crate::Device; fn f(d: Device) -> bool { d.is_cpu() }");
+    holds("backend/cpu/mod.rs", "use crate::Device; fn f(d: Device) -> bool { d.is_cpu() }");
     holds("ops/mod.rs", "use crate::Device; enum Other { Cpu } fn f(d: Device) { (Other::Cpu, Device::best()) }");
     holds("storage/mod.rs", "use crate::Device; fn f() { Device::Cpu }");
     holds("backend/mod.rs", "use crate::Device; fn f() { Device::Cpu }");

@@ -46,15 +46,16 @@ pub(crate) mod window;
 use crate::backend::Backend;
 use crate::backend::mark_written;
 use crate::backend::problem::{
-    Blocking, Channels, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, PoolTask,
-    RankQuery, Reduction, Resize, Scan, Selected, Softmax, Windows,
+    AttentionBackward, Blocking, Channels, Conv2d, Convolution, Formulas, FusedAttention, Gemm, Im2col, IndexTerm,
+    Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, RankedElement, Reduction,
+    RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance, Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
 use crate::device::count_launch;
 use crate::device::cpu::threads;
 use crate::device::profiler::{Operation, operation};
-use crate::layout::Layout;
-use crate::{Result, Shape, Tensor};
+use crate::storage::Image;
+use crate::{Error, Result, Tensor};
 
 /// The CPU backend. These methods count launches; the functions that they call do not.
 pub(crate) struct Cpu;
@@ -74,58 +75,58 @@ impl Backend for Cpu {
     methods! {
         map(formulas: &Formulas) -> Result<()> =
             counted_if(map::run_formulas(formulas), |()| formulas.outputs[0].numel() > 0);
+        sequence(_: Sequence, _: &Tensor) -> Result<bool> = Ok(false);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             counted_if(join::join(out, tensors, d), |joined| *joined);
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
             counted(triangle::tril_triu(x, from, to).map(Some));
-        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = counted(gemm::multiply(product, shape, outs));
+        gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = counted(gemm::multiply(product, outs[0].shape(), outs));
         reduce(reduction: &Reduction) -> Result<()> =
             counted(reduce::run_reduction(reduction));
-        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
-            counted(scan::run_scan(scan, x, d, values, indices));
-        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
-            counted(sort::run_sort(x, d, descending, values, indices));
-        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
-            counted(sort::searchsorted(x, lines, step, v, right, out));
-        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
-            counted_if(select::topk(x, d, k, descending), |first| first.indices.numel() > 0).map(Some);
-        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> =
-            counted_if(select::kth(x, d, nth), |nth| nth.indices.numel() > 0).map(Some);
+        scan(s: &RunningReduction) -> Result<()> = counted(scan::run_scan(s.scan, s.x, s.d, s.values, s.indices));
+        sort(s: &Sorting) -> Result<()> = counted(sort::run_sort(s.x, s.d, s.descending, s.values, s.indices));
+        searchsorted(s: &Search) -> Result<()> =
+            counted(sort::searchsorted(s.sorted, s.lines, s.step, s.values, s.right, s.out));
+        topk(t: TopK) -> Result<Option<Selected>> =
+            counted_if(select::topk(t.x, t.d, t.k, t.descending), |first| first.indices.numel() > 0).map(Some);
+        kth(r: RankedElement) -> Result<Option<Selected>> =
+            counted_if(select::kth(r.x, r.d, r.rank), |nth| nth.indices.numel() > 0).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(gather::gather(g, out));
-        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
-            counted(scatter::scatter(g, combine, target, layout));
-        linear_index(
-            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
-        ) -> Result<()> =
-            counted(gather::linear_index(op, index, out, axis, base));
-        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
-            counted(gather::one_hot(op, x, out, classes));
+        scatter(s: &Scatter) -> Result<()> = counted(scatter::scatter(s.moved, s.combine, s.target, s.layout));
+        linear_index(t: &IndexTerm) -> Result<()> =
+            counted(gather::linear_index(t.op, t.index, t.out, (t.size, t.step), t.base));
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> =
+            counted(gather::one_hot(op, x, out, out.shape().dims()[x.rank()]));
         nonzero(_: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
             counted(nonzero::nonzero_indices(&mask()?, dims)).map(mark_written);
+        masked_select(_: &Tensor, _: &Tensor) -> Result<Option<Tensor>> = Ok(None);
         softmax(softmax: &Softmax) -> Result<()> = counted(softmax::run_softmax(softmax));
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = counted(softmax::cross_entropy(entropy));
         norm(rows: &Normalisation) -> Result<()> = counted(norm::normalise(rows));
+        norm_forward(norm: &NormForward) -> Result<()> = counted(norm::normalise(&norm.given.with_views(&(norm.views)()?)));
         alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::alloc_column_sums(x, rows, n).map(Some);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             counted_if(norm_channels::normalise_batch(x, numbers, eps), Option::is_some);
-        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
-            counted(window::im2col(windows, x, out, inside));
+        has_variance() -> bool = false;
+        variance(_: &Variance) -> Result<bool> = Ok(false);
+        forward_convolution(_: &Conv2d) -> Result<Option<Tensor>> = Ok(None);
+        to_image(_: &Tensor) -> Result<Option<Image>> = Ok(None);
+        read_image(image: &Image, _: &Tensor) -> Result<()> =
+            Err(Error::invalid("from_image", format!("{image:?} belongs to another device")));
+        im2col(i: &Im2col) -> Result<()> = counted(window::im2col(i.windows, i.x, i.out, i.inside));
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> =
             counted(window::col2im(windows, columns, out));
-        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
-            counted(window::pool(windows, task, x, index, out));
-        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
-            counted(interpolate::resize_images(resize, x, out, transposed));
+        pool(p: &Pooling) -> Result<()> = counted(window::pool(p.windows, p.task, p.x, p.index, p.out));
+        interpolate(i: &Interpolate) -> Result<()> =
+            counted(interpolate::resize_images(i.resize, i.x, i.out, i.transposed));
+        has_attention(_: &FusedAttention) -> Result<bool> = Ok(false);
+        attention(_: &FusedAttention, _: &Tensor, _: &Tensor) -> Result<()> = unreachable!("`has_attention` is false");
+        attention_backward(_: &FusedAttention, _: &AttentionBackward) -> Result<()> =
+            unreachable!("`has_attention` is false");
     }
 
-    fn convolution(
-        &self,
-        windows: Windows,
-        x: &Tensor,
-        weight: &Tensor,
-        groups: usize,
-        single: bool,
-    ) -> Option<Box<dyn Convolution>> {
+    fn convolution(&self, conv: &Conv2d) -> Option<Box<dyn Convolution>> {
+        let Conv2d { windows, x, weight, groups, single, .. } = *conv;
         let grid = windows.grid.iter().product();
         if let Some(depthwise) = depthwise::Depthwise::new(windows, x, weight, groups) {
             return Some(Box::new(Counted { grid, convolution: depthwise }));

@@ -116,8 +116,8 @@ pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
 }
 
 /// Computes the gradients of queries, keys and values, in two launches.
-pub(crate) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> {
-    let ([q, k, v, mask], [dq, dk, dv]) = (operands(a), results);
+pub(crate) fn backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> {
+    let ([q, k, v, mask], [dq, dk, dv]) = (operands(a), of.results);
     let tensors = [q, k, v, mask, of.out, of.grad, dq, dk, dv, of.logsumexp];
     launch_attention(OpKind::AttentionBackward, a, &tensors, |device| {
         let shape = AttentionLaunches::new(device, a, &tensors[..9]);

@@ -10,7 +10,7 @@ use crate::backend::opencl::geometry::{
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::window;
-use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::backend::profiled::{describe, describe_convolution};
 use crate::device::DeviceKind;
@@ -55,7 +55,8 @@ enum DepthwiseOutput {
 
 impl Depthwise {
     /// Returns None for groups of several channels, for filters too large for a work-item's registers, and for empty tensors.
-    pub(crate) fn new(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize) -> Option<Depthwise> {
+    pub(crate) fn new(conv: &Conv2d) -> Option<Depthwise> {
+        let &Conv2d { windows, x, weight, groups, .. } = conv;
         let [_, of_group, kh, kw] = sizes_4d(weight);
         let line = |per_item: usize| (per_item - 1) * windows.stride[1] + (kw - 1) * windows.dilation[1] + 1;
         if of_group != 1

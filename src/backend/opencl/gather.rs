@@ -10,14 +10,14 @@ use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::{checked_indices, launch_cache, scatter as write};
-use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::index::{Combine, IndexTerm, Indexed, Scatter};
 use crate::backend::problem::lines::without_dim;
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, index_fault};
 use crate::layout::collapse::StridedDims;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Shape, Tensor};
+use crate::{Compute, DType, Result, Shape, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
@@ -128,19 +128,34 @@ pub(crate) fn element_defines(combine: Combine, dtype: DType) -> (u64, String) {
         return (dtype.size() as u64, format!("#define V {}\n", bits_type(dtype.size())));
     }
     let acc = dtype.compute();
-    let (name, combine) = (acc.cl_name(), combine.cl_name(acc));
+    let (name, combine) = (acc.cl_name(), combine_function(combine, acc));
     let defines =
         format!("#define A {dtype}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n");
     (dtype as u64, defines)
 }
 
-pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
+/// Returns the OpenCL C function or macro that combines two elements of type `acc`.
+fn combine_function(combine: Combine, acc: Compute) -> String {
+    let (integers, c) = (acc == Compute::I64, acc.cl_name());
+    match combine {
+        Combine::Add if integers => "add_long".into(),
+        Combine::Multiply if integers => "mul_long".into(),
+        Combine::Add => "PLUS".into(),
+        Combine::Multiply => "TIMES".into(),
+        Combine::Max => format!("max_{c}"),
+        Combine::Min => format!("min_{c}"),
+        Combine::Set => unreachable!("elements that are only moved are not computed with"),
+    }
+}
+
+pub(crate) fn scatter(scatter: &Scatter) -> Result<()> {
+    let &Scatter { moved: g, combine, target, layout, d } = scatter;
     let mut others: SmallVec<[u64; 8]> =
         SmallVec::from_slice(&[combine as u64, d as u64, relative_offset(layout, target) as u64]);
     others.extend(layout.strides.iter().map(|&s| s as u64));
     launch_indexed(g, OpKind::Scatter, target, &others, |device| {
         if device.info().kind != DeviceKind::Cpu
-            && let Some(plan) = write::prepare(device, g, combine, target, layout, d)?
+            && let Some(plan) = write::prepare(device, scatter)?
         {
             return Ok(plan);
         }
@@ -186,19 +201,14 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
     })
 }
 
-pub(crate) fn linear_index(
-    op: &'static str,
-    index: &Tensor,
-    out: &Tensor,
-    (size, step): (usize, isize),
-    base: Option<i64>,
-) -> Result<()> {
+pub(crate) fn linear_index(term: &IndexTerm) -> Result<()> {
+    let &IndexTerm { op, index, size, step, base, out } = term;
     let others = [Arg::I64(step as i64), Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
     launch_over_indices(op, "linear", index, out, size, others)
 }
 
-pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-    launch_over_indices(op, "one_hot", t, out, classes, [])
+pub(crate) fn one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> {
+    launch_over_indices(op, "one_hot", x, out, out.shape().dims()[x.rank()], [])
 }
 
 /// Launches the kernel named `name` on an index into a dim of `size` elements, with a work-item for each element of `out`.

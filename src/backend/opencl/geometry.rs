@@ -3,10 +3,11 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::BufferView;
+use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::layout::collapse::StridedDims;
-use crate::{DType, Result, Tensor};
+use crate::{Compute, DType, Result, Tensor};
 
 /// The template of strided dims, loads of 16 elements, and reductions over a work-group. Most other templates need it.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
@@ -139,6 +140,14 @@ pub(crate) fn define_if(on: bool, name: &str) -> String {
 pub(crate) fn type_defines(dtype: DType, wide: bool) -> String {
     let (acc, idx) = (dtype.compute(), index_type(wide));
     format!("#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n", acc.cl_name())
+}
+
+/// Defines `LARGEST`, `LEAST`, `DOWN` and `UP`, the [`SafeRange`] of sums accumulated in `compute`.
+pub(crate) fn safe_range_defines(compute: Compute) -> String {
+    let SafeRange { max_sum, min_square_sum, scale_down, scale_up } = SafeRange::for_accumulator(compute);
+    let suffix = if compute == Compute::F64 { "" } else { "f" };
+    let each = [("LARGEST", max_sum), ("LEAST", min_square_sum), ("DOWN", scale_down), ("UP", scale_up)];
+    each.map(|(name, value)| format!("#define {name} {value:e}{suffix}\n")).concat()
 }
 
 /// Returns the words of a kernel's struct of dims: the sizes, then the strides of each operand. There is at least one dim.

@@ -21,7 +21,7 @@ use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, MAX_IMA
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, empty_result, is_channels_last, matrix};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::{launch_cache, window};
-use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::gemm::{BIASED, GemmOperand, GemmPlan, PRODUCT};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::windows::{Windows, sizes_4d};
@@ -112,8 +112,9 @@ fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPla
 }
 
 impl ImplicitGemm {
-    /// Returns None if other kernels or im2col are better, or if there are no tensor cores. `single` means that windows are single adjacent pixels.
-    pub(crate) fn new(w: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool) -> Option<ImplicitGemm> {
+    /// Returns None if other kernels or im2col are better, or if there are no tensor cores.
+    pub(crate) fn new(conv: &Conv2d) -> Option<ImplicitGemm> {
+        let &Conv2d { windows: w, x, weight, groups, single, .. } = conv;
         let ([n, ..], [outer, inner, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
         let (dtype, size) = (x.dtype, x.dtype.size());
         let nhwc = [is_channels_last(x) || is_channels_last(weight), is_channels_last(weight)];

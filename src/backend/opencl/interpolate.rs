@@ -2,19 +2,24 @@
 
 use smallvec::SmallVec;
 
+use crate::Result;
 use crate::backend::opencl::geometry::{
     STRIDED_DIMS, define_if, launch_tuned, needs_64_bit, tensor_args, type_defines, vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::problem::interpolation::{Resize, Samples};
+use crate::backend::problem::interpolation::{Interpolate, Samples};
 use crate::backend::problem::windows::sizes_4d;
 use crate::device::opencl::Arg;
-use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");
 
-/// Resizes rows and columns of `x` into `out`, or with `transposed` computes the gradient of that operation.
-pub(crate) fn interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
+/// Returns the words of the kernels' struct. The last word is the integer part of the scale.
+fn samples_words(s: &Samples) -> [i64; 6] {
+    [s.from as i64, s.to as i64, s.scale, s.shift, s.unit, s.scale / s.unit]
+}
+
+pub(crate) fn interpolate(problem: &Interpolate) -> Result<()> {
+    let &Interpolate { resize, x, out, transposed } = problem;
     let device = out.cl_device()?;
     let (count, dtype, [_, c, h, w]) = (out.numel(), out.dtype, sizes_4d(x));
     let [rows, columns] =
@@ -39,7 +44,7 @@ pub(crate) fn interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed:
     let items = count / width;
     let strides = x.strides().iter().map(|&s| s as i64);
     let words: SmallVec<[i64; 20]> =
-        rows.words().into_iter().chain(columns.words()).chain([c as i64]).chain(strides).collect();
+        [rows, columns].iter().flat_map(samples_words).chain([c as i64]).chain(strides).collect();
     let (from, to) = (x.device_view()?, out.device_view()?);
     let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(items as u64)]);
     launch_tuned(device, &kernel, &args, items)

@@ -2,9 +2,10 @@
 
 mod source;
 
+use std::sync::OnceLock;
+
 use smallvec::SmallVec;
 
-use crate::backend::opencl::fuse;
 use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, clamp_group_size, max_group_size, tuned_group_size};
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
@@ -84,12 +85,20 @@ struct LineStores {
     nontemporal: bool,
 }
 
-/// Launches formulas. During a capture, also records them for fusion.
+/// The function that is called with each launch of formulas that was recorded as one command, and the command's number.
+pub(crate) static FORMULA_SINK: OnceLock<fn(&Formulas, usize)> = OnceLock::new();
+
+/// Launches formulas. During a capture, also passes them to [`FORMULA_SINK`], unless operands had to be copied, in several commands.
 pub(crate) fn launch_or_record(formulas: &Formulas) -> Result<()> {
-    match capture::is_capturing(formulas.outputs[0].device()) {
-        true => fuse::record_formulas(formulas, || launch_formulas(formulas)),
-        false => launch_formulas(formulas),
+    if !capture::is_capturing(formulas.outputs[0].device()) {
+        return launch_formulas(formulas);
     }
+    let command = capture::command_count();
+    launch_formulas(formulas)?;
+    if let (true, Some(record)) = (capture::command_count() == command + 1, FORMULA_SINK.get()) {
+        record(formulas, command);
+    }
+    Ok(())
 }
 
 /// Launches the cached plan for formulas over tensors of these layouts, or makes a plan first.

@@ -5,7 +5,6 @@ mod attention_tile;
 pub(crate) mod checked_indices;
 pub(crate) mod cross_entropy;
 mod depthwise;
-mod fuse;
 pub(crate) mod gather;
 pub(crate) mod gemm;
 pub(crate) mod gemm_mma;
@@ -24,7 +23,6 @@ pub(crate) mod nonzero;
 pub(crate) mod norm;
 mod norm_channels;
 mod radix_select;
-pub(crate) mod recording;
 pub(crate) mod reduce;
 pub(crate) mod scan;
 pub(crate) mod scatter;
@@ -34,27 +32,16 @@ pub(crate) mod softmax;
 pub(crate) mod sort;
 pub(crate) mod source;
 pub(crate) mod triangle;
-pub(crate) mod tuning;
 pub(crate) mod user_kernel;
 pub(crate) mod window;
 
 #[cfg(test)]
-mod device_tests;
+mod tests;
 
-use crate::backend::Backend;
-use crate::backend::mark_written;
-use crate::backend::opencl::depthwise::Depthwise;
-use crate::backend::opencl::implicit_gemm::ImplicitGemm;
-use crate::backend::problem::conv::Convolution;
-use crate::backend::problem::{
-    AttentionBackward, Blocking, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, NormViews,
-    Normalisation, PoolTask, RankQuery, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Tuning,
-    Windows,
-};
-use crate::device::opencl;
-use crate::layout::Layout;
+use crate::backend::problem::*;
+use crate::backend::{Backend, mark_written};
 use crate::storage::Image;
-use crate::{Device, Result, Shape, Tensor};
+use crate::{Result, Tensor};
 
 /// The backend of all OpenCL devices.
 pub(crate) struct OpenCl;
@@ -66,27 +53,19 @@ impl Backend for OpenCl {
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> = join::join(out, tensors, d);
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
             triangle::tril_triu(x, from, to).map(mark_written).map(Some);
-        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = gemm::launch_product(product, shape, outs);
+        gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = gemm::launch_product(product, outs[0].shape(), outs);
         reduce(reduction: &Reduction) -> Result<()> = reduce::launch_reduction(reduction);
-        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
-            scan::launch_scan(scan, x, d, values, indices);
-        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
-            sort::sort(x, d, descending, values, indices);
-        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
-            sort::searchsorted(x, lines, step, v, right, out);
-        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
-            if x.numel() == 0 { Ok(None) } else { select::topk(x, d, k, descending) };
-        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> =
-            if x.numel() == 0 { Ok(None) } else { select::kth(x, d, nth) };
+        scan(s: &RunningReduction) -> Result<()> = scan::launch_scan(s);
+        sort(s: &Sorting) -> Result<()> = sort::sort(s.x, s.d, s.descending, s.values, s.indices);
+        searchsorted(search: &Search) -> Result<()> = sort::searchsorted(search);
+        topk(t: TopK) -> Result<Option<Selected>> =
+            if t.x.numel() == 0 { Ok(None) } else { select::topk(t.x, t.d, t.k, t.descending) };
+        kth(r: RankedElement) -> Result<Option<Selected>> =
+            if r.x.numel() == 0 { Ok(None) } else { select::kth(r.x, r.d, r.rank) };
         gather(g: &Indexed, out: &Tensor) -> Result<()> = gather::gather(g, out);
-        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
-            gather::scatter(g, combine, target, layout, d);
-        linear_index(
-            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
-        ) -> Result<()> =
-            gather::linear_index(op, index, out, axis, base);
-        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
-            gather::one_hot(op, x, out, classes);
+        scatter(scatter: &Scatter) -> Result<()> = gather::scatter(scatter);
+        linear_index(term: &IndexTerm) -> Result<()> = gather::linear_index(term);
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> = gather::one_hot(op, x, out);
         nonzero(x: &Tensor, _: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
             nonzero::nonzero_indices(x, dims).map(mark_written);
         masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> =
@@ -94,51 +73,33 @@ impl Backend for OpenCl {
         softmax(softmax: &Softmax) -> Result<()> = softmax::launch_softmax(softmax);
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = cross_entropy::cross_entropy(entropy).map(mark_written);
         norm(rows: &Normalisation) -> Result<()> = norm::launch_norm(rows);
-        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<NormViews>) -> Result<()> =
-            norm::forward(given, numbers, views);
+        norm_forward(norm: &NormForward) -> Result<()> = norm::forward(norm);
         alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::alloc_sums(x, rows, n);
+        normalise_channels(_: &Tensor, _: Channels, _: f64) -> Result<Option<Tensor>> = Ok(None);
         has_variance() -> bool = true;
-        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
-            norm::variance(rows, out, freedom, root);
-        convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)
-            -> Option<Box<dyn Convolution>> =
-            match image::reads_images(x) {
-                true => None,
-                false => match Depthwise::new(windows, x, weight, groups) {
-                    Some(made) => Some(Box::new(made)),
-                    None => ImplicitGemm::new(windows, x, weight, groups, single).map(|made| Box::new(made) as _),
-                },
+        variance(variance: &Variance) -> Result<bool> = norm::variance(variance);
+        convolution(conv: &Conv2d) -> Option<Box<dyn Convolution>> =
+            if image::reads_images(conv.x) {
+                None
+            } else if let Some(made) = depthwise::Depthwise::new(conv) {
+                Some(Box::new(made))
+            } else {
+                implicit_gemm::ImplicitGemm::new(conv).map(|made| Box::new(made) as _)
             };
-        forward_convolution(
-            windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize
-        ) -> Result<Option<Tensor>> =
-            image::convolution(windows, x, weight, bias, groups);
+        forward_convolution(conv: &Conv2d) -> Result<Option<Tensor>> = image::convolution(conv);
         to_image(x: &Tensor) -> Result<Option<Image>> = image::to_image(x);
         read_image(image: &Image, out: &Tensor) -> Result<()> = image::from_image(image, out);
-        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
-            window::unfold(windows, x, out, inside);
+        im2col(im2col: &Im2col) -> Result<()> = window::unfold(im2col);
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = window::fold(windows, columns, out);
-        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
-            window::pool(windows, task, x, index, out);
+        pool(pooling: &Pooling) -> Result<()> = window::pool(pooling);
+        interpolate(problem: &Interpolate) -> Result<()> = interpolate::interpolate(problem);
         has_attention(a: &FusedAttention) -> Result<bool> = attention::is_supported(a);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
-        attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
-            attention::backward(a, of, results);
-        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
-            interpolate::interpolate(resize, x, out, transposed);
-    }
-
-    fn record(&self, device: Device) -> Result<Box<dyn Recorder>> {
-        recording::start_recording(device)
-    }
-
-    fn tuning(&self, device: Device) -> Result<Box<dyn Tuning>> {
-        Ok(Box::new(opencl::open_device(device)?))
-    }
-
-    fn attention_blocking(&self, memory: usize, _: bool) -> Blocking {
-        let unblocked_bytes = Blocking::memory_fraction(memory);
-        Blocking { unblocked_bytes, block_bytes: unblocked_bytes / 4, min_queries: 256 }
+        attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);
+        attention_blocking(memory: usize, _: bool) -> Blocking = {
+            let unblocked_bytes = Blocking::memory_fraction(memory);
+            Blocking { unblocked_bytes, block_bytes: unblocked_bytes / 4, min_queries: 256 }
+        };
     }
 }

@@ -3,8 +3,8 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, type_defines, vector_defines, vector_width,
-    vectors_per_item,
+    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, safe_range_defines, type_defines, vector_defines,
+    vector_width, vectors_per_item,
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache;
@@ -12,8 +12,7 @@ use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::norm_channels;
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{NormViews, Normalisation};
-use crate::backend::problem::reduction::SafeRange;
+use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, Variance};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
 use crate::tensor::Layout;
@@ -39,9 +38,16 @@ pub(crate) fn launch_norm(rows: &Normalisation) -> Result<()> {
 }
 
 /// Launches the cached plan of a forward pass over tensors of these layouts, or makes a plan from their views.
-pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<NormViews>) -> Result<()> {
-    let tensors = given.tensors();
-    let key = Key { kind: OpKind::Norm, device: given.x.device(), numbers, exprs: &[], tensors: &tensors };
+pub(crate) fn forward(norm: &NormForward) -> Result<()> {
+    let NormForward { given, grouping, dims, views } = norm;
+    let (view, number) = match **grouping {
+        RowGrouping::Last(n) => (0, n),
+        RowGrouping::Groups(groups) => (1, groups),
+        RowGrouping::Batch => (2, 0),
+    };
+    let switches = dims.iter().fold(switch_bits(given), |bits, &on| bits << 1 | u64::from(on));
+    let (tensors, numbers) = (given.tensors(), [view, number as u64, switches, given.eps.to_bits()]);
+    let key = Key { kind: OpKind::Norm, device: given.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
     let slot = match launch_cache::find_plan(&key) {
         Ok(entry) => return entry.plan.launch(&tensors, Params::default()),
         Err(slot) => slot,
@@ -161,7 +167,7 @@ fn load_width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     (width, each && width > 1)
 }
 
-/// Allocates the partial sums of the columns of `count` rows of `n` elements, like [`cpu::columns`](crate::backend::cpu::norm::columns). The
+/// Allocates the partial sums of the columns of `count` rows of `n` elements, see [`Normalisation::columns`]. The
 /// gradient's launch writes one partial sum per column for each group of rows. Returns None on CPUs and for rows too long for registers.
 pub(crate) fn alloc_sums(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
     let device = x.cl_device()?;
@@ -234,7 +240,7 @@ fn kernel_launch(
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
         let types =
-            type_defines(dtype, wide) + &SafeRange::defines(dtype.compute()) + &format!("#define W {weights}\n");
+            type_defines(dtype, wide) + &safe_range_defines(dtype.compute()) + &format!("#define W {weights}\n");
         let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
         types + division + &spread + &defines + STRIDED_DIMS + VECTOR_ACCESS + ARGUMENTS + TEMPLATE
     })?;
@@ -263,9 +269,9 @@ fn kernel_launch(
     Ok(launch)
 }
 
-/// Computes the sum of squared deviations divided by `freedom`, or with `root` its square root, of each row of `x`. The last two of four dims form a
-/// row; `out` has one contiguous element for each row. Returns false on CPUs, for which there is no such kernel.
-pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> {
+/// Computes the variance of rows. Returns false on CPUs, for which there is no such kernel.
+pub(crate) fn variance(problem: &Variance) -> Result<bool> {
+    let &Variance { x, out, freedom, root } = problem;
     if x.cl_device()?.info().kind == DeviceKind::Cpu {
         return Ok(false);
     }

@@ -1,13 +1,13 @@
 //! Batch norm on GPUs for channels-last tensors: `kernels/norm_channels.cl`.
 
 use crate::backend::opencl::geometry::{
-    VECTOR_ACCESS, declarable_local_memory, needs_64_bit, type_defines, vector_defines, vector_width,
+    VECTOR_ACCESS, declarable_local_memory, needs_64_bit, safe_range_defines, type_defines, vector_defines,
+    vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::norm::{ARGUMENTS, operand_macros, switch_bits};
 use crate::backend::problem::norm::Normalisation;
-use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
 use crate::{Compute, DType, Result, Tensor};
@@ -122,7 +122,7 @@ impl ChannelSchedule {
             let defines: String = on.map(|name| format!("#define {name}\n")).collect();
             let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define AT_ONCE {at_once}\n");
             let types =
-                type_defines(dtype, wide) + &SafeRange::defines(dtype.compute()) + &vector_defines(dtype, width);
+                type_defines(dtype, wide) + &safe_range_defines(dtype.compute()) + &vector_defines(dtype, width);
             let types = types + &format!("#define W {weights}\n");
             let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
             types + division + &spread + &defines + VECTOR_ACCESS + ARGUMENTS + TEMPLATE

@@ -6,7 +6,7 @@ use crate::backend::opencl::geometry::{
     needs_64_bit, tensor_args,
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::opencl::sort;
+use crate::backend::opencl::{select, sort};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{RankQuery, Selected, key_bits};
 use crate::device::DeviceKind;
@@ -50,7 +50,7 @@ struct RadixSelect<'a> {
 
 /// Selects the element of one rank from each line, in the order of lines.
 pub(crate) fn kth(x: &Tensor, lines: &Lines, nth: RankQuery<'_>, to: &Selected) -> Result<()> {
-    let (k, rule) = nth.kernel_arguments();
+    let (k, rule) = select::rank_arguments(nth);
     launch_select(x, lines, false, k, rule, nth.ranks(), false, to)
 }
 

@@ -6,16 +6,14 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, index_type, lanes_per_row,
-    needs_64_bit, tuned_group_size, vector_defines, vector_width,
+    needs_64_bit, safe_range_defines, tuned_group_size, vector_defines, vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
-use crate::backend::problem::reduction::{
-    Axes, Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange,
-};
+use crate::backend::problem::reduction::{Axes, Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
 use crate::device::DeviceKind;
 use crate::device::opencl::{ARRIVAL_COUNTERS, Arg, ClDevice};
 use crate::expr::Expr;
@@ -47,7 +45,7 @@ enum ReduceStage {
 /// Reduces in one launch, or in two for few results of many elements.
 pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, number, .. } = *reduction;
-    let id = launch_cache::static_id::<u8>(std::ptr::without_provenance(reduction.id));
+    let id = launch_cache::static_id(reduction.rule);
     let first = [id, number.to_bits()];
     let numbers: SmallVec<[u64; 8]> = first.into_iter().chain(mask.iter().map(|&reduced| reduced.into())).collect();
     let key = Key { kind: OpKind::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
@@ -313,7 +311,7 @@ impl ReductionKernel<'_> {
             let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };
             text += &(define_if(true, "RESCALED")
                 + &define_if(rescaled.squares(), "SQUARES")
-                + &SafeRange::defines(self.acc));
+                + &safe_range_defines(self.acc));
             text += &(define_if(rescaled == Rescaled::Norm, "ROOT") + &format!("#define UNDO(v, factor) ({undone})\n"));
         }
         text += &define_if(self.rule.combination.is_arg(), "ARG");

@@ -6,7 +6,7 @@ use crate::backend::opencl::geometry::{
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::scan::Scan;
+use crate::backend::problem::scan::{RunningReduction, Scan};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::{Compute, DType, Result, Tensor};
@@ -43,7 +43,8 @@ struct ScanLaunches<'a> {
     group: usize,
 }
 
-pub(crate) fn launch_scan(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
+pub(crate) fn launch_scan(problem: &RunningReduction) -> Result<()> {
+    let &RunningReduction { scan: kind, x, d, values, indices } = problem;
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let cpu = device.info().kind == DeviceKind::Cpu;

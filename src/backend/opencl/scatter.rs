@@ -8,12 +8,11 @@ use crate::backend::opencl::geometry::{
 };
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::index::{Indexed, Scatter};
 use crate::backend::problem::lines::without_dim;
 use crate::device::opencl::{Arg, ClDevice, index_fault};
 use crate::layout::collapse::StridedDims;
-use crate::tensor::Layout;
-use crate::{Result, Shape, Tensor};
+use crate::{Result, Shape};
 
 const WRITES: &str = include_str!("../../../kernels/scatter.cl");
 
@@ -35,10 +34,8 @@ const CONFLICT_ROUNDS: usize = 16;
 /// The operands and sizes of a scatter.
 struct ScatterLaunch<'a> {
     device: &'static ClDevice,
+    scatter: &'a Scatter<'a>,
     g: &'a Indexed<'a>,
-    combine: Combine,
-    target: &'a Tensor,
-    layout: &'a Layout,
     /// The sizes of all dims except the indexed dim.
     shape: Shape,
     /// The strides of source, index and target along the dims of `shape`.
@@ -51,20 +48,12 @@ struct ScatterLaunch<'a> {
 }
 
 /// Makes the launch plan. Returns None if there are more indices than the kernels can count, or many columns of few indices.
-pub(crate) fn prepare(
-    device: &'static ClDevice,
-    g: &Indexed,
-    combine: Combine,
-    target: &Tensor,
-    layout: &Layout,
-    d: usize,
-) -> Result<Option<LaunchPlan>> {
+pub(crate) fn prepare(device: &'static ClDevice, scatter: &Scatter) -> Result<Option<LaunchPlan>> {
+    let &Scatter { moved: g, layout, d, .. } = scatter;
     let job = ScatterLaunch {
         device,
+        scatter,
         g,
-        combine,
-        target,
-        layout,
         shape: without_dim(g.x_layout.shape.dims(), d),
         strides: [&g.x_layout, &g.index_layout, layout].map(|l| without_dim(&l.strides, d)),
         count: g.x_layout.shape.dims()[d],
@@ -120,8 +109,8 @@ impl ScatterLaunch<'_> {
         defines: &str,
         groups: usize,
     ) -> Result<KernelLaunch> {
-        let (which, element) = element_defines(self.combine, self.target.dtype);
-        let params = [self.combine as u64, which, self.g.index.dtype as u64, self.group as u64];
+        let (which, element) = element_defines(self.scatter.combine, self.scatter.target.dtype);
+        let params = [self.scatter.combine as u64, which, self.g.index.dtype as u64, self.group as u64];
         let params: SmallVec<[u64; 8]> = params.into_iter().chain(numbers.iter().map(|&n| n as u64)).collect();
         let kernel = get_or_build_kernel(self.device, KernelKey::new(entry, &params), entry, || {
             let (t, group) = (self.g.index.dtype, self.group);
@@ -134,7 +123,7 @@ impl ScatterLaunch<'_> {
     fn push_tensors(&self, launch: &mut KernelLaunch, unit: usize) {
         launch.push_tensor_at(0, relative_offset(&self.g.x_layout, self.g.x), unit);
         launch.push_tensor_at(1, relative_offset(&self.g.index_layout, self.g.index), 1);
-        launch.push_tensor_at(2, relative_offset(self.layout, self.target), unit);
+        launch.push_tensor_at(2, relative_offset(self.scatter.layout, self.scatter.target), unit);
         launch.push_faults();
         launch.push_fixed([Arg::U32(index_fault(self.g.op))]);
     }
@@ -152,8 +141,8 @@ impl ScatterLaunch<'_> {
         if !one || strided.dims.last().is_some_and(|&n| n < MIN_ROW_LEN) {
             return Ok(None);
         }
-        let starts = [self.steps[0], g.step, g.x_layout.offset as isize, self.layout.offset as isize];
-        let size = self.target.dtype.size();
+        let starts = [self.steps[0], g.step, g.x_layout.offset as isize, self.scatter.layout.offset as isize];
+        let size = self.scatter.target.dtype.size();
         let unit = combine_into_units(&mut strided, &[0, 1], MAX_VECTOR_BYTES / size, &starts);
         let (columns, rank) = (self.shape.numel() / unit, strided.dims.len().max(1));
         let lanes = columns.next_power_of_two().min(self.group);
@@ -187,7 +176,7 @@ impl ScatterLaunch<'_> {
         let side = if contiguous_across(0) || contiguous_across(1) { COLUMNS_PER_GROUP } else { 1 };
         let tiles = self.shape.numel().div_ceil(side);
         let capacity =
-            info.local_memory.saturating_sub(2 * READ_LEN * self.group + 64) / (4 + self.target.dtype.size());
+            info.local_memory.saturating_sub(2 * READ_LEN * self.group + 64) / (4 + self.scatter.target.dtype.size());
         let most = MAX_TABLE_ENTRIES.min(1 << capacity.max(side).ilog2());
         // The destination is held in local memory if that takes few parts and there are indices for much of it.
         let parts = (size * side).div_ceil(most);

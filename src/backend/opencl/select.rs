@@ -95,6 +95,16 @@ pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Sel
     Ok(Some(made))
 }
 
+/// Returns the kernel arguments `k`, counted from 1, and `rule` of a rank.
+pub(super) fn rank_arguments(rank: RankQuery) -> (usize, u32) {
+    match rank {
+        RankQuery::Rank(rank) => (rank + 1, 0),
+        RankQuery::OrNan(rank) => (rank + 1, 1),
+        RankQuery::NanMedian => (1, 2),
+        RankQuery::Ranks(_) => (1, 3),
+    }
+}
+
 fn is_serial(device: &ClDevice) -> bool {
     device.info().kind == DeviceKind::Cpu
 }
@@ -130,7 +140,7 @@ fn launch(
             (true, per.min(TOPK_ELEMENTS_PER_ITEM), descending, hold.max(group), k, hold as u32)
         }
         Query::RankQuery(nth) => {
-            let (k, rule) = nth.kernel_arguments();
+            let (k, rule) = rank_arguments(nth);
             (false, if resident { per } else { READS_PER_ITEM }, false, 0, k, rule)
         }
     };

@@ -8,12 +8,11 @@ use crate::backend::opencl::geometry::{
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
 use crate::backend::opencl::scan;
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::key_bits;
+use crate::backend::problem::scan::{RunningReduction, Scan};
+use crate::backend::problem::select::{Search, key_bits};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, TuningParameter};
 use crate::layout::collapse::StridedDims;
-use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
 
 pub(crate) const KEYS: &str = include_str!("../../../kernels/key.cl");
@@ -145,7 +144,7 @@ impl SortLaunches<'_> {
             let step =
                 SortStep { stage: SortStage::Count, first, last, runs: runs.as_ref(), counts: Some(counts), number };
             self.launch(device, step)?;
-            scan::launch_scan(Scan::Sum, counts, 1, sums, None)?;
+            scan::launch_scan(&RunningReduction { scan: Scan::Sum, x: counts, d: 1, values: sums, indices: None })?;
             self.launch(device, SortStep { stage: SortStage::Scatter, counts: Some(sums), ..step })?;
             runs.iter_mut().for_each(|runs| runs.swap(0, 1));
         }
@@ -263,16 +262,9 @@ pub(crate) fn key_defines(dtype: DType) -> String {
     )
 }
 
-/// Searches each value of `v` in its line of `x` by bisection. `lines` is the layout of the lines broadcast to the values' shape, and `step` the
-/// stride along a line.
-pub(crate) fn searchsorted(
-    x: &Tensor,
-    lines: &Layout,
-    step: isize,
-    v: &Tensor,
-    right: bool,
-    out: &Tensor,
-) -> Result<()> {
+/// Searches each value in its line by bisection.
+pub(crate) fn searchsorted(search: &Search) -> Result<()> {
+    let &Search { sorted: x, lines, step, values: v, right, out } = search;
     let device = out.cl_device()?;
     let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
     let (rank, count) = (strided.dims.len().max(1), out.numel());

@@ -10,7 +10,7 @@ use crate::backend::opencl::geometry::{
 };
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::problem::windows::{PoolTask, Windows, words};
+use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::{Result, Tensor};
 
@@ -52,7 +52,24 @@ pub(crate) fn window_kernel(
     })
 }
 
-pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
+/// Returns the words of the kernels' struct; `strides` belong to the tensor that is read.
+pub(super) fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 22]> {
+    let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.padding_after, w.dilation];
+    let numbers = pairs.iter().flatten().chain(&x.shape().dims()[..2]).map(|&n| n as i64);
+    numbers.chain((0..6).map(|i| strides.get(i).copied().unwrap_or(0) as i64)).collect()
+}
+
+/// Returns the kernel argument for the divisor of average pooling.
+pub(super) fn divisor_code(divisor: Divisor) -> i64 {
+    match divisor {
+        Divisor::Window => 0,
+        Divisor::InsideImage => -1,
+        Divisor::Number(n) => i64::try_from(n).unwrap_or(i64::MAX),
+    }
+}
+
+pub(crate) fn unfold(im2col: &Im2col) -> Result<()> {
+    let &Im2col { windows: w, x, out, inside } = im2col;
     let device = out.cl_device()?;
     let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
     // If there are few windows a work-item copies one row of a window, otherwise the whole window.
@@ -96,8 +113,9 @@ fn channels_per_item(device: &ClDevice, task: PoolTask, x: &Tensor, index: &Tens
     }
 }
 
-pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
-    if image::pool(w, task, x, index, out)? {
+pub(crate) fn pool(pooling: &Pooling) -> Result<()> {
+    let &Pooling { windows: w, task, x, index, out } = pooling;
+    if image::pool(pooling)? {
         return Ok(());
     }
     let device = out.cl_device()?;
@@ -117,7 +135,7 @@ pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
     let args = match task {
         PoolTask::Max | PoolTask::MaxBackward => tensor_args(&[&from, &to, &indices], [words, number]),
         PoolTask::Mean(divisor) | PoolTask::MeanBackward(divisor) => {
-            tensor_args(&[&from, &to], [words, number, Arg::I64(divisor.code())])
+            tensor_args(&[&from, &to], [words, number, Arg::I64(divisor_code(divisor))])
         }
     };
     launch_tuned(device, &kernel, &args, count)

@@ -20,7 +20,7 @@ pub(crate) struct FusedAttention<'a> {
     pub(crate) dropout: Option<(f64, Seed)>,
 }
 
-/// The tensors that backward needs besides the inputs of forward.
+/// The tensors of backward besides the inputs of forward.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionBackward<'a> {
     /// The result of forward, `[batch.., heads, L, V]`.
@@ -29,6 +29,8 @@ pub(crate) struct AttentionBackward<'a> {
     pub(crate) logsumexp: &'a Tensor,
     /// The gradient of the result, with the shape of `out`.
     pub(crate) grad: &'a Tensor,
+    /// Receive the gradients of queries, keys and values, each with the shape of its operand.
+    pub(crate) results: [&'a Tensor; 3],
 }
 
 impl FusedAttention<'_> {

@@ -1,6 +1,18 @@
 //! Convolutions that do not store the im2col matrix.
 
+use crate::backend::problem::windows::Windows;
 use crate::{Result, Tensor};
+
+/// A convolution of images `[N, C, image]` with a weight `[O, C / groups, kernel]`.
+pub(crate) struct Conv2d<'a> {
+    pub(crate) windows: Windows,
+    pub(crate) x: &'a Tensor,
+    pub(crate) weight: &'a Tensor,
+    pub(crate) bias: Option<&'a Tensor>,
+    pub(crate) groups: usize,
+    /// Whether the im2col matrix is the image itself.
+    pub(crate) single: bool,
+}
 
 /// A convolution, its transpose and its weight gradient, in one launch each. Images are `[N, C, image]`, windows (the convolution's output)
 /// `[N, O, grid]`, and the weight is `[O, C / groups, kernel]`.

@@ -1,7 +1,7 @@
 //! Gather and scatter: elements read and written through indices.
 
 use crate::layout::Layout;
-use crate::{Compute, DType, Tensor};
+use crate::{DType, Tensor};
 
 /// A gather or scatter along one dim. Both layouts have the shape of the elements that move.
 pub(crate) struct Indexed<'a> {
@@ -16,6 +16,26 @@ pub(crate) struct Indexed<'a> {
     pub(crate) step: isize,
     /// Whether negative indices count from the end.
     pub(crate) wraps: bool,
+}
+
+/// A scatter of `moved.x` into `target`, which is viewed with `layout` and indexed along dim `d`.
+pub(crate) struct Scatter<'a> {
+    pub(crate) moved: &'a Indexed<'a>,
+    pub(crate) combine: Combine,
+    pub(crate) target: &'a Tensor,
+    pub(crate) layout: &'a Layout,
+    pub(crate) d: usize,
+}
+
+/// One index of a linear index: adds `index * step` to `out`, or with a `base` overwrites `out` with `base + index * step`.
+pub(crate) struct IndexTerm<'a> {
+    pub(crate) op: &'static str,
+    pub(crate) index: &'a Tensor,
+    /// The size of the indexed dim; `step` is its stride.
+    pub(crate) size: usize,
+    pub(crate) step: isize,
+    pub(crate) base: Option<i64>,
+    pub(crate) out: &'a Tensor,
 }
 
 /// How a scatter combines the old element with the new one (PyTorch's `reduce`).
@@ -38,20 +58,6 @@ impl Combine {
             Combine::Multiply => old.mul(new),
             Combine::Max => old.max(new),
             Combine::Min => old.min(new),
-        }
-    }
-
-    /// The OpenCL C function or macro that combines two elements of type `acc`.
-    pub(crate) fn cl_name(self, acc: Compute) -> String {
-        let (integers, c) = (acc == Compute::I64, acc.cl_name());
-        match self {
-            Combine::Add if integers => "add_long".into(),
-            Combine::Multiply if integers => "mul_long".into(),
-            Combine::Add => "PLUS".into(),
-            Combine::Multiply => "TIMES".into(),
-            Combine::Max => format!("max_{c}"),
-            Combine::Min => format!("min_{c}"),
-            Combine::Set => unreachable!("elements that are only moved are not computed with"),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Source coordinates of interpolation, in integer arithmetic, so that host and kernels compute the same elements.
 
-use crate::{Error, Result};
+use crate::{Error, Result, Tensor};
 
 /// The source coordinates along one dim, from `from` inputs to `to` outputs. Output o has the coordinate
 /// `(scale * o + shift) / unit`, clamped at 0.
@@ -8,9 +8,9 @@ use crate::{Error, Result};
 pub(crate) struct Samples {
     pub(crate) from: usize,
     pub(crate) to: usize,
-    scale: i64,
-    shift: i64,
-    unit: i64,
+    pub(crate) scale: i64,
+    pub(crate) shift: i64,
+    pub(crate) unit: i64,
     pub(crate) linear: bool,
 }
 
@@ -42,11 +42,6 @@ impl Samples {
     pub(crate) fn fits_32_bits(&self) -> bool {
         // All intermediate values are at most twice this product: see `new`.
         (self.from as u128 + 1) * (self.to as u128 + 1) < 1 << 29
-    }
-
-    /// Encodes the fields as in the kernels' struct. The last word is the integer part of the scale.
-    pub(crate) fn words(&self) -> [i64; 6] {
-        [self.from as i64, self.to as i64, self.scale, self.shift, self.unit, self.scale / self.unit]
     }
 
     /// Returns the inputs before and after the coordinate of output o, and the weight of the second.
@@ -144,6 +139,14 @@ pub enum Interpolation {
         /// Whether the centres of the corner elements are aligned, instead of their outer edges (PyTorch's `align_corners`).
         align_corners: bool,
     },
+}
+
+/// Resizes x into `out`, or if `transposed` applies the transposed linear map, which is the gradient.
+pub(crate) struct Interpolate<'a> {
+    pub(crate) resize: &'a Resize,
+    pub(crate) x: &'a Tensor,
+    pub(crate) out: &'a Tensor,
+    pub(crate) transposed: bool,
 }
 
 impl Interpolation {

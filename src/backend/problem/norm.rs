@@ -18,7 +18,7 @@ pub(crate) struct Normalisation<'a> {
     pub(crate) statistics: &'a Tensor,
     /// In backward with one weight for each row: `[2, rows]`.
     pub(crate) sums: Option<&'a Tensor>,
-    /// In backward with a weight for each column: partial sums of the weight's and bias's gradients ([`cpu::columns`]).
+    /// In backward with a weight for each column: partial sums of the weight's and bias's gradients.
     pub(crate) columns: Option<&'a Tensor>,
     pub(crate) eps: f64,
     pub(crate) rms: bool,
@@ -48,6 +48,26 @@ impl Normalisation<'_> {
     pub(crate) fn len(&self) -> usize {
         self.x.shape().dims()[2..].iter().product()
     }
+}
+
+/// A forward pass over tensors that need not be viewed as rows yet.
+pub(crate) struct NormForward<'a> {
+    pub(crate) given: Normalisation<'a>,
+    pub(crate) grouping: &'a RowGrouping,
+    /// True for each of the four dims that weight and bias have.
+    pub(crate) dims: [bool; 4],
+    /// Builds the row views.
+    pub(crate) views: &'a dyn Fn() -> Result<NormViews>,
+}
+
+/// The variance of each row of x, or its square root. The last two of four dims form a row.
+pub(crate) struct Variance<'a> {
+    pub(crate) x: &'a Tensor,
+    /// The result, with one contiguous element for each row.
+    pub(crate) out: &'a Tensor,
+    /// The degrees of freedom, by which the sum of squared deviations is divided.
+    pub(crate) freedom: f64,
+    pub(crate) root: bool,
 }
 
 /// Four-dim views of x, y, weight and bias.

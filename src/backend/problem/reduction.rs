@@ -106,9 +106,7 @@ impl ReductionPlan {
 /// A checked reduction: the result is allocated, and neither the result nor the reduced part of the input is empty.
 pub(crate) struct Reduction<'a> {
     pub(crate) op: &'static str,
-    /// The index of the operation's row in the table of reductions.
-    pub(crate) id: usize,
-    pub(crate) rule: &'a Rule,
+    pub(crate) rule: &'static Rule,
     pub(crate) x: &'a Tensor,
     /// For each dim of x, whether to reduce it.
     pub(crate) mask: &'a [bool],
@@ -249,14 +247,6 @@ impl SafeRange {
             scale_down: power(scale_down),
             scale_up: power(scale_up),
         }
-    }
-
-    /// Returns the OpenCL C definitions `LARGEST`, `LEAST`, `DOWN` and `UP`.
-    pub(crate) fn defines(compute: Compute) -> String {
-        let SafeRange { max_sum, min_square_sum, scale_down, scale_up } = SafeRange::for_accumulator(compute);
-        let suffix = if compute == Compute::F64 { "" } else { "f" };
-        let each = [("LARGEST", max_sum), ("LEAST", min_square_sum), ("DOWN", scale_down), ("UP", scale_up)];
-        each.map(|(name, value)| format!("#define {name} {value:e}{suffix}\n")).concat()
     }
 
     /// Returns the factor for the elements whose plain sum is `sum`: 1 if the sum is accepted. Only sums of `squares` can be too small.

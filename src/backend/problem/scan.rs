@@ -1,5 +1,16 @@
 //! Scans: running reductions along a dim.
 
+use crate::Tensor;
+
+/// A scan along dim `d` of x. `indices` receives the indices of running maxima or minima.
+pub(crate) struct RunningReduction<'a> {
+    pub(crate) scan: Scan,
+    pub(crate) x: &'a Tensor,
+    pub(crate) d: usize,
+    pub(crate) values: &'a Tensor,
+    pub(crate) indices: Option<&'a Tensor>,
+}
+
 /// How a scan combines elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Scan {

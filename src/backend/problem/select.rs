@@ -1,7 +1,48 @@
-//! Selection by rank: top-k, k-th value and medians.
+//! Sorting, searching in sorted lines, and selection by rank: top-k, k-th value and medians.
 
+use crate::layout::Layout;
 use crate::layout::shape::Dims;
 use crate::{DType, Tensor};
+
+/// A stable sort along dim `d` of x. `indices` receives each element's index before the sort.
+pub(crate) struct Sorting<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) d: usize,
+    pub(crate) descending: bool,
+    pub(crate) values: &'a Tensor,
+    pub(crate) indices: &'a Tensor,
+}
+
+/// A search for the insertion index of each value in a line of `sorted`.
+pub(crate) struct Search<'a> {
+    /// The tensor whose lines are sorted along its last dim.
+    pub(crate) sorted: &'a Tensor,
+    /// The lines, broadcast to the shape of the values. The elements of a line are `step` apart.
+    pub(crate) lines: &'a Layout,
+    pub(crate) step: isize,
+    pub(crate) values: &'a Tensor,
+    /// Whether a value is inserted after elements equal to it.
+    pub(crate) right: bool,
+    /// The result. If it is bool, it receives whether the line contains the value.
+    pub(crate) out: &'a Tensor,
+}
+
+/// The first `k` elements along dim `d` of x, in sorted order.
+#[derive(Clone, Copy)]
+pub(crate) struct TopK<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) d: usize,
+    pub(crate) k: usize,
+    pub(crate) descending: bool,
+}
+
+/// The element of one rank from each line along dim `d` of x.
+#[derive(Clone, Copy)]
+pub(crate) struct RankedElement<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) d: usize,
+    pub(crate) rank: RankQuery<'a>,
+}
 
 /// The result of a selection: indices, and the values if the backend computes those as well.
 pub(crate) struct Selected {
@@ -48,16 +89,6 @@ impl<'a> RankQuery<'a> {
 
     pub(crate) fn ranks(self) -> Option<&'a Tensor> {
         if let RankQuery::Ranks(ranks) = self { Some(ranks) } else { None }
-    }
-
-    /// The arguments `k`, counted from 1, and `rule` of `kernels/select.cl`.
-    pub(crate) fn kernel_arguments(self) -> (usize, u32) {
-        match self {
-            RankQuery::Rank(rank) => (rank + 1, 0),
-            RankQuery::OrNan(rank) => (rank + 1, 1),
-            RankQuery::NanMedian => (1, 2),
-            RankQuery::Ranks(_) => (1, 3),
-        }
     }
 }
 

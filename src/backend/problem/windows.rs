@@ -1,9 +1,6 @@
 //! Sliding windows over images: their geometry, and pooling.
 
-use smallvec::SmallVec;
-
 use crate::Tensor;
-use crate::tensor::Dims;
 
 /// The geometry of sliding windows over D dims. Backends take two dims, rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,17 +28,6 @@ pub(crate) enum Divisor {
     Number(usize),
 }
 
-impl Divisor {
-    /// The divisor's encoding as a kernel argument.
-    pub(crate) fn code(self) -> i64 {
-        match self {
-            Divisor::Window => 0,
-            Divisor::InsideImage => -1,
-            Divisor::Number(n) => i64::try_from(n).unwrap_or(i64::MAX),
-        }
-    }
-}
-
 /// Maximum or average pooling, or its gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PoolTask {
@@ -51,16 +37,26 @@ pub(crate) enum PoolTask {
     MeanBackward(Divisor),
 }
 
+/// Pooling of x. Only maxima use `index`: forward writes the index of each maximum, and backward reads it.
+pub(crate) struct Pooling<'a> {
+    pub(crate) windows: &'a Windows,
+    pub(crate) task: PoolTask,
+    pub(crate) x: &'a Tensor,
+    pub(crate) index: &'a Tensor,
+    pub(crate) out: &'a Tensor,
+}
+
+/// Im2col: copies the elements of each window of x into columns of `out`.
+pub(crate) struct Im2col<'a> {
+    pub(crate) windows: &'a Windows,
+    pub(crate) x: &'a Tensor,
+    pub(crate) out: &'a Tensor,
+    /// Whether the batch is inside, `[C, kernel, N, grid]`, instead of `[N, C, kernel, grid]`.
+    pub(crate) inside: bool,
+}
+
 /// The sizes of a 4-D tensor.
 pub(crate) fn sizes_4d(t: &Tensor) -> [usize; 4] {
     let dims = t.shape().dims();
     [dims[0], dims[1], dims[2], dims[3]]
-}
-
-/// Encodes the geometry as in the kernels' struct; `strides` belong to the tensor that is read.
-pub(crate) fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 22]> {
-    let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.padding_after, w.dilation];
-    let dims: Dims = x.shape().dims()[..2].iter().copied().collect();
-    let numbers = pairs.iter().flatten().chain(&dims).map(|&n| n as i64);
-    numbers.chain((0..6).map(|i| strides.get(i).copied().unwrap_or(0) as i64)).collect()
 }

@@ -85,7 +85,7 @@ pub(super) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
     write(logsumexp, sums)
 }
 
-pub(super) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> {
+pub(super) fn backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> {
     let (weights, v, [.., width, value_width]) = (Scores::new(a)?, read_floats(a.v)?, a.sizes());
     let [out, sums, grad] = [of.out, of.logsumexp, of.grad].map(read_floats);
     let (out, sums, grad) = (out?, sums?, grad?);
@@ -108,5 +108,5 @@ pub(super) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Te
             }
         }
     }
-    results.into_iter().zip([dq, dk, dv]).try_for_each(|(t, values)| write(t, values))
+    of.results.into_iter().zip([dq, dk, dv]).try_for_each(|(t, values)| write(t, values))
 }

@@ -24,62 +24,44 @@ impl Backend for Reference {
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = moves::sequence(values, out).map(|()| true);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> = moves::join(out, tensors, d).map(|()| true);
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = moves::tril_triu(x, from, to).map(Some);
-        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = reductions::gemm(product, shape, outs);
+        gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = reductions::gemm(product, outs[0].shape(), outs);
         reduce(reduction: &Reduction) -> Result<()> = reductions::reduce(reduction);
-        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
-            reductions::scan(scan, x, d, values, indices);
-        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
-            sorts::sort(x, d, descending, values, indices);
-        searchsorted(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
-            sorts::searchsorted(x, lines, step, v, right, out);
-        topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
-            sorts::topk(x, d, k, descending).map(Some);
-        kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> = sorts::kth(x, d, nth).map(Some);
+        scan(s: &RunningReduction) -> Result<()> = reductions::scan(s.scan, s.x, s.d, s.values, s.indices);
+        sort(s: &Sorting) -> Result<()> = sorts::sort(s.x, s.d, s.descending, s.values, s.indices);
+        searchsorted(search: &Search) -> Result<()> = sorts::searchsorted(search);
+        topk(t: TopK) -> Result<Option<Selected>> = sorts::topk(t.x, t.d, t.k, t.descending).map(Some);
+        kth(r: RankedElement) -> Result<Option<Selected>> = sorts::kth(r.x, r.d, r.rank).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = moves::gather(g, out);
-        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
-            moves::scatter(g, combine, target, layout);
-        linear_index(
-            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
-        ) -> Result<()> =
-            moves::linear_index(op, index, out, axis, base);
-        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
-            moves::one_hot(op, x, out, classes);
+        scatter(s: &Scatter) -> Result<()> = moves::scatter(s.moved, s.combine, s.target, s.layout);
+        linear_index(t: &IndexTerm) -> Result<()> = moves::linear_index(t.op, t.index, t.out, (t.size, t.step), t.base);
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> =
+            moves::one_hot(op, x, out, out.shape().dims()[x.rank()]);
         nonzero(x: &Tensor, _: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> = moves::nonzero(x, dims);
         masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = moves::masked_select(x, mask).map(Some);
         softmax(softmax: &Softmax) -> Result<()> = rows::softmax(softmax);
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = rows::cross_entropy(entropy);
         norm(rows: &Normalisation) -> Result<()> = rows::norm(rows);
-        norm_forward(
-            given: &Normalisation, _: &[u64; 4], views: &dyn Fn() -> Result<NormViews>
-        ) -> Result<()> =
-            rows::norm(&given.with_views(&views()?));
+        norm_forward(norm: &NormForward) -> Result<()> = rows::norm(&norm.given.with_views(&(norm.views)()?));
         alloc_column_sums(x: &Tensor, _: usize, n: usize) -> Result<Option<Tensor>> =
             Tensor::empty_with_shape([1, 2, n], x.dtype.compute().dtype(), Device::Cpu).map(Some);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             rows::normalise_channels(x, numbers, eps).map(Some);
         has_variance() -> bool = true;
-        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
-            rows::variance(rows, out, freedom, root).map(|()| true);
-        convolution(
-            windows: Windows, _: &Tensor, _: &Tensor, groups: usize, _: bool
-        ) -> Option<Box<dyn Convolution>> =
-            Some(Box::new(images::Convolution { windows, groups }));
-        forward_convolution(
-            windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize
-        ) -> Result<Option<Tensor>> =
-            images::Convolution { windows: *windows, groups }.forward(x, weight, bias).map(Some);
-        im2col(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
-            images::im2col(windows, x, out, inside);
+        variance(v: &Variance) -> Result<bool> = rows::variance(v.x, v.out, v.freedom, v.root).map(|()| true);
+        convolution(c: &Conv2d) -> Option<Box<dyn Convolution>> =
+            Some(Box::new(images::Convolution { windows: c.windows, groups: c.groups }));
+        forward_convolution(c: &Conv2d) -> Result<Option<Tensor>> =
+            images::Convolution { windows: c.windows, groups: c.groups }.forward(c.x, c.weight, c.bias).map(Some);
+        to_image(_: &Tensor) -> Result<Option<Image>> = Ok(None);
+        read_image(_: &Image, _: &Tensor) -> Result<()> = unreachable!("the reference has no images");
+        im2col(i: &Im2col) -> Result<()> = images::im2col(i.windows, i.x, i.out, i.inside);
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = images::col2im(windows, columns, out);
-        pool(windows: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
-            images::pool(windows, task, x, index, out);
-        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
-            images::interpolate(resize, x, out, transposed);
+        pool(p: &Pooling) -> Result<()> = images::pool(p.windows, p.task, p.x, p.index, p.out);
+        interpolate(i: &Interpolate) -> Result<()> = images::interpolate(i.resize, i.x, i.out, i.transposed);
         has_attention(_: &FusedAttention) -> Result<bool> = Ok(true);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
-        attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
-            attention::backward(a, of, results);
+        attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);
         attention_blocking(memory: usize, _: bool) -> Blocking = Blocking { unblocked_bytes: memory, block_bytes: memory, min_queries: 1 };
     }
 }

@@ -3,8 +3,7 @@
 use ndarray::{ArrayD, Axis};
 
 use super::values::{Memory, indices, is_nan, new_tensor, order, read, storage_index, write};
-use crate::backend::problem::select::{RankQuery, Selected};
-use crate::layout::Layout;
+use crate::backend::problem::select::{RankQuery, Search, Selected};
 use crate::{DType, Result, Scalar, Tensor};
 
 /// The indices of a line's elements in sorted order.
@@ -57,14 +56,8 @@ pub(super) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> 
 }
 
 /// Counts the elements before each value in its line: lesser elements, and with `right` also equal ones. All elements are before NaN.
-pub(super) fn searchsorted(
-    x: &Tensor,
-    lines: &Layout,
-    step: isize,
-    v: &Tensor,
-    right: bool,
-    out: &Tensor,
-) -> Result<()> {
+pub(super) fn searchsorted(search: &Search) -> Result<()> {
+    let &Search { sorted: x, lines, step, values: v, right, out } = search;
     let (x, n, values) = (Memory::read(x)?, *x.shape().dims().last().expect("a line"), read(v)?);
     let found = indices(v.shape().dims()).map(|index| {
         let (start, value) = (storage_index(lines, &index), values[&index[..]].to_f64());

@@ -18,7 +18,7 @@ impl ClDevice {
         let mut entries = self.programs.binaries().map_err(|e| self.error(self.detect_loss(e)))?;
         let programs = entries.len();
         entries.extend(lock(&self.programs.probe_results).clone());
-        if self.is_tuned() {
+        if self.tuning().is_chosen() {
             entries.insert(self.tuning_file(), self.tuning_text().into_bytes());
         }
         let blob = blob::write(&self.cache_identity(), &entries);
@@ -41,7 +41,7 @@ impl ClDevice {
         let programs = entries.keys().filter(|name| FileKind::Program.matches(name)).count();
         self.imported.extend(entries);
         if let Some(stored) = tuning {
-            self.set_all_tuned(stored);
+            self.tuning().set_all(stored);
         }
         Ok(programs)
     }

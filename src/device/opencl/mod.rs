@@ -5,11 +5,9 @@
 //! and waited for outside the lock, so a waiting thread never stops another thread from submitting: see [`queues`].
 //!
 //! Kernels: [`program`] builds kernels, [`cache`] stores their binaries on disk, [`launch`] runs kernels. [`capture`]
-//! records launches instead, for [`replay`] by the host, by a [`command_buffer`] or by a [`recordable_queue`]. [`probe`]
-//! finds out which features kernels can use.
+//! records launches instead, and replays them. [`probe`] finds out which features kernels can use.
 //!
-//! Tuning: [`parameters`] are the numbers compiled into kernels, [`tuning`] has a device's values, [`choices`] has values per
-//! kernel and size class, found by [`trials`].
+//! Tuning: [`tuning`] has the numbers compiled into kernels, and values per kernel and size class.
 //!
 //! Memory: [`transfer`] copies bytes, through [`pinned`] memory for speed. [`host_memory`] keeps the host's side of a transfer
 //! alive until the transfer is over. [`driver`] is the only file that owns raw handles. [`exit`] stops all work before the
@@ -22,8 +20,6 @@ mod cache;
 mod capabilities;
 pub(crate) mod capture;
 mod carry;
-mod choices;
-mod command_buffer;
 mod context;
 mod discovery;
 mod driver;
@@ -40,17 +36,14 @@ mod launch;
 #[cfg(test)]
 #[path = "../../../tests/readers/mutate.rs"]
 mod mutate;
-mod parameters;
 mod pinned;
 mod probe;
 mod profiling;
 mod program;
 mod queue;
 mod queues;
-mod recordable_queue;
 #[cfg(test)]
 mod recovery_tests;
-pub(crate) mod replay;
 mod retry;
 mod signature;
 #[cfg(test)]
@@ -59,14 +52,12 @@ mod streams;
 #[cfg(test)]
 mod tests;
 mod transfer;
-mod trials;
-mod tuning;
+pub(crate) mod tuning;
 pub(crate) mod user_kernel;
 
 pub(crate) use adopt::adopt;
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use capabilities::{capabilities, platforms};
-pub(crate) use choices::{MAX_TUNED_GROUP_ITEMS, SizeClass};
 pub(crate) use context::{ARRIVAL_COUNTERS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
@@ -75,14 +66,13 @@ pub use fault::{report_faults_to_any_thread, reported_faults};
 pub(crate) use host_memory::HostMemory;
 pub(crate) use import::MappedBuffer;
 pub(crate) use launch::Arg;
-pub(crate) use parameters::{PARAMETERS, ParameterRow, TuningParameter};
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::{FAST_DIVISION, MOST_REGISTERS, SM_90A};
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{AddressSpace, Parameter};
 pub(crate) use transfer::MapRegion;
-pub(crate) use tuning::times_tuned;
+pub(crate) use tuning::{MAX_TUNED_GROUP_ITEMS, SizeClass, TuningParameter, times_tuned};
 pub(crate) use user_kernel::{Argument as KernelArgument, KernelBuffer, KernelTensor};
 
 use crate::Result;

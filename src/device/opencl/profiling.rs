@@ -31,9 +31,7 @@ impl ClDevice {
             log::emit(move || tracing::warn!(%error, "commands are not timed"));
         }
     }
-}
 
-impl ClDevice {
     /// Returns the time at which an event of [`record_timed`](Self::record_timed) was done, in nanoseconds of the device's clock. Call
     /// after waiting for the event.
     ///

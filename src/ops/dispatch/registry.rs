@@ -11,27 +11,12 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWrite
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
+pub use crate::device::name::Backend;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::Operation;
 use crate::ops::dispatch::parameters::Slots;
-use crate::{Device, Error, Result, Tensor, autograd};
-
-/// The kind of device that an implementation runs on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Backend {
-    /// [`Device::Cpu`].
-    Cpu,
-    /// Every [`Device::OpenCL`].
-    OpenCL,
-}
-
-impl From<Device> for Backend {
-    fn from(device: Device) -> Backend {
-        if device.is_cpu() { Backend::Cpu } else { Backend::OpenCL }
-    }
-}
+use crate::{Error, Result, Tensor, autograd};
 
 type Forward = dyn Fn(&[Option<&Tensor>], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync;
 type Backward = dyn Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;

@@ -6,7 +6,7 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::index::{Combine, IndexTerm, Indexed};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
@@ -97,9 +97,10 @@ impl AdvancedIndex {
         };
         let (back, ahead) = (reach(-1), reach(1));
         let index = backend::compute(&self.index_shape, DType::I64, t.device(), |b, out| {
-            self.given.iter().zip(axes).enumerate().try_for_each(|(i, ((_, index), axis))| {
-                let index = index.with_layout(index.layout.broadcast_to(&self.index_shape));
-                b.linear_index(self.op, &index, out, axis, (i == 0).then_some(back as i64))
+            self.given.iter().zip(axes).enumerate().try_for_each(|(i, ((_, index), (size, step)))| {
+                let index = &index.with_layout(index.layout.broadcast_to(&self.index_shape));
+                let base = (i == 0).then_some(back as i64);
+                b.linear_index(&IndexTerm { op: self.op, index, size, step, base, out })
             })
         })?;
         Ok(LinearIndex { index, size: back + ahead + 1, step: 1, offset: t.layout.offset - back, wraps: false })

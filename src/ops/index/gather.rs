@@ -262,7 +262,7 @@ impl Tensor {
         check_index(op, self)?;
         let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
         invalid!(op if classes == 0 && self.numel() > 0, "the number of classes is 0, and the tensor is not empty");
-        backend::compute(shape, DType::I64, self.device(), |b, out| b.one_hot(op, self, out, classes))
+        backend::compute(shape, DType::I64, self.device(), |b, out| b.one_hot(op, self, out))
     }
 }
 

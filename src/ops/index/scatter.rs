@@ -2,7 +2,7 @@
 //! a vector of indices selects slices.
 
 use crate::autograd::Saved;
-use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::index::{Combine, Indexed, Scatter};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{broadcast_index, check_index, check_index_shape, with_dim_size, without_stride};
 use crate::ops::record_gradients;
@@ -21,7 +21,7 @@ impl Indexed<'_> {
         if self.size == 0 {
             return Err(self.empty_dim_error()?);
         }
-        backend::launch([target], |b| b.scatter(self, combine, target, layout, d))
+        backend::launch([target], |b| b.scatter(&Scatter { moved: self, combine, target, layout, d }))
     }
 }
 

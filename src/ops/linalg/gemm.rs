@@ -79,7 +79,7 @@ impl<'a> Gemm<'a> {
         let Gemm { op, a, .. } = *self;
         let summed = match shape.numel() {
             0 => false,
-            _ => self.with_program(|g| backend::launch(outs.iter().chain(self.sums), |b| b.gemm(g, shape, outs)))?,
+            _ => self.with_program(|g| backend::launch(outs.iter().chain(self.sums), |b| b.gemm(g, outs)))?,
         };
         match self.sums {
             Some(sums) if !summed => {

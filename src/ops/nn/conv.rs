@@ -24,7 +24,7 @@ pub(crate) mod options;
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
-use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::conv::columns::{Im2colConvolution, multiply_columns};
@@ -332,9 +332,13 @@ impl ConvProblem {
         out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
     }
 
+    fn conv2d<'t>(self, x: &'t Tensor, weight: &'t Tensor, bias: Option<&'t Tensor>, single: bool) -> Conv2d<'t> {
+        Conv2d { windows: self.windows, x, weight, bias, groups: self.groups, single }
+    }
+
     /// Returns the backend's own convolution, if there is one faster than products. `single` says that each image equals its im2col columns.
     fn backend_convolution(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Convolution>> {
-        backend::of_device(x.device()).convolution(self.windows, x, weight, self.groups, single)
+        backend::of_device(x.device()).convolution(&self.conv2d(x, weight, None, single))
     }
 
     /// Computes and records the convolution with `direct`, which also computes its gradients.
@@ -376,7 +380,7 @@ impl ConvProblem {
 
     /// Computes the forward pass with the backend's own kernel, if there is one.
     fn forward_by_backend(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
-        backend::of_device(x.device()).forward_convolution(&self.windows, x, weight, bias, self.groups)
+        backend::of_device(x.device()).forward_convolution(&self.conv2d(x, weight, bias, false))
     }
 
     /// Records `out`, with gradients that `direct` computes.

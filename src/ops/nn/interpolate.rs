@@ -1,6 +1,6 @@
 //! Resizing of images: nearest and linear interpolation, and pixel shuffle.
 
-use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
+use crate::backend::problem::interpolation::{Interpolate, Interpolation, Resize, Samples};
 use crate::backend::problem::windows::sizes_4d;
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
@@ -46,7 +46,9 @@ impl Resize {
         let [n, c, h, w] = sizes_4d(x);
         let [h, w] = [(self.rows, h), (self.columns, w)]
             .map(|(samples, n)| samples.map_or(n, |samples| if transposed { samples.from } else { samples.to }));
-        backend::compute([n, c, h, w], x.dtype, x.device(), |b, out| b.interpolate(self, x, out, transposed))
+        backend::compute([n, c, h, w], x.dtype, x.device(), |b, out| {
+            b.interpolate(&Interpolate { resize: self, x, out, transposed })
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{Normalisation, RowGrouping, broadcast_view, unbind};
+use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, broadcast_view, unbind};
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
@@ -80,19 +80,8 @@ impl Norm<'_> {
             let (weight, bias) = (own(weight)?, own(bias)?);
             Ok((from, to, weight, bias))
         };
-        backend::launch(given.outputs(), |b| b.norm_forward(&given, &self.cache_key(), &views))
-    }
-
-    /// The parameters other than tensors, as the key of the launch cache.
-    fn cache_key(&self) -> [u64; 4] {
-        let (view, number) = match *self.view {
-            RowGrouping::Last(n) => (0, n),
-            RowGrouping::Groups(groups) => (1, groups),
-            RowGrouping::Batch => (2, 0),
-        };
-        let switches = self.dims.into_iter().chain([self.rms, self.weight.is_some(), self.bias.is_some()]);
-        let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
-        [view, number as u64, switches, self.eps.to_bits()]
+        let norm = NormForward { given, grouping: self.view, dims: self.dims, views: &views };
+        backend::launch(norm.given.outputs(), |b| b.norm_forward(&norm))
     }
 
     fn backward(

@@ -7,7 +7,7 @@
 //! first, and then over the depth with each H x W slice as one row. This is exact because the maximum and mean are separable.
 
 use crate::autograd::Saved;
-use crate::backend::problem::windows::{Divisor, PoolTask, Windows, sizes_4d};
+use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::tensor::Layout;
@@ -196,7 +196,7 @@ impl Windows {
         backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
             // The input is empty, so every window is entirely padding.
             0 => out.zero_().map(drop),
-            _ => b.im2col(self, x, out, inside),
+            _ => b.im2col(&Im2col { windows: self, x, out, inside }),
         })
     }
 
@@ -274,7 +274,9 @@ impl Windows {
         match x.numel() {
             // There are no windows, so the gradient is zero.
             0 => drop(out.zero_()?),
-            _ => backend::launch([&out].into_iter().chain(index_is_written), |b| b.pool(self, task, x, index, &out))?,
+            _ => backend::launch([&out].into_iter().chain(index_is_written), |b| {
+                b.pool(&Pooling { windows: self, task, x, index, out: &out })
+            })?,
         }
         Ok(out)
     }

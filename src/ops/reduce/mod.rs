@@ -57,9 +57,8 @@ fn reduce(
         _ if out.numel() == 0 => return Ok(out),
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
-            let id = (row as *const ReductionRow).addr();
             let (rule, number) = (row.rule(), n as f64);
-            backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule, x: t, mask, out: &out, number }))?;
+            backend::launch([&out], |b| b.reduce(&Reduction { op, rule, x: t, mask, out: &out, number }))?;
         }
     }
     Ok(out)

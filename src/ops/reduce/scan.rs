@@ -7,7 +7,7 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::problem::scan::Scan;
+use crate::backend::problem::scan::{RunningReduction, Scan};
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::Layout;
 use crate::tensor::view::detach_at_least_1d;
@@ -27,7 +27,9 @@ fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor,
         false => None,
     };
     if x.numel() > 0 {
-        backend::launch([&values].into_iter().chain(&indices), |b| b.scan(kind, &x, d, &values, indices.as_ref()))?;
+        backend::launch([&values].into_iter().chain(&indices), |b| {
+            b.scan(&RunningReduction { scan: kind, x: &x, d, values: &values, indices: indices.as_ref() })
+        })?;
     }
     // The results have the shape of the input, also for a scalar.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));

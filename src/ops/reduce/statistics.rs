@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
+use crate::backend::problem::norm::Variance;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
@@ -144,8 +145,8 @@ fn fused_variance(
     }
     let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
     let out = Tensor::empty_with_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
-    let degrees_of_freedom = plan.n.saturating_sub(correction) as f64;
-    Ok(backend.variance(&rows, &out, degrees_of_freedom, root)?.then_some(out))
+    let freedom = plan.n.saturating_sub(correction) as f64;
+    Ok(backend.variance(&Variance { x: &rows, out: &out, freedom, root })?.then_some(out))
 }
 
 /// The rules for the root of a sum of squares divided by the degrees of freedom, and for that quotient without the root.
@@ -170,8 +171,7 @@ pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedo
         return Ok(out);
     }
     let rule = &MOMENT_RULES[usize::from(!root)];
-    let id = std::ptr::from_ref(rule).addr();
-    backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule, x, mask, out: &out, number: freedom }))?;
+    backend::launch([&out], |b| b.reduce(&Reduction { op, rule, x, mask, out: &out, number: freedom }))?;
     Ok(out)
 }
 

@@ -1,6 +1,5 @@
 //! Joining, padding, triangles and sequences.
 
-pub(crate) mod image;
 pub(crate) mod join;
 pub(crate) mod operations;
 pub(crate) mod pad;

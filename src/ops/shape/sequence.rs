@@ -98,7 +98,7 @@ impl Tensor {
     /// Fills `out`, a new tensor, with values computed on the host: in place on the CPU, otherwise by one write.
     fn fill_on_host(op: &'static str, out: Tensor, value: impl Fn(usize) -> Scalar + Sync + Copy) -> Result<Tensor> {
         let dtype = out.dtype;
-        if out.numel() > 0 && out.device().is_cpu() {
+        if out.numel() > 0 && out.device().is_host() {
             with_host(&[], &[&out.storage], |_, to| write_values(dtype, to[0], value))?;
             return Ok(out);
         }

@@ -13,7 +13,7 @@ use super::{result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
-use crate::backend::problem::select::{RankQuery, Selected, dims_with};
+use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected, Sorting, TopK, dims_with};
 use crate::layout::dims::Mask;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
@@ -29,7 +29,9 @@ pub(crate) fn sort_detached(op: &'static str, t: &Tensor, dim: isize, descending
     let values = Tensor::empty_with_shape(x.shape(), x.dtype, x.device())?;
     let indices = Tensor::empty_with_shape(x.shape(), DType::I64, x.device())?;
     if x.numel() > 0 {
-        backend::launch([&values, &indices], |b| b.sort(&x, d, descending, &values, &indices))?;
+        backend::launch([&values, &indices], |b| {
+            b.sort(&Sorting { x: &x, d, descending, values: &values, indices: &indices })
+        })?;
     }
     // The results have the shape of the input, also for a scalar.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
@@ -55,7 +57,7 @@ impl Selected {
 /// Returns the first `k` elements of each line in sorted order, outside the graph. The tensor has at least one dim.
 pub(crate) fn topk_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Selected> {
     let d = t.shape().dim(op, dim)?;
-    if let Some(found) = backend::fill_or_decline(t, |b| b.topk(t, d, k, descending))? {
+    if let Some(found) = backend::fill_or_decline(t, |b| b.topk(TopK { x: t, d, k, descending }))? {
         return Ok(found);
     }
     Ok(sort_detached(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
@@ -69,7 +71,8 @@ pub(crate) fn elements_of_ranks(
     ranks: &[RankQuery<'_>],
 ) -> Result<Vec<Selected>> {
     let d = t.shape().dim(op, dim)?;
-    let found = |nth: &RankQuery<'_>| backend::fill_or_decline(t, |b| b.kth(t, d, *nth)).transpose();
+    let found =
+        |&rank: &RankQuery<'_>| backend::fill_or_decline(t, |b| b.kth(RankedElement { x: t, d, rank })).transpose();
     if let Some(found) = ranks.iter().map(found).collect::<Option<Result<_>>>() {
         return found;
     }
@@ -104,9 +107,8 @@ pub(crate) fn count_nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tenso
     });
     let mut mask = Mask::from_elem(false, x.rank());
     mask[d] = true;
-    let id = std::ptr::from_ref(&RULE).addr();
     backend::compute(dims_with(x, d, 1), DType::I64, x.device(), |b, out| {
-        b.reduce(&Reduction { op, id, rule: &RULE, x, mask: &mask, out, number: 0.0 })
+        b.reduce(&Reduction { op, rule: &RULE, x, mask: &mask, out, number: 0.0 })
     })
 }
 
@@ -246,6 +248,6 @@ fn binary_search(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool
     let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };
     let step = sorted.strides()[leading.len()];
     backend::compute(values.shape(), dtype, values.device(), |b, out| {
-        b.searchsorted(sorted, &lines, step, values, right, out)
+        b.searchsorted(&Search { sorted, lines: &lines, step, values, right, out })
     })
 }

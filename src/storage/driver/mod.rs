@@ -33,7 +33,6 @@ macro_rules! safe_methods {
 }
 
 pub(crate) mod host;
-pub(super) mod image;
 pub(crate) mod opencl;
 pub(super) mod pinned;
 mod registry;
@@ -47,9 +46,9 @@ use std::sync::Arc;
 
 use crate::device::StreamId;
 use crate::device::opencl::{ClBuffer, ClEvent, ClImage};
+pub use crate::storage::images::{ImageDesc, ImageFormat};
 use crate::{Device, Error, Result};
 use host::HostMemory;
-pub use image::{ImageDesc, ImageFormat};
 pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};

@@ -3,20 +3,28 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use super::image::{ImageDesc, ImageFormat, other_holder};
-use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
+use super::{At, Driver, Failure, ImageDesc, ImageFormat, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class, MappedBuffer};
 use crate::device::{StreamId, profiler};
 use crate::storage::block::{Block, BlockLocation};
 use crate::{Device, Error, Result};
 
-/// The driver of an OpenCL device.
+/// The driver of an OpenCL device's buffers, or of its images.
 #[derive(Clone, Copy)]
-pub(crate) struct OpenCl {
+pub(crate) struct OpenCl<const IMAGES: bool = false> {
     pub(crate) device: &'static ClDevice,
 }
+
+/// The functions of [`Driver::held_elsewhere`] and [`Driver::make_room_elsewhere`].
+pub(in crate::storage) struct OtherMemory {
+    pub(in crate::storage) held: fn(Device) -> u64,
+    pub(in crate::storage) make_room: fn(Device, usize) -> Result<bool>,
+}
+
+/// The memory outside a driver of buffers and outside a driver of images, once a device has images.
+pub(in crate::storage) static ELSEWHERE: OnceLock<[OtherMemory; 2]> = OnceLock::new();
 
 /// The location of a block's bytes in OpenCL memory. Keep the value until the work is enqueued: while it lives, the block cannot move.
 pub(crate) struct ClBlockLocation<'a> {
@@ -65,9 +73,16 @@ impl MappedHost {
     }
 }
 
-impl fmt::Debug for OpenCl {
+impl<const IMAGES: bool> fmt::Debug for OpenCl<IMAGES> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}'s memory", self.device.device())
+    }
+}
+
+impl OpenCl<true> {
+    /// Opens the device with this index and returns the driver of its images.
+    pub(crate) fn of_images(index: usize) -> Result<OpenCl<true>> {
+        Ok(OpenCl { device: opencl::open(index)? })
     }
 }
 
@@ -114,7 +129,9 @@ impl OpenCl {
             self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))
     }
+}
 
+impl<const IMAGES: bool> OpenCl<IMAGES> {
     fn failure(&self, error: ClError) -> Failure {
         match error.classify() {
             Class::OutOfMemory => match error.code {
@@ -128,8 +145,8 @@ impl OpenCl {
     }
 }
 
-// SAFETY: segments are buffers of the requested size, which no other code has.
-unsafe impl Driver for OpenCl {
+// SAFETY: segments are buffers or images of the requested size, which no other code has.
+unsafe impl<const IMAGES: bool> Driver for OpenCl<IMAGES> {
     fn device(&self) -> Device {
         self.device.device()
     }
@@ -167,11 +184,11 @@ unsafe impl Driver for OpenCl {
     }
 
     fn held_elsewhere(&self) -> u64 {
-        other_holder(self.device()).map_or(0, |other| other.held())
+        ELSEWHERE.get().map_or(0, |other| (other[usize::from(IMAGES)].held)(self.device()))
     }
 
-    fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
-        other_holder(self.device()).map_or(Ok(false), |other| other.make_room())
+    fn make_room_elsewhere(&self, bytes: usize) -> Result<bool> {
+        ELSEWHERE.get().map_or(Ok(false), |other| (other[usize::from(IMAGES)].make_room)(self.device(), bytes))
     }
 
     fn give_up(&self, cause: &str) {

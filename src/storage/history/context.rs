@@ -204,13 +204,10 @@ pub fn annotate<R>(name: &str, f: impl FnOnce() -> R) -> R {
 
 /// Runs `f` as a span of the profile, whose records carry the name.
 fn run_in_profile<R>(name: &str, f: impl FnOnce() -> R) -> R {
-    let mut record = profiler::Record::begin(profiler::RecordKind::Annotation(0), "", None);
-    let outer = record.annotation;
-    let inner = NamePath(outer).child(name).0;
-    record.kind = profiler::RecordKind::Annotation(inner);
-    profiler::set_annotation(inner, names_of);
+    let outer = profiler::annotation();
+    profiler::set_annotation(NamePath(outer).child(name).0, names_of);
     let _restore = OnDrop(|| _ = profiler::set_annotation(outer, names_of));
-    let _span = profiler::Span::new(record);
+    let _span = profiler::span(profiler::RecordKind::Annotation, "", None, 0, 0);
     f()
 }
 

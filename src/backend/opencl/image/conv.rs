@@ -7,7 +7,8 @@ use super::{
 use crate::backend::mark_written;
 use crate::backend::opencl::geometry::launch_tuned;
 use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::problem::windows::{Windows, sizes_4d};
+use crate::backend::problem::conv::Conv2d;
+use crate::backend::problem::windows::sizes_4d;
 use crate::device::opencl::{Arg, ClDevice, TuningParameter};
 use crate::storage::Image;
 use crate::{Result, Tensor};
@@ -22,13 +23,8 @@ pub(crate) fn reads_images(x: &Tensor) -> bool {
 
 /// Convolves `[n, c, h, w]` with a weight `[o, c / groups, kh, kw]`. Returns `None` if buffers should be read. Supports one group, and
 /// depthwise convolutions with as many outputs as inputs. Batches are divided if their images would be too high.
-pub(crate) fn convolution(
-    w: &Windows,
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    groups: usize,
-) -> Result<Option<Tensor>> {
+pub(crate) fn convolution(conv: &Conv2d) -> Result<Option<Tensor>> {
+    let &Conv2d { windows: ref w, x, weight, bias, groups, .. } = conv;
     let ([n, c, ..], [o, each, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
     let depthwise = groups > 1 && groups == c && o == c && each == 1;
     if (groups > 1 && !depthwise) || x.numel() == 0 || weight.numel() == 0 || exact_format(x.dtype).is_none() {

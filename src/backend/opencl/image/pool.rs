@@ -1,18 +1,19 @@
 //! Pooling that reads its input as an image.
 
 use super::{exact_format, image_arg, image_device, items_per_image, none_if_out_of_memory, single_use_image, slice};
+use crate::Result;
 use crate::backend::opencl::geometry::{launch_tuned, needs_64_bit};
-use crate::backend::opencl::window::window_kernel;
-use crate::backend::problem::windows::{PoolTask, Windows, sizes_4d, words};
+use crate::backend::opencl::window::{divisor_code, window_kernel, words};
+use crate::backend::problem::windows::{PoolTask, Pooling, sizes_4d};
 use crate::device::opencl::{Arg, TuningParameter};
-use crate::{Result, Tensor};
 
 /// Computes [`pool`](crate::backend::Backend::pool) for maxima and means. Returns false if buffers should be read. Batches are divided if
 /// their images would be too high.
-pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<bool> {
+pub(crate) fn pool(pooling: &Pooling) -> Result<bool> {
+    let &Pooling { windows: w, task, x, index, out } = pooling;
     let (name, divisor) = match task {
         PoolTask::Max => ("MAX_OF_IMAGE", 0),
-        PoolTask::Mean(divisor) => ("MEAN_OF_IMAGE", divisor.code()),
+        PoolTask::Mean(divisor) => ("MEAN_OF_IMAGE", divisor_code(divisor)),
         PoolTask::MaxBackward | PoolTask::MeanBackward(_) => return Ok(false),
     };
     let cl = match image_device(x, TuningParameter::PoolingImages) {

@@ -55,10 +55,10 @@ fn auto_reads_images_if_the_tuned_parameter_says_so() {
         let pool = |mode| with_memory_mode(mode, || x.max_pool2d([2, 2], MaxPoolOptions::default())).unwrap();
         let want = pool(MemoryMode::Buffer).to_vec::<f32>().unwrap();
         let images = || device.image_memory_stats().unwrap().allocation.allocated;
-        cl.set_tuned(TuningParameter::PoolingImages, 1);
+        cl.tuning().set(TuningParameter::PoolingImages, 1);
         let before = images();
         let got = pool(MemoryMode::Auto).to_vec::<f32>().unwrap();
-        cl.set_tuned(TuningParameter::PoolingImages, 0);
+        cl.tuning().set(TuningParameter::PoolingImages, 0);
         assert!(cl.image_limits().is_none() || images() > before);
         assert_eq!(got, want);
     }

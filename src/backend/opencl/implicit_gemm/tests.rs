@@ -132,6 +132,10 @@ fn with_pretended_cores<R>(f: impl FnOnce() -> R) -> R {
     made
 }
 
+fn conv2d<'a>(windows: Windows, x: &'a Tensor, weight: &'a Tensor, groups: usize, single: bool) -> Conv2d<'a> {
+    Conv2d { windows, x, weight, bias: None, groups, single }
+}
+
 /// Tests copies of images and weights, and plans and parameters of all three products, with the stand-in kernel.
 #[test]
 fn convolutions_and_their_gradients_equal_the_cpu() {
@@ -224,7 +228,7 @@ fn channels_last_tensors_are_not_copied() {
         let windows = case.windows();
         let (x, weight, y) = (last([n, c, h, w]), last([o, c, kh, kw]), last([n, o, windows.grid[0], windows.grid[1]]));
         let single = [kh, kw] == [1, 1] && windows.grid == windows.image;
-        let made = with_pretended_cores(|| ImplicitGemm::new(windows, &x, &weight, 1, single).unwrap());
+        let made = with_pretended_cores(|| ImplicitGemm::new(&conv2d(windows, &x, &weight, 1, single)).unwrap());
         let run = |f: &dyn Fn() -> Result<Tensor>| count_launches(|| with_pretended_cores(|| f().unwrap()));
         let (results, launches): (Vec<_>, Vec<_>) = [
             run(&|| made.forward(&x, &weight, None)),
@@ -339,7 +343,9 @@ fn unsuitable_convolutions_are_left_to_im2col() {
             small_ints(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
             small_ints(&[o, c / groups, kh, kw], 2, dtype, device),
         );
-        with_pretended_cores(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.has_image_gradient()))
+        with_pretended_cores(|| {
+            ImplicitGemm::new(&conv2d(w, &x, &weight, groups, single)).map(|made| made.has_image_gradient())
+        })
     };
     let (one, none) = ([1, 1], [0, 0]);
     let plain = |channels, kernel| Case::new(2, channels, [14, 14], kernel).with(one, none, one, 1);
@@ -366,5 +372,5 @@ fn unsuitable_convolutions_are_left_to_im2col() {
         (small_ints(&[2, 64, 8, 8], 1, DType::F16, device), small_ints(&[64, 64, 3, 3], 2, DType::F16, device));
     let w = Windows::new("conv2d", [8, 8], [3, 3], [one, none, none, one]).unwrap();
     let without = device.info().unwrap().kind == DeviceKind::Cpu;
-    assert_eq!(ImplicitGemm::new(w, &x, &weight, 1, false).is_none(), without);
+    assert_eq!(ImplicitGemm::new(&conv2d(w, &x, &weight, 1, false)).is_none(), without);
 }

@@ -222,7 +222,7 @@ fn a_changed_tuning_parameter_drops_cached_plans() {
             counts.recv().unwrap()
         };
         assert_eq!((call(), call()), (1, 0));
-        cl.set_tuned(TuningParameter::MapGroup, cl.tuned(TuningParameter::MapGroup));
+        cl.tuning().set(TuningParameter::MapGroup, cl.tuned(TuningParameter::MapGroup));
         assert_eq!((call(), call()), (1, 0), "after a change, on {device}");
         drop(go);
         thread.join().unwrap();

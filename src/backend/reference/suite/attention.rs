@@ -69,8 +69,9 @@ fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Opti
         let logsumexp = side.alloc_output([2, batch, heads, queries], dtype.compute().dtype())?;
         let (dk, dv) = (side.alloc_output(k.shape(), dtype)?, side.alloc_output(v.shape(), dtype)?);
         side.backend.attention(&a, &out, &logsumexp)?;
-        let of = AttentionBackward { out: &out, logsumexp: &logsumexp, grad: &grad };
-        side.backend.attention_backward(&a, &of, [&dq, &dk, &dv])?;
+        let results = [&dq, &dk, &dv];
+        let of = AttentionBackward { out: &out, logsumexp: &logsumexp, grad: &grad, results };
+        side.backend.attention_backward(&a, &of)?;
         Ok(Some(vec![out, logsumexp, dq, dk, dv]))
     })
 }

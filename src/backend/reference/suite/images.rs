@@ -2,8 +2,9 @@
 
 use super::{Reference, Suite, VIEWS, View, numbers, specials};
 use crate::backend::Backend;
-use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
-use crate::backend::problem::windows::{Divisor, PoolTask, Windows};
+use crate::backend::problem::conv::Conv2d;
+use crate::backend::problem::interpolation::{Interpolate, Interpolation, Resize, Samples};
+use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{DType, Result};
 
@@ -48,7 +49,8 @@ pub(super) fn convolution(suite: &mut Suite) -> Result<()> {
             suite.compare(format!("{w:?} of {view:?}, {groups} groups, {inner} -> {outer}"), dtype, terms, |side| {
                 let (x, y, weight, bias) =
                     (side.upload(&x)?, side.upload(&y)?, side.upload(&weight)?, side.upload(&bias)?);
-                let Some(c) = side.backend.convolution(w, &x, &weight, groups, false) else { return Ok(None) };
+                let conv = Conv2d { windows: w, x: &x, weight: &weight, bias: None, groups, single: false };
+                let Some(c) = side.backend.convolution(&conv) else { return Ok(None) };
                 let slot = side.alloc_output(weight.shape(), dtype)?;
                 Ok(Some(vec![
                     c.forward(&x, &weight, Some(&bias))?,
@@ -74,7 +76,8 @@ pub(super) fn forward_convolution(suite: &mut Suite) -> Result<()> {
             let what = format!("{w:?} of {view:?}, {groups} groups, {inner} -> {outer}");
             suite.compare(what, dtype, inner * kh * kw, |side| {
                 let (x, weight, bias) = (side.upload(&x)?, side.upload(&weight)?, side.upload(&bias)?);
-                let convolve = || side.backend.forward_convolution(&w, &x, &weight, Some(&bias), groups);
+                let conv = Conv2d { windows: w, x: &x, weight: &weight, bias: Some(&bias), groups, single: false };
+                let convolve = || side.backend.forward_convolution(&conv);
                 Ok(with_memory_mode(MemoryMode::Image, convolve)?.map(|out| vec![out]))
             })?;
         }
@@ -94,7 +97,7 @@ pub(super) fn im2col(suite: &mut Suite) -> Result<()> {
                     let ([kh, kw], [oh, ow]) = (w.kernel, w.grid);
                     let dims = if inside { [3, kh, kw, 2, oh, ow] } else { [2, 3, kh, kw, oh, ow] };
                     let out = side.alloc_output(dims, dtype)?;
-                    side.backend.im2col(&w, &side.upload(&x)?, &out, inside)?;
+                    side.backend.im2col(&Im2col { windows: &w, x: &side.upload(&x)?, out: &out, inside })?;
                     Ok(Some(vec![out]))
                 })?;
             }
@@ -147,12 +150,14 @@ pub(super) fn pool(suite: &mut Suite) -> Result<()> {
                 let index = suite.tensor(View::Plain, &grid, DType::I64, numbers)?;
                 let (like, values) =
                     (suite.tensor(view, &image, dtype, numbers)?, suite.tensor(view, &grid, dtype, numbers)?);
-                Reference.pool(&w, PoolTask::Max, &like, &index, &values)?;
+                let (windows, task_of_index) = (&w, PoolTask::Max);
+                Reference.pool(&Pooling { windows, task: task_of_index, x: &like, index: &index, out: &values })?;
                 let n = if task == PoolTask::Max { 0 } else { 2 * w.grid[0] * w.grid[1] };
                 suite.compare(format!("{task:?} of {view:?}, {w:?}"), dtype, n, |side| {
                     let (x, index, out) = (side.upload(&x)?, side.upload(&index)?, side.alloc_output(to, dtype)?);
                     let of_max = matches!(task, PoolTask::Max | PoolTask::MaxBackward);
-                    side.backend.pool(&w, task, &x, if of_max { &index } else { &x }, &out)?;
+                    let read = if of_max { &index } else { &x };
+                    side.backend.pool(&Pooling { windows: &w, task, x: &x, index: read, out: &out })?;
                     Ok(Some(vec![out, index]))
                 })?;
             }
@@ -179,8 +184,9 @@ pub(super) fn interpolate(suite: &mut Suite) -> Result<()> {
                     let x = suite.tensor(view, &from, dtype, numbers)?;
                     suite.compare(format!("{mode:?} {from:?} -> {to:?}, {view:?}"), dtype, 64, |side| {
                         let out = side.alloc_output(to, dtype)?;
-                        side.backend.interpolate(&resize, &side.upload(&x)?, &out, transposed)?;
-                        Ok(Some(vec![out]))
+                        let (x, out) = (&side.upload(&x)?, &out);
+                        side.backend.interpolate(&Interpolate { resize: &resize, x, out, transposed })?;
+                        Ok(Some(vec![out.detach()]))
                     })?;
                 }
             }

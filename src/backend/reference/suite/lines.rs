@@ -1,8 +1,8 @@
 //! Tests of operations on lines along a dim: scans, sorts, searches and selection.
 
 use super::{Random, Suite, VIEWS, View, factors, numbers, specials};
-use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::{RankQuery, Selected};
+use crate::backend::problem::scan::{RunningReduction, Scan};
+use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected, Sorting, TopK};
 use crate::layout::Layout;
 use crate::{DType, Device, Result, Tensor};
 
@@ -35,7 +35,14 @@ pub(super) fn scan(suite: &mut Suite) -> Result<()> {
             suite.compare(format!("{kind:?} of {view:?} {dims:?}, dim {d}"), dtype, n, |side| {
                 let (x, values) = (side.upload(&x)?, side.alloc_output(dims, to)?);
                 let indices = kind.is_arg().then(|| side.alloc_output(dims, I64)).transpose()?;
-                side.backend.scan(kind, &x, d, &values, indices.as_ref())?;
+                let indices_or_none = indices.as_ref();
+                side.backend.scan(&RunningReduction {
+                    scan: kind,
+                    x: &x,
+                    d,
+                    values: &values,
+                    indices: indices_or_none,
+                })?;
                 Ok(Some([values].into_iter().chain(indices).collect()))
             })?;
         }
@@ -51,7 +58,8 @@ pub(super) fn sort(suite: &mut Suite) -> Result<()> {
             for descending in [false, true] {
                 suite.compare(format!("{view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
                     let (values, indices) = (side.alloc_output(dims, dtype)?, side.alloc_output(dims, DType::I64)?);
-                    side.backend.sort(&side.upload(&x)?, d, descending, &values, &indices)?;
+                    let x = &side.upload(&x)?;
+                    side.backend.sort(&Sorting { x, d, descending, values: &values, indices: &indices })?;
                     Ok(Some(vec![values, indices]))
                 })?;
             }
@@ -80,7 +88,8 @@ pub(super) fn searchsorted(suite: &mut Suite) -> Result<()> {
                                 (side.upload(&x)?, side.upload(&v)?, side.alloc_output([lines, values], to)?);
                             let strides = [x.strides()[0], 0].into_iter().collect();
                             let of_values = Layout { shape: v.shape().clone(), strides, offset: x.layout.offset };
-                            side.backend.searchsorted(&x, &of_values, x.strides()[1], &v, right, &out)?;
+                            let (sorted, lines, step, values) = (&x, &of_values, x.strides()[1], &v);
+                            side.backend.searchsorted(&Search { sorted, lines, step, values, right, out: &out })?;
                             Ok(Some(vec![out]))
                         },
                     )?;
@@ -103,7 +112,7 @@ pub(super) fn topk(suite: &mut Suite) -> Result<()> {
             for k in [0, 1, 5, 40, dims[d]].into_iter().filter(|&k| k <= dims[d]) {
                 for descending in [false, true] {
                     suite.compare(format!("{k} of {view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
-                        Ok(parts(side.backend.topk(&side.upload(&x)?, d, k, descending)?))
+                        Ok(parts(side.backend.topk(TopK { x: &side.upload(&x)?, d, k, descending })?))
                     })?;
                 }
             }
@@ -125,14 +134,15 @@ pub(super) fn kth(suite: &mut Suite) -> Result<()> {
                 RankQuery::NanMedian,
             ] {
                 suite.compare(format!("{nth:?} of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
-                    Ok(parts(side.backend.kth(&side.upload(&x)?, d, nth)?))
+                    Ok(parts(side.backend.kth(RankedElement { x: &side.upload(&x)?, d, rank: nth })?))
                 })?;
             }
             let lines = x.numel() / dims[d];
             let ranks: Vec<i64> = (0..lines).map(|line| (line * 7919 % dims[d]) as i64).collect();
             let ranks = Tensor::from_slice(&ranks, lines, Device::Cpu)?;
             suite.compare(format!("ranks of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
-                Ok(parts(side.backend.kth(&side.upload(&x)?, d, RankQuery::Ranks(&side.upload(&ranks)?))?))
+                let (x, ranks) = (&side.upload(&x)?, &side.upload(&ranks)?);
+                Ok(parts(side.backend.kth(RankedElement { x, d, rank: RankQuery::Ranks(ranks) })?))
             })?;
         }
     }

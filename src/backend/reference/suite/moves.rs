@@ -1,7 +1,7 @@
 //! Tests of gather, scatter and other operations on indices.
 
 use super::{Suite, VIEWS, View, numbers, specials};
-use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::index::{Combine, IndexTerm, Indexed, Scatter};
 use crate::layout::Layout;
 use crate::{DType, Result, Tensor};
 
@@ -96,9 +96,9 @@ pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
                         let (layout, step) = without(&target, d, count);
                         let (x_layout, index_layout) = (x.layout.clone(), index.layout.clone());
                         let (size, wraps) = (dims[d], false);
-                        let g =
-                            Indexed { op: "scatter", x: &x, x_layout, index: &index, index_layout, size, step, wraps };
-                        side.backend.scatter(&g, combine, &target, &layout, d)?;
+                        let moved =
+                            &Indexed { op: "scatter", x: &x, x_layout, index: &index, index_layout, size, step, wraps };
+                        side.backend.scatter(&Scatter { moved, combine, target: &target, layout: &layout, d })?;
                         Ok(Some(vec![target]))
                     },
                 )?;
@@ -115,8 +115,10 @@ pub(super) fn linear_index(suite: &mut Suite) -> Result<()> {
         for (step, base) in [(1, Some(0)), (-3, Some(18)), (65, None)] {
             suite.compare(format!("{view:?}, step {step}, {base:?}"), DType::I64, 0, |side| {
                 let (index, out) = (side.upload(&index)?, side.alloc_output(dims, DType::I64)?);
-                side.backend.linear_index("index", &index, &out, (7, 2), Some(5))?;
-                side.backend.linear_index("index", &index, &out, (7, step), base)?;
+                for (step, base) in [(2, Some(5)), (step, base)] {
+                    let (op, size) = ("index", 7);
+                    side.backend.linear_index(&IndexTerm { op, index: &index, size, step, base, out: &out })?;
+                }
                 Ok(Some(vec![out]))
             })?;
         }
@@ -130,7 +132,7 @@ pub(super) fn one_hot(suite: &mut Suite) -> Result<()> {
             let x = suite.tensor(view, dims, DType::I64, |r| r.next_below(classes) as f64)?;
             suite.compare(format!("{view:?} {dims:?}, {classes}"), DType::I64, 0, |side| {
                 let out = side.alloc_output([dims, &[classes]].concat(), DType::I64)?;
-                side.backend.one_hot("one_hot", &side.upload(&x)?, &out, classes)?;
+                side.backend.one_hot("one_hot", &side.upload(&x)?, &out)?;
                 Ok(Some(vec![out]))
             })?;
         }

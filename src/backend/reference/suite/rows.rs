@@ -2,7 +2,7 @@
 
 use super::{Suite, VIEWS, View, factors, numbers, read, specials, write};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
-use crate::backend::problem::norm::{Normalisation, broadcast_view};
+use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, Variance, broadcast_view};
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::{DType, Device, Result, Tensor};
 
@@ -135,7 +135,7 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
                 (room()?, room()?, room()?, room()?, numbers(3)?, numbers(2)?);
 
             // Forward, three times.
-            let (weight, eps, numbers) = (Some(&weight), 0.5, [n as u64, rms.into(), 0, 4]);
+            let (weight, eps) = (Some(&weight), 0.5);
             let forward = Normalisation {
                 x: &z,
                 y: &y,
@@ -154,7 +154,8 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
             for y in [&of_views, &again] {
                 let given = Normalisation { y, ..forward };
                 let views = || Ok((z.detach(), y.detach(), weight.map(Tensor::detach), Some(bias.detach())));
-                side.backend.norm_forward(&given, &numbers, &views)?;
+                let grouping = &RowGrouping::Last(n);
+                side.backend.norm_forward(&NormForward { given, grouping, dims: own, views: &views })?;
             }
 
             // Backward, with sums over rows if each row has one weight.
@@ -213,7 +214,8 @@ pub(super) fn variance(suite: &mut Suite) -> Result<()> {
             for root in [false, true] {
                 suite.compare(format!("{view:?} {dims:?}, {root}"), dtype, dims[2] * dims[3], |side| {
                     let (x, out) = (side.upload(&x)?, side.alloc_output([dims[0], dims[1]], dtype)?);
-                    let made = side.backend.variance(&x, &out, (dims[2] * dims[3] - 1) as f64, root)?;
+                    let freedom = (dims[2] * dims[3] - 1) as f64;
+                    let made = side.backend.variance(&Variance { x: &x, out: &out, freedom, root })?;
                     assert!(!made || side.backend.has_variance());
                     Ok(made.then_some(vec![out]))
                 })?;

@@ -85,7 +85,6 @@ impl Fused {
         let views = call.views(inputs, mask);
         let a = call.problem(&views);
         let (out, grad) = (call.view(self.out.get(op)?, false), call.view(grad, false));
-        let of = AttentionBackward { out: &out, logsumexp: self.logsumexp.get(op)?, grad: &grad };
         // For a broadcast operand, the kernel writes one gradient for each copy. The sum of these is the gradient of the operand.
         let made = inputs.iter().zip(&views.inputs).zip(slots).enumerate().map(|(i, ((t, view), slot))| {
             let whole = t.numel() == view.numel();
@@ -98,7 +97,9 @@ impl Fused {
         });
         let made = made.collect::<Result<SmallVec<[(bool, Tensor); 3]>>>()?;
         let gradient_views = [0, 1, 2].map(|i| call.view(&made[i].1, i > 0));
-        backend::launch(gradient_views.each_ref(), |b| b.attention_backward(&a, &of, gradient_views.each_ref()))?;
+        let results = gradient_views.each_ref();
+        let of = AttentionBackward { out: &out, logsumexp: self.logsumexp.get(op)?, grad: &grad, results };
+        backend::launch(results, |b| b.attention_backward(&a, &of))?;
         let mut gradients = [None, None, None];
         for (i, (whole, made)) in made.into_iter().enumerate().filter(|(i, _)| wanted[*i]) {
             gradients[i] = Some(if whole { made } else { made.sum_to(inputs[i].shape())? });

@@ -24,29 +24,72 @@ pub(crate) fn is_on() -> bool {
     ON.load(Relaxed)
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum RecordKind {
-    /// An operation: on the host while submitting, or on the CPU device while computing.
+/// The kind of an [`Event`](crate::profiler::Event), its category in a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum RecordKind {
+    /// An operation on the host: its submission to an OpenCL device, or its computation by the CPU device.
     Operation,
-    /// The gradient of an operation, on the host.
+    /// The computation of an operation's gradient, on the host.
     Backward,
-    /// A span named by [`annotate`](crate::storage::annotate), with the annotation's number.
-    Annotation(u32),
-    Kernel,
-    Copy,
-    Fill,
-    Read,
-    Write,
+    /// A span named by [`annotate`](crate::storage::annotate).
+    Annotation,
+    /// A driver call that submits a command.
+    Launch,
     /// The host waits for a device.
     Wait,
-    /// A device is opened: its context and its first queue are created.
+    /// The first use of a device: the driver creates a context and a queue.
     Open,
-    /// The driver makes or releases a segment.
+    /// The driver allocates or releases memory.
     Segment,
-    /// A program is compiled.
+    /// The compilation of a program.
     Compile,
-    /// A program is loaded from the cache.
+    /// The load of a compiled program from the cache.
     Load,
+    /// A kernel that runs on a device.
+    Kernel,
+    /// A copy within a device.
+    Copy,
+    /// A fill on a device.
+    Fill,
+    /// A transfer from a device to the host.
+    Read,
+    /// A transfer from the host to a device.
+    Write,
+    /// Any other category in a trace of another program.
+    Other,
+}
+
+impl RecordKind {
+    /// The kinds with their names in a trace.
+    pub(crate) const NAMES: [(RecordKind, &str); 15] = [
+        (RecordKind::Operation, "operation"),
+        (RecordKind::Backward, "backward"),
+        (RecordKind::Annotation, "annotation"),
+        (RecordKind::Launch, "launch"),
+        (RecordKind::Wait, "wait"),
+        (RecordKind::Open, "open"),
+        (RecordKind::Segment, "segment"),
+        (RecordKind::Compile, "compile"),
+        (RecordKind::Load, "load"),
+        (RecordKind::Kernel, "kernel"),
+        (RecordKind::Copy, "copy"),
+        (RecordKind::Fill, "fill"),
+        (RecordKind::Read, "read"),
+        (RecordKind::Write, "write"),
+        (RecordKind::Other, "other"),
+    ];
+
+    /// The name in a trace.
+    pub fn name(self) -> &'static str {
+        RecordKind::NAMES[self as usize].1
+    }
+
+    /// True for work of a device, false for work of the host.
+    pub fn is_command(self) -> bool {
+        use RecordKind::{Copy, Fill, Kernel, Read, Write};
+        matches!(self, Kernel | Copy | Fill | Read | Write)
+    }
 }
 
 /// The description of an operation, for its record and for the records of its launches.
@@ -70,13 +113,13 @@ pub(crate) const MAPPED: &str = "clEnqueueMapBuffer";
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
     pub kind: RecordKind,
-    /// Empty for annotations, which are named by their number.
+    /// Empty for annotations: the last name of `annotation`.
     pub name: &'static str,
     pub device: Option<Device>,
     /// The number of the stream; 0 is the default stream.
     pub stream: u32,
     pub thread: u32,
-    /// The number of the current annotation.
+    /// The number of the current annotation; a span of [`annotate`](crate::storage::annotate) is in its own.
     pub annotation: u32,
     /// The times of [`now`] at which the host began and ended.
     pub host: [u64; 2],
@@ -160,14 +203,29 @@ pub(crate) fn now() -> u64 {
 /// The number of recordings so far. A thread registers its name once per recording.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-thread_local! {
-    /// The generation of the recording that knows this thread's name, and the thread's number.
-    static THREAD: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
+/// The recorder's state of a thread.
+struct Thread {
+    /// The generation of the recording that knows this thread's name.
+    generation: Cell<u32>,
+    /// The thread's number; 0 before its first record.
+    number: Cell<u32>,
     /// The number of the current annotation.
-    static ANNOTATION: Cell<u32> = const { Cell::new(0) };
-    static UNRECORDED: Cell<bool> = const { Cell::new(false) };
+    annotation: Cell<u32>,
+    is_unrecorded: Cell<bool>,
     /// True if this thread has called a driver for a segment since it last recorded a change of memory.
-    static CHANGED_SEGMENTS: Cell<bool> = const { Cell::new(false) };
+    changed_segments: Cell<bool>,
+}
+
+thread_local! {
+    static THREAD: Thread = const {
+        Thread {
+            generation: Cell::new(0),
+            number: Cell::new(0),
+            annotation: Cell::new(0),
+            is_unrecorded: Cell::new(false),
+            changed_segments: Cell::new(false),
+        }
+    };
     static OPERATION: RefCell<Option<Execution>> = const { RefCell::new(None) };
 }
 
@@ -176,14 +234,14 @@ const UNRECORDED_THREAD: u32 = u32::MAX;
 
 /// Runs `f` without recording on this thread.
 pub(crate) fn without_recording<R>(f: impl FnOnce() -> R) -> R {
-    let outer = UNRECORDED.replace(true);
+    let outer = THREAD.with(|thread| thread.is_unrecorded.replace(true));
     let result = f();
-    UNRECORDED.set(outer);
+    THREAD.with(|thread| thread.is_unrecorded.set(outer));
     result
 }
 
 fn is_unrecorded() -> bool {
-    UNRECORDED.try_with(Cell::get).unwrap_or(false)
+    THREAD.with(|thread| thread.is_unrecorded.get())
 }
 
 /// Returns this thread's number, and the thread's name if the current recording does not have it yet.
@@ -193,14 +251,17 @@ fn thread() -> (u32, Option<String>) {
     }
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let generation = GENERATION.load(Relaxed);
-    let (known, number) = THREAD.try_with(Cell::get).unwrap_or((generation, 0));
-    if known == generation {
-        return (number, None);
-    }
-    let number = if number == 0 { NEXT.fetch_add(1, Relaxed) } else { number };
-    let _ = THREAD.try_with(|thread| thread.set((generation, number)));
-    let name = std::thread::current().name().map_or_else(|| format!("thread {number}"), str::to_owned);
-    (number, Some(name))
+    THREAD.with(|thread| {
+        if thread.generation.replace(generation) == generation {
+            return (thread.number.get(), None);
+        }
+        if thread.number.get() == 0 {
+            thread.number.set(NEXT.fetch_add(1, Relaxed));
+        }
+        let number = thread.number.get();
+        let name = std::thread::current().name().map_or_else(|| format!("thread {number}"), str::to_owned);
+        (number, Some(name))
+    })
 }
 
 impl Record {
@@ -339,7 +400,7 @@ pub(crate) fn segment_span(name: &'static str, device: Option<Device>, bytes: us
         return None;
     }
     SEGMENT_CHANGES.fetch_add(1, Relaxed);
-    let _ = CHANGED_SEGMENTS.try_with(|changed| changed.set(true));
+    THREAD.with(|thread| thread.changed_segments.set(true));
     span(RecordKind::Segment, name, device, 0, bytes)
 }
 
@@ -351,7 +412,7 @@ pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u
         return;
     }
     let changes = SEGMENT_CHANGES.load(Relaxed);
-    let own = CHANGED_SEGMENTS.try_with(|changed| changed.replace(false)).unwrap_or(false);
+    let own = THREAD.with(|thread| thread.changed_segments.replace(false));
     match &mut *lock(&RING) {
         Some(ring) => {
             ring.push_memory(MemoryRecord { time: self::now(), device, change: MemoryChange::Allocated(bytes) });
@@ -383,12 +444,12 @@ static NAMES: OnceLock<NamesOf> = OnceLock::new();
 /// every call.
 pub(crate) fn set_annotation(number: u32, names_of: NamesOf) -> u32 {
     NAMES.get_or_init(|| names_of);
-    ANNOTATION.try_with(|current| current.replace(number)).unwrap_or(0)
+    THREAD.with(|thread| thread.annotation.replace(number))
 }
 
 /// Returns the number of this thread's current annotation; 0 for none.
 pub(crate) fn annotation() -> u32 {
-    ANNOTATION.try_with(Cell::get).unwrap_or(0)
+    THREAD.with(|thread| thread.annotation.get())
 }
 
 /// Returns the names of an annotation, the innermost first; empty for number 0.

@@ -1,13 +1,17 @@
 //! Graph capture and replay: records the commands of a training step once, and submits them again without the host's cost per operation.
 
+mod fuse;
+
 use std::fmt;
 use std::sync::Mutex;
 
-use crate::backend::problem::recording::Recording;
 use crate::device::capture::{self, ReplayHook, ReplayMode};
 use crate::device::lock;
+use crate::device::opencl::capture::Recorder;
+use crate::device::opencl::capture::replay::Replayer;
 use crate::storage::{Allocator, CapturedMemory, MemPool, MemPoolOptions};
-use crate::{Device, Error, Result, Stream, backend, with_stream};
+use crate::{Device, Error, Result, Stream, with_stream};
+use fuse::FormulaRecorder;
 
 /// Commands of an OpenCL device that are recorded once and replayed many times (PyTorch's `torch.cuda.CUDAGraph`).
 ///
@@ -56,13 +60,14 @@ use crate::{Device, Error, Result, Stream, backend, with_stream};
 ///
 /// If a kernel finds an invalid operand (such as a label out of range), the thread that captured the graph gets the error when it waits.
 pub struct Graph {
-    /// Keeps the stream from being handed out again.
-    stream: Stream,
-    recording: Box<dyn Recording>,
+    /// Dropped first: this waits for replays that are still running, because their memory is about to be reused.
+    replayer: Replayer,
     memory: CapturedMemory,
     hooks: Vec<ReplayHook>,
     /// Locked during a replay that has hooks, so that its commands read the values that these hooks wrote.
     replay_lock: Mutex<()>,
+    /// Keeps the stream from being handed out again.
+    stream: Stream,
 }
 
 impl Graph {
@@ -118,10 +123,14 @@ impl Graph {
         let Some(_capturing) = pool.begin_capture() else {
             return fail("another thread is capturing a graph into the pool: capture one graph at a time".into());
         };
-        let recorder = backend::of_device(device).record(device)?;
+        let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
+        let recorder = Recorder::start(device.opencl("Graph::capture", reason)?)?;
+        let formulas = FormulaRecorder::start();
         let (mut memory, result) = CapturedMemory::capture(pool.clone(), f)?;
-        let (uses, hooks) = (memory.take_uses(), capture::take_hooks());
-        Ok((Graph { stream, recording: recorder.finish(uses), memory, hooks, replay_lock: Mutex::new(()) }, result))
+        let hooks = capture::take_hooks();
+        let changes = formulas.changes(&recorder, &memory.take_uses());
+        let replayer = Replayer::new(recorder.finish().with_changes(changes));
+        Ok((Graph { replayer, memory, hooks, replay_lock: Mutex::new(()), stream }, result))
     }
 
     /// Submits all recorded commands in order, and returns without waiting for them.
@@ -142,7 +151,7 @@ impl Graph {
         if !self.hooks.is_empty() {
             with_stream(&self.stream, || self.hooks.iter().try_for_each(|hook| (hook.before)()))?;
         }
-        let replayed = self.recording.replay();
+        let replayed = self.replayer.replay();
         if matches!(replayed, Ok(()) | Err(Error::Partial { .. })) {
             self.memory.count_replay();
             self.hooks.iter().for_each(|hook| (hook.after)());
@@ -224,7 +233,7 @@ impl Graph {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn replay_mode(&self) -> ReplayMode {
-        self.recording.mode()
+        self.replayer.mode()
     }
 
     /// Changes how [`replay`](Self::replay) submits the commands.
@@ -232,7 +241,7 @@ impl Graph {
     /// # Errors
     /// [`Error::Invalid`] if the device does not support `mode`, or if `mode` does not support one of the graph's commands.
     pub fn set_replay_mode(&mut self, mode: ReplayMode) -> Result<()> {
-        self.recording.set_mode(mode)
+        self.replayer.set_mode(mode)
     }
 
     /// True if this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).
@@ -258,7 +267,7 @@ impl Graph {
 
     /// The number of commands that a replay submits: kernels, fills and copies.
     pub fn commands(&self) -> usize {
-        self.recording.len()
+        self.replayer.len()
     }
 
     /// The graph's memory pool, which other graphs can [share](Self::capture_in) (PyTorch's `CUDAGraph.pool`). Replays overwrite
@@ -270,13 +279,6 @@ impl Graph {
     /// The number of bytes of device memory that the pool has reserved, including memory for other graphs that share the pool.
     pub fn reserved_bytes(&self) -> u64 {
         self.pool().stats().reserved_bytes
-    }
-}
-
-impl Drop for Graph {
-    /// Waits for replays that are still running, because their memory is about to be reused.
-    fn drop(&mut self) {
-        self.recording.drain(self.stream.id());
     }
 }
 

@@ -8,11 +8,11 @@ use std::ptr;
 
 use opencl3::types::{cl_command_queue, cl_event};
 
-use super::ClDevice;
-use super::capture::Command;
-use super::driver::{call, call_unlocked, create, info, value};
-use super::errors::ClError;
-use super::extension::extension_function;
+use super::Command;
+use crate::device::opencl::ClDevice;
+use crate::device::opencl::driver::{call, call_unlocked, create, info, value};
+use crate::device::opencl::errors::ClError;
+use crate::device::opencl::extension::extension_function;
 
 const NAME: &str = "cl_qcom_recordable_queues";
 const CL_QUEUE_RECORDABLE_QCOM: u64 = 1 << 30;

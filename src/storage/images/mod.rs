@@ -1,19 +1,25 @@
 //! Images: storages that kernels read through a device's texture units.
 
+pub(super) mod cache;
+mod desc;
+pub(super) mod pool;
+
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
 
-use super::allocation::{AllocatorRef, Backing, Lease, Storage};
-use super::driver::opencl::OpenCl;
-use super::driver::{ImageDesc, driver};
-use super::history::Caller;
-use super::hooks::OutOfMemoryEvent;
-use super::image_pool::pool;
-use super::pool::{PoolAllocator, StorageType};
-use super::{registry, scope};
 use crate::device::capture;
+use crate::storage::allocation::{AllocatorRef, Backing, Lease, Storage};
+use crate::storage::driver::driver;
+use crate::storage::driver::opencl::OpenCl;
+use crate::storage::history::Caller;
+use crate::storage::hooks::OutOfMemoryEvent;
+use crate::storage::pool::{PoolAllocator, StorageType};
+use crate::storage::{registry, scope};
 use crate::{Device, Error, Result};
+pub(crate) use cache::ImageKey;
+pub use desc::{ImageDesc, ImageFormat};
+use pool::pool;
 
 /// A two-dimensional image of an OpenCL device: a [`Storage`] of pixels, which kernels read with `read_imagef`. No
 /// tensor can be a view of an image; [`Tensor::to_image`](crate::Tensor::to_image) converts tensors.

@@ -1,8 +1,12 @@
 //! Recording of a thread's commands on a device, to be submitted repeatedly.
 //!
 //! While a [`Recorder`] exists on a thread, the thread's kernels, fills and copies on its device are recorded instead of
-//! enqueued. Each recorded kernel is a kernel object of its own, whose arguments are set once. [`super::replay`]
-//! enqueues all commands under one lock.
+//! enqueued. Each recorded kernel is a kernel object of its own, whose arguments are set once. [`replay`] enqueues all commands
+//! under one lock, from the host, as a [`command_buffer`] or with a [`recordable_queue`].
+
+mod command_buffer;
+mod recordable_queue;
+pub(crate) mod replay;
 
 use std::cell::RefCell;
 use std::ffi::CString;
@@ -21,12 +25,21 @@ use crate::{Error, Result};
 
 /// The recorded commands. The owner of a recording must keep the buffers alive.
 pub(crate) struct Recording {
-    pub(super) stream: StreamId,
-    pub(super) commands: Vec<Command>,
+    device: &'static ClDevice,
+    stream: StreamId,
+    commands: Vec<Command>,
     /// The number of commands that count as launches.
-    pub(super) launches: u64,
+    launches: u64,
     /// The slot in which the kernels record faults, if any can.
-    pub(super) faults: Option<&'static FaultSlot>,
+    faults: Option<&'static FaultSlot>,
+}
+
+/// Changes to recorded commands, which are named by their index.
+#[derive(Default)]
+pub(crate) struct Changes {
+    pub(crate) removed_commands: Vec<usize>,
+    /// Launches, with other launches that replace them.
+    pub(crate) replaced_commands: Vec<(usize, Command)>,
 }
 
 /// A recorded command with its arguments.
@@ -43,7 +56,7 @@ unsafe impl Send for Recording {}
 unsafe impl Sync for Recording {}
 
 impl Command {
-    pub(super) fn is_kernel(&self) -> bool {
+    fn is_kernel(&self) -> bool {
         matches!(self, Command::Kernel { .. })
     }
 }
@@ -60,10 +73,10 @@ impl Recorder {
     ///
     /// # Errors
     /// [`Error::Invalid`] if this thread is recording already.
-    pub(crate) fn start(device: &ClDevice) -> Result<Recorder> {
+    pub(crate) fn start(device: &'static ClDevice) -> Result<Recorder> {
         capture::begin(device.device())?;
-        let recording = Recording { stream: device.current_stream(), commands: Vec::new(), launches: 0, faults: None };
-        RECORDER.set(Some(recording));
+        let stream = device.current_stream();
+        RECORDER.set(Some(Recording { device, stream, commands: Vec::new(), launches: 0, faults: None }));
         Ok(Recorder(()))
     }
 
@@ -93,13 +106,13 @@ impl Drop for Recorder {
 }
 
 impl Recording {
-    /// Removes the launches at the indices `left_out`, and replaces the launches at the indices in `others`.
-    pub(crate) fn replace(&mut self, left_out: &[usize], others: Vec<(usize, Command)>) {
-        let mut commands: Vec<Option<Command>> = std::mem::take(&mut self.commands).into_iter().map(Some).collect();
-        left_out.iter().for_each(|&at| commands[at] = None);
-        others.into_iter().for_each(|(at, command)| commands[at] = Some(command));
+    pub(crate) fn with_changes(mut self, Changes { removed_commands, replaced_commands }: Changes) -> Recording {
+        let mut commands: Vec<Option<Command>> = self.commands.into_iter().map(Some).collect();
+        removed_commands.iter().for_each(|&at| commands[at] = None);
+        replaced_commands.into_iter().for_each(|(at, command)| commands[at] = Some(command));
         self.commands = commands.into_iter().flatten().collect();
-        self.launches -= left_out.len() as u64;
+        self.launches -= removed_commands.len() as u64;
+        self
     }
 }
 

@@ -17,11 +17,11 @@ use opencl_sys::{
 };
 use opencl3::types::{cl_command_queue, cl_event, cl_mem};
 
-use super::ClDevice;
-use super::capture::Command;
-use super::driver::{call, call_unlocked, create, info, value};
-use super::errors::ClError;
-use super::extension::extension_function;
+use super::Command;
+use crate::device::opencl::ClDevice;
+use crate::device::opencl::driver::{call, call_unlocked, create, info, value};
+use crate::device::opencl::errors::ClError;
+use crate::device::opencl::extension::extension_function;
 
 const NAME: &str = "cl_khr_command_buffer";
 

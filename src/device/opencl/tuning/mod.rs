@@ -1,19 +1,31 @@
-//! The values of a device's [`parameters`](super::parameters); [`choices`](super::choices) has values per kernel and size class.
+//! The values of a device's [`parameters`]; [`choices`] has values per kernel and size class.
 //! [`tune`](crate::tune) times the values and stores the fastest in the disk cache, one file per device, for later processes. A
 //! file that is damaged, or made with another driver, is not used.
+
+mod choices;
+mod level;
+mod parameters;
 
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Instant;
 
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
 use super::cache::{Cache, FileKind};
-use super::choices::{self, Choices, Chosen, level_from_environment};
-use super::parameters::{ALL, Family, PARAMETERS, TuningParameter, Values, defaults, rows};
+use crate::Result;
+use crate::device::capture::is_capturing;
+use crate::device::opencl::ClKernel;
 use crate::device::{DeviceKind, log};
 use crate::error::Excerpt;
+use choices::{Choices, Chosen, group_candidates, level_from_environment, prepare_with_trials};
+pub(crate) use choices::{MAX_TUNED_GROUP_ITEMS, SizeClass, Subject};
+pub use level::Level;
+pub(crate) use level::MAX_TIME_RATIO;
+use parameters::{ALL, Family, Values, defaults, rows};
+pub(crate) use parameters::{PARAMETERS, ParameterRow, TuningParameter};
 
 static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);
 
@@ -28,20 +40,57 @@ pub(super) fn kernels_changed() {
     TIMES_TUNED.fetch_add(1, Release);
 }
 
-pub(super) struct Tuning {
+pub(crate) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
     /// True if the values were set or loaded for this device, even if they equal the defaults.
     is_chosen: AtomicBool,
-    pub(super) choices: Choices,
+    pub(crate) choices: Choices,
 }
 
 pub(super) type Stored = (Values, Chosen);
 
 impl Tuning {
     /// Makes every launch look up its parameters again.
-    pub(super) fn invalidate_launches(&self) {
+    fn invalidate_launches(&self) {
         self.choices.update_is_on();
         kernels_changed();
+    }
+
+    /// Sets a parameter in this process.
+    pub(crate) fn set(&self, knob: TuningParameter, value: usize) {
+        self.values[knob as usize].store(value, Relaxed);
+        self.is_chosen.store(true, Relaxed);
+        self.invalidate_launches();
+    }
+
+    /// Sets all parameters in this process, and adds choices.
+    pub(super) fn set_all(&self, (values, chosen): Stored) {
+        self.values.iter().zip(values).for_each(|(at, value)| at.store(value, Relaxed));
+        self.choices.extend(chosen);
+        self.is_chosen.store(true, Relaxed);
+        self.invalidate_launches();
+    }
+
+    pub(super) fn is_chosen(&self) -> bool {
+        self.is_chosen.load(Relaxed)
+    }
+
+    /// Sets the tuning level of this process. Trials in progress start anew.
+    pub(crate) fn set_level(&self, level: Level) {
+        self.choices.set_level(level);
+        self.invalidate_launches();
+    }
+
+    /// Enables or disables the choices in this process, and returns whether they were enabled.
+    pub(crate) fn use_choices(&self, on: bool) -> bool {
+        let before = self.choices.set_enabled(on);
+        self.invalidate_launches();
+        before
+    }
+
+    pub(crate) fn forget_choices(&self) {
+        self.choices.clear();
+        self.invalidate_launches();
     }
 }
 
@@ -58,25 +107,9 @@ impl ClDevice {
         self.tuning().values[knob as usize].load(Relaxed)
     }
 
-    pub(crate) fn set_tuned(&self, knob: TuningParameter, value: usize) {
-        self.tuning().values[knob as usize].store(value, Relaxed);
-        self.tuning().is_chosen.store(true, Relaxed);
-        self.tuning().invalidate_launches();
-    }
-
-    /// Sets all parameters in this process, and adds choices.
-    pub(super) fn set_all_tuned(&self, (values, chosen): Stored) {
-        for (at, value) in self.tuning().values.iter().zip(values) {
-            at.store(value, Relaxed);
-        }
-        self.tuning().choices.extend(chosen);
-        self.tuning().is_chosen.store(true, Relaxed);
-        self.tuning().invalidate_launches();
-    }
-
-    pub(crate) fn forget_choices(&self) {
-        self.tuning().choices.clear();
-        self.tuning().invalidate_launches();
+    /// Returns the parameters of the device's kernels.
+    pub(crate) fn tuning_rows(&self) -> impl Iterator<Item = &'static ParameterRow> + use<> {
+        rows(self.family()).map(|(_, row)| row)
     }
 
     /// Stores the values for other processes; returns the file's path, none without a cache.
@@ -97,10 +130,6 @@ impl ClDevice {
         }
     }
 
-    pub(super) fn is_tuned(&self) -> bool {
-        self.tuning().is_chosen.load(Relaxed)
-    }
-
     /// Returns the contents of the tuning file with the current values.
     pub(super) fn tuning_text(&self) -> String {
         write(&self.identity(), self.family(), &self.values(), &self.tuning().choices.chosen())
@@ -116,7 +145,7 @@ impl ClDevice {
     }
 
     /// Returns the device's values, loaded at the first call.
-    pub(super) fn tuning(&self) -> &Tuning {
+    pub(crate) fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(|| {
             let stored = Cache::of_process().and_then(|cache| self.stored_tuning(cache));
             let is_chosen = AtomicBool::new(stored.is_some());
@@ -146,6 +175,78 @@ impl ClDevice {
     pub(super) fn identity(&self) -> String {
         let info = self.info();
         format!("{}, driver {}, claystone {}", info.name, info.driver, env!("CARGO_PKG_VERSION"))
+    }
+}
+
+/// Launches with choices on trial.
+impl ClDevice {
+    /// Returns the value of a parameter for this size class: the choice for the class, or else the device's value.
+    pub(crate) fn tuned_for(&self, knob: TuningParameter, class: SizeClass) -> usize {
+        let default = self.tuned(knob);
+        self.choice(Subject::TuningParameter(knob as usize), class, default, |level| {
+            let choices = PARAMETERS[knob as usize].choices;
+            let at = choices.iter().position(|&choice| choice == default).unwrap_or(0);
+            match level {
+                Level::Fast => choices[at.saturating_sub(1)..choices.len().min(at + 2)].to_vec(),
+                _ => choices.to_vec(),
+            }
+        })
+    }
+
+    /// Returns the work-group size for a launch over `items` work-items: the choice for the size class, or else `default`. For kernels
+    /// that run in groups of any size and check bounds.
+    pub(crate) fn group_for(&self, kernel: &ClKernel, items: usize, default: usize) -> usize {
+        let most = kernel.max_work_group().min(MAX_TUNED_GROUP_ITEMS);
+        if kernel.has_fixed_group_size() || default > most {
+            return default;
+        }
+        let most_useful = most.min(items.next_power_of_two());
+        let candidates =
+            |level| group_candidates(level, default).into_iter().filter(|&group| group <= most_useful).collect();
+        self.choice(Subject::Group(kernel.id()), SizeClass::from_sizes([items]), default, candidates).min(most)
+    }
+
+    /// Returns the value of a choice for the launch that this thread prepares.
+    fn choice(
+        &self,
+        subject: Subject,
+        class: SizeClass,
+        default: usize,
+        candidates: impl FnOnce(Level) -> Vec<usize>,
+    ) -> usize {
+        // A recorded launch does not run, and so cannot be timed.
+        let may_try = || !is_capturing(self.device());
+        self.tuning().choices.choice((subject, class), default, may_try, candidates)
+    }
+
+    /// Prepares a launch and runs it, timed between idle streams if a choice is on trial. A launch that fails with a candidate, for
+    /// example because the kernel needs too many resources, is repeated with the default. Returns the prepared launch, and whether
+    /// it may be cached for similar launches.
+    ///
+    /// # Errors
+    /// The errors of the launch with the default, or a lost device.
+    pub(crate) fn launch_on_trial<P>(
+        &self,
+        prepare: impl Fn() -> Result<P>,
+        launch: impl Fn(&P) -> Result<()>,
+    ) -> Result<(P, bool)> {
+        let (prepared, trial) = prepare_with_trials(&prepare);
+        let run = |prepared: Result<P>| prepared.and_then(|prepared| launch(&prepared).map(|()| prepared));
+        let Some(timed) = trial.filter(|trial| trial.is_timed) else {
+            return Ok((run(prepared)?, trial.is_none()));
+        };
+        let stream = self.current_stream();
+        self.drain_stream(stream)?;
+        let from = Instant::now();
+        let launched = run(prepared);
+        let done =
+            launched.as_ref().map_or(Ok(()), |_| self.drain_stream(stream).and_then(|()| self.take_failed(stream)));
+        let micros = if launched.is_ok() && done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
+        if self.tuning().choices.record_time(timed, micros) {
+            self.store_new_choices();
+        }
+        done?;
+        Ok((launched.or_else(|_| run(prepare()))?, false))
     }
 }
 

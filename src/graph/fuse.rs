@@ -17,10 +17,10 @@ use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
-use crate::backend::opencl::map;
+use crate::backend::opencl::map::{FORMULA_SINK, launch_formulas};
 use crate::backend::problem::map::{Formulas, Params, compute_type_of_dtypes};
 use crate::device::capture;
-use crate::device::opencl::capture::{Command, Recorder};
+use crate::device::opencl::capture::{Changes, Recorder};
 use crate::expr::philox::Seed;
 use crate::expr::program::Program;
 use crate::expr::{Dag, Leaf, with_leaves};
@@ -35,14 +35,6 @@ const MAX_SCALARS: usize = 48;
 
 /// The maximum number of nodes of a fused formula. Larger formulas take too long to compile.
 const MAX_NODES: usize = 96;
-
-/// The changes that fusion makes to a recording.
-#[derive(Default)]
-pub(super) struct Changes {
-    pub(super) removed_commands: Vec<usize>,
-    /// Commands, with the fused launches that replace them.
-    pub(super) replaced_commands: Vec<(usize, Command)>,
-}
 
 /// A tensor that a formula reads or writes.
 #[derive(Clone)]
@@ -104,6 +96,7 @@ pub(super) struct FormulaRecorder(());
 impl FormulaRecorder {
     pub(super) fn start() -> FormulaRecorder {
         CAPTURED_FORMULAS.take();
+        FORMULA_SINK.get_or_init(|| record_formula);
         FormulaRecorder(())
     }
 }
@@ -114,17 +107,11 @@ impl Drop for FormulaRecorder {
     }
 }
 
-/// Launches a formula during a capture, and records it.
-pub(super) fn record_formulas(formulas: &Formulas, launch: impl FnOnce() -> Result<()>) -> Result<()> {
-    let command = capture::command_count();
-    launch()?;
-    // If operands had to be copied, the launch took several commands, and its formula is not recorded.
-    if capture::command_count() == command + 1
-        && let Some(formula) = Formula::from_launch(formulas, command)
-    {
+/// Records the formulas of a command of this thread's capture.
+fn record_formula(formulas: &Formulas, command: usize) {
+    if let Some(formula) = Formula::from_launch(formulas, command) {
         CAPTURED_FORMULAS.with_borrow_mut(|recorded| recorded.push(formula));
     }
-    Ok(())
 }
 
 impl Formula {
@@ -211,7 +198,7 @@ impl Formula {
         let (inputs, outputs) = (inputs.iter().collect::<Vec<_>>(), outputs.iter().collect::<Vec<_>>());
         let params = Params { scalars: &self.scalars, seeds: &self.seeds, base: base.as_ref() };
         let program = Program::shared(&self.exprs);
-        map::launch_formulas(&Formulas { op: self.op, inputs: &inputs, params, program: &program, outputs: &outputs })
+        launch_formulas(&Formulas { op: self.op, inputs: &inputs, params, program: &program, outputs: &outputs })
     }
 }
 

@@ -7,15 +7,15 @@ use std::sync::{Mutex, OnceLock};
 
 use opencl3::types::cl_event;
 
-use super::capture::{Command, Recording};
 use super::command_buffer::{CommandBuffer, CommandBuffers};
-use super::driver::call;
-use super::errors::ClError;
-use super::launch::{enqueue_kernel, flush_if_due, is_checkpoint};
-use super::queue::{EARLIER_LAUNCH, Queue};
 use super::recordable_queue::{QueueRecording, RecordableQueues};
-use super::{ClDevice, ClEvent};
+use super::{Command, Recording};
 use crate::device::capture::ReplayMode;
+use crate::device::opencl::driver::call;
+use crate::device::opencl::errors::ClError;
+use crate::device::opencl::launch::{enqueue_kernel, flush_if_due, is_checkpoint};
+use crate::device::opencl::queue::{EARLIER_LAUNCH, Queue};
+use crate::device::opencl::{ClDevice, ClEvent};
 use crate::device::{self, lock, log};
 use crate::{Error, Result};
 
@@ -196,9 +196,9 @@ impl ReplayStrategy {
 
 impl Replayer {
     /// Creates a replayer with the mode in `CLAYSTONE_GRAPH_REPLAY`, default command buffers, if the device supports the mode.
-    pub(crate) fn new(device: &ClDevice, recording: Recording) -> Replayer {
+    pub(crate) fn new(recording: Recording) -> Replayer {
         let wanted = ReplayMode::from_environment().unwrap_or(ReplayMode::CommandBuffer);
-        let replay_strategy = ReplayStrategy::for_device(device, wanted).unwrap_or(ReplayStrategy::Host);
+        let replay_strategy = ReplayStrategy::for_device(recording.device, wanted).unwrap_or(ReplayStrategy::Host);
         Replayer { replay_strategy, parts: OnceLock::new(), refused: AtomicBool::new(false), recording }
     }
 
@@ -220,7 +220,8 @@ impl Replayer {
     ///
     /// # Errors
     /// [`Error::Invalid`] if the device does not support the mode, or the mode does not support a command of the recording.
-    pub(crate) fn set_mode(&mut self, device: &ClDevice, mode: ReplayMode) -> Result<()> {
+    pub(crate) fn set_mode(&mut self, mode: ReplayMode) -> Result<()> {
+        let device = self.recording.device;
         let invalid = |reason: String| Err(Error::invalid("Graph::set_replay_mode", reason));
         let Some(replay_strategy) = ReplayStrategy::for_device(device, mode) else {
             return invalid(format!("{} does not support the replay mode {mode}", device.device()));
@@ -238,12 +239,13 @@ impl Replayer {
 
     /// Returns the driver's parts, made at the first call; none while profiling, because times are measured for single commands.
     /// Call under the queues' lock.
-    fn parts(&self, device: &ClDevice, queue: &Queue) -> &[Part] {
+    fn parts(&self, queue: &Queue) -> &[Part] {
         if queue.profiled.is_some() || self.refused.load(Relaxed) {
             return &[];
         }
         self.parts.get_or_init(|| {
-            self.replay_strategy.prepare(device, queue, &self.recording.commands).unwrap_or_else(|e| {
+            let Recording { device, commands, .. } = &self.recording;
+            self.replay_strategy.prepare(device, queue, commands).unwrap_or_else(|e| {
                 log_host_replay(e);
                 Vec::new()
             })
@@ -255,14 +257,14 @@ impl Replayer {
     ///
     /// # Errors
     /// The driver's errors, as [`Error::Partial`] if commands were submitted before or may have been, or a lost device.
-    pub(crate) fn replay(&self, device: &ClDevice) -> Result<()> {
-        let Recording { stream, commands, launches, faults } = &self.recording;
+    pub(crate) fn replay(&self) -> Result<()> {
+        let Recording { device, stream, commands, launches, faults } = &self.recording;
         device.check_lost()?;
         faults.map_or(Ok(()), |slot| device.clear(slot))?;
         let _messages = log::defer();
         let (submitted, behind, begun) = {
             let mut queue = device.lock(*stream).map_err(|e| device.error(device.detect_loss(e)))?;
-            let parts = self.parts(device, &queue);
+            let parts = self.parts(&queue);
             let mut submission = Submission { queue: &mut queue, behind: None, begun: false };
             let submitted = match parts {
                 [] => submission.commands(commands),
@@ -283,5 +285,12 @@ impl Replayer {
             let error = device.error(device.detect_loss(e));
             if begun { error.into_partial("Graph::replay") } else { error }
         })
+    }
+}
+
+impl Drop for Replayer {
+    /// Waits for all replays, unless the device is lost: a lost device runs nothing.
+    fn drop(&mut self) {
+        let _ = self.recording.device.drain_stream(self.recording.stream);
     }
 }

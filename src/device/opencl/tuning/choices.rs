@@ -11,9 +11,9 @@ use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
+use super::level::{Level, MAX_TIME_RATIO};
 use super::parameters::{Family, PARAMETERS, ParameterRow};
 use crate::Error;
-use crate::device::level::{Level, MAX_TIME_RATIO};
 use crate::device::lru::Lru;
 use crate::device::{lock, log};
 use crate::error::Excerpt;
@@ -47,16 +47,16 @@ impl SizeClass {
         SizeClass(class)
     }
 
-    pub(super) fn logarithms(self) -> Vec<u32> {
+    pub(crate) fn logarithms(self) -> Vec<u32> {
         self.0.iter().map(|&log| u32::from(log)).collect()
     }
 }
 
 /// The values chosen, by subject and size class.
-pub(super) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
+pub(crate) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
 #[derive(Default)]
-pub(super) struct Choices {
+pub(crate) struct Choices {
     level: AtomicU8,
     /// True if launches look up choices, because choices were made or may be tried.
     is_on: AtomicBool,
@@ -233,7 +233,7 @@ impl Choices {
         chosen.is_some()
     }
 
-    pub(super) fn level(&self) -> Level {
+    pub(crate) fn level(&self) -> Level {
         Level::ALL[usize::from(self.level.load(Relaxed))]
     }
 
@@ -247,11 +247,12 @@ impl Choices {
         !self.is_ignored.swap(!on, Relaxed)
     }
 
-    pub(super) fn on_trial(&self) -> usize {
+    /// Returns the number of choices that are still on trial.
+    pub(crate) fn on_trial(&self) -> usize {
         lock(&self.table).trials.iter().count()
     }
 
-    pub(super) fn chosen(&self) -> Chosen {
+    pub(crate) fn chosen(&self) -> Chosen {
         lock(&self.table).chosen.iter().map(|(&key, &value)| (key, value)).collect()
     }
 
@@ -305,7 +306,7 @@ const GROUP: &str = "group_";
 
 impl Subject {
     /// Returns the subject's name in tuning files.
-    pub(super) fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         match self {
             Subject::TuningParameter(knob) => PARAMETERS[knob].name.to_owned(),
             Subject::Group(id) => format!("{GROUP}{id:016x}"),

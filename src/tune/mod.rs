@@ -15,16 +15,16 @@
 //! [`forget`]. A class that has a choice is not measured again. The driver's own work-group size is not a candidate, because
 //! it depends on the divisors of one size and a class has many sizes.
 
-use std::io;
+mod workloads;
+
 use std::path::PathBuf;
 use std::time::Instant;
 
-pub use crate::backend::problem::tuning::{Choice, Level, Parameter};
-use crate::backend::problem::tuning::{Tuning, Workload};
-use crate::device::level::MAX_TIME_RATIO;
-use crate::ops::Attention;
-use crate::storage::{MemoryMode, with_memory_mode};
-use crate::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor, backend};
+use crate::device::opencl::ClDevice;
+pub use crate::device::opencl::tuning::Level;
+use crate::device::opencl::tuning::{MAX_TIME_RATIO, ParameterRow, SizeClass, Subject, Tuning};
+use crate::{Device, Error, Result, Tensor};
+use workloads::{edge_workloads, timing_workload, usual_workloads};
 
 /// The maximum number of calls of one workload by [`ahead`]; trials that are still open then are abandoned.
 const MAX_CALLS: usize = 2000;
@@ -32,6 +32,34 @@ const MAX_CALLS: usize = 2000;
 const MEASUREMENT_ROUNDS: usize = 5;
 /// The minimum duration of a measurement, in microseconds.
 const MIN_SAMPLE_MICROS: f64 = 4000.0;
+
+/// A tuning parameter of a device's kernels.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Parameter {
+    /// The parameter's name in the file of tuned parameters.
+    pub name: &'static str,
+    /// One line that explains the parameter.
+    pub doc: &'static str,
+    /// The allowed values.
+    pub choices: &'static [usize],
+    /// The value on a device that was not tuned.
+    pub default: usize,
+    /// The value on this device.
+    pub value: usize,
+}
+
+/// The fastest measured value of a parameter or of a kernel's work-group size, for one class of sizes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Choice {
+    /// A parameter's name, or `group_` and a number for the work-group size of one kernel.
+    pub name: String,
+    /// The sizes of the class, each as its base-2 logarithm rounded down, padded with zeros.
+    pub sizes: Vec<u32>,
+    /// The fastest value.
+    pub value: usize,
+}
 
 /// A parameter and the measured times of its choices.
 #[derive(Debug, Clone)]
@@ -48,7 +76,17 @@ pub struct Measured {
 /// # Errors
 /// [`Error::NoDevice`] if the device does not exist; [`Error::Invalid`] for the CPU, whose loops have no parameters.
 pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
-    Ok(backend::of_device(device).tuning(device)?.parameters())
+    let cl = open(device)?;
+    Ok(cl.tuning_rows().map(|row| parameter(cl, row)).collect())
+}
+
+fn open(device: Device) -> Result<&'static ClDevice> {
+    device.opencl("tune", "the CPU's loops have no parameters: name an OpenCL device")
+}
+
+fn parameter(cl: &ClDevice, row: &'static ParameterRow) -> Parameter {
+    let ParameterRow { knob, name, doc, choices, .. } = *row;
+    Parameter { name, doc, choices, default: row.default(cl.family()), value: cl.tuned(knob) }
 }
 
 /// Measures the choices of every parameter, sets the best, and saves them for later processes. Returns the file, or `None` if there is no cache of
@@ -57,21 +95,21 @@ pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
 /// # Errors
 /// Errors of [`parameters`]. If a choice gives a wrong result, nothing is saved and all parameters get their previous values back.
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
-    let tuning = backend::of_device(device).tuning(device)?;
-    let before = tuning.parameters();
-    let _guard = ChoicesDisabled::new(&*tuning);
-    before.iter().enumerate().for_each(|(i, p)| tuning.set(i, p.default));
-    for i in 0..before.len() {
-        match measure_parameter(&*tuning, device, i) {
+    let cl = open(device)?;
+    let before: Vec<_> = cl.tuning_rows().map(|row| (row.knob, cl.tuned(row.knob))).collect();
+    let _guard = ChoicesDisabled::new(cl.tuning());
+    cl.tuning_rows().for_each(|row| cl.tuning().set(row.knob, row.default(cl.family())));
+    for row in cl.tuning_rows() {
+        match measure_parameter(cl, row) {
             Ok(measured) => each(&measured),
             Err(error) => {
-                before.iter().enumerate().for_each(|(i, p)| tuning.set(i, p.value));
+                before.into_iter().for_each(|(knob, value)| cl.tuning().set(knob, value));
                 return Err(error);
             }
         }
     }
-    tuning.forget_choices(); // they were measured with other parameter values
-    tuning.save().map_err(|error| save_error(&error))
+    cl.tuning().forget_choices(); // they were measured with other parameter values
+    save(cl)
 }
 
 /// Runs every choice of every parameter at the sizes that [`tune`] checks, and compares the results with the CPU's.
@@ -79,14 +117,14 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
 /// # Errors
 /// Errors of [`tune`].
 pub fn check(device: Device) -> Result<()> {
-    let tuning = backend::of_device(device).tuning(device)?;
-    let _guard = ChoicesDisabled::new(&*tuning);
-    for (i, p) in tuning.parameters().iter().enumerate() {
-        let checked = p.choices.iter().try_for_each(|&choice| check_choice(&*tuning, device, i, p.name, choice));
-        tuning.set(i, p.value);
-        checked?;
-    }
-    Ok(())
+    let cl = open(device)?;
+    let _guard = ChoicesDisabled::new(cl.tuning());
+    cl.tuning_rows().try_for_each(|row| {
+        let before = cl.tuned(row.knob);
+        let checked = row.choices.iter().try_for_each(|&choice| check_choice(cl, row, choice));
+        cl.tuning().set(row.knob, before);
+        checked
+    })
 }
 
 /// Returns how much tuning is done during ordinary work on the device.
@@ -94,7 +132,7 @@ pub fn check(device: Device) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn level(device: Device) -> Result<Level> {
-    Ok(backend::of_device(device).tuning(device)?.level())
+    Ok(open(device)?.tuning().choices.level())
 }
 
 /// Sets how much tuning this process does during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
@@ -113,7 +151,7 @@ pub fn level(device: Device) -> Result<Level> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn set_level(device: Device, level: Level) -> Result<()> {
-    backend::of_device(device).tuning(device)?.set_level(level);
+    open(device)?.tuning().set_level(level);
     Ok(())
 }
 
@@ -122,7 +160,13 @@ pub fn set_level(device: Device, level: Level) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn choices(device: Device) -> Result<Vec<Choice>> {
-    Ok(backend::of_device(device).tuning(device)?.choices())
+    let chosen = open(device)?.tuning().choices.chosen().into_iter();
+    let choice = |((subject, class), value): ((Subject, SizeClass), usize)| Choice {
+        name: subject.name(),
+        sizes: class.logarithms(),
+        value,
+    };
+    Ok(chosen.map(choice).collect())
 }
 
 /// Returns the number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call, so a step is
@@ -131,7 +175,7 @@ pub fn choices(device: Device) -> Result<Vec<Choice>> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn on_trial(device: Device) -> Result<usize> {
-    Ok(backend::of_device(device).tuning(device)?.on_trial())
+    Ok(open(device)?.tuning().choices.on_trial())
 }
 
 /// Enables or disables [`choices`] for this process, to compare times with and without them. While choices are disabled, the defaults are used and no
@@ -140,7 +184,7 @@ pub fn on_trial(device: Device) -> Result<usize> {
 /// # Errors
 /// Errors of [`parameters`].
 pub fn use_choices(device: Device, on: bool) -> Result<()> {
-    backend::of_device(device).tuning(device)?.use_choices(on);
+    open(device)?.tuning().use_choices(on);
     Ok(())
 }
 
@@ -149,9 +193,9 @@ pub fn use_choices(device: Device, on: bool) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`], and an error if the file cannot be written.
 pub fn forget(device: Device) -> Result<()> {
-    let tuning = backend::of_device(device).tuning(device)?;
-    tuning.forget_choices();
-    tuning.save().map(drop).map_err(|error| save_error(&error))
+    let cl = open(device)?;
+    cl.tuning().forget_choices();
+    save(cl).map(drop)
 }
 
 /// Makes choices for sums, copies and products of many usual sizes, with as many trials as `level` says. Calls `each` after every
@@ -160,38 +204,38 @@ pub fn forget(device: Device) -> Result<()> {
 /// # Errors
 /// Errors of [`parameters`] and of the operations.
 pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Result<()> {
-    let tuning = backend::of_device(device).tuning(device)?;
-    let before = tuning.level();
-    let done = tuning.usual_workloads().into_iter().try_for_each(|workload| {
+    let tuning = open(device)?.tuning();
+    let before = tuning.choices.level();
+    let done = usual_workloads().into_iter().try_for_each(|workload| {
         tuning.set_level(level); // also abandons trials that the previous workload left open
         let operands = workload.operands(device)?;
         for _ in 0..MAX_CALLS {
-            let begun = tuning.on_trial();
+            let begun = tuning.choices.on_trial();
             workload.run(&operands)?;
-            if begun + tuning.on_trial() == 0 {
+            if begun + tuning.choices.on_trial() == 0 {
                 break;
             }
         }
-        each(tuning.choices().len());
+        each(tuning.choices.chosen().len());
         Ok(())
     });
     tuning.set_level(before);
     done
 }
 
-fn save_error(error: &io::Error) -> Error {
-    Error::invalid("tune", format!("the results cannot be saved: {error}"))
+fn save(cl: &ClDevice) -> Result<Option<PathBuf>> {
+    cl.save_tuning().map_err(|error| Error::invalid("tune", format!("the results cannot be saved: {error}")))
 }
 
 /// Disables choices and trials while a device's parameters are measured, and restores the previous setting when dropped.
 struct ChoicesDisabled<'a> {
-    tuning: &'a dyn Tuning,
+    tuning: &'a Tuning,
     /// Whether choices were enabled before.
     were_enabled: bool,
 }
 
 impl ChoicesDisabled<'_> {
-    fn new(tuning: &dyn Tuning) -> ChoicesDisabled<'_> {
+    fn new(tuning: &Tuning) -> ChoicesDisabled<'_> {
         ChoicesDisabled { tuning, were_enabled: tuning.use_choices(false) }
     }
 }
@@ -203,21 +247,20 @@ impl Drop for ChoicesDisabled<'_> {
 }
 
 /// Sets a parameter. Fails if the device's results differ from the CPU's at sizes around the block boundaries of `choice`.
-fn check_choice(tuning: &dyn Tuning, device: Device, i: usize, name: &str, choice: usize) -> Result<()> {
-    tuning.set(i, choice);
-    tuning.edge_workloads(i).into_iter().try_for_each(|workload| workload.check(device, name, choice))
+fn check_choice(cl: &ClDevice, row: &ParameterRow, choice: usize) -> Result<()> {
+    cl.tuning().set(row.knob, choice);
+    edge_workloads(cl, row.knob).into_iter().try_for_each(|workload| workload.check(cl.device(), row.name, choice))
 }
 
-fn measure_parameter(tuning: &dyn Tuning, device: Device, i: usize) -> Result<Measured> {
-    let p = tuning.parameters().swap_remove(i);
-    let workload = tuning.workload(i);
+fn measure_parameter(cl: &ClDevice, row: &'static ParameterRow) -> Result<Measured> {
+    let (device, p, workload) = (cl.device(), parameter(cl, row), timing_workload(row.knob));
     let operands = workload.operands(device)?;
     let mut times = vec![f64::INFINITY; p.choices.len()];
     for round in 0..MEASUREMENT_ROUNDS {
         for (time, &choice) in times.iter_mut().zip(p.choices) {
-            tuning.set(i, choice);
+            cl.tuning().set(row.knob, choice);
             if round == 0 {
-                check_choice(tuning, device, i, p.name, choice)?;
+                check_choice(cl, row, choice)?;
                 workload.check(device, p.name, choice)?;
             }
             *time = time.min(time_call(device, || workload.run(&operands))?);
@@ -227,7 +270,7 @@ fn measure_parameter(tuning: &dyn Tuning, device: Device, i: usize) -> Result<Me
     let now = timed().find(|&(choice, _)| choice == p.value).map_or(f64::INFINITY, |(_, time)| time);
     let best = timed().min_by(|a, b| a.1.total_cmp(&b.1)).filter(|&(_, time)| time < MAX_TIME_RATIO * now);
     let value = best.map_or(p.value, |(choice, _)| choice);
-    tuning.set(i, value);
+    cl.tuning().set(row.knob, value);
     Ok(Measured { parameter: Parameter { value, ..p }, times })
 }
 
@@ -243,77 +286,4 @@ fn time_call(device: Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
     };
     let calls = (MIN_SAMPLE_MICROS / timed(1)?).ceil().clamp(1.0, 100.0) as usize;
     Ok(timed(calls)? / calls as f64)
-}
-
-impl Workload {
-    fn operands(self, device: Device) -> Result<[Tensor; 2]> {
-        // Small whole numbers made on the CPU, because their sums are exact.
-        let make = |dims: &[usize], seed: usize, dtype: DType| -> Result<Tensor> {
-            let values = (0..dims.iter().product()).map(|i: usize| ((i * i + i / 7 + seed) % 7) as f32 - 3.0);
-            Tensor::from_vec(values.collect::<Vec<f32>>(), dims, Device::default())?.to_dtype(dtype)?.to_device(device)
-        };
-        let matrix = |rows, cols, transposed: bool, dtype| match transposed {
-            true => make(&[cols, rows], rows, dtype)?.t(),
-            false => make(&[rows, cols], cols, dtype),
-        };
-        match self {
-            Workload::Add(n) => Ok([make(&[n], 0, DType::F32)?, make(&[n], 1, DType::F32)?]),
-            Workload::AddUnaligned(n) => {
-                let shifted = |seed| make(&[n + 1], seed, DType::F32)?.narrow(0, 1, n);
-                Ok([shifted(0)?, shifted(1)?])
-            }
-            Workload::CopyTransposed(rows, cols, dtype) => {
-                let t = matrix(rows, cols, true, dtype)?;
-                Ok([t.shallow_clone(), t])
-            }
-            Workload::MatMul([m, n, k], [a, b], dtype) => Ok([matrix(m, k, a, dtype)?, matrix(k, n, b, dtype)?]),
-            Workload::Convolution([n, c, o, side], k) => {
-                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[o, c, k, k], 1, DType::F32)?])
-            }
-            Workload::Attention(dims) => Ok([make(&dims, 0, DType::F32)?, make(&dims, 1, DType::F32)?]),
-            Workload::Depthwise([n, c, side], k) => {
-                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[c, 1, k, k], 1, DType::F32)?])
-            }
-            Workload::Sort(dims, dtype) => {
-                let lines = make(&dims, 0, dtype)?;
-                Ok([lines.shallow_clone(), lines])
-            }
-            Workload::Pooling([n, c, side]) | Workload::AddImages([n, c, side]) => {
-                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[n, c, side, side], 1, DType::F32)?])
-            }
-        }
-    }
-
-    fn run(self, [a, b]: &[Tensor; 2]) -> Result<Tensor> {
-        // Runs in mode Auto whatever the process's mode, because choices apply to this mode.
-        with_memory_mode(MemoryMode::Auto, || match self {
-            Workload::Add(_) | Workload::AddUnaligned(_) | Workload::AddImages(_) => a.add(b),
-            Workload::CopyTransposed(..) => a.contiguous(),
-            Workload::MatMul(..) => a.matmul(b),
-            Workload::Convolution(..) => a.conv2d(b, None, ConvOptions::default()),
-            Workload::Pooling(_) => a.max_pool2d([2, 2], MaxPoolOptions::default()),
-            Workload::Attention(_) => a.scaled_dot_product_attention(b, b, Attention::default()),
-            Workload::Depthwise([_, groups, _], _) => a.conv2d(b, None, ConvOptions { groups, ..Default::default() }),
-            Workload::Sort(..) => Ok(a.sort(-1, false)?.1),
-        })
-    }
-
-    /// The largest accepted difference from the CPU's results: 0 for whole numbers, more for averages with rounded weights.
-    fn tolerance(self) -> f32 {
-        if matches!(self, Workload::Attention(_)) { 1e-5 } else { 0.0 }
-    }
-
-    /// Fails if the device's results differ from the CPU's.
-    fn check(self, device: Device, name: &str, choice: usize) -> Result<()> {
-        let cpu = Device::default();
-        let values = |device: Device| -> Result<Vec<f32>> {
-            self.run(&self.operands(device)?)?.to_device(cpu)?.to_dtype(DType::F32)?.to_vec()
-        };
-        let (ours, right) = (values(device)?, values(cpu)?);
-        if ours.len() == right.len() && ours.iter().zip(&right).all(|(a, b)| (a - b).abs() <= self.tolerance()) {
-            return Ok(());
-        }
-        let reason = format!("{self:?} gives a wrong result on {device} with {name} = {choice}: nothing is saved");
-        Err(Error::invalid("tune", reason))
-    }
 }

@@ -1,8 +1,4 @@
-//! OpenCL images, and how a driver of buffers learns of the memory they use.
-
-use std::sync::{Arc, PoisonError, RwLock};
-
-use crate::{Device, Result};
+//! The size and the format of an image.
 
 /// The type of an image's channels. A pixel has four channels (`CL_RGBA`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,26 +41,4 @@ impl ImageDesc {
     pub fn serves(&self, other: &ImageDesc) -> bool {
         self.format == other.format && self.width >= other.width && self.height >= other.height
     }
-}
-
-/// A holder of a device's memory outside its driver of buffers, as counted by
-/// [`Driver::held_elsewhere`](super::Driver::held_elsewhere): the image pool.
-pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
-    fn held(&self) -> u64;
-    /// Releases unused memory. Returns true if any memory was released.
-    fn make_room(&self) -> Result<bool>;
-}
-
-/// The image pool of each device that has one.
-static OTHER_HOLDERS: RwLock<Vec<(Device, Arc<dyn OtherMemoryHolder>)>> = RwLock::new(Vec::new());
-
-/// Makes the device's driver count the bytes that `other` holds, from now on.
-pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn OtherMemoryHolder>) {
-    OTHER_HOLDERS.write().unwrap_or_else(PoisonError::into_inner).push((device, other));
-}
-
-/// Returns the other holder of the device's memory, if any.
-pub(super) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
-    let others = OTHER_HOLDERS.read().unwrap_or_else(PoisonError::into_inner);
-    others.iter().find(|(of, _)| *of == device).map(|(_, other)| Arc::clone(other))
 }
