@@ -10,7 +10,7 @@ use crate::backend::opencl::gemm::uses_cpu_kernels;
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, define_if, row_starts, tuned_group_size, vector_defines, vector_width,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::KernelConfig;
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
@@ -30,6 +30,47 @@ const MMA: &str = concat!(
     "\n",
     include_str!("../../../kernels/attention_mma.cl")
 );
+
+/// The configuration of a kernel. `k` and `v` are the padded widths of keys and values, the other fields are those of [`AttentionLaunches`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct AttentionConfig {
+    entry: AttentionKernel,
+    dtype: DType,
+    mask: Option<DType>,
+    rank: usize,
+    tile: Tile,
+    copy: Option<usize>,
+    width: usize,
+    k: usize,
+    v: usize,
+    dropout: bool,
+}
+
+impl KernelConfig for AttentionConfig {
+    fn write_defines(&self, out: &mut String) {
+        let AttentionConfig { dtype, rank, copy, width, k, v, .. } = *self;
+        let entry = match self.entry {
+            AttentionKernel::Forward => "FORWARD",
+            AttentionKernel::Split => "FORWARD\n#define SPLIT",
+            AttentionKernel::Combine => "COMBINE",
+            AttentionKernel::Queries => "QUERIES",
+            AttentionKernel::Keys => "KEYS",
+        };
+        let moves = match copy {
+            Some(copy) => format!("#define COPY {copy}\n{}", define_if(width > 1, "OUT_WIDE")),
+            None => vector_defines(dtype, width),
+        };
+        let mask = self.mask.map_or(0, |mask| if mask == DType::Bool { 1 } else { 2 });
+        let (z, acc) = (self.mask.unwrap_or(dtype), dtype.compute());
+        out.push_str(&format!(
+            "#define A {dtype}\n#define Z {z}\n#define MASK {mask}\n#define ACC {}\n#define ACC_NAME {acc:?}\n\
+             #define NB {rank}\n#define DK {k}\n#define DV {v}\n#define {entry}\n{}{moves}{}",
+            acc.cl_name(),
+            self.tile.defines(dtype, k.max(v)),
+            define_if(self.dropout, "DROPOUT"),
+        ));
+    }
+}
 
 /// The minimum number of keys of a group when several groups divide the keys of a tile of queries among them.
 const MIN_KEYS_PER_PART: usize = 256;
@@ -70,7 +111,7 @@ fn launch_attention(
     let (p, seed) = a.dropout.unwrap_or_default();
     let rescale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
     let scalars = [a.scale, p, rescale].map(Scalar::Float);
-    let key = Key { kind, device: device.device(), numbers: &numbers, exprs: &[], tensors };
+    let key = Key { kind, numbers: &numbers, exprs: &[], tensors };
     let params = Params { scalars: &scalars, seeds: &[seed], base: None };
     launch_cache::launch_cached(&key, params, || prepare(device)).map(drop)
 }
@@ -224,34 +265,20 @@ impl<'a> AttentionLaunches<'a> {
     }
 
     fn build(&self, entry: AttentionKernel, tile: Tile) -> Result<Arc<ClKernel>> {
-        let (a, rank, width, copy) = (self.a, self.batch.dims.len().max(1), self.width, self.copy);
-        let (dtype, acc) = (a.q.dtype, a.q.dtype.compute());
-        let mask = a.mask.map_or(0, |mask| if mask.dtype == DType::Bool { 1 } else { 2 });
-        let z = a.mask.map_or(dtype, |mask| mask.dtype);
-        let [.., k, v] = a.sizes().map(|width| tile.padded_width(width));
-        let (moved, dropout) = ((copy.unwrap_or(0) << 8 | width) as u64, u64::from(a.dropout.is_some()));
-        let kinds = mask << 8 | z as u64;
-        let params = [entry as u64, dtype as u64, kinds, rank as u64, tile.key(), moved, k as u64, v as u64, dropout];
-        get_or_build_kernel(self.device, KernelKey::new("attention", &params), "attention", || {
-            let entry = match entry {
-                AttentionKernel::Forward => "FORWARD",
-                AttentionKernel::Split => "FORWARD\n#define SPLIT",
-                AttentionKernel::Combine => "COMBINE",
-                AttentionKernel::Queries => "QUERIES",
-                AttentionKernel::Keys => "KEYS",
-            };
-            let (moves, template) = match copy {
-                Some(copy) => (format!("#define COPY {copy}\n{}", define_if(width > 1, "OUT_WIDE")), MMA),
-                None => (vector_defines(dtype, width), TILES),
-            };
-            format!(
-                "#define A {dtype}\n#define Z {z}\n#define MASK {mask}\n#define ACC {}\n#define ACC_NAME {acc:?}\n\
-                 #define NB {rank}\n#define DK {k}\n#define DV {v}\n#define {entry}\n{}{moves}{}{template}",
-                acc.cl_name(),
-                tile.defines(dtype, k.max(v)),
-                define_if(dropout == 1, "DROPOUT"),
-            )
-        })
+        let [.., k, v] = self.a.sizes().map(|width| tile.padded_width(width));
+        let config = AttentionConfig {
+            entry,
+            dtype: self.a.q.dtype,
+            mask: self.a.mask.map(|mask| mask.dtype),
+            rank: self.batch.dims.len().max(1),
+            tile,
+            copy: self.copy,
+            width: self.width,
+            k,
+            v,
+            dropout: self.a.dropout.is_some(),
+        };
+        config.kernel(self.device, "attention", "attention", &[if self.copy.is_some() { MMA } else { TILES }])
     }
 
     /// Appends operand i and its strides to the arguments.

@@ -15,7 +15,7 @@ const MAX_MMA_HEAD_WIDTH: usize = 128;
 const MAX_QUERIES_WITHOUT_MMA: usize = 16;
 
 /// The kernels of the template, described in `kernels/attention.cl`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum AttentionKernel {
     Forward,
     Split,
@@ -25,7 +25,7 @@ pub(crate) enum AttentionKernel {
 }
 
 /// The part of the score matrix that a work-group computes at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Tile {
     /// Work-items along rows and columns, and the scores of each work-item along both.
     Plain { columns: usize, rows: usize, mi: usize, ni: usize },
@@ -162,15 +162,6 @@ impl Tile {
         let mut tiles: Vec<Tile> = tiles.iter().copied().filter(fits).collect();
         tiles.sort_by_key(|&tile| if groups(tile) < units { tile.own_rows() } else { 0 });
         tiles
-    }
-
-    /// Returns a number that differs for all tiles.
-    pub(crate) fn key(self) -> u64 {
-        let numbers = match self {
-            Tile::Plain { columns, rows, mi, ni } => [columns, rows, mi, ni],
-            Tile::Mma { warps, fragments, other, wgmma } => [usize::from(wgmma), warps << 4 | fragments, 0, other],
-        };
-        numbers.into_iter().fold(0, |key, n| key << 8 | n as u64)
     }
 
     /// Returns the tile's definitions for the template.

@@ -1,18 +1,16 @@
 //! Cross-entropy with class labels on OpenCL: `kernels/cross_entropy.cl` on GPUs, `kernels/softmax.cl` on CPUs.
 
 use crate::backend::opencl::geometry::{
-    ROW_BLOCKS, STRIDED_DIMS, default_group_size, define_if, needs_64_bit, slice_rows, vector_defines, vector_width,
-    vectors_per_item,
+    ROW_BLOCKS, STRIDED_DIMS, default_group_size, needs_64_bit, slice_rows, vector_width, vectors_per_item,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::opencl::launch_cache;
-use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, kernel_config};
+use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::softmax::{ROWS, TEMPLATE, row_defines};
+use crate::backend::opencl::softmax::{ROWS, TEMPLATE, row_config};
 use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::ClDevice;
 use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
@@ -68,18 +66,9 @@ impl CrossEntropySchedule {
         let units = device.info().compute_units.max(1);
         if device.info().kind == DeviceKind::Cpu {
             let groups = if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) };
-            let (slices, chunk, last_group_sums) = (0, 0, false);
-            return CrossEntropySchedule {
-                width: 1,
-                lanes: 1,
-                group: 1,
-                kept: 0,
-                whole: true,
-                groups,
-                last_group_sums,
-                slices,
-                chunk,
-            };
+            let (width, lanes, group, whole) = (1, 1, 1, true);
+            let (kept, slices, chunk, last_group_sums) = (0, 0, 0, false);
+            return CrossEntropySchedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk };
         }
         let group = default_group_size(device);
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
@@ -114,16 +103,18 @@ impl CrossEntropySchedule {
         self.last_group_sums && matches!(stage, CrossEntropyStage::Whole | CrossEntropyStage::Combines)
     }
 
-    fn defines(&self, dtype: DType, stage: CrossEntropyStage) -> String {
-        let (lanes, kept) = (self.lanes_in(stage), self.kept);
-        let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
-        let name = match stage {
-            CrossEntropyStage::Whole => "",
-            CrossEntropyStage::Slices => "#define SLICES\n",
-            CrossEntropyStage::Gradients => "#define GRADIENTS\n",
-            CrossEntropyStage::Combines => "#define COMBINES\n",
-        };
-        spread + name + &define_if(self.whole, "WHOLE") + &define_if(self.sums_in_last_group(stage), "LAST_GROUP_SUMS")
+    /// Returns the part of the configuration for GPUs.
+    fn spread(&self, dtype: DType, stage: CrossEntropyStage) -> impl KernelConfig + use<> {
+        kernel_config! {
+            "LANES" => self.lanes_in(stage), "CACHED" => self.kept, "" => Vectors(dtype, self.width),
+            "" => match stage {
+                CrossEntropyStage::Whole => "",
+                CrossEntropyStage::Slices => "SLICES",
+                CrossEntropyStage::Gradients => "GRADIENTS",
+                CrossEntropyStage::Combines => "COMBINES",
+            },
+            "WHOLE" => self.whole, "LAST_GROUP_SUMS" => self.sums_in_last_group(stage),
+        }
     }
 }
 
@@ -155,7 +146,6 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     // The scratch memory has two numbers for each slice, followed by two for each group.
     let of_slices = 2 * rows * schedule.slices;
     let launch = |stage: CrossEntropyStage| {
-        let lanes = schedule.lanes_in(stage);
         let groups = match stage {
             CrossEntropyStage::Whole | CrossEntropyStage::Combines => groups,
             CrossEntropyStage::Slices | CrossEntropyStage::Gradients => rows * schedule.slices,
@@ -163,32 +153,22 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         let block = schedule.lanes * schedule.kept * schedule.width;
         let wide = needs_64_bit([rows + schedule.group * groups, n + block]);
         let with_grad = grad.is_some() && stage == CrossEntropyStage::Whole;
-        let bits = [with_grad, wide, schedule.whole, schedule.sums_in_last_group(stage)]
-            .iter()
-            .fold(stage as u64, |bits, &on| bits << 1 | u64::from(on));
-        let spread = (schedule.group << 40 | lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
-        let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, bits, spread];
-        let kernel = get_or_build_kernel(device, KernelKey::new("cross_entropy", &params), "row", || {
-            let gradient = if with_grad { "#define WITH_GRAD\n" } else { "" };
-            let (b, t) = (loss.dtype, labels.dtype);
-            let common = row_defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
-            match cpu {
-                true => format!("{common}#define CROSS_ENTROPY\n{STRIDED_DIMS}{ROWS}{TEMPLATE}"),
-                false => common + &schedule.defines(x.dtype, stage) + STRIDED_DIMS + ROW_BLOCKS + GPU_TEMPLATE,
-            }
-        })?;
+        let config = kernel_config! {
+            "" => row_config(x.dtype, 1, wide, schedule.group), "B" => loss.dtype, "T" => labels.dtype,
+            "WITH_GRAD" => with_grad, "CROSS_ENTROPY" => cpu, "" => (!cpu).then(|| schedule.spread(x.dtype, stage)),
+        };
+        let (rows_template, template) = if cpu { (ROWS, TEMPLATE) } else { (ROW_BLOCKS, GPU_TEMPLATE) };
+        let kernel = config.kernel(device, "cross_entropy", "row", &[STRIDED_DIMS, rows_template, template])?;
         let mut launch = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);
         (0..2).for_each(|k| launch.push_tensor(k));
-        launch.push_fixed([Arg::I64(labels.strides()[0] as i64)]);
+        launch.push_fixed(args![; labels.strides()[0]]);
         (2..5).for_each(|k| launch.push_tensor(k));
         launch.push_faults();
-        launch.push_fixed([rows, n].map(|n| Arg::U64(n as u64)));
-        launch.push_fixed([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
-        launch.push_fixed([Arg::I64(options.ignore_index)]);
-        launch.push_fixed([counting as u32, u32::from(!each)].map(Arg::U32));
+        launch.push_fixed(args![; rows, n, x.strides()[0], x.strides()[1], options.ignore_index]);
+        launch.push_fixed(args![; counting as u32, !each]);
         if stage != CrossEntropyStage::Whole {
             launch.push_tensor_at(5, 0, 2);
-            launch.push_fixed([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
+            launch.push_fixed(args![; schedule.slices as u32, schedule.chunk]);
         }
         if schedule.sums_in_last_group(stage) {
             launch.push_tensor_at(5, of_slices as isize, 2);
@@ -210,8 +190,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
     // Unused kernel arguments still need a buffer.
     let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
-    let key =
-        Key { kind: OpKind::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { kind: OpKind::CrossEntropy, numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), prepare)?;
     Ok(loss)
 }

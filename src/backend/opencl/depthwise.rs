@@ -5,16 +5,14 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::backend::mark_written;
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, default_group_size, launch_tuned, needs_64_bit, row_starts, tensor_args, type_defines, vector_defines,
-};
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::geometry::{STRIDED_DIMS, default_group_size, launch_tuned, needs_64_bit, row_starts};
+use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
 use crate::backend::opencl::window;
 use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::backend::profiled::{describe, describe_convolution};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, TuningParameter};
+use crate::device::opencl::{ClDevice, ClKernel, TuningParameter};
 use crate::device::profiler::operation;
 use crate::{MemoryFormat, Result, Tensor};
 
@@ -106,24 +104,19 @@ impl Depthwise {
         wide: bool,
     ) -> Result<Arc<ClKernel>> {
         let Windows { kernel: [kh, kw], stride: [sh, sw], dilation: [dh, dw], .. } = self.windows;
-        let (name, group) = match made {
+        let (output, group) = match made {
             DepthwiseOutput::Windows => ("WINDOWS", 0),
             DepthwiseOutput::Images => ("IMAGES", 0),
             DepthwiseOutput::Weight { group } => ("WEIGHT", group),
             DepthwiseOutput::Sum => ("SUM", 0),
         };
         let RowAccess { per_item, at_once, skip } = row;
-        let sizes = [kh, kw, sh, sw, dh, dw, per_item, at_once, skip, group].map(|n| n as u64);
-        let params: SmallVec<[u64; 12]> = sizes.into_iter().chain([t.dtype as u64, wide.into()]).collect();
-        get_or_build_kernel(device, KernelKey::new(name, &params), "depthwise", || {
-            format!(
-                "#define {name}\n#define GROUP {group}\n#define KH {kh}\n#define KW {kw}\n#define SH {sh}\n#define SW {sw}\n\
-                 #define DH {dh}\n#define DW {dw}\n#define PER {per_item}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
-                if at_once > 1 { format!("#define SKIP {skip}\n") } else { String::new() },
-                vector_defines(t.dtype, at_once),
-                type_defines(t.dtype, wide)
-            )
-        })
+        let config = kernel_config! {
+            "" => output, "GROUP" => group, "KH" => kh, "KW" => kw, "SH" => sh, "SW" => sw, "DH" => dh, "DW" => dw,
+            "PER" => per_item, "SKIP" => (at_once > 1).then_some(skip), "" => Vectors(t.dtype, at_once),
+            "" => element_types(t.dtype, wide),
+        };
+        config.kernel(device, output, "depthwise", &[STRIDED_DIMS, TEMPLATE])
     }
 
     /// Returns the words of the kernels' struct: sizes, and the strides of x, y and the weight.
@@ -135,42 +128,6 @@ impl Depthwise {
         sizes.map(|n| n as i64).chain(strides.map(|&n| n as i64)).collect()
     }
 
-    fn launch_gather(
-        &self,
-        made: DepthwiseOutput,
-        from: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        out: &Tensor,
-    ) -> Result<()> {
-        let (device, [n, channels, rows, columns]) = (out.cl_device()?, sizes_4d(out));
-        let row = self.choose_row_access(device, made, &[from]);
-        let count = n * channels * rows * columns.div_ceil(row.per_item);
-        let kernel = self.kernel(device, made, row, from, needs_64_bit([out.numel(), count]))?;
-        let words = self.words(sizes_4d(weight)[0], from, from, weight);
-        let (x, w, y) = (from.device_view()?, weight.device_view()?, out.device_view()?);
-        let bias_or_any = bias.unwrap_or(out).device_view()?;
-        let args = tensor_args(
-            &[&x, &w, &bias_or_any, &y],
-            [
-                Arg::Bytes(bytemuck::cast_slice(&words)),
-                Arg::U64(count as u64),
-                Arg::U32(bias.is_some().into()),
-                Arg::I64(bias.map_or(0, |bias| bias.strides()[0]) as i64),
-            ],
-        );
-        launch_tuned(device, &kernel, &args, count)
-    }
-
-    /// Adds up the partial sums of the weight gradient.
-    fn launch_sum(&self, device: &'static ClDevice, sums: &Tensor, parts: usize, out: &Tensor) -> Result<()> {
-        let (from, to) = (sums.device_view()?, out.device_view()?);
-        let args = tensor_args(&[&from, &to], [Arg::U64(out.numel() as u64), Arg::U64(parts as u64)]);
-        let kernel =
-            self.kernel(device, DepthwiseOutput::Sum, RowAccess { per_item: 1, at_once: 1, skip: 0 }, out, false)?;
-        launch_tuned(device, &kernel, &args, out.numel())
-    }
-
     /// Computes the convolution of images, or the transposed convolution of windows.
     fn gather(&self, made: DepthwiseOutput, from: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ([n, ..], [outer, ..]) = (sizes_4d(from), sizes_4d(weight));
@@ -179,7 +136,17 @@ impl Depthwise {
             _ => (self.inner, self.windows.image),
         };
         let out = Tensor::empty_with_shape([n, channels, rows, columns], from.dtype, from.device())?;
-        self.launch_gather(made, from, weight, bias, &out)?;
+        let device = out.cl_device()?;
+        let row = self.choose_row_access(device, made, &[from]);
+        let count = n * channels * rows * columns.div_ceil(row.per_item);
+        let kernel = self.kernel(device, made, row, from, needs_64_bit([out.numel(), count]))?;
+        let words = self.words(outer, from, from, weight);
+        let (x, w, y) = (from.device_view()?, weight.device_view()?, out.device_view()?);
+        let bias_or_any = bias.unwrap_or(&out).device_view()?;
+        let bias_step = bias.map_or(0, |bias| bias.strides()[0]);
+        let args = args![x, w, bias_or_any, y; &words[..], count, bias.is_some(), bias_step];
+        launch_tuned(device, &kernel, &args, count)?;
+        drop((y, bias_or_any));
         Ok(mark_written(out))
     }
 }
@@ -232,12 +199,15 @@ impl Convolution for Depthwise {
         let sums = Tensor::empty_with_shape([parts, channels, kh * kw], dtype, x.device())?;
         let wide = needs_64_bit([count + each + group, channels * parts]);
         let words = self.words(channels, x, y, &out);
-        let words = Arg::Bytes(bytemuck::cast_slice(&words));
         let (from_x, from_y, to) = (x.device_view()?, y.device_view()?, sums.device_view()?);
-        let args = tensor_args(&[&from_x, &from_y, &to], [words, Arg::U64(count as u64), Arg::U64(each as u64)]);
+        let args = args![from_x, from_y, to; &words[..], count, each];
         let kernel = self.kernel(device, DepthwiseOutput::Weight { group }, row, x, wide)?;
         device.launch(&kernel, &args, &[channels * parts * group], &[group])?;
-        self.launch_sum(device, &sums, parts, &out)?;
+        let row = RowAccess { per_item: 1, at_once: 1, skip: 0 };
+        let kernel = self.kernel(device, DepthwiseOutput::Sum, row, &out, false)?;
+        let result = out.device_view()?;
+        launch_tuned(device, &kernel, &args![to, result; out.numel(), parts], out.numel())?;
+        drop(result);
         Ok(mark_written(out))
     }
 }

@@ -4,9 +4,9 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, MAX_VECTOR_BYTES, STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type,
-    launch_tuned, needs_64_bit, tensor_args, tuned_group_size,
+    launch_tuned, needs_64_bit, offset_type, tuned_group_size,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{Define, KernelConfig, args, kernel_config};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::{checked_indices, launch_cache, scatter as write};
@@ -40,7 +40,7 @@ fn launch_indexed(
     numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
-    let key = Key { kind, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { kind, numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), || Ok(prepare(out.cl_device()?)?.with_index_check(1)))
         .map(drop)
 }
@@ -48,6 +48,16 @@ fn launch_indexed(
 /// Returns the offset of a layout relative to its tensor's offset.
 pub(crate) fn relative_offset(layout: &Layout, t: &Tensor) -> isize {
     layout.offset as isize - t.layout.offset as isize
+}
+
+/// Adds the first arguments of gathers and scatters: the source, the index, and the result from element `to` on, with the offsets of source
+/// and result in units of `unit` elements.
+pub(super) fn push_indexed(launch: &mut KernelLaunch, g: &Indexed, to: isize, unit: usize) {
+    launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), unit);
+    launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
+    launch.push_tensor_at(2, to, unit);
+    launch.push_faults();
+    launch.push_fixed(args![; index_fault(g.op)]);
 }
 
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
@@ -66,15 +76,12 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
             true => 4,
             false => 1,
         };
-        let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, narrow as u64, per as u64];
-        let kernel = get_or_build_kernel(device, KernelKey::new("gather", &params), "gather", || {
-            let (v, t, idx) = (bits_type(size), g.index.dtype, index_type(wide));
-            let offset_type = if narrow { "int" } else { "long" };
-            format!(
-                "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n#define PER {per}\n\
-                 #define NEAR {offset_type}\n{STRIDED_DIMS}{TEMPLATE}"
-            )
-        })?;
+        let (unit_type, wide) = (bits_type(size), index_type(wide));
+        let config = kernel_config! {
+            "V" => unit_type, "T" => g.index.dtype, "NK" => rank, "IDX" => wide, "PER" => per,
+            "NEAR" => offset_type(!narrow),
+        };
+        let kernel = config.kernel(device, "gather", "gather", &["#define GATHER\n", STRIDED_DIMS, TEMPLATE])?;
         let local = tuned_group_size(
             device,
             &kernel,
@@ -82,14 +89,9 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
             if gpu { default_group_size(device) } else { DEFAULT_GROUP_SIZE },
         );
         let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
-        launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), unit);
-        launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
-        launch.push_tensor_at(2, 0, unit);
-        launch.push_faults();
-        launch.push_fixed([Arg::U32(index_fault(g.op))]);
+        push_indexed(&mut launch, g, 0, unit);
         launch.push_words(dims_words(&strided));
-        launch.push_fixed([count, g.size].map(|n| Arg::U64(n as u64)));
-        launch.push_fixed([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
+        launch.push_fixed(args![; count, g.size, g.step / unit as isize, g.wraps]);
         Ok(LaunchPlan::single(device, launch))
     })
 }
@@ -122,29 +124,34 @@ pub(crate) fn combine_into_units(
     unit
 }
 
-/// Returns the element type's part of the kernel's key, and its defines. Elements that are only moved are integers of their size.
-pub(crate) fn element_defines(combine: Combine, dtype: DType) -> (u64, String) {
-    if combine == Combine::Set {
-        return (dtype.size() as u64, format!("#define V {}\n", bits_type(dtype.size())));
+/// Returns the configuration of a scatter's elements. Elements that are only moved are integers of their size.
+pub(super) fn element_config(combine: Combine, dtype: DType) -> impl KernelConfig {
+    let (moves, acc) = (combine == Combine::Set, dtype.compute());
+    let function = CombineFunction(combine, acc);
+    kernel_config! {
+        "V" => moves.then(|| bits_type(dtype.size())),
+        "" => (!moves).then_some(kernel_config! { "A" => dtype, "ACC" => acc, "COMBINE" => function }),
     }
-    let acc = dtype.compute();
-    let (name, combine) = (acc.cl_name(), combine_function(combine, acc));
-    let defines =
-        format!("#define A {dtype}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n");
-    (dtype as u64, defines)
 }
 
-/// Returns the OpenCL C function or macro that combines two elements of type `acc`.
-fn combine_function(combine: Combine, acc: Compute) -> String {
-    let (integers, c) = (acc == Compute::I64, acc.cl_name());
-    match combine {
-        Combine::Add if integers => "add_long".into(),
-        Combine::Multiply if integers => "mul_long".into(),
-        Combine::Add => "PLUS".into(),
-        Combine::Multiply => "TIMES".into(),
-        Combine::Max => format!("max_{c}"),
-        Combine::Min => format!("min_{c}"),
-        Combine::Set => unreachable!("elements that are only moved are not computed with"),
+/// The OpenCL C function or macro that combines two elements of a type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct CombineFunction(Combine, Compute);
+
+impl Define for CombineFunction {
+    fn define(&self, name: &str, out: &mut String) {
+        let CombineFunction(combine, acc) = *self;
+        let (integers, c) = (acc == Compute::I64, acc.cl_name());
+        let function = match combine {
+            Combine::Add if integers => "add_long",
+            Combine::Multiply if integers => "mul_long",
+            Combine::Add => "PLUS",
+            Combine::Multiply => "TIMES",
+            Combine::Max => &format!("max_{c}"),
+            Combine::Min => &format!("min_{c}"),
+            Combine::Set => unreachable!("elements that are only moved are not computed with"),
+        };
+        out.push_str(&format!("#define {name} {function}\n"));
     }
 }
 
@@ -173,48 +180,33 @@ pub(crate) fn scatter(scatter: &Scatter) -> Result<()> {
         let span = g.size.div_ceil((wanted / blocks).clamp(1, most));
         let parts = g.size.div_ceil(span);
         let wide = needs_64_bit([columns, count, blocks * parts]);
-        let (element, defines) = element_defines(combine, target.dtype);
-        let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
-        let kernel = get_or_build_kernel(device, KernelKey::new("scatter", &params), "scatter", || {
-            let (t, idx) = (g.index.dtype, index_type(wide));
-            format!(
-                "#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}"
-            )
-        })?;
+        let (element, index) = (element_config(combine, target.dtype), g.index.dtype);
+        let config = kernel_config! { "" => element, "T" => index, "NK" => rank, "IDX" => index_type(wide) };
+        let kernel = config.kernel(device, "scatter", "scatter", &["#define SCATTER\n", STRIDED_DIMS, TEMPLATE])?;
         let local = if cpu { 1 } else { tuned_group_size(device, &kernel, blocks * parts, DEFAULT_GROUP_SIZE) };
         let mut launch = KernelLaunch::new(kernel, blocks * parts, local);
-        launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), 1);
-        launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
-        launch.push_tensor_at(2, relative_offset(layout, target), 1);
-        launch.push_faults();
-        launch.push_fixed([Arg::U32(index_fault(g.op))]);
+        push_indexed(&mut launch, g, relative_offset(layout, target), 1);
         launch.push_words(dims_words(&strided));
-        launch.push_fixed([columns, count, g.size].map(|n| Arg::U64(n as u64)));
-        launch.push_fixed([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
-        launch.push_fixed([
-            Arg::U32(parts as u32),
-            Arg::U64(span as u64),
-            Arg::U32(block as u32),
-            Arg::U32(g.wraps.into()),
-        ]);
+        let [x_step, index_step] = [&g.x_layout, &g.index_layout].map(|layout| layout.strides[d]);
+        launch.push_fixed(args![; columns, count, g.size, x_step, index_step, g.step]);
+        launch.push_fixed(args![; parts as u32, span, block as u32, g.wraps]);
         Ok(LaunchPlan::single(device, launch))
     })
 }
 
 pub(crate) fn linear_index(term: &IndexTerm) -> Result<()> {
     let &IndexTerm { op, index, size, step, base, out } = term;
-    let others = [Arg::I64(step as i64), Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
-    launch_over_indices(op, "linear", index, out, size, others)
+    launch_over_indices(op, ["linear", "LINEAR"], index, out, size, args![; step, base.is_some(), base.unwrap_or(0)])
 }
 
 pub(crate) fn one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> {
-    launch_over_indices(op, "one_hot", x, out, out.shape().dims()[x.rank()], [])
+    launch_over_indices(op, ["one_hot", "ONE_HOT"], x, out, out.shape().dims()[x.rank()], [])
 }
 
-/// Launches the kernel named `name` on an index into a dim of `size` elements, with a work-item for each element of `out`.
+/// Launches the kernel named `name`, which the macro `define` selects, on an index into a dim of `size` elements, with a work-item for each element of `out`.
 fn launch_over_indices(
     op: &'static str,
-    name: &'static str,
+    [name, define]: [&'static str; 2],
     index: &Tensor,
     out: &Tensor,
     size: usize,
@@ -224,20 +216,16 @@ fn launch_over_indices(
     let strided = StridedDims::new(index.shape(), [index.strides()]);
     let (rank, count) = (strided.dims.len().max(1), out.numel());
     let wide = needs_64_bit([count]);
-    let params = [index.dtype as u64, rank as u64, wide as u64];
-    let kernel = get_or_build_kernel(device, KernelKey::new(name, &params), name, || {
-        let (define, t, idx) = (name.to_uppercase(), index.dtype, index_type(wide));
-        format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
-    })?;
+    let config = kernel_config! { "" => define, "T" => index.dtype, "NK" => rank, "IDX" => index_type(wide) };
+    let kernel = config.kernel(device, name, name, &[STRIDED_DIMS, TEMPLATE])?;
     let words = dims_words(&strided);
     let numbers = [launch_cache::static_id(name.as_ptr()), size as u64];
     let check = checked_indices::hash_check(words.iter().map(|&n| n as u64).chain(numbers));
     let unknown = checked_indices::begin_check(device, index, check);
     let (from, y) = (index.device_view()?, out.device_view()?);
     let faults = if unknown.is_none() { device.no_faults() } else { device.faults() };
-    let words = Arg::Bytes(bytemuck::cast_slice(&words));
-    let first = [faults, Arg::U32(index_fault(op)), words, Arg::U64(count as u64), Arg::U64(size as u64)];
-    let mut args = tensor_args(&[&from, &y], first);
+    let mut args: SmallVec<[Arg; 16]> =
+        SmallVec::from_slice(&args![from, y; faults, index_fault(op), &words[..], count, size]);
     others.into_iter().for_each(|other| args.push(other));
     launch_tuned(device, &kernel, &args, count)?;
     if let Some(unknown) = unknown {

@@ -7,11 +7,11 @@ pub(crate) mod tests;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::gemm::source::{SourceOptions, gemm_source};
+use crate::backend::opencl::gemm::source::GemmConfig;
 use crate::backend::opencl::gemm_mma::{BufferMatrix, Mma, SplitK, WindowsOperand};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{AtLaunch, KernelKey, get_or_build_kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{DeferredWord, KernelLaunch, LaunchPlan};
 use crate::backend::opencl::{image, launch_cache};
@@ -31,10 +31,10 @@ const TILED_GROUP_SIZE: usize = 256;
 const TILED_RESULTS_PER_STORE: usize = 4;
 
 /// A kernel and its tile sizes; see `kernels/gemm.cl`, [`Mma`], [`Panel`] and [`Thin`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum GemmKernel {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
-    Panel { panel: Panel, width: usize, unit: bool, height: usize },
+    Panel { panel: Panel, width: usize, unit: bool, height: AtLaunch<usize> },
     Dot { rows: usize, cols: usize, width: usize },
     Mma(Mma),
     Thin(Thin),
@@ -45,7 +45,7 @@ impl GemmKernel {
     fn tile(self) -> (usize, usize) {
         match self {
             GemmKernel::Tiled { m, n, .. } => (m, n),
-            GemmKernel::Panel { panel, width, height, .. } => (height, panel.vectors * width),
+            GemmKernel::Panel { panel, width, height, .. } => (height.0, panel.vectors * width),
             GemmKernel::Dot { rows, cols, .. } => (rows, cols),
             GemmKernel::Mma(mma) => mma.tile(),
             GemmKernel::Thin(thin) => thin.tile(),
@@ -75,25 +75,9 @@ impl GemmKernel {
     fn parts(self, plan: &GemmPlan, units: usize) -> SplitK {
         match self {
             GemmKernel::Mma(mma) => mma.parts(plan, units),
-            GemmKernel::Thin(thin) => thin.parts,
+            GemmKernel::Thin(thin) => thin.parts.0,
             _ => SplitK { count: 1, depth: plan.k },
         }
-    }
-
-    /// Returns a number that identifies this variant in the kernel's key.
-    fn key(self) -> u64 {
-        let [kind, a, b, c, flags] = match self {
-            GemmKernel::Tiled { m, n, k, items, a_along_k, b_along_k } => {
-                [1, m << 8 | n, k, items, (a_along_k as usize) << 1 | b_along_k as usize]
-            }
-            GemmKernel::Panel { panel: Panel { rows, vectors, depth, block }, width, unit, .. } => {
-                [2, (block << 8) | rows, (vectors << 8) | (depth / 32), width, unit as usize]
-            }
-            GemmKernel::Dot { rows, cols, width } => [3, rows, cols, width, 0],
-            GemmKernel::Mma(mma) => [4, 0, 0, 0, mma.key()],
-            GemmKernel::Thin(thin) => [5, 0, 0, 0, thin.key()],
-        };
-        (kind << 56 | a << 32 | b << 20 | c << 8 | flags) as u64
     }
 
     fn defines(self) -> String {
@@ -133,11 +117,10 @@ fn launch_without_copies(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<boo
     let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
     outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
     let sums = g.sums.filter(|t| ![g.a, g.b].iter().any(|x| x.shares_storage(t)));
-    let device = outs[0].device();
     let cpu = uses_cpu_kernels(outs[0].cl_device()?);
     let planes = precision::split_terms();
     let numbers = [outs.len() as u64, sums.is_some().into(), planes as u64, cpu.into()];
-    let key = Key { kind: OpKind::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
+    let key = Key { kind: OpKind::Gemm, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
     let params = Params::from_scalars(g.scalars);
     let entry = launch_cache::launch_cached(&key, params, || make_plan(g, shape, outs, sums, planes))?;
     Ok(sums.is_some() && entry.plan.uses_tensor(tensors.len() - 1))
@@ -210,19 +193,19 @@ impl ChosenKernel<'_> {
         let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), compute.dtype()));
 
         let program = Program::shared(epilogue);
-        let flags = plan.batch.len() as u64
-            | u64::from(sums.is_some()) << 8
-            | u64::from(partial.is_some()) << 9
-            | (wide as u64) << 10;
-        let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), flags]);
-        params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
-        let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
-        let kernel = get_or_build_kernel(device, key, "gemm", || {
-            let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
-            let extent =
-                SourceOptions { batch: plan.batch.len(), outs, sums: sums.is_some(), parts: partial.is_some(), wide };
-            gemm_source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
-        })?;
+        let config = GemmConfig {
+            variant,
+            compute,
+            matrices: [a.dtype, b.dtype],
+            others: operands[2..].iter().map(|t| t.dtype).collect(),
+            batch: plan.batch.len(),
+            outs,
+            sums: sums.is_some(),
+            parts: partial.is_some(),
+            wide,
+        };
+        let key = KernelKey::new("gemm", &config, program.exprs());
+        let kernel = get_or_build_kernel(device, key, "gemm", || config.source(&program))?;
 
         let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.group_size(), variant.group_size());
         // An empty matrix has no buffer and is not read, so the result's buffer stands in for the matrix.
@@ -251,7 +234,7 @@ impl ChosenKernel<'_> {
             numbers.defer(DeferredWord::FirstArrival);
         }
         if let GemmKernel::Panel { height, .. } = variant {
-            numbers.extend([height]);
+            numbers.extend([height.0]);
         }
         numbers.steps(windows.iter().copied());
         launch.push_words(numbers.words);
@@ -377,7 +360,7 @@ fn choose_cpu_kernel(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (Ge
     let has_full_vectors = |n: usize| n >= width * device.tuned_for(TuningParameter::PanelVectors, class);
     let panel = |plan: GemmPlan, flipped: bool, unit: bool| {
         let panel = Panel::tuned(device, class, plan.m);
-        let height = panel.height(&plan, width, device.info().compute_units);
+        let height = AtLaunch(panel.height(&plan, width, device.info().compute_units));
         (plan, GemmKernel::Panel { panel, width, unit: unit && compute != Compute::I64, height }, flipped)
     };
     let (b_cols, a_rows) = (plan.b.col == 1, plan.a.row == 1);

@@ -21,7 +21,7 @@ pub(crate) const TEMPLATE: &str = concat!(
 );
 
 /// A work-group's tile: the rows, columns and depth of a slice, the warps along rows and columns, and the slices in local memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Tile {
     m: usize,
     n: usize,
@@ -99,7 +99,7 @@ const MIN_TILE_COLUMNS: usize = 64;
 const SHALLOW_K_AND_TILE: (usize, Tile) = (256, wgmma_tile(128, 32, 4));
 
 /// A kernel of the template, given by its tile and the layouts of both matrices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Mma {
     dtype: DType,
     planes: usize,
@@ -112,7 +112,7 @@ pub(crate) struct Mma {
 
 /// The operand that consists of convolution windows: rows of the left matrix, or columns or rows of the right matrix. `Apart` means that
 /// results are not contiguous. See `kernels/windows_mma.cl`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum WindowsOperand {
     Left,
     LeftApart,
@@ -138,14 +138,14 @@ impl WindowsOperand {
 }
 
 /// The layout of a matrix: whether it is contiguous along k, and the number of bytes that may be copied at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct MatrixAccess {
     along_k: bool,
     copy: usize,
 }
 
 /// Split-k: the division of a product's depth among work-groups. The last group to finish a tile adds up the parts, always in the same order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct SplitK {
     pub(crate) count: usize,
     /// The depth of each part except the last.
@@ -337,23 +337,6 @@ impl Mma {
         let cut = if self.planes > 1 { 2 * self.planes * 2 } else { 0 };
         let slices = (m + n) * k * (stages * self.dtype.size() + cut);
         slices.max(m * (n + 8) * size_of::<f32>()) + 16
-    }
-
-    /// Returns a number that differs for all kernels of the same dtypes.
-    pub(crate) fn key(self) -> usize {
-        let Tile { m, n, k, wgmma, .. } = self.tile;
-        let side = |s: MatrixAccess| (s.copy / 4) << 1 | s.along_k as usize;
-        [
-            wgmma as usize | self.windows.map_or(0, |w| w as usize + 1) << 1,
-            k / 16,
-            n / 16,
-            m / 16,
-            self.planes,
-            side(self.a),
-            side(self.b),
-        ]
-        .into_iter()
-        .fold(0, |key, x| key << 5 | x)
     }
 
     pub(crate) fn defines(self) -> String {

@@ -4,7 +4,7 @@ use crate::backend::problem::gemm::GemmPlan;
 use crate::device::opencl::{ClDevice, SizeClass, TuningParameter};
 
 /// The blocking of the kernel for CPUs: rows and vectors in registers, and the depth and rows of a block in the caches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Panel {
     pub(crate) rows: usize,
     pub(crate) vectors: usize,

@@ -3,6 +3,7 @@
 use crate::Compute;
 use crate::backend::opencl::gemm_mma::{BufferMatrix, SplitK};
 use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, bits_type};
+use crate::backend::opencl::kernels::AtLaunch;
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 
 /// The template, included after `kernels/gemm.cl`.
@@ -26,7 +27,7 @@ const ITEMS_PER_UNIT: usize = 2048;
 const MIN_PARTS: usize = 4;
 
 /// A kernel of `kernels/gemm_thin.cl`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Thin {
     rows: usize,
     /// The number of work-items along k for each column.
@@ -34,11 +35,11 @@ pub(crate) struct Thin {
     columns: usize,
     reads: ThinReads,
     /// The parts of k that different groups compute (split-K).
-    pub(crate) parts: SplitK,
+    pub(crate) parts: AtLaunch<SplitK>,
 }
 
 /// How the matrices are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ThinReads {
     /// Whether the right matrix is contiguous along k.
     along_k: bool,
@@ -93,8 +94,8 @@ impl Thin {
         }
         let reads = ThinReads::choose(plan, a, b, compute);
         let thin = Thin::spread_lanes(plan, reads, units, most.min(SHARED_MAX_THREADS));
-        let shared = Thin { parts: thin.split_k(plan, groups), ..thin };
-        Some(match shared.parts.count {
+        let shared = Thin { parts: AtLaunch(thin.split_k(plan, groups)), ..thin };
+        Some(match shared.parts.0.count {
             1 => thin,
             _ if has_fence() => shared,
             _ => Thin::spread_lanes(plan, reads, units, most.min(MAX_THREADS)),
@@ -116,7 +117,7 @@ impl Thin {
         let columns =
             (SHARED_MAX_THREADS / lanes).max(if reads.along_k { 1 } else { warp }).min(columns.next_power_of_two());
         let lanes = lanes.max(MIN_THREADS / columns);
-        Thin { rows: plan.m, lanes, columns, reads, parts: SplitK { count: 1, depth: plan.k } }
+        Thin { rows: plan.m, lanes, columns, reads, parts: AtLaunch(SplitK { count: 1, depth: plan.k }) }
     }
 
     /// Splits k into parts for `groups` groups. A part is a multiple of the loads that a group has in flight, and at least twice that.
@@ -127,7 +128,7 @@ impl Thin {
         let depth = plan.k.div_ceil(wanted.max(1)).next_multiple_of(round).max(2 * round);
         match plan.k.div_ceil(depth) {
             count @ MIN_PARTS.. => SplitK { count, depth },
-            _ => self.parts,
+            _ => self.parts.0,
         }
     }
 
@@ -138,13 +139,6 @@ impl Thin {
 
     pub(crate) fn threads(self) -> usize {
         self.lanes * self.columns
-    }
-
-    /// Returns a number that identifies this kernel among kernels for the same dtypes.
-    pub(crate) fn key(self) -> usize {
-        let ThinReads { along_k, width, both, .. } = self.reads;
-        let loads = width << 2 | usize::from(both) << 1 | usize::from(along_k);
-        (self.rows * 16 + self.lanes.ilog2() as usize) << 12 | (self.columns.ilog2() as usize) << 8 | loads
     }
 
     pub(crate) fn defines(self) -> String {
@@ -179,7 +173,7 @@ mod tests {
         for (sizes, transposed) in sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]) {
             for (dtype, fence) in [DType::F32, DType::F16, DType::U8].map(|t| [(t, false), (t, true)]).concat() {
                 let thin = choose_thin(sizes, transposed, dtype, fence).unwrap();
-                let (threads, SplitK { count, depth }) = (thin.threads(), thin.parts);
+                let (threads, SplitK { count, depth }) = (thin.threads(), thin.parts.0);
                 assert!((MIN_THREADS..=MAX_THREADS).contains(&threads) && threads.is_power_of_two(), "{thin:?}");
                 assert!(thin.rows == sizes[0], "{thin:?}");
                 // The parts cover k, none is empty, and they begin at multiples of a load.
@@ -190,7 +184,7 @@ mod tests {
         }
         let spread = |sizes, transposed, dtype, fence| {
             let thin = choose_thin(sizes, transposed, dtype, fence).unwrap();
-            (thin.lanes, thin.columns, thin.reads.width, thin.parts.count)
+            (thin.lanes, thin.columns, thin.reads.width, thin.parts.0.count)
         };
         assert_eq!(spread([1, 4096, 8192], false, DType::F32, true), (8, 32, 4, 16));
         assert_eq!(spread([1, 4096, 8192], false, DType::F16, true), (8, 32, 8, 32));

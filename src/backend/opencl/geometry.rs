@@ -2,7 +2,6 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::kernels::BufferView;
 use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
@@ -12,7 +11,7 @@ use crate::{Compute, DType, Result, Tensor};
 /// The template of strided dims, loads of 16 elements, and reductions over a work-group. Most other templates need it.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
 
-/// The template of 16-byte loads and stores, to be included after [`type_defines`] and [`vector_defines`].
+/// The template of 16-byte loads and stores, to be included after the macros of element types and [`vector_defines`].
 pub(crate) const VECTOR_ACCESS: &str = include_str!("../../../kernels/neighbours.cl");
 
 /// The template for reading rows block by block into registers.
@@ -126,6 +125,11 @@ pub(crate) fn index_type(wide: bool) -> &'static str {
     if wide { "ulong" } else { "uint" }
 }
 
+/// Returns the type in which a kernel computes signed offsets.
+pub(crate) fn offset_type(wide: bool) -> &'static str {
+    if wide { "long" } else { "int" }
+}
+
 /// Returns an unsigned integer type of `size` bytes, for elements that are only moved.
 pub(crate) fn bits_type(size: usize) -> &'static str {
     ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
@@ -134,12 +138,6 @@ pub(crate) fn bits_type(size: usize) -> &'static str {
 /// Returns a definition of the macro `name` without a value if `on`, otherwise nothing.
 pub(crate) fn define_if(on: bool, name: &str) -> String {
     if on { format!("#define {name}\n") } else { String::new() }
-}
-
-/// Defines a kernel's element type, accumulator type and index type.
-pub(crate) fn type_defines(dtype: DType, wide: bool) -> String {
-    let (acc, idx) = (dtype.compute(), index_type(wide));
-    format!("#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n", acc.cl_name())
 }
 
 /// Defines `LARGEST`, `LEAST`, `DOWN` and `UP`, the [`SafeRange`] of sums accumulated in `compute`.
@@ -156,15 +154,4 @@ pub(crate) fn dims_words(dims: &StridedDims) -> SmallVec<[i64; 32]> {
         return std::iter::once(1).chain(dims.strides.iter().map(|_| 0)).collect();
     }
     dims.dims.iter().map(|&d| d as i64).chain(dims.strides.iter().flatten().map(|&s| s as i64)).collect()
-}
-
-/// Returns the kernel arguments of tensors, a buffer and an offset each, followed by `others`.
-pub(crate) fn tensor_args<'a>(
-    views: &[&'a BufferView],
-    others: impl IntoIterator<Item = Arg<'a>>,
-) -> SmallVec<[Arg<'a>; 24]> {
-    let mut args = SmallVec::new();
-    views.iter().for_each(|view| args.extend([view.buffer(), view.offset()]));
-    others.into_iter().for_each(|other| args.push(other));
-    args
 }

@@ -13,8 +13,8 @@ pub(crate) use product::product;
 
 use std::sync::Arc;
 
-use crate::backend::opencl::geometry::{DEFAULT_GROUP_SIZE, clamp_group_size, define_if, launch_tuned};
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::geometry::{DEFAULT_GROUP_SIZE, clamp_group_size, launch_tuned};
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::backend::problem::windows::sizes_4d;
 use crate::device::capture;
 use crate::device::opencl::{Arg, ClDevice, ClKernel, TuningParameter};
@@ -116,11 +116,9 @@ fn limits(cl: &ClDevice) -> [usize; 2] {
     cl.image_limits().unwrap_or_default()
 }
 
-/// Returns the conversion kernel `name` for elements of `dtype`.
-fn conversion_kernel(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
-    get_or_build_kernel(cl, KernelKey::new(name, &[dtype as u64, filter.into()]), "image", || {
-        format!("#define {name}\n#define A {dtype}\n{}{TEMPLATE}", define_if(filter, "FILTER"))
-    })
+/// Returns the kernel `name`, which computes no formula, for elements of `dtype`.
+fn image_kernel(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
+    kernel_config! { "" => name, "A" => dtype, "FILTER" => filter }.kernel(cl, name, "image", &[TEMPLATE])
 }
 
 /// Returns None if memory for images ran out, because the operation may still succeed with buffers.
@@ -142,9 +140,9 @@ fn make_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, ki
     let format = exact_format(x.dtype).expect("the caller has checked it");
     let [width, height] = t.size(blocks);
     let image = Image::new(x.device(), ImageDesc { width, height, format }, kind)?;
-    let kernel = conversion_kernel(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
+    let kernel = image_kernel(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
     let (words, from) = (t.words(), x.device_view()?);
-    let args = [from.buffer(), from.offset(), image_arg(&image)?, Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = args![from; image_arg(&image)?, &words[..]];
     cl.launch_uncounted(&kernel, &args, &[width * height], &[clamp_group_size(&kernel, DEFAULT_GROUP_SIZE)])?;
     Ok(image)
 }
@@ -192,10 +190,10 @@ pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
     )?;
     let cl = out.cl_device()?;
     let four = Tensor4::new(&out.layout).expect("an image is of a tensor of at most four dims");
-    let kernel = conversion_kernel(cl, "FROM_IMAGE", out.dtype, false)?;
+    let kernel = image_kernel(cl, "FROM_IMAGE", out.dtype, false)?;
     let [width, height] = four.size(Blocks::Across);
     let (words, to) = (four.words(), out.device_view()?);
-    let args = [image_arg(image)?, to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = args![; image_arg(image)?, to.buffer(), to.offset(), &words[..]];
     launch_tuned(cl, &kernel, &args, width * height)
 }
 

@@ -19,6 +19,7 @@ use crate::backend::opencl::gemm_mma::{Mma, WindowsOperand, planes};
 use crate::backend::opencl::implicit_gemm::blocks::Blocks;
 use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, MAX_IMAGE_BYTES, Matrix, Strided, WholeRows};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, empty_result, is_channels_last, matrix};
+use crate::backend::opencl::kernels::hashed_values;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::{launch_cache, window};
 use crate::backend::problem::conv::{Conv2d, Convolution};
@@ -290,10 +291,9 @@ fn launch(
     let windows: SmallVec<[isize; WINDOW_PARAMETERS]> = numbers.collect();
     let device = tensors[0].cl_device()?;
     let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
-    let sizes = [mma.key(), plan.m, plan.n, plan.k].into_iter().map(|n| n as u64);
-    let numbers: SmallVec<[u64; 32]> = sizes.chain(windows.iter().map(|&n| n as u64)).collect();
-    let key =
-        Key { kind: OpKind::ImplicitGemm, device: tensors[0].device(), numbers: &numbers, exprs: epilogue, tensors };
+    let mut numbers: SmallVec<[u64; 64]> = hashed_values(&mma).into_iter().collect();
+    numbers.extend([plan.m, plan.n, plan.k].map(|n| n as u64).into_iter().chain(windows.iter().map(|&n| n as u64)));
+    let key = Key { kind: OpKind::ImplicitGemm, numbers: &numbers, exprs: epilogue, tensors };
     let compute = tensors[0].dtype.compute();
     let prepare = || {
         let (plan, variant) = (plan.clone(), GemmKernel::Mma(mma));

@@ -3,13 +3,10 @@
 use smallvec::SmallVec;
 
 use crate::Result;
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, define_if, launch_tuned, needs_64_bit, tensor_args, type_defines, vector_width,
-};
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::geometry::{STRIDED_DIMS, launch_tuned, needs_64_bit, offset_type, vector_width};
+use crate::backend::opencl::kernels::{Bit, KernelConfig, args, element_types, kernel_config};
 use crate::backend::problem::interpolation::{Interpolate, Samples};
 use crate::backend::problem::windows::sizes_4d;
-use crate::device::opencl::Arg;
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");
 
@@ -31,21 +28,16 @@ pub(crate) fn interpolate(problem: &Interpolate) -> Result<()> {
         false => vector_width(device, dtype, [columns.to, out.layout.offset].into_iter().map(|n| n as isize)),
     };
     let dense = x.strides()[3] == 1;
-    let flags = [transposed, dense, rows.linear, columns.linear, wide, near].map(u64::from);
-    let params: SmallVec<[u64; 8]> = [dtype as u64, width as u64].into_iter().chain(flags).collect();
-    let kernel = get_or_build_kernel(device, KernelKey::new("interpolate", &params), "interpolate", || {
-        let [mixed_rows, mixed_columns] = [rows, columns].map(|samples| u8::from(samples.linear));
-        let switches = define_if(transposed, "TRANSPOSED")
-            + &define_if(dense, "DENSE")
-            + if near { "#define INT int\n" } else { "" };
-        let mixed = format!("#define ROWS {mixed_rows}\n#define COLUMNS {mixed_columns}\n");
-        format!("{}#define VEC {width}\n{mixed}{switches}{STRIDED_DIMS}{TEMPLATE}", type_defines(dtype, wide))
-    })?;
+    let config = kernel_config! {
+        "" => element_types(dtype, wide), "VEC" => width, "ROWS" => Bit(rows.linear),
+        "COLUMNS" => Bit(columns.linear), "TRANSPOSED" => transposed, "DENSE" => dense, "INT" => offset_type(!near),
+    };
+    let kernel = config.kernel(device, "interpolate", "interpolate", &[STRIDED_DIMS, TEMPLATE])?;
     let items = count / width;
     let strides = x.strides().iter().map(|&s| s as i64);
     let words: SmallVec<[i64; 20]> =
         [rows, columns].iter().flat_map(samples_words).chain([c as i64]).chain(strides).collect();
     let (from, to) = (x.device_view()?, out.device_view()?);
-    let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(items as u64)]);
+    let args = args![from, to; &words[..], items];
     launch_tuned(device, &kernel, &args, items)
 }

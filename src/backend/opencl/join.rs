@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, MAX_VECTOR_BYTES, bits_type, index_type, needs_64_bit, tuned_group_size,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, kernel_config};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::lines::row_stride;
@@ -51,7 +51,7 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     for (rows, tensors) in rows.chunks(MAX_INPUTS).zip(tensors.chunks(MAX_INPUTS)) {
         let numbers = [outer, columns, rows[0].start, unit].map(|n| n as u64);
         let list: SmallVec<[&Tensor; MAX_INPUTS]> = [out].into_iter().chain(tensors.iter().copied()).collect();
-        let key = Key { kind: OpKind::Join, device: out.device(), numbers: &numbers, exprs: &[], tensors: &list };
+        let key = Key { kind: OpKind::Join, numbers: &numbers, exprs: &[], tensors: &list };
         let prepare = || make_plan(&list, rows, [outer, columns], unit);
         launch_cache::launch_cached(&key, Params::default(), prepare)?;
     }
@@ -67,15 +67,11 @@ fn make_plan(list: &[&Tensor], rows: &[Rows], [outer, columns]: [usize; 2], unit
     let (first, width) = (rows[0].start, (end - rows[0].start) / units);
     // Kernels of 2, 4, 8 and more inputs also serve fewer tensors: unused inputs start behind the last column.
     let (count, wide) = (rows.len().next_power_of_two().min(MAX_INPUTS), needs_64_bit([out.numel()]));
-    let params = [unit, count, wide.into()].map(|n| n as u64);
-    let kernel = get_or_build_kernel(device, KernelKey::new("join", &params), "join", || {
-        let inputs: String = (0..count).map(|k| format!(", __global const T *x{k}, ulong x{k}_at")).collect();
-        let choose: String = (1..count).map(|k| format!("CHOOSE({k}) ")).collect();
-        let (t, idx) = (bits_type(unit), index_type(wide));
-        format!(
-            "#define T {t}\n#define IDX {idx}\n#define COUNT {count}\n#define INPUTS {inputs}\n#define CHOOSE_ALL {choose}\n{TEMPLATE}"
-        )
-    })?;
+    let inputs: String = (0..count).map(|k| format!(", __global const T *x{k}, ulong x{k}_at")).collect();
+    let choose: String = (1..count).map(|k| format!("CHOOSE({k}) ")).collect();
+    let lists = format!("#define INPUTS {inputs}\n#define CHOOSE_ALL {choose}\n");
+    let config = kernel_config! { "T" => bits_type(unit), "IDX" => index_type(wide), "COUNT" => count };
+    let kernel = config.kernel(device, "join", "join", &[&lists, TEMPLATE])?;
     let items = outer * width;
     let local = tuned_group_size(device, &kernel, items, DEFAULT_GROUP_SIZE);
     let mut launch = KernelLaunch::new(kernel, items, local);

@@ -1,28 +1,173 @@
 //! A cache of compiled kernels. A kernel is built at its first use.
 
+use std::any::TypeId;
+use std::hash::{Hash, Hasher};
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::geometry::{define_if, index_type, vector_defines};
 use crate::device::lru::Lru;
 use crate::device::opencl::{self, Arg, ClDevice, ClKernel, Fault};
 use crate::expr::Expr;
 use crate::storage::ClBlockLocation;
-use crate::{Device, Result, Tensor};
+use crate::{Compute, DType, Device, Result, Tensor};
 
-/// The cache key of a kernel: its template, and the numbers and expressions that determine its source.
+/// The configuration for which a kernel is compiled: its key in the cache, and the definitions that precede its template.
+pub(crate) trait KernelConfig: Hash + Copy + 'static {
+    /// Appends the definitions of the template's macros.
+    fn write_defines(&self, out: &mut String);
+
+    /// Returns the definitions, followed by `parts`.
+    fn source(&self, parts: &[&str]) -> String {
+        let mut source = String::new();
+        self.write_defines(&mut source);
+        source + &parts.concat()
+    }
+
+    /// Returns the kernel function `entry` of the template that consists of `parts`. `name` identifies the template.
+    fn kernel(&self, cl: &'static ClDevice, name: &'static str, entry: &str, parts: &[&str]) -> Result<Arc<ClKernel>> {
+        get_or_build_kernel(cl, KernelKey::new(name, self, &[]), entry, || self.source(parts))
+    }
+}
+
+/// Makes a [`KernelConfig`] from the macros of a template and their values, whose types decide how a macro is defined (see [`Define`]).
+macro_rules! kernel_config {
+    () => { () };
+    ($name:literal => $value:expr $(, $names:literal => $values:expr)* $(,)?) => {
+        ($crate::backend::opencl::kernels::Macro($name, $value), kernel_config!($($names => $values),*))
+    };
+}
+pub(crate) use kernel_config;
+
+/// A macro of a template.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Macro<T>(pub(crate) &'static str, pub(crate) T);
+
+impl<T: Hash> Hash for Macro<T> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.1.hash(state); // all configurations of a template have the same macros
+    }
+}
+
+impl KernelConfig for () {
+    fn write_defines(&self, _: &mut String) {}
+}
+
+impl<T: Define + Hash + Copy + 'static, R: KernelConfig> KernelConfig for (Macro<T>, R) {
+    fn write_defines(&self, out: &mut String) {
+        self.0.1.define(self.0.0, out);
+        self.1.write_defines(out);
+    }
+}
+
+/// A value that is passed to a template as one or several macros.
+pub(crate) trait Define {
+    /// Appends the definition of macro `name`.
+    fn define(&self, name: &str, out: &mut String);
+}
+
+/// A configuration that is part of another.
+impl<C: KernelConfig> Define for C {
+    fn define(&self, _: &str, out: &mut String) {
+        self.write_defines(out);
+    }
+}
+
+/// No macro if there is no value.
+impl<T: Define> Define for Option<T> {
+    fn define(&self, name: &str, out: &mut String) {
+        self.iter().for_each(|value| value.define(name, out));
+    }
+}
+
+/// Implements [`Define`] by a format of the value and the macro's name.
+macro_rules! define_as {
+    ($($t:ty: |$value:ident, $name:ident| $text:expr;)*) => { $(
+        impl Define for $t {
+            fn define(&self, $name: &str, out: &mut String) {
+                let $value = self;
+                out.push_str(&$text);
+            }
+        }
+    )* };
+}
+
+define_as! {
+    usize: |n, name| format!("#define {name} {n}\n");
+    DType: |dtype, name| format!("#define {name} {dtype}\n");
+    // Also defines the accumulator's name in functions of the prelude.
+    Compute: |acc, name| format!("#define {name} {}\n#define {name}_NAME {acc:?}\n", acc.cl_name());
+    bool: |on, name| define_if(*on, name);
+    // With an empty name, the text is the macro's name; no macro if both are empty.
+    &'static str: |text, name| match name {
+        "" => define_if(!text.is_empty(), text),
+        _ => format!("#define {name} {text}\n"),
+    };
+    Bit: |on, name| format!("#define {name} {}\n", u8::from(on.0));
+    Vectors: |vectors, _name| vector_defines(vectors.0, vectors.1);
+}
+
+/// A macro that is 0 or 1, where a plain bool is a macro that is defined if true.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Bit(pub(crate) bool);
+
+/// The element type, and the number of elements of a vector load: defines VEC and WIDE_T.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Vectors(pub(crate) DType, pub(crate) usize);
+
+/// The types of a kernel: its elements, its accumulators and its indices.
+pub(crate) fn element_types(dtype: DType, wide: bool) -> impl KernelConfig {
+    kernel_config! { "A" => dtype, "ACC" => dtype.compute(), "IDX" => index_type(wide) }
+}
+
+/// A value that launches pass as an argument, so that the kernel does not depend on the value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AtLaunch<T>(pub(crate) T);
+
+impl<T> Hash for AtLaunch<T> {
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
+/// The cache key of a kernel: its template, the type and the values of its configuration, and the expressions in its source.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct KernelKey {
-    pub(crate) template: &'static str,
-    pub(crate) params: SmallVec<[u64; 8]>,
-    pub(crate) exprs: SmallVec<[Expr; 2]>,
+    template: &'static str,
+    config: TypeId,
+    values: SmallVec<[u64; 24]>,
+    exprs: SmallVec<[Expr; 2]>,
 }
 
 impl KernelKey {
-    /// Returns the key of a kernel without expressions.
-    pub(crate) fn new(template: &'static str, params: &[u64]) -> KernelKey {
-        KernelKey { template, params: SmallVec::from_slice(params), exprs: SmallVec::new() }
+    pub(crate) fn new<C: Hash + 'static>(template: &'static str, config: &C, exprs: &[Expr]) -> KernelKey {
+        let (values, exprs) = (hashed_values(config), SmallVec::from(exprs));
+        KernelKey { template, config: TypeId::of::<C>(), values, exprs }
     }
+}
+
+/// Returns the values that the derived hash of `value` consists of, which identify the value among values of its type.
+pub(crate) fn hashed_values(value: &impl Hash) -> SmallVec<[u64; 24]> {
+    struct Values(SmallVec<[u64; 24]>);
+    impl Hasher for Values {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0.extend(bytes.chunks(8).map(|part| part.iter().fold(0, |word, &byte| word << 8 | u64::from(byte))));
+        }
+
+        fn write_u8(&mut self, value: u8) {
+            self.0.push(value.into());
+        }
+
+        fn write_usize(&mut self, value: usize) {
+            self.0.push(value as u64);
+        }
+
+        fn finish(&self) -> u64 {
+            unreachable!("only the values are wanted")
+        }
+    }
+    let mut values = Values(SmallVec::new());
+    value.hash(&mut values);
+    values.0
 }
 
 /// Prepends the prelude of all kernels to `source`: fault codes, storage types, loads and stores, random bits.
@@ -66,6 +211,40 @@ pub(crate) struct BufferView<'a> {
     pub(crate) location: ClBlockLocation<'a>,
     /// The tensor's offset in its buffer, in elements.
     pub(crate) element_offset: usize,
+}
+
+/// Makes the arguments of a launch: the buffer and the offset of each view before the semicolon, then the values after it.
+macro_rules! args {
+    ($($view:expr),*; $($value:expr),* $(,)?) => {
+        [$($view.buffer(), $view.offset(),)* $($crate::device::opencl::Arg::from($value),)*]
+    };
+}
+pub(crate) use args;
+
+macro_rules! arg_from {
+    ($($t:ty: $variant:ident as $to:ty;)*) => { $(
+        impl From<$t> for Arg<'_> {
+            fn from(value: $t) -> Self {
+                Arg::$variant(value as $to)
+            }
+        }
+    )* };
+}
+
+arg_from! {
+    bool: U32 as u32;
+    u32: U32 as u32;
+    usize: U64 as u64;
+    u64: U64 as u64;
+    isize: I64 as i64;
+    i64: I64 as i64;
+}
+
+/// A struct of these words.
+impl<'a, T: bytemuck::NoUninit> From<&'a [T]> for Arg<'a> {
+    fn from(words: &'a [T]) -> Self {
+        Arg::Bytes(bytemuck::cast_slice(words))
+    }
 }
 
 impl BufferView<'_> {

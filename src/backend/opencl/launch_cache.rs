@@ -52,7 +52,6 @@ pub(crate) fn static_id<T>(of: *const T) -> u64 {
 /// Everything that a plan depends on except tuning parameters. A change of a tuning parameter clears the caches of all threads.
 pub(crate) struct Key<'a> {
     pub(crate) kind: OpKind,
-    pub(crate) device: Device,
     pub(crate) numbers: &'a [u64],
     pub(crate) exprs: &'a [Expr],
     pub(crate) tensors: &'a [&'a Tensor],
@@ -72,7 +71,7 @@ impl CachedPlan {
     fn new(key: &Key, plan: LaunchPlan) -> CachedPlan {
         let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
         let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
-        CachedPlan { kind: key.kind, device: key.device, numbers, exprs, tensors, plan }
+        CachedPlan { kind: key.kind, device: key.device(), numbers, exprs, tensors, plan }
     }
 }
 
@@ -105,9 +104,14 @@ thread_local! {
 }
 
 impl Key<'_> {
+    /// The device of all tensors.
+    fn device(&self) -> Device {
+        self.tensors[0].device()
+    }
+
     fn hash(&self) -> u64 {
         let mix = |hash: u64, x: u64| (hash.rotate_left(9) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let hash = self.numbers.iter().fold(mix(self.kind as u64, self.device.number()), |hash, &x| mix(hash, x));
+        let hash = self.numbers.iter().fold(mix(self.kind as u64, self.device().number()), |hash, &x| mix(hash, x));
         let hash = self.exprs.iter().fold(hash, |hash, e| hash.rotate_left(7) ^ e.hash_value());
         self.tensors.iter().fold(hash, |hash, t| {
             let sizes = t.shape().dims().iter().zip(t.strides());
@@ -117,9 +121,9 @@ impl Key<'_> {
 
     fn matches(&self, entry: &CachedPlan) -> bool {
         let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| {
-            t.dtype == *dtype && t.device() == self.device && t.layout.same_layout(layout, OFFSET_ALIGNMENT_ELEMENTS)
+            t.dtype == *dtype && t.device() == entry.device && t.layout.same_layout(layout, OFFSET_ALIGNMENT_ELEMENTS)
         };
-        (self.kind, self.device) == (entry.kind, entry.device)
+        self.kind == entry.kind
             && self.numbers.len() == entry.numbers.len()
             && self.numbers.iter().zip(&entry.numbers).all(|(a, b)| a == b)
             && self.exprs == &entry.exprs[..]

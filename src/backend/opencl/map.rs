@@ -26,7 +26,7 @@ const MAX_TILE_BYTES: usize = 32 << 10;
 pub(crate) const RANDOM_BLOCK_LEN: usize = 64;
 
 /// How a work-item accesses an operand.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum MemoryAccess {
     Element,
     /// As a vector of contiguous elements.
@@ -36,7 +36,7 @@ enum MemoryAccess {
 }
 
 /// An operand of the kernel and how the kernel accesses it.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Hash)]
 struct MapOperand {
     dtype: DType,
     /// The operand's indexing, compiled into the kernel so that common kinds need no index arithmetic.
@@ -47,22 +47,30 @@ struct MapOperand {
 }
 
 impl MapOperand {
-    /// True if the operand's offset is computed from dims and strides, as also for broadcast rows.
+    /// True if the operand's offset is computed from dims and strides.
     fn is_strided(&self) -> bool {
-        matches!(self.kind, OperandKind::Strided | OperandKind::RowBroadcast(_))
-    }
-
-    /// Encodes this operand for the kernel's key.
-    fn key_bits(&self) -> u64 {
-        let kind = if self.is_strided() { 2 } else { u64::from(self.kind == OperandKind::Scalar) };
-        (self.dtype as u64) << 8 | (self.access as u64) << 4 | kind << 1 | u64::from(self.used)
+        self.kind == OperandKind::Strided
     }
 }
 
 type MapOperands = SmallVec<[MapOperand; 6]>;
 
+/// The configuration of an elementwise kernel, besides its formulas.
+#[derive(Hash)]
+struct MapConfig {
+    compute: Compute,
+    rank: usize,
+    wide: bool,
+    /// Whether seeds are relative to [`Params::base`](crate::backend::problem::map::Params::base).
+    has_base: bool,
+    form: Form,
+    /// The work-group size that tiles are compiled for; 0 for the other forms.
+    tile_group: usize,
+    operands: MapOperands,
+}
+
 /// The form of the kernel; see `kernels/elementwise.cl`.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Form {
     /// Each work-item computes `per_item` elements, one by one.
     Scalar { per_item: usize },
@@ -79,7 +87,7 @@ enum Form {
 }
 
 /// How a CPU writes the lines of a tile.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct LineStores {
     /// Whether results that exceed the cache are written with non-temporal stores.
     nontemporal: bool,
@@ -110,8 +118,7 @@ pub(crate) fn launch_formulas(formulas: &Formulas) -> Result<()> {
     let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().chain(params.base).collect();
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
-    let key =
-        Key { kind: OpKind::Map, device: outputs[0].device(), numbers, exprs: program.exprs(), tensors: &tensors };
+    let key = Key { kind: OpKind::Map, numbers, exprs: program.exprs(), tensors: &tensors };
     // If an input overlaps an output, the plan is for a copy of that input and cannot be cached.
     let slot = match !in_place || inputs.iter().all(|t| can_overwrite_elementwise(t, outputs)) {
         true => match launch_cache::find_plan(&key) {
@@ -143,7 +150,10 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     let mut operands: MapOperands = (0..tensors.len())
         .map(|k| MapOperand {
             dtype: tensors[k].dtype,
-            kind: OperandKind::classify_dims(strided, k),
+            kind: match OperandKind::classify_dims(strided, k) {
+                OperandKind::RowBroadcast(_) => OperandKind::Strided,
+                kind => kind,
+            },
             access: MemoryAccess::Element,
             used: k >= inputs || launch.program.exprs().iter().any(|e| e.uses_input(k)),
         })
@@ -175,31 +185,13 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     // Positions of the last group that are past the end must not wrap around, or an in-place result would be computed twice.
     let wide = count >= u32::MAX as usize - MAX_VECTOR_BYTES.max(RANDOM_BLOCK_LEN) * MAX_TUNED_GROUP_ITEMS;
 
-    let mut params: SmallVec<[u64; 8]> = SmallVec::new();
-    params.extend([
-        launch.compute as u64,
-        rank as u64,
-        u64::from(wide) | u64::from(launch.base.is_some()) << 1,
-        match form {
-            Form::Scalar { per_item } => per_item as u64,
-            Form::Drawn => 3 << 8,
-            Form::Vector { width, nontemporal } => 1 << 8 | width as u64 | u64::from(nontemporal) << 24,
-            Form::Tiled { side, across, dim, lines } => {
-                let nontemporal = lines.is_some_and(|lines| lines.nontemporal);
-                2 << 8
-                    | u64::from(side.ilog2() | across.ilog2() << 4)
-                    | (dim as u64) << 16
-                    | u64::from(nontemporal) << 24
-                    | (local as u64) << 32
-            }
-        },
-    ]);
-    // Four operands are packed in a word, so that most keys need no heap allocation.
-    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | o.key_bits())));
-    let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
-    let kernel = get_or_build_kernel(device, key, "elementwise", || {
-        source::generate_source(device, launch, &operands, form, local, rank, wide)
-    })?;
+    let tile_group = if let Form::Tiled { .. } = form { local } else { 0 };
+    let (compute, has_base) = (launch.compute, launch.base.is_some());
+    let config = MapConfig { compute, rank, wide, has_base, form, tile_group, operands };
+    let key = KernelKey::new("elementwise", &config, launch.program.exprs());
+    let source = || source::generate_source(device, launch, &config);
+    let kernel = get_or_build_kernel(device, key, "elementwise", source)?;
+    let operands = &config.operands;
 
     let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
         Form::Tiled { side, across, dim, .. } => {
@@ -232,7 +224,7 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     if launch.program.can_fault(launch.compute) {
         kernel_launch.push_faults();
     }
-    kernel_launch.push_fixed(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
+    kernel_launch.push_fixed(counts.into_iter().map(|n| if wide { Arg::from(n) } else { Arg::from(n as u32) }));
     Ok(LaunchPlan::single(device, kernel_launch))
 }
 

@@ -4,9 +4,9 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type, needs_64_bit, tensor_args,
+    STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type, needs_64_bit, offset_type,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::layout::collapse::StridedDims;
@@ -87,48 +87,33 @@ impl ChunkCounts<'_> {
         };
         let (rank, strided) = axes(mask);
         let (from_rank, from) = if let NonzeroStage::Elements(x) = stage { axes(x) } else { Default::default() };
-        let (tag, of) = match stage {
-            NonzeroStage::Count => (0, 0),
-            NonzeroStage::Rows(dims) => (1, dims.len()),
-            NonzeroStage::Elements(x) => (2, from_rank << 8 | x.dtype.size()),
+        let (name, row, element) = match *stage {
+            NonzeroStage::Count => ("COUNT", None, None),
+            NonzeroStage::Rows(dims) => ("ROWS", Some(dims.len()), None),
+            NonzeroStage::Elements(x) => ("ELEMENTS", None, Some(bits_type(x.dtype.size()))),
         };
         let wide = needs_64_bit([n + self.chunk]);
-        let params = [mask.dtype as u64, rank as u64, tag, of as u64, u64::from(wide)];
-        let kernel = get_or_build_kernel(self.device, KernelKey::new("count", &params), "count", || {
-            let stage = match stage {
-                NonzeroStage::Count => "#define COUNT\n".to_owned(),
-                NonzeroStage::Rows(dims) => format!("#define ROWS\n#define RANK {}\n", dims.len()),
-                NonzeroStage::Elements(x) => {
-                    let v = bits_type(x.dtype.size());
-                    format!("#define ELEMENTS\n#define NV {from_rank}\n#define V {v}\n")
-                }
-            };
-            let idx = index_type(wide);
-            // The element type of the result of a vector comparison.
-            let truth = if mask.dtype.compute() == Compute::F32 { "int" } else { "long" };
-            let a = mask.dtype;
-            format!(
-                "#define A {a}\n#define NK {rank}\n#define IDX {idx}\n#define GROUP {group}\n#define MASK {truth}\n{stage}{STRIDED_DIMS}{TEMPLATE}"
-            )
-        })?;
+        // The element type of the result of a vector comparison.
+        let truth = offset_type(mask.dtype.compute() != Compute::F32);
+        let config = kernel_config! {
+            "A" => mask.dtype, "NK" => rank, "IDX" => index_type(wide), "GROUP" => group, "MASK" => truth, "" => name,
+            "RANK" => row, "NV" => element.map(|_| from_rank), "V" => element,
+        };
+        let kernel = config.kernel(self.device, "count", "count", &[STRIDED_DIMS, TEMPLATE])?;
         let sizes: SmallVec<[u64; 8]> = match stage {
             NonzeroStage::Rows(dims) => dims.iter().map(|&n| n as u64).collect(),
             _ => SmallVec::new(),
         };
         let v = if let NonzeroStage::Elements(x) = stage { Some(x.device_view()?) } else { None };
         let (x, counts, y) = (mask.device_view()?, self.counts.device_view()?, out.device_view()?);
-        let numbers = [n, self.chunk].map(|n| Arg::U64(n as u64));
-        let mut args =
-            tensor_args(&[&x, &counts], [Arg::Bytes(bytemuck::cast_slice(&strided))].into_iter().chain(numbers));
+        let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&args![x, counts; &strided[..], n, self.chunk]);
         if matches!(stage, NonzeroStage::Count) {
             return self.device.launch(&kernel, &args, &[chunks * local], &[local]);
         }
-        args.extend([y.buffer(), y.offset()]);
         match &v {
-            Some(v) => args.extend([v.buffer(), v.offset(), Arg::Bytes(bytemuck::cast_slice(&from))]),
-            None => args.push(Arg::Bytes(bytemuck::cast_slice(&sizes))),
+            Some(v) => args.extend(args![y, v; &from[..], self.total]),
+            None => args.extend(args![y; &sizes[..], self.total]),
         }
-        args.push(Arg::U64(self.total as u64));
         self.device.launch(&kernel, &args, &[chunks * local], &[local])
     }
 }

@@ -3,20 +3,19 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, safe_range_defines, type_defines, vector_defines,
-    vector_width, vectors_per_item,
+    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, safe_range_defines, vector_width, vectors_per_item,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::opencl::launch_cache;
-use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
+use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::map::scalar_arg;
 use crate::backend::opencl::norm_channels;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, Variance};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
 use crate::tensor::Layout;
-use crate::{Compute, DType, Result, Tensor};
+use crate::{DType, Result, Scalar, Tensor};
 
 const TEMPLATE: &str =
     concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));
@@ -33,7 +32,7 @@ const MAX_ROWS_PER_ITEM: usize = 64;
 
 pub(crate) fn launch_norm(rows: &Normalisation) -> Result<()> {
     let (tensors, numbers) = (rows.tensors(), [switch_bits(rows), rows.eps.to_bits()]);
-    let key = Key { kind: OpKind::NormRows, device: rows.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { kind: OpKind::NormRows, numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), || make_plan(rows)).map(drop)
 }
 
@@ -47,7 +46,7 @@ pub(crate) fn forward(norm: &NormForward) -> Result<()> {
     };
     let switches = dims.iter().fold(switch_bits(given), |bits, &on| bits << 1 | u64::from(on));
     let (tensors, numbers) = (given.tensors(), [view, number as u64, switches, given.eps.to_bits()]);
-    let key = Key { kind: OpKind::Norm, device: given.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { kind: OpKind::Norm, numbers: &numbers, exprs: &[], tensors: &tensors };
     let slot = match launch_cache::find_plan(&key) {
         Ok(entry) => return entry.plan.launch(&tensors, Params::default()),
         Err(slot) => slot,
@@ -63,18 +62,25 @@ pub(crate) fn forward(norm: &NormForward) -> Result<()> {
     Ok(())
 }
 
-/// Returns the properties, besides types and sizes, for which a kernel is compiled, one bit each.
-pub(super) fn switch_bits(rows: &Normalisation) -> u64 {
+/// Returns the properties, besides types and sizes, that a plan depends on, one bit each.
+fn switch_bits(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
     let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms];
     given.into_iter().chain(numbers).fold(0, |bits, on| bits << 1 | u64::from(on))
 }
 
 /// Returns the macros that tell [`ARGUMENTS`] which operands exist.
-pub(super) fn operand_macros(rows: &Normalisation) -> impl Iterator<Item = &'static str> {
-    let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
-    let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS"];
-    names.into_iter().zip(given).filter(|(_, on)| *on).map(|(name, _)| name)
+pub(super) fn norm_operands(rows: &Normalisation) -> impl KernelConfig + use<> {
+    let [backward, weight, bias, weighted_rows] = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
+    kernel_config! {
+        "BACKWARD" => backward, "WEIGHT" => weight, "BIAS" => bias, "WEIGHTED_ROWS" => weighted_rows,
+    }
+}
+
+/// Returns the definitions that depend on the precision of a dtype: the range of safe sums, and fast division for halves.
+pub(super) fn precision_defines(dtype: DType) -> String {
+    let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
+    safe_range_defines(dtype.compute()) + division
 }
 
 /// How rows are distributed over a GPU.
@@ -127,17 +133,14 @@ impl NormSchedule {
         NormSchedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
     }
 
-    fn defines(&self, rows: &Normalisation) -> String {
-        let NormSchedule { lanes, group, kept, .. } = self;
-        let each = if self.each { "#define EACH\n" } else { "" };
-        let columns = if rows.columns.is_some() { "#define COLUMNS\n" } else { "" };
-        let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define CACHED {kept}\n{each}{columns}");
-        let variance = match rows.variance {
-            None => "",
-            Some(false) => "#define VARIANCE\n",
-            Some(true) => "#define VARIANCE\n#define ROOT\n",
-        };
-        spread + variance + &vector_defines(rows.x.dtype, self.width)
+    /// Returns the part of the configuration for GPUs.
+    fn spread(&self, rows: &Normalisation) -> impl KernelConfig + use<> {
+        let NormSchedule { lanes, group, kept, each, .. } = *self;
+        let (columns, variance, root) = (rows.columns.is_some(), rows.variance.is_some(), rows.variance == Some(true));
+        kernel_config! {
+            "LANES" => lanes, "GROUP" => group, "CACHED" => kept, "EACH" => each, "COLUMNS" => columns,
+            "VARIANCE" => variance, "ROOT" => root,
+        }
     }
 }
 
@@ -226,24 +229,15 @@ fn kernel_launch(
     let beyond = schedule.map_or(0, |schedule| schedule.lanes * schedule.kept * schedule.width);
     let (wide, flat) = (needs_64_bit([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
     let dtype = rows.x.dtype;
-    let switched = [wide, flat].iter().fold(switch_bits(rows), |bits, &on| bits << 1 | u64::from(on));
-    let spread = schedule
-        .map_or(0, |schedule| schedule.kept << 40 | schedule.group << 28 | schedule.lanes << 16 | schedule.width << 8);
-    let spread =
-        (spread | schedule.map_or(0, |schedule| usize::from(schedule.each)) << 1 | usize::from(part == "APPLY")) as u64;
-    let spread = spread | u64::from(!part.is_empty()) << 2;
-    let weights = rows.weight.or(rows.bias).unwrap_or(rows.x).dtype;
-    let params = [dtype as u64 | (weights as u64) << 8, switched, spread];
-    let kernel = get_or_build_kernel(device, KernelKey::new("norm", &params), "norm", || {
-        let own = [("RMS", rows.rms), ("FLAT", flat), (part, !part.is_empty())];
-        let on = operand_macros(rows).chain(own.into_iter().filter(|(_, on)| *on).map(|(name, _)| name));
-        let defines: String = on.map(|name| format!("#define {name}\n")).collect();
-        let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
-        let types =
-            type_defines(dtype, wide) + &safe_range_defines(dtype.compute()) + &format!("#define W {weights}\n");
-        let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
-        types + division + &spread + &defines + STRIDED_DIMS + VECTOR_ACCESS + ARGUMENTS + TEMPLATE
-    })?;
+    let config = kernel_config! {
+        "" => element_types(dtype, wide), "W" => rows.weight.or(rows.bias).unwrap_or(rows.x).dtype,
+        "" => schedule.map(|schedule| schedule.spread(rows)),
+        "" => Vectors(dtype, schedule.map_or(1, |schedule| schedule.width)), "" => norm_operands(rows),
+        "RMS" => rows.rms, "FLAT" => flat, "" => part,
+    };
+    let precision = precision_defines(dtype);
+    let parts = [&*precision, STRIDED_DIMS, VECTOR_ACCESS, ARGUMENTS, TEMPLATE];
+    let kernel = config.kernel(device, "norm", "norm", &parts)?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
     let strided = [Some(rows.x), Some(rows.y), rows.z, rows.weight, rows.bias];
@@ -252,19 +246,15 @@ fn kernel_launch(
     let of_rows = tensors.len() - usize::from(rows.columns.is_some());
     if let Some(columns) = rows.columns {
         launch.push_tensor(of_rows);
-        launch.push_fixed([Arg::U32(count.div_ceil(columns.shape().dims()[0]) as u32)]);
+        launch.push_fixed(args![; count.div_ceil(columns.shape().dims()[0]) as u32]);
     }
     (0..of_rows).for_each(|k| launch.push_tensor(k));
     launch.push_words(sizes.into_iter().chain(strides));
-    let eps = match dtype.compute() {
-        Compute::F64 => Arg::F64(rows.eps),
-        _ => Arg::F32(rows.eps as f32),
-    };
-    launch.push_fixed([Arg::U64(count as u64), eps]);
+    launch.push_fixed([Arg::from(count), scalar_arg(dtype.compute(), Scalar::Float(rows.eps))]);
     if let Some(schedule) = schedule.filter(|_| !part.is_empty()) {
         // An element of the scratch memory, which follows all tensors, is a pair of numbers.
         launch.push_tensor_at(tensors.len(), 0, 2);
-        launch.push_fixed([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
+        launch.push_fixed(args![; schedule.slices as u32, schedule.chunk]);
     }
     Ok(launch)
 }

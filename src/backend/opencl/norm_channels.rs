@@ -1,16 +1,14 @@
 //! Batch norm on GPUs for channels-last tensors: `kernels/norm_channels.cl`.
 
-use crate::backend::opencl::geometry::{
-    VECTOR_ACCESS, declarable_local_memory, needs_64_bit, safe_range_defines, type_defines, vector_defines,
-    vector_width,
-};
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::geometry::{VECTOR_ACCESS, declarable_local_memory, needs_64_bit, vector_width};
+use crate::backend::opencl::kernels::{KernelConfig, Vectors, element_types, kernel_config};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::norm::{ARGUMENTS, operand_macros, switch_bits};
+use crate::backend::opencl::map::scalar_arg;
+use crate::backend::opencl::norm::{ARGUMENTS, norm_operands, precision_defines};
 use crate::backend::problem::norm::Normalisation;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
-use crate::{Compute, DType, Result, Tensor};
+use crate::device::opencl::ClDevice;
+use crate::{Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 
@@ -113,20 +111,13 @@ impl ChannelSchedule {
         // Kernels also compute rows past the end.
         let wide = needs_64_bit([rows + group * at_once, channels, global]);
         let (dtype, weights) = (norm.x.dtype, norm.weight.or(norm.bias).unwrap_or(norm.x).dtype);
-        let own = [wide, part == "PARTS", part == "APPLY"];
-        let switches = own.into_iter().fold(switch_bits(norm), |bits, on| bits << 1 | u64::from(on));
-        let sizes = (width << 32 | lanes << 16 | group) as u64;
-        let params = [dtype as u64, weights as u64, switches, sizes];
-        let kernel = get_or_build_kernel(device, KernelKey::new("norm_channels", &params), "norm", || {
-            let on = operand_macros(norm).chain([part].into_iter().filter(|part| !part.is_empty()));
-            let defines: String = on.map(|name| format!("#define {name}\n")).collect();
-            let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define AT_ONCE {at_once}\n");
-            let types =
-                type_defines(dtype, wide) + &safe_range_defines(dtype.compute()) + &vector_defines(dtype, width);
-            let types = types + &format!("#define W {weights}\n");
-            let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
-            types + division + &spread + &defines + VECTOR_ACCESS + ARGUMENTS + TEMPLATE
-        })?;
+        let config = kernel_config! {
+            "" => element_types(dtype, wide), "" => Vectors(dtype, width), "W" => weights, "LANES" => lanes,
+            "GROUP" => group, "AT_ONCE" => at_once, "" => norm_operands(norm), "" => part,
+        };
+        let precision = precision_defines(dtype);
+        let parts = [&*precision, VECTOR_ACCESS, ARGUMENTS, TEMPLATE];
+        let kernel = config.kernel(device, "norm_channels", "norm", &parts)?;
         let mut launch = KernelLaunch::new(kernel, global, group);
         (0..tensors.len()).for_each(|k| launch.push_tensor(k));
         let along = |t: Option<&Tensor>| t.map_or(0, |t| t.strides()[1] as i64);
@@ -134,10 +125,7 @@ impl ChannelSchedule {
         launch.push_words(
             counts.into_iter().chain(steps.map(|s| s as i64)).chain([along(norm.weight), along(norm.bias)]),
         );
-        launch.push_fixed([match dtype.compute() {
-            Compute::F64 => Arg::F64(norm.eps),
-            _ => Arg::F32(norm.eps as f32),
-        }]);
+        launch.push_fixed([scalar_arg(dtype.compute(), Scalar::Float(norm.eps))]);
         if !part.is_empty() {
             // An element of the scratch memory, which follows all tensors, is a pair of numbers.
             launch.push_tensor_at(tensors.len(), 0, 2);

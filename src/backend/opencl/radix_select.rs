@@ -2,15 +2,14 @@
 //! them. The only temporaries are histograms of slices.
 
 use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, dims_words, index_type,
-    needs_64_bit, tensor_args,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::backend::opencl::{select, sort};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{RankQuery, Selected, key_bits};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::ClDevice;
 use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/radix_select.cl");
@@ -111,23 +110,13 @@ impl RadixSelect<'_> {
         let wide = needs_64_bit([lines.count * lines.n + group * 8, lines.count * self.slices * group]);
         let name = ["select_count", "select_narrow", "select_collect", "select_whole"][stage as usize];
         let top = self.top && stage == RadixStage::Collect;
-        let flags = u64::from(wide) | u64::from(top) << 1;
-        let params = [self.x.dtype as u64, lines.rank() as u64, self.bits as u64, group as u64, flags];
-        let kernel = get_or_build_kernel(device, KernelKey::new(name, &params), name, || {
-            format!(
-                "{}#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define BITS {bits}\n#define BINS {}\n#define {}\n{}{}\
-                 {STRIDED_DIMS}{}{TEMPLATE}",
-                sort::key_defines(self.x.dtype),
-                lines.rank(),
-                index_type(wide),
-                1 << self.bits,
-                ["COUNT", "NARROW", "COLLECT", "WHOLE"][stage as usize],
-                define_if(top, "TOP"),
-                define_if(self.x.dtype.compute() != Compute::I64, "FLOATS"),
-                sort::KEYS,
-                bits = self.bits,
-            )
-        })?;
+        let config = kernel_config! {
+            "" => sort::KeyType(self.x.dtype), "NK" => lines.rank(), "IDX" => index_type(wide), "GROUP" => group,
+            "BITS" => self.bits, "BINS" => 1usize << self.bits,
+            "" => ["COUNT", "NARROW", "COLLECT", "WHOLE"][stage as usize], "TOP" => top,
+            "FLOATS" => self.x.dtype.compute() != Compute::I64,
+        };
+        let kernel = config.kernel(device, name, name, &[STRIDED_DIMS, sort::KEYS, TEMPLATE])?;
         let (global, local) = match stage {
             RadixStage::Whole if lines.count >= 64 * 8 * device.info().compute_units => {
                 (lines.count, clamp_group_size(&kernel, DEFAULT_GROUP_SIZE))
@@ -141,22 +130,10 @@ impl RadixSelect<'_> {
         let (ranks, counts, state) = (self.ranks.device_view()?, self.counts.device_view()?, self.state.device_view()?);
         // Only the bits of the dtype are flipped, because no key may have bits above its digits.
         let flip = if self.descending { u64::MAX >> (64 - key_bits(self.x.dtype)[1]) } else { 0 };
-        let args = tensor_args(
-            &[&x, &y, &indices, &ranks, &counts, &state],
-            [
-                Arg::Bytes(bytemuck::cast_slice(&words)),
-                Arg::U64(lines.count as u64),
-                Arg::U64(lines.n as u64),
-                Arg::I64(lines.step as i64),
-                Arg::U64(self.k as u64),
-                Arg::U32(self.slices as u32),
-                Arg::U32(self.rule),
-                Arg::U32(begins.into()),
-                Arg::U32(low as u32),
-                Arg::U32(high as u32),
-                Arg::U64(flip),
-            ],
-        );
+        let args = args![
+            x, y, indices, ranks, counts, state; &words[..], lines.count, lines.n, lines.step, self.k,
+            self.slices as u32, self.rule, begins, low as u32, high as u32, flip
+        ];
         device.launch(&kernel, &args, &[global], &[local])
     }
 }

@@ -5,17 +5,19 @@ use std::ops::RangeInclusive;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, index_type, lanes_per_row,
-    needs_64_bit, safe_range_defines, tuned_group_size, vector_defines, vector_width,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, index_type, lanes_per_row, needs_64_bit,
+    safe_range_defines, tuned_group_size, vector_width,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{
+    Define, KernelConfig, KernelKey, Vectors, args, get_or_build_kernel, kernel_config,
+};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Axes, Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
 use crate::device::DeviceKind;
-use crate::device::opencl::{ARRIVAL_COUNTERS, Arg, ClDevice};
+use crate::device::opencl::{ARRIVAL_COUNTERS, ClDevice};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::{Compute, DType, Result, Scalar, Tensor};
@@ -48,7 +50,7 @@ pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
     let id = launch_cache::static_id(reduction.rule);
     let first = [id, number.to_bits()];
     let numbers: SmallVec<[u64; 8]> = first.into_iter().chain(mask.iter().map(|&reduced| reduced.into())).collect();
-    let key = Key { kind: OpKind::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
+    let key = Key { kind: OpKind::Reduce, numbers: &numbers, exprs: &[], tensors: &[x, out] };
     launch_cache::launch_cached(&key, Params::default(), || make_plan(rule, x, &reduction.plan(), out, number))
         .map(drop)
 }
@@ -202,6 +204,22 @@ fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize
     (n.div_ceil(chunk), chunk)
 }
 
+/// A sum that is repeated with scaled elements, and its accumulator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct RescaledSum(Rescaled, Compute);
+
+impl Define for RescaledSum {
+    fn define(&self, _: &str, out: &mut String) {
+        let RescaledSum(rescaled, acc) = *self;
+        let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };
+        true.define("RESCALED", out);
+        rescaled.squares().define("SQUARES", out);
+        out.push_str(&safe_range_defines(acc));
+        (rescaled == Rescaled::Norm).define("ROOT", out);
+        out.push_str(&format!("#define UNDO(v, factor) ({undone})\n"));
+    }
+}
+
 /// The properties, besides the schedule and the ranks of the plan, for which a reduction kernel is compiled.
 struct ReductionKernel<'a> {
     rule: &'a Rule,
@@ -225,32 +243,42 @@ impl ReductionKernel<'_> {
     ) -> Result<KernelLaunch> {
         let wide = needs_64_bit([plan.n, plan.outs * schedule.slices * 16, schedule.global]);
         let group = default_group_size(device);
-        let (truth, mapped, finish) = (
-            self.rule.element == Element::NonZero,
-            matches!(self.rule.element, Element::Formula(_)),
-            self.rule.finish.is_some(),
-        );
-        let params = [
-            self.rule.combination as u64,
-            self.input as u64,
-            self.output as u64,
-            self.acc as u64,
-            truth as u64
-                | (mapped as u64) << 1
-                | (wide as u64) << 2
-                | (finish as u64) << 3
-                | (self.stage as u64) << 4
-                | self.rule.rescaled.map_or(0, |rescaled| 1 + rescaled as u64) << 8,
-            plan.kept.rank() as u64,
-            plan.reduced.rank() as u64,
-            schedule.width as u64
-                | u64::from(schedule.by_column && schedule.width > 1) << 8
-                | (schedule.row as u64) << 16,
-        ];
-        let element = if let Element::Formula(e) = &self.rule.element { Some(e) } else { None };
-        let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
-        let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
-        let kernel = get_or_build_kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
+        let (input, output, acc, rule) = (self.input, self.output, self.acc, self.rule);
+        let integers = acc == Compute::I64;
+        let [low, high] = if integers { ["LONG_MIN", "LONG_MAX"] } else { ["-INFINITY", "INFINITY"] };
+        let [step, step16] = if acc == Compute::F32 { ["int", "int16"] } else { ["long", "long16"] };
+        let config = kernel_config! {
+            "A" => input, "B" => output, "ACC" => acc, "FROM" => input.compute().cl_name(),
+            "NK" => plan.kept.rank(), "NR" => plan.reduced.rank(), "IDX" => index_type(wide), "GROUP" => group,
+            "" => match rule.combination {
+                Combination::Add => "OP_SUM",
+                Combination::Mul => "OP_PROD",
+                Combination::Max | Combination::ArgMax => "OP_MAX",
+                Combination::Min | Combination::ArgMin => "OP_MIN",
+            },
+            "" => Vectors(input, schedule.width), "COLUMNS" => schedule.by_column && schedule.width > 1,
+            "LOWEST" => low, "HIGHEST" => high, "STEP" => step, "STEP16" => step16, "INTEGERS" => integers,
+            "ROW" => (schedule.row > 0).then_some(schedule.row),
+            "" => rule.rescaled.map(|rescaled| RescaledSum(rescaled, acc)), "ARG" => rule.combination.is_arg(),
+            "NONZERO" => rule.element == Element::NonZero,
+            "" => match self.stage {
+                ReduceStage::Whole => "",
+                ReduceStage::First => "PARTIAL",
+                ReduceStage::Second => "PAIRS",
+                ReduceStage::LastGroup => "LAST_GROUP_SUMS",
+            },
+        };
+        let element = if let Element::Formula(e) = &rule.element { Some(e) } else { None };
+        let exprs: SmallVec<[Expr; 2]> = element.into_iter().chain(&rule.finish).cloned().collect();
+        let formulas = (element.is_some(), rule.finish.is_some());
+        let key = KernelKey::new("reduce", &(config, formulas), &exprs);
+        let kernel = get_or_build_kernel(device, key, "reduce", || {
+            let mapped =
+                element.map(|e| "#define MAPPED\n".to_owned() + &formula_function(e, input.compute(), "element"));
+            let finish = rule.finish.as_ref();
+            let finished = finish.map(|e| "#define FINISHED\n".to_owned() + &formula_function(e, acc, "finish"));
+            config.source(&[&mapped.unwrap_or_default(), &finished.unwrap_or_default(), STRIDED_DIMS, TEMPLATE])
+        })?;
         let number = scalar_arg(self.acc, Scalar::Float(number));
         // A pair of value and index takes two elements of an i64 tensor.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
@@ -264,10 +292,10 @@ impl ReductionKernel<'_> {
         launch.push_tensor_at(y, 0, elements(self.stage == ReduceStage::First));
         launch.push_words(plan.kept.words());
         launch.push_words(plan.reduced.words());
-        launch.push_fixed([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
-        launch.push_fixed([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
+        launch
+            .push_fixed(args![; plan.outs, plan.n, schedule.chunk, schedule.slices as u32, number, schedule.by_column]);
         if !cpu {
-            launch.push_fixed([Arg::U32(schedule.lanes as u32)]);
+            launch.push_fixed(args![; schedule.lanes as u32]);
         }
         if self.stage == ReduceStage::LastGroup {
             launch.push_tensor_at(y + 1, 0, elements(self.rule.combination.is_arg()));
@@ -275,57 +303,6 @@ impl ReductionKernel<'_> {
             launch.push_first_arrival();
         }
         Ok(launch)
-    }
-
-    fn source(&self, plan: &ReductionPlan, schedule: &ReduceSchedule, wide: bool, group: usize) -> String {
-        let integer = self.acc == Compute::I64;
-        let op = match self.rule.combination {
-            Combination::Add => "SUM",
-            Combination::Mul => "PROD",
-            Combination::Max | Combination::ArgMax => "MAX",
-            Combination::Min | Combination::ArgMin => "MIN",
-        };
-        let mut text = format!(
-            "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define FROM {}\n#define NK {}\n\
-             #define NR {}\n#define IDX {}\n#define GROUP {group}\n#define OP_{op}\n#define LOWEST {}\n\
-             #define HIGHEST {}\n#define STEP {step}\n#define STEP16 {step}16\n",
-            self.input,
-            self.output,
-            self.acc.cl_name(),
-            self.acc,
-            self.input.compute().cl_name(),
-            plan.kept.rank(),
-            plan.reduced.rank(),
-            index_type(wide),
-            if integer { "LONG_MIN" } else { "-INFINITY" },
-            if integer { "LONG_MAX" } else { "INFINITY" },
-            step = if self.acc == Compute::F32 { "int" } else { "long" },
-        );
-        text += &vector_defines(self.input, schedule.width);
-        text += &define_if(schedule.by_column && schedule.width > 1, "COLUMNS");
-        if schedule.row > 0 {
-            text += &format!("#define ROW {}\n", schedule.row);
-        }
-        text += &define_if(integer, "INTEGERS");
-        if let Some(rescaled) = self.rule.rescaled {
-            let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };
-            text += &(define_if(true, "RESCALED")
-                + &define_if(rescaled.squares(), "SQUARES")
-                + &safe_range_defines(self.acc));
-            text += &(define_if(rescaled == Rescaled::Norm, "ROOT") + &format!("#define UNDO(v, factor) ({undone})\n"));
-        }
-        text += &define_if(self.rule.combination.is_arg(), "ARG");
-        text += &define_if(self.rule.element == Element::NonZero, "NONZERO");
-        text += &define_if(self.stage == ReduceStage::First, "PARTIAL");
-        text += &define_if(self.stage == ReduceStage::Second, "PAIRS");
-        text += &define_if(self.stage == ReduceStage::LastGroup, "LAST_GROUP_SUMS");
-        if let Element::Formula(element) = &self.rule.element {
-            text += &(define_if(true, "MAPPED") + &formula_function(element, self.input.compute(), "element"));
-        }
-        if let Some(finish) = &self.rule.finish {
-            text += &(define_if(true, "FINISHED") + &formula_function(finish, self.acc, "finish"));
-        }
-        text + STRIDED_DIMS + TEMPLATE
     }
 }
 

@@ -1,14 +1,13 @@
 //! Scans on OpenCL in one launch or three: `kernels/scan.cl`.
 
 use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, dims_words, index_type,
-    needs_64_bit, tensor_args,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::{RunningReduction, Scan};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::ClDevice;
 use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");
@@ -103,54 +102,22 @@ impl ScanLaunches<'_> {
             (false, _) => (items * self.group, self.group),
         };
         let wide = needs_64_bit([lines.count * lines.n, global + local]);
-        let params = [
-            self.kind as u64,
-            self.x.dtype as u64,
-            self.values.dtype as u64,
-            self.acc as u64,
-            lines.rank() as u64,
-            phase as u64,
-            u64::from(wide) | u64::from(self.serial) << 1,
-        ];
-        let kernel = get_or_build_kernel(device, KernelKey::new("scan", &params), "scan", || self.source(phase, wide))?;
+        let config = kernel_config! {
+            "A" => self.x.dtype, "B" => self.values.dtype, "ACC" => self.acc,
+            "" => ["OP_SUM", "OP_PROD", "OP_MAX", "OP_MIN", "OP_LOG_SUM"][self.kind as usize], "NK" => lines.rank(),
+            "IDX" => index_type(wide), "PHASE" => phase as usize, "GROUP" => self.group, "PER" => ELEMENTS_PER_ITEM,
+            "ARG" => self.kind.is_arg(), "INTEGERS" => self.acc == Compute::I64, "SERIAL" => self.serial,
+        };
+        let kernel = config.kernel(device, "scan", "scan", &[STRIDED_DIMS, TEMPLATE])?;
         let words = dims_words(&lines.strided);
         let (x, y) = (self.x.device_view()?, self.values.device_view()?);
         let (indices, totals) = (self.indices.device_view()?, self.totals.device_view()?);
         // A pair of value and index takes two elements of an i64 tensor.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
-        let args = tensor_args(
-            &[&x, &y, &indices],
-            [
-                totals.buffer(),
-                Arg::U64(totals_at as u64),
-                Arg::Bytes(bytemuck::cast_slice(&words)),
-                Arg::U64(lines.count as u64),
-                Arg::U64(n as u64),
-                Arg::I64(lines.step as i64),
-                Arg::U64(lines.inner as u64),
-                Arg::U64(chunk as u64),
-                Arg::U64(slices_of_line as u64),
-            ],
-        );
+        let args = args![
+            x, y, indices; totals.buffer(), totals_at, &words[..], lines.count, n, lines.step, lines.inner, chunk,
+            slices_of_line
+        ];
         device.launch(&kernel, &args, &[global], &[clamp_group_size(&kernel, local)])
-    }
-
-    fn source(&self, phase: Phase, wide: bool) -> String {
-        let op = ["SUM", "PROD", "MAX", "MIN", "LOG_SUM"][self.kind as usize];
-        format!(
-            "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define OP_{op}\n#define NK {}\n\
-             #define IDX {}\n#define PHASE {}\n#define GROUP {}\n#define PER {ELEMENTS_PER_ITEM}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
-            self.x.dtype,
-            self.values.dtype,
-            self.acc.cl_name(),
-            self.acc,
-            self.lines.rank(),
-            index_type(wide),
-            phase as usize,
-            self.group,
-            define_if(self.kind.is_arg(), "ARG"),
-            define_if(self.acc == Compute::I64, "INTEGERS"),
-            define_if(self.serial, "SERIAL"),
-        )
     }
 }

@@ -2,15 +2,15 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::gather::{TEMPLATE, combine_into_units, element_defines, relative_offset};
+use crate::backend::opencl::gather::{TEMPLATE, combine_into_units, element_config, push_indexed, relative_offset};
 use crate::backend::opencl::geometry::{
     MAX_VECTOR_BYTES, STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type, needs_64_bit,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::index::{Indexed, Scatter};
 use crate::backend::problem::lines::without_dim;
-use crate::device::opencl::{Arg, ClDevice, index_fault};
+use crate::device::opencl::ClDevice;
 use crate::layout::collapse::StridedDims;
 use crate::{Result, Shape};
 
@@ -101,31 +101,19 @@ impl Tiling {
 }
 
 impl ScatterLaunch<'_> {
-    /// Makes a launch of kernel `entry` with `groups` groups. `numbers` is the part of the key that represents `defines`.
-    fn kernel_launch(
-        &self,
-        entry: &'static str,
-        numbers: &[usize],
-        defines: &str,
-        groups: usize,
-    ) -> Result<KernelLaunch> {
-        let (which, element) = element_defines(self.scatter.combine, self.scatter.target.dtype);
-        let params = [self.scatter.combine as u64, which, self.g.index.dtype as u64, self.group as u64];
-        let params: SmallVec<[u64; 8]> = params.into_iter().chain(numbers.iter().map(|&n| n as u64)).collect();
-        let kernel = get_or_build_kernel(self.device, KernelKey::new(entry, &params), entry, || {
-            let (t, group) = (self.g.index.dtype, self.group);
-            format!("{defines}{element}#define T {t}\n#define GROUP {group}\n{STRIDED_DIMS}{TEMPLATE}{WRITES}")
-        })?;
+    /// Makes a launch of kernel `entry` with `groups` groups.
+    fn kernel_launch(&self, entry: &'static str, form: impl KernelConfig, groups: usize) -> Result<KernelLaunch> {
+        let element = element_config(self.scatter.combine, self.scatter.target.dtype);
+        let config = kernel_config! {
+            "" => form, "" => element, "T" => self.g.index.dtype, "GROUP" => self.group,
+        };
+        let kernel = config.kernel(self.device, entry, entry, &[STRIDED_DIMS, TEMPLATE, WRITES])?;
         Ok(KernelLaunch::new(kernel, groups * self.group, self.group))
     }
 
-    /// Adds the first arguments of both kernels, with the offsets of source and target in units of `unit` elements.
-    fn push_tensors(&self, launch: &mut KernelLaunch, unit: usize) {
-        launch.push_tensor_at(0, relative_offset(&self.g.x_layout, self.g.x), unit);
-        launch.push_tensor_at(1, relative_offset(&self.g.index_layout, self.g.index), 1);
-        launch.push_tensor_at(2, relative_offset(self.scatter.layout, self.scatter.target), unit);
-        launch.push_faults();
-        launch.push_fixed([Arg::U32(index_fault(self.g.op))]);
+    /// Returns the first element of the target that is viewed.
+    fn to(&self) -> isize {
+        relative_offset(self.scatter.layout, self.scatter.target)
     }
 
     fn units(&self) -> usize {
@@ -154,17 +142,16 @@ impl ScatterLaunch<'_> {
         if (parts * slabs).saturating_mul(2 * self.count) > most {
             return Ok(None);
         }
-        let (unit_type, numbers) = (bits_type(size * unit), [rank, unit]);
-        let defines = format!(
-            "#define ROWS\n#define UNIT {unit_type}\n#define WIDTH {unit}\n#define NK {rank}\n#define IDX uint\n"
-        );
-        let mut launch = self.kernel_launch("scatter_rows", &numbers, &defines, parts * slabs)?;
-        self.push_tensors(&mut launch, unit);
+        let form = kernel_config! {
+            "" => "ROWS", "UNIT" => bits_type(size * unit), "WIDTH" => unit, "NK" => rank, "IDX" => index_type(false),
+        };
+        let mut launch = self.kernel_launch("scatter_rows", form, parts * slabs)?;
+        push_indexed(&mut launch, g, self.to(), unit);
         launch.push_words(dims_words(&strided));
-        launch.push_fixed([columns, self.count, g.size].map(|n| Arg::U64(n as u64)));
-        let per_unit = |s: isize| Arg::I64((s / unit as isize) as i64);
-        launch.push_fixed([per_unit(self.steps[0]), Arg::I64(self.steps[1] as i64), per_unit(g.step)]);
-        launch.push_fixed([span, slabs, lanes, g.wraps.into()].map(|n| Arg::U32(n as u32)));
+        let per_unit = |s: isize| s / unit as isize;
+        let [x_step, index_step] = self.steps;
+        launch.push_fixed(args![; columns, self.count, g.size, per_unit(x_step), index_step, per_unit(g.step)]);
+        launch.push_fixed(args![; span as u32, slabs as u32, lanes as u32, g.wraps]);
         Ok(Some(LaunchPlan::single(self.device, launch)))
     }
 
@@ -192,18 +179,15 @@ impl ScatterLaunch<'_> {
         let (g, &Tiling { ref strided, side, tiles, parts, span, tags, held }) = (self.g, tiling);
         let (columns, rank) = (self.shape.numel(), strided.dims.len().max(1));
         let wide = needs_64_bit([g.size, self.count + READ_LEN * self.group, tiles * parts]);
-        let (idx, how) = (index_type(wide), if held { "#define HELD\n" } else { "" });
-        let numbers = [rank, wide.into(), side, tags, held.into()];
-        let defines = format!(
-            "#define TILES\n{how}#define SIDE {side}\n#define TAGS {tags}\n#define PER {READ_LEN}\n#define ROUNDS {CONFLICT_ROUNDS}\n\
-             #define NK {rank}\n#define IDX {idx}\n"
-        );
-        let mut launch = self.kernel_launch("scatter_tiles", &numbers, &defines, tiles * parts)?;
-        self.push_tensors(&mut launch, 1);
+        let form = kernel_config! {
+            "" => "TILES", "HELD" => held, "SIDE" => side, "TAGS" => tags, "PER" => READ_LEN, "ROUNDS" => CONFLICT_ROUNDS,
+            "NK" => rank, "IDX" => index_type(wide),
+        };
+        let mut launch = self.kernel_launch("scatter_tiles", form, tiles * parts)?;
+        push_indexed(&mut launch, g, self.to(), 1);
         launch.push_words(dims_words(strided));
-        launch.push_fixed([columns, self.count, g.size].map(|n| Arg::U64(n as u64)));
-        launch.push_fixed([self.steps[0], self.steps[1], g.step].map(|s| Arg::I64(s as i64)));
-        launch.push_fixed([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(g.wraps.into())]);
+        launch.push_fixed(args![; columns, self.count, g.size, self.steps[0], self.steps[1], g.step]);
+        launch.push_fixed(args![; parts as u32, span, g.wraps]);
         Ok(LaunchPlan::single(self.device, launch))
     }
 }

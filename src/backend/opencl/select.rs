@@ -2,17 +2,16 @@
 //! [`radix_select`] for few long lines.
 
 use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, define_if, dims_words, index_type,
-    needs_64_bit, tensor_args,
+    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{Bit, KernelConfig, args, kernel_config};
 use crate::backend::opencl::{radix_select, sort};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{RankQuery, Selected, dims_with};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::ClDevice;
 use crate::tensor::Dims;
-use crate::{DType, Result, Tensor};
+use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 const SERIAL_TEMPLATE: &str = include_str!("../../../kernels/select_serial.cl");
@@ -132,7 +131,6 @@ fn launch(
     let share = n.div_ceil(slices);
     let group = share.div_ceil(4).next_power_of_two().clamp(32, default_group_size(device));
     let per = share.div_ceil(group).next_power_of_two();
-    let index_dtype = if needs_64_bit([n]) { DType::I64 } else { DType::U32 };
     let wide = needs_64_bit([lines.count * n + group * MAX_RESIDENT_PER_ITEM, lines.count * slices * group]);
     let resident = matches!(query, Query::RankQuery(_)) && per <= MAX_RESIDENT_PER_ITEM;
     let (top, per, descending, cap, k, rule) = match *query {
@@ -144,49 +142,16 @@ fn launch(
             (false, if resident { per } else { READS_PER_ITEM }, false, 0, k, rule)
         }
     };
-    let params = [
-        x.dtype as u64,
-        index_dtype as u64,
-        lines.rank() as u64,
-        group as u64,
-        per as u64,
-        cap as u64,
-        u64::from(wide)
-            | u64::from(descending) << 1
-            | u64::from(from.is_some() && top) << 2
-            | u64::from(top) << 3
-            | u64::from(resident) << 4,
-    ];
-    let kernel = get_or_build_kernel(device, KernelKey::new("choose", &params), "choose", || {
-        format!(
-            "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
-             #define DESCENDING {}\n{}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
-            sort::key_defines(x.dtype),
-            index_type(index_dtype == DType::I64),
-            lines.rank(),
-            index_type(wide),
-            u8::from(descending),
-            define_if(top, "TOP"),
-            define_if(from.is_some() && top, "FROM"),
-            define_if(resident, "RESIDENT"),
-            KEYS = sort::KEYS,
-        )
-    })?;
+    let config = kernel_config! {
+        "" => sort::KeyType(x.dtype), "INDEX_TYPE" => index_type(needs_64_bit([n])), "NK" => lines.rank(),
+        "IDX" => index_type(wide), "GROUP" => group, "PER" => per, "CAP" => cap, "DESCENDING" => Bit(descending),
+        "TOP" => top, "FROM" => from.is_some() && top, "RESIDENT" => resident,
+    };
+    let kernel = config.kernel(device, "choose", "choose", &[STRIDED_DIMS, sort::KEYS, TEMPLATE])?;
     let words = dims_words(&lines.strided);
     let (x, y, indices) = (x.device_view()?, to.values().device_view()?, to.indices.device_view()?);
     let from = from.unwrap_or(&to.indices).device_view()?;
-    let args = tensor_args(
-        &[&x, &y, &indices, &from],
-        [
-            Arg::Bytes(bytemuck::cast_slice(&words)),
-            Arg::U64(n as u64),
-            Arg::I64(lines.step as i64),
-            Arg::U64(inner as u64),
-            Arg::U64(k as u64),
-            Arg::U32(slices as u32),
-            Arg::U32(rule),
-        ],
-    );
+    let args = args![x, y, indices, from; &words[..], n, lines.step, inner, k, slices as u32, rule];
     device.launch(&kernel, &args, &[lines.count * slices * group], &[group])
 }
 
@@ -204,37 +169,20 @@ fn launch_serial(
     to: &Selected,
 ) -> Result<()> {
     let cap = if k <= 8 { 8 } else { MAX_CPU_K };
-    let index_dtype = if needs_64_bit([lines.n]) { DType::I64 } else { DType::U32 };
     let wide = needs_64_bit([lines.count * lines.n + DEFAULT_GROUP_SIZE, lines.count * slices * k]);
-    let flags = u64::from(wide) | u64::from(from.is_some()) << 1;
-    let params = [x.dtype as u64, index_dtype as u64, lines.rank() as u64, cap as u64, flags];
-    let kernel = get_or_build_kernel(device, KernelKey::new("choose_serial", &params), "choose", || {
-        format!(
-            "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define CAP {cap}\n{}{STRIDED_DIMS}{}{SERIAL_TEMPLATE}",
-            sort::key_defines(x.dtype),
-            index_type(index_dtype == DType::I64),
-            lines.rank(),
-            index_type(wide),
-            define_if(from.is_some(), "FROM"),
-            sort::KEYS,
-        )
-    })?;
+    let config = kernel_config! {
+        "" => sort::KeyType(x.dtype), "INDEX_TYPE" => index_type(needs_64_bit([lines.n])), "NK" => lines.rank(),
+        "IDX" => index_type(wide), "CAP" => cap, "FROM" => from.is_some(),
+    };
+    let parts = [STRIDED_DIMS, sort::KEYS, SERIAL_TEMPLATE];
+    let kernel = config.kernel(device, "choose_serial", "choose", &parts)?;
     let words = dims_words(&lines.strided);
     let (x, y, indices) = (x.device_view()?, to.values().device_view()?, to.indices.device_view()?);
     let from = from.unwrap_or(&to.indices).device_view()?;
-    let args = tensor_args(
-        &[&x, &y, &indices, &from],
-        [
-            Arg::Bytes(bytemuck::cast_slice(&words)),
-            Arg::U64(lines.count as u64),
-            Arg::U64(lines.n as u64),
-            Arg::I64(lines.step as i64),
-            Arg::U64(inner as u64),
-            Arg::U64(k as u64),
-            Arg::U32(slices as u32),
-            Arg::U64(if descending { u64::MAX } else { 0 }),
-        ],
-    );
+    let args = args![
+        x, y, indices, from; &words[..], lines.count, lines.n, lines.step, inner, k, slices as u32,
+        if descending { u64::MAX } else { 0 }
+    ];
     let items = lines.count * slices;
     let local = if items >= 512 * device.info().compute_units { DEFAULT_GROUP_SIZE } else { 1 };
     device.launch(&kernel, &args, &[items], &[clamp_group_size(&kernel, local)])

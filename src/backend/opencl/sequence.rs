@@ -1,7 +1,7 @@
 //! `arange` and `linspace` on OpenCL: `kernels/sequence.cl`.
 
-use crate::backend::opencl::geometry::{define_if, launch_tuned, tensor_args};
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::geometry::launch_tuned;
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::backend::problem::sequence::Sequence;
 use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
@@ -21,20 +21,15 @@ pub(crate) fn write_sequence(values: Sequence, out: &Tensor) -> Result<bool> {
     }
     // Compilers for CPUs vectorise across work-items, not within a work-item.
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
-    let params = [out.dtype as u64, float.into(), per_item as u64];
-    let kernel = get_or_build_kernel(device, KernelKey::new("sequence", &params), "sequence", || {
-        let (t, float) = (out.dtype, define_if(float, "FLOAT"));
-        format!("#define T {t}\n#define PER_ITEM {per_item}\n{float}{TEMPLATE}")
-    })?;
+    let config = kernel_config! { "T" => out.dtype, "PER_ITEM" => per_item, "FLOAT" => float };
+    let kernel = config.kernel(device, "sequence", "sequence", &[TEMPLATE])?;
     let y = out.device_view()?;
     let [start, step, end] = match values {
         Sequence::Int { start, step } => [start, step, 0].map(Arg::I64),
         Sequence::Float { start, step, end, .. } => [start, step, end].map(Arg::F64),
     };
     let middle = if let Sequence::Float { middle, .. } = values { middle } else { count };
-    let [count, middle] = [count, middle].map(|n| Arg::U64(n as u64));
-    let args = tensor_args(&[&y], [count, start, step, middle, end]);
-    launch_tuned(device, &kernel, &args, out.numel().div_ceil(per_item))?;
+    launch_tuned(device, &kernel, &args![y; count, start, step, middle, end], count.div_ceil(per_item))?;
     Ok(true)
 }
 

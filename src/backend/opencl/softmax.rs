@@ -1,10 +1,10 @@
 //! Softmax, log-softmax, logsumexp and their gradients on OpenCL: `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, ROW_BLOCKS, STRIDED_DIMS, default_group_size, define_if, dims_words, index_type, lanes_per_row,
-    max_group_size, needs_64_bit, slice_rows, tuned_group_size, vector_defines, vector_width, vectors_per_item,
+    DEFAULT_GROUP_SIZE, ROW_BLOCKS, STRIDED_DIMS, default_group_size, dims_words, index_type, lanes_per_row,
+    max_group_size, needs_64_bit, slice_rows, tuned_group_size, vector_width, vectors_per_item,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{Bit, KernelConfig, Vectors, args, kernel_config};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::map::Params;
@@ -17,13 +17,11 @@ pub(crate) const ROWS: &str = include_str!("../../../kernels/rows.cl");
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/softmax.cl");
 const SLICES: &str = include_str!("../../../kernels/softmax_slices.cl");
 
-pub(crate) fn row_defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
-    let acc = t.dtype.compute();
-    let (name, index) = (acc.cl_name(), index_type(wide));
-    let a = t.dtype;
-    format!(
-        "#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define NK {rank}\n#define IDX {index}\n#define GROUP {group}\n"
-    )
+/// Returns the configuration of the templates of rows.
+pub(super) fn row_config(dtype: DType, rank: usize, wide: bool, group: usize) -> impl KernelConfig {
+    kernel_config! {
+        "A" => dtype, "ACC" => dtype.compute(), "NK" => rank, "IDX" => index_type(wide), "GROUP" => group,
+    }
 }
 
 /// The maximum number of registers in which a work-item keeps values of a row.
@@ -101,15 +99,10 @@ impl SoftmaxSchedule {
         SoftmaxSchedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
     }
 
-    fn defines(&self, dtype: DType) -> String {
-        let cached = match self.kept {
-            0 => String::new(),
-            kept => {
-                let (lanes, by_column) = (self.lanes, u8::from(self.by_column));
-                format!("#define CACHED {kept}\n#define LANES {lanes}\n#define BY_COLUMN {by_column}\n")
-            }
-        };
-        cached + &vector_defines(dtype, self.width)
+    /// Returns the part of the configuration for rows that are kept in registers.
+    fn cached(&self) -> Option<impl KernelConfig + use<>> {
+        let SoftmaxSchedule { kept, lanes, by_column, .. } = *self;
+        (kept > 0).then_some(kernel_config! { "CACHED" => kept, "LANES" => lanes, "BY_COLUMN" => Bit(by_column) })
     }
 }
 
@@ -129,7 +122,7 @@ pub(crate) fn launch_softmax(softmax: &Softmax) -> Result<()> {
     let Softmax { kind, x, z, out, d, mask } = *softmax;
     let numbers = [kind as u64, d as u64, mask.kind as u64, mask.causal as u64, mask.first as u64];
     let tensors = [x, out, z];
-    let key = Key { kind: OpKind::Row, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { kind: OpKind::Row, numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), || make_plan(kind, tensors, &softmax.rows())).map(drop)
 }
 
@@ -153,20 +146,14 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
             false => (count.div_ceil(schedule.group / schedule.lanes) * schedule.group, schedule.group),
         };
         let wide = needs_64_bit([n, global]);
-        // Encodes the constants of `SoftmaxSchedule::defines`.
-        let spread =
-            (schedule.kept << 32 | schedule.width << 24 | schedule.lanes << 1) as u64 | u64::from(schedule.by_column);
-        let spread = if schedule.kept > 0 { spread } else { 0 };
-        let mask = (rows.mask.kind as u64) << 8 | z.dtype as u64;
-        let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
-        let kernel = get_or_build_kernel(device, KernelKey::new("row", &params), "row", || {
-            let mask = match kind {
-                RowOp::MaskedSoftmax => format!("#define MASK {}\n#define Z {}\n", rows.mask.kind as u8, z.dtype),
-                _ => String::new(),
-            };
-            let defines = row_defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype) + &mask;
-            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{TEMPLATE}", operation_macro(kind))
-        })?;
+        let masked = kind == RowOp::MaskedSoftmax;
+        let config = kernel_config! {
+            "" => row_config(x.dtype, rank, wide, schedule.group), "" => schedule.cached(),
+            "" => Vectors(x.dtype, schedule.width),
+            "" => masked.then_some(kernel_config! { "MASK" => rows.mask.kind as usize, "Z" => z.dtype }),
+            "" => operation_macro(kind),
+        };
+        let kernel = config.kernel(device, "row", "row", &[STRIDED_DIMS, ROWS, TEMPLATE])?;
         let local = if cpu { tuned_group_size(device, &kernel, global, local) } else { local };
         Ok::<_, Error>((kernel, global, local))
     };
@@ -182,10 +169,9 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
     let mut launch = KernelLaunch::new(kernel, global, local);
     (0..3).for_each(|k| launch.push_tensor(k));
     launch.push_words(dims_words(&rows.strided));
-    launch.push_fixed([count, n].map(|n| Arg::U64(n as u64)));
-    launch.push_fixed(rows.steps.map(|s| Arg::I64(s as i64)));
-    launch.push_fixed([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
-    launch.push_fixed([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
+    launch.push_fixed(args![; count, n]);
+    launch.push_fixed(rows.steps.map(Arg::from));
+    launch.push_fixed(args![; schedule.by_column, schedule.lanes as u32, rows.mask.causal, rows.mask.first]);
     Ok(LaunchPlan::single(device, launch))
 }
 
@@ -206,20 +192,19 @@ fn plan_slices(
     let launch = |is_first_launch: bool| {
         let groups = if kind == RowOp::LogSumExp && !is_first_launch { count } else { count * slices };
         let wide = needs_64_bit([n + block + chunk, groups * group]);
-        let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, width as u64, is_first_launch as u64];
-        let kernel = get_or_build_kernel(device, KernelKey::new("softmax_slices", &params), "row", || {
-            let spread = format!("#define LANES {group}\n#define CACHED {kept}\n") + &vector_defines(x.dtype, width);
-            let defines = row_defines(x, rank, wide, group) + &spread + &define_if(is_first_launch, "SLICES");
-            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{ROW_BLOCKS}{SLICES}", operation_macro(kind))
-        })?;
+        let config = kernel_config! {
+            "" => row_config(x.dtype, rank, wide, group), "LANES" => group, "CACHED" => kept,
+            "" => Vectors(x.dtype, width), "SLICES" => is_first_launch, "" => operation_macro(kind),
+        };
+        let kernel = config.kernel(device, "softmax_slices", "row", &[STRIDED_DIMS, ROWS, ROW_BLOCKS, SLICES])?;
         let mut launch = KernelLaunch::new(kernel, groups * group, group);
         (0..3).for_each(|k| launch.push_tensor(k));
         launch.push_words(dims_words(&rows.strided));
-        launch.push_fixed([Arg::U64(n as u64)]);
-        launch.push_fixed(rows.steps.map(|s| Arg::I64(s as i64)));
+        launch.push_fixed(args![; n]);
+        launch.push_fixed(rows.steps.map(Arg::from));
         // An element of the scratch memory is a pair of numbers.
         launch.push_tensor_at(3, 0, 2);
-        launch.push_fixed([Arg::U32(slices as u32), Arg::U64(chunk as u64)]);
+        launch.push_fixed(args![; slices as u32, chunk]);
         Ok::<_, Error>(launch)
     };
     Ok(LaunchPlan::new(device, Some((2 * count * slices, acc)), [launch(true)?, launch(false)?]))

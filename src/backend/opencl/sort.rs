@@ -3,15 +3,15 @@
 
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, STRIDED_DIMS, bits_type, clamp_group_size, declarable_local_memory, default_group_size,
-    define_if, dims_words, index_type, launch_tuned, needs_64_bit, tensor_args,
+    dims_words, index_type, launch_tuned, needs_64_bit,
 };
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{Define, KernelConfig, args, kernel_config};
 use crate::backend::opencl::scan;
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::{RunningReduction, Scan};
 use crate::backend::problem::select::{Search, key_bits};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, TuningParameter};
+use crate::device::opencl::{ClDevice, TuningParameter};
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
@@ -162,25 +162,20 @@ impl SortLaunches<'_> {
             _ => (blocks.div_ceil(self.tile / self.block) * self.group, self.group),
         };
         let wide = needs_64_bit([lines.count * lines.n + self.tile + DEFAULT_GROUP_SIZE, global]);
-        let params = [
-            self.x.dtype as u64,
-            self.block as u64,
-            self.index_dtype as u64,
-            lines.rank() as u64,
-            stage as u64,
-            u64::from(wide)
-                | u64::from(self.from.is_some()) << 1
-                | u64::from(step.first) << 2
-                | u64::from(step.last) << 3
-                | u64::from(self.radix) << 4,
-        ];
         let name = match stage {
             SortStage::Merge => "sort_merge",
             SortStage::Count => "sort_count",
             SortStage::Blocks | SortStage::Scatter if self.radix => "sort_tiles",
             SortStage::Blocks | SortStage::Scatter => "sort_blocks",
         };
-        let kernel = get_or_build_kernel(device, KernelKey::new(name, &params), name, || self.source(step, wide))?;
+        let config = kernel_config! {
+            "" => ["BLOCKS", "MERGE", "COUNT", "SCATTER"][stage as usize], "RADIX" => self.radix,
+            "" => DigitBits(if stage == SortStage::Blocks { Some(key_bits(self.x.dtype)) } else { None }),
+            "" => KeyType(self.x.dtype), "INDEX_TYPE" => index_type(self.index_dtype == DType::I64),
+            "NK" => lines.rank(), "IDX" => index_type(wide), "BLOCK" => self.block, "TILE" => self.tile,
+            "GROUP" => self.group, "FIRST" => step.first, "FINAL" => step.last, "FROM" => self.from.is_some(),
+        };
+        let kernel = config.kernel(device, name, name, &[STRIDED_DIMS, KEYS, TEMPLATE])?;
         let words = dims_words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.values.device_view()?, self.indices.device_view()?);
         // `indices` stands in for the arguments that a launch does not use.
@@ -192,46 +187,14 @@ impl SortLaunches<'_> {
         let counts = step.counts.unwrap_or(self.indices).device_view()?;
         let from_indices = self.from.unwrap_or(self.indices).device_view()?;
         let [a, b, c, d] = &runs;
-        let args = tensor_args(
-            &[&x, &y, &indices, a, b, c, d, &counts, &from_indices],
-            [
-                Arg::Bytes(bytemuck::cast_slice(&words)),
-                Arg::U64(lines.count as u64),
-                Arg::U64(lines.n as u64),
-                Arg::I64(lines.step as i64),
-                Arg::U64(lines.inner as u64),
-                Arg::U64(step.number as u64),
-                Arg::U64(if self.descending { u64::MAX } else { 0 }),
-            ],
-        );
+        let args = args![
+            x, y, indices, a, b, c, d, counts, from_indices; &words[..], lines.count, lines.n, lines.step, lines.inner,
+            step.number, if self.descending { u64::MAX } else { 0 }
+        ];
         match stage {
             SortStage::Merge => launch_tuned(device, &kernel, &args, global),
             _ => device.launch(&kernel, &args, &[global], &[clamp_group_size(&kernel, local)]),
         }
-    }
-
-    fn source(&self, step: SortStep<'_>, wide: bool) -> String {
-        let stage = ["BLOCKS", "MERGE", "COUNT", "SCATTER"][step.stage as usize];
-        let bits = match step.stage {
-            SortStage::Blocks => key_bits(self.x.dtype).map(|bit| bit.to_string()),
-            _ => ["(uint)run_".into(), "((uint)run_ + 8)".into()],
-        };
-        format!(
-            "#define {stage}\n{}#define FROM_BIT {}\n#define TO_BIT {}\n{}#define INDEX_TYPE {}\n#define NK {}\n\
-             #define IDX {}\n#define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
-            define_if(self.radix, "RADIX"),
-            bits[0],
-            bits[1],
-            key_defines(self.x.dtype),
-            index_type(self.index_dtype == DType::I64),
-            self.lines.rank(),
-            index_type(wide),
-            self.block,
-            self.tile,
-            self.group,
-            define_if(step.first, "FIRST"),
-            define_if(step.last, "FINAL") + &define_if(self.from.is_some(), "FROM"),
-        )
     }
 }
 
@@ -250,16 +213,34 @@ fn has_32_bit_keys(dtype: DType) -> bool {
     dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
 }
 
-/// Returns the definitions of an element type that `kernels/key.cl` and the templates after it need.
-pub(crate) fn key_defines(dtype: DType) -> String {
-    let compute = dtype.compute();
-    let kind =
-        if compute == Compute::I64 && has_32_bit_keys(dtype) { "I32".to_owned() } else { format!("{compute:?}") };
-    format!(
-        "#define A {dtype}\n#define V {}\n#define KEY_{kind}\n#define LOWEST {}\n",
-        bits_type(dtype.size()),
-        if dtype == DType::I32 { "0x80000000u" } else { "0" },
-    )
+/// An element type, for `kernels/key.cl` and the templates after it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct KeyType(pub(super) DType);
+
+impl Define for KeyType {
+    fn define(&self, _: &str, out: &mut String) {
+        let (dtype, compute) = (self.0, self.0.compute());
+        dtype.define("A", out);
+        bits_type(dtype.size()).define("V", out);
+        let is_narrow_integer = compute == Compute::I64 && has_32_bit_keys(dtype);
+        let kind = if is_narrow_integer { "I32".to_owned() } else { format!("{compute:?}") };
+        let lowest = if dtype == DType::I32 { "0x80000000u" } else { "0" };
+        out.push_str(&format!("#define KEY_{kind}\n#define LOWEST {lowest}\n"));
+    }
+}
+
+/// The bits of keys that a launch sorts by: these, or the byte that begins at the bit which is an argument.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct DigitBits(Option<[usize; 2]>);
+
+impl Define for DigitBits {
+    fn define(&self, _: &str, out: &mut String) {
+        let [from, to] = match self.0 {
+            Some(bits) => bits.map(|bit| bit.to_string()),
+            None => ["(uint)run_".into(), "((uint)run_ + 8)".into()],
+        };
+        out.push_str(&format!("#define FROM_BIT {from}\n#define TO_BIT {to}\n"));
+    }
 }
 
 /// Searches each value in its line by bisection.
@@ -270,19 +251,14 @@ pub(crate) fn searchsorted(search: &Search) -> Result<()> {
     let (rank, count) = (strided.dims.len().max(1), out.numel());
     let wide = needs_64_bit([count + DEFAULT_GROUP_SIZE]);
     let returns_found = out.dtype == DType::Bool;
-    let params = [x.dtype as u64, rank as u64, u64::from(wide) | u64::from(right) << 1 | u64::from(returns_found) << 2];
-    let kernel = get_or_build_kernel(device, KernelKey::new("search", &params), "search", || {
-        let idx = index_type(wide);
-        let flags = define_if(right, "RIGHT") + &define_if(returns_found, "FINDS");
-        let a = x.dtype;
-        format!("#define SEARCH\n#define A {a}\n#define NK {rank}\n#define IDX {idx}\n{flags}{STRIDED_DIMS}{TEMPLATE}")
-    })?;
+    let config = kernel_config! {
+        "A" => x.dtype, "NK" => rank, "IDX" => index_type(wide), "RIGHT" => right, "FINDS" => returns_found,
+    };
+    let kernel = config.kernel(device, "search", "search", &["#define SEARCH\n", STRIDED_DIMS, TEMPLATE])?;
     let words = dims_words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);
     // An empty `x` has no buffer and is not read, so `out` stands in for `x`.
     let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
-    let words = Arg::Bytes(bytemuck::cast_slice(&words));
-    let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];
-    let args = tensor_args(&[&x, &v, &y], others);
+    let args = args![x, v, y; &words[..], count, n, step];
     launch_tuned(device, &kernel, &args, count)
 }

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, VECTOR_ACCESS, bits_type, define_if, index_type, launch_tuned, needs_64_bit, tensor_args,
-    type_defines, vector_defines, vector_width,
+    STRIDED_DIMS, VECTOR_ACCESS, bits_type, index_type, launch_tuned, needs_64_bit, offset_type, vector_width,
 };
 use crate::backend::opencl::image;
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
 use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows};
-use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::device::opencl::{ClDevice, ClKernel};
 use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
@@ -41,15 +40,13 @@ pub(crate) fn window_kernel(
     (count, width): (usize, usize),
 ) -> Result<Arc<ClKernel>> {
     let (wide, narrow, channels_last) = (needs_64_bit([count]), fits_32_bits(w), !out.is_contiguous());
-    let flags = [w.adaptive, wide, narrow, channels_last].map(u64::from);
-    let params: SmallVec<[u64; 8]> = [out.dtype as u64, width as u64].into_iter().chain(flags).collect();
-    get_or_build_kernel(device, KernelKey::new(name, &params), "window", || {
-        let int = if narrow { "#define INT int\n" } else { "" };
-        let switches = define_if(w.adaptive, "ADAPTIVE") + &define_if(channels_last, "LAST") + int;
-        let neighbours = matches!(name, "MAX" | "UNMAX" | "MEAN" | "UNMEAN");
-        let neighbours = if neighbours { vector_defines(out.dtype, width) + VECTOR_ACCESS } else { String::new() };
-        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{neighbours}{TEMPLATE}", type_defines(out.dtype, wide))
-    })
+    let reads_adjacent = matches!(name, "MAX" | "UNMAX" | "MEAN" | "UNMEAN");
+    let config = kernel_config! {
+        "" => name, "" => element_types(out.dtype, wide), "ADAPTIVE" => w.adaptive, "LAST" => channels_last,
+        "INT" => offset_type(!narrow), "" => reads_adjacent.then_some(Vectors(out.dtype, width)),
+    };
+    let access = if reads_adjacent { VECTOR_ACCESS } else { "" };
+    config.kernel(device, name, "window", &[STRIDED_DIMS, access, TEMPLATE])
 }
 
 /// Returns the words of the kernels' struct; `strides` belong to the tensor that is read.
@@ -76,15 +73,11 @@ pub(crate) fn unfold(im2col: &Im2col) -> Result<()> {
     let each = if count < device.info().compute_units * ITEMS_PER_UNIT { 1 } else { w.kernel[0] };
     let items = count * w.kernel[0].div_ceil(each);
     let wide = needs_64_bit([items]);
-    let params = [size as u64, wide as u64];
-    let kernel = get_or_build_kernel(device, KernelKey::new("UNFOLD", &params), "window", || {
-        let (v, idx) = (bits_type(size), index_type(wide));
-        format!("#define UNFOLD\n#define V {v}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
-    })?;
+    let config = kernel_config! { "" => "UNFOLD", "V" => bits_type(size), "IDX" => index_type(wide) };
+    let kernel = config.kernel(device, "UNFOLD", "window", &[STRIDED_DIMS, TEMPLATE])?;
     let words = words(w, x, x.strides());
     let (from, to) = (x.device_view()?, out.device_view()?);
-    let numbers = [Arg::U64(count as u64), Arg::U32(each as u32), Arg::U32(inside.into())];
-    let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words))].into_iter().chain(numbers));
+    let args = args![from, to; &words[..], count, each as u32, inside];
     launch_tuned(device, &kernel, &args, items)
 }
 
@@ -94,7 +87,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let kernel = window_kernel(device, "FOLD_WINDOWS", out, w, (count, 1))?;
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
-    let args = tensor_args(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
+    let args = args![from, to; &words[..], count];
     launch_tuned(device, &kernel, &args, count)
 }
 
@@ -129,14 +122,13 @@ pub(crate) fn pool(pooling: &Pooling) -> Result<()> {
     };
     let kernel = window_kernel(device, name, out, w, (count, width))?;
     let words = words(w, x, x.strides());
-    let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let (from, to, indices) = (x.device_view()?, out.device_view()?, index.device_view()?);
-    let number = Arg::U64(count as u64);
-    let args = match task {
-        PoolTask::Max | PoolTask::MaxBackward => tensor_args(&[&from, &to, &indices], [words, number]),
-        PoolTask::Mean(divisor) | PoolTask::MeanBackward(divisor) => {
-            tensor_args(&[&from, &to], [words, number, Arg::I64(divisor_code(divisor))])
+    match task {
+        PoolTask::Max | PoolTask::MaxBackward => {
+            launch_tuned(device, &kernel, &args![from, to, indices; &words[..], count], count)
         }
-    };
-    launch_tuned(device, &kernel, &args, count)
+        PoolTask::Mean(divisor) | PoolTask::MeanBackward(divisor) => {
+            launch_tuned(device, &kernel, &args![from, to; &words[..], count, divisor_code(divisor)], count)
+        }
+    }
 }

@@ -4,7 +4,7 @@ use crate::Tensor;
 use crate::layout::collapse::StridedDims;
 
 /// How an operand is indexed when output element `i` is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum OperandKind {
     /// At `i`.
     Contiguous,

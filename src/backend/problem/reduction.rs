@@ -204,7 +204,7 @@ pub(crate) struct Rule {
 }
 
 /// Float sums that are repeated with scaled elements if the plain sum overflows or its squares underflow. The scale is a power of two.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Rescaled {
     /// The sum divided by the number of elements.
     Mean,

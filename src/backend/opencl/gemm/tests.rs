@@ -2,6 +2,7 @@ use std::cell::Cell;
 
 use crate::Device;
 use crate::backend::opencl::gemm::*;
+use crate::backend::opencl::kernels::hashed_values;
 use crate::device::opencl;
 use crate::ops::Expr;
 
@@ -119,21 +120,22 @@ fn products_into_part_of_a_tensor_keep_the_rest() {
 
 #[test]
 fn gemm_kernels_have_different_keys() {
-    let mut keys: Vec<u64> = Vec::new();
+    let mut keys = Vec::new();
     for flag in [false, true] {
         for (tile, k, items) in [(128, 16, 8), (64, 32, 4), (64, 16, 4), (32, 64, 4), (32, 32, 4)] {
-            keys.push(GemmKernel::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: false }.key());
-            keys.push(GemmKernel::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: true }.key());
+            let tiled = |b_along_k| GemmKernel::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k };
+            keys.extend([false, true].map(|b_along_k| hashed_values(&tiled(b_along_k))));
         }
         for (rows, vectors, width) in [(1, 1, 8), (1, 2, 16), (6, 1, 16), (8, 2, 8), (8, 2, 16)] {
             for (depth, block) in [(128, 48), (256, 48), (256, 384)] {
                 let panel = Panel { rows, vectors, depth, block };
-                keys.push(GemmKernel::Panel { panel, width, unit: flag, height: block }.key());
+                let height = AtLaunch(block);
+                keys.push(hashed_values(&GemmKernel::Panel { panel, width, unit: flag, height }));
             }
         }
     }
     for (rows, cols, width) in [(1, 2, 8), (1, 4, 16), (2, 2, 16), (4, 4, 8), (4, 4, 16)] {
-        keys.push(GemmKernel::Dot { rows, cols, width }.key());
+        keys.push(hashed_values(&GemmKernel::Dot { rows, cols, width }));
     }
     let count = keys.len();
     keys.sort_unstable();

@@ -1,5 +1,6 @@
 use super::*;
 use crate::Shape;
+use crate::backend::opencl::kernels::hashed_values;
 use crate::tensor::Layout;
 
 const HOPPER: TensorCores = TensorCores { local: 200 << 10, wgmma: true };
@@ -134,7 +135,7 @@ fn mma_kernels_have_different_keys() {
                 [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| MatrixAccess { along_k, copy }));
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = MatrixAccess { along_k: !a.along_k, copy: 16 };
-                let of = |windows| Mma { dtype, planes, tile, a, b, windows }.key();
+                let of = |windows| hashed_values(&Mma { dtype, planes, tile, a, b, windows });
                 let windows = [Left, LeftApart, Columns, ColumnsApart, Rows, RowsApart];
                 keys.extend([None].into_iter().chain(windows.map(Some)).map(of));
             }

@@ -1,16 +1,15 @@
 //! Convolutions that read their input and filter as images.
 
 use super::{
-    Blocks, TEMPLATE, Tensor4, cached_image, exact_format, image_arg, image_device, items_per_image,
+    Blocks, Tensor4, cached_image, exact_format, image_arg, image_device, image_kernel, items_per_image,
     none_if_out_of_memory, single_use_image, slice,
 };
 use crate::backend::mark_written;
 use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::args;
 use crate::backend::problem::conv::Conv2d;
 use crate::backend::problem::windows::sizes_4d;
-use crate::device::opencl::{Arg, ClDevice, TuningParameter};
-use crate::storage::Image;
+use crate::device::opencl::TuningParameter;
 use crate::{Result, Tensor};
 
 /// The number of outputs of a row that a work-item computes: COLUMNS in the template.
@@ -43,6 +42,7 @@ pub(crate) fn convolution(conv: &Conv2d) -> Result<Option<Tensor>> {
     }
     let out = Tensor::empty_with_shape([n, o, rows, columns], x.dtype, x.device())?;
     let Some(filter) = none_if_out_of_memory(cached_image(cl, weight, &filter, Blocks::Down))? else { return Ok(None) };
+    let kernel = image_kernel(cl, if depthwise { "DEPTHWISE" } else { "CONVOLUTION" }, x.dtype, false)?;
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let (x, out) = (slice(x, from, count)?, slice(&out, from, count)?);
@@ -50,36 +50,14 @@ pub(crate) fn convolution(conv: &Conv2d) -> Result<Option<Tensor>> {
         let sizes = [count, c, o].into_iter();
         let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
         let words: Vec<i32> = sizes.chain(pairs.into_iter().flatten()).map(|size| size as i32).collect();
-        launch(cl, [&image, &filter], bias, &out, &words, depthwise, items * count)?;
+        // The kernel needs a buffer for the bias, even if it does not read the bias.
+        let (bias_or_any, to) = (bias.unwrap_or(&out).device_view()?, out.device_view()?);
+        let bias_step = bias.map_or(0, |bias| bias.strides()[0]);
+        let args = args![
+            ; image_arg(&image)?, image_arg(&filter)?, bias_or_any.buffer(), bias_or_any.offset(), bias.is_some(),
+            bias_step, to.buffer(), to.offset(), &words[..]
+        ];
+        launch_tuned(cl, &kernel, &args, items * count)?;
     }
     Ok(Some(mark_written(out)))
-}
-
-fn launch(
-    cl: &'static ClDevice,
-    [x, filter]: [&Image; 2],
-    bias: Option<&Tensor>,
-    out: &Tensor,
-    words: &[i32],
-    depthwise: bool,
-    items: usize,
-) -> Result<()> {
-    let (name, dtype) = (if depthwise { "DEPTHWISE" } else { "CONVOLUTION" }, out.dtype);
-    let kernel = get_or_build_kernel(cl, KernelKey::new(name, &[dtype as u64]), "image", || {
-        format!("#define {name}\n#define A {dtype}\n{TEMPLATE}")
-    })?;
-    let bias_or_any = bias.unwrap_or(out).device_view()?; // the kernel needs a buffer, even if it does not read the bias
-    let to = out.device_view()?;
-    let args = [
-        image_arg(x)?,
-        image_arg(filter)?,
-        bias_or_any.buffer(),
-        bias_or_any.offset(),
-        Arg::U32(bias.is_some().into()),
-        Arg::I64(bias.map_or(0, |bias| bias.strides()[0]) as i64),
-        to.buffer(),
-        to.offset(),
-        Arg::Bytes(bytemuck::cast_slice(words)),
-    ];
-    launch_tuned(cl, &kernel, &args, items)
 }

@@ -8,13 +8,13 @@ use super::{
     Blocks, TEMPLATE, Tensor4, exact_format, image_arg, image_device, none_if_out_of_memory, single_use_image,
 };
 use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelKey, args, get_or_build_kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::{Formulas, Launch};
 use crate::device::opencl::{Arg, TuningParameter};
 use crate::expr::program::Program;
 use crate::storage::Image;
-use crate::{Compute, Result, Tensor};
+use crate::{Compute, DType, Result, Tensor};
 
 /// The number of images that a kernel can have as arguments on every device.
 const MAX_IMAGE_ARGS: usize = 8;
@@ -49,35 +49,43 @@ fn launch_on_images(launch: &Launch) -> Result<bool> {
     }
     let images = used.iter().map(|(_, t)| single_use_image(cl, t)).collect::<Result<SmallVec<[Image; 4]>>>();
     let Some(images) = none_if_out_of_memory(images)? else { return Ok(false) };
-    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[out.dtype as u64]);
-    params.extend(used.iter().map(|(k, _)| *k as u64));
-    let key = KernelKey { template: "elementwise of images", params, exprs: SmallVec::from(program.exprs()) };
-    let kernel = get_or_build_kernel(cl, key, "image", || source(program, &used, out))?;
+    let config = ImageFormula { dtype: out.dtype, used: used.iter().map(|(k, _)| *k).collect() };
+    let key = KernelKey::new("elementwise of images", &config, program.exprs());
+    let kernel = get_or_build_kernel(cl, key, "image", || config.source(program))?;
     let four = Tensor4::new(&out.layout).expect("it fits");
     let (words, to, [width, height]) = (four.words(), out.device_view()?, four.size(Blocks::Across));
     let mut args: SmallVec<[Arg; 12]> = images.iter().map(image_arg).collect::<Result<_>>()?;
-    args.extend([to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))]);
+    args.extend(args![to; &words[..]]);
     args.extend((0..program.scalars()).map(|i| scalar_arg(launch.compute, launch.scalars[i])));
     launch_tuned(cl, &kernel, &args, width * height)?;
     Ok(true)
 }
 
-fn source(program: &Program, used: &[(usize, &Tensor)], out: &Tensor) -> String {
-    let (mut images, mut read) = (String::new(), String::new());
-    for (k, _) in used {
-        let _ = write!(images, "__read_only image2d_t i{k}, ");
-        let _ = write!(read, "const float4 x{k} = read_imagef(i{k}, PIXEL, at); ");
-    }
-    let inputs = (0..program.inputs())
-        .map(|k| if used.iter().any(|(u, _)| *u == k) { format!("get(x{k}, q)") } else { "0".into() });
-    let scalars: String = (0..program.scalars()).map(|i| format!(", const float s{i}")).collect();
-    let call: Vec<String> =
-        inputs.chain((0..program.scalars()).map(|i| format!("s{i}"))).chain(["&o".into()]).collect();
-    format!(
-        "#define ELEMENTWISE\n#define A {}\n#define IMAGES {images}\n#define READ {read}\n#define SCALARS {scalars}\n\
+/// The configuration of the kernel for a formula: the output's dtype and the inputs that the formula reads.
+#[derive(Hash)]
+struct ImageFormula {
+    dtype: DType,
+    used: SmallVec<[usize; 4]>,
+}
+
+impl ImageFormula {
+    fn source(&self, program: &Program) -> String {
+        let (mut images, mut read) = (String::new(), String::new());
+        for k in &self.used {
+            let _ = write!(images, "__read_only image2d_t i{k}, ");
+            let _ = write!(read, "const float4 x{k} = read_imagef(i{k}, PIXEL, at); ");
+        }
+        let inputs =
+            (0..program.inputs()).map(|k| if self.used.contains(&k) { format!("get(x{k}, q)") } else { "0".into() });
+        let scalars: String = (0..program.scalars()).map(|i| format!(", const float s{i}")).collect();
+        let call: Vec<String> =
+            inputs.chain((0..program.scalars()).map(|i| format!("s{i}"))).chain(["&o".into()]).collect();
+        format!(
+            "#define ELEMENTWISE\n#define A {}\n#define IMAGES {images}\n#define READ {read}\n#define SCALARS {scalars}\n\
          #define CALL(q) formula({})\n{}\n{TEMPLATE}",
-        out.dtype,
-        call.join(", "),
-        program.emit(Compute::F32, "formula"),
-    )
+            self.dtype,
+            call.join(", "),
+            program.emit(Compute::F32, "formula"),
+        )
+    }
 }

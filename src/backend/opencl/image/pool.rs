@@ -3,9 +3,10 @@
 use super::{exact_format, image_arg, image_device, items_per_image, none_if_out_of_memory, single_use_image, slice};
 use crate::Result;
 use crate::backend::opencl::geometry::{launch_tuned, needs_64_bit};
+use crate::backend::opencl::kernels::args;
 use crate::backend::opencl::window::{divisor_code, window_kernel, words};
 use crate::backend::problem::windows::{PoolTask, Pooling, sizes_4d};
-use crate::device::opencl::{Arg, TuningParameter};
+use crate::device::opencl::TuningParameter;
 
 /// Computes [`pool`](crate::backend::Backend::pool) for maxima and means. Returns false if buffers should be read. Batches are divided if
 /// their images would be too high.
@@ -35,15 +36,9 @@ pub(crate) fn pool(pooling: &Pooling) -> Result<bool> {
         let Some(image) = none_if_out_of_memory(single_use_image(cl, &x))? else { return Ok(false) };
         let words = words(w, &x, &[]);
         let (to, indices) = (out.device_view()?, index.device_view()?);
-        let args = [
-            image_arg(&image)?,
-            to.buffer(),
-            to.offset(),
-            indices.buffer(),
-            indices.offset(),
-            Arg::Bytes(bytemuck::cast_slice(&words)),
-            Arg::U64((items * count) as u64),
-            Arg::I64(divisor),
+        let args = args![
+            ; image_arg(&image)?, to.buffer(), to.offset(), indices.buffer(), indices.offset(), &words[..],
+            items * count, divisor
         ];
         launch_tuned(cl, &kernel, &args, items * count)?;
     }

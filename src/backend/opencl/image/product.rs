@@ -6,13 +6,13 @@ use smallvec::SmallVec;
 
 use super::{Blocks, TEMPLATE, Tensor4, cached_image, exact_format, image_arg, image_device, none_if_out_of_memory};
 use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::{BufferView, KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{BufferView, KernelKey, args, get_or_build_kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::gemm::{Gemm, GemmPlan};
 use crate::device::opencl::{Arg, TuningParameter};
 use crate::expr::program::Program;
 use crate::tensor::Layout;
-use crate::{Compute, Result, Shape, Tensor};
+use crate::{Compute, DType, Result, Shape, Tensor};
 
 /// Computes `[.., k]` times a weight `[k, n]`, whose image is cached until the weight changes. Returns false if buffers should be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
@@ -36,39 +36,46 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
     }
     let Some(image) = none_if_out_of_memory(cached_image(cl, g.b, &four, Blocks::Across))? else { return Ok(false) };
 
-    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[g.a.dtype as u64, outs[0].dtype as u64]);
-    params.extend(g.extras.iter().map(|t| t.dtype as u64));
-    let key = KernelKey { template: "product with an image", params, exprs: SmallVec::from(program.exprs()) };
-    let kernel = get_or_build_kernel(cl, key, "image", || source(&program, g, &outs[0]))?;
+    let extras = g.extras.iter().map(|t| t.dtype).collect();
+    let config = ImageProduct { matrix: g.a.dtype, out: outs[0].dtype, extras };
+    let key = KernelKey::new("product with an image", &config, program.exprs());
+    let kernel = get_or_build_kernel(cl, key, "image", || config.source(&program))?;
     let views = g.extras.iter().map(|t| t.device_view()).collect::<Result<SmallVec<[BufferView; 4]>>>()?;
     let (a, y) = (g.a.device_view()?, outs[0].device_view()?);
-    let step = |s: isize| Arg::I64(s as i64);
-    let mut args: SmallVec<[Arg; 24]> =
-        SmallVec::from_slice(&[a.buffer(), a.offset(), image_arg(&image)?, y.buffer(), y.offset()]);
-    args.extend([plan.m, n, k].map(|size| Arg::U32(size as u32)));
-    args.extend([plan.a.row, plan.a.col, plan.others[0].row, plan.others[0].col].map(step));
+    let mut args: SmallVec<[Arg; 24]> = SmallVec::from_slice(&args![a; image_arg(&image)?, y.buffer(), y.offset()]);
+    args.extend(args![; plan.m as u32, n as u32, k as u32]);
+    args.extend(args![; plan.a.row, plan.a.col, plan.others[0].row, plan.others[0].col]);
     for (view, at) in views.iter().zip(&plan.others[1..]) {
-        args.extend([view.buffer(), view.offset(), step(at.row), step(at.col)]);
+        args.extend(args![view; at.row, at.col]);
     }
     args.extend((0..program.scalars()).map(|i| scalar_arg(Compute::F32, g.scalars[i])));
     launch_tuned(cl, &kernel, &args, items)?;
     Ok(true)
 }
 
-fn source(program: &Program, g: &Gemm, out: &Tensor) -> String {
-    let (mut extras, mut values) = (String::new(), String::new());
-    for (e, t) in g.extras.iter().enumerate() {
-        let dtype = t.dtype;
-        let _ = write!(extras, ", __global const {dtype}_t *e{e}, ulong e{e}_at, long e{e}_row, long e{e}_col");
-        let _ = write!(values, ", load_{dtype}(e{e}, e{e}_at + (i) * e{e}_row + (j) * e{e}_col)");
-    }
-    let scalars: String = (0..program.scalars()).map(|i| format!(", const float s{i}")).collect();
-    let given: String = (0..program.scalars()).map(|i| format!(", s{i}")).collect();
-    format!(
-        "#define PRODUCT\n#define A {}\n#define Y {}\n#define EXTRAS {extras}\n#define SCALARS {scalars}\n\
+/// The configuration of the kernel: the dtypes of the left matrix, the result and the extras.
+#[derive(Hash)]
+struct ImageProduct {
+    matrix: DType,
+    out: DType,
+    extras: SmallVec<[DType; 4]>,
+}
+
+impl ImageProduct {
+    fn source(&self, program: &Program) -> String {
+        let (mut extras, mut values) = (String::new(), String::new());
+        for (e, dtype) in self.extras.iter().enumerate() {
+            let _ = write!(extras, ", __global const {dtype}_t *e{e}, ulong e{e}_at, long e{e}_row, long e{e}_col");
+            let _ = write!(values, ", load_{dtype}(e{e}, e{e}_at + (i) * e{e}_row + (j) * e{e}_col)");
+        }
+        let scalars: String = (0..program.scalars()).map(|i| format!(", const float s{i}")).collect();
+        let given: String = (0..program.scalars()).map(|i| format!(", s{i}")).collect();
+        format!(
+            "#define PRODUCT\n#define A {}\n#define Y {}\n#define EXTRAS {extras}\n#define SCALARS {scalars}\n\
          #define CALL(value, i, j) epilogue(value{values}{given}, &o)\n{}\n{TEMPLATE}",
-        g.a.dtype,
-        out.dtype,
-        program.emit(Compute::F32, "epilogue"),
-    )
+            self.matrix,
+            self.out,
+            program.emit(Compute::F32, "epilogue"),
+        )
+    }
 }

@@ -2,11 +2,10 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{bits_type, define_if};
+use crate::backend::opencl::geometry::bits_type;
 use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Phase, Steps};
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
+use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
 use crate::backend::problem::windows::{Windows, sizes_4d};
-use crate::device::opencl::Arg;
 use crate::tensor::Layout;
 use crate::{MemoryFormat, Result, Tensor};
 
@@ -281,14 +280,10 @@ fn launch_copy(
         false if pixels < TILE_PIXELS[0] => TILE_PIXELS[1].max(COPY_GROUP_SIZE / channels),
         false => TILE_PIXELS[0].max(COPY_GROUP_SIZE / channels),
     };
-    let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
-    let kernel = get_or_build_kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {
-        let contiguous = define_if(contiguous, "CONTIGUOUS");
-        format!(
-            "#define V {}\n#define EACH {piece}\n#define CHANNELS {channels}\n#define TILE {tile}\n{contiguous}{TEMPLATE}",
-            bits_type(bytes)
-        )
-    })?;
+    let config = kernel_config! {
+        "V" => bits_type(bytes), "EACH" => piece, "CHANNELS" => channels, "TILE" => tile, "CONTIGUOUS" => contiguous,
+    };
+    let kernel = config.kernel(device, "channels_last", "channels_last", &[TEMPLATE])?;
     let numbers = [size[0] as isize, size[1] as isize, before[0], before[1]].into_iter();
     let numbers = numbers.chain([rows, columns, groups, each, padded, 0].map(|n| n as isize)).map(|n| n as i32);
     let mut words: SmallVec<[i32; 32]> = numbers.collect();
@@ -296,7 +291,7 @@ fn launch_copy(
     words.extend(strides.flat_map(bytemuck::cast::<i64, [i32; 2]>));
     let (from, into) = (t.device_view()?, out.device_view()?);
     let first = from.first_element().wrapping_add_signed(view.skip) as u64;
-    let args = [from.buffer(), Arg::U64(first), into.buffer(), into.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = args![; from.buffer(), first, into.buffer(), into.offset(), &words[..]];
     let items = pixels.div_ceil(tile) * padded.div_ceil(channels) * groups * n;
     device.launch(&kernel, &args, &[items * COPY_GROUP_SIZE], &[COPY_GROUP_SIZE])
 }

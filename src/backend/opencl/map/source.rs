@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::backend::opencl::geometry::index_type;
-use crate::backend::opencl::map::{Form, MapOperand, MemoryAccess};
+use crate::backend::opencl::map::{Form, MapConfig, MapOperand, MemoryAccess};
 use crate::backend::opencl::source::draw_type;
 use crate::backend::problem::map::Launch;
 use crate::backend::problem::operand::OperandKind;
@@ -34,15 +34,9 @@ const STORE_NONTEMPORAL: &str = "#ifdef __has_builtin
 ";
 
 /// Returns the source of the kernel for a device, without the prelude.
-pub(crate) fn generate_source(
-    device: &ClDevice,
-    launch: &Launch,
-    operands: &[MapOperand],
-    form: Form,
-    local: usize,
-    rank: usize,
-    wide: bool,
-) -> String {
+pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapConfig) -> String {
+    let &MapConfig { rank, wide, form, tile_group: local, .. } = config;
+    let operands = &config.operands[..];
     let index = index_type(wide);
     let (params, names): (Vec<_>, Vec<_>) = parameters(launch, operands, rank).into_iter().unzip();
     let mut s = format!(
