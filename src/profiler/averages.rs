@@ -142,7 +142,7 @@ impl Profile {
         let mut device_us = 0.0;
         for (event, &host_self) in self.events.iter().zip(&self_times) {
             let on_host = matches!(event.lane, Lane::Thread(_));
-            let on_cpu_device = on_host && event.device.is_some_and(Device::is_cpu);
+            let on_cpu_device = on_host && event.device.is_some_and(|device| !device.has_queues());
             let is_operation = event.category == Category::Operation;
             let computes = event.category.is_command() || is_operation && on_cpu_device;
             let device_time = match computes {

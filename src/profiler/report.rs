@@ -67,7 +67,8 @@ impl Profile {
 
 /// True for work of a device: commands, and operations of the CPU device.
 fn is_work(event: &Event) -> bool {
-    event.category.is_command() || event.category == Category::Operation && event.device.is_some_and(Device::is_cpu)
+    event.category.is_command()
+        || event.category == Category::Operation && event.device.is_some_and(|device| !device.has_queues())
 }
 
 /// Prints the times of every command of a device, in microseconds: how long the command was queued before it was submitted to the device, how long it
