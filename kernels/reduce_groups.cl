@@ -190,14 +190,14 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 // Processes all elements once, and with RESCALED again by each factor that a sum of the group needs: every work-item
 // reaches every barrier.
 #ifdef RESCALED
-// `wanted` has a bit for each attempt that an output of the group needs. The first FOLD puts a barrier between the zero in
+// `wanted` has a bit for each attempt that an output of the group needs. The first FOLD puts a barrier between the zeros of
 // `needed` and the writes to it. The attempts are unrolled, so that the factor of the first is the constant 1.
 #define FOR_EACH_FACTOR                                                                                                \
-    __local uint needed;                                                                                               \
+    __local uint needed[2];                                                                                            \
     uint wanted = 0;                                                                                                   \
-    if (lid == 0)                                                                                                      \
-        needed = 0;                                                                                                    \
-    __attribute__((opencl_unroll_hint(3))) for (uint attempt = 0; attempt < 3; ++attempt) {                            \
+    if (lid < 2)                                                                                                       \
+        needed[lid] = 0;                                                                                               \
+    _Pragma("unroll") for (uint attempt = 0; attempt < 3; ++attempt) {                                                 \
         const ACC factor = FACTOR_OF(attempt);                                                                         \
         if (attempt == 0 || wanted >> attempt & 1) {
 #define KEEP(kept, its_attempt, total)                                                                                 \
@@ -210,10 +210,12 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
     }
 #define END_OF_FACTORS                                                                                                 \
             if (attempt == 0 && lanes < GROUP) {                                                                       \
-                if (wanted > 1)                                                                                        \
-                    atomic_or(&needed, wanted);                                                                        \
+                if (wanted & 2)                                                                                        \
+                    needed[0] = 2;                                                                                     \
+                if (wanted & 4)                                                                                        \
+                    needed[1] = 4;                                                                                     \
                 barrier(CLK_LOCAL_MEM_FENCE);                                                                          \
-                wanted = needed;                                                                                       \
+                wanted = needed[0] | needed[1];                                                                        \
             }                                                                                                          \
         }                                                                                                              \
     }
