@@ -1,6 +1,6 @@
 //! A cache of compiled kernels. A kernel is built at its first use.
 
-use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, RwLock};
 
 use smallvec::SmallVec;
 
@@ -8,6 +8,7 @@ use crate::device::lru::Lru;
 use crate::device::opencl::{self, Arg, ClDevice, ClKernel, Fault};
 use crate::expr::Expr;
 use crate::storage::ClBlockLocation;
+use crate::sync;
 use crate::{Device, Result, Tensor};
 
 /// The cache key of a kernel: its template, and the numbers and expressions that determine its source.
@@ -47,12 +48,12 @@ pub(crate) fn get_or_build_kernel(
     source: impl FnOnce() -> String,
 ) -> Result<Arc<ClKernel>> {
     let key = (device.device(), device.has_wide_offsets(), key);
-    if let Some(kernel) = KERNEL_CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+    if let Some(kernel) = sync::read(&KERNEL_CACHE).get(&key) {
         return Ok(kernel.clone());
     }
     // Built without the lock, because a build takes up to a second. If two threads build the same kernel, the first result is kept.
     let built = device.build(key.2.template, &with_prelude(&source()), entry)?;
-    let mut kernels = KERNEL_CACHE.write().unwrap_or_else(PoisonError::into_inner);
+    let mut kernels = sync::write(&KERNEL_CACHE);
     let (kernel, evicted) = kernels.get_or_insert(key, || Arc::new(built));
     let kernel = Arc::clone(kernel);
     drop(kernels);
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     fn set_capacity(capacity: usize) -> usize {
-        KERNEL_CACHE.write().unwrap_or_else(PoisonError::into_inner).set_capacity(capacity)
+        sync::write(&KERNEL_CACHE).set_capacity(capacity)
     }
 
     #[test]
@@ -120,7 +121,7 @@ mod tests {
                 let got = Tensor::map(&[&x], |e| nth(&e[0], n))?.to_vec::<f32>()?;
                 let right = |x: f32| (0..6).fold(x, |r, bit| if n >> bit & 1 == 1 { r + x } else { r.abs() - x });
                 assert_eq!(got, [right(1.0), right(2.0)], "{n} on {device}");
-                let kernels = KERNEL_CACHE.read().unwrap_or_else(PoisonError::into_inner);
+                let kernels = sync::read(&KERNEL_CACHE);
                 most = most.max(kernels.iter().filter(|((of, ..), _)| *of == device).count());
             }
             set_capacity(before);
