@@ -58,6 +58,7 @@ pub mod ops;
 pub mod optim;
 pub mod profiler;
 pub mod storage;
+mod sync;
 pub mod tensor;
 pub mod tune;
 

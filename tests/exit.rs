@@ -93,7 +93,7 @@ fn process_ends_cleanly_while_work_is_pending() {
 
 /// Ends processes while the driver is being loaded, or while it compiles a program or the code of a launch for the first time. PoCL
 /// registers exit handlers during both. In one process the main thread exits while another thread uses the device, in the
-/// other process the other way round.
+/// other process the other way round. The thread that exits has listed the devices.
 fn process_ends_cleanly_during_first_compilation() {
     for device in common::devices() {
         for delay in MOMENTS_MS {
@@ -108,6 +108,7 @@ fn end(how: &str) {
     let (number, device): (u64, Device) = (number.parse().unwrap(), device.parse().unwrap());
     if what == "main" {
         let worker = thread::spawn(move || while queue(device, 5).is_ok() {});
+        Device::all();
         thread::sleep(Duration::from_millis(number));
         assert!(!worker.is_finished(), "the device works until the end");
         exit(STATUS);
@@ -116,6 +117,7 @@ fn end(how: &str) {
         let ends = Arc::new(AtomicBool::new(false));
         let ending = ends.clone();
         thread::spawn(move || {
+            Device::all();
             thread::sleep(Duration::from_millis(number));
             ending.store(true, Ordering::Relaxed);
             exit(STATUS)

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::hooks::{Hooks, PostAccumulateHook};
 use super::{Context, Gradients, Saved};
+use crate::sync;
 use crate::tensor::Layout;
 use crate::{Expr, Result, Tensor};
 
@@ -122,7 +123,7 @@ impl Node {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::lock(&self.state)
     }
 
     pub(crate) fn op(&self) -> &'static str {

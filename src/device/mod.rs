@@ -32,30 +32,31 @@ pub(crate) mod cpu;
 mod hints;
 mod info;
 mod launches;
-mod lock;
 pub(crate) mod log;
 pub(crate) mod lru;
 pub(crate) mod name;
 pub(crate) mod opencl;
 pub(crate) mod profiler;
 pub(crate) mod stream;
+pub(crate) mod stream_id;
 pub(crate) mod system;
 
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
+pub(crate) use crate::sync::lock;
 pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
 pub use capture::ReplayMode;
 pub use hints::{Priority, StreamHints, Throttle};
 pub use info::{DeviceInfo, DeviceKind};
 pub(crate) use launches::count_launch;
 pub use launches::count_launches;
-pub(crate) use lock::lock;
 pub use name::Device;
 #[doc(hidden)]
 pub use opencl::read_cache_file;
 pub use opencl::{ProgramCache, report_faults_to_any_thread, reported_faults};
-pub use stream::{Event, Stream, StreamId, set_stream, with_stream};
+pub use stream::{Event, Stream, set_stream, with_stream};
+pub use stream_id::StreamId;
 
 const NO_PROGRAMS: &str = "the CPU device has no compiled programs and no context: name an OpenCL device";
 
@@ -128,7 +129,7 @@ impl Device {
     /// [`Error::Invalid`] for the CPU device, which has no programs, and for a file that cannot be written;
     /// [`Error::NoDevice`], and the driver's errors.
     pub fn export_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
-        self.opencl("export_cache", NO_PROGRAMS)?.export_cache(path.as_ref())
+        opencl::export_cache(self.opencl("export_cache", NO_PROGRAMS)?, path.as_ref())
     }
 
     /// Loads a file that [`export_cache`](Self::export_cache) wrote, for this process. Programs are then taken from the file
@@ -140,7 +141,7 @@ impl Device {
     /// [`Error::Invalid`] for the CPU device, and for a file that cannot be read, is damaged, or was made by another device,
     /// driver or version of claystone: nothing of the file is used then. [`Error::NoDevice`], and the driver's errors.
     pub fn import_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
-        self.opencl("import_cache", NO_PROGRAMS)?.import_cache(path.as_ref())
+        opencl::import_cache(self.opencl("import_cache", NO_PROGRAMS)?, path.as_ref())
     }
 
     /// Opens the OpenCL device, or fails on the CPU device, for the given reason.
@@ -157,7 +158,7 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`] for the CPU device, [`Error::NoDevice`] if there is no such device, and the driver's errors.
     pub fn cl_context(&self) -> Result<*mut std::ffi::c_void> {
-        Ok(self.opencl("cl_context", NO_PROGRAMS)?.context())
+        Ok(self.opencl("cl_context", NO_PROGRAMS)?.context)
     }
 
     /// Adds a device whose OpenCL context and queue belong to other code; the queue becomes the default stream. The new device is

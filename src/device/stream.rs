@@ -4,77 +4,15 @@
 //! [`with_stream`]. Two streams may overlap; [`Stream::wait_stream`] and [`Stream::wait_event`] order the work of one stream
 //! behind the work of another without a wait on the host. Names and rules are those of `torch.cuda.Stream` and `torch.cuda.Event`.
 
-use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::capture;
 use super::hints::{Priority, StreamHints};
 use super::opencl::{self, ClDevice, ClEvent};
-use crate::device::lock;
+use super::stream_id::{CURRENT_STREAMS, CurrentStream, StreamId, StreamIds, with_current};
+use crate::sync::lock;
 use crate::{Device, Error, Result};
-
-/// The maximum number of streams of a device at a time.
-pub(super) const MAX_STREAMS: usize = 1024;
-
-/// The number of a stream on its device. A block of memory stores the id of the stream that owns the block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub struct StreamId(pub(crate) u32);
-
-impl StreamId {
-    /// The default stream, which every device has.
-    pub const DEFAULT: StreamId = StreamId(0);
-
-    /// Returns the stream with this number, for memory of a user-defined [`Driver`](crate::storage::Driver).
-    pub fn new(index: u32) -> StreamId {
-        StreamId(index)
-    }
-
-    /// Returns a small number: 0 for the default stream. The numbers of dropped streams are reused.
-    pub fn index(self) -> usize {
-        self.0 as usize
-    }
-}
-
-/// Allocates stream ids. The id released last is reused first, so that memory cached for the stream is reused soon.
-#[derive(Debug)]
-pub(super) struct StreamIds {
-    next: u32,
-    idle: Vec<(StreamId, StreamHints)>,
-}
-
-impl StreamIds {
-    /// Creates an allocator of ids from `first` on.
-    pub(super) const fn from(first: u32) -> StreamIds {
-        StreamIds { next: first, idle: Vec::new() }
-    }
-
-    /// Returns an unused id, preferably of a stream with these hints. `make` creates the queue of an id used for the first time.
-    pub(super) fn acquire(
-        &mut self,
-        hints: StreamHints,
-        make: impl FnOnce(StreamId) -> Result<()>,
-    ) -> Result<StreamId> {
-        let fits = |(_, of): &(StreamId, StreamHints)| *of == hints;
-        // If no stream can be added, a stream with other hints is better than an error.
-        let any = (self.next as usize >= MAX_STREAMS).then(|| self.idle.len().checked_sub(1)).flatten();
-        if let Some(at) = self.idle.iter().rposition(fits).or(any) {
-            return Ok(self.idle.remove(at).0);
-        }
-        let id = StreamId(self.next);
-        if id.index() >= MAX_STREAMS {
-            let reason = format!("a device has at most {MAX_STREAMS} streams at a time: drop some, or share them");
-            return Err(Error::invalid("Stream::new", reason));
-        }
-        make(id)?;
-        self.next += 1;
-        Ok(id)
-    }
-
-    pub(super) fn release(&mut self, id: StreamId, hints: StreamHints) {
-        self.idle.push((id, hints));
-    }
-}
 
 static CPU_STREAM_IDS: Mutex<StreamIds> = Mutex::new(StreamIds::from(1));
 
@@ -178,8 +116,8 @@ impl Stream {
     /// # Errors
     /// [`Error::NoDevice`] if there is no such device.
     pub fn current(device: Device) -> Result<Stream> {
-        let mine = CURRENT_STREAMS.try_with(|stack| topmost_stream(&stack.borrow(), device).cloned()).ok().flatten();
-        mine.map_or_else(|| Stream::default_stream(device), Ok)
+        let mine = with_current(device, |current| Arc::clone(&current.handle).downcast().ok()).flatten();
+        mine.map_or_else(|| Stream::default_stream(device), |inner| Ok(Stream(inner)))
     }
 
     /// Returns the stream's device.
@@ -255,6 +193,11 @@ impl Stream {
     /// The driver's errors, [`Error::DeviceLost`] after a fault.
     pub fn wait_stream(&self, other: &Stream) -> Result<()> {
         if self == other { Ok(()) } else { self.wait_event(&other.record_event()?) }
+    }
+
+    fn as_current(&self) -> CurrentStream {
+        let handle: Arc<Inner> = Arc::clone(&self.0);
+        CurrentStream { device: self.device(), id: self.id(), handle }
     }
 
     /// Opens the stream's device; `None` for the CPU.
@@ -347,21 +290,6 @@ impl Event {
     }
 }
 
-thread_local! {
-    /// This thread's current streams: streams of [`set_stream`] at the bottom, streams of enclosing [`with_stream`]s above.
-    static CURRENT_STREAMS: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
-}
-
-fn topmost_stream(stack: &[Stream], device: Device) -> Option<&Stream> {
-    stack.iter().rev().find(|stream| stream.device() == device)
-}
-
-/// Returns the id of this thread's current stream on the device. Every allocation calls this function, which takes a few ns.
-pub(crate) fn current_id(device: Device) -> StreamId {
-    let mine = CURRENT_STREAMS.try_with(|stack| topmost_stream(&stack.borrow(), device).map(Stream::id)).ok().flatten();
-    mine.unwrap_or(StreamId::DEFAULT)
-}
-
 /// Runs `f` with `stream` as this thread's current stream of its device. Current streams of other devices stay unchanged.
 /// The previous stream is restored afterwards, also after a panic. Does not wait. PyTorch's `torch.cuda.stream`.
 ///
@@ -381,7 +309,7 @@ pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
         }
     }
     // While a thread ends, the stack is gone.
-    let entered = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().push(stream.clone()));
+    let entered = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().push(stream.as_current()));
     let _restore = entered.is_ok().then_some(Restore);
     f()
 }
@@ -401,11 +329,11 @@ pub fn set_stream(stream: &Stream) {
     // The previous stream is dropped after the borrow of the stack has ended. While a thread ends, the stack is gone.
     let _before = CURRENT_STREAMS.try_with(|stack| {
         let mut stack = stack.borrow_mut();
-        match stack.iter_mut().rev().find(|set| set.device() == stream.device()) {
-            Some(set) => Some(std::mem::replace(set, stream.clone())),
+        match stack.iter_mut().rev().find(|set| set.device == stream.device()) {
+            Some(set) => Some(std::mem::replace(set, stream.as_current())),
             // Below the streams of all enclosing `with_stream`s, which pop the top.
             None => {
-                stack.insert(0, stream.clone());
+                stack.insert(0, stream.as_current());
                 None
             }
         }

@@ -1,12 +1,13 @@
 //! Data parallel training: every rank has the model and a part of the batch.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
 use crate::nn::{BatchNorm, Forward, Module, Role};
 use crate::optim::join_adjacent_views;
+use crate::sync;
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
 /// Options of [`DataParallel`].
@@ -267,7 +268,7 @@ impl Reducer {
     }
 
     fn pass(&self) -> MutexGuard<'_, BackwardPass> {
-        self.pass.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::lock(&self.pass)
     }
 
     /// The hook of parameter i, called when its gradient is complete. Sends all buckets that are complete.
@@ -291,11 +292,11 @@ impl Reducer {
 
     /// Makes later passes reduce gradients to these shards.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
-        *self.shards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shards);
+        *sync::lock(&self.shards) = Arc::downgrade(shards);
     }
 
     pub fn shards(&self) -> Option<Arc<Shards>> {
-        self.shards.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+        sync::lock(&self.shards).upgrade()
     }
 
     /// Sends the next buckets as long as they are complete, so that all ranks send buckets in the same order.

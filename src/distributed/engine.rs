@@ -2,12 +2,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::transport::Transport;
 use crate::device::cpu::threads;
+use crate::sync;
 use crate::{Error, Result};
 
 /// How long a thread spins before it blocks: about as long as waking a thread takes. With a single core threads do not spin.
@@ -80,7 +81,7 @@ impl Engine {
     ) -> Work<R> {
         let (done, result) = channel();
         let job: Job = Box::new(move |transport| drop(done.send(f(transport))));
-        if let Some(jobs) = &*self.jobs.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(jobs) = &*sync::lock(&self.jobs) {
             let _ = jobs.send(job); // if the thread has ended, `Work::wait` returns the error
         }
         Work { op, result }
@@ -90,8 +91,8 @@ impl Engine {
 impl Engine {
     /// Ends the thread after the jobs submitted so far. Jobs submitted later fail.
     pub(super) fn end(&self) {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        sync::lock(&self.jobs).take();
+        let thread = sync::lock(&self.thread).take();
         // If this thread itself exits the process, it cannot join itself.
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             let _ = thread.join(); // the panic message has already been printed

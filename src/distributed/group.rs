@@ -7,7 +7,7 @@ use super::collective::{self, Member, Membership};
 use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
-use super::transport::Transport;
+use super::transport::{Transport, is_debug};
 #[cfg(feature = "mpi")]
 use crate::device::cpu::threads;
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
@@ -39,7 +39,8 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// If a rank fails, the calls of the other ranks fail with [`Error::Rank`], which names that rank. After an error all groups of
 /// the job are unusable. Mismatched calls are detected by different message sizes, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT`
 /// seconds (600), which is also how late a rank may be. With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective,
-/// except `send` and `recv`, before it runs, and the error names the rank and its call.
+/// except `send` and `recv`, before it runs, and the error names the rank and its call; under `mpirun` a rank also handles SIGTERM,
+/// to print the rank that it waited for when the job was ended.
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<Engine>,
@@ -92,7 +93,7 @@ impl Group {
 
     fn for_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
         let (rank, ranks) = (engine.rank, (0..engine.size).collect());
-        let member = Membership::new(rank, ranks, 0, device, is_env_on("CLAYSTONE_DISTRIBUTED_DEBUG"))?;
+        let member = Membership::new(rank, ranks, 0, device, is_debug())?;
         Ok(Group { engine, member: Arc::new(member) })
     }
 
@@ -476,10 +477,6 @@ fn as_byte_tensor(tensor: &Tensor) -> Result<Tensor> {
 
 fn describe_call(op: &str, dtype: DType, shape: &Shape, detail: &str) -> String {
     format!("{op} of {dtype} {shape} {detail}").trim_end().into()
-}
-
-fn is_env_on(key: &str) -> bool {
-    std::env::var(key).is_ok_and(|v| !matches!(&*v, "" | "0" | "off"))
 }
 
 /// Returns the shape used to compare coalesced calls: all elements in one dimension, because ranks may cut tensors differently.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
@@ -20,10 +20,11 @@ use super::lanes::RunningLane;
 use super::plan::{Lane, Plan};
 use super::rings::{Progress, Rings};
 use super::threads::{SAME_CALLS_ADVICE, timeout_reason};
-use super::transport::{Call, Fault, Lanes, Transport, default_slice_bytes};
+use super::transport::{Call, Fault, Lanes, Transport, default_slice_bytes, is_debug};
 use crate::device::cpu::{parallel, threads};
 use crate::device::profiler::at_exit;
 use crate::storage::SharedMemory;
+use crate::sync;
 use crate::{Error, Result};
 
 /// If set to 0 on all ranks, ranks on one machine also exchange messages through MPI.
@@ -44,15 +45,10 @@ const SLEEP_TIME: Duration = Duration::from_micros(50);
 /// Maximum number of lanes, which is the number of threads per rank that exchange messages: the ranks of a machine share its cores.
 const MAX_LANES: usize = 8;
 
-/// Locks a mutex even if it is poisoned: only a lane can panic while it holds a lock, and that ends the engine.
-fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Requests to end this rank, from `mpirun` or another thread.
 #[derive(Clone, Default)]
 struct Shutdown {
-    /// Set by SIGTERM, which `mpirun` sends to all ranks after one has died.
+    /// Set by SIGTERM in the debug mode. `mpirun` sends SIGTERM to all ranks after one has died.
     terminated: Arc<AtomicBool>,
     /// Why this rank has to leave the job.
     reason: Arc<Mutex<Option<String>>>,
@@ -60,7 +56,7 @@ struct Shutdown {
 
 impl Shutdown {
     fn reason(&self) -> Option<String> {
-        lock_ignoring_poison(&self.reason).clone()
+        sync::lock(&self.reason).clone()
     }
 }
 
@@ -69,7 +65,7 @@ static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
 /// Returns the engine of the process; the first call initialises MPI and starts the engine.
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
-    let mut engine = lock_ignoring_poison(&ENGINE);
+    let mut engine = sync::lock(&ENGINE);
     if let Some(engine) = &*engine {
         return Ok(Arc::clone(engine));
     }
@@ -79,7 +75,7 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
         op,
         move || Mpi::start(op, transport_shutdown, timeout),
         move |why| {
-            lock_ignoring_poison(&shutdown.reason).get_or_insert_with(|| why.into());
+            sync::lock(&shutdown.reason).get_or_insert_with(|| why.into());
         },
     )?;
     at_exit(end);
@@ -88,7 +84,7 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
 
 /// Ends the engine when the process exits; calls of groups that still exist fail from then on.
 extern "C" fn end() {
-    if let Some(engine) = lock_ignoring_poison(&ENGINE).take() {
+    if let Some(engine) = sync::lock(&ENGINE).take() {
         engine.end();
     }
 }
@@ -131,7 +127,7 @@ impl Mpi {
         };
         let world = Rc::new(universe.world());
         let (rank, size) = (world.rank() as usize, world.size() as usize);
-        if size > 1 {
+        if size > 1 && is_debug() {
             // `mpirun` ends a job with SIGTERM. The waiting collective then reports the rank it waited for.
             signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&shutdown.terminated))
                 .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
@@ -408,15 +404,15 @@ impl Lanes for Mpi {
         loop {
             if waiting.is_recent() || waiting.fault.is_some() {
                 parallel::for_each_in_order(lanes.len(), 1, |i| {
-                    lock_ignoring_poison(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
+                    sync::lock(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
                 });
             } else {
                 // While other ranks are late, only this thread polls, and the pool's threads are free for other work.
-                lanes.iter().any(|lane| lock_ignoring_poison(lane).step(rings, call.context, plan));
+                lanes.iter().any(|lane| sync::lock(lane).step(rings, call.context, plan));
             }
             let mut moved = false;
             lanes.retain_mut(|lane| {
-                let mut lane = lock_ignoring_poison(lane);
+                let mut lane = sync::lock(lane);
                 moved |= std::mem::take(&mut lane.moved);
                 if let Some((number, what)) = &lane.mismatch {
                     self.exit_process(&format!("{}: rank {} {what}: {SAME_CALLS_ADVICE}", call.op, rank_of(*number)));
@@ -426,8 +422,7 @@ impl Lanes for Mpi {
             if lanes.is_empty() {
                 return Ok(());
             }
-            let pending =
-                || lanes.iter().flat_map(|lane| lock_ignoring_poison(lane).waits_for(plan)).map(rank_of).collect();
+            let pending = || lanes.iter().flat_map(|lane| sync::lock(lane).waits_for(plan)).map(rank_of).collect();
             self.wait(call, &mut waiting, moved, pending);
         }
     }

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::Builder;
 
 use super::engine::recv_spinning;
+use crate::sync;
 use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
 
 /// Number of slices in flight: one is read, one exchanged, one written.
@@ -146,7 +147,7 @@ struct Pool(Mutex<Vec<Staging>>);
 
 impl Pool {
     fn lock(&self) -> MutexGuard<'_, Vec<Staging>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::lock(&self.0)
     }
 
     /// Takes a buffer of at least this many bytes.
@@ -195,7 +196,7 @@ impl SlicePipeline {
             self.pool.return_buffer(staging);
             return Ok(());
         }
-        let mut copiers = self.copiers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut copiers = sync::lock(&self.copiers);
         let Copiers { reader, writer, writing, .. } = match copiers.take().filter(|one| one.device == device) {
             Some(started) => copiers.insert(started),
             None => copiers.insert(Copiers::start(device)?),

@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::transport::{Call, Fault, Transport, default_slice_bytes};
+use crate::sync;
 
 /// The capacity of a queue. A rank that sends more messages waits until the first is received.
 const QUEUE_CAPACITY: usize = 4;
@@ -28,7 +29,7 @@ struct Shared {
 impl Shared {
     /// Locks the queues even if the lock is poisoned: no code panics between two changes that belong together.
     fn lock(&self) -> MutexGuard<'_, Queues> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::lock(&self.queues)
     }
 }
 

@@ -49,6 +49,11 @@ pub(super) trait Lanes {
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 
+/// True with `CLAYSTONE_DISTRIBUTED_DEBUG=1`.
+pub(super) fn is_debug() -> bool {
+    std::env::var("CLAYSTONE_DISTRIBUTED_DEBUG").is_ok_and(|value| !matches!(&*value, "" | "0" | "off"))
+}
+
 /// Returns the bytes of a slice: few enough for the caches of a process with one thread, or enough to divide among threads.
 pub(super) fn default_slice_bytes() -> usize {
     if threads() == 1 { 1 << 20 } else { 4 << 20 }

@@ -3,12 +3,13 @@
 use std::any::Any;
 use std::borrow::Cow;
 use std::collections::BTreeSet;
-use std::sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, OnceLock, RwLock};
 
 use smallvec::SmallVec;
 
 use crate::device::lru::Lru;
 use crate::expr::{Binary, Dag, Expr, Leaf, Op, is_argument, is_integer, with_leaves};
+use crate::sync;
 use crate::{Compute, Scalar};
 
 /// The number arguments of a program's formulas, in the order of their first use.
@@ -98,13 +99,13 @@ impl Program {
         static PROGRAMS: LazyLock<RwLock<Lru<u64, Alike>>> = LazyLock::new(|| RwLock::new(Lru::new(MAX_PROGRAMS)));
         let shape = exprs.iter().fold(exprs.len() as u64, |h, e| h.rotate_left(7) ^ e.shape_hash());
         let fits = |program: &&Arc<Program>| program.numbers_of(exprs).is_some();
-        let programs = PROGRAMS.read().unwrap_or_else(PoisonError::into_inner);
+        let programs = sync::read(&PROGRAMS);
         if let Some(program) = programs.get(&shape).and_then(|alike| alike.iter().find(fits)) {
             return Arc::clone(program);
         }
         drop(programs);
         let made = Arc::new(Program::with_numbers_as_arguments(exprs));
-        let mut programs = PROGRAMS.write().unwrap_or_else(PoisonError::into_inner);
+        let mut programs = sync::write(&PROGRAMS);
         let (alike, evicted) = programs.get_or_insert(shape, Alike::new);
         if alike.len() == MAX_PROGRAMS_PER_SHAPE {
             alike.remove(0);

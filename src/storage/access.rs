@@ -1,7 +1,7 @@
 //! Access to a storage's bytes: host slices under their locks, and transfers between any two storages.
 
 use std::ops::Range;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
@@ -17,6 +17,7 @@ use crate::device::capture;
 use crate::device::cpu::bulk::{copy, fill, to_vec};
 use crate::device::cpu::huge_pages::advise_huge;
 use crate::device::profiler::{self, RecordKind, Span};
+use crate::sync;
 use crate::{Device, Error, Result};
 
 /// Size limit, in bytes, of the host buffer that copies between two devices go through.
@@ -38,7 +39,7 @@ enum HeldLock<'a> {
 /// Locks bytes for writing. Fails while a closure of [`Storage::with_elements`] reads them.
 #[inline]
 fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, ReaderCount>> {
-    let guard = lock.write().unwrap_or_else(PoisonError::into_inner);
+    let guard = sync::write(lock);
     match guard.has_readers() {
         false => Ok(guard),
         true => Err(host_borrow::write_during_read_error()),
@@ -79,7 +80,7 @@ pub(crate) fn with_host<R>(
         last = Some((allocation, write));
         guards.push(match write {
             true => HeldLock::Write(lock_for_writing(lock)?),
-            false => HeldLock::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+            false => HeldLock::Read(sync::read(lock)),
         });
         if let Some(pinned) = allocation.pinned() {
             pinned.wait_and_check(write)?;
@@ -129,7 +130,7 @@ pub(crate) fn with_host_few<const N: usize, R>(
     let mut read = |before: bool| {
         for (k, &i) in order.iter().enumerate().filter(|&(_, &i)| (from[i] < to) == before) {
             let again = k > 0 && from[order[0]] == from[i];
-            reading[i] = locks[i].filter(|_| !again).map(|lock| lock.read().unwrap_or_else(PoisonError::into_inner));
+            reading[i] = locks[i].filter(|_| !again).map(sync::read);
         }
     };
     read(true);
@@ -338,7 +339,7 @@ impl Storage {
         let location = there.cl()?;
         let _locked = match written {
             true => HeldLock::Write(lock_for_writing(lock)?),
-            false => HeldLock::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+            false => HeldLock::Read(sync::read(lock)),
         };
         // SAFETY: inside the storage's bytes, as checked above.
         let start = unsafe { host.0.host_range().0.add(at) };

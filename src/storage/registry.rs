@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 
 use super::allocator::Allocator;
 use super::caching::{CachingAllocator, MemPool, MemPoolOptions};
@@ -13,6 +13,7 @@ use super::driver::{Driver, driver};
 use super::guard::GuardAllocator;
 use super::history::device_number;
 use super::pool::PoolAllocator;
+use crate::sync;
 use crate::{Device, Error, Result, profiler};
 
 /// A device's current allocator.
@@ -49,7 +50,7 @@ fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
 
 /// Inserts an allocator into the table. An existing allocator of the device is kept unless `replace`.
 fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
-    let mut table = DEVICE_TABLE.write().unwrap_or_else(PoisonError::into_inner);
+    let mut table = sync::write(&DEVICE_TABLE);
     let known = table.iter().position(|(of, _)| *of == device);
     if let Some(at) = known.filter(|_| !replace) {
         return table[at].1;
@@ -155,7 +156,7 @@ pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
 /// The slow path of [`device_entry`]: devices without a slot in [`FIRST_DEVICES`], and the first use of a device.
 #[cold]
 fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
-    let table = DEVICE_TABLE.read().unwrap_or_else(PoisonError::into_inner);
+    let table = sync::read(&DEVICE_TABLE);
     if let Some((_, current)) = table.iter().find(|(of, _)| *of == device) {
         return Ok(current);
     }

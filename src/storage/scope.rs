@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::allocator::Allocator;
 use crate::Device;
-use crate::device::{StreamId, stream};
+use crate::device::StreamId;
+use crate::device::stream_id::current_id;
 
 thread_local! {
     /// The allocators in scope on this thread, the innermost last.
@@ -37,5 +38,5 @@ pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f
 
 /// Returns the stream of new storages of this thread. Host memory has no stream, because work on the CPU is done when its call returns.
 pub(super) fn home_stream(device: Device) -> StreamId {
-    if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) }
+    if device == Device::Cpu { StreamId::DEFAULT } else { current_id(device) }
 }

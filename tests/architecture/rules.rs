@@ -22,6 +22,7 @@ const ROOMS: &[&[&str]] = &[
     &["layout"],
     &["file"],
     &["dtype", "error"],
+    &["sync"],
 ];
 
 /// Rooms that may import each other: a tensor holds its autograd node and a node its tensors; errors name dtypes.

@@ -167,7 +167,9 @@ fn jobs_end_with_a_clear_error_if_a_rank_is_killed() {
     }
     for (call, (op, _)) in CALLS.iter().enumerate() {
         let call = call.to_string();
-        let environment = [(FAULT_VARIABLE, &*call), ("CLAYSTONE_DEVICES", "none"), ("RAYON_NUM_THREADS", "3")];
+        // In the debug mode a rank says where it was when `mpirun` ends it.
+        let debug = ("CLAYSTONE_DISTRIBUTED_DEBUG", "1");
+        let environment = [(FAULT_VARIABLE, &*call), ("CLAYSTONE_DEVICES", "none"), ("RAYON_NUM_THREADS", "3"), debug];
         let output = mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &environment);
         assert_stderr_contains(&call, &[&format!("{op} waited for rank 1")], &output);
     }

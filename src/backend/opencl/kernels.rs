@@ -2,7 +2,7 @@
 
 use std::any::TypeId;
 use std::hash::{Hash, Hasher};
-use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, RwLock};
 
 use smallvec::SmallVec;
 
@@ -11,6 +11,7 @@ use crate::device::lru::Lru;
 use crate::device::opencl::{self, Arg, ClDevice, ClKernel, Fault};
 use crate::expr::Expr;
 use crate::storage::ClBlockLocation;
+use crate::sync;
 use crate::{Compute, DType, Device, Result, Tensor};
 
 /// The configuration for which a kernel is compiled: its key in the cache, and the definitions that precede its template.
@@ -192,12 +193,12 @@ pub(crate) fn get_or_build_kernel(
     source: impl FnOnce() -> String,
 ) -> Result<Arc<ClKernel>> {
     let key = (device.device(), device.has_wide_offsets(), key);
-    if let Some(kernel) = KERNEL_CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+    if let Some(kernel) = sync::read(&KERNEL_CACHE).get(&key) {
         return Ok(kernel.clone());
     }
     // Built without the lock, because a build takes up to a second. If two threads build the same kernel, the first result is kept.
     let built = device.build(key.2.template, &with_prelude(&source()), entry)?;
-    let mut kernels = KERNEL_CACHE.write().unwrap_or_else(PoisonError::into_inner);
+    let mut kernels = sync::write(&KERNEL_CACHE);
     let (kernel, evicted) = kernels.get_or_insert(key, || Arc::new(built));
     let kernel = Arc::clone(kernel);
     drop(kernels);
@@ -283,7 +284,7 @@ mod tests {
     use super::*;
 
     fn set_capacity(capacity: usize) -> usize {
-        KERNEL_CACHE.write().unwrap_or_else(PoisonError::into_inner).set_capacity(capacity)
+        sync::write(&KERNEL_CACHE).set_capacity(capacity)
     }
 
     #[test]
@@ -299,7 +300,7 @@ mod tests {
                 let got = Tensor::map(&[&x], |e| nth(&e[0], n))?.to_vec::<f32>()?;
                 let right = |x: f32| (0..6).fold(x, |r, bit| if n >> bit & 1 == 1 { r + x } else { r.abs() - x });
                 assert_eq!(got, [right(1.0), right(2.0)], "{n} on {device}");
-                let kernels = KERNEL_CACHE.read().unwrap_or_else(PoisonError::into_inner);
+                let kernels = sync::read(&KERNEL_CACHE);
                 most = most.max(kernels.iter().filter(|((of, ..), _)| *of == device).count());
             }
             set_capacity(before);

@@ -1,7 +1,6 @@
 //! Adopted devices, whose context and queue belong to other code; the queue is the default stream.
 
 use std::ptr;
-use std::sync::Mutex;
 
 use opencl3::command_queue::{
     CL_QUEUE_CONTEXT, CL_QUEUE_DEVICE, CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE, CL_QUEUE_PROPERTIES,
@@ -11,17 +10,14 @@ use opencl3::device::CL_DEVICE_PLATFORM;
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
 
 use super::ClDevice;
-use super::discovery::{self, Entry, decode_number};
-use super::driver::{info, value};
+use super::description::decode_number;
+use super::discovery::{self, Entry};
+use super::driver::{call, info, value};
 use super::errors::ClError;
 use super::exit;
-use crate::device::{lock, log};
 use crate::{Device, Error, Result};
 
 const OP: &str = "Device::adopt";
-
-/// The addresses of context, device and queue of each adopted device. Locked during an adoption.
-static HANDLES: Mutex<Vec<[usize; 3]>> = Mutex::new(Vec::new());
 
 /// Returns the device with this context and this queue as the default stream; the first call adds the device.
 ///
@@ -35,32 +31,23 @@ pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_que
             return Err(Error::invalid(OP, format!("the {name} is null")));
         }
     }
-    let own = discovery::count_without_adopted()?;
-    let _messages = log::defer(); // a subscriber may use devices as well
-    let mut known = lock(&HANDLES);
-    if let Some(at) = known.iter().position(|known| *known == handles) {
-        return Ok(Device::OpenCL(own + at));
-    }
-    if known.len() == discovery::MAX_ADOPTED {
-        return Err(Error::invalid(OP, format!("a process adopts at most {} queues", known.len())));
-    }
-    let (_under_way, _opening) = (exit::delay_exit(), exit::keep_handler_last());
-    let device = Device::OpenCL(own + known.len());
-    let to_error = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
-    check_handles(context, id, queue).map_err(to_error)?.map_err(|reason| Error::invalid(OP, reason))?;
-    let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(to_error)?;
-    let entry = Entry::for_adopted(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
-        Ok(why) => Error::invalid(OP, format!("the device {why}")),
-        Err(e) => to_error(e),
-    })?;
-    let entry: &'static Entry = Box::leak(Box::new(entry));
-    let opened = ClDevice::adopt(device, entry.found(device)?, context, queue).map_err(to_error)?;
-    let opened: &'static ClDevice = Box::leak(Box::new(opened));
-    _ = entry.opened.set(opened);
-    discovery::add_adopted(entry);
-    known.push(handles);
-    opened.profile_if_on();
-    Ok(device)
+    discovery::adopt(handles, |device| {
+        let to_error = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
+        check_handles(context, id, queue).map_err(to_error)?.map_err(|reason| Error::invalid(OP, reason))?;
+        let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(to_error)?;
+        let entry =
+            Entry::for_adopted(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
+                Ok(why) => Error::invalid(OP, format!("the device {why}")),
+                Err(e) => to_error(e),
+            })?;
+        let entry: &'static Entry = Box::leak(Box::new(entry));
+        let found = entry.found(device)?;
+        call!(clRetainContext(context)).map_err(to_error)?;
+        let open = || ClDevice::in_context(device, found, context, Some(queue));
+        let opened = exit::delay_exit(open).map_err(to_error)?;
+        entry.store_opened(opened);
+        Ok(entry)
+    })
 }
 
 /// Checks that the three handles belong together; the inner error says why not.

@@ -10,6 +10,7 @@
 //! a user who can rename them can only insert files that are refused here. On Linux no folder can be inserted after the check,
 //! because the checked folder is held open ([`Folder`]). The cache is optional: after any disk error, the file counts as missing.
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -27,8 +28,11 @@ use crate::{Error, Result};
 /// The hash of everything on which a file's contents depend.
 pub(super) type Key = [u8; 32];
 
+/// Contents of files, by name.
+pub(super) type Entries = BTreeMap<String, Vec<u8>>;
+
 /// The default bound on the size of the folder, in bytes: the same as CUDA's cache.
-const MAX_SIZE: u64 = 256 << 20;
+pub(super) const MAX_SIZE: u64 = 256 << 20;
 /// The folder is scanned each time 1/16 of the bound has been written, and shrunk to 15/16 of the bound. So a single process
 /// stays within the bound without a scan after every file.
 const SHRINK_DIVISOR: u64 = 16;
@@ -266,7 +270,7 @@ fn open_private_file(path: &Path) -> io::Result<File> {
         return Err(denied("it is not a regular file"));
     }
     #[cfg(unix)]
-    unix::check_owner(&metadata, 0o022)?;
+    check_owner(&metadata, 0o022)?;
     Ok(file)
 }
 
@@ -286,7 +290,7 @@ impl Folder {
         use std::os::fd::AsRawFd;
         use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 
-        unix::check_owner(&fs::symlink_metadata(path)?, 0)?; // may be a link, but only one of this user
+        check_owner(&fs::symlink_metadata(path)?, 0)?; // may be a link, but only one of this user
         let open = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
         let metadata = open.metadata()?;
         if !metadata.is_dir() {
@@ -294,8 +298,8 @@ impl Folder {
         }
         let by_descriptor = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         let at = if by_descriptor.is_dir() { by_descriptor } else { path.to_owned() };
-        let closed = unix::check_owner(&metadata, 0o077);
-        if closed.is_err() && unix::check_owner(&metadata, 0o022).is_ok() {
+        let closed = check_owner(&metadata, 0o077);
+        if closed.is_err() && check_owner(&metadata, 0o022).is_ok() {
             let mut entries = fs::read_dir(&at)?;
             if entries.all(|entry| entry.is_ok_and(|entry| kind_of(&entry.file_name()).is_some())) {
                 open.set_permissions(PermissionsExt::from_mode(0o700))?;
@@ -328,25 +332,21 @@ fn denied(why: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, why.into())
 }
 
+/// Fails if another user owns the file, or if the mode has any of the bits in `forbidden_bits`.
 #[cfg(unix)]
-mod unix {
-    use std::fs::Metadata;
-    use std::io;
+fn check_owner(metadata: &fs::Metadata, forbidden_bits: u32) -> io::Result<()> {
     use std::os::unix::fs::MetadataExt;
 
-    /// Fails if another user owns the file, or if the mode has any of the bits in `forbidden_bits`.
-    pub(super) fn check_owner(metadata: &Metadata, forbidden_bits: u32) -> io::Result<()> {
-        // SAFETY: a call without arguments that cannot fail.
-        let user = unsafe { libc::geteuid() };
-        let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
-        if owner != user {
-            return Err(super::denied(format!("it belongs to user {owner}, and this process runs as user {user}")));
-        }
-        if mode & forbidden_bits != 0 {
-            return Err(super::denied(format!("its mode is {mode:04o}, so that others have access")));
-        }
-        Ok(())
+    // SAFETY: a call without arguments that cannot fail.
+    let user = unsafe { libc::geteuid() };
+    let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
+    if owner != user {
+        return Err(denied(format!("it belongs to user {owner}, and this process runs as user {user}")));
     }
+    if mode & forbidden_bits != 0 {
+        return Err(denied(format!("its mode is {mode:04o}, so that others have access")));
+    }
+    Ok(())
 }
 
 /// The files that store compiled kernels and the measurements of `claystone tune` for later processes, as printed by
@@ -416,19 +416,6 @@ impl Cache {
         let advice = if error.kind() == io::ErrorKind::PermissionDenied { ADVICE } else { "check the disk" };
         Error::invalid("ProgramCache", format!("{}: {error}: {advice}", self.folder.display()))
     }
-}
-
-/// Reads a file like a tuning file: checks the seal, and parses the sealed contents. A file without a valid seal is parsed
-/// unchanged. For tests and fuzzing.
-#[doc(hidden)]
-pub fn read_cache_file(path: &Path) -> Result<()> {
-    let error = |error: &dyn std::fmt::Display| Error::invalid("read_cache_file", error.to_string());
-    let (Some(folder), Some(name)) = (path.parent(), path.file_name().and_then(OsStr::to_str)) else {
-        return Err(error(&"it is not a file"));
-    };
-    let bytes = fs::read(path).map_err(|e| error(&e))?;
-    let contents = Cache::new(folder, MAX_SIZE).load(name).unwrap_or(bytes);
-    super::tuning::check(&String::from_utf8_lossy(&contents)).map_err(|e| error(&e))
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@ use opencl3::platform::platform::{
 };
 use opencl3::types::cl_device_id;
 
-use super::discovery::{self, decode_number, text};
+use super::description::{decode_number, text};
+use super::discovery;
 use super::driver::info;
 use crate::Result;
 use crate::device::capabilities::{

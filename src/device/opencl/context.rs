@@ -1,35 +1,53 @@
-//! An opened device: its context, queues, compiled programs and probe results.
+//! An opened device: its context, its memory objects, and whether the device is lost.
+//!
+//! Buffers may exceed the driver's promised maximum (`CL_DEVICE_MAX_MEM_ALLOC_SIZE`): NVIDIA's driver promises a quarter of the
+//! memory and grants all of it. Intel's and Qualcomm's drivers need a special flag or property.
 
-use std::ffi::{CStr, c_char, c_void};
-use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Mutex, MutexGuard, OnceLock};
-use std::{mem, ptr, thread};
+use std::ffi::c_void;
+use std::mem::ManuallyDrop;
+use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
 
 use opencl_sys::{CL_FLOAT, CL_HALF_FLOAT, CL_MEM_OBJECT_IMAGE2D, CL_RGBA, cl_image_desc, cl_image_format};
 use opencl3::device::{
     CL_DEVICE_IMAGE_SUPPORT, CL_DEVICE_IMAGE2D_MAX_HEIGHT, CL_DEVICE_IMAGE2D_MAX_WIDTH, CL_DEVICE_VERSION,
 };
-use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
+use opencl3::memory::{
+    CL_MAP_READ, CL_MAP_WRITE, CL_MEM_ALLOC_HOST_PTR, CL_MEM_CONTEXT, CL_MEM_FLAGS, CL_MEM_HOST_NO_ACCESS,
+    CL_MEM_HOST_PTR, CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_WRITE_ONLY, CL_MEM_OBJECT_BUFFER, CL_MEM_READ_ONLY,
+    CL_MEM_READ_WRITE, CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_USE_HOST_PTR, CL_MEM_WRITE_ONLY,
+    CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED,
+};
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_mem_flags};
 
-use super::blob::ImportedEntries;
-use super::discovery::{DeviceDescription, text};
-use super::driver::{ClBuffer, ClImage, ClKernel, call, create, info, value};
+use super::description::{DeviceDescription, DriverText, LargeBuffers, notify, text};
+use super::driver::{ClBuffer, ClImage, ClKernel, call, create, info, send_and_sync, value};
 use super::errors::{ClError, Class};
 use super::exit;
-use super::fault::{FaultSlot, FaultSlots, FaultWords, NO_FAULT, Readings};
-use super::probe::TensorCores;
-use super::program::Programs;
-use super::queues::{LockedQueue, Queues, SERVICE_STREAM};
+use super::fault::{FaultSlots, FaultWords, NO_FAULT, Readings};
+use super::probe::{self, TensorCores};
+use super::program::{self, Programs};
+use super::queues::{Queues, SERVICE_STREAM};
 use super::retry::{PAUSES, Probed, retry};
-use super::tuning::Tuning;
-use crate::device::lock;
-use crate::device::stream::MAX_STREAMS;
-use crate::device::{Device, DeviceInfo, DeviceKind, StreamId, log};
+use super::tuning::{self, Tuning};
+use crate::device::stream_id::{MAX_STREAMS, StreamId};
+use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
 
 /// The number of counters per stream in [`ClDevice::arrival_counters`].
 pub(crate) const ARRIVAL_COUNTERS: usize = 256;
+
+const CL_MEM_ALLOW_UNRESTRICTED_SIZE_INTEL: cl_mem_flags = 1 << 23;
+/// Makes Intel's compiler compute offsets in 64 bits, as required for programs that use a buffer of more than 4 GiB.
+const WIDE_OFFSETS: &str = "-cl-intel-greater-than-4GB-buffer-required ";
+/// The size in bytes above which offsets need more than 32 bits.
+const FOUR_GIB: u64 = 4 << 30;
+/// The property `CL_LARGE_BUFFER_QCOM` of the extension `cl_qcom_large_buffer`, switched on.
+const LARGE_BUFFER_QCOM: [u64; 3] = [0x41A6, 1, 0];
+/// The width of the vectors that kernels read and write, in bytes.
+const VECTOR_BYTES: usize = 16;
 
 /// The part of an error message that says that commands may never end.
 const UNFINISHED: &str =
@@ -39,89 +57,34 @@ const UNFINISHED: &str =
 pub(crate) struct ClDevice {
     device: Device,
     pub(super) description: &'static DeviceDescription,
-    pub(super) context: cl_context,
+    pub(crate) context: cl_context,
     pub(super) queues: Queues,
     pub(super) programs: Programs,
-    pub(super) imported: ImportedEntries,
     pub(super) faults: FaultSlots,
-    pub(super) tensor_cores: Probed<TensorCores>,
+    tensor_cores: Probed<TensorCores>,
     pub(super) tuning: OnceLock<Tuning>,
-    pub(super) image_limits: OnceLock<Option<[usize; 2]>>,
+    image_limits: OnceLock<Option<[usize; 2]>>,
     arrival_counters: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, then both with [wide offsets](Self::has_wide_offsets).
     pub(super) memory_kernels: [Probed<Option<ClKernel>>; 4],
-    pub(super) wide_offsets: AtomicBool,
+    wide_offsets: AtomicBool,
     lost: OnceLock<String>,
 }
 
-// SAFETY: a context is a process-wide object that OpenCL's thread-safe functions take; it is released with the device.
-unsafe impl Send for ClDevice {}
-// SAFETY: as above.
-unsafe impl Sync for ClDevice {}
-
-/// Messages that the driver passes to the callback of a context. The driver calls the callback at any time, also inside a
-/// call made under one of this crate's locks. A `tracing` subscriber must not run there, so the messages are logged later.
-#[derive(Default)]
-pub(super) struct DriverText {
-    messages: Mutex<Messages>,
-    is_unlogged: AtomicBool,
-}
-
-/// The driver's last message, for the next error, and the messages to log.
-#[derive(Default)]
-struct Messages {
-    last: String,
-    unlogged: Vec<String>,
-}
-
-impl DriverText {
-    /// The maximum number of messages that wait to be logged.
-    const MAX_UNLOGGED: usize = 64;
-
-    fn messages(&self) -> MutexGuard<'_, Messages> {
-        lock(&self.messages)
-    }
-
-    fn push(&self, text: String) {
-        let mut messages = self.messages();
-        if messages.unlogged.len() < Self::MAX_UNLOGGED {
-            messages.unlogged.push(text.clone());
-        }
-        messages.last = text;
-        self.is_unlogged.store(true, Release);
-    }
-
-    /// Logs the messages since the last call. Not to be called under a queue's lock.
-    pub(super) fn log(&self) {
-        if self.is_unlogged.load(Relaxed) && self.is_unlogged.swap(false, Acquire) {
-            let unlogged = mem::take(&mut self.messages().unlogged);
-            unlogged.into_iter().for_each(|text| log::emit(move || tracing::warn!(text, "OpenCL driver")));
-        }
-    }
-
-    fn take(&self) -> String {
-        self.log();
-        mem::take(&mut self.messages().last)
-    }
-}
-
-/// The callback of a context, which the driver calls with messages.
-extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
-    if text.is_null() || user.is_null() {
-        return;
-    }
-    // SAFETY: `user` is the DriverText given at clCreateContext, which is never released; `text` is a string that lives
-    // during the call.
-    let (driver_text, text) = unsafe { (&*user.cast::<DriverText>(), CStr::from_ptr(text)) };
-    driver_text.push(text.to_string_lossy().into_owned());
-}
+send_and_sync!(ClDevice);
 
 impl ClDevice {
     /// Creates the context, the first queues and the first fault slot. After a failure, the created objects are released, and
     /// the creation is retried a few times.
     pub(super) fn open(index: usize, description: &'static DeviceDescription) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
-        let opened = retry(|| ClDevice::create(device, description)).map_err(|e| Error::OpenCl {
+        let create = || {
+            let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, description.platform as isize, 0];
+            let user = ptr::from_ref(&description.driver_text).cast_mut().cast();
+            let context = create!(clCreateContext(properties.as_ptr(), 1, &description.id, Some(notify), user))?;
+            ClDevice::in_context(device, description, context, None)
+        };
+        let opened = retry(create).map_err(|e| Error::OpenCl {
             device,
             call: e.call,
             code: e.name(),
@@ -131,26 +94,8 @@ impl ClDevice {
         Ok(opened)
     }
 
-    fn create(device: Device, description: &'static DeviceDescription) -> Result<ClDevice, ClError> {
-        let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, description.platform as isize, 0];
-        let user = ptr::from_ref(&description.driver_text).cast_mut().cast();
-        let context = create!(clCreateContext(properties.as_ptr(), 1, &description.id, Some(notify), user))?;
-        ClDevice::in_context(device, description, context, None)
-    }
-
-    /// Opens a device in a context of other code, with the in-order `queue` as the default stream.
-    pub(super) fn adopt(
-        device: Device,
-        description: &'static DeviceDescription,
-        context: cl_context,
-        queue: cl_command_queue,
-    ) -> Result<ClDevice, ClError> {
-        call!(clRetainContext(context))?;
-        ClDevice::in_context(device, description, context, Some(queue))
-    }
-
-    /// Opens the device in a context, and takes ownership of the context.
-    fn in_context(
+    /// Opens the device in a context, and takes ownership of the context. `queue` of other code, if any, becomes the default stream.
+    pub(super) fn in_context(
         device: Device,
         description: &'static DeviceDescription,
         context: cl_context,
@@ -165,7 +110,6 @@ impl ClDevice {
             context,
             queues,
             programs: Programs::default(),
-            imported: ImportedEntries::default(),
             faults,
             tensor_cores: Probed::default(),
             tuning: OnceLock::new(),
@@ -189,6 +133,96 @@ impl ClDevice {
         self.description.id
     }
 
+    /// Returns the kernel `entry` of the program in `source`, built unless a program with the same key is loaded or cached.
+    /// `HAS_F64` is defined if the device has doubles, `IS_CPU` if it is a processor. Every call makes a new kernel object, so
+    /// callers keep the kernel.
+    ///
+    /// # Errors
+    /// [`Error::Build`] with the compiler's log, under the name `name`.
+    pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
+        program::build(self, name, source, entry)
+    }
+
+    /// Returns the tensor core features. Unless cached, the first call builds and runs small kernels, if the device may have tensor
+    /// cores. If a driver call fails, the result is none for now, and a later call probes again.
+    pub(crate) fn tensor_cores(&self) -> TensorCores {
+        self.tensor_cores.get(|| probe::probe(self)).copied().unwrap_or_default()
+    }
+
+    /// True if kernels may use FENCE, with which a launch's last work-group can read the results of the other work-groups. True on
+    /// devices that accept PTX, and on processors that imitate such a device in tests.
+    pub(crate) fn has_fence(&self) -> bool {
+        self.imitates_fence_device() || self.tensor_cores().local > 0
+    }
+
+    /// True for a processor that runs a GPU's kernels in tests, with `CLAYSTONE_KERNELS=gpu+fence`.
+    pub(super) fn imitates_fence_device(&self) -> bool {
+        let kernels = || std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu+fence");
+        self.info().kind == DeviceKind::Accelerator && kernels()
+    }
+
+    /// Returns the maximum width and height of images, in pixels; `None` if the device has no images, or has no function to create
+    /// them, as before OpenCL 1.2.
+    pub(crate) fn image_limits(&self) -> Option<[usize; 2]> {
+        *self.image_limits.get_or_init(|| {
+            let id = self.id();
+            let number = |what| value!(clGetDeviceInfo(id, what) as usize).unwrap_or(0);
+            let version = text(&info!(clGetDeviceInfo(id, CL_DEVICE_VERSION)).unwrap_or_default());
+            let is_old = ["OpenCL 1.0", "OpenCL 1.1"].iter().any(|old| version.starts_with(old));
+            let has_images = value!(clGetDeviceInfo(id, CL_DEVICE_IMAGE_SUPPORT) as u32).is_ok_and(|has| has != 0);
+            let limits = [number(CL_DEVICE_IMAGE2D_MAX_WIDTH), number(CL_DEVICE_IMAGE2D_MAX_HEIGHT)];
+            (has_images && !is_old && !limits.contains(&0)).then_some(limits)
+        })
+    }
+
+    /// Creates a buffer of `bytes` (not zero). The driver may allocate the memory only at the buffer's first use: see
+    /// [`commit`](Self::commit).
+    pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
+        self.check_alive("clCreateBuffer")?; // the error of a lost device must not be tested again
+        self.new_buffer(CL_MEM_READ_WRITE, bytes, ptr::null_mut()).map_err(|e| self.detect_loss(e))
+    }
+
+    /// Creates a buffer with these flags, over `host` unless null.
+    fn new_buffer(&self, flags: cl_mem_flags, bytes: usize, host: *mut c_void) -> Result<ClBuffer, ClError> {
+        self.check_alive("clCreateBuffer")?;
+        let (promised, how) = (self.info().largest_buffer, self.description.large_buffers);
+        let is_beyond = promised > 0 && bytes as u64 > promised;
+        let plain = |flags| exit::call(|| create!(clCreateBuffer(self.context, flags, bytes, host)));
+        let asked = match how {
+            LargeBuffers::Intel if is_beyond => plain(flags | CL_MEM_ALLOW_UNRESTRICTED_SIZE_INTEL),
+            LargeBuffers::Qualcomm if is_beyond => {
+                let properties = LARGE_BUFFER_QCOM.as_ptr();
+                exit::call(|| create!(clCreateBufferWithProperties(self.context, properties, flags, bytes, host)))
+            }
+            _ => plain(flags),
+        };
+        let mem = match asked {
+            // Another driver for the same device may lack the flag and the property.
+            Err(e) if is_beyond && how != LargeBuffers::Plain && e.classify() == Class::Other => plain(flags),
+            asked => asked,
+        }?;
+        self.note_buffer(bytes, is_beyond);
+        Ok(ClBuffer::new(mem, bytes))
+    }
+
+    /// Makes later builds of programs use 64-bit offsets if a buffer of this size requires them.
+    fn note_buffer(&self, bytes: usize, is_beyond: bool) {
+        let is_wide = self.description.large_buffers == LargeBuffers::Intel && (is_beyond || bytes as u64 > FOUR_GIB);
+        if is_wide && !self.wide_offsets.swap(true, Relaxed) {
+            tuning::kernels_changed();
+        }
+    }
+
+    /// True if programs need 64-bit offsets, and so differ from programs built before.
+    pub(crate) fn has_wide_offsets(&self) -> bool {
+        self.wide_offsets.load(Relaxed)
+    }
+
+    /// Returns the compiler option for 64-bit offsets, if they are needed.
+    pub(super) fn offsets_option(&self) -> &'static str {
+        if self.has_wide_offsets() { WIDE_OFFSETS } else { "" }
+    }
+
     /// Makes the driver allocate the buffer's memory now, so that a lack of memory is an error here. The buffer's contents become
     /// unspecified.
     pub(crate) fn commit(&self, buffer: &ClBuffer) -> Result<(), ClError> {
@@ -209,7 +243,7 @@ impl ClDevice {
     }
 
     /// Creates an image of `width` x `height` pixels with four halves or four floats each (`CL_RGBA`). The driver may allocate
-    /// the memory only at the image's first use: see [`commit_image`](Self::commit_image).
+    /// the memory only at the image's first use: see [`commit`](Self::commit).
     pub(crate) fn create_image(&self, [width, height]: [usize; 2], half: bool) -> Result<ClImage, ClError> {
         self.check_alive("clCreateImage")?;
         let channel = if half { CL_HALF_FLOAT } else { CL_FLOAT };
@@ -231,23 +265,112 @@ impl ClDevice {
         exit::call(create).map(|mem| ClImage(ClBuffer::new(mem, bytes))).map_err(|e| self.detect_loss(e))
     }
 
-    /// Calls [`commit`](Self::commit) for an image.
-    pub(crate) fn commit_image(&self, image: &ClImage) -> Result<(), ClError> {
-        self.commit(&image.0)
+    /// Retains a buffer of the device's context that kernels and the host may read and write.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for any other memory object, the driver's errors, and a lost device.
+    pub(crate) fn import_buffer(&self, op: &'static str, mem: *mut c_void) -> Result<ClBuffer> {
+        self.check_lost()?;
+        let to_error = |e| self.failed(e);
+        let fail = |reason: String| Err(Error::invalid(op, reason));
+        let kind = value!(clGetMemObjectInfo(mem, CL_MEM_TYPE) as u32).map_err(to_error)?;
+        if kind != CL_MEM_OBJECT_BUFFER {
+            return fail(format!(
+                "the memory object is of type {kind:#x}: give a buffer, type {CL_MEM_OBJECT_BUFFER:#x}"
+            ));
+        }
+        let context = value!(clGetMemObjectInfo(mem, CL_MEM_CONTEXT) as usize).map_err(to_error)?;
+        if context != self.context.addr() {
+            return fail(format!(
+                "the buffer is of another context: create it in that of {}.cl_context()",
+                self.device()
+            ));
+        }
+        let flags = value!(clGetMemObjectInfo(mem, CL_MEM_FLAGS) as u64).map_err(to_error)?;
+        let partly = [
+            (CL_MEM_READ_ONLY, "CL_MEM_READ_ONLY"),
+            (CL_MEM_WRITE_ONLY, "CL_MEM_WRITE_ONLY"),
+            (CL_MEM_HOST_READ_ONLY, "CL_MEM_HOST_READ_ONLY"),
+            (CL_MEM_HOST_WRITE_ONLY, "CL_MEM_HOST_WRITE_ONLY"),
+            (CL_MEM_HOST_NO_ACCESS, "CL_MEM_HOST_NO_ACCESS"),
+        ];
+        if let Some((_, name)) = partly.into_iter().find(|(flag, _)| flags & flag != 0) {
+            return fail(format!(
+                "the buffer was created with {name}: tensors are read and written, by the host as well"
+            ));
+        }
+        if flags & CL_MEM_USE_HOST_PTR != 0 {
+            let start = value!(clGetMemObjectInfo(mem, CL_MEM_HOST_PTR) as usize).map_err(to_error)?;
+            if !start.is_multiple_of(VECTOR_BYTES) {
+                return fail(format!(
+                    "the buffer's host memory begins at {start:#x}, which is not a multiple of {VECTOR_BYTES}"
+                ));
+            }
+        }
+        let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(to_error)?;
+        call!(clRetainMemObject(mem)).map_err(to_error)?;
+        self.note_buffer(bytes, false);
+        Ok(ClBuffer::new(mem, bytes))
     }
 
-    /// Returns the maximum width and height of images, in pixels; `None` if the device has no images, or has no function to create
-    /// them, as before OpenCL 1.2.
-    pub(crate) fn image_limits(&self) -> Option<[usize; 2]> {
-        *self.image_limits.get_or_init(|| {
-            let id = self.id();
-            let number = |what| value!(clGetDeviceInfo(id, what) as usize).unwrap_or(0);
-            let version = text(&info!(clGetDeviceInfo(id, CL_DEVICE_VERSION)).unwrap_or_default());
-            let is_old = ["OpenCL 1.0", "OpenCL 1.1"].iter().any(|old| version.starts_with(old));
-            let has_images = value!(clGetDeviceInfo(id, CL_DEVICE_IMAGE_SUPPORT) as u32).is_ok_and(|has| has != 0);
-            let limits = [number(CL_DEVICE_IMAGE2D_MAX_WIDTH), number(CL_DEVICE_IMAGE2D_MAX_HEIGHT)];
-            (has_images && !is_old && !limits.contains(&0)).then_some(limits)
-        })
+    /// Unmaps all mapped ranges, and waits for all work, so that the host memory of a buffer may be released.
+    ///
+    /// # Errors
+    /// A range that cannot be unmapped; a lost device.
+    pub(crate) fn finish_host_memory(&self) -> Result<()> {
+        drop(self.lock(StreamId::DEFAULT).map_err(|e| self.failed(e))?);
+        self.drain()
+    }
+
+    /// Creates a buffer over bytes of the host (`CL_MEM_USE_HOST_PTR`).
+    ///
+    /// # Safety
+    /// The bytes are valid, and no other code uses them, until the buffer is released and every command that uses it is over.
+    pub(crate) unsafe fn buffer_over(&self, start: NonNull<u8>, bytes: usize) -> Result<ClBuffer, ClError> {
+        self.new_buffer(CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, bytes, start.as_ptr().cast())
+    }
+
+    /// Maps all of a buffer for reading and writing. The caller must own the buffer's only handle. Waits for the device.
+    ///
+    /// # Errors
+    /// The driver's errors, and a fault recorded by a kernel of this thread.
+    pub(crate) fn map(&'static self, buffer: &ClBuffer) -> Result<MappedBuffer> {
+        self.check_lost()?;
+        let (buffer, stream) = (buffer.retain().map_err(|e| self.failed(e))?, self.current_stream());
+        let (readings, at) = self
+            .while_idle(stream, (Readings::default(), ptr::null_mut()), |q, (readings, at)| {
+                q.read_faults(readings, &[self.slot()], false)?;
+                let (mem, bytes) = (buffer.mem(), buffer.bytes());
+                let (flags, unasked) = (CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut());
+                *at = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, 0, bytes, 0, ptr::null(), unasked))?;
+                Ok(())
+            })
+            .map_err(|e| self.error(e))?;
+        let mapped = MappedBuffer::new(self, buffer, StreamId::DEFAULT, at);
+        let mapped = mapped.ok_or_else(|| Error::invalid("map", "the driver gave no address"))?;
+        self.take_failed(stream)?;
+        self.report(readings).map(|()| mapped)
+    }
+
+    /// Allocates `bytes` (not zero) of pinned host memory, which the device reads and writes without the driver's staging copy: a
+    /// mapped buffer that the driver allocates in host memory, with unspecified contents. Slow (NVIDIA: 25 ms for 64 MiB), so
+    /// callers keep the memory.
+    ///
+    /// # Errors
+    /// The driver's errors; out of memory refers to the host's memory.
+    pub(crate) fn create_pinned(&'static self, bytes: usize) -> Result<MappedBuffer, ClError> {
+        self.check_alive("clCreateBuffer")?;
+        let created = ClBuffer::create(self.context, CL_MEM_READ_WRITE | CL_MEM_ALLOC_HOST_PTR, bytes);
+        let buffer = created.map_err(|e| self.detect_loss(e))?;
+        let (mem, map, mut at) = (buffer.mem(), CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut());
+        let done = self.submit_and_wait(SERVICE_STREAM, (), |q, (), event| {
+            at = create!(clEnqueueMapBuffer(q.raw, mem, 0, map, 0, bytes, 0, ptr::null(), event))?;
+            Ok(())
+        });
+        match MappedBuffer::new(self, buffer, SERVICE_STREAM, at) {
+            None => Err(done.err().unwrap_or(ClError::new("clEnqueueMapBuffer", -12))),
+            Some(mapped) => done.map(|()| mapped), // unmapped on drop, also after an error
+        }
     }
 
     /// Returns a buffer with [`ARRIVAL_COUNTERS`] counters per stream, zero while no kernel runs on the stream. A kernel counts its
@@ -260,50 +383,6 @@ impl ClDevice {
         let buffer = self.create_buffer(zeros.len()).map_err(|e| self.error(e))?;
         self.write(&zeros, (&buffer, 0))?;
         Ok(self.arrival_counters.get_or_init(|| buffer))
-    }
-
-    /// Waits for the work submitted to the stream so far, and reports the faults in these slots. The driver is called only if
-    /// there is work to wait for.
-    pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static FaultSlot]) -> Result<()> {
-        if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
-            return self.check_lost().and_then(|()| self.take_failed(stream));
-        }
-        self.submit_and_report(stream, slots, (), self.submit_nothing())
-    }
-
-    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in these slots.
-    pub(super) fn submit_and_report<M>(
-        &self,
-        stream: StreamId,
-        slots: &[&'static FaultSlot],
-        memory: M,
-        submit: impl FnOnce(&mut LockedQueue<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
-    ) -> Result<M> {
-        self.check_lost()?;
-        let readings = Readings::default();
-        let done = match self.info().kind {
-            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, and in 14 to 40 us behind running kernels.
-            DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
-                if !slots.iter().any(|slot| slot.is_pending()) {
-                    return Ok((readings, memory));
-                }
-                // A blocking read under the lock is allowed only if the wait is short.
-                let ready = || {
-                    self.queues.is_only_submission(stream)
-                        && slots.iter().all(|slot| slot.is_pending_on_no_other(stream))
-                };
-                let read = self.submit_and_wait(stream, readings, |q, readings, _| readings.enqueue(q, slots, ready()));
-                read.map(|readings| (readings, memory))
-            }),
-            // The fault words are read first, because the event must be that of the last command.
-            _ => self.submit_and_wait(stream, (readings, memory), |q, (readings, memory), event| {
-                readings.enqueue(q, slots, false)?;
-                submit(q, memory, event)
-            }),
-        };
-        let (readings, memory) = done.map_err(|e| self.error(e))?;
-        self.take_failed(stream)?;
-        self.report(readings).map(|()| memory)
     }
 
     /// True if the device has faulted: every call except drops then gives [`Error::DeviceLost`].
@@ -336,6 +415,11 @@ impl ClDevice {
             code: e.name(),
             detail: detail(&e, &self.description.driver_text),
         }
+    }
+
+    /// Converts the error of a failed call, after deciding whether the device is lost. Not to be called under the queue lock.
+    pub(crate) fn failed(&self, e: ClError) -> Error {
+        self.error(self.detect_loss(e))
     }
 
     pub(crate) fn check_lost(&self) -> Result<()> {
@@ -390,10 +474,48 @@ impl Drop for ClDevice {
     }
 }
 
-/// Creates a small buffer in a context, before the device exists.
-pub(super) fn create_buffer(context: cl_context, bytes: usize) -> Result<ClBuffer, ClError> {
-    let mem = exit::call(|| create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut())))?;
-    Ok(ClBuffer::new(mem, bytes))
+/// A buffer whose bytes the host reads and writes until the drop, which unmaps and releases the buffer. On a lost device
+/// transfers may use the memory forever, so the memory is leaked.
+pub(crate) struct MappedBuffer {
+    device: &'static ClDevice,
+    buffer: ManuallyDrop<ClBuffer>,
+    /// The stream that unmaps the buffer.
+    stream: StreamId,
+    start: NonNull<u8>,
+}
+
+send_and_sync!(MappedBuffer);
+
+impl MappedBuffer {
+    /// Takes ownership of a buffer mapped at `start`; none if the address is null.
+    fn new(device: &'static ClDevice, buffer: ClBuffer, stream: StreamId, start: *mut c_void) -> Option<MappedBuffer> {
+        let (buffer, start) = (ManuallyDrop::new(buffer), NonNull::new(start.cast())?);
+        Some(MappedBuffer { device, buffer, stream, start })
+    }
+
+    /// Returns the address of the first byte. Users synchronise their accesses.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.buffer.bytes()
+    }
+}
+
+impl Drop for MappedBuffer {
+    fn drop(&mut self) {
+        if self.device.is_lost() {
+            return;
+        }
+        // A refused unmap is repeated before the next command that uses a buffer; otherwise the device is lost.
+        let unmapped = self.device.lock_for_waits(self.stream).unmap(&self.buffer, self.start.as_ptr().cast());
+        if let Err(e) = unmapped {
+            self.device.detect_loss(e);
+        }
+        // SAFETY: dropped once, here, and not used again.
+        unsafe { ManuallyDrop::drop(&mut self.buffer) };
+    }
 }
 
 /// Returns the end of an error message: the number of an unnamed code, and the driver's last message.

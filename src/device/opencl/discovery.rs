@@ -9,7 +9,6 @@
 //! (or `gpu+fence`) makes processors run the kernels of GPUs, for tests.
 
 mod choice;
-mod large_buffers;
 #[cfg(test)]
 mod tests;
 
@@ -21,39 +20,18 @@ use std::sync::{Mutex, OnceLock};
 use opencl3::device as cl;
 use opencl3::types::{cl_device_id, cl_platform_id};
 
-use super::context::{ClDevice, DriverText};
-use super::driver::{call, info, library};
+use super::context::ClDevice;
+use super::description::{DeviceDescription, QueryFailure, describe, rank_properties};
+use super::driver::{call, library, send_and_sync};
 use super::errors::ClError;
 use super::exit;
 use super::functions;
 use super::retry::retry;
-use crate::device::lock;
 use crate::device::system::{OS, driver_registry, install_hint, opencl_libraries};
-use crate::device::{Device, DeviceInfo, DeviceKind, log};
+use crate::device::{Device, DeviceInfo, DeviceKind, log, profiler};
+use crate::sync::lock;
 use crate::{Error, Result};
 use choice::Choice;
-pub(super) use large_buffers::LargeBuffers;
-
-/// The minimum size of work-groups that kernels need, in work-items. Processors have their own kernels, which run in groups of
-/// any size and without local memory.
-const MIN_GROUP_ITEMS: u64 = 32;
-/// The minimum size of local memory that kernels need, in bytes.
-const MIN_LOCAL_BYTES: u64 = 16 << 10;
-
-pub(super) struct DeviceDescription {
-    pub id: cl_device_id,
-    pub platform: cl_platform_id,
-    pub platform_name: String,
-    pub platform_version: String,
-    /// The major and minor version of OpenCL C that the compiler accepts.
-    pub opencl_c: (u32, u32),
-    /// True if the device reports the version of NVIDIA's instruction set, as every device that accepts PTX does.
-    pub reports_compute_capability: bool,
-    pub large_buffers: LargeBuffers,
-    pub info: DeviceInfo,
-    /// The driver's messages from the callback of the device's context.
-    pub driver_text: DriverText,
-}
 
 /// A device at its index, which it keeps until the process ends.
 pub(super) struct Entry {
@@ -66,37 +44,12 @@ pub(super) struct Entry {
     /// The rest of the description, once the driver has answered.
     found: OnceLock<DeviceDescription>,
     /// Opened at first use, and open until the process ends.
-    pub opened: OnceLock<&'static ClDevice>,
+    opened: OnceLock<&'static ClDevice>,
     /// Locked while opening, so that the device is opened once.
-    pub opening: Mutex<()>,
+    opening: Mutex<()>,
 }
 
-// SAFETY: platform and device ids are process-wide names that OpenCL's thread-safe functions take; root devices are
-// never released.
-unsafe impl Send for DeviceDescription {}
-// SAFETY: as above.
-unsafe impl Sync for DeviceDescription {}
-// SAFETY: as above.
-unsafe impl Send for Entry {}
-// SAFETY: as above.
-unsafe impl Sync for Entry {}
-
-/// The reason why a device has no description.
-enum QueryFailure {
-    /// A call failed, and may succeed later.
-    Failed(ClError),
-    /// The device cannot be used.
-    Unusable(String),
-}
-
-impl From<ClError> for QueryFailure {
-    fn from(e: ClError) -> QueryFailure {
-        if e.is_transient() || e.is_fatal() {
-            return QueryFailure::Failed(e);
-        }
-        QueryFailure::Unusable(format!("cannot be described: {} returns {}", e.call, e.name()))
-    }
-}
+send_and_sync!(Entry);
 
 impl Entry {
     /// Creates the entry of a device in a context of other code, which [`discover`] does not list.
@@ -121,6 +74,14 @@ impl Entry {
         Entry { id, platform_index, platform, rank_properties, found, opened, opening }
     }
 
+    /// Stores the opened device, which is closed when the process ends.
+    pub(super) fn store_opened(&self, device: ClDevice) -> &'static ClDevice {
+        let device = *self.opened.get_or_init(|| Box::leak(Box::new(device)));
+        exit::close_at_exit(Box::new(move || device.close()));
+        device.profile_if_on();
+        device
+    }
+
     #[cfg(test)]
     pub(super) fn platform_index(&self) -> (usize, usize) {
         self.platform_index
@@ -136,7 +97,7 @@ impl Entry {
         if let Some(found) = self.found.get() {
             return Ok(found);
         }
-        let found = describe(self).map_err(|e| query_error(device, &e))?;
+        let found = describe(self.id, self.platform, self.rank_properties).map_err(|e| query_error(device, &e))?;
         Ok(self.found.get_or_init(|| found))
     }
 }
@@ -147,26 +108,45 @@ pub(super) struct Discovery {
     why_none: String,
 }
 
-/// Set once all devices are known, or known not to exist: the indices do not change after that.
-static DISCOVERY: OnceLock<Discovery> = OnceLock::new();
+/// The process's devices.
+struct Devices {
+    /// Set once all devices are known, or known not to exist: the indices do not change after that.
+    discovered: OnceLock<Discovery>,
+    /// The adopted devices, in order of their indices, which follow those of all other devices.
+    adopted: [OnceLock<Adopted>; MAX_ADOPTED],
+    /// Locked while devices are discovered or adopted.
+    changing: Mutex<()>,
+}
+
+/// The addresses of context, device and queue of an adopted device, and its entry.
+struct Adopted {
+    handles: [usize; 3],
+    entry: &'static Entry,
+}
+
+const MAX_ADOPTED: usize = 64;
+
+static DEVICES: Devices = Devices {
+    discovered: OnceLock::new(),
+    adopted: [const { OnceLock::new() }; MAX_ADOPTED],
+    changing: Mutex::new(()),
+};
 
 /// Returns the process's devices. If a driver fails to list its devices, the next use queries again.
 fn discovery() -> Result<&'static Discovery, ClError> {
-    if let Some(known) = DISCOVERY.get() {
+    exit::watch_thread();
+    if let Some(known) = DEVICES.discovered.get() {
         return Ok(known);
     }
     let _messages = log::defer(); // a subscriber may list devices as well
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = lock(&ONE_AT_A_TIME);
-    if let Some(known) = DISCOVERY.get() {
+    let _one_at_a_time = lock(&DEVICES.changing);
+    if let Some(known) = DEVICES.discovered.get() {
         return Ok(known);
     }
-    let (_under_way, _loading) = (exit::delay_exit(), exit::keep_handler_last());
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
-    let found = discover(&choice);
-    match found {
+    match exit::delay_exit(|| discover(&choice)) {
         Ok(found) => {
-            let known = DISCOVERY.get_or_init(|| found);
+            let known = DEVICES.discovered.get_or_init(|| found);
             log::emit(move || {
                 tracing::debug!(devices = known.devices.len(), why_none = known.why_none, "OpenCL discovery");
             });
@@ -182,39 +162,46 @@ fn discovery() -> Result<&'static Discovery, ClError> {
 }
 
 /// Returns the entries of the known devices in order, without calling a driver: adopted devices come last.
-pub(super) fn known_entries() -> impl Iterator<Item = &'static Entry> {
-    DISCOVERY.get().map_or(&[][..], |known| &known.devices).iter().chain(adopted())
+fn known_entries() -> impl Iterator<Item = &'static Entry> {
+    let discovered = DEVICES.discovered.get().map_or(&[][..], |known| &known.devices);
+    discovered.iter().chain(adopted().map(|adopted| adopted.entry))
 }
 
-/// The adopted devices, in order of their indices, which follow those of all other devices. Read without a lock, because the
-/// exit handler reads them as well.
-static ADOPTED: [OnceLock<&'static Entry>; MAX_ADOPTED] = [const { OnceLock::new() }; MAX_ADOPTED];
-
-pub(super) const MAX_ADOPTED: usize = 64;
-
-pub(super) fn adopted() -> impl Iterator<Item = &'static Entry> {
-    ADOPTED.iter().map_while(OnceLock::get).copied()
+fn adopted() -> impl Iterator<Item = &'static Adopted> {
+    DEVICES.adopted.iter().map_while(OnceLock::get)
 }
 
-/// Adds an adopted device. Callers serialise the calls.
-pub(super) fn add_adopted(entry: &'static Entry) {
-    _ = ADOPTED.iter().find(|free| free.get().is_none()).map(|free| free.set(entry));
+/// Returns the device adopted with these handles; the first call adds the device that `make` opens at an index.
+pub(super) fn adopt(handles: [usize; 3], make: impl FnOnce(Device) -> Result<&'static Entry>) -> Result<Device> {
+    let own = discovery().map_err(|e| query_error(Device::OpenCL(0), &e))?.devices.len();
+    let _messages = log::defer(); // a subscriber may use devices as well
+    let _one_at_a_time = lock(&DEVICES.changing);
+    if let Some(at) = adopted().position(|adopted| adopted.handles == handles) {
+        return Ok(Device::OpenCL(own + at));
+    }
+    let device = Device::OpenCL(own + adopted().count());
+    let Some(free) = DEVICES.adopted.iter().find(|slot| slot.get().is_none()) else {
+        return Err(Error::invalid("Device::adopt", format!("a process adopts at most {MAX_ADOPTED} queues")));
+    };
+    _ = free.set(Adopted { handles, entry: make(device)? });
+    Ok(device)
 }
 
-/// Returns the number of devices; `None` if a driver fails to list its devices.
-pub(super) fn count() -> Option<usize> {
-    discovery().ok().map(|known| known.devices.len() + adopted().count())
+/// Returns the number of OpenCL devices; 0 if a driver fails to list its devices.
+pub(crate) fn count() -> usize {
+    discovery().map_or(0, |known| known.devices.len() + adopted().count())
 }
 
-pub(super) fn count_without_adopted() -> Result<usize> {
-    Ok(discovery().map_err(|e| query_error(Device::OpenCL(0), &e))?.devices.len())
+/// True if there is an OpenCL device, or if a driver did not answer and so may have a device.
+pub(crate) fn may_have_any() -> bool {
+    discovery().is_err() || count() > 0
 }
 
 /// Returns the device of this index, or an error that lists the existing devices.
-pub(super) fn entry(index: usize) -> Result<&'static Entry> {
+fn entry(index: usize) -> Result<&'static Entry> {
     let device = Device::OpenCL(index);
     let all = discovery().map_err(|e| query_error(device, &e))?;
-    if let Some(entry) = all.devices.get(index).or_else(|| adopted().nth(index - all.devices.len())) {
+    if let Some(entry) = all.devices.get(index).or_else(|| Some(adopted().nth(index - all.devices.len())?.entry)) {
         return Ok(entry);
     }
     let reason = match all.devices.len() + adopted().count() {
@@ -227,6 +214,44 @@ pub(super) fn entry(index: usize) -> Result<&'static Entry> {
 
 pub(super) fn description(index: usize) -> Result<&'static DeviceDescription> {
     entry(index)?.found(Device::OpenCL(index))
+}
+
+/// Returns a device's description, without opening the device.
+pub(crate) fn info(index: usize) -> Result<&'static DeviceInfo> {
+    Ok(&description(index)?.info)
+}
+
+pub(crate) fn is_available(index: usize) -> bool {
+    entry(index).is_ok_and(|entry| match entry.opened.get() {
+        Some(device) => !device.is_lost(),
+        None => entry.found(Device::OpenCL(index)).is_ok(),
+    })
+}
+
+pub(crate) fn opened(index: usize) -> Option<&'static ClDevice> {
+    known_entries().nth(index)?.opened.get().copied()
+}
+
+/// Calls [`open`] for a device known to be an OpenCL device.
+pub(crate) fn open_device(device: Device) -> Result<&'static ClDevice> {
+    let Device::OpenCL(index) = device else { unreachable!("work for the CPU goes to the CPU's backend") };
+    open(index)
+}
+
+/// Returns the device of this index in the order of [`Device::all`], opened at its first use.
+pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
+    let entry = entry(index)?;
+    if let Some(device) = entry.opened.get() {
+        return Ok(device);
+    }
+    let _messages = log::defer(); // a subscriber may use the device as well
+    let _one_at_a_time = lock(&entry.opening);
+    if let Some(device) = entry.opened.get() {
+        return Ok(device);
+    }
+    let found = entry.found(Device::OpenCL(index))?;
+    let _opening = profiler::span(profiler::RecordKind::Open, "clCreateContext", Device::OpenCL(index), 0, 0);
+    Ok(entry.store_opened(exit::delay_exit(|| ClDevice::open(index, found))?))
 }
 
 /// Converts the error of a driver that fails to list its devices or to describe this one.
@@ -273,7 +298,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
                 }
             };
             let entry = Entry::new(id, (p, d), platform, rank_properties);
-            match describe(&entry) {
+            match describe(id, platform, rank_properties) {
                 Ok(found) => _ = entry.found.set(found),
                 // An entry of the choice may be part of this device's name.
                 Err(e) if choice.has_names() && e.is_transient() => return Err(e),
@@ -374,126 +399,4 @@ pub(super) fn device_ids(platform: cl_platform_id) -> Result<Vec<cl_device_id>, 
     let mut ids = vec![ptr::null_mut(); n as usize];
     call!(clGetDeviceIDs(platform, cl::CL_DEVICE_TYPE_ALL, n, ids.as_mut_ptr(), ptr::null_mut()))?;
     Ok(ids)
-}
-
-/// Returns the properties that decide a device's index: whether the device is usable, its kind and its compute units.
-fn rank_properties(id: cl_device_id) -> Result<(DeviceKind, usize), QueryFailure> {
-    let number = |what| retry(|| device_number(id, what));
-    for (what, problem) in [
-        (cl::CL_DEVICE_AVAILABLE, "is not available"),
-        (cl::CL_DEVICE_COMPILER_AVAILABLE, "has no compiler"),
-        (cl::CL_DEVICE_ENDIAN_LITTLE, "is big-endian"),
-    ] {
-        if number(what)? == 0 {
-            return Err(QueryFailure::Unusable(problem.into()));
-        }
-    }
-    let kind = match number(cl::CL_DEVICE_TYPE)? {
-        k if k & cl::CL_DEVICE_TYPE_GPU != 0 && has_unified_memory(id)? => DeviceKind::IntegratedGpu,
-        k if k & cl::CL_DEVICE_TYPE_GPU != 0 => DeviceKind::DiscreteGpu,
-        k if k & cl::CL_DEVICE_TYPE_CPU != 0
-            && std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k.starts_with("gpu")) =>
-        {
-            DeviceKind::Accelerator
-        }
-        k if k & cl::CL_DEVICE_TYPE_CPU != 0 => DeviceKind::Cpu,
-        k if k & cl::CL_DEVICE_TYPE_ACCELERATOR != 0 => DeviceKind::Accelerator,
-        _ => return Err(QueryFailure::Unusable("is of no known type".into())),
-    };
-    if kind != DeviceKind::Cpu {
-        let (group, local) = (number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)?, number(cl::CL_DEVICE_LOCAL_MEM_SIZE)?);
-        if let Some(reason) = unusable_reason(group, local) {
-            return Err(QueryFailure::Unusable(reason));
-        }
-    }
-    Ok((kind, number(cl::CL_DEVICE_MAX_COMPUTE_UNITS)? as usize))
-}
-
-/// Returns the reason if this work-group size or this size of local memory is too small for kernels.
-fn unusable_reason(group: u64, local: u64) -> Option<String> {
-    match () {
-        _ if group < MIN_GROUP_ITEMS => {
-            Some(format!("has work-groups of {group} work-items, and kernels need {MIN_GROUP_ITEMS}"))
-        }
-        _ if local < MIN_LOCAL_BYTES => {
-            Some(format!("has {local} bytes of local memory, and kernels need {MIN_LOCAL_BYTES}"))
-        }
-        _ => None,
-    }
-}
-
-fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
-    true_if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
-}
-
-/// True if the answer is not zero; false if an older driver does not know the query.
-fn true_if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
-    match answer {
-        Err(e) if e.is_transient() => Err(e),
-        answer => Ok(answer.unwrap_or(0) != 0),
-    }
-}
-
-/// Queries the rest of a device's description.
-fn describe(entry: &Entry) -> Result<DeviceDescription, ClError> {
-    let (id, platform) = (entry.id, entry.platform);
-    let text = |what| retry(|| info!(clGetDeviceInfo(id, what))).map(|b| text(&b));
-    let number = |what| retry(|| device_number(id, what));
-    let (kind, compute_units) = entry.rank_properties;
-    let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
-    let has = |name| extensions.split_whitespace().any(|e| e == name);
-    // As in "OpenCL C 1.2 ...".
-    let opencl_c = version(text(cl::CL_DEVICE_OPENCL_C_VERSION)?.trim_start_matches("OpenCL C ")).unwrap_or((1, 1));
-    let info = DeviceInfo {
-        name: text(cl::CL_DEVICE_NAME)?,
-        vendor: text(cl::CL_DEVICE_VENDOR)?,
-        driver: text(cl::CL_DRIVER_VERSION)?,
-        kind,
-        compute_units,
-        memory: number(cl::CL_DEVICE_GLOBAL_MEM_SIZE)?,
-        largest_buffer: number(cl::CL_DEVICE_MAX_MEM_ALLOC_SIZE)?,
-        // The driver's unit is bits.
-        base_alignment: (number(cl::CL_DEVICE_MEM_BASE_ADDR_ALIGN)? / 8).max(1) as usize,
-        fp16: has("cl_khr_fp16"),
-        fp64: has("cl_khr_fp64") || true_if_known(number(cl::CL_DEVICE_DOUBLE_FP_CONFIG))?,
-        unified_memory: has_unified_memory(id)?,
-        local_memory: number(cl::CL_DEVICE_LOCAL_MEM_SIZE)? as usize,
-        max_work_group: number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)? as usize,
-    };
-    let platform_text = |what| retry(|| info!(clGetPlatformInfo(platform, what))).map(|b| self::text(&b));
-    Ok(DeviceDescription {
-        id,
-        platform,
-        platform_name: platform_text(opencl3::platform::platform::CL_PLATFORM_NAME)?,
-        platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION)?,
-        opencl_c,
-        reports_compute_capability: has("cl_nv_device_attribute_query"),
-        large_buffers: LargeBuffers::for_device(&info, &extensions),
-        info,
-        driver_text: DriverText::default(),
-    })
-}
-
-/// Returns the number that a query returns, of any width.
-fn device_number(id: cl_device_id, what: u32) -> Result<u64, ClError> {
-    Ok(decode_number(&info!(clGetDeviceInfo(id, what))?))
-}
-
-/// Converts a little-endian number of up to 8 bytes.
-pub(super) fn decode_number(bytes: &[u8]) -> u64 {
-    let mut wide = [0u8; 8];
-    let n = bytes.len().min(8);
-    wide[..n].copy_from_slice(&bytes[..n]);
-    u64::from_le_bytes(wide)
-}
-
-/// Converts a driver's string, without the terminator and the blanks with which some drivers pad strings.
-pub(super) fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
-}
-
-fn version(s: &str) -> Option<(u32, u32)> {
-    let (major, rest) = s.split_once('.')?;
-    let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();
-    Some((major.parse().ok()?, minor.parse().ok()?))
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
-use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
+use opencl3::types::{cl_context, cl_event, cl_kernel, cl_mem, cl_mem_flags, cl_program};
 
 use super::errors::ClError;
 use super::exit;
@@ -98,7 +98,19 @@ macro_rules! value {
         $crate::device::opencl::driver::call!($name($($arg,)* size, to, std::ptr::null_mut())).map(|()| value)
     }};
 }
-pub(super) use {call, call_unlocked, create, info, value};
+
+/// Lets types with OpenCL handles be used by all threads.
+macro_rules! send_and_sync {
+    ($($type:ty),*) => { $(
+        // SAFETY: OpenCL objects belong to the process, not to a thread, and OpenCL's functions are thread-safe, with the one
+        // exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device. Mapped
+        // addresses are used only by the owner, whose users synchronise their accesses.
+        unsafe impl Send for $type {}
+        // SAFETY: as above.
+        unsafe impl Sync for $type {}
+    )* };
+}
+pub(super) use {call, call_unlocked, create, info, send_and_sync, value};
 
 /// A buffer in device memory. Released on drop; the driver frees the memory after the last command that uses it.
 #[derive(Debug)]
@@ -113,6 +125,17 @@ pub(crate) type ClAt<'a> = (&'a ClBuffer, usize);
 impl ClBuffer {
     pub(super) fn new(mem: cl_mem, bytes: usize) -> ClBuffer {
         ClBuffer { mem, bytes }
+    }
+
+    /// Creates a buffer in a context, without checks of the device.
+    pub(super) fn create(context: cl_context, flags: cl_mem_flags, bytes: usize) -> Result<ClBuffer, ClError> {
+        let mem = exit::call(|| create!(clCreateBuffer(context, flags, bytes, std::ptr::null_mut())))?;
+        Ok(ClBuffer::new(mem, bytes))
+    }
+
+    /// Returns a second handle, which keeps the memory alive as well.
+    pub(super) fn retain(&self) -> Result<ClBuffer, ClError> {
+        call!(clRetainMemObject(self.mem)).map(|()| ClBuffer::new(self.mem, self.bytes))
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -133,7 +156,7 @@ impl Drop for ClBuffer {
 
 /// An image of two dimensions. Released like a buffer.
 #[derive(Debug)]
-pub(crate) struct ClImage(pub(super) ClBuffer);
+pub(crate) struct ClImage(pub(crate) ClBuffer);
 
 impl ClImage {
     pub(crate) fn mem(&self) -> cl_mem {
@@ -310,20 +333,4 @@ impl Drop for ClEvent {
     }
 }
 
-// SAFETY: OpenCL objects belong to the process, not to a thread, and OpenCL's functions are thread-safe, with the one
-// exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device.
-unsafe impl Send for ClBuffer {}
-// SAFETY: as above.
-unsafe impl Sync for ClBuffer {}
-// SAFETY: as above.
-unsafe impl Send for ClKernel {}
-// SAFETY: as above.
-unsafe impl Sync for ClKernel {}
-// SAFETY: as above.
-unsafe impl Send for Program {}
-// SAFETY: as above.
-unsafe impl Sync for Program {}
-// SAFETY: as above.
-unsafe impl Send for ClEvent {}
-// SAFETY: as above.
-unsafe impl Sync for ClEvent {}
+send_and_sync!(ClBuffer, ClKernel, Program, ClEvent);

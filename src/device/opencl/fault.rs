@@ -6,7 +6,7 @@
 //! another thread's read, unless [`report_faults_to_any_thread`] was called.
 //!
 //! A fault is reported once. If the read of the words fails, the next read reports the fault ([`Reading`]). Reported words
-//! are reset to zero before the next kernel uses them ([`ClDevice::clear`]).
+//! are reset to zero before the next kernel uses them ([`FaultSlot::clear`]).
 
 use std::cell::{Cell, RefCell, UnsafeCell};
 use std::ffi::c_void;
@@ -16,16 +16,14 @@ use std::sync::atomic::{
 use std::sync::{Mutex, MutexGuard};
 use std::{mem, ptr};
 
+use opencl3::memory::CL_MEM_READ_WRITE;
 use opencl3::types::cl_context;
 
-use super::context::create_buffer;
-use super::driver::call;
-use super::errors::FAILED_LATE;
-use super::queues::{LockedQueue, SERVICE_STREAM};
-use super::{Arg, ClBuffer, ClDevice, ClError};
-use crate::device::StreamId;
-use crate::device::lock;
-use crate::{Error, Result};
+use super::driver::ClBuffer;
+use super::errors::{ClError, FAILED_LATE};
+use crate::Error;
+use crate::device::stream_id::StreamId;
+use crate::sync::lock;
 
 /// The code in word 0 of the fault buffer. Kernels name the codes `FAULT_INDEX`, `FAULT_DIVISION` and `FAULT_LABEL`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,8 +40,8 @@ pub(crate) enum Fault {
 /// The fault words: code, index (low and high word), size of the dimension.
 pub(super) type FaultWords = [i32; 4];
 
-/// The words without a fault. A static, so that commands may read the words at any time.
-pub(super) static NO_FAULT: FaultWords = [0; 4];
+/// The words without a fault. Commands may read the words at any time.
+pub(super) const NO_FAULT: &FaultWords = &[0; 4];
 
 /// The first word of a read that has not arrived; no fault has this code. If a read fails after the driver accepted it, this value
 /// is the only sign of the failure.
@@ -91,16 +89,16 @@ struct Pending {
 }
 
 /// A read of a slot's words. If the words were not examined, the drop leaves them to the next read.
-struct Reading {
-    slot: &'static FaultSlot,
-    words: FaultWords,
+pub(super) struct Reading {
+    pub(super) slot: &'static FaultSlot,
+    pub(super) words: FaultWords,
     /// The streams that were pending when the read began.
-    writers: Vec<StreamId>,
+    pub(super) writers: Vec<StreamId>,
     was_examined: bool,
     number: u64,
 }
 
-/// The progress of the reads of a thread's slot: see [`ClDevice::fault_reads`].
+/// The progress of the reads of a thread's slot: see `ClDevice::fault_reads`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FaultReads {
     pub(crate) slot: u64,
@@ -110,6 +108,34 @@ pub(crate) struct FaultReads {
     pub(crate) clean: u64,
     /// The number of reads that found a fault.
     pub(crate) found: u64,
+}
+
+impl Reading {
+    /// Returns the fault in the words, if any. The fault is then reported, and the words must be reset.
+    ///
+    /// # Errors
+    /// The words have not arrived.
+    pub(super) fn examine(&mut self) -> Result<Option<Error>, ClError> {
+        if self.words[0] == UNREAD {
+            return Err(ClError::new("clEnqueueReadBuffer", FAILED_LATE));
+        }
+        self.was_examined = true;
+        let fault = decode(self.words);
+        if fault.is_some() {
+            self.slot.found.fetch_add(1, AcqRel);
+            self.slot.stale.store(true, Release);
+            _ = OWN_FAULTS.try_with(|own| own.reported.set(own.reported.get() + 1));
+        } else {
+            self.slot.clean.fetch_max(self.number, AcqRel);
+        }
+        Ok(fault)
+    }
+
+    /// True if the words hold no fault; otherwise the next read reports the fault.
+    pub(super) fn is_clean(&mut self) -> bool {
+        self.was_examined = decode(self.words).is_none();
+        self.was_examined
+    }
 }
 
 impl Drop for Reading {
@@ -134,34 +160,13 @@ impl Pending {
 
 /// The reads of several slots; commands write into this memory until the reads are over.
 #[derive(Default)]
-pub(super) struct Readings(Vec<Reading>);
-
-impl Readings {
-    /// Enqueues a read of the words of each slot with unread launches, behind all kernels that may write the words. With
-    /// `blocking`, each read waits.
-    pub(super) fn enqueue(
-        &mut self,
-        queue: &mut LockedQueue<'_>,
-        slots: &[&'static FaultSlot],
-        blocking: bool,
-    ) -> Result<(), ClError> {
-        self.0.extend(slots.iter().filter_map(|slot| slot.begin_reading()));
-        // From here on the words must not move.
-        for reading in &mut self.0 {
-            queue.order_behind(&reading.writers)?;
-            let (mem, to, none) = (reading.slot.buffer.mem(), reading.words.as_mut_ptr().cast(), ptr::null_mut());
-            let bytes = size_of::<FaultWords>();
-            call!(clEnqueueReadBuffer(queue.raw, mem, blocking.into(), 0, bytes, to, 0, ptr::null(), none))?;
-        }
-        Ok(())
-    }
-}
+pub(super) struct Readings(pub(super) Vec<Reading>);
 
 /// The slots of ended threads.
 type IdleSlots = Mutex<Vec<&'static FaultSlot>>;
 
 /// The number of idle slots at which a thread reads and reuses an idle slot instead of making a slot.
-const MAX_UNREAD_SLOTS: usize = 16;
+pub(super) const MAX_UNREAD_SLOTS: usize = 16;
 
 pub(super) struct FaultSlots {
     /// The slot for threads that cannot have their own.
@@ -183,10 +188,14 @@ impl Drop for OwnedSlot {
     }
 }
 
+/// A thread's slots, one per device, and the number of faults reported by the thread's calls.
+struct OwnFaults {
+    slots: RefCell<Vec<OwnedSlot>>,
+    reported: Cell<u64>,
+}
+
 thread_local! {
-    /// This thread's slots, one per device.
-    static OWNED_SLOTS: RefCell<Vec<OwnedSlot>> = const { RefCell::new(Vec::new()) };
-    static REPORTED_FAULTS: Cell<u64> = const { Cell::new(0) };
+    static OWN_FAULTS: OwnFaults = const { OwnFaults { slots: RefCell::new(Vec::new()), reported: Cell::new(0) } };
 }
 
 /// True if all threads use the shared slots.
@@ -205,7 +214,7 @@ static ANY_THREAD: AtomicBool = AtomicBool::new(false);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn reported_faults() -> u64 {
-    REPORTED_FAULTS.get()
+    OWN_FAULTS.try_with(|own| own.reported.get()).unwrap_or(0)
 }
 
 /// Makes kernel faults errors of whichever thread waits next, instead of the thread that launched the kernel. For programs whose
@@ -227,65 +236,45 @@ impl FaultSlots {
         })
     }
 
-    fn current(&self) -> &'static FaultSlot {
+    /// Returns this thread's slot; the shared slot if the thread has none.
+    pub(super) fn current(&self) -> &'static FaultSlot {
         if ANY_THREAD.load(Relaxed) {
             return self.shared;
         }
         let find =
-            |mine: &RefCell<Vec<OwnedSlot>>| mine.borrow().iter().find(|m| ptr::eq(m.idle, self.idle)).map(|m| m.slot);
-        OWNED_SLOTS.try_with(find).ok().flatten().unwrap_or(self.shared)
+            |own: &OwnFaults| own.slots.borrow().iter().find(|own| ptr::eq(own.idle, self.idle)).map(|own| own.slot);
+        OWN_FAULTS.try_with(find).ok().flatten().unwrap_or(self.shared)
     }
 
-    /// Returns this thread's slot, which the first call makes or takes from an ended thread. Not to be called under the queues' lock.
-    fn claim(&self, device: &ClDevice) -> &'static FaultSlot {
-        let current = self.current();
-        if !ptr::eq(current, self.shared) || ANY_THREAD.load(Relaxed) {
-            return current;
-        }
-        let read = || (0..MAX_UNREAD_SLOTS).find_map(|_| self.take_by_reading(device)); // slots with faults are skipped
-        let unused = self.take_clean().or_else(read).or_else(|| FaultSlot::new(device.context).ok());
-        let Some(slot) = unused else { return current };
+    /// True if this thread, whose slot is `current`, may own a slot and has none.
+    pub(super) fn needs_slot(&self, current: &FaultSlot) -> bool {
+        ptr::eq(current, self.shared) && !ANY_THREAD.load(Relaxed)
+    }
+
+    /// Makes a slot this thread's own. A thread that ends gets the shared slot.
+    pub(super) fn own(&self, slot: &'static FaultSlot) -> &'static FaultSlot {
         let mine = OwnedSlot { idle: self.idle, slot };
-        OWNED_SLOTS.try_with(|all| all.borrow_mut().push(mine)).map_or(current, |()| slot)
+        OWN_FAULTS.try_with(|own| own.slots.borrow_mut().push(mine)).map_or(self.shared, |()| slot)
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<&'static FaultSlot>> {
+    pub(super) fn idle(&self) -> MutexGuard<'_, Vec<&'static FaultSlot>> {
         lock(self.idle)
     }
 
     /// Takes an idle slot without unread launches. A slot with unread launches may hold a fault that its thread never read.
-    fn take_clean(&self) -> Option<&'static FaultSlot> {
+    pub(super) fn take_clean(&self) -> Option<&'static FaultSlot> {
         let mut idle = self.idle();
         idle.iter().position(|slot| !slot.is_pending()).map(|at| idle.swap_remove(at))
     }
 
-    /// If many slots are idle, reads one of them and takes it, unless it holds a fault.
-    fn take_by_reading(&self, device: &ClDevice) -> Option<&'static FaultSlot> {
-        let slot = {
-            let mut idle = self.idle();
-            if idle.len() < MAX_UNREAD_SLOTS {
-                return None;
-            }
-            let is_over = |slot: &FaultSlot| slot.pending().writers.iter().all(|&s| device.queues.is_finished(s));
-            let at = idle.iter().position(|slot| is_over(slot)).unwrap_or(0); // else the oldest, which has the least to wait for
+    /// If many slots are idle, takes one whose streams are finished, else the oldest, which has the least to wait for.
+    pub(super) fn take_unread(&self, is_finished: impl Fn(StreamId) -> bool) -> Option<&'static FaultSlot> {
+        let mut idle = self.idle();
+        let is_over = |slot: &FaultSlot| slot.pending().writers.iter().all(|&stream| is_finished(stream));
+        (idle.len() >= MAX_UNREAD_SLOTS).then(|| {
+            let at = idle.iter().position(|slot| is_over(slot)).unwrap_or(0);
             idle.remove(at)
-        };
-        let mut read = device.submit_and_wait(SERVICE_STREAM, Readings::default(), |q, readings, event| {
-            readings.enqueue(q, &[slot], false)?;
-            q.marker(event)
-        });
-        let is_clean = match read.as_mut().map(|readings| &mut readings.0[..]) {
-            Ok([reading]) => {
-                reading.was_examined = decode(reading.words).is_none();
-                reading.was_examined
-            }
-            _ => false,
-        };
-        drop(read); // leaves a fault to the next finish
-        if !is_clean {
-            self.idle().push(slot);
-        }
-        is_clean.then_some(slot)
+        })
     }
 
     pub(super) fn shared(&self) -> &'static FaultSlot {
@@ -299,8 +288,8 @@ impl FaultSlots {
 }
 
 impl FaultSlot {
-    fn new(context: cl_context) -> Result<&'static FaultSlot, ClError> {
-        let buffer = create_buffer(context, size_of::<FaultWords>())?;
+    pub(super) fn new(context: cl_context) -> Result<&'static FaultSlot, ClError> {
+        let buffer = ClBuffer::create(context, CL_MEM_READ_WRITE, size_of::<FaultWords>())?;
         Ok(Box::leak(Box::new(FaultSlot {
             buffer,
             pending: Mutex::default(),
@@ -321,6 +310,30 @@ impl FaultSlot {
         lock(&self.pending)
     }
 
+    /// Returns the progress of the reads of this slot.
+    pub(super) fn reads(&self) -> FaultReads {
+        let load = |count: &AtomicU64| count.load(Acquire);
+        FaultReads {
+            slot: ptr::from_ref(self).addr() as u64,
+            begun: load(&self.begun),
+            clean: load(&self.clean),
+            found: load(&self.found),
+        }
+    }
+
+    /// Calls `reset`, which sets the words to zero, if the words must be reset.
+    pub(super) fn clear<E>(&self, reset: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        if !self.stale.load(Acquire) {
+            return Ok(());
+        }
+        let _one_at_a_time = lock(&self.clearing);
+        if self.stale.load(Acquire) {
+            reset()?;
+            self.stale.store(false, Release);
+        }
+        Ok(())
+    }
+
     pub(super) fn is_pending(&self) -> bool {
         self.is_pending.load(Acquire)
     }
@@ -333,7 +346,7 @@ impl FaultSlot {
     }
 
     /// Starts a read if there is something to read and no other thread is reading. Call under the queues' lock.
-    fn begin_reading(&'static self) -> Option<Reading> {
+    pub(super) fn begin_reading(&'static self) -> Option<Reading> {
         if !self.is_pending() {
             return None;
         }
@@ -372,88 +385,6 @@ fn decode(words: FaultWords) -> Option<Error> {
         code if code == Fault::DivisionByZero as i32 => Some(Error::DivisionByZero { op: "div" }),
         code if code == Fault::Label as i32 => Some(out_of_range("cross_entropy")),
         code => Some(out_of_range(index_operations().get((code >> 8) as usize).copied().unwrap_or("gather"))),
-    }
-}
-
-impl ClDevice {
-    /// Returns this thread's four words `{code, index low, index high, size}` of device memory as a kernel argument. They are
-    /// zero until a kernel records a [`Fault`]; the first fault wins, by `atomic_cmpxchg` on word 0. The fault becomes the error
-    /// of this thread's next read, blocking copy or finish, and the words are reset. If the thread ends before that, the next
-    /// finish on any thread reports the fault.
-    pub(crate) fn faults(&self) -> Arg<'_> {
-        Arg::Faults(&self.faults.claim(self).buffer)
-    }
-
-    /// Returns [`faults`](Self::faults) for a kernel that records no fault, so that no wait reads the words.
-    pub(crate) fn no_faults(&self) -> Arg<'_> {
-        Arg::Buffer(&self.faults.claim(self).buffer)
-    }
-
-    /// Reports the faults that kernels of this thread recorded; waits only if a kernel that can record a fault was launched.
-    pub(crate) fn report_faults(&self) -> Result<()> {
-        let (slot, stream) = (self.slot(), self.current_stream());
-        if slot.is_pending() { self.wait_and_report(stream, &[slot]) } else { self.take_failed(stream) }
-    }
-
-    /// Returns the progress of this thread's fault reads. A kernel launched after `begun` reads recorded no fault if a later read was
-    /// clean and `found` did not grow.
-    pub(crate) fn fault_reads(&self) -> FaultReads {
-        let slot = self.faults.claim(self);
-        let load = |count: &AtomicU64| count.load(Acquire);
-        FaultReads {
-            slot: ptr::from_ref(slot).addr() as u64,
-            begun: load(&slot.begun),
-            clean: load(&slot.clean),
-            found: load(&slot.found),
-        }
-    }
-
-    /// Returns the slot to read when this thread waits.
-    pub(super) fn slot(&self) -> &'static FaultSlot {
-        self.faults.current()
-    }
-
-    /// Returns this thread's slot, and the slots of ended threads that have words to read.
-    pub(super) fn slots_to_finish(&self) -> Vec<&'static FaultSlot> {
-        self.faults.idle().iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
-    }
-
-    /// Reports the first fault among the reads. Later slots, and words that have not arrived, are left to the next read.
-    pub(super) fn report(&self, readings: Readings) -> Result<()> {
-        for mut reading in readings.0 {
-            if reading.words[0] == UNREAD {
-                return Err(self.error(self.detect_loss(ClError::new("clEnqueueReadBuffer", FAILED_LATE))));
-            }
-            reading.was_examined = true;
-            if let Some(fault) = decode(reading.words) {
-                reading.slot.found.fetch_add(1, AcqRel);
-                reading.slot.stale.store(true, Release);
-                // A failed reset is repeated before the next kernel that can record a fault.
-                let _ = self.clear(reading.slot);
-                REPORTED_FAULTS.set(REPORTED_FAULTS.get() + 1);
-                return Err(fault);
-            }
-            reading.slot.clean.fetch_max(reading.number, AcqRel);
-        }
-        Ok(())
-    }
-
-    /// Resets a slot's words to zero if necessary, before a kernel uses them.
-    pub(super) fn clear(&self, slot: &FaultSlot) -> Result<()> {
-        if !slot.stale.load(Acquire) {
-            return Ok(());
-        }
-        let _one_at_a_time = lock(&slot.clearing);
-        if !slot.stale.load(Acquire) {
-            return Ok(());
-        }
-        let (mem, from, bytes) = (slot.buffer.mem(), NO_FAULT.as_ptr().cast(), size_of::<FaultWords>());
-        self.submit_and_wait(self.current_stream(), (), |q, (), event| {
-            call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, bytes, from, 0, ptr::null(), event))
-        })
-        .map_err(|e| self.error(e))?;
-        slot.stale.store(false, Release);
-        Ok(())
     }
 }
 

@@ -1,15 +1,12 @@
-//! Kernel launches: the hot path of all work on an OpenCL device.
+//! Arguments of kernels, and the enqueueing of one kernel: the hot path of all work on an OpenCL device.
 
 use std::ffi::c_void;
 use std::ptr;
 
 use super::driver::{ClBuffer, ClEvent, ClImage, ClKernel, call};
 use super::errors::ClError;
-use super::{ClDevice, capture, queue::Queue};
-use crate::device::capture::is_capturing;
+use super::queue::Queue;
 use crate::device::profiler::RecordKind;
-use crate::device::{StreamId, count_launch};
-use crate::{Error, Result};
 
 /// A kernel argument. The set of types is closed, so that each argument has the size of its OpenCL C type.
 #[derive(Debug, Clone, Copy)]
@@ -17,7 +14,7 @@ pub(crate) enum Arg<'a> {
     /// `__global` memory.
     Buffer(&'a ClBuffer),
     Image(&'a ClImage),
-    /// The words in which a kernel records a fault: see [`ClDevice::faults`].
+    /// The words in which a kernel records a fault: see `ClDevice::faults`.
     Faults(&'a ClBuffer),
     U32(u32),
     I64(i64),
@@ -36,104 +33,13 @@ const MAX_UNFLUSHED_LAUNCHES: u32 = 16;
 /// down or run out of memory if a queue grows without bound.
 const LAUNCHES_PER_CHECKPOINT: u32 = 1024;
 
-impl ClDevice {
-    /// Submits a kernel to this thread's current stream, and returns. `global`, the number of work-items, is rounded up to whole groups
-    /// of `local`; the kernel checks bounds. If `global` contains a zero, no kernel runs or is counted.
-    ///
-    /// # Errors
-    /// A wrong number of arguments, a group larger than the kernel's maximum, and the driver's errors. After an error the
-    /// kernel does not run.
-    pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
-        self.launch_uncounted(kernel, args, global, local)?;
-        if !global.contains(&0) && !capture::count_launch(self.device()) {
-            count_launch();
-        }
-        Ok(())
-    }
-
-    /// Launches like [`launch`](Self::launch), for kernels that do not count as launches.
-    ///
-    /// # Errors
-    /// The errors of [`launch`](Self::launch).
-    pub(crate) fn launch_uncounted(
-        &self,
-        kernel: &ClKernel,
-        args: &[Arg<'_>],
-        global: &[usize],
-        local: &[usize],
-    ) -> Result<()> {
-        self.check_lost()?;
-        let dims = global.len();
-        let bug = |reason: String| Err(Error::invalid(kernel.name(), reason));
-        if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0) {
-            return bug(format!("cannot launch over {global:?} in groups of {local:?}"));
-        }
-        // With fewer arguments, the kernel would run with arguments of the last launch.
-        if args.len() != kernel.arg_count() {
-            return bug(format!("the kernel takes {} arguments, not {}", kernel.arg_count(), args.len()));
-        }
-        if local.iter().product::<usize>() > kernel.max_work_group() {
-            return bug(format!("groups of {local:?} exceed the kernel's {} work-items", kernel.max_work_group()));
-        }
-        if global.contains(&0) {
-            return Ok(());
-        }
-        let mut whole = [1usize; 3];
-        for d in 0..dims {
-            whole[d] = match global[d].checked_next_multiple_of(local[d]) {
-                Some(n) => n,
-                None => return bug(format!("{global:?} work-items are too many")),
-            };
-        }
-        if is_capturing(self.device()) {
-            return self.record_kernel(kernel, args, &whole[..dims], local);
-        }
-        let slot = records_faults(args).then(|| self.slot());
-        slot.map_or(Ok(()), |slot| self.clear(slot))?;
-        let stream = self.current_stream();
-        let behind = {
-            let mut queue = self.lock(stream).map_err(|e| self.error(self.detect_loss(e)))?;
-            let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
-            if let Some(slot) = slot {
-                slot.note_pending(stream);
-            }
-            launched
-        };
-        self.wait_for_checkpoint(stream, behind.map_err(|e| self.error(self.detect_loss(e)))?);
-        Ok(())
-    }
-
-    /// Waits for `behind`, the earlier launch that [`enqueue_kernel`] returns if the queue is too long. If that launch failed, or the
-    /// driver does not report its status, the next wait on the stream returns the error. The launch just submitted runs in any case.
-    pub(super) fn wait_for_checkpoint(&self, stream: StreamId, behind: Option<ClEvent>) {
-        let _waiting = behind.as_ref().and_then(|_| self.waiting("clWaitForEvents", stream));
-        if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
-            self.note_failed(stream, e.code);
-        }
-    }
-}
-
 /// True if a kernel with these arguments can record a fault of this thread.
 pub(super) fn records_faults(args: &[Arg<'_>]) -> bool {
     args.iter().any(|arg| matches!(arg, Arg::Faults(_)))
 }
 
-/// Sets the arguments and enqueues the kernel. Returns the launch to wait for if the queue is too long.
-fn enqueue(
-    queue: &mut Queue,
-    kernel: &ClKernel,
-    args: &[Arg<'_>],
-    global: &[usize],
-    local: &[usize],
-) -> Result<Option<ClEvent>, ClError> {
-    for (i, arg) in args.iter().enumerate() {
-        set_arg(kernel, i as u32, arg)?;
-    }
-    enqueue_kernel(queue, kernel, global, local)
-}
-
-/// Enqueues a kernel whose arguments are set, and returns like [`enqueue`]. Without an error the kernel runs: a failed flush is
-/// repeated with the next launch, and every wait flushes as well.
+/// Enqueues a kernel whose arguments are set. Returns the launch to wait for if the queue is too long. Without an error the kernel
+/// runs: a failed flush is repeated with the next launch, and every wait flushes as well.
 pub(super) fn enqueue_kernel(
     queue: &mut Queue,
     kernel: &ClKernel,

@@ -6,7 +6,7 @@ use std::ptr;
 use half::{bf16, f16};
 
 use super::driver::{ClBuffer, call};
-use super::program::SM_90A;
+use super::program::{self, SM_90A};
 use super::queues::SERVICE_STREAM;
 use super::retry::retry_if;
 use super::{ClDevice, ClError};
@@ -30,93 +30,73 @@ const LEVELS: [TensorCores; 3] = [
     TensorCores { local: 97 << 10, wgmma: false },
 ];
 
-impl ClDevice {
-    /// Returns the tensor core features. Unless cached, the first call builds and runs small kernels, if the device may have tensor
-    /// cores. If a driver call fails, the result is none for now, and a later call probes again.
-    pub(crate) fn tensor_cores(&self) -> TensorCores {
-        self.tensor_cores.get(|| self.probe()).copied().unwrap_or_default()
+/// Returns the best level that works; `None` if failed calls leave the result unknown.
+pub(super) fn probe(device: &ClDevice) -> Option<TensorCores> {
+    // Other devices cannot build the kernels, so they are not probed.
+    if device.info().kind == DeviceKind::Cpu || !device.description.reports_compute_capability {
+        return Some(TensorCores::default());
     }
-
-    /// True if kernels may use FENCE, with which a launch's last work-group can read the results of the other work-groups. True on
-    /// devices that accept PTX, and on processors that imitate such a device in tests.
-    pub(crate) fn has_fence(&self) -> bool {
-        self.imitates_fence_device() || self.tensor_cores().local > 0
-    }
-
-    /// True for a processor that runs a GPU's kernels in tests, with `CLAYSTONE_KERNELS=gpu+fence`.
-    pub(super) fn imitates_fence_device(&self) -> bool {
-        let kernels = || std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu+fence");
-        self.info().kind == DeviceKind::Accelerator && kernels()
-    }
-
-    /// Returns the best level that works; `None` if failed calls leave the result unknown.
-    fn probe(&self) -> Option<TensorCores> {
-        // Other devices cannot build the kernels, so they are not probed.
-        if self.info().kind == DeviceKind::Cpu || !self.description.reports_compute_capability {
-            return Some(TensorCores::default());
-        }
-        let (mut failed, mut level) = (false, None);
-        let works = |level| retry_if(|e| !matches!(e, Error::Build { .. }), || self.multiplies_correctly(level));
-        let known = self.cached_probe(PROBE, || {
-            level = LEVELS.iter().position(|&level| match works(level) {
-                Ok(right) => right,
-                Err(error) => {
-                    failed |= !matches!(error, Error::Build { .. });
-                    false
-                }
-            });
-            // A failure may only be a lack of memory, so a device without a working level, or with a failed call, is not cached.
-            level.filter(|_| !failed).map(|at| vec![at as u8])
-        });
-        let level = known.and_then(|known| Some(usize::from(*known.first()?))).or(level);
-        let level = level.and_then(|at| LEVELS.get(at)).copied();
-        tracing::debug!(device = %self.device(), ?level, failed, "tensor cores");
-        level.or_else(|| (!failed).then(TensorCores::default))
-    }
-
-    /// True if the probe kernel, built with this level's local memory, computes the right product.
-    fn multiplies_correctly(&self, level: TensorCores) -> Result<bool> {
-        let value = |i: usize| ((i * i + 3 * i) % 11) as f32 - 5.0;
-        // Two pairs of matrices, in f16 and in bf16: A is [64, 16], B is [16, 8] transposed.
-        let (a, b): (Vec<f32>, Vec<f32>) = ((0..2 * 1024).map(value).collect(), (7..7 + 2 * 128).map(value).collect());
-        let bits = |x: &[f32]| -> Vec<u8> {
-            let (first, second) = x.split_at(x.len() / 2);
-            let first = first.iter().map(|&v| f16::from_f32(v).to_bits());
-            first.chain(second.iter().map(|&v| bf16::from_f32(v).to_bits())).flat_map(u16::to_le_bytes).collect()
-        };
-        let product = |matrix: usize, i: usize, j: usize| -> f32 {
-            (0..16).map(|k| a[matrix * 1024 + i * 16 + k] * b[matrix * 128 + j * 16 + k]).sum()
-        };
-        let want: Vec<f32> = (0..1024).map(|e| product(e / 512, e / 8 % 64, e % 8)).collect();
-        Ok(self.run_probe(level, &bits(&a), &bits(&b), want.len())? == want)
-    }
-
-    /// Builds the probe kernel, runs it on the matrices `a` and `b`, and returns the product.
-    fn run_probe(&self, level: TensorCores, a: &[u8], b: &[u8], results: usize) -> Result<Vec<f32>> {
-        let source = format!("{}#define LOCAL {}\n{PROBE}", if level.wgmma { SM_90A } else { "" }, level.local);
-        let kernel = self.build("probe", &source, "probe")?;
-        let filled = |bytes: &[u8]| -> Result<ClBuffer> {
-            let buffer = self.create_buffer(bytes.len()).map_err(|e| self.error(e))?;
-            self.write(bytes, (&buffer, 0))?;
-            Ok(buffer)
-        };
-        let out = vec![0u8; results * size_of::<f32>()];
-        let buffers = [filled(a)?, filled(b)?, filled(&out)?];
-        // Not counted as a launch, and without fault reports, because the probe is not an operation of this thread.
-        let out = self.submit_and_wait(SERVICE_STREAM, out, |q, out, event| {
-            for (i, buffer) in buffers.iter().enumerate() {
-                let mem = buffer.mem();
-                let value = ptr::from_ref(&mem).cast();
-                call!(clSetKernelArg(kernel.raw(), i as u32, size_of_val(&mem), value))?;
+    let (mut failed, mut level) = (false, None);
+    let works = |level| retry_if(|e| !matches!(e, Error::Build { .. }), || multiplies_correctly(device, level));
+    let known = program::cached_probe(device, PROBE, || {
+        level = LEVELS.iter().position(|&level| match works(level) {
+            Ok(right) => right,
+            Err(error) => {
+                failed |= !matches!(error, Error::Build { .. });
+                false
             }
-            let (size, none, to) = (128usize, ptr::null(), out.as_mut_ptr().cast());
-            let (mem, n, unasked) = (buffers[2].mem(), out.len(), ptr::null_mut());
-            call!(clEnqueueNDRangeKernel(q.raw, kernel.raw(), 1, none, &size, &size, 0, ptr::null(), unasked))?;
-            call!(clEnqueueReadBuffer(q.raw, mem, 0, 0, n, to, 0, ptr::null(), event))
         });
-        let out = out.map_err(|e: ClError| self.error(e))?;
-        Ok(out.chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]])).collect())
-    }
+        // A failure may only be a lack of memory, so a device without a working level, or with a failed call, is not cached.
+        level.filter(|_| !failed).map(|at| vec![at as u8])
+    });
+    let level = known.and_then(|known| Some(usize::from(*known.first()?))).or(level);
+    let level = level.and_then(|at| LEVELS.get(at)).copied();
+    tracing::debug!(device = %device.device(), ?level, failed, "tensor cores");
+    level.or_else(|| (!failed).then(TensorCores::default))
+}
+
+/// True if the probe kernel, built with this level's local memory, computes the right product.
+fn multiplies_correctly(device: &ClDevice, level: TensorCores) -> Result<bool> {
+    let value = |i: usize| ((i * i + 3 * i) % 11) as f32 - 5.0;
+    // Two pairs of matrices, in f16 and in bf16: A is [64, 16], B is [16, 8] transposed.
+    let (a, b): (Vec<f32>, Vec<f32>) = ((0..2 * 1024).map(value).collect(), (7..7 + 2 * 128).map(value).collect());
+    let bits = |x: &[f32]| -> Vec<u8> {
+        let (first, second) = x.split_at(x.len() / 2);
+        let first = first.iter().map(|&v| f16::from_f32(v).to_bits());
+        first.chain(second.iter().map(|&v| bf16::from_f32(v).to_bits())).flat_map(u16::to_le_bytes).collect()
+    };
+    let product = |matrix: usize, i: usize, j: usize| -> f32 {
+        (0..16).map(|k| a[matrix * 1024 + i * 16 + k] * b[matrix * 128 + j * 16 + k]).sum()
+    };
+    let want: Vec<f32> = (0..1024).map(|e| product(e / 512, e / 8 % 64, e % 8)).collect();
+    Ok(run_probe(device, level, &bits(&a), &bits(&b), want.len())? == want)
+}
+
+/// Builds the probe kernel, runs it on the matrices `a` and `b`, and returns the product.
+fn run_probe(device: &ClDevice, level: TensorCores, a: &[u8], b: &[u8], results: usize) -> Result<Vec<f32>> {
+    let source = format!("{}#define LOCAL {}\n{PROBE}", if level.wgmma { SM_90A } else { "" }, level.local);
+    let kernel = device.build("probe", &source, "probe")?;
+    let filled = |bytes: &[u8]| -> Result<ClBuffer> {
+        let buffer = device.create_buffer(bytes.len()).map_err(|e| device.error(e))?;
+        device.write(bytes, (&buffer, 0))?;
+        Ok(buffer)
+    };
+    let out = vec![0u8; results * size_of::<f32>()];
+    let buffers = [filled(a)?, filled(b)?, filled(&out)?];
+    // Not counted as a launch, and without fault reports, because the probe is not an operation of this thread.
+    let out = device.submit_and_wait(SERVICE_STREAM, out, |q, out, event| {
+        for (i, buffer) in buffers.iter().enumerate() {
+            let mem = buffer.mem();
+            let value = ptr::from_ref(&mem).cast();
+            call!(clSetKernelArg(kernel.raw(), i as u32, size_of_val(&mem), value))?;
+        }
+        let (size, none, to) = (128usize, ptr::null(), out.as_mut_ptr().cast());
+        let (mem, n, unasked) = (buffers[2].mem(), out.len(), ptr::null_mut());
+        call!(clEnqueueNDRangeKernel(q.raw, kernel.raw(), 1, none, &size, &size, 0, ptr::null(), unasked))?;
+        call!(clEnqueueReadBuffer(q.raw, mem, 0, 0, n, to, 0, ptr::null(), event))
+    });
+    let out = out.map_err(|e: ClError| device.error(e))?;
+    Ok(out.chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]])).collect())
 }
 
 #[cfg(test)]
@@ -127,11 +107,11 @@ mod tests {
     #[test]
     fn processors_are_not_probed_for_tensor_cores() {
         for device in devices() {
-            let before = device.builds();
+            let before = device.programs.builds();
             let cores = device.tensor_cores();
             assert_eq!(device.tensor_cores(), cores);
             if device.info().kind == DeviceKind::Cpu {
-                assert_eq!((cores, device.builds()), (TensorCores::default(), before));
+                assert_eq!((cores, device.programs.builds()), (TensorCores::default(), before));
             }
         }
     }

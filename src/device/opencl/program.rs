@@ -15,16 +15,15 @@ use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
-use super::blob::Entries;
-use super::cache::{Cache, FileKind, Key};
-use super::discovery::decode_number;
+use super::cache::{Cache, Entries, FileKind, Key};
+use super::description::{decode_number, text};
 use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
 use super::exit;
-use crate::device::lock;
 use crate::device::lru::Lru;
 use crate::device::profiler;
 use crate::device::{DeviceKind, log};
+use crate::sync::lock;
 use crate::{Error, Result};
 
 /// A source with this line has inline assembly for NVIDIA's `sm_90a`, commented out by [`HIDDEN_MARK`], because drivers build for
@@ -62,10 +61,12 @@ pub(super) struct Programs {
     of_users: Loaded<MAX_OF_USERS>,
     /// Results of probes of the device, by file name.
     pub(super) probe_results: Mutex<Entries>,
+    /// Programs and results of probes that were imported, by file name.
+    pub(super) imported: Mutex<Entries>,
     from_source: AtomicU64,
     from_disk: AtomicU64,
     /// The number of the crate's programs that failed to build [`WITHOUT_HEADER`] and were built with the header.
-    with_header: AtomicU64,
+    pub(super) with_header: AtomicU64,
     /// The number of binaries that took longer than [`SLOW_BINARY_TIME`] to get.
     slow_binaries: AtomicU32,
 }
@@ -121,308 +122,296 @@ impl Programs {
         let programs = loaded.into_iter().filter_map(|(key, slot)| Some((key, lock(&slot).clone()?)));
         programs.map(|(key, program)| Ok((FileKind::Program.name(&key), binary(&program)?))).collect()
     }
-}
 
-impl ClDevice {
-    /// Returns the kernel `entry` of the program in `source`, built unless a program with the same key is loaded or cached.
-    /// `HAS_F64` is defined if the device has doubles, `IS_CPU` if it is a processor. Every call makes a new kernel object, so
-    /// callers keep the kernel.
-    ///
-    /// # Errors
-    /// [`Error::Build`] with the compiler's log, under the name `name`.
-    pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
-        let source = &without_comment_lines(source);
-        // PoCL has its own disk cache. Getting a binary from PoCL compiles work-group functions of any size, which no launch runs,
-        // and loading it takes as long as loading from PoCL's cache.
-        let cache = Cache::of_process().filter(|_| !self.is_pocl());
-        let registers = source.lines().find_map(|line| line.strip_prefix(MOST_REGISTERS));
-        let fast = FAST_KERNELS.contains(&name) || source.contains(FAST_DIVISION);
-        let division = if !fast && self.divides_correctly() { CORRECT_DIVISION } else { "" };
-        if let Some(registers) = registers {
-            let options = format!("{division}-cl-nv-maxrregcount={registers} ");
-            match self.build_cached(Author::Crate, name, source, &options, entry, cache) {
-                Err(Error::Build { .. }) => {} // the driver does not know the option
-                made => return made,
-            }
-        }
-        self.build_cached(Author::Crate, name, source, division, entry, cache)
-    }
-
-    /// True if the device supports [`CORRECT_DIVISION`]: CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT, bit 7 of its f32 configuration.
-    fn divides_correctly(&self) -> bool {
-        let single = info!(clGetDeviceInfo(self.id(), CL_DEVICE_SINGLE_FP_CONFIG)).unwrap_or_default();
-        decode_number(&single) & 1 << 7 != 0
-    }
-
-    /// Builds a kernel like [`build`](Self::build) from a user's source, with more options for the compiler.
-    pub(crate) fn build_with(&self, name: &'static str, source: &str, options: &str, entry: &str) -> Result<ClKernel> {
-        self.build_cached(Author::User, name, source, options, entry, Cache::of_process())
-    }
-
-    /// Builds a kernel like [`build`](Self::build) with a given cache.
-    pub(super) fn build_cached(
-        &self,
-        by: Author,
-        name: &'static str,
-        source: &str,
-        more_options: &str,
-        entry: &str,
-        cache: Option<&Cache>,
-    ) -> Result<ClKernel> {
-        self.check_lost()?;
-        let options = self.build_options() + more_options;
-        let key = self.key(source, &options);
-        let _messages = log::defer(); // a subscriber may build the same program
-        let _under_way = exit::delay_exit();
-        let slot = self.programs.slot(key, by);
-        let program = {
-            let mut slot = lock(&slot);
-            match &*slot {
-                Some(program) => Arc::clone(program),
-                None => {
-                    let _compiling = exit::keep_handler_last();
-                    let program = Arc::new(self.load_or_build(
-                        by,
-                        name,
-                        source,
-                        &options,
-                        cache,
-                        &FileKind::Program.name(&key),
-                    )?);
-                    exit::note_build();
-                    Arc::clone(slot.insert(program))
-                }
-            }
-        };
-        self.kernel(program, name, entry, &key).map_err(|e| match e.code {
-            // CL_INVALID_KERNEL_NAME
-            -46 => Error::Build {
-                device: self.device(),
-                kernel: name.into(),
-                log: format!("the program has no kernel named {entry}"),
-            },
-            _ => self.error(self.detect_loss(e)),
-        })
-    }
-
-    /// Returns the number of the crate's programs that call functions missing in kernels/builtins.cl.
-    #[cfg(test)]
-    pub(super) fn builds_with_header(&self) -> u64 {
-        self.programs.with_header.load(Relaxed)
+    fn imported(&self, name: &str) -> Option<Vec<u8>> {
+        lock(&self.imported).get(name).cloned()
     }
 
     /// Returns the numbers of programs built from source and loaded from disk, on this device so far.
     #[cfg(test)]
     pub(super) fn builds(&self) -> (u64, u64) {
-        (self.programs.from_source.load(Relaxed), self.programs.from_disk.load(Relaxed))
+        (self.from_source.load(Relaxed), self.from_disk.load(Relaxed))
     }
+}
 
-    fn is_pocl(&self) -> bool {
-        self.description.platform_version.to_lowercase().contains("pocl")
+/// Builds a kernel for [`ClDevice::build`].
+pub(crate) fn build(device: &ClDevice, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
+    let source = &without_comment_lines(source);
+    // PoCL has its own disk cache. Getting a binary from PoCL compiles work-group functions of any size, which no launch runs,
+    // and loading it takes as long as loading from PoCL's cache.
+    let cache = Cache::of_process().filter(|_| !is_pocl(device));
+    let registers = source.lines().find_map(|line| line.strip_prefix(MOST_REGISTERS));
+    let fast = FAST_KERNELS.contains(&name) || source.contains(FAST_DIVISION);
+    let division = if !fast && divides_correctly(device) { CORRECT_DIVISION } else { "" };
+    if let Some(registers) = registers {
+        let options = format!("{division}-cl-nv-maxrregcount={registers} ");
+        match build_cached(device, Author::Crate, name, source, &options, entry, cache) {
+            Err(Error::Build { .. }) => {} // the driver does not know the option
+            made => return made,
+        }
     }
+    build_cached(device, Author::Crate, name, source, division, entry, cache)
+}
 
-    fn build_options(&self) -> String {
-        let mut options = String::new();
-        if self.description.opencl_c >= (1, 2) {
-            options += "-cl-std=CL1.2 ";
-        }
-        if self.info().fp64 {
-            options += "-DHAS_F64 ";
-        }
-        if self.info().kind == DeviceKind::Cpu {
-            options += "-DIS_CPU ";
-        }
-        if self.imitates_fence_device() {
-            options += "-DBUILTIN_FENCE ";
-        }
-        options + self.offsets_option()
-    }
+/// True if the device supports [`CORRECT_DIVISION`]: CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT, bit 7 of its f32 configuration.
+fn divides_correctly(device: &ClDevice) -> bool {
+    let single = info!(clGetDeviceInfo(device.id(), CL_DEVICE_SINGLE_FP_CONFIG)).unwrap_or_default();
+    decode_number(&single) & 1 << 7 != 0
+}
 
-    /// Returns the program's key: the hash of everything on which its binary depends.
-    fn key(&self, source: &str, options: &str) -> Key {
-        let info = self.info();
-        let parts = [
-            env!("CARGO_PKG_VERSION"),
-            &info.name,
-            &info.vendor,
-            &info.driver,
-            &self.description.platform_version,
-            options,
-            source,
-        ];
-        let mut hash = Sha256::new();
-        for part in parts {
-            hash.update((part.len() as u64).to_le_bytes());
-            hash.update(part);
-        }
-        hash.finalize().into()
-    }
+/// Builds a kernel like [`build`] from a user's source, with more options for the compiler.
+pub(crate) fn build_with(
+    device: &ClDevice,
+    name: &'static str,
+    source: &str,
+    options: &str,
+    entry: &str,
+) -> Result<ClKernel> {
+    build_cached(device, Author::User, name, source, options, entry, Cache::of_process())
+}
 
-    /// Returns the cached result of the probe in `source`; else the result of `find`, which is cached.
-    pub(super) fn cached_probe(&self, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
-        let (cache, name) = (Cache::of_process(), FileKind::Probe.name(&self.key(source, &self.build_options())));
-        let known = self.imported.get(&name).or_else(|| cache?.load(&name).ok());
-        let found = known.or_else(|| {
-            let found = find()?;
-            if let Some(cache) = cache {
-                let _ = cache.store(&name, &found);
+/// Builds a kernel like [`build`] with a given cache.
+pub(super) fn build_cached(
+    device: &ClDevice,
+    by: Author,
+    name: &'static str,
+    source: &str,
+    more_options: &str,
+    entry: &str,
+    cache: Option<&Cache>,
+) -> Result<ClKernel> {
+    device.check_lost()?;
+    let options = build_options(device) + more_options;
+    let key = key(device, source, &options);
+    let _messages = log::defer(); // a subscriber may build the same program
+    let slot = device.programs.slot(key, by);
+    let program = {
+        let mut slot = lock(&slot);
+        match &*slot {
+            Some(program) => Arc::clone(program),
+            None => {
+                let file = FileKind::Program.name(&key);
+                let built = exit::delay_exit(|| load_or_build(device, by, name, source, &options, cache, &file))?;
+                Arc::clone(slot.insert(Arc::new(built)))
             }
-            Some(found)
-        })?;
-        lock(&self.programs.probe_results).insert(name, found.clone());
+        }
+    };
+    exit::call(|| kernel(device, program, name, entry, &key)).map_err(|e| match e.code {
+        // CL_INVALID_KERNEL_NAME
+        -46 => Error::Build {
+            device: device.device(),
+            kernel: name.into(),
+            log: format!("the program has no kernel named {entry}"),
+        },
+        _ => device.failed(e),
+    })
+}
+
+fn is_pocl(device: &ClDevice) -> bool {
+    device.description.platform_version.to_lowercase().contains("pocl")
+}
+
+fn build_options(device: &ClDevice) -> String {
+    let mut options = String::new();
+    if device.description.opencl_c >= (1, 2) {
+        options += "-cl-std=CL1.2 ";
+    }
+    if device.info().fp64 {
+        options += "-DHAS_F64 ";
+    }
+    if device.info().kind == DeviceKind::Cpu {
+        options += "-DIS_CPU ";
+    }
+    if device.imitates_fence_device() {
+        options += "-DBUILTIN_FENCE ";
+    }
+    options + device.offsets_option()
+}
+
+/// Returns the program's key: the hash of everything on which its binary depends.
+fn key(device: &ClDevice, source: &str, options: &str) -> Key {
+    let info = device.info();
+    let parts = [
+        env!("CARGO_PKG_VERSION"),
+        &info.name,
+        &info.vendor,
+        &info.driver,
+        &device.description.platform_version,
+        options,
+        source,
+    ];
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize().into()
+}
+
+/// Returns the cached result of the probe in `source`; else the result of `find`, which is cached.
+pub(super) fn cached_probe(device: &ClDevice, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
+    let (cache, name) = (Cache::of_process(), FileKind::Probe.name(&key(device, source, &build_options(device))));
+    let known = device.programs.imported(&name).or_else(|| cache?.load(&name).ok());
+    let found = known.or_else(|| {
+        let found = find()?;
+        if let Some(cache) = cache {
+            let _ = cache.store(&name, &found);
+        }
         Some(found)
-    }
+    })?;
+    lock(&device.programs.probe_results).insert(name, found.clone());
+    Some(found)
+}
 
-    /// Gets the program from an imported file or the disk cache, else builds it from source and caches it.
-    fn load_or_build(
-        &self,
-        by: Author,
-        name: &'static str,
-        source: &str,
-        options: &str,
-        cache: Option<&Cache>,
-        file: &str,
-    ) -> Result<Program> {
-        let span = |kind| profiler::span(kind, name, self.device(), self.current_stream().0, 0);
-        let loading = span(profiler::RecordKind::Load);
-        let imported = self.imported.get(file).and_then(|binary| {
-            let program = self.load_binary(&binary, options);
-            if program.is_none() {
-                log::emit(move || tracing::debug!(name, "the driver refuses the program that was imported"));
-            }
-            program
-        });
-        if let Some(program) = imported.or_else(|| self.load(cache?, file, options)) {
-            self.programs.from_disk.fetch_add(1, Relaxed);
-            return Ok(program);
-        }
-        if let Some(loading) = loading {
-            loading.forget();
-        }
-        let _compiling = span(profiler::RecordKind::Compile);
-        let started = Instant::now();
-        let mut program = self.compile(by, name, source, options)?;
-        if source.contains(SM_90A) {
-            // Never use the program with hidden instructions: it computes a wrong result.
-            program = self.with_hidden_instructions(&program, options).ok_or_else(|| Error::Build {
-                device: self.device(),
-                kernel: name.into(),
-                log: "instructions of sm_90a could not be put into the program".into(),
-            })?;
-        }
-        self.programs.from_source.fetch_add(1, Relaxed);
-        let (kernel, device, took) = (name.to_owned(), self.device(), started.elapsed());
-        log::emit(move || tracing::debug!(kernel, %device, ?took, "built from source"));
-        if let Some(cache) = cache
-            && self.programs.slow_binaries.load(Relaxed) < SLOW_BINARIES
-        {
-            let asked = Instant::now();
-            let saved = binary(&program)
-                .map_err(|e| e.name().to_owned())
-                .and_then(|b| cache.store(file, &b).map_err(|e| e.to_string()));
-            if let Err(cause) = saved {
-                let file = file.to_owned();
-                log::emit(move || tracing::debug!(file, cause, "program not cached on disk"));
-            }
-            if asked.elapsed() > SLOW_BINARY_TIME {
-                self.programs.slow_binaries.fetch_add(1, Relaxed);
-            }
-        }
-        Ok(program)
-    }
-
-    /// Compiles from source. On PoCL, the crate's own programs are built without the header of built-in functions, and with the
-    /// header if that fails.
-    fn compile(&self, by: Author, name: &str, source: &str, options: &str) -> Result<Program> {
-        if by == Author::User || !self.is_pocl() {
-            return self.compile_text(name, source, options);
-        }
-        let short = self.compile_text(
-            name,
-            &[&without_comment_lines(BUILTINS), source].concat(),
-            &[options, WITHOUT_HEADER].concat(),
-        );
-        let Err(Error::Build { log, .. }) = short else { return short };
-        let whole = self.compile_text(name, source, options)?;
-        self.programs.with_header.fetch_add(1, Relaxed);
-        #[cfg(test)]
-        assert!(!source.starts_with("#define FAULT_"), "kernels/builtins.cl lacks what {name} calls: {log}");
-        let kernel = name.to_owned();
-        log::emit(move || tracing::debug!(kernel, log, "built with all built-in functions"));
-        Ok(whole)
-    }
-
-    /// Compiles a source. The error has the compiler's log.
-    fn compile_text(&self, name: &str, source: &str, options: &str) -> Result<Program> {
-        let text = CString::new(source).map_err(|_| Error::invalid("build", "the source contains a zero byte"))?;
-        let (mut line, len) = (text.as_ptr(), source.len());
-        let program = create!(clCreateProgramWithSource(self.context, 1, &mut line, &len))
-            .map(Program)
-            .map_err(|e| self.error(self.detect_loss(e)))?;
-        match self.build_program(&program, options) {
-            Ok(()) => Ok(program),
-            // CL_BUILD_PROGRAM_FAILURE, CL_INVALID_BUILD_OPTIONS; some drivers return other codes, with a log.
-            Err(e) => match self.log(&program) {
-                log if matches!(e.code, -11 | -43) || !log.is_empty() => {
-                    let log = if log.is_empty() { format!("{} (the driver gave no log)", e.name()) } else { log };
-                    Err(Error::Build { device: self.device(), kernel: name.into(), log })
-                }
-                _ => Err(self.error(self.detect_loss(e))),
-            },
-        }
-    }
-
-    fn build_program(&self, program: &Program, options: &str) -> Result<(), ClError> {
-        let options = CString::new(options).map_err(|_| ClError::new("clBuildProgram", -43))?;
-        call!(clBuildProgram(program.0, 1, &self.id(), options.as_ptr(), None, ptr::null_mut()))
-    }
-
-    fn log(&self, program: &Program) -> String {
-        let bytes = info!(clGetProgramBuildInfo(program.0, self.id(), CL_PROGRAM_BUILD_LOG)).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
-    }
-
-    /// Loads the program in a file, which is deleted if the driver refuses the binary.
-    fn load(&self, cache: &Cache, file: &str, options: &str) -> Option<Program> {
-        let program = self.load_binary(&cache.load(file).ok()?, options);
+/// Gets the program from an imported file or the disk cache, else builds it from source and caches it.
+fn load_or_build(
+    device: &ClDevice,
+    by: Author,
+    name: &'static str,
+    source: &str,
+    options: &str,
+    cache: Option<&Cache>,
+    file: &str,
+) -> Result<Program> {
+    let span = |kind| profiler::span(kind, name, device.device(), device.current_stream().0, 0);
+    let loading = span(profiler::RecordKind::Load);
+    let imported = device.programs.imported(file).and_then(|binary| {
+        let program = load_binary(device, &binary, options);
         if program.is_none() {
-            cache.remove(file);
+            log::emit(move || tracing::debug!(name, "the driver refuses the program that was imported"));
         }
         program
+    });
+    if let Some(program) = imported.or_else(|| load(device, cache?, file, options)) {
+        device.programs.from_disk.fetch_add(1, Relaxed);
+        return Ok(program);
     }
+    if let Some(loading) = loading {
+        loading.forget();
+    }
+    let _compiling = span(profiler::RecordKind::Compile);
+    let started = Instant::now();
+    let mut program = compile(device, by, name, source, options)?;
+    if source.contains(SM_90A) {
+        // Never use the program with hidden instructions: it computes a wrong result.
+        let ptx = binary(&program).ok().and_then(|binary| enable_hidden_instructions(&binary));
+        program = ptx.and_then(|ptx| load_binary(device, ptx.as_bytes(), options)).ok_or_else(|| Error::Build {
+            device: device.device(),
+            kernel: name.into(),
+            log: "instructions of sm_90a could not be put into the program".into(),
+        })?;
+    }
+    device.programs.from_source.fetch_add(1, Relaxed);
+    let (kernel, at, took) = (name.to_owned(), device.device(), started.elapsed());
+    log::emit(move || tracing::debug!(kernel, device = %at, ?took, "built from source"));
+    if let Some(cache) = cache
+        && device.programs.slow_binaries.load(Relaxed) < SLOW_BINARIES
+    {
+        let asked = Instant::now();
+        let saved = binary(&program)
+            .map_err(|e| e.name().to_owned())
+            .and_then(|b| cache.store(file, &b).map_err(|e| e.to_string()));
+        if let Err(cause) = saved {
+            let file = file.to_owned();
+            log::emit(move || tracing::debug!(file, cause, "program not cached on disk"));
+        }
+        if asked.elapsed() > SLOW_BINARY_TIME {
+            device.programs.slow_binaries.fetch_add(1, Relaxed);
+        }
+    }
+    Ok(program)
+}
 
-    /// Loads a binary; none if the driver refuses it.
-    fn load_binary(&self, binary: &[u8], options: &str) -> Option<Program> {
-        let (mut status, len, mut start) = (0, binary.len(), binary.as_ptr());
-        let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &mut start, &mut status));
-        let program = Program(program.ok()?);
-        (status == 0 && self.build_program(&program, options).is_ok()).then_some(program)
+/// Compiles from source. On PoCL, the crate's own programs are built without the header of built-in functions, and with the
+/// header if that fails.
+fn compile(device: &ClDevice, by: Author, name: &str, source: &str, options: &str) -> Result<Program> {
+    if by == Author::User || !is_pocl(device) {
+        return compile_text(device, name, source, options);
     }
+    let short = compile_text(
+        device,
+        name,
+        &[&without_comment_lines(BUILTINS), source].concat(),
+        &[options, WITHOUT_HEADER].concat(),
+    );
+    let Err(Error::Build { log, .. }) = short else { return short };
+    let whole = compile_text(device, name, source, options)?;
+    device.programs.with_header.fetch_add(1, Relaxed);
+    #[cfg(test)]
+    assert!(!source.starts_with("#define FAULT_"), "kernels/builtins.cl lacks what {name} calls: {log}");
+    let kernel = name.to_owned();
+    log::emit(move || tracing::debug!(kernel, log, "built with all built-in functions"));
+    Ok(whole)
+}
 
-    /// Returns the program with its hidden instructions enabled; none unless the binary is PTX for `sm_90` and the driver accepts the result.
-    fn with_hidden_instructions(&self, program: &Program, options: &str) -> Option<Program> {
-        let bytes = binary(program).ok()?;
-        self.load_binary(enable_hidden_instructions(&bytes)?.as_bytes(), options)
+/// Compiles a source. The error has the compiler's log.
+fn compile_text(device: &ClDevice, name: &str, source: &str, options: &str) -> Result<Program> {
+    let source_text = CString::new(source).map_err(|_| Error::invalid("build", "the source contains a zero byte"))?;
+    let (mut line, len) = (source_text.as_ptr(), source.len());
+    let program = create!(clCreateProgramWithSource(device.context, 1, &mut line, &len))
+        .map(Program)
+        .map_err(|e| device.failed(e))?;
+    match build_program(device, &program, options) {
+        Ok(()) => Ok(program),
+        // CL_BUILD_PROGRAM_FAILURE, CL_INVALID_BUILD_OPTIONS; some drivers return other codes, with a log.
+        Err(e) => {
+            let log = info!(clGetProgramBuildInfo(program.0, device.id(), CL_PROGRAM_BUILD_LOG));
+            let mut log = text(&log.unwrap_or_default());
+            if log.is_empty() {
+                if !matches!(e.code, -11 | -43) {
+                    return Err(device.failed(e));
+                }
+                log = format!("{} (the driver gave no log)", e.name());
+            }
+            Err(Error::Build { device: device.device(), kernel: name.into(), log })
+        }
     }
+}
 
-    /// Creates a kernel object, and queries its number of arguments and group sizes.
-    fn kernel(&self, program: Arc<Program>, name: &'static str, entry: &str, key: &Key) -> Result<ClKernel, ClError> {
-        let id = entry
-            .bytes()
-            .chain(*key)
-            .fold(0, |id: u64, byte| (id.rotate_left(8) ^ u64::from(byte)).wrapping_mul(HASH_MULTIPLIER));
-        let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
-        let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
-        // Owned from here on, so that the kernel is released if a query fails.
-        let kernel = ClKernel::new(raw, program, name);
-        let args = value!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS) as u32)?;
-        let group = value!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_WORK_GROUP_SIZE) as usize)?;
-        // A kernel compiled for one group size can run that size: NVIDIA's driver reports 256 for larger sizes too.
-        let made_for =
-            value!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE) as [usize; 3])?;
-        let made_for = made_for.iter().product();
-        Ok(kernel.with_limits(args as usize, group.max(made_for)).with_identity(id, made_for > 0))
+fn build_program(device: &ClDevice, program: &Program, options: &str) -> Result<(), ClError> {
+    let options = CString::new(options).map_err(|_| ClError::new("clBuildProgram", -43))?;
+    call!(clBuildProgram(program.0, 1, &device.id(), options.as_ptr(), None, ptr::null_mut()))
+}
+
+/// Loads the program in a file, which is deleted if the driver refuses the binary.
+fn load(device: &ClDevice, cache: &Cache, file: &str, options: &str) -> Option<Program> {
+    let program = load_binary(device, &cache.load(file).ok()?, options);
+    if program.is_none() {
+        cache.remove(file);
     }
+    program
+}
+
+/// Loads a binary; none if the driver refuses it.
+fn load_binary(device: &ClDevice, binary: &[u8], options: &str) -> Option<Program> {
+    let (mut status, len, mut start) = (0, binary.len(), binary.as_ptr());
+    let program = create!(clCreateProgramWithBinary(device.context, 1, &device.id(), &len, &mut start, &mut status));
+    let program = Program(program.ok()?);
+    (status == 0 && build_program(device, &program, options).is_ok()).then_some(program)
+}
+
+/// Creates a kernel object, and queries its number of arguments and group sizes.
+fn kernel(
+    device: &ClDevice,
+    program: Arc<Program>,
+    name: &'static str,
+    entry: &str,
+    key: &Key,
+) -> Result<ClKernel, ClError> {
+    let id = entry
+        .bytes()
+        .chain(*key)
+        .fold(0, |id: u64, byte| (id.rotate_left(8) ^ u64::from(byte)).wrapping_mul(HASH_MULTIPLIER));
+    let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
+    let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
+    // Owned from here on, so that the kernel is released if a query fails.
+    let kernel = ClKernel::new(raw, program, name);
+    let args = value!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS) as u32)?;
+    let group = value!(clGetKernelWorkGroupInfo(raw, device.id(), CL_KERNEL_WORK_GROUP_SIZE) as usize)?;
+    // A kernel compiled for one group size can run that size: NVIDIA's driver reports 256 for larger sizes too.
+    let made_for = value!(clGetKernelWorkGroupInfo(raw, device.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE) as [usize; 3])?;
+    let made_for = made_for.iter().product();
+    Ok(kernel.with_limits(args as usize, group.max(made_for)).with_identity(id, made_for > 0))
 }
 
 /// Returns the binary of a program built for one device. In an adopted context, the binaries of other devices are empty.

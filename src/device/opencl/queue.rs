@@ -18,7 +18,7 @@ use opencl3::event::{
 };
 use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
 
-use super::driver::{ATTEMPTS, ClEvent, call, create, value};
+use super::driver::{ATTEMPTS, ClEvent, call, create, send_and_sync, value};
 use super::errors::{ClError, Class};
 use super::exit;
 use super::hints;
@@ -62,8 +62,7 @@ pub(super) struct Queue {
     pub(super) profiled: Option<Profiled>,
 }
 
-// SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take.
-unsafe impl Send for Queue {}
+send_and_sync!(Queue);
 
 /// Releases the queues. Runs only if opening the device failed.
 impl Drop for Queue {

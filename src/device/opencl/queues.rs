@@ -7,6 +7,7 @@
 //! takes ownership of that memory, and returns the memory once the commands are over. A failed wait is followed by other waits
 //! ([`Queue::wait_until_over`]). If no wait succeeds, the device is lost, the memory is never released, and later calls fail.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::mem;
 use std::ops::{Deref, DerefMut};
@@ -17,16 +18,19 @@ use std::sync::{Mutex, MutexGuard};
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
 use super::ClDevice;
-use super::driver::{ClBuffer, ClEvent, call, call_unlocked, retry_now};
+use super::driver::{ClBuffer, ClEvent, call, call_unlocked, retry_now, send_and_sync};
 use super::errors::ClError;
 use super::exit;
+use super::fault::{FaultReads, FaultSlot, FaultWords, MAX_UNREAD_SLOTS, NO_FAULT, Readings};
+use super::hints;
+use super::launch::Arg;
 use super::queue::{EARLIER_LAUNCH, FIRST_FLUSH_LAUNCHES, Queue};
 use crate::Result;
 use crate::device::hints::StreamHints;
-use crate::device::lock;
 use crate::device::profiler::{self, RecordKind};
-use crate::device::stream::{self, MAX_STREAMS, StreamId, StreamIds};
-use crate::device::{DeviceKind, capture};
+use crate::device::stream_id::{self, MAX_STREAMS, StreamId, StreamIds};
+use crate::device::{DeviceKind, capture, log};
+use crate::sync::lock;
 
 /// The queue for internal commands that the host waits for, such as committing memory. The queue belongs to no user's stream, so its
 /// commands never wait behind a stream's work.
@@ -50,8 +54,7 @@ struct StillMapped {
     at: *mut c_void,
 }
 
-// SAFETY: OpenCL's objects belong to the process, and `at` is only handed back to the driver.
-unsafe impl Send for StillMapped {}
+send_and_sync!(StillMapped);
 
 pub(super) struct LockedData {
     queues: Vec<Queue>,
@@ -118,14 +121,31 @@ impl LockedQueue<'_> {
     pub(super) fn unmap(&mut self, buffer: &ClBuffer, at: *mut c_void) -> Result<(), ClError> {
         match self.try_unmap(buffer.mem(), at) {
             Err(e) if !e.unfinished => {
-                let retained = retry_now(|| call!(clRetainMemObject(buffer.mem())));
-                retained.map_err(|e| ClError { unfinished: true, ..e })?;
-                let buffer = ClBuffer::new(buffer.mem(), buffer.bytes());
+                let buffer = retry_now(|| buffer.retain()).map_err(|e| ClError { unfinished: true, ..e })?;
                 self.queues.mapped.push(StillMapped { buffer, at });
                 Ok(())
             }
             done => done,
         }
+    }
+
+    /// Enqueues a read of the words of each slot with unread launches, behind all kernels that may write the words. With
+    /// `blocking`, each read waits.
+    pub(super) fn read_faults(
+        &mut self,
+        readings: &mut Readings,
+        slots: &[&'static FaultSlot],
+        blocking: bool,
+    ) -> Result<(), ClError> {
+        readings.0.extend(slots.iter().filter_map(|slot| slot.begin_reading()));
+        // From here on the words must not move.
+        for reading in &mut readings.0 {
+            self.order_behind(&reading.writers)?;
+            let (mem, to, none) = (reading.slot.buffer().mem(), reading.words.as_mut_ptr().cast(), ptr::null_mut());
+            let bytes = size_of::<FaultWords>();
+            call!(clEnqueueReadBuffer(self.raw, mem, blocking.into(), 0, bytes, to, 0, ptr::null(), none))?;
+        }
+        Ok(())
     }
 
     /// Unmaps all ranges that are still mapped. Call before a command that uses a user's buffer.
@@ -190,7 +210,7 @@ impl Queues {
 
 impl ClDevice {
     pub(crate) fn current_stream(&self) -> StreamId {
-        stream::current_id(self.device())
+        stream_id::current_id(self.device())
     }
 
     /// Returns a counter that grows with everything enqueued to the stream except markers. An event of [`record`](Self::record) covers
@@ -346,14 +366,14 @@ impl ClDevice {
     pub(crate) fn record(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
         let marked = self.queues.lock()[stream.index()].mark();
-        marked.map_err(|e| self.error(self.detect_loss(e)))
+        marked.map_err(|e| self.failed(e))
     }
 
     /// Records an event like [`record`](Self::record), with its time of completion.
     pub(crate) fn record_timed(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
         let marked = self.queues.lock()[stream.index()].mark_timed(self.context, self.id());
-        marked.map_err(|e| self.error(self.detect_loss(e)))
+        marked.map_err(|e| self.failed(e))
     }
 
     /// Blocks until the event is done.
@@ -369,14 +389,14 @@ impl ClDevice {
     /// True if the event is done.
     pub(crate) fn query(&self, event: &ClEvent) -> Result<bool> {
         self.check_lost()?;
-        event.query().map_err(|e| self.error(self.detect_loss(e)))
+        event.query().map_err(|e| self.failed(e))
     }
 
     /// Makes work submitted to the stream from now on wait for the event. The host does not wait.
     pub(crate) fn stream_waits(&self, stream: StreamId, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
         let enqueued = self.lock_for_waits(stream).barrier(event);
-        enqueued.map_err(|e| self.error(self.detect_loss(e)))
+        enqueued.map_err(|e| self.failed(e))
     }
 
     /// Waits for all work submitted so far, on every stream.
@@ -409,19 +429,6 @@ impl ClDevice {
         self.check_lost()
     }
 
-    /// Waits for all commands and marks the device as lost, at the end of the process. The result is the lock: no thread can submit.
-    pub(super) fn close(&self) -> impl Sized + use<'_> {
-        let mut queues = self.queues.lock();
-        if !self.is_lost() {
-            let all: Vec<_> = queues.iter().map(|queue| queue.raw).collect();
-            all.iter().for_each(|&queue| _ = call!(clFlush(queue)));
-            all.iter().for_each(|&queue| _ = call!(clFinish(queue)));
-            queues.iter_mut().for_each(Queue::collect_profiled);
-            self.mark_lost_silently("the process ends");
-        }
-        queues
-    }
-
     /// Enqueues a marker on every stream that may be busy, except `except`.
     fn mark_busy(&self, except: StreamId) -> Result<Vec<(StreamId, u64, ClEvent)>> {
         self.check_lost()?;
@@ -431,7 +438,7 @@ impl ClDevice {
             let busy = streams.filter(|(stream, _)| *stream != except && !self.queues.is_finished(*stream));
             busy.map(|(stream, queue)| Ok((stream, self.submitted(stream), queue.mark()?))).collect()
         };
-        marks.map_err(|e| self.error(self.detect_loss(e)))
+        marks.map_err(|e| self.failed(e))
     }
 
     /// Waits for the markers of [`mark_busy`](Self::mark_busy) and updates the streams' progress.
@@ -473,10 +480,182 @@ impl ClDevice {
                 Ok((done, submitted))
             })
         };
-        let (done, submitted) = asked.map_err(|e| self.error(self.detect_loss(e)))?;
+        let (done, submitted) = asked.map_err(|e| self.failed(e))?;
         if done {
             self.queues.note_finished(stream, submitted);
         }
         Ok(done)
+    }
+
+    /// Takes an unused stream, with its own queue.
+    ///
+    /// # Errors
+    /// The driver's errors, too many streams, or a lost device.
+    pub(crate) fn acquire_stream(&self, wanted: StreamHints) -> Result<StreamId> {
+        self.check_lost()?;
+        let hints = hints::supported(self.device(), wanted);
+        let _messages = log::defer(); // until the lock is released
+        lock(&self.queues.ids).acquire(hints, |_| {
+            let queue = Queue::create(self.context, self.id(), hints);
+            let queue = queue.map_err(|e| self.failed(e))?;
+            if queue.hints != hints {
+                hints::log_ignored(self.device(), hints, queue.hints);
+            }
+            self.queues.lock().push(queue);
+            self.profile_if_on();
+            Ok(())
+        })
+    }
+
+    /// Releases a stream for reuse. Its submitted work still runs.
+    pub(crate) fn release_stream(&self, stream: StreamId) {
+        let hints = {
+            let mut queues = self.queues.lock();
+            let queue = &mut queues[stream.index()];
+            let _ = queue.flush();
+            queue.hints
+        };
+        lock(&self.queues.ids).release(stream, hints);
+    }
+
+    /// Waits for the work submitted to the stream so far, and reports the faults in these slots. The driver is called only if
+    /// there is work to wait for.
+    pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static FaultSlot]) -> Result<()> {
+        if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
+            return self.check_lost().and_then(|()| self.take_failed(stream));
+        }
+        self.submit_and_report(stream, slots, (), self.submit_nothing())
+    }
+
+    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in these slots.
+    pub(super) fn submit_and_report<M>(
+        &self,
+        stream: StreamId,
+        slots: &[&'static FaultSlot],
+        memory: M,
+        submit: impl FnOnce(&mut LockedQueue<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<M> {
+        self.check_lost()?;
+        let readings = Readings::default();
+        let done = match self.info().kind {
+            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, and in 14 to 40 us behind running kernels.
+            DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
+                if !slots.iter().any(|slot| slot.is_pending()) {
+                    return Ok((readings, memory));
+                }
+                // A blocking read under the lock is allowed only if the wait is short.
+                let ready = || {
+                    self.queues.is_only_submission(stream)
+                        && slots.iter().all(|slot| slot.is_pending_on_no_other(stream))
+                };
+                let read =
+                    self.submit_and_wait(stream, readings, |q, readings, _| q.read_faults(readings, slots, ready()));
+                read.map(|readings| (readings, memory))
+            }),
+            // The fault words are read first, because the event must be that of the last command.
+            _ => self.submit_and_wait(stream, (readings, memory), |q, (readings, memory), event| {
+                q.read_faults(readings, slots, false)?;
+                submit(q, memory, event)
+            }),
+        };
+        let (readings, memory) = done.map_err(|e| self.error(e))?;
+        self.take_failed(stream)?;
+        self.report(readings).map(|()| memory)
+    }
+
+    /// Returns this thread's four words `{code, index low, index high, size}` of device memory as a kernel argument. They are
+    /// zero until a kernel records a [`Fault`]; the first fault wins, by `atomic_cmpxchg` on word 0. The fault becomes the error
+    /// of this thread's next read, blocking copy or finish, and the words are reset. If the thread ends before that, the next
+    /// finish on any thread reports the fault.
+    pub(crate) fn faults(&self) -> Arg<'_> {
+        Arg::Faults(self.claim_slot().buffer())
+    }
+
+    /// Returns [`faults`](Self::faults) for a kernel that records no fault, so that no wait reads the words.
+    pub(crate) fn no_faults(&self) -> Arg<'_> {
+        Arg::Buffer(self.claim_slot().buffer())
+    }
+
+    /// Reports the faults that kernels of this thread recorded; waits only if a kernel that can record a fault was launched.
+    pub(crate) fn report_faults(&self) -> Result<()> {
+        let (slot, stream) = (self.slot(), self.current_stream());
+        if slot.is_pending() { self.wait_and_report(stream, &[slot]) } else { self.take_failed(stream) }
+    }
+
+    /// Returns the progress of this thread's fault reads. A kernel launched after `begun` reads recorded no fault if a later read was
+    /// clean and `found` did not grow.
+    pub(crate) fn fault_reads(&self) -> FaultReads {
+        self.claim_slot().reads()
+    }
+
+    /// Returns the slot to read when this thread waits.
+    pub(super) fn slot(&self) -> &'static FaultSlot {
+        self.faults.current()
+    }
+
+    /// Returns this thread's slot, and the slots of ended threads that have words to read.
+    pub(super) fn slots_to_finish(&self) -> Vec<&'static FaultSlot> {
+        self.faults.idle().iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
+    }
+
+    /// Reports the first fault among the reads. Later slots, and words that have not arrived, are left to the next read.
+    pub(super) fn report(&self, readings: Readings) -> Result<()> {
+        for mut reading in readings.0 {
+            if let Some(fault) = reading.examine().map_err(|e| self.failed(e))? {
+                // A failed reset is repeated before the next kernel that can record a fault.
+                let _ = self.clear(reading.slot);
+                return Err(fault);
+            }
+        }
+        Ok(())
+    }
+
+    /// Resets a slot's words to zero if necessary, before a kernel uses them.
+    pub(super) fn clear(&self, slot: &FaultSlot) -> Result<()> {
+        slot.clear(|| {
+            let (mem, from, bytes) = (slot.buffer().mem(), NO_FAULT.as_ptr().cast(), size_of::<FaultWords>());
+            let reset = self.submit_and_wait(self.current_stream(), (), |q, (), event| {
+                call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, bytes, from, 0, ptr::null(), event))
+            });
+            reset.map_err(|e| self.error(e))
+        })
+    }
+
+    /// Returns this thread's slot, which the first call makes or takes from an ended thread. Not to be called under the queues' lock.
+    fn claim_slot(&self) -> &'static FaultSlot {
+        let current = self.slot();
+        if !self.faults.needs_slot(current) {
+            return current;
+        }
+        let read = || (0..MAX_UNREAD_SLOTS).find_map(|_| self.take_slot_by_reading()); // slots with faults are skipped
+        let unused = self.faults.take_clean().or_else(read).or_else(|| FaultSlot::new(self.context).ok());
+        unused.map_or(current, |slot| self.faults.own(slot))
+    }
+
+    /// If many slots are idle, reads one of them and takes it, unless it holds a fault, which is left to the next finish.
+    fn take_slot_by_reading(&self) -> Option<&'static FaultSlot> {
+        let slot = self.faults.take_unread(|stream| self.queues.is_finished(stream))?;
+        let read = self.submit_and_wait(SERVICE_STREAM, Readings::default(), |q, readings, event| {
+            q.read_faults(readings, &[slot], false)?;
+            q.marker(event)
+        });
+        if read.is_ok_and(|mut readings| readings.0.len() == 1 && readings.0[0].is_clean()) {
+            return Some(slot);
+        }
+        self.faults.idle().push(slot);
+        None
+    }
+
+    /// Waits for all commands and marks the device as lost, at the end of the process. The result is the lock: no thread can submit.
+    pub(super) fn close(&'static self) -> Box<dyn Any> {
+        let mut queues = self.queues.lock();
+        if !self.is_lost() {
+            let all: Vec<_> = queues.iter().map(|queue| queue.raw).collect();
+            all.iter().for_each(|&queue| _ = call!(clFlush(queue)));
+            all.iter().for_each(|&queue| _ = call!(clFinish(queue)));
+            queues.iter_mut().for_each(Queue::collect_profiled);
+            self.mark_lost_silently("the process ends");
+        }
+        Box::new(queues)
     }
 }

@@ -4,7 +4,8 @@ use std::sync::Barrier;
 
 use super::tests::{FAULTY, axb, axb_kernel, buffer, contents, devices, pattern};
 use super::*;
-use crate::device::stream::{Stream, StreamId, with_stream};
+use crate::device::stream::{Stream, with_stream};
+use crate::device::stream_id::StreamId;
 use crate::{Error, Result};
 
 /// Launches a kernel `times` times that adds one to every element.

@@ -4,9 +4,20 @@ use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex};
 
+use opencl3::kernel::{
+    CL_KERNEL_ARG_ADDRESS_CONSTANT, CL_KERNEL_ARG_ADDRESS_GLOBAL, CL_KERNEL_ARG_ADDRESS_LOCAL,
+    CL_KERNEL_ARG_ADDRESS_QUALIFIER, CL_KERNEL_ARG_NAME, CL_KERNEL_ARG_TYPE_CONST, CL_KERNEL_ARG_TYPE_NAME,
+    CL_KERNEL_ARG_TYPE_QUALIFIER, CL_KERNEL_COMPILE_WORK_GROUP_SIZE,
+};
+
+use super::description::text;
+use super::driver::{ClKernel, info, value};
+use super::errors::ClError;
+use super::program::build_with;
+use super::{Arg, ClDevice, open_device};
+use crate::device::Device;
 use crate::device::lru::Lru;
-use crate::device::opencl::{AddressSpace, Arg, ClDevice, ClKernel, Parameter, open_device};
-use crate::device::{Device, lock};
+use crate::sync::lock;
 use crate::{DType, Error, Result};
 
 /// A user-defined kernel in OpenCL C, run on tensors, as PyTorch's `torch.cuda._compile_kernel`.
@@ -58,6 +69,25 @@ struct KernelSignature {
     group: [usize; 3],
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AddressSpace {
+    Global,
+    Constant,
+    Local,
+    /// A value rather than a pointer.
+    Private,
+}
+
+#[derive(Debug)]
+struct Parameter {
+    name: String,
+    /// The type as written in the source: `float4*`, `uint`.
+    type_name: String,
+    space: AddressSpace,
+    /// True if the parameter points to const data.
+    constant: bool,
+}
+
 /// The type of an argument in the generated kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum ArgumentKind {
@@ -101,11 +131,13 @@ impl Kernel {
         if let Some(entry) = lock(&self.signatures).get(&device.device()) {
             return Ok(entry.clone());
         }
-        let kernel = device.build_with(self.name, &self.source, &self.build_options(), self.name)?;
+        let kernel = build_with(device, self.name, &self.source, &self.build_options(), self.name)?;
+        let what = CL_KERNEL_COMPILE_WORK_GROUP_SIZE;
+        let required = value!(clGetKernelWorkGroupInfo(kernel.raw(), device.id(), what) as [usize; 3]);
         let entry = Arc::new(KernelSignature {
             count: kernel.arg_count(),
-            parameters: device.parameters(&kernel),
-            group: device.required_group(&kernel),
+            parameters: parameters(&kernel),
+            group: required.unwrap_or_default(),
         });
         Ok(lock(&self.signatures).entry(device.device()).or_insert(entry).clone())
     }
@@ -146,7 +178,7 @@ impl Kernel {
             _ => format!("__attribute__((reqd_work_group_size({x}, {y}, {z})))\n"),
         };
         let _ = write!(source, "\n{group}__kernel void claystone_call({parameters}) {{ {name}({arguments}); }}\n");
-        let kernel = Arc::new(device.build_with(self.name, &source, &self.build_options(), "claystone_call")?);
+        let kernel = Arc::new(build_with(device, self.name, &source, &self.build_options(), "claystone_call")?);
         let mut compiled = lock(&self.compiled);
         let (kernel, evicted) = compiled.get_or_insert(key, || kernel);
         let kernel = Arc::clone(kernel);
@@ -425,5 +457,28 @@ fn c_type_size(t: &str) -> Option<(usize, bool)> {
         "float" => (4, true),
         "double" => (8, true),
         _ => return None,
+    })
+}
+
+/// Returns the kernel's parameters, if the driver reports them: the program must be built with `-cl-kernel-arg-info`, and a
+/// driver may lose the parameters of programs built from binaries.
+fn parameters(kernel: &ClKernel) -> Option<Vec<Parameter>> {
+    (0..kernel.arg_count() as u32).map(|i| parameter(kernel, i).ok()).collect()
+}
+
+fn parameter(kernel: &ClKernel, i: u32) -> Result<Parameter, ClError> {
+    let kernel = kernel.raw();
+    let space = match value!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_ADDRESS_QUALIFIER) as u32)? {
+        CL_KERNEL_ARG_ADDRESS_GLOBAL => AddressSpace::Global,
+        CL_KERNEL_ARG_ADDRESS_CONSTANT => AddressSpace::Constant,
+        CL_KERNEL_ARG_ADDRESS_LOCAL => AddressSpace::Local,
+        _ => AddressSpace::Private,
+    };
+    let qualifiers = value!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_TYPE_QUALIFIER) as u64)?;
+    Ok(Parameter {
+        name: text(&info!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_NAME))?),
+        type_name: text(&info!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_TYPE_NAME))?),
+        space,
+        constant: qualifiers & u64::from(CL_KERNEL_ARG_TYPE_CONST) != 0,
     })
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::lock;
+use crate::sync::lock;
 use crate::{DType, Device};
 use ring::Ring;
 pub(crate) use ring::{MemoryBefore, MemoryChange, MemoryRecord};

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, LazyLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use smallvec::SmallVec;
 
@@ -16,6 +16,7 @@ use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::Operation;
 use crate::ops::dispatch::parameters::Slots;
+use crate::sync;
 use crate::{Error, Result, Tensor, autograd};
 
 type Forward = dyn Fn(&[Option<&Tensor>], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync;
@@ -144,11 +145,11 @@ pub(crate) fn registered_name(name: &str, backend: Backend) -> Option<&'static s
 }
 
 fn lock_exclusive() -> RwLockWriteGuard<'static, ImplementationMap> {
-    IMPLEMENTATIONS.write().unwrap_or_else(PoisonError::into_inner)
+    sync::write(&IMPLEMENTATIONS)
 }
 
 fn lock_shared() -> RwLockReadGuard<'static, ImplementationMap> {
-    IMPLEMENTATIONS.read().unwrap_or_else(PoisonError::into_inner)
+    sync::read(&IMPLEMENTATIONS)
 }
 
 /// Calls the registered implementation of `op` for the device of the first tensor, and records its results in the graph.

@@ -7,7 +7,7 @@ mod captured;
 pub(crate) mod distributions;
 
 use std::cell::RefCell;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use super::elementwise;
 use crate::autograd::rng_replay::{RandomSource, draw_seed};
@@ -15,6 +15,7 @@ use crate::backend::problem::map::Params;
 use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
 use crate::ops::dispatch::prelude::*;
+use crate::sync;
 use crate::tensor::{Layout, TensorOptions};
 use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
 
@@ -56,12 +57,12 @@ impl Generator {
 
     /// Returns the seed and the number of draws made since seeding (PyTorch's `get_state`).
     pub fn state(&self) -> Seed {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *sync::lock(&self.0)
     }
 
     /// Restores a [`state`](Generator::state), so that draws continue from there.
     pub fn set_state(&self, state: Seed) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = state;
+        *sync::lock(&self.0) = state;
     }
 
     /// Returns the generator that random operations of this thread draw from: the one of the innermost [`with_generator`], or the
@@ -72,7 +73,7 @@ impl Generator {
 
     /// Advances the generator by a number of draws, and returns the seed of the first.
     fn take(&self, draws: u64) -> Seed {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = sync::lock(&self.0);
         let seed = *state;
         state.stream = state.stream.wrapping_add(draws);
         seed

@@ -7,7 +7,7 @@
 //!
 //! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the block in one buffer.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::super::block::Block;
 use super::super::driver::{Failure, Memory};
@@ -17,6 +17,7 @@ use super::ladder::OomRecovery;
 use super::moves::{CompactionPlan, Move, largest_gap};
 use super::{CachingAllocator, Request};
 use crate::device::{StreamId, log};
+use crate::sync;
 use crate::{Device, Error, Result};
 
 /// How the blocks of segments are moved into a new segment.
@@ -34,7 +35,7 @@ impl CachingAllocator {
     /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to compact.
     pub(super) fn lock_compaction(&self) -> impl Sized + use<'_> {
         let messages = log::defer();
-        (self.compacting.lock().unwrap_or_else(PoisonError::into_inner), messages) // dropped in this order
+        (sync::lock(&self.compacting), messages) // dropped in this order
     }
 
     /// Makes room for a request by moving blocks: the last step of out-of-memory recovery.

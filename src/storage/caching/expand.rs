@@ -7,7 +7,7 @@
 //! A dedicated lock lets one thread at a time commit or release pages. Blocks are allocated and freed meanwhile.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::super::block::Block;
 use super::super::config::Config;
@@ -17,6 +17,7 @@ use super::heap::SegmentRecord;
 use super::ladder::OomRecovery;
 use super::pages::{Extension, UnmappedPages};
 use super::{CachingAllocator, Core, Request};
+use crate::sync;
 use crate::{Error, Result};
 
 /// Addresses reserved per segment, in eighths of the device's memory (PyTorch's factor 1.125).
@@ -59,7 +60,7 @@ impl Expandable {
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::lock(&self.pages)
     }
 
     pub(super) fn round_down_to_page(&self, bytes: usize) -> usize {

@@ -174,7 +174,7 @@ unsafe impl<const IMAGES: bool> Driver for OpenCl<IMAGES> {
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
         if let MemoryKind::Image(image) = &memory.0 {
-            self.device.commit_image(image).map_err(|e| self.failure(e))?;
+            self.device.commit(&image.0).map_err(|e| self.failure(e))?;
             return Ok(memory);
         }
         let buffer = buffer_at((&memory, 0)).map_err(Failure::Other)?.0;

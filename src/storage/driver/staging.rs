@@ -27,10 +27,10 @@ use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource};
 use super::{Driver, Failure};
 use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
-use crate::device::lock;
-use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, ClPinned, HostMemory, MapRegion};
+use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, HostMemory, MapRegion, MappedBuffer};
 use crate::device::{DeviceKind, StreamId};
 use crate::storage::config::Config;
+use crate::sync::{self, lock};
 use crate::{Device, Error, Result};
 
 /// How a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
@@ -76,11 +76,11 @@ const POLL_INTERVAL: Duration = Duration::from_micros(100);
 pub(in crate::storage) struct PinnedDevice(&'static ClDevice);
 
 impl PinnedSource for PinnedDevice {
-    type Memory = ClPinned;
+    type Memory = MappedBuffer;
     /// The events of all transfers that use the memory.
     type Event = Vec<Arc<ClEvent>>;
 
-    fn create(&self, bytes: usize) -> Result<ClPinned, Failure> {
+    fn create(&self, bytes: usize) -> Result<MappedBuffer, Failure> {
         self.0.create_pinned(bytes).map_err(|e| Failure::Other(self.0.error(e)))
     }
 
@@ -100,7 +100,7 @@ pub(in crate::storage) type DevicePinnedPool = PinnedPool<PinnedDevice>;
 static POOLS: RwLock<Vec<(Device, &'static DevicePinnedPool)>> = RwLock::new(Vec::new());
 
 pub(in crate::storage) fn existing_pool(device: Device) -> Option<&'static DevicePinnedPool> {
-    let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
+    let pools = sync::read(&POOLS);
     pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| *pool)
 }
 
@@ -115,7 +115,7 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
         let config = Config::from_env_once().cloned().unwrap_or_default(); // an invalid configuration is reported when the allocator is made
         let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
         let pool: &'static DevicePinnedPool = Box::leak(Box::new(made));
-        POOLS.write().unwrap_or_else(PoisonError::into_inner).push((device.device(), pool));
+        sync::write(&POOLS).push((device.device(), pool));
         if config.pinned_use_background_threads {
             let poll = move || {
                 loop {

@@ -1,11 +1,12 @@
 //! Tests that repeated launches use cached plans, and that results are right with new and with cached plans.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Mutex, MutexGuard, mpsc};
 
 use crate::backend::opencl::launch_cache::*;
 use crate::device::opencl;
 use crate::device::opencl::TuningParameter;
 use crate::storage::{MemoryMode, with_memory_mode};
+use crate::sync;
 
 /// The number of plans that this thread has cached so far.
 fn cached_plans() -> usize {
@@ -19,7 +20,7 @@ fn devices() -> impl Iterator<Item = Device> {
 /// Serialises the tests, because a change of a parameter clears the caches of all threads.
 fn lock_tests() -> MutexGuard<'static, ()> {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
-    TEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+    sync::lock(&TEST_LOCK)
 }
 
 fn test_values(shape: impl Into<crate::Shape>, device: Device) -> Result<Tensor> {

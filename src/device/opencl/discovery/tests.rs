@@ -1,3 +1,4 @@
+use super::super::description::{text, unusable_reason, version};
 use super::*;
 
 fn names() -> Vec<((usize, usize), String)> {

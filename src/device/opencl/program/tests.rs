@@ -53,11 +53,11 @@ fn programs_are_loaded_from_disk() {
         // A newly opened device has no programs, like a new process.
         let fresh = || ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let built = |device: &ClDevice| {
-            let kernel = device.build_cached(Author::Crate, "answer", &source, "", "answer", Some(&cache)).unwrap();
+            let kernel = build_cached(device, Author::Crate, "answer", &source, "", "answer", Some(&cache)).unwrap();
             let out = buffer(device, &[0; 4]);
             device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
             assert_eq!(contents(device, &out), 42i32.to_ne_bytes());
-            device.builds()
+            device.programs.builds()
         };
         assert_eq!(built(&fresh()), (1, 0), "from source");
         let files: Vec<_> = fs::read_dir(&dir).unwrap().map(|f| f.unwrap().path()).collect();
@@ -87,17 +87,17 @@ fn own_sources_build_without_the_header_on_pocl() {
         let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let built = |by, call: &str, want: f32| {
             let source = format!("__kernel void f(__global float* x) {{ x[get_global_id(0)] = {call}; }} // {i}");
-            let kernel = device.build_cached(by, "f", &source, "", "f", None).unwrap();
+            let kernel = build_cached(&device, by, "f", &source, "", "f", None).unwrap();
             let out = buffer(&device, &[0; 4]);
             device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
             assert_eq!(contents(&device, &out), want.to_ne_bytes(), "{call}");
-            (device.builds().0, device.builds_with_header())
+            (device.programs.builds().0, device.programs.with_header.load(Relaxed))
         };
         assert_eq!(built(Author::Crate, "sqrt(4.0f)", 2.0), (1, 0));
         assert_eq!(built(Author::User, "cospi(2.0f)", 1.0), (2, 0));
         assert_eq!(
             built(Author::Crate, "cospi(2.0f)", 1.0),
-            (2 + 1, u64::from(device.is_pocl())),
+            (2 + 1, u64::from(is_pocl(&device))),
             "none of ours calls that"
         );
     }
@@ -110,8 +110,8 @@ fn no_binaries_of_own_programs_are_requested_from_pocl() {
         for _ in 0..2 {
             let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
             device.build("f", &source, "f").unwrap();
-            if device.is_pocl() {
-                assert_eq!((device.builds(), device.programs.slow_binaries.load(Relaxed)), ((1, 0), 0));
+            if is_pocl(&device) {
+                assert_eq!((device.programs.builds(), device.programs.slow_binaries.load(Relaxed)), ((1, 0), 0));
             }
         }
     }
@@ -128,12 +128,13 @@ fn swapped_cache_files_are_not_used() {
             let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
             let answer = |n: i32| {
                 let source = format!("__kernel void answer(__global int* x) {{ x[0] = {n}; }} // {i}");
-                let kernel = device.build_cached(Author::User, "answer", &source, "", "answer", Some(&cache)).unwrap();
+                let kernel =
+                    build_cached(&device, Author::User, "answer", &source, "", "answer", Some(&cache)).unwrap();
                 let out = buffer(&device, &[0; 4]);
                 device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
                 contents(&device, &out)[0]
             };
-            ([1, 2].map(answer), device.builds())
+            ([1, 2].map(answer), device.programs.builds())
         };
         let right = [1, 2];
         assert_eq!(answers(), (right, (2, 0)));
@@ -154,14 +155,14 @@ fn programs_of_dropped_kernels_are_released() {
         let device = ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let build = |n: usize| {
             let source = format!("__kernel void number(__global int* x) {{ x[0] = {n}; }}");
-            device.build_cached(Author::User, "number", &source, "", "number", None).unwrap()
+            build_cached(&device, Author::User, "number", &source, "", "number", None).unwrap()
         };
         let held = build(0);
         let first = Arc::downgrade(build(1).program());
         for n in [1, 0] {
             build(n);
         }
-        assert_eq!((device.builds(), first.strong_count()), ((2, 0), 1), "made again without the compiler");
+        assert_eq!((device.programs.builds(), first.strong_count()), ((2, 0), 1), "made again without the compiler");
         (2..=MAX_OF_USERS + 1).for_each(|n| drop(build(n)));
         assert_eq!(first.strong_count(), 0, "released");
         let out = buffer(&device, &[9; 4]);
@@ -188,7 +189,7 @@ fn an_unwritable_cache_does_not_stop_builds() {
         let file = tempfile::NamedTempFile::new().unwrap();
         // A directory inside a file.
         let cache = Cache::new(file.path().join("cache"), 64 << 20);
-        device.build_cached(Author::Crate, "axb", &format!("{AXB} // no disk"), "", "axb", Some(&cache)).unwrap();
-        device.build_cached(Author::Crate, "axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
+        build_cached(device, Author::Crate, "axb", &format!("{AXB} // no disk"), "", "axb", Some(&cache)).unwrap();
+        build_cached(device, Author::Crate, "axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
     }
 }

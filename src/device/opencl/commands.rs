@@ -1,20 +1,24 @@
-//! Copies of bytes between host and device, and within the device. Ranges beyond their buffers are errors.
+//! The commands of a device: kernels, and copies of bytes between host and device and within the device.
 
-use std::ptr;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
 use opencl3::types::cl_event;
 
-use super::driver::{ClAt, ClKernel, call, create};
+use super::driver::{ClAt, ClEvent, ClKernel, call, create};
 use super::errors::ClError;
 use super::fault::{FaultSlot, Readings};
 use super::host_memory::{BOUNCE_BYTES, BounceBuffer, HostMemory};
+use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
-use super::{Arg, ClDevice};
+use super::queues::LockedQueue;
+use super::{ClDevice, capture};
 use crate::device::capture::is_capturing;
 use crate::device::cpu::copy::copy as copy_bytes;
 use crate::device::profiler::{self, RecordKind};
-use crate::device::{DeviceKind, StreamId};
+use crate::device::stream_id::StreamId;
+use crate::device::{DeviceKind, count_launch};
 use crate::error::for_each_part;
 use crate::{Error, Result};
 
@@ -28,6 +32,9 @@ const MAX_FILL_BYTES: usize = 1 << 30;
 /// The maximum size of the temporary buffer of an overlapping copy, in bytes.
 const MAX_OVERLAP_BYTES: usize = 16 << 20;
 
+/// The error for a driver that accepts a command and returns no event.
+const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
+
 /// A range that [`ClDevice::with_mapped`] maps, to be overwritten or to be read.
 pub(crate) struct MapRegion<'a> {
     pub(crate) at: ClAt<'a>,
@@ -35,6 +42,82 @@ pub(crate) struct MapRegion<'a> {
 }
 
 impl ClDevice {
+    /// Submits a kernel to this thread's current stream, and returns. `global`, the number of work-items, is rounded up to whole groups
+    /// of `local`; the kernel checks bounds. If `global` contains a zero, no kernel runs or is counted.
+    ///
+    /// # Errors
+    /// A wrong number of arguments, a group larger than the kernel's maximum, and the driver's errors. After an error the
+    /// kernel does not run.
+    pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
+        self.launch_uncounted(kernel, args, global, local)?;
+        if !global.contains(&0) && !capture::count_launch(self.device()) {
+            count_launch();
+        }
+        Ok(())
+    }
+
+    /// Launches like [`launch`](Self::launch), for kernels that do not count as launches.
+    ///
+    /// # Errors
+    /// The errors of [`launch`](Self::launch).
+    pub(crate) fn launch_uncounted(
+        &self,
+        kernel: &ClKernel,
+        args: &[Arg<'_>],
+        global: &[usize],
+        local: &[usize],
+    ) -> Result<()> {
+        self.check_lost()?;
+        let dims = global.len();
+        let bug = |reason: String| Err(Error::invalid(kernel.name(), reason));
+        if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0) {
+            return bug(format!("cannot launch over {global:?} in groups of {local:?}"));
+        }
+        // With fewer arguments, the kernel would run with arguments of the last launch.
+        if args.len() != kernel.arg_count() {
+            return bug(format!("the kernel takes {} arguments, not {}", kernel.arg_count(), args.len()));
+        }
+        if local.iter().product::<usize>() > kernel.max_work_group() {
+            return bug(format!("groups of {local:?} exceed the kernel's {} work-items", kernel.max_work_group()));
+        }
+        if global.contains(&0) {
+            return Ok(());
+        }
+        let mut whole = [1usize; 3];
+        for d in 0..dims {
+            whole[d] = match global[d].checked_next_multiple_of(local[d]) {
+                Some(n) => n,
+                None => return bug(format!("{global:?} work-items are too many")),
+            };
+        }
+        if is_capturing(self.device()) {
+            return self.record_kernel(kernel, args, &whole[..dims], local);
+        }
+        let slot = records_faults(args).then(|| self.slot());
+        slot.map_or(Ok(()), |slot| self.clear(slot))?;
+        let stream = self.current_stream();
+        let behind = {
+            let mut queue = self.lock(stream).map_err(|e| self.failed(e))?;
+            let set = args.iter().enumerate().try_for_each(|(i, arg)| set_arg(kernel, i as u32, arg));
+            let launched = set.and_then(|()| enqueue_kernel(&mut queue, kernel, &whole[..dims], local));
+            if let Some(slot) = slot {
+                slot.note_pending(stream);
+            }
+            launched
+        };
+        self.wait_for_checkpoint(stream, behind.map_err(|e| self.failed(e))?);
+        Ok(())
+    }
+
+    /// Waits for `behind`, the earlier launch that [`enqueue_kernel`] returns if the queue is too long. If that launch failed, or the
+    /// driver does not report its status, the next wait on the stream returns the error. The launch just submitted runs in any case.
+    pub(super) fn wait_for_checkpoint(&self, stream: StreamId, behind: Option<ClEvent>) {
+        let _waiting = behind.as_ref().and_then(|_| self.waiting("clWaitForEvents", stream));
+        if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
+            self.note_failed(stream, e.code);
+        }
+    }
+
     /// Copies bytes from one buffer to another, or within a buffer; the ranges may overlap. Returns when the copy is submitted, or with
     /// `blocking` when the copy is done.
     ///
@@ -78,7 +161,7 @@ impl ClDevice {
             return self.copy_overlapping(stream, src, dst.1, bytes);
         }
         let copied = self.lock(stream).and_then(|mut q| copy(&mut q, src, dst, bytes, ptr::null_mut()));
-        copied.map_err(|e| self.error(self.detect_loss(e)))
+        copied.map_err(|e| self.failed(e))
     }
 
     /// Copies overlapping ranges in pieces, ordered so that no piece overwrites bytes that a later piece reads. A piece is as long as
@@ -90,7 +173,7 @@ impl ClDevice {
         let temporary = if direct { None } else { Some(self.create_buffer(piece).map_err(|e| self.error(e))?) };
         let mut done = 0;
         let copied: Result<(), ClError> = {
-            let mut queue = self.lock(stream).map_err(|e| self.error(self.detect_loss(e)))?;
+            let mut queue = self.lock(stream).map_err(|e| self.failed(e))?;
             (0..bytes).step_by(piece).try_for_each(|from| {
                 let n = piece.min(bytes - from);
                 let at = if dst > src { bytes - from - n } else { from };
@@ -110,7 +193,7 @@ impl ClDevice {
 
     /// Converts the error of a refused command; [`Error::Partial`] if earlier commands have done `done` > 0 bytes of the operation.
     fn partial_error(&self, op: &'static str, done: usize, e: ClError) -> Error {
-        let error = self.error(self.detect_loss(e));
+        let error = self.failed(e);
         if done > 0 { error.into_partial(op) } else { error }
     }
 
@@ -216,7 +299,7 @@ impl ClDevice {
         let kind = if region.overwrite { RecordKind::Write } else { RecordKind::Read };
         let _mapped = profiler::span(kind, profiler::MAPPED, self.device(), self.current_stream().0, bytes);
         let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
-            readings.enqueue(q, &[self.slot()], false)?;
+            q.read_faults(readings, &[self.slot()], false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
             f(start.cast());
             q.unmap(region.at.0, start)
@@ -263,7 +346,7 @@ impl ClDevice {
         }
         let mut done = 0;
         let filled: Result<(), ClError> = {
-            let mut queue = self.lock(self.current_stream()).map_err(|e| self.error(self.detect_loss(e)))?;
+            let mut queue = self.lock(self.current_stream()).map_err(|e| self.failed(e))?;
             (0..bytes).step_by(MAX_FILL_BYTES).try_for_each(|start| {
                 let (at, len) = (off + start, MAX_FILL_BYTES.min(bytes - start));
                 queue.fill(dst.mem(), &wide[..n], at, len)?;
@@ -282,9 +365,79 @@ impl ClDevice {
             other => other.map_err(|e| self.partial_error("fill", done, e)),
         }
     }
-}
 
-impl ClDevice {
+    /// Starts to read `bytes` bytes of a buffer to the host on a stream. The read is complete when the event is done. Faults of
+    /// kernels are not reported: see [`report_faults`](Self::report_faults).
+    ///
+    /// # Safety
+    /// Until the event is done, `to..to + bytes` stays valid for writes and no other code accesses it.
+    pub(crate) unsafe fn start_read(
+        &self,
+        stream: StreamId,
+        src: ClAt<'_>,
+        to: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<ClEvent> {
+        check_range("read", src, bytes)?;
+        let to = to.as_ptr().cast();
+        self.submit_async(stream, |q, event| {
+            q.command((RecordKind::Read, "clEnqueueReadBuffer", bytes), event, |q, event| {
+                call!(clEnqueueReadBuffer(q, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
+            })
+        })
+    }
+
+    /// Starts to write `bytes` bytes from the host to a buffer on a stream. The host may change its bytes when the event is done.
+    ///
+    /// # Safety
+    /// Until the event is done, `from..from + bytes` stays valid for reads and no code writes to it.
+    pub(crate) unsafe fn start_write(
+        &self,
+        stream: StreamId,
+        from: NonNull<u8>,
+        dst: ClAt<'_>,
+        bytes: usize,
+    ) -> Result<ClEvent> {
+        check_range("write", dst, bytes)?;
+        let from = from.as_ptr().cast_const().cast();
+        self.submit_async(stream, |q, event| {
+            q.command((RecordKind::Write, "clEnqueueWriteBuffer", bytes), event, |q, event| {
+                call!(clEnqueueWriteBuffer(q, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
+            })
+        })
+    }
+
+    /// Makes the next wait for the stream report the transfer if it failed, because no caller waits for the transfer's event.
+    pub(crate) fn report_at_next_wait(&self, stream: StreamId, call: &'static str, transfer: &Arc<ClEvent>) {
+        let mut queue = self.lock_for_waits(stream);
+        queue.collect_transfers();
+        queue.transfers.push_back((call, Arc::clone(transfer)));
+    }
+
+    /// Submits a command that sets the event. After an error, no command uses the caller's memory any more, or the device is
+    /// lost.
+    fn submit_async(
+        &self,
+        stream: StreamId,
+        submit: impl FnOnce(&mut LockedQueue<'_>, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<ClEvent> {
+        self.check_lost()?;
+        let mut raw = ptr::null_mut();
+        let (submitted, event) = {
+            let mut queue = self.lock(stream).map_err(|e| self.failed(e))?;
+            let submitted = submit(&mut queue, &mut raw);
+            let event = (!raw.is_null()).then(|| ClEvent(raw));
+            let submitted = match submitted {
+                Ok(()) if event.is_none() => queue.wait_until_over(None, NO_EVENT).and(Err(NO_EVENT)),
+                // A failed flush leaves the command on the queue: how the command ends decides.
+                Ok(()) => queue.flush().or_else(|e| queue.wait_until_over(event.as_ref(), e)),
+                Err(refused) => queue.wait_until_over(None, refused).and(Err(refused)),
+            };
+            (submitted, event)
+        };
+        submitted.and(event.ok_or(NO_EVENT)).map_err(|e| self.failed(e))
+    }
+
     /// Returns `fill` or `copy` of `kernels/memory.cl`; none for processors, and if the kernels do not build.
     fn memory_kernel(&self, which: usize) -> Option<&ClKernel> {
         if self.info().kind == DeviceKind::Cpu {
