@@ -129,7 +129,9 @@ fn uses_of_opencl_types_are_found() {
 fn unsafe_code_is_found() {
     breaks(Rule::Unsafe, "unsafe", "ops/mod.rs", "fn f() { unsafe { g() } }");
     breaks(Rule::Unsafe, "unsafe", "nn/mod.rs", "macro_rules! m { () => { unsafe { g() } }; }");
+    breaks(Rule::Unsafe, "unsafe", "backend/cpu/norm.rs", "fn f() { unsafe { g() } }");
     holds("storage/mod.rs", "fn f() { unsafe { g() } }");
+    holds("backend/cpu/kernels/mod.rs", "fn f() { unsafe { g() } }");
     holds("ops/mod.rs", "/// unsafe\nfn f() { \"unsafe\" } // unsafe");
 }
 

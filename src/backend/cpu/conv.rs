@@ -16,11 +16,11 @@ use crate::backend::cpu::conv::scratch::with_scratch;
 use crate::backend::cpu::conv::slab::{Images, Slabs, WindowPart, add_columns};
 use crate::backend::cpu::conv::steps::{load_pairs, pair_rows};
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::kernels::gemm::Floats;
+use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::blocks::{Block, BlockPartition, for_each_block};
-use crate::device::cpu::gemm::Floats;
-use crate::device::cpu::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
@@ -261,7 +261,8 @@ impl Convolution for Conv {
                 self.pack_weight((weight, reads[1]), (self.inner, taps), (self.groups * chunks, stride), lay_out);
             let bias = bias.map(|bias| contiguous_floats(bias, reads[2]));
             let (band, width) = (job_windows.images * self.outer, job_windows.rows * job_windows.columns * size);
-            let cut = BlockPartition { columns: self.window_count() * size, band, height: band, width };
+            let columns = self.window_count() * size;
+            let cut = BlockPartition { columns, pitch: columns, band, height: band, width };
             for_each_block(
                 &mut writes[0][..out.numel() * size],
                 cut,
@@ -374,12 +375,9 @@ impl Convolution for Conv {
             let rows = (self.outer, self.inner * taps);
             let weight = self.pack_weight((weight, reads[1]), rows, (self.groups * blocks, stride), lay_out);
             let bias = bias.map(|bias| contiguous_floats(bias, reads[2]));
-            let cut = BlockPartition {
-                columns: self.image_len() * size,
-                band: job_windows.images * self.inner,
-                height: job_windows.images * height,
-                width: self.image_len() * size,
-            };
+            let (columns, band) = (self.image_len() * size, job_windows.images * self.inner);
+            let height_of_block = job_windows.images * height;
+            let cut = BlockPartition { columns, pitch: columns, band, height: height_of_block, width: columns };
             for_each_block(
                 &mut writes[0][..out.numel() * size],
                 cut,

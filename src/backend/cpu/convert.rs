@@ -9,9 +9,9 @@ use bytemuck::Pod;
 use half::f16;
 use pulp::{Arch, Simd, WithSimd};
 
+use crate::backend::cpu::kernels::convert::{bf16_bits, narrow, truncate, widen};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::{Function, function};
-use crate::device::cpu::convert::{bf16_bits, narrow, truncate, widen};
 use crate::{Compute, DType};
 
 /// The number of f16 elements converted at a time if they are strided, or not computed in f32.

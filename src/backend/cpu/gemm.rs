@@ -8,10 +8,10 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::conv::as_floats;
 use crate::backend::cpu::gemm_epilogue::Epilogue;
+use crate::backend::cpu::kernels::gemm::{MatrixLayout, gemm, gemm_f32, gemm_integers, gemm_with_row_sums};
 use crate::backend::cpu::map;
 use crate::backend::problem::gemm::{Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params};
-use crate::device::cpu::gemm::{MatrixLayout, gemm, gemm_f32, gemm_integers, gemm_with_row_sums};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;

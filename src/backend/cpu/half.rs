@@ -3,12 +3,12 @@
 
 use smallvec::SmallVec;
 
+use crate::backend::cpu::kernels::halves::{BinaryFunction, HalfOperand, map_bf16, map_f16};
 use crate::backend::cpu::map;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::steps::Value;
 use crate::backend::problem::operand::OperandKind;
-use crate::device::cpu::halves::{BinaryFunction, HalfOperand, map_bf16, map_f16};
 use crate::device::cpu::parallel;
 use crate::expr::program::Program;
 use crate::expr::{Binary, Op};

@@ -17,6 +17,7 @@ pub(crate) mod in_place;
 pub(crate) mod interpolate;
 pub(crate) mod interpreter;
 pub(crate) mod join;
+pub(crate) mod kernels;
 pub(crate) mod lines;
 pub(crate) mod map;
 pub(crate) mod masks;

@@ -2,8 +2,8 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use crate::device::cpu::math;
-use crate::device::cpu::math::TwoStage;
+use crate::backend::cpu::kernels::math;
+use crate::backend::cpu::kernels::math::TwoStage;
 use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};

@@ -3,10 +3,10 @@
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
+use crate::backend::cpu::kernels::transpose::transpose_lines;
 use crate::backend::problem::map::Launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
-use crate::device::cpu::transpose::transpose_lines;
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{Result, Shape, Tensor};

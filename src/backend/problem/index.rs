@@ -30,17 +30,6 @@ pub(crate) enum Combine {
 }
 
 impl Combine {
-    #[inline(always)]
-    pub(crate) fn apply<C: crate::backend::cpu::scalar::Number>(self, old: C, new: C) -> C {
-        match self {
-            Combine::Set => new,
-            Combine::Add => old.add(new),
-            Combine::Multiply => old.mul(new),
-            Combine::Max => old.max(new),
-            Combine::Min => old.min(new),
-        }
-    }
-
     /// The OpenCL C function or macro that combines two elements of type `acc`.
     pub(crate) fn cl_name(self, acc: Compute) -> String {
         let (integers, c) = (acc == Compute::I64, acc.cl_name());

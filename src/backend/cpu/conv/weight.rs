@@ -9,8 +9,8 @@ use crate::backend::cpu::conv::{
     Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, as_floats, even_size, slab,
 };
 use crate::backend::cpu::convert::store_tile;
+use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Result, Tensor};

@@ -35,7 +35,7 @@ pub(crate) mod serial;
 #[cfg(test)]
 mod tests;
 
-use super::parallel;
+use crate::device::cpu::{parallel, threads};
 use crate::{Error, Result};
 pub(crate) use floats::Floats;
 pub(crate) use integers::gemm_integers;
@@ -112,7 +112,7 @@ impl Real for f64 {
 /// Returns the grid of pieces (rows, columns), one piece per thread, that minimises the reads of the operands. Per step of k, each
 /// column of the grid reads `a` elements of the left matrix, and each row of a grid with `rows` rows reads `b(rows)` elements of the right.
 fn partition(size: (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
-    if is_serial(size) { (1, 1) } else { partition_for(super::threads(), (size.0, size.1), a, b) }
+    if is_serial(size) { (1, 1) } else { partition_for(threads(), (size.0, size.1), a, b) }
 }
 
 /// Computes [`partition`] for a number of threads.

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
-use super::super::{parallel, threads};
 use super::kernel::{Kernels, Tile};
 use super::matrix::{ElementPtr, Matrix};
 use super::pack::{PANEL_SLACK, sum_steps};
 use super::panels::Panels;
 use super::{KernelEpilogue, partition, piece_start};
 use crate::device::cpu::huge_pages::advise_huge;
+use crate::device::cpu::{parallel, threads};
 
 /// The steps of k that a tile sums before the next tile, per vector lane. One panel of a group then stays in the L1 cache, and all
 /// of its panels stay in the L2 cache. Fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.

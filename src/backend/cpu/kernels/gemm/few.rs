@@ -7,11 +7,11 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::super::threads;
 use super::kernel::{V8, V16, Vector};
 use super::matrix::{ElementPtr, Matrix};
 use super::pack::PanelElement;
 use super::{MatrixLayout, for_each_piece, is_serial};
+use crate::device::cpu::threads;
 
 /// The maximum number of rows: with more rows, packing panels is faster.
 pub(super) const MAX_ROWS: usize = 7;

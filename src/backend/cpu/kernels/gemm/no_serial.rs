@@ -1,7 +1,7 @@
 //! Replaces `serial.rs` on processors without kernels of this crate: [`SerialGemm`] has no value, so convolutions use other products.
 
+use crate::backend::cpu::kernels::gemm::Floats;
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::Floats;
 
 #[derive(Clone, Copy)]
 pub(crate) enum SerialGemm {}

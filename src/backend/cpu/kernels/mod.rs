@@ -1,0 +1,8 @@
+//! The vector loops of the CPU backend: matrix products, conversions, functions of floats, and transposition. This is the only folder
+//! of the backend that may contain `unsafe`.
+
+pub(crate) mod convert;
+pub(crate) mod gemm;
+pub(crate) mod halves;
+pub(crate) mod math;
+pub(crate) mod transpose;
