@@ -6,19 +6,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::copy;
 use crate::backend::cpu::interpreter::{MAX_ALIGN_SKIP, Scratch, TILE, Tile, TileIn, aligned_range};
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::transpose::{Transpose, copy_transposed_operands};
-use crate::backend::cpu::{flat, masks};
+use crate::backend::cpu::{copy, fast_path};
 use crate::backend::problem::map::{Formulas, Launch};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming::Streaming;
 use crate::storage::{Storage, with_host};
-use crate::{Compute, DType, Error, Result, Tensor};
-
-pub(crate) use crate::backend::cpu::partition::job_len;
+use crate::{Compute, Error, Result, Tensor};
 
 /// The number of elements computed into a buffer before they are stored past the cache. The buffer stays in the L1 cache.
 const STREAM_BUFFER_LEN: usize = 4 * TILE;
@@ -41,11 +38,7 @@ enum InputSource {
 
 /// Computes formulas elementwise, by the fastest of the methods that apply.
 pub(crate) fn run_formulas(formulas: &Formulas) -> Result<()> {
-    let Formulas { op, inputs, params, program, outputs } = *formulas;
-    if params.seeds.is_empty() && flat::try_run(op, program, inputs, params.scalars, outputs)? {
-        return Ok(());
-    }
-    if outputs[0].dtype == DType::Bool && masks::try_run(program, inputs, outputs)? {
+    if fast_path::try_run(formulas)? {
         return Ok(());
     }
     // A host storage is locked as a whole, for reading or for writing, so even disjoint parts of it count as overlapping.

@@ -9,7 +9,7 @@ use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
 
 /// Functions that have their own vector loops.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum VectorFunction {
     Exp,
     Tanh,

@@ -118,7 +118,7 @@ mod tests {
             [(7, 5, 3, 2, 2), (6, 4, 6, 4, 4), (1, 1, 1, 1, 1), (9, 8, 2, 5, 3), (4, 1, 10, 1, 7), (0, 3, 1, 1, 1)]
         {
             for (single_threaded, gap) in [(true, 0), (false, 0), (false, 1), (true, 6)] {
-                let pitch = columns + gap;
+                let pitch: usize = columns + gap;
                 let mut data = vec![0u32; (rows * pitch).saturating_sub(gap)];
                 for_each_block(
                     &mut data,
