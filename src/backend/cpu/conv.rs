@@ -435,20 +435,11 @@ pub(crate) fn even_size(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most.max(1)))
 }
 
-/// Views bytes as elements of a dtype that has product kernels.
-pub(crate) fn as_floats(dtype: DType, bytes: &[u8]) -> Floats<'_> {
-    match dtype {
-        DType::F32 => Floats::F32(bytemuck::cast_slice(bytes)),
-        DType::F16 => Floats::F16(bytemuck::cast_slice(bytes)),
-        _ => Floats::BF16(bytemuck::cast_slice(bytes)),
-    }
-}
-
 /// The elements of a weight or a bias as contiguous f32.
 fn contiguous_floats<'a>(t: &Tensor, bytes: &'a [u8]) -> Cow<'a, [f32]> {
     if t.is_contiguous() {
         let size = t.dtype.size();
-        return as_floats(t.dtype, &bytes[t.layout.offset * size..][..t.numel() * size]).widened();
+        return Floats::new(t.dtype, &bytes[t.layout.offset * size..][..t.numel() * size]).widened();
     }
     let mut made = vec![0.0; t.numel()];
     let (dims, strides) = (t.shape().dims(), t.strides());

@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::for_size;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Number;
 use crate::device::cpu::parallel;
@@ -138,13 +139,8 @@ fn gather_line<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
-        let good = g.size > 0
-            && match g.x.dtype.size() {
-                1 => gather_as::<u8>(g, reads, bytemuck::cast_slice_mut(to)),
-                2 => gather_as::<u16>(g, reads, bytemuck::cast_slice_mut(to)),
-                4 => gather_as::<u32>(g, reads, bytemuck::cast_slice_mut(to)),
-                _ => gather_as::<u64>(g, reads, bytemuck::cast_slice_mut(to)),
-            };
+        let good =
+            g.size > 0 && for_size!(g.x.dtype.size(), T => gather_as::<T>(g, reads, bytemuck::cast_slice_mut(to)));
         if good { Ok(()) } else { check_range(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps) }
     })?
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::dispatch::for_compute;
 use crate::backend::cpu::interpreter::{MAX_ALIGN_SKIP, Scratch, TILE, Tile, TileIn, aligned_range};
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::cpu::scalar::Number;
@@ -15,7 +16,7 @@ use crate::backend::problem::map::{Formulas, Launch};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming::Streaming;
 use crate::storage::{Storage, with_host};
-use crate::{Compute, Error, Result, Tensor};
+use crate::{Error, Result, Tensor};
 
 /// The number of elements computed into a buffer before they are stored past the cache. The buffer stays in the L1 cache.
 const STREAM_BUFFER_LEN: usize = 4 * TILE;
@@ -96,11 +97,11 @@ fn run_in_order(launch: &Launch) -> Result<()> {
             None => copy::run_copy(launch, reads[0], writes[0]),
         });
     }
-    let divided_by_zero = with_host(&reads, &writes, |reads, writes| match launch.compute {
-        Compute::F32 => run_as::<f32>(launch, &sources, reads, writes),
-        Compute::F64 => run_as::<f64>(launch, &sources, reads, writes),
-        Compute::I64 => run_as::<i64>(launch, &sources, reads, writes),
-    })?;
+    let divided_by_zero = with_host(
+        &reads,
+        &writes,
+        |reads, writes| for_compute!(launch.compute, C => run_as::<C>(launch, &sources, reads, writes)),
+    )?;
     if divided_by_zero { Err(Error::DivisionByZero { op: launch.op }) } else { Ok(()) }
 }
 

@@ -2,11 +2,12 @@
 
 pub(crate) mod accumulate;
 mod arg;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // its product kernels exist only there
+#[cfg(target_arch = "x86_64")] // as its product kernels
 pub(crate) mod conv;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod depthwise;
+pub(crate) mod dispatch;
 pub(crate) mod fast_path;
 pub(crate) mod gather;
 pub(crate) mod gemm;

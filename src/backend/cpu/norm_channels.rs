@@ -3,6 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::for_float;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
@@ -10,7 +11,7 @@ use crate::backend::problem::norm::{Channels, RowGrouping, broadcast_view};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, should_stream};
 use crate::storage::with_host;
-use crate::{Compute, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
@@ -56,10 +57,7 @@ pub(crate) fn normalise_batch(x: &Tensor, numbers: Channels, eps: f64) -> Result
 /// Normalises x, a four-dim view, by mean, variance (the inverse standard deviation with `rstd`), weight and bias. Returns false, without any
 /// effect, unless x and y are contiguous batches of the compute type.
 pub(crate) fn normalise_into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
-    match x.dtype.compute() {
-        Compute::F64 => normalise_into_as::<f64>(x, y, numbers, eps, rstd),
-        _ => normalise_into_as::<f32>(x, y, numbers, eps, rstd),
-    }
+    for_float!(x.dtype.compute(), C => normalise_into_as::<C>(x, y, numbers, eps, rstd))
 }
 
 fn normalise_into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {

@@ -4,6 +4,7 @@
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
+use crate::backend::cpu::dispatch::for_size;
 use crate::backend::cpu::gather::{INDEX_TILE_LEN, Indexed, Indices, JOB_ELEMENTS, check_range};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::index::Combine;
@@ -41,12 +42,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
             };
         }
         match (combine, target.dtype) {
-            (Combine::Set, dtype) => match dtype.size() {
-                1 => run!(u8, |_, new| new),
-                2 => run!(u16, |_, new| new),
-                4 => run!(u32, |_, new| new),
-                _ => run!(u64, |_, new| new),
-            },
+            (Combine::Set, dtype) => for_size!(dtype.size(), T => run!(T, |_, new| new)),
             (Combine::Add, DType::F32) => run!(f32, |old, new| old + new),
             (_, DType::F32) => run!(f32, |old, new| combine_elements(combine, old, new)),
             (_, DType::F64) => run!(f64, |old, new| combine_elements(combine, old, new)),

@@ -5,10 +5,9 @@ use std::cell::Cell;
 use crate::backend::cpu::conv::scratch::{MAX_KEPT_ELEMENTS, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
 use crate::backend::cpu::conv::steps::StepElement;
-use crate::backend::cpu::conv::{
-    Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, as_floats, even_size, slab,
-};
+use crate::backend::cpu::conv::{Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, even_size, slab};
 use crate::backend::cpu::convert::store_tile;
+use crate::backend::cpu::kernels::gemm::Floats;
 use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::blocks::Block;
 use crate::device::cpu::{parallel, threads};
@@ -59,7 +58,7 @@ impl Conv {
         let panel = self.serial_gemm.tile_columns();
         with_host(&[&x.storage, &windows.storage], &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
-            let from = as_floats(dtype, reads[1]);
+            let from = Floats::new(dtype, reads[1]);
             // Computes the sums of a block: for each row of taps, channel and column of taps, the sums for all channels of the windows.
             let job = |i: usize, sums: &mut [f32]| {
                 let (range, rest) = (i / (self.groups * blocks), i % (self.groups * blocks));
@@ -101,7 +100,7 @@ impl Conv {
                         for (p, panels) in panels.chunks_exact_mut(of_panel).enumerate() {
                             let n = panel.min(self.outer - p * panel);
                             if copies_images {
-                                let copied = as_floats(dtype, bytemuck::cast_slice(copy));
+                                let copied = Floats::new(dtype, bytemuck::cast_slice(copy));
                                 self.serial_gemm.pack_columns(copied, (p * panel * count, count), (n, count), panels);
                                 continue;
                             }
