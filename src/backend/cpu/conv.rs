@@ -14,7 +14,7 @@ use std::borrow::Cow;
 
 use crate::backend::cpu::conv::scratch::with_scratch;
 use crate::backend::cpu::conv::slab::{Images, Slabs, WindowPart, add_columns};
-use crate::backend::cpu::conv::steps::{load_pairs, pair_rows};
+use crate::backend::cpu::conv::steps::{StepElement, load_pairs, pair_rows};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::kernels::gemm::Floats;
 use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
@@ -426,7 +426,11 @@ impl Convolution for Conv {
     }
 
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        self.sum_weight_gradient(x, &y.detach().contiguous()?, slot)
+        let windows = &y.detach().contiguous()?;
+        match self.serial_gemm.elements_per_step() {
+            f32::ELEMENTS_PER_STEP => self.sum_weight_gradient::<f32>(x, windows, slot),
+            _ => self.sum_weight_gradient::<u16>(x, windows, slot),
+        }
     }
 }
 

@@ -99,10 +99,10 @@ impl Depthwise {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], sizes_4d(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
         let phase_counts = [0, 1].map(|d| w.kernel[d].min(w.stride[d]));
-        if sizes.contains(&0)
-            || phase_counts[0] * phase_counts[1] > MAX_PHASES
-            || !has_small_groups(groups, outer / groups, inner)
-        {
+        // Matrix products are better for large groups.
+        let of_group = outer / groups * inner;
+        let small = groups > 1 && of_group <= 256 || of_group == 1;
+        if sizes.contains(&0) || phase_counts[0] * phase_counts[1] > MAX_PHASES || !small {
             return None;
         }
         let axes = [0, 1].map(|d| WindowAxis::new(&w, d));
@@ -286,11 +286,6 @@ impl Depthwise {
         })?;
         Ok(out)
     }
-}
-
-/// True if groups are too small for matrix products to be worthwhile.
-fn has_small_groups(groups: usize, outer: usize, inner: usize) -> bool {
-    groups > 1 && outer * inner <= 256 || outer * inner == 1
 }
 
 /// Reads all elements of a tensor in row-major order.

@@ -234,20 +234,18 @@ impl FlatLaunch<'_> {
     fn compute_range<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
-        match self.kinds.contains(&None) && !self.can_update_in_place() {
-            true => self.compute_through_copy(&mut scratch, reads, first, out),
-            false => self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out),
-        }
-    }
-
-    /// True if a binary primitive can overwrite one operand in place, without a copy.
-    fn can_update_in_place(&self) -> bool {
-        let others = matches!(
+        // A cheap binary primitive can overwrite one operand without a copy.
+        let other = matches!(
             self.kinds,
             [None, Some(OperandKind::Contiguous | OperandKind::Scalar)]
                 | [Some(OperandKind::Contiguous | OperandKind::Scalar), None]
         );
-        others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op))
+        let in_place =
+            other && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op));
+        match self.kinds.contains(&None) && !in_place {
+            true => self.compute_through_copy(&mut scratch, reads, first, out),
+            false => self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out),
+        }
     }
 
     /// [`compute_range`](Self::compute_range) for a result that is also an operand, through copies.

@@ -1,6 +1,5 @@
 //! Elementwise launches on the CPU: tiles of a program, spread over the thread pool.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
@@ -43,30 +42,18 @@ pub(crate) fn run_formulas(formulas: &Formulas) -> Result<()> {
         return Ok(());
     }
     // A host storage is locked as a whole, for reading or for writing, so even disjoint parts of it count as overlapping.
-    formulas.checked(false, |launch, _| run_launch(launch))
-}
-
-/// Runs a checked launch, in the memory order of its first result.
-pub(crate) fn run_launch(launch: &Launch) -> Result<()> {
-    // Random numbers depend on the index, so they keep the row-major order.
-    let ordered = if launch.program.seeds() == 0 { launch.strided.reordered_for(launch.inputs.len()) } else { None };
-    match ordered {
-        Some(strided) => run_with_copied_transposes(&Launch { strided, ..*launch }),
-        None => run_with_copied_transposes(launch),
-    }
-}
-
-/// Runs a launch after copying transposed operands into order where that is faster.
-fn run_with_copied_transposes(launch: &Launch) -> Result<()> {
-    match copy_transposed_operands(launch)? {
-        Some((inputs, strided)) => run_in_order(&Launch { inputs: &inputs, strided, ..*launch }),
-        None => run_in_order(launch),
-    }
-}
-
-/// The byte range of a contiguous result in its storage.
-fn result_bytes(t: &Tensor) -> Range<usize> {
-    t.layout.offset * t.dtype.size()..(t.layout.offset + t.numel()) * t.dtype.size()
+    formulas.checked(false, |launch, _| {
+        // Random numbers depend on the index, so they keep the row-major order. Other launches follow the memory of their first result.
+        let ordered = match launch.program.seeds() {
+            0 => launch.strided.reordered_for(launch.inputs.len()).map(|strided| Launch { strided, ..*launch }),
+            _ => None,
+        };
+        let launch = ordered.as_ref().unwrap_or(launch);
+        match copy_transposed_operands(launch)? {
+            Some((inputs, strided)) => run_in_order(&Launch { inputs: &inputs, strided, ..*launch }),
+            None => run_in_order(launch),
+        }
+    })
 }
 
 /// Runs a launch whose dims are in their final order: as a copy if the program only copies, else through the interpreter.
@@ -92,8 +79,11 @@ fn run_in_order(launch: &Launch) -> Result<()> {
     let writes: SmallVec<[&Storage; 2]> = launch.outputs.iter().map(|t| &t.storage).collect();
     if copy::is_copy(launch) {
         let transpose = Transpose::try_new(launch, 0).filter(|_| launch.strided.is_contiguous(1));
+        let (out, size) = (launch.outputs[0], launch.outputs[0].dtype.size());
         return with_host(&reads, &writes, |reads, writes| match transpose {
-            Some(transpose) => transpose.run(reads[0], &mut writes[0][result_bytes(launch.outputs[0])]),
+            Some(transpose) => {
+                transpose.run(reads[0], &mut writes[0][out.layout.offset * size..][..out.numel() * size]);
+            }
             None => copy::run_copy(launch, reads[0], writes[0]),
         });
     }

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::parallel;
+use super::parallel::{self, SharedPtr};
 
 /// The partition of a matrix of `columns` columns, whose rows are `pitch` elements apart: into bands of `band` rows, and each band into
 /// blocks of up to `height` rows and `width` columns.
@@ -83,9 +83,6 @@ pub(crate) fn for_each_block<T: Send>(
     single_threaded: bool,
     f: impl Fn([usize; 3], Block<T>) + Sync,
 ) {
-    struct SharedPtr<T>(*mut T);
-    // SAFETY: each thread makes references to elements that no other thread accesses.
-    unsafe impl<T: Send> Sync for SharedPtr<T> {}
     let BlockPartition { columns, pitch, band, height, width } = cut;
     assert!(columns <= pitch, "rows of {columns} elements overlap, {pitch} apart");
     let rows = (data.len() + pitch - columns) / pitch;

@@ -26,16 +26,13 @@ thread_local! {
 
 impl Conv {
     /// Computes the gradient of the weight: every window's gradient times the image elements that the window reads, summed over all windows. Writes
-    /// to `out` if given, which is contiguous. `windows` is contiguous.
-    pub(crate) fn sum_weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-        match self.serial_gemm.elements_per_step() {
-            f32::ELEMENTS_PER_STEP => self.gradient_from::<f32>(x, windows, out),
-            _ => self.gradient_from::<u16>(x, windows, out),
-        }
-    }
-
-    /// [`sum_weight_gradient`](Self::sum_weight_gradient) from slabs of T.
-    fn gradient_from<T: StepElement>(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+    /// to `out` if given, which is contiguous. `windows` is contiguous. Slabs have elements of T.
+    pub(crate) fn sum_weight_gradient<T: StepElement>(
+        &self,
+        x: &Tensor,
+        windows: &Tensor,
+        out: Option<Tensor>,
+    ) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.kernel_len());
         let [kh, kw] = self.w.kernel;
         let out = match out {

@@ -35,7 +35,8 @@ pub(crate) mod serial;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{parallel, threads};
+use crate::device::cpu::parallel::{self, SharedPtr};
+use crate::device::cpu::threads;
 use crate::{Error, Result};
 pub(crate) use floats::Floats;
 pub(crate) use integers::gemm_integers;
@@ -148,12 +149,6 @@ fn for_each_piece(
         }
     });
 }
-
-/// The first element of a matrix in memory that threads share.
-struct SharedPtr<T>(*mut T);
-
-// SAFETY: the threads of a product read the inputs and write pieces of the result that have no element in common.
-unsafe impl<T: Send + Sync> Sync for SharedPtr<T> {}
 
 /// Returns the kernels for products of this size and these types, if any. Products of a few rows have other kernels, in [`few`].
 #[cfg(target_arch = "x86_64")]

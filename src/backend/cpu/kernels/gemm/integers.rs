@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{MatrixLayout, SharedPtr, check_layouts, for_each_piece, partition};
+use super::{MatrixLayout, check_layouts, for_each_piece, partition};
 use crate::Result;
 use crate::backend::cpu::vectorised::vectorised;
+use crate::device::cpu::parallel::SharedPtr;
 
 /// Up to this number of rows or columns of the result, an operand is read in place, because packing would cost more.
 const IN_PLACE_MAX_ROWS: usize = 7;
