@@ -16,12 +16,14 @@ use crate::backend::cpu::conv::scratch::with_scratch;
 use crate::backend::cpu::conv::slab::{Images, Slabs, WindowPart, add_columns};
 use crate::backend::cpu::conv::steps::{StepElement, load_pairs, pair_rows};
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::gather::read_range;
 use crate::backend::cpu::kernels::gemm::Floats;
 use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::blocks::{Block, BlockPartition, for_each_block};
 use crate::device::cpu::{parallel, threads};
+use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
@@ -446,15 +448,6 @@ fn contiguous_floats<'a>(t: &Tensor, bytes: &'a [u8]) -> Cow<'a, [f32]> {
         return Floats::new(t.dtype, &bytes[t.layout.offset * size..][..t.numel() * size]).widened();
     }
     let mut made = vec![0.0; t.numel()];
-    let (dims, strides) = (t.shape().dims(), t.strides());
-    let (row, step) = (dims[dims.len() - 1], strides[dims.len() - 1]);
-    for (i, made) in made.chunks_exact_mut(row).enumerate() {
-        let (mut rest, mut at) = (i, t.layout.offset as isize);
-        for d in (0..dims.len() - 1).rev() {
-            at += (rest % dims[d]) as isize * strides[d];
-            rest /= dims[d];
-        }
-        load_tile(t.dtype, bytes, at as usize, step, made);
-    }
+    read_range(t, bytes, &StridedDims::new(t.shape(), [t.strides()]), 0, &mut made);
     made.into()
 }

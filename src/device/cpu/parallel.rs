@@ -138,7 +138,8 @@ pub(crate) fn for_each_chunk<T: Send>(data: &mut [T], size: usize, f: impl Fn(us
 }
 
 /// Returns whether this thread's next operation should start at the end. The answer alternates, so that an operation starts with the
-/// data that the last operation left in the caches.
+/// data that the last operation left in the caches: an addition of 10^4 or 10^6 elements then takes 10 % less time
+/// (docs/notebook/cpu_device.md).
 pub(crate) fn alternate_direction() -> bool {
     thread_local!(static REVERSE: Cell<bool> = const { Cell::new(true) });
     REVERSE.try_with(|reverse| reverse.replace(!reverse.get())).unwrap_or(false) // false in a thread that is ending

@@ -1,12 +1,11 @@
 //! The gradient of a convolution's weight. Every part of the windows has its own sums, which are added up in a fixed order.
 
-use std::cell::Cell;
-
 use crate::backend::cpu::conv::scratch::{MAX_KEPT_ELEMENTS, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
 use crate::backend::cpu::conv::steps::StepElement;
 use crate::backend::cpu::conv::{Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, even_size, slab};
 use crate::backend::cpu::convert::store_tile;
+use crate::backend::cpu::kernels::buffers::{Content, with_buffer};
 use crate::backend::cpu::kernels::gemm::Floats;
 use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::blocks::Block;
@@ -18,11 +17,6 @@ use crate::{Result, Tensor};
 const PANEL_STEPS: usize = 256;
 /// The number of rows of the weight's gradient that are summed together.
 const SUMMED_ROWS: usize = 16;
-
-thread_local! {
-    /// The sums of all parts, kept so that their pages stay mapped.
-    static SUMS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
 
 impl Conv {
     /// Computes the gradient of the weight: every window's gradient times the image elements that the window reads, summed over all windows. Writes
@@ -155,11 +149,10 @@ impl Conv {
                 }
             };
             let of_part = self.groups * blocks * of_block;
-            SUMS.with(|kept| {
-                let mut sums = kept.take();
+            with_buffer(Content::Sums, MAX_KEPT_ELEMENTS, |sums| {
                 if sums.len() < parts * of_part {
-                    drop(sums);
-                    sums = vec![0.0; parts * of_part];
+                    *sums = Vec::new(); // freed before the larger memory is allocated
+                    *sums = vec![0.0; parts * of_part];
                 }
                 let used = &mut sums[..parts * of_part];
                 if self.is_serial() {
@@ -199,9 +192,6 @@ impl Conv {
                 match out_bytes.len() <= 1 << 14 {
                     true => out_bytes.chunks_mut(of_piece).enumerate().for_each(|(i, to)| piece(i, to)),
                     false => parallel::for_each_chunk(out_bytes, of_piece, piece),
-                }
-                if sums.len() <= MAX_KEPT_ELEMENTS {
-                    kept.set(sums);
                 }
             });
         })?;

@@ -14,6 +14,18 @@ use ::gemm::Parallelism;
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
+/// Defines methods of a trait that are inlined and whose safety is their caller's promise.
+#[cfg(target_arch = "x86_64")]
+macro_rules! unsafe_methods {
+    ($($method:ident($($args:tt)*) -> $out:ty = $made:expr;)*) => { $(
+        #[inline(always)]
+        unsafe fn $method($($args)*) -> $out {
+            // SAFETY: the caller's promise.
+            unsafe { $made }
+        }
+    )* };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]

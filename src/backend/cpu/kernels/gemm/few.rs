@@ -29,15 +29,11 @@ trait Widen<T>: Vector {
 }
 
 macro_rules! widen {
-    ($($vector:ident of $type:ty: $at:ident => $widened:expr;)*) => {
-        $(impl Widen<$type> for $vector {
-            #[inline(always)]
-            unsafe fn widen($at: *const $type) -> Self {
-                // SAFETY: the caller's promise.
-                unsafe { $widened }
-            }
-        })*
-    };
+    ($($vector:ident of $type:ty: $at:ident => $widened:expr;)*) => { $(
+        impl Widen<$type> for $vector {
+            unsafe_methods! { widen($at: *const $type) -> Self = $widened; }
+        }
+    )* };
 }
 
 widen! {

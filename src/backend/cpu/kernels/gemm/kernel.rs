@@ -121,16 +121,6 @@ pub(super) trait Vector: Copy {
     unsafe fn add_product(self, x: Self, y: Self) -> Self;
 }
 
-macro_rules! vector_methods {
-    ($($method:ident($($args:tt)*) -> $out:ty = $made:expr;)*) => { $(
-        #[inline(always)]
-        unsafe fn $method($($args)*) -> $out {
-            // SAFETY: the caller's promise.
-            unsafe { $made }
-        }
-    )* };
-}
-
 macro_rules! vector {
     ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident $where_above:ident $add_product:ident) => {
         #[derive(Clone, Copy)]
@@ -138,7 +128,7 @@ macro_rules! vector {
 
         impl Vector for $name {
             const LANES: usize = $lanes;
-            vector_methods! {
+            unsafe_methods! {
                 zero() -> Self = $name($zero());
                 load(at: *const f32) -> Self = $name($load(at));
                 // Pairs that are read in place may be unaligned.
