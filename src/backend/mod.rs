@@ -194,7 +194,7 @@ pub(crate) fn primitive_fast_path<'a>(
 ) -> Option<impl FnOnce(&Tensor) -> Result<()> + 'a> {
     match inputs.first()?.device() {
         Device::Cpu => {
-            let primitive = cpu::flat::SmallPrimitive::try_new(inputs, scalars, program, dtype)?;
+            let primitive = cpu::fast_path::SmallPrimitive::try_new(inputs, scalars, program, dtype)?;
             Some(move |out: &Tensor| {
                 let _recorded = profiler::operation(|| describe(op, inputs.iter().copied().chain([out])));
                 cpu::counted(primitive.fill(out))

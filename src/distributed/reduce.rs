@@ -3,7 +3,8 @@
 use bytemuck::Zeroable;
 use half::{bf16, f16};
 
-use crate::device::cpu::{convert, parallel};
+use crate::backend::cpu::kernels::convert;
+use crate::device::cpu::parallel;
 use crate::{DType, Error, Result};
 
 /// How a collective combines the values of an element from all ranks (PyTorch's `ReduceOp`).

@@ -10,6 +10,7 @@
 pub(crate) mod derivative;
 pub(crate) mod formulas;
 pub(crate) mod philox;
+pub(crate) mod polynomials;
 pub(crate) mod primitives;
 pub(crate) mod program;
 pub(crate) mod rows;

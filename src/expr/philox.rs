@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::device::cpu::math::{cos_small, log_near_one, sin_small};
+use crate::expr::polynomials::{cos_small, log_near_one, sin_small};
 
 /// A source of random numbers: `key` is the user's seed, `stream` counts the draws made from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -48,7 +48,7 @@ const OPENCL: &[&str] = &[
 ];
 
 /// Files that may contain `unsafe`.
-const UNSAFE: &[&str] = &["src/device/", "src/storage/"];
+const UNSAFE: &[&str] = &["src/device/", "src/storage/", "src/backend/cpu/kernels/"];
 
 /// Files that may change a storage's version counter. All other code goes through `backend::launch`, which always does.
 const VERSIONS: &[&str] = &["src/storage/", "src/backend/"];
@@ -97,7 +97,9 @@ impl Rule {
             Self::OpenClTypes => {
                 "OpenCL's types stay in device/opencl, storage/driver and backend/opencl; move the code there"
             }
-            Self::Unsafe => "`unsafe` stays in device/ and storage/; put a safe function there and call it",
+            Self::Unsafe => {
+                "`unsafe` stays in device/, storage/ and backend/cpu/kernels/; put a safe function there and call it"
+            }
             Self::Backends => {
                 "backend/cpu and backend/opencl do not import each other; share it through backend/problem"
             }

@@ -47,7 +47,8 @@ fn broken(file: &str, code: &str) -> Vec<(Rule, String)> {
         ),
         ("storage/mod.rs", ""),
         ("backend/mod.rs", "mod cpu; mod opencl;"),
-        ("backend/cpu/mod.rs", "pub(crate) fn run() {}"),
+        ("backend/cpu/mod.rs", "pub(crate) mod kernels; pub(crate) fn run() {}"),
+        ("backend/cpu/kernels/mod.rs", ""),
         ("backend/opencl/mod.rs", "pub(crate) fn run() {}"),
     ]);
     let text = format!("{}\n{code}", files[file]);
@@ -131,7 +132,9 @@ fn uses_of_opencl_types_are_found() {
 fn unsafe_code_is_found() {
     breaks(Rule::Unsafe, "unsafe", "ops/mod.rs", "fn f() { unsafe { g() } }");
     breaks(Rule::Unsafe, "unsafe", "nn/mod.rs", "macro_rules! m { () => { unsafe { g() } }; }");
+    breaks(Rule::Unsafe, "unsafe", "backend/cpu/mod.rs", "fn f() { unsafe { g() } }");
     holds("storage/mod.rs", "fn f() { unsafe { g() } }");
+    holds("backend/cpu/kernels/mod.rs", "fn f() { unsafe { g() } }");
     holds("ops/mod.rs", "/// unsafe\nfn f() { \"unsafe\" } // unsafe");
 }
 

@@ -14,14 +14,16 @@ use std::borrow::Cow;
 
 use crate::backend::cpu::conv::scratch::with_scratch;
 use crate::backend::cpu::conv::slab::{Images, Slabs, WindowPart, add_columns};
-use crate::backend::cpu::conv::steps::{load_pairs, pair_rows};
+use crate::backend::cpu::conv::steps::{StepElement, load_pairs, pair_rows};
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::gather::read_range;
+use crate::backend::cpu::kernels::gemm::Floats;
+use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::blocks::{Block, BlockPartition, for_each_block};
-use crate::device::cpu::gemm::Floats;
-use crate::device::cpu::gemm::serial::{LeftMatrix, RightMatrix, SerialGemm};
 use crate::device::cpu::{parallel, threads};
+use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
@@ -261,7 +263,8 @@ impl Convolution for Conv {
                 self.pack_weight((weight, reads[1]), (self.inner, taps), (self.groups * chunks, stride), lay_out);
             let bias = bias.map(|bias| contiguous_floats(bias, reads[2]));
             let (band, width) = (job_windows.images * self.outer, job_windows.rows * job_windows.columns * size);
-            let cut = BlockPartition { columns: self.window_count() * size, band, height: band, width };
+            let columns = self.window_count() * size;
+            let cut = BlockPartition { columns, pitch: columns, band, height: band, width };
             for_each_block(
                 &mut writes[0][..out.numel() * size],
                 cut,
@@ -374,12 +377,9 @@ impl Convolution for Conv {
             let rows = (self.outer, self.inner * taps);
             let weight = self.pack_weight((weight, reads[1]), rows, (self.groups * blocks, stride), lay_out);
             let bias = bias.map(|bias| contiguous_floats(bias, reads[2]));
-            let cut = BlockPartition {
-                columns: self.image_len() * size,
-                band: job_windows.images * self.inner,
-                height: job_windows.images * height,
-                width: self.image_len() * size,
-            };
+            let (columns, band) = (self.image_len() * size, job_windows.images * self.inner);
+            let height_of_block = job_windows.images * height;
+            let cut = BlockPartition { columns, pitch: columns, band, height: height_of_block, width: columns };
             for_each_block(
                 &mut writes[0][..out.numel() * size],
                 cut,
@@ -428,7 +428,11 @@ impl Convolution for Conv {
     }
 
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        self.sum_weight_gradient(x, &y.detach().contiguous()?, slot)
+        let windows = &y.detach().contiguous()?;
+        match self.serial_gemm.elements_per_step() {
+            f32::ELEMENTS_PER_STEP => self.sum_weight_gradient::<f32>(x, windows, slot),
+            _ => self.sum_weight_gradient::<u16>(x, windows, slot),
+        }
     }
 }
 
@@ -437,31 +441,13 @@ pub(crate) fn even_size(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most.max(1)))
 }
 
-/// Views bytes as elements of a dtype that has product kernels.
-pub(crate) fn as_floats(dtype: DType, bytes: &[u8]) -> Floats<'_> {
-    match dtype {
-        DType::F32 => Floats::F32(bytemuck::cast_slice(bytes)),
-        DType::F16 => Floats::F16(bytemuck::cast_slice(bytes)),
-        _ => Floats::BF16(bytemuck::cast_slice(bytes)),
-    }
-}
-
 /// The elements of a weight or a bias as contiguous f32.
 fn contiguous_floats<'a>(t: &Tensor, bytes: &'a [u8]) -> Cow<'a, [f32]> {
     if t.is_contiguous() {
         let size = t.dtype.size();
-        return as_floats(t.dtype, &bytes[t.layout.offset * size..][..t.numel() * size]).widened();
+        return Floats::new(t.dtype, &bytes[t.layout.offset * size..][..t.numel() * size]).widened();
     }
     let mut made = vec![0.0; t.numel()];
-    let (dims, strides) = (t.shape().dims(), t.strides());
-    let (row, step) = (dims[dims.len() - 1], strides[dims.len() - 1]);
-    for (i, made) in made.chunks_exact_mut(row).enumerate() {
-        let (mut rest, mut at) = (i, t.layout.offset as isize);
-        for d in (0..dims.len() - 1).rev() {
-            at += (rest % dims[d]) as isize * strides[d];
-            rest /= dims[d];
-        }
-        load_tile(t.dtype, bytes, at as usize, step, made);
-    }
+    read_range(t, bytes, &StridedDims::new(t.shape(), [t.strides()]), 0, &mut made);
     made.into()
 }

@@ -3,15 +3,12 @@
 //! The rules are those of Rust's `as`: floats to integers saturate and truncate, NaN gives 0, integers wrap. Every number except 0 is
 //! `true`. f16 and bf16 convert through f32 and round to nearest even. `kernels/prelude.cl` implements the same rules.
 
-use std::marker::PhantomData;
-
 use bytemuck::Pod;
 use half::f16;
-use pulp::{Arch, Simd, WithSimd};
 
+use crate::backend::cpu::kernels::convert::{bf16_bits, narrow, truncate, widen};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::{Function, function};
-use crate::device::cpu::convert::{bf16_bits, narrow, truncate, widen};
+use crate::backend::cpu::vectorised::{Function, function, vectorised};
 use crate::{Compute, DType};
 
 /// The number of f16 elements converted at a time if they are strided, or not computed in f32.
@@ -80,27 +77,18 @@ pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8]
     }
 }
 
-/// A loop that calls `F` for each element, for dispatch to the processor's vectors.
-struct ConvertLoop<'a, A, B, F> {
-    from: &'a [A],
-    to: &'a mut [B],
-    function: PhantomData<F>,
-}
-
-impl<A: Copy, B, F: Function<A, B>> WithSimd for ConvertLoop<'_, A, B, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        self.to.iter_mut().zip(self.from).for_each(|(to, &x)| *to = F::call(x));
+vectorised! {
+    /// Writes the function's result for each element.
+    fn convert_each<'a, A: Copy, B: Copy, F: Function<A, B>>(_simd: S, from: &'a [A], to: &'a mut [B]) {
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = F::call(x));
     }
 }
 
-fn load<T: Pod, C, F: Function<T, C>>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
+fn load<T: Pod, C: Copy, F: Function<T, C>>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     let src: &[T] = bytemuck::cast_slice(bytes);
     if stride == 1 {
         let from = &src[start..start + out.len()];
-        Arch::new().dispatch(ConvertLoop::<T, C, F> { from, to: out, function: PhantomData });
+        convert_each::<T, C, F>(from, out);
     } else {
         let mut i = start;
         for o in out {
@@ -114,7 +102,7 @@ fn store<T: Pod, C: Copy, F: Function<C, T>>(values: &[C], bytes: &mut [u8], sta
     let dst: &mut [T] = bytemuck::cast_slice_mut(bytes);
     if stride == 1 {
         let to = &mut dst[start..start + values.len()];
-        Arch::new().dispatch(ConvertLoop::<C, T, F> { from: values, to, function: PhantomData });
+        convert_each::<C, T, F>(values, to);
     } else {
         let mut i = start;
         for &x in values {

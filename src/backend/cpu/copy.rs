@@ -2,6 +2,7 @@
 
 use bytemuck::Pod;
 
+use crate::backend::cpu::dispatch::for_size;
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::problem::map::Launch;
 use crate::device::cpu::copy as device_copy;
@@ -29,12 +30,7 @@ pub(crate) fn is_copy(launch: &Launch) -> bool {
 }
 
 pub(crate) fn run_copy(launch: &Launch, from: &[u8], to: &mut [u8]) {
-    match launch.inputs[0].dtype.size() {
-        1 => copy::<u8>(launch, from, to),
-        2 => copy::<u16>(launch, from, to),
-        4 => copy::<u32>(launch, from, to),
-        _ => copy::<u64>(launch, from, to),
-    }
+    for_size!(launch.inputs[0].dtype.size(), T => copy::<T>(launch, from, to));
 }
 
 fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {

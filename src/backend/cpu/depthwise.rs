@@ -11,17 +11,16 @@ mod vectors;
 
 use std::ops::Range;
 
-use pulp::Arch;
-
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::depthwise::jobs::{ImagesJob, Phase, weight, windows};
+use crate::backend::cpu::depthwise::jobs::{ImagesJob, Phase, images, weight, windows};
 use crate::backend::cpu::depthwise::planes::{JobOutput, PlanePart, PlaneParts, Planes};
 use crate::backend::cpu::depthwise::vectors::{VectorFloat, pack_weights};
+use crate::backend::cpu::dispatch::for_float;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
-use crate::{Compute, Result, Shape, Tensor};
+use crate::{Result, Shape, Tensor};
 
 /// The number of multiplications in a job of the thread pool; loading or storing an element counts as [`MOVE_COST`].
 const JOB_COST: usize = 1 << 17;
@@ -82,24 +81,15 @@ pub(crate) struct Depthwise {
 
 impl Convolution for Depthwise {
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        match x.dtype.compute() {
-            Compute::F64 => self.windows_as::<f64>(x, weight, bias),
-            _ => self.windows_as::<f32>(x, weight, bias),
-        }
+        for_float!(x.dtype.compute(), C => self.windows_as::<C>(x, weight, bias))
     }
 
     fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        match y.dtype.compute() {
-            Compute::F64 => self.images_as::<f64>(y, weight, bias),
-            _ => self.images_as::<f32>(y, weight, bias),
-        }
+        for_float!(y.dtype.compute(), C => self.images_as::<C>(y, weight, bias))
     }
 
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        match x.dtype.compute() {
-            Compute::F64 => self.weight_as::<f64>(x, y, slot),
-            _ => self.weight_as::<f32>(x, y, slot),
-        }
+        for_float!(x.dtype.compute(), C => self.weight_as::<C>(x, y, slot))
     }
 }
 
@@ -109,10 +99,10 @@ impl Depthwise {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], sizes_4d(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
         let phase_counts = [0, 1].map(|d| w.kernel[d].min(w.stride[d]));
-        if sizes.contains(&0)
-            || phase_counts[0] * phase_counts[1] > MAX_PHASES
-            || !has_small_groups(groups, outer / groups, inner)
-        {
+        // Matrix products are better for large groups.
+        let of_group = outer / groups * inner;
+        let small = groups > 1 && of_group <= 256 || of_group == 1;
+        if sizes.contains(&0) || phase_counts[0] * phase_counts[1] > MAX_PHASES || !small {
             return None;
         }
         let axes = [0, 1].map(|d| WindowAxis::new(&w, d));
@@ -268,15 +258,7 @@ impl Depthwise {
         let phases: Vec<Phase<C>> = (0..self.phases()).map(phase).collect();
         let finite: Vec<bool> = weight.chunks_exact(group).map(are_finite).collect();
         self.compute_planes(y, [self.inner, self.w.image[0], self.w.image[1]], |y, first, made| {
-            Arch::new().dispatch(ImagesJob {
-                d: self,
-                y,
-                phases: &phases,
-                finite: &finite,
-                starts: &starts,
-                first,
-                made,
-            });
+            images(ImagesJob { d: self, y, phases: &phases, finite: &finite, starts: &starts, first, made });
         })
     }
 
@@ -304,11 +286,6 @@ impl Depthwise {
         })?;
         Ok(out)
     }
-}
-
-/// True if groups are too small for matrix products to be worthwhile.
-fn has_small_groups(groups: usize, outer: usize, inner: usize) -> bool {
-    groups > 1 && outer * inner <= 256 || outer * inner == 1
 }
 
 /// Reads all elements of a tensor in row-major order.

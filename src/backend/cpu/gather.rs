@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::for_size;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Number;
 use crate::device::cpu::parallel;
@@ -92,20 +93,11 @@ pub(crate) fn check_range(
     found.map_or(Ok(()), |index| Err(Error::IndexOutOfRange { op, index, size }))
 }
 
-/// Reads elements of operand k of the iteration, from `first` on.
-fn read_range<C: Number>(
-    t: &Tensor,
-    bytes: &[u8],
-    layout: &Layout,
-    strided: &StridedDims,
-    k: usize,
-    first: usize,
-    out: &mut [C],
-) {
-    let stride = strided.strides[k].last().copied().unwrap_or(0);
+/// Reads elements of a tensor, whose dims and strides are `strided`, from element `first` on.
+pub(crate) fn read_range<C: Number>(t: &Tensor, bytes: &[u8], strided: &StridedDims, first: usize, out: &mut [C]) {
+    let stride = strided.strides[0].last().copied().unwrap_or(0);
     strided.for_each_run(first, out.len(), |at, offsets, n| {
-        let start = layout.offset as isize + offsets[k];
-        load_tile(t.dtype, bytes, start as _, stride, &mut out[at..at + n]);
+        load_tile(t.dtype, bytes, (t.layout.offset as isize + offsets[0]) as usize, stride, &mut out[at..at + n]);
     });
 }
 
@@ -138,13 +130,8 @@ fn gather_line<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
-        let good = g.size > 0
-            && match g.x.dtype.size() {
-                1 => gather_as::<u8>(g, reads, bytemuck::cast_slice_mut(to)),
-                2 => gather_as::<u16>(g, reads, bytemuck::cast_slice_mut(to)),
-                4 => gather_as::<u32>(g, reads, bytemuck::cast_slice_mut(to)),
-                _ => gather_as::<u64>(g, reads, bytemuck::cast_slice_mut(to)),
-            };
+        let good =
+            g.size > 0 && for_size!(g.x.dtype.size(), T => gather_as::<T>(g, reads, bytemuck::cast_slice_mut(to)));
         if good { Ok(()) } else { check_range(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps) }
     })?
 }
@@ -221,7 +208,7 @@ pub(crate) fn linear_index(
         let mut tile = [0i64; TILE];
         for (k, out) in out.chunks_mut(TILE).enumerate() {
             let tile = &mut tile[..out.len()];
-            read_range(index, reads[0], &index.layout, &strided, 0, k * TILE, tile);
+            read_range(index, reads[0], &strided, k * TILE, tile);
             for (o, i) in out.iter_mut().zip(tile) {
                 *o = base.unwrap_or(*o) + (*i + if *i < 0 { size as i64 } else { 0 }) * step as i64;
             }
@@ -239,7 +226,7 @@ pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize
         parallel::for_each_chunk(out, rows * classes, |k, out| {
             let mut tile = [0i64; TILE];
             let tile = &mut tile[..out.len() / classes];
-            read_range(t, reads[0], &t.layout, &strided, 0, k * rows, tile);
+            read_range(t, reads[0], &strided, k * rows, tile);
             out.fill(0);
             out.chunks_exact_mut(classes).zip(tile).for_each(|(row, class)| row[*class as usize] = 1);
         });

@@ -1,4 +1,4 @@
-//! Matrix products on the CPU: the kernels of `device::cpu::gemm`, with the epilogue in tiles.
+//! Matrix products on the CPU: the kernels of `kernels::gemm`, with the epilogue in tiles.
 //!
 //! f16 and bf16 are multiplied and added in f32. An f32 epilogue, which includes rounding to f16 or bf16, is applied to blocks of the
 //! product while they are in the cache (`gemm_epilogue`). Otherwise the product is written to the first result, if that has the
@@ -6,12 +6,11 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::conv::as_floats;
 use crate::backend::cpu::gemm_epilogue::Epilogue;
+use crate::backend::cpu::kernels::gemm::{Floats, MatrixLayout, gemm, gemm_f32, gemm_integers, gemm_with_row_sums};
 use crate::backend::cpu::map;
 use crate::backend::problem::gemm::{Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params};
-use crate::device::cpu::gemm::{MatrixLayout, gemm, gemm_f32, gemm_integers, gemm_with_row_sums};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
@@ -64,7 +63,7 @@ pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>
             (DType::U32, _) => integers!(u32, i64),
             (DType::I64, _) => integers!(i64, i64),
             _ => {
-                let (a, b) = (as_floats(g.a.dtype, a), as_floats(g.b.dtype, b));
+                let (a, b) = (Floats::new(g.a.dtype, a), Floats::new(g.b.dtype, b));
                 let out = bytemuck::cast_slice_mut(out);
                 if let Some(sums) = sums
                     && let Some(batches) = batches.next()

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
-use crate::backend::cpu::conv::as_floats;
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
+use crate::backend::cpu::kernels::gemm::{Floats, KernelEpilogue, gemm_into, gemm_with_epilogue, supports_pieces};
 use crate::backend::problem::gemm::{BIASED, Gemm, GemmOperand, GemmPlan, RELU, RELU_GRAD};
 use crate::backend::problem::map::compute_type;
 use crate::backend::problem::operand::OperandKind;
-use crate::device::cpu::gemm::{KernelEpilogue, gemm_into, gemm_with_epilogue, supports_pieces};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::{Storage, with_host};
@@ -146,7 +145,7 @@ fn compute<T: Pod + Send + Sync>(
     let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
     let writes: SmallVec<[&Storage; 2]> = outs.iter().map(|t| &t.storage).collect();
     with_host(&reads, &writes, |reads, writes| {
-        let (a, b) = (as_floats(g.a.dtype, reads[0]), as_floats(g.b.dtype, reads[1]));
+        let (a, b) = (Floats::new(g.a.dtype, reads[0]), Floats::new(g.b.dtype, reads[1]));
         let first = [g.a.layout.offset, g.b.layout.offset, 0];
         let extras = g.extras.iter().zip(kinds).zip(&reads[2..]);
         let epilogue = Epilogue {

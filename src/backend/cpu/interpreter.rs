@@ -6,20 +6,12 @@
 #[cfg(test)]
 mod tests;
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
-
-use crate::backend::cpu::in_place::{binary_in_place, is_cheap};
-use crate::backend::cpu::multiply_add::multiply_add;
 use crate::backend::cpu::scalar::{Number, VectorFunction};
-use crate::backend::cpu::steps::Action;
-use crate::backend::cpu::steps::Step;
-use crate::backend::cpu::steps::Value;
-use crate::backend::cpu::vectorised::{Function, function};
-use crate::backend::cpu::{fused_functions, nontemporal};
-use crate::device::cpu::streaming;
+use crate::backend::cpu::steps::{Action, ProductSum, Step, Value};
+use crate::backend::cpu::vectorised::{Function, function, vectorised};
+use crate::device::cpu::streaming::{LINE, Streaming, should_stream};
 use crate::expr::philox::{Bits, Normal, Seed, Uniform};
 use crate::expr::program::Program;
 use crate::expr::{Binary, Leaf, Op, Unary};
@@ -56,7 +48,6 @@ pub(crate) struct Tile<'a, C> {
 
 /// The registers of the interpreter, reused from tile to tile.
 pub(crate) struct Scratch<C> {
-    arch: Arch,
     /// Whether to store results past the cache. Requires [`Program::can_bypass_cache`].
     pub(crate) streamed: bool,
     /// The program's registers, and one more for copies of results that a step both reads and writes.
@@ -73,7 +64,7 @@ struct Register<C> {
 
 impl<C: Number> Scratch<C> {
     pub(crate) fn new() -> Scratch<C> {
-        Scratch { arch: Arch::new(), streamed: false, registers: Vec::new() }
+        Scratch { streamed: false, registers: Vec::new() }
     }
 
     /// Allocates registers up to this number.
@@ -110,7 +101,7 @@ impl Program {
     /// True if a result of `bytes` bytes should be stored past the cache; `all` also counts the operands' bytes. Never with functions: while they
     /// compute, the reads that ordinary stores cause are hidden anyway.
     pub(crate) fn should_bypass_cache(&self, bytes: usize, all: usize) -> bool {
-        !self.calls_functions() && streaming::should_stream(bytes, all)
+        !self.calls_functions() && should_stream(bytes, all)
     }
 
     /// True if the step reads the old contents of its result and cannot overwrite them in place.
@@ -180,24 +171,13 @@ impl Program {
                 },
                 Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
             };
-            let arch = scratch.arch;
+            if let Action::Compute(Op::Binary(op)) = step.action {
+                divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && contains_zero(operand(1));
+            }
             let uniform = match step.action {
-                Action::Copy => copy(operand(0), dst),
                 Action::Compute(Op::Leaf(leaf)) => random(leaf, tile.seeds, tile.first, dst),
-                Action::Compute(Op::Unary(op)) => unary(arch, op, operand(0), dst),
-                Action::Compute(Op::Binary(op)) => {
-                    let (a, b) = (operand(0), operand(1));
-                    divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && contains_zero(b);
-                    match scratch.streamed {
-                        true => nontemporal::binary(arch, op, a, b, dst),
-                        false => binary(arch, op, a, b, dst),
-                    }
-                }
-                Action::MultiplyAdd(sum) => multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst),
-                Action::Fused(fused) => fused_functions::run_fused(arch, fused, operand, dst),
-                Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
+                action => compute(action, operand, scratch.streamed, dst),
             };
-
             match step.dst {
                 Value::Output(j) => {
                     if let Some(x) = uniform {
@@ -213,6 +193,11 @@ impl Program {
     }
 }
 
+/// True for the primitives that can store results past the cache, or over an operand.
+pub(crate) fn is_cheap(op: Binary) -> bool {
+    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
+}
+
 fn contains_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     match x {
         TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
@@ -222,6 +207,26 @@ fn contains_zero<C: Number>(x: TileIn<'_, C>) -> bool {
 }
 
 // Each of the following functions fills `dst`, or returns one value for all elements instead.
+
+/// Computes a step that has operands.
+#[inline]
+pub(crate) fn compute<'a, C: Number>(
+    action: Action,
+    operand: impl Fn(usize) -> TileIn<'a, C>,
+    streamed: bool,
+    dst: &mut [C],
+) -> Option<C> {
+    match action {
+        Action::Copy => copy(operand(0), dst),
+        Action::Compute(Op::Unary(op)) => unary(op, operand(0), dst),
+        Action::Compute(Op::Binary(op)) => binary(op, operand(0), operand(1), streamed, dst),
+        Action::Compute(Op::Select) => select(operand(0), operand(1), operand(2), dst),
+        Action::Compute(Op::Leaf(_)) => unreachable!("leaves are operands or random numbers"),
+        Action::MultiplyAdd(sum) => multiply_add(sum, [operand(0), operand(1), operand(2)], dst),
+        Action::Function(function) => vector_function(function, operand(0), dst),
+        Action::Clamp => clamp(operand(0), operand(1), operand(2), dst),
+    }
+}
 
 fn copy<C: Number>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
@@ -242,112 +247,124 @@ fn random<C: Number>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> O
     None
 }
 
-/// A loop that calls `F` for each item, for dispatch to the processor's vectors.
-struct Loop<'a, C, I, F> {
-    dst: &'a mut [C],
-    args: I,
-    function: PhantomData<F>,
-}
-
-impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        for (d, x) in self.dst.iter_mut().zip(self.args) {
+vectorised! {
+    /// Fills `dst` with the function's result for each item of `args`.
+    fn fill<'a, C: Number, I: Iterator, F: Function<I::Item, C>>(_simd: S, dst: &'a mut [C], args: I) {
+        for (d, x) in dst.iter_mut().zip(args) {
             *d = F::call(x);
         }
     }
 }
 
-/// Fills `dst` with the function's result for each item of `args`.
-#[inline(always)]
-pub(crate) fn run_loop<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
-    arch.dispatch(Loop::<C, I, F> { dst, args, function: PhantomData });
-    None
-}
-
-#[inline(always)]
-fn map_unary<C: Number, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
-    match a {
-        TileIn::Slice(a) => run_loop::<C, _, F>(arch, dst, a.iter().copied()),
-        TileIn::Scalar(x) => Some(F::call(x)),
-        _ => unreachable!("operands of a primitive of two"),
-    }
-}
-
-#[inline(always)]
-fn map_binary<C: Number, F: Function<(C, C), C>>(
-    arch: Arch,
-    a: TileIn<'_, C>,
-    b: TileIn<'_, C>,
-    dst: &mut [C],
-) -> Option<C> {
-    use TileIn::{Rows, Scalar, Slice};
-    let function = PhantomData::<F>;
-    match (a, b) {
-        (Slice(a), Slice(b)) => return run_loop::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
-        (Slice(a), Scalar(y)) => return run_loop::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
-        (Scalar(x), Slice(b)) => return run_loop::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
-        (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
-        (Slice(each), Rows(row, at)) => arch.dispatch(RowLoop::<C, F, true> { dst, each, row, at, function }),
-        (Rows(row, at), Slice(each)) => arch.dispatch(RowLoop::<C, F, false> { dst, each, row, at, function }),
-        _ => unreachable!("rows go with a slice"),
-    }
-    None
-}
-
-/// A loop over elements and a row that repeats. The row is the right operand if `RIGHT`, else the left one.
-struct RowLoop<'a, C, F, const RIGHT: bool> {
-    dst: &'a mut [C],
-    each: &'a [C],
-    row: &'a [C],
-    at: usize,
-    function: PhantomData<F>,
-}
-
-impl<C: Number, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_, C, F, RIGHT> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let (mut dst, mut each, mut row) = (self.dst, self.each, &self.row[self.at..]);
-        while !dst.is_empty() {
-            let n = row.len().min(dst.len());
-            let (now, then) = dst.split_at_mut(n);
-            for ((d, &x), &y) in now.iter_mut().zip(each).zip(row) {
-                *d = if RIGHT { F::call((x, y)) } else { F::call((y, x)) };
-            }
-            (dst, each, row) = (then, &each[n..], self.row);
+vectorised! {
+    /// Replaces each element of `dst` by the function's result for the element and an item of `others`.
+    fn overwrite<'a, C: Number, I: Iterator, F: Function<(C, I::Item), C>>(_simd: S, dst: &'a mut [C], others: I) {
+        for (d, x) in dst.iter_mut().zip(others) {
+            *d = F::call((*d, x));
         }
     }
 }
 
-/// A function with its own vector loop, for dispatch to the processor's vectors.
-struct VectorFunctionLoop<'a, C> {
-    function: VectorFunction,
-    dst: &'a mut [C],
-    from: &'a [C],
-}
-
-impl<C: Number> WithSimd for VectorFunctionLoop<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        C::apply_function(self.function, self.dst, self.from);
+vectorised! {
+    /// Fills `dst` with the function's results for the elements of `each` and of a row that repeats, beginning at its element `at`.
+    fn fill_from_rows<'a, C: Number, F: Function<(C, C), C>>(
+        _simd: S, dst: &'a mut [C], each: &'a [C], row: &'a [C], at: usize
+    ) {
+        let (mut dst, mut each, mut rest) = (dst, each, &row[at..]);
+        while !dst.is_empty() {
+            let n = rest.len().min(dst.len());
+            let (now, then) = dst.split_at_mut(n);
+            for ((d, &x), &y) in now.iter_mut().zip(each).zip(rest) {
+                *d = F::call((x, y));
+            }
+            (dst, each, rest) = (then, &each[n..], row);
+        }
     }
 }
 
-pub(crate) fn apply_vector_function<C: Number>(
-    arch: Arch,
-    function: VectorFunction,
-    a: TileIn<'_, C>,
-    dst: &mut [C],
-) -> Option<C> {
+/// An operand of [`fill_past_cache`], read one element or one cache line at a time.
+trait ElementSource<C> {
+    fn next_element(&mut self) -> C;
+    fn next_line(&mut self) -> [C; LINE];
+}
+
+/// A repeating row, and the rest of its current repetition. A slice as long as the result is a row of one repetition.
+struct RowSource<'a, C>(&'a [C], &'a [C]);
+/// One value, repeated.
+struct ScalarSource<C>([C; LINE]);
+
+impl<C: Number> ElementSource<C> for RowSource<'_, C> {
+    #[inline(always)]
+    fn next_element(&mut self) -> C {
+        if self.1.is_empty() {
+            self.1 = self.0;
+        }
+        let one = self.1[0];
+        self.1 = &self.1[1..];
+        one
+    }
+
+    #[inline(always)]
+    fn next_line(&mut self) -> [C; LINE] {
+        if let Some((line, rest)) = self.1.split_first_chunk() {
+            self.1 = rest;
+            return *line;
+        }
+        let mut line = [self.next_element(); LINE];
+        for x in &mut line[1..] {
+            *x = self.next_element();
+        }
+        line
+    }
+}
+
+impl<C: Number> ElementSource<C> for ScalarSource<C> {
+    #[inline(always)]
+    fn next_element(&mut self) -> C {
+        self.0[0]
+    }
+
+    #[inline(always)]
+    fn next_line(&mut self) -> [C; LINE] {
+        self.0
+    }
+}
+
+vectorised! {
+    /// Fills `dst` with the function's results for the elements of both operands, by stores past the cache. Cheap formulas are limited by
+    /// memory bandwidth, and a buffer before the store would cost a quarter of the time.
+    fn fill_past_cache<'a, C: Number, B: ElementSource<C>, F: Function<(C, C), C>>(
+        _simd: S, dst: &'a mut [C], a: RowSource<'a, C>, b: B
+    ) {
+        let ((mut a, mut b), streaming) = ((a, b), Streaming::new());
+        // The elements before the first cache line. Elements are aligned to their size, so they reach a line boundary exactly.
+        let head = dst.as_ptr().align_offset(64).min(dst.len());
+        let (head, lines) = dst.split_at_mut(head);
+        let (lines, tail) = lines.as_chunks_mut::<LINE>();
+        for d in head {
+            *d = F::call((a.next_element(), b.next_element()));
+        }
+        for to in lines {
+            let (a, b) = (a.next_line(), b.next_line());
+            streaming.line(to, std::array::from_fn(|i| F::call((a[i], b[i]))));
+        }
+        for d in tail {
+            *d = F::call((a.next_element(), b.next_element()));
+        }
+    }
+}
+
+vectorised! {
+    /// Fills `dst` with a function that has its own vector loop.
+    fn fill_with_function<'a, C: Number>(_simd: S, function: VectorFunction, dst: &'a mut [C], from: &'a [C]) {
+        C::apply_function(function, dst, from);
+    }
+}
+
+fn vector_function<C: Number>(function: VectorFunction, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(from) => {
-            arch.dispatch(VectorFunctionLoop { function, dst, from });
+            fill_with_function(function, dst, from);
             None
         }
         TileIn::Scalar(x) => {
@@ -359,11 +376,21 @@ pub(crate) fn apply_vector_function<C: Number>(
     }
 }
 
-pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+#[inline(always)]
+fn map_unary<C: Number, F: Function<C, C>>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(a) => fill::<C, _, F>(dst, a.iter().copied()),
+        TileIn::Scalar(x) => return Some(F::call(x)),
+        _ => unreachable!("operands of a primitive of two"),
+    }
+    None
+}
+
+fn unary<C: Number>(op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
             function!(F, x: C => x.$method());
-            map_unary::<C, F>(arch, a, dst)
+            map_unary::<C, F>(a, dst)
         }};
     }
     match op {
@@ -374,7 +401,7 @@ pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mu
         Unary::Round => each!(round),
         Unary::Trunc => each!(trunc),
         Unary::Sqrt => each!(sqrt),
-        Unary::Exp => apply_vector_function(arch, VectorFunction::Exp, a, dst),
+        Unary::Exp => vector_function(VectorFunction::Exp, a, dst),
         Unary::Log => each!(log),
         Unary::Log2 => each!(log2),
         Unary::Log10 => each!(log10),
@@ -382,12 +409,12 @@ pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mu
         Unary::Log1p => each!(log1p),
         Unary::Sin => fix_large_angles(each!(sin), a, dst, f64::sin),
         Unary::Cos => fix_large_angles(each!(cos), a, dst, f64::cos),
-        Unary::Tanh => apply_vector_function(arch, VectorFunction::Tanh, a, dst),
-        Unary::Erf => apply_vector_function(arch, VectorFunction::Erf, a, dst),
+        Unary::Tanh => vector_function(VectorFunction::Tanh, a, dst),
+        Unary::Erf => vector_function(VectorFunction::Erf, a, dst),
         Unary::Erfc => each!(erfc),
         Unary::Lgamma => each!(lgamma),
         Unary::Atan => each!(atan),
-        Unary::Sigmoid => apply_vector_function(arch, VectorFunction::Sigmoid, a, dst),
+        Unary::Sigmoid => vector_function(VectorFunction::Sigmoid, a, dst),
     }
 }
 
@@ -404,39 +431,83 @@ fn fix_large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C],
     made
 }
 
-pub(crate) fn binary<C: Number>(
-    arch: Arch,
-    op: Binary,
+/// Computes a function of two operands; `Swapped` is the function with its arguments swapped.
+#[inline(always)]
+fn map_binary<C: Number, F: Function<(C, C), C>, Swapped: Function<(C, C), C>>(
     a: TileIn<'_, C>,
     b: TileIn<'_, C>,
     dst: &mut [C],
 ) -> Option<C> {
-    macro_rules! each {
-        ($x:ident, $y:ident => $e:expr) => {{
-            function!(F, ($x, $y): (C, C) => $e);
-            map_binary::<C, F>(arch, a, b, dst)
-        }};
+    use TileIn::{Rows, Scalar, Slice};
+    match (a, b) {
+        (Slice(a), Slice(b)) => fill::<C, _, F>(dst, a.iter().copied().zip(b.iter().copied())),
+        (Slice(a), Scalar(y)) => fill::<C, _, F>(dst, a.iter().map(|&x| (x, y))),
+        (Scalar(x), Slice(b)) => fill::<C, _, F>(dst, b.iter().map(|&y| (x, y))),
+        (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
+        (Slice(each), Rows(row, at)) => fill_from_rows::<C, F>(dst, each, row, at),
+        (Rows(row, at), Slice(each)) => fill_from_rows::<C, Swapped>(dst, each, row, at),
+        _ => unreachable!("rows go with a slice"),
     }
-    if let (TileIn::Output(_), other) | (other, TileIn::Output(_)) = (a, b) {
-        binary_in_place(arch, op, matches!(a, TileIn::Output(_)), other, dst);
-        return None;
+    None
+}
+
+/// Computes a function that [`is_cheap`] like [`map_binary`], or over an operand, or by stores past the cache if `streamed`.
+#[inline(always)]
+fn map_cheap<C: Number, F: Function<(C, C), C>, Swapped: Function<(C, C), C>>(
+    a: TileIn<'_, C>,
+    b: TileIn<'_, C>,
+    streamed: bool,
+    dst: &mut [C],
+) -> Option<C> {
+    use TileIn::{Output, Rows, Scalar, Slice};
+    let count = dst.len();
+    let rows = |row, at: usize| RowSource(row, &row[at..]);
+    match (a, b) {
+        (Output(_), Slice(s)) => overwrite::<C, _, F>(dst, s.iter().copied()),
+        (Slice(s), Output(_)) => overwrite::<C, _, Swapped>(dst, s.iter().copied()),
+        (Output(_), Scalar(x)) => overwrite::<C, _, F>(dst, std::iter::repeat_n(x, count)),
+        (Scalar(x), Output(_)) => overwrite::<C, _, Swapped>(dst, std::iter::repeat_n(x, count)),
+        _ if !streamed => return map_binary::<C, F, Swapped>(a, b, dst),
+        (Slice(a), Slice(b)) => fill_past_cache::<C, _, F>(dst, rows(a, 0), rows(b, 0)),
+        (Slice(a), Scalar(y)) => fill_past_cache::<C, _, F>(dst, rows(a, 0), ScalarSource([y; LINE])),
+        (Scalar(x), Slice(b)) => fill_past_cache::<C, _, Swapped>(dst, rows(b, 0), ScalarSource([x; LINE])),
+        (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
+        (Slice(a), Rows(row, at)) => fill_past_cache::<C, _, F>(dst, rows(a, 0), rows(row, at)),
+        (Rows(row, at), Slice(b)) => fill_past_cache::<C, _, F>(dst, rows(row, at), rows(b, 0)),
+        _ => unreachable!("rows go with a slice"),
+    }
+    None
+}
+
+/// Computes a primitive of two operands. Only a primitive that [`is_cheap`] may be `streamed`, or have an operand that is [`TileIn::Output`].
+fn binary<C: Number>(op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, streamed: bool, dst: &mut [C]) -> Option<C> {
+    macro_rules! each {
+        ($map:ident($x:ident, $y:ident => $e:expr) $($streamed:ident)?) => {{
+            function!(F, ($x, $y): (C, C) => $e);
+            function!(Swapped, ($y, $x): (C, C) => $e);
+            $map::<C, F, Swapped>(a, b, $($streamed,)? dst)
+        }};
+        ($x:ident, $y:ident => $e:expr) => { each!(map_binary($x, $y => $e)) };
+    }
+    macro_rules! cheap {
+        ($method:ident) => { each!(map_cheap(x, y => x.$method(y)) streamed) };
     }
     // As in PyTorch's `pow`: a product is much faster than a power, and may differ from it in the last bit.
     if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
         && y == C::from_i32(2)
         && !matches!(a, TileIn::Rows(..))
     {
-        return binary(arch, Binary::Mul, a, a, dst);
+        return binary(Binary::Mul, a, a, streamed, dst);
     }
     match op {
-        Binary::Add => each!(x, y => x.add(y)),
-        Binary::Sub => each!(x, y => x.sub(y)),
-        Binary::Mul => each!(x, y => x.mul(y)),
+        Binary::Add => cheap!(add),
+        Binary::Sub => cheap!(sub),
+        Binary::Mul => cheap!(mul),
+        Binary::Max => cheap!(max),
+        Binary::Min => cheap!(min),
         Binary::Div => each!(x, y => x.div(y)),
         Binary::Rem => each!(x, y => x.rem(y)),
         Binary::Pow => each!(x, y => x.pow(y)),
-        Binary::Max => each!(x, y => x.max(y)),
-        Binary::Min => each!(x, y => x.min(y)),
         Binary::Lt => each!(x, y => C::from_bool(x < y)),
         Binary::Le => each!(x, y => C::from_bool(x <= y)),
         Binary::Eq => each!(x, y => C::from_bool(x == y)),
@@ -450,7 +521,7 @@ pub(crate) fn binary<C: Number>(
     }
 }
 
-fn select<C: Number>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn select<C: Number>(c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
     function!(F, (c, x, y): (C, C, C) => if c.is_true() { x } else { y });
     let c = match c {
@@ -460,11 +531,80 @@ fn select<C: Number>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'
     };
     match (a, b) {
         (Slice(a), Slice(b)) => {
-            run_loop::<C, _, F>(arch, dst, c.zip(a.iter().copied()).zip(b.iter().copied()).map(|((c, x), y)| (c, x, y)))
+            fill::<C, _, F>(dst, c.zip(a.iter().copied()).zip(b.iter().copied()).map(|((c, x), y)| (c, x, y)))
         }
-        (Slice(a), Scalar(y)) => run_loop::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
-        (Scalar(x), Slice(b)) => run_loop::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
-        (Scalar(x), Scalar(y)) => run_loop::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
+        (Slice(a), Scalar(y)) => fill::<C, _, F>(dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
+        (Scalar(x), Slice(b)) => fill::<C, _, F>(dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
+        (Scalar(x), Scalar(y)) => fill::<C, _, F>(dst, c.map(|c| (c, x, y))),
         _ => unreachable!("operands of a primitive of two"),
+    }
+    None
+}
+
+fn clamp<C: Number>(x: TileIn<'_, C>, low: TileIn<'_, C>, high: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    function!(F, (x, low, high): (C, C, C) => {
+        let raised = if x < low { low } else { x };
+        if high < raised { high } else { raised }
+    });
+    let (TileIn::Scalar(low), TileIn::Scalar(high)) = (low, high) else { unreachable!("the bounds are numbers") };
+    match x {
+        TileIn::Slice(x) => fill::<C, _, F>(dst, x.iter().map(|&x| (x, low, high))),
+        TileIn::Scalar(x) => return Some(F::call((x, low, high))),
+        _ => unreachable!("operands of a primitive of two"),
+    }
+    None
+}
+
+/// Computes a product and the sum that uses it, in one pass with half the loads and stores. Both are rounded separately, as in two passes. At
+/// most one operand is [`TileIn::Output`], the old contents of `dst`.
+fn multiply_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+    use TileIn::{Output, Scalar, Slice};
+    // The factors commute: a number goes second, and an overwritten operand first.
+    let (a, b) = match (a, b) {
+        (Scalar(_), Slice(_) | Output(_)) | (Slice(_), Output(_)) => (b, a),
+        _ => (a, b),
+    };
+    macro_rules! each {
+        ($x:ident, $y:ident, $z:ident => $e:expr) => {{
+            function!(F, ($x, $y, $z): (C, C, C) => $e);
+            // The result overwrites the first factor, or the summand.
+            function!(OverFactor, ($x, ($y, $z)): (C, (C, C)) => $e);
+            function!(OverSummand, ($z, ($x, $y)): (C, (C, C)) => $e);
+            match (a, b, c) {
+                (Slice(a), Slice(b), Slice(c)) => {
+                    fill::<C, _, F>(dst, a.iter().zip(b).zip(c).map(|((x, y), z)| (*x, *y, *z)));
+                }
+                (Slice(a), Scalar(y), Slice(c)) => fill::<C, _, F>(dst, a.iter().zip(c).map(|(x, z)| (*x, y, *z))),
+                (Slice(a), Scalar(y), Scalar(z)) => fill::<C, _, F>(dst, a.iter().map(|x| (*x, y, z))),
+                (Slice(a), Slice(b), Output(_)) => {
+                    overwrite::<C, _, OverSummand>(dst, a.iter().zip(b).map(|(x, y)| (*x, *y)));
+                }
+                (Slice(a), Scalar(y), Output(_)) => overwrite::<C, _, OverSummand>(dst, a.iter().map(|x| (*x, y))),
+                (Output(_), Scalar(y), Slice(c)) => overwrite::<C, _, OverFactor>(dst, c.iter().map(|z| (y, *z))),
+                _ => return multiply_then_add(sum, [a, b, c], dst),
+            }
+            None
+        }};
+    }
+    match sum {
+        ProductSum::Add => each!(x, y, z => x.mul(y).add(z)),
+        ProductSum::Sub => each!(x, y, z => x.mul(y).sub(z)),
+        ProductSum::SubFrom => each!(x, y, z => z.sub(x.mul(y))),
+    }
+}
+
+/// Computes the product and then the sum in two passes; only the sum if both factors are numbers.
+fn multiply_then_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+    let op = if sum == ProductSum::Add { Binary::Add } else { Binary::Sub };
+    let product = match (a, b) {
+        (TileIn::Scalar(x), TileIn::Scalar(y)) => TileIn::Scalar(x.mul(y)),
+        _ => {
+            binary(Binary::Mul, a, b, false, dst);
+            TileIn::Output(0)
+        }
+    };
+    match sum {
+        ProductSum::SubFrom => binary(op, c, product, false, dst),
+        _ => binary(op, product, c, false, dst),
     }
 }

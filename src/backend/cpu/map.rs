@@ -1,24 +1,21 @@
 //! Elementwise launches on the CPU: tiles of a program, spread over the thread pool.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::copy;
+use crate::backend::cpu::dispatch::for_compute;
 use crate::backend::cpu::interpreter::{MAX_ALIGN_SKIP, Scratch, TILE, Tile, TileIn, aligned_range};
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::transpose::{Transpose, copy_transposed_operands};
-use crate::backend::cpu::{flat, masks};
+use crate::backend::cpu::{copy, fast_path};
 use crate::backend::problem::map::{Formulas, Launch};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming::Streaming;
 use crate::storage::{Storage, with_host};
-use crate::{Compute, DType, Error, Result, Tensor};
-
-pub(crate) use crate::backend::cpu::partition::job_len;
+use crate::{Error, Result, Tensor};
 
 /// The number of elements computed into a buffer before they are stored past the cache. The buffer stays in the L1 cache.
 const STREAM_BUFFER_LEN: usize = 4 * TILE;
@@ -41,38 +38,22 @@ enum InputSource {
 
 /// Computes formulas elementwise, by the fastest of the methods that apply.
 pub(crate) fn run_formulas(formulas: &Formulas) -> Result<()> {
-    let Formulas { op, inputs, params, program, outputs } = *formulas;
-    if params.seeds.is_empty() && flat::try_run(op, program, inputs, params.scalars, outputs)? {
-        return Ok(());
-    }
-    if outputs[0].dtype == DType::Bool && masks::try_run(program, inputs, outputs)? {
+    if fast_path::try_run(formulas)? {
         return Ok(());
     }
     // A host storage is locked as a whole, for reading or for writing, so even disjoint parts of it count as overlapping.
-    formulas.checked(false, |launch, _| run_launch(launch))
-}
-
-/// Runs a checked launch, in the memory order of its first result.
-pub(crate) fn run_launch(launch: &Launch) -> Result<()> {
-    // Random numbers depend on the index, so they keep the row-major order.
-    let ordered = if launch.program.seeds() == 0 { launch.strided.reordered_for(launch.inputs.len()) } else { None };
-    match ordered {
-        Some(strided) => run_with_copied_transposes(&Launch { strided, ..*launch }),
-        None => run_with_copied_transposes(launch),
-    }
-}
-
-/// Runs a launch after copying transposed operands into order where that is faster.
-fn run_with_copied_transposes(launch: &Launch) -> Result<()> {
-    match copy_transposed_operands(launch)? {
-        Some((inputs, strided)) => run_in_order(&Launch { inputs: &inputs, strided, ..*launch }),
-        None => run_in_order(launch),
-    }
-}
-
-/// The byte range of a contiguous result in its storage.
-fn result_bytes(t: &Tensor) -> Range<usize> {
-    t.layout.offset * t.dtype.size()..(t.layout.offset + t.numel()) * t.dtype.size()
+    formulas.checked(false, |launch, _| {
+        // Random numbers depend on the index, so they keep the row-major order. Other launches follow the memory of their first result.
+        let ordered = match launch.program.seeds() {
+            0 => launch.strided.reordered_for(launch.inputs.len()).map(|strided| Launch { strided, ..*launch }),
+            _ => None,
+        };
+        let launch = ordered.as_ref().unwrap_or(launch);
+        match copy_transposed_operands(launch)? {
+            Some((inputs, strided)) => run_in_order(&Launch { inputs: &inputs, strided, ..*launch }),
+            None => run_in_order(launch),
+        }
+    })
 }
 
 /// Runs a launch whose dims are in their final order: as a copy if the program only copies, else through the interpreter.
@@ -98,16 +79,19 @@ fn run_in_order(launch: &Launch) -> Result<()> {
     let writes: SmallVec<[&Storage; 2]> = launch.outputs.iter().map(|t| &t.storage).collect();
     if copy::is_copy(launch) {
         let transpose = Transpose::try_new(launch, 0).filter(|_| launch.strided.is_contiguous(1));
+        let (out, size) = (launch.outputs[0], launch.outputs[0].dtype.size());
         return with_host(&reads, &writes, |reads, writes| match transpose {
-            Some(transpose) => transpose.run(reads[0], &mut writes[0][result_bytes(launch.outputs[0])]),
+            Some(transpose) => {
+                transpose.run(reads[0], &mut writes[0][out.layout.offset * size..][..out.numel() * size]);
+            }
             None => copy::run_copy(launch, reads[0], writes[0]),
         });
     }
-    let divided_by_zero = with_host(&reads, &writes, |reads, writes| match launch.compute {
-        Compute::F32 => run_as::<f32>(launch, &sources, reads, writes),
-        Compute::F64 => run_as::<f64>(launch, &sources, reads, writes),
-        Compute::I64 => run_as::<i64>(launch, &sources, reads, writes),
-    })?;
+    let divided_by_zero = with_host(
+        &reads,
+        &writes,
+        |reads, writes| for_compute!(launch.compute, C => run_as::<C>(launch, &sources, reads, writes)),
+    )?;
     if divided_by_zero { Err(Error::DivisionByZero { op: launch.op }) } else { Ok(()) }
 }
 

@@ -2,26 +2,22 @@
 
 pub(crate) mod accumulate;
 mod arg;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // its product kernels exist only there
+#[cfg(target_arch = "x86_64")] // as its product kernels
 pub(crate) mod conv;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod depthwise;
-pub(crate) mod flat;
-pub(crate) mod fused_functions;
+pub(crate) mod dispatch;
+pub(crate) mod fast_path;
 pub(crate) mod gather;
 pub(crate) mod gemm;
 pub(crate) mod gemm_epilogue;
-pub(crate) mod half;
-pub(crate) mod in_place;
 pub(crate) mod interpolate;
 pub(crate) mod interpreter;
 pub(crate) mod join;
+pub(crate) mod kernels;
 pub(crate) mod lines;
 pub(crate) mod map;
-pub(crate) mod masks;
-pub(crate) mod multiply_add;
-pub(crate) mod nontemporal;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
 pub(crate) mod norm_channels;

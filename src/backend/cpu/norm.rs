@@ -1,11 +1,11 @@
 //! Normalisation on the CPU. If the result's rows are contiguous, each row is computed completely while it is in the cache. Otherwise (a channel
 //! of a batch), the statistics of all rows come first, then one pass over all elements.
 
-use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, fold_map, fold_simd, sum_deviations};
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::dispatch::for_float;
 use crate::backend::cpu::map;
 use crate::backend::cpu::norm_channels as channels;
 use crate::backend::cpu::norm_channels::shift_simd;
@@ -18,18 +18,16 @@ use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
-use crate::{Compute, Result, Scalar, Tensor};
+use crate::{Result, Scalar, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
 
 pub(crate) fn normalise(rows: &Normalisation) -> Result<()> {
-    match (rows.x.dtype.compute(), rows.y.is_contiguous()) {
-        (Compute::F64, true) => normalise_contiguous::<f64>(rows),
-        (_, true) => normalise_contiguous::<f32>(rows),
-        (Compute::F64, false) => normalise_strided::<f64>(rows),
-        _ => normalise_strided::<f32>(rows),
-    }
+    for_float!(rows.x.dtype.compute(), C => match rows.y.is_contiguous() {
+        true => normalise_contiguous::<C>(rows),
+        false => normalise_strided::<C>(rows),
+    })
 }
 
 /// The weight or the bias of a row.
@@ -184,9 +182,8 @@ pub(crate) fn alloc_column_sums(x: &Tensor, count: usize, n: usize) -> Result<Te
     Tensor::empty_with_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
 }
 
-/// Computes one row of the gradient. Returns two sums over the row: of g times the weight, and of g times the weight times the normalised z.
-/// If the row has a single weight, the sums exclude the weight.
-struct Backward<'a, C> {
+/// The operands and results of one row of the gradient.
+struct BackwardRow<'a, C> {
     g: &'a [C],
     z: &'a [C],
     dz: &'a mut [C],
@@ -200,12 +197,11 @@ struct Backward<'a, C> {
     rms: bool,
 }
 
-impl<C: Number> WithSimd for Backward<'_, C> {
-    type Output = [C; 2];
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> [C; 2] {
-        let Backward { g, z, dz, weighted, weight, columns, mean, scale, rms } = self;
+vectorised! {
+    /// Computes one row of the gradient. Returns two sums over the row: of g times the weight, and of g times the weight times the normalised z.
+    /// If the row has a single weight, the sums exclude the weight.
+    fn backward_row<'a, C: Number>(simd: S, row: BackwardRow<'a, C>) -> [C; 2] {
+        let BackwardRow { g, z, dz, weighted, weight, columns, mean, scale, rms } = row;
         let n = C::from_i64(g.len() as i64);
         let (sums, products) = columns.split_at_mut(columns.len() / 2);
         for ((sum, product), (g, z)) in sums.iter_mut().zip(products).zip(g.iter().zip(z)) {
@@ -325,7 +321,7 @@ fn normalise_contiguous<C: Number>(rows: &Normalisation) -> Result<()> {
             part.each(y, n, |r, dz| {
                 let (weight, mean, scale) = (factor(&mut weight, r), means[r], scales[r]);
                 let (g, z, weighted, columns) = (x.row(r), z.row(r), &mut weighted, &mut *columns);
-                Arch::new().dispatch(Backward { g, z, dz, weighted, weight, columns, mean, scale, rms: rows.rms })
+                backward_row(BackwardRow { g, z, dz, weighted, weight, columns, mean, scale, rms: rows.rms })
             });
         });
     })
@@ -357,7 +353,7 @@ fn normalise_strided<C: Number>(rows: &Normalisation) -> Result<()> {
             let (mut x, mut z) = (RowOperand::new(rows.x, reads[0]), RowOperand::new(z, reads[1]));
             let (weight, weighted, columns, dz) = (RowFactor::Absent, &mut Vec::new(), &mut [][..], &mut [][..]);
             let (mean, scale) = (means[r], scales[r]);
-            Arch::new().dispatch(Backward { g: x.row(r), z: z.row(r), dz, weighted, weight, columns, mean, scale, rms })
+            backward_row(BackwardRow { g: x.row(r), z: z.row(r), dz, weighted, weight, columns, mean, scale, rms })
         });
     })?;
     let [mean, scale] = &unbind("norm", rows.statistics)?;

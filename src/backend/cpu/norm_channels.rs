@@ -3,6 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::for_float;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
@@ -10,7 +11,7 @@ use crate::backend::problem::norm::{Channels, RowGrouping, broadcast_view};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, should_stream};
 use crate::storage::with_host;
-use crate::{Compute, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
@@ -33,11 +34,6 @@ vectorised! {
     }
 }
 
-/// The scale of a channel, from its variance or, with `rstd`, from the inverse standard deviation.
-fn channel_scale<C: Number>(spread: C, eps: C, rstd: bool) -> C {
-    if rstd { spread } else { C::from_i32(1).div(spread.add(eps).sqrt()) }
-}
-
 /// Computes the batch norm of `[N, C, ..]` from the channels' statistics; None if the layout does not suit [`normalise_into`].
 pub(crate) fn normalise_batch(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> {
     if !x.is_contiguous() || x.numel() == 0 {
@@ -56,10 +52,7 @@ pub(crate) fn normalise_batch(x: &Tensor, numbers: Channels, eps: f64) -> Result
 /// Normalises x, a four-dim view, by mean, variance (the inverse standard deviation with `rstd`), weight and bias. Returns false, without any
 /// effect, unless x and y are contiguous batches of the compute type.
 pub(crate) fn normalise_into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
-    match x.dtype.compute() {
-        Compute::F64 => normalise_into_as::<f64>(x, y, numbers, eps, rstd),
-        _ => normalise_into_as::<f32>(x, y, numbers, eps, rstd),
-    }
+    for_float!(x.dtype.compute(), C => normalise_into_as::<C>(x, y, numbers, eps, rstd))
 }
 
 fn normalise_into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
@@ -86,7 +79,9 @@ fn normalise_into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: 
         };
         let (mean, mut scale, shifts) = (each(0).expect("there is one"), each(1).expect("there is one"), each(3));
         let eps = C::from_f64(eps);
-        scale.iter_mut().for_each(|s| *s = channel_scale(*s, eps, rstd));
+        if !rstd {
+            scale.iter_mut().for_each(|s| *s = C::from_i32(1).div(s.add(eps).sqrt()));
+        }
         each(2).iter().for_each(|weight| scale.iter_mut().zip(weight).for_each(|(s, w)| *s = s.mul(*w)));
         let from = &bytemuck::cast_slice::<u8, C>(reads[0])[x.layout.offset..][..count];
         let to = &mut bytemuck::cast_slice_mut::<u8, C>(&mut *writes[0])[y.layout.offset..][..count];

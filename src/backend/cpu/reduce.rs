@@ -113,13 +113,15 @@ impl ReductionJob<'_> {
             }
         }
     }
-}
 
-impl ReductionJob<'_> {
-    /// Applies the rule's finishing formula to each result, if there is one.
+    /// Applies the rule's finishing formula to each result, if there is one, with [`Reduction::number`] as scalar 0.
     fn finish<S: Number>(&self, results: &mut [S]) {
-        if let Some(finish) = &self.rule.finish {
-            results.copy_from_slice(&apply_finish(finish, self.number, results));
+        let Some(finish) = &self.rule.finish else { return };
+        let program = &Program::shared(std::slice::from_ref(finish));
+        for results in results.chunks_mut(TILE) {
+            let mut made: SmallVec<[S; 32]> = SmallVec::from_slice(results);
+            eval_program(program, results, &[Scalar::Float(self.number)], &mut made);
+            results.copy_from_slice(&made);
         }
     }
 
@@ -171,16 +173,6 @@ fn eval_program<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], 
     program.eval_tile(&tile, &mut Scratch::new(), &mut [out]);
 }
 
-/// Evaluates the finishing formula for each result, with [`Reduction::number`] as scalar 0.
-fn apply_finish<S: Number>(finish: &Expr, number: f64, results: &[S]) -> Vec<S> {
-    let program = &Program::shared(std::slice::from_ref(finish));
-    let mut out = vec![S::from_i32(0); results.len()];
-    for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
-        eval_program(program, results, &[Scalar::Float(number)], out);
-    }
-    out
-}
-
 /// The input of a reduction, and how to load its elements.
 pub(super) struct ReductionInput<'a, S> {
     pub(super) plan: &'a ReductionPlan,
@@ -198,7 +190,16 @@ impl<S: Number> ReductionInput<'_, S> {
         let by_column = plan.by_column() && plan.kept.inner().0 >= MIN_VECTOR_WIDTH;
         let slices = plan.n.div_ceil(if by_column { SLICE_ROWS } else { SLICE_LEN });
         if slices > 1 {
-            let all = if by_column { self.reduce_columns::<K>() } else { self.reduce_slices::<K>(slices) };
+            let slice = |item: usize| {
+                let (o, slice) = (item / slices, item % slices);
+                self.reduce_line::<K>(o, slice * SLICE_LEN, plan.n.min((slice + 1) * SLICE_LEN))
+            };
+            let all = match by_column {
+                true => self.reduce_columns::<K>(),
+                false => {
+                    merge_slices::<K, S>(self.parallel_items(plan.outs * slices, SLICE_LEN, slice), plan.outs, slices)
+                }
+            };
             return self.store_results(dtype, out, false, |o, results| {
                 results.copy_from_slice(&all[o..][..results.len()]);
                 finish(o, results);
@@ -334,16 +335,6 @@ impl<S: Number> ReductionInput<'_, S> {
                 combine_all::<K, S>(total, &kept);
             }
         }
-    }
-
-    /// Reduces results of many elements each, in slices.
-    fn reduce_slices<K: CombineOp>(&self, slices: usize) -> Vec<S> {
-        let plan = self.plan;
-        let partial = self.parallel_items(plan.outs * slices, SLICE_LEN, |item| {
-            let (o, slice) = (item / slices, item % slices);
-            self.reduce_line::<K>(o, slice * SLICE_LEN, plan.n.min((slice + 1) * SLICE_LEN))
-        });
-        merge_slices::<K, S>(partial, plan.outs, slices)
     }
 
     /// Calls `f(item)` for every item, on all threads if there is enough work.

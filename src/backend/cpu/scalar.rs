@@ -2,14 +2,14 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use crate::device::cpu::math;
-use crate::device::cpu::math::TwoStage;
+use crate::backend::cpu::kernels::math;
+use crate::backend::cpu::kernels::math::TwoStage;
 use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
 
 /// Functions that have their own vector loops.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum VectorFunction {
     Exp,
     Tanh,
@@ -98,39 +98,24 @@ macro_rules! methods {
         #[inline(always)]
         fn $name($self $(, $arg: Self)?) -> $ret { $e }
     )* };
+    ($($name:ident($x:ident: $t:ty) -> $ret:ty = $e:expr;)*) => { $(
+        #[inline(always)]
+        fn $name($x: $t) -> $ret { $e }
+    )* };
 }
 
 macro_rules! conversions {
     ($t:ident, $compute:ident, $scalar:ident) => {
         const COMPUTE: Compute = Compute::$compute;
 
-        #[inline(always)]
-        fn from_f32(x: f32) -> Self {
-            x as $t
-        }
-        #[inline(always)]
-        fn from_f64(x: f64) -> Self {
-            x as $t
-        }
-        #[inline(always)]
-        fn from_i32(x: i32) -> Self {
-            x as $t
-        }
-        #[inline(always)]
-        fn from_u32(x: u32) -> Self {
-            x as $t
-        }
-        #[inline(always)]
-        fn from_i64(x: i64) -> Self {
-            x as $t
-        }
-        #[inline(always)]
-        fn from_scalar(x: Scalar) -> Self {
-            x.$scalar() as $t
-        }
-        #[inline(always)]
-        fn from_bool(b: bool) -> Self {
-            if b { 1 as $t } else { 0 as $t }
+        methods! {
+            from_f32(x: f32) -> Self = x as $t;
+            from_f64(x: f64) -> Self = x as $t;
+            from_i32(x: i32) -> Self = x as $t;
+            from_u32(x: u32) -> Self = x as $t;
+            from_i64(x: i64) -> Self = x as $t;
+            from_scalar(x: Scalar) -> Self = x.$scalar() as $t;
+            from_bool(b: bool) -> Self = if b { 1 as $t } else { 0 as $t };
         }
         methods! {
             to_f32(self) -> f32 = self as f32;

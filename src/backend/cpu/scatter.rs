@@ -4,9 +4,11 @@
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
+use crate::backend::cpu::dispatch::for_size;
 use crate::backend::cpu::gather::{INDEX_TILE_LEN, Indexed, Indices, JOB_ELEMENTS, check_range};
+use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::index::Combine;
-use crate::device::cpu::bands::for_each_band;
+use crate::device::cpu::blocks::{BlockPartition, for_each_block};
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
@@ -40,27 +42,38 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
             };
         }
         match (combine, target.dtype) {
-            (Combine::Set, dtype) => match dtype.size() {
-                1 => run!(u8, |_, new| new),
-                2 => run!(u16, |_, new| new),
-                4 => run!(u32, |_, new| new),
-                _ => run!(u64, |_, new| new),
-            },
+            (Combine::Set, dtype) => for_size!(dtype.size(), T => run!(T, |_, new| new)),
             (Combine::Add, DType::F32) => run!(f32, |old, new| old + new),
-            (_, DType::F32) => run!(f32, |old, new| combine.apply(old, new)),
-            (_, DType::F64) => run!(f64, |old, new| combine.apply(old, new)),
-            (_, DType::I64) => run!(i64, |old, new| combine.apply(old, new)),
-            (_, DType::F16) => run!(f16, |old: f16, new| f16::from_f32(combine.apply(old.to_f32(), new.to_f32()))),
-            (_, DType::BF16) => run!(bf16, |old: bf16, new| bf16::from_f32(combine.apply(old.to_f32(), new.to_f32()))),
-            (_, DType::I32) => run!(i32, |old, new| combine.apply(i64::from(old), i64::from(new)) as i32),
-            (_, DType::U32) => run!(u32, |old, new| combine.apply(i64::from(old), i64::from(new)) as u32),
-            (_, DType::U8) => run!(u8, |old, new| combine.apply(i64::from(old), i64::from(new)) as u8),
+            (_, DType::F32) => run!(f32, |old, new| combine_elements(combine, old, new)),
+            (_, DType::F64) => run!(f64, |old, new| combine_elements(combine, old, new)),
+            (_, DType::I64) => run!(i64, |old, new| combine_elements(combine, old, new)),
+            (_, DType::F16) => {
+                run!(f16, |old: f16, new| f16::from_f32(combine_elements(combine, old.to_f32(), new.to_f32())))
+            }
+            (_, DType::BF16) => {
+                run!(bf16, |old: bf16, new| bf16::from_f32(combine_elements(combine, old.to_f32(), new.to_f32())))
+            }
+            (_, DType::I32) => run!(i32, |old, new| combine_elements(combine, i64::from(old), i64::from(new)) as i32),
+            (_, DType::U32) => run!(u32, |old, new| combine_elements(combine, i64::from(old), i64::from(new)) as u32),
+            (_, DType::U8) => run!(u8, |old, new| combine_elements(combine, i64::from(old), i64::from(new)) as u8),
             (_, DType::Bool) => {
-                run!(u8, |old, new| u8::from(combine.apply(i64::from(old != 0), i64::from(new != 0)) != 0));
+                run!(u8, |old, new| u8::from(combine_elements(combine, i64::from(old != 0), i64::from(new != 0)) != 0));
             }
         }
         Ok(())
     })?
+}
+
+/// Combines the old element with the new one.
+#[inline(always)]
+fn combine_elements<C: Number>(combine: Combine, old: C, new: C) -> C {
+    match combine {
+        Combine::Set => new,
+        Combine::Add => old.add(new),
+        Combine::Multiply => old.mul(new),
+        Combine::Max => old.max(new),
+        Combine::Min => old.min(new),
+    }
 }
 
 /// A scatter whose indices are all in range.
@@ -199,8 +212,9 @@ impl ScatterJob<'_> {
             });
         }
         let width = columns.div_ceil(threads()).next_multiple_of(LINE_ELEMENTS).min(MAX_BAND_WIDTH);
-        for_each_band(to, (g.size, pitch, columns), width, |first, mut band| {
-            let (n, mut tile) = (width.min(columns - first), [0; INDEX_TILE_LEN]);
+        let cut = BlockPartition { columns, pitch, band: g.size, height: g.size, width };
+        for_each_block(to, cut, false, |[_, _, j], mut band| {
+            let (first, n, mut tile) = (j * width, band.width(), [0; INDEX_TILE_LEN]);
             over.for_each_run(0, lines, |_, offsets, count| {
                 for i in 0..count as isize {
                     let from = self.starts[0] + offsets[0] + i * next + first as isize * step;

@@ -1,8 +1,7 @@
 //! Selection by rank on the CPU (top-k, k-th value, median), without sorting whole lines.
 
-use pulp::{Arch, Simd, WithSimd};
-
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::for_compute;
 use crate::backend::cpu::lines::{Line, PIECE_LEN};
 use crate::backend::cpu::sort::{SortElement, compared_in};
 use crate::backend::cpu::vectorised::vectorised;
@@ -10,7 +9,7 @@ use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{RankQuery, Selected, dims_with, key_bits};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
-use crate::{Compute, DType, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 11;
@@ -113,31 +112,31 @@ fn bits_where<C: SortElement>(block: &[C; COMPARED_LEN], is: impl Fn(C) -> bool)
     block.iter().enumerate().fold(0, |bits, (i, v)| bits | u32::from(is(*v)) << i)
 }
 
+vectorised! {
+    /// Returns the first element of each column in sorted order, or `start` if all elements come after it.
+    fn best_of_rows<'a, C: SortElement; const LANES: usize>(
+        _simd: S, rows: &'a [[C; LANES]], start: C, descending: bool
+    ) -> [C; LANES] {
+        let mut best = [start; LANES];
+        for row in rows {
+            match descending {
+                true => best.iter_mut().zip(row).for_each(|(b, v)| *b = if *v > *b { *v } else { *b }),
+                false => best.iter_mut().zip(row).for_each(|(b, v)| *b = if *v < *b { *v } else { *b }),
+            }
+        }
+        best
+    }
+}
+
 /// Estimates a limit such that at least `k` elements, and few more, have keys up to the limit. Divides the elements into `LANES` lanes,
 /// more than `k`; the limit is the `k`-th of the lanes' first elements in sorted order.
 fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, descending: bool) -> Option<C::Key> {
-    struct Lanes<'a, C, const LANES: usize>(&'a [[C; LANES]], C, bool);
-    impl<C: SortElement, const LANES: usize> WithSimd for Lanes<'_, C, LANES> {
-        type Output = [C; LANES];
-
-        #[inline(always)]
-        fn with_simd<S: Simd>(self, _: S) -> [C; LANES] {
-            let mut best = [self.1; LANES];
-            for row in self.0 {
-                match self.2 {
-                    true => best.iter_mut().zip(row).for_each(|(b, v)| *b = if *v > *b { *v } else { *b }),
-                    false => best.iter_mut().zip(row).for_each(|(b, v)| *b = if *v < *b { *v } else { *b }),
-                }
-            }
-            best
-        }
-    }
     let (rows, _) = elements.as_chunks::<LANES>();
     if rows.len() < 2 {
         return None;
     }
     let none = C::from_f64(if descending { f64::NEG_INFINITY } else { f64::INFINITY });
-    let best = Arch::new().dispatch(Lanes(rows, none, descending));
+    let best = best_of_rows(rows, none, descending);
     let mut keys = best.map(|v| v.last_key(descending));
     // A lane that holds only NaN keeps the start value, which may equal no element.
     Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
@@ -145,12 +144,13 @@ fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, 
 
 /// Returns the indices of the first `k` elements of each line in sorted order.
 pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
-    select_indices(x, d, k, |out| topk_into(x, d, k, descending, out))
+    let compute = compared_in(x, x.shape().dims()[d]);
+    select_indices(x, d, k, |out| for_compute!(compute, C => topk_as::<C>(x, d, k, descending, out)))
 }
 
 /// Returns the index of the element with one rank from each line.
 pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> {
-    select_indices(x, d, 1, |out| kth_into(x, d, nth, out))
+    select_indices(x, d, 1, |out| for_compute!(x.dtype.compute(), C => kth_as::<C>(x, d, nth, out)))
 }
 
 /// Allocates the indices, and calls `choose` to fill them unless they are empty.
@@ -160,14 +160,6 @@ fn select_indices(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -
         choose(&out)?;
     }
     Ok(out.into())
-}
-
-fn topk_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
-    match compared_in(x, x.shape().dims()[d]) {
-        Compute::F32 => topk_as::<f32>(x, d, k, descending, out),
-        Compute::F64 => topk_as::<f64>(x, d, k, descending, out),
-        Compute::I64 => topk_as::<i64>(x, d, k, descending, out),
-    }
 }
 
 fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
@@ -226,14 +218,6 @@ fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out
             out[to..].iter_mut().step_by(lines.inner).zip(found).for_each(|(to, &index)| *to = index);
         }
     })
-}
-
-fn kth_into(x: &Tensor, d: usize, nth: RankQuery<'_>, out: &Tensor) -> Result<()> {
-    match x.dtype.compute() {
-        Compute::F32 => kth_as::<f32>(x, d, nth, out),
-        Compute::F64 => kth_as::<f64>(x, d, nth, out),
-        Compute::I64 => kth_as::<i64>(x, d, nth, out),
-    }
 }
 
 fn kth_as<C: SortElement>(x: &Tensor, d: usize, nth: RankQuery<'_>, out: &Tensor) -> Result<()> {

@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, Max, fold, fold_map, fold_simd};
 use crate::backend::cpu::convert::{load_tile, read_or_convert, store_tile};
+use crate::backend::cpu::dispatch::for_float;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::short_rows::{BLOCK_ROWS, RowsLayout, compute_block, entropy_of_block};
 use crate::backend::cpu::vectorised::vectorised;
@@ -14,7 +15,7 @@ use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossRed
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxRows};
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
-use crate::{Compute, DType, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor};
 
 /// The number of elements in a job of the thread pool: enough to hide the cost of handing the job over.
 const TASK_ELEMENTS: usize = 1 << 13;
@@ -42,10 +43,7 @@ pub(crate) fn run_softmax(softmax: &Softmax) -> Result<()> {
         };
         let start = out.layout.offset * out.dtype.size();
         let to = &mut writes[0][start..][..out.numel() * out.dtype.size()];
-        match x.dtype.compute() {
-            Compute::F64 => job.run::<f64>(to),
-            _ => job.run::<f32>(to),
-        }
+        for_float!(x.dtype.compute(), C => job.run::<C>(to));
     })
 }
 
@@ -288,10 +286,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         let targets = read_or_convert((labels.dtype, reads[1]), start, stride, labels.numel(), &mut loaded);
         let (loss, grad) = writes.split_first_mut().expect("the loss at least");
         let grad = grad.first_mut().map(|g| &mut **g);
-        match x.dtype.compute() {
-            Compute::F64 => compute_losses::<f64>(x, reads[0], targets, options, (dtype, loss), grad),
-            _ => compute_losses::<f32>(x, reads[0], targets, options, (dtype, loss), grad),
-        }
+        for_float!(x.dtype.compute(), C => compute_losses::<C>(x, reads[0], targets, options, (dtype, loss), grad))
     })??;
     Ok(out)
 }

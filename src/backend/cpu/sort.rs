@@ -2,6 +2,7 @@
 //! partitioned among threads.
 
 use crate::backend::cpu::convert::{load_tile, read_or_convert};
+use crate::backend::cpu::dispatch::{for_compute, for_size};
 use crate::backend::cpu::lines::{Line, for_each_line};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
@@ -114,17 +115,9 @@ pub(crate) fn compared_in(x: &Tensor, n: usize) -> Compute {
 pub(crate) fn run_sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     let n = x.shape().dims()[d];
     if n > MAX_KEYED_LINE_LEN {
-        return match x.dtype.compute() {
-            Compute::F32 => sort_long_lines::<f32>(x, d, descending, values, indices),
-            Compute::F64 => sort_long_lines::<f64>(x, d, descending, values, indices),
-            Compute::I64 => sort_long_lines::<i64>(x, d, descending, values, indices),
-        };
+        return for_compute!(x.dtype.compute(), C => sort_long_lines::<C>(x, d, descending, values, indices));
     }
-    match x.dtype.compute() {
-        Compute::F32 => sort_short_lines::<f32>(x, d, descending, values, indices),
-        Compute::F64 => sort_short_lines::<f64>(x, d, descending, values, indices),
-        Compute::I64 => sort_short_lines::<i64>(x, d, descending, values, indices),
-    }
+    for_compute!(x.dtype.compute(), C => sort_short_lines::<C>(x, d, descending, values, indices))
 }
 
 /// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit, in a tensor, so that the allocator accounts for
@@ -223,12 +216,7 @@ impl Line<'_> {
                 *to = from[(line.start + i as isize * line.step) as usize];
             }
         }
-        match self.dtype.size() {
-            1 => elements::<u8>(self, indices, to),
-            2 => elements::<u16>(self, indices, to),
-            4 => elements::<u32>(self, indices, to),
-            _ => elements::<u64>(self, indices, to),
-        }
+        for_size!(self.dtype.size(), T => elements::<T>(self, indices, to))
     }
 }
 
@@ -258,11 +246,7 @@ pub(crate) fn searchsorted(
     right: bool,
     out: &Tensor,
 ) -> Result<()> {
-    match x.dtype.compute() {
-        Compute::F32 => searchsorted_as::<f32>(x, lines, step, v, right, out),
-        Compute::F64 => searchsorted_as::<f64>(x, lines, step, v, right, out),
-        Compute::I64 => searchsorted_as::<i64>(x, lines, step, v, right, out),
-    }
+    for_compute!(x.dtype.compute(), C => searchsorted_as::<C>(x, lines, step, v, right, out))
 }
 
 fn searchsorted_as<C: Number>(

@@ -3,10 +3,10 @@
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
+use crate::backend::cpu::kernels::transpose::transpose_lines;
 use crate::backend::problem::map::Launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
-use crate::device::cpu::transpose::transpose_lines;
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{Result, Shape, Tensor};
@@ -33,11 +33,7 @@ pub(crate) fn copy_transposed_operands(launch: &Launch) -> Result<Option<(SmallV
     }
     let shape = Shape::from(&strided.dims[..]);
     let mut straight: SmallVec<[Tensor; 4]> = inputs.iter().map(Tensor::shallow_clone).collect();
-    let mut dense = strided.strides[0].clone();
-    dense.iter_mut().zip(&strided.dims).rev().fold(1, |step, (stride, &size)| {
-        *stride = step;
-        step * size as isize
-    });
+    let dense = shape.contiguous_strides();
     let mut strides: SmallVec<[&[isize]; 4]> = strided.strides.iter().map(|s| &s[..]).collect();
     for (k, t) in inputs.iter().enumerate() {
         let Some(transpose) = transpose(k) else { continue };

@@ -5,17 +5,17 @@
 macro_rules! vectorised {
     (
         $(#[$meta:meta])*
-        $vis:vis fn $name:ident<$($lt:lifetime),* $(,)? $($g:ident: $bound:path),*>($simd:ident: $S:ident $(, $arg:ident: $t:ty)*) $(-> $out:ty)?
+        $vis:vis fn $name:ident<$($lt:lifetime),* $(,)? $($g:ident: $bound:path),* $(; const $n:ident: usize)?>($simd:ident: $S:ident $(, $arg:ident: $t:ty)*) $(-> $out:ty)?
         $body:block
     ) => {
         $(#[$meta])*
         #[inline(always)]
-        $vis fn $name<$($lt,)* $($g: $bound),*>($($arg: $t),*) $(-> $out)? {
-            struct Call<$($lt,)* $($g: $bound),*> {
+        $vis fn $name<$($lt,)* $($g: $bound,)* $(const $n: usize)?>($($arg: $t),*) $(-> $out)? {
+            struct Call<$($lt,)* $($g: $bound,)* $(const $n: usize)?> {
                 $($arg: $t,)*
                 types: std::marker::PhantomData<($($g,)*)>,
             }
-            impl<$($lt,)* $($g: $bound),*> pulp::WithSimd for Call<$($lt,)* $($g),*> {
+            impl<$($lt,)* $($g: $bound,)* $(const $n: usize)?> pulp::WithSimd for Call<$($lt,)* $($g,)* $($n)?> {
                 type Output = vectorised!(@out $($out)?);
 
                 #[inline(always)]
@@ -24,7 +24,7 @@ macro_rules! vectorised {
                     $body
                 }
             }
-            pulp::Arch::new().dispatch(Call { $($arg,)* types: std::marker::PhantomData::<($($g,)*)> })
+            pulp::Arch::new().dispatch(Call::<$($g,)* $($n)?> { $($arg,)* types: std::marker::PhantomData::<($($g,)*)> })
         }
     };
     (@out) => { () };

@@ -1,6 +1,7 @@
 //! im2col, col2im and pooling on the CPU. Planes (one channel of one image) are partitioned among threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::dispatch::{for_compute, for_float, for_size};
 use crate::backend::cpu::map;
 use crate::backend::cpu::pool_taps::{Taps, avg_pool_gradient, avg_pool_plane, max_pool_plane, update_max};
 use crate::backend::cpu::scalar::Number;
@@ -10,7 +11,7 @@ use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
-use crate::{Compute, DType, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
@@ -20,12 +21,7 @@ const MAX_PLANE_ELEMENTS: usize = 1 << 17;
 pub(crate) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
-        match x.dtype.size() {
-            1 => im2col_as::<u8>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-            2 => im2col_as::<u16>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-            4 => im2col_as::<u32>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-            _ => im2col_as::<u64>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside),
-        }
+        for_size!(x.dtype.size(), T => im2col_as::<T>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside));
     })
 }
 
@@ -83,10 +79,8 @@ fn for_each_plane<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [
 }
 
 pub(crate) fn col2im(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
-    with_host(&[&columns.storage], &[&out.storage], |reads, writes| match out.dtype.compute() {
-        Compute::F32 => col2im_as::<f32>(w, columns, reads[0], writes[0]),
-        Compute::F64 => col2im_as::<f64>(w, columns, reads[0], writes[0]),
-        Compute::I64 => col2im_as::<i64>(w, columns, reads[0], writes[0]),
+    with_host(&[&columns.storage], &[&out.storage], |reads, writes| {
+        for_compute!(out.dtype.compute(), C => col2im_as::<C>(w, columns, reads[0], writes[0]));
     })
 }
 
@@ -130,11 +124,7 @@ pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
     if task == PoolTask::Max {
         return with_host(&[&x.storage], &[&out.storage, &index.storage], |reads, writes| {
             let [values, indices] = writes else { unreachable!("two were given") };
-            match x.dtype.compute() {
-                Compute::F32 => job.max_pool::<f32>(reads[0], values, indices),
-                Compute::F64 => job.max_pool::<f64>(reads[0], values, indices),
-                Compute::I64 => job.max_pool::<i64>(reads[0], values, indices),
-            }
+            for_compute!(x.dtype.compute(), C => job.max_pool::<C>(reads[0], values, indices));
         });
     }
     with_host(&[&x.storage, &index.storage], &[&out.storage], |reads, writes| {
@@ -142,10 +132,7 @@ pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
         // Only for `MaxBackward` is `index` a tensor of indices.
         let indices: &[i64] =
             if task == PoolTask::MaxBackward { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
-        match x.dtype.compute() {
-            Compute::F64 => job.average_or_gradient::<f64>(reads[0], indices, writes[0]),
-            _ => job.average_or_gradient::<f32>(reads[0], indices, writes[0]),
-        }
+        for_float!(x.dtype.compute(), C => job.average_or_gradient::<C>(reads[0], indices, writes[0]));
     })
 }
 

@@ -50,17 +50,6 @@ pub(crate) enum Combine {
 }
 
 impl Combine {
-    #[inline(always)]
-    pub(crate) fn apply<C: crate::backend::cpu::scalar::Number>(self, old: C, new: C) -> C {
-        match self {
-            Combine::Set => new,
-            Combine::Add => old.add(new),
-            Combine::Multiply => old.mul(new),
-            Combine::Max => old.max(new),
-            Combine::Min => old.min(new),
-        }
-    }
-
     /// True if several elements of `dtype` must be combined in f32 and rounded once.
     pub(crate) fn needs_f32(self, dtype: DType) -> bool {
         matches!(self, Combine::Add | Combine::Multiply) && matches!(dtype, DType::F16 | DType::BF16)

@@ -1,18 +1,12 @@
-//! The CPU as a device: threads of rayon's pools that share work ([`parallel`]), matrix products, and vectorised math.
+//! The CPU as a device: what its processor has, threads of rayon's pools that share work ([`parallel`]), and copies of memory.
 
-pub(crate) mod bands;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only the x86-64 kernels write blocks
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only the x86-64 kernels write whole blocks
 pub(crate) mod blocks;
 pub(crate) mod bulk;
-pub(crate) mod convert;
 pub(crate) mod copy;
-pub(crate) mod gemm;
-pub(crate) mod halves;
 pub(crate) mod huge_pages;
-pub(crate) mod math;
 pub(crate) mod parallel;
 pub(crate) mod streaming;
-pub(crate) mod transpose;
 
 /// True if the processor has AVX-512 and the feature `avx512` is enabled. Without the feature, this is constant and the linker
 /// drops the AVX-512 code.

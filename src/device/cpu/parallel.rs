@@ -87,6 +87,12 @@ impl Team {
     }
 }
 
+/// The start of elements that threads share: each makes references to elements that no other thread accesses.
+pub(crate) struct SharedPtr<T>(pub(crate) *mut T);
+
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SharedPtr<T> {}
+
 /// Calls `piece` with every number below `count`, once each, on this thread and on its team.
 ///
 /// # Panics
@@ -115,9 +121,6 @@ fn share_pieces(count: usize, parts: usize, reverse: bool, piece: &(dyn Fn(usize
 /// # Panics
 /// As [`for_each_index`].
 pub(crate) fn for_each<T: Send>(items: &mut [T], f: impl Fn(usize, &mut T) + Sync) {
-    struct SharedPtr<T>(*mut T);
-    // SAFETY: each thread makes references to items that no other thread accesses.
-    unsafe impl<T: Send> Sync for SharedPtr<T> {}
     let first = SharedPtr(items.as_mut_ptr());
     for_each_index(items.len(), |i| {
         let first = &first;
@@ -135,7 +138,8 @@ pub(crate) fn for_each_chunk<T: Send>(data: &mut [T], size: usize, f: impl Fn(us
 }
 
 /// Returns whether this thread's next operation should start at the end. The answer alternates, so that an operation starts with the
-/// data that the last operation left in the caches.
+/// data that the last operation left in the caches: an addition of 10^4 or 10^6 elements then takes 10 % less time
+/// (docs/notebook/cpu_device.md).
 pub(crate) fn alternate_direction() -> bool {
     thread_local!(static REVERSE: Cell<bool> = const { Cell::new(true) });
     REVERSE.try_with(|reverse| reverse.replace(!reverse.get())).unwrap_or(false) // false in a thread that is ending
@@ -174,22 +178,19 @@ fn split_chunks<T: Send>(
     reverse: bool,
     f: impl Fn(usize, &mut [&mut [T]]) + Sync,
 ) {
-    struct SharedPtr<T>(*mut T, usize, usize);
-    // SAFETY: each thread makes references to elements that no other thread accesses.
-    unsafe impl<T: Send> Sync for SharedPtr<T> {}
-    let starts: SmallVec<[SharedPtr<T>; 2]> =
-        data.iter_mut().zip(sizes).map(|(all, &size)| SharedPtr(all.as_mut_ptr(), all.len(), size)).collect();
-    let mut counts = starts.iter().map(|&SharedPtr(_, len, size)| len.div_ceil(size));
+    let starts: SmallVec<[(SharedPtr<T>, usize, usize); 2]> =
+        data.iter_mut().zip(sizes).map(|(all, &size)| (SharedPtr(all.as_mut_ptr()), all.len(), size)).collect();
+    let mut counts = starts.iter().map(|&(_, len, size)| len.div_ceil(size));
     let count = counts.next().unwrap_or(0);
     assert!(
         starts.len() == data.len() && counts.all(|other| other == count),
         "slices have different numbers of pieces"
     );
     let piece = |i: usize| {
-        let chunk = |&SharedPtr(start, len, size): &SharedPtr<T>| {
+        let chunk = |(start, len, size): &(SharedPtr<T>, usize, usize)| {
             // SAFETY: i < count, so i * size is below the slice's length; every i occurs once, chunks have no elements in
             // common, and the slices are borrowed exclusively until all are done.
-            unsafe { std::slice::from_raw_parts_mut(start.add(i * size), size.min(len - i * size)) }
+            unsafe { std::slice::from_raw_parts_mut(start.0.add(i * size), *size.min(&(len - i * size))) }
         };
         f(i, &mut starts.iter().map(chunk).collect::<SmallVec<[&mut [T]; 2]>>());
     };

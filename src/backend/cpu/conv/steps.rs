@@ -4,8 +4,8 @@ use bytemuck::Pod;
 
 use crate::Tensor;
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::kernels::gemm::serial::LeftMatrix;
 use crate::backend::cpu::vectorised::vectorised;
-use crate::device::cpu::gemm::serial::LeftMatrix;
 use crate::device::cpu::parallel;
 
 /// The element type of slabs in the weight gradient, where neighbouring windows form a step: f32, or the bits of bf16.

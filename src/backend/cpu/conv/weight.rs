@@ -1,16 +1,14 @@
 //! The gradient of a convolution's weight. Every part of the windows has its own sums, which are added up in a fixed order.
 
-use std::cell::Cell;
-
 use crate::backend::cpu::conv::scratch::{MAX_KEPT_ELEMENTS, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
 use crate::backend::cpu::conv::steps::StepElement;
-use crate::backend::cpu::conv::{
-    Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, as_floats, even_size, slab,
-};
+use crate::backend::cpu::conv::{Conv, MIN_JOB_WINDOWS, PRODUCT_ELEMENTS, READ_SLACK, SLAB_ELEMENTS, even_size, slab};
 use crate::backend::cpu::convert::store_tile;
+use crate::backend::cpu::kernels::buffers::{Content, with_buffer};
+use crate::backend::cpu::kernels::gemm::Floats;
+use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::serial::{LeftMatrix, RightMatrix};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Result, Tensor};
@@ -20,23 +18,15 @@ const PANEL_STEPS: usize = 256;
 /// The number of rows of the weight's gradient that are summed together.
 const SUMMED_ROWS: usize = 16;
 
-thread_local! {
-    /// The sums of all parts, kept so that their pages stay mapped.
-    static SUMS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
-
 impl Conv {
     /// Computes the gradient of the weight: every window's gradient times the image elements that the window reads, summed over all windows. Writes
-    /// to `out` if given, which is contiguous. `windows` is contiguous.
-    pub(crate) fn sum_weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-        match self.serial_gemm.elements_per_step() {
-            f32::ELEMENTS_PER_STEP => self.gradient_from::<f32>(x, windows, out),
-            _ => self.gradient_from::<u16>(x, windows, out),
-        }
-    }
-
-    /// [`sum_weight_gradient`](Self::sum_weight_gradient) from slabs of T.
-    fn gradient_from<T: StepElement>(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+    /// to `out` if given, which is contiguous. `windows` is contiguous. Slabs have elements of T.
+    pub(crate) fn sum_weight_gradient<T: StepElement>(
+        &self,
+        x: &Tensor,
+        windows: &Tensor,
+        out: Option<Tensor>,
+    ) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.kernel_len());
         let [kh, kw] = self.w.kernel;
         let out = match out {
@@ -59,7 +49,7 @@ impl Conv {
         let panel = self.serial_gemm.tile_columns();
         with_host(&[&x.storage, &windows.storage], &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
-            let from = as_floats(dtype, reads[1]);
+            let from = Floats::new(dtype, reads[1]);
             // Computes the sums of a block: for each row of taps, channel and column of taps, the sums for all channels of the windows.
             let job = |i: usize, sums: &mut [f32]| {
                 let (range, rest) = (i / (self.groups * blocks), i % (self.groups * blocks));
@@ -101,7 +91,7 @@ impl Conv {
                         for (p, panels) in panels.chunks_exact_mut(of_panel).enumerate() {
                             let n = panel.min(self.outer - p * panel);
                             if copies_images {
-                                let copied = as_floats(dtype, bytemuck::cast_slice(copy));
+                                let copied = Floats::new(dtype, bytemuck::cast_slice(copy));
                                 self.serial_gemm.pack_columns(copied, (p * panel * count, count), (n, count), panels);
                                 continue;
                             }
@@ -159,11 +149,10 @@ impl Conv {
                 }
             };
             let of_part = self.groups * blocks * of_block;
-            SUMS.with(|kept| {
-                let mut sums = kept.take();
+            with_buffer(Content::Sums, MAX_KEPT_ELEMENTS, |sums| {
                 if sums.len() < parts * of_part {
-                    drop(sums);
-                    sums = vec![0.0; parts * of_part];
+                    *sums = Vec::new(); // freed before the larger memory is allocated
+                    *sums = vec![0.0; parts * of_part];
                 }
                 let used = &mut sums[..parts * of_part];
                 if self.is_serial() {
@@ -203,9 +192,6 @@ impl Conv {
                 match out_bytes.len() <= 1 << 14 {
                     true => out_bytes.chunks_mut(of_piece).enumerate().for_each(|(i, to)| piece(i, to)),
                     false => parallel::for_each_chunk(out_bytes, of_piece, piece),
-                }
-                if sums.len() <= MAX_KEPT_ELEMENTS {
-                    kept.set(sums);
                 }
             });
         })?;

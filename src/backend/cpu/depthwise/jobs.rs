@@ -1,7 +1,5 @@
 //! The jobs of a depthwise convolution: windows from images, images from windows, and gradients of the weight.
 
-use pulp::{Simd, WithSimd};
-
 use crate::backend::cpu::depthwise::planes::{JobOutput, PlanePart, Planes};
 use crate::backend::cpu::depthwise::vectors::{VectorFloat, channel_block, correlate, dots, interleave, lanes};
 use crate::backend::cpu::depthwise::{Depthwise, READ_SLACK, SLICE_WINDOWS, are_finite};
@@ -46,7 +44,7 @@ pub(crate) struct Phase<C> {
     pub(crate) weights: Vec<C>,
 }
 
-/// Computes images from windows, from element `first` of each channel on.
+/// Images to compute from windows, from element `first` of each channel on.
 pub(crate) struct ImagesJob<'a, C> {
     pub(crate) d: &'a Depthwise,
     pub(crate) y: Planes<'a, C>,
@@ -118,23 +116,22 @@ impl<C: VectorFloat> ImagesJob<'_, C> {
     }
 }
 
-impl<C: VectorFloat> WithSimd for ImagesJob<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(mut self, simd: S) {
-        let (d, zero) = (self.d, C::from_i32(0));
+vectorised! {
+    /// Computes images from windows.
+    pub(crate) fn images<'a, C: VectorFloat>(simd: S, job: ImagesJob<'a, C>) {
+        let mut job = job;
+        let (d, zero) = (job.d, C::from_i32(0));
         let (inner, image, [rows, columns]) = (d.inner, d.w.image, &d.axes);
         let (mut windows, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut last, mut lines, mut skips) = ([[0; 2]; 2], Vec::new(), Vec::new());
-        for part in d.parts(image, self.first..self.first + self.made.len() / inner) {
+        for part in d.parts(image, job.first..job.first + job.made.len() / inner) {
             let (n, group) = (part.plane / d.groups, part.plane % d.groups);
-            let span = self.span(&part);
+            let span = job.span(&part);
             let [first, size] = span;
             let [high, pitch] = d.phase_size(size);
             let len = ((size[0] - 1) * pitch + size[1]).next_multiple_of(lanes::<C, S>());
             let is_new = last != [part.first, part.size];
-            self.load_windows([n, group], span, is_new, &mut windows);
+            job.load_windows([n, group], span, is_new, &mut windows);
             if is_new {
                 last = [part.first, part.size];
                 sums.resize(d.phases() * inner * len, zero);
@@ -153,8 +150,8 @@ impl<C: VectorFloat> WithSimd for ImagesJob<'_, C> {
                     (skip, (from + skip) / columns.stride - first[1])
                 }));
             }
-            let starts = &self.starts[group * inner..][..inner];
-            for (phase, sums) in self.phases.iter().zip(sums.chunks_exact_mut(inner * len)) {
+            let starts = &job.starts[group * inner..][..inner];
+            for (phase, sums) in job.phases.iter().zip(sums.chunks_exact_mut(inner * len)) {
                 offsets.clear();
                 for channel in 0..d.outer {
                     let place = |&[down, right]: &[usize; 2]| {
@@ -162,22 +159,22 @@ impl<C: VectorFloat> WithSimd for ImagesJob<'_, C> {
                     };
                     offsets.extend(phase.shifts.iter().map(place));
                 }
-                match self.finite[group] {
+                match job.finite[group] {
                     true => {
                         let weights = &phase.weights[group * inner * offsets.len()..][..inner * offsets.len()];
                         correlate(simd, (sums, len), (&windows, &offsets), (weights, starts));
                     }
-                    false => self.sum_without_padding(phase, group, span, &windows, sums),
+                    false => job.sum_without_padding(phase, group, span, &windows, sums),
                 }
             }
             for (channel, &start) in starts.iter().enumerate() {
                 let plane = (part.plane * inner + channel) * image[0] * image[1];
                 for (row, at) in (part.first[0]..).zip(&lines) {
-                    let to = plane + row * image[1] + part.first[1] - self.first * inner;
+                    let to = plane + row * image[1] + part.first[1] - job.first * inner;
                     // A row of a phase of columns, from its first element in the line on.
                     let of = |column: usize| Some(&sums[(*at)? + (column * inner + channel) * len + skips[column].1..]);
                     if let (1, Some(sums)) = (columns.stride, of(0)) {
-                        self.made.store(to, &sums[..part.size[1]]);
+                        job.made.store(to, &sums[..part.size[1]]);
                         continue;
                     }
                     match (columns.stride, &skips[..], of(0), of(columns.phases.len() - 1)) {
@@ -192,7 +189,7 @@ impl<C: VectorFloat> WithSimd for ImagesJob<'_, C> {
                             }
                         }
                     }
-                    self.made.store(to, &line);
+                    job.made.store(to, &line);
                 }
             }
         }

@@ -211,3 +211,49 @@ fn multiply_add_accepts_every_operand_form() {
         }
     }
 }
+
+#[test]
+fn stores_past_the_cache_of_any_length_and_alignment() {
+    let x: Vec<f32> = (0..200).map(|i| if i % 41 == 7 { f32::NAN } else { i as f32 - 90.5 }).collect();
+    let y: Vec<f32> = (0..200).map(|i| if i % 31 == 9 { f32::INFINITY } else { 70.0 - i as f32 }).collect();
+    let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());
+    for start in 0..20 {
+        for n in [0, 1, 15, 16, 17, 31, 33, 150] {
+            for form in 0..7 {
+                let (xs, ys) = (TileIn::Slice(&x[2..2 + n]), TileIn::Slice(&y[5..5 + n]));
+                let (a, b) = match form {
+                    0 => (xs, ys),
+                    1 => (TileIn::Scalar(x[3]), ys),
+                    2 => (xs, TileIn::Scalar(y[3])),
+                    3 => (xs, TileIn::Rows(&y[..37], 30)),
+                    4 => (xs, TileIn::Rows(&y[4..5], 0)),
+                    5 => (xs, TileIn::Rows(&y[..16], 16)),
+                    _ => (TileIn::Rows(&x[1..4], 1), ys),
+                };
+                let at = |t: &TileIn<f32>, i: usize| match t {
+                    TileIn::Slice(s) => s[i],
+                    TileIn::Scalar(x) => *x,
+                    TileIn::Rows(row, at) => row[(at + i) % row.len()],
+                    TileIn::Output(_) => unreachable!("none of them"),
+                };
+                for (op, f) in [
+                    (Binary::Add, Number::add as fn(f32, f32) -> f32),
+                    (Binary::Sub, Number::sub),
+                    (Binary::Mul, Number::mul),
+                    (Binary::Max, Number::max),
+                    (Binary::Min, Number::min),
+                ] {
+                    let mut out = vec![0.5f32; 200];
+                    assert!(is_cheap(op));
+                    let mut plain = vec![0.5f32; n];
+                    binary(op, a, b, false, &mut plain);
+                    assert!((0..n).all(|i| same(plain[i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {n}");
+                    assert_eq!(binary(op, a, b, true, &mut out[start..start + n]), None);
+                    assert!((0..n).all(|i| same(out[start + i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {start} {n}");
+                    assert!(out[..start].iter().chain(&out[start + n..]).all(|&x| x == 0.5));
+                }
+            }
+        }
+    }
+    assert_eq!(binary(Binary::Add, TileIn::Scalar(2.0), TileIn::Scalar(3.0), true, &mut []), Some(5.0f64));
+}

@@ -1,7 +1,7 @@
+use crate::backend::cpu::kernels::math;
+use crate::backend::cpu::kernels::math::TwoStage;
 use crate::backend::cpu::map::*;
 use crate::backend::cpu::partition::MIN_TILES_PER_JOB;
-use crate::device::cpu::math;
-use crate::device::cpu::math::TwoStage;
 use crate::device::cpu::streaming::STREAMING_MIN_BYTES;
 use crate::{Device, Expr};
 

@@ -1,50 +1,56 @@
-//! Launches on the CPU that need no plan: one primitive with contiguous, row-broadcast or scalar operands. Most launches of small
-//! tensors are of this kind, and planning them would take longer than running them.
+//! Launches on the CPU that need no plan. Most launches of small tensors are of these kinds, and planning them would take longer than running
+//! them:
+//!
+//! - One primitive with contiguous, row-broadcast or scalar operands of the result's dtype ([`FlatLaunch`]; [`SmallPrimitive`] for the smallest).
+//! - One cheap primitive of f16 or bf16 ([`compute_halves`]), which reads, converts, computes and writes in one loop. Through tiles of f32, every
+//!   element would be written and read again three times.
+//! - Formulas over one or two bool tensors ([`try_run_masks`]). Every such formula is a polynomial over bits, which is evaluated on bytes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pulp::Arch;
 use smallvec::SmallVec;
 
-use crate::backend::cpu::in_place::is_cheap;
-use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn};
+use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn, compute, is_cheap};
+use crate::backend::cpu::kernels::halves::{HalfOperand, map_bf16, map_f16};
+use crate::backend::cpu::partition::job_len;
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::steps::Action;
-use crate::backend::cpu::steps::Value;
-use crate::backend::cpu::{fused_functions, half, interpreter, map};
-use crate::backend::problem::map::compute_type;
+use crate::backend::cpu::steps::{Action, Value};
+use crate::backend::cpu::vectorised::{Function, function, vectorised};
+use crate::backend::problem::map::{Formulas, compute_type};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::parallel;
-use crate::expr::Op;
 use crate::expr::program::Program;
+use crate::expr::{Binary, Op};
 use crate::storage::{Storage, with_host, with_host_few};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
 /// The number of elements updated in place at a time. The copy of their old values stays in the L1 cache.
 const IN_PLACE_CHUNK_LEN: usize = 2048;
-
 /// Results up to this many bytes fit in the L1 cache together with two operands.
 const L1_RESULT_BYTES: usize = 12 << 10;
 /// Results above this many bytes fit in no cache together with two operands.
 const MAX_REVERSED_BYTES: usize = 8 << 20;
 /// The number of pieces of a result that is computed from its end to its start. Few pieces leave the first one in the L1 cache.
 const REVERSED_PIECES: usize = 3;
+/// Broadcast rows of halves shorter than this are left to the tile interpreter, whose tiles cover many rows.
+const MIN_HALF_ROW_LEN: usize = 64;
 
-/// Runs the launch if it needs no plan, and returns whether it did. Shapes are not checked: a mismatch returns false.
-pub(crate) fn try_run(
-    op: &'static str,
-    program: &Program,
-    inputs: &[&Tensor],
-    scalars: &[Scalar],
-    outputs: &[&Tensor],
-) -> Result<bool> {
-    let ([out], [step]) = (outputs, &program.steps().list[..]) else { return Ok(false) };
-    let computes = match step.action {
-        Action::Compute(op) => !matches!(op, Op::Leaf(_)),
-        Action::Fused(_) => true,
-        Action::Copy | Action::MultiplyAdd(_) => false,
-    };
+/// Computes formulas that need no plan, and returns whether they did not. Shapes are not checked: a mismatch returns false.
+pub(crate) fn try_run(formulas: &Formulas) -> Result<bool> {
+    let Formulas { program, inputs, outputs: [out], params, .. } = formulas else { return Ok(false) };
+    if params.seeds.is_empty() && try_run_primitive(formulas, out)? {
+        return Ok(true);
+    }
+    if out.dtype == DType::Bool { try_run_masks(program, inputs, out) } else { Ok(false) }
+}
+
+/// Computes one primitive whose operands have the result's dtype, and are contiguous, one broadcast row or one number.
+fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
+    let Formulas { op, program, inputs, outputs, .. } = *formulas;
+    let scalars = formulas.params.scalars;
+    let [step] = &program.steps().list[..] else { return Ok(false) };
+    let computes = !matches!(step.action, Action::Copy | Action::MultiplyAdd(_) | Action::Compute(Op::Leaf(_)));
     let count = out.numel();
     if !computes || count == 0 || !out.is_contiguous() {
         return Ok(false);
@@ -67,7 +73,7 @@ pub(crate) fn try_run(
         return Ok(false);
     }
     if matches!(out.dtype, DType::F16 | DType::BF16) {
-        return half::try_run(program, inputs, &kinds, scalars, out);
+        return try_run_halves(program, inputs, &kinds, scalars, out);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
     let streamed = !kinds.contains(&None) && program.should_bypass_cache(count * out.dtype.size(), bytes);
@@ -115,7 +121,9 @@ impl<'a> SmallPrimitive<'a> {
         let fits = |t: &&Tensor| t.dtype == dtype && t.device() == first.device();
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
         let [step] = &program.steps().list[..] else { return None };
-        let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Fused(_)) = step.action else {
+        let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Function(_) | Action::Clamp) =
+            step.action
+        else {
             return None;
         };
         let tensors = step.args.iter().filter(|arg| matches!(arg, Value::Input(_))).count();
@@ -124,7 +132,7 @@ impl<'a> SmallPrimitive<'a> {
             && tensors > 0
             && !program.uses_bits()
             && inputs.len() <= 2
-            && (1..=map::job_len(0)).contains(&count)
+            && (1..=job_len(0)).contains(&count)
             && inputs[1..].iter().all(|t| t.layout.same_layout(&first.layout, 1))
             && first.is_contiguous())
         .then_some(SmallPrimitive { action, args: &step.args, inputs, scalars })
@@ -148,24 +156,12 @@ impl<'a> SmallPrimitive<'a> {
     }
 
     fn fill_as<C: Number>(&self, out: &Tensor) -> Result<()> {
-        let (arch, count, to) = (Arch::new(), out.numel(), &out.storage);
-        let compute = |a: &[C], b: &[C], write: &mut [u8]| {
+        let (count, to) = (out.numel(), &out.storage);
+        let fill = |a: &[C], b: &[C], write: &mut [u8]| {
             compute_alternating(bytemuck::cast_slice_mut(write), |first, part| {
                 let range = first..first + part.len();
-                let uniform = match self.action {
-                    Action::Compute(Op::Unary(op)) => interpreter::unary(arch, op, self.operand(0, a, range), part),
-                    Action::Compute(Op::Binary(op)) => interpreter::binary(
-                        arch,
-                        op,
-                        self.operand(0, a, range.clone()),
-                        self.operand(1, b, range),
-                        part,
-                    ),
-                    Action::Fused(fused) => {
-                        fused_functions::run_fused(arch, fused, |k| self.operand(k, a, range.clone()), part)
-                    }
-                    _ => unreachable!("neither leaves nor choices"),
-                };
+                let operand = |k: usize| self.operand(k, if k == 0 { a } else { b }, range.clone());
+                let uniform = compute(self.action, operand, false, part);
                 debug_assert!(uniform.is_none(), "an operand is a tensor");
             });
         };
@@ -178,10 +174,10 @@ impl<'a> SmallPrimitive<'a> {
         };
         match (tensor(0), tensor(1)) {
             (Some(x), Some(y)) => with_host_few([&x.storage, &y.storage], to, |[a, b], write| {
-                compute(all(x, a, count), all(y, b, count), write);
+                fill(all(x, a, count), all(y, b, count), write);
             }),
-            (Some(x), None) => with_host_few([&x.storage], to, |[a], write| compute(all(x, a, count), &[], write)),
-            (None, Some(y)) => with_host_few([&y.storage], to, |[b], write| compute(&[], all(y, b, count), write)),
+            (Some(x), None) => with_host_few([&x.storage], to, |[a], write| fill(all(x, a, count), &[], write)),
+            (None, Some(y)) => with_host_few([&y.storage], to, |[b], write| fill(&[], all(y, b, count), write)),
             (None, None) => unreachable!("an operand is a tensor"),
         }
     }
@@ -218,7 +214,7 @@ impl FlatLaunch<'_> {
     fn compute_all<C: Number>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
         let (count, first) = (self.out.numel(), self.out.layout.offset);
         let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
-        let step = map::job_len(count);
+        let step = job_len(count);
         if count <= step {
             let mut zero = false;
             compute_alternating(out, |first, part| zero |= self.compute_range(reads, first, part));
@@ -238,20 +234,18 @@ impl FlatLaunch<'_> {
     fn compute_range<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
-        match self.kinds.contains(&None) && !self.can_update_in_place() {
-            true => self.compute_through_copy(&mut scratch, reads, first, out),
-            false => self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out),
-        }
-    }
-
-    /// True if a binary primitive can overwrite one operand in place, without a copy.
-    fn can_update_in_place(&self) -> bool {
-        let others = matches!(
+        // A cheap binary primitive can overwrite one operand without a copy.
+        let other = matches!(
             self.kinds,
             [None, Some(OperandKind::Contiguous | OperandKind::Scalar)]
                 | [Some(OperandKind::Contiguous | OperandKind::Scalar), None]
         );
-        others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op))
+        let in_place =
+            other && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op));
+        match self.kinds.contains(&None) && !in_place {
+            true => self.compute_through_copy(&mut scratch, reads, first, out),
+            false => self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out),
+        }
     }
 
     /// [`compute_range`](Self::compute_range) for a result that is also an operand, through copies.
@@ -302,6 +296,154 @@ impl FlatLaunch<'_> {
     }
 }
 
+/// An operand of a launch in halves.
+#[derive(Clone, Copy)]
+enum HalfSource<'a> {
+    /// Elements that repeat after this number of elements.
+    Elements(&'a [u16], usize),
+    Scalar(f32),
+}
+
+/// Computes one cheap binary primitive of f16 or bf16, and returns whether the launch is of this kind. Operands have the result's dtype; `kinds`
+/// index them.
+fn try_run_halves(
+    program: &Program,
+    inputs: &[&Tensor],
+    kinds: &[Option<OperandKind>],
+    scalars: &[Scalar],
+    out: &Tensor,
+) -> Result<bool> {
+    let [step] = &program.steps().list[..] else { return Ok(false) };
+    let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
+    let fits = |kind: &Option<OperandKind>| match *kind {
+        Some(OperandKind::RowBroadcast(n)) => n >= MIN_HALF_ROW_LEN,
+        Some(_) => true,
+        None => false,
+    };
+    let has_loop = is_cheap(op) || op == Binary::Div;
+    if !has_loop || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
+        return Ok(false);
+    }
+    let reads: SmallVec<[&Storage; 2]> = inputs.iter().map(|t| &t.storage).collect();
+    with_host(&reads, &[&out.storage], |reads, writes| {
+        let operand = |value: Value| match value {
+            Value::Input(k) => {
+                let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
+                match kinds[k] {
+                    Some(OperandKind::RowBroadcast(n)) => HalfSource::Elements(elements, n),
+                    Some(OperandKind::Contiguous) => HalfSource::Elements(elements, usize::MAX),
+                    _ => HalfSource::Scalar(match out.dtype {
+                        DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
+                        _ => half::bf16::from_bits(elements[0]).to_f32(),
+                    }),
+                }
+            }
+            Value::Scalar(k) => HalfSource::Scalar(f32::from_scalar(scalars[k])),
+            Value::Const(c) => HalfSource::Scalar(f32::from_f64(c)),
+            Value::Register(_) | Value::Output(_) => unreachable!("the one step reads operands"),
+        };
+        let (a, b) = (operand(step.args[0]), operand(step.args[1]));
+        let (count, first) = (out.numel(), out.layout.offset);
+        let to = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
+        let size = job_len(count);
+        match count <= size {
+            true => compute_halves(op, out.dtype, a, b, 0, to),
+            false => parallel::for_each_chunk(to, size, |i, to| compute_halves(op, out.dtype, a, b, i * size, to)),
+        }
+    })?;
+    Ok(true)
+}
+
+/// Computes `to.len()` elements from `first` on, split at the ends of broadcast rows.
+fn compute_halves(op: Binary, dtype: DType, a: HalfSource, b: HalfSource, mut first: usize, mut to: &mut [u16]) {
+    macro_rules! each {
+        ($a:expr, $b:expr, $to:expr, $method:ident) => {{
+            function!(F, (x, y): (C, C) => x.$method(y));
+            match dtype {
+                DType::F16 => map_f16::<F>($a, $b, $to),
+                _ => map_bf16::<F>($a, $b, $to),
+            }
+        }};
+    }
+    while !to.is_empty() {
+        let left = |source| match source {
+            HalfSource::Elements(_, period) => period - first % period,
+            HalfSource::Scalar(_) => usize::MAX,
+        };
+        let n = to.len().min(left(a)).min(left(b));
+        let side = |source| match source {
+            HalfSource::Elements(elements, period) => HalfOperand::Each(&elements[first % period..][..n]),
+            HalfSource::Scalar(x) => HalfOperand::One(x),
+        };
+        let (now, rest) = to.split_at_mut(n);
+        match op {
+            Binary::Add => each!(side(a), side(b), now, add),
+            Binary::Sub => each!(side(a), side(b), now, sub),
+            Binary::Mul => each!(side(a), side(b), now, mul),
+            Binary::Div => each!(side(a), side(b), now, div),
+            Binary::Max => each!(side(a), side(b), now, max),
+            Binary::Min => each!(side(a), side(b), now, min),
+            _ => unreachable!("other primitives have no loop over halves"),
+        }
+        (first, to) = (first + n, rest);
+    }
+}
+
+/// Computes a bool result from one or two bool tensors with the result's layout, and returns whether the formula is of this kind.
+fn try_run_masks(program: &Program, inputs: &[&Tensor], out: &Tensor) -> Result<bool> {
+    let alike = |t: &&Tensor| {
+        t.dtype == DType::Bool
+            && t.layout.same_layout(&out.layout, 1)
+            && t.device() == out.device()
+            && !t.shares_storage(out)
+    };
+    if !out.is_contiguous()
+        || out.numel() == 0
+        || !inputs.iter().all(alike)
+        || program.needs_float()
+        || program.scalars() + program.seeds() > 0
+        || program.divides()
+    {
+        return Ok(false);
+    }
+    let (count, to) = (out.numel(), &out.storage);
+    let all = |t: &Tensor| t.layout.offset..t.layout.offset + count;
+    let fill = |x: &[u8], y: &[u8], write: &mut [u8]| {
+        let (step, polynomial) = (job_len(count), polynomial(program, inputs.len()));
+        parallel::for_each_chunk(&mut write[all(out)], step, |i, out| {
+            let part = i * step..i * step + out.len();
+            evaluate(polynomial, &x[part.clone()], &y[part], out);
+        });
+    };
+    match *inputs {
+        [x] => with_host_few([&x.storage], to, |[a], write| fill(&a[all(x)], &a[all(x)], write))?,
+        [x, y] => with_host_few([&x.storage, &y.storage], to, |[a, b], write| fill(&a[all(x)], &b[all(y)], write))?,
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// Returns the coefficients of the formula as `p0 ^ p1 x ^ p2 y ^ p3 x y`, each 0 or 1.
+fn polynomial(program: &Program, inputs: usize) -> [u8; 4] {
+    let columns = [TileIn::Slice(&[0i64, 1, 0, 1]), TileIn::Slice(&[0, 0, 1, 1])];
+    let tile = Tile { inputs: &columns[..inputs], scalars: &[], seeds: &[], first: 0, len: 4 };
+    let mut values = [0i64; 4];
+    program.eval_tile(&tile, &mut Scratch::new(), &mut [&mut values]);
+    let [none, x, y, both] = values.map(|value| u8::from(value != 0));
+    [none, none ^ x, none ^ y, none ^ x ^ y ^ both]
+}
+
+vectorised! {
+    /// Evaluates a [`polynomial`] over bool tensors.
+    fn evaluate<'a>(_simd: S, polynomial: [u8; 4], x: &'a [u8], y: &'a [u8], out: &'a mut [u8]) {
+        let [p0, p1, p2, p3] = polynomial;
+        for (out, (a, b)) in out.iter_mut().zip(x.iter().zip(y)) {
+            let (a, b) = (u8::from(*a != 0), u8::from(*b != 0));
+            *out = p0 ^ (p1 & a) ^ (p2 & b) ^ (p3 & a & b);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -309,6 +451,16 @@ mod tests {
     use crate::Expr;
     use crate::backend::problem::map::Params;
     use crate::ops::elementwise::apply_into;
+
+    fn try_run(
+        op: &'static str,
+        program: &Program,
+        inputs: &[&Tensor],
+        scalars: &[Scalar],
+        outputs: &[&Tensor],
+    ) -> Result<bool> {
+        super::try_run(&Formulas { op, inputs, params: Params::from_scalars(scalars), program, outputs })
+    }
 
     /// Computes the same launch through the planner, by reversing the operands' memory order.
     fn planned(expr: &Expr, inputs: &[&Tensor], out: &Tensor) -> Vec<f32> {
@@ -407,7 +559,7 @@ mod tests {
             Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()
         };
         let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
-        let few = map::job_len(0);
+        let few = job_len(0);
         for n in [1, 2, 15, 16, 17, 97, L1_RESULT_BYTES / 4, L1_RESULT_BYTES / 4 + 1, 5003, few] {
             let (a, b) = (number(n, 1, 1), number(n, 5, 2));
             for expr in [
@@ -463,5 +615,90 @@ mod tests {
                 inputs[0].shape()
             );
         }
+    }
+
+    #[test]
+    fn halves_are_computed_in_f32_and_rounded_once() {
+        let number = |n: usize, seed: usize| -> Tensor {
+            let value = |i: usize| match (i + seed) % 97 {
+                3 => f32::NAN,
+                5 => f32::INFINITY,
+                _ => (i * 7919 + seed) as f32 % 201.0 * 0.37 - 30.0,
+            };
+            let values: Vec<f32> = (0..n + 1).map(value).collect();
+            Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
+        };
+        let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        let of_two = [&x + &y, &x - &y, &x * &y, &x / &y, x.max(&y), x.min(&y)];
+        let of_one = [&x * &s, &s - &x, x.relu(), &x / 3.0];
+        for (rows, columns) in [(1, 1), (3, 5), (7, 64), (5, 1367), (40, 1000)] {
+            let full = number(rows * columns, 1).reshape([rows, columns]).unwrap();
+            let others = [
+                number(rows * columns, 2).reshape([rows, columns]).unwrap(),
+                number(columns, 3),
+                number(1, 4),
+                full.shallow_clone(),
+            ];
+            for dtype in [DType::F16, DType::BF16] {
+                let cast = |t: &Tensor| t.to_dtype(dtype).unwrap();
+                let half = cast(&full);
+                let check = |e: &Expr, inputs: &[&Tensor], flat: bool| {
+                    let scalars = [Scalar::Float(0.1)];
+                    let out = half.zeros_like().unwrap();
+                    let program = Program::shared(std::slice::from_ref(e));
+                    let ran = try_run("test", &program, inputs, &scalars, &[&out]).unwrap();
+                    assert_eq!(ran, flat, "{e:?} {rows} {columns}");
+                    let wide: Vec<Tensor> = inputs.iter().map(|t| t.to_dtype(DType::F32).unwrap()).collect();
+                    let wide: Vec<&Tensor> = wide.iter().collect();
+                    let right = full.zeros_like().unwrap();
+                    let params = Params::from_scalars(&scalars);
+                    apply_into("test", &wide, params, std::slice::from_ref(e), &[&right]).unwrap();
+                    let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
+                    let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+                    assert!(!ran || bits(&out).iter().zip(&bits(&cast(&right))).all(same), "{e:?} {rows} {columns}");
+                };
+                for other in &others {
+                    let flat = !(2..MIN_HALF_ROW_LEN).contains(&other.numel()) || other.numel() == full.numel();
+                    let other = cast(other);
+                    of_two.iter().for_each(|e| check(e, &[&half, &other], flat));
+                    of_two.iter().for_each(|e| check(e, &[&other, &half], flat));
+                }
+                of_one.iter().for_each(|e| check(e, &[&half], true));
+                check(&x.exp(), &[&half], false);
+                check(&(&x * &y + 1.0), &[&half, &half], false);
+            }
+        }
+    }
+
+    #[test]
+    fn every_truth_table_of_one_or_two_masks() {
+        let n = 3 * job_len(0) + 7;
+        let mask = |at: usize, k: usize| {
+            let values: Vec<bool> = (0..n + at).map(|i| (i * 7919 + k) % 5 < 2).collect();
+            Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()
+        };
+        let (x, y) = (mask(1, 0), mask(6, 3));
+        let [a, b] = [&x, &y].map(|t| t.to_vec::<bool>().unwrap());
+        type Of = fn(bool, bool) -> bool;
+        let operations: [(Result<Tensor>, Of); 9] = [
+            (x.logical_and(&y), |a, b| a & b),
+            (x.logical_or(&y), |a, b| a | b),
+            (x.logical_xor(&y), |a, b| a ^ b),
+            (x.logical_not(), |a, _| !a),
+            (x.eq(&y), |a, b| a == b),
+            (x.ne(&y), |a, b| a != b),
+            (x.lt(&y), |a, b| !a & b),
+            (x.ge(&y), |a, b| a | !b),
+            (x.maximum(&y), |a, b| a | b),
+        ];
+        for (k, (got, of)) in operations.into_iter().enumerate() {
+            let want: Vec<bool> = a.iter().zip(&b).map(|(&a, &b)| of(a, b)).collect();
+            assert_eq!(got.unwrap().to_vec::<bool>().unwrap(), want, "operation {k}");
+        }
+        // Three bool inputs take another path.
+        let chosen = x.where_cond(&y, &x.logical_not().unwrap()).unwrap().to_vec::<bool>().unwrap();
+        assert!(chosen.iter().zip(a.iter().zip(&b)).all(|(&got, (&a, &b))| got == if a { b } else { !a }));
+        let all = Tensor::map(&[&x, &y, &x], |m| &m[0] * &m[1] * &m[2]).unwrap().to_vec::<bool>().unwrap();
+        assert!(all.iter().zip(a.iter().zip(&b)).all(|(&got, (&a, &b))| got == (a & b)));
     }
 }

@@ -128,45 +128,16 @@ macro_rules! vector {
 
         impl Vector for $name {
             const LANES: usize = $lanes;
-            #[inline(always)]
-            unsafe fn zero() -> Self {
-                // SAFETY: the caller's promise.
-                $name(unsafe { $zero() })
-            }
-            #[inline(always)]
-            unsafe fn load(at: *const f32) -> Self {
-                // SAFETY: the caller's promise.
-                $name(unsafe { $load(at) })
-            }
-            #[inline(always)]
-            unsafe fn splat(at: *const f32) -> Self {
-                // SAFETY: the caller's promise. Pairs that are read in place may be unaligned.
-                $name(unsafe { $set1(at.read_unaligned()) })
-            }
-            #[inline(always)]
-            unsafe fn store(self, at: *mut f32) {
-                // SAFETY: the caller's promise.
-                unsafe { $store(at, self.0) }
-            }
-            #[inline(always)]
-            unsafe fn add(self, other: Self) -> Self {
-                // SAFETY: the caller's promise.
-                $name(unsafe { $add(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn mul(self, other: Self) -> Self {
-                // SAFETY: the caller's promise.
-                $name(unsafe { $mul(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn keep_where_positive(self, x: Self) -> Self {
-                // SAFETY: the caller's promise.
-                $name(unsafe { $where_above(self.0, x.0) })
-            }
-            #[inline(always)]
-            unsafe fn add_product(self, x: Self, y: Self) -> Self {
-                // SAFETY: the caller's promise.
-                $name(unsafe { $add_product(x.0, y.0, self.0) })
+            unsafe_methods! {
+                zero() -> Self = $name($zero());
+                load(at: *const f32) -> Self = $name($load(at));
+                // Pairs that are read in place may be unaligned.
+                splat(at: *const f32) -> Self = $name($set1(at.read_unaligned()));
+                store(self, at: *mut f32) -> () = $store(at, self.0);
+                add(self, other: Self) -> Self = $name($add(self.0, other.0));
+                mul(self, other: Self) -> Self = $name($mul(self.0, other.0));
+                keep_where_positive(self, x: Self) -> Self = $name($where_above(self.0, x.0));
+                add_product(self, x: Self, y: Self) -> Self = $name($add_product(x.0, y.0, self.0));
             }
         }
     };

@@ -3,19 +3,19 @@
 //! all threads together. In a small product, each thread packs panels for its own part of the result. A thread that has
 //! finished its part helps with the others.
 
-use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
-use super::super::{parallel, threads};
 use super::kernel::{Kernels, Tile};
 use super::matrix::{ElementPtr, Matrix};
 use super::pack::{PANEL_SLACK, sum_steps};
 use super::panels::Panels;
 use super::{KernelEpilogue, partition, piece_start};
+use crate::backend::cpu::kernels::buffers::{Content, with_buffer};
 use crate::device::cpu::huge_pages::advise_huge;
+use crate::device::cpu::{parallel, threads};
 
 /// The steps of k that a tile sums before the next tile, per vector lane. One panel of a group then stays in the L1 cache, and all
 /// of its panels stay in the L2 cache. Fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.
@@ -116,12 +116,11 @@ pub(super) unsafe fn product(
         Some(_) => 0,
         None => (blocks * high.div_ceil(rows) * (depth * rows + PANEL_SLACK)).next_multiple_of(PANEL_SLACK),
     };
-    PANEL_BUFFER.with(|kept| {
-        let mut buffer = kept.take();
+    with_buffer(Content::Panels, usize::MAX, |buffer| {
         let room = parts.len() * (room_a + room_b) + PANEL_SLACK;
         let line = if room >= HUGE_PAGE_ELEMENTS { HUGE_PAGE_ELEMENTS * size_of::<f32>() } else { 64 };
         if buffer.len() < room + buffer.as_ptr().align_offset(line) {
-            buffer = Vec::with_capacity(room + line / size_of::<f32>());
+            *buffer = Vec::with_capacity(room + line / size_of::<f32>());
             advise_huge(buffer.spare_capacity_mut());
             buffer.resize(buffer.capacity(), 0.0);
         }
@@ -156,7 +155,6 @@ pub(super) unsafe fn product(
                 }
             }
         }
-        kept.set(buffer);
     });
     sums.is_some()
 }
@@ -196,13 +194,6 @@ unsafe fn compute(regions: &[Region], threads: usize) {
     let most = works.iter().map(|work| work.count).max().unwrap_or(0);
     // SAFETY: the caller's promise. Every piece is computed once, and the pieces of a region are started in order.
     parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].run_piece(i % most) });
-}
-
-thread_local! {
-    /// The memory of panels, kept so that its pages stay mapped. A product inside a piece of another one allocates its own memory.
-    static PANEL_BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-    /// The memory of a group for [`Destination::Pieces`].
-    static PIECE_BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// A part of the result, and the steps of k that are packed at a time.
@@ -368,8 +359,7 @@ impl Region<'_> {
                 // SAFETY: the caller's promise; the group's first element is one of the result.
                 unsafe { self.tiles(down, across, panels, Matrix { start: out.start.offset(at), ..out }, finish) }
             }
-            Destination::Pieces(hand_over) => PIECE_BUFFER.with(|kept| {
-                let mut piece = kept.take();
+            Destination::Pieces(hand_over) => with_buffer(Content::Piece, usize::MAX, |piece| {
                 let len = i.len() * j.len();
                 if piece.len() < len {
                     piece.resize(len, 0.0);
@@ -379,7 +369,6 @@ impl Region<'_> {
                 // SAFETY: the caller's promise; the piece has room for the group, and this call owns it until it is put back.
                 unsafe { self.tiles(down, across, panels, out, KernelEpilogue::Nothing) };
                 hand_over(top..down_to, left..right_to, &piece[..len]);
-                kept.set(piece);
             }),
         }
     }

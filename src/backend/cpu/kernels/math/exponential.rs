@@ -4,7 +4,8 @@
 //! each other, and a processor's out-of-order window holds a fixed number of operations: with half as many operations per loop,
 //! it holds twice as many elements. Polynomials are evaluated in pairs of terms for the same reason.
 
-use super::{LN2_HI, LN2_LO, clamp_keeping_nan, poly, reduce_exp};
+use super::{LN2_HI, LN2_LO, clamp_keeping_nan, reduce_exp};
+use crate::expr::polynomials::poly;
 
 pub(crate) trait TwoStage {
     /// The type of argument and result: f32 or f64.

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use super::matrix::{ElementPtr, Matrix};
 use super::{MatrixLayout, check_layouts, gemm_accumulate, parallel};
-use crate::Result;
+use crate::{DType, Result};
 
 /// An operand whose products are computed and added in f32.
 #[derive(Debug, Clone, Copy)]
@@ -19,6 +19,15 @@ pub(crate) enum Floats<'a> {
 }
 
 impl<'a> Floats<'a> {
+    /// Views bytes as elements of a dtype that is multiplied in f32.
+    pub(crate) fn new(dtype: DType, bytes: &'a [u8]) -> Floats<'a> {
+        match dtype {
+            DType::F32 => Floats::F32(bytemuck::cast_slice(bytes)),
+            DType::F16 => Floats::F16(bytemuck::cast_slice(bytes)),
+            _ => Floats::BF16(bytemuck::cast_slice(bytes)),
+        }
+    }
+
     pub(super) fn len(self) -> usize {
         match self {
             Floats::F32(s) => s.len(),

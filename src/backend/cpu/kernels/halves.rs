@@ -1,15 +1,9 @@
 //! Functions of two f16 or bf16 operands, computed in f32 without a temporary array.
 
-use std::marker::PhantomData;
-
 use half::f16;
-use pulp::{Arch, Simd, WithSimd};
 
-use super::convert::bf16_bits;
-
-pub(crate) trait BinaryFunction {
-    fn call(x: f32, y: f32) -> f32;
-}
+use crate::backend::cpu::kernels::convert::bf16_bits;
+use crate::backend::cpu::vectorised::{Function, vectorised};
 
 /// An operand, as bits of f16 or bf16, or as a number.
 #[derive(Debug, Clone, Copy)]
@@ -20,94 +14,87 @@ pub(crate) enum HalfOperand<'a> {
     One(f32),
 }
 
-/// Both operands have one element per result.
-const BOTH: u8 = 0;
-/// Only the left operand has one element per result.
-const LEFT: u8 = 1;
-/// Only the right operand has one element per result.
-const RIGHT: u8 = 2;
-
-/// Applies the function elementwise to f16 operands.
-pub(crate) fn map_f16<F: BinaryFunction>(a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
-    match (a, b) {
-        (HalfOperand::Each(a), HalfOperand::Each(b)) => map_f16_form::<F, BOTH>(a, b, 0.0, to),
-        (HalfOperand::Each(a), HalfOperand::One(y)) => map_f16_form::<F, LEFT>(a, a, y, to),
-        (HalfOperand::One(x), HalfOperand::Each(b)) => map_f16_form::<F, RIGHT>(b, b, x, to),
-        (HalfOperand::One(x), HalfOperand::One(y)) => to.fill(f16::from_f32(F::call(x, y)).to_bits()),
-    }
+/// The operands that have one element per result; `number` replaces the other operand.
+trait Form {
+    fn call<F: Function<(f32, f32), f32>>(x: f32, y: f32, number: f32) -> f32;
 }
 
-/// Applies the function elementwise to bf16 operands.
-pub(crate) fn map_bf16<F: BinaryFunction>(a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
-    let function = PhantomData::<F>;
-    match (a, b) {
-        (HalfOperand::Each(a), HalfOperand::Each(b)) => {
-            Arch::new().dispatch(Bf16::<F, BOTH> { a, b, number: 0.0, to, function })
+macro_rules! forms {
+    ($($(#[$doc:meta])* $name:ident: $x:ident, $y:ident, $number:ident => $args:expr;)*) => { $(
+        $(#[$doc])*
+        struct $name;
+        impl Form for $name {
+            #[inline(always)]
+            fn call<F: Function<(f32, f32), f32>>($x: f32, $y: f32, $number: f32) -> f32 {
+                F::call($args)
+            }
         }
-        (HalfOperand::Each(a), HalfOperand::One(number)) => {
-            Arch::new().dispatch(Bf16::<F, LEFT> { a, b: a, number, to, function })
-        }
-        (HalfOperand::One(number), HalfOperand::Each(b)) => {
-            Arch::new().dispatch(Bf16::<F, RIGHT> { a: b, b, number, to, function })
-        }
-        (HalfOperand::One(x), HalfOperand::One(y)) => to.fill(bf16_bits(F::call(x, y))),
-    }
+    )* };
 }
 
-/// A call on bf16 operands; `number` replaces the operand that `FORM` does not use.
-struct Bf16<'a, F, const FORM: u8> {
-    a: &'a [u16],
-    b: &'a [u16],
-    number: f32,
-    to: &'a mut [u16],
-    function: PhantomData<F>,
+forms! {
+    Both: x, y, _number => (x, y);
+    Left: x, _y, number => (x, number);
+    Right: _x, y, number => (number, y);
 }
 
-impl<F: BinaryFunction, const FORM: u8> WithSimd for Bf16<'_, F, FORM> {
-    type Output = ();
+macro_rules! map_halves {
+    ($(#[$doc:meta])* $name:ident, $form:ident, $round:expr) => {
+        $(#[$doc])*
+        pub(crate) fn $name<F: Function<(f32, f32), f32>>(a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
+            match (a, b) {
+                (HalfOperand::Each(a), HalfOperand::Each(b)) => $form::<F, Both>(a, b, 0.0, to),
+                (HalfOperand::Each(a), HalfOperand::One(y)) => $form::<F, Left>(a, a, y, to),
+                (HalfOperand::One(x), HalfOperand::Each(b)) => $form::<F, Right>(b, b, x, to),
+                (HalfOperand::One(x), HalfOperand::One(y)) => to.fill($round(F::call((x, y)))),
+            }
+        }
+    };
+}
 
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        assert!(self.a.len() == self.to.len() && self.b.len() == self.to.len());
-        for ((to, &a), &b) in self.to.iter_mut().zip(self.a).zip(self.b) {
+map_halves! {
+    /// Applies the function elementwise to f16 operands.
+    map_f16, map_f16_form, |y: f32| f16::from_f32(y).to_bits()
+}
+map_halves! {
+    /// Applies the function elementwise to bf16 operands.
+    map_bf16, map_bf16_form, bf16_bits
+}
+
+vectorised! {
+    fn map_bf16_form<'a, F: Function<(f32, f32), f32>, P: Form>(
+        _simd: S, a: &'a [u16], b: &'a [u16], number: f32, to: &'a mut [u16]
+    ) {
+        assert!(a.len() == to.len() && b.len() == to.len());
+        for ((to, &a), &b) in to.iter_mut().zip(a).zip(b) {
             let [a, b] = [a, b].map(|x| f32::from_bits(u32::from(x) << 16));
-            *to = bf16_bits(match FORM {
-                BOTH => F::call(a, b),
-                LEFT => F::call(a, self.number),
-                _ => F::call(self.number, b),
-            });
+            *to = bf16_bits(P::call::<F>(a, b, number));
         }
     }
 }
 
-/// Calls the function on f16 operands; `number` replaces the operand that `FORM` does not use.
-fn map_f16_form<F: BinaryFunction, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
+fn map_f16_form<F: Function<(f32, f32), f32>, P: Form>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
     assert!(a.len() == to.len() && b.len() == to.len());
     #[cfg(target_arch = "x86_64")]
     if crate::device::cpu::has_avx512() {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: the processor has the instructions.
-        unsafe { x86::map_16::<F, FORM>(a, b, number, to) };
-        return map_f16_scalar::<F, FORM>(a_rest, b_rest, number, to_rest);
+        unsafe { x86::map_16::<F, P>(a, b, number, to) };
+        return map_f16_scalar::<F, P>(a_rest, b_rest, number, to_rest);
     } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: likewise.
-        unsafe { x86::map_8::<F, FORM>(a, b, number, to) };
-        return map_f16_scalar::<F, FORM>(a_rest, b_rest, number, to_rest);
+        unsafe { x86::map_8::<F, P>(a, b, number, to) };
+        return map_f16_scalar::<F, P>(a_rest, b_rest, number, to_rest);
     }
-    map_f16_scalar::<F, FORM>(a, b, number, to);
+    map_f16_scalar::<F, P>(a, b, number, to);
 }
 
 /// Computes one element at a time.
-fn map_f16_scalar<F: BinaryFunction, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
+fn map_f16_scalar<F: Function<(f32, f32), f32>, P: Form>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
     for ((to, &a), &b) in to.iter_mut().zip(a).zip(b) {
         let wide = |bits: u16| f16::from_bits(bits).to_f32();
-        let y = match FORM {
-            BOTH => F::call(wide(a), wide(b)),
-            LEFT => F::call(wide(a), number),
-            _ => F::call(number, wide(b)),
-        };
-        *to = f16::from_f32(y).to_bits();
+        *to = f16::from_f32(P::call::<F>(wide(a), wide(b), number)).to_bits();
     }
 }
 
@@ -116,13 +103,13 @@ mod x86 {
     use std::arch::x86_64::*;
     use std::mem::transmute;
 
-    use super::{BOTH, BinaryFunction, LEFT};
+    use super::{Form, Function};
 
     /// Defines a function that computes a vector at a time; no slice need be aligned.
     macro_rules! by_vectors {
         ($name:ident, $feature:literal, $Vector:ident = [f32; $n:literal], $load:ident, $widen:ident, $narrow:expr, $store:ident) => {
             #[target_feature(enable = $feature)]
-            pub(super) fn $name<F: BinaryFunction, const FORM: u8>(
+            pub(super) fn $name<F: Function<(f32, f32), f32>, P: Form>(
                 a: &[[u16; $n]],
                 b: &[[u16; $n]],
                 number: f32,
@@ -134,11 +121,7 @@ mod x86 {
                 };
                 for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
                     let (x, y) = (wide(a), wide(b));
-                    let made: [f32; $n] = std::array::from_fn(|i| match FORM {
-                        BOTH => F::call(x[i], y[i]),
-                        LEFT => F::call(x[i], number),
-                        _ => F::call(number, y[i]),
-                    });
+                    let made: [f32; $n] = std::array::from_fn(|i| P::call::<F>(x[i], y[i], number));
                     // SAFETY: likewise.
                     unsafe { $store(to.as_mut_ptr().cast(), $narrow(transmute::<[f32; $n], $Vector>(made))) };
                 }
@@ -175,8 +158,8 @@ mod tests {
     use super::*;
 
     struct Less;
-    impl BinaryFunction for Less {
-        fn call(x: f32, y: f32) -> f32 {
+    impl Function<(f32, f32), f32> for Less {
+        fn call((x, y): (f32, f32)) -> f32 {
             x - y * 0.75
         }
     }
@@ -211,13 +194,13 @@ mod tests {
                 map_f16::<Less>(left, right, &mut to);
                 let wide = |bits| f16::from_bits(bits).to_f32();
                 for (i, &got) in to.iter().enumerate() {
-                    let want = f16::from_f32(Less::call(at(left, i, wide), at(right, i, wide))).to_bits();
+                    let want = f16::from_f32(Less::call((at(left, i, wide), at(right, i, wide)))).to_bits();
                     assert!(same(got, want, |x| f16::from_bits(x).is_nan()), "{form} {i}: {got:x} {want:x}");
                 }
                 map_bf16::<Less>(left, right, &mut to);
                 let wide = |bits| bf16::from_bits(bits).to_f32();
                 for (i, &got) in to.iter().enumerate() {
-                    let want = bf16::from_f32(Less::call(at(left, i, wide), at(right, i, wide))).to_bits();
+                    let want = bf16::from_f32(Less::call((at(left, i, wide), at(right, i, wide)))).to_bits();
                     assert!(same(got, want, |x| bf16::from_bits(x).is_nan()), "{form} {i}: {got:x} {want:x}");
                 }
             }
@@ -232,8 +215,8 @@ mod tests {
             let (mut x, mut y) = (vec![0; a.len()], vec![1; a.len()]);
             // SAFETY: the processor has the instructions.
             unsafe {
-                x86::map_16::<Less, BOTH>(a.as_chunks().0, b.as_chunks().0, 0.0, x.as_chunks_mut().0);
-                x86::map_8::<Less, BOTH>(a.as_chunks().0, b.as_chunks().0, 0.0, y.as_chunks_mut().0);
+                x86::map_16::<Less, Both>(a.as_chunks().0, b.as_chunks().0, 0.0, x.as_chunks_mut().0);
+                x86::map_8::<Less, Both>(a.as_chunks().0, b.as_chunks().0, 0.0, y.as_chunks_mut().0);
             }
             assert!(x.iter().zip(&y).all(|(&x, &y)| same(x, y, |x| f16::from_bits(x).is_nan())));
         }

@@ -4,10 +4,11 @@
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
-use pulp::{Arch, Simd, WithSimd};
 
-use super::{MatrixLayout, SharedPtr, check_layouts, for_each_piece, partition};
+use super::{MatrixLayout, check_layouts, for_each_piece, partition};
 use crate::Result;
+use crate::backend::cpu::vectorised::vectorised;
+use crate::device::cpu::parallel::SharedPtr;
 
 /// Up to this number of rows or columns of the result, an operand is read in place, because packing would cost more.
 const IN_PLACE_MAX_ROWS: usize = 7;
@@ -76,19 +77,9 @@ macro_rules! results {
 }
 results! { u8: u32; i32: u32; u32: u32; i64: i64; }
 
-/// Adds four rows to `to`, each multiplied by its factor.
-struct AddRows<'a, E, T> {
-    to: &'a mut [T],
-    factors: [T; 4],
-    rows: [&'a [E]; 4],
-}
-
-impl<E: Widen<T>, T: Sum> WithSimd for AddRows<'_, E, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let AddRows { to, factors, rows } = self;
+vectorised! {
+    /// Adds four rows to `to`, each multiplied by its factor.
+    fn add_rows<'a, E: Widen<T>, T: Sum>(_simd: S, to: &'a mut [T], factors: [T; 4], rows: [&'a [E]; 4]) {
         let n = to.len();
         let [a, b, c, d] = rows.map(|row| &row[..n]);
         for (j, sum) in to.iter_mut().enumerate() {
@@ -98,17 +89,9 @@ impl<E: Widen<T>, T: Sum> WithSimd for AddRows<'_, E, T> {
     }
 }
 
-struct Dot<'a, E, T> {
-    x: &'a [E],
-    y: &'a [T],
-}
-
-impl<E: Widen<T>, T: Sum> WithSimd for Dot<'_, E, T> {
-    type Output = T;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> T {
-        self.x.iter().zip(self.y).fold(T::zeroed(), |sum, (x, y)| sum.add_product(x.widen(), *y))
+vectorised! {
+    fn dot<'a, E: Widen<T>, T: Sum>(_simd: S, x: &'a [E], y: &'a [T]) -> T {
+        x.iter().zip(y).fold(T::zeroed(), |sum, (x, y)| sum.add_product(x.widen(), *y))
     }
 }
 
@@ -177,7 +160,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
                 load(a, layout_a.index_of(i, first), layout_a.col, row);
                 for j in columns.clone() {
                     let x = &b[layout_b.index_of(first, j)..][..depth];
-                    let sum = Arch::new().dispatch(Dot { x, y: &*row });
+                    let sum = dot(x, &*row);
                     // SAFETY: the caller's promise.
                     unsafe {
                         let before = if first > 0 { element(i, j).read().widen() } else { D::Sum::zeroed() };
@@ -215,10 +198,10 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
                     let steps = [0, 1, 2, 3].map(|s: usize| 4 * step + s.min(last));
                     if in_place {
                         let rows = steps.map(|s| &b[layout_b.index_of(first + s, start)..][..width]);
-                        Arch::new().dispatch(AddRows { to: &mut *sums, factors: four, rows });
+                        add_rows(&mut *sums, four, rows);
                     } else {
                         let rows = steps.map(|s| &right[s * width..][..width]);
-                        Arch::new().dispatch(AddRows { to: &mut *sums, factors: four, rows });
+                        add_rows(&mut *sums, four, rows);
                     }
                 }
                 for (j, sum) in sums.iter().enumerate() {

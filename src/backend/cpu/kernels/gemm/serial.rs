@@ -9,8 +9,8 @@ use super::blocks::even_len;
 use super::kernel::{Kernels, Tile};
 use super::pack::{LastPair, PANEL_SLACK, Pairs, PanelCopies, PanelSource, pack};
 use super::{Floats, amx};
+use crate::backend::cpu::kernels::gemm::KernelEpilogue;
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::KernelEpilogue;
 
 /// The kernels for this processor: of f32, or of pairs of bf16. For bf16, a step is a pair in the bits of an f32.
 #[derive(Clone, Copy)]

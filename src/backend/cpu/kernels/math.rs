@@ -14,7 +14,8 @@
 mod exponential;
 
 use std::f32::consts::{LOG2_E, PI};
-use std::ops::{Add, Mul};
+
+use crate::expr::polynomials::{cos_small, log_near_one, log_tail, poly, sin_small};
 
 pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Sigmoid, Silu, Tanh, TwoStage, map_in_place, map_into};
 
@@ -25,16 +26,6 @@ const ROUND: f32 = 12_582_912.0 + 254.0; // 1.5 * 2^23
 const LN2_HI: f32 = 0.693_145_75;
 /// The low part of ln 2.
 const LN2_LO: f32 = 1.428_606_8e-6;
-
-/// `c[0] + x (c[1] + x (c[2] + ...))`
-#[inline(always)]
-fn poly<T: Copy + Add<Output = T> + Mul<Output = T>, const N: usize>(x: T, c: [T; N]) -> T {
-    let mut sum = c[N - 1];
-    for i in (0..N - 1).rev() {
-        sum = sum * x + c[i];
-    }
-    sum
-}
 
 /// 2 to the power of n, for n in -126..=127.
 #[inline(always)]
@@ -68,29 +59,6 @@ pub(crate) fn expm1(x: f32) -> f32 {
     let scale = power_of_two(n.wrapping_sub(1));
     let y = (scale * p + (scale - 0.5)) * 2.0;
     if x.abs() < 1e-7 { x } else { y } // keeps -0 and subnormals
-}
-
-/// `log(1 + z) - z + z² / 2` for z in [-1/4, 1/2].
-#[inline(always)]
-fn log_tail(z: f32) -> f32 {
-    const C: [f32; 9] = [
-        0.333_333_403,
-        -0.250_001_639,
-        0.199_995_786,
-        -0.166_553_155,
-        0.142_768_025,
-        -0.127_284_288,
-        0.116_970_204,
-        -0.091_063_424_9,
-        0.037_603_411_3,
-    ];
-    z * z * z * poly(z, C)
-}
-
-/// `log(1 + z)` for z in [-1/4, 1/2].
-#[inline(always)]
-pub(crate) fn log_near_one(z: f32) -> f32 {
-    z + (log_tail(z) - 0.5 * z * z)
 }
 
 /// Splits x = 2^e (1 + z) with 1 + z in [3/4, 3/2), for positive finite x. Returns e and z.
@@ -165,20 +133,6 @@ fn sin_cos(x: f32) -> (f32, f32, i32) {
     let n = t - ROUND;
     let r = ((wide - n * HALF_PI_HI) - n * HALF_PI_LO) as f32;
     (sin_small(r), cos_small(r), t.to_bits() as i32)
-}
-
-/// `sin(x)` for |x| <= pi/4.
-#[inline(always)]
-pub(crate) fn sin_small(x: f32) -> f32 {
-    let z = x * x;
-    x * z * poly(z, [-0.166_666_552, 0.008_332_187_31, -0.000_195_179_091]) + x
-}
-
-/// `cos(x)` for |x| <= pi/4.
-#[inline(always)]
-pub(crate) fn cos_small(x: f32) -> f32 {
-    let z = x * x;
-    z * z * poly(z, [0.041_666_645_6, -0.001_388_730_95, 2.443_233_64e-5]) - 0.5 * z + 1.0
 }
 
 /// The sine of x in radians, |x| <= [`TRIG_LIMIT`].

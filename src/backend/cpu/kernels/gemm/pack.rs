@@ -150,16 +150,11 @@ pub(super) trait PanelElement {
 
 impl PanelElement for f32 {
     type Element = f32;
-    #[inline(always)]
-    unsafe fn one(at: *const f32, _: isize) -> f32 {
-        // SAFETY: the caller's promise.
-        unsafe { *at }
+    unsafe_methods! {
+        one(at: *const f32, _: isize) -> f32 = *at;
+        lanes(at: *const f32, _: isize) -> __m256 = _mm256_loadu_ps(at);
     }
-    #[inline(always)]
-    unsafe fn lanes(at: *const f32, _: isize) -> __m256 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm256_loadu_ps(at) }
-    }
+
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const f32, _: isize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -169,30 +164,19 @@ impl PanelElement for f32 {
 
 impl PanelElement for f16 {
     type Element = f16;
-    #[inline(always)]
-    unsafe fn one(at: *const f16, _: isize) -> f32 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((*at).to_bits().into()))) }
-    }
-    #[inline(always)]
-    unsafe fn lanes(at: *const f16, _: isize) -> __m256 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
+    unsafe_methods! {
+        one(at: *const f16, _: isize) -> f32 = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((*at).to_bits().into())));
+        lanes(at: *const f16, _: isize) -> __m256 = _mm256_cvtph_ps(_mm_loadu_si128(at.cast()));
     }
 }
 
 // A bf16 is the upper half of an f32.
 impl PanelElement for bf16 {
     type Element = bf16;
-    #[inline(always)]
-    unsafe fn one(at: *const bf16, _: isize) -> f32 {
-        // SAFETY: the caller's promise.
-        f32::from_bits(u32::from(unsafe { *at }.to_bits()) << 16)
-    }
-    #[inline(always)]
-    unsafe fn lanes(at: *const bf16, _: isize) -> __m256 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast())))) }
+    unsafe_methods! {
+        one(at: *const bf16, _: isize) -> f32 = f32::from_bits(u32::from((*at).to_bits()) << 16);
+        lanes(at: *const bf16, _: isize) -> __m256 =
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()))));
     }
 }
 
@@ -202,21 +186,12 @@ pub(super) struct Pairs;
 impl PanelElement for Pairs {
     type Element = bf16;
     const STEPS: usize = 2;
-    #[inline(always)]
-    unsafe fn one(at: *const bf16, along: isize) -> f32 {
-        // SAFETY: the caller's promise.
-        let (first, second) = unsafe { (LastPair::one(at, along), bf16::one(at.offset(along), along)) };
-        f32::from_bits(first.to_bits() | second.to_bits())
-    }
-    #[inline(always)]
-    unsafe fn lanes(at: *const bf16, along: isize) -> __m256 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm256_or_ps(LastPair::lanes(at, along), bf16::lanes(at.offset(along), along)) }
-    }
-    #[inline(always)]
-    unsafe fn steps(at: *const bf16) -> __m256 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm256_loadu_ps(at.cast()) }
+    unsafe_methods! {
+        one(at: *const bf16, along: isize) -> f32 =
+            f32::from_bits(LastPair::one(at, along).to_bits() | bf16::one(at.offset(along), along).to_bits());
+        lanes(at: *const bf16, along: isize) -> __m256 =
+            _mm256_or_ps(LastPair::lanes(at, along), bf16::lanes(at.offset(along), along));
+        steps(at: *const bf16) -> __m256 = _mm256_loadu_ps(at.cast());
     }
 }
 
@@ -225,15 +200,10 @@ pub(super) struct LastPair;
 
 impl PanelElement for LastPair {
     type Element = bf16;
-    #[inline(always)]
-    unsafe fn one(at: *const bf16, _: isize) -> f32 {
-        // SAFETY: the caller's promise.
-        f32::from_bits(unsafe { *at }.to_bits().into())
-    }
-    #[inline(always)]
-    unsafe fn lanes(at: *const bf16, _: isize) -> __m256 {
-        // SAFETY: the caller's promise.
-        unsafe { _mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()))) }
+    unsafe_methods! {
+        one(at: *const bf16, _: isize) -> f32 = f32::from_bits((*at).to_bits().into());
+        lanes(at: *const bf16, _: isize) -> __m256 =
+            _mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast())));
     }
 }
 

@@ -14,6 +14,18 @@ use ::gemm::Parallelism;
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
+/// Defines methods of a trait that are inlined and whose safety is their caller's promise.
+#[cfg(target_arch = "x86_64")]
+macro_rules! unsafe_methods {
+    ($($method:ident($($args:tt)*) -> $out:ty = $made:expr;)*) => { $(
+        #[inline(always)]
+        unsafe fn $method($($args)*) -> $out {
+            // SAFETY: the caller's promise.
+            unsafe { $made }
+        }
+    )* };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
@@ -30,12 +42,13 @@ mod matrix;
 mod pack;
 #[cfg(target_arch = "x86_64")]
 mod panels;
-#[cfg_attr(not(target_arch = "x86_64"), path = "gemm/no_serial.rs")]
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod serial;
 #[cfg(test)]
 mod tests;
 
-use super::parallel;
+use crate::device::cpu::parallel::{self, SharedPtr};
+use crate::device::cpu::threads;
 use crate::{Error, Result};
 pub(crate) use floats::Floats;
 pub(crate) use integers::gemm_integers;
@@ -112,7 +125,7 @@ impl Real for f64 {
 /// Returns the grid of pieces (rows, columns), one piece per thread, that minimises the reads of the operands. Per step of k, each
 /// column of the grid reads `a` elements of the left matrix, and each row of a grid with `rows` rows reads `b(rows)` elements of the right.
 fn partition(size: (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
-    if is_serial(size) { (1, 1) } else { partition_for(super::threads(), (size.0, size.1), a, b) }
+    if is_serial(size) { (1, 1) } else { partition_for(threads(), (size.0, size.1), a, b) }
 }
 
 /// Computes [`partition`] for a number of threads.
@@ -149,12 +162,6 @@ fn for_each_piece(
     });
 }
 
-/// The first element of a matrix in memory that threads share.
-struct SharedPtr<T>(*mut T);
-
-// SAFETY: the threads of a product read the inputs and write pieces of the result that have no element in common.
-unsafe impl<T: Send + Sync> Sync for SharedPtr<T> {}
-
 /// Returns the kernels for products of this size and these types, if any. Products of a few rows have other kernels, in [`few`].
 #[cfg(target_arch = "x86_64")]
 fn select_kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
@@ -164,6 +171,43 @@ fn select_kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Opt
         _ => None,
     };
     for_pairs.or_else(|| Kernels::get(false)).filter(|_| m.min(n).min(k) >= MIN_SIZE)
+}
+
+/// Computes a product with kernels of this crate, and an epilogue, whose columns must be one element apart. Also computes the sums of the rows of
+/// `a`, into `out` from `sums` on, and returns true, if the result is contiguous, the kernels pack `a`, and the sums do not overlap the result.
+///
+/// # Errors
+/// The errors of [`gemm`], and an epilogue operand of another size.
+#[cfg(target_arch = "x86_64")]
+fn multiply_with(
+    kernels: &'static Kernels,
+    (m, n, k): (usize, usize, usize),
+    (out, layout): (&mut [f32], MatrixLayout),
+    [(a, layout_a), (b, layout_b)]: [(Floats, MatrixLayout); 2],
+    finish: KernelEpilogue<&[f32]>,
+    sums: Option<usize>,
+) -> Result<bool> {
+    check_layouts((m, n, k), (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
+    let fits = match finish {
+        KernelEpilogue::Nothing => true,
+        KernelEpilogue::Add(row) | KernelEpilogue::AddRelu(row) => layout.col == 1 && row.len() == n,
+        KernelEpilogue::ReluGrad(x) => (layout.row, layout.col) == (n as isize, 1) && x.len() == m * n,
+    };
+    if !fits {
+        return Err(Error::invalid("gemm", "the epilogue's operand has the wrong size"));
+    }
+    let is_apart = |sums: usize| sums + m <= layout.offset || layout.offset + m * n <= sums;
+    let contiguous = (layout.row, layout.col) == (n as isize, 1);
+    let start = out.as_mut_ptr();
+    let sums =
+        sums.filter(|&sums| contiguous && is_apart(sums) && sums + m <= out.len()).map(|at| start.wrapping_add(at));
+    // Other elements may come before the first one.
+    let to = matrix::Matrix { start: start.wrapping_add(layout.offset), row: layout.row, col: layout.col };
+    let to = blocks::Destination::Memory(to, finish.map(<[f32]>::as_ptr, <[f32]>::as_ptr));
+    // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and live through the
+    // call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct; the sums are in `out`, and none of
+    // them is an element of the result. The epilogue's operand is borrowed and has the size that the kernels read.
+    Ok(unsafe { blocks::product(kernels, (m, n, k), to, a.matrix(layout_a), b.matrix(layout_b), sums) })
 }
 
 /// Computes a product for each layout of a, b and the result in `layouts`. Errors are those of [`gemm`].
@@ -184,7 +228,7 @@ pub(crate) fn gemm_f32(
         check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
         let start = out.as_mut_ptr().wrapping_add(layout.offset);
         let to = matrix::Matrix { start, row: layout.row, col: layout.col };
-        // SAFETY: as below.
+        // SAFETY: as in `multiply_with`.
         unsafe { few::product(size, transposed, to, a.matrix(layout_a), b.matrix(layout_b), &mut rows) };
         layouts.next();
     }
@@ -193,16 +237,10 @@ pub(crate) fn gemm_f32(
     }
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = select_kernels(size, a, b) {
-        for [layout_a, layout_b, layout] in layouts {
-            check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
-            let start = out.as_mut_ptr().wrapping_add(layout.offset); // other elements may come before this one
-            let to = matrix::Matrix { start, row: layout.row, col: layout.col };
-            let to = blocks::Destination::Memory(to, KernelEpilogue::Nothing);
-            // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and live
-            // through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct.
-            unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
-        }
-        return Ok(());
+        return layouts.try_for_each(|[layout_a, layout_b, layout]| {
+            let finish = KernelEpilogue::Nothing;
+            multiply_with(kernels, size, (out, layout), [(a, layout_a), (b, layout_b)], finish, None).map(|_| ())
+        });
     }
     layouts.into_iter().try_for_each(|[layout_a, layout_b, layout]| {
         floats::gemm_widened(size, (out, layout), (a, layout_a), (b, layout_b))
@@ -221,25 +259,8 @@ pub(crate) fn gemm_with_row_sums(
 ) -> Result<bool> {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = select_kernels(size, a, b) {
-        let ([layout_a, layout_b, layout], (m, n, _)) = (layouts, size);
-        check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
-        let beside = sums + m <= layout.offset || layout.offset + m * n <= sums;
-        if (layout.row, layout.col) == (n as isize, 1) && beside && sums + m <= out.len() {
-            let start = out.as_mut_ptr();
-            // SAFETY: as in `gemm_f32`; the sums are in `out`, and none of them is an element of the result.
-            return Ok(unsafe {
-                let to = matrix::Matrix { start: start.add(layout.offset), row: layout.row, col: 1 };
-                let (a, b) = (a.matrix(layout_a), b.matrix(layout_b));
-                blocks::product(
-                    kernels,
-                    size,
-                    blocks::Destination::Memory(to, KernelEpilogue::Nothing),
-                    a,
-                    b,
-                    Some(start.add(sums)),
-                )
-            });
-        }
+        let ([layout_a, layout_b, layout], finish) = (layouts, KernelEpilogue::Nothing);
+        return multiply_with(kernels, size, (out, layout), [(a, layout_a), (b, layout_b)], finish, Some(sums));
     }
     gemm_f32(size, out, a, b, std::iter::once(layouts))?;
     Ok(false)
@@ -287,25 +308,8 @@ pub(crate) fn gemm_with_epilogue(
 ) -> Result<bool> {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = select_kernels(size, a, b) {
-        let (m, n, _) = size;
-        check_layouts(
-            size,
-            (out.len(), MatrixLayout { offset: 0, row: n as isize, col: 1 }),
-            (a.len(), layout_a),
-            (b.len(), layout_b),
-        )?;
-        let fits = match finish {
-            KernelEpilogue::Nothing => true,
-            KernelEpilogue::Add(row) | KernelEpilogue::AddRelu(row) => row.len() == n,
-            KernelEpilogue::ReluGrad(x) => x.len() == m * n,
-        };
-        if !fits {
-            return Err(Error::invalid("gemm", "the epilogue's operand has the wrong size"));
-        }
-        let to = matrix::Matrix { start: out.as_mut_ptr(), row: n as isize, col: 1 };
-        let to = blocks::Destination::Memory(to, finish.map(<[f32]>::as_ptr, <[f32]>::as_ptr));
-        // SAFETY: as in `gemm_f32`; the epilogue's operand is borrowed and has the size that the kernels read (checked above).
-        unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
+        let contiguous = MatrixLayout { offset: 0, row: size.1 as isize, col: 1 };
+        multiply_with(kernels, size, (out, contiguous), [(a, layout_a), (b, layout_b)], finish, None)?;
         return Ok(true);
     }
     Ok(false)

@@ -7,11 +7,11 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::super::threads;
 use super::kernel::{V8, V16, Vector};
 use super::matrix::{ElementPtr, Matrix};
 use super::pack::PanelElement;
 use super::{MatrixLayout, for_each_piece, is_serial};
+use crate::device::cpu::threads;
 
 /// The maximum number of rows: with more rows, packing panels is faster.
 pub(super) const MAX_ROWS: usize = 7;
@@ -29,15 +29,11 @@ trait Widen<T>: Vector {
 }
 
 macro_rules! widen {
-    ($($vector:ident of $type:ty: $at:ident => $widened:expr;)*) => {
-        $(impl Widen<$type> for $vector {
-            #[inline(always)]
-            unsafe fn widen($at: *const $type) -> Self {
-                // SAFETY: the caller's promise.
-                unsafe { $widened }
-            }
-        })*
-    };
+    ($($vector:ident of $type:ty: $at:ident => $widened:expr;)*) => { $(
+        impl Widen<$type> for $vector {
+            unsafe_methods! { widen($at: *const $type) -> Self = $widened; }
+        }
+    )* };
 }
 
 widen! {

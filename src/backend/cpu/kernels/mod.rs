@@ -1,0 +1,10 @@
+//! The vector loops of the CPU backend: matrix products, conversions, functions of floats, and transposition. This is the only folder
+//! of the backend that may contain `unsafe`.
+
+#[cfg(target_arch = "x86_64")] // as the products that need buffers
+pub(crate) mod buffers;
+pub(crate) mod convert;
+pub(crate) mod gemm;
+pub(crate) mod halves;
+pub(crate) mod math;
+pub(crate) mod transpose;
