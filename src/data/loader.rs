@@ -6,6 +6,7 @@ use super::transfer::{receive, send};
 use super::workers::{MakeFn, Workers, make_catching_panics};
 use super::{Collate, Dataset, Sampler, Transfer, random_permutation};
 use crate::device::Event;
+use crate::internal::invalid_if;
 use crate::{DType, Device, Error, Generator, Result, Seed, Stream, Tensor, with_generator};
 
 /// Options of [`DataLoader`], with PyTorch's names and defaults.
@@ -118,9 +119,7 @@ impl<B: Send + 'static> DataLoader<B> {
         config: DataLoaderConfig,
         collate: impl Fn(Vec<D::Item>) -> Result<B> + Send + Sync + 'static,
     ) -> Result<DataLoader<B>> {
-        if config.batch_size == 0 {
-            return Err(Error::invalid("DataLoader", "batch_size is 0: a batch needs at least one item"));
-        }
+        invalid_if("DataLoader", config.batch_size == 0, || "batch_size is 0: a batch needs at least one item")?;
         let items = dataset.len();
         let item = move |&index: &usize| {
             dataset.get(index).map_err(|e| match e {
@@ -137,12 +136,11 @@ impl<B: Send + 'static> DataLoader<B> {
     /// # Errors
     /// [`Error::Invalid`] if the loader shuffles, too.
     pub fn with_sampler(mut self, sampler: impl Sampler + 'static) -> Result<DataLoader<B>> {
-        if self.config.shuffle {
-            return Err(Error::invalid(
-                "DataLoader",
-                "the sampler determines the order: let the sampler shuffle instead of the loader",
-            ));
-        }
+        invalid_if(
+            "DataLoader",
+            self.config.shuffle,
+            || "the sampler determines the order: let the sampler shuffle instead of the loader",
+        )?;
         self.sampler = Some(Arc::new(sampler));
         Ok(self)
     }

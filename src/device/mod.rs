@@ -33,7 +33,7 @@ mod hints;
 mod info;
 mod launches;
 pub(crate) mod level;
-mod lock;
+pub(crate) mod lock;
 pub(crate) mod log;
 pub(crate) mod lru;
 mod name;

@@ -5,12 +5,13 @@
 //! A *part* of a slice is the section that one rank reduces and then sends to all ranks.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use super::plan::{self, ALIGN_BYTES, PIECE_BYTES, Phase, Plan};
 use super::reduce::ReduceOp;
 use super::staging::{SlicePipeline, SliceSteps, Staging};
 use super::transport::{Call, Transport};
+use crate::internal::lock;
 use crate::{DType, Device, Error, Result, Stream, Tensor};
 
 /// The ranks of a group, and the resources that this rank keeps for its collectives.
@@ -105,7 +106,7 @@ impl Member<'_> {
             None => (1, usize::MAX),
         };
         let scratch = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
-        let mut words = membership.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut words = lock(&membership.scratch);
         let exchange = |host: &mut [u8], slice: Range<usize>| {
             let blocks = split_blocks(host, blocks(&slice));
             let block = piece.min(blocks[plan.own].len()).next_multiple_of(ALIGN_BYTES).max(ALIGN_BYTES);

@@ -1,11 +1,12 @@
 //! Data parallel training: every rank has the model and a part of the batch.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
-use crate::nn::{BatchNorm, Forward, Module, Role};
+use crate::internal::{invalid_if, lock};
+use crate::nn::{Forward, Module, Role};
 use crate::optim::join_adjacent_views;
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
@@ -76,12 +77,11 @@ impl<M: Module> DataParallel<M> {
         let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
         let parameters: Vec<(String, Tensor)> =
             parameters.map(|(name, p)| Ok((name, placeholder_leaf(p)?))).collect::<Result<_>>()?;
-        if parameters.is_empty() {
-            return Err(Error::invalid(
-                op,
-                "the module has no parameters that require a gradient: use it without DataParallel",
-            ));
-        }
+        invalid_if(
+            op,
+            parameters.is_empty(),
+            || "the module has no parameters that require a gradient: use it without DataParallel",
+        )?;
         let reducer = Arc::new(Reducer::new(group.clone(), options, parameters));
         for (i, (_, parameter)) in reducer.parameters.iter().enumerate() {
             let reducer = Arc::downgrade(&reducer);
@@ -133,33 +133,11 @@ impl<M: Module> DataParallel<M> {
 }
 
 impl<M: Module> Module for DataParallel<M> {
+    crate::parts!(module as ""; reducer);
+
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.broadcast_buffers()?;
         self.module.forward(x)
-    }
-
-    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.module.visit(prefix, visitor);
-    }
-
-    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.module.visit_mut(prefix, visitor);
-    }
-
-    fn set_training(&self, training: bool) {
-        self.module.set_training(training);
-    }
-
-    fn shallow_clone(&self) -> DataParallel<M> {
-        DataParallel { module: self.module.shallow_clone(), reducer: Arc::clone(&self.reducer) }
-    }
-
-    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.module.visit_modules(prefix, visitor);
-    }
-
-    fn as_batch_norm(&self) -> Option<&BatchNorm> {
-        self.module.as_batch_norm()
     }
 }
 
@@ -267,7 +245,7 @@ impl Reducer {
     }
 
     fn pass(&self) -> MutexGuard<'_, BackwardPass> {
-        self.pass.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pass)
     }
 
     /// The hook of parameter i, called when its gradient is complete. Sends all buckets that are complete.
@@ -291,11 +269,11 @@ impl Reducer {
 
     /// Makes later passes reduce gradients to these shards.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
-        *self.shards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shards);
+        *lock(&self.shards) = Arc::downgrade(shards);
     }
 
     pub fn shards(&self) -> Option<Arc<Shards>> {
-        self.shards.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+        lock(&self.shards).upgrade()
     }
 
     /// Sends the next buckets as long as they are complete, so that all ranks send buckets in the same order.

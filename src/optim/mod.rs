@@ -26,7 +26,7 @@ use crate::{Result, Tensor};
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
-pub(crate) use flat::join_adjacent_views;
+pub(crate) use flat::{is_same_view, join_adjacent_views};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
 pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};

@@ -353,7 +353,14 @@ impl LayerPass {
         // Gradients are taken with respect to views, so that hooks of the inputs themselves are not called here.
         let views = given.iter().map(|t| t.narrow(0, 0, t.shape().dims()[0])).collect::<Result<Vec<_>>>()?;
         let Inputs { gates, weight_hh, states, bias_hh, weight_hr } = self.unpack_inputs(&views);
-        let cell = Cell { weight_ih: gates.shallow_clone(), weight_hh, bias_ih: None, bias_hh, weight_hr };
+        let cell = Cell {
+            weight_ih: gates.shallow_clone(),
+            weight_hh,
+            bias_ih: None,
+            bias_hh,
+            weight_hr,
+            suffix: String::new(),
+        };
         let (hidden, last) = run_composed(self.step, &cell, &gates, &self.schedule, states)?;
         let result = LayerPass::pack_result(hidden, last.into_iter().nth(1))?;
         let wanted: Vec<&Tensor> = views.iter().filter(|t| t.requires_grad()).collect();
