@@ -40,6 +40,9 @@
 //! remedy. The operators `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
 
+#[macro_use]
+mod options;
+
 pub mod autograd;
 mod backend;
 pub mod data;
@@ -85,6 +88,7 @@ pub mod internal {
     pub use crate::error::{Excerpt, for_each_part, in_steps, invalid_if};
     pub use crate::io::state::join_names;
     pub use crate::nn::part::field_name;
+    pub use crate::ops::dispatch::checks::{same_device, same_dtype};
 }
 
 /// Compiles and runs the snippets of the pages as documentation tests.

@@ -9,34 +9,23 @@ use crate::device::Event;
 use crate::internal::invalid_if;
 use crate::{DType, Device, Error, Generator, Result, Seed, Stream, Tensor, with_generator};
 
-/// Options of [`DataLoader`], with PyTorch's names and defaults.
-#[derive(Debug, Clone)]
-pub struct DataLoaderConfig {
-    /// The number of items per batch.
-    pub batch_size: usize,
-    /// Whether each pass has its own random order.
-    pub shuffle: bool,
-    /// Whether to leave out a last batch that is smaller.
-    pub drop_last: bool,
-    /// The number of threads that make batches ahead; with 0 the caller makes them.
-    pub num_workers: usize,
-    /// The number of batches that each worker makes ahead, at least 1.
-    pub prefetch_factor: usize,
-    /// The generator of the order and the random numbers of a pass; by default [`Generator::current`] at the beginning of the pass.
-    /// With `Generator::new(seed)` the passes are the same in every run.
-    pub generator: Option<Generator>,
-}
-
-impl Default for DataLoaderConfig {
-    fn default() -> DataLoaderConfig {
-        DataLoaderConfig {
-            batch_size: 1,
-            shuffle: false,
-            drop_last: false,
-            num_workers: 0,
-            prefetch_factor: 2,
-            generator: None,
-        }
+options! {
+    /// Options of [`DataLoader`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone)]
+    pub struct DataLoaderConfig {
+        /// The number of items per batch.
+        pub batch_size: usize = 1,
+        /// Whether each pass has its own random order.
+        pub shuffle: bool = false,
+        /// Whether to leave out a last batch that is smaller.
+        pub drop_last: bool = false,
+        /// The number of threads that make batches ahead; with 0 the caller makes them.
+        pub num_workers: usize = 0,
+        /// The number of batches that each worker makes ahead, at least 1.
+        pub prefetch_factor: usize = 2,
+        /// The generator of the order and the random numbers of a pass; by default [`Generator::current`] at the beginning of the pass.
+        /// With `Generator::new(seed)` the passes are the same in every run.
+        pub generator: Option<Generator> = None,
     }
 }
 

@@ -10,25 +10,20 @@ use crate::nn::{Forward, Module, Role};
 use crate::optim::join_adjacent_views;
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
-/// Options of [`DataParallel`].
-#[derive(Debug, Clone)]
-pub struct DataParallelOptions {
-    /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
-    /// collective as soon as backward has computed all of them.
-    pub bucket_bytes: usize,
-    /// Whether a backward pass may leave out parameters, but not all parameters of a rank. Gradients are then reduced only after
-    /// backward, with one more small collective. If false, such a pass is an error that names the parameters.
-    pub find_unused_parameters: bool,
-    /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
-    pub broadcast_buffers: bool,
-    /// The dtype in which gradients are sent; bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`).
-    pub gradient_dtype: Option<DType>,
-}
-
-impl Default for DataParallelOptions {
-    fn default() -> DataParallelOptions {
-        let (find_unused_parameters, broadcast_buffers) = (false, true);
-        DataParallelOptions { bucket_bytes: 25 << 20, find_unused_parameters, broadcast_buffers, gradient_dtype: None }
+options! {
+    /// Options of [`DataParallel`].
+    #[derive(Debug, Clone)]
+    pub struct DataParallelOptions {
+        /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
+        /// collective as soon as backward has computed all of them.
+        pub bucket_bytes: usize = 25 << 20,
+        /// Whether a backward pass may leave out parameters, but not all parameters of a rank. Gradients are then reduced only after
+        /// backward, with one more small collective. If false, such a pass is an error that names the parameters.
+        pub find_unused_parameters: bool = false,
+        /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
+        pub broadcast_buffers: bool = true,
+        /// The dtype in which gradients are sent; bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`).
+        pub gradient_dtype: Option<DType> = None,
     }
 }
 

@@ -10,7 +10,7 @@ use super::threads::Threads;
 use super::transport::Transport;
 use crate::device::cpu::threads;
 #[cfg(feature = "mpi")]
-use crate::internal::invalid_if;
+use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are the processes of a job under `mpirun`
@@ -254,12 +254,8 @@ impl Group {
         let dtype = first.dtype();
         reduce.check(op, dtype)?;
         for t in tensors {
-            if t.dtype() != dtype {
-                return Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype() });
-            }
-            if t.device() != first.device() {
-                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
-            }
+            same_dtype(op, &[first, t])?;
+            same_device(op, &[first, t])?;
         }
         self.submit_in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
             collective::all_reduce(m, bytes, dtype, reduce)

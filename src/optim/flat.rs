@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
-use crate::internal::invalid_if;
+use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::storage::Storage;
 use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
@@ -163,12 +163,8 @@ impl FlatParameters {
                 let reason = format!("a parameter of shape {} is not a leaf that requires a gradient", p.shape());
                 return Err(Error::Autograd { op, reason });
             }
-            if p.dtype() != dtype {
-                return Err(Error::DTypeMismatch { op, lhs: dtype, rhs: p.dtype() });
-            }
-            if p.device() != device {
-                return Err(Error::DeviceMismatch { op, lhs: device, rhs: p.device() });
-            }
+            same_dtype(op, &[&**first, &**p])?;
+            same_device(op, &[&**first, &**p])?;
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
             invalid_if(

@@ -7,22 +7,18 @@ use crate::internal::{for_each_part, invalid_if};
 use crate::io::StateDict;
 use crate::{Result, Tensor, no_grad};
 
-/// Options of [`GradScaler`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct GradScalerConfig {
-    /// The initial factor.
-    pub init_scale: f64,
-    /// Multiplies the factor after `growth_interval` good steps.
-    pub growth_factor: f64,
-    /// Multiplies the factor after a step with infinite or NaN gradients.
-    pub backoff_factor: f64,
-    /// The number of consecutive good steps after which the factor grows.
-    pub growth_interval: usize,
-}
-
-impl Default for GradScalerConfig {
-    fn default() -> GradScalerConfig {
-        GradScalerConfig { init_scale: 65536.0, growth_factor: 2.0, backoff_factor: 0.5, growth_interval: 2000 }
+options! {
+    /// Options of [`GradScaler`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct GradScalerConfig {
+        /// The initial factor.
+        pub init_scale: f64 = 65536.0,
+        /// Multiplies the factor after `growth_interval` good steps.
+        pub growth_factor: f64 = 2.0,
+        /// Multiplies the factor after a step with infinite or NaN gradients.
+        pub backoff_factor: f64 = 0.5,
+        /// The number of consecutive good steps after which the factor grows.
+        pub growth_interval: usize = 2000,
     }
 }
 

@@ -21,7 +21,7 @@ const ROOMS: &[&[&str]] = &[
     &["device"],
     &["layout"],
     &["file"],
-    &["dtype", "error"],
+    &["dtype", "error", "options"],
 ];
 
 /// Rooms that may import each other: a tensor holds its autograd node and a node its tensors; errors name dtypes.

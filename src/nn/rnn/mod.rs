@@ -21,26 +21,22 @@ pub use packed::{
     unpad_sequence,
 };
 
-/// Options of [`Rnn`], [`Lstm`] and [`Gru`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RnnOptions {
-    /// The number of stacked layers.
-    pub num_layers: usize,
-    /// Whether there are biases.
-    pub bias: bool,
-    /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
-    pub batch_first: bool,
-    /// The dropout probability between layers, in training.
-    pub dropout: f64,
-    /// Whether each layer also processes the sequence in reverse.
-    pub bidirectional: bool,
-    /// If not 0, the number of features that LSTM's hidden state is projected to; less than the hidden size.
-    pub proj_size: usize,
-}
-
-impl Default for RnnOptions {
-    fn default() -> Self {
-        RnnOptions { num_layers: 1, bias: true, batch_first: false, dropout: 0.0, bidirectional: false, proj_size: 0 }
+options! {
+    /// Options of [`Rnn`], [`Lstm`] and [`Gru`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct RnnOptions {
+        /// The number of stacked layers.
+        pub num_layers: usize = 1,
+        /// Whether there are biases.
+        pub bias: bool = true,
+        /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+        pub batch_first: bool = false,
+        /// The dropout probability between layers, in training.
+        pub dropout: f64 = 0.0,
+        /// Whether each layer also processes the sequence in reverse.
+        pub bidirectional: bool = false,
+        /// If not 0, the number of features that LSTM's hidden state is projected to; less than the hidden size.
+        pub proj_size: usize = 0,
     }
 }
 
