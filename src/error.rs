@@ -133,12 +133,27 @@ impl Error {
     }
 }
 
+/// Returns [`Error::Invalid`] with the result of `reason` if `condition` holds.
+///
+/// ```
+/// use claystone::internal::invalid_if;
+/// assert!(invalid_if("Highway::new", false, || "the gate needs a bias").is_ok());
+/// let error = invalid_if("Highway::new", true, || "the gate needs a bias").unwrap_err();
+/// assert_eq!(error.to_string(), "Highway::new: the gate needs a bias");
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`].
+pub fn invalid_if<S: Into<String>>(op: &'static str, condition: bool, reason: impl FnOnce() -> S) -> Result<()> {
+    if condition { Err(Error::invalid(op, reason())) } else { Ok(()) }
+}
+
 /// Runs `f`, an in-place operation that consists of several steps. `version` returns the version counter of the output
 /// ([`Storage::version`](crate::storage::Storage::version)), which grows with every change. If the device or memory fails
 /// after the counter has grown, the error is [`Error::Partial`].
 ///
 /// ```
-/// use claystone::{Device, Result, Tensor, in_steps};
+/// use claystone::{Device, Result, Tensor, internal::in_steps};
 /// /// Moves running statistics towards those of a batch.
 /// fn track(mean: &Tensor, batch: &Tensor) -> Result<()> {
 ///     in_steps("track", || mean.storage().version(), || {
@@ -164,7 +179,7 @@ pub fn in_steps<T>(op: &'static str, version: impl Fn() -> u64, f: impl FnOnce()
 /// stops at the first error. If the device or memory fails after the first item, the error is [`Error::Partial`].
 ///
 /// ```
-/// use claystone::{Device, Tensor, for_each_part};
+/// use claystone::{Device, Tensor, internal::for_each_part};
 /// let weights = [Tensor::ones(2, Device::Cpu)?, Tensor::ones(3, Device::Cpu)?];
 /// for_each_part("shrink", &weights, |w| w.mul_scalar_(0.5).map(|_| ()))?;
 /// assert_eq!(weights[1].to_vec::<f32>()?, [0.5; 3]);
@@ -187,7 +202,7 @@ pub fn for_each_part<T>(
 /// Text from a file or a user, shortened for error messages: control characters are escaped, and at most 80 characters are printed.
 ///
 /// ```
-/// use claystone::Excerpt;
+/// use claystone::internal::Excerpt;
 /// assert_eq!(Excerpt("layer\n1").to_string(), "layer\\n1");
 /// assert_eq!(Excerpt(&"x".repeat(1000)).to_string().len(), 83);
 /// ```

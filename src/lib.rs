@@ -40,6 +40,9 @@
 //! remedy. The operators `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
 
+#[macro_use]
+mod options;
+
 pub mod autograd;
 mod backend;
 pub mod data;
@@ -67,7 +70,7 @@ pub use backend::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
-pub use error::{Error, Excerpt, Result, for_each_part, in_steps};
+pub use error::{Error, Result};
 pub use graph::Graph;
 pub use layout::memory_format::MemoryFormat;
 pub use layout::shape::{NewShape, Shape};
@@ -79,77 +82,43 @@ pub use ops::{
 };
 pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
 
-/// The README's example runs as a doctest.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+/// Helpers that `nn`, `optim`, `io` and `distributed` take from the modules below, and code that [`parts!`] expands to. Not part of the
+/// public interface.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::error::{Excerpt, for_each_part, in_steps, invalid_if};
+    pub use crate::io::state::join_names;
+    pub use crate::nn::part::field_name;
+    pub use crate::ops::dispatch::checks::{same_device, same_dtype};
+    pub use crate::sync::lock;
+}
 
-/// The snippets of each chapter of the guide run as doctests.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/README.md")]
-struct Guide;
+/// Compiles and runs the snippets of the pages as documentation tests.
+macro_rules! doctest_pages {
+    ($($name:ident $page:literal)*) => { $(
+        #[cfg(doctest)]
+        #[doc = include_str!($page)]
+        struct $name;
+    )* };
+}
 
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/tensors.md")]
-struct GuideTensors;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/operations.md")]
-struct GuideOperations;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/gradients.md")]
-struct GuideGradients;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/training.md")]
-struct GuideTraining;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/images-and-sequences.md")]
-struct GuideImagesAndSequences;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/data-and-files.md")]
-struct GuideDataAndFiles;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/streams-and-graphs.md")]
-struct GuideStreamsAndGraphs;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/distributed.md")]
-struct GuideDistributed;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/memory.md")]
-struct GuideMemory;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/profiling.md")]
-struct GuideProfiling;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/tuning.md")]
-struct GuideTuning;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/interop.md")]
-struct GuideInterop;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/extending.md")]
-struct GuideExtending;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/examples.md")]
-struct GuideExamples;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/guide/reporting-bugs.md")]
-struct GuideReportingBugs;
-
-/// The example of the allocator's page runs as a doctest.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/allocator.md")]
-struct AllocatorPage;
+doctest_pages! {
+    Readme "../README.md"
+    Guide "../docs/guide/README.md"
+    GuideTensors "../docs/guide/tensors.md"
+    GuideOperations "../docs/guide/operations.md"
+    GuideGradients "../docs/guide/gradients.md"
+    GuideTraining "../docs/guide/training.md"
+    GuideImagesAndSequences "../docs/guide/images-and-sequences.md"
+    GuideDataAndFiles "../docs/guide/data-and-files.md"
+    GuideStreamsAndGraphs "../docs/guide/streams-and-graphs.md"
+    GuideDistributed "../docs/guide/distributed.md"
+    GuideMemory "../docs/guide/memory.md"
+    GuideProfiling "../docs/guide/profiling.md"
+    GuideTuning "../docs/guide/tuning.md"
+    GuideInterop "../docs/guide/interop.md"
+    GuideExtending "../docs/guide/extending.md"
+    GuideExamples "../docs/guide/examples.md"
+    GuideReportingBugs "../docs/guide/reporting-bugs.md"
+    AllocatorPage "../docs/allocator.md"
+}

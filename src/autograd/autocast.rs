@@ -1,18 +1,15 @@
 //! A thread's mixed-precision scope. `ops::dispatch::autocast` says what operations do in it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::HashMap;
 
 use super::is_grad_enabled;
+use super::modes::{change_modes, modes};
 use crate::{DType, Result, Tensor};
 
 thread_local! {
-    /// The dtype of the innermost scope.
-    static AUTOCAST_DTYPE: Cell<Option<DType>> = const { Cell::new(None) };
     /// Parameters already cast, kept until the outermost scope ends.
     static CAST_PARAMETERS: RefCell<HashMap<CastKey, Tensor>> = RefCell::new(HashMap::new());
-    /// The number of nested scopes.
-    static SCOPE_DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
 #[derive(PartialEq, Eq, Hash)]
@@ -51,23 +48,29 @@ pub fn autocast<R>(dtype: impl Into<Option<DType>>, f: impl FnOnce() -> R) -> R 
     struct Restore(Option<DType>);
     impl Drop for Restore {
         fn drop(&mut self) {
-            AUTOCAST_DTYPE.set(self.0);
-            SCOPE_DEPTH.set(SCOPE_DEPTH.get() - 1);
-            if SCOPE_DEPTH.get() == 0 {
+            let depth = change_modes(|modes| {
+                modes.autocast_dtype = self.0;
+                modes.autocast_depth -= 1;
+                modes.autocast_depth
+            });
+            if depth == 0 {
                 // Taken out first: dropping a tensor may run code that uses the map.
                 drop(CAST_PARAMETERS.take());
             }
         }
     }
-    SCOPE_DEPTH.set(SCOPE_DEPTH.get() + 1);
-    let _restore = Restore(AUTOCAST_DTYPE.replace(dtype.into()));
+    let before = change_modes(|modes| {
+        modes.autocast_depth += 1;
+        std::mem::replace(&mut modes.autocast_dtype, dtype.into())
+    });
+    let _restore = Restore(before);
     f()
 }
 
 /// Returns the dtype of this thread's [`autocast`] scope (PyTorch's `torch.get_autocast_dtype`); None outside any scope.
 #[inline]
 pub fn autocast_dtype() -> Option<DType> {
-    AUTOCAST_DTYPE.get()
+    modes().autocast_dtype
 }
 
 /// Returns the tensor in `dtype`. A parameter is cast only once a scope.

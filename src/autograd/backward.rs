@@ -1,6 +1,7 @@
 //! The engine of the backward pass: a heap of nodes ordered by age.
 
 use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::sync::Arc;
 
@@ -85,37 +86,12 @@ pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
     })
 }
 
-/// A node in the heap, which pops the highest `order` first: the node's number (its age), or the maximum for a leaf with a complete gradient.
-struct QueuedNode {
-    order: u64,
-    node: Arc<Node>,
-}
+/// An entry of the heap, which pops the highest first: the node's number (its age), or the maximum for a leaf with a complete gradient;
+/// and the node's number again, so that of several complete leaves the oldest comes first.
+type QueuedNode = (u64, Reverse<u64>);
 
-impl QueuedNode {
-    fn by_age(node: Arc<Node>) -> QueuedNode {
-        QueuedNode { order: node.seq, node }
-    }
-}
-
-impl PartialEq for QueuedNode {
-    fn eq(&self, other: &QueuedNode) -> bool {
-        self.order == other.order
-    }
-}
-
-impl Eq for QueuedNode {}
-
-impl PartialOrd for QueuedNode {
-    fn partial_cmp(&self, other: &QueuedNode) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for QueuedNode {
-    fn cmp(&self, other: &QueuedNode) -> std::cmp::Ordering {
-        self.order.cmp(&other.order)
-    }
-}
+/// The gradients accumulated so far for nodes not yet visited, with the nodes, by number.
+pub(super) type PendingGradients = HashMap<u64, (Arc<Node>, Gradient)>;
 
 /// Counts, for each leaf with post-accumulate hooks, the gradients that operations reachable from the roots will add. Leaves are older
 /// than those operations and would be visited last; the count shows earlier that a gradient is complete.
@@ -183,8 +159,8 @@ impl Engine {
 
     fn traverse(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
         let mut returned = HashMap::new();
-        let mut gradients: HashMap<u64, Gradient> = HashMap::new();
-        let mut heap = BinaryHeap::new();
+        let mut gradients = PendingGradients::new();
+        let mut heap: BinaryHeap<QueuedNode> = BinaryHeap::new();
         let mut expected_gradients = match self.wanted {
             None => count_expected_gradients(seeds.iter().map(|(root, _)| root)),
             Some(_) => HashMap::new(),
@@ -194,14 +170,14 @@ impl Engine {
             seeds.iter().filter_map(|(_, gradient)| gradient.address()).collect();
         for (root, gradient) in seeds {
             let gradient = match gradients.remove(&root.seq) {
-                Some(first) => first.add(gradient.tensor()?)?,
+                Some((_, first)) => first.add(gradient.tensor()?)?,
                 None => gradient,
             };
-            gradients.insert(root.seq, gradient);
-            heap.push(QueuedNode::by_age(root));
+            heap.push((root.seq, Reverse(root.seq)));
+            gradients.insert(root.seq, (root, gradient));
         }
-        while let Some(QueuedNode { node, .. }) = heap.pop() {
-            let Some(mut grad) = gradients.remove(&node.seq) else { continue };
+        while let Some((_, Reverse(seq))) = heap.pop() {
+            let Some((node, mut grad)) = gradients.remove(&seq) else { continue };
             let is_returned = self.returns_gradient_of(&node);
             if let Some(hooks) = node.hooks().filter(|_| !(self.is_nested && is_returned))
                 && let Some(replaced) = hooks.call(node.op, &grad.tensor()?)?
@@ -251,13 +227,13 @@ impl Engine {
                     (result, in_slot) = (slot, true);
                 }
                 let sum = match gradients.remove(&input.seq) {
-                    Some(first) => first.add(result)?,
+                    Some((_, first)) => first.add(result)?,
                     None => {
-                        heap.push(QueuedNode::by_age(input.clone()));
+                        heap.push((input.seq, Reverse(input.seq)));
                         Gradient::Tensor { tensor: result, in_slot, multiplied }
                     }
                 };
-                gradients.insert(input.seq, sum);
+                gradients.insert(input.seq, (input.clone(), sum));
             }
             if expected_gradients.is_empty() {
                 continue;
@@ -266,7 +242,7 @@ impl Engine {
                 let Some(missing) = expected_gradients.get_mut(&input.seq) else { continue };
                 *missing -= 1;
                 if *missing == 0 {
-                    heap.push(QueuedNode { order: u64::MAX, node: input.clone() });
+                    heap.push((u64::MAX, Reverse(input.seq)));
                 }
             }
         }
@@ -324,7 +300,7 @@ impl Engine {
         &self,
         node: &Node,
         i: usize,
-        gradients: &HashMap<u64, Gradient>,
+        gradients: &PendingGradients,
         seed_addresses: &[usize],
     ) -> Option<Tensor> {
         let input = node.inputs[i].as_ref()?;

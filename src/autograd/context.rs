@@ -1,12 +1,11 @@
 //! The interface between an operation's backward closure and the backward pass.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::backward::Engine;
+use super::backward::{Engine, PendingGradients};
 use super::grad::WantedNodes;
 use super::node::{Factor, Node};
 use super::{Gradients, Saved};
@@ -19,8 +18,7 @@ pub(crate) struct Context<'a> {
     pub(super) node: &'a Arc<Node>,
     /// The gradient of the node's result.
     pub(super) grad: Gradient,
-    /// The gradients accumulated so far for nodes not yet visited, by node.
-    pub(super) gradients: &'a HashMap<u64, Gradient>,
+    pub(super) gradients: &'a PendingGradients,
     /// Gradient slots of the inputs that are leaves: see [`Context::slot`].
     pub(super) slots: Gradients,
     /// The factor that the result's gradient has yet to be multiplied by.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::backward::Engine;
 use super::context::Gradient;
 use super::node::Node;
+use crate::error::invalid_if;
 use crate::storage::Caller;
 use crate::{Error, Result, Tensor};
 
@@ -122,10 +123,9 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     let _caller = Caller::enter();
     let op = "grad";
     let GradOptions { grad_outputs, retain_graph, create_graph, allow_unused } = options;
-    if !grad_outputs.is_empty() && grad_outputs.len() != outputs.len() {
-        let reason = format!("{} gradients are given for {} outputs", grad_outputs.len(), outputs.len());
-        return Err(Error::invalid(op, reason));
-    }
+    invalid_if(op, !grad_outputs.is_empty() && grad_outputs.len() != outputs.len(), || {
+        format!("{} gradients are given for {} outputs", grad_outputs.len(), outputs.len())
+    })?;
     let mut seeds = Vec::with_capacity(outputs.len());
     for (i, output) in outputs.iter().enumerate() {
         // As in PyTorch, outputs may be constants as long as one of them is not.
@@ -158,13 +158,12 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
 /// Returns the gradient at `output` that a backward pass starts with.
 fn seed_gradient(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_graph: bool) -> Result<Gradient> {
     let Some(gradient) = gradient else {
-        if output.numel() != 1 {
-            let reason = format!(
+        invalid_if(op, output.numel() != 1, || {
+            format!(
                 "backward without a gradient needs a tensor of one element, and this one has shape {}: reduce it with sum() or mean(), or pass a gradient to backward_with()",
                 output.shape()
-            );
-            return Err(Error::invalid(op, reason));
-        }
+            )
+        })?;
         return Ok(Gradient::ones(output));
     };
     output.check_like(op, gradient, "the gradient has the shape of the tensor")?;

@@ -1,9 +1,9 @@
 //! Access to gradients during backward: hooks, and retained gradients of tensors that are not leaves.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use super::node::{Node, State};
+use super::node::{Node, State, take_seq};
 use crate::device::lock;
 use crate::{Error, Result, Tensor};
 
@@ -93,11 +93,6 @@ pub(super) fn has_post_accumulate_hooks() -> bool {
     HAS_POST_ACCUMULATE_HOOKS.load(Ordering::Relaxed)
 }
 
-fn next_id() -> u64 {
-    static ID: AtomicU64 = AtomicU64::new(0);
-    ID.fetch_add(1, Ordering::Relaxed)
-}
-
 impl Tensor {
     /// Calls `hook` with the gradient of this tensor in every backward pass that reaches it (PyTorch's
     /// `register_hook`). The gradient is the sum of all contributions, before a leaf accumulates it or an operation
@@ -122,7 +117,7 @@ impl Tensor {
         hook: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
     ) -> Result<HookHandle> {
         let node = self.tracked_node("register_hook")?;
-        let id = next_id();
+        let id = take_seq();
         lock(&node.hooks_or_new().hooks).push((id, Arc::new(hook)));
         Ok(HookHandle { node: Arc::downgrade(&node), id })
     }
@@ -147,7 +142,7 @@ impl Tensor {
         &self,
         hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
     ) -> Result<HookHandle> {
-        let (op, id) = ("register_post_accumulate_grad_hook", next_id());
+        let (op, id) = ("register_post_accumulate_grad_hook", take_seq());
         self.with_leaf_state(op, |leaf| leaf.post_accumulate_hooks.push((id, Arc::new(hook))))?;
         HAS_POST_ACCUMULATE_HOOKS.store(true, Ordering::Relaxed);
         Ok(HookHandle { node: Arc::downgrade(&self.tracked_node(op)?), id })

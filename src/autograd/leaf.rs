@@ -3,6 +3,7 @@
 use smallvec::SmallVec;
 
 use super::node::{Leaf, Node, State};
+use crate::error::invalid_if;
 use crate::{Error, Result, Tensor};
 
 /// Methods for optimisers and containers of layers.
@@ -177,9 +178,11 @@ impl Tensor {
 
     /// Returns an error unless gradients of this tensor can be written to `view`.
     fn check_slot(&self, op: &'static str, view: &Tensor) -> Result<()> {
-        if !view.layout.is_dense() {
-            return Err(Error::invalid(op, "a gradient slot must be contiguous in memory, and this view is not"));
-        }
+        invalid_if(
+            op,
+            !view.layout.is_dense(),
+            || "a gradient slot must be contiguous in memory, and this view is not",
+        )?;
         self.check_like(op, view, "a gradient has the shape of its leaf")
     }
 

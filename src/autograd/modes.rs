@@ -1,21 +1,58 @@
-//! A thread's modes for operations on tracked tensors: whether to record them, and whether to check gradients for NaN.
+//! A thread's modes for operations on tracked tensors: whether to record them, whether to check gradients for NaN, and the dtype of
+//! mixed precision.
 
 use std::cell::Cell;
 
-thread_local! {
+use crate::DType;
+
+/// The modes of a thread.
+#[derive(Clone, Copy)]
+pub(super) struct Modes {
     /// Whether operations on tracked tensors are recorded.
-    static GRAD_ENABLED: Cell<bool> = const { Cell::new(true) };
+    grad_enabled: bool,
     /// Whether backward checks gradients for NaN.
-    static ANOMALY: Cell<bool> = const { Cell::new(false) };
+    anomaly: bool,
     /// Whether nodes are recorded without closures.
-    static DEPENDENCIES_ONLY: Cell<bool> = const { Cell::new(false) };
+    dependencies_only: bool,
     /// Whether results that gradients do not depend on may be left uncomputed.
-    static GRADIENTS_ONLY: Cell<bool> = const { Cell::new(false) };
+    gradients_only: bool,
+    /// The dtype of the innermost [`autocast`](super::autocast) scope.
+    pub(super) autocast_dtype: Option<DType>,
+    /// The number of nested [`autocast`](super::autocast) scopes.
+    pub(super) autocast_depth: u32,
+}
+
+thread_local! {
+    static MODES: Cell<Modes> = const {
+        Cell::new(Modes {
+            grad_enabled: true,
+            anomaly: false,
+            dependencies_only: false,
+            gradients_only: false,
+            autocast_dtype: None,
+            autocast_depth: 0,
+        })
+    };
+}
+
+/// Returns the modes of this thread.
+#[inline]
+pub(super) fn modes() -> Modes {
+    MODES.get()
+}
+
+/// Changes the modes of this thread by `change`, and returns its result.
+#[inline]
+pub(super) fn change_modes<R>(change: impl FnOnce(&mut Modes) -> R) -> R {
+    let mut modes = MODES.get();
+    let result = change(&mut modes);
+    MODES.set(modes);
+    result
 }
 
 /// True if this thread records operations on tracked tensors.
 pub fn is_grad_enabled() -> bool {
-    GRAD_ENABLED.get()
+    modes().grad_enabled
 }
 
 /// Runs `f` without recording operations on this thread (PyTorch's `torch.no_grad`). Inside, tracked leaves may be changed in place.
@@ -28,12 +65,12 @@ pub fn is_grad_enabled() -> bool {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
-    with_flag(&GRAD_ENABLED, false, f)
+    with_flag(|modes| &mut modes.grad_enabled, false, f)
 }
 
 /// Runs `f` with recording on, even inside [`no_grad`] (PyTorch's `torch.enable_grad`).
 pub fn enable_grad<R>(f: impl FnOnce() -> R) -> R {
-    with_flag(&GRAD_ENABLED, true, f)
+    with_flag(|modes| &mut modes.grad_enabled, true, f)
 }
 
 /// The same as [`no_grad`], under the name of PyTorch's stricter form (`torch.inference_mode`). Tensors made inside are
@@ -45,7 +82,7 @@ pub fn inference_mode<R>(f: impl FnOnce() -> R) -> R {
 /// Switches recording on this thread on or off, and returns the previous setting (PyTorch's `torch.set_grad_enabled`).
 /// Prefer [`no_grad`] and [`enable_grad`], which restore the setting.
 pub fn set_grad_enabled(enabled: bool) -> bool {
-    GRAD_ENABLED.replace(enabled)
+    change_modes(|modes| std::mem::replace(&mut modes.grad_enabled, enabled))
 }
 
 /// Runs `f` with a check for NaN in the gradients of each operation of every backward pass on this thread. The error
@@ -61,40 +98,42 @@ pub fn set_grad_enabled(enabled: bool) -> bool {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn detect_anomaly<R>(f: impl FnOnce() -> R) -> R {
-    with_flag(&ANOMALY, true, f)
+    with_flag(|modes| &mut modes.anomaly, true, f)
 }
 
 pub(super) fn anomaly() -> bool {
-    ANOMALY.get()
+    modes().anomaly
 }
 
 /// Runs `f` recording only the dependencies between nodes, without the closures that differentiate them.
 pub(super) fn dependencies_only<R>(f: impl FnOnce() -> R) -> R {
-    with_flag(&DEPENDENCIES_ONLY, true, f)
+    with_flag(|modes| &mut modes.dependencies_only, true, f)
 }
 
 pub(super) fn is_dependencies_only() -> bool {
-    DEPENDENCIES_ONLY.get()
+    modes().dependencies_only
 }
 
 /// Runs `f`, which calls an operation only for its gradients; a result that the gradients do not depend on need not be computed.
 pub(crate) fn gradients_only<R>(f: impl FnOnce() -> R) -> R {
-    with_flag(&GRADIENTS_ONLY, true, f)
+    with_flag(|modes| &mut modes.gradients_only, true, f)
 }
 
 /// True if results that gradients do not depend on may have arbitrary elements.
 pub(crate) fn is_gradients_only() -> bool {
-    GRADIENTS_ONLY.get()
+    modes().gradients_only
 }
 
 /// Runs `f` with a flag of this thread set, and restores the flag even if `f` panics.
-fn with_flag<R>(flag: &'static std::thread::LocalKey<Cell<bool>>, value: bool, f: impl FnOnce() -> R) -> R {
-    struct Restore(&'static std::thread::LocalKey<Cell<bool>>, bool);
-    impl Drop for Restore {
+#[inline]
+fn with_flag<R>(flag: impl Fn(&mut Modes) -> &mut bool, value: bool, f: impl FnOnce() -> R) -> R {
+    struct Restore<F: Fn(&mut Modes) -> &mut bool>(F, bool);
+    impl<F: Fn(&mut Modes) -> &mut bool> Drop for Restore<F> {
         fn drop(&mut self) {
-            self.0.set(self.1);
+            change_modes(|modes| *(self.0)(modes) = self.1);
         }
     }
-    let _restore = Restore(flag, flag.replace(value));
+    let before = change_modes(|modes| std::mem::replace(flag(modes), value));
+    let _restore = Restore(flag, before);
     f()
 }

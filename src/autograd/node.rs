@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::hooks::{Hooks, PostAccumulateHook};
 use super::{Context, Gradients, Saved};
-use crate::sync;
+use crate::sync::lock;
 use crate::tensor::Layout;
 use crate::{Expr, Result, Tensor};
 
@@ -15,7 +15,7 @@ use crate::{Expr, Result, Tensor};
 pub(super) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
 
 /// Computes the gradients of an operation's inputs.
-type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + Sync;
+pub(super) type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + Sync;
 
 /// A node of the graph: a leaf that accumulates a gradient, or the result of an operation.
 pub(crate) struct Node {
@@ -74,12 +74,17 @@ pub(super) struct Leaf {
     pub(super) successor: Option<Tensor>,
 }
 
-/// The number of the next node.
+/// The number of the next node or hook.
 static SEQ: AtomicU64 = AtomicU64::new(0);
 
 /// Returns a bound that is above the numbers of all nodes made so far.
 pub(super) fn next_seq() -> u64 {
     SEQ.load(Ordering::Relaxed)
+}
+
+/// Returns a number that no node and no hook has.
+pub(super) fn take_seq() -> u64 {
+    SEQ.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Node {
@@ -90,7 +95,7 @@ impl Node {
     /// Makes the node of a view; its only input has the layout `view_of`.
     pub(super) fn view(op: &'static str, inputs: Inputs, state: State, view_of: Option<Box<Layout>>) -> Arc<Node> {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
-        let seq = SEQ.fetch_add(1, Ordering::Relaxed);
+        let seq = take_seq();
         let (uses, state, hooks, changed) = (AtomicU32::new(0), Mutex::new(state), OnceLock::new(), OnceLock::new());
         Arc::new(Node { seq, op, inputs, uses, frozen: AtomicBool::new(false), state, hooks, view_of, changed })
     }
@@ -123,7 +128,7 @@ impl Node {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        sync::lock(&self.state)
+        lock(&self.state)
     }
 
     pub(crate) fn op(&self) -> &'static str {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::modes::is_dependencies_only;
-use super::node::{Factor, Inputs, Node, Operation, State};
+use super::node::{BackwardFn, Factor, Inputs, Node, Operation, State};
 use super::{Context, DetachedGroup, Gradients, is_grad_enabled};
 use crate::device::capture::is_capturing;
 use crate::tensor::Layout;
@@ -28,7 +28,7 @@ pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
 /// The closure may launch any kernels, so its own result has no gradient: a backward pass that creates a graph fails
 /// here. For closures that can be recorded, use [`record_differentiable`].
 pub(crate) fn record(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
-    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, is_differentiable: false })
+    with_operation(op, out, inputs, Arc::new(backward), None, false)
 }
 
 /// Like [`record`], for a closure that uses only recorded operations, at least if [`Context::create_graph`]. These are
@@ -39,7 +39,7 @@ pub(crate) fn record_differentiable(
     inputs: &[&Tensor],
     backward: impl Backward,
 ) -> Tensor {
-    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, is_differentiable: true })
+    with_operation(op, out, inputs, Arc::new(backward), None, true)
 }
 
 /// Like [`record_differentiable`], for an operation that first multiplies its gradient by a factor, unless [`Context::take_factor`] reports
@@ -51,12 +51,7 @@ pub(crate) fn record_with_factor(
     factor: Option<Factor>,
     backward: impl Backward,
 ) -> Tensor {
-    with_operation(
-        op,
-        out,
-        inputs,
-        Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), is_differentiable: true },
-    )
+    with_operation(op, out, inputs, Arc::new(backward), factor, true)
 }
 
 /// Like [`record_differentiable`], for an operation with one input, recorded if the input is tracked. `backward` maps the result's gradient
@@ -88,11 +83,16 @@ pub(super) fn record_with_input_nodes(
     Tensor { made_by: Some(operation_node(op, nodes.into_iter().map(Some).collect(), backward)), ..out }
 }
 
-fn with_operation(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
-    with_node(op, out, inputs.iter().map(|t| t.node()).collect(), operation)
-}
-
-fn with_node(op: &'static str, out: Tensor, inputs: Inputs, operation: Operation) -> Tensor {
+fn with_operation(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    backward: Arc<BackwardFn>,
+    factor: Option<Factor>,
+    is_differentiable: bool,
+) -> Tensor {
+    let operation = Operation { backward, factor: factor.map(Arc::new), is_differentiable };
+    let inputs = inputs.iter().map(|t| t.node()).collect();
     Tensor { made_by: Some(Node::new(op, inputs, state(operation))), ..out }
 }
 

@@ -15,18 +15,23 @@ pub(crate) struct RandomSource {
     pub(crate) base: Option<Arc<Tensor>>,
 }
 
-thread_local! {
+/// The seeds that a thread records and replays.
+struct Draws {
     /// The seeds drawn so far, a list for each [`record_draws`] call that this thread is in.
-    static DRAW_LISTS: RefCell<Vec<Vec<RandomSource>>> = const { RefCell::new(Vec::new()) };
+    lists: Vec<Vec<RandomSource>>,
     /// The seeds that [`replay_draws`] has yet to return.
-    static REPLAY_QUEUE: RefCell<Option<VecDeque<RandomSource>>> = const { RefCell::new(None) };
+    replayed: Option<VecDeque<RandomSource>>,
+}
+
+thread_local! {
+    static DRAWS: RefCell<Draws> = const { RefCell::new(Draws { lists: Vec::new(), replayed: None }) };
 }
 
 /// Returns the seed of this thread's next random operation: `fresh`, unless a seed is being replayed.
 pub(crate) fn draw_seed(fresh: impl FnOnce() -> RandomSource) -> RandomSource {
-    let again = REPLAY_QUEUE.with_borrow_mut(|again| again.as_mut().and_then(VecDeque::pop_front));
+    let again = DRAWS.with_borrow_mut(|draws| draws.replayed.as_mut().and_then(VecDeque::pop_front));
     let seed = again.unwrap_or_else(fresh);
-    DRAW_LISTS.with_borrow_mut(|lists| lists.iter_mut().for_each(|list| list.push(seed.clone())));
+    DRAWS.with_borrow_mut(|draws| draws.lists.iter_mut().for_each(|list| list.push(seed.clone())));
     seed
 }
 
@@ -35,16 +40,16 @@ pub(crate) fn record_draws<R>(f: impl FnOnce() -> R) -> (R, Vec<RandomSource>) {
     struct Remove(usize);
     impl Drop for Remove {
         fn drop(&mut self) {
-            DRAW_LISTS.with_borrow_mut(|lists| lists.truncate(self.0));
+            DRAWS.with_borrow_mut(|draws| draws.lists.truncate(self.0));
         }
     }
-    let depth = DRAW_LISTS.with_borrow_mut(|lists| {
-        lists.push(Vec::new());
-        lists.len() - 1
+    let depth = DRAWS.with_borrow_mut(|draws| {
+        draws.lists.push(Vec::new());
+        draws.lists.len() - 1
     });
     let _remove = Remove(depth);
     let result = f();
-    (result, DRAW_LISTS.with_borrow_mut(|lists| std::mem::take(&mut lists[depth])))
+    (result, DRAWS.with_borrow_mut(|draws| std::mem::take(&mut draws.lists[depth])))
 }
 
 /// Runs `f`, which draws `seeds` again, in order.
@@ -52,9 +57,10 @@ pub(crate) fn replay_draws<R>(seeds: &[RandomSource], f: impl FnOnce() -> R) -> 
     struct Restore(Option<VecDeque<RandomSource>>);
     impl Drop for Restore {
         fn drop(&mut self) {
-            REPLAY_QUEUE.set(self.0.take());
+            DRAWS.with_borrow_mut(|draws| draws.replayed = self.0.take());
         }
     }
-    let _restore = Restore(REPLAY_QUEUE.replace(Some(seeds.iter().cloned().collect())));
+    let queue = Some(seeds.iter().cloned().collect());
+    let _restore = Restore(DRAWS.with_borrow_mut(|draws| std::mem::replace(&mut draws.replayed, queue)));
     f()
 }

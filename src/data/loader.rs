@@ -6,36 +6,26 @@ use super::transfer::{receive, send};
 use super::workers::{MakeFn, Workers, make_catching_panics};
 use super::{Collate, Dataset, Sampler, Transfer, random_permutation};
 use crate::device::Event;
+use crate::internal::invalid_if;
 use crate::{DType, Device, Error, Generator, Result, Seed, Stream, Tensor, with_generator};
 
-/// Options of [`DataLoader`], with PyTorch's names and defaults.
-#[derive(Debug, Clone)]
-pub struct DataLoaderConfig {
-    /// The number of items per batch.
-    pub batch_size: usize,
-    /// Whether each pass has its own random order.
-    pub shuffle: bool,
-    /// Whether to leave out a last batch that is smaller.
-    pub drop_last: bool,
-    /// The number of threads that make batches ahead; with 0 the caller makes them.
-    pub num_workers: usize,
-    /// The number of batches that each worker makes ahead, at least 1.
-    pub prefetch_factor: usize,
-    /// The generator of the order and the random numbers of a pass; by default [`Generator::current`] at the beginning of the pass.
-    /// With `Generator::new(seed)` the passes are the same in every run.
-    pub generator: Option<Generator>,
-}
-
-impl Default for DataLoaderConfig {
-    fn default() -> DataLoaderConfig {
-        DataLoaderConfig {
-            batch_size: 1,
-            shuffle: false,
-            drop_last: false,
-            num_workers: 0,
-            prefetch_factor: 2,
-            generator: None,
-        }
+options! {
+    /// Options of [`DataLoader`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone)]
+    pub struct DataLoaderConfig {
+        /// The number of items per batch.
+        pub batch_size: usize = 1,
+        /// Whether each pass has its own random order.
+        pub shuffle: bool = false,
+        /// Whether to leave out a last batch that is smaller.
+        pub drop_last: bool = false,
+        /// The number of threads that make batches ahead; with 0 the caller makes them.
+        pub num_workers: usize = 0,
+        /// The number of batches that each worker makes ahead, at least 1.
+        pub prefetch_factor: usize = 2,
+        /// The generator of the order and the random numbers of a pass; by default [`Generator::current`] at the beginning of the pass.
+        /// With `Generator::new(seed)` the passes are the same in every run.
+        pub generator: Option<Generator> = None,
     }
 }
 
@@ -118,9 +108,7 @@ impl<B: Send + 'static> DataLoader<B> {
         config: DataLoaderConfig,
         collate: impl Fn(Vec<D::Item>) -> Result<B> + Send + Sync + 'static,
     ) -> Result<DataLoader<B>> {
-        if config.batch_size == 0 {
-            return Err(Error::invalid("DataLoader", "batch_size is 0: a batch needs at least one item"));
-        }
+        invalid_if("DataLoader", config.batch_size == 0, || "batch_size is 0: a batch needs at least one item")?;
         let items = dataset.len();
         let item = move |&index: &usize| {
             dataset.get(index).map_err(|e| match e {
@@ -137,12 +125,11 @@ impl<B: Send + 'static> DataLoader<B> {
     /// # Errors
     /// [`Error::Invalid`] if the loader shuffles, too.
     pub fn with_sampler(mut self, sampler: impl Sampler + 'static) -> Result<DataLoader<B>> {
-        if self.config.shuffle {
-            return Err(Error::invalid(
-                "DataLoader",
-                "the sampler determines the order: let the sampler shuffle instead of the loader",
-            ));
-        }
+        invalid_if(
+            "DataLoader",
+            self.config.shuffle,
+            || "the sampler determines the order: let the sampler shuffle instead of the loader",
+        )?;
         self.sampler = Some(Arc::new(sampler));
         Ok(self)
     }

@@ -16,6 +16,7 @@ pub use loader::{Batches, DataLoader, DataLoaderConfig};
 pub use sampler::Sampler;
 pub use transfer::Transfer;
 
+use crate::internal::invalid_if;
 use crate::{Error, Generator, Result, Tensor, with_generator};
 
 /// Items by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may ask for items at the same time.
@@ -180,10 +181,9 @@ pub fn random_split<D: Dataset>(
     generator: &Generator,
 ) -> Result<Vec<Subset<std::sync::Arc<D>>>> {
     let (sum, len) = (lengths.iter().fold(0usize, |sum, n| sum.saturating_add(*n)), dataset.len());
-    if sum != len {
-        let reason = format!("the lengths {lengths:?} add up to {sum}, but the set has {len} items");
-        return Err(Error::invalid("random_split", reason));
-    }
+    invalid_if("random_split", sum != len, || {
+        format!("the lengths {lengths:?} add up to {sum}, but the set has {len} items")
+    })?;
     let (order, dataset) = (random_permutation(len, generator)?, std::sync::Arc::new(dataset));
     let mut rest = &order[..];
     let part = |&n: &usize| {

@@ -4,9 +4,10 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use crate::internal::lock;
 use crate::{Error, Result};
 
 /// Computes the result with the given number.
@@ -40,14 +41,10 @@ struct Queue<T> {
 }
 
 impl<T> Shared<T> {
-    fn lock(&self) -> MutexGuard<'_, Queue<T>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Claims the next number to compute, waiting until it may be computed; `None` at the end.
     fn claim(&self) -> Option<usize> {
         let is_full = |q: &mut Queue<T>| q.next < q.end && q.next >= q.next_result.saturating_add(q.ahead);
-        let mut queue = self.taken.wait_while(self.lock(), is_full).unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.taken.wait_while(lock(&self.queue), is_full).unwrap_or_else(PoisonError::into_inner);
         let number = queue.next;
         (number < queue.end).then(|| {
             queue.next += 1;
@@ -68,7 +65,7 @@ impl<T: Send + 'static> Workers<T> {
             let work = move || {
                 while let Some(number) = shared.claim() {
                     let made = make_catching_panics(&make, number);
-                    shared.lock().made.insert(number, made);
+                    lock(&shared.queue).made.insert(number, made);
                     shared.made.notify_all();
                 }
             };
@@ -84,7 +81,7 @@ impl<T: Send + 'static> Workers<T> {
     pub(super) fn next(&mut self) -> Result<T> {
         let is_missing = |q: &mut Queue<T>| !q.made.contains_key(&q.next_result);
         let mut queue =
-            self.shared.made.wait_while(self.shared.lock(), is_missing).unwrap_or_else(PoisonError::into_inner);
+            self.shared.made.wait_while(lock(&self.shared.queue), is_missing).unwrap_or_else(PoisonError::into_inner);
         let next_result = queue.next_result;
         queue.next_result += 1;
         self.shared.taken.notify_all();
@@ -95,7 +92,7 @@ impl<T: Send + 'static> Workers<T> {
 impl<T> Drop for Workers<T> {
     fn drop(&mut self) {
         // After this no number can be claimed, so each thread ends after its current result.
-        self.shared.lock().end = 0;
+        lock(&self.shared.queue).end = 0;
         self.shared.taken.notify_all();
         mem::take(&mut self.threads).into_iter().for_each(|thread| _ = thread.join());
     }

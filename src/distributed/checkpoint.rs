@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::Group;
+use crate::internal::{Excerpt, invalid_if};
 use crate::io::{self, StateDict, Stateful};
-use crate::{DType, Device, Error, Excerpt, Result, Tensor};
+use crate::{DType, Device, Error, Result, Tensor};
 
 /// The elements of a sharded tensor that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,10 +48,9 @@ impl ShardRange {
             let nothing = self.elements.is_empty().then(none).transpose()?;
             return Ok(state.get(&self.name(name)).map(Tensor::detach).or(nothing));
         };
-        if whole.shape().dims() != self.shape {
-            let reason = format!("{name} has shape {:?} here and {} in the state", self.shape, whole.shape());
-            return Err(Error::invalid("load_state_dict", reason));
-        }
+        invalid_if("load_state_dict", whole.shape().dims() != self.shape, || {
+            format!("{name} has shape {:?} here and {} in the state", self.shape, whole.shape())
+        })?;
         let flat = whole.detach().reshape(whole.numel())?;
         flat.narrow(0, self.elements.start, self.elements.len()).map(Some)
     }
@@ -73,10 +73,9 @@ fn unshard(state: StateDict) -> Result<StateDict> {
             let fits = piece.elements.start == end && piece.elements.len() == tensor.numel() && piece.shape == shape;
             end = if fits { piece.elements.end } else { usize::MAX };
         }
-        if shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) != Some(end) {
-            let reason = format!("some parts of {} are missing: those of at least one rank", Excerpt(&name));
-            return Err(Error::invalid("load_checkpoint", reason));
-        }
+        invalid_if("load_checkpoint", shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) != Some(end), || {
+            format!("some parts of {} are missing: those of at least one rank", Excerpt(&name))
+        })?;
         let parts: Vec<Tensor> = pieces.into_iter().map(|(_, part)| part).collect();
         whole.insert(name, Tensor::cat(&parts, 0)?.reshape(shape)?);
     }

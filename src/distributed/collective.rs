@@ -11,7 +11,7 @@ use super::plan::{self, ALIGN_BYTES, PIECE_BYTES, Phase, Plan};
 use super::reduce::ReduceOp;
 use super::staging::{SlicePipeline, SliceSteps, Staging};
 use super::transport::{Call, Transport};
-use crate::sync;
+use crate::internal::lock;
 use crate::{DType, Device, Error, Result, Stream, Tensor};
 
 /// The ranks of a group, and the resources that this rank keeps for its collectives.
@@ -106,7 +106,7 @@ impl Member<'_> {
             None => (1, usize::MAX),
         };
         let scratch = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
-        let mut words = sync::lock(&membership.scratch);
+        let mut words = lock(&membership.scratch);
         let exchange = |host: &mut [u8], slice: Range<usize>| {
             let blocks = split_blocks(host, blocks(&slice));
             let block = piece.min(blocks[plan.own].len()).next_multiple_of(ALIGN_BYTES).max(ALIGN_BYTES);

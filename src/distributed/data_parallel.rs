@@ -5,30 +5,25 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
-use crate::nn::{BatchNorm, Forward, Module, Role};
+use crate::internal::{invalid_if, lock};
+use crate::nn::{Forward, Module, Role};
 use crate::optim::join_adjacent_views;
-use crate::sync;
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
-/// Options of [`DataParallel`].
-#[derive(Debug, Clone)]
-pub struct DataParallelOptions {
-    /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
-    /// collective as soon as backward has computed all of them.
-    pub bucket_bytes: usize,
-    /// Whether a backward pass may leave out parameters, but not all parameters of a rank. Gradients are then reduced only after
-    /// backward, with one more small collective. If false, such a pass is an error that names the parameters.
-    pub find_unused_parameters: bool,
-    /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
-    pub broadcast_buffers: bool,
-    /// The dtype in which gradients are sent; bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`).
-    pub gradient_dtype: Option<DType>,
-}
-
-impl Default for DataParallelOptions {
-    fn default() -> DataParallelOptions {
-        let (find_unused_parameters, broadcast_buffers) = (false, true);
-        DataParallelOptions { bucket_bytes: 25 << 20, find_unused_parameters, broadcast_buffers, gradient_dtype: None }
+options! {
+    /// Options of [`DataParallel`].
+    #[derive(Debug, Clone)]
+    pub struct DataParallelOptions {
+        /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
+        /// collective as soon as backward has computed all of them.
+        pub bucket_bytes: usize = 25 << 20,
+        /// Whether a backward pass may leave out parameters, but not all parameters of a rank. Gradients are then reduced only after
+        /// backward, with one more small collective. If false, such a pass is an error that names the parameters.
+        pub find_unused_parameters: bool = false,
+        /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
+        pub broadcast_buffers: bool = true,
+        /// The dtype in which gradients are sent; bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`).
+        pub gradient_dtype: Option<DType> = None,
     }
 }
 
@@ -77,12 +72,11 @@ impl<M: Module> DataParallel<M> {
         let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
         let parameters: Vec<(String, Tensor)> =
             parameters.map(|(name, p)| Ok((name, placeholder_leaf(p)?))).collect::<Result<_>>()?;
-        if parameters.is_empty() {
-            return Err(Error::invalid(
-                op,
-                "the module has no parameters that require a gradient: use it without DataParallel",
-            ));
-        }
+        invalid_if(
+            op,
+            parameters.is_empty(),
+            || "the module has no parameters that require a gradient: use it without DataParallel",
+        )?;
         let reducer = Arc::new(Reducer::new(group.clone(), options, parameters));
         for (i, (_, parameter)) in reducer.parameters.iter().enumerate() {
             let reducer = Arc::downgrade(&reducer);
@@ -134,33 +128,11 @@ impl<M: Module> DataParallel<M> {
 }
 
 impl<M: Module> Module for DataParallel<M> {
+    crate::parts!(module as ""; reducer);
+
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.broadcast_buffers()?;
         self.module.forward(x)
-    }
-
-    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.module.visit(prefix, visitor);
-    }
-
-    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.module.visit_mut(prefix, visitor);
-    }
-
-    fn set_training(&self, training: bool) {
-        self.module.set_training(training);
-    }
-
-    fn shallow_clone(&self) -> DataParallel<M> {
-        DataParallel { module: self.module.shallow_clone(), reducer: Arc::clone(&self.reducer) }
-    }
-
-    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.module.visit_modules(prefix, visitor);
-    }
-
-    fn as_batch_norm(&self) -> Option<&BatchNorm> {
-        self.module.as_batch_norm()
     }
 }
 
@@ -268,7 +240,7 @@ impl Reducer {
     }
 
     fn pass(&self) -> MutexGuard<'_, BackwardPass> {
-        sync::lock(&self.pass)
+        lock(&self.pass)
     }
 
     /// The hook of parameter i, called when its gradient is complete. Sends all buckets that are complete.
@@ -292,11 +264,11 @@ impl Reducer {
 
     /// Makes later passes reduce gradients to these shards.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
-        *sync::lock(&self.shards) = Arc::downgrade(shards);
+        *lock(&self.shards) = Arc::downgrade(shards);
     }
 
     pub fn shards(&self) -> Option<Arc<Shards>> {
-        sync::lock(&self.shards).upgrade()
+        lock(&self.shards).upgrade()
     }
 
     /// Sends the next buckets as long as they are complete, so that all ranks send buckets in the same order.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::transport::Transport;
 use crate::device::cpu::threads;
-use crate::sync;
+use crate::internal::lock;
 use crate::{Error, Result};
 
 /// How long a thread spins before it blocks: about as long as waking a thread takes. With a single core threads do not spin.
@@ -42,6 +42,9 @@ pub(super) struct Engine {
     pub(super) leave: Box<dyn Fn(&str) + Send + Sync>,
     pub(super) rank: usize,
     pub(super) size: usize,
+    /// The rank among the ranks of the job on this machine.
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code))] // ranks in threads choose their devices
+    pub(super) local_rank: usize,
 }
 
 impl Engine {
@@ -58,7 +61,7 @@ impl Engine {
                 Ok(transport) => transport,
                 Err(e) => return drop(made.send(Err(e))),
             };
-            let _ = made.send(Ok((transport.rank(), transport.size())));
+            let _ = made.send(Ok((transport.rank(), transport.size(), transport.local_rank())));
             while let Ok(job) = recv_spinning(&todo) {
                 if catch_unwind(AssertUnwindSafe(|| job(&mut transport))).is_err() {
                     return transport.leave("panicked in a collective");
@@ -68,9 +71,10 @@ impl Engine {
         };
         let thread = Builder::new().name("claystone-ranks".into()).spawn(body);
         let thread = thread.map_err(|e| Error::invalid(op, format!("no thread can be started: {e}")))?;
-        let (rank, size) = is_made.recv().map_err(|_| Error::invalid(op, "the thread of the group ended"))??;
+        let (rank, size, local_rank) =
+            is_made.recv().map_err(|_| Error::invalid(op, "the thread of the group ended"))??;
         let (jobs, thread) = (Mutex::new(Some(jobs)), Mutex::new(Some(thread)));
-        Ok(Arc::new(Engine { jobs, thread, leave: Box::new(leave), rank, size }))
+        Ok(Arc::new(Engine { jobs, thread, leave: Box::new(leave), rank, size, local_rank }))
     }
 
     /// Runs `f` on the thread, after everything submitted before.
@@ -81,18 +85,16 @@ impl Engine {
     ) -> Work<R> {
         let (done, result) = channel();
         let job: Job = Box::new(move |transport| drop(done.send(f(transport))));
-        if let Some(jobs) = &*sync::lock(&self.jobs) {
+        if let Some(jobs) = &*lock(&self.jobs) {
             let _ = jobs.send(job); // if the thread has ended, `Work::wait` returns the error
         }
         Work { op, result }
     }
-}
 
-impl Engine {
     /// Ends the thread after the jobs submitted so far. Jobs submitted later fail.
     pub(super) fn end(&self) {
-        sync::lock(&self.jobs).take();
-        let thread = sync::lock(&self.thread).take();
+        lock(&self.jobs).take();
+        let thread = lock(&self.thread).take();
         // If this thread itself exits the process, it cannot join itself.
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             let _ = thread.join(); // the panic message has already been printed

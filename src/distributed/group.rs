@@ -8,8 +8,9 @@ use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
 use super::transport::{Transport, is_debug};
-#[cfg(feature = "mpi")]
 use crate::device::cpu::threads;
+#[cfg(feature = "mpi")]
+use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are the processes of a job under `mpirun`
@@ -47,6 +48,22 @@ pub struct Group {
     member: Arc<Membership>,
 }
 
+/// Defines collectives: the blocking form, and the asynchronous form with the given body.
+macro_rules! collectives {
+    ($($(#[$doc:meta])* $name:ident, $async_form:ident($this:ident $(, $argument:ident: $type:ty)*) -> $result:ty $body:block)*) => { $(
+        $(#[$doc])*
+        pub fn $name(&$this $(, $argument: $type)*) -> Result<$result> {
+            $this.$async_form($($argument),*)?.wait()
+        }
+
+        #[doc = concat!("The asynchronous form of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
+        ///
+        /// # Errors
+        #[doc = concat!("The errors of [`", stringify!($name), "`](Self::", stringify!($name), ") that concern its arguments.")]
+        pub fn $async_form(&$this $(, $argument: $type)*) -> Result<Work<$result>> $body
+    )* };
+}
+
 impl Group {
     /// Creates a group of ranks in this process, one for each device. Use each on a thread of its own.
     ///
@@ -54,9 +71,7 @@ impl Group {
     /// [`Error::Invalid`] without devices, [`Error::NoDevice`].
     pub fn threads(devices: &[Device]) -> Result<Vec<Group>> {
         let op = "Group::threads";
-        if devices.is_empty() {
-            return Err(Error::invalid(op, "there are no devices: give one for each rank"));
-        }
+        invalid_if(op, devices.is_empty(), || "there are no devices: give one for each rank")?;
         let ends = Threads::new(devices.len(), timeout_from_env(op)?);
         ends.into_iter()
             .zip(devices)
@@ -80,9 +95,8 @@ impl Group {
     pub fn world() -> Result<Group> {
         let op = "Group::world";
         let engine = super::mpi::engine(op, timeout_from_env(op)?)?;
-        let local = super::mpi::local_rank();
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| d.has_queues()).collect();
-        let device = devices.get(local % devices.len().max(1)).copied().unwrap_or_default();
+        let device = devices.get(engine.local_rank % devices.len().max(1)).copied().unwrap_or_default();
         if engine.size > 1 && device.has_queues() && threads() == 1 {
             tracing::warn!(
                 "a rank with {device} has one core, so backward and communication take turns: use mpirun --bind-to none"
@@ -137,20 +151,90 @@ impl Group {
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
-    /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; same shape and dtype on all ranks.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a root that is not a rank; [`Error::Rank`] if another rank fails or makes no call; errors of transfers.
-    pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
-        self.broadcast_async(tensor, root)?.wait()
-    }
+    collectives! {
+        /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; same shape and dtype on all ranks.
+        ///
+        /// # Errors
+        /// [`Error::Invalid`] for a root that is not a rank; [`Error::Rank`] if another rank fails or makes no call; errors of transfers.
+        broadcast, broadcast_async(self, tensor: &Tensor, root: usize) -> () {
+            self.submit_broadcast(&[tensor], tensor.shape(), root)
+        }
 
-    /// The asynchronous form of [`broadcast`](Self::broadcast).
-    ///
-    /// # Errors
-    /// The errors of [`broadcast`](Self::broadcast) that concern its arguments.
-    pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
-        self.submit_broadcast(&[tensor], tensor.shape(), root)
+        /// Replaces every rank's tensor by the sum (or another [`ReduceOp`]) over all ranks (PyTorch's `all_reduce`). Any dtype and
+        /// strides; shape and dtype must be the same on all ranks.
+        ///
+        /// # Errors
+        /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] if another rank fails or
+        /// does not make the call; errors of transfers.
+        all_reduce, all_reduce_async(self, tensor: &Tensor, reduce: ReduceOp) -> () {
+            self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
+        }
+
+        /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype and device in one collective, such as the many small
+        /// gradients of a network (PyTorch's `all_reduce_coalesced`).
+        ///
+        /// # Errors
+        /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; the errors of
+        /// [`all_reduce`](Self::all_reduce).
+        all_reduce_coalesced, all_reduce_coalesced_async(self, tensors: &[&Tensor], reduce: ReduceOp) -> () {
+            self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
+        }
+
+        /// Returns the tensors of all ranks, stacked in a new first dimension: `[size, ...]` (PyTorch's `all_gather`).
+        ///
+        /// # Errors
+        /// [`Error::Rank`] if another rank fails or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
+        all_gather, all_gather_async(self, tensor: &Tensor) -> Tensor {
+            let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
+            self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
+        }
+
+        /// Reduces the tensors of all ranks and returns this rank's part of the first dimension, whose size must be a multiple of the
+        /// group's size (PyTorch's `reduce_scatter_tensor`).
+        ///
+        /// # Errors
+        /// [`Error::Invalid`] if the first dimension is not such a multiple; the errors of [`all_reduce`](Self::all_reduce).
+        reduce_scatter, reduce_scatter_async(self, tensor: &Tensor, reduce: ReduceOp) -> Tensor {
+            let (op, dtype) = ("reduce_scatter", tensor.dtype());
+            reduce.check(op, dtype)?;
+            let part = self.rows_per_rank(op, tensor)?;
+            let mut shape = tensor.shape().dims().to_vec();
+            shape[0] = part;
+            let f =
+                move |m: &mut Member, from: &Tensor, to: &Tensor| collective::reduce_scatter(m, from, to, dtype, reduce);
+            self.submit_to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
+        }
+
+        /// Sends part i of the first dimension to rank i, and concatenates the parts received in the order of the ranks (PyTorch's
+        /// `all_to_all_single`).
+        ///
+        /// # Errors
+        /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size; [`Error::Rank`] if another rank fails
+        /// or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
+        all_to_all, all_to_all_async(self, tensor: &Tensor) -> Tensor {
+            self.rows_per_rank("all_to_all", tensor)?;
+            self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
+        }
+
+        /// Sends a tensor to another rank, which [receives](Self::recv) it into a tensor of the same shape and dtype (PyTorch's `send`). Two
+        /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
+        ///
+        /// # Errors
+        /// [`Error::Invalid`] for this rank itself and for a number that is not a rank; [`Error::Rank`]; errors of transfers.
+        send, send_async(self, tensor: &Tensor, to: usize) -> () {
+            self.check_other("send", to)?;
+            let source = tensor.detach().contiguous()?;
+            self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
+        }
+
+        /// Receives a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
+        ///
+        /// # Errors
+        /// The errors of [`send`](Self::send).
+        recv, recv_async(self, tensor: &Tensor, from: usize) -> () {
+            self.check_other("recv", from)?;
+            self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
+        }
     }
 
     /// [`broadcast`](Self::broadcast) of several tensors of one dtype and device in one collective (PyTorch's `_broadcast_coalesced`).
@@ -165,75 +249,18 @@ impl Group {
         })
     }
 
-    /// Replaces every rank's tensor by the sum (or another [`ReduceOp`]) over all ranks (PyTorch's `all_reduce`). Any dtype and
-    /// strides; shape and dtype must be the same on all ranks.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] if another rank fails or
-    /// does not make the call; errors of transfers.
-    pub fn all_reduce(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<()> {
-        self.all_reduce_async(tensor, reduce)?.wait()
-    }
-
-    /// The asynchronous form of [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Errors
-    /// The errors of [`all_reduce`](Self::all_reduce) that concern its arguments.
-    pub fn all_reduce_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work> {
-        self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
-    }
-
-    /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype and device in one collective, such as the many small
-    /// gradients of a network (PyTorch's `all_reduce_coalesced`).
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; the errors of
-    /// [`all_reduce`](Self::all_reduce).
-    pub fn all_reduce_coalesced(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<()> {
-        self.all_reduce_coalesced_async(tensors, reduce)?.wait()
-    }
-
-    /// The asynchronous form of [`all_reduce_coalesced`](Self::all_reduce_coalesced).
-    ///
-    /// # Errors
-    /// The errors of [`all_reduce_coalesced`](Self::all_reduce_coalesced) that concern its arguments.
-    pub fn all_reduce_coalesced_async(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<Work> {
-        self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
-    }
-
     fn submit_all_reduce(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
         let op = "all_reduce";
         let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
         let dtype = first.dtype();
         reduce.check(op, dtype)?;
         for t in tensors {
-            if t.dtype() != dtype {
-                return Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype() });
-            }
-            if t.device() != first.device() {
-                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
-            }
+            same_dtype(op, &[first, t])?;
+            same_device(op, &[first, t])?;
         }
         self.submit_in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
             collective::all_reduce(m, bytes, dtype, reduce)
         })
-    }
-
-    /// Returns the tensors of all ranks, stacked in a new first dimension: `[size, ...]` (PyTorch's `all_gather`).
-    ///
-    /// # Errors
-    /// [`Error::Rank`] if another rank fails or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
-    pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
-        self.all_gather_async(tensor)?.wait()
-    }
-
-    /// The asynchronous form of [`all_gather`](Self::all_gather).
-    ///
-    /// # Errors
-    /// The errors of [`all_gather`](Self::all_gather) that concern its arguments.
-    pub fn all_gather_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
-        let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
-        self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
     }
 
     /// Concatenates the tensors of all ranks in `into`, which must be contiguous (PyTorch's `all_gather_into_tensor`).
@@ -241,85 +268,6 @@ impl Group {
         let (source, into) = (tensor.detach().contiguous()?, as_byte_tensor(into)?);
         let call = describe_call("all_gather", tensor.dtype(), tensor.shape(), "");
         self.submit("all_gather", Some(call), &[source], move |m, bytes| collective::all_gather(m, &bytes[0], &into))
-    }
-
-    /// Reduces the tensors of all ranks and returns this rank's part of the first dimension, whose size must be a multiple of the
-    /// group's size (PyTorch's `reduce_scatter_tensor`).
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the first dimension is not such a multiple; the errors of [`all_reduce`](Self::all_reduce).
-    pub fn reduce_scatter(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Tensor> {
-        self.reduce_scatter_async(tensor, reduce)?.wait()
-    }
-
-    /// The asynchronous form of [`reduce_scatter`](Self::reduce_scatter).
-    ///
-    /// # Errors
-    /// The errors of [`reduce_scatter`](Self::reduce_scatter) that concern its arguments.
-    pub fn reduce_scatter_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work<Tensor>> {
-        let (op, dtype) = ("reduce_scatter", tensor.dtype());
-        reduce.check(op, dtype)?;
-        let part = self.rows_per_rank(op, tensor)?;
-        let mut shape = tensor.shape().dims().to_vec();
-        shape[0] = part;
-        let f =
-            move |m: &mut Member, from: &Tensor, to: &Tensor| collective::reduce_scatter(m, from, to, dtype, reduce);
-        self.submit_to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
-    }
-
-    /// Sends part i of the first dimension to rank i, and concatenates the parts received in the order of the ranks (PyTorch's
-    /// `all_to_all_single`).
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size; [`Error::Rank`] if another rank fails
-    /// or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
-    pub fn all_to_all(&self, tensor: &Tensor) -> Result<Tensor> {
-        self.all_to_all_async(tensor)?.wait()
-    }
-
-    /// The asynchronous form of [`all_to_all`](Self::all_to_all).
-    ///
-    /// # Errors
-    /// The errors of [`all_to_all`](Self::all_to_all) that concern its arguments.
-    pub fn all_to_all_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
-        self.rows_per_rank("all_to_all", tensor)?;
-        self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
-    }
-
-    /// Sends a tensor to another rank, which [receives](Self::recv) it into a tensor of the same shape and dtype (PyTorch's `send`). Two
-    /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for this rank itself and for a number that is not a rank; [`Error::Rank`]; errors of transfers.
-    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.send_async(tensor, to)?.wait()
-    }
-
-    /// The asynchronous form of [`send`](Self::send).
-    ///
-    /// # Errors
-    /// The errors of [`send`](Self::send) that concern its arguments.
-    pub fn send_async(&self, tensor: &Tensor, to: usize) -> Result<Work> {
-        self.check_other("send", to)?;
-        let source = tensor.detach().contiguous()?;
-        self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
-    }
-
-    /// Receives a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
-    ///
-    /// # Errors
-    /// The errors of [`send`](Self::send).
-    pub fn recv(&self, tensor: &Tensor, from: usize) -> Result<()> {
-        self.recv_async(tensor, from)?.wait()
-    }
-
-    /// The asynchronous form of [`recv`](Self::recv).
-    ///
-    /// # Errors
-    /// The errors of [`recv`](Self::recv) that concern its arguments.
-    pub fn recv_async(&self, tensor: &Tensor, from: usize) -> Result<Work> {
-        self.check_other("recv", from)?;
-        self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
     }
 
     /// Returns the size of the first dimension divided by the number of ranks.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
@@ -23,8 +23,8 @@ use super::threads::{SAME_CALLS_ADVICE, timeout_reason};
 use super::transport::{Call, Fault, Lanes, Transport, default_slice_bytes, is_debug};
 use crate::device::cpu::{parallel, threads};
 use crate::device::profiler::at_exit;
+use crate::internal::lock;
 use crate::storage::SharedMemory;
-use crate::sync;
 use crate::{Error, Result};
 
 /// If set to 0 on all ranks, ranks on one machine also exchange messages through MPI.
@@ -56,7 +56,7 @@ struct Shutdown {
 
 impl Shutdown {
     fn reason(&self) -> Option<String> {
-        sync::lock(&self.reason).clone()
+        lock(&self.reason).clone()
     }
 }
 
@@ -65,7 +65,7 @@ static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
 /// Returns the engine of the process; the first call initialises MPI and starts the engine.
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
-    let mut engine = sync::lock(&ENGINE);
+    let mut engine = lock(&ENGINE);
     if let Some(engine) = &*engine {
         return Ok(Arc::clone(engine));
     }
@@ -75,7 +75,7 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
         op,
         move || Mpi::start(op, transport_shutdown, timeout),
         move |why| {
-            sync::lock(&shutdown.reason).get_or_insert_with(|| why.into());
+            lock(&shutdown.reason).get_or_insert_with(|| why.into());
         },
     )?;
     at_exit(end);
@@ -84,16 +84,9 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
 
 /// Ends the engine when the process exits; calls of groups that still exist fail from then on.
 extern "C" fn end() {
-    if let Some(engine) = sync::lock(&ENGINE).take() {
+    if let Some(engine) = lock(&ENGINE).take() {
         engine.end();
     }
-}
-
-/// The rank of this process among the ranks on its machine.
-static LOCAL_RANK: OnceLock<usize> = OnceLock::new();
-
-pub(super) fn local_rank() -> usize {
-    LOCAL_RANK.get().copied().unwrap_or_default()
 }
 
 /// The ranks of the job on this machine, and the rings between them.
@@ -108,6 +101,7 @@ struct Mpi {
     world: Rc<SimpleCommunicator>,
     rank: usize,
     size: usize,
+    local_rank: usize,
     slice: usize,
     next_context: u32,
     timeout: Duration,
@@ -132,12 +126,14 @@ impl Mpi {
             signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&shutdown.terminated))
                 .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
         }
-        let node = connect_machine(&world).map(Rc::new);
+        let machine = world.split_shared(world.rank());
+        let node = connect_machine(&world, &machine).map(Rc::new);
         let mut slice = 0;
         world.all_reduce_into(&default_slice_bytes(), &mut slice, SystemOperation::min());
         Ok(Mpi {
             rank,
             size,
+            local_rank: machine.rank() as usize,
             slice,
             next_context: 1,
             timeout,
@@ -204,10 +200,8 @@ impl Mpi {
 }
 
 /// Creates the rings between the ranks of this machine; `None` if the ranks cannot share memory. Must be called on all ranks.
-fn connect_machine(world: &SimpleCommunicator) -> Option<LocalNode> {
-    let machine = world.split_shared(world.rank());
+fn connect_machine(world: &SimpleCommunicator, machine: &SimpleCommunicator) -> Option<LocalNode> {
     let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
-    let _ = LOCAL_RANK.set(rank); // cannot fail: MPI is initialised once
     let mut local_ranks = vec![0i32; ranks];
     machine.all_gather_into(&world.rank(), &mut local_ranks[..]);
     if std::env::var(SHARED_MEMORY_KEY).is_ok_and(|value| value == "0") {
@@ -307,6 +301,10 @@ impl Transport for Mpi {
         self.size
     }
 
+    fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
     fn slice_bytes(&self) -> usize {
         self.slice
     }
@@ -404,15 +402,15 @@ impl Lanes for Mpi {
         loop {
             if waiting.is_recent() || waiting.fault.is_some() {
                 parallel::for_each_in_order(lanes.len(), 1, |i| {
-                    sync::lock(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
+                    lock(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
                 });
             } else {
                 // While other ranks are late, only this thread polls, and the pool's threads are free for other work.
-                lanes.iter().any(|lane| sync::lock(lane).step(rings, call.context, plan));
+                lanes.iter().any(|lane| lock(lane).step(rings, call.context, plan));
             }
             let mut moved = false;
             lanes.retain_mut(|lane| {
-                let mut lane = sync::lock(lane);
+                let mut lane = lock(lane);
                 moved |= std::mem::take(&mut lane.moved);
                 if let Some((number, what)) = &lane.mismatch {
                     self.exit_process(&format!("{}: rank {} {what}: {SAME_CALLS_ADVICE}", call.op, rank_of(*number)));
@@ -422,7 +420,7 @@ impl Lanes for Mpi {
             if lanes.is_empty() {
                 return Ok(());
             }
-            let pending = || lanes.iter().flat_map(|lane| sync::lock(lane).waits_for(plan)).map(rank_of).collect();
+            let pending = || lanes.iter().flat_map(|lane| lock(lane).waits_for(plan)).map(rank_of).collect();
             self.wait(call, &mut waiting, moved, pending);
         }
     }

@@ -7,20 +7,16 @@ use super::Group;
 use crate::data::Sampler;
 use crate::{Device, Generator, Result, Tensor, with_generator};
 
-/// Options of [`DistributedSampler`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DistributedSamplerConfig {
-    /// Whether the items are shuffled again for each epoch.
-    pub shuffle: bool,
-    /// The seed of the shuffles; must be the same on all ranks.
-    pub seed: u64,
-    /// Whether the remainder is dropped if the ranks do not divide the number of items; otherwise the first items are repeated.
-    pub drop_last: bool,
-}
-
-impl Default for DistributedSamplerConfig {
-    fn default() -> DistributedSamplerConfig {
-        DistributedSamplerConfig { shuffle: true, seed: 0, drop_last: false }
+options! {
+    /// Options of [`DistributedSampler`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct DistributedSamplerConfig {
+        /// Whether the items are shuffled again for each epoch.
+        pub shuffle: bool = true,
+        /// The seed of the shuffles; must be the same on all ranks.
+        pub seed: u64 = 0,
+        /// Whether the remainder is dropped if the ranks do not divide the number of items; otherwise the first items are repeated.
+        pub drop_last: bool = false,
     }
 }
 

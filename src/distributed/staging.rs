@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread::Builder;
 
 use super::engine::recv_spinning;
-use crate::sync;
+use crate::internal::lock;
 use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
 
 /// Number of slices in flight: one is read, one exchanged, one written.
@@ -146,13 +146,9 @@ pub(super) struct SlicePipeline {
 struct Pool(Mutex<Vec<Staging>>);
 
 impl Pool {
-    fn lock(&self) -> MutexGuard<'_, Vec<Staging>> {
-        sync::lock(&self.0)
-    }
-
     /// Takes a buffer of at least this many bytes.
     fn take(&self, bytes: usize, device: Device) -> Result<Staging> {
-        let mut kept = self.lock();
+        let mut kept = lock(&self.0);
         match kept.iter().position(|one| one.device == device && one.len() >= bytes) {
             Some(at) => Ok(kept.swap_remove(at)),
             None => Staging::new(bytes.next_power_of_two(), device),
@@ -161,7 +157,7 @@ impl Pool {
 
     /// Returns a buffer to the pool, which keeps the [`SLICES_IN_FLIGHT`] largest.
     fn return_buffer(&self, staging: Staging) {
-        let mut kept = self.lock();
+        let mut kept = lock(&self.0);
         kept.push(staging);
         if kept.len() > SLICES_IN_FLIGHT {
             kept.sort_by_key(|one| std::cmp::Reverse(one.len()));
@@ -196,7 +192,7 @@ impl SlicePipeline {
             self.pool.return_buffer(staging);
             return Ok(());
         }
-        let mut copiers = sync::lock(&self.copiers);
+        let mut copiers = lock(&self.copiers);
         let Copiers { reader, writer, writing, .. } = match copiers.take().filter(|one| one.device == device) {
             Some(started) => copiers.insert(started),
             None => copiers.insert(Copiers::start(device)?),

@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::{Group, ReduceOp};
 use crate::autograd::{CustomOp, OpContext};
+use crate::internal::invalid_if;
 use crate::nn::{BatchNorm, Module, Role};
 use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
@@ -71,11 +72,20 @@ impl SyncBatchNorm {
     pub fn convert_sync_batchnorm(module: &dyn Module, group: &Group) -> usize {
         let group = group.clone();
         let normalise = Arc::new(move |x: &Tensor, options: BatchNormOptions| batch_norm(&group, x, options));
-        let inside = module.named_modules("").into_iter().filter_map(|(_, m)| m.as_batch_norm());
-        let found: Vec<&BatchNorm> = module.as_batch_norm().into_iter().chain(inside).collect();
+        let inside = module.named_modules("").into_iter().filter_map(|(_, m)| as_batch_norm(m));
+        let found: Vec<&BatchNorm> = as_batch_norm(module).into_iter().chain(inside).collect();
         found.iter().for_each(|norm| norm.set_training_forward(normalise.clone()));
         found.len()
     }
+}
+
+/// Returns the batch norm that a module is, by itself, in a box, or converted.
+fn as_batch_norm(module: &dyn Module) -> Option<&BatchNorm> {
+    let any = module.as_any();
+    let boxed = || any.downcast_ref::<Box<BatchNorm>>().map(|norm| &**norm);
+    let converted = || any.downcast_ref::<SyncBatchNorm>().map(|norm| &norm.0);
+    let inside = || any.downcast_ref::<Box<dyn Module>>().and_then(|module| as_batch_norm(&**module));
+    any.downcast_ref().or_else(boxed).or_else(converted).or_else(inside)
 }
 
 impl Module for SyncBatchNorm {
@@ -98,10 +108,6 @@ impl Module for SyncBatchNorm {
     fn shallow_clone(&self) -> SyncBatchNorm {
         SyncBatchNorm(self.0.shallow_clone())
     }
-
-    fn as_batch_norm(&self) -> Option<&BatchNorm> {
-        self.0.as_batch_norm()
-    }
 }
 
 const OP: &str = "SyncBatchNorm";
@@ -113,10 +119,9 @@ fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Te
         return Err(Error::invalid(OP, "it needs a weight and a bias"));
     };
     x.dtype().check_float(OP)?;
-    if x.shape().dims().get(1) != Some(&weight.numel()) {
-        let reason = format!("shape {} is not [N, {}, ..]: the number of channels differs", x.shape(), weight.numel());
-        return Err(Error::invalid(OP, reason));
-    }
+    invalid_if(OP, x.shape().dims().get(1) != Some(&weight.numel()), || {
+        format!("shape {} is not [N, {}, ..]: the number of channels differs", x.shape(), weight.numel())
+    })?;
     let running = [running_mean, running_var].map(|t| t.map(Tensor::shallow_clone));
     let (group, elements) = (group.clone(), OnceLock::new());
     Tensor::apply_op(Normalise { group, running, momentum, eps, elements }, &[x, weight, bias])
@@ -170,10 +175,7 @@ impl Normalise {
         let all = self.group.all_gather(&Tensor::from_slice(&own, own.len(), Device::Cpu)?)?.to_vec::<f64>()?;
         let ranks = || all.chunks(own.len());
         let total: f64 = ranks().map(|rank| rank[2 * channels]).sum();
-        if total == 1.0 {
-            let reason = "all ranks together have one element per channel, which has no variance";
-            return Err(Error::invalid(OP, reason));
-        }
+        invalid_if(OP, total == 1.0, || "all ranks together have one element per channel, which has no variance")?;
         let _ = self.elements.set(total);
         let mean_over = |f: &dyn Fn(&[f64]) -> f64| -> f64 {
             ranks().map(|rank| rank[2 * channels] * f(rank)).sum::<f64>() / total.max(1.0)

@@ -1,11 +1,11 @@
 //! Ranks that are threads of one process.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::transport::{Call, Fault, Transport, default_slice_bytes};
-use crate::sync;
+use crate::internal::lock;
 
 /// The capacity of a queue. A rank that sends more messages waits until the first is received.
 const QUEUE_CAPACITY: usize = 4;
@@ -24,13 +24,6 @@ struct Queues {
 struct Shared {
     queues: Mutex<Queues>,
     changed: Condvar,
-}
-
-impl Shared {
-    /// Locks the queues even if the lock is poisoned: no code panics between two changes that belong together.
-    fn lock(&self) -> MutexGuard<'_, Queues> {
-        sync::lock(&self.queues)
-    }
 }
 
 /// One rank's transport.
@@ -52,7 +45,7 @@ impl Threads {
     /// Waits until `ready` returns a result, or the peer has left or times out.
     fn wait<R>(&self, peer: usize, mut ready: impl FnMut(&mut Queues) -> Option<R>) -> Result<R, Fault> {
         let deadline = Instant::now() + self.timeout;
-        let mut queues = self.shared.lock();
+        let mut queues = lock(&self.shared.queues);
         loop {
             if let Some(result) = ready(&mut queues) {
                 drop(queues);
@@ -124,7 +117,7 @@ impl Transport for Threads {
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
-        if let Some(why) = self.shared.lock().left.get(&self.rank) {
+        if let Some(why) = lock(&self.shared.queues).left.get(&self.rank) {
             return Err(Fault { rank: self.rank, reason: why.clone() });
         }
         sends.iter().try_for_each(|(to, bytes)| self.send(call, *to, bytes))?;
@@ -132,7 +125,7 @@ impl Transport for Threads {
     }
 
     fn leave(&mut self, why: &str) {
-        self.shared.lock().left.entry(self.rank).or_insert_with(|| why.into());
+        lock(&self.shared.queues).left.entry(self.rank).or_insert_with(|| why.into());
         self.shared.changed.notify_all();
     }
 }

@@ -10,6 +10,11 @@ pub(super) trait Transport {
 
     fn size(&self) -> usize;
 
+    /// Returns the rank among the ranks of the job on this machine.
+    fn local_rank(&self) -> usize {
+        0
+    }
+
     /// Returns the number of bytes of the slices that collectives cut tensors into: the same on every rank.
     fn slice_bytes(&self) -> usize;
 

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use super::checkpoint::ShardRange;
 use super::data_parallel::Reducer;
 use super::{DataParallel, Group, ReduceOp, Work};
+use crate::internal::invalid_if;
 use crate::io::{StateDict, Stateful};
 use crate::nn::Module;
-use crate::optim::{Optimizer, clip_grads_with_norm_, get_total_norm};
+use crate::optim::{Optimizer, clip_grads_with_norm_, get_total_norm, is_same_view};
 use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 
 const OP: &str = "ZeroRedundancyOptimizer";
@@ -108,11 +109,6 @@ impl FlatViews {
         let views = parameters.iter().map(view).collect::<Result<_>>()?;
         Ok(FlatViews { buffer, views })
     }
-}
-
-/// True if both tensors are the same elements of one storage.
-fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
-    a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
 impl Shard {
@@ -222,20 +218,20 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     ) -> Result<ZeroRedundancyOptimizer<O>> {
         let (module, reducer) = model.parts_mut();
         let Reducer { group, parameters: known, buckets, .. } = reducer;
-        if reducer.shards().is_some() {
-            return Err(Error::invalid(
-                OP,
-                "the model already has such an optimiser: drop it first, or use one for all parameters",
-            ));
-        }
+        invalid_if(
+            OP,
+            reducer.shards().is_some(),
+            || "the model already has such an optimiser: drop it first, or use one for all parameters",
+        )?;
         let named = module.named_parameters_mut("").into_iter().filter(|(_, p)| p.requires_grad());
         let (names, mut parameters): (Vec<String>, Vec<Option<&mut Tensor>>) =
             named.map(|(name, p)| (name, Some(p))).unzip();
         let ids = parameters.iter().flatten().map(|p| p.leaf_id());
-        if !ids.eq(known.iter().map(|(_, p)| p.leaf_id())) {
-            let reason = "the model's parameters have changed since DataParallel was made: convert the model before";
-            return Err(Error::invalid(OP, reason));
-        }
+        invalid_if(
+            OP,
+            !ids.eq(known.iter().map(|(_, p)| p.leaf_id())),
+            || "the model's parameters have changed since DataParallel was made: convert the model before",
+        )?;
         // All fallible operations come first, so that on an error the model keeps its parameters.
         let shard = |bucket: &Vec<usize>| {
             let indices: Vec<usize> = bucket.iter().rev().copied().collect();
@@ -288,11 +284,11 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     /// Copies parameters that were changed since the last step to this rank's part.
     fn refresh(&mut self) -> Result<()> {
         for (shard, version) in self.shards.buckets.iter().zip(&mut self.versions) {
-            if shard.parameters.iter().any(|p| p.successor().is_some()) {
-                let reason =
-                    "the model was converted: make DataParallel and this optimiser again from the converted model";
-                return Err(Error::invalid(OP, reason));
-            }
+            invalid_if(
+                OP,
+                shard.parameters.iter().any(|p| p.successor().is_some()),
+                || "the model was converted: make DataParallel and this optimiser again from the converted model",
+            )?;
             if shard.version() != *version {
                 shard.refresh(self.shards.group.rank())?;
                 *version = shard.version();

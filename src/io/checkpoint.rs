@@ -4,7 +4,8 @@ use std::path::Path;
 
 use super::state::strip_name_prefix;
 use super::{StateDict, file_error, load, save};
-use crate::{Device, Element, Error, Excerpt, Generator, Result, Seed, Tensor, for_each_part, no_grad};
+use crate::internal::{Excerpt, for_each_part};
+use crate::{Device, Element, Error, Generator, Result, Seed, Tensor, no_grad};
 
 /// State that can be saved in a checkpoint and restored (like `Stateful` of PyTorch's `torch.distributed.checkpoint`).
 /// Implemented by modules, optimisers, schedulers, the gradient scaler, generators, tensors and numbers. Implement it for a type

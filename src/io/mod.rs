@@ -16,7 +16,7 @@ mod checkpoint;
 mod npy;
 mod npz;
 mod safetensors;
-mod state;
+pub(crate) mod state;
 
 use std::fmt::Display;
 use std::fs::File;
@@ -24,14 +24,13 @@ use std::io::{self, BufWriter, Read};
 use std::path::Path;
 
 use crate::file::NewFile;
-use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
+use crate::internal::Excerpt;
+use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 pub use self::checkpoint::{Stateful, load_checkpoint, save_checkpoint};
 pub use self::npy::{read_npy, write_npy};
 pub use self::npz::{read_npz, read_npz_limited, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
-#[doc(hidden)]
-pub use self::state::join_names;
 pub use self::state::{IncompatibleKeys, StateDict};
 
 /// Writes tensors to a file, `.safetensors` or `.npz` by its extension. The file is replaced atomically: the old contents stay

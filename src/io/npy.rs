@@ -4,8 +4,9 @@ use std::io::{BufReader, Read, Write};
 use std::path::Path;
 
 use super::{checked_shape, content_error, create, finish, open, read_elements, read_error, with_location};
+use crate::internal::Excerpt;
 use crate::storage::Caller;
-use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
+use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// Reads the tensor in an npy file to `device` (NumPy's `load`). Big-endian order and Fortran order (as strides) are supported.
 ///

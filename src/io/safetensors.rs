@@ -13,8 +13,9 @@ use serde::de::value::StrDeserializer;
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, Visitor};
 
 use super::{StateDict, checked_shape, create, file_error, finish, open, read_elements, tensor_error, with_location};
+use crate::internal::Excerpt;
 use crate::storage::{Caller, MappedFile};
-use crate::{DType, Device, Excerpt, Result, Shape, Tensor};
+use crate::{DType, Device, Result, Shape, Tensor};
 
 /// Maximum header length in bytes, the same as in the format's own library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;

@@ -2,7 +2,8 @@
 
 use indexmap::IndexMap;
 
-use crate::{DType, Error, Excerpt, Result, Tensor};
+use crate::internal::{Excerpt, invalid_if};
+use crate::{DType, Error, Result, Tensor};
 
 /// Tensors by name, in order. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return a state dict
 /// whose tensors share memory with the module or optimiser. A clone has its own memory.
@@ -94,10 +95,9 @@ impl StateDict {
         let mut renamed = StateDict::new();
         for (name, t) in self {
             let new = f(&name);
-            if renamed.get(&new).is_some() {
-                let reason = format!("{} is the second entry that becomes {}", Excerpt(&name), Excerpt(&new));
-                return Err(Error::invalid("StateDict::rename", reason));
-            }
+            invalid_if("StateDict::rename", renamed.get(&new).is_some(), || {
+                format!("{} is the second entry that becomes {}", Excerpt(&name), Excerpt(&new))
+            })?;
             renamed.insert(new, t);
         }
         Ok(renamed)
@@ -141,10 +141,9 @@ impl StateDict {
     /// Checks that the names and shapes are those of `wanted`.
     pub(crate) fn check_against(&self, op: &'static str, wanted: &StateDict) -> Result<()> {
         let (missing, unknown) = (wanted.names_not_in(self), self.names_not_in(wanted));
-        if !missing.is_empty() || !unknown.is_empty() {
-            let reason = format!("the state has other names: missing {missing:?}, unknown {unknown:?}");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid_if(op, !missing.is_empty() || !unknown.is_empty(), || {
+            format!("the state has other names: missing {missing:?}, unknown {unknown:?}")
+        })?;
         wanted.iter().try_for_each(|(name, t)| self.check_shape(op, name, t))
     }
 
@@ -180,7 +179,6 @@ impl StateDict {
 }
 
 /// Joins a prefix and a name, with a dot between them if neither is empty. Used by [`parts!`](crate::parts).
-#[doc(hidden)]
 pub fn join_names(prefix: &str, name: &str) -> String {
     let dot = if prefix.is_empty() || name.is_empty() { "" } else { "." };
     format!("{prefix}{dot}{name}")

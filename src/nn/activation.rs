@@ -1,6 +1,7 @@
 //! Activation layers: formulas that other layers can fuse, activations with parameters, and activations along a dimension.
 
 use super::Module;
+use super::pool::tuple_layers;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor, ops::Expr};
@@ -76,7 +77,6 @@ impl Module for Activation {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         Tensor::map(&[x], |e| self.expr(&e[0]))
     }
 }
@@ -115,7 +115,6 @@ impl Module for PRelu {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         x.prelu(&self.weight)
     }
 }
@@ -127,35 +126,13 @@ pub struct Identity;
 impl Module for Identity {
     crate::parts!();
 
-    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         Ok(x.shallow_clone())
     }
 }
 
-macro_rules! dim_activations {
-    ($($(#[$doc:meta])* $name:ident $method:ident;)*) => { $(
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy)]
-        pub struct $name(
-            /// The dimension; negative values count from the end.
-            pub isize,
-        );
-
-        impl Module for $name {
-            crate::parts!();
-
-            #[track_caller]
-            fn forward(&self, x: &Tensor) -> Result<Tensor> {
-                let _caller = Caller::enter();
-                x.$method(self.0)
-            }
-        }
-    )* };
-}
-
-dim_activations! {
+tuple_layers! {
+    "The dimension; negative values count from the end.";
     /// [`Tensor::softmax`] along a dimension (PyTorch's `nn.Softmax`).
     ///
     /// ```
@@ -164,9 +141,9 @@ dim_activations! {
     /// assert!((net.forward(&Tensor::zeros(4, Device::Cpu)?)?.sum((), false)?.item::<f32>()? - 1.0).abs() < 1e-6);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    Softmax softmax;
+    Softmax(isize) softmax;
     /// [`Tensor::log_softmax`] along a dimension (PyTorch's `nn.LogSoftmax`).
-    LogSoftmax log_softmax;
+    LogSoftmax(isize) log_softmax;
     /// [`Tensor::softmin`] along a dimension (PyTorch's `nn.Softmin`).
-    Softmin softmin;
+    Softmin(isize) softmin;
 }

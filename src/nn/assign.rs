@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
+use crate::internal::for_each_part;
 use crate::io::{IncompatibleKeys, StateDict};
-use crate::{Result, Tensor, for_each_part, no_grad};
+use crate::{Result, Tensor, no_grad};
 
 /// Compares shapes, and if `strict` also names. Returns the names that only one of the two state dicts has.
 pub(super) fn check_state(

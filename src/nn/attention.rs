@@ -1,6 +1,7 @@
 //! Multi-head attention with its projections.
 
 use super::{Linear, Mode, Module};
+use crate::internal::invalid_if;
 use crate::ops::Attention;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
@@ -48,10 +49,9 @@ impl MultiheadAttention {
     pub fn new(embed_dim: usize, num_heads: usize, options: impl Into<TensorOptions>) -> Result<MultiheadAttention> {
         let _caller = Caller::enter();
         let options = options.into();
-        if num_heads == 0 || !embed_dim.is_multiple_of(num_heads) {
-            let reason = format!("{embed_dim} features are not a multiple of {num_heads} heads");
-            return Err(Error::invalid("MultiheadAttention::new", reason));
-        }
+        invalid_if("MultiheadAttention::new", num_heads == 0 || !embed_dim.is_multiple_of(num_heads), || {
+            format!("{embed_dim} features are not a multiple of {num_heads} heads")
+        })?;
         // Glorot's uniform bound for a weight of shape [3 E, E].
         let bound = (6.0 / (4.0 * embed_dim.max(1) as f64)).sqrt();
         let width = embed_dim.saturating_mul(3);

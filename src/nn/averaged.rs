@@ -1,8 +1,9 @@
 //! Averages of a module's weights over training steps.
 
 use super::{Buffer, Module, Role};
+use crate::internal::{for_each_part, invalid_if};
 use crate::storage::Caller;
-use crate::{DType, Device, Error, Result, Scalar, Tensor, for_each_part, no_grad};
+use crate::{DType, Device, Result, Scalar, Tensor, no_grad};
 
 /// A module whose parameters are averages of another module's over time (PyTorch's `torch.optim.swa_utils.AveragedModel`). Call
 /// [`AveragedModel::update_parameters`] after each optimiser step, and evaluate the average. Its state dict has PyTorch's
@@ -35,12 +36,12 @@ impl<M: Module> AveragedModel<M> {
     /// The module may be on another device. If the trained module is in half precision, keep the average in f32, or small changes are lost.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a decay outside `0.0..=1.0`; [`Error::OutOfMemory`].
+    /// [`crate::Error::Invalid`] for a decay outside `0.0..=1.0`; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn ema(module: M, decay: f64) -> Result<AveragedModel<M>> {
-        if !(0.0..=1.0).contains(&decay) {
-            return Err(Error::invalid("AveragedModel::ema", format!("the decay {decay} is not in 0.0..=1.0")));
-        }
+        invalid_if("AveragedModel::ema", !(0.0..=1.0).contains(&decay), || {
+            format!("the decay {decay} is not in 0.0..=1.0")
+        })?;
         AveragedModel::new(module, Some(decay))
     }
 
@@ -48,7 +49,7 @@ impl<M: Module> AveragedModel<M> {
     /// Wider Optima and Better Generalization"). `module` is as for [`AveragedModel::ema`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn swa(module: M) -> Result<AveragedModel<M>> {
         AveragedModel::new(module, None)
@@ -70,7 +71,7 @@ impl<M: Module> AveragedModel<M> {
     /// parameter takes one launch, and the host does not wait for the device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that only one of the modules has, or whose shapes differ; [`Error::Partial`] if the device
+    /// [`crate::Error::Invalid`] for a tensor that only one of the modules has, or whose shapes differ; [`crate::Error::Partial`] if the device
     /// fails after some tensors were updated.
     pub fn update_parameters(&self, model: &M) -> Result<()> {
         let op = "AveragedModel::update_parameters";
@@ -81,11 +82,9 @@ impl<M: Module> AveragedModel<M> {
         };
         for i in 0..own.len().max(others.len()) {
             let (average, model) = (describe(own.get(i)), describe(others.get(i)));
-            if average != model {
-                let reason =
-                    format!("the average has {average} where the model has {model}: give both the same architecture");
-                return Err(Error::invalid(op, reason));
-            }
+            invalid_if(op, average != model, || {
+                format!("the average has {average} where the model has {model}: give both the same architecture")
+            })?;
         }
         no_grad(|| {
             for_each_part(op, own.iter().zip(&others), |((_, role, average), (.., other))| {

@@ -1,22 +1,24 @@
 //! Boxed modules, so that modules of different types can be stored together.
 
-use super::{BatchNorm, Module, Role};
+use std::any::Any;
+
+use super::{Module, Role};
 use crate::{Result, Tensor};
 
-/// Makes [`Module::shallow_clone`] available for `dyn Module`. Implemented for all modules.
-#[doc(hidden)]
-pub trait BoxedHandle {
-    fn boxed_handle(&self) -> Box<dyn Module>
-    where
-        Self: 'static;
+/// Makes the type of a module, and [`Module::shallow_clone`], available for `dyn Module`. Implemented for all modules.
+pub trait AnyModule {
+    fn boxed_handle(&self) -> Box<dyn Module>;
+
+    fn as_any(&self) -> &dyn Any;
 }
 
-impl<M: Module> BoxedHandle for M {
-    fn boxed_handle(&self) -> Box<dyn Module>
-    where
-        M: 'static,
-    {
+impl<M: Module> AnyModule for M {
+    fn boxed_handle(&self) -> Box<dyn Module> {
         Box::new(self.shallow_clone())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 
@@ -51,10 +53,6 @@ macro_rules! impl_boxed_module {
 
             fn type_name(&self) -> &'static str {
                 (**self).type_name()
-            }
-
-            fn as_batch_norm(&self) -> Option<&BatchNorm> {
-                (**self).as_batch_norm()
             }
         }
     )* };

@@ -1,6 +1,7 @@
 //! Convolutional layers.
 
 use super::{Module, init};
+use crate::internal::invalid_if;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{ConvOptions, ConvTransposeOptions, Result, Tensor};
@@ -31,10 +32,7 @@ macro_rules! conv_layers {
             ) -> Result<$name> {
                 let _caller = Caller::enter();
                 let (groups, tensors) = (options.groups, tensors.into());
-                if groups == 0 || inputs % groups != 0 || outputs % groups != 0 {
-                    let reason = format!("{groups} groups do not divide {inputs} and {outputs} channels evenly");
-                    return Err(crate::Error::invalid(concat!(stringify!($name), "::new"), reason));
-                }
+                invalid_if(concat!(stringify!($name), "::new"), groups == 0 || inputs % groups != 0 || outputs % groups != 0, || format!("{groups} groups do not divide {inputs} and {outputs} channels evenly"))?;
                 let first = if $transposed { [inputs, outputs / groups] } else { [outputs, inputs / groups] };
                 let shape: Vec<usize> = first.into_iter().chain(kernel).collect();
                 let fan = crate::Shape::from(&shape[1..]).numel();
@@ -63,7 +61,6 @@ macro_rules! conv_layers {
 
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
-                let _caller = Caller::enter();
                 x.$method(&self.weight, self.bias.as_ref(), self.options)
             }
         }

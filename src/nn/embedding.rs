@@ -52,7 +52,6 @@ impl Module for Embedding {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         self.weight.embedding_with(x, self.padding_idx.map(|i| i as isize))
     }
 }

@@ -1,7 +1,8 @@
 //! In-place initialisation of parameters (PyTorch's `torch.nn.init`), not recorded by autograd.
 
+use crate::internal::{in_steps, invalid_if};
 use crate::tensor::TensorOptions;
-use crate::{Error, Result, Scalar, Tensor, in_steps, no_grad};
+use crate::{Error, Result, Scalar, Tensor, no_grad};
 
 /// Chooses the dimension of a weight `[outputs, inputs, ..]` that determines the scale of its elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -62,9 +63,9 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     let op = "trunc_normal_";
     let cdf = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
     let probability_inside = cdf(high) - cdf(low);
-    if probability_inside.is_nan() || probability_inside < 1e-3 {
-        return Err(Error::invalid(op, format!("{low}..={high} contains almost none of this distribution")));
-    }
+    invalid_if(op, probability_inside.is_nan() || probability_inside < 1e-3, || {
+        format!("{low}..={high} contains almost none of this distribution")
+    })?;
     // After these rounds, about 1 element in 1e12 is still outside and gets clamped.
     let rounds = ((1e-12f64).ln() / (1.0 - probability_inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);

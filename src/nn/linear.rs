@@ -59,7 +59,6 @@ impl Module for Linear {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         match self.activation {
             None => x.linear(&self.weight, self.bias.as_ref()),
             Some(activation) => x.linear_map(&self.weight, self.bias.as_ref(), |z| activation.expr(z)),

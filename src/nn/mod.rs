@@ -16,22 +16,20 @@ pub mod functional;
 pub mod init;
 mod linear;
 mod norm;
-mod part;
+pub(crate) mod part;
 mod pool;
 mod replace;
 mod rnn;
 mod sequential;
 mod summary;
 mod transformer;
-mod upsample;
 
 use crate::io::Stateful;
 pub use crate::io::{IncompatibleKeys, StateDict};
+pub use crate::storage::uninit;
 pub use activation::{Activation, Identity, LogSoftmax, PRelu, Softmax, Softmin};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use averaged::AveragedModel;
-#[doc(hidden)]
-pub use boxed::BoxedHandle;
 pub use conv::{Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d};
 pub use embedding::Embedding;
 pub use forward::Forward;
@@ -40,16 +38,10 @@ pub use norm::{
     BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, InstanceNorm, InstanceNorm1d, InstanceNorm2d,
     InstanceNorm3d, LayerNorm, RmsNorm,
 };
-
-#[doc(hidden)]
-pub use crate::io::join_names;
-pub use crate::storage::uninit;
-#[doc(hidden)]
-pub use part::field_name;
 pub use part::{Buffer, Mode, Part, Role};
 pub use pool::{
     AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d, AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d,
-    AvgPool1d, AvgPool2d, AvgPool3d, Flatten, MaxPool1d, MaxPool2d, MaxPool3d,
+    AvgPool1d, AvgPool2d, AvgPool3d, Flatten, MaxPool1d, MaxPool2d, MaxPool3d, PixelShuffle, PixelUnshuffle, Upsample,
 };
 pub use rnn::{
     Gru, GruCell, Lstm, LstmCell, PackedSequence, Rnn, RnnCell, RnnOptions, pack_padded_sequence, pack_sequence,
@@ -61,16 +53,17 @@ pub use transformer::{
     Transformer, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer,
     TransformerOptions,
 };
-pub use upsample::{PixelShuffle, PixelUnshuffle, Upsample};
 
 use std::collections::HashSet;
 
 use self::replace::{convert_tensors, replace_each};
 use crate::autograd::checkpoint;
+use crate::internal::Excerpt;
 use crate::storage::Caller;
-use crate::{DType, Device, Error, Excerpt, MemoryFormat, Result, Tensor};
+use crate::{DType, Device, Error, MemoryFormat, Result, Tensor};
 
-/// A layer or a network: a function of one tensor, with parameters. For other inputs, see [`Forward`].
+/// A layer or a network: a function of one tensor, with parameters. For other inputs, see [`Forward`]. A module owns its tensors and
+/// borrows nothing.
 ///
 /// ```
 /// use claystone::nn::{Conv2d, Linear, Module};
@@ -96,7 +89,7 @@ use crate::{DType, Device, Error, Excerpt, MemoryFormat, Result, Tensor};
 /// assert_eq!(names, ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-pub trait Module: BoxedHandle + Send + Sync {
+pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// Computes the result for a batch `x`; recorded if parameters or `x` require gradients. A module of several inputs or with a
     /// recurrent state does not implement this method: see [`Forward`].
     ///
@@ -202,12 +195,6 @@ pub trait Module: BoxedHandle + Send + Sync {
         path.rsplit("::").next().unwrap_or(path)
     }
 
-    /// Returns this layer as a [`BatchNorm`] for the conversion to [`SyncBatchNorm`](crate::distributed::SyncBatchNorm).
-    #[doc(hidden)]
-    fn as_batch_norm(&self) -> Option<&BatchNorm> {
-        None
-    }
-
     /// Returns the number of elements of all parameters.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|p| p.numel()).sum()
@@ -300,7 +287,7 @@ pub trait Module: BoxedHandle + Send + Sync {
     #[track_caller]
     fn forward_checkpointed(&self, x: &Tensor) -> Result<Tensor>
     where
-        Self: Sized + 'static,
+        Self: Sized,
     {
         let _caller = Caller::enter();
         let module = self.shallow_clone();

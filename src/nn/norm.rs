@@ -1,11 +1,12 @@
 //! Normalisation layers.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::{Buffer, Mode, Module};
+use crate::internal::{in_steps, lock};
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
-use crate::{BatchNormOptions, DType, Result, Tensor, in_steps, no_grad};
+use crate::{BatchNormOptions, DType, Result, Tensor, no_grad};
 
 fn ones(n: &[usize], options: TensorOptions) -> Result<Tensor> {
     Tensor::ones(n, options)?.requires_grad_(true)
@@ -74,7 +75,7 @@ impl BatchNorm {
 
     /// Sets the function that replaces [`Tensor::batch_norm`] in training, such as one that reduces statistics over ranks.
     pub(crate) fn set_training_forward(&self, f: Arc<BatchNormFn>) {
-        *self.training_forward.lock().unwrap_or_else(PoisonError::into_inner) = Some(f);
+        *lock(&self.training_forward) = Some(f);
     }
 
     /// Returns the weight, `[channels]`.
@@ -126,7 +127,7 @@ impl Module for BatchNorm {
             momentum: self.momentum,
             eps: self.eps,
         };
-        let training_forward = self.training_forward.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let training_forward = lock(&self.training_forward).clone();
         in_steps("BatchNorm::forward", version, || {
             let out = match training_forward.filter(|_| training) {
                 Some(f) => f(x, options)?,
@@ -137,10 +138,6 @@ impl Module for BatchNorm {
             }
             Ok(out)
         })
-    }
-
-    fn as_batch_norm(&self) -> Option<&BatchNorm> {
-        Some(self)
     }
 }
 
@@ -252,15 +249,9 @@ impl Module for InstanceNorm {
             return x.instance_norm(weight, bias, self.eps);
         };
         if !self.mode.is_training() {
-            return x.batch_norm(BatchNormOptions {
-                running_mean: Some(mean),
-                running_var: Some(var),
-                weight,
-                bias,
-                training: false,
-                momentum: self.momentum,
-                eps: self.eps,
-            });
+            let (running_mean, running_var, eps) = (Some(mean), Some(var), self.eps);
+            let options = BatchNormOptions { running_mean, running_var, weight, bias, eps, ..Default::default() };
+            return x.batch_norm(options);
         }
         let version = || mean.storage().version() + var.storage().version();
         in_steps("InstanceNorm::forward", version, || {
@@ -323,7 +314,6 @@ impl Module for LayerNorm {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         x.layer_norm(&self.shape, Some(&self.weight), self.bias.as_ref(), self.eps)
     }
 }
@@ -369,7 +359,6 @@ impl Module for GroupNorm {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         x.group_norm(self.groups, Some(&self.weight), Some(&self.bias), self.eps)
     }
 }
@@ -408,7 +397,6 @@ impl Module for RmsNorm {
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
         x.rms_norm(&self.shape, Some(&self.weight), self.eps)
     }
 }

@@ -2,8 +2,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Module, join_names};
+use super::Module;
 use crate::Tensor;
+use crate::internal::join_names;
 
 /// The role of a tensor in its module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,12 +111,11 @@ macro_rules! parts {
         }
     };
     (@name $prefix:ident $field:ident [$($name:literal)?]) => {
-        $crate::nn::field_name($prefix, stringify!($field), &[$($name)?])
+        $crate::internal::field_name($prefix, stringify!($field), &[$($name)?])
     };
 }
 
 /// Returns the name of a field after `prefix`; `renamed` has the `as` name given to [`parts!`](crate::parts), if any.
-#[doc(hidden)]
 pub fn field_name(prefix: &str, field: &str, renamed: &[&str]) -> String {
     let own = field.strip_prefix("r#").unwrap_or(field);
     join_names(prefix, renamed.first().unwrap_or(&own))

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{Mode, Module, Part, Role};
+use super::{Mode, Module};
+use crate::internal::invalid_if;
 use crate::storage::Caller;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// Layers applied one after another (PyTorch's `nn.Sequential`).
 ///
@@ -29,37 +30,19 @@ impl Sequential {
     }
 
     /// Appends a layer.
-    pub fn push(mut self, layer: impl Module + 'static) -> Sequential {
+    pub fn push(mut self, layer: impl Module) -> Sequential {
         self.layers.push(Box::new(layer));
         self
     }
 }
 
 impl Module for Sequential {
+    crate::parts!(layers as "");
+
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _caller = Caller::enter();
         self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.forward(&x))
-    }
-
-    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.layers.visit_field(prefix, visitor);
-    }
-
-    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.layers.visit_field_mut(prefix, visitor);
-    }
-
-    fn set_training(&self, training: bool) {
-        self.layers.set_field_training(training);
-    }
-
-    fn shallow_clone(&self) -> Sequential {
-        Sequential { layers: self.layers.clone_handle() }
-    }
-
-    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.layers.visit_field_modules(prefix, visitor);
     }
 }
 
@@ -79,14 +62,14 @@ pub struct Checkpoint<M> {
     layer: M,
 }
 
-impl<M: Module + 'static> Checkpoint<M> {
+impl<M: Module> Checkpoint<M> {
     /// Wraps a layer or a network.
     pub fn new(layer: M) -> Checkpoint<M> {
         Checkpoint { layer }
     }
 }
 
-impl<M: Module + 'static> Module for Checkpoint<M> {
+impl<M: Module> Module for Checkpoint<M> {
     crate::parts!(layer as "");
 
     #[track_caller]
@@ -108,11 +91,11 @@ pub struct Func<F> {
 /// assert_eq!(net.forward(&Tensor::zeros(&[5, 4], Device::Cpu)?)?.shape().dims(), [5, 8]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-pub fn func<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync>(f: F) -> Func<F> {
+pub fn func<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static>(f: F) -> Func<F> {
     Func { f: Arc::new(f) }
 }
 
-impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync> Module for Func<F> {
+impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static> Module for Func<F> {
     crate::parts!(; f);
 
     #[track_caller]
@@ -134,12 +117,9 @@ macro_rules! dropout_layers {
             /// Creates a dropout layer with probability `p`, in training mode.
             ///
             /// # Errors
-            /// [`Error::Invalid`] if `p` is not in `0.0..=1.0`.
+            /// [`crate::Error::Invalid`] if `p` is not in `0.0..=1.0`.
             pub fn new(p: f64) -> Result<$name> {
-                if !(0.0..=1.0).contains(&p) {
-                    let reason = format!("the probability {p} is not in 0.0..=1.0");
-                    return Err(Error::invalid(concat!(stringify!($name), "::new"), reason));
-                }
+                invalid_if(concat!(stringify!($name), "::new"), !(0.0..=1.0).contains(&p), || format!("the probability {p} is not in 0.0..=1.0"))?;
                 Ok($name { p, mode: Mode::default() })
             }
         }
@@ -149,7 +129,6 @@ macro_rules! dropout_layers {
 
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
-                let _caller = Caller::enter();
                 if self.mode.is_training() { x.$method(self.p) } else { Ok(x.shallow_clone()) }
             }
         }

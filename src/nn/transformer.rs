@@ -5,33 +5,22 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// Options of [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct TransformerOptions {
-    /// The number of features between the two linear layers.
-    pub dim_feedforward: usize,
-    /// The dropout probability of attention weights and of each sublayer's result, in training.
-    pub dropout: f64,
-    /// The activation between the two linear layers.
-    pub activation: Activation,
-    /// The number that layer norms add to the variance.
-    pub layer_norm_eps: f64,
-    /// Whether to normalise the input of each sublayer (pre-norm) instead of the residual sum (post-norm).
-    pub norm_first: bool,
-    /// Whether linear layers and norms have biases.
-    pub bias: bool,
-}
-
-impl Default for TransformerOptions {
-    fn default() -> Self {
-        TransformerOptions {
-            dim_feedforward: 2048,
-            dropout: 0.1,
-            activation: Activation::Relu,
-            layer_norm_eps: 1e-5,
-            norm_first: false,
-            bias: true,
-        }
+options! {
+    /// Options of [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct TransformerOptions {
+        /// The number of features between the two linear layers.
+        pub dim_feedforward: usize = 2048,
+        /// The dropout probability of attention weights and of each sublayer's result, in training.
+        pub dropout: f64 = 0.1,
+        /// The activation between the two linear layers.
+        pub activation: Activation = Activation::Relu,
+        /// The number that layer norms add to the variance.
+        pub layer_norm_eps: f64 = 1e-5,
+        /// Whether to normalise the input of each sublayer (pre-norm) instead of the residual sum (post-norm).
+        pub norm_first: bool = false,
+        /// Whether linear layers and norms have biases.
+        pub bias: bool = true,
     }
 }
 

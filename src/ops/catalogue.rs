@@ -17,10 +17,10 @@ use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::ops::dispatch::checks::{invalid, mismatch};
 use crate::ops::dispatch::operation::{CallTarget, Dtypes, Kind, Operation, ResultDType};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
-use crate::ops::dispatch::recorded::Recorded;
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::elementwise::derivative_of_result;
-use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
+use crate::ops::native::recorded::Recorded;
+use crate::ops::{elementwise, index, linalg, native, nn, random, reduce, shape, sort};
 use crate::storage::Caller;
 use crate::{Error, Result, Tensor, can_cast, no_grad};
 
@@ -49,8 +49,8 @@ const FAMILIES: &[fn() -> Vec<Operation>] = &[
     nn::conv::options::operations,
     nn::pool::operations,
     nn::norm::methods::operations,
-    nn::norm::native::operations,
-    nn::recurrent::operations,
+    native::norm::operations,
+    native::lstm::operations,
     nn::interpolate::operations,
     nn::loss::operations,
 ];

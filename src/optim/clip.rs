@@ -2,7 +2,8 @@
 
 use super::flat::{is_dense, join_adjacent_views};
 use super::rule::check_range;
-use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
+use crate::internal::{for_each_part, invalid_if};
+use crate::{DType, Device, Result, Tensor, no_grad};
 
 /// Returns the gradients of `parameters` in as few views as possible: adjacent gradients in an optimiser's buffer are joined.
 pub(super) fn gradient_views<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
@@ -59,9 +60,7 @@ pub fn clip_grad_norm_<'a>(
 /// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors on several devices.
 pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64) -> Result<Tensor> {
     let op = "get_total_norm";
-    if norm_type.is_nan() || norm_type <= 0.0 {
-        return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
-    }
+    invalid_if(op, norm_type.is_nan() || norm_type <= 0.0, || format!("norm_type is {norm_type}, it must be above 0"))?;
     no_grad(|| {
         let norms =
             join_adjacent_views(tensors, is_dense)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
+use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::storage::Storage;
 use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
@@ -145,7 +146,7 @@ pub(super) fn follow_conversions(parameters: &mut [&mut Tensor]) {
 }
 
 /// True if two tensors of one shape view the same elements of one storage.
-fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
+pub(crate) fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
@@ -162,18 +163,15 @@ impl FlatParameters {
                 let reason = format!("a parameter of shape {} is not a leaf that requires a gradient", p.shape());
                 return Err(Error::Autograd { op, reason });
             }
-            if p.dtype() != dtype {
-                return Err(Error::DTypeMismatch { op, lhs: dtype, rhs: p.dtype() });
-            }
-            if p.device() != device {
-                return Err(Error::DeviceMismatch { op, lhs: device, rhs: p.device() });
-            }
+            same_dtype(op, &[&**first, &**p])?;
+            same_device(op, &[&**first, &**p])?;
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
-            if parameters[..i].iter().any(|q| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset()) {
-                let reason = format!("a parameter of shape {} is given twice: give a tied parameter once", p.shape());
-                return Err(Error::invalid(op, reason));
-            }
+            invalid_if(
+                op,
+                parameters[..i].iter().any(|q| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset()),
+                || format!("a parameter of shape {} is given twice: give a tied parameter once", p.shape()),
+            )?;
         }
         let slots: Vec<Option<Tensor>> = parameters.iter().map(|p| p.grad_slot()).collect();
         let moves =
@@ -380,7 +378,7 @@ impl FlatParameters {
 
 /// A step that a graph has captured. The parameters count as changed from the capture on, although no command has run.
 pub(super) struct CapturedStep {
-    flat: Arc<FlatParameters>,
+    pub(super) flat: Arc<FlatParameters>,
     /// The version to restore if the capture fails.
     before: u64,
     was_stale: bool,
@@ -398,16 +396,6 @@ impl CapturedStep {
         if !self.was_stale {
             self.flat.note_update();
         }
-    }
-
-    /// Updates a stale master before a replay.
-    pub(super) fn refresh(&self) -> Result<()> {
-        self.flat.refresh()
-    }
-
-    /// Marks the master as up to date after a replay.
-    pub(super) fn replayed(&self) {
-        self.flat.note_update();
     }
 }
 

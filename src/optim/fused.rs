@@ -1,16 +1,17 @@
 //! The common implementation of all optimisers: a rule's formula over flat buffers, group by group.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
 use super::Optimizer;
 use super::flat::{CapturedStep, FlatParameters, Run, StepTensors, follow_conversions};
 use super::rule::Rule;
+use crate::internal::{for_each_part, invalid_if, lock};
 use crate::io::StateDict;
 use crate::ops::MapInto;
 use crate::storage::Caller;
-use crate::{DType, Device, Error, Graph, Result, Scalar, Tensor, for_each_part, no_grad};
+use crate::{DType, Device, Error, Graph, Result, Scalar, Tensor, no_grad};
 
 /// The optimiser of a [`Rule`]. [`super::Sgd`], [`super::AdamW`] and the others are aliases of this type.
 pub struct Fused<R> {
@@ -209,7 +210,7 @@ impl<R: Rule> Group<R> {
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress<R>> {
-        lock_ignoring_poison(&self.progress)
+        lock(&self.progress)
     }
 
     /// Returns the runs to launch. If the module was converted, switches to its new parameters first.
@@ -269,7 +270,7 @@ impl<R: Rule> Group<R> {
             return runs.into_iter().try_for_each(|run| self.capture(run, factor));
         }
         let progress = Arc::clone(&self.progress);
-        let mut progress = lock_ignoring_poison(&progress);
+        let mut progress = lock(&progress);
         for_each_part(R::NAME, runs.into_iter().enumerate(), |(i, run)| {
             self.numbers.clear();
             progress.numbers_to(&run, 0, &mut self.numbers);
@@ -277,7 +278,7 @@ impl<R: Rule> Group<R> {
             let (scaled, numbers) = (factor != 1.0, self.numbers.len());
             if !self.launches.get(i).is_some_and(|l| l.run == run && (l.scaled, l.numbers) == (scaled, numbers)) {
                 self.launches.truncate(i);
-                let update = self.update(&progress.rule, &run, scaled, NumberSource::Given(numbers))?;
+                let update = self.update(&progress.rule, &run, scaled, numbers, &[])?;
                 self.launches.push(PreparedLaunch { run: run.clone(), scaled, numbers, update });
             }
             launch(&self.launches[i].update, &self.numbers)?;
@@ -297,7 +298,7 @@ impl<R: Rule> Group<R> {
         let on_device = Graph::outside(|| (0..count).map(empty).collect::<Result<Vec<_>>>())?;
         let copy_numbers = MapInto::new(R::NAME, Vec::new(), count, shallow_clones(&on_device), |_, s| s.to_vec())?;
         let captured = CapturedStep::new(&self.flat);
-        self.update(&rule, &run, factor != 1.0, NumberSource::OnDevice(&on_device))?.launch(&[])?;
+        self.update(&rule, &run, factor != 1.0, 0, &on_device)?.launch(&[])?;
         captured.captured();
         let ahead = self.captured.updates[run.parameters.start];
         self.captured.updates[run.parameters.clone()].iter_mut().for_each(|updates| *updates += 1);
@@ -306,9 +307,9 @@ impl<R: Rule> Group<R> {
             let (captured, progress, run) = (Arc::clone(&captured), Arc::clone(&progress), run.clone());
             move || {
                 no_grad(|| {
-                    captured.refresh()?;
+                    captured.flat.refresh()?;
                     let mut numbers = Vec::with_capacity(count);
-                    let progress = lock_ignoring_poison(&progress);
+                    let progress = lock(&progress);
                     progress.check_equal_numbers(&run, ahead)?;
                     progress.numbers_to(&run, ahead, &mut numbers);
                     drop(progress);
@@ -318,18 +319,15 @@ impl<R: Rule> Group<R> {
             }
         };
         Graph::on_replay(device, before, move || {
-            lock_ignoring_poison(&progress).count_update(&run);
-            captured.replayed();
+            lock(&progress).count_update(&run);
+            captured.flat.note_update();
         })
     }
 
-    fn update(&self, rule: &R, run: &Run, scaled: bool, numbers: NumberSource) -> Result<MapInto> {
+    /// Prepares the update of a run, which reads its numbers from `given` scalars or from `on_device`, tensors of one element.
+    fn update(&self, rule: &R, run: &Run, scaled: bool, given: usize, on_device: &[Tensor]) -> Result<MapInto> {
         let StepTensors { weights, grads, rounded } = self.flat.step_tensors(run)?;
         let state = self.state.iter().map(|s| self.flat.state_slice(run, s)).collect::<Result<Vec<_>>>()?;
-        let (given, on_device) = match numbers {
-            NumberSource::Given(count) => (count, &[][..]),
-            NumberSource::OnDevice(tensors) => (0, tensors),
-        };
         let own = [weights.shallow_clone(), grads].into_iter().chain(shallow_clones(&state));
         let inputs: Vec<Tensor> = own.chain(shallow_clones(on_device)).collect();
         let halves = rounded.is_some();
@@ -374,12 +372,6 @@ fn no_trainable_parameters(op: &'static str, frozen: usize) -> Error {
     }
 }
 
-/// The source of an update's numbers: the given count of scalars, or tensors of one element.
-enum NumberSource<'a> {
-    Given(usize),
-    OnDevice(&'a [Tensor]),
-}
-
 fn launch(formula: &MapInto, numbers: &[f64]) -> Result<()> {
     let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
     numbers.iter().for_each(|&x| scalars.push(Scalar::Float(x)));
@@ -388,11 +380,6 @@ fn launch(formula: &MapInto, numbers: &[f64]) -> Result<()> {
 
 fn shallow_clones(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(Tensor::shallow_clone).collect()
-}
-
-/// Locks the mutex even if it is poisoned: no update of the numbers can be interrupted halfway by a panic.
-fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
@@ -423,10 +410,9 @@ impl<R: Rule> Optimizer for Fused<R> {
     }
 
     fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()> {
-        if rates.len() != self.groups.len() {
-            let reason = format!("{} learning rates for {} groups", rates.len(), self.groups.len());
-            return Err(Error::invalid(R::NAME, reason));
-        }
+        invalid_if(R::NAME, rates.len() != self.groups.len(), || {
+            format!("{} learning rates for {} groups", rates.len(), self.groups.len())
+        })?;
         self.groups.iter().zip(rates).for_each(|(g, &lr)| g.progress().rule.set_learning_rate(lr));
         Ok(())
     }

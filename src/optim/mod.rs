@@ -8,13 +8,10 @@
 //! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements all the rest, for
 //! rules of other crates as well. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`] changes it
 //! when a metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of f16 gradients.
-//!
-//! [`fused_adamw_`] and similar functions are single steps for callers that keep the state themselves.
 
 mod adam;
 mod clip;
 mod flat;
-mod functional;
 mod fused;
 mod lion;
 mod plateau;
@@ -29,8 +26,7 @@ use crate::{Result, Tensor};
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
-pub(crate) use flat::join_adjacent_views;
-pub use functional::{FusedAdamState, FusedStep, fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
+pub(crate) use flat::{is_same_view, join_adjacent_views};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
 pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};

@@ -23,39 +23,26 @@ pub enum ThresholdMode {
     Abs,
 }
 
-/// Options of [`ReduceLrOnPlateau`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ReduceLrOnPlateauConfig {
-    /// The direction in which the metric improves.
-    pub mode: PlateauMode,
-    /// The factor of each reduction, below 1.
-    pub factor: f64,
-    /// The number of consecutive epochs without improvement that are tolerated.
-    pub patience: usize,
-    /// The minimum improvement that counts.
-    pub threshold: f64,
-    /// How the threshold is compared.
-    pub threshold_mode: ThresholdMode,
-    /// The number of epochs after a reduction that are ignored.
-    pub cooldown: usize,
-    /// Lower bound of the learning rate.
-    pub min_lr: f64,
-    /// Reductions of at most this size are not applied.
-    pub eps: f64,
-}
-
-impl Default for ReduceLrOnPlateauConfig {
-    fn default() -> ReduceLrOnPlateauConfig {
-        ReduceLrOnPlateauConfig {
-            mode: PlateauMode::Min,
-            factor: 0.1,
-            patience: 10,
-            threshold: 1e-4,
-            threshold_mode: ThresholdMode::Rel,
-            cooldown: 0,
-            min_lr: 0.0,
-            eps: 1e-8,
-        }
+options! {
+    /// Options of [`ReduceLrOnPlateau`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct ReduceLrOnPlateauConfig {
+        /// The direction in which the metric improves.
+        pub mode: PlateauMode = PlateauMode::Min,
+        /// The factor of each reduction, below 1.
+        pub factor: f64 = 0.1,
+        /// The number of consecutive epochs without improvement that are tolerated.
+        pub patience: usize = 10,
+        /// The minimum improvement that counts.
+        pub threshold: f64 = 1e-4,
+        /// How the threshold is compared.
+        pub threshold_mode: ThresholdMode = ThresholdMode::Rel,
+        /// The number of epochs after a reduction that are ignored.
+        pub cooldown: usize = 0,
+        /// Lower bound of the learning rate.
+        pub min_lr: f64 = 0.0,
+        /// Reductions of at most this size are not applied.
+        pub eps: f64 = 1e-8,
     }
 }
 

@@ -109,15 +109,11 @@ macro_rules! optimizer {
         $config:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(, $range:expr)?;)* $(=> $extra_check:ident)? }
         $($rule:tt)*
     ) => {
-        $(#[$config_doc])*
-        #[derive(Debug, Clone, Copy, PartialEq)]
-        pub struct $config {
-            $($(#[$field_doc])* pub $field: $type,)*
-        }
-
-        impl Default for $config {
-            fn default() -> $config {
-                $config { $($field: $default,)* }
+        options! {
+            $(#[$config_doc])*
+            #[derive(Debug, Clone, Copy, PartialEq)]
+            pub struct $config {
+                $($(#[$field_doc])* pub $field: $type = $default,)*
             }
         }
 

@@ -3,25 +3,22 @@
 use super::Optimizer;
 use super::clip::gradient_views;
 use super::rule::check_range;
+use crate::internal::{for_each_part, invalid_if};
 use crate::io::StateDict;
-use crate::{Error, Result, Tensor, for_each_part, no_grad};
+use crate::{Result, Tensor, no_grad};
 
-/// Options of [`GradScaler`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct GradScalerConfig {
-    /// The initial factor.
-    pub init_scale: f64,
-    /// Multiplies the factor after `growth_interval` good steps.
-    pub growth_factor: f64,
-    /// Multiplies the factor after a step with infinite or NaN gradients.
-    pub backoff_factor: f64,
-    /// The number of consecutive good steps after which the factor grows.
-    pub growth_interval: usize,
-}
-
-impl Default for GradScalerConfig {
-    fn default() -> GradScalerConfig {
-        GradScalerConfig { init_scale: 65536.0, growth_factor: 2.0, backoff_factor: 0.5, growth_interval: 2000 }
+options! {
+    /// Options of [`GradScaler`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct GradScalerConfig {
+        /// The initial factor.
+        pub init_scale: f64 = 65536.0,
+        /// Multiplies the factor after `growth_interval` good steps.
+        pub growth_factor: f64 = 2.0,
+        /// Multiplies the factor after a step with infinite or NaN gradients.
+        pub backoff_factor: f64 = 0.5,
+        /// The number of consecutive good steps after which the factor grows.
+        pub growth_interval: usize = 2000,
     }
 }
 
@@ -56,7 +53,7 @@ impl GradScaler {
     /// Creates a scaler with the initial factor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a factor that is not above 0.
+    /// [`crate::Error::Invalid`] for a factor that is not above 0.
     pub fn new(config: GradScalerConfig) -> Result<GradScaler> {
         let op = "GradScaler::new";
         let least = f64::MIN_POSITIVE;
@@ -84,12 +81,10 @@ impl GradScaler {
     /// here; a step without `unscale_` divides in f32.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the gradients are already unscaled; [`Error::Partial`] if the device fails after some were divided.
+    /// [`crate::Error::Invalid`] if the gradients are already unscaled; [`crate::Error::Partial`] if the device fails after some were divided.
     pub fn unscale_(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         let op = "GradScaler::unscale_";
-        if self.unscaled.is_some() {
-            return Err(Error::invalid(op, "the gradients of this step are already unscaled"));
-        }
+        invalid_if(op, self.unscaled.is_some(), || "the gradients of this step are already unscaled")?;
         let (finite, factor) = (optimizer.gradients_are_finite()?, 1.0 / self.scale);
         let gradients = gradient_views(optimizer.parameters())?;
         no_grad(|| for_each_part(op, &gradients, |run| run.mul_scalar_(factor).map(|_| ())))?;
@@ -132,7 +127,7 @@ impl GradScaler {
     /// Returns the factor and its options under PyTorch's names. Call it after [`GradScaler::update`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`crate::Error::OutOfMemory`].
     pub fn state_dict(&self) -> Result<StateDict> {
         let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &self.config;
         StateDict::from_parts(&[
@@ -147,7 +142,7 @@ impl GradScaler {
     /// Restores a state of [`GradScaler::state_dict`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a missing name.
+    /// [`crate::Error::Invalid`] for a missing name.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &mut self.config;
         state.load_parts(&mut [

@@ -1,7 +1,8 @@
 //! Stochastic gradient descent.
 
 use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
-use crate::{Error, Expr, Result};
+use crate::internal::invalid_if;
+use crate::{Expr, Result};
 
 optimizer! {
     /// Stochastic gradient descent with momentum, weight decay and Nesterov's look-ahead (PyTorch's `torch.optim.SGD`).
@@ -52,8 +53,10 @@ optimizer! {
 }
 
 fn check_nesterov(sgd: &SgdConfig) -> Result<()> {
-    if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
-        return Err(Error::invalid("Sgd", "nesterov needs a momentum above 0 and no dampening"));
-    }
+    invalid_if(
+        "Sgd",
+        sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0),
+        || "nesterov needs a momentum above 0 and no dampening",
+    )?;
     Ok(())
 }

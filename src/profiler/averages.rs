@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use super::report::{format_micros, summary_text};
 use super::{Category, Event, Lane, Profile};
-use crate::{Device, Error, Excerpt, Result};
+use crate::error::Excerpt;
+use crate::{Device, Error, Result};
 
 /// The column that rows of [`Averages`] are sorted by, the largest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 
 use super::allocation::{Allocation, Backing, Storage};
 use super::registry;
-use crate::{Device, Error, Excerpt, Result};
+use crate::error::Excerpt;
+use crate::{Device, Error, Result};
 
 thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 

@@ -21,7 +21,7 @@ const ROOMS: &[&[&str]] = &[
     &["device"],
     &["layout"],
     &["file"],
-    &["dtype", "error"],
+    &["dtype", "error", "options"],
     &["sync"],
 ];
 

@@ -2,12 +2,12 @@
 
 use std::ffi::c_char;
 
-use claystone::optim::{AdagradConfig, AdamConfig, AdamWConfig, FusedAdamState, FusedStep, SgdConfig};
-use claystone::optim::{fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
+use claystone::optim::{AdagradConfig, AdamConfig, AdamWConfig, SgdConfig};
 use claystone::{Scalar, Tensor, no_grad, ops};
 
 use crate::pointers::{array, borrow, text};
 use crate::status::{ClaystoneStatus, Fault, guard};
+use crate::steps::{FusedAdamState, FusedStep, fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
 use crate::tensor::ClaystoneTensor;
 
 /// A list of tensors.

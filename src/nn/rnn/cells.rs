@@ -1,7 +1,7 @@
 //! Cells: one time step of a recurrent layer.
 
 use super::step::{Cell, CellKind, Sizes};
-use crate::nn::{Module, Role};
+use crate::nn::Module;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Tensor};
@@ -55,7 +55,7 @@ macro_rules! cells {
             pub fn new(input_size: usize, hidden_size: usize, tensors: impl Into<TensorOptions>) -> Result<$name> {
                 let _caller = Caller::enter();
                 let sizes = Sizes { input: input_size, hidden: hidden_size, output: hidden_size };
-                let cell = Cell::new(concat!(stringify!($name), "::new"), $step, sizes, true, tensors.into())?;
+                let cell = Cell::new(concat!(stringify!($name), "::new"), $step, sizes, true, "", tensors.into())?;
                 Ok($name { step: $step, cell })
             }
 
@@ -92,26 +92,14 @@ macro_rules! cells {
         }
 
         impl Module for $name {
+            crate::parts!(cell as "");
+
             /// Returns the hidden state after one step from zeros.
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::forward");
                 Ok(run_cell(op, self.step, &self.cell, x, None)?.remove(0))
-            }
-
-            fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-                self.cell.visit(prefix, "", visitor);
-            }
-
-            fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-                self.cell.visit_mut(prefix, "", visitor);
-            }
-
-            fn set_training(&self, _training: bool) {}
-
-            fn shallow_clone(&self) -> $name {
-                $name { cell: self.cell.clone_handle(), ..*self }
             }
         }
     )* };

@@ -8,7 +8,7 @@ mod schedule;
 mod stack;
 mod step;
 
-use super::{Module, Part, Role};
+use super::Module;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
@@ -21,33 +21,31 @@ pub use packed::{
     unpad_sequence,
 };
 
-/// Options of [`Rnn`], [`Lstm`] and [`Gru`], with PyTorch's names and defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RnnOptions {
-    /// The number of stacked layers.
-    pub num_layers: usize,
-    /// Whether there are biases.
-    pub bias: bool,
-    /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
-    pub batch_first: bool,
-    /// The dropout probability between layers, in training.
-    pub dropout: f64,
-    /// Whether each layer also processes the sequence in reverse.
-    pub bidirectional: bool,
-    /// If not 0, the number of features that LSTM's hidden state is projected to; less than the hidden size.
-    pub proj_size: usize,
-}
-
-impl Default for RnnOptions {
-    fn default() -> Self {
-        RnnOptions { num_layers: 1, bias: true, batch_first: false, dropout: 0.0, bidirectional: false, proj_size: 0 }
+options! {
+    /// Options of [`Rnn`], [`Lstm`] and [`Gru`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct RnnOptions {
+        /// The number of stacked layers.
+        pub num_layers: usize = 1,
+        /// Whether there are biases.
+        pub bias: bool = true,
+        /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+        pub batch_first: bool = false,
+        /// The dropout probability between layers, in training.
+        pub dropout: f64 = 0.0,
+        /// Whether each layer also processes the sequence in reverse.
+        pub bidirectional: bool = false,
+        /// If not 0, the number of features that LSTM's hidden state is projected to; less than the hidden size.
+        pub proj_size: usize = 0,
     }
 }
 
 macro_rules! layers {
     ($($(#[$doc:meta])* $name:ident $step:expr, $state:ty, $given:ident => $tensors:expr, $last:ident => $states:expr;)*) => { $(
         $(#[$doc])*
-        pub struct $name(Stack);
+        pub struct $name {
+            stack: Stack,
+        }
 
         impl $name {
             /// Creates a layer from `input_size` to `hidden_size` features. All parameters are uniform in ±1/√hidden_size, as in PyTorch.
@@ -65,7 +63,7 @@ macro_rules! layers {
             ) -> Result<$name> {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::new");
-                Stack::new(op, $step, [input_size, hidden_size], options, tensors.into()).map($name)
+                Ok($name { stack: Stack::new(op, $step, [input_size, hidden_size], options, tensors.into())? })
             }
 
             /// Creates a layer from existing parameters in PyTorch's order: for each layer and direction `weight_ih`, `weight_hh`, then
@@ -76,7 +74,7 @@ macro_rules! layers {
             /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes that are not compatible.
             pub fn from_parameters(parameters: Vec<Tensor>, options: RnnOptions) -> Result<$name> {
                 let op = concat!(stringify!($name), "::from_parameters");
-                Stack::from_parameters(op, $step, parameters, options).map($name)
+                Ok($name { stack: Stack::from_parameters(op, $step, parameters, options)? })
             }
 
             /// Computes the last layer's hidden states at all steps, and the final states of all layers, from `state` or from zeros. This
@@ -90,8 +88,8 @@ macro_rules! layers {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::run");
                 let (out, mut $last) = match state {
-                    Some($given) => self.0.run(op, x, Some(&$tensors))?,
-                    None => self.0.run(op, x, None)?,
+                    Some($given) => self.stack.run(op, x, Some(&$tensors))?,
+                    None => self.stack.run(op, x, None)?,
                 };
                 Ok((out, $states))
             }
@@ -109,35 +107,21 @@ macro_rules! layers {
             ) -> Result<(PackedSequence, $state)> {
                 let op = concat!(stringify!($name), "::run_packed");
                 let (out, mut $last) = match state {
-                    Some($given) => self.0.run_packed(op, packed, Some(&$tensors))?,
-                    None => self.0.run_packed(op, packed, None)?,
+                    Some($given) => self.stack.run_packed(op, packed, Some(&$tensors))?,
+                    None => self.stack.run_packed(op, packed, None)?,
                 };
                 Ok((out, $states))
             }
         }
 
         impl Module for $name {
+            crate::parts!(stack as "");
+
             /// Returns the hidden states of the last layer.
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 let _caller = Caller::enter();
                 Ok(self.run(x, None)?.0)
-            }
-
-            fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-                self.0.visit(prefix, visitor);
-            }
-
-            fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-                self.0.visit_mut(prefix, visitor);
-            }
-
-            fn set_training(&self, training: bool) {
-                self.0.mode.set_field_training(training);
-            }
-
-            fn shallow_clone(&self) -> $name {
-                $name(self.0.clone_handle())
             }
         }
     )* };
@@ -168,7 +152,8 @@ layers! {
 
 impl Rnn {
     /// Replaces the hyperbolic tangent by `max(x, 0)` (PyTorch's `nonlinearity='relu'`).
-    pub fn with_relu(self) -> Rnn {
-        Rnn(self.0.with_step(CellKind::Relu))
+    pub fn with_relu(mut self) -> Rnn {
+        self.stack.step = CellKind::Relu;
+        self
     }
 }

@@ -2,6 +2,7 @@
 
 use std::borrow::Borrow;
 
+use crate::internal::invalid_if;
 use crate::storage::Caller;
 use crate::{Device, Error, Result, Scalar, Tensor};
 
@@ -137,10 +138,9 @@ impl PackedSequence {
     pub fn map(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<PackedSequence> {
         let data = f(&self.data)?;
         let rows = self.data.shape().dims()[0];
-        if data.shape().dims().first() != Some(&rows) {
-            let reason = format!("the result has shape {} instead of {rows} rows, one for each element", data.shape());
-            return Err(Error::invalid("PackedSequence::map", reason));
-        }
+        invalid_if("PackedSequence::map", data.shape().dims().first() != Some(&rows), || {
+            format!("the result has shape {} instead of {rows} rows, one for each element", data.shape())
+        })?;
         let order = self.order.as_ref().map(SortOrder::shallow_clone);
         Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
     }
@@ -172,13 +172,12 @@ impl PackedSequence {
             return Err(Error::invalid(op, format!("sequence {empty} is empty: each needs at least one element")));
         }
         let is_sorted = lengths.is_sorted_by(|a, b| a >= b);
-        if enforce_sorted && !is_sorted {
-            let reason = format!(
+        invalid_if(op, enforce_sorted && !is_sorted, || {
+            format!(
                 "lengths must not increase, but are {}: sort the sequences, or pass enforce_sorted = false",
                 format_lengths(lengths)
-            );
-            return Err(Error::invalid(op, reason));
-        }
+            )
+        })?;
         let mut sorted: Vec<usize> = (0..lengths.len()).collect();
         sorted.sort_by_key(|&sequence| std::cmp::Reverse(lengths[sequence]));
         let Some(&longest) = sorted.first() else {
@@ -222,9 +221,7 @@ fn padded_dims(op: &'static str, x: &Tensor, batch_first: bool) -> Result<[usize
 
 /// Checks that there is one length for each sequence of a padded tensor, and that none exceeds the padded length.
 fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) -> Result<()> {
-    if lengths.len() != n {
-        return Err(Error::invalid(op, format!("there are {} lengths for {n} sequences", lengths.len())));
-    }
+    invalid_if(op, lengths.len() != n, || format!("there are {} lengths for {n} sequences", lengths.len()))?;
     match lengths.iter().enumerate().find(|&(_, &length)| length > steps) {
         Some((i, length)) => {
             Err(Error::invalid(op, format!("sequence {i} has length {length}, but is padded to {steps} steps")))
@@ -289,9 +286,7 @@ pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -
 
 /// Returns the lengths of sequences; an error if there are none.
 fn sequence_lengths<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Result<Vec<usize>> {
-    if sequences.is_empty() {
-        return Err(Error::invalid(op, "there are no sequences"));
-    }
+    invalid_if(op, sequences.is_empty(), || "there are no sequences")?;
     let length = |t: &T| match *t.borrow().shape().dims() {
         [length, ..] => Ok(length),
         [] => Err(Error::invalid(op, "a sequence must be [L, ..], not a scalar")),
@@ -370,10 +365,9 @@ pub fn pad_packed_sequence(
     let _caller = Caller::enter();
     let (longest, n) = (packed.batch_sizes.len(), packed.batch_sizes[0]);
     let steps = total_length.unwrap_or(longest);
-    if steps < longest {
-        let reason = format!("the total length {steps} is below {longest}, the length of the longest sequence");
-        return Err(Error::invalid("pad_packed_sequence", reason));
-    }
+    invalid_if("pad_packed_sequence", steps < longest, || {
+        format!("the total length {steps} is below {longest}, the length of the longest sequence")
+    })?;
     let mut sequences: Vec<usize> = (0..n).collect();
     if let Some(order) = &packed.order {
         order.ranks.iter().enumerate().for_each(|(sequence, &rank)| sequences[rank] = sequence);

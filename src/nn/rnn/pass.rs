@@ -9,7 +9,8 @@ use super::composed::run_composed;
 use super::schedule::{RowSchedule, TimeStep};
 use super::step::{Cell, CellKind, gru_formulas, lstm_cell, lstm_gates};
 use crate::autograd::{CustomOp, GradOptions, OpContext, grad_with_options};
-use crate::{Error, Expr, Result, Tensor, is_grad_enabled};
+use crate::internal::{same_device, same_dtype};
+use crate::{Expr, Result, Tensor, is_grad_enabled};
 
 /// One direction of a layer as a custom operation.
 pub(super) struct LayerPass {
@@ -72,12 +73,8 @@ impl LayerPass {
         let output = weight_hh.shape().dims()[1];
         let inputs = Inputs { gates: gates.shallow_clone(), weight_hh, states, bias_hh, weight_hr }.into_list();
         for t in &inputs {
-            if t.device() != gates.device() {
-                return Err(Error::DeviceMismatch { op, lhs: gates.device(), rhs: t.device() });
-            }
-            if t.dtype() != gates.dtype() {
-                return Err(Error::DTypeMismatch { op, lhs: gates.dtype(), rhs: t.dtype() });
-            }
+            same_device(op, &[gates, t])?;
+            same_dtype(op, &[gates, t])?;
         }
         if schedule.sequences() == 0 {
             return run_composed(step, cell, gates, &schedule, start.iter().map(Tensor::shallow_clone).collect());
@@ -353,7 +350,14 @@ impl LayerPass {
         // Gradients are taken with respect to views, so that hooks of the inputs themselves are not called here.
         let views = given.iter().map(|t| t.narrow(0, 0, t.shape().dims()[0])).collect::<Result<Vec<_>>>()?;
         let Inputs { gates, weight_hh, states, bias_hh, weight_hr } = self.unpack_inputs(&views);
-        let cell = Cell { weight_ih: gates.shallow_clone(), weight_hh, bias_ih: None, bias_hh, weight_hr };
+        let cell = Cell {
+            weight_ih: gates.shallow_clone(),
+            weight_hh,
+            bias_ih: None,
+            bias_hh,
+            weight_hr,
+            suffix: String::new(),
+        };
         let (hidden, last) = run_composed(self.step, &cell, &gates, &self.schedule, states)?;
         let result = LayerPass::pack_result(hidden, last.into_iter().nth(1))?;
         let wanted: Vec<&Tensor> = views.iter().filter(|t| t.requires_grad()).collect();

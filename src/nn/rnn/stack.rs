@@ -5,6 +5,7 @@ use super::packed::PackedSequence;
 use super::pass::LayerPass;
 use super::schedule::RowSchedule;
 use super::step::{Cell, CellKind, Sizes};
+use crate::internal::invalid_if;
 use crate::nn::{Mode, Part, Role};
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Shape, Tensor};
@@ -16,7 +17,7 @@ pub(super) struct Stack {
     layers: Vec<Vec<Cell>>,
     sizes: Sizes,
     options: RnnOptions,
-    pub(super) mode: Mode,
+    mode: Mode,
 }
 
 /// Elements of sequences in the order of steps, `[elements, I]` or `[L, N, I]`, and the number of sequences at each step.
@@ -34,13 +35,8 @@ impl Stack {
         at: TensorOptions,
     ) -> Result<Stack> {
         let sizes = Self::sizes(op, step, [input, hidden], options)?;
-        let cell = |input: usize| Cell::new(op, step, Sizes { input, ..sizes }, options.bias, at);
+        let cell = |input, suffix: &str| Cell::new(op, step, Sizes { input, ..sizes }, options.bias, suffix, at);
         Stack::with_cells(step, sizes, options, cell)
-    }
-
-    pub(super) fn clone_handle(&self) -> Stack {
-        let layers = self.layers.iter().map(|cells| cells.iter().map(Cell::clone_handle).collect()).collect();
-        Stack { layers, mode: self.mode.clone_handle(), ..*self }
     }
 
     pub(super) fn from_parameters(
@@ -53,19 +49,16 @@ impl Stack {
         let each = 2 + biases + usize::from(options.proj_size > 0);
         let directions = if options.bidirectional { 2 } else { 1 };
         let count = parameters.len();
-        if Some(count) != options.num_layers.checked_mul(directions * each) {
-            return Err(Error::invalid(
-                op,
-                format!("{count} parameters do not match {options:?}: each direction has {each}"),
-            ));
-        }
+        invalid_if(op, Some(count) != options.num_layers.checked_mul(directions * each), || {
+            format!("{count} parameters do not match {options:?}: each direction has {each}")
+        })?;
         let first = parameters.first().map(|t| t.shape().dims()).filter(|dims| dims.first() != Some(&0));
         let Some(&[rows, input]) = first else {
             return Err(Error::invalid(op, "the first parameter must be weight_ih, a matrix with rows for each gate"));
         };
         let sizes = Self::sizes(op, step, [input, rows / step.gates()], options)?;
         let mut left = parameters.into_iter();
-        Stack::with_cells(step, sizes, options, |input| {
+        Stack::with_cells(step, sizes, options, |input, suffix| {
             let rows = step.gates() * sizes.hidden;
             let mut take = |shape: &[usize]| match left.next() {
                 Some(t) if t.shape().dims() == shape => Ok(t),
@@ -83,41 +76,34 @@ impl Stack {
             let mut bias = || options.bias.then(|| take(&[rows])).transpose();
             let (bias_ih, bias_hh) = (bias()?, bias()?);
             let weight_hr = (options.proj_size > 0).then(|| take(&[sizes.output, sizes.hidden])).transpose()?;
-            Ok(Cell { weight_ih, weight_hh, bias_ih, bias_hh, weight_hr })
+            Ok(Cell { weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, suffix: suffix.into() })
         })
     }
 
     /// Checks the options and returns the sizes of the first layer.
     fn sizes(op: &'static str, step: CellKind, [input, hidden]: [usize; 2], options: RnnOptions) -> Result<Sizes> {
         let RnnOptions { num_layers, dropout, proj_size, .. } = options;
-        if num_layers == 0 || !(0.0..=1.0).contains(&dropout) {
-            let reason = format!("{options:?}: num_layers must be at least 1, and dropout in 0.0..=1.0");
-            return Err(Error::invalid(op, reason));
-        }
-        if proj_size > 0 && (step != CellKind::Lstm || proj_size >= hidden) {
-            let reason =
-                format!("only Lstm has a projection, and proj_size {proj_size} must be below the hidden size {hidden}");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid_if(op, num_layers == 0 || !(0.0..=1.0).contains(&dropout), || {
+            format!("{options:?}: num_layers must be at least 1, and dropout in 0.0..=1.0")
+        })?;
+        invalid_if(op, proj_size > 0 && (step != CellKind::Lstm || proj_size >= hidden), || {
+            format!("only Lstm has a projection, and proj_size {proj_size} must be below the hidden size {hidden}")
+        })?;
         Ok(Sizes { input, hidden, output: if proj_size > 0 { proj_size } else { hidden } })
     }
 
-    /// Creates a stack; `cell` creates a cell for a number of input features.
+    /// Creates a stack; `cell` creates a cell for a number of input features and with the suffix of PyTorch's parameter names.
     fn with_cells(
         step: CellKind,
         sizes: Sizes,
         options: RnnOptions,
-        mut cell: impl FnMut(usize) -> Result<Cell>,
+        mut cell: impl FnMut(usize, &str) -> Result<Cell>,
     ) -> Result<Stack> {
-        let directions = if options.bidirectional { 2 } else { 1 };
-        let below = |l: usize| if l == 0 { sizes.input } else { directions * sizes.output };
-        let layer = |l| (0..directions).map(|_| cell(below(l))).collect();
+        let directions = if options.bidirectional { &["", "_reverse"][..] } else { &[""] };
+        let below = |l: usize| if l == 0 { sizes.input } else { directions.len() * sizes.output };
+        let layer = |l| directions.iter().map(|d| cell(below(l), &format!("_l{l}{d}"))).collect();
         let layers = (0..options.num_layers).map(layer).collect::<Result<_>>()?;
         Ok(Stack { step, layers, sizes, options, mode: Mode::default() })
-    }
-
-    pub(super) fn with_step(self, step: CellKind) -> Stack {
-        Stack { step, ..self }
     }
 
     /// Computes the hidden states of the last layer at all steps, and the final states of all layers.
@@ -235,23 +221,22 @@ impl Stack {
         }
         Ok((below, last.iter().map(|all| Tensor::stack(all, 0)).collect::<Result<_>>()?))
     }
+}
 
-    /// Returns the suffixes of PyTorch's parameter names: `_l0`, `_l0_reverse`, `_l1` and so on.
-    fn suffixes(&self) -> Vec<String> {
-        let directions = if self.options.bidirectional { &["", "_reverse"][..] } else { &[""] };
-        (0..self.layers.len()).flat_map(|l| directions.iter().map(move |d| format!("_l{l}{d}"))).collect()
+impl Part for Stack {
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.layers.iter().flatten().for_each(|cell| cell.visit_field(name, visitor));
     }
 
-    pub(super) fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        for (cell, suffix) in self.layers.iter().flatten().zip(self.suffixes()) {
-            cell.visit(prefix, &suffix, visitor);
-        }
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.layers.iter_mut().flatten().for_each(|cell| cell.visit_field_mut(name, visitor));
     }
 
-    pub(super) fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        let suffixes = self.suffixes();
-        for (cell, suffix) in self.layers.iter_mut().flatten().zip(suffixes) {
-            cell.visit_mut(prefix, &suffix, visitor);
-        }
+    fn set_field_training(&self, training: bool) {
+        self.mode.set_field_training(training);
+    }
+
+    fn clone_handle(&self) -> Stack {
+        Stack { layers: self.layers.clone_handle(), mode: self.mode.clone_handle(), ..*self }
     }
 }

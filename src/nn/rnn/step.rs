@@ -1,8 +1,9 @@
 //! The formulas of a recurrent cell's time step, and its parameters.
 
-use crate::nn::{Part, Role, init, join_names};
+use crate::internal::{invalid_if, join_names};
+use crate::nn::{Part, Role, init};
 use crate::tensor::TensorOptions;
-use crate::{Error, Expr, Result, Tensor};
+use crate::{Expr, Result, Tensor};
 
 /// The recurrent cell: a plain RNN with tanh or ReLU, LSTM, or GRU.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -85,17 +86,25 @@ pub(super) struct Cell {
     pub(super) bias_hh: Option<Tensor>,
     /// The weight of LSTM's projection of the hidden state.
     pub(super) weight_hr: Option<Tensor>,
+    /// The end of the parameters' names, such as `_l0` in `weight_ih_l0`.
+    pub(super) suffix: String,
 }
 
 impl Cell {
     /// Creates a cell with all parameters uniform in ±1/√hidden.
-    pub(super) fn new(op: &'static str, step: CellKind, sizes: Sizes, bias: bool, at: TensorOptions) -> Result<Cell> {
+    pub(super) fn new(
+        op: &'static str,
+        step: CellKind,
+        sizes: Sizes,
+        bias: bool,
+        suffix: &str,
+        at: TensorOptions,
+    ) -> Result<Cell> {
         let Sizes { input, hidden, output } = sizes;
         // Products of the hidden size and at most four gates must not overflow.
-        if !(1..=usize::MAX / 4).contains(&hidden) {
-            let reason = format!("the hidden size {hidden} is 0 or too large");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid_if(op, !(1..=usize::MAX / 4).contains(&hidden), || {
+            format!("the hidden size {hidden} is 0 or too large")
+        })?;
         let rows = step.gates() * hidden;
         let parameter = |shape: &[usize]| init::default_parameter(shape, hidden, at);
         let bias = || bias.then(|| parameter(&[rows])).transpose();
@@ -105,6 +114,7 @@ impl Cell {
             bias_ih: bias()?,
             bias_hh: bias()?,
             weight_hr: (output != hidden).then(|| parameter(&[output, hidden])).transpose()?,
+            suffix: suffix.into(),
         })
     }
 
@@ -116,38 +126,37 @@ impl Cell {
         };
         x.linear(&self.weight_ih, bias.as_ref())
     }
+}
 
-    /// [`Module::visit`](crate::nn::Module::visit) with `suffix` after each name, as in `weight_ih_l0`.
-    pub(super) fn visit<'a>(&'a self, prefix: &str, suffix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        let name = |name: &str| join_names(prefix, &format!("{name}{suffix}"));
-        self.weight_ih.visit_field(&name("weight_ih"), visitor);
-        self.weight_hh.visit_field(&name("weight_hh"), visitor);
-        self.bias_ih.visit_field(&name("bias_ih"), visitor);
-        self.bias_hh.visit_field(&name("bias_hh"), visitor);
-        self.weight_hr.visit_field(&name("weight_hr"), visitor);
+impl Part for Cell {
+    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        let Cell { weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, suffix } = self;
+        let optional = [("bias_ih", bias_ih), ("bias_hh", bias_hh), ("weight_hr", weight_hr)];
+        let all = [("weight_ih", Some(weight_ih)), ("weight_hh", Some(weight_hh))].into_iter();
+        for (field, t) in all.chain(optional.map(|(field, t)| (field, t.as_ref()))) {
+            t.iter().for_each(|t| t.visit_field(&join_names(name, &format!("{field}{suffix}")), visitor));
+        }
     }
 
-    pub(super) fn clone_handle(&self) -> Cell {
+    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        let Cell { weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, suffix } = self;
+        let optional = [("bias_ih", bias_ih), ("bias_hh", bias_hh), ("weight_hr", weight_hr)];
+        let all = [("weight_ih", Some(weight_ih)), ("weight_hh", Some(weight_hh))].into_iter();
+        for (field, t) in all.chain(optional.map(|(field, t)| (field, t.as_mut()))) {
+            t.into_iter().for_each(|t| t.visit_field_mut(&join_names(name, &format!("{field}{suffix}")), visitor));
+        }
+    }
+
+    fn set_field_training(&self, _training: bool) {}
+
+    fn clone_handle(&self) -> Cell {
         Cell {
             weight_ih: self.weight_ih.clone_handle(),
             weight_hh: self.weight_hh.clone_handle(),
             bias_ih: self.bias_ih.clone_handle(),
             bias_hh: self.bias_hh.clone_handle(),
             weight_hr: self.weight_hr.clone_handle(),
+            suffix: self.suffix.clone(),
         }
-    }
-
-    pub(super) fn visit_mut<'a>(
-        &'a mut self,
-        prefix: &str,
-        suffix: &str,
-        visitor: &mut dyn FnMut(String, Role, &'a mut Tensor),
-    ) {
-        let name = |name: &str| join_names(prefix, &format!("{name}{suffix}"));
-        self.weight_ih.visit_field_mut(&name("weight_ih"), visitor);
-        self.weight_hh.visit_field_mut(&name("weight_hh"), visitor);
-        self.bias_ih.visit_field_mut(&name("bias_ih"), visitor);
-        self.bias_hh.visit_field_mut(&name("bias_hh"), visitor);
-        self.weight_hr.visit_field_mut(&name("weight_hr"), visitor);
     }
 }

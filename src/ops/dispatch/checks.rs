@@ -3,7 +3,7 @@
 use crate::{DType, Device, Error, Result, Tensor};
 
 /// Returns the device of the inputs, or an error if they are on different devices.
-pub(crate) fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device> {
+pub fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device> {
     let device = inputs[0].device();
     match inputs.iter().find(|t| t.device() != device) {
         Some(t) => Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() }),
@@ -12,7 +12,7 @@ pub(crate) fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device
 }
 
 /// Returns the dtype of the inputs, or an error if their dtypes differ.
-pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> {
+pub fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> {
     let dtype = inputs[0].dtype;
     match inputs.iter().find(|t| t.dtype != dtype) {
         Some(t) => Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype }),

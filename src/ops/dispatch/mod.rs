@@ -11,7 +11,6 @@ pub(crate) mod operation;
 pub(crate) mod parameters;
 pub(crate) mod precision;
 pub(crate) mod promote;
-pub(crate) mod recorded;
 pub(crate) mod registry;
 pub(crate) mod results;
 

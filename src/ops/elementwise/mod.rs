@@ -4,7 +4,6 @@
 //! recorded by autograd. [`apply_row`] and [`Tensor::map`] record their results and differentiate the formula symbolically.
 
 pub(crate) mod copy;
-pub(crate) mod each;
 mod launch;
 pub(crate) mod map;
 pub(crate) mod pointwise;

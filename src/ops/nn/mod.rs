@@ -7,6 +7,5 @@ pub(crate) mod loss;
 pub(crate) mod norm;
 pub(crate) mod padding;
 pub(crate) mod pool;
-pub(crate) mod recurrent;
 pub(crate) mod softmax;
 pub(crate) mod window;

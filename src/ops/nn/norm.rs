@@ -5,7 +5,6 @@
 //! if a GPU splits long rows. The gradient of a weight that varies within a row takes more launches.
 
 pub(crate) mod methods;
-pub(crate) mod native;
 
 use smallvec::SmallVec;
 
@@ -45,15 +44,15 @@ impl Default for BatchNormOptions<'_> {
 }
 
 /// A norm over the last two dims of a 4-D view of the input.
-struct Norm<'a> {
-    op: &'static str,
-    view: &'a RowGrouping,
-    weight: Option<&'a Tensor>,
-    bias: Option<&'a Tensor>,
+pub(crate) struct Norm<'a> {
+    pub(crate) op: &'static str,
+    pub(crate) view: &'a RowGrouping,
+    pub(crate) weight: Option<&'a Tensor>,
+    pub(crate) bias: Option<&'a Tensor>,
     /// True for each of the four dims that weight and bias have. Both are broadcast along the other dims.
-    dims: [bool; 4],
-    eps: f64,
-    rms: bool,
+    pub(crate) dims: [bool; 4],
+    pub(crate) eps: f64,
+    pub(crate) rms: bool,
 }
 
 impl<'a> Normalisation<'a> {
@@ -66,7 +65,7 @@ impl<'a> Normalisation<'a> {
 
 impl Norm<'_> {
     /// Writes the normalised x to `out`, and the [`Normalisation::statistics`].
-    fn forward(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
+    pub(crate) fn forward(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
         if out.numel() == 0 {
             return statistics.fill_(f64::NAN).map(|_| ());
         }
@@ -84,7 +83,7 @@ impl Norm<'_> {
         backend::launch(norm.given.outputs(), |b| b.norm_forward(&norm))
     }
 
-    fn backward(
+    pub(crate) fn backward(
         &self,
         x: &Tensor,
         grad: &Tensor,
@@ -174,7 +173,7 @@ impl RowGrouping {
     }
 
     /// Allocates the norm of x: batch norm keeps the memory format, and all other norms are row-major.
-    fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             RowGrouping::Batch => x.empty_like(),
             RowGrouping::Last(_) | RowGrouping::Groups(_) => Tensor::empty_with_shape(x.shape(), x.dtype, x.device()),
@@ -182,17 +181,17 @@ impl RowGrouping {
     }
 
     /// The shape of the [`Normalisation::statistics`] of x.
-    fn statistics_shape(&self, x: &Tensor) -> [usize; 5] {
+    pub(crate) fn statistics_shape(&self, x: &Tensor) -> [usize; 5] {
         let [r1, r2] = self.row_counts(x);
         [3, r1, r2, 1, 1]
     }
 
-    fn allocate_statistics(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn allocate_statistics(&self, x: &Tensor) -> Result<Tensor> {
         Tensor::empty_with_shape(self.statistics_shape(x), x.dtype.compute().dtype(), x.device())
     }
 
     /// Same as [`RowGrouping::weight_dims`], for the norm of x: with one channel in each group, the weight of a channel covers a whole row.
-    fn weight_dims_for(&self, x: &Tensor) -> [bool; 4] {
+    pub(crate) fn weight_dims_for(&self, x: &Tensor) -> [bool; 4] {
         match *self {
             RowGrouping::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
             _ => self.weight_dims(),

@@ -64,7 +64,7 @@ impl FromStr for Level {
     fn from_str(word: &str) -> Result<Level> {
         let named = Level::ALL.into_iter().find(|level| level.name() == word);
         named.ok_or_else(|| {
-            let word = crate::Excerpt(word);
+            let word = crate::error::Excerpt(word);
             Error::invalid("Level", format!("\"{word}\" is not a tuning level: none, fast, normal, wide or heavy"))
         })
     }

@@ -16,7 +16,7 @@ use crate::tensor::Dims;
 use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
 /// Returns x followed by the weight and bias that are given.
-pub(super) fn given_tensors<'a>(
+pub(crate) fn given_tensors<'a>(
     x: &'a Tensor,
     weight: Option<&'a Tensor>,
     bias: Option<&'a Tensor>,
@@ -48,7 +48,7 @@ fn cast_to_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DTyp
 }
 
 /// Checks that each of the given tensors has one number for each channel of x.
-pub(super) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
+pub(crate) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     invalid!(op if x.rank() < 2, "the input is [N, C, ..], this one has shape {}", x.shape());
     for t in given.iter().flatten() {
@@ -59,7 +59,7 @@ pub(super) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tens
 }
 
 /// Same as [`check_channels`], and checks that `groups` divides the number of channels.
-pub(super) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &[Option<&Tensor>]) -> Result<()> {
+pub(crate) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &[Option<&Tensor>]) -> Result<()> {
     check_channels(op, x, given)?;
     let channels = x.shape().dims()[1];
     invalid!(op if groups == 0 || !channels.is_multiple_of(groups),
@@ -67,7 +67,7 @@ pub(super) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &
     Ok(())
 }
 
-pub(super) fn check_last_dims(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
+pub(crate) fn check_last_dims(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     if shape.is_empty() || !x.shape().dims().ends_with(shape) {
         let hint = "the normalised shape is that of the input's last dims";
@@ -82,14 +82,14 @@ pub(super) fn check_last_dims(op: &'static str, x: &Tensor, shape: &[usize], giv
 }
 
 /// Returns the number of elements of each channel of x.
-pub(super) fn channel_numel(op: &'static str, x: &Tensor) -> Result<usize> {
+pub(crate) fn channel_numel(op: &'static str, x: &Tensor) -> Result<usize> {
     let n: usize = x.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
     invalid!(op if n == 1, "shape {} has one element in each channel, which has no variance", x.shape());
     Ok(n)
 }
 
 /// Moves the given running statistics towards the mean and the unbiased variance of channels with n elements.
-pub(super) fn update_running_statistics(
+pub(crate) fn update_running_statistics(
     op: &'static str,
     options: BatchNormOptions,
     n: usize,

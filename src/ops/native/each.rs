@@ -2,9 +2,10 @@
 
 use smallvec::SmallVec;
 
+use crate::error::for_each_part;
 use crate::expr::table::ROWS;
 use crate::ops::dispatch::prelude::*;
-use crate::{Error, Expr, Result, Scalar, Shape, Tensor, for_each_part};
+use crate::{Error, Expr, Result, Scalar, Shape, Tensor};
 
 /// The maximum number of operands of one launch. Every device accepts this number, at no more time than separate launches.
 const MAX_LAUNCH_OPERANDS: usize = 32;

@@ -1,12 +1,9 @@
 //! Single optimiser steps on tensors of the caller, who keeps the state and counts the steps on the device, like the steps of
-//! PyTorch's optimisers with `fused=True`. No step waits for the device.
+//! PyTorch's optimisers with `fused=True`. No step waits for the device. [`multi`](crate::multi) has the C functions.
 
-use smallvec::SmallVec;
-
-use super::rule::Rule;
-use super::{AdagradConfig, AdamConfig, AdamWConfig, SgdConfig};
-use crate::ops::{TensorSet, foreach_into, map_each};
-use crate::{DType, Error, Expr, Result, Scalar, Tensor, no_grad};
+use claystone::ops::{TensorSet, foreach_into, map_each};
+use claystone::optim::{AdagradConfig, AdamConfig, AdamWConfig, Rule, SgdConfig};
+use claystone::{DType, Error, Expr, Result, Scalar, Tensor, no_grad};
 
 /// The arguments that steps of all optimisers have in common.
 #[derive(Debug, Clone, Copy, Default)]
@@ -41,7 +38,8 @@ pub struct FusedAdamState<'a> {
 /// Computes one step of Adam (PyTorch's `torch._fused_adam_`). Parameters of one shape share launches.
 ///
 /// ```
-/// use claystone::optim::{AdamConfig, FusedAdamState, FusedStep, fused_adam_};
+/// use claystone::optim::AdamConfig;
+/// use claystone_capi::steps::{FusedAdamState, FusedStep, fused_adam_};
 /// use claystone::{Device, Tensor};
 /// let new = |value: f64| Tensor::full(2, value, Device::Cpu);
 /// let (w, g, m, v, step) = (new(1.0)?, new(0.5)?, new(0.0)?, new(0.0)?, Tensor::ones((), Device::Cpu)?);
@@ -118,7 +116,7 @@ fn step_numbers<const N: usize>(
     let numbers = (0..N).map(new).collect::<Result<Vec<_>>>()?;
     let counts = steps.iter().map(|t| t.to_dtype(dtype)?.reshape(())).collect::<Result<Vec<_>>>()?;
     let set = |(i, count)| TensorSet {
-        inputs: SmallVec::from_slice(&[count]),
+        inputs: [count].into_iter().collect(),
         outputs: numbers.iter().map(|of_each| &of_each[i]).collect(),
     };
     let sets: Vec<TensorSet> = counts.iter().enumerate().map(set).collect();
@@ -137,7 +135,8 @@ fn step_numbers<const N: usize>(
 /// tensors of one element with the number of this step, beginning with 1. The config's `initial_accumulator_value` is not read.
 ///
 /// ```
-/// use claystone::optim::{AdagradConfig, FusedStep, fused_adagrad_};
+/// use claystone::optim::AdagradConfig;
+/// use claystone_capi::steps::{FusedStep, fused_adagrad_};
 /// use claystone::{Device, Tensor};
 /// let (w, g, sum) = (Tensor::ones(2, Device::Cpu)?, Tensor::ones(2, Device::Cpu)?, Tensor::zeros(2, Device::Cpu)?);
 /// let tensors = FusedStep { parameters: &[&w], gradients: &[&g], ..Default::default() };
@@ -166,7 +165,8 @@ pub fn fused_adagrad_(
 /// parameter, or none without momentum. At the `first` step their values are ignored.
 ///
 /// ```
-/// use claystone::optim::{FusedStep, SgdConfig, fused_sgd_};
+/// use claystone::optim::SgdConfig;
+/// use claystone_capi::steps::{FusedStep, fused_sgd_};
 /// use claystone::{Device, Tensor};
 /// let (w, g) = (Tensor::ones(2, Device::Cpu)?, Tensor::ones(2, Device::Cpu)?);
 /// let tensors = FusedStep { parameters: &[&w], gradients: &[&g], ..Default::default() };
@@ -234,8 +234,8 @@ impl RuleStep<'_> {
         };
         let sets: Vec<TensorSet> = (0..count).map(set).collect();
         let common = [lr, grad_scale, found_inf].into_iter().flatten().map(|one| one.reshape(()));
-        let common = common.collect::<Result<SmallVec<[Tensor; 3]>>>()?;
-        let common: SmallVec<[&Tensor; 3]> = common.iter().collect();
+        let common = common.collect::<Result<Vec<Tensor>>>()?;
+        let common: Vec<&Tensor> = common.iter().collect();
         let scalars: Vec<Scalar> = rule.numbers(at).into_iter().map(Scalar::Float).collect();
         let (held, numbers) = (self.state.len(), self.numbers.len());
         no_grad(|| {
@@ -271,7 +271,8 @@ const NORMS_PER_LAUNCH: usize = 24;
 /// `found_inf` are tensors of one element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
 ///
 /// ```
-/// use claystone::{Device, Tensor, optim::unscale_};
+/// use claystone::{Device, Tensor};
+/// use claystone_capi::steps::unscale_;
 /// let (g, found) = (Tensor::full(2, 8, Device::Cpu)?.to_dtype(claystone::DType::F32)?, Tensor::zeros((), Device::Cpu)?);
 /// unscale_(&[&g], &found, &Tensor::full((), 0.25, Device::Cpu)?)?;
 /// assert_eq!((g.to_vec::<f32>()?[0], found.item::<f32>()?), (2.0, 0.0));
