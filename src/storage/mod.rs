@@ -56,7 +56,7 @@ pub(crate) use access::{with_host, with_host_few};
 pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
 pub use block::{Block, BlockLocation};
-pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
+pub use caching::{CachingAllocator, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub(crate) use derived::ImageKey;
@@ -87,6 +87,6 @@ pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;
 #[cfg(feature = "mpi")]
 pub(crate) use shared_memory::SharedMemory;
-pub use stats::{DeviceStats, PoolStats, Stat};
+pub use stats::{DeviceStats, MemPoolStats, PoolStats, Stat};
 pub(crate) use uninit::is_uninit_scope;
 pub use uninit::uninit;
