@@ -51,7 +51,7 @@ pub use hints::{Priority, StreamHints, Throttle};
 pub use info::{DeviceInfo, DeviceKind};
 pub(crate) use launches::count_launch;
 pub use launches::count_launches;
-pub(crate) use lock::lock;
+pub(crate) use lock::{OnDrop, lock, read, write};
 pub use name::Device;
 #[doc(hidden)]
 pub use opencl::read_cache_file;

@@ -4,11 +4,12 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use Ordering::Relaxed;
 
 use super::segment::Segment;
+use crate::device::read;
 use crate::{Error, Result};
 
 /// Counts the closures that read host bytes without holding the lock this counter is in. A thread that gets the lock
@@ -267,7 +268,7 @@ impl Block {
     /// and that thread waits for the first. Printing a block with `{:?}` locks its location, too.
     #[inline]
     pub fn location(&self) -> BlockLocation<'_> {
-        let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
+        let guard = read(&self.slot().lock);
         BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 

@@ -1,30 +1,29 @@
-//! Data derived from a storage's bytes, valid until the bytes change: images, so that constant weights are converted once, and the result
-//! of checking that the indices among the bytes are in range.
+//! Images derived from a storage's bytes, valid until the bytes change, so that constant weights are converted once.
 
 use std::mem;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use smallvec::SmallVec;
 
-use super::allocation::{Allocation, Storage};
+use super::allocation::Storage;
 use super::image::Image;
+use super::sidecar::DerivedData;
 use crate::device::lock;
 use crate::{Device, Result};
 
 /// Identifies how the bytes were read to make an image.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
-/// The images and the check result derived from a storage's bytes.
+/// The images of one storage.
 #[derive(Default)]
-pub(super) struct DerivedData {
-    /// The images, if the storage ever had any.
-    images: OnceLock<Arc<ImageCache>>,
-    /// The last [`Storage::set_index_check`], or 0.
-    checked: AtomicU64,
-}
+struct ImageCache(Mutex<Vec<CachedImage>>);
 
-type ImageCache = Mutex<Vec<CachedImage>>;
+impl DerivedData for ImageCache {
+    fn clear(&self) {
+        let gone = mem::take(&mut *lock(&self.0));
+        drop(gone); // after the lock is released
+    }
+}
 
 struct CachedImage {
     key: ImageKey,
@@ -49,60 +48,25 @@ pub(super) fn drop_images_of_device(device: Device) {
         kept.extend(images.filter(|_| *of == device));
         is_there
     });
-    kept.into_iter().for_each(|images| drop_images(&images));
-}
-
-fn drop_images(images: &ImageCache) {
-    let gone = mem::take(&mut *lock(images));
-    drop(gone); // after the lock is released
-}
-
-impl DerivedData {
-    /// Resets everything when the storage is dropped.
-    #[inline]
-    pub(super) fn clear(&mut self) {
-        drop(self.images.take());
-        *self.checked.get_mut() = 0;
-    }
-
-    /// Drops everything derived from the bytes, because some of them have changed, or may have in a failed transfer.
-    pub(super) fn invalidate(&self) {
-        self.checked.store(0, Ordering::Release);
-        if let Some(images) = self.images.get() {
-            drop_images(images);
-        }
-    }
+    kept.into_iter().for_each(|images| images.clear());
 }
 
 impl Storage {
-    /// Returns the number of the last [`set_index_check`](Self::set_index_check): 0 if none, or if other code may change the bytes unnoticed.
-    pub(crate) fn index_check(&self) -> u64 {
-        let allocation: &Allocation = self.allocation();
-        if allocation.is_shared_outside() { 0 } else { allocation.derived.checked.load(Ordering::Acquire) }
-    }
-
-    /// Stores a number for the kernel that checked the indices among the bytes. The caller makes the storage's version a part of the number.
-    pub(crate) fn set_index_check(&self, number: u64) {
-        self.allocation().derived.checked.store(number, Ordering::Release);
-    }
-
     /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of `make`.
     ///
     /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too large. Nothing is cached
     /// if other code may change the bytes unnoticed.
     pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
-        let allocation: &Allocation = self.allocation();
-        if allocation.is_shared_outside() {
-            return make();
-        }
-        let images = allocation.derived.images.get_or_init(|| {
-            let (images, mut all) = (Arc::default(), lock(&ALL_IMAGES));
+        let new_cache = || {
+            let (images, mut all) = (Arc::<ImageCache>::default(), lock(&ALL_IMAGES));
             if all.len().is_power_of_two() {
                 all.retain(|(_, images)| images.strong_count() > 0);
             }
             all.push((self.device(), Arc::downgrade(&images)));
             images
-        });
+        };
+        let Some(images) = self.derived_data(new_cache) else { return make() };
+        let images = &images.0;
         let version = self.version();
         let known =
             lock(images).iter().find(|made| made.key == key && made.version == version).map(|m| m.image.clone());

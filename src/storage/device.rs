@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
-use super::allocator::Allocator;
+use super::allocator::{Allocator, find_allocator};
+use super::caching::CachingAllocator;
 use super::driver::pinned::PinnedStats;
 use super::driver::staging::{self, DevicePinnedPool};
+use super::guard::guard_violations;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
 use super::image_pool;
 use super::pool::PoolAllocator;
 use super::registry;
 use super::stats::DeviceStats;
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
 /// Memory: statistics and settings of the device's caching allocator.
 impl Device {
@@ -50,7 +52,7 @@ impl Device {
 
     /// Returns how many blocks the `guard_bytes` checks found overwritten at their edges; 0 without `guard_bytes`.
     pub fn guard_violations(&self) -> Result<u64> {
-        Ok(registry::device_allocator(*self)?.guard_violations())
+        Ok(guard_violations(&**registry::device_allocator(*self)?))
     }
 
     /// Returns every unused segment and image to the driver (`torch.cuda.empty_cache`).
@@ -168,7 +170,7 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no callbacks: only caching
     /// allocators do.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        registry::device_allocator(*self)?.add_free_memory_callback(free)
+        Ok(self.caching_allocator("add_free_memory_callback")?.add_free_memory_callback(free))
     }
 
     /// Registers an observer of allocations that fail for want of memory (PyTorch's `attachOutOfMemoryObserver`). It is
@@ -192,7 +194,13 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no observers: only caching
     /// allocators do.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        registry::device_allocator(*self)?.add_oom_observer(observe)
+        Ok(self.caching_allocator("add_oom_observer")?.add_oom_observer(observe))
+    }
+
+    /// Returns the caching allocator that hands out the device's memory, maybe through others.
+    fn caching_allocator(&self, op: &'static str) -> Result<&'static CachingAllocator> {
+        let allocator = registry::device_allocator(*self)?;
+        find_allocator(&**allocator).ok_or_else(|| Error::invalid(op, format!("{allocator:?} calls no callbacks")))
     }
 
     /// Limits the allocator to this fraction, 0 to 1, of the device's memory

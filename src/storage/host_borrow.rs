@@ -1,10 +1,11 @@
 //! Closures that read elements of the CPU device in place, without holding a lock.
 
 use std::slice;
-use std::sync::{PoisonError, RwLock};
+use std::sync::RwLock;
 
 use super::allocation::Storage;
 use super::block::ReaderCount;
+use crate::device::read;
 use crate::{Element, Error, Result, elements};
 
 #[cold]
@@ -24,7 +25,7 @@ impl<'a> HostBorrow<'a> {
     }
 
     fn update_count(&self, change: impl FnOnce(&ReaderCount)) {
-        change(&self.0.read().unwrap_or_else(PoisonError::into_inner));
+        change(&read(self.0));
     }
 }
 
@@ -57,7 +58,7 @@ impl Storage {
         let elsewhere = || Error::invalid(op, format!("{self:?} are not in memory of the host"));
         let borrow = HostBorrow::new(allocation.host_lock().ok_or_else(elsewhere)?);
         if let Some(pinned) = allocation.pinned() {
-            let _locked = borrow.0.read().unwrap_or_else(PoisonError::into_inner);
+            let _locked = read(borrow.0);
             pinned.wait_and_check(false)?;
         }
         let (start, _) = allocation.host_range();

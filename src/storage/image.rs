@@ -5,6 +5,8 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 
 use super::allocation::{AllocatorRef, Backing, Lease, Storage};
+use super::allocator::find_allocator;
+use super::caching::CachingAllocator;
 use super::driver::opencl::OpenCl;
 use super::driver::{ImageDesc, driver};
 use super::history::Caller;
@@ -115,5 +117,7 @@ fn notify_observers(device: Device, pool: &PoolAllocator, requested: usize, erro
     };
     let held = allocator.stats().reserved_bytes.current + pool.reserved();
     let (allowed, device_free) = (pool.limit(), driver.capacity().saturating_sub(held));
-    allocator.tell_oom_observers(&OutOfMemoryEvent { device, requested, allowed, device_free });
+    if let Some(caching) = find_allocator::<CachingAllocator>(&**allocator) {
+        caching.notify_oom_observers(&OutOfMemoryEvent { device, requested, allowed, device_free });
+    }
 }

@@ -1,27 +1,26 @@
 //! The pool of an OpenCL device's images, beside the allocator of the device's buffers.
 
 use std::ptr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
-use super::allocator::Allocator;
+use super::allocator::{Allocator, find_allocator};
+use super::caching::CachingAllocator;
 use super::config::Config;
 use super::derived;
 use super::driver::image::{OtherMemoryHolder, register_other_holder};
 use super::driver::opencl::OpenCl;
-use super::driver::{At, Driver, Failure, ImageDesc, Marker, Memory, Progress};
+use super::per_device::PerDevice;
 use super::pool::PoolAllocator;
 use super::registry;
 use super::stats::DeviceStats;
-use crate::device::StreamId;
-use crate::{Device, Error, Result};
+use crate::{Device, Result};
 
 /// The image pools of all devices that have used one.
-static POOLS: RwLock<Vec<(Device, Arc<PoolAllocator>)>> = RwLock::new(Vec::new());
+static POOLS: PerDevice<Arc<PoolAllocator>> = PerDevice::new();
 
 /// Returns the pool of a device's images, if it was made already.
 pub(super) fn existing_pool(device: Device) -> Option<Arc<PoolAllocator>> {
-    let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
-    pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| Arc::clone(pool))
+    POOLS.get(device)
 }
 
 /// Returns an allocator's statistics including the images of its device.
@@ -41,13 +40,9 @@ pub(super) fn pool(device: Device) -> Result<Option<Arc<PoolAllocator>>> {
     if driver.device.image_limits().is_none() {
         return Ok(None);
     }
-    let made = PoolAllocator::new(Arc::new(ImageDriver(driver)), Config::from_env_once()?.clone())?;
-    let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, pool)) = pools.iter().find(|(of, _)| *of == device) {
-        return Ok(Some(Arc::clone(pool)));
-    }
-    let pool = Arc::new(made);
-    pools.push((device, Arc::clone(&pool)));
+    let config = Config::from_env_once()?.clone();
+    let made = PoolAllocator::of_images(Arc::new(driver), config, Arc::new(BuffersAsHolder(device)))?;
+    let pool = POOLS.get_or_insert(device, Arc::new(made));
     register_other_holder(device, Arc::new(PoolAsHolder(Arc::clone(&pool))));
     Ok(Some(pool))
 }
@@ -74,93 +69,20 @@ impl OtherMemoryHolder for PoolAsHolder {
     }
 }
 
-/// An OpenCL device as the image pool's driver. Memory held elsewhere is the memory of the device's buffers.
-#[derive(Debug)]
-struct ImageDriver(OpenCl);
+/// The allocator of a device's buffers as a holder of memory that the image pool counts.
+struct BuffersAsHolder(Device);
 
-// SAFETY: the pool hands out whole images of the driver below, which no other code has.
-unsafe impl Driver for ImageDriver {
-    fn device(&self) -> Device {
-        self.0.device()
+impl OtherMemoryHolder for BuffersAsHolder {
+    fn held(&self) -> u64 {
+        registry::device_allocator(self.0).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
     }
 
-    fn capacity(&self) -> u64 {
-        self.0.capacity()
-    }
-
-    fn largest_segment(&self) -> usize {
-        self.0.largest_segment()
-    }
-
-    fn create(&self, _bytes: usize) -> Result<Memory, Failure> {
-        Err(Failure::Other(Error::invalid("image", "the image pool creates no buffers")))
-    }
-
-    fn create_image(&self, image: ImageDesc) -> Result<Memory, Failure> {
-        self.0.create_image(image)
-    }
-
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        self.0.commit(memory)
-    }
-
-    fn held_elsewhere(&self) -> u64 {
-        registry::device_allocator(self.device()).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
-    }
-
-    fn make_room_elsewhere(&self, bytes: usize) -> Result<bool> {
-        let allocator = registry::device_allocator(self.device())?;
-        let before = self.held_elsewhere();
-        allocator.make_room(bytes)?;
-        Ok(self.held_elsewhere() < before)
-    }
-
-    fn give_up(&self, cause: &str) {
-        self.0.give_up(cause);
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.0.synchronize()
-    }
-
-    fn record(&self, stream: StreamId) -> Result<Marker> {
-        self.0.record(stream)
-    }
-
-    fn is_done(&self, marker: &Marker) -> Result<bool> {
-        self.0.is_done(marker)
-    }
-
-    fn is_idle(&self, stream: StreamId) -> Result<bool> {
-        self.0.is_idle(stream)
-    }
-
-    fn progress(&self, stream: StreamId) -> Progress {
-        self.0.progress(stream)
-    }
-
-    fn wait(&self, marker: &Marker) -> Result<()> {
-        self.0.wait(marker)
-    }
-
-    fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()> {
-        self.0.stream_waits(stream, marker)
-    }
-
-    // Only kernels move the bytes of images: the driver below refuses these calls, because images are not buffers.
-
-    unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        // SAFETY: promised by the caller.
-        unsafe { self.0.copy(stream, from, to, bytes) }
-    }
-
-    unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { self.0.read(from, to) }
-    }
-
-    unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { self.0.write(from, to) }
+    fn make_room(&self) -> Result<bool> {
+        let (allocator, before) = (registry::device_allocator(self.0)?, self.held());
+        match find_allocator::<CachingAllocator>(&**allocator) {
+            Some(caching) => caching.make_room()?,
+            None => allocator.empty_cache()?,
+        }
+        Ok(self.held() < before)
     }
 }

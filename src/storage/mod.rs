@@ -15,7 +15,6 @@
 mod access;
 mod allocation;
 mod allocator;
-mod attachment;
 mod block;
 mod caching;
 mod captured;
@@ -39,6 +38,7 @@ mod import;
 mod logging;
 mod mapped;
 mod memory_mode;
+mod per_device;
 pub mod plan;
 mod pool;
 mod registry;
@@ -46,6 +46,7 @@ mod scope;
 mod segment;
 #[cfg(feature = "mpi")]
 mod shared_memory;
+mod sidecar;
 mod stats;
 #[cfg(test)]
 mod tests;

@@ -14,12 +14,10 @@
 //! memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when the cache is emptied, if
 //! there is memory. Statistics count the block as reserved, so that a limit leaves room for it.
 
-use std::any::Any;
 use std::cmp::Reverse;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLockWriteGuard};
 
-use super::super::allocator::Allocator;
 use super::super::block::{Block, ReaderCount, Slot};
 use super::super::driver::{Failure, Memory, MemoryKind};
 use super::super::history::TraceAction;
@@ -38,7 +36,7 @@ use crate::{Device, Error, Result};
 enum CopyRoute {
     /// Copies on the device. The old and new segments exist at the same time.
     OnDevice,
-    /// Copies while the old segments release their pages as the new one fills. CPU device only.
+    /// Copies while the old segments release their pages as the new one fills. Host memory only.
     Relocated,
     /// The old segments are released before the new one is created.
     ThroughHost,
@@ -170,16 +168,6 @@ pub(super) fn add_compaction_detail(error: Error) -> Error {
             Error::OpenCl { device, call, code, detail }
         }
         other => other,
-    }
-}
-
-/// Returns the caching allocator that `allocator` is or wraps, if any.
-pub(in crate::storage) fn innermost_caching_allocator(mut allocator: &dyn Allocator) -> Option<&CachingAllocator> {
-    loop {
-        match (allocator as &dyn Any).downcast_ref() {
-            Some(caching) => return Some(caching),
-            None => allocator = &**allocator.inner()?,
-        }
     }
 }
 
@@ -354,12 +342,15 @@ impl CachingAllocator {
         if self.repack_on_device(segments, budget, CopyRoute::OnDevice)? {
             return Ok(true);
         }
-        if self.driver.relocates() {
-            self.repack_on_device(segments, budget, CopyRoute::Relocated)
-        } else if self.driver.device().is_cpu() {
-            Ok(false) // only storages of OpenCL devices handle blocks left on the host
-        } else {
-            self.repack_through_host(segments, budget)
+        let is_host = {
+            let core = self.lock();
+            let held = segments.first().and_then(|&id| core.heap.segment(core.heap.number_of(id)?));
+            held.is_some_and(|held| held.segment.memory().is_host())
+        };
+        // Storages of host memory do not handle blocks that were left on the host.
+        match is_host {
+            true => self.repack_on_device(segments, budget, CopyRoute::Relocated),
+            false => self.repack_through_host(segments, budget),
         }
     }
 
@@ -399,9 +390,12 @@ impl CachingAllocator {
             let target = Arc::new(Segment::new(memory, bytes));
             let copied = match route {
                 CopyRoute::Relocated => self.relocate(&plan, &target),
-                _ => self.copy_to_new_segment(&plan, &target),
+                _ => self.copy_to_new_segment(&plan, &target).map(|()| true),
             };
-            copied.map(|()| target).map_err(Failure::Other)
+            match copied.map_err(Failure::Other)? {
+                true => Ok(target),
+                false => Err(Failure::TooBig),
+            }
         });
         match copied {
             Ok(target) => {
@@ -501,7 +495,7 @@ impl CachingAllocator {
         if bytes == 0 {
             return Ok(Memory::released()); // there is nothing to move
         }
-        self.driver.create(bytes).and_then(|memory| self.driver.commit(memory))
+        self.driver.create(bytes)
     }
 
     // Copying blocks, so that no failure loses a block.
@@ -532,7 +526,8 @@ impl CachingAllocator {
     }
 
     /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are copied.
-    pub(super) fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<()> {
+    /// Returns false, with nothing copied, if the driver cannot.
+    fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<bool> {
         let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
         let moves: Vec<_> = places.collect();
         // SAFETY: as in `copy_wave`. The old segments are released after the blocks have arrived.
@@ -610,7 +605,7 @@ impl CachingAllocator {
 
     /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
     pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
-        let bytes = if self.driver.has_contents() { m.size } else { 0 }; // a device without contents only counts the call
+        let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // a device without contents only counts the call
         let full = |()| Error::OutOfMemory {
             device: Device::Cpu,
             requested: m.size,

@@ -16,8 +16,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard as PageGuard};
 
+use super::super::allocator::Allocator;
 use super::super::block::Block;
 use super::super::config::Config;
+use super::super::driver::image::other_holder;
 use super::super::driver::{Driver, Failure};
 use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 use super::super::segment::Segment;
@@ -159,6 +161,17 @@ impl CachingAllocator {
         self.hooks.add_oom_observer(observe)
     }
 
+    /// Releases unused memory and calls the free-memory callbacks, because images need memory of the device.
+    pub(in crate::storage) fn make_room(&self) -> Result<()> {
+        self.hooks.call_free_memory_callbacks();
+        self.empty_cache()
+    }
+
+    /// Notifies the observers that another allocator of the device ran out of memory.
+    pub(in crate::storage) fn notify_oom_observers(&self, event: &OutOfMemoryEvent) {
+        self.hooks.notify_observers(|| *event);
+    }
+
     /// Recovers memory for a request that the first search did not serve.
     #[cold]
     pub(super) fn recover_memory(&self, request: &Request) -> Result<Block> {
@@ -213,7 +226,7 @@ impl CachingAllocator {
                 }
             }
             RecoveryStep::OtherAllocators => {
-                if self.driver.make_room_elsewhere(request.size)? {
+                if other_holder(self.driver.device()).map_or(Ok(false), |other| other.make_room())? {
                     self.update_held_elsewhere();
                     return self.grow(request, false, recovery);
                 }
@@ -263,7 +276,7 @@ impl CachingAllocator {
 
     /// Updates the bytes that other allocators of this device hold, which count towards the limits.
     fn update_held_elsewhere(&self) {
-        let elsewhere = self.driver.held_elsewhere(); // takes the other allocators' locks, so not under this one
+        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes the other allocators' locks, so not under this one
         self.lock().limits.elsewhere = elsewhere;
     }
 
@@ -349,8 +362,7 @@ impl CachingAllocator {
             (bytes, recycled)
         };
         drop(recycled);
-        // Commits now, because a driver that allocates lazily would otherwise fail at some later launch.
-        let made = self.driver.create(bytes).and_then(|memory| self.driver.commit(memory));
+        let made = self.driver.create(bytes);
         let segment = made.map(|memory| Arc::new(Segment::new(memory, bytes)));
         let mut guard = self.lock_with_stats();
         let core = &mut *guard;

@@ -40,12 +40,11 @@ use super::history::{
     BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, SegmentWithContexts, Snapshot,
     TraceAction, device_number,
 };
-use super::hooks::{FreeMemory, Hooks, OomObserver, OutOfMemoryEvent, Registration};
+use super::hooks::Hooks;
 use super::stats::DeviceStats;
 use crate::device::{StreamId, log};
 use crate::{Device, Result};
 use cache::{CachedBlock, PutOutcome, ThreadCache, ThreadCaches};
-pub(super) use compact::innermost_caching_allocator;
 use entry::Use;
 use events::{AfterMove, Pending, PendingUses};
 use heap::{Heap, Request, Search, SegmentRecord};
@@ -618,14 +617,6 @@ impl Allocator for CachingAllocator {
         Ok(())
     }
 
-    fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        Ok(CachingAllocator::add_free_memory_callback(self, free))
-    }
-
-    fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        Ok(CachingAllocator::add_oom_observer(self, observe))
-    }
-
     fn trim(&self, keep: u64) -> Result<u64> {
         self.trim_to(keep)
     }
@@ -643,15 +634,6 @@ impl Allocator for CachingAllocator {
 
     fn compact(&self, budget: u64) -> Result<u64> {
         self.compact_all(budget)
-    }
-
-    fn make_room(&self, _bytes: usize) -> Result<()> {
-        self.hooks.call_free_memory_callbacks();
-        self.empty_cache()
-    }
-
-    fn tell_oom_observers(&self, event: &OutOfMemoryEvent) {
-        self.hooks.notify_observers(|| *event);
     }
 
     fn snapshot(&self) -> Snapshot {

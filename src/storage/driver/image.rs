@@ -1,7 +1,8 @@
-//! OpenCL images, and how a driver of buffers learns of the memory they use.
+//! OpenCL images, and how the allocators of buffers learn of the memory they use.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use crate::storage::per_device::PerDevice;
 use crate::{Device, Result};
 
 /// The type of an image's channels. A pixel has four channels (`CL_RGBA`).
@@ -47,8 +48,7 @@ impl ImageDesc {
     }
 }
 
-/// A holder of a device's memory outside its driver of buffers, as counted by
-/// [`Driver::held_elsewhere`](super::Driver::held_elsewhere): the image pool.
+/// A holder of memory of a device whose bytes count towards the limits of another allocator: images beside buffers, and the other way round.
 pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
     fn held(&self) -> u64;
     /// Releases unused memory. Returns true if any memory was released.
@@ -56,15 +56,14 @@ pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
 }
 
 /// The image pool of each device that has one.
-static OTHER_HOLDERS: RwLock<Vec<(Device, Arc<dyn OtherMemoryHolder>)>> = RwLock::new(Vec::new());
+static OTHER_HOLDERS: PerDevice<Arc<dyn OtherMemoryHolder>> = PerDevice::new();
 
-/// Makes the device's driver count the bytes that `other` holds, from now on.
+/// Makes the allocators of the device's buffers count the bytes that `other` holds, from now on.
 pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn OtherMemoryHolder>) {
-    OTHER_HOLDERS.write().unwrap_or_else(PoisonError::into_inner).push((device, other));
+    OTHER_HOLDERS.get_or_insert(device, other);
 }
 
-/// Returns the other holder of the device's memory, if any.
-pub(super) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
-    let others = OTHER_HOLDERS.read().unwrap_or_else(PoisonError::into_inner);
-    others.iter().find(|(of, _)| *of == device).map(|(_, other)| Arc::clone(other))
+/// Returns the holder of other memory than buffers on the device, if any.
+pub(in crate::storage) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
+    OTHER_HOLDERS.get(device)
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::image::{ImageDesc, ImageFormat, other_holder};
+use super::image::{ImageDesc, ImageFormat};
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class, MappedBuffer};
 use crate::device::{StreamId, profiler};
@@ -143,8 +143,11 @@ unsafe impl Driver for OpenCl {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        let _recorded = profiler::segment_span("clCreateBuffer", Some(self.device()), bytes);
+        let recorded = profiler::segment_span("clCreateBuffer", Some(self.device()), bytes);
         let buffer = self.device.create_buffer(bytes).map_err(|e| self.failure(e))?;
+        drop(recorded);
+        let _recorded = profiler::segment_span("commit", Some(self.device()), bytes);
+        self.device.commit(&buffer).map_err(|e| self.failure(e))?;
         Ok(Memory(MemoryKind::OpenCl(buffer)))
     }
 
@@ -152,26 +155,9 @@ unsafe impl Driver for OpenCl {
         let ImageDesc { width, height, format } = image;
         let _recorded = profiler::segment_span("clCreateImage", Some(self.device()), image.bytes());
         let made = self.device.create_image([width, height], format == ImageFormat::F16);
-        made.map(|image| Memory(MemoryKind::Image(image))).map_err(|e| self.failure(e))
-    }
-
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        if let MemoryKind::Image(image) = &memory.0 {
-            self.device.commit_image(image).map_err(|e| self.failure(e))?;
-            return Ok(memory);
-        }
-        let buffer = buffer_at((&memory, 0)).map_err(Failure::Other)?.0;
-        let _recorded = profiler::segment_span("commit", Some(self.device()), buffer.bytes());
-        self.device.commit(buffer).map_err(|e| self.failure(e))?;
-        Ok(memory)
-    }
-
-    fn held_elsewhere(&self) -> u64 {
-        other_holder(self.device()).map_or(0, |other| other.held())
-    }
-
-    fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
-        other_holder(self.device()).map_or(Ok(false), |other| other.make_room())
+        let image = made.map_err(|e| self.failure(e))?;
+        self.device.commit_image(&image).map_err(|e| self.failure(e))?;
+        Ok(Memory(MemoryKind::Image(image)))
     }
 
     fn give_up(&self, cause: &str) {

@@ -10,7 +10,6 @@ mod failures;
 mod memory;
 mod order;
 mod queue;
-mod tags;
 #[cfg(test)]
 mod tests;
 
@@ -20,8 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use super::{At, Driver, Failure, ImageDesc, Marker, MarkerKind, Memory, MemoryKind, Progress};
-use crate::device::StreamId;
-use crate::device::lock;
+use crate::device::{StreamId, lock};
+use crate::storage::block::Block;
 use crate::{Device, Error, Result};
 use failures::Failures;
 pub(crate) use memory::SimMemory;
@@ -222,6 +221,24 @@ impl Sim {
         self.with(|s| s.streams.values().map(VecDeque::len).sum())
     }
 
+    /// Enqueues work that writes this tag to a block's bytes.
+    ///
+    /// # Errors
+    /// Errors of the launch: the block is not of this device, or a lazy device is too full to commit the block's memory now.
+    pub fn write_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
+        let location = block.location();
+        self.write_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
+    }
+
+    /// Enqueues work that checks that a block's bytes have this tag.
+    ///
+    /// # Errors
+    /// As for [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
+    pub fn check_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
+        let location = block.location();
+        self.check_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
+    }
+
     fn with<R>(&self, f: impl FnOnce(&mut State) -> R) -> R {
         f(&mut lock(&self.0.state))
     }
@@ -235,6 +252,25 @@ impl Sim {
             }
             f(s)
         })
+    }
+
+    /// Creates a segment whose memory the device does not have before [`commit`](Sim::commit) or the first work with it.
+    fn create_lazily(&self, bytes: usize) -> Result<Memory, Failure> {
+        self.attempt(Call::Create(bytes), |s| {
+            if let Some(failure) = s.failures.create.pop_front() {
+                return Err(failure);
+            }
+            if bytes > self.0.options.largest_segment {
+                return Err(Failure::TooBig);
+            }
+            Ok(self.make_memory(s, bytes, false))
+        })
+    }
+
+    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
+        let m = self.own_memory(&memory).map_err(Failure::Other)?;
+        self.attempt(Call::Commit(m.size), |s| self.commit_range(s, m, 0, m.size))?;
+        Ok(memory)
     }
 
     fn granule(&self) -> usize {
@@ -318,30 +354,12 @@ unsafe impl Driver for Sim {
         self.0.options.alignment
     }
 
-    fn has_contents(&self) -> bool {
-        self.0.options.contents
-    }
-
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        self.attempt(Call::Create(bytes), |s| {
-            if let Some(failure) = s.failures.create.pop_front() {
-                return Err(failure);
-            }
-            if bytes > self.0.options.largest_segment {
-                return Err(Failure::TooBig);
-            }
-            Ok(self.make_memory(s, bytes, false))
-        })
+        self.commit(self.create_lazily(bytes)?)
     }
 
     fn create_image(&self, image: ImageDesc) -> Result<Memory, Failure> {
         self.create(image.bytes())
-    }
-
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        let m = self.own_memory(&memory).map_err(Failure::Other)?;
-        self.attempt(Call::Commit(m.size), |s| self.commit_range(s, m, 0, m.size))?;
-        Ok(memory)
     }
 
     fn page(&self) -> usize {

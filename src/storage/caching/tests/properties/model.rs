@@ -21,7 +21,7 @@ use super::super::*;
 use super::ops::Op;
 use super::unknown::Unknown;
 use super::{Setup, Tally};
-use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
+use crate::storage::{BlockState, Driver, Failure, HistoryOptions, Registration, SegmentInfo, Stat};
 use failures::{ASKING, failure, retry_until_ok};
 use pools::Pool;
 
