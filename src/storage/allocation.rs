@@ -16,9 +16,10 @@ use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
 use super::import::{ForeignHostMemory, ImportedBuffers};
+use super::pool::with_images;
 use super::registry::{self, DeviceEntry};
 use super::sidecar::{self, SideCar};
-use super::{captured, image_pool, scope};
+use super::{captured, scope};
 use crate::device::{Stream, capture, profiler};
 use crate::{Device, Element, Error, Result};
 
@@ -461,7 +462,7 @@ fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     }
     let device = allocator.device();
     profiler::record_memory(device, bytes, || {
-        let stats = image_pool::with_images(allocator);
+        let stats = with_images(allocator);
         [stats.allocated_bytes.current, stats.reserved_bytes.current]
     });
 }

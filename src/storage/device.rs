@@ -10,7 +10,7 @@ use super::guard::guard_violations;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
 use super::image_pool;
-use super::pool::PoolAllocator;
+use super::pool::{PoolAllocator, existing_image_pool, with_images};
 use super::registry;
 use super::stats::DeviceStats;
 use crate::{Device, Error, Result};
@@ -23,30 +23,26 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
-        Ok(image_pool::with_images(&**registry::device_allocator(*self)?))
+        Ok(with_images(&**registry::device_allocator(*self)?))
     }
 
     /// Returns the part of [`memory_stats`](Self::memory_stats) that belongs to images; all zeros for a device without images.
     pub fn image_memory_stats(&self) -> Result<DeviceStats> {
         self.cached_info()?;
-        Ok(self.existing_image_pool().map(|images| images.stats()).unwrap_or_default())
-    }
-
-    fn existing_image_pool(&self) -> Option<Arc<PoolAllocator>> {
-        image_pool::existing_pool(*self)
+        Ok(existing_image_pool(*self).map(|images| images.stats()).unwrap_or_default())
     }
 
     /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peak_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_peak_stats();
-        self.existing_image_pool().inspect(|images| images.reset_peak_stats());
+        existing_image_pool(*self).inspect(|images| images.reset_peak_stats());
         Ok(())
     }
 
     /// Sets the sums of increases and decreases and the counts of events to zero (`torch.cuda.reset_accumulated_memory_stats`).
     pub fn reset_accumulated_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_accumulated_stats();
-        self.existing_image_pool().inspect(|images| images.reset_accumulated_stats());
+        existing_image_pool(*self).inspect(|images| images.reset_accumulated_stats());
         Ok(())
     }
 
@@ -86,7 +82,7 @@ impl Device {
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist.
     pub fn memory_snapshot(&self) -> Result<Snapshot> {
         let snapshot = registry::device_allocator(*self)?.snapshot();
-        Ok(match self.existing_image_pool() {
+        Ok(match existing_image_pool(*self) {
             Some(images) => snapshot.with_images(images.snapshot()),
             None => snapshot,
         })
@@ -130,7 +126,7 @@ impl Device {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn trim(&self, keep: u64) -> Result<u64> {
-        let images = self.existing_image_pool();
+        let images = existing_image_pool(*self);
         let held = |stats: DeviceStats| stats.reserved_bytes.current;
         let from_images = images.map_or(Ok(0), |images| {
             images.trim(keep.saturating_sub(held(registry::device_allocator(*self)?.stats())))

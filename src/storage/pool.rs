@@ -12,6 +12,7 @@ use super::config::Config;
 use super::driver::image::{OtherMemoryHolder, other_holder};
 use super::driver::{Driver, ImageDesc};
 use super::history::{HistoryOptions, Snapshot};
+use super::per_device::PerDevice;
 use super::segment::Segment;
 use super::stats::DeviceStats;
 use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, segment_size};
@@ -525,6 +526,23 @@ impl Buffer {
     /// The streams whose work may be using the buffer.
     fn streams(&self) -> impl Iterator<Item = StreamId> {
         std::iter::once(self.stream).chain(self.others.iter().copied())
+    }
+}
+
+/// The image pools of all devices that have used one.
+pub(super) static IMAGE_POOLS: PerDevice<Arc<PoolAllocator>> = PerDevice::new();
+
+/// Returns the pool of a device's images, if it was made already.
+pub(super) fn existing_image_pool(device: Device) -> Option<Arc<PoolAllocator>> {
+    IMAGE_POOLS.get(device)
+}
+
+/// Returns an allocator's statistics including the images of its device.
+pub(super) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
+    match existing_image_pool(allocator.device()) {
+        Some(images) if std::ptr::addr_eq(allocator, &*images) => allocator.device().memory_stats().unwrap_or_default(),
+        Some(images) => allocator.stats().plus(&images.stats()),
+        None => allocator.stats(),
     }
 }
 

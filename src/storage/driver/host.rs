@@ -15,14 +15,11 @@ use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
-use super::{At, Driver, Failure, Memory, MemoryKind};
+use super::{ALIGNMENT, At, Driver, Failure, Memory, MemoryKind};
 use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
 use map::{HUGE_PAGE_BYTES, Mapping};
-
-/// Alignment of segments in bytes.
-const ALIGNMENT: usize = 512;
 
 /// An owned range of host memory. All of it is committed, except in reserved memory; committed bytes are initialised.
 #[derive(Debug)]

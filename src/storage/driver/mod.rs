@@ -54,6 +54,9 @@ pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
+/// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
+pub(crate) const ALIGNMENT: usize = 512;
+
 /// The reason that a driver could not create or commit a segment, by OpenCL error code.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -130,7 +133,7 @@ impl Memory {
     /// # Safety
     /// As long as `owner` lives, the bytes are initialised, may be read and written, and are used by no other code.
     pub unsafe fn of_host(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Memory> {
-        if !start.addr().get().is_multiple_of(crate::storage::block::ALIGNMENT) {
+        if !start.addr().get().is_multiple_of(ALIGNMENT) {
             return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
         }
         // SAFETY: promised by the caller.
@@ -262,7 +265,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn largest_segment(&self) -> usize;
     /// Returns the alignment of blocks in bytes, a power of two.
     fn alignment(&self) -> usize {
-        512
+        ALIGNMENT
     }
 
     /// Creates a segment with unspecified contents. The device allocates the memory now, so that running out of memory is reported here and
