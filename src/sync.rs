@@ -1,4 +1,4 @@
-//! Locking of locks that may be poisoned: no code of the crate can panic while it holds one of these locks with the data half
+//! Scope guards, and locking of locks that may be poisoned: no code of the crate can panic while it holds one of these locks with the data half
 //! updated.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -19,4 +19,13 @@ pub(crate) fn read<T: ?Sized>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
 #[inline]
 pub(crate) fn write<T: ?Sized>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Calls a function when dropped, also during a panic.
+pub(crate) struct OnDrop<F: FnMut()>(pub(crate) F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)()
+    }
 }

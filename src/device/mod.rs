@@ -44,7 +44,7 @@ pub(crate) mod system;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
-pub(crate) use crate::sync::lock;
+pub(crate) use crate::sync::{OnDrop, lock, read, write};
 pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
 pub use capture::ReplayMode;
 pub use hints::{Priority, StreamHints, Throttle};

@@ -7,17 +7,17 @@ use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
 use super::allocation::{Allocation, Backing, Storage};
+use super::allocator::find_allocator;
 use super::block::ReaderCount;
-use super::caching::innermost_caching_allocator;
+use super::caching::CachingAllocator;
 use super::driver::MemoryKind;
 use super::driver::opencl::ClBlockLocation;
 use super::driver::staging::{self, PinnedBytes};
 use super::{captured, host_borrow};
-use crate::device::capture;
 use crate::device::cpu::bulk::{copy, fill, to_vec};
 use crate::device::cpu::huge_pages::advise_huge;
 use crate::device::profiler::{self, RecordKind, Span};
-use crate::sync;
+use crate::device::{capture, read, write};
 use crate::{Device, Error, Result};
 
 /// Size limit, in bytes, of the host buffer that copies between two devices go through.
@@ -39,7 +39,7 @@ enum HeldLock<'a> {
 /// Locks bytes for writing. Fails while a closure of [`Storage::with_elements`] reads them.
 #[inline]
 fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, ReaderCount>> {
-    let guard = sync::write(lock);
+    let guard = write(lock);
     match guard.has_readers() {
         false => Ok(guard),
         true => Err(host_borrow::write_during_read_error()),
@@ -80,7 +80,7 @@ pub(crate) fn with_host<R>(
         last = Some((allocation, write));
         guards.push(match write {
             true => HeldLock::Write(lock_for_writing(lock)?),
-            false => HeldLock::Read(sync::read(lock)),
+            false => HeldLock::Read(read(lock)),
         });
         if let Some(pinned) = allocation.pinned() {
             pinned.wait_and_check(write)?;
@@ -127,15 +127,15 @@ pub(crate) fn with_host_few<const N: usize, R>(
         order.reverse();
     }
     let mut reading: [Option<RwLockReadGuard<ReaderCount>>; N] = [const { None }; N];
-    let mut read = |before: bool| {
+    let mut lock_reads = |before: bool| {
         for (k, &i) in order.iter().enumerate().filter(|&(_, &i)| (from[i] < to) == before) {
             let again = k > 0 && from[order[0]] == from[i];
-            reading[i] = locks[i].filter(|_| !again).map(sync::read);
+            reading[i] = locks[i].filter(|_| !again).map(read);
         }
     };
-    read(true);
+    lock_reads(true);
     let writing = lock_for_writing(lock)?;
-    read(false);
+    lock_reads(false);
     // SAFETY: as in `with_host`; the written storage is not among those read.
     let slices = reads.map(|s| unsafe {
         let (start, size) = s.allocation().host_range();
@@ -174,7 +174,7 @@ impl Storage {
     fn restore_spilled_or_fail(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(_, lease) = &self.allocation().backing
             && lease.is_spilled()
-            && let Some(allocator) = innermost_caching_allocator(lease.allocator())
+            && let Some(allocator) = find_allocator::<CachingAllocator>(lease.allocator())
         {
             allocator.restore(&lease.block)?;
             return self.cl();
@@ -267,7 +267,7 @@ impl Storage {
         capture::refuse_while_capturing(self.device(), "write", WRITE_DURING_CAPTURE)?;
         let to = self.cl()?;
         let written = staging::write(to.device, src, to.at(offset), pinned);
-        self.0.derived.invalidate();
+        self.0.sidecar.invalidate();
         written
     }
 
@@ -301,7 +301,7 @@ impl Storage {
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
                 let copied = to.device.copy(from.at(src_offset), to.at(offset), bytes, blocking);
-                self.0.derived.invalidate();
+                self.0.sidecar.invalidate();
                 copied
             }
             _ => {
@@ -339,12 +339,12 @@ impl Storage {
         let location = there.cl()?;
         let _locked = match written {
             true => HeldLock::Write(lock_for_writing(lock)?),
-            false => HeldLock::Read(sync::read(lock)),
+            false => HeldLock::Read(read(lock)),
         };
         // SAFETY: inside the storage's bytes, as checked above.
         let start = unsafe { host.0.host_range().0.add(at) };
         let begun = pinned.enqueue(start, bytes, location.at(from), written);
-        self.0.derived.invalidate();
+        self.0.sidecar.invalidate();
         begun.map(|()| true)
     }
 
@@ -358,7 +358,7 @@ impl Storage {
         capture::refuse_while_capturing(self.device(), "write", WRITE_DURING_CAPTURE)?;
         let to = self.cl()?;
         let begun = staging::start_write(to.device, src, to.at(offset));
-        self.0.derived.invalidate();
+        self.0.sidecar.invalidate();
         begun
     }
 
@@ -381,7 +381,7 @@ impl Storage {
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
         let filled = to.device.fill(to.at(offset), bytes, pattern);
-        self.0.derived.invalidate();
+        self.0.sidecar.invalidate();
         filled
     }
 

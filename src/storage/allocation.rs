@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock, RwLock};
 
 use super::allocator::Allocator;
-use super::attachment::{self, Attachment};
 use super::block::{ALIGNMENT, Block, ReaderCount};
-use super::derived::DerivedData;
 use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
 use super::import::{ForeignHostMemory, ImportedBuffers};
+use super::pool::with_images;
 use super::registry::{self, DeviceEntry};
-use super::{captured, images, scope};
+use super::sidecar::{self, SideCar};
+use super::{captured, scope};
 use crate::device::{Stream, capture, profiler};
 use crate::{Device, Element, Error, Result};
 
@@ -46,11 +46,10 @@ impl Drop for Storage {
     fn drop(&mut self) {
         // SAFETY: `self.0` is taken once, here, and not used again.
         let shared = unsafe { ManuallyDrop::take(&mut self.0) };
-        let Some(mut shared) = attachment::release_handle(shared) else { return };
+        let Some(mut shared) = sidecar::release_handle(shared) else { return };
         if let Some(allocation) = get_mut_if_unique(&mut shared) {
             allocation.backing = Backing::Empty;
-            allocation.derived.clear();
-            allocation.attachment.clear();
+            allocation.sidecar.clear();
             let _ = SPARE_ALLOCATIONS.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
                 if spare.len() < MAX_SPARE_ALLOCATIONS {
@@ -76,8 +75,8 @@ pub(super) fn get_mut_if_unique(shared: &mut Arc<Allocation>) -> Option<&mut All
 #[cold]
 #[inline(never)]
 fn empty_allocation() -> Arc<Allocation> {
-    let (version, derived, attachment) = (AtomicU64::new(0), DerivedData::default(), Attachment::default());
-    Arc::new(Allocation { device: Device::Cpu, size: 0, version, derived, attachment, backing: Backing::Empty })
+    let (version, sidecar) = (AtomicU64::new(0), SideCar::default());
+    Arc::new(Allocation { device: Device::Cpu, size: 0, version, sidecar, backing: Backing::Empty })
 }
 
 /// The most unused `Arc`s that a thread keeps for its next storages.
@@ -268,8 +267,7 @@ pub struct Allocation {
     device: Device,
     size: usize,
     pub(super) version: AtomicU64,
-    pub(super) derived: DerivedData,
-    pub(super) attachment: Attachment,
+    pub(super) sidecar: SideCar,
     pub(super) backing: Backing,
 }
 
@@ -464,7 +462,7 @@ fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     }
     let device = allocator.device();
     profiler::record_memory(device, bytes, || {
-        let stats = images::pool::with_images(allocator);
+        let stats = with_images(allocator);
         [stats.allocated_bytes.current, stats.reserved_bytes.current]
     });
 }

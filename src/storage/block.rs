@@ -8,8 +8,10 @@ use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use Ordering::Relaxed;
 
+pub(crate) use super::driver::ALIGNMENT;
+use super::driver::Sim;
 use super::segment::Segment;
-use crate::sync;
+use crate::device::{StreamId, read};
 use crate::{Error, Result};
 
 /// Counts the closures that read host bytes without holding the lock this counter is in. A thread that gets the lock
@@ -268,7 +270,7 @@ impl Block {
     /// and that thread waits for the first. Printing a block with `{:?}` locks its location, too.
     #[inline]
     pub fn location(&self) -> BlockLocation<'_> {
-        let guard = sync::read(&self.slot().lock);
+        let guard = read(&self.slot().lock);
         BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 
@@ -379,5 +381,22 @@ impl BlockLocation<'_> {
     }
 }
 
-/// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
-pub(crate) const ALIGNMENT: usize = 512;
+impl Sim {
+    /// Enqueues work that writes this tag to a block's bytes.
+    ///
+    /// # Errors
+    /// Errors of the launch: the block is not of this device, or a lazy device is too full to commit the block's memory now.
+    pub fn write_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
+        let location = block.location();
+        self.write_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
+    }
+
+    /// Enqueues work that checks that a block's bytes have this tag.
+    ///
+    /// # Errors
+    /// As for [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
+    pub fn check_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
+        let location = block.location();
+        self.check_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
+    }
+}

@@ -13,7 +13,7 @@ use super::driver::opencl::OpenCl;
 use super::import::storage_of_external_block;
 use super::segment::Segment;
 use crate::Result;
-use crate::device::capture;
+use crate::device::{OnDrop, capture};
 
 /// The memory of a graph: its own pool, and the storages from before the capture that it uses.
 pub(crate) struct CapturedMemory {
@@ -85,7 +85,7 @@ impl CapturedStorage {
         let segment = lease.block.export_segment();
         let offset = lease.block.location().offset();
         let (size, requested, number) =
-            (lease.block.size(), lease.block.requested(), storage.0.attachment.capture_number());
+            (lease.block.size(), lease.block.requested(), storage.0.sidecar.capture_number());
         Some(CapturedStorage { driver: *driver, segment, offset, size, requested, number })
     }
 
@@ -124,12 +124,6 @@ impl CapturedMemory {
     /// # Errors
     /// Errors of `f`, after which no storage counts as changed.
     pub(crate) fn capture<R>(pool: MemPool, f: impl FnOnce() -> Result<R>) -> Result<(CapturedMemory, R)> {
-        struct End;
-        impl Drop for End {
-            fn drop(&mut self) {
-                drop(CURRENT_CAPTURE.take());
-            }
-        }
         let (outside, segments) = (Vec::new(), Vec::new());
         CURRENT_CAPTURE.set(Some(CapturedMemory {
             outside,
@@ -139,7 +133,7 @@ impl CapturedMemory {
             uses: StorageUses::default(),
             replays: Replays::default(),
         }));
-        let _end = End;
+        let _end = OnDrop(|| drop(CURRENT_CAPTURE.take()));
         let result = use_mem_pool(&pool, f);
         let captured = CURRENT_CAPTURE.take().expect("set above");
         if result.is_err() {
@@ -193,7 +187,7 @@ pub(super) fn note_use(storage: &Storage, lease: &Lease) {
         }
         captured.uses.uses.push(StorageUse {
             command: capture::command_count(),
-            number: storage.0.attachment.capture_number(),
+            number: storage.0.sidecar.capture_number(),
             bytes,
         });
         let known = || captured.outside.iter().any(|used| used.storage.ptr_eq(storage));
@@ -225,7 +219,7 @@ pub(super) fn note_change(storage: &Storage) {
         if let Backing::OpenCl(_, lease) = &storage.0.backing
             && captured.was_allocated_inside(lease)
         {
-            storage.0.attachment.set_replay_counter(&captured.replays);
+            storage.0.sidecar.set_replay_counter(&captured.replays);
         }
     });
 }

@@ -76,84 +76,67 @@ keys::config! {
     #[derive(Debug, Clone, PartialEq)]
     pub struct Config;
 
-    /// The kind of allocator.
     backend: Backend = Backend::Caching,
         "backend", BACKEND, "the kind of allocator";
-    /// Blocks of at least this many bytes are never split (PyTorch's `max_split_size_mb`).
+    /// PyTorch's `max_split_size_mb`.
     max_split_size: usize = usize::MAX,
         "max_split_size_mb", LIMIT_FROM_20, "blocks of at least this size are never split";
-    /// A request of at least [`max_split_size`](Config::max_split_size) takes a cached block that is at most this many
-    /// bytes larger (PyTorch's `max_non_split_rounding_mb`).
+    /// PyTorch's `max_non_split_rounding_mb`.
     max_non_split_rounding: usize = 20 * MIB,
         "max_non_split_rounding_mb", MIB_FROM_20,
         "a request of at least max_split_size_mb takes a cached block at most this much larger";
-    /// Bytes of a segment for requests between 1 and 10 MiB (PyTorch's `large_segment_size_mb`).
+    /// PyTorch's `large_segment_size_mb`.
     large_segment_size: usize = 20 * MIB,
         "large_segment_size_mb", MIB_FROM_20, "size of a segment for requests between 1 and 10 MiB";
-    /// Into how many parts each power of two is divided when sizes are rounded up. 0 and 1 round to the alignment
-    /// only. Entry `i` applies to sizes from `1 << i` MiB to the next power of two. The first entry also applies to
-    /// all smaller sizes, the last to all larger ones (PyTorch's `roundup_power2_divisions`).
+    /// PyTorch's `roundup_power2_divisions`. 0 and 1 round to the alignment only. Entry `i` applies to sizes from `1 << i` MiB to the next power of
+    /// two. The first entry also applies to all smaller sizes, the last to all larger ones.
     roundup_power2_divisions: [usize; ROUNDUP_INTERVALS] = [0; ROUNDUP_INTERVALS],
         "roundup_power2_divisions", DIVISIONS, "sizes are rounded up to a multiple of their power of two divided by this";
-    /// Above this fraction of the allowed memory, unused segments are released, oldest first; 0 is off. Needs a
-    /// memory fraction below 1 or a memory limit (PyTorch's `garbage_collection_threshold`).
+    /// PyTorch's `garbage_collection_threshold`: oldest first; 0 is off.
     garbage_collection_threshold: f64 = 0.0,
         "garbage_collection_threshold", INNER_FRACTION,
         "above this fraction of the allowed memory, unused segments are released (needs a fraction or a limit)";
-    /// The fraction, 0 to 1, of the device's memory that segments may take (PyTorch's `per_process_memory_fraction`).
+    /// PyTorch's `per_process_memory_fraction`.
     per_process_memory_fraction: f64 = 1.0,
         "per_process_memory_fraction", FRACTION, "the fraction of the device's memory that segments may take";
-    /// Whether segments grow in place (PyTorch's `expandable_segments`). The caching allocator rejects this if the
-    /// device's driver cannot reserve addresses, or together with a `max_split_size`.
+    /// PyTorch's `expandable_segments`. An error together with a `max_split_size`.
     expandable_segments: bool = false,
         "expandable_segments", BOOLEAN,
         "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error";
-    /// Whether a background thread polls transfers from pinned memory for completion (PyTorch's `pinned_use_background_threads`).
+    /// PyTorch's `pinned_use_background_threads`.
     pinned_use_background_threads: bool = false,
         "pinned_use_background_threads", BOOLEAN,
         "a background thread polls transfers from pinned memory for completion";
-    /// Bytes of pinned memory that are reserved once and never released; 0 is none (PyTorch's `pinned_reserve_segment_size_mb`).
+    /// PyTorch's `pinned_reserve_segment_size_mb`; 0 is none.
     pinned_reserve_segment_size: usize = 0,
         "pinned_reserve_segment_size_mb", MIB_FROM_1, "pinned memory that is reserved once and never released";
-    /// The most bytes that segments may take, whatever the fraction allows.
     memory_limit: usize = usize::MAX,
         "memory_limit_mb", LIMIT, "the most that segments may take, whatever the fraction says";
-    /// How new segments are sized.
     segments: SegmentSizes = SegmentSizes::Adaptive,
         "segments", SEGMENTS, "how new segments are sized: by the requests so far, or as in PyTorch";
-    /// Whether a block freed on one stream may serve another stream, which waits for the first on the device.
     cross_stream_reuse: bool = true,
         "cross_stream_reuse", BOOLEAN,
         "a block freed on one stream may serve another stream, which waits for the first on the device";
-    /// Whether live blocks are moved together before an allocation fails.
     compaction: bool = true,
         "compaction", BOOLEAN, "live blocks are moved together before an allocation fails";
-    /// The most bytes to move at a time; 0 means no bound.
     compaction_budget: usize = 0,
         "compaction_budget_mb", BUDGET, "the most to move at a time";
-    /// Bytes of small blocks that each thread caches; 0 is off.
     thread_cache: usize = MIB,
         "thread_cache_kb", KIB_OR_NONE, "the capacity of each thread's cache of small blocks";
-    /// Segments unused for this long are released to the driver; zero is off.
     decay: Duration = Duration::from_secs(10),
         "decay_ms", MILLISECONDS, "segments unused for this long are released to the driver";
-    /// Whether new allocations are filled with zeros.
     zero_fill: bool = false,
         "zero_fill", BOOLEAN, "new allocations are all zeros";
-    /// Whether new allocations are filled with junk, to expose reads of unwritten memory.
     junk_fill: bool = false,
         "junk_fill", BOOLEAN, "new allocations are filled with junk, to expose reads of unwritten memory";
-    /// For debugging: whether blocks have guard bytes, checked when they are freed, and freed blocks are poisoned.
     guard_bytes: bool = false,
         "guard_bytes", BOOLEAN,
         "debugging: guard bytes around every block, checked when it is freed, and poison in freed blocks";
-    /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
     pool_overfit: f64 = 2.0,
         "pool_overfit", FACTOR, "the pool backend reuses a buffer of at most this many times the request";
-    /// Whether kernels that support both read buffers or images (`BackendConfig::MemoryMode` of MNN's OpenCL backend).
+    /// `BackendConfig::MemoryMode` of MNN's OpenCL backend.
     memory: MemoryMode = MemoryMode::Auto,
         "memory", MEMORY_MODES, "whether convolution, pooling, matrix product and elementwise kernels on OpenCL read buffers or images";
-    /// Whether large segments of the CPU device prefer the NUMA node of the requesting thread, on Linux.
     numa_local: bool = true,
         "numa_local", BOOLEAN, "the CPU device's large segments prefer the NUMA node that asks for them, on Linux";
 }

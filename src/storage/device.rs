@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
-use super::allocator::Allocator;
+use super::allocator::{Allocator, find_allocator};
+use super::caching::CachingAllocator;
 use super::driver::pinned::PinnedStats;
 use super::driver::staging::{self, DevicePinnedPool};
+use super::guard::guard_violations;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
 use super::images::pool as image_pool;
-use super::pool::PoolAllocator;
+use super::pool::{PoolAllocator, existing_image_pool, with_images};
 use super::registry;
 use super::stats::DeviceStats;
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
 /// Memory: statistics and settings of the device's caching allocator.
 impl Device {
@@ -21,36 +23,32 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
-        Ok(image_pool::with_images(&**registry::device_allocator(*self)?))
+        Ok(with_images(&**registry::device_allocator(*self)?))
     }
 
     /// Returns the part of [`memory_stats`](Self::memory_stats) that belongs to images; all zeros for a device without images.
     pub fn image_memory_stats(&self) -> Result<DeviceStats> {
         self.cached_info()?;
-        Ok(self.existing_image_pool().map(|images| images.stats()).unwrap_or_default())
-    }
-
-    fn existing_image_pool(&self) -> Option<Arc<PoolAllocator>> {
-        image_pool::existing_pool(*self)
+        Ok(existing_image_pool(*self).map(|images| images.stats()).unwrap_or_default())
     }
 
     /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peak_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_peak_stats();
-        self.existing_image_pool().inspect(|images| images.reset_peak_stats());
+        existing_image_pool(*self).inspect(|images| images.reset_peak_stats());
         Ok(())
     }
 
     /// Sets the sums of increases and decreases and the counts of events to zero (`torch.cuda.reset_accumulated_memory_stats`).
     pub fn reset_accumulated_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_accumulated_stats();
-        self.existing_image_pool().inspect(|images| images.reset_accumulated_stats());
+        existing_image_pool(*self).inspect(|images| images.reset_accumulated_stats());
         Ok(())
     }
 
     /// Returns how many blocks the `guard_bytes` checks found overwritten at their edges; 0 without `guard_bytes`.
     pub fn guard_violations(&self) -> Result<u64> {
-        Ok(registry::device_allocator(*self)?.guard_violations())
+        Ok(guard_violations(&**registry::device_allocator(*self)?))
     }
 
     /// Returns every unused segment and image to the driver (`torch.cuda.empty_cache`).
@@ -84,7 +82,7 @@ impl Device {
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist.
     pub fn memory_snapshot(&self) -> Result<Snapshot> {
         let snapshot = registry::device_allocator(*self)?.snapshot();
-        Ok(match self.existing_image_pool() {
+        Ok(match existing_image_pool(*self) {
             Some(images) => snapshot.with_images(images.snapshot()),
             None => snapshot,
         })
@@ -128,7 +126,7 @@ impl Device {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn trim(&self, keep: u64) -> Result<u64> {
-        let images = self.existing_image_pool();
+        let images = existing_image_pool(*self);
         let held = |stats: DeviceStats| stats.reserved_bytes.current;
         let from_images = images.map_or(Ok(0), |images| {
             images.trim(keep.saturating_sub(held(registry::device_allocator(*self)?.stats())))
@@ -168,7 +166,7 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no callbacks: only caching
     /// allocators do.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        registry::device_allocator(*self)?.add_free_memory_callback(free)
+        Ok(self.caching_allocator("add_free_memory_callback")?.add_free_memory_callback(free))
     }
 
     /// Registers an observer of allocations that fail for want of memory (PyTorch's `attachOutOfMemoryObserver`). It is
@@ -192,7 +190,13 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no observers: only caching
     /// allocators do.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        registry::device_allocator(*self)?.add_oom_observer(observe)
+        Ok(self.caching_allocator("add_oom_observer")?.add_oom_observer(observe))
+    }
+
+    /// Returns the caching allocator that hands out the device's memory, maybe through others.
+    fn caching_allocator(&self, op: &'static str) -> Result<&'static CachingAllocator> {
+        let allocator = registry::device_allocator(*self)?;
+        find_allocator(&**allocator).ok_or_else(|| Error::invalid(op, format!("{allocator:?} calls no callbacks")))
     }
 
     /// Limits the allocator to this fraction, 0 to 1, of the device's memory

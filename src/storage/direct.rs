@@ -1,17 +1,15 @@
-//! The direct allocator: one segment per allocation, and no cache.
+//! The direct allocator: one segment per allocation, and no cache. A pool that reuses nothing.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::allocator::Allocator;
-use super::block::{Block, next_owner_number};
+use super::block::Block;
 use super::config::Config;
 use super::driver::Driver;
-use super::segment::Segment;
-use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, forward_to_ledger, segment_size};
-use crate::Result;
+use super::pool::PoolAllocator;
 use crate::device::StreamId;
-use crate::device::lock;
+use crate::{Device, Result};
 
 /// Allocates every block from the driver and releases it when it is freed (PyTorch under `PYTORCH_NO_CUDA_MEMORY_CACHING`). Slow, but useful for
 /// finding out which code holds memory, or for sharing a device.
@@ -32,9 +30,7 @@ use crate::device::lock;
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct DirectAllocator {
-    driver: Arc<dyn Driver>,
-    number: u32,
-    ledger: Mutex<SegmentLedger>,
+    inner: Arc<dyn Allocator>,
 }
 
 impl DirectAllocator {
@@ -43,76 +39,34 @@ impl DirectAllocator {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<DirectAllocator> {
-        config.check()?;
-        let ledger = Mutex::new(SegmentLedger::new(&*driver, &config));
-        Ok(DirectAllocator { driver, number: next_owner_number(), ledger })
-    }
-
-    /// Creates a segment. The inner error says why there is none.
-    fn create_segment(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, String>> {
-        let elsewhere = self.driver.held_elsewhere();
-        if let Some(why) = lock(&self.ledger).reserve_room(size, elsewhere) {
-            return Ok(Err(why));
-        }
-        let made = create_segment(&*self.driver, size, None, requested);
-        let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
-        lock(&self.ledger).finish_creation(size, stream, segment.map(|segment| &**segment));
-        made
+        Ok(DirectAllocator { inner: Arc::new(PoolAllocator::without_reuse(driver, config)?) })
     }
 }
 
 impl fmt::Debug for DirectAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the direct allocator of {}", self.driver.device())
+        self.inner.fmt(f)
     }
 }
 
 impl Allocator for DirectAllocator {
-    forward_to_ledger!(self, lock(&self.ledger));
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
+    }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
-        let size = segment_size(&*self.driver, bytes)?;
-        let mut made = self.create_segment(size, bytes, stream)?;
-        if made.is_err() && self.driver.make_room_elsewhere(size)? {
-            made = self.create_segment(size, bytes, stream)?;
-        }
-        if made.is_err() && size as u64 <= lock(&self.ledger).limit() {
-            self.driver.synchronize()?;
-            let mut ledger = lock(&self.ledger);
-            ledger.stats.num_alloc_retries += 1;
-            ledger.stats.num_sync_all_streams += 1;
-            drop(ledger);
-            made = self.create_segment(size, bytes, stream)?;
-        }
-        let mut ledger = lock(&self.ledger);
-        match made {
-            Ok(segment) => {
-                // SAFETY: the segment is new, so no other block refers to it.
-                let mut block = unsafe { Block::new(&segment, 0, size, bytes) }?;
-                block.owner = self.number;
-                ledger.record_allocation(segment.address(), stream, bytes);
-                Ok(block)
-            }
-            Err(why) => Err(ledger.out_of_memory(bytes, stream, &why, ReleasedMemory::default())),
-        }
+        self.inner.allocate(bytes, stream)
     }
 
     fn deallocate(&self, block: Block) {
-        if block.is_foreign(self, self.number) {
-            return;
-        }
-        let address = block.segment().address();
-        drop(block); // releases the segment before the statistics change
-        let mut ledger = lock(&self.ledger);
-        ledger.record_free(address);
-        ledger.record_release(address);
+        self.inner.deallocate(block);
     }
 
     fn record_stream(&self, _: &Block, _: StreamId) {}
-
-    fn empty_cache(&self) -> Result<()> {
-        Ok(())
-    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use dlpark::{DlpackFlags, Managed, ManagedTensorBase, versioned};
 
 use super::allocation::{Adopted, Backing, HostBytes, Storage};
 use super::import::ForeignHostMemory;
-use crate::sync;
+use crate::device::read;
 use crate::{DType, Device, Error, Result};
 
 /// DLPack's type for each dtype.
@@ -48,7 +48,7 @@ impl Storage {
         if let Some(block) = self.allocation().block() {
             block.export();
         }
-        let _locked = self.allocation().host_lock().map(sync::read);
+        let _locked = self.allocation().host_lock().map(read);
         if let Some(pinned) = self.allocation().pinned() {
             pinned.wait_and_check(true)?;
         }

@@ -6,14 +6,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
-use super::allocator::Allocator;
-use super::allocator::forward_to_inner;
+use super::allocator::{Allocator, find_allocator};
 use super::block::{Block, next_owner_number};
 use super::config::JUNK_BYTE;
 use super::driver::{Driver, Memory, MemoryKind};
 use crate::device::StreamId;
 use crate::device::lock;
-use crate::{Error, Result};
+use crate::{Device, Error, Result};
 
 const GUARD_BYTE: u8 = 0xFD;
 /// Block sizes are rounded up to this many bytes, because the crate's own stores may fill a block up to there.
@@ -68,6 +67,11 @@ impl GuardAllocator {
     pub fn new(inner: Arc<dyn Allocator>, driver: Arc<dyn Driver>) -> GuardAllocator {
         let (number, violations, state) = (next_owner_number(), AtomicU64::new(0), Mutex::default());
         GuardAllocator { inner, driver, number, violations, state }
+    }
+
+    /// Returns how many blocks' guard bytes were found overwritten, by this allocator and others that it wraps.
+    pub fn guard_violations(&self) -> u64 {
+        self.violations.load(Relaxed) + guard_violations(&*self.inner)
     }
 
     /// Guard bytes before a block: one alignment unit, which keeps the block aligned.
@@ -128,8 +132,19 @@ impl fmt::Debug for GuardAllocator {
     }
 }
 
+/// Returns how many overwritten guards the allocator and those that it wraps have found.
+pub(super) fn guard_violations(allocator: &dyn Allocator) -> u64 {
+    find_allocator::<GuardAllocator>(allocator).map_or(0, GuardAllocator::guard_violations)
+}
+
 impl Allocator for GuardAllocator {
-    forward_to_inner!();
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
+    }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         if let Some(error) = lock(&self.state).deferred_error.take() {
@@ -180,10 +195,6 @@ impl Allocator for GuardAllocator {
         if let Some(whole) = block.parent_block() {
             self.inner.record_stream(whole, stream);
         }
-    }
-
-    fn guard_violations(&self) -> u64 {
-        self.violations.load(Relaxed) + self.inner.guard_violations()
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::Device;
-use crate::device::lock;
+use crate::device::{OnDrop, lock};
 
 /// A callback that may free memory, and returns true if it did.
 pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
@@ -84,16 +84,10 @@ thread_local!(static IS_IN_CALLBACK: Cell<bool> = const { Cell::new(false) });
 
 /// Runs `f`, unless this thread is already inside a callback: allocations that fail within a callback call no callbacks.
 fn run_unless_nested<R>(f: impl FnOnce() -> R) -> Option<R> {
-    struct Reset;
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            IS_IN_CALLBACK.set(false);
-        }
-    }
     if IS_IN_CALLBACK.replace(true) {
         return None;
     }
-    let _reset = Reset;
+    let _reset = OnDrop(|| IS_IN_CALLBACK.set(false));
     Some(f())
 }
 

@@ -5,7 +5,7 @@ use std::sync::RwLock;
 
 use super::allocation::Storage;
 use super::block::ReaderCount;
-use crate::sync;
+use crate::device::read;
 use crate::{Element, Error, Result, elements};
 
 #[cold]
@@ -25,7 +25,7 @@ impl<'a> HostBorrow<'a> {
     }
 
     fn update_count(&self, change: impl FnOnce(&ReaderCount)) {
-        change(&sync::read(&self.0));
+        change(&read(self.0));
     }
 }
 
@@ -58,7 +58,7 @@ impl Storage {
         let elsewhere = || Error::invalid(op, format!("{self:?} are not in memory of the host"));
         let borrow = HostBorrow::new(allocation.host_lock().ok_or_else(elsewhere)?);
         if let Some(pinned) = allocation.pinned() {
-            let _locked = sync::read(&borrow.0);
+            let _locked = read(borrow.0);
             pinned.wait_and_check(false)?;
         }
         let (start, _) = allocation.host_range();

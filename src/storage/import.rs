@@ -12,7 +12,6 @@ use super::block::Block;
 use super::driver::opencl::OpenCl;
 use super::host_owner::HostOwner;
 use super::segment::Segment;
-use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
@@ -229,15 +228,4 @@ impl Allocator for ImportedBuffers {
 
     /// Does nothing: the driver keeps a buffer until the commands that use it are done.
     fn record_stream(&self, _: &Block, _: StreamId) {}
-
-    fn stats(&self) -> DeviceStats {
-        DeviceStats::default()
-    }
-
-    fn reset_peak_stats(&self) {}
-    fn reset_accumulated_stats(&self) {}
-
-    fn empty_cache(&self) -> Result<()> {
-        Ok(())
-    }
 }

@@ -6,7 +6,6 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use super::allocator::Allocator;
-use super::allocator::forward_to_inner;
 use super::block::Block;
 use super::history::{CsvAction, CsvLog};
 use super::registry;
@@ -82,7 +81,13 @@ impl fmt::Debug for LoggingAllocator {
 }
 
 impl Allocator for LoggingAllocator {
-    forward_to_inner!();
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
+    }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let made = self.inner.allocate(bytes, stream);

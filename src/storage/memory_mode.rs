@@ -3,6 +3,7 @@
 use std::cell::Cell;
 
 use super::config::Config;
+use crate::device::OnDrop;
 
 /// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
 /// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] that of a scope.
@@ -38,12 +39,7 @@ pub(crate) fn memory_mode() -> MemoryMode {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn with_memory_mode<R>(mode: MemoryMode, f: impl FnOnce() -> R) -> R {
-    struct Restore(Option<MemoryMode>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            MODE.set(self.0);
-        }
-    }
-    let _restore = Restore(MODE.replace(Some(mode)));
+    let outer = MODE.replace(Some(mode));
+    let _restore = OnDrop(|| MODE.set(outer));
     f()
 }

@@ -15,13 +15,11 @@
 mod access;
 mod allocation;
 mod allocator;
-mod attachment;
 mod block;
 mod caching;
 mod captured;
 mod config;
 mod counters;
-mod derived;
 mod device;
 mod direct;
 #[cfg(feature = "dlpack")]
@@ -38,6 +36,7 @@ mod import;
 mod logging;
 mod mapped;
 mod memory_mode;
+mod per_device;
 pub mod plan;
 mod pool;
 mod registry;
@@ -45,6 +44,7 @@ mod scope;
 mod segment;
 #[cfg(feature = "mpi")]
 mod shared_memory;
+mod sidecar;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -55,7 +55,7 @@ pub(crate) use access::{with_host, with_host_few};
 pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
 pub use block::{Block, BlockLocation};
-pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
+pub use caching::{CachingAllocator, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
@@ -86,6 +86,6 @@ pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;
 #[cfg(feature = "mpi")]
 pub(crate) use shared_memory::SharedMemory;
-pub use stats::{DeviceStats, PoolStats, Stat};
+pub use stats::{DeviceStats, MemPoolStats, PoolStats, Stat};
 pub(crate) use uninit::is_uninit_scope;
 pub use uninit::uninit;

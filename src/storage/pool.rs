@@ -10,11 +10,14 @@ use super::allocator::Allocator;
 use super::block::{Block, next_owner_number};
 use super::config::Config;
 use super::driver::{Driver, ImageDesc};
+use super::history::{HistoryOptions, Snapshot};
+use super::images::desc::{OtherMemoryHolder, other_holder};
+use super::per_device::PerDevice;
 use super::segment::Segment;
-use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, forward_to_ledger, segment_size};
-use crate::Result;
-use crate::device::StreamId;
-use crate::device::lock;
+use super::stats::DeviceStats;
+use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, segment_size};
+use crate::device::{StreamId, lock};
+use crate::{Device, Result};
 
 /// The expected lifetime of a buffer, which decides which free buffers may serve a request (MNN's `Backend::StorageType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -58,6 +61,10 @@ pub struct PoolAllocator {
     number: u32,
     max_overfit: f64,
     cross_stream_reuse: bool,
+    /// False for the direct allocator, which releases every buffer at once.
+    reuses: bool,
+    /// The holder of the device's other memory; `None` to look up the device's images.
+    other: Option<Arc<dyn OtherMemoryHolder>>,
     state: Mutex<State>,
 }
 
@@ -136,13 +143,27 @@ impl PoolAllocator {
             clock: 0,
         };
         let Config { pool_overfit: max_overfit, cross_stream_reuse, .. } = config;
-        Ok(PoolAllocator {
-            driver,
-            number: next_owner_number(),
-            max_overfit,
-            cross_stream_reuse,
-            state: Mutex::new(state),
-        })
+        let (number, state) = (next_owner_number(), Mutex::new(state));
+        Ok(PoolAllocator { driver, number, max_overfit, cross_stream_reuse, reuses: true, other: None, state })
+    }
+
+    /// Creates an allocator that creates every buffer anew and releases it when it is freed.
+    pub(super) fn without_reuse(driver: Arc<dyn Driver>, config: Config) -> Result<PoolAllocator> {
+        Ok(PoolAllocator { reuses: false, ..PoolAllocator::new(driver, config)? })
+    }
+
+    /// Creates a pool of images, whose limits include the bytes of the device's buffers.
+    pub(super) fn of_images(
+        driver: Arc<dyn Driver>,
+        config: Config,
+        buffers: Arc<dyn OtherMemoryHolder>,
+    ) -> Result<PoolAllocator> {
+        Ok(PoolAllocator { other: Some(buffers), ..PoolAllocator::new(driver, config)? })
+    }
+
+    /// Returns the holder of the device's memory that is not this pool's.
+    fn other_holder(&self) -> Option<Arc<dyn OtherMemoryHolder>> {
+        self.other.clone().or_else(|| other_holder(self.driver.device()))
     }
 
     /// Like [`allocate`](Allocator::allocate), for a given storage type.
@@ -193,10 +214,13 @@ impl PoolAllocator {
         let hopeless = request.size as u64 > lock(&self.state).ledger.limit();
         for step in RELEASE_STEPS.into_iter().filter(|_| !hopeless) {
             let gone = match step {
+                ReleaseStep::ReleaseSmallest | ReleaseStep::ReleaseAll if !self.reuses => continue,
                 ReleaseStep::ReleaseSmallest => lock(&self.state).remove_one(request.size),
                 ReleaseStep::ReleaseAll => lock(&self.state).remove_all(),
-                ReleaseStep::OtherAllocators if self.driver.make_room_elsewhere(request.size)? => Vec::new(),
-                ReleaseStep::OtherAllocators => continue,
+                ReleaseStep::OtherAllocators => match self.other_holder() {
+                    Some(other) if other.make_room()? => Vec::new(),
+                    _ => continue,
+                },
                 ReleaseStep::Wait => {
                     self.driver.synchronize()?;
                     let stats = &mut lock(&self.state).ledger.stats;
@@ -218,11 +242,14 @@ impl PoolAllocator {
 
     /// Frees a block and releases its buffer to the driver at once (MNN's `recycle` with `release`).
     pub fn release(&self, block: Block) {
-        let gone = self.remove_live_buffer(block).map(|(mut state, buffer)| {
-            state.ledger.record_release(buffer.segment.address());
-            buffer
-        });
-        drop(gone); // outside the lock
+        if let Some((state, buffer)) = self.remove_live_buffer(block) {
+            drop(state);
+            let address = buffer.segment.address();
+            drop(buffer); // outside the lock, and before the statistics change
+            let ledger = &mut lock(&self.state).ledger;
+            ledger.record_free(address);
+            ledger.record_release(address);
+        }
     }
 
     /// Reuses a free buffer or creates one. The inner error says why neither is possible.
@@ -230,7 +257,7 @@ impl PoolAllocator {
         if let Some(block) = self.reuse(request)? {
             return Ok(Ok(block));
         }
-        let elsewhere = self.driver.held_elsewhere();
+        let elsewhere = self.other_holder().map_or(0, |other| other.held());
         if let Some(why) = lock(&self.state).ledger.reserve_room(request.size, elsewhere) {
             return Ok(Err(why));
         }
@@ -250,7 +277,7 @@ impl PoolAllocator {
 
     /// Reuses a free buffer that fits, and makes the request's stream wait for the streams that used it.
     fn reuse(&self, request: &Request) -> Result<Option<Block>> {
-        if request.kind == StorageType::DynamicSeparate {
+        if request.kind == StorageType::DynamicSeparate || !self.reuses {
             return Ok(None);
         }
         let (block, others) = {
@@ -294,26 +321,66 @@ impl PoolAllocator {
         drop(block); // releases its reference to the segment
         let mut state = lock(&self.state);
         let buffer = state.live.remove(&id)?;
-        state.ledger.record_free(buffer.segment.address());
         Some((state, buffer))
     }
 }
 
 impl fmt::Debug for PoolAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the pool allocator of {}", self.driver.device())
+        let name = if self.reuses { "pool" } else { "direct" };
+        write!(f, "the {name} allocator of {}", self.driver.device())
     }
 }
 
 impl Allocator for PoolAllocator {
-    forward_to_ledger!(self, lock(&self.state).ledger);
+    fn device(&self) -> Device {
+        self.driver.device()
+    }
+
+    fn alignment(&self) -> usize {
+        self.driver.alignment()
+    }
+
+    fn stats(&self) -> DeviceStats {
+        lock(&self.state).ledger.stats.stats()
+    }
+
+    fn reset_peak_stats(&self) {
+        lock(&self.state).ledger.stats.reset_peak();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        lock(&self.state).ledger.stats.reset_accumulated();
+    }
+
+    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
+        lock(&self.state).ledger.set_limit(bytes);
+        Ok(())
+    }
+
+    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        lock(&self.state).ledger.set_fraction(fraction)
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let snapshot = lock(&self.state).ledger.begin_snapshot();
+        snapshot()
+    }
+
+    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        lock(&self.state).ledger.record_memory_history(options)
+    }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         self.allocate_kind(bytes, stream, StorageType::Dynamic)
     }
 
     fn deallocate(&self, block: Block) {
+        if !self.reuses {
+            return self.release(block);
+        }
         if let Some((mut state, buffer)) = self.remove_live_buffer(block) {
+            state.ledger.record_free(buffer.segment.address());
             state.clock += 1;
             let age = state.clock;
             let list = state.free_list(buffer.is_static);
@@ -459,6 +526,23 @@ impl Buffer {
     /// The streams whose work may be using the buffer.
     fn streams(&self) -> impl Iterator<Item = StreamId> {
         std::iter::once(self.stream).chain(self.others.iter().copied())
+    }
+}
+
+/// The image pools of all devices that have used one.
+pub(super) static IMAGE_POOLS: PerDevice<Arc<PoolAllocator>> = PerDevice::new();
+
+/// Returns the pool of a device's images, if it was made already.
+pub(super) fn existing_image_pool(device: Device) -> Option<Arc<PoolAllocator>> {
+    IMAGE_POOLS.get(device)
+}
+
+/// Returns an allocator's statistics including the images of its device.
+pub(super) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
+    match existing_image_pool(allocator.device()) {
+        Some(images) if std::ptr::addr_eq(allocator, &*images) => allocator.device().memory_stats().unwrap_or_default(),
+        Some(images) => allocator.stats().plus(&images.stats()),
+        None => allocator.stats(),
     }
 }
 

@@ -1,8 +1,8 @@
 //! The process-wide table of allocators, one per device, created on first use and never destroyed.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, RwLock};
 
 use super::allocator::Allocator;
 use super::caching::{CachingAllocator, MemPool, MemPoolOptions};
@@ -12,8 +12,8 @@ use super::driver::opencl::OpenCl;
 use super::driver::{Driver, driver};
 use super::guard::GuardAllocator;
 use super::history::device_number;
+use super::per_device::PerDevice;
 use super::pool::PoolAllocator;
-use crate::sync;
 use crate::{Device, Error, Result, profiler};
 
 /// A device's current allocator.
@@ -41,7 +41,7 @@ impl DeviceEntry {
 static FIRST_DEVICES: [AtomicPtr<DeviceEntry>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
 /// The allocators of all devices in use. They live as long as the process, because blocks keep plain references to them.
-static DEVICE_TABLE: RwLock<Vec<(Device, &'static DeviceEntry)>> = RwLock::new(Vec::new());
+static DEVICE_TABLE: PerDevice<&'static DeviceEntry> = PerDevice::new();
 
 /// Returns the device's slot in [`FIRST_DEVICES`].
 fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
@@ -50,7 +50,7 @@ fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
 
 /// Inserts an allocator into the table. An existing allocator of the device is kept unless `replace`.
 fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
-    let mut table = sync::write(&DEVICE_TABLE);
+    let mut table = DEVICE_TABLE.lock();
     let known = table.iter().position(|(of, _)| *of == device);
     if let Some(at) = known.filter(|_| !replace) {
         return table[at].1;
@@ -156,11 +156,9 @@ pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
 /// The slow path of [`device_entry`]: devices without a slot in [`FIRST_DEVICES`], and the first use of a device.
 #[cold]
 fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
-    let table = sync::read(&DEVICE_TABLE);
-    if let Some((_, current)) = table.iter().find(|(of, _)| *of == device) {
+    if let Some(current) = DEVICE_TABLE.get(device) {
         return Ok(current);
     }
-    drop(table);
     profiler::begin_from_environment();
     let made = build_allocator(driver(device)?, Config::from_env_once()?.clone())?;
     let current = DeviceEntry::new(device, made, true)?;

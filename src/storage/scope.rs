@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::allocator::Allocator;
 use crate::Device;
-use crate::device::StreamId;
 use crate::device::stream_id::current_id;
+use crate::device::{OnDrop, StreamId};
 
 thread_local! {
     /// The allocators in scope on this thread, the innermost last.
@@ -24,15 +24,10 @@ pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
 /// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, which are returned to `allocator` whenever and
 /// wherever they are dropped. The scope also ends if `f` panics.
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            // Dropped after the borrow of the list ends.
-            let _last = SCOPES.try_with(|scopes| scopes.borrow_mut().pop());
-        }
-    }
     let entered = SCOPES.try_with(|scopes| scopes.borrow_mut().push((device, allocator)));
-    let _leave = entered.is_ok().then_some(Leave);
+    let _leave = entered.is_ok().then_some(OnDrop(|| {
+        let _last = SCOPES.try_with(|scopes| scopes.borrow_mut().pop()); // dropped after the borrow of the list ends
+    }));
     f()
 }
 

@@ -153,6 +153,24 @@ impl PoolStats {
     }
 }
 
+/// Statistics of a memory pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct MemPoolStats {
+    /// Number of segments.
+    pub segments: u64,
+    /// Bytes of all segments.
+    pub reserved_bytes: u64,
+    /// Number of blocks held by the user.
+    pub allocations: u64,
+    /// Bytes of blocks held by the user, with requests rounded up.
+    pub allocated_bytes: u64,
+    /// Bytes of blocks held by the user or by unfinished work.
+    pub active_bytes: u64,
+    /// Bytes of the largest free block.
+    pub largest_free: u64,
+}
+
 /// A change in the free parts of split segments: their number and bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Split {

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 
 use super::allocation::{Allocation, Backing, Storage};
 use super::registry;
+use crate::device::OnDrop;
 use crate::error::Excerpt;
 use crate::{Device, Error, Result};
 
@@ -30,13 +31,8 @@ thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 /// of your own need no change. Tensors made from host values (`from_slice`, `from_vec`, `from_ndarray`) and by `arange`
 /// have memory as usual. Reading a tensor without memory is [`Error::Invalid`].
 pub fn uninit<R>(f: impl FnOnce() -> R) -> R {
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            IN_SCOPE.set(self.0);
-        }
-    }
-    let _restore = Restore(IN_SCOPE.replace(true));
+    let outer = IN_SCOPE.replace(true);
+    let _restore = OnDrop(|| IN_SCOPE.set(outer));
     f()
 }
 

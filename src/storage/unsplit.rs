@@ -1,4 +1,4 @@
-//! Code shared by the two allocators that never split a segment: their records of segments, and how segments are made.
+//! The records of an allocator that never splits a segment, and how its segments are made.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,49 +9,13 @@ use super::config::Config;
 use super::counters::Counters;
 use super::driver::{Driver, Failure, ImageDesc};
 use super::history::{
-    BlockInfo, BlockState, Context, History, HistoryOptions, RecordedEvents, Recording, SegmentInfo, SegmentType,
-    SegmentWithContexts, Snapshot, TraceAction, device_number,
+    BlockInfo, BlockState, Context, History, HistoryOptions, Recording, SegmentInfo, SegmentType, SegmentWithContexts,
+    Snapshot, TraceAction, device_number,
 };
 use super::segment::Segment;
 use crate::device::StreamId;
 use crate::error::Size;
 use crate::{Device, Error, Result};
-
-/// Implements the methods of `Allocator` by those of a [`SegmentLedger`].
-macro_rules! forward_to_ledger {
-    ($self:ident, $ledger:expr) => {
-        fn device(&$self) -> crate::Device {
-            $self.driver.device()
-        }
-        fn alignment(&$self) -> usize {
-            $self.driver.alignment()
-        }
-        fn stats(&$self) -> crate::storage::DeviceStats {
-            $ledger.stats.stats()
-        }
-        fn reset_peak_stats(&$self) {
-            $ledger.stats.reset_peak();
-        }
-        fn reset_accumulated_stats(&$self) {
-            $ledger.stats.reset_accumulated();
-        }
-        fn set_memory_limit(&$self, bytes: u64) -> crate::Result<()> {
-            $ledger.set_limit(bytes);
-            Ok(())
-        }
-        fn set_memory_fraction(&$self, fraction: f64) -> crate::Result<()> {
-            $ledger.set_fraction(fraction)
-        }
-        fn snapshot(&$self) -> crate::storage::Snapshot {
-            let copy = $ledger.copy_for_snapshot(); // releases the lock
-            crate::storage::unsplit::snapshot(copy)
-        }
-        fn record_memory_history(&$self, options: crate::storage::HistoryOptions) -> crate::Result<()> {
-            $ledger.record_memory_history(options)
-        }
-    };
-}
-pub(super) use forward_to_ledger;
 
 /// The segments held, the statistics and the limit of an allocator, guarded by the allocator's lock.
 pub(super) struct SegmentLedger {
@@ -164,12 +128,13 @@ impl SegmentLedger {
         self.history.record_memory_history(HistoryOptions { clear_history, ..options })
     }
 
-    /// Copies the data that [`snapshot`] makes a snapshot of.
-    pub(super) fn copy_for_snapshot(&self) -> (u32, Vec<SegmentWithContexts>, RecordedEvents, Config) {
+    /// Copies the data that a snapshot is made of, and returns a function that makes the snapshot without the lock.
+    pub(super) fn begin_snapshot(&self) -> impl FnOnce() -> Snapshot + use<> {
         self.history.record(TraceAction::Snapshot, 0, self.stats.active_bytes(), 0);
         let device = device_number(self.device);
         let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
-        (device, segments, self.history.copy(), self.config.clone())
+        let (recorded, config) = (self.history.copy(), self.config.clone());
+        move || Snapshot::of_device(device, segments, recorded, &config)
     }
 
     /// Makes the error for a request that could not be served. `why` is the reason; `unused` is the memory that was released in vain.
@@ -227,13 +192,6 @@ impl LedgerSegment {
     }
 }
 
-/// Makes a snapshot of the result of [`SegmentLedger::copy_for_snapshot`], without the lock.
-pub(super) fn snapshot(
-    (device, segments, recorded, config): (u32, Vec<SegmentWithContexts>, RecordedEvents, Config),
-) -> Snapshot {
-    Snapshot::of_device(device, segments, recorded, &config)
-}
-
 /// Unused segments: their bytes in total, and the bytes of the largest.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ReleasedMemory {
@@ -256,7 +214,7 @@ pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }
 
-/// Creates and commits a segment: a buffer, or `image`. `Ok(Err)` names the exhausted resource. Never call this function under a lock.
+/// Creates a segment: a buffer, or `image`. `Ok(Err)` names the exhausted resource. Never call this function under a lock.
 pub(super) fn create_segment(
     driver: &dyn Driver,
     size: usize,
@@ -264,7 +222,7 @@ pub(super) fn create_segment(
     requested: usize,
 ) -> Result<Result<Arc<Segment>, String>> {
     let made = image.map_or_else(|| driver.create(size), |image| driver.create_image(image));
-    match made.and_then(|memory| driver.commit(memory)) {
+    match made {
         Ok(memory) => {
             tracing::debug!(device = %driver.device(), size, "segment made");
             Ok(Ok(Arc::new(Segment::new(memory, size))))

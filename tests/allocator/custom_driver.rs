@@ -102,10 +102,6 @@ unsafe impl Driver for FileDriver {
         unsafe { Memory::of_host(first, bytes, range) }.map_err(Failure::Other)
     }
 
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        Ok(memory)
-    }
-
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (self.at(from, bytes)?, self.at(to, bytes)?);
         // SAFETY: both ranges are inside segments, and the caller guarantees access.

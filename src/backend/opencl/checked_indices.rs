@@ -30,7 +30,7 @@ pub(crate) fn begin_check(device: &ClDevice, index: &Tensor, check: u64) -> Opti
     if is_capturing(index.device()) {
         return Some(PendingCheck(None));
     }
-    let (reads, known) = (device.fault_reads(), index.storage.index_check());
+    let (reads, known) = (device.fault_reads(), index.storage.stamp());
     let hash = hash_indices(index, check, reads);
     // The indices are known if the check's hash matches and a read without faults began after the launch. Counts of reads are compared modulo 2^16.
     let is_known = known & !BEGUN_READS_MASK == hash && (reads.clean.wrapping_sub(known) as u16 as i16) > 0;
@@ -40,7 +40,7 @@ pub(crate) fn begin_check(device: &ClDevice, index: &Tensor, check: u64) -> Opti
 /// Notes that the kernel was launched: the indices become known with the next read that finds no faults.
 pub(crate) fn note_launch(device: &ClDevice, index: &Tensor, unknown: PendingCheck) {
     if let PendingCheck(Some(hash)) = unknown {
-        index.storage.set_index_check(hash | device.fault_reads().begun & BEGUN_READS_MASK);
+        index.storage.set_stamp(hash | device.fault_reads().begun & BEGUN_READS_MASK);
     }
 }
 

@@ -10,16 +10,13 @@ use std::sync::OnceLock;
 
 use super::super::block::Slot;
 use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
+use super::policy::{BLOCKS_PER_SIZE, CACHE_COUNT, MAX_CACHED_PART, MAX_REFUSALS};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
-const CACHE_COUNT: usize = if cfg!(loom) { 2 } else { 64 };
-const BLOCKS_PER_SIZE: usize = if cfg!(loom) { 1 } else { 8 };
 /// Sizes of 1 to this many units of the alignment are cached.
 const CACHED_SIZE_COUNT: usize = BITMAP_WORDS * 64;
 /// `u64` words of the bitmap of cached sizes.
 const BITMAP_WORDS: usize = if cfg!(loom) { 1 } else { 2 };
-/// A cache that refuses this many blocks without serving a request is emptied: its sizes are no longer requested.
-const MAX_REFUSALS: usize = 64;
 
 /// A cached block: its slot and its table entry.
 #[derive(Debug, Clone, Copy)]
@@ -166,7 +163,7 @@ impl ThreadCaches {
     /// Sets the capacity of each cache in bytes; 0 turns the caches off. Blocks already cached stay until drained.
     pub(super) fn set_capacity(&self, bytes: usize) {
         self.capacity.store(bytes, Relaxed);
-        self.largest.store((bytes / 16).min(CACHED_SIZE_COUNT << self.shift), Relaxed);
+        self.largest.store((bytes / MAX_CACHED_PART).min(CACHED_SIZE_COUNT << self.shift), Relaxed);
     }
 
     /// The largest block size, in bytes, that the caches keep now.

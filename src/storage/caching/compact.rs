@@ -2,22 +2,33 @@
 //!
 //! A block may move while no thread holds its address, because handles are indirect. Its slot is write-locked from the plan until the table is
 //! updated. Blocks are copied on the device, or through the host if the old and the new segment do not fit side by side. A block that is exported,
-//! pinned or currently in use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new location
-//! ([`copies`](super::copies)), or on the host ([`spill`](super::spill)).
+//! pinned or currently in use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new location, or
+//! on the host.
 //!
 //! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the block in one buffer.
+//!
+//! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore grouped into waves. Within a wave no
+//! copy writes bytes that another one reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
+//!
+//! A block that was moved through the host stays there if another thread took the room that was made for it. It gets its own segment in host
+//! memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when the cache is emptied, if
+//! there is memory. Statistics count the block as reserved, so that a limit leaves room for it.
 
-use std::sync::Arc;
+use std::cmp::Reverse;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, RwLockWriteGuard};
 
-use super::super::block::Block;
-use super::super::driver::{Failure, Memory};
+use super::super::block::{Block, ReaderCount, Slot};
+use super::super::driver::{Failure, Memory, MemoryKind};
+use super::super::history::TraceAction;
 use super::super::segment::Segment;
-use super::copies::{MAX_TRIES, MAX_TRIES_BEFORE_LOSS, RETRY_AFTER, Stranded, add_compaction_detail};
+use super::entry::{SPILLED_POOL, Use};
+use super::events::AfterMove;
+use super::heap::{Request, Search, SegmentRecord};
 use super::ladder::OomRecovery;
-use super::moves::{CompactionPlan, Move, largest_gap};
-use super::{CachingAllocator, Request};
-use crate::device::{StreamId, log};
-use crate::sync;
+use super::policy::{MAX_COPIES_PER_BLOCK, MAX_TRIES, MAX_TRIES_BEFORE_LOSS, RETRY_AFTER, SizeKind};
+use super::{CachingAllocator, Core};
+use crate::device::{StreamId, lock, log};
 use crate::{Device, Error, Result};
 
 /// How the blocks of segments are moved into a new segment.
@@ -25,17 +36,146 @@ use crate::{Device, Error, Result};
 enum CopyRoute {
     /// Copies on the device. The old and new segments exist at the same time.
     OnDevice,
-    /// Copies while the old segments release their pages as the new one fills. CPU device only.
+    /// Copies while the old segments release their pages as the new one fills. Host memory only.
     Relocated,
     /// The old segments are released before the new one is created.
     ThroughHost,
+}
+
+/// A block that is being moved.
+pub(super) struct Move<'a> {
+    pub(super) id: u32,
+    /// The current location: the segment and the offset in bytes.
+    pub(super) from: (Arc<Segment>, usize),
+    /// The new offset in bytes.
+    pub(super) to: usize,
+    pub(super) size: usize,
+    pub(super) slot: &'a Slot,
+    /// Held until the table is updated.
+    #[expect(dead_code, reason = "held")]
+    write_lock: RwLockWriteGuard<'a, ReaderCount>,
+}
+
+/// A plan to move the blocks of several segments into one.
+pub(super) struct CompactionPlan<'a> {
+    pub(super) segments: Vec<u32>,
+    pub(super) moves: Vec<Move<'a>>,
+    /// Blocks that do not move, with their offsets and sizes in bytes.
+    pub(super) staying: Vec<(u32, usize, usize)>,
+    /// The stream that will own the free bytes.
+    pub(super) stream: StreamId,
+    /// Bytes of the new segment that are counted in `Core::bytes_being_created` in addition to the old segments.
+    pub(super) bytes_being_created: u64,
+}
+
+impl CompactionPlan<'_> {
+    /// Bytes of all blocks that may move.
+    pub(super) fn bytes(&self) -> usize {
+        self.moves.iter().map(|m| m.size).sum()
+    }
+
+    /// Bytes of the blocks whose offset changes.
+    pub(super) fn bytes_moved(&self) -> usize {
+        self.moves.iter().filter(|m| m.from.1 != m.to).map(|m| m.size).sum()
+    }
+
+    /// The end of the last block after the move, in bytes.
+    pub(super) fn end(&self) -> usize {
+        let moves = self.moves.iter().map(|m| m.to + m.size);
+        moves.chain(self.staying.iter().map(|&(_, offset, size)| offset + size)).max().unwrap_or(0)
+    }
+
+    /// The size in bytes of the largest gap between the blocks after the move, in a segment of `bytes` bytes.
+    fn largest_gap(&self, bytes: usize) -> usize {
+        let mut blocks: Vec<(usize, usize)> = self.moves.iter().map(|m| (m.to, m.size)).collect();
+        blocks.extend(self.staying.iter().map(|&(_, offset, size)| (offset, size)));
+        blocks.sort_unstable();
+        let (mut last, mut largest) = (bytes, 0);
+        for (offset, size) in blocks.into_iter().rev() {
+            largest = largest.max(last.saturating_sub(offset + size));
+            last = offset;
+        }
+        largest.max(last)
+    }
+}
+
+/// The bytes `at..at + bytes` of the plan's block number `index`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Piece {
+    index: usize,
+    at: usize,
+    bytes: usize,
+}
+
+/// One step of moving blocks down.
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    /// Independent copies on the device.
+    Wave(Vec<Piece>),
+    /// One block, copied through the host.
+    ThroughHost(usize),
+}
+
+/// A block whose bytes are only on the host.
+pub(super) struct Stranded<'a> {
+    pub(super) block: Move<'a>,
+    pub(super) bytes: Box<[u8]>,
+}
+
+/// A reserved range of a segment for a block that returns from the host. `id` is the reservation's table entry.
+struct ReservedRange {
+    id: u32,
+    segment: Arc<Segment>,
+    offset: usize,
+    /// True if the segment was created for the block, and replaces the host copy in the statistics.
+    has_own_segment: bool,
+}
+
+/// Plans the steps that move blocks down within a segment. `moves` gives (source offset, destination offset, size) in ascending order of offsets.
+fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
+    let (mut steps, mut wave, mut first_read) = (Vec::new(), Vec::new(), usize::MAX);
+    let mut end_wave = |wave: &mut Vec<Piece>, then: Option<Step>| {
+        let wave = std::mem::take(wave);
+        steps.extend((!wave.is_empty()).then_some(Step::Wave(wave)).into_iter().chain(then));
+    };
+    for (index, (from, to, size)) in moves.enumerate() {
+        match from - to {
+            0 => {}
+            down if size / down > MAX_COPIES_PER_BLOCK => end_wave(&mut wave, Some(Step::ThroughHost(index))),
+            down => {
+                for at in (0..size).step_by(down) {
+                    let bytes = down.min(size - at);
+                    if !wave.is_empty() && to + at + bytes > first_read {
+                        end_wave(&mut wave, None);
+                    }
+                    if wave.is_empty() {
+                        first_read = from + at;
+                    }
+                    wave.push(Piece { index, at, bytes });
+                }
+            }
+        }
+    }
+    end_wave(&mut wave, None);
+    steps
+}
+
+/// Adds to a driver error that no block was lost.
+pub(super) fn add_compaction_detail(error: Error) -> Error {
+    match error {
+        Error::OpenCl { device, call, code, detail } => {
+            let detail = format!("{detail}, during compaction: no block was lost");
+            Error::OpenCl { device, call, code, detail }
+        }
+        other => other,
+    }
 }
 
 impl CachingAllocator {
     /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to compact.
     pub(super) fn lock_compaction(&self) -> impl Sized + use<'_> {
         let messages = log::defer();
-        (sync::lock(&self.compacting), messages) // dropped in this order
+        (lock(&self.compacting), messages) // dropped in this order
     }
 
     /// Makes room for a request by moving blocks: the last step of out-of-memory recovery.
@@ -81,7 +221,7 @@ impl CachingAllocator {
 
     /// Moves all blocks of the default pool together, copying at most `budget` bytes. Returns the bytes released.
     pub(super) fn compact_all(&self, mut budget: u64) -> Result<u64> {
-        let request = Request { bytes: 0, size: 0, kind: super::SizeKind::Large, pool: 0, stream: StreamId::DEFAULT };
+        let request = Request { bytes: 0, size: 0, kind: SizeKind::Large, pool: 0, stream: StreamId::DEFAULT };
         let _compaction_lock = self.lock_compaction();
         self.wait_for_streams(&request)?;
         let (before, unused) = {
@@ -89,7 +229,7 @@ impl CachingAllocator {
             (core.heap.stats.reserved(), core.heap.remove_unused(0))
         };
         drop(unused);
-        for kind in [super::SizeKind::Small, super::SizeKind::Large] {
+        for kind in [SizeKind::Small, SizeKind::Large] {
             let all: Vec<(u64, bool)> = {
                 let core = self.lock();
                 let held = core.segments_by_free_bytes().into_iter().filter(|held| held.kind == kind);
@@ -115,12 +255,12 @@ impl CachingAllocator {
             let plan = {
                 let mut core = self.lock();
                 let Some(at) = core.heap.number_of(segment) else { continue };
-                let fits = core.heap.segments[at as usize].as_ref().is_some_and(|held| held.kind == request.kind);
+                let fits = core.heap.segment(at).is_some_and(|held| held.kind == request.kind);
                 if !fits || core.free_bytes(at) < request.size || core.heap.has_holes(at) {
                     continue;
                 }
                 let Some(plan) = core.plan_compaction(&[segment], true, request.stream) else { continue };
-                let hole = largest_gap(&plan, core.segment_bytes(at));
+                let hole = plan.largest_gap(core.segment_bytes(at));
                 if hole < request.size || plan.bytes() as u64 > *budget {
                     core.cancel_plan(plan);
                     continue;
@@ -164,17 +304,53 @@ impl CachingAllocator {
         if grows { self.pack_expandable(segment, budget) } else { self.repack_into_new_segment(&[segment], budget) }
     }
 
+    /// Moves the blocks of an expandable segment to its start and releases the rest. Returns false if nothing was
+    /// released. A segment with holes is moved to a new segment of exactly the needed size instead.
+    pub(super) fn pack_expandable(&self, segment: u64, budget: &mut u64) -> Result<bool> {
+        let Some(expandable) = &self.expandable else { return Ok(false) };
+        let _page_lock = self.lock_pages();
+        let plan = {
+            let mut core = self.lock();
+            let Some(at) = core.heap.number_of(segment) else { return Ok(false) };
+            let Some(held) = core.heap.segment(at) else { return Ok(false) };
+            if held.end.holes > 0 {
+                drop(core);
+                return self.repack_into_new_segment(&[segment], budget);
+            }
+            let (size, stream) = (held.size, held.stream);
+            let Some(plan) = core.plan_compaction(&[segment], true, stream) else { return Ok(false) };
+            let gain = size - plan.end().next_multiple_of(expandable.page).min(size);
+            if gain == 0 || plan.bytes_moved() as u64 > *budget {
+                core.cancel_plan(plan);
+                return Ok(false);
+            }
+            plan
+        };
+        *budget -= plan.bytes_moved() as u64;
+        self.slide_down(plan)?;
+        let cut = {
+            let mut core = self.lock();
+            let Some(at) = core.heap.number_of(segment) else { return Ok(true) };
+            let last = core.heap.last_block(at);
+            core.heap.unmap(last, u64::MAX, 0, expandable.page)
+        };
+        Ok(self.decommit(cut.into_iter().collect()) > 0)
+    }
+
     /// Moves the blocks of segments into a new segment of exactly their size: on the device if both fit, else through the host.
     pub(super) fn repack_into_new_segment(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         if self.repack_on_device(segments, budget, CopyRoute::OnDevice)? {
             return Ok(true);
         }
-        if self.driver.relocates() {
-            self.repack_on_device(segments, budget, CopyRoute::Relocated)
-        } else if self.driver.device().is_cpu() {
-            Ok(false) // only storages of OpenCL devices handle blocks left on the host
-        } else {
-            self.repack_through_host(segments, budget)
+        let is_host = {
+            let core = self.lock();
+            let held = segments.first().and_then(|&id| core.heap.segment(core.heap.number_of(id)?));
+            held.is_some_and(|held| held.segment.memory().is_host())
+        };
+        // Storages of host memory do not handle blocks that were left on the host.
+        match is_host {
+            true => self.repack_on_device(segments, budget, CopyRoute::Relocated),
+            false => self.repack_through_host(segments, budget),
         }
     }
 
@@ -184,13 +360,13 @@ impl CachingAllocator {
         let mut plan = core.plan_compaction(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
         let most = match route {
-            CopyRoute::OnDevice => core.limit(),
+            CopyRoute::OnDevice => core.limits.limit(),
             // A system that cannot release single pages has both copies in memory for a while.
             CopyRoute::Relocated if self.driver.page() == 0 => self.driver.capacity(),
             CopyRoute::Relocated | CopyRoute::ThroughHost => u64::MAX,
         };
         let room = most.saturating_sub(core.heap.stats.reserved() + core.bytes_being_created);
-        let old: u64 = plan.segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
+        let old: u64 = plan.segments.iter().map(|&s| core.heap.committed_bytes(s)).sum();
         if !plan.staying.is_empty() || bytes > *budget || bytes >= old || bytes > room {
             core.cancel_plan(plan);
             return None;
@@ -214,9 +390,12 @@ impl CachingAllocator {
             let target = Arc::new(Segment::new(memory, bytes));
             let copied = match route {
                 CopyRoute::Relocated => self.relocate(&plan, &target),
-                _ => self.copy_to_new_segment(&plan, &target),
+                _ => self.copy_to_new_segment(&plan, &target).map(|()| true),
             };
-            copied.map(|()| target).map_err(Failure::Other)
+            match copied.map_err(Failure::Other)? {
+                true => Ok(target),
+                false => Err(Failure::TooBig),
+            }
         });
         match copied {
             Ok(target) => {
@@ -251,7 +430,7 @@ impl CachingAllocator {
             }
         };
         // From here until a new segment exists, the bytes are only on the host.
-        let gone = self.lock().take_old_segments(&plan);
+        let gone = self.lock().heap.take_old_segments(&plan.segments);
         let nowhere = Arc::new(Segment::new(Memory::released(), bytes));
         plan.moves.iter_mut().for_each(|m| m.from.0 = Arc::clone(&nowhere));
         drop(gone);
@@ -316,6 +495,533 @@ impl CachingAllocator {
         if bytes == 0 {
             return Ok(Memory::released()); // there is nothing to move
         }
-        self.driver.create(bytes).and_then(|memory| self.driver.commit(memory))
+        self.driver.create(bytes)
+    }
+
+    // Copying blocks, so that no failure loses a block.
+
+    /// Calls `f` until it succeeds, at most `tries` times, while its errors may be temporary.
+    pub(super) fn retry<T>(&self, tries: u32, mut f: impl FnMut() -> Result<T>) -> Result<T> {
+        let mut result = f();
+        for _ in 1..tries {
+            if !matches!(result, Err(Error::OpenCl { .. } | Error::OutOfMemory { .. })) {
+                break;
+            }
+            std::thread::sleep(RETRY_AFTER);
+            result = f();
+        }
+        result
+    }
+
+    /// Waits for all work, because work may have been enqueued until the blocks were locked.
+    pub(super) fn wait_for_all(&self) -> Result<()> {
+        self.retry(MAX_TRIES, || self.driver.synchronize())
+    }
+
+    /// Copies the blocks of a plan to a new, unused segment. After a failure the blocks are in their old locations.
+    pub(super) fn copy_to_new_segment(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<()> {
+        self.wait_for_all()?;
+        let whole = |(index, m): (usize, &Move<'_>)| Piece { index, at: 0, bytes: m.size };
+        self.copy_wave(&plan.moves, &plan.moves.iter().enumerate().map(whole).collect::<Vec<_>>(), target)
+    }
+
+    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are copied.
+    /// Returns false, with nothing copied, if the driver cannot.
+    fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<bool> {
+        let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
+        let moves: Vec<_> = places.collect();
+        // SAFETY: as in `copy_wave`. The old segments are released after the blocks have arrived.
+        unsafe { self.driver.relocate(&moves) }
+    }
+
+    /// Copies the blocks of a plan down within their segment. After a failure, the plan's destinations are the blocks' actual locations. A block that
+    /// is in neither its old nor its new location is removed from the plan and returned.
+    pub(super) fn copy_down<'a>(
+        &self,
+        plan: &mut CompactionPlan<'a>,
+        target: &Arc<Segment>,
+    ) -> (Result<()>, Option<Stranded<'a>>) {
+        let places = plan.moves.iter().map(|m| (m.from.1, m.to, m.size));
+        let (steps, mut copied_bytes) = (steps(places), vec![0; plan.moves.len()]);
+        let mut on_host = None;
+        let copied = self.wait_for_all().and_then(|()| {
+            steps.iter().try_for_each(|step| match step {
+                Step::Wave(pieces) => {
+                    self.copy_wave(&plan.moves, pieces, target)?;
+                    pieces.iter().for_each(|piece| copied_bytes[piece.index] += piece.bytes);
+                    Ok(())
+                }
+                Step::ThroughHost(index) => {
+                    let m = &plan.moves[*index];
+                    let bytes = self.read_to_host(MAX_TRIES, m, 0, target)?;
+                    copied_bytes[*index] = m.size;
+                    self.write_from_host(MAX_TRIES_BEFORE_LOSS, &bytes, target, m.to)
+                        .inspect_err(|_| on_host = Some((*index, bytes)))
+                }
+            })
+        });
+        if copied.is_ok() {
+            return (Ok(()), None);
+        }
+        // One block may have been copied partly over itself.
+        let is_torn =
+            |(_, (m, copied_bytes)): &(usize, (&Move<'_>, &usize))| **copied_bytes > 0 && **copied_bytes < m.size;
+        let torn = plan
+            .moves
+            .iter()
+            .zip(&copied_bytes)
+            .enumerate()
+            .find(is_torn)
+            .map(|(index, (_, copied_bytes))| (index, *copied_bytes));
+        if let Some((index, done)) = torn {
+            let m = &plan.moves[index];
+            match self.read_to_host(MAX_TRIES_BEFORE_LOSS, m, done, target) {
+                Ok(bytes) if self.write_from_host(MAX_TRIES_BEFORE_LOSS, &bytes, target, m.to).is_err() => {
+                    on_host = Some((index, bytes))
+                }
+                Ok(_) => copied_bytes[index] = m.size,
+                // Marks the device lost before the blocks are unlocked, so that no thread reads the torn block.
+                Err(error) => self.driver.give_up(&format!("a block was half moved, and could not be read: {error}")),
+            }
+        }
+        for (m, copied_bytes) in plan.moves.iter_mut().zip(copied_bytes) {
+            m.to = if copied_bytes == m.size { m.to } else { m.from.1 };
+        }
+        let stranded = on_host.map(|(index, bytes)| Stranded { block: plan.moves.remove(index), bytes });
+        (copied.map_err(add_compaction_detail), stranded)
+    }
+
+    /// Copies pieces that do not overwrite each other's sources. Waits for the copies, because other streams may use the blocks next.
+    fn copy_wave(&self, moves: &[Move<'_>], pieces: &[Piece], target: &Segment) -> Result<()> {
+        let copy = |&Piece { index, at, bytes }: &Piece| {
+            let m = &moves[index];
+            let (from, to) = ((m.from.0.memory(), m.from.1 + at), (target.memory(), m.to + at));
+            // SAFETY: the block is write-locked. The plan holds the destination: its bytes are free, or belong to
+            // write-locked blocks that have moved on already.
+            unsafe { self.driver.copy(StreamId::DEFAULT, from, to, bytes) }
+        };
+        self.retry(MAX_TRIES, || pieces.iter().try_for_each(copy).and_then(|()| self.driver.synchronize()))
+    }
+
+    /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
+    pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
+        let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // a device without contents only counts the call
+        let full = |()| Error::OutOfMemory {
+            device: Device::Cpu,
+            requested: m.size,
+            detail: "the host has no room for a block that is being moved".into(),
+        };
+        let mut host = self.retry(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
+        let (new, old) = host.split_at_mut(done.min(bytes));
+        self.retry(tries, || {
+            // SAFETY: the block is write-locked, here and below.
+            unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
+            match done {
+                0 => Ok(()),
+                // SAFETY: as above.
+                _ => unsafe { self.driver.read((target.memory(), m.to), new) },
+            }
+        })?;
+        Ok(host)
+    }
+
+    /// Writes host bytes to a location that no other block uses.
+    pub(super) fn write_from_host(&self, tries: u32, bytes: &[u8], target: &Segment, at: usize) -> Result<()> {
+        // SAFETY: the location is in a new segment or held by a plan, and its block is write-locked.
+        self.retry(tries, || unsafe { self.driver.write(bytes, (target.memory(), at)) })
+    }
+
+    // Blocks kept on the host.
+
+    /// Copies a block from the host back to the device. No thread may hold the block's address.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the device has no memory for the block, and errors that the driver reports while
+    /// writing. The block then stays readable on the host.
+    #[cold]
+    pub(in crate::storage) fn restore(&self, block: &Block) -> Result<()> {
+        if block.owner != self.number {
+            return Err(Error::invalid("restore", format!("{block:?} is not of {self:?}")));
+        }
+        let _compaction_lock = self.lock_compaction();
+        self.restore_block(block.id()).or_else(|error| {
+            if !matches!(error, Error::OutOfMemory { .. }) {
+                return Err(error);
+            }
+            let unused = self.lock().heap.remove_unused(0);
+            drop(unused);
+            self.release_pages(0, 0);
+            self.restore_block(block.id())
+        })
+    }
+
+    /// Copies every block kept on the host back to the device, as far as there is memory, and frees the host copies of dropped tensors. The
+    /// compaction lock must be held.
+    pub(super) fn restore_all(&self) {
+        self.free_spilled();
+        let spilled = self.lock().spilled();
+        for id in spilled {
+            if let Err(error) = self.restore_block(id) {
+                // Not a lack of memory: the next block would fail as well.
+                let stop = !matches!(error, Error::OutOfMemory { .. });
+                let device = self.driver.device();
+                log::emit(move || tracing::warn!(%device, %error, "a block stays on the host"));
+                if stop {
+                    break;
+                }
+            }
+        }
+    }
+
+    pub(super) fn free_spilled(&self) {
+        let unused: Vec<_> = {
+            let heap = &mut self.lock_with_stats().heap;
+            heap.whole_blocks(SPILLED_POOL).into_iter().map(|id| heap.remove_whole(id)).collect()
+        };
+        drop(unused);
+    }
+
+    /// Copies one block back to the device. Does nothing if the block is not on the host.
+    fn restore_block(&self, id: u32) -> Result<()> {
+        let busy = |size: usize| Error::OutOfMemory {
+            device: self.driver.device(),
+            requested: size,
+            detail: "a tensor kept on the host is being read, and cannot return to the device now".into(),
+        };
+        let block = self.retry(MAX_TRIES, || self.lock().lock_spilled(id).map_err(busy))?;
+        let Some(block) = block else { return Ok(()) };
+        let held = self.lock().reserve_range_for(id);
+        let written = held.map_or_else(|| self.create_segment_for(id, block.size), Ok).and_then(|place| {
+            // Work on the block's stream may still be using the free bytes.
+            let MemoryKind::Spilled(bytes) = &block.from.0.memory().0 else { return Ok(place) };
+            match self
+                .wait_for_all()
+                .and_then(|()| self.write_from_host(MAX_TRIES, bytes, &place.segment, place.offset))
+            {
+                Ok(()) => Ok(place),
+                Err(error) => {
+                    let mut core = self.lock();
+                    core.heap.unfreeze_block(place.id);
+                    if place.has_own_segment {
+                        core.count_spilled([id]);
+                    }
+                    Err(error)
+                }
+            }
+        });
+        let mut core = self.lock();
+        let done = match written {
+            Ok(place) => Ok(core.apply_restore(block, &place)),
+            Err(error) => {
+                core.unlock_moved_blocks([block], []);
+                Err(error)
+            }
+        };
+        drop(core);
+        done.map(drop)
+    }
+
+    /// Creates a segment for a block that is kept on the host.
+    fn create_segment_for(&self, id: u32, size: usize) -> Result<ReservedRange> {
+        let memory = self.create_memory(size).map_err(|why| match why {
+            Failure::Other(error) => error,
+            full => Error::OutOfMemory {
+                device: self.driver.device(),
+                requested: size,
+                detail: format!(
+                    "a tensor of this size was moved to the host to make room: it stays readable, and returns when the \
+                     device has memory for it ({full})"
+                ),
+            },
+        })?;
+        let mut core = self.lock_with_stats();
+        let home = core.home_arena(id);
+        let kind = core.heap.segment_of(id).kind;
+        core.heap.stats.record_segment_free(kind, size);
+        let made = core.heap.add_segment(Arc::new(Segment::new(memory, size)), size, home);
+        Ok(ReservedRange { has_own_segment: true, ..core.reserve_range(made, size) })
+    }
+
+    /// Moves blocks whose bytes are only on the host into host segments. The caller [counts](Core::count_spilled) them
+    /// once their old memory is no longer counted.
+    pub(super) fn keep_on_host<'a>(
+        &self,
+        core: &mut Core,
+        stranded: impl IntoIterator<Item = Stranded<'a>>,
+    ) -> Vec<u32> {
+        let keep = |Stranded { block, bytes }: Stranded<'a>| {
+            self.has_cross_stream_use.store(true, Relaxed);
+            let id = block.id;
+            core.spill(block, Arc::new(Segment::spilled(bytes)));
+            id
+        };
+        stranded.into_iter().map(keep).collect()
+    }
+}
+
+impl Core {
+    /// The bytes of a segment that blocks cover.
+    pub(super) fn segment_bytes(&self, segment: u32) -> usize {
+        self.heap.segment(segment).map_or(0, |held| held.size)
+    }
+
+    pub(super) fn free_bytes(&self, segment: u32) -> usize {
+        let entries = self.heap.blocks_of(segment).map(|id| self.heap.entry(id));
+        entries.filter(|entry| entry.usage() == Use::Free).map(|entry| entry.size()).sum()
+    }
+
+    /// Returns the segments of the default pool that have free bytes, those with the most first.
+    pub(super) fn segments_by_free_bytes(&self) -> Vec<&SegmentRecord> {
+        let free =
+            self.heap.segments().filter(|(_, held)| held.pool == 0).map(|(at, held)| (self.free_bytes(at), at, held));
+        let mut segments: Vec<_> = free.filter(|(free, ..)| *free > 0).collect();
+        segments.sort_unstable_by_key(|&(free, at, _)| (Reverse(free), at));
+        segments.into_iter().map(|(.., held)| held).collect()
+    }
+
+    /// Returns the ids of [`segments_by_free_bytes`](Self::segments_by_free_bytes), for a caller that releases the lock.
+    pub(super) fn compaction_candidates(&self) -> Vec<u64> {
+        self.segments_by_free_bytes().into_iter().map(|held| held.segment.id()).collect()
+    }
+
+    /// Plans to move the blocks of these segments together, in order. Until the plan is applied or cancelled, no request can allocate in the
+    /// segments, and their freed blocks stay live. Blocks that cannot move stay. With `around`, the other blocks move down as far as the staying
+    /// blocks allow. Returns `None` if a segment is gone or has a pending block.
+    pub(super) fn plan_compaction<'a>(
+        &mut self,
+        segments: &[u64],
+        around: bool,
+        stream: StreamId,
+    ) -> Option<CompactionPlan<'a>> {
+        let segments: Vec<u32> = segments.iter().map(|&id| self.heap.number_of(id)).collect::<Option<_>>()?;
+        let is_pending = |id: u32| self.heap.entry(id).usage() == Use::Pending;
+        if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
+            return None; // a pending block may become free at any moment
+        }
+        let mut plan =
+            CompactionPlan { segments, moves: Vec::new(), staying: Vec::new(), stream, bytes_being_created: 0 };
+        let mut to = 0;
+        for segment in plan.segments.clone() {
+            let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
+            for id in ids {
+                let entry = self.heap.entry(id);
+                match entry.usage() {
+                    Use::Free => {
+                        self.heap.freeze_block(id);
+                        continue;
+                    }
+                    Use::Unmapped => continue,
+                    _ => {}
+                }
+                let slot = self.slots.get_or_create(id);
+                // SAFETY: slots live as long as the allocator, which outlives this call's plan.
+                let slot: &'a Slot = unsafe { slot.as_ref() };
+                self.moving.insert(id, AfterMove::Nothing);
+                match slot.try_lock_for_move().filter(|_| !slot.is_exported()) {
+                    Some(write_lock) => {
+                        let from = (Arc::clone(&self.heap.segment_of(id).segment), entry.offset());
+                        plan.moves.push(Move { id, from, to, size: entry.size(), slot, write_lock });
+                        to += entry.size();
+                    }
+                    None => {
+                        plan.staying.push((id, entry.offset(), entry.size()));
+                        to = if around { entry.offset() + entry.size() } else { to };
+                    }
+                }
+            }
+        }
+        Some(plan)
+    }
+
+    /// Cancels a plan without moving anything.
+    pub(super) fn cancel_plan(&mut self, plan: CompactionPlan<'_>) {
+        let CompactionPlan { segments, moves, staying: stay, .. } = plan;
+        for segment in segments {
+            self.heap.frozen_blocks(segment).into_iter().for_each(|id| self.heap.unfreeze_block(id));
+        }
+        self.unlock_moved_blocks(moves, stay);
+    }
+
+    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the unused segments.
+    pub(super) fn apply_moves(
+        &mut self,
+        plan: CompactionPlan<'_>,
+        target: &Arc<Segment>,
+        bytes: usize,
+    ) -> Vec<Arc<Segment>> {
+        let CompactionPlan { segments, moves, staying: stay, stream, .. } = plan;
+        let mut layout: Vec<(u32, usize)> =
+            moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
+        layout.sort_unstable_by_key(|&(_, offset)| offset);
+        // The history records a move as a free and an allocation. A block that stays in place or was cached gets neither.
+        let moves_away = |m: &&Move| {
+            let cached = matches!(self.moving.get(&m.id), Some(AfterMove::Uncache));
+            !cached && self.heap.address(m.id) != target.address() + m.to as u64
+        };
+        let moved: Vec<_> = moves.iter().filter(moves_away).map(|m| (m.id, m.slot.requested())).collect();
+        moved.iter().for_each(|&(id, requested)| self.heap.record_free(id, requested));
+        let gone = self.heap.rebuild_segment(&segments, &layout, target, bytes, stream);
+        moved.iter().for_each(|&(id, requested)| _ = self.heap.record(TraceAction::Alloc, id, requested));
+        for m in &moves {
+            // SAFETY: the segment is held as long as one of its blocks is live. The slot is write-locked, and the bytes have been copied.
+            unsafe { m.slot.set_location(target, m.to) };
+        }
+        self.unlock_moved_blocks(moves, stay);
+        gone
+    }
+
+    /// Unlocks the blocks of a plan. Blocks freed during the move become free now.
+    pub(super) fn unlock_moved_blocks<'a>(
+        &mut self,
+        moves: impl IntoIterator<Item = Move<'a>>,
+        stay: impl IntoIterator<Item = (u32, usize, usize)>,
+    ) {
+        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocks the blocks only after all of them are in the table
+        for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
+            match self.moving.remove(&id) {
+                Some(AfterMove::FreeBlock(requested)) => self.heap.free_block(id, requested),
+                Some(AfterMove::FreeUsedBlock(requested, uses)) => self.free_used_block(id, requested, uses),
+                Some(AfterMove::Uncache) => self.heap.uncache(id),
+                Some(AfterMove::Nothing) | None => {}
+            }
+        }
+    }
+
+    /// Returns the live blocks that are kept on the host.
+    fn spilled(&self) -> Vec<u32> {
+        let held = self.heap.segments().filter(|(_, held)| held.pool == SPILLED_POOL);
+        held.map(|(_, held)| held.first).filter(|&id| self.heap.entry(id).usage() == Use::Live).collect()
+    }
+
+    /// Returns the bytes of blocks that are kept on the host.
+    pub(super) fn spilled_bytes(&self) -> u64 {
+        self.spilled().into_iter().map(|id| self.heap.entry(id).size() as u64).sum()
+    }
+
+    /// Write-locks a block that is kept on the host. Returns `None` if it is not on the host, and `Err` with its size in bytes if it is in use.
+    fn lock_spilled<'a>(&mut self, id: u32) -> Result<Option<Move<'a>>, usize> {
+        let entry = self.heap.entry(id);
+        if entry.usage() != Use::Live || self.heap.segment_of(id).pool != SPILLED_POOL {
+            return Ok(None);
+        }
+        let slot = self.slots.get_or_create(id);
+        // SAFETY: slots live as long as the allocator, which outlives the call that uses this one.
+        let slot = unsafe { slot.as_ref() };
+        let write_lock = slot.try_lock_for_move().ok_or(entry.size())?;
+        self.moving.insert(id, AfterMove::Nothing);
+        let from = (Arc::clone(&self.heap.segment_of(id).segment), 0);
+        Ok(Some(Move { id, from, to: 0, size: entry.size(), slot, write_lock }))
+    }
+
+    /// Moves a block of a plan into its own segment on the host.
+    fn spill(&mut self, block: Move<'_>, segment: Arc<Segment>) {
+        let id = block.id;
+        let cached = matches!(self.moving.get(&id), Some(AfterMove::Uncache));
+        if !cached {
+            self.heap.record_free(id, block.slot.requested());
+        }
+        self.heap.move_to_host_segment(id, Arc::clone(&segment));
+        if !cached {
+            self.heap.record(TraceAction::Alloc, id, block.slot.requested());
+        }
+        // SAFETY: the segment is held as long as its block is live. The slot is write-locked, and the bytes are in the segment.
+        unsafe { block.slot.set_location(&segment, 0) };
+        block.slot.used_by_other_stream.store(true, Relaxed); // keeps the block out of thread caches
+        self.unlock_moved_blocks([block], []);
+    }
+
+    /// Counts blocks that are kept on the host as reserved.
+    pub(super) fn count_spilled(&mut self, blocks: impl IntoIterator<Item = u32>) {
+        for id in blocks {
+            let (kind, size) = (self.heap.segment_of(id).kind, self.heap.segment_of(id).size);
+            self.heap.stats.record_segment_alloc(kind, size);
+        }
+    }
+
+    /// Returns the arena to which a block kept on the host will return.
+    fn home_arena(&mut self, id: u32) -> u32 {
+        let (stream, kind) = (self.heap.arena_of_block(id).stream, self.heap.arena_of_block(id).kind);
+        self.heap.arena(0, stream, kind)
+    }
+
+    /// Reserves free bytes of the device for a block that is kept on the host.
+    fn reserve_range_for(&mut self, id: u32) -> Option<ReservedRange> {
+        let (home, size) = (self.home_arena(id), self.heap.entry(id).size());
+        let found = self.heap.find_free(home, size, Search::Thorough, || usize::MAX)?;
+        Some(self.reserve_range(found, size))
+    }
+
+    /// Takes the first `size` bytes of a free block out of the bins.
+    fn reserve_range(&mut self, id: u32, size: usize) -> ReservedRange {
+        self.heap.freeze_start(id, size);
+        let (segment, offset) = (Arc::clone(&self.heap.segment_of(id).segment), self.heap.entry(id).offset());
+        ReservedRange { id, segment, offset, has_own_segment: false }
+    }
+
+    /// Updates the table after a block was written to its reserved range. Returns the host segment.
+    fn apply_restore(&mut self, block: Move<'_>, place: &ReservedRange) -> Arc<Segment> {
+        let (id, requested) = (block.id, block.slot.requested());
+        let home = self.home_arena(id);
+        self.heap.record_free(id, requested);
+        let gone = self.heap.return_from_host(id, place.id, home);
+        if !place.has_own_segment {
+            self.heap.stats.record_segment_free(gone.kind, block.size);
+        }
+        self.heap.record(TraceAction::Alloc, id, requested);
+        // SAFETY: as in `spill`.
+        unsafe { block.slot.set_location(&place.segment, place.offset) };
+        self.unlock_moved_blocks([block], []);
+        gone.segment
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Executes the steps on an array, each wave backwards, because the order within a wave must not matter.
+    fn moved(moves: &[(usize, usize, usize)], bytes: usize) -> Vec<usize> {
+        let mut memory: Vec<usize> = (0..bytes).collect();
+        for step in steps(moves.iter().copied()) {
+            let pieces = match step {
+                Step::Wave(pieces) => pieces,
+                Step::ThroughHost(index) => vec![Piece { index, at: 0, bytes: moves[index].2 }],
+            };
+            let places = |p: &Piece| (moves[p.index].0 + p.at, moves[p.index].1 + p.at);
+            for read in &pieces {
+                let (from, _) = places(read);
+                for write in pieces.iter().filter(|_| pieces.len() > 1) {
+                    let (_, to) = places(write);
+                    assert!(to + write.bytes <= from || from + read.bytes <= to, "{write:?} overwrites {read:?}");
+                }
+            }
+            for piece in pieces.iter().rev() {
+                let (from, to) = places(piece);
+                memory.copy_within(from..from + piece.bytes, to);
+            }
+        }
+        memory
+    }
+
+    #[test]
+    fn no_wave_writes_to_what_it_reads() {
+        let mut state = 7u64;
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % below
+        };
+        for _ in 0..500 {
+            let (mut moves, mut from, mut to) = (Vec::new(), 0, 0);
+            for _ in 0..random(12) + 1 {
+                let size = random(150) + 1;
+                from += [0, 0, 1, random(40)][random(4)];
+                moves.push((from, to, size));
+                (from, to) = (from + size, to + size);
+            }
+            let memory = moved(&moves, from);
+            for (from, to, size) in moves {
+                assert!((from..from + size).eq(memory[to..to + size].iter().copied()));
+            }
+        }
     }
 }

@@ -109,6 +109,11 @@ impl Entry {
         self.units as usize * UNIT
     }
 
+    /// True if the block has some of these bytes of its segment.
+    pub(super) fn overlaps(&self, range: &std::ops::Range<usize>) -> bool {
+        self.offset() < range.end && range.start < self.offset() + self.size()
+    }
+
     /// The block's size in [`UNIT`]s.
     #[inline(always)]
     pub(super) fn units(&self) -> u32 {

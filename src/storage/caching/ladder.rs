@@ -1,12 +1,37 @@
-//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after each.
+//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after each. The steps create, extend
+//! and release segments.
+//!
+//! An expandable segment grows in place: an address range larger than the device's memory, in which only used pages are committed. A request that
+//! does not fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole pages, which leaves a hole
+//! (addresses without memory) between live blocks. When no block is left, the addresses are released too. A dedicated lock lets one thread at a time
+//! commit or release pages. Blocks are allocated and freed meanwhile.
+//!
+//! Decay releases segments that have been unused for a while. There is no background thread: the allocator checks the clock every
+//! [`SEARCHES_PER_CLOCK_CHECK`](super::policy::SEARCHES_PER_CLOCK_CHECK) searches. Decay keeps at least the peak of active bytes of the last two
+//! intervals reserved. If a segment is created soon after a release, decay waits longer before the next release. Nothing is released while any
+//! stream has work, because a driver may stall the whole device while it releases memory.
 
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard as PageGuard};
+
+use super::super::allocator::Allocator;
 use super::super::block::Block;
-use super::super::driver::Failure;
-use super::super::hooks::{FreeMemory, OomObserver, Registration};
-use super::grow::Growth;
-use super::heap::Search;
-use super::{CachingAllocator, Core, Request, SizeKind};
-use crate::Result;
+use super::super::config::Config;
+use super::super::driver::{Driver, Failure};
+use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
+use super::super::images::desc::other_holder;
+use super::super::segment::Segment;
+use super::super::unsplit::too_large_error;
+use super::entry::MAX_SEGMENT_BYTES;
+use super::heap::{Extension, Request, Search, UnmappedPages};
+use super::policy::{Growth, MAX_IDLE_QUERIES, MAX_RESERVED_BYTES, MAX_SYNC_ATTEMPTS, RESERVED_EIGHTHS, SizeKind};
+use super::report::Report;
+use super::sync::MutexGuard;
+use super::{CachingAllocator, Core};
+use crate::device::{StreamId, lock};
+use crate::{Error, Result};
 
 /// The recovery steps, from the cheapest to the most expensive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,17 +80,10 @@ const RECOVERY_STEPS: [RecoveryStep; 13] = [
     RecoveryStep::Compact,
 ];
 
-// For tests: the number of this thread's requests that each step served, and of collections that released a segment.
-#[cfg(test)]
-thread_local!(pub(super) static SERVED_BY_STEP: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());
-
 fn count_served(_step: RecoveryStep) {
     #[cfg(test)]
     SERVED_BY_STEP.with_borrow_mut(|served| *served.entry(format!("{_step:?}")).or_default() += 1);
 }
-
-/// Waits for all streams before giving up, while other threads keep freeing blocks.
-const MAX_SYNC_ATTEMPTS: usize = 4;
 
 /// The outcome of the recovery steps so far.
 #[derive(Default)]
@@ -74,6 +92,56 @@ pub(super) struct OomRecovery {
     pub(super) failure: Option<Failure>,
     /// The kind of memory created, for the log, and its size in bytes.
     pub(super) growth_message: Option<(&'static str, u64)>,
+}
+
+/// State of an allocator with expandable segments.
+#[derive(Debug)]
+pub(super) struct Expandable {
+    /// The unit, in bytes, in which memory is committed and released.
+    pub(super) page: usize,
+    /// Addresses to reserve for a segment, in bytes.
+    bytes: usize,
+    /// Locked while committing or releasing pages.
+    pages: Mutex<()>,
+}
+
+impl Expandable {
+    /// Checks the configuration against the driver. Returns `None` if `expandable_segments` is off.
+    pub(super) fn new(driver: &dyn Driver, config: &Config) -> Result<Option<Expandable>> {
+        let fail = |reason: String| Err(Error::invalid("expandable_segments", reason));
+        let page = driver.page().max(driver.alignment());
+        match config.expandable_segments {
+            false => Ok(None),
+            true if driver.page() == 0 => fail(format!(
+                "the driver of {} cannot reserve addresses: leave it False, and rely on compaction",
+                driver.device()
+            )),
+            true if config.max_split_size < usize::MAX => {
+                fail("expandable segments are always split: leave max_split_size_mb out, or this key False".to_owned())
+            }
+            true => {
+                let bytes = (driver.capacity() / 8)
+                    .saturating_mul(RESERVED_EIGHTHS)
+                    .clamp(page as u64, MAX_RESERVED_BYTES) as usize;
+                Ok(Some(Expandable { page, bytes: bytes.next_multiple_of(page), pages: Mutex::new(()) }))
+            }
+        }
+    }
+}
+
+pub(super) enum ExpandOutcome {
+    Block(Block),
+    /// The limit or the device has no room.
+    Full,
+    /// No expandable segment can serve the request, so it needs an ordinary segment.
+    NeedsOwnSegment,
+}
+
+/// How to serve a request that no free block serves.
+enum ExtensionDecision {
+    Extend(Extension),
+    Full,
+    NeedsOwnSegment,
 }
 
 impl CachingAllocator {
@@ -91,6 +159,17 @@ impl CachingAllocator {
     /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a snapshot, or allocate.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
         self.hooks.add_oom_observer(observe)
+    }
+
+    /// Releases unused memory and calls the free-memory callbacks, because images need memory of the device.
+    pub(in crate::storage) fn make_room(&self) -> Result<()> {
+        self.hooks.call_free_memory_callbacks();
+        self.empty_cache()
+    }
+
+    /// Notifies the observers that another allocator of the device ran out of memory.
+    pub(in crate::storage) fn notify_oom_observers(&self, event: &OutOfMemoryEvent) {
+        self.hooks.notify_observers(|| *event);
     }
 
     /// Recovers memory for a request that the first search did not serve.
@@ -147,14 +226,18 @@ impl CachingAllocator {
                 }
             }
             RecoveryStep::OtherAllocators => {
-                if self.driver.make_room_elsewhere(request.size)? {
+                if other_holder(self.driver.device()).map_or(Ok(false), |other| other.make_room())? {
                     self.update_held_elsewhere();
                     return self.grow(request, false, recovery);
                 }
             }
             RecoveryStep::Oversize => {
-                if self.rules.config.max_split_size < usize::MAX && self.release_oversize(request) {
-                    return self.grow(request, false, recovery);
+                if self.rules.config.max_split_size < usize::MAX {
+                    let released = self.lock().remove_oversize(request.size);
+                    if !released.is_empty() {
+                        drop(released);
+                        return self.grow(request, false, recovery);
+                    }
                 }
             }
             RecoveryStep::Wait => {
@@ -193,7 +276,7 @@ impl CachingAllocator {
 
     /// Updates the bytes that other allocators of this device hold, which count towards the limits.
     fn update_held_elsewhere(&self) {
-        let elsewhere = self.driver.held_elsewhere(); // takes the other allocators' locks, so not under this one
+        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes the other allocators' locks, so not under this one
         self.lock().limits.elsewhere = elsewhere;
     }
 
@@ -201,11 +284,11 @@ impl CachingAllocator {
     /// wait, its work may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..MAX_SYNC_ATTEMPTS {
-            let freed_blocks = self.drain_caches().heap.freed_blocks;
+            let freed_blocks = self.drain_caches().heap.freed_blocks();
             self.synchronize()?;
             self.process_events(true)?;
             let mut core = self.lock();
-            if core.heap.freed_blocks == freed_blocks {
+            if core.heap.freed_blocks() == freed_blocks {
                 let pools = core.pools_with_use_on_oom(request).chain([request.pool]).collect::<Vec<_>>();
                 for (pool, kind) in
                     pools.into_iter().flat_map(|pool| [(pool, SizeKind::Small), (pool, SizeKind::Large)])
@@ -217,15 +300,340 @@ impl CachingAllocator {
         }
         Ok(())
     }
+
+    /// Records the failed request, notifies the observers, and builds the error.
+    pub(super) fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
+        let config = &self.rules.config;
+        let report = {
+            let mut core = self.lock_with_stats();
+            core.heap.stats.num_ooms += 1;
+            core.heap.record_oom(request, self.driver.capacity());
+            let mut pools = vec![(0, core.heap.pool_stats(0), true)];
+            pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
+            Report {
+                size: request.size as u64,
+                pool: request.pool,
+                capacity: self.driver.capacity(),
+                limit: core.limits.allowed(),
+                stats: core.heap.stats.stats(),
+                pools,
+                spilled: core.spilled_bytes(),
+                elsewhere: core.limits.elsewhere,
+                ran_out: failure.as_ref().and_then(Failure::ran_out),
+                could_compact: !config.compaction,
+                could_limit_splitting: config.max_split_size == usize::MAX && !config.expandable_segments,
+                could_grow: !config.expandable_segments && self.driver.page() > 0,
+            }
+        };
+        self.hooks.notify_observers(|| OutOfMemoryEvent {
+            device: self.driver.device(),
+            requested: request.bytes,
+            allowed: report.limit,
+            device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current + report.elsewhere),
+        });
+        if matches!(failure, Some(Failure::TooBig)) {
+            return self.too_large(request.bytes);
+        }
+        let detail = report.to_string();
+        Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
+    }
+
+    /// Builds the error for a request that exceeds the largest possible segment.
+    pub(super) fn too_large(&self, requested: usize) -> Error {
+        too_large_error(&*self.driver, requested, MAX_SEGMENT_BYTES.min(self.driver.largest_segment() as u64))
+    }
+
+    // Creating and releasing segments.
+
+    /// Creates a segment for the request and allocates its first block. Returns `None` if the limit or the device has
+    /// no room, and leaves the reason in `recovery`. If `exact`, the segment is no larger than the request.
+    pub(super) fn grow(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<Option<Block>> {
+        match self.expand(request, exact, recovery)? {
+            ExpandOutcome::Block(block) => return Ok(Some(block)),
+            ExpandOutcome::Full => return Ok(None),
+            ExpandOutcome::NeedsOwnSegment => {}
+        }
+        let (bytes, recycled) = {
+            let mut core = self.lock();
+            let Some(bytes) = core.segment_size(request, exact, self.driver.largest_segment()) else { return Ok(None) };
+            let recycled = if exact { Vec::new() } else { core.recycle(request.size) };
+            core.growth.record_created(bytes);
+            core.bytes_being_created += bytes as u64;
+            (bytes, recycled)
+        };
+        drop(recycled);
+        let made = self.driver.create(bytes);
+        let segment = made.map(|memory| Arc::new(Segment::new(memory, bytes)));
+        let mut guard = self.lock_with_stats();
+        let core = &mut *guard;
+        core.bytes_being_created -= bytes as u64;
+        match segment {
+            Ok(segment) => {
+                core.heap.set_time(self.now());
+                let arena = core.heap.arena(request.pool, request.stream, request.kind);
+                let id = core.heap.add_segment(segment, bytes, arena);
+                core.growth.raise_target(core.heap.stats.reserved());
+                core.decay.record_segment_created(self.now());
+                let id = core.heap.allocate_from(id, request.size, request.bytes);
+                let block = core.create_handle(self.number, id, request.bytes);
+                recovery.growth_message = Some(("segment made", bytes as u64));
+                Ok(Some(block))
+            }
+            // Not reported: a segment of exactly the requested size may still be possible.
+            Err(Failure::TooBig) if bytes > request.size => Ok(None),
+            Err(Failure::Other(error)) => Err(error),
+            Err(other) => {
+                recovery.failure = Some(other);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Releases unused segments until a lowered limit is met, or none is left.
+    #[cold]
+    pub(super) fn release_above_limit<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        if !core.limits.is_exceeded {
+            return core;
+        }
+        drop(core);
+        let mut core = self.drain_caches();
+        core.limits.is_exceeded = false;
+        let limit = core.limits.limit();
+        let excess = core.heap.stats.reserved().saturating_sub(limit);
+        let unused = core.heap.first_blocks_of_unused_segments(0);
+        let unused = core.remove_at_least(excess, unused);
+        drop(core);
+        drop(unused);
+        self.release_pages(0, limit);
+        self.lock_with_stats()
+    }
+
+    /// Runs PyTorch's garbage collection: if the threshold is exceeded, releases large segments that have been unused
+    /// for longer than average, until enough is free. Returns whether any memory was released. Never waits.
+    pub(super) fn collect_garbage(&self, request: &Request) -> bool {
+        let (freed, keep) = {
+            let mut core = self.lock();
+            core.heap.merge_unused(|stream| self.driver.progress(stream));
+            core.collect_garbage(request.size as u64)
+        };
+        let any = !freed.is_empty() || keep.is_some();
+        drop(freed);
+        if let Some(keep) = keep {
+            self.release_pages(0, keep);
+        }
+        any
+    }
+
+    /// Releases segments that have been unused for long enough, if a check is due and the device is idle.
+    #[cold]
+    pub(super) fn decay<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        if !core.decay.checks_clock_at(core.heap.searches()) {
+            return core;
+        }
+        let now = self.now();
+        let (ticks, active) = (core.heap.searches(), core.heap.stats.active_bytes());
+        let due = core.decay.is_due(now);
+        if due {
+            core.heap.record_segment_ends();
+        }
+        let old = core.decay.record_check(now, ticks, active);
+        let any = |old| {
+            !core.segments_unused_since(old).is_empty()
+                || core.heap.has_unused_ends(self.expandable.as_ref().map_or(0, |expandable| expandable.page))
+        };
+        if !(old.is_some_and(any) || due && core.heap.has_unused_of_several_streams()) {
+            return core;
+        }
+        let streams = core.heap.streams();
+        drop(core);
+        if self.is_idle(streams) {
+            let mut core = self.lock();
+            core.heap.set_time(now);
+            core.heap.merge_unused(|stream| self.driver.progress(stream));
+            let segments_unused_since = old.map_or_else(Vec::new, |old| core.segments_unused_since(old));
+            let keep = core.decay.bytes_to_keep();
+            let freed = core.remove_above(segments_unused_since, keep);
+            drop(core);
+            let any = !freed.is_empty();
+            drop(freed);
+            if old.is_some() && self.release_unused_ends(keep) > 0 || any {
+                self.lock().decay.record_released(now);
+            }
+        }
+        self.lock_with_stats()
+    }
+
+    /// True if every stream has finished its work. Waits no longer than some microseconds per stream.
+    fn is_idle(&self, streams: BTreeSet<StreamId>) -> bool {
+        let is_idle = |stream| (0..MAX_IDLE_QUERIES).any(|_| self.driver.is_idle(stream).unwrap_or(false));
+        streams.into_iter().all(is_idle)
+    }
+
+    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the bytes released.
+    pub(super) fn trim_to(&self, keep: u64) -> Result<u64> {
+        self.process_events(false)?;
+        let streams = self.drain_caches().heap.streams();
+        if !self.is_idle(streams) {
+            return Ok(0);
+        }
+        let (freed, bytes) = {
+            let mut core = self.lock();
+            let held = core.heap.stats.reserved();
+            let mut unused = core.heap.unused_segments(0);
+            unused.sort_unstable_by_key(|&at| Reverse((core.heap.committed_bytes(at), at)));
+            let freed = core.remove_above(unused, keep);
+            (freed, held - core.heap.stats.reserved())
+        };
+        drop(freed);
+        Ok(bytes + self.release_pages(0, keep))
+    }
+
+    // Segments that grow in place.
+
+    /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the request needs.
+    pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {
+        let Some(expandable) = &self.expandable else { return Ok(ExpandOutcome::NeedsOwnSegment) };
+        if request.size > expandable.bytes {
+            return Ok(ExpandOutcome::NeedsOwnSegment);
+        }
+        let _page_lock = lock(&expandable.pages);
+        loop {
+            let (extension, unmapped) = {
+                let mut core = self.lock_with_stats();
+                // The whole segment may be free, or another thread has just extended it.
+                if let Some(block) = core.search_best_fit(self.number, request, true) {
+                    return Ok(ExpandOutcome::Block(block));
+                }
+                let unmapped = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
+                match core.plan_extension(expandable, request, exact) {
+                    ExtensionDecision::Extend(extension) => {
+                        core.bytes_being_created += extension.bytes();
+                        (Ok(extension), unmapped)
+                    }
+                    ExtensionDecision::Full => (Err(ExpandOutcome::Full), unmapped),
+                    ExtensionDecision::NeedsOwnSegment => (Err(ExpandOutcome::NeedsOwnSegment), unmapped),
+                }
+            };
+            self.decommit(unmapped);
+            let extension = match extension {
+                Ok(extension) => extension,
+                Err(grown) => return Ok(grown),
+            };
+            let bytes = extension.bytes();
+            let segment = extension.segment.as_ref().map(|(_, segment)| Arc::clone(segment)).or_else(|| {
+                let memory = self.driver.reserve(expandable.bytes)?;
+                Some(Arc::new(Segment::reserved(memory, expandable.bytes)))
+            });
+            let Some(segment) = segment else {
+                self.lock().bytes_being_created -= bytes;
+                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses left
+            };
+            if let Err(why) = self.commit_all(&segment, &extension) {
+                self.lock().bytes_being_created -= bytes;
+                return match why {
+                    Failure::Other(error) => Err(error),
+                    other => {
+                        recovery.failure = Some(other);
+                        Ok(ExpandOutcome::Full)
+                    }
+                };
+            }
+            let mut guard = self.lock_with_stats();
+            let core = &mut *guard;
+            core.bytes_being_created -= bytes;
+            core.heap.set_time(self.now());
+            let arena = core.heap.arena(request.pool, request.stream, request.kind);
+            match &extension.segment {
+                None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
+                Some((at, _)) if core.heap.is_segment(*at, &segment) => core.heap.extend(*at, &extension, arena),
+                Some(_) => {
+                    drop(guard); // the segment was released meanwhile, together with the newly committed pages
+                    continue;
+                }
+            }
+            core.growth.raise_target(core.heap.stats.reserved());
+            core.decay.record_segment_created(self.now());
+            // Another thread may have taken the free bytes that the extension relied on; if so, try again.
+            if let Some(block) = core.search_best_fit(self.number, request, true) {
+                recovery.growth_message = Some(("segment extended", bytes));
+                return Ok(ExpandOutcome::Block(block));
+            }
+        }
+    }
+
+    /// Commits all ranges of an extension, or none.
+    fn commit_all(&self, segment: &Segment, extension: &Extension) -> Result<(), Failure> {
+        for (done, range) in extension.ranges().enumerate() {
+            if let Err(why) = self.driver.extend(segment.memory(), range.start, range.end) {
+                for range in extension.ranges().take(done) {
+                    // SAFETY: these pages were committed just now, and the table does not contain them yet.
+                    unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
+                }
+                return Err(why);
+            }
+        }
+        Ok(())
+    }
+
+    /// Locks the page state: until the guard is dropped, only this thread commits or releases pages.
+    pub(super) fn lock_pages(&self) -> Option<PageGuard<'_, ()>> {
+        self.expandable.as_ref().map(|expandable| lock(&expandable.pages))
+    }
+
+    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved. Returns the bytes released.
+    pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
+        let Some(expandable) = &self.expandable else { return 0 };
+        let _page_lock = lock(&expandable.pages);
+        let unmapped = {
+            let mut core = self.lock();
+            let spare = core.heap.stats.reserved().saturating_sub(keep);
+            core.heap.unmap_free_pages(pool, spare, &[], expandable.page)
+        };
+        self.decommit(unmapped)
+    }
+
+    /// Like [`release_pages`](Self::release_pages), for the segment ends that were unused at all of decay's recent checks.
+    pub(super) fn release_unused_ends(&self, keep: u64) -> u64 {
+        let Some(expandable) = &self.expandable else { return 0 };
+        let _page_lock = lock(&expandable.pages);
+        let unmapped = {
+            let mut core = self.lock();
+            let heap = &mut core.heap;
+            let held = heap.segments().filter(|(_, held)| held.pool == 0 && held.segment.is_reserved());
+            let segments: Vec<(u32, usize)> = held.map(|(at, held)| (at, held.end.last_used())).collect();
+            let cut = |(at, floor): (u32, usize)| {
+                let spare = heap.stats.reserved().saturating_sub(keep);
+                let last = heap.last_block(at);
+                heap.unmap(last, spare, floor, expandable.page)
+            };
+            segments.into_iter().filter_map(cut).collect()
+        };
+        self.decommit(unmapped)
+    }
+
+    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes released.
+    pub(super) fn decommit(&self, unmapped: Vec<UnmappedPages>) -> u64 {
+        let decommit = |(segment, range): UnmappedPages| {
+            // SAFETY: the pages are in no block, and no block can be created on them before the page lock is released.
+            unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
+            range.len() as u64
+        };
+        unmapped.into_iter().map(decommit).sum()
+    }
 }
 
 impl Core {
     /// Searches an arena and takes a block. Unless `any`, an unused segment is taken only if the policy permits splitting it.
     #[inline(always)]
     pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
-        let only_similar = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
-        let max_split_segment =
-            || if only_similar { Growth::max_segment_to_split(self.usual_segment_bytes(request)) } else { usize::MAX };
+        let only_similar = !any && self.rules.is_adaptive() && !self.growth.is_steady();
+        let max_split_segment = || match only_similar {
+            true => {
+                let segment = self.rules.segment_size(request.size, self.heap.stats.reserved());
+                Growth::max_segment_to_split(segment.unwrap_or(request.size))
+            }
+            false => usize::MAX,
+        };
         let id = self.heap.find_free(arena, request.size, search, max_split_segment)?;
         Some(self.heap.allocate_from(id, request.size, request.bytes))
     }
@@ -243,20 +651,13 @@ impl Core {
         others.map(|(&id, _)| id)
     }
 
-    /// Returns the size, in bytes, of a segment that would be created for the request.
-    fn usual_segment_bytes(&self, request: &Request) -> usize {
-        let reserved = self.heap.stats.reserved();
-        self.heap.rules.segment_size(request.size, reserved).unwrap_or(request.size)
-    }
-
     /// Moves all free blocks of the request's pool and kind to its stream, and merges them. All streams must have been waited for.
     pub(super) fn move_free_blocks_to_stream(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
-        let others: Vec<u32> = (0..self.heap.arenas.len() as u32)
-            .filter(|&at| {
-                let arena = &self.heap.arenas[at as usize];
-                at != home && arena.pool == request.pool && arena.kind == request.kind
-            })
+        let others: Vec<u32> = (0..)
+            .zip(self.heap.arenas())
+            .filter(|(at, arena)| *at != home && (arena.pool, arena.kind) == (request.pool, request.kind))
+            .map(|(at, _)| at)
             .collect();
         for arena in others {
             while let Some(id) = self.heap.any_free(arena) {
@@ -264,4 +665,186 @@ impl Core {
             }
         }
     }
+
+    /// Returns the size in bytes of a new segment within the limit; `None` if the request does not fit.
+    fn segment_size(&self, request: &Request, exact: bool, largest: usize) -> Option<usize> {
+        let reserved = self.heap.stats.reserved() + self.bytes_being_created;
+        let room = usize::try_from(self.limits.limit().saturating_sub(reserved)).unwrap_or(usize::MAX);
+        let own = self.rules.is_adaptive() && self.heap.is_unsplit(request.pool);
+        if exact || own {
+            return Some(request.size).filter(|&size| size <= room);
+        }
+        let usual = self.rules.segment_size(request.size, reserved)?;
+        // The driver may create segments larger than the size it guarantees, so a larger request is still tried.
+        Some(usual.min(largest.max(request.size))).filter(|&size| size <= room)
+    }
+
+    /// Removes unused segments from the table, so that a new one for `size` bytes does not exceed the target. Removes
+    /// as few as possible, the largest first.
+    fn recycle(&mut self, size: usize) -> Vec<Arc<Segment>> {
+        if !self.rules.is_adaptive() {
+            return Vec::new();
+        }
+        let reserved = self.heap.stats.reserved() + self.bytes_being_created;
+        let excess = self.growth.bytes_to_release(reserved, size as u64);
+        if excess == 0 {
+            return Vec::new();
+        }
+        let bytes = |core: &Core, id: u32| core.heap.segment_of(id).committed() as u64;
+        let mut unused = self.heap.first_blocks_of_unused_segments(0);
+        unused.sort_unstable_by_key(|&id| Reverse((bytes(self, id), id)));
+        let mut sum = 0;
+        let enough = unused.iter().position(|&id| {
+            sum += bytes(self, id);
+            sum >= excess
+        });
+        if let Some(last) = enough {
+            unused.truncate(last + 1);
+            unused.retain(|&id| {
+                let needed = sum - bytes(self, id) < excess;
+                sum -= if needed { 0 } else { bytes(self, id) };
+                needed
+            });
+        }
+        unused.iter().for_each(|&id| self.growth.record_recycled(bytes(self, id) as usize));
+        unused.into_iter().map(|id| self.heap.remove_whole(id)).collect()
+    }
+
+    /// Removes unused segments from the table, the largest first, until they add up to `bytes`.
+    fn remove_at_least(&mut self, bytes: u64, mut unused: Vec<u32>) -> Vec<Arc<Segment>> {
+        unused.sort_unstable_by_key(|&id| Reverse((self.heap.segment_of(id).committed(), id)));
+        let (mut left, mut removed) = (bytes, Vec::new());
+        for id in unused {
+            if left > 0 {
+                left = left.saturating_sub(self.heap.segment_of(id).committed() as u64);
+                removed.push(self.heap.remove_whole(id));
+            }
+        }
+        removed
+    }
+
+    /// Removes oversize segments from the table, as PyTorch does first if `max_split_size_mb` is set, because they serve few requests. Removes the
+    /// smallest unused one that covers the request, or else the largest ones that together do.
+    fn remove_oversize(&mut self, size: usize) -> Vec<Arc<Segment>> {
+        let max = self.rules.config.max_split_size;
+        let bytes = |id: u32| self.heap.segment_of(id).committed();
+        let mut unused = self.heap.first_blocks_of_unused_segments(0);
+        unused.retain(|&id| bytes(id) >= max);
+        let enough = unused.iter().copied().filter(|&id| bytes(id) >= size);
+        match enough.min_by_key(|&id| (bytes(id), id)) {
+            Some(id) => vec![self.heap.remove_whole(id)],
+            None => self.remove_at_least(size as u64, unused),
+        }
+    }
+
+    /// Returns the segments to release and, if they do not suffice, how many bytes may stay reserved.
+    fn collect_garbage(&mut self, size: u64) -> (Vec<Arc<Segment>>, Option<u64>) {
+        let threshold = self.rules.config.garbage_collection_threshold;
+        let reserved = self.heap.stats.reserved();
+        let most = (self.limits.limit() as f64 * threshold) as u64;
+        if threshold == 0.0 || reserved + size <= most {
+            return (Vec::new(), None);
+        }
+        let mut freed = Vec::new();
+        let mut left = reserved + size - most;
+        while left > 0 {
+            let mut unused = self.heap.whole_blocks(0);
+            unused.retain(|&id| self.heap.segment_of(id).kind == SizeKind::Large);
+            let age = |core: &Core, id: u32| core.heap.searches() - core.heap.segment_of(id).idle_since.0;
+            let total: u64 = unused.iter().map(|&id| age(self, id)).sum();
+            let Some(average) = total.checked_div(unused.len() as u64) else { break };
+            unused.retain(|&id| age(self, id) >= average);
+            for id in unused {
+                if left > 0 {
+                    left = left.saturating_sub(self.heap.entry(id).size() as u64);
+                    freed.push(self.heap.remove_whole(id));
+                }
+            }
+        }
+        (freed, (left > 0).then(|| most.saturating_sub(size)))
+    }
+
+    /// Returns the segments unused since before search `old`, the longest unused first.
+    fn segments_unused_since(&self, old: u64) -> Vec<u32> {
+        let idle = |at: u32| self.heap.segment(at).map_or(0, |held| held.idle_since.0);
+        let whole = self.heap.whole_blocks(0).into_iter().map(|id| self.heap.entry(id).segment);
+        let mut unused: Vec<u32> = whole.filter(|&at| idle(at) < old).collect();
+        unused.sort_unstable_by_key(|&at| (idle(at), at));
+        unused
+    }
+
+    /// Removes each given segment from the table, unless fewer than `keep` bytes would stay reserved.
+    fn remove_above(&mut self, segments: Vec<u32>, keep: u64) -> Vec<Arc<Segment>> {
+        let mut freed = Vec::new();
+        for at in segments {
+            if self.heap.stats.reserved() >= keep.saturating_add(self.heap.committed_bytes(at)) {
+                freed.push(self.heap.remove_segment(at));
+            }
+        }
+        freed
+    }
+
+    /// Chooses where to grow for a request that no free block serves.
+    fn plan_extension(&mut self, expandable: &Expandable, request: &Request, exact: bool) -> ExtensionDecision {
+        if self.heap.is_unsplit(request.pool) {
+            return ExtensionDecision::NeedsOwnSegment; // each block of an unsplit pool is a segment of its own
+        }
+        let arena = self.heap.arena(request.pool, request.stream, request.kind);
+        let own: Vec<u32> = (self.heap.segments())
+            .filter(|(_, held)| held.segment.is_reserved())
+            .filter(|(_, held)| (held.pool, held.stream, held.kind) == (request.pool, request.stream, request.kind))
+            .map(|(at, _)| at)
+            .collect();
+        let best = own.into_iter().find_map(|at| {
+            let found = self.heap.possible_extensions(at, arena, request.size, expandable.page);
+            found.into_iter().min_by_key(Extension::bytes)
+        });
+        let new = || Extension {
+            segment: None,
+            holes: Vec::new(),
+            end: 0..request.size.next_multiple_of(expandable.page),
+            spared: Vec::new(),
+        };
+        let mut extension = best.unwrap_or_else(new);
+        let all = extension.segment.as_ref().map_or(expandable.bytes, |(_, segment)| segment.bytes());
+        if extension.end.end > all {
+            return ExtensionDecision::NeedsOwnSegment;
+        }
+        let held = self.heap.stats.reserved() + self.bytes_being_created;
+        let (least, room) = (extension.bytes(), self.limits.limit().saturating_sub(held));
+        if least > room {
+            return ExtensionDecision::Full;
+        }
+        if !exact && !extension.end.is_empty() {
+            let Range { start, end } = extension.end;
+            let more = self.rules.extension(request.kind, start, end - start, held).saturating_sub(end - start);
+            let more = more.min(usize::try_from(room - least).unwrap_or(usize::MAX)).min(all - end);
+            extension.end = start..end + more / expandable.page * expandable.page;
+        }
+        ExtensionDecision::Extend(extension)
+    }
+
+    /// Removes free pages from the table, so that the request's extension does not exceed the target of reserved bytes.
+    fn recycle_pages(&mut self, expandable: &Expandable, request: &Request) -> Vec<UnmappedPages> {
+        if !self.rules.is_adaptive() {
+            return Vec::new();
+        }
+        let ExtensionDecision::Extend(extension) = self.plan_extension(expandable, request, true) else {
+            return Vec::new();
+        };
+        let held = self.heap.stats.reserved() + self.bytes_being_created;
+        match self.growth.bytes_to_release(held, extension.bytes()) {
+            0 => Vec::new(),
+            excess => {
+                let excess = excess.next_multiple_of(expandable.page as u64);
+                let unmapped = self.heap.unmap_free_pages(0, excess, &extension.spared, expandable.page);
+                unmapped.first().into_iter().for_each(|(_, range)| self.growth.record_recycled(range.len()));
+                unmapped
+            }
+        }
+    }
 }
+
+// For tests: the number of this thread's requests that each step served, and of collections that released a segment.
+#[cfg(test)]
+thread_local!(pub(super) static SERVED_BY_STEP: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());

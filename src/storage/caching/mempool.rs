@@ -5,12 +5,14 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use super::super::block::Block;
+use super::super::stats::MemPoolStats;
+use super::entry::{SPILLED_POOL, Use};
 use super::events::PendingUses;
-use super::heap::{Heap, Use};
 use super::{CachingAllocator, Core};
 use crate::device::StreamId;
 use crate::{Error, Result};
@@ -61,24 +63,6 @@ impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
         self.0.store(false, Release);
     }
-}
-
-/// Statistics of a memory pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct MemPoolStats {
-    /// Number of segments.
-    pub segments: u64,
-    /// Bytes of all segments.
-    pub reserved_bytes: u64,
-    /// Number of blocks held by the user.
-    pub allocations: u64,
-    /// Bytes of blocks held by the user, with requests rounded up.
-    pub allocated_bytes: u64,
-    /// Bytes of blocks held by the user or by unfinished work.
-    pub active_bytes: u64,
-    /// Bytes of the largest free block.
-    pub largest_free: u64,
 }
 
 /// Locations of a pool's live blocks at one moment, to which [`MemPool::restore`] returns.
@@ -162,14 +146,12 @@ impl MemPool {
         let mut core = allocator.lock();
         let id = loop {
             let id = NEXT.fetch_add(1, Relaxed);
-            if id != 0 && id < super::heap::SPILLED_POOL && !core.pools.contains_key(&id) {
+            if id != 0 && id < SPILLED_POOL && !core.pools.contains_key(&id) {
                 break id;
             }
         };
         core.pools.insert(id, options);
-        if options.no_split {
-            core.heap.unsplit_pools.push(id);
-        }
+        core.heap.set_unsplit(id, options.no_split);
         MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id, is_captured_into: AtomicBool::new(false) }))
     }
 
@@ -230,8 +212,8 @@ impl MemPool {
     /// Returns a stream other than `stream` that has memory in the pool.
     pub(crate) fn other_stream(&self, stream: StreamId) -> Option<StreamId> {
         let core = self.0.allocator.lock();
-        let streams = core.heap.arenas.iter().filter(|arena| arena.pool == self.0.id).map(|arena| arena.stream);
-        streams.into_iter().find(|&of| of != stream)
+        let mut arenas = core.heap.arenas().iter().filter(|arena| arena.pool == self.0.id);
+        arenas.find(|arena| arena.stream != stream).map(|arena| arena.stream)
     }
 
     /// True if the pool's live blocks are exactly `blocks` (PyTorch's `checkPoolLiveAllocations`).
@@ -247,7 +229,7 @@ impl MemPool {
     pub fn checkpoint(&self) -> PoolCheckpoint {
         let mut core = self.0.allocator.lock();
         let live: Vec<u32> = core.heap.blocks_of_pool(self.0.id, Use::Live).collect();
-        let blocks = live.into_iter().map(|id| core.checkpoint_block(id)).collect();
+        let blocks = live.into_iter().map(|id| checkpoint_block(&mut core, id)).collect();
         PoolCheckpoint { allocator: self.0.allocator.number, pool: self.0.id, blocks }
     }
 
@@ -270,16 +252,16 @@ impl MemPool {
         allocator.wait_for_users(give_back)?;
         allocator.process_events(true)?;
         let mut core = allocator.lock_with_stats();
-        let missing = core.blocks_to_restore(allocator.number, checkpoint, give_back)?;
+        let missing = checkpoint.blocks_to_restore(&mut core, give_back)?;
         for block in give_back.drain(..) {
-            core.pending.forget_users(block.id());
+            core.pending.take_users(block.id());
             core.free_block(block.id(), block.requested());
         }
         let mut waits = HashSet::new();
         let mut restored = Vec::new();
         for (segment, place) in missing {
-            let (id, streams) = core.heap.allocate_checkpoint_block(segment, &place);
-            let stream = core.heap.arenas[place.arena as usize].stream;
+            let (id, streams) = core.heap.allocate_range(segment, &place.range(), place.arena, place.requested);
+            let stream = core.heap.arena_of_block(id).stream;
             let uses: PendingUses =
                 streams.into_iter().filter(|&from| from != stream).map(|from| (from, None)).collect();
             waits.extend(uses.iter().map(|(from, _)| (*from, stream)));
@@ -311,57 +293,44 @@ impl Drop for Handle {
     fn drop(&mut self) {
         let mut core = self.allocator.lock_with_stats();
         core.pools.remove(&self.id);
-        core.heap.unsplit_pools.retain(|&pool| pool != self.id);
+        core.heap.set_unsplit(self.id, false);
         core.heap.move_to_default_pool(self.id);
     }
 }
 
-impl CachingAllocator {
-    /// Waits for the other streams that used these blocks.
-    fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
-        for block in
-            blocks.iter().filter(|block| block.owner == self.number && block.slot().used_by_other_stream.load(Relaxed))
-        {
-            let streams = self.lock().pending.users(block.id());
-            for stream in streams {
-                self.driver.wait(&self.driver.record(stream)?)?;
-            }
-        }
-        Ok(())
+impl CheckpointBlock {
+    fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.size
     }
 }
 
-impl Core {
-    fn checkpoint_block(&mut self, id: u32) -> CheckpointBlock {
-        let (entry, segment) = (self.heap.table[id as usize], self.heap.segment_of(id).segment.id());
-        // SAFETY: slots of the table live as long as the allocator.
-        let requested = unsafe { self.slots.get_or_create(id).as_ref() }.requested();
-        CheckpointBlock { segment, offset: entry.offset(), size: entry.size(), arena: entry.arena(), requested }
-    }
+fn checkpoint_block(core: &mut Core, id: u32) -> CheckpointBlock {
+    let (entry, segment) = (*core.heap.entry(id), core.heap.segment_of(id).segment.id());
+    let requested = core.slots.requested(id);
+    CheckpointBlock { segment, offset: entry.offset(), size: entry.size(), arena: entry.arena(), requested }
+}
 
+impl PoolCheckpoint {
     /// Returns the checkpoint's blocks that will not be live after `blocks` are freed, each with its segment's
     /// number. Fails if the memory of one of them will not be available.
-    fn blocks_to_restore(
-        &mut self,
-        owner: u32,
-        checkpoint: &PoolCheckpoint,
-        blocks: &[Block],
-    ) -> Result<Vec<(u32, CheckpointBlock)>> {
+    fn blocks_to_restore(&self, core: &mut Core, blocks: &[Block]) -> Result<Vec<(u32, CheckpointBlock)>> {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
-        let pool = checkpoint.pool;
-        if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.segment_of(b.id()).pool != pool) {
+        let pool = self.pool;
+        if let Some(block) =
+            blocks.iter().find(|b| b.owner != self.allocator || core.heap.segment_of(b.id()).pool != pool)
+        {
             // Prints the size, not the location: reading the location may wait for a thread that moves the block and needs this lock.
             return fail(format!("a block of {} bytes is not of pool {pool}", block.size()));
         }
         let leaving: HashSet<u32> = blocks.iter().map(|block| block.id()).collect();
-        let staying: Vec<u32> = self.heap.blocks_of_pool(pool, Use::Live).filter(|id| !leaving.contains(id)).collect();
-        let mut missing: HashSet<usize> = (0..checkpoint.blocks.len()).collect();
+        let staying: Vec<u32> = core.heap.blocks_of_pool(pool, Use::Live).filter(|id| !leaving.contains(id)).collect();
+        let mut missing: HashSet<usize> = (0..self.blocks.len()).collect();
         let index: HashMap<(u64, usize), usize> =
-            checkpoint.blocks.iter().enumerate().map(|(at, p)| ((p.segment, p.offset), at)).collect();
+            self.blocks.iter().enumerate().map(|(at, p)| ((p.segment, p.offset), at)).collect();
         for id in staying {
-            let place = self.checkpoint_block(id);
+            let place = checkpoint_block(core, id);
             match index.get(&(place.segment, place.offset)) {
-                Some(at) if checkpoint.blocks[*at].size == place.size => missing.remove(at),
+                Some(at) if self.blocks[*at].size == place.size => missing.remove(at),
                 _ => {
                     let (size, segment, offset) = (place.size, place.segment, place.offset);
                     return fail(format!(
@@ -370,83 +339,22 @@ impl Core {
                 }
             };
         }
-        let segments: HashMap<u64, u32> = (self.heap.segments.iter().enumerate())
-            .filter_map(|(at, held)| {
-                held.as_ref().filter(|held| held.pool == pool).map(|h| (h.segment.id(), at as u32))
-            })
-            .collect();
+        let held = core.heap.segments().filter(|(_, held)| held.pool == pool);
+        let segments: HashMap<u64, u32> = held.map(|(at, held)| (held.segment.id(), at)).collect();
         let mut found = Vec::new();
-        for place in checkpoint.blocks.iter().enumerate().filter(|(at, _)| missing.contains(at)).map(|(_, place)| place)
-        {
+        for place in self.blocks.iter().enumerate().filter(|(at, _)| missing.contains(at)).map(|(_, place)| place) {
             let Some(&segment) = segments.get(&place.segment) else {
                 return fail(format!("segment {} was released to the driver since the checkpoint", place.segment));
             };
-            let end = place.offset + place.size;
-            let busy = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]).any(|other| {
-                matches!(other.usage(), Use::Pending | Use::Unmapped)
-                    && other.offset() < end
-                    && place.offset < other.offset() + other.size()
-            });
-            if busy || self.heap.segments[segment as usize].as_ref().is_none_or(|held| held.size < end) {
+            let busy =
+                core.heap.blocks_of(segment).map(|id| core.heap.entry(id)).any(|other| {
+                    matches!(other.usage(), Use::Pending | Use::Unmapped) && other.overlaps(&place.range())
+                });
+            if busy || core.heap.segment(segment).is_none_or(|held| held.size < place.range().end) {
                 return fail(format!("segment {} is in use, or has shrunk, since the checkpoint", place.segment));
             }
             found.push((segment, *place));
         }
         Ok(found)
-    }
-}
-
-impl Heap {
-    /// Returns the pool's blocks with the given usage, by segment and offset.
-    fn blocks_of_pool(&self, pool: u32, usage: Use) -> impl Iterator<Item = u32> + '_ {
-        let held = self.segments.iter().enumerate();
-        let segments = held.filter(move |(_, held)| held.as_ref().is_some_and(|held| held.pool == pool));
-        let blocks = segments.flat_map(|(at, _)| self.blocks_of(at as u32));
-        blocks.filter(move |&id| self.table[id as usize].usage() == usage)
-    }
-
-    pub(super) fn pool_stats(&self, pool: u32) -> MemPoolStats {
-        let mut stats = MemPoolStats { largest_free: self.largest_free(pool) as u64, ..MemPoolStats::default() };
-        for held in self.segments.iter().flatten().filter(|held| held.pool == pool) {
-            stats.segments += 1;
-            stats.reserved_bytes += held.committed() as u64;
-        }
-        let bytes = |id: u32| self.table[id as usize].size() as u64;
-        for id in self.blocks_of_pool(pool, Use::Live) {
-            stats.allocations += 1;
-            stats.allocated_bytes += bytes(id);
-        }
-        stats.active_bytes = stats.allocated_bytes + self.blocks_of_pool(pool, Use::Pending).map(bytes).sum::<u64>();
-        stats
-    }
-
-    fn move_to_default_pool(&mut self, pool: u32) {
-        let mut homes = HashMap::new();
-        for at in 0..self.arenas.len() as u32 {
-            let (stream, kind) = (self.arenas[at as usize].stream, self.arenas[at as usize].kind);
-            if self.arenas[at as usize].pool == pool {
-                let home = self.arena(0, stream, kind);
-                homes.insert(at, home);
-                while let Some(id) = self.any_free(at) {
-                    self.move_to_arena(id, home);
-                }
-            }
-        }
-        for entry in self.table.iter_mut().filter(|entry| entry.usage() != Use::Vacant) {
-            entry.set_arena(homes.get(&entry.arena()).copied().unwrap_or(entry.arena()));
-        }
-        self.segments.iter_mut().flatten().filter(|held| held.pool == pool).for_each(|held| held.pool = 0);
-        homes.into_keys().for_each(|arena| self.retire_arena(arena));
-    }
-
-    /// Allocates exactly the free bytes at `place`. Returns the block and the streams that owned the bytes.
-    fn allocate_checkpoint_block(&mut self, segment: u32, place: &CheckpointBlock) -> (u32, Vec<StreamId>) {
-        let end = place.offset + place.size;
-        let covers = |heap: &Heap, id: u32| {
-            let entry = heap.table[id as usize];
-            entry.offset() < end && place.offset < entry.offset() + entry.size()
-        };
-        let parts: Vec<u32> = self.blocks_of(segment).filter(|&id| covers(self, id)).collect();
-        self.allocate_at(&parts, (place.offset, place.size), place.arena, place.requested)
     }
 }

@@ -13,57 +13,46 @@
 
 mod bins;
 mod cache;
-mod clock;
 mod compact;
-mod copies;
-mod decay;
 mod entry;
 mod events;
-mod expand;
-mod grow;
 mod heap;
 mod ladder;
-mod layout;
-mod limits;
 mod mempool;
-mod moves;
-mod pages;
 mod policy;
-mod record;
 mod report;
-mod runs;
-mod segments;
 mod slots;
-mod spill;
 mod sync;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Instant;
 
 use super::allocator::{Allocator, check_fraction};
 use super::block::{Block, CACHEABLE_FLAG, next_owner_number};
 use super::config::Config;
 use super::counters::ThreadCacheDeltas;
-use super::driver::Driver;
-use super::history::{HistoryOptions, Snapshot};
-use super::hooks::{FreeMemory, Hooks, OomObserver, OutOfMemoryEvent, Registration};
-use super::stats::{DeviceStats, Split};
+use super::driver::{Driver, Marker};
+use super::history::{
+    BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, SegmentWithContexts, Snapshot,
+    TraceAction, device_number,
+};
+use super::hooks::Hooks;
+use super::stats::DeviceStats;
 use crate::device::{StreamId, log};
 use crate::{Device, Result};
 use cache::{CachedBlock, PutOutcome, ThreadCache, ThreadCaches};
-use clock::Clock;
-use events::Pending;
-use expand::Expandable;
-use heap::{Heap, Search};
-use limits::{Limits, fraction_of};
-pub use mempool::{MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
-use moves::AfterMove;
-use policy::Rules;
+use entry::Use;
+use events::{AfterMove, Pending, PendingUses};
+use heap::{Heap, Request, Search, SegmentRecord};
+use ladder::Expandable;
+pub use mempool::{MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(super) use policy::SizeKind;
+use policy::{Decay, Growth, Limits, Rules, fraction_of};
 use slots::Slots;
-pub(super) use spill::innermost_caching_allocator;
 use sync::{Mutex, MutexGuard, lock};
 
 /// The default allocator of every device: PyTorch's caching allocator, rebuilt for devices without virtual memory.
@@ -101,6 +90,7 @@ pub struct CachingAllocator {
 
 /// The allocator's state behind its lock.
 struct Core {
+    rules: Arc<Rules>,
     heap: Heap,
     slots: Slots,
     /// Freed blocks that other streams may still be using.
@@ -110,22 +100,12 @@ struct Core {
     limits: Limits,
     /// Bytes of segments that are being created outside the lock.
     bytes_being_created: u64,
-    growth: grow::Growth,
+    growth: Growth,
     /// Blocks of segments being compacted, and what to do with each after its copy.
     moving: HashMap<u32, AfterMove>,
-    decay: decay::Decay,
+    decay: Decay,
     /// The largest block size, in bytes, that thread caches keep; 0 if the caches are off.
     largest_cached: usize,
-}
-
-/// One allocation request and the arena that serves it.
-#[derive(Debug, Clone, Copy)]
-struct Request {
-    bytes: usize,
-    size: usize,
-    kind: SizeKind,
-    pool: u32,
-    stream: StreamId,
 }
 
 impl fmt::Debug for CachingAllocator {
@@ -148,18 +128,19 @@ impl CachingAllocator {
         let fraction = fraction_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
         let limits = Limits { fraction, bytes: config.memory_limit as u64, elsewhere: 0, is_exceeded: false };
-        let decay = decay::Decay::new(u64::try_from(config.decay.as_millis()).unwrap_or(u64::MAX));
+        let decay = Decay::new(u64::try_from(config.decay.as_millis()).unwrap_or(u64::MAX));
         let rules = Arc::new(Rules::new(config, alignment, capacity));
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
         let core = Core {
+            rules: Arc::clone(&rules),
             heap,
             slots: Slots::default(),
             pending: Pending::default(),
             pools: BTreeMap::new(),
             limits,
             bytes_being_created: 0,
-            growth: grow::Growth::default(),
+            growth: Growth::default(),
             moving: HashMap::new(),
             decay,
             largest_cached: caches.largest(),
@@ -235,6 +216,125 @@ impl CachingAllocator {
     fn now(&self) -> u64 {
         self.clock.milliseconds()
     }
+
+    // Blocks used by several streams.
+
+    /// Frees a block that other streams have used. The block is pending until those streams finish.
+    #[cold]
+    #[inline(never)]
+    fn deallocate_used_by_others(&self, block: Block, requested: usize) {
+        let streams = self.lock().pending.take_users(block.id());
+        let uses = streams.into_iter().map(|stream| (stream, self.driver.record(stream).ok())).collect();
+        self.lock_with_stats().free_used_block(block.id(), requested, uses);
+    }
+
+    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any became free.
+    ///
+    /// # Errors
+    /// With `wait`, the errors that the driver reports. Blocks whose streams could not be waited for stay pending.
+    fn process_events(&self, wait: bool) -> Result<bool> {
+        let (mut settled, mut failed) = (false, self.record_missing_markers());
+        loop {
+            let heads = self.lock().pending.oldest_markers();
+            let ask = |marker| if wait { self.driver.wait(marker).map(|()| true) } else { self.driver.is_done(marker) };
+            let asked: Vec<_> = heads.iter().map(|(stream, marker, ticket)| (*stream, *ticket, ask(marker))).collect();
+            if asked.iter().all(|(.., done)| matches!(done, Ok(false))) {
+                return if wait { failed.map(|()| settled) } else { Ok(settled) };
+            }
+            let mut core = self.lock();
+            for (stream, ticket, done) in asked {
+                match done {
+                    Ok(true) => settled |= core.pending.pop(stream, ticket).map(|id| core.free_pending(id)).is_some(),
+                    Ok(false) => {}
+                    Err(error) => {
+                        core.pending.discard_marker(stream, ticket);
+                        failed = failed.and(Err(error));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Records the markers that pending blocks lack.
+    fn record_missing_markers(&self) -> Result<()> {
+        let (streams, before) = {
+            let core = self.lock();
+            (core.pending.streams_without_marker(), core.pending.next_ticket())
+        };
+        let mark = |stream| {
+            let marker = self.driver.record(stream)?;
+            self.lock().pending.assign_marker(stream, before, &marker);
+            Ok(())
+        };
+        streams.into_iter().map(mark).fold(Ok(()), Result::and) // records on every stream, even after an error
+    }
+
+    /// Waits for the whole device. Frees all blocks that were pending before, even those without a marker.
+    fn synchronize(&self) -> Result<()> {
+        let before = self.lock().pending.next_ticket();
+        self.driver.synchronize()?;
+        let mut core = self.lock();
+        core.pending.pop_before(before).into_iter().for_each(|id| core.free_pending(id));
+        Ok(())
+    }
+
+    /// Takes free blocks of other streams, or one pending block. The request's stream waits on the device until the streams that may still use the
+    /// memory have finished. If that wait cannot be enqueued, the block becomes pending instead.
+    fn take_with_wait(&self, request: &Request) -> Option<Block> {
+        let (block, mut uses) = {
+            let mut core = self.lock_with_stats();
+            if !self.rules.config.cross_stream_reuse {
+                return None;
+            }
+            core.take_from_other_streams(self.number, request).or_else(|| core.reuse_pending(self.number, request))?
+        };
+        let wait = |(stream, marker): &mut (StreamId, Option<Marker>)| {
+            if let Some(marker) = marker {
+                return self.driver.stream_waits(request.stream, marker);
+            }
+            let (streams, at) = ((request.stream, *stream), self.driver.progress(*stream));
+            if at.is_finished() || self.lock().pending.has_waited(streams, at) {
+                return Ok(()); // done, or nothing was submitted since the last wait
+            }
+            self.driver.stream_waits(request.stream, marker.insert(self.driver.record(*stream)?))?;
+            self.lock().pending.record_wait(streams, at);
+            Ok(())
+        };
+        match uses.iter_mut().try_for_each(wait) {
+            Ok(()) => Some(block),
+            Err(error) => {
+                tracing::debug!(%error, "could not wait for another stream: its block is not reused yet");
+                self.lock_with_stats().free_used_block(block.id(), block.requested(), uses);
+                None
+            }
+        }
+    }
+
+    /// Waits for the other streams that used these blocks.
+    fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
+        for block in
+            blocks.iter().filter(|block| block.owner == self.number && block.slot().used_by_other_stream.load(Relaxed))
+        {
+            let streams = self.lock().pending.users(block.id());
+            for stream in streams {
+                self.driver.wait(&self.driver.record(stream)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    // History and snapshots.
+
+    /// Runs `f` under the lock with all thread caches drained into the table and the statistics. The caches stay
+    /// empty until the lock is released, and off while history is recorded, because they would bypass the recording.
+    fn with_exact_state<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
+        let mut core = self.lock();
+        self.caches.set_capacity(0);
+        core.free_drained_blocks(self.caches.drain());
+        let result = f(&mut core);
+        self.caches.set_capacity(if core.heap.history.is_on() { 0 } else { self.rules.config.thread_cache });
+        result
+    }
 }
 
 impl Core {
@@ -272,15 +372,15 @@ impl Core {
 
     /// Records a request for the growth and decay heuristics, before its outcome is known.
     fn record_request(&mut self, request: &Request) {
-        self.heap.ticks += 1;
+        let search = self.heap.count_search();
         let active = self.heap.stats.active_bytes() + request.size as u64;
-        self.growth.record_active(active, self.heap.ticks);
+        self.growth.record_active(active, search);
         self.decay.record_active(active);
     }
 
     /// Creates the handle of a table entry that was just taken.
     fn create_handle(&mut self, owner: u32, id: u32, requested: usize) -> Block {
-        let rounded = self.heap.rules.round_size(requested).unwrap_or(0);
+        let rounded = self.rules.round_size(requested).unwrap_or(0);
         self.create_handle_of(owner, id, requested, rounded)
     }
 
@@ -288,7 +388,7 @@ impl Core {
     #[inline(always)]
     fn create_handle_of(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
         let slot = self.slots.get_or_create(id);
-        let (entry, held) = (&self.heap.table[id as usize], self.heap.segment_of(id));
+        let (entry, held) = (self.heap.entry(id), self.heap.segment_of(id));
         // Thread caches keep small blocks of the default pool and stream. Branch-free, because the outcome is unpredictable.
         let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
         let tagged = id | (u32::from(keeps) * CACHEABLE_FLAG);
@@ -300,6 +400,111 @@ impl Core {
         };
         self.heap.record_alloc(id, requested);
         block
+    }
+
+    /// Changes the limits, and notes whether the reserved bytes now exceed them.
+    fn set_limits(&mut self, set: impl FnOnce(&mut Limits)) {
+        set(&mut self.limits);
+        self.limits.is_exceeded = self.heap.stats.reserved() > self.limits.limit();
+    }
+
+    // Blocks used by several streams.
+
+    /// Frees a block that these streams may still be using. A block that is being moved is freed after its copy,
+    /// because the move may not have waited for the latest work.
+    fn free_used_block(&mut self, id: u32, requested: usize, uses: PendingUses) {
+        match self.moving.get_mut(&id) {
+            _ if uses.is_empty() => self.free_block(id, requested),
+            Some(then) => *then = AfterMove::FreeUsedBlock(requested, uses),
+            None => {
+                self.heap.mark_pending(id, requested);
+                self.pending.add(id, uses);
+            }
+        }
+    }
+
+    /// Frees a pending block whose streams have finished.
+    fn free_pending(&mut self, id: u32) {
+        let requested = self.slots.requested(id);
+        self.heap.free_pending(id, requested);
+    }
+
+    /// Allocates from adjacent free blocks, some of which belong to other streams. The result belongs to the request's stream.
+    fn take_from_other_streams(&mut self, owner: u32, request: &Request) -> Option<(Block, PendingUses)> {
+        let run = self.heap.find_run(request)?;
+        let (id, mut streams) = self.heap.allocate_from_run(run, request);
+        streams.sort_unstable();
+        streams.dedup();
+        let others = streams.into_iter().filter(|&stream| stream != request.stream);
+        Some((self.create_handle(owner, id, request.bytes), others.map(|stream| (stream, None)).collect()))
+    }
+
+    /// Takes a pending block. Returns it with the uses that its new owner must wait for.
+    fn reuse_pending(&mut self, owner: u32, request: &Request) -> Option<(Block, PendingUses)> {
+        let heap = &self.heap;
+        let fits = |&id: &u32| {
+            let (entry, arena) = (heap.entry(id), heap.arena_of_block(id));
+            let same = arena.pool == request.pool && arena.kind == request.kind && entry.size() >= request.size;
+            same && self.rules.may_serve(request.kind, entry.size(), request.size)
+        };
+        let id = self.pending.blocks().filter(fits).min_by_key(|&id| (heap.entry(id).size(), id))?;
+        let from = heap.arena_of_block(id).stream;
+        let mut uses = self.pending.take(id);
+        if from != request.stream {
+            uses.push((from, None));
+        }
+        self.heap.reuse_pending(id, self.slots.requested(id), request);
+        Some((self.create_handle(owner, id, request.bytes), uses))
+    }
+
+    // Snapshots.
+
+    /// Describes all segments. As in PyTorch, an expandable segment is shown as the parts between its holes.
+    fn segments(&self, device: u32) -> Vec<SegmentWithContexts> {
+        let parts = |(at, held)| self.heap.mapped(at).into_iter().map(move |part| self.segment(at, held, part, device));
+        self.heap.segments().flat_map(parts).collect()
+    }
+
+    fn segment(&self, at: u32, held: &SegmentRecord, part: Range<usize>, device: u32) -> SegmentWithContexts {
+        let inside = |id: &u32| part.contains(&self.heap.entry(*id).offset());
+        let blocks = self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id));
+        let (blocks, contexts) = blocks.unzip();
+        let segment = SegmentInfo {
+            device,
+            address: held.address + part.start as u64,
+            total_size: part.len() as u64,
+            stream: held.stream.0.into(),
+            segment_type: match held.kind {
+                SizeKind::Small => SegmentType::Small,
+                SizeKind::Large => SegmentType::Large,
+            },
+            segment_pool_id: (0, held.pool.into()),
+            is_expandable: held.segment.is_reserved(),
+            frames: [].into(),
+            blocks,
+        };
+        SegmentWithContexts { segment, context: held.context, contexts }
+    }
+
+    /// Describes a block, with the call stack of its allocation.
+    fn block_info(&self, id: u32) -> (BlockInfo, Context) {
+        let entry = self.heap.entry(id);
+        let state = match entry.usage() {
+            Use::Live if matches!(self.moving.get(&id), Some(AfterMove::Uncache)) => BlockState::Inactive,
+            Use::Live => BlockState::ActiveAllocated,
+            Use::Pending => BlockState::ActivePendingFree,
+            Use::Free | Use::Frozen | Use::Unmapped | Use::Vacant => BlockState::Inactive,
+        };
+        let live = state != BlockState::Inactive;
+        let context = self.heap.context(id).filter(|_| live).unwrap_or(Context::NONE);
+        let block = BlockInfo {
+            address: self.heap.address(id),
+            size: entry.size() as u64,
+            requested_size: if live { self.slots.requested(id) as u64 } else { 0 },
+            state,
+            frames: [].into(),
+        };
+        (block, context)
     }
 }
 
@@ -330,7 +535,7 @@ impl Allocator for CachingAllocator {
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_without_merge(own);
         core.record_request(&request);
-        if core.limits.is_exceeded || core.decay.checks_clock_at(core.heap.ticks) {
+        if core.limits.is_exceeded || core.decay.checks_clock_at(core.heap.searches()) {
             core = self.trim_if_due(core);
         }
         let arena = core.heap.arena(pool, stream, kind);
@@ -371,7 +576,16 @@ impl Allocator for CachingAllocator {
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
-        self.record_stream_use(block, stream);
+        if block.owner != self.number {
+            return; // the block's number is meaningful only to its owner
+        }
+        let mut core = self.lock();
+        if stream == core.heap.arena_of_block(block.id()).stream {
+            return;
+        }
+        core.pending.add_user(block.id(), stream);
+        self.has_cross_stream_use.store(true, Relaxed);
+        block.slot().used_by_other_stream.store(true, Relaxed);
     }
 
     fn stats(&self) -> DeviceStats {
@@ -403,14 +617,6 @@ impl Allocator for CachingAllocator {
         Ok(())
     }
 
-    fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        Ok(CachingAllocator::add_free_memory_callback(self, free))
-    }
-
-    fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        Ok(CachingAllocator::add_oom_observer(self, observe))
-    }
-
     fn trim(&self, keep: u64) -> Result<u64> {
         self.trim_to(keep)
     }
@@ -430,21 +636,26 @@ impl Allocator for CachingAllocator {
         self.compact_all(budget)
     }
 
-    fn make_room(&self, _bytes: usize) -> Result<()> {
-        self.hooks.call_free_memory_callbacks();
-        self.empty_cache()
-    }
-
-    fn tell_oom_observers(&self, event: &OutOfMemoryEvent) {
-        self.hooks.notify_observers(|| *event);
-    }
-
     fn snapshot(&self) -> Snapshot {
-        self.take_snapshot()
+        let device = device_number(self.driver.device());
+        let (segments, history) = self.with_exact_state(|core| {
+            core.heap.history.record(TraceAction::Snapshot, 0, core.heap.stats.active_bytes(), 0);
+            (core.segments(device), core.heap.history.copy())
+        });
+        Snapshot::of_device(device, segments, history, &self.rules.config)
     }
 
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        self.record_history(options)
+        // As in PyTorch, turning recording off also clears the trace, which would otherwise miss later events.
+        let ends = options.enabled == Recording::Off;
+        let options = HistoryOptions { clear_history: options.clear_history || ends, ..options };
+        self.with_exact_state(|core| {
+            core.heap.history.record_memory_history(options)?;
+            if !core.heap.history.is_on() {
+                core.heap.clear_contexts();
+            }
+            Ok(())
+        })
     }
 }
 
@@ -457,18 +668,35 @@ impl Drop for CachingAllocator {
             // Live blocks still point to slots and segments, so both are leaked.
             tracing::warn!(blocks = core.heap.stats.live_blocks(), "an allocator was dropped before its blocks");
             std::mem::forget(std::mem::take(&mut core.slots));
-            std::mem::forget(std::mem::take(&mut core.heap.segments));
+            std::mem::forget(core.heap.take_segments());
         }
     }
 }
 
-impl Heap {
-    /// Frees a block that leaves a thread's cache. The statistics already count it as free.
-    fn uncache(&mut self, id: u32) {
-        self.freed_blocks += 1;
-        let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
-        let split: Split = self.free_and_merge(id);
-        self.stats.record_split_change(kind, split);
+/// Measures milliseconds since the allocator was created. Tests can advance the clock.
+#[derive(Debug)]
+struct Clock {
+    started: Instant,
+    #[cfg(test)]
+    ahead: std::sync::atomic::AtomicU64,
+}
+
+impl Default for Clock {
+    fn default() -> Clock {
+        Clock {
+            started: Instant::now(),
+            #[cfg(test)]
+            ahead: std::sync::atomic::AtomicU64::new(0),
+        }
+    }
+}
+
+impl Clock {
+    fn milliseconds(&self) -> u64 {
+        let elapsed = self.started.elapsed().as_millis() as u64;
+        #[cfg(test)] // Miri is slow, so under Miri only tests advance the clock
+        let elapsed = if cfg!(miri) { 0 } else { elapsed } + self.ahead.load(std::sync::atomic::Ordering::Relaxed);
+        elapsed
     }
 }
 

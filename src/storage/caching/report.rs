@@ -2,78 +2,27 @@
 
 use std::fmt;
 
-use super::super::driver::Failure;
-use super::super::hooks::OutOfMemoryEvent;
-use super::super::stats::DeviceStats;
-use super::super::unsplit::too_large_error;
-use super::entry::MAX_SEGMENT_BYTES;
-use super::mempool::MemPoolStats;
-use super::{CachingAllocator, Request};
-use crate::Error;
+use super::super::stats::{DeviceStats, MemPoolStats};
 use crate::error::Size;
 
 /// The values shown in an out-of-memory error.
-struct Report {
-    size: u64,
-    pool: u32,
-    capacity: u64,
-    limit: u64,
-    stats: DeviceStats,
+pub(super) struct Report {
+    pub(super) size: u64,
+    pub(super) pool: u32,
+    pub(super) capacity: u64,
+    pub(super) limit: u64,
+    pub(super) stats: DeviceStats,
     /// Every pool by number, the default pool first, and whether other pools may take its free blocks.
-    pools: Vec<(u32, MemPoolStats, bool)>,
-    ran_out: Option<&'static str>,
+    pub(super) pools: Vec<(u32, MemPoolStats, bool)>,
+    pub(super) ran_out: Option<&'static str>,
     /// Bytes of tensors that were moved to the host to make room.
-    spilled: u64,
+    pub(super) spilled: u64,
     /// Bytes that images or other allocators hold of the device's memory.
-    elsewhere: u64,
+    pub(super) elsewhere: u64,
     /// True if compaction, `max_split_size_mb` or expandable segments are available but off.
-    could_compact: bool,
-    could_limit_splitting: bool,
-    could_grow: bool,
-}
-
-impl CachingAllocator {
-    /// Records the failed request, notifies the observers, and builds the error.
-    pub(super) fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
-        let config = &self.rules.config;
-        let report = {
-            let mut core = self.lock_with_stats();
-            core.heap.stats.num_ooms += 1;
-            core.heap.record_oom(request, self.driver.capacity());
-            let mut pools = vec![(0, core.heap.pool_stats(0), true)];
-            pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
-            Report {
-                size: request.size as u64,
-                pool: request.pool,
-                capacity: self.driver.capacity(),
-                limit: core.limits.allowed(),
-                stats: core.heap.stats.stats(),
-                pools,
-                spilled: core.spilled_bytes(),
-                elsewhere: core.limits.elsewhere,
-                ran_out: failure.as_ref().and_then(Failure::ran_out),
-                could_compact: !config.compaction,
-                could_limit_splitting: config.max_split_size == usize::MAX && !config.expandable_segments,
-                could_grow: !config.expandable_segments && self.driver.page() > 0,
-            }
-        };
-        self.hooks.notify_observers(|| OutOfMemoryEvent {
-            device: self.driver.device(),
-            requested: request.bytes,
-            allowed: report.limit,
-            device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current + report.elsewhere),
-        });
-        if matches!(failure, Some(Failure::TooBig)) {
-            return self.too_large(request.bytes);
-        }
-        let detail = report.to_string();
-        Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
-    }
-
-    /// Builds the error for a request that exceeds the largest possible segment.
-    pub(super) fn too_large(&self, requested: usize) -> Error {
-        too_large_error(&*self.driver, requested, MAX_SEGMENT_BYTES.min(self.driver.largest_segment() as u64))
-    }
+    pub(super) could_compact: bool,
+    pub(super) could_limit_splitting: bool,
+    pub(super) could_grow: bool,
 }
 
 impl fmt::Display for Report {

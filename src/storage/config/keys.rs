@@ -82,7 +82,11 @@ macro_rules! config {
     ) => {
         $(#[$about])*
         pub struct Config {
-            $($(#[$field_doc])* pub $field: $type,)*
+            $(
+                #[doc = concat!("`", $name, "`: ", $doc, ".\n\n")]
+                $(#[$field_doc])*
+                pub $field: $type,
+            )*
         }
 
         impl Default for Config {

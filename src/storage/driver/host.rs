@@ -15,14 +15,11 @@ use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
-use super::{At, Driver, Failure, Memory, MemoryKind};
+use super::{ALIGNMENT, At, Driver, Failure, Memory, MemoryKind};
 use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
 use map::{HUGE_PAGE_BYTES, Mapping};
-
-/// Alignment of segments in bytes.
-const ALIGNMENT: usize = 512;
 
 /// An owned range of host memory. All of it is committed, except in reserved memory; committed bytes are initialised.
 #[derive(Debug)]
@@ -143,6 +140,7 @@ unsafe impl Driver for Host {
         isize::MAX as usize - ALIGNMENT
     }
 
+    /// Linux allocates pages at first touch; `capacity` ensures that there are enough.
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
         let _recorded = profiler::segment_span("allocate host memory", Some(Device::Cpu), bytes);
         let mapped = if bytes >= HUGE_PAGE_BYTES { Mapping::committed(bytes, self.numa_local) } else { None };
@@ -151,10 +149,6 @@ unsafe impl Driver for Host {
             None => HostMemory::zeroed(bytes),
         };
         memory.map(|m| Memory(MemoryKind::Host(m))).ok_or(Failure::HostMemory)
-    }
-
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        Ok(memory) // pages are allocated at first touch; `capacity` ensures that there are enough
     }
 
     fn page(&self) -> usize {
@@ -192,11 +186,7 @@ unsafe impl Driver for Host {
         Ok(())
     }
 
-    fn relocates(&self) -> bool {
-        true
-    }
-
-    unsafe fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
+    unsafe fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<bool> {
         let place = |&(from, to, bytes): &(_, _, usize)| Ok((bytes_at(from, bytes)?, bytes_at(to, bytes)?));
         let places = moves.iter().map(place).collect::<Result<Vec<_>>>()?;
         for ((start, target), &((memory, offset), _, bytes)) in places.into_iter().zip(moves) {
@@ -212,7 +202,7 @@ unsafe impl Driver for Host {
                 there = end - end.checked_rem(self.page()).unwrap_or(0).min(n);
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {

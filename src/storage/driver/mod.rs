@@ -1,6 +1,6 @@
 //! The interface between allocators and a device's memory.
 //!
-//! A [`Driver`] creates, commits and releases segments, orders streams after one another, and moves bytes. The crate
+//! A [`Driver`] creates and releases segments, orders streams after one another, and moves bytes. The crate
 //! has three drivers: host memory, OpenCL memory, and [`Sim`], a simulated device for testing allocators. Allocators
 //! never hold one of their locks while they call a driver.
 
@@ -52,6 +52,9 @@ use host::HostMemory;
 pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
+
+/// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
+pub(crate) const ALIGNMENT: usize = 512;
 
 /// The reason that a driver could not create or commit a segment, by OpenCL error code.
 #[derive(Debug, Clone)]
@@ -129,7 +132,7 @@ impl Memory {
     /// # Safety
     /// As long as `owner` lives, the bytes are initialised, may be read and written, and are used by no other code.
     pub unsafe fn of_host(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Memory> {
-        if !start.addr().get().is_multiple_of(crate::storage::block::ALIGNMENT) {
+        if !start.addr().get().is_multiple_of(ALIGNMENT) {
             return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
         }
         // SAFETY: promised by the caller.
@@ -144,6 +147,16 @@ impl Memory {
             _ => return None,
         };
         owner.downcast_ref()
+    }
+
+    /// True if the memory is host memory that the host's code may access by address.
+    pub(super) fn is_host(&self) -> bool {
+        matches!(self.0, MemoryKind::Host(_))
+    }
+
+    /// True if the memory has contents, which must be copied when a block moves.
+    pub(super) fn has_contents(&self) -> bool {
+        !matches!(&self.0, MemoryKind::Sim(memory) if !memory.has_contents())
     }
 
     pub(crate) fn released() -> Memory {
@@ -236,7 +249,6 @@ pub type At<'a> = (&'a Memory, usize);
 /// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and
 ///   belongs to the caller alone until it is dropped. It begins at a multiple of [`alignment`](Driver::alignment),
 ///   which is at least 512 for host memory ([`Memory::of_host`]).
-/// * [`commit`](Driver::commit) returns the segment that it was given.
 /// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, within the
 ///   ranges they are given, besides the work of the blocks' owners. [`shrink`](Driver::shrink) releases no bytes
 ///   outside its range.
@@ -252,24 +264,16 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn largest_segment(&self) -> usize;
     /// Returns the alignment of blocks in bytes, a power of two.
     fn alignment(&self) -> usize {
-        512
+        ALIGNMENT
     }
 
-    /// True if the memory has contents, which must be copied when a block moves.
-    fn has_contents(&self) -> bool {
-        true
-    }
-
-    /// Creates a segment. The device may allocate lazily: nothing is promised before [`commit`](Driver::commit).
+    /// Creates a segment with unspecified contents. The device allocates the memory now, so that running out of memory is reported here and
+    /// not at a later launch.
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
     /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. Otherwise like [`create`](Driver::create).
     fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
         Err(Failure::TooBig)
     }
-    /// Makes the device allocate the memory now, so that running out of memory is reported here and not at a later
-    /// launch. The contents are unspecified, so no block may use the memory yet. If the call fails, the memory is
-    /// released.
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure>;
 
     /// Returns the page size in bytes, a power of two: the unit of committing and releasing reserved memory. 0 if the device cannot reserve.
     fn page(&self) -> usize {
@@ -288,16 +292,6 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// No block contains the bytes, and nothing else on the host uses them.
     unsafe fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
-
-    /// Returns the bytes of the device's memory that this process holds outside the driver and that count towards
-    /// allocators' limits. A driver of buffers counts images, and the other way round.
-    fn held_elsewhere(&self) -> u64 {
-        0
-    }
-    /// Releases unused memory outside the driver, because there is no room for `bytes` more bytes. Returns true if there may be room now.
-    fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
-        Ok(false)
-    }
 
     /// Reports that bytes of live blocks are lost, so that nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}
@@ -340,18 +334,14 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes those of `to`:
     /// both are free, or in blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
-    /// True if [`relocate`](Driver::relocate) is supported, which requires host memory.
-    fn relocates(&self) -> bool {
-        false
-    }
     /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released on
-    /// the way, so that at most a few MiB are held twice. For devices with host memory. If the call fails, nothing was
+    /// the way, so that at most a few MiB are held twice. Returns false, with nothing done, if the driver cannot. If the call fails, nothing was
     /// copied.
     ///
     /// # Safety
     /// As for [`copy`](Driver::copy); and the source bytes are not used again.
-    unsafe fn relocate(&self, _moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
-        Err(Error::invalid("relocate", format!("{self:?} does not support moving memory in place")))
+    unsafe fn relocate(&self, _moves: &[(At<'_>, At<'_>, usize)]) -> Result<bool> {
+        Ok(false)
     }
     /// Reads bytes to the host, after all work of the default stream. Waits.
     ///

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::{At, Driver, Failure, ImageDesc, ImageFormat, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class, MappedBuffer};
@@ -11,20 +11,11 @@ use crate::device::{StreamId, profiler};
 use crate::storage::block::{Block, BlockLocation};
 use crate::{Device, Error, Result};
 
-/// The driver of an OpenCL device's buffers, or of its images.
+/// The driver of an OpenCL device's buffers and images.
 #[derive(Clone, Copy)]
-pub(crate) struct OpenCl<const IMAGES: bool = false> {
+pub(crate) struct OpenCl {
     pub(crate) device: &'static ClDevice,
 }
-
-/// The functions of [`Driver::held_elsewhere`] and [`Driver::make_room_elsewhere`].
-pub(in crate::storage) struct OtherMemory {
-    pub(in crate::storage) held: fn(Device) -> u64,
-    pub(in crate::storage) make_room: fn(Device, usize) -> Result<bool>,
-}
-
-/// The memory outside a driver of buffers and outside a driver of images, once a device has images.
-pub(in crate::storage) static ELSEWHERE: OnceLock<[OtherMemory; 2]> = OnceLock::new();
 
 /// The location of a block's bytes in OpenCL memory. Keep the value until the work is enqueued: while it lives, the block cannot move.
 pub(crate) struct ClBlockLocation<'a> {
@@ -73,16 +64,9 @@ impl MappedHost {
     }
 }
 
-impl<const IMAGES: bool> fmt::Debug for OpenCl<IMAGES> {
+impl fmt::Debug for OpenCl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}'s memory", self.device.device())
-    }
-}
-
-impl OpenCl<true> {
-    /// Opens the device with this index and returns the driver of its images.
-    pub(crate) fn of_images(index: usize) -> Result<OpenCl<true>> {
-        Ok(OpenCl { device: opencl::open(index)? })
     }
 }
 
@@ -131,7 +115,7 @@ impl OpenCl {
     }
 }
 
-impl<const IMAGES: bool> OpenCl<IMAGES> {
+impl OpenCl {
     fn failure(&self, error: ClError) -> Failure {
         match error.classify() {
             Class::OutOfMemory => match error.code {
@@ -146,7 +130,7 @@ impl<const IMAGES: bool> OpenCl<IMAGES> {
 }
 
 // SAFETY: segments are buffers or images of the requested size, which no other code has.
-unsafe impl<const IMAGES: bool> Driver for OpenCl<IMAGES> {
+unsafe impl Driver for OpenCl {
     fn device(&self) -> Device {
         self.device.device()
     }
@@ -160,8 +144,11 @@ unsafe impl<const IMAGES: bool> Driver for OpenCl<IMAGES> {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        let _recorded = profiler::segment_span("clCreateBuffer", Some(self.device()), bytes);
+        let recorded = profiler::segment_span("clCreateBuffer", Some(self.device()), bytes);
         let buffer = self.device.create_buffer(bytes).map_err(|e| self.failure(e))?;
+        drop(recorded);
+        let _recorded = profiler::segment_span("commit", Some(self.device()), bytes);
+        self.device.commit(&buffer).map_err(|e| self.failure(e))?;
         Ok(Memory(MemoryKind::OpenCl(buffer)))
     }
 
@@ -169,26 +156,9 @@ unsafe impl<const IMAGES: bool> Driver for OpenCl<IMAGES> {
         let ImageDesc { width, height, format } = image;
         let _recorded = profiler::segment_span("clCreateImage", Some(self.device()), image.bytes());
         let made = self.device.create_image([width, height], format == ImageFormat::F16);
-        made.map(|image| Memory(MemoryKind::Image(image))).map_err(|e| self.failure(e))
-    }
-
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        if let MemoryKind::Image(image) = &memory.0 {
-            self.device.commit(&image.0).map_err(|e| self.failure(e))?;
-            return Ok(memory);
-        }
-        let buffer = buffer_at((&memory, 0)).map_err(Failure::Other)?.0;
-        let _recorded = profiler::segment_span("commit", Some(self.device()), buffer.bytes());
-        self.device.commit(buffer).map_err(|e| self.failure(e))?;
-        Ok(memory)
-    }
-
-    fn held_elsewhere(&self) -> u64 {
-        ELSEWHERE.get().map_or(0, |other| (other[usize::from(IMAGES)].held)(self.device()))
-    }
-
-    fn make_room_elsewhere(&self, bytes: usize) -> Result<bool> {
-        ELSEWHERE.get().map_or(Ok(false), |other| (other[usize::from(IMAGES)].make_room)(self.device(), bytes))
+        let image = made.map_err(|e| self.failure(e))?;
+        self.device.commit(&image.0).map_err(|e| self.failure(e))?;
+        Ok(Memory(MemoryKind::Image(image)))
     }
 
     fn give_up(&self, cause: &str) {

@@ -26,7 +26,6 @@ pub use stats::{DurationStat, PinnedStats};
 use super::Failure;
 use crate::device::lock;
 use crate::device::opencl::Backoff;
-use stats::PinnedCounters;
 
 /// The smallest class and the granularity of the reserve, in bytes: a page.
 const PAGE_BYTES: usize = 4096;
@@ -81,7 +80,7 @@ pub(crate) struct PinnedPool<S: PinnedSource> {
     budget: Arc<Budget>,
     /// When to ask the source again after it has failed with nothing cached that could be released.
     source_backoff: Backoff,
-    counters: PinnedCounters,
+    stats: Mutex<PinnedStats>,
 }
 
 /// The blocks of one size.
@@ -140,7 +139,7 @@ impl<S: PinnedSource> PinnedPool<S> {
             reserve_backoff: Backoff::default(),
             budget,
             source_backoff: Backoff::default(),
-            counters: PinnedCounters::default(),
+            stats: Mutex::default(),
         };
         pool.reserve_or_retry();
         pool
@@ -151,7 +150,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         let class = size_class(bytes).filter(|class| *class < self.classes.len())?;
         let size = class_size(class);
         let piece = self.take_cached(class).or_else(|| self.take_from_reserve(size)).or_else(|| self.create(size))?;
-        self.counters.record_allocation(size);
+        lock(&self.stats).record_allocation(size);
         Some(Pinned { pool: self, class, piece: Some(piece) })
     }
 
@@ -168,15 +167,15 @@ impl<S: PinnedSource> PinnedPool<S> {
     }
 
     pub(crate) fn stats(&self) -> PinnedStats {
-        self.counters.read()
+        *lock(&self.stats)
     }
 
     pub(crate) fn reset_peak_stats(&self) {
-        self.counters.reset_peak();
+        lock(&self.stats).reset_peak();
     }
 
     pub(crate) fn reset_accumulated_stats(&self) {
-        self.counters.reset_accumulated();
+        lock(&self.stats).reset_accumulated();
     }
 
     fn lock(&self, class: usize) -> MutexGuard<'_, SizeClass<S>> {
@@ -200,7 +199,9 @@ impl<S: PinnedSource> PinnedPool<S> {
         let (done, still): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(|(event, _)| self.source.is_done(event));
         let (events, free): (Vec<_>, Vec<_>) = done.into_iter().unzip();
         drop(events); // releasing an event calls the driver
-        free.iter().for_each(|_| self.counters.record_free(class_size(class)));
+        let mut stats = lock(&self.stats);
+        free.iter().for_each(|_| stats.record_free(class_size(class)));
+        drop(stats);
         let mut class = self.lock(class);
         class.free.extend(free);
         class.in_flight.extend(still);
@@ -257,7 +258,7 @@ impl<S: PinnedSource> PinnedPool<S> {
                 let start = Instant::now();
                 match self.source.create(size) {
                     Ok(memory) => {
-                        self.counters.record_creation(size, start.elapsed());
+                        lock(&self.stats).record_creation(size, start.elapsed());
                         return Ok(Piece { memory: Arc::new(memory), offset: 0, reserved: false });
                     }
                     Err(failure) => {
@@ -288,7 +289,7 @@ impl<S: PinnedSource> PinnedPool<S> {
     fn release(&self, size: usize, piece: Piece<S::Memory>) {
         let start = Instant::now();
         drop(piece);
-        self.counters.record_release(size, start.elapsed());
+        lock(&self.stats).record_release(size, start.elapsed());
         self.budget.give(size);
     }
 }
@@ -330,7 +331,7 @@ impl<S: PinnedSource> Pinned<'_, S> {
 impl<S: PinnedSource> Drop for Pinned<'_, S> {
     fn drop(&mut self) {
         if let Some(piece) = self.piece.take() {
-            self.pool.counters.record_free(self.bytes());
+            lock(&self.pool.stats).record_free(self.bytes());
             self.pool.lock(self.class).free.push(piece);
         }
     }

@@ -14,7 +14,7 @@ mod transfer;
 use std::mem::{self, ManuallyDrop};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit};
@@ -30,7 +30,8 @@ use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, HostMemory, MapRegion, MappedBuffer};
 use crate::device::{DeviceKind, StreamId};
 use crate::storage::config::Config;
-use crate::sync::{self, lock};
+use crate::storage::per_device::PerDevice;
+use crate::sync::lock;
 use crate::{Device, Error, Result};
 
 /// How a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
@@ -97,11 +98,10 @@ impl PinnedSource for PinnedDevice {
 pub(in crate::storage) type DevicePinnedPool = PinnedPool<PinnedDevice>;
 
 /// The pools of all devices that have staged a transfer.
-static POOLS: RwLock<Vec<(Device, &'static DevicePinnedPool)>> = RwLock::new(Vec::new());
+static POOLS: PerDevice<&'static DevicePinnedPool> = PerDevice::new();
 
 pub(in crate::storage) fn existing_pool(device: Device) -> Option<&'static DevicePinnedPool> {
-    let pools = sync::read(&POOLS);
-    pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| *pool)
+    POOLS.get(device)
 }
 
 /// Returns a device's pool, created on first use and never destroyed.
@@ -115,7 +115,7 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
         let config = Config::from_env_once().cloned().unwrap_or_default(); // an invalid configuration is reported when the allocator is made
         let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
         let pool: &'static DevicePinnedPool = Box::leak(Box::new(made));
-        sync::write(&POOLS).push((device.device(), pool));
+        POOLS.get_or_insert(device.device(), pool);
         if config.pinned_use_background_threads {
             let poll = move || {
                 loop {

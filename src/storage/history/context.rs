@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use super::snapshot::{Annotation, Frame, Stage};
 use super::stack::Stack;
 use super::{caller, now_us};
-use crate::device::{lock, profiler};
+use crate::device::{OnDrop, lock, profiler};
 
 /// The origin of an event: the call stack, the line that called the crate (see [`Caller`](super::Caller)), and the
 /// names given to [`with_context`]. Copying and storing a context allocates nothing.
@@ -238,13 +238,4 @@ pub fn annotations(device: u32) -> Vec<Annotation> {
         time_us: *time_us,
     };
     lock(&SPANS).iter().map(annotation).collect()
-}
-
-/// Calls a function when dropped, also during a panic.
-struct OnDrop<F: FnMut()>(F);
-
-impl<F: FnMut()> Drop for OnDrop<F> {
-    fn drop(&mut self) {
-        (self.0)()
-    }
 }

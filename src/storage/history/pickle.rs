@@ -1,4 +1,6 @@
-//! Reads pickles of plain data, as written by Python and PyTorch.
+//! Writes snapshots as pickles, and reads pickles of plain data, as written by Python and PyTorch.
+//!
+//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number; serde-pickle would repeat them.
 //!
 //! serde-pickle's reader counts a shared value's uses in the file and drops the value after the last one. Each use of a shared list uses
 //! its items once more, which is not counted, so snapshots, whose entries share their frames, fail to load.
@@ -8,17 +10,174 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 use serde::de::value::{Error, MapDeserializer, SeqDeserializer};
 use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
+use serde_json::Value;
 
-use super::frames::{PENDING_FRAMES, SHARED_FRAMES};
-use super::snapshot::Frame;
+use super::snapshot::{Frame, PyValue, Snapshot};
 
-/// Returns the value in the pickle. Only the instructions that PyTorch's viewer supports are accepted.
-pub(super) fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Error> {
+/// Returns a value's Python pickle, protocol 3, using only instructions that PyTorch's viewer supports.
+pub(super) fn write(value: &PyValue<'_>) -> Result<Vec<u8>, String> {
+    let mut writer = Writer { out: vec![0x80, 3], shared: HashMap::new() };
+    writer.value(value)?;
+    writer.out.push(b'.');
+    Ok(writer.out)
+}
+
+/// The state of writing a pickle.
+struct Writer<'a> {
+    out: Vec<u8>,
+    /// The numbers of the frames already written.
+    shared: HashMap<&'a [Frame], u32>,
+}
+
+/// The most items in a batch of a list or dict: the viewer passes a batch as the arguments of one call.
+const MAX_BATCH_ITEMS: usize = 1000;
+
+impl<'a> Writer<'a> {
+    fn value(&mut self, value: &PyValue<'a>) -> Result<(), String> {
+        match value {
+            PyValue::Bool(is) => self.out.push(if *is { 0x88 } else { 0x89 }),
+            PyValue::Int(int) => self.int(i64::try_from(*int).map_err(|_| format!("{int} does not fit in 63 bits"))?),
+            PyValue::Text(text) => self.text(text)?,
+            PyValue::Pair((a, b)) => {
+                self.out.push(b'(');
+                self.int(*a);
+                self.int(*b);
+                self.out.push(b't');
+            }
+            PyValue::Frames(frames) => self.frames(frames)?,
+            PyValue::List(items) => self.batches(b"]e", MAX_BATCH_ITEMS, items, Writer::value)?,
+            PyValue::Dict(entries) => self.batches(b"}u", MAX_BATCH_ITEMS / 2, entries, |writer, (key, value)| {
+                writer.text(key)?;
+                writer.value(value)
+            })?,
+            PyValue::Other(value) => self.json(value.as_ref().map_err(String::clone)?)?,
+        }
+        Ok(())
+    }
+
+    fn json(&mut self, value: &Value) -> Result<(), String> {
+        match value {
+            Value::Null => self.out.push(b'N'),
+            Value::Bool(is) => self.out.push(if *is { 0x88 } else { 0x89 }),
+            Value::Number(number) => match (number.as_i64(), number.as_f64()) {
+                (Some(int), _) => self.int(int),
+                (None, Some(float)) if number.is_f64() => {
+                    self.out.push(b'G');
+                    self.out.extend(float.to_be_bytes());
+                }
+                _ => return Err(format!("{number} does not fit in 63 bits")),
+            },
+            Value::String(text) => self.text(text)?,
+            Value::Array(items) => self.batches(b"]e", MAX_BATCH_ITEMS, items, Writer::json)?,
+            Value::Object(entries) => self.batches(b"}u", MAX_BATCH_ITEMS / 2, entries, |writer, (key, value)| {
+                writer.text(key)?;
+                writer.json(value)
+            })?,
+        }
+        Ok(())
+    }
+
+    fn int(&mut self, int: i64) {
+        match i32::try_from(int) {
+            Ok(int) => {
+                self.out.push(b'J');
+                self.out.extend(int.to_le_bytes());
+            }
+            Err(_) => {
+                self.out.extend([0x8a, 8]); // LONG1
+                self.out.extend(int.to_le_bytes());
+            }
+        }
+    }
+
+    fn text(&mut self, text: &str) -> Result<(), String> {
+        let length = u32::try_from(text.len()).map_err(|_| "a text has more than 4 GiB")?;
+        self.out.push(b'X');
+        self.out.extend(length.to_le_bytes());
+        self.out.extend(text.as_bytes());
+        Ok(())
+    }
+
+    /// Writes frames, or a reference to their earlier copy.
+    fn frames(&mut self, frames: &'a Arc<[Frame]>) -> Result<(), String> {
+        let next = self.shared.len() as u32;
+        if let Some(known) = self.shared.get(&**frames) {
+            self.out.push(b'j'); // LONG_BINGET
+            self.out.extend(known.to_le_bytes());
+            return Ok(());
+        }
+        self.batches(b"]e", MAX_BATCH_ITEMS, frames.iter(), |writer, frame| {
+            writer.out.extend(b"}(");
+            writer.text("filename")?;
+            writer.text(&frame.filename)?;
+            writer.text("line")?;
+            writer.int(frame.line.into());
+            writer.text("name")?;
+            writer.text(&frame.name)?;
+            writer.out.push(b'u');
+            Ok(())
+        })?;
+        self.shared.insert(frames, next);
+        self.out.push(b'r'); // LONG_BINPUT
+        self.out.extend(next.to_le_bytes());
+        Ok(())
+    }
+
+    /// Writes a list or dict: the instruction that makes an empty one, and batches of items between a mark and the instruction that adds them.
+    fn batches<T>(
+        &mut self,
+        [empty, add]: &[u8; 2],
+        most: usize,
+        items: impl IntoIterator<Item = T>,
+        mut write: impl FnMut(&mut Self, T) -> Result<(), String>,
+    ) -> Result<(), String> {
+        self.out.push(*empty);
+        let mut count = 0;
+        for item in items {
+            if count % most == 0 {
+                self.out.extend((count > 0).then_some(*add).into_iter().chain([b'(']));
+            }
+            count += 1;
+            write(self, item)?;
+        }
+        self.out.extend((count > 0).then_some(*add));
+        Ok(())
+    }
+}
+
+/// The serde type name by which the reader of pickles recognises frames.
+const SHARED_FRAMES: &str = "claystone frames";
+
+/// Reads frames. A pickle only gives the number of the list that holds them, as the line of a placeholder, which [`read`] replaces: serde can
+/// pass only plain data.
+pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
+    struct Frames;
+    impl<'de> Visitor<'de> for Frames {
+        type Value = Arc<[Frame]>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of frames")
+        }
+
+        fn visit_newtype_struct<D: Deserializer<'de>>(self, deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
+            Vec::deserialize(deserializer).map(Into::into)
+        }
+
+        fn visit_u32<E>(self, list: u32) -> Result<Arc<[Frame]>, E> {
+            Ok([Frame { line: list, ..Frame::default() }].into())
+        }
+    }
+    deserializer.deserialize_newtype_struct(SHARED_FRAMES, Frames)
+}
+
+/// Returns the snapshot in the pickle. Only the instructions that PyTorch's viewer supports are accepted.
+pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
     let most_values = BASE_VALUE_LIMIT + bytes.len() / BYTES_PER_EXTRA_VALUE;
     let mut reader = Reader {
         bytes,
@@ -38,7 +197,15 @@ pub(super) fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Error> 
         frames: RefCell::default(),
         stacks: RefCell::default(),
     };
-    T::deserialize(PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH })
+    let root = PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH };
+    let mut snapshot = Snapshot::deserialize(root)?;
+    for frames in snapshot.frames_mut() {
+        // Frames that the pickle does not contain are empty, and all others are placeholders.
+        if let Some(placeholder) = frames.first() {
+            *frames = root.stack(placeholder.line)?;
+        }
+    }
+    Ok(snapshot)
 }
 
 /// Maximum nesting depth; snapshots are nested six deep. Stops at lists that contain themselves.
@@ -221,10 +388,6 @@ struct Pickle<'r, 'a> {
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
 }
 
-// Counts the items of stacks that this thread has looked at.
-#[cfg(test)]
-thread_local!(pub(super) static ITEMS_EXAMINED: Cell<usize> = const { Cell::new(0) });
-
 /// Subtracts from a budget; an error if it is exhausted.
 fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
     budget.set(budget.get().checked_sub(n).ok_or_else(|| Error::custom(TOO_MANY))?);
@@ -260,9 +423,8 @@ impl<'r, 'a> PickleValue<'r, 'a> {
     }
 
     /// Returns the frames in a list, made on first use.
-    fn stack(self) -> Result<Arc<[Frame]>, Error> {
+    fn stack(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         count_values(&self.pickle.values, 1)?;
-        let Item::List(id) = self.item else { return Err(Error::custom("the frames are not a list")) };
         if let Some(known) = self.pickle.stacks.borrow().get(&id) {
             return Ok(Arc::clone(known));
         }
@@ -368,8 +530,10 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         if name != SHARED_FRAMES {
             return visitor.visit_newtype_struct(self);
         }
-        PENDING_FRAMES.set(Some(self.stack()?));
-        visitor.visit_unit()
+        match self.item {
+            Item::List(list) => visitor.visit_u32(list),
+            _ => Err(Error::custom("the frames are not a list")),
+        }
     }
 
     /// Skips a value that no field requests, without examining it.
@@ -390,3 +554,7 @@ impl<'a> IntoDeserializer<'a> for PickleValue<'_, 'a> {
         self
     }
 }
+
+// Counts the items of stacks that this thread has looked at.
+#[cfg(test)]
+thread_local!(pub(super) static ITEMS_EXAMINED: Cell<usize> = const { Cell::new(0) });

@@ -6,10 +6,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Setting, frames, pickle, pickler};
+use super::{Setting, pickle};
 use crate::{Device, Error, Result};
 
 /// The segments and blocks of one or more allocators, and their recorded events.
@@ -37,7 +36,7 @@ use crate::{Device, Error, Result};
 /// assert_eq!(Snapshot::from_pickle(&snapshot.to_pickle()?)?, snapshot);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct Snapshot {
     /// All segments; those of a device are sorted by address.
     pub segments: Vec<SegmentInfo>,
@@ -85,7 +84,7 @@ pub struct SegmentInfo {
     #[serde(default)]
     pub is_expandable: bool,
     /// The call stack that allocated the segment.
-    #[serde(default, with = "frames")]
+    #[serde(default, deserialize_with = "pickle::deserialize_frames")]
     pub frames: Arc<[Frame]>,
     /// The segment's blocks; each begins where the previous one ends.
     pub blocks: Vec<BlockInfo>,
@@ -112,22 +111,22 @@ impl SegmentInfo {
     }
 }
 
-impl Serialize for SegmentInfo {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut s = serializer.serialize_struct("SegmentInfo", 12)?;
-        s.serialize_field("device", &Int(self.device.into()))?;
-        s.serialize_field("address", &Int(self.address))?;
-        s.serialize_field("total_size", &Int(self.total_size))?;
-        s.serialize_field("stream", &Int(self.stream))?;
-        s.serialize_field("segment_type", &self.segment_type)?;
-        s.serialize_field("segment_pool_id", &self.segment_pool_id)?;
-        s.serialize_field("is_expandable", &self.is_expandable)?;
-        s.serialize_field("allocated_size", &Int(self.allocated_size()))?;
-        s.serialize_field("active_size", &Int(self.active_size()))?;
-        s.serialize_field("requested_size", &Int(self.requested_size()))?;
-        s.serialize_field("frames", &frames::SharedFrames(&self.frames))?;
-        s.serialize_field("blocks", &self.blocks)?;
-        s.end()
+impl SegmentInfo {
+    fn value(&self) -> PyValue<'_> {
+        PyValue::dict([
+            ("device", PyValue::Int(self.device.into())),
+            ("address", PyValue::Int(self.address)),
+            ("total_size", PyValue::Int(self.total_size)),
+            ("stream", PyValue::Int(self.stream)),
+            ("segment_type", PyValue::Text(self.segment_type.name())),
+            ("segment_pool_id", PyValue::Pair(self.segment_pool_id)),
+            ("is_expandable", PyValue::Bool(self.is_expandable)),
+            ("allocated_size", PyValue::Int(self.allocated_size())),
+            ("active_size", PyValue::Int(self.active_size())),
+            ("requested_size", PyValue::Int(self.requested_size())),
+            ("frames", PyValue::Frames(&self.frames)),
+            ("blocks", PyValue::List(self.blocks.iter().map(BlockInfo::value).collect())),
+        ])
     }
 }
 
@@ -142,8 +141,17 @@ pub enum SegmentType {
     Large,
 }
 
+impl SegmentType {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            SegmentType::Small => "small",
+            SegmentType::Large => "large",
+        }
+    }
+}
+
 /// A range of bytes of a segment.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct BlockInfo {
     /// The address of the first byte.
     #[serde(default, with = "int")] // missing before PyTorch 2.1; loading fills it in
@@ -157,8 +165,25 @@ pub struct BlockInfo {
     /// Whether the block is in use.
     pub state: BlockState,
     /// The call stack that allocated the block.
-    #[serde(default, with = "frames")]
+    #[serde(default, deserialize_with = "pickle::deserialize_frames")]
     pub frames: Arc<[Frame]>,
+}
+
+impl BlockInfo {
+    fn value(&self) -> PyValue<'_> {
+        let state = match self.state {
+            BlockState::ActiveAllocated => "active_allocated",
+            BlockState::ActivePendingFree => "active_pending_free",
+            BlockState::Inactive => "inactive",
+        };
+        PyValue::dict([
+            ("address", PyValue::Int(self.address)),
+            ("size", PyValue::Int(self.size)),
+            ("requested_size", PyValue::Int(self.requested_size)),
+            ("state", PyValue::Text(state)),
+            ("frames", PyValue::Frames(&self.frames)),
+        ])
+    }
 }
 
 /// Whether a block is in use.
@@ -211,7 +236,7 @@ struct TraceEntryFields {
     stream: u64,
     #[serde(default, with = "int")]
     time_us: u64,
-    #[serde(default, with = "frames")]
+    #[serde(default, deserialize_with = "pickle::deserialize_frames")]
     frames: Arc<[Frame]>,
     #[serde(default)]
     compile_context: Option<String>,
@@ -231,19 +256,19 @@ impl From<TraceEntryFields> for TraceEntry {
     }
 }
 
-impl Serialize for TraceEntry {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(7))?;
-        map.serialize_entry("action", &self.action)?;
+impl TraceEntry {
+    fn value(&self) -> PyValue<'_> {
         let addr = if self.action == TraceAction::Oom { "device_free" } else { "addr" };
-        map.serialize_entry(addr, &Int(self.addr))?;
-        map.serialize_entry("size", &Int(self.size))?;
-        map.serialize_entry("stream", &Int(self.stream))?;
-        map.serialize_entry("time_us", &Int(self.time_us))?;
-        map.serialize_entry("frames", &frames::SharedFrames(&self.frames))?;
         let context = if self.compile_context.is_empty() { NO_CONTEXT } else { &self.compile_context };
-        map.serialize_entry("compile_context", context)?;
-        map.end()
+        PyValue::dict([
+            ("action", PyValue::of(&self.action)),
+            (addr, PyValue::Int(self.addr)),
+            ("size", PyValue::Int(self.size)),
+            ("stream", PyValue::Int(self.stream)),
+            ("time_us", PyValue::Int(self.time_us)),
+            ("frames", PyValue::Frames(&self.frames)),
+            ("compile_context", PyValue::Text(context)),
+        ])
     }
 }
 
@@ -314,7 +339,7 @@ impl Snapshot {
     /// # Errors
     /// If a number does not fit in an i64.
     pub fn to_pickle(&self) -> Result<Vec<u8>> {
-        pickler::write(self).map_err(|e| unwritable_error(&e))
+        pickle::write(&self.value()).map_err(|e| unwritable_error(&e))
     }
 
     /// Returns the snapshot as JSON, which newer versions of the viewer open too.
@@ -369,6 +394,25 @@ impl Snapshot {
         }
     }
 
+    fn value(&self) -> PyValue<'_> {
+        let traces = self.device_traces.iter();
+        let traces = traces.map(|trace| PyValue::List(trace.iter().map(TraceEntry::value).collect()));
+        PyValue::dict([
+            ("segments", PyValue::List(self.segments.iter().map(SegmentInfo::value).collect())),
+            ("device_traces", PyValue::List(traces.collect())),
+            ("allocator_settings", PyValue::of(&self.allocator_settings)),
+            ("external_annotations", PyValue::of(&self.external_annotations)),
+        ])
+    }
+
+    /// The frames of all segments, blocks and events.
+    pub(super) fn frames_mut(&mut self) -> impl Iterator<Item = &mut Arc<[Frame]>> {
+        let segments = self.segments.iter_mut();
+        let segments =
+            segments.flat_map(|s| std::iter::once(&mut s.frames).chain(s.blocks.iter_mut().map(|b| &mut b.frames)));
+        segments.chain(self.device_traces.iter_mut().flatten().map(|entry| &mut entry.frames))
+    }
+
     /// Adds the addresses of blocks, which old snapshots do not have.
     fn complete(mut self) -> Snapshot {
         for segment in &mut self.segments {
@@ -408,14 +452,58 @@ fn unreadable_error(what: &str, e: &dyn std::fmt::Display) -> Error {
     Error::invalid("snapshot", format!("this is not the {what} of a snapshot: {e}"))
 }
 
-/// An unsigned integer that is written as an i64.
-struct Int(u64);
+/// A value that is written as a pickle or as JSON.
+pub(super) enum PyValue<'a> {
+    Bool(bool),
+    Int(u64),
+    Text(&'a str),
+    /// A pair of numbers, which a pickle holds as a tuple.
+    Pair((i64, i64)),
+    /// Frames, which a pickle holds once.
+    Frames(&'a Arc<[Frame]>),
+    List(Vec<PyValue<'a>>),
+    Dict(Vec<(&'static str, PyValue<'a>)>),
+    /// Any other data; an error if it is no data of JSON.
+    Other(Result<serde_json::Value, String>),
+}
 
-impl Serialize for Int {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        int::serialize(&self.0, serializer)
+impl<'a> PyValue<'a> {
+    fn dict<const N: usize>(entries: [(&'static str, PyValue<'a>); N]) -> PyValue<'a> {
+        PyValue::Dict(entries.into())
+    }
+
+    fn of(value: &impl Serialize) -> PyValue<'a> {
+        PyValue::Other(serde_json::to_value(value).map_err(|e| e.to_string()))
     }
 }
+
+impl Serialize for PyValue<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            PyValue::Bool(is) => is.serialize(serializer),
+            PyValue::Int(int) => int::serialize(int, serializer),
+            PyValue::Text(text) => text.serialize(serializer),
+            PyValue::Pair(pair) => pair.serialize(serializer),
+            PyValue::Frames(frames) => serializer.collect_seq(frames.iter()),
+            PyValue::List(items) => serializer.collect_seq(items),
+            PyValue::Dict(entries) => serializer.collect_map(entries.iter().map(|(key, value)| (key, value))),
+            PyValue::Other(value) => value.as_ref().map_err(serde::ser::Error::custom)?.serialize(serializer),
+        }
+    }
+}
+
+/// Writes parts of a snapshot as the snapshot writes them.
+macro_rules! serialize_as_value {
+    ($($part:ident)*) => { $(
+        impl Serialize for $part {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                self.value().serialize(serializer)
+            }
+        }
+    )* };
+}
+
+serialize_as_value! { Snapshot SegmentInfo BlockInfo TraceEntry }
 
 /// Reads and writes unsigned integers as i64.
 mod int {

@@ -95,12 +95,7 @@ impl fmt::Display for Snapshot {
             writeln!(f, " {:>5.1}% {:>5.1}%", 100.0 * sums.utilisation(), 100.0 * sums.index())
         };
         for ((device, pool, kind, stream), (count, sums)) in &pools {
-            let names = [
-                device.to_string(),
-                format!("{}.{}", pool.0, pool.1),
-                segment_type_name(*kind).into(),
-                stream.to_string(),
-            ];
+            let names = [device.to_string(), format!("{}.{}", pool.0, pool.1), kind.name().into(), stream.to_string()];
             row(f, names, *count, sums)?;
         }
         let all = ["all".into(), String::new(), String::new(), String::new()];
@@ -129,13 +124,6 @@ impl fmt::Display for Snapshot {
             writeln!(f, "{} events recorded on device {device}", trace.len())?;
         }
         Ok(())
-    }
-}
-
-fn segment_type_name(kind: SegmentType) -> &'static str {
-    match kind {
-        SegmentType::Small => "small",
-        SegmentType::Large => "large",
     }
 }
 

@@ -1,23 +1,29 @@
-//! Images of tensors, cached with their storage until its bytes change, so that constant weights are converted once.
+//! Images derived from a storage's bytes, valid until the bytes change, so that constant weights are converted once.
 
 use std::mem;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use smallvec::SmallVec;
 
 use super::Image;
 use crate::device::lock;
-use crate::storage::allocation::{Allocation, Storage};
+use crate::storage::allocation::Storage;
+use crate::storage::sidecar::DerivedData;
 use crate::{Device, Result};
 
 /// Identifies how the bytes were read to make an image.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
-/// The images of a storage's bytes, if it ever had any.
+/// The images of one storage.
 #[derive(Default)]
-pub(in crate::storage) struct CachedImages(OnceLock<Arc<ImageCache>>);
+struct ImageCache(Mutex<Vec<CachedImage>>);
 
-type ImageCache = Mutex<Vec<CachedImage>>;
+impl DerivedData for ImageCache {
+    fn clear(&self) {
+        let gone = mem::take(&mut *lock(&self.0));
+        drop(gone); // after the lock is released
+    }
+}
 
 struct CachedImage {
     key: ImageKey,
@@ -42,27 +48,7 @@ pub(super) fn drop_images_of_device(device: Device) {
         kept.extend(images.filter(|_| *of == device));
         is_there
     });
-    kept.into_iter().for_each(|images| drop_images(&images));
-}
-
-fn drop_images(images: &ImageCache) {
-    let gone = mem::take(&mut *lock(images));
-    drop(gone); // after the lock is released
-}
-
-impl CachedImages {
-    /// Drops all images when the storage is dropped.
-    #[inline]
-    pub(in crate::storage) fn clear(&mut self) {
-        drop(self.0.take());
-    }
-
-    /// Drops all images, because bytes have changed.
-    pub(in crate::storage) fn invalidate(&self) {
-        if let Some(images) = self.0.get() {
-            drop_images(images);
-        }
-    }
+    kept.into_iter().for_each(|images| images.clear());
 }
 
 impl Storage {
@@ -71,18 +57,16 @@ impl Storage {
     /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too large. Nothing is cached
     /// if other code may change the bytes unnoticed.
     pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
-        let allocation: &Allocation = self.allocation();
-        if allocation.is_shared_outside() {
-            return make();
-        }
-        let images = allocation.derived.images.0.get_or_init(|| {
-            let (images, mut all) = (Arc::default(), lock(&ALL_IMAGES));
+        let new_cache = || {
+            let (images, mut all) = (Arc::<ImageCache>::default(), lock(&ALL_IMAGES));
             if all.len().is_power_of_two() {
                 all.retain(|(_, images)| images.strong_count() > 0);
             }
             all.push((self.device(), Arc::downgrade(&images)));
             images
-        });
+        };
+        let Some(images) = self.derived_data(new_cache) else { return make() };
+        let images = &images.0;
         let version = self.version();
         let known =
             lock(images).iter().find(|made| made.key == key && made.version == version).map(|m| m.image.clone());

@@ -1,4 +1,9 @@
-//! The size and the format of an image.
+//! OpenCL images, and how the allocators of buffers learn of the memory they use.
+
+use std::sync::Arc;
+
+use crate::storage::per_device::PerDevice;
+use crate::{Device, Result};
 
 /// The type of an image's channels. A pixel has four channels (`CL_RGBA`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,4 +46,24 @@ impl ImageDesc {
     pub fn serves(&self, other: &ImageDesc) -> bool {
         self.format == other.format && self.width >= other.width && self.height >= other.height
     }
+}
+
+/// A holder of memory of a device whose bytes count towards the limits of another allocator: images beside buffers, and the other way round.
+pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
+    fn held(&self) -> u64;
+    /// Releases unused memory. Returns true if any memory was released.
+    fn make_room(&self) -> Result<bool>;
+}
+
+/// The image pool of each device that has one.
+static OTHER_HOLDERS: PerDevice<Arc<dyn OtherMemoryHolder>> = PerDevice::new();
+
+/// Makes the allocators of the device's buffers count the bytes that `other` holds, from now on.
+pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn OtherMemoryHolder>) {
+    OTHER_HOLDERS.get_or_insert(device, other);
+}
+
+/// Returns the holder of other memory than buffers on the device, if any.
+pub(in crate::storage) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
+    OTHER_HOLDERS.get(device)
 }

@@ -1,7 +1,7 @@
 //! Images: storages that kernels read through a device's texture units.
 
 pub(super) mod cache;
-mod desc;
+pub(super) mod desc;
 pub(super) mod pool;
 
 use std::ffi::c_void;
@@ -10,6 +10,8 @@ use std::mem::ManuallyDrop;
 
 use crate::device::capture;
 use crate::storage::allocation::{AllocatorRef, Backing, Lease, Storage};
+use crate::storage::allocator::find_allocator;
+use crate::storage::caching::CachingAllocator;
 use crate::storage::driver::driver;
 use crate::storage::driver::opencl::OpenCl;
 use crate::storage::history::Caller;
@@ -121,5 +123,7 @@ fn notify_observers(device: Device, pool: &PoolAllocator, requested: usize, erro
     };
     let held = allocator.stats().reserved_bytes.current + pool.reserved();
     let (allowed, device_free) = (pool.limit(), driver.capacity().saturating_sub(held));
-    allocator.tell_oom_observers(&OutOfMemoryEvent { device, requested, allowed, device_free });
+    if let Some(caching) = find_allocator::<CachingAllocator>(&**allocator) {
+        caching.notify_oom_observers(&OutOfMemoryEvent { device, requested, allowed, device_free });
+    }
 }

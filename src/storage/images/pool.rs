@@ -1,82 +1,68 @@
 //! The pool of an OpenCL device's images, beside the allocator of the device's buffers.
 
-use std::ptr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use super::cache;
-use crate::storage::allocator::Allocator;
+use super::desc::{OtherMemoryHolder, register_other_holder};
+use crate::storage::allocator::{Allocator, find_allocator};
+use crate::storage::caching::CachingAllocator;
 use crate::storage::config::Config;
-use crate::storage::driver::opencl::{ELSEWHERE, OpenCl, OtherMemory};
-use crate::storage::pool::PoolAllocator;
+use crate::storage::driver::opencl::OpenCl;
+use crate::storage::pool::{IMAGE_POOLS, PoolAllocator, existing_image_pool};
 use crate::storage::registry;
-use crate::storage::stats::DeviceStats;
 use crate::{Device, Result};
-
-/// The image pools of all devices that have used one.
-static POOLS: RwLock<Vec<(Device, Arc<PoolAllocator>)>> = RwLock::new(Vec::new());
-
-/// Returns the pool of a device's images, if it was made already.
-pub(in crate::storage) fn existing_pool(device: Device) -> Option<Arc<PoolAllocator>> {
-    let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
-    pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| Arc::clone(pool))
-}
-
-/// Returns an allocator's statistics including the images of its device.
-pub(in crate::storage) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
-    match existing_pool(allocator.device()) {
-        Some(images) if ptr::addr_eq(allocator, &*images) => allocator.device().memory_stats().unwrap_or_default(),
-        Some(images) => allocator.stats().plus(&images.stats()),
-        None => allocator.stats(),
-    }
-}
 
 /// Returns the pool of a device's images, made on first use; `None` for a device without images.
 pub(in crate::storage) fn pool(device: Device) -> Result<Option<Arc<PoolAllocator>>> {
-    let pool = existing_pool(device);
+    let pool = existing_image_pool(device);
     let (None, Device::OpenCL(index)) = (&pool, device) else { return Ok(pool) };
-    let driver = OpenCl::<true>::of_images(index)?;
+    let driver = OpenCl::open(index)?;
     if driver.device.image_limits().is_none() {
         return Ok(None);
     }
-    ELSEWHERE.get_or_init(|| {
-        [OtherMemory { held, make_room }, OtherMemory { held: held_by_buffers, make_room: make_room_among_buffers }]
-    });
-    let made = PoolAllocator::new(Arc::new(driver), Config::from_env_once()?.clone())?;
-    let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, pool)) = pools.iter().find(|(of, _)| *of == device) {
-        return Ok(Some(Arc::clone(pool)));
-    }
-    let pool = Arc::new(made);
-    pools.push((device, Arc::clone(&pool)));
+    let config = Config::from_env_once()?.clone();
+    let made = PoolAllocator::of_images(Arc::new(driver), config, Arc::new(BuffersAsHolder(device)))?;
+    let pool = IMAGE_POOLS.get_or_insert(device, Arc::new(made));
+    register_other_holder(device, Arc::new(PoolAsHolder(Arc::clone(&pool))));
     Ok(Some(pool))
 }
 
 /// Releases a device's unused images, including those cached with their tensors.
 pub(in crate::storage) fn empty_cache(device: Device) -> Result<()> {
-    let Some(pool) = existing_pool(device) else { return Ok(()) };
+    let Some(pool) = existing_image_pool(device) else { return Ok(()) };
     cache::drop_images_of_device(device);
     pool.empty_cache()
 }
 
-/// Releases a device's unused images. Returns true if there were any.
-fn make_room(device: Device, _bytes: usize) -> Result<bool> {
-    let before = held(device);
-    empty_cache(device)?;
-    Ok(held(device) < before)
+/// The image pool as a holder of memory that the driver of buffers counts.
+struct PoolAsHolder(Arc<PoolAllocator>);
+
+impl OtherMemoryHolder for PoolAsHolder {
+    fn held(&self) -> u64 {
+        self.0.reserved()
+    }
+
+    fn make_room(&self) -> Result<bool> {
+        let before = self.held();
+        empty_cache(self.0.device())?;
+        Ok(self.held() < before)
+    }
 }
 
-/// Returns the bytes of a device's images.
-fn held(device: Device) -> u64 {
-    existing_pool(device).map_or(0, |pool| pool.reserved())
-}
+/// The allocator of a device's buffers as a holder of memory that the image pool counts.
+struct BuffersAsHolder(Device);
 
-/// Returns the bytes of a device's buffers.
-fn held_by_buffers(device: Device) -> u64 {
-    registry::device_allocator(device).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
-}
+impl OtherMemoryHolder for BuffersAsHolder {
+    fn held(&self) -> u64 {
+        registry::device_allocator(self.0).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
+    }
 
-fn make_room_among_buffers(device: Device, bytes: usize) -> Result<bool> {
-    let before = held_by_buffers(device);
-    registry::device_allocator(device)?.make_room(bytes)?;
-    Ok(held_by_buffers(device) < before)
+    fn make_room(&self) -> Result<bool> {
+        let (allocator, before) = (registry::device_allocator(self.0)?, self.held());
+        match find_allocator::<CachingAllocator>(&**allocator) {
+            Some(caching) => caching.make_room()?,
+            None => allocator.empty_cache()?,
+        }
+        Ok(self.held() < before)
+    }
 }

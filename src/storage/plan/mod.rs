@@ -8,8 +8,6 @@
 //! 2507.16274](https://arxiv.org/abs/2507.16274)); the search follows MiniMalloc ([ASPLOS 2023](https://doi.org/10.1145/3623278.3624752)).
 
 mod exact;
-mod greedy;
-mod orders;
 mod record;
 mod search;
 mod serve;
@@ -20,7 +18,7 @@ use std::time::Duration;
 
 use super::allocator::Allocator;
 use super::{registry, scope};
-use crate::device::StreamId;
+use crate::device::{OnDrop, StreamId};
 use crate::{Device, Result};
 use record::Recorder;
 pub use search::{Lifetime, Placement, place};
@@ -107,14 +105,8 @@ impl Plan {
 
     /// Like [`run`](Plan::run), for the requests to the allocator that is passed to `step`. Blocks must be freed to that allocator.
     pub fn run_on<R>(&mut self, step: impl FnOnce(&Arc<dyn Allocator>) -> R) -> R {
-        struct End<'a>(&'a PlanServer);
-        impl Drop for End<'_> {
-            fn drop(&mut self) {
-                self.0.end();
-            }
-        }
         self.server.begin();
-        let _end = End(&self.server);
+        let _end = OnDrop(|| self.server.end());
         step(&(Arc::clone(&self.server) as Arc<dyn Allocator>))
     }
 

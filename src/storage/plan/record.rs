@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
-use super::super::allocator::{Allocator, forward_to_inner};
+use super::super::allocator::Allocator;
 use super::super::block::{ALIGNMENT, Block, Slot};
 use super::search::Lifetime;
-use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
+use crate::{Device, Result};
 
 /// The requests and frees of a step, in order.
 #[derive(Debug, Default)]
@@ -91,7 +91,13 @@ impl std::fmt::Debug for Recorder {
 }
 
 impl Allocator for Recorder {
-    forward_to_inner!();
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
+    }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let block = self.inner.allocate(bytes, stream)?;

@@ -1,12 +1,11 @@
 //! Offline placement: searches offsets for blocks with known lifetimes, in as small an arena as possible.
 
+use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
 use super::exact::{OverlapTable, place_within};
-use super::greedy::best_fit;
-use super::orders::{self, Random, Ranking};
 
 /// The lifetime and size of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -102,7 +101,7 @@ const CAPACITY_EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
     let threads = rayon::current_num_threads();
-    let orders = orders::greedy_orders(items);
+    let orders = greedy_orders(items);
     let (first, others) = orders.split_at(1);
     for orders in [first].into_iter().chain(others.chunks(threads)) {
         let before = left();
@@ -165,6 +164,108 @@ fn map_orders<R: Send>(items: &[Item], orders: &[Vec<usize>], f: impl Fn(&Vec<us
     match items.len() < MIN_PARALLEL_BLOCKS {
         true => orders.iter().map(f).collect(),
         false => orders.par_iter().map(f).collect(),
+    }
+}
+
+/// A block with an assigned offset.
+#[derive(Clone, Copy)]
+struct PlacedBlock {
+    offset: u64,
+    top: u64,
+    start: usize,
+    end: usize,
+}
+
+/// Assigns offsets to `items` in the order `order`. Each item goes into the smallest gap that holds it between the
+/// blocks alive at the same time, or above those blocks.
+fn best_fit(items: &[Item], order: &[usize]) -> Vec<u64> {
+    let mut offsets = vec![0; items.len()];
+    let mut placed: Vec<PlacedBlock> = Vec::with_capacity(items.len()); // sorted by offset
+    for &index in order {
+        let item = &items[index];
+        let mut best: Option<(u64, u64)> = None; // (gap, offset)
+        let mut top = 0;
+        for other in placed.iter().filter(|other| other.start < item.end && item.start < other.end) {
+            let gap = other.offset.saturating_sub(top);
+            if gap >= item.size && best.is_none_or(|(smallest, _)| gap < smallest) {
+                best = Some((gap, top));
+            }
+            top = top.max(other.top);
+        }
+        let offset = best.map_or(top, |(_, offset)| offset);
+        offsets[index] = offset;
+        let at = placed.partition_point(|other| other.offset <= offset);
+        placed.insert(at, PlacedBlock { offset, top: offset + item.size, start: item.start, end: item.end });
+    }
+    offsets
+}
+
+/// Orders for the greedy pass: largest first, largest area (size times lifetime) first, longest-lived first, and by start.
+fn greedy_orders(items: &[Item]) -> [Vec<usize>; 4] {
+    let length = |item: &Item| (item.end - item.start) as u64;
+    let sorted = |key: &dyn Fn(&Item) -> (u64, u64)| {
+        let mut order: Vec<usize> = (0..items.len()).collect();
+        order.sort_by_key(|&index| Reverse(key(&items[index])));
+        order
+    };
+    [
+        sorted(&|item| (item.size, length(item))),
+        sorted(&|item| (item.size.saturating_mul(length(item)), item.size)),
+        sorted(&|item| (length(item), item.size)),
+        sorted(&|item| (u64::MAX - item.start as u64, item.size)),
+    ]
+}
+
+/// Ranks blocks for the backtracking search by three keys: lifetime, area (size times lifetime), and the peak of live
+/// bytes during the lifetime. Some instances are solved only in one of the three orders, or only with noise.
+struct Ranking(Vec<[f64; 3]>);
+
+impl Ranking {
+    /// The lexicographic orders of the three keys.
+    const ORDERS: [[usize; 3]; 3] = [[0, 1, 2], [2, 1, 0], [2, 0, 1]];
+
+    /// Computes the keys. `live` gives the units alive in each section.
+    fn new(items: &[Item], live: &[u64]) -> Ranking {
+        let key = |item: &Item| {
+            let length = (item.end - item.start) as f64;
+            let most = live[item.start..item.end].iter().copied().max().unwrap_or(0);
+            [length, length * item.size as f64, most as f64]
+        };
+        Ranking(items.iter().map(key).collect())
+    }
+
+    /// Returns the blocks in descending order of their keys. Each block's keys are scaled by a random factor of 1 ± `noise`.
+    fn order(&self, by: [usize; 3], noise: f64, random: &mut Random) -> Vec<usize> {
+        let noisy = |key: &[f64; 3]| {
+            let off = noise * random.next();
+            // The peaks of blocks alive at the same time differ little, so less noise shuffles them as much.
+            let keys = [key[0] * (1.0 + off), key[1] * (1.0 + off), key[2] * (1.0 + 0.3 * off)];
+            by.map(|which| keys[which])
+        };
+        let keys: Vec<[f64; 3]> = self.0.iter().map(noisy).collect();
+        let mut order: Vec<usize> = (0..keys.len()).collect();
+        order.sort_by(|&a, &b| {
+            let pairs = keys[b].iter().zip(&keys[a]);
+            pairs.map(|(b, a)| b.total_cmp(a)).find(|order| order.is_ne()).unwrap_or(a.cmp(&b))
+        });
+        order
+    }
+}
+
+/// Marsaglia's xorshift generator with a fixed seed, so that plans are reproducible.
+struct Random(u64);
+
+impl Random {
+    fn new() -> Random {
+        Random(0x9E37_79B9_7F4A_7C15)
+    }
+
+    /// Returns a random number in -1..1.
+    fn next(&mut self) -> f64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 }
 

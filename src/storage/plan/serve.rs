@@ -10,15 +10,15 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::super::allocator::{Allocator, forward_to_inner};
+use super::super::allocator::Allocator;
 use super::super::block::{ALIGNMENT, Block, Slot, next_owner_number};
 use super::super::history::with_context;
 use super::super::segment::Segment;
 use super::PlanStats;
 use super::record::Trace;
-use crate::Result;
 use crate::device::StreamId;
 use crate::device::lock;
+use crate::{Device, Result};
 
 /// How many requests are searched for one of the right size when the step deviates. The search starts at the cursor,
 /// and also where the cursor would be if each missed request had replaced a planned one.
@@ -265,7 +265,13 @@ impl fmt::Debug for PlanServer {
 }
 
 impl Allocator for PlanServer {
-    forward_to_inner!();
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
+    }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let planned = if stream == self.stream { self.serve(bytes) } else { None };

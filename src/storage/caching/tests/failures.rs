@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use super::super::heap::SPILLED_POOL;
+use super::super::entry::SPILLED_POOL;
 use super::*;
 use crate::storage::driver::MemoryKind;
 
@@ -178,7 +178,7 @@ fn blocks_stay_on_the_host_until_the_device_has_memory() {
         if gives_back {
             full.allocator.deallocate(block);
             full.allocator.empty_cache().unwrap();
-            assert!(full.allocator.lock().heap.segments.iter().flatten().all(|held| held.pool != SPILLED_POOL));
+            assert!(full.allocator.lock().heap.segments().all(|(_, held)| held.pool != SPILLED_POOL));
         } else {
             let place = block.location();
             assert!(full.allocator.restore(&block).unwrap_err().to_string().contains("is being read"));

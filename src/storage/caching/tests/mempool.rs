@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::*;
+use crate::storage::MemPoolStats;
 
 fn shared(capacity: u64, config: &str) -> (Sim, Arc<CachingAllocator>) {
     let (sim, allocator) = device(capacity, config);
@@ -82,7 +83,7 @@ fn emptying_the_cache_leaves_pools_alone_until_their_last_handle_is_gone() {
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), 0);
     // Arena numbers are reused.
-    let arenas = allocator.lock().heap.arenas.len();
+    let arenas = allocator.lock().heap.arenas().len();
     for _ in 0..3 {
         let pool = MemPool::new(&allocator, MemPoolOptions::default());
         let block = use_mem_pool(&pool, || take(&allocator, 1000));
@@ -90,7 +91,7 @@ fn emptying_the_cache_leaves_pools_alone_until_their_last_handle_is_gone() {
         allocator.deallocate(block);
         allocator.check();
     }
-    assert_eq!(allocator.lock().heap.arenas.len(), arenas);
+    assert_eq!(allocator.lock().heap.arenas().len(), arenas);
 }
 
 #[test]

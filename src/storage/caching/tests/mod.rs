@@ -14,7 +14,6 @@ mod properties;
 mod sequences;
 mod streams;
 
-use super::heap::{NONE, NOWHERE, Use};
 use super::*;
 use crate::Error;
 use crate::storage::{Call, Failure, Sim, SimOptions};
@@ -54,43 +53,9 @@ fn calls_since(sim: &Sim, before: u64) -> Vec<Call> {
 }
 
 impl CachingAllocator {
-    /// Panics unless the table is consistent: blocks cover their segments and belong to their pools, no two adjacent
-    /// free blocks share an arena, the bins hold exactly the free blocks, and the statistics match.
+    /// Panics unless the table is consistent, with the thread caches emptied.
     pub(in crate::storage) fn check(&self) {
-        let core = self.drain_caches();
-        let heap = &core.heap;
-        let binned = properties::binned(heap);
-        let (mut reserved, mut active, mut inactive, mut blocks, mut free_blocks) = (0, 0, 0, 0, 0);
-        for (at, held) in heap.segments.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?))) {
-            let (mut offset, mut prev, mut free_arena, mut holes) = (0, NONE, NOWHERE, 0);
-            for id in heap.blocks_of(at as u32) {
-                let entry = heap.table[id as usize];
-                assert_eq!((entry.segment, entry.prev, entry.offset()), (at as u32, prev, offset), "blocks tile");
-                let arena = &heap.arenas[entry.arena() as usize];
-                assert_eq!((arena.pool, arena.kind), (held.pool, held.kind), "blocks are of their segment's pool");
-                assert!(entry.size() > 0 && entry.size().is_multiple_of(heap.rules.alignment));
-                let free = entry.usage() == Use::Free;
-                assert!(!(free && entry.arena() == free_arena), "free neighbours are merged");
-                let in_bins = binned.contains(&(entry.arena(), entry.covers_segment(), id));
-                assert_eq!(in_bins, free, "bins hold the free blocks");
-                free_blocks += usize::from(free);
-                let hole = entry.usage() == Use::Unmapped;
-                active += if free || hole { 0 } else { entry.size() };
-                holes += if hole { entry.size() } else { 0 };
-                inactive += if free && !entry.covers_segment() { entry.size() } else { 0 };
-                (offset, prev) = (offset + entry.size(), id);
-                free_arena = if free { entry.arena() } else { NOWHERE };
-                blocks += 1;
-            }
-            assert_eq!((offset, offset - holes), (held.size, held.committed()));
-            reserved += held.committed();
-        }
-        assert_eq!(free_blocks, binned.len(), "bins hold nothing else");
-        assert_eq!(blocks, heap.table.iter().filter(|entry| entry.usage() != Use::Vacant).count());
-        let s = heap.stats.stats();
-        assert_eq!(s.reserved_bytes.current, reserved as u64);
-        assert_eq!(s.active_bytes.current, active as u64);
-        assert_eq!(s.inactive_split_bytes.current, inactive as u64);
+        self.drain_caches().heap.check();
     }
 }
 

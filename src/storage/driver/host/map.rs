@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{OnceLock, RwLock};
 
-use crate::sync;
 use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE};
 
 pub(super) use crate::device::cpu::huge_pages::{HUGE_PAGE_BYTES, page_bytes};
+use crate::device::{read, write};
 
 /// A range of the process's addresses, some of them with memory, which is zero until written.
 #[derive(Debug)]
@@ -81,11 +81,11 @@ impl Mapping {
     }
 
     pub(super) fn is_committed(&self, from: usize, to: usize) -> bool {
-        sync::read(&self.committed).contains(from, to)
+        read(&self.committed).contains(from, to)
     }
 
     fn ranges_mut<R>(&self, f: impl FnOnce(&mut Ranges) -> R) -> R {
-        f(&mut sync::write(&self.committed))
+        f(&mut write(&self.committed))
     }
 
     fn at(&self, offset: usize) -> *mut libc::c_void {

@@ -15,6 +15,11 @@ pub(crate) struct SimMemory {
 }
 
 impl SimMemory {
+    /// True if the memory has tags.
+    pub(in crate::storage::driver) fn has_contents(&self) -> bool {
+        self.sim.0.options.contents
+    }
+
     pub(super) fn check_pages(&self, op: &'static str, page: usize, from: usize, to: usize) -> Result<()> {
         let whole = |at: usize| at == self.size || at.checked_rem(page) == Some(0);
         if from <= to && to <= self.size && whole(from) && whole(to) {

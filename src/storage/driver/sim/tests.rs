@@ -14,20 +14,20 @@ fn asynchronous() -> Sim {
 }
 
 fn committed(sim: &Sim, bytes: usize) -> Memory {
-    sim.create(bytes).and_then(|memory| sim.commit(memory)).unwrap()
+    sim.create_lazily(bytes).and_then(|memory| sim.commit(memory)).unwrap()
 }
 
 #[test]
 fn memory_is_lazy_counted_and_released() {
     let sim = Sim::new(SimOptions { capacity: 10 << 10, largest_segment: 8 << 10, ..SimOptions::default() });
-    let a = sim.create(8 << 10).unwrap();
+    let a = sim.create_lazily(8 << 10).unwrap();
     assert_eq!((sim.committed(), sim.live_segments()), (0, 1));
     let a = sim.commit(a).unwrap();
     let a = sim.commit(a).unwrap(); // committing twice counts once
     assert_eq!(sim.committed(), 8 << 10);
-    let make = || sim.create(4 << 10).unwrap(); // creating promises nothing
+    let make = || sim.create_lazily(4 << 10).unwrap(); // creating promises nothing
     assert!(matches!(sim.commit(make()), Err(Failure::DeviceMemory)));
-    assert!(matches!(sim.create((8 << 10) + 1), Err(Failure::TooBig)));
+    assert!(matches!(sim.create_lazily((8 << 10) + 1), Err(Failure::TooBig)));
     drop(a);
     sim.set_others(7 << 10);
     assert!(sim.commit(make()).is_err());
@@ -41,7 +41,7 @@ fn memory_is_lazy_counted_and_released() {
 #[test]
 fn work_on_uncommitted_memory_fails_at_enqueue() {
     let sim = asynchronous();
-    let (a, b) = (sim.create(1 << 20).unwrap(), sim.create(GRANULE).unwrap());
+    let (a, b) = (sim.create_lazily(1 << 20).unwrap(), sim.create_lazily(GRANULE).unwrap());
     sim.fail_next_enqueue(Failure::Resources);
     drop(sim.commit(b).unwrap());
     let work = |at| sim.write_tag_at(StreamId::DEFAULT, at, GRANULE, 1);
@@ -49,7 +49,7 @@ fn work_on_uncommitted_memory_fails_at_enqueue() {
     assert!(error.to_string().contains("CL_OUT_OF_RESOURCES"), "{error}");
     work((&a, 0)).unwrap();
     assert_eq!((sim.committed(), sim.late_commits()), (1 << 20, 1));
-    let c = sim.create(GRANULE).unwrap();
+    let c = sim.create_lazily(GRANULE).unwrap();
     let error = sim.copy(StreamId::DEFAULT, (&a, 0), (&c, 0), GRANULE).unwrap_err();
     assert!(error.to_string().contains("CL_MEM_OBJECT_ALLOCATION_FAILURE"), "{error}");
 }
@@ -60,9 +60,9 @@ fn failures_come_in_the_order_they_were_asked_for() {
     sim.fail_next_create(Failure::HostMemory);
     sim.fail_next_create(Failure::Resources);
     sim.fail_next_commit(Failure::DeviceMemory);
-    assert!(matches!(sim.create(1), Err(Failure::HostMemory)));
-    assert!(matches!(sim.create(1), Err(Failure::Resources)));
-    let commit = || sim.create(1).and_then(|memory| sim.commit(memory));
+    assert!(matches!(sim.create_lazily(1), Err(Failure::HostMemory)));
+    assert!(matches!(sim.create_lazily(1), Err(Failure::Resources)));
+    let commit = || sim.create_lazily(1).and_then(|memory| sim.commit(memory));
     assert!(matches!(commit(), Err(Failure::DeviceMemory)));
     sim.fail_next_commit(Failure::DeviceMemory);
     sim.clear_failures();

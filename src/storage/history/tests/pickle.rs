@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::*;
-use crate::storage::history::pickle::{ITEMS_EXAMINED, read};
+use crate::storage::history::pickle::ITEMS_EXAMINED;
 
 /// Reads a pickle as PyTorch's `MemoryViz.js` does. It fails on every other instruction, on integers of more than 8
 /// bytes, and on batches larger than the arguments that a call may have.
@@ -180,12 +180,6 @@ fn files_round_trip_and_agree_with_python() -> Result<()> {
 /// A stack of many frames that is used many times is looked at once.
 #[test]
 fn a_shared_stack_is_decoded_once() {
-    #[derive(serde::Deserialize)]
-    #[serde(transparent)]
-    struct Event {
-        #[serde(deserialize_with = "crate::storage::history::frames::deserialize")]
-        frames: Arc<[Frame]>,
-    }
     const FRAMES: usize = 1000;
     const USES: usize = 3000;
     let text = |text: &str| [&b"X"[..], &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
@@ -193,9 +187,16 @@ fn a_shared_stack_is_decoded_once() {
     let frame = [&b"}("[..], &text("filename"), &text("a.py"), &line, &text("name"), &text("f"), b"uq\x01"].concat();
     let again = [b'h', 1].repeat(FRAMES - 1);
     let stack = [&b"]("[..], &frame, &again, b"eq\x00"].concat();
-    let pickle = [&b"\x80\x04]("[..], &stack, &[b'h', 0].repeat(USES - 1), b"e."].concat();
+    let event = |frames: &[u8]| {
+        let action = [&b"}("[..], &text("action"), &text("snapshot"), &text("size"), b"K\0"].concat();
+        [&action, &text("frames"), frames, b"u"].concat()
+    };
+    let events = [&b"]("[..], &event(&stack), &event(&[b'h', 0]).repeat(USES - 1), b"e"].concat();
+    let traces = [&text("device_traces")[..], b"](", &events, b"e"].concat();
+    let pickle = [&b"\x80\x04}("[..], &text("segments"), b"]", &traces, b"u."].concat();
     let before = ITEMS_EXAMINED.get();
-    let events: Vec<Event> = read(&pickle).unwrap();
+    let snapshot = Snapshot::from_pickle(&pickle).unwrap();
+    let events = &snapshot.device_traces[0];
     assert_eq!((events.len(), events[0].frames.len(), events[0].frames[0].line), (USES, FRAMES, 7));
     assert!(events.iter().all(|event| Arc::ptr_eq(&event.frames, &events[0].frames)));
     assert_eq!(ITEMS_EXAMINED.get() - before, FRAMES);

@@ -14,7 +14,6 @@ use proptest::prelude::any;
 use proptest::test_runner::{Config as Cases, FileFailurePersistence, TestCaseError, TestRunner};
 
 use model::World;
-pub(super) use model::binned;
 use ops::Op;
 pub(super) use ops::Random;
 

@@ -15,13 +15,13 @@ mod pools;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Mutex;
 
-use super::super::super::heap::Use;
+use super::super::super::entry::{Entry, Use};
 use super::super::super::ladder;
 use super::super::*;
 use super::ops::Op;
 use super::unknown::Unknown;
 use super::{Setup, Tally};
-use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
+use crate::storage::{BlockState, Driver, Failure, HistoryOptions, Registration, SegmentInfo, Stat};
 use failures::{ASKING, failure, retry_until_ok};
 use pools::Pool;
 
@@ -335,18 +335,18 @@ impl World {
         let (private, growing) = {
             let core = self.allocator.lock();
             let heap = &core.heap;
-            let fits = |entry: &&heap::Entry| {
+            let fits = |entry: &&Entry| {
                 matches!(entry.usage(), Use::Free | Use::Pending) && entry.size() >= size && {
-                    let arena = &heap.arenas[entry.arena() as usize];
+                    let arena = &heap.arenas()[entry.arena() as usize];
                     (arena.pool == pool || self.has_use_on_oom(arena.pool))
                         && rules.may_serve(arena.kind, entry.size(), size)
                 }
             };
-            let fitting = heap.table.iter().find(fits);
+            let fitting = heap.blocks().find(fits);
             ensure!(fitting.is_none(), "no memory for {size} bytes, and there is {:?}", fitting);
-            let private = heap.segments.iter().flatten().filter(|held| held.pool > 0);
-            let growing = (0..heap.segments.len() as u32).filter(|&at| heap.is_expandable(at)).count() as u64;
-            (private.map(|held| held.committed() as u64).sum::<u64>(), growing)
+            let private = heap.segments().filter(|(_, held)| held.pool > 0);
+            let growing = heap.segments().filter(|(_, held)| held.segment.is_reserved()).count() as u64;
+            (private.map(|(_, held)| held.committed() as u64).sum::<u64>(), growing)
         };
         ensure!(self.unused_segments() == 0, "no memory for {size} bytes, and there are unused segments");
         let room = self.limit.min(self.setup.capacity - self.others);
@@ -469,7 +469,7 @@ impl World {
         self.check()?;
         let left = (self.sim.committed(), self.sim.live_segments(), currents(&self.stats));
         ensure!(left.0 == 0 && left.1 == 0 && left.2.iter().all(|&n| n == 0), "left over: {left:?}");
-        let entries = self.allocator.lock().heap.table.iter().filter(|e| e.usage() != Use::Vacant).count();
+        let entries = self.allocator.lock().heap.blocks().count();
         ensure!(entries == 0, "{entries} blocks are left in the table");
         self.tally.extend(ladder::SERVED_BY_STEP.take().into_iter().map(|(rung, n)| (format!("step {rung}"), n)));
         Ok(self.tally)
@@ -478,17 +478,4 @@ impl World {
 
 fn currents(s: &DeviceStats) -> Vec<u64> {
     quantities(s).into_iter().flat_map(|(_, stats)| stats.map(|stat| stat.current)).collect()
-}
-
-/// The blocks in all bins, each with its arena and whether it is in the bins of whole segments.
-pub(in super::super) fn binned(heap: &heap::Heap) -> HashSet<(u32, bool, u32)> {
-    let mut all = HashSet::new();
-    for (arena, bins) in heap.arenas.iter().enumerate() {
-        for (whole, bins) in [(false, &bins.partial), (true, &bins.whole_segments)] {
-            for id in bins.blocks(&heap.table) {
-                assert!(all.insert((arena as u32, whole, id)), "block {id} is in bins twice");
-            }
-        }
-    }
-    all
 }

@@ -43,10 +43,6 @@ unsafe impl Driver for Unknown {
         self.0.create(bytes).map(Memory::new)
     }
 
-    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        self.0.commit(memory)
-    }
-
     fn page(&self) -> usize {
         self.0.page()
     }

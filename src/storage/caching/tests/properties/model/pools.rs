@@ -98,7 +98,7 @@ impl World {
         // The committed ranges of each segment.
         let segments: BTreeMap<u64, Vec<Range<usize>>> = {
             let core = self.allocator.lock();
-            let held = (0..).zip(&core.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
+            let held = core.heap.segments();
             let held = held.filter(|(_, held)| held.pool == handle.id());
             held.map(|(at, held)| (held.segment.id(), core.heap.mapped(at))).collect()
         };
@@ -161,7 +161,7 @@ impl World {
     pub(super) fn check_pools(&self) -> Result<(), String> {
         for live in self.live.iter().chain(&*self.spare_blocks.lock().unwrap()) {
             let core = self.allocator.lock();
-            let arena = &core.heap.arenas[core.heap.table[live.block.id() as usize].arena() as usize];
+            let arena = core.heap.arena_of_block(live.block.id());
             let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.segment_of(live.block.id()).pool);
             let (block, told) = (&live.block, (live.pool, live.stream));
             ensure!((pool, stream) == told && held == pool, "{block:?} of {told:?} is in pool {pool}, stream {stream}");
@@ -175,11 +175,10 @@ impl World {
             ensure!(sums.is_sorted(), "no order in {stats:?}");
             if options.no_split {
                 let core = self.allocator.lock();
-                let split = core.heap.table.iter().enumerate().find(|(_, entry)| {
-                    entry.usage() != Use::Vacant
-                        && core.heap.arenas[entry.arena() as usize].pool == id
-                        && !entry.covers_segment()
-                });
+                let split = core
+                    .heap
+                    .blocks()
+                    .find(|entry| core.heap.arenas()[entry.arena() as usize].pool == id && !entry.covers_segment());
                 ensure!(split.is_none(), "a block of a pool without splitting is not a segment: {split:?}");
             }
         }

@@ -1,6 +1,11 @@
-//! A value that a higher layer attaches to a storage: autograd's record of how the elements were changed in place.
+//! The side-car of a storage: what higher layers keep with the bytes, and the storage does not look into.
 //!
-//! The value may itself hold handles on the storage, namely tensors saved for a backward pass. Such saved handles are
+//! - An attached value: autograd's record of how the elements were changed in place.
+//! - Data derived from the bytes, which is cleared when they change: images of constant weights.
+//! - A stamp, reset when the bytes change: the check that the indices among the bytes are in range.
+//! - A number and a replay counter, for graph captures.
+//!
+//! The attached value may itself hold handles on the storage, namely tensors saved for a backward pass. Such saved handles are
 //! counted separately and do not keep the value alive: it is dropped with the last handle that is not a saved one.
 
 use std::any::Any;
@@ -13,13 +18,21 @@ use crate::device::lock;
 
 type AttachedValue = Arc<dyn Any + Send + Sync>;
 
-/// The attached value of a storage, if any, and the storage's counters for graph capture.
+/// Data derived from a storage's bytes, kept with the storage.
+pub(crate) trait DerivedData: Any + Send + Sync {
+    /// Drops the data, because some of the bytes have changed, or may have in a failed transfer.
+    fn clear(&self);
+}
+
 #[derive(Default)]
-pub(super) struct Attachment {
+pub(super) struct SideCar {
     present: AtomicBool,
     /// The number of handles counted by [`Storage::add_saved_handle`].
     saved: AtomicUsize,
     value: Mutex<Option<AttachedValue>>,
+    derived: OnceLock<Arc<dyn DerivedData>>,
+    /// The last [`Storage::set_stamp`], or 0.
+    stamp: AtomicU64,
     /// The storage's number in graph captures; 0 if none was assigned.
     number: AtomicU64,
     /// The replay counter of the graph that allocated the storage.
@@ -29,7 +42,7 @@ pub(super) struct Attachment {
 /// Held while a handle on a storage with an attachment is dropped, so that of two concurrent drops one is the last.
 static DROP_LOCK: Mutex<()> = Mutex::new(());
 
-impl Attachment {
+impl SideCar {
     #[inline]
     fn is_present(&self) -> bool {
         self.present.load(Ordering::Acquire)
@@ -46,6 +59,16 @@ impl Attachment {
             captured::note_drop(std::mem::take(number));
         }
         self.replays.take();
+        drop(self.derived.take());
+        *self.stamp.get_mut() = 0;
+    }
+
+    /// Drops everything that was derived from the bytes, because some of them have changed, or may have in a failed transfer.
+    pub(super) fn invalidate(&self) {
+        self.stamp.store(0, Ordering::Release);
+        if let Some(derived) = self.derived.get() {
+            derived.clear();
+        }
     }
 
     pub(super) fn set_replay_counter(&self, replays: &Replays) {
@@ -75,15 +98,15 @@ impl Attachment {
 /// Drops a handle, or returns the last handle undropped. The last handle that is not a saved one drops the attachment.
 #[inline]
 pub(super) fn release_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
-    if shared.attachment.is_present() { drop_attached_handle(shared) } else { Some(shared) }
+    if shared.sidecar.is_present() { drop_attached_handle(shared) } else { Some(shared) }
 }
 
 #[cold]
 fn drop_attached_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
     let drops = lock(&DROP_LOCK);
     let others = Arc::strong_count(&shared) - 1;
-    let only_saved = others <= shared.attachment.saved.load(Ordering::Acquire);
-    let gone = if only_saved { shared.attachment.take() } else { None };
+    let only_saved = others <= shared.sidecar.saved.load(Ordering::Acquire);
+    let gone = if only_saved { shared.sidecar.take() } else { None };
     // A handle dropped while the attachment was being made takes no lock, so this handle may be the last one by now.
     let (last, allocation) = if others == 0 { (Some(shared), None) } else { (None, Arc::into_inner(shared)) };
     drop(drops);
@@ -94,7 +117,7 @@ fn drop_attached_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
 impl Storage {
     #[inline]
     pub(crate) fn has_attachment(&self) -> bool {
-        self.0.attachment.is_present()
+        self.0.sidecar.is_present()
     }
 
     /// Returns the attached value, if it has type `T`.
@@ -102,29 +125,48 @@ impl Storage {
         if !self.has_attachment() {
             return None;
         }
-        lock(&self.0.attachment.value).clone()?.downcast().ok()
+        lock(&self.0.sidecar.value).clone()?.downcast().ok()
     }
 
     /// Returns the attached value, or attaches a default one. The value lives as long as any handle that is not a saved one.
     pub(crate) fn attachment_or_default<T: Any + Send + Sync + Default>(&self) -> Arc<T> {
-        let mut value = lock(&self.0.attachment.value);
+        let mut value = lock(&self.0.sidecar.value);
         let attached = value.get_or_insert_with(|| Arc::<T>::default()).clone();
-        self.0.attachment.present.store(true, Ordering::Release);
+        self.0.sidecar.present.store(true, Ordering::Release);
         attached.downcast().expect("one type is attached")
+    }
+
+    /// Returns the data derived from the bytes, made on first use. `None` if other code may change the bytes unnoticed.
+    pub(crate) fn derived_data<T: DerivedData>(&self, make: impl FnOnce() -> Arc<T>) -> Option<Arc<T>> {
+        if self.0.is_shared_outside() {
+            return None;
+        }
+        let derived: Arc<dyn Any + Send + Sync> = Arc::clone(self.0.sidecar.derived.get_or_init(|| make())) as _;
+        Some(derived.downcast().expect("one type is derived"))
+    }
+
+    /// Returns the number of the last [`set_stamp`](Self::set_stamp): 0 if none, or if other code may change the bytes unnoticed.
+    pub(crate) fn stamp(&self) -> u64 {
+        if self.0.is_shared_outside() { 0 } else { self.0.sidecar.stamp.load(Ordering::Acquire) }
+    }
+
+    /// Stores a number with the bytes until they change. The caller makes the storage's version a part of the number.
+    pub(crate) fn set_stamp(&self, number: u64) {
+        self.0.sidecar.stamp.store(number, Ordering::Release);
     }
 
     /// Returns how often replays of the graph that allocated the storage have written it.
     pub(crate) fn replays(&self) -> u64 {
-        self.0.attachment.replays.get().map_or(0, |replays| replays.load(Ordering::Acquire))
+        self.0.sidecar.replays.get().map_or(0, |replays| replays.load(Ordering::Acquire))
     }
 
     /// Counts a handle as saved, until [`Storage::remove_saved_handle`].
     pub(crate) fn add_saved_handle(&self) {
-        self.0.attachment.saved.fetch_add(1, Ordering::AcqRel);
+        self.0.sidecar.saved.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Stops counting a saved handle, which is about to be dropped.
     pub(crate) fn remove_saved_handle(&self) {
-        self.0.attachment.saved.fetch_sub(1, Ordering::AcqRel);
+        self.0.sidecar.saved.fetch_sub(1, Ordering::AcqRel);
     }
 }
