@@ -16,18 +16,13 @@ fn try_collect_list<T>(op: &'static str, count: usize, items: impl Iterator<Item
 
 impl Tensor {
     /// Returns one tensor for each index of dimension `dim`, which is removed (PyTorch's `unbind`).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
         let size = self.dim_size("unbind", dim)?;
         try_collect_list("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))
     }
 
-    /// Splits dimension `dim` into pieces of `size`; the last piece has the remainder (PyTorch's `split`).
-    ///
-    /// # Errors
-    /// A size of zero; [`Error::DimOutOfRange`].
+    /// Splits dimension `dim` into pieces of `size`; the last piece has the remainder (PyTorch's `split`). Fails for a size of
+    /// zero.
     pub fn split(&self, size: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("split", dim)?;
         if size == 0 {
@@ -38,7 +33,8 @@ impl Tensor {
         try_collect_list("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
     }
 
-    /// Splits dimension `dim` into pieces of these sizes (PyTorch's `split` with a list).
+    /// Splits dimension `dim` into pieces of these sizes (PyTorch's `split` with a list). Fails for sizes whose sum is not the size
+    /// of the dimension.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -46,9 +42,6 @@ impl Tensor {
     /// assert_eq!(pieces[1].to_vec::<f32>()?, [2.0, 3.0, 4.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Sizes whose sum is not the size of the dimension; [`Error::DimOutOfRange`].
     pub fn split_with_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<Tensor>> {
         let (op, whole) = ("split_with_sizes", self.dim_size("split_with_sizes", dim)?);
         if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(whole) {
@@ -62,10 +55,8 @@ impl Tensor {
         sizes.iter().map(piece).collect()
     }
 
-    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`).
-    ///
-    /// # Errors
-    /// Zero chunks; [`Error::DimOutOfRange`].
+    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`). Fails for
+    /// zero chunks.
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("chunk", dim)?;
         if chunks == 0 {
@@ -75,10 +66,7 @@ impl Tensor {
     }
 
     /// Splits dimension `dim` into exactly `sections` pieces; the first pieces are larger by one if the sizes cannot be equal
-    /// (PyTorch's `tensor_split`).
-    ///
-    /// # Errors
-    /// Zero sections; [`Error::DimOutOfRange`].
+    /// (PyTorch's `tensor_split`). Fails for zero sections.
     pub fn tensor_split(&self, sections: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("tensor_split", dim)?;
         if sections == 0 {
@@ -90,9 +78,6 @@ impl Tensor {
     }
 
     /// Splits dimension `dim` at these indexes, which are clamped like the ends of a slice (PyTorch's `tensor_split` with indices).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn tensor_split_at(&self, indices: &[isize], dim: isize) -> Result<Vec<Tensor>> {
         self.dim_size("tensor_split_at", dim)?;
         let starts = std::iter::once(Some(0)).chain(indices.iter().copied().map(Some));
@@ -105,31 +90,22 @@ impl Tensor {
     }
 
     /// Turns a scalar into `[1]` (PyTorch's `atleast_1d`).
-    ///
-    /// # Errors
-    /// None: the result is a view.
     pub fn atleast_1d(&self) -> Result<Tensor> {
         if self.rank() == 0 { self.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
     /// Adds leading dimensions up to two: a vector becomes a row (PyTorch's `atleast_2d`).
-    ///
-    /// # Errors
-    /// None: the result is a view.
     pub fn atleast_2d(&self) -> Result<Tensor> {
         if self.rank() < 2 { self.atleast_1d()?.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
     /// Adds dimensions up to three: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[1, n, 1]` (PyTorch's `atleast_3d`).
-    ///
-    /// # Errors
-    /// None: the result is a view.
     pub fn atleast_3d(&self) -> Result<Tensor> {
         if self.rank() < 3 { self.atleast_2d()?.unsqueeze(-1) } else { Ok(self.shallow_clone()) }
     }
 
     /// Returns the view rotated by `k` times 90 degrees from dimension `a` towards dimension `b` (PyTorch's `rot90`, where the
-    /// dimensions default to 0 and 1).
+    /// dimensions default to 0 and 1). Fails for two equal dimensions.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -137,9 +113,6 @@ impl Tensor {
     /// assert_eq!(a.rot90(1, 0, 1)?.to_vec::<f32>()?, [1.0, 3.0, 0.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; two equal dimensions.
     pub fn rot90(&self, k: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "rot90";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
@@ -154,44 +127,29 @@ impl Tensor {
         }
     }
 
-    /// Swaps the last two dimensions (PyTorch's `mT`).
-    ///
-    /// # Errors
-    /// Fewer than two dimensions.
+    /// Swaps the last two dimensions (PyTorch's `mT`). Fails for fewer than two dimensions.
     pub fn mt(&self) -> Result<Tensor> {
         self.transpose(-2, -1).map_err(|e| e.with_op("mt"))
     }
 
-    /// Expands to the shape of `other` (PyTorch's `expand_as`).
-    ///
-    /// # Errors
-    /// As [`Tensor::expand`].
+    /// Expands to the shape of `other` (PyTorch's `expand_as`). Fails as [`Tensor::expand`] does.
     pub fn expand_as(&self, other: &Tensor) -> Result<Tensor> {
         self.expand(other.shape()).map_err(|e| e.with_op("expand_as"))
     }
 
-    /// Reshapes to the shape of `other` (PyTorch's `reshape_as`).
-    ///
-    /// # Errors
-    /// As [`Tensor::reshape`].
+    /// Reshapes to the shape of `other` (PyTorch's `reshape_as`). Fails as [`Tensor::reshape`] does.
     #[track_caller]
     pub fn reshape_as(&self, other: &Tensor) -> Result<Tensor> {
         self.reshape(other.shape()).map_err(|e| e.with_op("reshape_as"))
     }
 
     /// Flattens to one dimension (PyTorch's `ravel`); a view if the strides allow it.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ravel(&self) -> Result<Tensor> {
         self.reshape(self.numel())
     }
 
     /// Removes the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn squeeze_dims(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "squeeze_dims";
         let mut removed = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;

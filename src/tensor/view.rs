@@ -112,7 +112,8 @@ impl Tensor {
     }
 
     /// Returns the elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1 and is then
-    /// inferred. The result is a view if the strides allow it, otherwise a contiguous copy; see [`Tensor::shares_storage`].
+    /// inferred. The result is a view if the strides allow it, otherwise a contiguous copy; see [`Tensor::shares_storage`]. Fails
+    /// for sizes whose product is not the number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -121,9 +122,6 @@ impl Tensor {
     /// assert_eq!(a.t()?.reshape(6)?.to_vec::<f32>()?, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Sizes whose product is not the number of elements.
     #[track_caller]
     pub fn reshape(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -134,10 +132,8 @@ impl Tensor {
         }
     }
 
-    /// Like [`Tensor::reshape`], but always a view (PyTorch's `view`).
-    ///
-    /// # Errors
-    /// Sizes whose product is not the number of elements; a shape that these strides cannot express.
+    /// Like [`Tensor::reshape`], but always a view (PyTorch's `view`). Fails for sizes whose product is not the number of elements,
+    /// and for a shape that these strides cannot express.
     pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let shape = shape.into().resolve("view", &format_args!("shape {}", self.shape()), self.numel())?;
         self.try_view("view", &shape).ok_or_else(|| {
@@ -165,19 +161,14 @@ impl Tensor {
     /// assert!(b.shares_storage(&a));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn transpose(&self, a: isize, b: isize) -> Result<Tensor> {
         let op = "transpose";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
         Ok(self.record_full_view(op, self.layout.transpose(i, j), move |grad| grad.transpose(a, b)))
     }
 
-    /// Transposes a matrix; returns a vector or a scalar unchanged (PyTorch's `t`).
-    ///
-    /// # Errors
-    /// More than two dimensions: use [`Tensor::transpose`].
+    /// Transposes a matrix; returns a vector or a scalar unchanged (PyTorch's `t`). Fails for more than two dimensions: use
+    /// [`Tensor::transpose`].
     pub fn t(&self) -> Result<Tensor> {
         match self.rank() {
             0 | 1 => Ok(self.shallow_clone()),
@@ -186,7 +177,8 @@ impl Tensor {
         }
     }
 
-    /// Reorders the dimensions: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`).
+    /// Reorders the dimensions: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`). Fails for `dims` that do not name
+    /// every dimension exactly once.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -194,9 +186,6 @@ impl Tensor {
     /// assert_eq!(a.permute(&[1, 0])?.shape().dims(), &[3, 2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// `dims` that do not name every dimension exactly once.
     pub fn permute(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "permute";
         let order = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
@@ -209,7 +198,8 @@ impl Tensor {
         Ok(self.record_full_view(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
     }
 
-    /// Moves dimensions `source` to positions `destination`; the other dimensions keep their order (PyTorch's `movedim`).
+    /// Moves dimensions `source` to positions `destination`; the other dimensions keep their order (PyTorch's `movedim`). Fails
+    /// with [`Error::Invalid`] for a repeated dimension, or if `source` and `destination` differ in length.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -218,9 +208,6 @@ impl Tensor {
     /// assert_eq!(a.movedim([0, 1], [-1, -2])?.shape().dims(), [4, 3, 2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a repeated dimension, or if `source` and `destination` differ in length.
     pub fn movedim(&self, source: impl Into<DimList>, destination: impl Into<DimList>) -> Result<Tensor> {
         let op = "movedim";
         let (source, destination) = (source.into().0, destination.into().0);
@@ -239,7 +226,8 @@ impl Tensor {
         self.permute(&order)
     }
 
-    /// Selects the indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`).
+    /// Selects the indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`). Fails for a range that does not fit in the
+    /// dimension; [`Tensor::slice`] clamps instead.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -247,9 +235,6 @@ impl Tensor {
     /// assert_eq!(a.narrow(1, 1, 2)?.to_vec::<f32>()?, [1.0, 2.0, 4.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// A range that does not fit in the dimension; [`Tensor::slice`] clamps instead.
     pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<Tensor> {
         let op = "narrow";
         let dim = self.shape().dim(op, dim)?;
@@ -257,7 +242,7 @@ impl Tensor {
     }
 
     /// Selects Python's `[start:end:step]` in dimension `dim`. Negative ends count from the end, ends out of range are clamped, `None`
-    /// is the first or last element, and a negative step reverses the order.
+    /// is the first or last element, and a negative step reverses the order. Fails for a step of zero.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -266,9 +251,6 @@ impl Tensor {
     /// assert_eq!(a.slice(0, None, None, -2)?.to_vec::<f32>()?, [4.0, 2.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// A step of zero.
     pub fn slice(
         &self,
         dim: isize,
@@ -303,10 +285,8 @@ impl Tensor {
         self.view(kept)
     }
 
-    /// Inserts dimensions of size 1 at positions `dims` of the result (PyTorch's `unsqueeze`, NumPy's `expand_dims`).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a repeated dimension.
+    /// Inserts dimensions of size 1 at positions `dims` of the result (PyTorch's `unsqueeze`, NumPy's `expand_dims`). Fails with
+    /// [`Error::Invalid`] for a repeated dimension.
     pub fn unsqueeze(&self, dims: impl Into<DimList>) -> Result<Tensor> {
         let (op, dims) = ("unsqueeze", dims.into().0);
         let mut new = distinct_dims(op, &dims, self.rank() + dims.len())?;
@@ -317,7 +297,8 @@ impl Tensor {
     }
 
     /// Stretches dimensions of size 1 to `shape`, which may have more leading dimensions; -1 keeps a size (PyTorch's
-    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions.
+    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions. Fails with [`Error::ShapeMismatch`]
+    /// if a size other than 1 would change.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -326,9 +307,6 @@ impl Tensor {
     /// assert_eq!((b.shape().dims(), b.strides()), (&[4, 2, 3][..], &[0, 3, 1][..]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if a size other than 1 would change.
     pub fn expand(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         self.expand_as_op("expand", &shape.into())
     }
@@ -369,9 +347,6 @@ impl Tensor {
     /// assert_eq!(a.flatten(0, -1)?.shape().dims(), &[6]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     #[track_caller]
     pub fn flatten(&self, start: isize, end: isize) -> Result<Tensor> {
         let op = "flatten";
@@ -396,10 +371,8 @@ impl Tensor {
         self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
     }
 
-    /// Reverses these dimensions, all for `()`: a view with negative strides (PyTorch's `flip` copies).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; a repeated dimension.
+    /// Reverses these dimensions, all for `()`: a view with negative strides (PyTorch's `flip` copies). Fails for a repeated
+    /// dimension.
     pub fn flip(&self, dims: impl Into<ReduceDims>) -> Result<Tensor> {
         let op = "flip";
         let flipped = dims.into().mask(op, self.shape())?;
@@ -418,18 +391,12 @@ impl Tensor {
         Ok(record_view(op, flip(&self.layout), self, move |grad| grad.record_flip(op, flip.clone())))
     }
 
-    /// Reverses dimension 1: the columns of each matrix (PyTorch's `fliplr`).
-    ///
-    /// # Errors
-    /// Fewer than two dimensions.
+    /// Reverses dimension 1: the columns of each matrix (PyTorch's `fliplr`). Fails for fewer than two dimensions.
     pub fn fliplr(&self) -> Result<Tensor> {
         self.flip(1).map_err(|e| e.with_op("fliplr"))
     }
 
-    /// Reverses dimension 0: the rows (PyTorch's `flipud`).
-    ///
-    /// # Errors
-    /// A scalar.
+    /// Reverses dimension 0: the rows (PyTorch's `flipud`). Fails for a scalar.
     pub fn flipud(&self) -> Result<Tensor> {
         self.shape().dim("flipud", 0)?;
         self.flip(0).map_err(|e| e.with_op("flipud"))

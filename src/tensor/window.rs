@@ -12,7 +12,8 @@ const MAX_STRIDE_ELEMENTS: usize = 1 << 48;
 
 impl Tensor {
     /// Returns all windows of `size` elements along dimension `dim`, `step` apart, as a new last dimension (PyTorch's `unfold`).
-    /// Windows longer than the step overlap: they share memory, and the gradients of shared elements are added.
+    /// Windows longer than the step overlap: they share memory, and the gradients of shared elements are added. Fails for a window
+    /// longer than the dimension, and for a step of zero.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -22,9 +23,6 @@ impl Tensor {
     /// assert_eq!(windows.to_vec::<f32>()?, [0.0, 1.0, 2.0, 2.0, 3.0, 4.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; a window longer than the dimension; a step of zero.
     pub fn unfold(&self, dim: isize, size: usize, step: usize) -> Result<Tensor> {
         let op = "unfold";
         if self.rank() == 0 && matches!(dim, -1 | 0) && size <= 1 && step > 0 {

@@ -175,7 +175,8 @@ impl<'a> Signature<'a> {
         Ok((slots, arguments))
     }
 
-    /// Converts a call with named parameters to the positional tensors and arguments that [`call`](crate::ops::call) takes.
+    /// Converts a call with named parameters to the positional tensors and arguments that [`call`](crate::ops::call) takes. Fails
+    /// with [`Error::Invalid`] for an unknown name, a parameter that is given twice, and a value of the wrong kind.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops};
@@ -186,9 +187,6 @@ impl<'a> Signature<'a> {
     /// ops::call("layer_norm", &tensors, &arguments)?;
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an unknown name, a parameter that is given twice, and a value of the wrong kind.
     pub fn by_position<'t>(
         self,
         tensors: &[Option<&'t Tensor>],

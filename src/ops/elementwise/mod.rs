@@ -78,7 +78,8 @@ fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Opti
 }
 
 impl Row {
-    /// Applies this row to `inputs`, one tensor for each operand, and to `scalars`, as the method of the same name does.
+    /// Applies this row to `inputs`, one tensor for each operand, and to `scalars`, as the method of the same name does. Fails as
+    /// the method does, and with [`Error::Invalid`] for a wrong number of inputs or scalars.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ROWS};
@@ -87,9 +88,6 @@ impl Row {
     /// assert_eq!(relu.apply(&[&x], &[])?.to_vec::<f32>()?, [0.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
     #[track_caller]
     pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
         self.check_counts(inputs, scalars)?;

@@ -267,7 +267,7 @@ impl Tensor {
     ///
     /// The values broadcast to the shape that [`Tensor::index`] would return. For an index that occurs several times, the last value is
     /// kept, and its gradient goes to all of these values. Accumulated values all count, in an order that gives the same bits on every
-    /// run.
+    /// run. Fails as [`Tensor::index`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -277,9 +277,6 @@ impl Tensor {
     /// assert_eq!(sum.to_vec::<f32>()?, [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index`]; [`Error::ShapeMismatch`] for `values` that do not broadcast; [`Error::DTypeMismatch`].
     #[track_caller]
     pub fn index_put(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -335,10 +332,6 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::index_put`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_put`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
-    /// [`Error::Invalid`] if this is an expanded view.
     pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
         self.index_put_by_("index_put_", indices, values, accumulate)?;
         Ok(self)
@@ -357,10 +350,7 @@ impl Tensor {
     }
 
     /// Returns the elements at `index`, of any shape, of this tensor flattened in row-major order (PyTorch's `take`). Negative indices
-    /// count from the end. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index`].
+    /// count from the end. Differentiable. Fails as [`Tensor::index`] does.
     #[track_caller]
     pub fn take(&self, index: &Tensor) -> Result<Tensor> {
         return_replacement!("take", [self, index]);
@@ -382,9 +372,6 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::put`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::put`] and [`Tensor::index_put_`].
     pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "put_";
         let (index, source) = flatten_pair(op, index, source)?;
@@ -411,8 +398,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than are true in
-    /// the mask; [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than are true
+    /// in the mask; [`Error::UnsupportedDType`] for a mask that is not bool.
     #[track_caller]
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_scatter", [self, mask, source]);
@@ -427,9 +414,6 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::masked_scatter`], with the mask broadcast to this tensor.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
         let x = self.atleast_1d()?;

@@ -103,9 +103,6 @@ fn row_ranks(rows: &Tensor) -> Result<Tensor> {
 
 impl Tensor {
     /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn unique(&self) -> Result<Tensor> {
         return_replacement!("unique", [self]);
@@ -114,9 +111,6 @@ impl Tensor {
 
     /// Returns [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector (PyTorch's `unique` with
     /// `return_inverse`). Waits for the device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
         return_replacement!("unique_inverse", [self]);
@@ -127,9 +121,6 @@ impl Tensor {
     }
 
     /// Returns [`Tensor::unique`] and the number of occurrences of each value (PyTorch's `unique` with `return_counts`). Waits for the device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
         return_replacement!("unique_counts", [self]);
@@ -151,9 +142,6 @@ impl Tensor {
     /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; the errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
         let dim = dim.into();
@@ -190,9 +178,6 @@ impl Tensor {
     /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
         return_replacement!("unique_consecutive", [self]);
@@ -210,9 +195,6 @@ impl Tensor {
     /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn nonzero(&self) -> Result<Tensor> {
         return_replacement!("nonzero", [self]);
@@ -224,9 +206,6 @@ impl Tensor {
     }
 
     /// Same as [`Tensor::nonzero`] (PyTorch's `argwhere`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::nonzero`].
     #[track_caller]
     pub fn argwhere(&self) -> Result<Tensor> {
         return_replacement!("argwhere", [self]);
@@ -235,9 +214,6 @@ impl Tensor {
 
     /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask
     /// broadcast together. Waits for the device. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_select", [self, mask]);
@@ -300,10 +276,8 @@ impl Tensor {
     /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
     ///
     /// Elements outside the range, and NaN, do not count; `max` itself counts in the last part. If `min` and `max` are equal, the minimum
-    /// and maximum of the elements replace them. Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for limits that are not finite.
+    /// and maximum of the elements replace them. Waits for the device. Fails with [`Error::Invalid`] without bins, for `max` below
+    /// `min`, and for limits that are not finite.
     #[track_caller]
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
         return_replacement!(op = "histc", [self], bins, min, max);

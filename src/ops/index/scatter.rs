@@ -177,7 +177,6 @@ macro_rules! scatter_methods {
             }
 
             #[doc = concat!("The in-place form of [`Tensor::", stringify!($name), "`].")]
-            ///
             /// # Errors
             #[doc = concat!("The errors of [`Tensor::", stringify!($name), "`]; [`Error::Autograd`] if this is a leaf that")]
             /// requires a gradient, or a view of such a leaf;
@@ -193,7 +192,8 @@ macro_rules! scatter_methods {
 scatter_methods! {
     /// Returns a copy of this tensor in which `source[i][j]` replaces `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
     /// `scatter`). For an index that occurs several times, the last value is kept, and its gradient goes to all of these values.
-    /// Differentiable in both.
+    /// Differentiable in both. Fails as [`Tensor::gather`] does, and with [`Error::ShapeMismatch`] if `index` is larger than
+    /// `source`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -203,35 +203,24 @@ scatter_methods! {
     /// assert_eq!(t.to_vec::<f32>()?, [0.0, 0.0, 5.0, 6.0, 0.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::gather`]; [`Error::ShapeMismatch`] if `index` is larger than `source`; [`Error::DTypeMismatch`].
     scatter / scatter_: Set, false;
     /// Returns a copy of this tensor in which `source[i][j]` is added to `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
-    /// `scatter_add`). Values with equal indices add up. The same bits on every run. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter`].
+    /// `scatter_add`). Values with equal indices add up. The same bits on every run. Differentiable in both. Fails as
+    /// [`Tensor::scatter`] does.
     scatter_add / scatter_add_: Add, false;
     /// Returns a copy of this tensor in which slice i of `source` is added to slice `index[i]` along `dim` (PyTorch's `index_add`).
-    /// Slices with equal indices add up. The same bits on every run. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_select`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`].
+    /// Slices with equal indices add up. The same bits on every run. Differentiable in both. Fails as [`Tensor::index_select`]
+    /// does.
     index_add / index_add_: Add, true;
     /// Returns a copy of this tensor in which slice i of `source` replaces slice `index[i]` along `dim` (PyTorch's `index_copy`). For an
     /// index that occurs several times, the last slice is kept, and its gradient goes to all of these slices. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_add`].
+    /// Fails as [`Tensor::index_add`] does.
     index_copy / index_copy_: Set, true;
 }
 
 impl Tensor {
     /// Same as [`Tensor::scatter`], with one number as the source (PyTorch's `scatter` with a number for `src`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::gather`]; [`Error::Invalid`] for a number that the dtype cannot hold.
+    /// Fails as [`Tensor::gather`] does, and with [`Error::Invalid`] for a number that the dtype cannot hold.
     #[track_caller]
     pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
@@ -242,10 +231,6 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::scatter_value`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter_value`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
-    /// [`Error::Invalid`] if this is an expanded view.
     pub fn scatter_value_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "scatter_value_";
         let change = autograd::begin_in_place(op, self, &[])?;
@@ -291,10 +276,8 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor with one number in all slices along `dim` at a vector of indices (PyTorch's `index_fill`). Negative
-    /// indices count from the end. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_select`]; [`Error::Invalid`] for a number that the dtype cannot hold.
+    /// indices count from the end. Differentiable. Fails as [`Tensor::index_select`] does, and with [`Error::Invalid`] for a number
+    /// that the dtype cannot hold.
     #[track_caller]
     pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
@@ -305,10 +288,6 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::index_fill`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_fill`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
-    /// [`Error::Invalid`] if this is an expanded view.
     pub fn index_fill_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "index_fill_";
         let change = autograd::begin_in_place(op, self, &[])?;

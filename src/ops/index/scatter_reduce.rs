@@ -137,6 +137,7 @@ operations! {
 impl Tensor {
     /// Returns a copy of this tensor in which each `source[i][j]` is reduced into `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
     /// `scatter_reduce`). Without `include_self`, the previous values of these elements do not take part. Differentiable in both.
+    /// Fails as [`Tensor::scatter`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ScatterReduce};
@@ -146,9 +147,6 @@ impl Tensor {
     /// assert_eq!(t.to_vec::<f32>()?, [3.0, 1.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter`].
     #[track_caller]
     pub fn scatter_reduce(
         &self,
@@ -162,10 +160,7 @@ impl Tensor {
         self.scatter_reduced("scatter_reduce", dim, index, source, (reduce, include_self))
     }
 
-    /// The in-place form of [`Tensor::scatter_reduce`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter_`].
+    /// The in-place form of [`Tensor::scatter_reduce`]. Fails as [`Tensor::scatter_`] does.
     pub fn scatter_reduce_(
         &self,
         dim: isize,
@@ -216,10 +211,8 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which slice i of `source` is reduced into slice `index[i]` along `dim`; see
-    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_add`].
+    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable in both. Fails as
+    /// [`Tensor::index_add`] does.
     #[track_caller]
     pub fn index_reduce(
         &self,

@@ -90,7 +90,8 @@ impl Tensor {
     /// Distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`). The
     /// leading dims broadcast. Differentiable; the gradient of a distance of 0 is 0.
     ///
-    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide.
+    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
+    /// Fails with [`Error::Invalid`] for a negative `p`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -99,10 +100,6 @@ impl Tensor {
     /// assert_eq!(a.cdist(&b, 2.0)?.to_vec::<f32>()?, [4.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`]; [`Error::Invalid`] for a negative `p`; [`Error::UnsupportedDType`] for integers and bool,
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
         return_replacement!(op = "cdist", [self, other], p);
@@ -125,10 +122,7 @@ impl Tensor {
     }
 
     /// The distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
-    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
     #[track_caller]
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
         return_replacement!(op = "pairwise_distance", [self, other], p, eps, keepdim);
@@ -138,10 +132,8 @@ impl Tensor {
     }
 
     /// The cosine of the angle between vectors along `dim`: their dot product divided by the product of their norms, each at least `eps`
-    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable. Fails as [`Tensor::norm`]
+    /// does.
     #[track_caller]
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
         return_replacement!(op = "cosine_similarity", [self, other], dim, eps);

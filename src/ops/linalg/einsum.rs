@@ -355,8 +355,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts);
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts).
     #[track_caller]
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -436,10 +435,8 @@ impl Tensor {
     }
 
     /// Returns the dot products of all rows of this tensor with all rows of `other`, along the last dim (PyTorch's `inner`). If either is
-    /// a scalar, returns the elementwise product. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if the last dims differ; otherwise the errors of [`Tensor::matmul`].
+    /// a scalar, returns the elementwise product. Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// [`Error::ShapeMismatch`] if the last dims differ.
     #[track_caller]
     pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "inner", [self, other]);

@@ -31,7 +31,8 @@ impl Tensor {
     ///
     /// Both tensors have the same dtype, which may be any. Floats up to f32 are summed in f32, f64 in f64, and integers in i64, with
     /// wrapping. For bf16 on a CPU with AVX512-BF16, elements, products and sums below the smallest normal number (1.2e-38) may count as
-    /// zero, as in PyTorch.
+    /// zero, as in PyTorch. Fails with [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or a
+    /// side is a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -39,10 +40,6 @@ impl Tensor {
     /// assert_eq!(a.matmul(&a.t()?)?.to_vec::<f32>()?, [5.0, 14.0, 14.0, 50.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or a side is a scalar;
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "matmul", [self, rhs]);
@@ -109,9 +106,6 @@ impl Tensor {
     /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let tensors: &[&Tensor] = match &bias {

@@ -103,8 +103,8 @@ impl Tensor {
     /// Blocks are not used with dropout, for the gradient of a mask, or if L is at most E.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a
-    /// `dropout_p` outside `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside
+    /// `0.0..1.0`.
     #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
@@ -113,10 +113,8 @@ impl Tensor {
     }
 
     /// Computes [`Tensor::scaled_dot_product_attention`] with all scores at once. Also returns the attention weights, `[.., L, S]`,
-    /// from which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] with `enable_gqa`.
+    /// from which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded. Fails as
+    /// [`Tensor::scaled_dot_product_attention`] does, and with [`Error::Invalid`] for `enable_gqa`.
     #[track_caller]
     pub fn scaled_dot_product_attention_math(
         &self,

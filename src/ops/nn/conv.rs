@@ -38,10 +38,7 @@ pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
 
 impl Tensor {
     /// Convolves x `[N, C, L]` or `[C, L]` with `weight` `[O, C / groups, K]` and adds `bias` `[O]` (PyTorch's `conv1d`). The result is
-    /// `[N, O, windows]`. Floats. Differentiable in all three.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
+    /// `[N, O, windows]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
     #[track_caller]
     pub fn conv1d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<1>) -> Result<Tensor> {
         convolution("conv1d", self, weight, bias, options)
@@ -69,8 +66,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for channels that do not match; [`Error::Invalid`] for windows larger than the image, a stride of
-    /// 0 and similar options; [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// [`Error::ShapeMismatch`] for channels that do not match; [`Error::Invalid`] for windows larger than the image, a stride of 0
+    /// and similar options.
     #[track_caller]
     pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
         convolution("conv2d", self, weight, bias, options)
@@ -78,7 +75,7 @@ impl Tensor {
 
     /// Convolves x `[N, C, D, H, W]` or `[C, D, H, W]` with `weight` `[O, C / groups, KD, KH, KW]` and adds `bias` `[O]` (PyTorch's
     /// `conv3d`). The result is `[N, O, slices, rows, columns]` of windows, contiguous. Floats. Takes the launches of
-    /// [`Tensor::conv2d`] and two more. Differentiable in all three.
+    /// [`Tensor::conv2d`] and two more. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor};
@@ -89,9 +86,6 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [27.0; 8]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
     #[track_caller]
     pub fn conv3d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<3>) -> Result<Tensor> {
         convolution("conv3d", self, weight, bias, options)
@@ -99,10 +93,7 @@ impl Tensor {
 
     /// Transposed convolution, the gradient of [`Tensor::conv1d`] (PyTorch's `conv_transpose1d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]` and
-    /// `bias` `[O]`. Floats. Differentiable in all three.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
+    /// `bias` `[O]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
     #[track_caller]
     pub fn conv_transpose1d(
         &self,
@@ -117,7 +108,8 @@ impl Tensor {
     /// weight, and adds the products to the elements of its window. x is `[N, C, H, W]` or `[C, H, W]`, `weight`
     /// `[C, O / groups, KH, KW]` and `bias` `[O]`. Floats. Differentiable in all three.
     ///
-    /// A dim of the result is `(size - 1) stride - padding on both sides + dilation (kernel - 1) + output_padding + 1`.
+    /// A dim of the result is `(size - 1) stride - padding on both sides + dilation (kernel - 1) + output_padding + 1`. Fails as
+    /// [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvTransposeOptions, Device, Tensor};
@@ -127,9 +119,6 @@ impl Tensor {
     /// assert_eq!(x.conv_transpose2d(&w, None, doubled)?.to_vec::<f32>()?, [1.0; 16]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
     #[track_caller]
     pub fn conv_transpose2d(
         &self,
@@ -143,7 +132,7 @@ impl Tensor {
     /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
     /// `[C, O / groups, KD, KH, KW]` and `bias` `[O]`. The dims of the result follow [`Tensor::conv_transpose2d`]. Floats.
-    /// Differentiable in all three.
+    /// Differentiable in all three. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvTransposeOptions, Device, Tensor};
@@ -154,9 +143,6 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [1.0; 96]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
     #[track_caller]
     pub fn conv_transpose3d(
         &self,

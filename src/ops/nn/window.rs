@@ -357,10 +357,8 @@ pub fn unfold(
 }
 
 /// Adds columns, `[N, C KH KW, windows]` or without N, to images of `output_size` at the elements that [`unfold`] would read
-/// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable.
-///
-/// # Errors
-/// The errors of [`unfold`]; [`crate::Error::Invalid`] for columns of a wrong shape; [`crate::Error::UnsupportedDType`] for integers.
+/// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable. Fails as [`unfold`] does, and with
+/// [`crate::Error::Invalid`] for columns of a wrong shape.
 #[track_caller]
 pub fn fold(
     columns: &Tensor,

@@ -12,7 +12,7 @@ use crate::tensor::Shape;
 use crate::{DType, Device, Expr, Result, Scalar, Tensor};
 
 impl ReductionRow {
-    /// Applies this reduction, as the method of the same name does.
+    /// Applies this reduction, as the method of the same name does. Fails as the method does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::REDUCTIONS};
@@ -21,9 +21,6 @@ impl ReductionRow {
     /// assert_eq!(sum.apply(&x, (), false)?.item::<f32>()?, 3.0);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of the method.
     #[track_caller]
     pub fn apply(&'static self, x: &Tensor, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let _caller = Caller::enter();

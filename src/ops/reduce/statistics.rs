@@ -24,7 +24,8 @@ operations! {
 
 impl Tensor {
     /// The variance over `dims`: the sum of squared deviations from the mean, divided by the number of elements minus `correction`
-    /// (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable.
+    /// (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable. Fails as
+    /// [`Tensor::mean`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -32,9 +33,6 @@ impl Tensor {
     /// assert_eq!(t.var((), 0, false)?.item::<f32>()?, 1.25);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let dims = dims.into();
@@ -45,10 +43,8 @@ impl Tensor {
         composed_variance("var", self, &dims, correction, keepdim, false)
     }
 
-    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0. Fails as
+    /// [`Tensor::mean`] does.
     #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("std", dims.into());
@@ -59,10 +55,7 @@ impl Tensor {
         composed_variance(op, self, &dims, correction, keepdim, true)
     }
 
-    /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
@@ -73,10 +66,7 @@ impl Tensor {
         ))
     }
 
-    /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
@@ -87,10 +77,8 @@ impl Tensor {
         ))
     }
 
-    /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max`].
+    /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable. Fails as
+    /// [`Tensor::max`] does.
     #[track_caller]
     pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
@@ -98,10 +86,8 @@ impl Tensor {
         Ok((self.min(dims.clone(), keepdim).with_op("aminmax")?, self.max(dims, keepdim).with_op("aminmax")?))
     }
 
-    /// The mean over `dims` of the elements that are not NaN; NaN if all are (PyTorch's `nanmean`). Floats. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// The mean over `dims` of the elements that are not NaN; NaN if all are (PyTorch's `nanmean`). Floats. Differentiable. Fails
+    /// as [`Tensor::mean`] does.
     #[track_caller]
     pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("nanmean", dims.into());

@@ -27,8 +27,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for more than four dims, no elements, more pixels than the
-    /// device's images can have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images;
-    /// [`Error::OutOfMemory`].
+    /// device's images can have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images.
     pub fn to_image(&self) -> Result<Image> {
         if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::UnsupportedDType { op: "to_image", dtype: self.dtype, expected: "f32, f16 or bf16" });
@@ -44,10 +43,7 @@ impl Tensor {
     }
 
     /// Copies an [image](Tensor::to_image) back to a contiguous tensor of this shape: f32 for a float image, f16 for a half image. One
-    /// launch.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if a tensor of this shape has an image of another size.
+    /// launch. Fails with [`Error::Invalid`] if a tensor of this shape has an image of another size.
     #[track_caller]
     pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -133,9 +133,6 @@ impl Tensor {
     /// assert_eq!(t.unique()?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "sort", [self], dim, descending);
@@ -149,9 +146,6 @@ impl Tensor {
     }
 
     /// Returns the indices that sort `dim`, as i64 (PyTorch's `argsort`, always stable).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::sort`].
     #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
         return_replacement!("argsort", [self], dim, descending);
@@ -159,9 +153,6 @@ impl Tensor {
     }
 
     /// Sorts the elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::sort`].
     #[track_caller]
     pub fn msort(&self) -> Result<Tensor> {
         return_replacement!("msort", [self]);
@@ -172,7 +163,8 @@ impl Tensor {
     /// `searchsorted`).
     ///
     /// The index is the number of elements below the value, or with `right` the number of elements not above it. NaN is inserted at the
-    /// end. Values of any shape may be looked up in a vector; otherwise all dims except the last are equal.
+    /// end. Values of any shape may be looked up in a vector; otherwise all dims except the last are equal. Fails with
+    /// [`Error::Invalid`] for a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -182,9 +174,6 @@ impl Tensor {
     /// assert_eq!(t.searchsorted(&values, true)?.to_vec::<i64>()?, [2, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
     #[track_caller]
     pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
         return_replacement!("searchsorted", [self, values], right);
@@ -192,10 +181,8 @@ impl Tensor {
     }
 
     /// Returns the bucket of each element between `boundaries`, a sorted vector, as i64 (PyTorch's `bucketize`). The bucket is the number of
-    /// boundaries below the element, or with `right` the number of boundaries not above it.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::searchsorted`]; [`Error::Invalid`] if `boundaries` is not a vector.
+    /// boundaries below the element, or with `right` the number of boundaries not above it. Fails as [`Tensor::searchsorted`] does,
+    /// and with [`Error::Invalid`] if `boundaries` is not a vector.
     #[track_caller]
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
         return_replacement!(op = "bucketize", [self, boundaries], right);
@@ -212,9 +199,6 @@ impl Tensor {
     /// assert_eq!(found.to_vec::<bool>()?, [false, false, true, false]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "isin", [self, test_elements]);
