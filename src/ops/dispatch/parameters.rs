@@ -5,6 +5,7 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use crate::error::Excerpt;
+use crate::layout::shape::impl_from;
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::{Error, Result, Tensor};
 
@@ -57,28 +58,11 @@ pub enum Value<'a> {
     Argument(Argument),
 }
 
-impl<'a> From<&'a Tensor> for Value<'a> {
-    fn from(t: &'a Tensor) -> Value<'a> {
-        Value::Tensor(t)
-    }
-}
-
-impl<'a> From<Option<&'a Tensor>> for Value<'a> {
-    fn from(t: Option<&'a Tensor>) -> Value<'a> {
-        t.map_or(Value::Argument(Argument::None), Value::Tensor)
-    }
-}
-
-impl<'a> From<&'a [&'a Tensor]> for Value<'a> {
-    fn from(tensors: &'a [&'a Tensor]) -> Value<'a> {
-        Value::Tensors(tensors)
-    }
-}
-
-impl<T: Into<Argument>> From<T> for Value<'_> {
-    fn from(argument: T) -> Self {
-        Value::Argument(argument.into())
-    }
+impl_from! { Value<'a>:
+    ['a] &'a Tensor, t => Value::Tensor(t);
+    ['a] Option<&'a Tensor>, t => t.map_or(Value::Argument(Argument::None), Value::Tensor);
+    ['a] &'a [&'a Tensor], tensors => Value::Tensors(tensors);
+    ['a, T: Into<Argument>] T, argument => Value::Argument(argument.into());
 }
 
 impl fmt::Display for Value<'_> {

@@ -1,6 +1,7 @@
 //! Assignment to a part of a tensor, in place or as a differentiable copy.
 
 use crate::autograd::{is_tracked, record_differentiable};
+use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::index::{Index, Indices, index_layout};
 use crate::tensor::{Layout, Shape};
@@ -16,16 +17,9 @@ pub enum Assigned<'a> {
     Number(Scalar),
 }
 
-impl<'a> From<&'a Tensor> for Assigned<'a> {
-    fn from(t: &'a Tensor) -> Assigned<'a> {
-        Assigned::Tensor(t)
-    }
-}
-
-impl<T: Into<Scalar>> From<T> for Assigned<'_> {
-    fn from(number: T) -> Self {
-        Assigned::Number(number.into())
-    }
+impl_from! { Assigned<'a>:
+    ['a] &'a Tensor, t => Assigned::Tensor(t);
+    ['a, T: Into<Scalar>] T, number => Assigned::Number(number.into());
 }
 
 impl Tensor {

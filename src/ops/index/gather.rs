@@ -84,18 +84,26 @@ operations! {
     one_hot(input: x, num_classes: size) functional: Indexing, IntegersOnly -> I64;
 }
 
-/// Records `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] does.
-pub(crate) fn record_gather(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
-    record_gather_as("gather", out, x, dim, index)
-}
-
-fn record_gather_as(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+/// Records `out`, which was read from `x` along `dim` through `index`: a vector that selects slices, or one index for each element.
+pub(crate) fn record_read(
+    op: &'static str,
+    out: Tensor,
+    x: &Tensor,
+    dim: isize,
+    index: &Tensor,
+    slices: bool,
+) -> Tensor {
+    if !autograd::is_tracked(&[x]) {
+        return out;
+    }
     let (index, shape) = (Saved::new(index), x.shape().clone());
     record_gradients(op, out, &[x], move |_, grad| {
         let index = index.get(op)?;
-        gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
-            true => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
-            false => zeros.scatter_add(dim, index, grad),
+        gradient_of_read(grad, &shape, |zeros, grad, in_place| match (in_place, slices) {
+            (true, true) => zeros.index_add_(dim, index, grad).map(Tensor::detach),
+            (true, false) => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
+            (false, true) => zeros.index_add(dim, index, grad),
+            (false, false) => zeros.scatter_add(dim, index, grad),
         })
     })
 }
@@ -129,17 +137,7 @@ impl Tensor {
         let (x_layout, step) = without_stride(self, d, &shape);
         let (index_layout, size) = (broadcast_index(index, d, &shape), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (index, shape) = (Saved::new(index), self.shape().clone());
-        Ok(record_gradients(op, out, &[self], move |_, grad| {
-            let index = index.get(op)?;
-            gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
-                true => zeros.index_add_(dim, index, grad).map(Tensor::detach),
-                false => zeros.index_add(dim, index, grad),
-            })
-        }))
+        Ok(record_read(op, out, self, dim, index, true))
     }
 
     pub(crate) fn check_index_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
@@ -176,7 +174,7 @@ impl Tensor {
         let (x_layout, step) = without_stride(self, d, index.shape());
         let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
-        Ok(record_gather_as(op, out, self, dim, index))
+        Ok(record_read(op, out, self, dim, index, false))
     }
 
     /// Same as [`Tensor::gather`], with this tensor and `index` broadcast against each other outside `dim` (PyTorch's

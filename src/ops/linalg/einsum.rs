@@ -11,6 +11,7 @@ use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use crate::error::Excerpt;
+use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 use crate::{Result, Shape, Tensor};
 
@@ -304,22 +305,10 @@ pub enum TensordotDims {
     Lists(Vec<isize>, Vec<isize>),
 }
 
-impl From<usize> for TensordotDims {
-    fn from(n: usize) -> TensordotDims {
-        TensordotDims::Count(n)
-    }
-}
-
-impl From<(&[isize], &[isize])> for TensordotDims {
-    fn from((a, b): (&[isize], &[isize])) -> TensordotDims {
-        TensordotDims::Lists(a.to_vec(), b.to_vec())
-    }
-}
-
-impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
-    fn from((a, b): ([isize; N], [isize; N])) -> TensordotDims {
-        TensordotDims::Lists(a.to_vec(), b.to_vec())
-    }
+impl_from! { TensordotDims:
+    [] usize, n => TensordotDims::Count(n);
+    [] (&[isize], &[isize]), (a, b) => TensordotDims::Lists(a.to_vec(), b.to_vec());
+    [const N: usize] ([isize; N], [isize; N]), (a, b) => TensordotDims::Lists(a.to_vec(), b.to_vec());
 }
 
 operations! {

@@ -17,7 +17,7 @@ use crate::backend::problem::select::{RankQuery, Selected, dims_with};
 use crate::layout::dims::Mask;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::ops::index::gather::record_gather;
+use crate::ops::index::gather::record_read;
 use crate::tensor::view::detach_at_least_1d;
 use crate::tensor::{Dims, Layout};
 use crate::{Compute, DType, Expr, Result, Tensor, backend};
@@ -45,7 +45,7 @@ impl Selected {
     /// Returns values and indices. Values that are missing are read from `x` along `dim`. Differentiable.
     pub(crate) fn values_and_indices(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
         let values = match self.values {
-            Some(values) => record_gather(values, x, dim, &self.indices),
+            Some(values) => record_read("gather", values, x, dim, &self.indices, false),
             None => x.gather(dim, &self.indices)?,
         };
         Ok((values, self.indices))
