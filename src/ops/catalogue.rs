@@ -103,8 +103,8 @@ pub fn operations() -> &'static [Operation] {
     ALL.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family()).collect();
         all.extend(ROWS.iter().copied().flat_map(row_operations));
-        for &(name, row) in elementwise::pointwise::ALIASES {
-            let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
+        for &(name, of) in elementwise::pointwise::ALIASES {
+            let same = all.iter().find(|op| op.name == of).expect("aliases name operations");
             all.push(Operation { name, torch: name, ..same.clone() });
         }
         all.sort_by_key(|op| op.kind);

@@ -1,8 +1,8 @@
-//! Elementwise operations that are composed of table rows, and PyTorch's aliases of some rows.
+//! Elementwise operations that are composed of table rows, and PyTorch's aliases of some operations.
 
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
-use crate::{DType, Expr, Result, Shape, Tensor};
+use crate::{DType, Expr, ReduceDims, Result, Shape, Tensor};
 
 /// Wraps the bool that a method returns in a tensor, because the catalogue's operations return tensors.
 fn bool_tensor(x: &Tensor, says: bool) -> Result<Tensor> {
@@ -126,39 +126,43 @@ impl Tensor {
 }
 
 macro_rules! aliases {
-    ($($alias:ident $(($other:ident))? => $name:ident;)*) => {
+    ($($alias:ident $(($($arg:ident: $t:ty),+))? => $name:ident;)*) => {
         impl Tensor { $(
             #[doc = concat!("Same as [`", stringify!($name), "`](Self::", stringify!($name), "), by PyTorch's other name.")]
             #[track_caller]
-            pub fn $alias(&self $(, $other: &Tensor)?) -> Result<Tensor> {
-                self.$name($($other)?)
+            pub fn $alias(&self $($(, $arg: $t)+)?) -> Result<Tensor> {
+                self.$name($($($arg),+)?)
             }
         )* }
 
-        /// Pairs of an alias and the name of the row that it stands for.
+        /// Pairs of an alias and the name of the operation that it stands for.
         pub(crate) static ALIASES: &[(&str, &str)] = &[$((stringify!($alias), stringify!($name))),*];
     };
 }
 
 aliases! {
     absolute => abs;
+    amax(dims: impl Into<ReduceDims>, keepdim: bool) => max;
+    amin(dims: impl Into<ReduceDims>, keepdim: bool) => min;
     arccos => acos;
     arccosh => acosh;
     arcsin => asin;
     arcsinh => asinh;
     arctan => atan;
-    arctan2(other) => atan2;
+    arctan2(other: &Tensor) => atan2;
     arctanh => atanh;
-    divide(other) => div;
+    argwhere => nonzero;
+    divide(other: &Tensor) => div;
     fix => trunc;
-    greater(other) => gt;
-    greater_equal(other) => ge;
-    less(other) => lt;
-    less_equal(other) => le;
-    multiply(other) => mul;
+    ger(other: &Tensor) => outer;
+    greater(other: &Tensor) => gt;
+    greater_equal(other: &Tensor) => ge;
+    less(other: &Tensor) => lt;
+    less_equal(other: &Tensor) => le;
+    multiply(other: &Tensor) => mul;
     negative => neg;
-    not_equal(other) => ne;
+    not_equal(other: &Tensor) => ne;
     sgn => sign;
-    subtract(other) => sub;
-    true_divide(other) => div;
+    subtract(other: &Tensor) => sub;
+    true_divide(other: &Tensor) => div;
 }

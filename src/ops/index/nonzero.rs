@@ -18,7 +18,6 @@ operations! {
     bincount(input: x, weights: x?, minlength: size = 0): Sorting, IntegersOnly -> I64;
     histc(input: x, bins: size = 100, min: float = 0, max: float = 0): Sorting, Floats -> Same;
     nonzero(input: x): Indexing, All -> I64;
-    argwhere(input: x): Indexing, All -> I64;
     masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
 }
 
@@ -203,13 +202,6 @@ impl Tensor {
             return Tensor::zeros([count, 0], (DType::I64, self.device()));
         }
         nonzero_indices(self, self.shape().dims())
-    }
-
-    /// Same as [`Tensor::nonzero`] (PyTorch's `argwhere`).
-    #[track_caller]
-    pub fn argwhere(&self) -> Result<Tensor> {
-        return_replacement!("argwhere", [self]);
-        self.nonzero()
     }
 
     /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask

@@ -111,7 +111,6 @@ operations! {
     dot(input: x, tensor: x): LinearAlgebra, Numbers -> Same, differentiable;
     vdot(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
     outer(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
-    ger(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
     addmm(input: x, mat1: x, mat2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
     addmv(input: x, mat: x, vec: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
     addr(input: x, vec1: x, vec2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
@@ -175,13 +174,6 @@ impl Tensor {
         return_replacement!("outer", [self, other]);
         check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
         self.unsqueeze(1)?.mul(other).with_op("outer")
-    }
-
-    /// Same as [`Tensor::outer`], by its BLAS name (PyTorch's `ger`).
-    #[track_caller]
-    pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("ger", [self, other]);
-        self.outer(other).with_op("ger")
     }
 
     /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor broadcasts, and is not read if beta is

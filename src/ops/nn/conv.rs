@@ -36,14 +36,23 @@ use crate::{Result, Shape, Tensor, autograd};
 use crate::backend;
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
 
-impl Tensor {
+/// Generates the methods of `Tensor`, each a call of one of the functions below.
+macro_rules! convolutions {
+    ($($(#[doc = $doc:literal])+ $name:ident($options:ty): $convolve:ident;)*) => {
+        impl Tensor { $(
+            $(#[doc = $doc])+
+            #[track_caller]
+            pub fn $name(&self, weight: &Tensor, bias: Option<&Tensor>, options: $options) -> Result<Tensor> {
+                $convolve(stringify!($name), self, weight, bias, options)
+            }
+        )* }
+    };
+}
+
+convolutions! {
     /// Convolves x `[N, C, L]` or `[C, L]` with `weight` `[O, C / groups, K]` and adds `bias` `[O]` (PyTorch's `conv1d`). The result is
     /// `[N, O, windows]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
-    #[track_caller]
-    pub fn conv1d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<1>) -> Result<Tensor> {
-        convolution("conv1d", self, weight, bias, options)
-    }
-
+    conv1d(ConvOptions<1>): convolution;
     /// Convolves x `[N, C, H, W]` or `[C, H, W]` with `weight` `[O, C / groups, KH, KW]` and adds `bias` `[O]` (PyTorch's `conv2d`).
     /// The result is `[N, O, rows, columns]` of windows. Floats. Differentiable in all three, which keeps x and the weight.
     ///
@@ -68,11 +77,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] for channels that do not match; [`Error::Invalid`] for windows larger than the image, a stride of 0
     /// and similar options.
-    #[track_caller]
-    pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
-        convolution("conv2d", self, weight, bias, options)
-    }
-
+    conv2d(ConvOptions<2>): convolution;
     /// Convolves x `[N, C, D, H, W]` or `[C, D, H, W]` with `weight` `[O, C / groups, KD, KH, KW]` and adds `bias` `[O]` (PyTorch's
     /// `conv3d`). The result is `[N, O, slices, rows, columns]` of windows, contiguous. Floats. Takes the launches of
     /// [`Tensor::conv2d`] and two more. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
@@ -86,24 +91,11 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [27.0; 8]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn conv3d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<3>) -> Result<Tensor> {
-        convolution("conv3d", self, weight, bias, options)
-    }
-
+    conv3d(ConvOptions<3>): convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv1d`] (PyTorch's `conv_transpose1d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]` and
     /// `bias` `[O]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
-    #[track_caller]
-    pub fn conv_transpose1d(
-        &self,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: ConvTransposeOptions<1>,
-    ) -> Result<Tensor> {
-        transposed_convolution("conv_transpose1d", self, weight, bias, options)
-    }
-
+    conv_transpose1d(ConvTransposeOptions<1>): transposed_convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv2d`] (PyTorch's `conv_transpose2d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, H, W]` or `[C, H, W]`, `weight`
     /// `[C, O / groups, KH, KW]` and `bias` `[O]`. Floats. Differentiable in all three.
@@ -119,16 +111,7 @@ impl Tensor {
     /// assert_eq!(x.conv_transpose2d(&w, None, doubled)?.to_vec::<f32>()?, [1.0; 16]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn conv_transpose2d(
-        &self,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: ConvTransposeOptions<2>,
-    ) -> Result<Tensor> {
-        transposed_convolution("conv_transpose2d", self, weight, bias, options)
-    }
-
+    conv_transpose2d(ConvTransposeOptions<2>): transposed_convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
     /// `[C, O / groups, KD, KH, KW]` and `bias` `[O]`. The dims of the result follow [`Tensor::conv_transpose2d`]. Floats.
@@ -143,15 +126,7 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [1.0; 96]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn conv_transpose3d(
-        &self,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: ConvTransposeOptions<3>,
-    ) -> Result<Tensor> {
-        transposed_convolution("conv_transpose3d", self, weight, bias, options)
-    }
+    conv_transpose3d(ConvTransposeOptions<3>): transposed_convolution;
 }
 
 /// Checks dtypes and the shapes of weight and bias. Returns the number of channels of the result.

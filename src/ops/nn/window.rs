@@ -176,7 +176,14 @@ impl Windows {
     /// Copies the elements of every window of x, `[N, C, image]`, to `[N, C, kernel, grid]`, or to `[C, kernel, N, grid]` for matrix
     /// products if `inside` is set. Elements in the padding are 0. Differentiable, one launch.
     pub(crate) fn im2col(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
-        let out = self.unfold(x, inside)?;
+        let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
+        let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
+        let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
+        let out = backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
+            // The input is empty, so every window is entirely padding.
+            0 => out.zero_().map(drop),
+            _ => b.im2col(&self, x, out, inside),
+        })?;
         Ok(autograd::record_unary_differentiable(op, out, x, move |grad| match inside {
             true => self.col2im(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
             false => self.col2im(op, &grad),
@@ -185,28 +192,13 @@ impl Windows {
 
     /// Adds columns, `[N, C, kernel, grid]`, to the elements of `[N, C, image]` that im2col would read. Differentiable, one launch.
     pub(crate) fn col2im(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
-        let out = self.fold(columns)?;
-        Ok(autograd::record_unary_differentiable(op, out, columns, move |grad| self.im2col(op, &grad, false)))
-    }
-
-    fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
-        let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
-        let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
-        let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
-        backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
-            // The input is empty, so every window is entirely padding.
-            0 => out.zero_().map(drop),
-            _ => b.im2col(self, x, out, inside),
-        })
-    }
-
-    fn fold(&self, columns: &Tensor) -> Result<Tensor> {
         let dims = columns.shape().dims();
         let shape = [dims[0], dims[1], self.image[0], self.image[1]];
-        backend::compute(shape, columns.dtype, columns.device(), |b, out| match columns.numel() {
+        let out = backend::compute(shape, columns.dtype, columns.device(), |b, out| match columns.numel() {
             0 => out.zero_().map(drop),
-            _ => b.col2im(self, columns, out),
-        })
+            _ => b.col2im(&self, columns, out),
+        })?;
+        Ok(autograd::record_unary_differentiable(op, out, columns, move |grad| self.im2col(op, &grad, false)))
     }
 
     /// Computes the maximum and its index for each window of planes `[N, C, image]`.

@@ -35,24 +35,14 @@ impl Tensor {
     /// ```
     #[track_caller]
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        let dims = dims.into();
-        return_replacement!("var", [self], &dims, correction, keepdim);
-        if let Some(out) = fused_variance("var", self, &dims, correction, keepdim, false)? {
-            return Ok(out);
-        }
-        composed_variance("var", self, &dims, correction, keepdim, false)
+        variance("var", self, dims.into(), correction, keepdim, false)
     }
 
     /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0. Fails as
     /// [`Tensor::mean`] does.
     #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        let (op, dims) = ("std", dims.into());
-        return_replacement!(op, [self], &dims, correction, keepdim);
-        if let Some(out) = fused_variance(op, self, &dims, correction, keepdim, true)? {
-            return Ok(out);
-        }
-        composed_variance(op, self, &dims, correction, keepdim, true)
+        variance("std", self, dims.into(), correction, keepdim, true)
     }
 
     /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
@@ -60,10 +50,8 @@ impl Tensor {
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         return_replacement!("var_mean", [self], &dims, correction, keepdim);
-        Ok((
-            self.var(dims.clone(), correction, keepdim).with_op("var_mean")?,
-            self.mean(dims, keepdim).with_op("var_mean")?,
-        ))
+        let both = || Ok((self.var(dims.clone(), correction, keepdim)?, self.mean(dims.clone(), keepdim)?));
+        both().with_op("var_mean")
     }
 
     /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable. Fails as [`Tensor::mean`] does.
@@ -71,10 +59,8 @@ impl Tensor {
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         return_replacement!("std_mean", [self], &dims, correction, keepdim);
-        Ok((
-            self.std(dims.clone(), correction, keepdim).with_op("std_mean")?,
-            self.mean(dims, keepdim).with_op("std_mean")?,
-        ))
+        let both = || Ok((self.std(dims.clone(), correction, keepdim)?, self.mean(dims.clone(), keepdim)?));
+        both().with_op("std_mean")
     }
 
     /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable. Fails as
@@ -99,6 +85,23 @@ impl Tensor {
         }
         let count = self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim).with_op(op)?;
         self.nansum(dims, keepdim).with_op(op)?.div(&count.to_dtype(self.dtype)?)
+    }
+}
+
+/// Computes the variance, or with `root` the standard deviation.
+#[track_caller]
+fn variance(
+    op: &'static str,
+    t: &Tensor,
+    dims: ReduceDims,
+    correction: usize,
+    keepdim: bool,
+    root: bool,
+) -> Result<Tensor> {
+    return_replacement!(op, [t], &dims, correction, keepdim);
+    match fused_variance(op, t, &dims, correction, keepdim, root)? {
+        Some(out) => Ok(out),
+        None => composed_variance(op, t, &dims, correction, keepdim, root),
     }
 }
 
