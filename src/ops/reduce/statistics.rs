@@ -35,14 +35,14 @@ impl Tensor {
     /// ```
     #[track_caller]
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        variance("var", self, dims.into(), correction, keepdim, false)
+        Variance { op: "var", dims: dims.into(), correction, keepdim, root: false }.compute(self)
     }
 
     /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0. Fails as
     /// [`Tensor::mean`] does.
     #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        variance("std", self, dims.into(), correction, keepdim, true)
+        Variance { op: "std", dims: dims.into(), correction, keepdim, root: true }.compute(self)
     }
 
     /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
@@ -88,53 +88,96 @@ impl Tensor {
     }
 }
 
-/// Computes the variance, or with `root` the standard deviation.
-#[track_caller]
-fn variance(
+/// A variance, or with `root` a standard deviation.
+struct Variance {
     op: &'static str,
-    t: &Tensor,
     dims: ReduceDims,
     correction: usize,
     keepdim: bool,
     root: bool,
-) -> Result<Tensor> {
-    return_replacement!(op, [t], &dims, correction, keepdim);
-    match fused_variance(op, t, &dims, correction, keepdim, root)? {
-        Some(out) => Ok(out),
-        None => composed_variance(op, t, &dims, correction, keepdim, root),
-    }
 }
 
-/// Computes variances, or with `root` standard deviations, by one kernel on GPUs that have it. Takes one launch, or two for long rows.
-/// Returns `None` if a gradient is needed, and if the elements of a row are further apart in memory than adjacent rows.
-fn fused_variance(
-    op: &'static str,
-    t: &Tensor,
-    dims: &ReduceDims,
-    correction: usize,
-    keepdim: bool,
-    root: bool,
-) -> Result<Option<Tensor>> {
-    let backend = backend::of_device(t.device());
-    if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
-        return Ok(None);
+impl Variance {
+    #[track_caller]
+    fn compute(&self, t: &Tensor) -> Result<Tensor> {
+        return_replacement!(self.op, [t], &self.dims, self.correction, self.keepdim);
+        match self.compute_fused(t)? {
+            Some(out) => Ok(out),
+            None => self.compute_composed(t),
+        }
     }
-    let mask = dims.mask(op, t.shape())?;
-    let plan = ReductionPlan::new(&t.layout, &mask, false);
-    if plan.by_column() || plan.kept.rank() > 2 || plan.reduced.rank() > 2 {
-        return Ok(None);
+
+    /// Computes the result by one kernel on GPUs that have it. Takes one launch, or two for long rows. Returns `None` if a gradient is
+    /// needed, and if the elements of a row are further apart in memory than adjacent rows.
+    fn compute_fused(&self, t: &Tensor) -> Result<Option<Tensor>> {
+        let backend = backend::of_device(t.device());
+        if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
+            return Ok(None);
+        }
+        let mask = self.dims.mask(self.op, t.shape())?;
+        let plan = ReductionPlan::new(&t.layout, &mask, false);
+        if plan.by_column() || plan.kept.rank() > 2 || plan.reduced.rank() > 2 {
+            return Ok(None);
+        }
+        let mut rows = Layout::contiguous([1; 4].into());
+        let mut sizes = [1; 4];
+        for (axes, end) in [(&plan.kept, 2), (&plan.reduced, 4)] {
+            let from = end - axes.rank();
+            sizes[from..end].copy_from_slice(&axes.sizes);
+            rows.strides[from..end].copy_from_slice(&axes.strides);
+        }
+        let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
+        let out = Tensor::empty_with_shape(super::reduced_shape(t.shape(), &mask, self.keepdim), t.dtype, t.device())?;
+        let degrees_of_freedom = plan.n.saturating_sub(self.correction) as f64;
+        Ok(backend.variance(&rows, &out, degrees_of_freedom, self.root)?.then_some(out))
     }
-    let mut rows = Layout::contiguous([1; 4].into());
-    let mut sizes = [1; 4];
-    for (axes, end) in [(&plan.kept, 2), (&plan.reduced, 4)] {
-        let from = end - axes.rank();
-        sizes[from..end].copy_from_slice(&axes.sizes);
-        rows.strides[from..end].copy_from_slice(&axes.strides);
+
+    /// Computes the result from a mean and the deviations from it, and records the result.
+    fn compute_composed(&self, t: &Tensor) -> Result<Tensor> {
+        // The square of a half overflows f16 from 256 on.
+        if matches!(t.dtype, DType::F16 | DType::BF16) {
+            return self.compute_composed(&t.to_dtype(DType::F32)?)?.to_dtype(t.dtype);
+        }
+        let &Variance { op, ref dims, correction, keepdim, root } = self;
+        let mask = dims.mask(op, t.shape())?;
+        let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
+        let x = t.detach();
+        // A registered replacement of the subtraction may return any shape.
+        let deviations = x.sub(&x.mean(dims.clone(), true).with_op(op)?)?.reshape(t.shape()).with_op(op)?;
+        let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
+        let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
+        if !autograd::is_tracked(&[t]) {
+            return Ok(out);
+        }
+        let (dims, deviations, kept) = (dims.clone(), Saved::new(&deviations), root.then(|| Saved::new(&kept)));
+        Ok(autograd::record_differentiable(op, out, &[t], move |ctx| {
+            let deviations = deviations.unpack(op)?;
+            if ctx.create_graph() {
+                // The variance of the deviations equals the variance of the elements.
+                let x = ctx.with_input_node(0, deviations);
+                let centred = x.sub(&x.mean(dims.clone(), true)?)?;
+                let variance = centred.square()?.sum(dims.clone(), keepdim)?.div_scalar(freedom)?;
+                if !root {
+                    return ctx.differentiate_through(&variance);
+                }
+                let none = variance.eq_scalar(0)?;
+                return ctx.differentiate_through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
+            }
+            let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
+            let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
+            let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
+            // The gradient of a root of 0 is 0.
+            let derivative = match kept {
+                Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
+                None => x * (Expr::constant(2.0) / Expr::scalar(0)),
+            };
+            let inputs: SmallVec<[&Tensor; 3]> = [&deviations, &grad].into_iter().chain(&kept).collect();
+            let grad =
+                apply(op, &inputs, Params::from_scalars(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?
+                    .remove(0);
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
     }
-    let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
-    let out = Tensor::empty_with_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
-    let degrees_of_freedom = plan.n.saturating_sub(correction) as f64;
-    Ok(backend.variance(&rows, &out, degrees_of_freedom, root)?.then_some(out))
 }
 
 /// The rules for the root of a sum of squares divided by the degrees of freedom, and for that quotient without the root.
@@ -162,56 +205,4 @@ pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedo
     let id = std::ptr::from_ref(rule).addr();
     backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule, x, mask, out: &out, number: freedom }))?;
     Ok(out)
-}
-
-/// Computes the same as [`fused_variance`] from a mean and the deviations from it, and records the result.
-fn composed_variance(
-    op: &'static str,
-    t: &Tensor,
-    dims: &ReduceDims,
-    correction: usize,
-    keepdim: bool,
-    root: bool,
-) -> Result<Tensor> {
-    // The square of a half overflows f16 from 256 on.
-    if matches!(t.dtype, DType::F16 | DType::BF16) {
-        return composed_variance(op, &t.to_dtype(DType::F32)?, dims, correction, keepdim, root)?.to_dtype(t.dtype);
-    }
-    let mask = dims.mask(op, t.shape())?;
-    let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
-    let x = t.detach();
-    // A registered replacement of the subtraction may return any shape.
-    let deviations = x.sub(&x.mean(dims.clone(), true).with_op(op)?)?.reshape(t.shape()).with_op(op)?;
-    let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
-    let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
-    if !autograd::is_tracked(&[t]) {
-        return Ok(out);
-    }
-    let (dims, deviations, kept) = (dims.clone(), Saved::new(&deviations), root.then(|| Saved::new(&kept)));
-    Ok(autograd::record_differentiable(op, out, &[t], move |ctx| {
-        let deviations = deviations.unpack(op)?;
-        if ctx.create_graph() {
-            // The variance of the deviations equals the variance of the elements.
-            let x = ctx.with_input_node(0, deviations);
-            let centred = x.sub(&x.mean(dims.clone(), true)?)?;
-            let variance = centred.square()?.sum(dims.clone(), keepdim)?.div_scalar(freedom)?;
-            if !root {
-                return ctx.differentiate_through(&variance);
-            }
-            let none = variance.eq_scalar(0)?;
-            return ctx.differentiate_through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
-        }
-        let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
-        let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
-        let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
-        // The gradient of a root of 0 is 0.
-        let derivative = match kept {
-            Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
-            None => x * (Expr::constant(2.0) / Expr::scalar(0)),
-        };
-        let inputs: SmallVec<[&Tensor; 3]> = [&deviations, &grad].into_iter().chain(&kept).collect();
-        let grad = apply(op, &inputs, Params::from_scalars(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?
-            .remove(0);
-        Ok(SmallVec::from_iter([Some(grad)]))
-    }))
 }
