@@ -62,7 +62,8 @@ impl Tensor {
             if at > 0 {
                 read(part)?;
             }
-            write_piece(op, &storage, at, part, dtype)?;
+            check_bools(op, part, dtype)?;
+            storage.write(at, part)?;
         }
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
@@ -105,12 +106,6 @@ impl Tensor {
         }
         Ok(())
     }
-}
-
-/// Writes the bytes of elements to a storage after checking that they are valid for the dtype.
-fn write_piece(op: &'static str, storage: &Storage, at: usize, bytes: &[u8], dtype: DType) -> Result<()> {
-    check_bools(op, bytes, dtype)?;
-    storage.write(at, bytes)
 }
 
 /// Checks that `bytes` are the elements of a tensor of this shape and dtype.

@@ -42,7 +42,8 @@ pub use options::TensorOptions;
 /// The documentation of a method names only the errors particular to the method. Besides these, methods fail with
 /// - [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes other than described, and shapes that do not broadcast;
 /// - [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes other than described; "floats" are f32, f16, bf16 and f64;
-/// - [`Error::DTypeMismatch`](crate::Error::DTypeMismatch) for tensors of different dtypes, except elementwise methods, which promote them;
+/// - [`Error::DTypeMismatch`](crate::Error::DTypeMismatch) for tensors of different dtypes, unless the method promotes or converts
+///   them, as elementwise methods do;
 /// - [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for tensors on different devices;
 /// - [`Error::DimOutOfRange`](crate::Error::DimOutOfRange) for a dim that the tensor does not have;
 /// - [`Error::NoDevice`](crate::Error::NoDevice), [`Error::OutOfMemory`](crate::Error::OutOfMemory), and failures of the device.

@@ -1,6 +1,7 @@
 //! Splitting along a dimension, and other views that are short compositions.
 
 use super::Dims;
+use crate::error::invalid;
 use crate::{Error, Result, Tensor};
 
 /// Collects `count` items. Returns an error instead of aborting if there is no memory for the list.
@@ -25,9 +26,7 @@ impl Tensor {
     /// zero.
     pub fn split(&self, size: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("split", dim)?;
-        if size == 0 {
-            return Err(Error::invalid("split", "the size of a piece must be above 0"));
-        }
+        invalid!("split" if size == 0, "the size of a piece must be above 0");
         // An empty dimension gives one empty piece.
         let starts = (0..whole.max(1)).step_by(size);
         try_collect_list("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
@@ -44,9 +43,8 @@ impl Tensor {
     /// ```
     pub fn split_with_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<Tensor>> {
         let (op, whole) = ("split_with_sizes", self.dim_size("split_with_sizes", dim)?);
-        if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(whole) {
-            return Err(Error::invalid(op, format!("the sizes {sizes:?} do not add up to {whole}")));
-        }
+        invalid!(op if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(whole),
+            "the sizes {sizes:?} do not add up to {whole}");
         let mut end = 0;
         let piece = |&n: &usize| {
             end += n;
@@ -59,9 +57,7 @@ impl Tensor {
     /// zero chunks.
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("chunk", dim)?;
-        if chunks == 0 {
-            return Err(Error::invalid("chunk", "the number of chunks must be above 0"));
-        }
+        invalid!("chunk" if chunks == 0, "the number of chunks must be above 0");
         self.split(whole.div_ceil(chunks).max(1), dim)
     }
 
@@ -69,9 +65,7 @@ impl Tensor {
     /// (PyTorch's `tensor_split`). Fails for zero sections.
     pub fn tensor_split(&self, sections: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("tensor_split", dim)?;
-        if sections == 0 {
-            return Err(Error::invalid("tensor_split", "the number of sections must be above 0"));
-        }
+        invalid!("tensor_split" if sections == 0, "the number of sections must be above 0");
         let size = |i: usize| whole / sections + usize::from(i < whole % sections);
         let sizes = try_collect_list("tensor_split", sections, (0..sections).map(|i| Ok(size(i))))?;
         self.split_with_sizes(&sizes, dim)
@@ -116,9 +110,7 @@ impl Tensor {
     pub fn rot90(&self, k: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "rot90";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        if i == j {
-            return Err(Error::invalid(op, format!("a rotation needs two dimensions, and {a} and {b} are the same")));
-        }
+        invalid!(op if i == j, "a rotation needs two dimensions, and {a} and {b} are the same");
         match k.rem_euclid(4) {
             0 => Ok(self.shallow_clone()),
             1 => self.flip(b)?.transpose(a, b),

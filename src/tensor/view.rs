@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use super::create::check_storage;
 use super::{Layout, Shape};
 use crate::autograd::{record_unary_differentiable, record_view};
+use crate::error::invalid;
 use crate::layout::shape::{Dims, NewShape};
 use crate::storage::Caller;
 use crate::{DType, DimList, Error, ReduceDims, Result, Tensor};
@@ -21,25 +22,13 @@ fn distinct_dims(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> 
         if !(0..rank as isize).contains(&d) {
             return Err(Error::DimOutOfRange { op, dim, rank });
         }
-        if out.contains(&(d as usize)) {
-            return Err(Error::invalid(op, format!("{dims:?} names dimension {d} twice")));
-        }
+        invalid!(op if out.contains(&(d as usize)), "{dims:?} names dimension {d} twice");
         out.push(d as usize);
     }
     Ok(out)
 }
 
 impl Tensor {
-    /// Records a view that has every element once. `back` maps the view's gradient to this tensor's shape.
-    fn record_full_view(
-        &self,
-        op: &'static str,
-        layout: Layout,
-        back: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
-    ) -> Tensor {
-        record_view(op, layout, self, back)
-    }
-
     /// Reinterprets the same bytes as another dtype (PyTorch's `view(dtype)`), outside the graph. If the element size changes, the
     /// size of the last dimension changes with it.
     ///
@@ -57,9 +46,8 @@ impl Tensor {
     pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         let (op, from, to) = ("view_dtype", self.dtype.size(), dtype.size());
         let mut view = self.detach();
-        if dtype == DType::Bool && self.dtype != DType::Bool {
-            return Err(Error::invalid(op, format!("not every {} is a bool: compare with .ne(0)", self.dtype)));
-        }
+        invalid!(op if dtype == DType::Bool && self.dtype != DType::Bool,
+            "not every {} is a bool: compare with .ne(0)", self.dtype);
         view.dtype = dtype;
         if from == to {
             return Ok(view);
@@ -148,7 +136,7 @@ impl Tensor {
 
     fn try_view(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {
         let old = self.shape().clone();
-        Some(self.record_full_view(op, self.layout.reshape(shape)?, move |grad| grad.reshape(&old)))
+        Some(record_view(op, self.layout.reshape(shape)?, self, move |grad| grad.reshape(&old)))
     }
 
     /// Swaps dimensions `a` and `b` (PyTorch's `transpose`).
@@ -164,7 +152,7 @@ impl Tensor {
     pub fn transpose(&self, a: isize, b: isize) -> Result<Tensor> {
         let op = "transpose";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        Ok(self.record_full_view(op, self.layout.transpose(i, j), move |grad| grad.transpose(a, b)))
+        Ok(record_view(op, self.layout.transpose(i, j), self, move |grad| grad.transpose(a, b)))
     }
 
     /// Transposes a matrix; returns a vector or a scalar unchanged (PyTorch's `t`). Fails for more than two dimensions: use
@@ -191,11 +179,9 @@ impl Tensor {
         let order = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
         let mut back: Dims<isize> = SmallVec::from_elem(-1, self.rank());
         order.iter().enumerate().for_each(|(i, &d)| back[d] = i as isize);
-        if order.len() != self.rank() || back.contains(&-1) {
-            let reason = format!("{dims:?} does not name each of the {} dimensions once", self.rank());
-            return Err(Error::invalid(op, reason));
-        }
-        Ok(self.record_full_view(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
+        invalid!(op if order.len() != self.rank() || back.contains(&-1),
+            "{dims:?} does not name each of the {} dimensions once", self.rank());
+        Ok(record_view(op, self.layout.permute(&order), self, move |grad| grad.permute(&back)))
     }
 
     /// Moves dimensions `source` to positions `destination`; the other dimensions keep their order (PyTorch's `movedim`). Fails
@@ -211,10 +197,7 @@ impl Tensor {
     pub fn movedim(&self, source: impl Into<DimList>, destination: impl Into<DimList>) -> Result<Tensor> {
         let op = "movedim";
         let (source, destination) = (source.into().0, destination.into().0);
-        if source.len() != destination.len() {
-            let reason = format!("{source:?} and {destination:?} differ in length");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if source.len() != destination.len(), "{source:?} and {destination:?} differ in length");
         let (from, to) = (distinct_dims(op, &source, self.rank())?, distinct_dims(op, &destination, self.rank())?);
         let mut others = (0..self.rank()).filter(|d| !from.contains(d));
         let order: Dims<isize> = (0..self.rank())
@@ -276,7 +259,7 @@ impl Tensor {
         if self.shape().dims()[d] != 1 {
             return Ok(self.shallow_clone());
         }
-        Ok(self.record_full_view("squeeze", self.layout.remove(d), move |grad| grad.unsqueeze(d as isize)))
+        Ok(record_view("squeeze", self.layout.remove(d), self, move |grad| grad.unsqueeze(d as isize)))
     }
 
     /// Removes all dimensions of size 1.
@@ -293,7 +276,7 @@ impl Tensor {
         new.sort_unstable();
         let layout = new.iter().fold(self.layout.clone(), |layout, &d| layout.insert(d));
         let back: Dims<isize> = new.iter().map(|&d| d as isize).collect();
-        Ok(self.record_full_view(op, layout, move |grad| grad.squeeze_dims(&back)))
+        Ok(record_view(op, layout, self, move |grad| grad.squeeze_dims(&back)))
     }
 
     /// Stretches dimensions of size 1 to `shape`, which may have more leading dimensions; -1 keeps a size (PyTorch's
@@ -355,9 +338,7 @@ impl Tensor {
         }
         let (a, b) = (self.shape().dim(op, start)?, self.shape().dim(op, end)?);
         let dims = self.shape().dims();
-        if a > b {
-            return Err(Error::invalid(op, format!("dimension {start} comes after dimension {end}")));
-        }
+        invalid!(op if a > b, "dimension {start} comes after dimension {end}");
         let joined = Shape::from(&dims[a..=b]).numel();
         self.reshape(dims[..a].iter().copied().chain([joined]).chain(dims[b + 1..].iter().copied()).collect::<Shape>())
     }
@@ -407,9 +388,7 @@ impl Tensor {
     pub fn diagonal(&self, shift: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "diagonal";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        if i == j {
-            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {a} and {b} are the same")));
-        }
+        invalid!(op if i == j, "a diagonal needs two dimensions, and {a} and {b} are the same");
         self.select_view(op, move |l| Ok(l.diagonal(shift, i, j)))
     }
 }

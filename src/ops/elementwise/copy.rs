@@ -3,16 +3,12 @@
 use std::slice;
 use std::sync::LazyLock;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{self, InPlace};
-use crate::backend::problem::map::Params;
+use crate::MemoryFormat;
+use crate::autograd::InPlace;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
-use crate::tensor::Layout;
 use crate::tensor::bytes::check_bytes;
-use crate::{DType, Expr, MemoryFormat, Result, Scalar, Tensor, backend};
 
 /// The formulas `x` and `s`, created once because creating an expression allocates.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
@@ -87,7 +83,7 @@ impl Tensor {
     /// Returns these elements in the given memory order: this tensor itself if it has that order, otherwise a copy made by one launch
     /// (PyTorch's `x.to(memory_format=torch.channels_last)`). Operations and layers keep the order of their input if they can. Views
     /// such as [`Tensor::flatten`] follow the shape and not the order in memory. Differentiable. Fails with
-    /// [`crate::Error::Invalid`] for a tensor whose number of dims does not match the format.
+    /// [`Error::Invalid`] for a tensor whose number of dims does not match the format.
     ///
     /// ```
     /// use claystone::{Device, MemoryFormat, Tensor};
@@ -166,7 +162,7 @@ impl Tensor {
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype. In place; differentiable in `src`.
     ///
     /// Both tensors are on one device. Tensors of one shape and dtype that are contiguous in one memory format may be on different
-    /// devices; such a copy waits for the device. Fails with [`crate::Error::Partial`] if a copy between devices, or between
+    /// devices; such a copy waits for the device. Fails with [`Error::Partial`] if a copy between devices, or between
     /// overlapping views, fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         self.copy_recorded("copy_", src, false)
@@ -245,8 +241,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; otherwise as
-    /// [`Tensor::fill_`]; [`crate::Error::Partial`] if the device fails midway.
+    /// [`Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; otherwise as
+    /// [`Tensor::fill_`]; [`Error::Partial`] if the device fails midway.
     pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_", bytes, false)
     }
@@ -300,7 +296,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a fraction as a value of an integer dtype, for a number outside the dtype's range, such as
+    /// [`Error::Invalid`] for a fraction as a value of an integer dtype, for a number outside the dtype's range, such as
     /// NaN, for a finite number that rounds to infinity, and for an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";

@@ -3,14 +3,12 @@
 use std::slice;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
-use crate::backend::problem::map::{Params, compute_type};
+use crate::backend::problem::map::compute_type;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_tracked;
 use crate::ops::elementwise::launch::launch_program_into;
-use crate::{Compute, DType, Expr, Result, Scalar, Tensor, autograd, is_grad_enabled};
+use crate::{Compute, is_grad_enabled};
 
 /// Builds the formula with `f`, and checks that it matches the inputs.
 fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
@@ -19,13 +17,8 @@ fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -
     let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
     let expr = f(&leaves);
     let program = Program::shared(slice::from_ref(&expr));
-    if program.inputs() > inputs.len() || program.caller_scalars() > 0 || program.seeds() > 0 {
-        let reason = format!(
-            "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
-            inputs.len()
-        );
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if program.inputs() > inputs.len() || program.caller_scalars() > 0 || program.seeds() > 0,
+        "the expression reads more than the {} inputs it was given: build it from the arguments of the closure", inputs.len());
     unsupported!(op if program.needs_float() && !first.dtype.is_float(), first.dtype, "floats for this expression");
     drop(program);
     Ok(expr)

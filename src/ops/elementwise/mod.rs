@@ -12,13 +12,10 @@ pub(crate) mod pointwise;
 use std::slice;
 use std::sync::LazyLock;
 
-use smallvec::SmallVec;
-
 use launch::allocate_broadcast_result;
 pub(crate) use launch::{allocate_result, apply, apply_into, apply_one, broadcast_shape, fill_result};
 
-use crate::autograd::{self, InPlace, Saved};
-use crate::backend::problem::map::Params;
+use crate::autograd::InPlace;
 use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
@@ -27,7 +24,7 @@ use crate::ops::dispatch::autocast::autocast_row_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
 use crate::ops::dispatch::registry::registered_name;
-use crate::{DType, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
+use crate::{autocast_dtype, get_default_dtype};
 
 /// Returns true in the common case that all operands have this dtype and none is a mask.
 fn all_have_dtype(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {

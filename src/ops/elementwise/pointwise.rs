@@ -1,8 +1,8 @@
 //! Elementwise operations that are composed of table rows, and PyTorch's aliases of some operations.
 
+use crate::ReduceDims;
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
-use crate::{DType, Expr, ReduceDims, Result, Shape, Tensor};
 
 /// Wraps the bool that a method returns in a tensor, because the catalogue's operations return tensors.
 fn bool_tensor(x: &Tensor, says: bool) -> Result<Tensor> {

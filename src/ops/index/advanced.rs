@@ -3,18 +3,11 @@
 //! Several indices are first combined into one i64 tensor of linear offsets in memory. The combined tensor indexes a dim of stride 1, so
 //! that reads and writes use the same two kernels as with a single index, for tensors of any strides.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed};
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{check_index, gradient_of_read};
 use crate::ops::index::scatter::copy_if_shared;
 use crate::ops::record_gradients;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
 /// Index tensors that have been checked against the shape of a tensor.
 struct AdvancedIndex {

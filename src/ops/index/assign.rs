@@ -4,8 +4,6 @@ use crate::autograd::{is_tracked, record_differentiable};
 use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::index::{Index, Indices, index_layout};
-use crate::tensor::{Layout, Shape};
-use crate::{Result, Scalar, Tensor};
 
 /// The value that [`Tensor::slice_assign_`] assigns: a tensor or a number.
 #[derive(Clone, Copy)]

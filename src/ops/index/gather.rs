@@ -9,14 +9,9 @@
 //! and adds up the rows; otherwise work-items with the same destination take turns. Atomics would be faster for millions of indices
 //! into one column, but would not give the same bits on every run.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::record_gradients;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 

@@ -4,10 +4,8 @@
 //! The indices of nonzero elements are counted and written in two passes. All other operations are composed of sorts, scans and
 //! searches.
 
-use crate::backend::problem::map::Params;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::{DType, Device, Expr, Result, Scalar, Tensor, autograd, backend};
 
 operations! {
     unique(input: x): Sorting, All -> Same;
@@ -31,17 +29,14 @@ fn flatten_detached(t: &Tensor) -> Result<Tensor> {
     t.detach().reshape([t.numel()])
 }
 
-/// Returns a contiguous bool tensor that is true where `t` is not zero.
-fn nonzero_mask(t: &Tensor) -> Result<Tensor> {
-    if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
-}
-
 /// Returns the indices of the nonzero elements, one row for each, in row-major order, as coordinates in a tensor with the sizes `dims`.
 fn nonzero_indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
-    match t.device() {
-        _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
-        device => backend::of_device(device).nonzero(t, &|| nonzero_mask(t), dims),
+    if t.numel() == 0 {
+        return Tensor::zeros([0, dims.len()], (DType::I64, t.device()));
     }
+    let t = t.detach();
+    let mask = || if t.dtype == DType::Bool { t.contiguous() } else { t.ne_scalar(0)?.contiguous() };
+    backend::of_device(t.device()).nonzero(&t, &mask, dims)
 }
 
 /// Splits a vector into runs of equal elements. Returns the value of each run, the number of each element's run (from 1), and the

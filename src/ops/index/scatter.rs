@@ -1,16 +1,10 @@
 //! Writing through one index tensor: `scatter` and similar, where each index selects an element, and `index_add` and similar, where
 //! a vector of indices selects slices.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed};
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{broadcast_index, check_index, check_index_shape, with_dim_size, without_stride};
 use crate::ops::record_gradients;
-use crate::tensor::Layout;
-use crate::{DType, Result, Scalar, Shape, Tensor, autograd, backend};
 
 impl Indexed<'_> {
     /// Writes `x` to `target` through the index. `layout` addresses `target`, with stride 0 along the indexed dim `d`.
@@ -240,8 +234,7 @@ scatter_methods! {
     /// [`Tensor::scatter`] does.
     scatter_add / scatter_add_ (source: &Tensor): Add, false, Source::Tensor(source);
     /// Returns a copy of this tensor in which slice i of `source` is added to slice `index[i]` along `dim` (PyTorch's `index_add`).
-    /// Slices with equal indices add up. The same bits on every run. Differentiable in both. Fails as [`Tensor::index_select`]
-    /// does.
+    /// Slices with equal indices add up. The same bits on every run. Differentiable in both. Fails as [`Tensor::index_select`].
     index_add / index_add_ (source: &Tensor): Add, true, Source::Tensor(source);
     /// Returns a copy of this tensor in which slice i of `source` replaces slice `index[i]` along `dim` (PyTorch's `index_copy`). For an
     /// index that occurs several times, the last slice is kept, and its gradient goes to all of these slices. Differentiable in both.

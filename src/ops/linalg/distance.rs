@@ -1,6 +1,5 @@
 //! Vector norms of any order, distances and cosine similarity.
 
-use crate::autograd::Saved;
 use crate::backend::problem::gemm::Gemm;
 use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
@@ -8,7 +7,7 @@ use crate::ops::linalg::products::scaled_product_into;
 use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
-use crate::{DType, Expr, Result, Tensor, promote_types};
+use crate::promote_types;
 
 /// The number of points on one side from which Euclidean distances are computed by one matrix product.
 const MATMUL_MIN_POINTS: usize = 26;
@@ -84,7 +83,10 @@ impl Tensor {
                 norm.eq(0.0).or(x.eq(0.0)).select(0.0, derivative * grad)
             })
         });
-        if keepdim { Ok(kept) } else { remove_reduced_dims(op, &kept, &dims) }
+        if keepdim {
+            return Ok(kept);
+        }
+        kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
     }
 
     /// Distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`). The
@@ -132,8 +134,7 @@ impl Tensor {
     }
 
     /// The cosine of the angle between vectors along `dim`: their dot product divided by the product of their norms, each at least `eps`
-    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable. Fails as [`Tensor::norm`]
-    /// does.
+    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable. Fails as [`Tensor::norm`].
     #[track_caller]
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
         return_replacement!(op = "cosine_similarity", [self, other], dim, eps);
@@ -158,16 +159,6 @@ impl Tensor {
     }
 }
 
-/// Returns the mask of a reduction over the last dim.
-fn last_dim(t: &Tensor) -> Mask {
-    (1..=t.rank()).map(|d| d == t.rank()).collect()
-}
-
-/// Removes the reduced dims from `kept`, a reduction that kept them.
-fn remove_reduced_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tensor> {
-    kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
-}
-
 /// Computes `sqrt(|x|² + |y|² - 2 x y)` with one product, whose epilogue adds the squares and takes the root. Points whose squares would
 /// overflow or underflow are scaled by a power of two.
 fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
@@ -183,7 +174,8 @@ fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let parts = |t: &Tensor| -> Result<[Tensor; 3]> {
         let (t, norm) = (t.detach(), t.detach().norm(-1, true)?);
         let scaled = Tensor::map(&[&t, &norm], |e| &e[0] * factor(&e[1]))?;
-        let squares = sum_of_squares(op, &scaled.to_dtype(t.dtype.compute().dtype())?, &last_dim(&t), 1.0, false)?;
+        let last_dim: Mask = (1..=t.rank()).map(|d| d == t.rank()).collect();
+        let squares = sum_of_squares(op, &scaled.to_dtype(t.dtype.compute().dtype())?, &last_dim, 1.0, false)?;
         Ok([scaled, squares, norm])
     };
     let ([x_scaled, xx, x_norm], [y_scaled, yy, y_norm]) = (parts(x)?, parts(y)?);

@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use crate::error::Excerpt;
 use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
-use crate::{Result, Shape, Tensor};
 
 /// The name of a dim: the code of a letter, or a number above all letters for a dim of an ellipsis.
 type DimName = u32;
@@ -75,11 +74,6 @@ impl NamedTensor {
     }
 }
 
-/// Returns true if the name is in the result or in another operand.
-fn is_needed(name: DimName, output: &[DimName], others: &[NamedTensor]) -> bool {
-    output.contains(&name) || others.iter().any(|o| o.names.contains(&name))
-}
-
 /// Sorts names into the order of the result. Names that the result lacks come first.
 fn sort_as_output(mut names: Vec<DimName>, output: &[DimName]) -> Vec<DimName> {
     names.sort_by_key(|n| output.iter().position(|o| o == n).map_or(0, |i| i + 1));
@@ -91,7 +85,9 @@ fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &
     let common = |n: &DimName| b.names.contains(n);
     let (shared, left): (Vec<DimName>, Vec<DimName>) = a.names.iter().partition(|n| common(n));
     let right: Vec<DimName> = b.names.iter().copied().filter(|n| !a.names.contains(n)).collect();
-    let (batch, summed): (Vec<DimName>, Vec<DimName>) = shared.into_iter().partition(|&n| is_needed(n, output, others));
+    // Names in the result or in another operand are kept.
+    let is_needed = |n: &DimName| output.contains(n) || others.iter().any(|o| o.names.contains(n));
+    let (batch, summed): (Vec<DimName>, Vec<DimName>) = shared.into_iter().partition(is_needed);
     if summed.is_empty() {
         let names = sort_as_output(batch.into_iter().chain(left).chain(right).collect(), output);
         return Ok(NamedTensor { t: a.permuted_to(&names)?.mul(&b.permuted_to(&names)?)?, names });

@@ -6,16 +6,13 @@
 
 use std::slice;
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::smallvec;
 
-use crate::autograd::{Factor, Gradients, Saved};
+use crate::autograd::{Factor, Gradients};
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, RELU_GRAD};
-use crate::backend::problem::map::Params;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::{elementwise, reduce};
-use crate::tensor::{Dims, Layout};
-use crate::{Error, Expr, Result, Shape, Tensor, autograd};
 
 operations! {
     matmul(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;

@@ -5,13 +5,10 @@
 
 use std::sync::LazyLock;
 
-use crate::autograd::Saved;
 use crate::backend::problem::gemm::{Gemm, PRODUCT};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::record_gradients;
-use crate::tensor::Dims;
-use crate::{Expr, Result, Scalar, Shape, Tensor};
 
 /// The epilogues `alpha * (a b)` and `alpha * (a b) + beta * input`.
 static ALPHA_EPILOGUE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));

@@ -275,8 +275,8 @@ impl PackedProjection {
             }
             let whole = Tensor::empty_with_shape(all.shape(), all.dtype, all.device())?;
             let slots = self.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)));
-            let grad = self.split_heads(&ctx.grad()?)?;
-            recomputed.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
+            let (mask, grad) = (options.attn_mask, &self.split_heads(&ctx.grad()?)?);
+            recomputed.backward(BackwardPass { op, inputs: [&q, &k, &v], mask, grad, slots, wanted: [true; 3] })?;
             Ok(Gradients::from_iter([Some(whole)]))
         })
     }
@@ -328,7 +328,8 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
             return ctx.differentiate_through(&recomputed.attend_recorded(op, inputs, options)?);
         }
         let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs_gradient(i)));
-        let gradients = recomputed.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
+        let (mask, grad) = (options.attn_mask, &ctx.grad()?);
+        let gradients = recomputed.backward(BackwardPass { op, inputs, mask, grad, slots, wanted })?;
         Ok(gradients.into_iter().collect())
     }))
 }
@@ -381,6 +382,18 @@ fn check_mask(op: &'static str, given: &Tensor, mask: Option<&Tensor>, scores: &
     Ok(())
 }
 
+/// The arguments of a backward pass that computes the scores again.
+struct BackwardPass<'a> {
+    op: &'static str,
+    inputs: [&'a Tensor; 3],
+    mask: Option<&'a Tensor>,
+    /// The gradient of the result.
+    grad: &'a Tensor,
+    /// The tensors to write the gradients of the inputs to, where given.
+    slots: [Option<Tensor>; 3],
+    wanted: [bool; 3],
+}
+
 /// An attention whose scores are not kept. The backward pass computes them again.
 enum Recomputed {
     Fused(Box<Fused>),
@@ -404,19 +417,10 @@ impl Recomputed {
         Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocked(blocks))))
     }
 
-    /// Computes the gradients of the wanted inputs, into `slots` where given.
-    fn backward(
-        &self,
-        op: &'static str,
-        inputs: [&Tensor; 3],
-        mask: Option<&Tensor>,
-        grad: &Tensor,
-        slots: [Option<Tensor>; 3],
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
+    fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {
         match self {
-            Recomputed::Fused(fused) => fused.backward(op, inputs, mask, grad, slots, wanted),
-            Recomputed::Blocked(blocks) => blocks.backward(op, inputs, mask, grad, slots, wanted),
+            Recomputed::Fused(fused) => fused.backward(pass),
+            Recomputed::Blocked(blocks) => blocks.backward(pass),
         }
     }
 

@@ -21,19 +21,14 @@
 mod columns;
 pub(crate) mod options;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{Gradients, Saved};
+use crate::autograd::Gradients;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::conv::columns::{Im2colConvolution, multiply_columns};
 use crate::ops::nn::window::{as_images, last_sizes, restore_rank, sizes_5d, weight_as_2d};
 use crate::ops::reduce;
-use crate::tensor::Dims;
-use crate::{Result, Shape, Tensor, autograd};
 
-use crate::backend;
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
 
 /// Generates the methods of `Tensor`, each a call of one of the functions below.
@@ -257,9 +252,10 @@ impl ConvProblem {
         let ConvProblem { op, windows, groups, .. } = self;
         let ([n, c, h, w], Windows { image, kernel, grid, padding, .. }) = (sizes_4d(x), windows);
         let single = [kernel, grid] == [[1, 1], image] && padding == [0; 2];
+        let backend = backend::of_device(x.device());
         if let Some(direct) = self.backend_convolution(x, weight, single) {
             self.compute_with(direct, x, weight, bias)
-        } else if let Some(out) = self.forward_by_backend(x, weight, bias)? {
+        } else if let Some(out) = backend.forward_convolution(&windows, x, weight, bias, groups)? {
             Ok(self.record(out, Box::new(Im2colConvolution(self)), x, weight, bias))
         } else if single {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
@@ -333,11 +329,6 @@ impl ConvProblem {
         let ([n, ..], [a, b, ..], Windows { image, grid, .. }) = (sizes_4d(x), sizes_4d(weight), self.windows);
         let (channels, [h, w]) = if self.transposed { (b * self.groups, image) } else { (a, grid) };
         Tensor::empty_with_shape([n, channels, h, w], x.dtype, x.device())
-    }
-
-    /// Computes the forward pass with the backend's own kernel, if there is one.
-    fn forward_by_backend(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
-        backend::of_device(x.device()).forward_convolution(&self.windows, x, weight, bias, self.groups)
     }
 
     /// Records `out`, with gradients that `direct` computes.

@@ -2,10 +2,7 @@
 
 use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
 use crate::backend::problem::windows::sizes_4d;
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
-use crate::{Result, Shape, Tensor, autograd, backend};
 
 impl Interpolation {
     fn from_args(a: &Args) -> Result<Interpolation> {

@@ -3,9 +3,8 @@
 use std::array;
 
 use crate::layout::shape::impl_from;
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::{Argument, ParameterKind};
-use crate::{Error, Result};
+use crate::ops::dispatch::arguments::ParameterKind;
+use crate::ops::dispatch::prelude::*;
 
 /// The padding around an image.
 ///

@@ -1,13 +1,9 @@
 //! Pooling: the maximum or the mean of each window.
 
 use crate::backend::problem::windows::{Divisor, Windows};
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{as_images, last_sizes, restore_rank};
-use crate::tensor::Dims;
-use crate::{DType, Result, Tensor};
 
 /// Options of [`Tensor::max_pool2d`] and the other maximum pools, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,13 +80,8 @@ fn windows<const D: usize>(
             let (first, end) = windows.input_range(d, *o);
             first >= end
         };
-        if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside) {
-            let reason = format!(
-                "window {o} along an image dim of {} is all padding: it has {} elements, {} apart",
-                image[d], kernel[d], dilation[d]
-            );
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside),
+            "window {o} along an image dim of {} is all padding: it has {} elements, {} apart", image[d], kernel[d], dilation[d]);
     }
     Ok(windows)
 }

@@ -4,19 +4,13 @@
 //! the gradient of its logits in the same launch as the loss. Its backward pass returns that gradient, without any launch if
 //! `backward()` starts at the loss.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
-use crate::backend::problem::map::Params;
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
 use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::{self, ReduceDims};
 use crate::tensor::view::detach_at_least_1d;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Expr, Result, Scalar, Shape, Tensor, autograd, backend};
 
 /// Runs a row operation along dim `d` of `x` (and of `z`, of the same shape), outside the graph.
 fn row_operation_unmasked(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {

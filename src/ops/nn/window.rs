@@ -6,12 +6,10 @@
 //! Backends know 2-D windows only. A 1-D window is an image with one row. A 3-D pool runs over the last two dims of each slice
 //! first, and then over the depth with each H x W slice as one row. This is exact because the maximum and mean are separable.
 
-use crate::autograd::Saved;
+use crate::MemoryFormat;
 use crate::backend::problem::windows::{Divisor, PoolTask, Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
-use crate::tensor::Layout;
-use crate::{DType, MemoryFormat, Result, Shape, Tensor, autograd, backend};
 
 /// Upper bound on kernel sizes, strides, paddings and dilations, so that their products cannot overflow.
 const MAX_WINDOW_PARAMETER: usize = 1 << 30;
@@ -327,7 +325,7 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
+/// [`Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
 #[track_caller]
 pub fn unfold(
     x: &Tensor,
@@ -350,7 +348,7 @@ pub fn unfold(
 
 /// Adds columns, `[N, C KH KW, windows]` or without N, to images of `output_size` at the elements that [`unfold`] would read
 /// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable. Fails as [`unfold`] does, and with
-/// [`crate::Error::Invalid`] for columns of a wrong shape.
+/// [`Error::Invalid`] for columns of a wrong shape.
 #[track_caller]
 pub fn fold(
     columns: &Tensor,

@@ -1,12 +1,10 @@
 //! Random numbers of further distributions: in place, and with parameters in tensors.
 
-use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
 use crate::ops::random::{next_seed, uniform};
-use crate::{DType, Expr, Result, Scalar, Tensor, autograd};
 
 operations! {
     rand(size: sizes, options): Random, Floats -> Same;

@@ -11,12 +11,10 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::elementwise;
 use crate::autograd::rng_replay::{RandomSource, draw_seed};
-use crate::backend::problem::map::Params;
 use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::{Layout, TensorOptions};
-use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
+use crate::tensor::TensorOptions;
 
 /// A source of seeds for random operations (PyTorch's `Generator`): a seed and the number of draws made from it.
 ///

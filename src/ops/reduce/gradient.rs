@@ -1,15 +1,9 @@
 //! Gradients of reductions: the formula of the row, or one of two rules.
 
-use smallvec::SmallVec;
-
 use super::table::{Gradient, ReductionRow, rows};
 use super::{Mask, ReduceDims, expand_reduced, reduce, reduced_count, reduced_shape};
-use crate::autograd::{self, Saved};
-use crate::backend::problem::map::Params;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_tracked};
-use crate::tensor::Shape;
-use crate::{DType, Device, Expr, Result, Scalar, Tensor};
 
 impl ReductionRow {
     /// Applies this reduction, as the method of the same name does. Fails as the method does.

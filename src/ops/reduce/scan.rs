@@ -4,14 +4,9 @@
 //! scan of the totals, and the parts. f16 and bf16 accumulate in f32, integers in i64 (wrapping). Running sums are blocked, so that
 //! the last of ten million f32 is accurate to about 1e-6.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::scan::Scan;
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::Layout;
 use crate::tensor::view::detach_at_least_1d;
-use crate::{DType, Result, Tensor, autograd, backend};
 
 /// Computes the scan along `dim`, outside the graph: the values, and the indices for maxima and minima.
 fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor, Option<Tensor>)> {
@@ -173,7 +168,7 @@ impl Tensor {
     }
 
     /// The differences of adjacent elements along `dim`, repeated `n` times (PyTorch's `diff`). For bool, whether adjacent elements
-    /// differ. Differentiable. Fails with [`crate::Error::DimOutOfRange`] for a scalar.
+    /// differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -2,16 +2,10 @@
 
 use std::sync::LazyLock;
 
-use smallvec::SmallVec;
-
 use super::ReduceDims;
-use crate::autograd::{self, Saved};
-use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::tensor::Layout;
-use crate::{DType, Expr, Result, Scalar, Tensor, backend};
 
 operations! {
     var(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::Compute;
 use crate::backend::problem::reduction::{Combination, Element, Rescaled, Rule};
 use crate::expr::program::Program;
 use crate::layout::dims::ReduceDims;
@@ -13,7 +14,6 @@ use crate::ops::dispatch::operation::{Dtypes, ResultDType};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::reduce::gradient::apply_reduction;
 use crate::ops::reduce::reductions::reductions;
-use crate::{Compute, DType, Expr, Result, Tensor};
 
 impl Rule {
     pub(crate) fn accumulator(&self, dtype: DType) -> Compute {

@@ -1,7 +1,7 @@
 //! Conversion between tensors and image objects of OpenCL devices.
 
-use crate::storage::{Caller, Image, ImageDesc, ImageFormat};
-use crate::{DType, Error, Result, Shape, Tensor, backend};
+use crate::ops::dispatch::prelude::*;
+use crate::storage::{Image, ImageDesc, ImageFormat};
 
 impl Tensor {
     /// Copies the elements to an RGBA image on their OpenCL device, in MNN's NC4HW4 layout, for kernels that read images.
@@ -56,10 +56,8 @@ impl Tensor {
             [n, c, h, w] => [n, c, h, w],
             _ => [0; 4],
         };
-        if [c.div_ceil(4).saturating_mul(w), n.saturating_mul(h)] != [width, height] {
-            let reason = format!("the {image:?} does not have the size for a tensor of shape {shape}");
-            return Err(Error::invalid("from_image", reason));
-        }
+        invalid!("from_image" if [c.div_ceil(4).saturating_mul(w), n.saturating_mul(h)] != [width, height],
+            "the {image:?} does not have the size for a tensor of shape {shape}");
         let dtype = if format == ImageFormat::F16 { DType::F16 } else { DType::F32 };
         backend::compute(shape, dtype, image.device(), |b, out| b.read_image(image, out))
     }

@@ -2,15 +2,12 @@
 
 use std::borrow::Borrow;
 
-use smallvec::SmallVec;
-
+use crate::MemoryFormat;
 use crate::autograd::{is_tracked, record_differentiable, record_unary_differentiable};
-use crate::layout::shape::{Dims, NewShape, Shape};
+use crate::layout::shape::NewShape;
 use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
-use crate::tensor::Layout;
-use crate::{DType, MemoryFormat, Result, Tensor, backend};
 
 impl Tensor {
     /// Concatenates tensors along dim `dim`, the only dim whose sizes may differ (PyTorch's `cat`). Dtypes are promoted; empty
@@ -171,18 +168,11 @@ impl Tensor {
         return_replacement!(op = "repeat_interleave_tensor", [self, repeats], dim);
         let d = self.shape().dim(op, dim)?;
         let size = self.shape().dims()[d];
-        if repeats.shape().dims() != [size] || repeats.dtype().is_float() {
-            let reason = format!(
-                "a {} tensor of shape {} does not hold one integer for each of {size} indices",
-                repeats.dtype(),
-                repeats.shape()
-            );
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if repeats.shape().dims() != [size] || repeats.dtype().is_float(),
+            "a {} tensor of shape {} does not hold one integer for each of {size} indices", repeats.dtype(), repeats.shape());
         let counts = repeats.to_dtype(DType::I64)?.to_vec::<i64>()?;
-        if let Some(n) = counts.iter().find(|&&n| n < 0) {
-            return Err(Error::invalid(op, format!("the number of repetitions is {n}, it must not be negative")));
-        }
+        invalid!(op if let Some(n) = counts.iter().find(|&&n| n < 0),
+            "the number of repetitions is {n}, it must not be negative");
         let total = counts.iter().fold(0usize, |sum, &n| sum.saturating_add(n as usize));
         let mut indices: Vec<i64> = Vec::new();
         let too_many = |_| Error::invalid(op, format!("{total} indices do not fit in memory"));

@@ -3,10 +3,7 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
-use crate::layout::shape::Dims;
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::{Layout, Shape};
-use crate::{DType, Device, Result, Tensor, autograd, backend};
 
 impl Tensor {
     /// Keeps the elements on and below a diagonal of each matrix (the last two dims), and sets all others to 0 (PyTorch's `tril`). Diagonal

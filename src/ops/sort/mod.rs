@@ -10,8 +10,7 @@ pub(crate) mod select;
 use std::sync::LazyLock;
 
 use super::{result_type, same_device, same_dtype};
-use crate::autograd::{self, Saved};
-use crate::backend::problem::map::Params;
+use crate::Compute;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
 use crate::backend::problem::select::{RankQuery, Selected, dims_with};
 use crate::layout::dims::Mask;
@@ -19,8 +18,6 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 use crate::ops::index::gather::record_read;
 use crate::tensor::view::detach_at_least_1d;
-use crate::tensor::{Dims, Layout};
-use crate::{Compute, DType, Expr, Result, Tensor, backend};
 
 /// Returns the sorted values and their original indices, outside the graph.
 pub(crate) fn sort_detached(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {

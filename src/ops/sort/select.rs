@@ -1,12 +1,10 @@
 //! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements; the gather
 //! defines the gradient. If only one or a few elements of a line are needed, backends select instead of sorting.
 
-use crate::backend::problem::map::Params;
 use crate::backend::problem::select::{RankQuery, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
 use crate::ops::sort::{count_nans, elements_of_ranks, sort_detached, topk_sorted};
-use crate::{DType, Expr, Result, Scalar, Tensor};
 
 operations! {
     topk(input: x, k: size, dim: int = -1, largest: bool = true): Sorting, All -> Same, differentiable;

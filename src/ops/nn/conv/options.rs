@@ -1,7 +1,5 @@
 //! The options of convolutions and their entries in the catalogue.
 
-use crate::Result;
-use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{fold, unfold};

@@ -2,7 +2,7 @@
 
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{losses, reduce_losses, same_shape};
-use crate::{DType, LossReduction, Result, Tensor, promote_types};
+use crate::{LossReduction, promote_types};
 
 impl Tensor {
     /// Computes `1 - cos` for pairs of vectors with target 1, and `max(0, cos - margin)` for target -1 (PyTorch's

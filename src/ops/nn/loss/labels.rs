@@ -3,7 +3,7 @@
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{divide_by_batch, reduce_losses};
-use crate::{CrossEntropy, DType, Expr, LossReduction, Result, Shape, Tensor, autocast_dtype};
+use crate::{CrossEntropy, LossReduction, autocast_dtype};
 
 impl Tensor {
     /// Returns the mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] the default options. Fails as

@@ -2,10 +2,10 @@
 
 use std::f64::consts::PI;
 
+use crate::LossReduction;
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{check_positive, losses, losses_of_equal_shapes, reduce_losses, same_shape};
-use crate::{Expr, LossReduction, Result, Tensor};
 
 /// Returns `log(x)`, clamped to at least -100.
 fn bounded_log(x: &Expr) -> Expr {
@@ -51,7 +51,7 @@ impl Tensor {
 
     /// Computes `d² / (2 beta)` if the absolute error d is below beta, otherwise `d - beta / 2` (PyTorch's `smooth_l1_loss`, with a
     /// default beta of 1). A beta of 0 gives the L1 loss. Differentiable. Fails as [`Tensor::mse_loss`] does, and with
-    /// [`crate::Error::Invalid`] for a beta below 0.
+    /// [`Error::Invalid`] for a beta below 0.
     #[track_caller]
     pub fn smooth_l1_loss(&self, target: &Tensor, beta: f64, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!(op = "smooth_l1_loss", [self, target], beta, reduction);
@@ -65,7 +65,7 @@ impl Tensor {
     }
 
     /// Computes `d² / 2` if the absolute error d is at most delta, otherwise `delta (d - delta / 2)` (PyTorch's `huber_loss`, with a
-    /// default delta of 1). Differentiable. Fails as [`Tensor::mse_loss`] does, and with [`crate::Error::Invalid`] unless delta is
+    /// default delta of 1). Differentiable. Fails as [`Tensor::mse_loss`] does, and with [`Error::Invalid`] unless delta is
     /// above 0.
     #[track_caller]
     pub fn huber_loss(&self, target: &Tensor, delta: f64, reduction: LossReduction) -> Result<Tensor> {

@@ -114,7 +114,7 @@ impl Tensor {
     ///
     /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. Weight and bias of f16 or bf16
     /// inputs have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable in
-    /// all three. Floats.
+    /// all three.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
